@@ -1,0 +1,8 @@
+// Checks at the border between torch and the kernels. Python has already given the user-facing errors;
+// these guard direct calls of torch.ops.rlkernels.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#define RLK_CHECK_TENSOR(t, type, rank)                                                                         \
+  TORCH_CHECK(t.scalar_type() == type && t.dim() == rank && t.is_contiguous() && t.is_cpu(), #t " must be a contiguous ", \
+              type, " CPU tensor of rank ", rank, ", got ", t.scalar_type(), " ", t.sizes(), " on ", t.device())

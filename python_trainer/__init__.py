@@ -1,0 +1,1 @@
+"""A compact PPO / GRPO trainer on rlkernels: ``python -m python_trainer --help``."""

@@ -1,0 +1,79 @@
+"""The one interface of everything that makes training cheaper."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from python_trainer.rollout import Engine
+    from python_trainer.tasks.base import Example
+
+
+@dataclass
+class PlannedGroup:
+    """One prompt of a step and how its group of answers is to be generated."""
+
+    example: "Example"
+    prompt_key: int  # index of the prompt in the task's training set
+    prompt_ids: list[int]
+    num_samples: int
+    max_new_tokens: int  # new tokens, after the prefix
+    sample_id: int  # noise key of the first sample; sample j uses sample_id + j
+    prefix_ids: list[int] = field(default_factory=list)  # the start of the answer, shared by the whole group
+
+
+@dataclass
+class Rollout:
+    """One answer, scored."""
+
+    prompt_key: int
+    group: int  # index of its group in the step
+    prompt_ids: list[int]
+    response_ids: list[int]  # prefix and generated tokens
+    prefix_len: int  # how many of response_ids were given, not generated
+    logprobs: list[float]  # sampler's log-probabilities of the generated tokens: response_ids[prefix_len:]
+    finish_reason: str
+    text: str  # the decoded response
+    reward: float  # shaped reward that advantages are made of
+    rewards: dict[str, float | None]  # raw value of every reward function
+    accuracy: float  # raw task accuracy, 0 or 1; filters use this, never the shaped reward
+    policy_version: int = 0
+
+
+@dataclass
+class StepContext:
+    """What an accelerator may see and use in one training step."""
+
+    step: int
+    policy: "torch.nn.Module"
+    optimizer: "torch.optim.Optimizer"
+    engine: "Engine"
+    tokenizer: Any
+    evaluate: Any  # evaluate(split: "gate" | "test", limit: int | None) -> accuracy in [0, 1]
+    seed: int  # of this step: keyed by (run seed, step)
+    telemetry: dict[str, float]  # metrics of this step; add your own as "name/metric"
+
+
+class Accelerator:
+    """Optional hooks, called in this order within a step. Subclasses override what they need."""
+
+    name = ""
+
+    def plan(self, context: StepContext, groups: list[PlannedGroup]) -> list[PlannedGroup]:
+        """Before generation: change prefixes, lengths, order."""
+        return groups
+
+    def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
+        """After scoring, before advantages: shape rewards, remember answers, mix in others."""
+        return rollouts
+
+    def after_update(self, context: StepContext) -> None:
+        """After the optimizer step. Whoever changes the weights ends with ``context.engine.policy_updated()``."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a resumed run needs, as tensors, strings, numbers, lists and dictionaries."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Undoes :meth:`state_dict`."""

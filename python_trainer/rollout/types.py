@@ -1,0 +1,56 @@
+"""What goes into a rollout engine and what comes out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn. Order: temperature, top-k, top-p. Temperature 0 is greedy."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    seed: int = 0  # all noise is keyed by (seed, sample id, position)
+    stop: tuple[str, ...] = ()  # stop strings; need the engine's tokenizer
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to continue, ``num_samples`` times.
+
+    Sample ``j`` draws its noise with sample id ``sample_id + j``, so give requests ids ``num_samples`` apart.
+    """
+
+    prompt_ids: Sequence[int]
+    prefix_ids: Sequence[int] = ()  # the start of the answer, kept as it is; not part of the completion
+    num_samples: int = 1
+    max_new_tokens: int = 256
+    sample_id: int = 0
+
+
+@dataclass
+class Completion:
+    """The tokens that were generated for one sample, the EOS token included when there is one."""
+
+    ids: list[int]
+    logprobs: list[float]  # log-probability of each token under the distribution it was sampled from
+    finish_reason: str  # "stop" (EOS or stop string) or "length"
+
+
+class Engine(Protocol):
+    """Generates completions with the current policy."""
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
+        """Completions in the order of the requests, the samples of one request side by side."""
+        ...
+
+    def policy_updated(self) -> None:
+        """The weights have changed: nothing computed with the old ones may be used again."""
+        ...
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """Counters since the engine was made: generated_tokens, prefill_tokens, cached_tokens, forward_passes."""
+        ...

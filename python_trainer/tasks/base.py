@@ -1,0 +1,29 @@
+"""What a task is: prompts and reward functions."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+# TRL's signature: f(prompts, completions, completion_ids, **dataset_columns) -> list[float | None], one per completion.
+RewardFunction = Callable[..., list[float | None]]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One prompt and whatever columns its reward functions need."""
+
+    prompt: str | list[dict[str, str]]  # plain text, or chat messages for the tokenizer's template
+    columns: dict[str, Any] = field(default_factory=dict)  # answer, difficulty, ...
+
+
+@dataclass(frozen=True)
+class Task:
+    """Prompts to train on, prompts to test on, and how answers are judged."""
+
+    name: str
+    train: Sequence[Example]
+    test: Sequence[Example]
+    reward_functions: dict[str, RewardFunction]  # name -> function; their (weighted) sum is the reward
+    gate: Sequence[Example] = ()  # held-out prompts for decisions during training; disjoint from train and test
+    # raw task accuracy of one completion is reward_functions[accuracy] > 0.5
+    accuracy: str = "accuracy"

@@ -1,0 +1,33 @@
+"""Kernels that make reinforcement learning of language models cheaper.
+
+``import rlkernels`` needs torch and numpy only; every name below is loaded on first use.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# public name -> module that defines it
+_EXPORTS = {
+    "info": "rlkernels._info",
+    "keyed_uniform": "rlkernels.sampling",
+}
+
+__all__ = ["__version__", *_EXPORTS]
+
+if TYPE_CHECKING:
+    from rlkernels._info import info as info
+    from rlkernels.sampling import keyed_uniform as keyed_uniform
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'rlkernels' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_EXPORTS[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

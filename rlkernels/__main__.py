@@ -1,0 +1,24 @@
+"""``python -m rlkernels``: what is installed, and tools that need no code."""
+
+import argparse
+import json
+
+from rlkernels import __version__
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line and returns its exit code."""
+    parser = argparse.ArgumentParser(prog="rlkernels", description=__doc__)
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    show = commands.add_parser("info", help="what was compiled, which backends work, what each op would use")
+    show.add_argument("--json", action="store_true", help="print JSON instead of text")
+    args = parser.parse_args(argv)
+    from rlkernels._info import info, print_info
+
+    print(json.dumps(info(), indent=2)) if args.json else print_info()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

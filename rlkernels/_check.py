@@ -1,0 +1,46 @@
+"""Argument checks that name the argument, its value and what is allowed."""
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+
+def one_of(name: str, value: object, allowed: Collection[object]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def positive(name: str, value: float, *, zero: bool = False) -> None:
+    if not (value > 0 or (zero and value == 0)):  # also refuses NaN
+        raise ValueError(f"{name} must be {'>= 0' if zero else '> 0'}, got {value!r}")
+
+
+def in_range(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{name} must be between {low} and {high}, got {value!r}")
+
+
+def tensor(name: str, value: object, *, ndim: int | tuple[int, ...] | None = None,
+           dtype: torch.dtype | Collection[torch.dtype] | None = None, floating: bool = False,
+           device: torch.device | None = None) -> torch.Tensor:  # fmt: skip
+    """Returns ``value`` when it is a tensor of an allowed rank, dtype and device, otherwise raises."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    ranks = (ndim,) if isinstance(ndim, int) else ndim
+    if ranks is not None and value.ndim not in ranks:
+        raise ValueError(f"{name} must have {' or '.join(map(str, ranks))} dimensions, got shape {tuple(value.shape)}")
+    dtypes = (dtype,) if isinstance(dtype, torch.dtype) else dtype
+    if dtypes is not None and value.dtype not in dtypes:
+        raise TypeError(f"{name} must have dtype {' or '.join(map(str, dtypes))}, got {value.dtype}")
+    if floating and not value.dtype.is_floating_point:
+        raise TypeError(f"{name} must be floating point, got {value.dtype}")
+    if device is not None and value.device != device:
+        raise ValueError(f"{name} must be on {device}, got {value.device}")
+    return value
+
+
+def shape(name: str, value: torch.Tensor, expected: Sequence[int | None]) -> None:
+    """Raises unless ``value`` has this shape; None stands for any size."""
+    if len(value.shape) != len(expected) or any(e is not None and e != s for s, e in zip(value.shape, expected)):
+        wanted = ", ".join("any" if e is None else str(e) for e in expected)
+        raise ValueError(f"{name} must have shape [{wanted}], got {list(value.shape)}")

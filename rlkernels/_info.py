@@ -1,0 +1,53 @@
+"""What was compiled and which backend each op would use here."""
+
+import importlib.util
+import os
+from typing import Any
+
+import torch
+
+from rlkernels import __version__
+from rlkernels import backend as _backend
+
+
+def info() -> dict[str, Any]:
+    """Versions, what was compiled, and the backend of each op for CPU and CUDA tensors.
+
+    Returns:
+        A dictionary of plain strings, numbers and lists, ready for ``json.dumps``. ``ops[name]`` has
+        ``written`` (backends that exist), ``cpu`` (what ``auto`` takes for CPU tensors) and, where a GPU is
+        present, ``cuda``.
+    """
+    missing = _backend.extension_error()
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    native = torch.ops.rlkernels
+    ops = {}
+    for name, op in _backend.OPS.items():
+        row: dict[str, Any] = {"written": [b for b in ("cuda", "triton", "cpu") if getattr(op, b)] + ["torch"]}
+        row["cpu"] = _backend.choose(name, torch.device("cpu"))
+        if devices:
+            row["cuda"] = _backend.choose(name, torch.device("cuda"))
+        ops[name] = row
+    return {
+        "version": __version__,
+        "torch": torch.__version__,
+        "extension": missing or "loaded",
+        "cpu_isa": None if missing else native.cpu_isa(),
+        "threads": None if missing else native.parallel_threads(),
+        "cuda_kernels": _backend.built_with_cuda(),
+        "triton": importlib.util.find_spec("triton") is not None,
+        "gpus": devices,
+        "backend": os.environ.get("RLKERNELS_BACKEND", "auto"),
+        "ops": ops,
+    }
+
+
+def print_info() -> None:
+    """Prints :func:`info` as text."""
+    facts = info()
+    ops = facts.pop("ops")
+    for key, value in facts.items():
+        print(f"{key:<13} {', '.join(value) or 'none' if isinstance(value, list) else value}")
+    print(f"\n{'op':<25} {'written':<26} {'CPU tensors':<12}" + (" GPU tensors" if facts["gpus"] else ""))
+    for name, row in ops.items():
+        print(f"{name:<25} {', '.join(row['written']):<26} {row['cpu']:<12} {row.get('cuda', '')}".rstrip())

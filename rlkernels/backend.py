@@ -1,0 +1,113 @@
+"""Which implementation of an op runs: ``"auto" | "cuda" | "triton" | "cpu" | "torch"``.
+
+``cpu`` and ``cuda`` are our compiled kernels, ``triton`` our Triton kernels, ``torch`` the reference in plain
+torch that every op has. ``auto`` takes the fastest that works for the device of the tensors; an explicit choice
+that cannot work raises and says why. The environment variable ``RLKERNELS_BACKEND`` sets what ``auto`` means.
+"""
+
+import functools
+import importlib.util
+import os
+from dataclasses import dataclass
+
+import torch
+
+BACKENDS = ("auto", "cuda", "triton", "cpu", "torch")
+
+
+@dataclass(frozen=True)
+class Op:
+    """What has been written for an op. ``proven`` holds the backends that passed their tests on a real GPU."""
+
+    cpu: bool = False
+    triton: bool = False
+    cuda: bool = False
+    proven: tuple[str, ...] = ()  # in order of preference; auto on a GPU takes only these
+
+
+# One line per op of the public contract.
+OPS: dict[str, Op] = {
+    "dtw": Op(),
+    "dtw_topk": Op(),
+    "soft_dtw": Op(),
+    "state_similarity": Op(),
+    "rhyme_similarity": Op(),
+    "rhyme_topk": Op(),
+    "top1_delta": Op(),
+    "top1_deltas": Op(),
+    "delta_matvec": Op(),
+    "add_rank1_": Op(),
+    "block_pool": Op(),
+    "write_kv": Op(),
+    "paged_attention": Op(),
+    "shared_prefix_attention": Op(),
+    "merge_attention": Op(),
+    "grouped_attention": Op(),
+    "keyed_uniform": Op(cpu=True),
+    "sample_tokens": Op(),
+    "verify_drafts": Op(),
+    "rollout_history": Op(),
+    "token_logprobs": Op(),
+}
+
+
+@functools.cache
+def extension_error() -> str | None:
+    """Loads ``rlkernels._C``. None when that worked, otherwise the reason in one line."""
+    try:
+        import rlkernels._C  # noqa: F401
+    except ImportError as error:
+        return f"the compiled extension is missing ({error}); build it with `pip install --no-build-isolation -e .`"
+    return None
+
+
+@functools.cache
+def built_with_cuda() -> bool:
+    """True when the extension holds the CUDA kernels."""
+    return extension_error() is None and torch.ops.rlkernels.built_with_cuda()
+
+
+def triton_interpreted() -> bool:
+    """True when Triton kernels run on CPU tensors through Triton's interpreter."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def unavailable(op: str, backend: str, device: torch.device) -> str | None:
+    """Why ``backend`` cannot run ``op`` on ``device``; None when it can."""
+    written = OPS[op]
+    if backend == "torch":
+        return None
+    if not getattr(written, backend):
+        return f"{op} has no {backend} implementation"
+    if backend == "cpu":
+        return f"the tensors are on {device}" if device.type != "cpu" else extension_error()
+    if backend == "triton":
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed; `pip install triton`"
+        if device.type != "cuda" and not triton_interpreted():
+            return f"the tensors are on {device}; Triton runs on a GPU, or anywhere with TRITON_INTERPRET=1"
+        return None
+    if device.type != "cuda":
+        return f"the tensors are on {device}"
+    return extension_error() or (None if built_with_cuda() else "the extension was built without CUDA")
+
+
+def choose(op: str, device: torch.device, backend: str = "auto") -> str:
+    """The backend that runs ``op`` on tensors of ``device``.
+
+    Raises:
+        ValueError: ``backend`` is unknown, or was asked for by name and cannot run here.
+    """
+    source = "backend"
+    if backend == "auto":
+        backend, source = os.environ.get("RLKERNELS_BACKEND", "auto"), "RLKERNELS_BACKEND"
+    if backend not in BACKENDS:
+        raise ValueError(f"{source} must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend != "auto":
+        reason = unavailable(op, backend, device)
+        if reason is not None and source == "backend":
+            raise ValueError(f"backend={backend!r} cannot run {op} here: {reason}")
+        if reason is None:
+            return backend
+    candidates = ("cpu",) if device.type == "cpu" else OPS[op].proven
+    return next((b for b in candidates if unavailable(op, b, device) is None), "torch")

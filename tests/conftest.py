@@ -1,0 +1,72 @@
+"""Shared fixtures. Everything a machine lacks is named in the summary, never skipped silently."""
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from support import lacks
+
+import rlkernels.backend
+
+
+def pytest_configure(config):
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="this machine lacks a CUDA device"))
+
+
+def pytest_terminal_summary(terminalreporter):
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        for report in terminalreporter.stats.get("skipped", [])
+    )
+    terminalreporter.section("not run on this machine")
+    for reason, count in sorted(reasons.items()):
+        terminalreporter.write_line(f"{count} tests: {reason}")
+    if not reasons:
+        terminalreporter.write_line("nothing: every test ran")
+
+
+@pytest.fixture(autouse=True)
+def poison_uninitialised_memory():
+    """torch.empty returns NaN (or the largest integer), so that nothing can rely on what it happens to hold."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    """Every test starts from the same random state."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=["portable", "avx2", "avx512", "amx"])
+def cpu_isa(request):
+    """Runs a test once per instruction set of the CPU kernels."""
+    if rlkernels.backend.extension_error():
+        lacks("the compiled extension")
+    try:
+        torch.ops.rlkernels.set_cpu_isa(request.param)
+    except RuntimeError as error:
+        lacks(f"the instruction set {request.param} ({str(error).splitlines()[0]})")
+    yield request.param
+    torch.ops.rlkernels.set_cpu_isa("auto")
+
+
+@pytest.fixture
+def gsm8k_dir() -> Path:
+    """Folder with GSM8K's train.jsonl, test.jsonl and example_model_solutions.jsonl (RLKERNELS_GSM8K_DIR)."""
+    folder = os.environ.get("RLKERNELS_GSM8K_DIR")
+    if not folder or not (Path(folder) / "train.jsonl").is_file():
+        lacks("the GSM8K files (set RLKERNELS_GSM8K_DIR to their folder)")
+    return Path(folder)

@@ -1,0 +1,104 @@
+"""The package as a whole: import time, backend choice, info(), the compiled objects."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support import lacks
+
+import rlkernels
+from rlkernels import backend
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_python(code: str, **env) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **env}, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_import_needs_only_torch_and_numpy():
+    code = """
+import sys, torch, time
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"triton", "vllm", "transformers", "pydantic", "rich", "trl", "peft", "sqlalchemy"}:
+            raise ImportError(name)
+sys.meta_path.insert(0, Block())
+start = time.perf_counter()
+import rlkernels
+for name in rlkernels.__all__:
+    getattr(rlkernels, name)
+print(time.perf_counter() - start)
+"""
+    assert float(run_python(code)) < 0.5
+
+
+def test_every_exported_name_is_documented():
+    for name in rlkernels.__all__:
+        if name != "__version__":
+            assert (getattr(rlkernels, name).__doc__ or "").strip(), name
+
+
+def test_info_is_json_and_covers_every_op():
+    facts = json.loads(json.dumps(rlkernels.info()))
+    assert set(facts["ops"]) == set(backend.OPS)
+    assert all("torch" in row["written"] for row in facts["ops"].values())
+
+
+def test_extension_runs_on_all_threads():
+    assert rlkernels.info()["extension"] == "loaded"
+    assert torch.ops.rlkernels.parallel_threads() == torch.get_num_threads()
+
+
+def test_explicit_backend_that_cannot_run_says_why():
+    ids = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="cannot run keyed_uniform here"):
+        rlkernels.keyed_uniform(0, ids, ids, backend="cuda")
+    with pytest.raises(ValueError, match="backend must be one of .* got 'gpu'"):
+        rlkernels.keyed_uniform(0, ids, ids, backend="gpu")
+
+
+def test_environment_sets_the_default_backend(monkeypatch):
+    monkeypatch.setenv("RLKERNELS_BACKEND", "torch")
+    assert backend.choose("keyed_uniform", torch.device("cpu")) == "torch"
+    monkeypatch.setenv("RLKERNELS_BACKEND", "fast")
+    with pytest.raises(ValueError, match="RLKERNELS_BACKEND must be one of"):
+        backend.choose("keyed_uniform", torch.device("cpu"))
+
+
+def test_instruction_set_is_forced_by_the_environment():
+    code = "import torch, rlkernels; print(rlkernels.info()['cpu_isa'])"
+    assert run_python(code, RLKERNELS_CPU_ISA="portable") == "portable"
+    code = "import rlkernels\ntry: rlkernels.info()\nexcept Exception as e: print(e)"
+    assert "allowed: auto, portable, avx2, avx512, amx" in run_python(code, RLKERNELS_CPU_ISA="sse9")
+
+
+def test_works_without_the_extension():
+    code = """
+import sys
+sys.modules["rlkernels._C"] = None
+import torch, rlkernels
+ids = torch.arange(3)
+print(rlkernels.keyed_uniform(1, ids, ids).tolist() != [], rlkernels.info()["ops"]["keyed_uniform"]["cpu"])
+"""
+    assert run_python(code) == "True torch"
+
+
+def test_kernels_leave_no_weak_symbols():
+    """A weak symbol compiled for AVX-512 may be picked by the linker for every caller, and crash older processors."""
+    objects = sorted((ROOT / "build").glob("temp*/kernels/*.o"))
+    if not objects:
+        lacks("the build folder of the extension")
+    for path in objects:
+        listing = subprocess.run(["nm", "-C", str(path)], capture_output=True, text=True, check=True).stdout
+        stray = [line for line in listing.splitlines() if re.search(r"^[0-9a-f]+ [WVu] ", line)]
+        assert not stray, f"{path.name}: {stray[:5]}"
