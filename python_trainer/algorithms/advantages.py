@@ -1,0 +1,127 @@
+"""How good each answer was, compared with what was to be expected: advantages from rewards."""
+
+import torch
+
+
+def group_statistics(rewards: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Size, mean and standard deviation (n - 1) of the reward in the group of every sample.
+
+    Args:
+        rewards: [B].
+        groups: int64 [B], the group of every sample; any numbers, in any order.
+
+    Returns:
+        (size, mean, std), each [B]. The deviation of a group of one is 0, and it is exactly 0 where all rewards
+        of the group are equal.
+    """
+    _, index = torch.unique(groups, return_inverse=True)
+    count = int(index.max()) + 1 if index.numel() else 0
+    size = rewards.new_zeros(count).index_add_(0, index, torch.ones_like(rewards))[index]
+    mean = (rewards.new_zeros(count).index_add_(0, index, rewards))[index] / size
+    square = rewards.new_zeros(count).index_add_(0, index, (rewards - mean) ** 2)[index]
+    # equal rewards can leave a rounding error in the mean, which a division by (almost) zero would blow up
+    low = rewards.new_full((count,), torch.inf).scatter_reduce_(0, index, rewards, "amin")[index]
+    high = rewards.new_full((count,), -torch.inf).scatter_reduce_(0, index, rewards, "amax")[index]
+    std = torch.where(low == high, 0.0, (square / (size - 1).clamp(min=1)).sqrt())
+    return size, torch.where(low == high, rewards, mean), std
+
+
+def group_advantages(
+    rewards: torch.Tensor, groups: torch.Tensor, *, scale_rewards: str = "group", epsilon: float = 1e-4
+) -> torch.Tensor:
+    """GRPO's advantage: reward minus the mean of its group, divided by a standard deviation.
+
+    Args:
+        rewards: [B].
+        groups: int64 [B].
+        scale_rewards: ``"group"`` divides by the deviation of the group (GRPO, arXiv 2402.03300), ``"batch"`` by
+            that of all rewards, ``"none"`` by nothing (Dr. GRPO, arXiv 2503.20783).
+        epsilon: added to the deviation.
+
+    Returns:
+        [B]; 0 for every sample of a group whose rewards are all equal.
+    """
+    _, mean, std = group_statistics(rewards, groups)
+    if scale_rewards == "group":
+        return (rewards - mean) / (std + epsilon)
+    if scale_rewards == "batch":
+        return (rewards - mean) / ((rewards.std() if rewards.numel() > 1 else 0.0) + epsilon)
+    if scale_rewards == "none":
+        return rewards - mean
+    raise ValueError(f"scale_rewards must be 'group', 'batch' or 'none', got {scale_rewards!r}")
+
+
+def rloo_advantages(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """REINFORCE leave-one-out (arXiv 2402.14740): reward minus the mean of the *other* samples of the group.
+
+    Args:
+        rewards: [B].
+        groups: int64 [B].
+
+    Returns:
+        [B]; 0 for a group of one, which has nothing to compare with.
+    """
+    size, mean, _ = group_statistics(rewards, groups)
+    return torch.where(size > 1, (rewards - mean) * size / (size - 1).clamp(min=1), 0.0)
+
+
+def gae(
+    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, *, gamma: float = 1.0, lam: float = 0.95
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Generalised advantage estimation (arXiv 1506.02438) over the unmasked tokens of each row.
+
+    Args:
+        rewards: [B, T] reward received after each token; usually zero but for the last.
+        values: [B, T] predicted return before each token.
+        mask: bool [B, T]; masked tokens (padding on either side, tool output) are stepped over as if not there.
+
+    Returns:
+        (advantages, returns), both [B, T], 0 where masked. Rows end in a terminal state.
+    """
+    mask = mask.bool()
+    advantages = torch.zeros_like(values)
+    running = values.new_zeros(values.shape[0])
+    next_value = torch.zeros_like(running)
+    for t in reversed(range(values.shape[1])):
+        here = mask[:, t]
+        surprise = rewards[:, t] + gamma * next_value - values[:, t]
+        running = torch.where(here, surprise + gamma * lam * running, running)
+        next_value = torch.where(here, values[:, t], next_value)
+        advantages[:, t] = torch.where(here, running, 0.0)
+    return advantages, torch.where(mask, advantages + values, 0.0)
+
+
+def whiten(values: torch.Tensor, mask: torch.Tensor, *, shift_mean: bool = True, epsilon: float = 1e-8) -> torch.Tensor:
+    """Scales the unmasked entries to variance 1 and, unless ``shift_mean`` is False, to mean 0.
+
+    Args:
+        values: [B, T].
+        mask: bool [B, T].
+
+    Returns:
+        [B, T], 0 where masked. Fewer than two unmasked entries have no variance: they are only shifted.
+    """
+    mask = mask.bool()
+    kept = values[mask]
+    if kept.numel() == 0:
+        return torch.zeros_like(values)
+    variance, mean = torch.var_mean(kept) if kept.numel() > 1 else (torch.ones_like(kept[0]), kept[0])
+    scaled = (values - mean) * torch.rsqrt(variance + epsilon)
+    return torch.where(mask, scaled if shift_mean else scaled + mean, 0.0)
+
+
+def token_rewards(scores: torch.Tensor, mask: torch.Tensor, penalty: torch.Tensor | None = None) -> torch.Tensor:
+    """Puts each answer's score on its last unmasked token, minus a penalty per token (PPO's KL in the reward).
+
+    Args:
+        scores: [B].
+        mask: bool [B, T].
+        penalty: [B, T], already multiplied by its coefficient; None for none.
+
+    Returns:
+        [B, T], 0 where masked; a row without unmasked tokens stays 0.
+    """
+    mask = mask.bool()
+    is_last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
+    rewards = torch.where(is_last, scores[:, None], 0.0)
+    return rewards if penalty is None else rewards - torch.where(mask, penalty, 0.0)

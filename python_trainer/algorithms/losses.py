@@ -1,0 +1,142 @@
+"""Policy and value losses on [batch, time].
+
+A loss is a sum of per-token losses times weights that were computed from the *whole* batch
+(:func:`token_weights`). So micro-batches, ranks, padding and order cannot change it: the sum over the parts is
+the loss of the whole.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+# how per-token losses become one number, by verl's names; TRL's loss types in terms of them
+AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "constant")
+LOSS_TYPES = {"grpo": "seq-mean-token-mean", "dapo": "token-mean", "dr_grpo": "constant"}
+
+
+def token_weights(
+    mask: torch.Tensor, aggregation: str, *, num_tokens: int, num_sequences: int, max_length: int | None = None
+) -> torch.Tensor:
+    """Weight of every token's loss in the loss of the whole batch.
+
+    Args:
+        mask: bool [B, T] of this part of the batch.
+        aggregation: ``"token-mean"``: 1 / all tokens (DAPO, arXiv 2503.14476). ``"seq-mean-token-sum"``:
+            1 / all sequences. ``"seq-mean-token-mean"``: 1 / (all sequences x tokens of this one) (GRPO).
+            ``"constant"``: 1 / (all sequences x ``max_length``) (Dr. GRPO).
+        num_tokens: unmasked tokens of the whole batch, over all micro-batches and ranks.
+        num_sequences: sequences of the whole batch.
+        max_length: longest answer that was allowed; for ``"constant"``.
+
+    Returns:
+        float32 [B, T], 0 where masked.
+    """
+    weight = mask.float()
+    if aggregation == "token-mean":
+        return weight / max(num_tokens, 1)
+    if aggregation == "seq-mean-token-sum":
+        return weight / max(num_sequences, 1)
+    if aggregation == "seq-mean-token-mean":
+        return weight / (weight.sum(1, keepdim=True).clamp(min=1) * max(num_sequences, 1))
+    if aggregation == "constant":
+        if max_length is None or max_length < 1:
+            raise ValueError(f"max_length must be >= 1 for aggregation 'constant', got {max_length!r}")
+        return weight / (max(num_sequences, 1) * max_length)
+    raise ValueError(f"aggregation must be one of {', '.join(AGGREGATIONS)}, got {aggregation!r}")
+
+
+@dataclass
+class PolicyLoss:
+    """Per-token policy loss [B, T] (0 where masked) and what was seen on the way (detached, [B, T], 0 where masked)."""
+
+    loss: torch.Tensor
+    ratio: torch.Tensor  # pi / pi_old, before any clipping
+    clipped_low: torch.Tensor  # bool: held up below 1 - epsilon, with a negative advantage
+    clipped_high: torch.Tensor  # bool: held back above 1 + epsilon_high, with a positive advantage
+
+
+def policy_loss(
+    logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, *,
+    epsilon: float = 0.2, epsilon_high: float | None = None, delta: float | None = None,
+    weights: torch.Tensor | None = None,
+) -> PolicyLoss:  # fmt: skip
+    """The clipped surrogate of PPO (arXiv 1707.06347, eq. 7), with a minus sign.
+
+    -min(ratio A, clip(ratio, 1 - epsilon, 1 + epsilon_high) A), where ratio = pi / pi_old.
+
+    Args:
+        logprobs: [B, T], differentiable.
+        old_logprobs: [B, T] under the policy before the update; ``logprobs.detach()`` for the first pass.
+        advantages: [B] or [B, T].
+        mask: bool [B, T]; the other inputs may be anything, NaN and inf included, where it is False.
+        epsilon: clip range below 1, and above 1 unless ``epsilon_high`` is given.
+        epsilon_high: clip range above 1 (DAPO uses 0.28).
+        delta: upper bound of the ratio where the advantage is negative, > 1 + epsilon_high (INTELLECT-2, arXiv
+            2505.07291); None for none.
+        weights: [B, T] detached factors, such as :func:`importance_weights`.
+    """
+    mask = mask.bool()
+    high = epsilon if epsilon_high is None else epsilon_high
+    advantages = torch.where(mask, advantages[:, None] if advantages.ndim == 1 else advantages, 0.0)
+    # zero before exp: whatever stands in a masked entry would otherwise come back as inf x 0 = NaN in the gradient
+    ratio = torch.exp(torch.where(mask, logprobs, 0.0) - torch.where(mask, old_logprobs.detach(), 0.0))
+    free = ratio if delta is None else ratio.clamp(max=delta)
+    loss = -torch.minimum(free * advantages, ratio.clamp(1 - epsilon, 1 + high) * advantages)
+    if weights is not None:
+        loss = loss * torch.where(mask, weights, 0.0)
+    seen = ratio.detach()
+    return PolicyLoss(
+        loss=loss,
+        ratio=torch.where(mask, seen, 0.0),
+        clipped_low=mask & (seen < 1 - epsilon) & (advantages < 0),
+        clipped_high=mask & (seen > 1 + high) & (advantages > 0),
+    )
+
+
+def importance_weights(
+    old_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor, mask: torch.Tensor, *, mode: str, cap: float = 2.0
+) -> torch.Tensor:
+    """Corrects for a sampler that is not quite the policy being trained: pi_old / pi_sampler, detached.
+
+    Args:
+        old_logprobs: [B, T], by the trainer, before the update.
+        sampler_logprobs: [B, T], recorded when the tokens were drawn.
+        mask: bool [B, T], true where a token was drawn by the sampler. Other tokens (a given prefix) weigh 1.
+        mode: ``"truncate"``: min(ratio, cap). ``"mask"``: 0 where the ratio is above ``cap`` or below 1 / ``cap``.
+        cap: > 1.
+
+    Returns:
+        [B, T].
+    """
+    mask = mask.bool()
+    ratio = torch.exp(torch.where(mask, old_logprobs.detach() - sampler_logprobs, 0.0))
+    if mode == "truncate":
+        return ratio.clamp(max=cap)
+    if mode == "mask":
+        return torch.where((ratio > cap) | (ratio < 1 / cap), 0.0, ratio)
+    raise ValueError(f"mode must be 'truncate' or 'mask', got {mode!r}")
+
+
+def value_loss(
+    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, *,
+    clip: float | None = 0.2,
+) -> torch.Tensor:  # fmt: skip
+    """Squared error of the value head, half of it; with ``clip``, the larger of that and the clipped one (PPO).
+
+    Args:
+        values: [B, T], differentiable.
+        old_values: [B, T] before the update.
+        returns: [B, T].
+        mask: bool [B, T].
+        clip: how far a value may move away from its old one; None for no clipping.
+
+    Returns:
+        [B, T], 0 where masked.
+    """
+    mask = mask.bool()
+    values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values.detach(), returns))
+    error = (values - returns) ** 2
+    if clip is not None:
+        held = old_values + (values - old_values).clamp(-clip, clip)
+        error = torch.maximum(error, (held - returns) ** 2)
+    return 0.5 * error
