@@ -1,0 +1,6 @@
+"""Benchmarks: ``python -m bench``. See bench/README.md for how to write one."""
+
+from bench._case import Case, Missing, Row, optional
+from bench._limits import copy_bandwidth, fma_rate, matmul_rate, read_bandwidth
+
+__all__ = ["Case", "Missing", "Row", "copy_bandwidth", "fma_rate", "matmul_rate", "optional", "read_bandwidth"]

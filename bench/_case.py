@@ -1,0 +1,76 @@
+"""What a benchmark file hands to the runner."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A provider that cannot run here; the table names it with the reason."""
+
+    reason: str
+
+
+# A function of no arguments; or (setup, function): setup() runs untimed before every timed call and its result
+# is passed to the function; or Missing.
+Provider = Callable[[], Any] | tuple[Callable[[], Any], Callable[[Any], Any]] | Missing
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op at one shape, run by several providers on the same inputs.
+
+    Attributes:
+        op: name of the op, as in ``rlkernels.backend.OPS``, or of the claim.
+        shape: what the inputs look like, as text: ``"64 x 64 pairs, 512 x 512"``.
+        providers: by name; each returns its output (tensors, numbers, or lists, tuples and dicts of them).
+        dtype: dtype of the inputs, as text.
+        device: where the inputs are.
+        reference: the provider whose output the others are matched against, or a function that gives that
+            output once, untimed. None: nothing to compare.
+        limit: (name, seconds): how long the hardware needs at least, with the resource that says so.
+        work: (unit, amount per call): reported as amount / median, ``("cells", 64 * 64 * 512 * 512)``.
+        seconds: time budget per provider; at least one call is made. None: the runner's.
+        compare: (output, reference output) -> text, in place of the runner's match.
+    """
+
+    op: str
+    shape: str
+    providers: dict[str, Provider]
+    dtype: str = "float32"
+    device: str = "cpu"
+    reference: str | Callable[[], Any] | None = "torch reference"
+    limit: tuple[str, float] | None = None
+    work: tuple[str, float] | None = None
+    seconds: float | None = None
+    compare: Callable[[Any, Any], str] | None = None
+
+
+@dataclass
+class Row:
+    """One line of the CSV. A benchmark file may yield rows itself where it has to do its own timing."""
+
+    op: str
+    provider: str
+    shape: str
+    dtype: str = ""
+    device: str = "cpu"
+    median_s: float | None = None
+    q20_s: float | None = None
+    q80_s: float | None = None
+    peak_bytes: int | None = None  # above what was held before the call
+    match: str = ""  # "exact", or max |out - reference| / max |reference|
+    of_limit: float | None = None  # limit_s / median_s
+    limit: str = ""
+    extra: str = ""  # "1.9 Gcells/s"
+    missing: str = ""  # why the provider did not run; the figures are empty then
+
+
+def optional(module: str, make: Callable[[Any], Provider], install: str | None = None) -> Provider:
+    """``make(imported module)``, or :class:`Missing` when the package is not installed."""
+    try:
+        return make(importlib.import_module(module))
+    except ImportError as error:
+        return Missing(f"{error}; pip install {install or module.partition('.')[0]}")

@@ -1,0 +1,98 @@
+"""The benchmark runner: what it measures, compares, names as missing and writes."""
+
+import csv
+import math
+
+import pytest
+import torch
+
+from bench import Case, Missing, Row, _limits, _runner, optional
+from bench.__main__ import main
+
+
+@pytest.mark.parametrize(
+    ("out", "reference", "expected"),
+    [
+        (torch.tensor([1.0, math.nan, math.inf]), torch.tensor([1.0, math.nan, math.inf]), "exact"),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0]), "5.0e-01"),
+        ([1, 2], [1, 2], "exact"),
+        ([1, 3], [1, 2], "differs"),
+        ((torch.ones(2), [3]), (torch.ones(2), [3]), "exact"),
+        ({"a": 1.0, "b": "ok"}, {"a": 1.0, "b": "no"}, "differs"),
+        (torch.tensor([1.0, math.nan]), torch.tensor([1.0, 2.0]), "differs"),
+        (torch.tensor([1.0, math.inf]), torch.tensor([1.0, -math.inf]), "differs"),
+        (torch.ones(2), torch.ones(3), "differs"),
+        (torch.ones(0), torch.ones(0), "exact"),
+    ],
+)
+def test_match(out, reference, expected):
+    assert _runner.match(out, reference) == expected
+
+
+def test_case_rows():
+    x = torch.ones(1000)
+    calls = []
+    case = Case(
+        op="double",
+        shape="n=1000",
+        providers={
+            "ours": (lambda: calls.append("setup") or x.clone(), lambda y: y.mul_(2)),
+            "torch reference": lambda: x + x,
+            "wrong": lambda: x * 3,
+            "peer": optional("no_such_package_at_all", lambda m: m.double),
+        },
+        limit=("thought", 1e-9),
+        work=("numbers", 1000),
+    )
+    ours, reference, wrong, peer = _runner.run_case(case, seconds=0.01)
+    assert ours.match == "exact" and reference.match == "" and wrong.match == "5.0e-01"
+    assert 0 < ours.q20_s <= ours.median_s <= ours.q80_s
+    assert ours.of_limit == pytest.approx(1e-9 / ours.median_s) and ours.extra.endswith("numbers/s")
+    assert peer.median_s is None and "no_such_package_at_all" in peer.missing
+    assert len(calls) >= 4  # every call had its own setup
+
+
+def test_peak_memory_counts_everything_but_what_was_there_before():
+    held = torch.ones(8 * 2**20)
+    row = next(_runner.run_case(Case("copy", "32 MiB", {"torch reference": held.clone}), seconds=0.01))
+    if row.peak_bytes is None:
+        pytest.skip("this machine lacks /proc/self/clear_refs")
+    assert 0.9 * held.nbytes < row.peak_bytes < 1.5 * held.nbytes
+
+
+def test_reference_may_be_a_function_that_is_not_timed():
+    case = Case("op", "n", {"ours": lambda: 2.0}, reference=lambda: 4.0)
+    assert [row.match for row in _runner.run_case(case, seconds=0.001)] == ["5.0e-01"]
+
+
+def test_csv_is_appended_and_never_mixed(tmp_path):
+    path = tmp_path / "rows.csv"
+    for _ in range(2):
+        _runner.append(path, [Row("op", "ours", "n=1", median_s=0.5)], _runner.stamp())
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["median_s"] for row in rows] == ["0.5", "0.5"] and rows[0]["commit"] and rows[0]["threads"]
+    path.write_text("some,other,file\n")
+    with pytest.raises(SystemExit, match="other columns"):
+        _runner.append(path, [Row("op", "ours", "n=1")], _runner.stamp())
+
+
+def test_command_line(tmp_path, capsys):
+    assert main(["--list"]) == 0
+    assert "keyed_uniform" in capsys.readouterr().out.split()
+    with pytest.raises(SystemExit):
+        main(["no_such_benchmark"])
+    assert main(["keyed_uniform", "--quick", "--seconds", "0.001", "--csv", str(tmp_path / "rows.csv")]) == 0
+    assert "exact" in capsys.readouterr().out and "exact" in (tmp_path / "rows.csv").read_text()
+
+
+def test_missing_provider_is_named_in_the_table(capsys):
+    _runner.Console(width=120).print(_runner.table([Row("op", "peer", "n=1", missing="peer is not installed")]))
+    assert "missing: peer: peer is not installed" in capsys.readouterr().out
+    assert Missing("x").reason == "x"
+
+
+def test_limits_are_plausible():
+    assert 1e8 < _limits.read_bandwidth(2**20) < 1e13
+    assert 1e8 < _limits.copy_bandwidth(2**20) < 1e13
+    assert 1e8 < _limits.fma_rate() < 1e14
