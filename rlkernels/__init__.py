@@ -12,6 +12,13 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "info": "rlkernels._info",
     "keyed_uniform": "rlkernels.sampling",
+    "Trajectories": "rlkernels.similarity",
+    "dtw": "rlkernels.similarity",
+    "dtw_topk": "rlkernels.similarity",
+    "rhyme_similarity": "rlkernels.similarity",
+    "rhyme_topk": "rlkernels.similarity",
+    "soft_dtw": "rlkernels.similarity",
+    "state_similarity": "rlkernels.similarity",
 }
 
 __all__ = ["__version__", *_EXPORTS]
@@ -19,6 +26,13 @@ __all__ = ["__version__", *_EXPORTS]
 if TYPE_CHECKING:
     from rlkernels._info import info as info
     from rlkernels.sampling import keyed_uniform as keyed_uniform
+    from rlkernels.similarity import Trajectories as Trajectories
+    from rlkernels.similarity import dtw as dtw
+    from rlkernels.similarity import dtw_topk as dtw_topk
+    from rlkernels.similarity import rhyme_similarity as rhyme_similarity
+    from rlkernels.similarity import rhyme_topk as rhyme_topk
+    from rlkernels.similarity import soft_dtw as soft_dtw
+    from rlkernels.similarity import state_similarity as state_similarity
 
 
 def __getattr__(name: str) -> Any:

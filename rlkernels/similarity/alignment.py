@@ -1,0 +1,89 @@
+"""Dynamic time warping of every trajectory with every other."""
+
+import torch
+
+from rlkernels import _check
+from rlkernels import backend as _backend
+from rlkernels.similarity import arguments, reference
+
+MODES = ("full", "subsequence")
+
+
+@torch.no_grad()
+def dtw(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    *,
+    x_lengths: torch.Tensor | None = None,
+    y_lengths: torch.Tensor | None = None,
+    band: int | None = None,
+    mode: str = "full",
+    backend: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Dynamic time warping cost of all N x M pairs (Sakoe & Chiba, 1978).
+
+    The cost is the sum of squared Euclidean distances along the cheapest warping path, without a square root.
+    Nothing but the result is allocated in proportion to N * M. Not differentiable: see :func:`soft_dtw`.
+
+    Args:
+        x: floating point [N, L] or [N, L, D]; computed in float32.
+        y: [M, K] or [M, K, D], of x's rank and device.
+        x_lengths: integers [N] in 0..L, or None for L everywhere. What lies beyond a length is never read.
+        y_lengths: integers [M] in 0..K, or None.
+        band: Sakoe-Chiba radius: only cells with ``|i - j| <= band`` may be used, where the radius is widened to
+            ``|len_x - len_y|`` so that a path exists. None: no band. Full mode only.
+        mode: "full" aligns whole with whole; "subsequence" aligns all of x with the best stretch of y.
+
+    Returns:
+        float32 cost [N, M]. In subsequence mode ``(cost, start, end)``, the last two int64 [N, M], inclusive; of
+        equally cheap stretches the one with the lowest end, then the highest start.
+        Both empty: 0. One empty: inf. NaN or infinity inside a length: NaN, for all pairs of that trajectory.
+        Start and end are -1 where there is no stretch (something empty or NaN).
+
+    Raises:
+        TypeError, ValueError: a wrong type, dtype, rank, shape, device or value, named in the message.
+    """
+    arguments.series(x, y)
+    _check.one_of("mode", mode, MODES)
+    band = arguments.band(band)
+    if mode == "subsequence" and band is not None:
+        raise ValueError(f"band must be None with mode='subsequence', got {band}")
+    _backend.choose("dtw", x.device, backend)
+    x_lengths = arguments.lengths("x_lengths", x_lengths, x)
+    y_lengths = arguments.lengths("y_lengths", y_lengths, y)
+    result = reference.dtw(x, y, x_lengths=x_lengths, y_lengths=y_lengths, band=band, mode=mode)
+    return result.float() if mode == "full" else (result[0].float(), *result[1:])
+
+
+@torch.no_grad()
+def dtw_topk(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    k: int,
+    *,
+    x_lengths: torch.Tensor | None = None,
+    y_lengths: torch.Tensor | None = None,
+    band: int | None = None,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k nearest of M trajectories to each of N by the cost of :func:`dtw`, exactly.
+
+    Args:
+        x, y, x_lengths, y_lengths, band: as for :func:`dtw` in full mode.
+        k: how many, 0..M.
+
+    Returns:
+        float32 cost [N, k] and int64 index [N, k] into y, in ascending order, ties by lower index. NaN costs come
+        after infinite ones.
+
+    Raises:
+        TypeError, ValueError: a wrong type, dtype, rank, shape, device or value, named in the message.
+    """
+    arguments.series(x, y)
+    k = arguments.integer("k", k, 0, y.shape[0])
+    band = arguments.band(band)
+    _backend.choose("dtw_topk", x.device, backend)
+    x_lengths = arguments.lengths("x_lengths", x_lengths, x)
+    y_lengths = arguments.lengths("y_lengths", y_lengths, y)
+    cost, index = reference.dtw_topk(x, y, k, x_lengths=x_lengths, y_lengths=y_lengths, band=band)
+    return cost.float(), index

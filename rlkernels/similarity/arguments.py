@@ -1,0 +1,51 @@
+"""Argument checks that the functions of this package share."""
+
+import operator
+
+import torch
+
+from rlkernels import _check
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def series(x: torch.Tensor, y: torch.Tensor) -> None:
+    """Raises unless x and y are both [N, L] or both [N, L, D], of a floating dtype, on one device."""
+    _check.tensor("x", x, ndim=(2, 3), dtype=FLOATS)
+    _check.tensor("y", y, ndim=(2, 3), dtype=FLOATS, device=x.device)
+    if x.ndim != y.ndim:
+        raise ValueError(f"y must have as many dimensions as x, got shapes {tuple(x.shape)} and {tuple(y.shape)}")
+    if x.ndim == 3:
+        _check.shape("y", y, (None, None, x.shape[2]))
+
+
+def lengths(name: str, value: torch.Tensor | None, x: torch.Tensor, *, in_kernel: bool = False) -> torch.Tensor | None:
+    """Raises unless ``value`` is None or integers [N] between 0 and L for x [N, L, ...]; returns int64.
+
+    ``in_kernel``: a compiled kernel checks the range itself, so that nothing waits for the values here.
+    """
+    if value is None:
+        return None
+    _check.tensor(name, value, ndim=1, dtype=(torch.int64, torch.int32), device=x.device)
+    _check.shape(name, value, (x.shape[0],))
+    if not in_kernel and not torch.compiler.is_compiling() and value.numel():
+        low, high = (int(v) for v in torch.aminmax(value))
+        if low < 0 or high > x.shape[1]:
+            raise ValueError(f"{name} must lie between 0 and {x.shape[1]}, got values from {low} to {high}")
+    return value.long()
+
+
+def integer(name: str, value: object, low: int, high: int | None = None) -> int:
+    """Raises unless ``value`` is an integer (not a bool) in the range; returns it as int."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    number = operator.index(value)
+    if number < low or (high is not None and number > high):
+        allowed = f">= {low}" if high is None else f"between {low} and {high}"
+        raise ValueError(f"{name} must be {allowed}, got {number}")
+    return number
+
+
+def band(value: int | None) -> int | None:
+    """A Sakoe-Chiba radius: an integer >= 0 or None."""
+    return None if value is None else integer("band", value, 0)

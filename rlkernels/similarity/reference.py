@@ -1,0 +1,195 @@
+"""Similarity ops in plain torch: the single source of truth for tests and benchmarks.
+
+float64 inputs are computed in float64, everything else in float32. Arguments are checked by the public functions.
+"""
+
+import torch
+
+_PAIR_CELLS = 1 << 22  # how many cells of one anti-diagonal are held at a time
+
+
+def _as_series(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return (value.unsqueeze(-1) if value.ndim == 2 else value).to(dtype)  # [N, L, D]
+
+
+def compute_dtype(x: torch.Tensor, y: torch.Tensor) -> torch.dtype:
+    """float64 if either input is, else float32."""
+    return torch.float64 if torch.float64 in (x.dtype, y.dtype) else torch.float32
+
+
+def full_lengths(x: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor:
+    """int64 [N]: ``lengths``, or the whole second dimension of x [N, L, ...] where None."""
+    return torch.full((x.shape[0],), x.shape[1], device=x.device) if lengths is None else lengths.long()
+
+
+def blank_padding(x: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [N, L, D] with 0 beyond its lengths, and bool [N]: a value inside the length is NaN or infinite."""
+    inside = torch.arange(x.shape[1], device=x.device) < lengths[:, None]  # [N, L]
+    bad = (inside & ~x.isfinite().all(-1)).any(1)
+    return x.masked_fill(~inside.unsqueeze(-1) | bad[:, None, None], 0), bad
+
+
+def band_radius(x_lengths: torch.Tensor, y_lengths: torch.Tensor, band: int | None) -> torch.Tensor:
+    """Sakoe-Chiba radius of each pair: ``band``, widened to the difference of the lengths so that a path exists."""
+    least = (x_lengths - y_lengths).abs()
+    return torch.full_like(least, torch.iinfo(torch.int64).max) if band is None else least.clamp_min(band)
+
+
+def _diagonals(x: torch.Tensor, y: torch.Tensor):
+    """Yields (d, lo, hi, cost): squared distances of the cells (i, d - i) with lo <= i < hi, for pairs [B, L, D] x
+    [B, K, D]."""
+    rows, columns = x.shape[1], y.shape[1]
+    for d in range(rows + columns - 1 if rows and columns else 0):
+        lo, hi = max(0, d - columns + 1), min(d + 1, rows)
+        other = y[:, d - hi + 1 : d - lo + 1].flip(1)
+        yield d, lo, hi, (x[:, lo:hi] - other).square().sum(-1)  # [B, hi - lo]
+
+
+def _special(cost, x_lengths, y_lengths, bad):
+    """Both empty: 0. One empty: inf. A NaN or infinity inside: NaN."""
+    cost = cost.masked_fill((x_lengths == 0) != (y_lengths == 0), torch.inf)
+    return cost.masked_fill((x_lengths == 0) & (y_lengths == 0), 0.0).masked_fill(bad, torch.nan)
+
+
+def _dtw_pairs(x, y, x_lengths, y_lengths, band):
+    """Costs [B] of the pairs x [B, L, D], y [B, K, D] along anti-diagonals."""
+    batch, rows = x.shape[:2]
+    radius = band_radius(x_lengths, y_lengths, band)
+    # cell (i, j) of an anti-diagonal lies at i + 1; place 0 is the border
+    older, old = x.new_full((batch, rows + 1), torch.inf), x.new_full((batch, rows + 1), torch.inf)
+    older[:, 0] = 0
+    result = x.new_zeros(batch)
+    for d, lo, hi, cost in _diagonals(x, y):
+        best = torch.minimum(torch.minimum(old[:, lo:hi], old[:, lo + 1 : hi + 1]), older[:, lo:hi])
+        offset = (2 * torch.arange(lo, hi, device=x.device) - d).abs()  # |i - j|
+        new = torch.full_like(old, torch.inf)
+        new[:, lo + 1 : hi + 1] = (cost + best).masked_fill(offset > radius[:, None], torch.inf)
+        result = torch.where(x_lengths + y_lengths - 2 == d, new.gather(1, x_lengths[:, None])[:, 0], result)
+        older, old = old, new
+    return result
+
+
+def _subsequence_pairs(x, y, x_lengths, y_lengths):
+    """(cost, start, end) [B] of the best stretch of y [B, K, D] for the whole of x [B, L, D]."""
+    batch, rows = x.shape[:2]
+    older, old = x.new_full((batch, rows + 1), torch.inf), x.new_full((batch, rows + 1), torch.inf)
+    older_start, old_start = (torch.full((batch, rows + 1), -1, device=x.device) for _ in range(2))
+    result = x.new_full((batch,), torch.inf)
+    start, end = torch.full_like(x_lengths, -1), torch.full_like(x_lengths, -1)
+    for d, lo, hi, cost in _diagonals(x, y):
+        older[:, 0], older_start[:, 0] = 0, d  # a path may start in any cell (0, j = d)
+        values = torch.stack([old[:, lo:hi], old[:, lo + 1 : hi + 1], older[:, lo:hi]])
+        starts = torch.stack([old_start[:, lo:hi], old_start[:, lo + 1 : hi + 1], older_start[:, lo:hi]])
+        best = values.amin(0)
+        new, new_start = torch.full_like(old, torch.inf), torch.full_like(old_start, -1)
+        new[:, lo + 1 : hi + 1] = cost + best
+        new_start[:, lo + 1 : hi + 1] = starts.masked_fill(values > best, -1).amax(0)
+        column = d - x_lengths + 1  # of the last row
+        last, last_start = (t.gather(1, x_lengths[:, None])[:, 0] for t in (new, new_start))
+        better = (column >= 0) & (column < y_lengths) & (x_lengths > 0) & ((last < result) | (end < 0))
+        result = torch.where(better, last, result)
+        start, end = torch.where(better, last_start, start), torch.where(better, column, end)
+        older, old, older_start, old_start = old, new, old_start, new_start
+    return result, start, end
+
+
+def dtw(x, y, *, x_lengths=None, y_lengths=None, band=None, mode="full"):
+    """See :func:`rlkernels.dtw`; the cost keeps float64 where the input has it."""
+    dtype = compute_dtype(x, y)
+    x, y = _as_series(x, dtype), _as_series(y, dtype)
+    x_lengths, y_lengths = full_lengths(x, x_lengths), full_lengths(y, y_lengths)
+    (x, x_bad), (y, y_bad) = blank_padding(x, x_lengths), blank_padding(y, y_lengths)
+    shape = (x.shape[0], y.shape[0])
+    pairs = torch.cartesian_prod(torch.arange(shape[0]), torch.arange(shape[1])).reshape(-1, 2).to(x.device)
+    parts = []
+    for chunk in pairs.split(max(1, _PAIR_CELLS // (x.shape[1] * x.shape[2] + 1))):
+        a, b = chunk.unbind(1)
+        lengths, bad = (x_lengths[a], y_lengths[b]), x_bad[a] | y_bad[b]
+        if mode == "full":
+            parts.append((_special(_dtw_pairs(x[a], y[b], *lengths, band), *lengths, bad),))
+        else:
+            cost, *place = _subsequence_pairs(x[a], y[b], *lengths)
+            parts.append((_special(cost, *lengths, bad), *(t.masked_fill(bad, -1) for t in place)))
+    columns = [torch.cat(c).reshape(shape) for c in zip(*parts)]
+    return columns[0] if mode == "full" else tuple(columns)
+
+
+def smallest(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k smallest of float [N, M], ascending, ties by lower index, NaN last: (values, index) [N, k]."""
+    index = values.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf).argsort(dim=1, stable=True)
+    is_nan = values.gather(1, index).isnan()
+    index = index.gather(1, is_nan.long().argsort(dim=1, stable=True))[:, :k]
+    return values.gather(1, index), index
+
+
+def dtw_topk(x, y, k, *, x_lengths=None, y_lengths=None, band=None):
+    """See :func:`rlkernels.dtw_topk`: all costs, sorted."""
+    return smallest(dtw(x, y, x_lengths=x_lengths, y_lengths=y_lengths, band=band), k)
+
+
+def soft_dtw(x, y, *, gamma=1.0, x_lengths=None, y_lengths=None, band=None):
+    """See :func:`rlkernels.soft_dtw`; the gradient comes from autograd through every cell."""
+    dtype = compute_dtype(x, y)
+    x, y = _as_series(x, dtype), _as_series(y, dtype)
+    x_lengths, y_lengths = full_lengths(x, x_lengths), full_lengths(y, y_lengths)
+    (x, x_bad), (y, y_bad) = blank_padding(x, x_lengths), blank_padding(y, y_lengths)
+    radius = band_radius(x_lengths, y_lengths, band)
+    batch, rows = x.shape[:2]
+    far = 1e30  # stands for infinity, whose gradient would be NaN
+    older, old = x.new_full((batch, rows + 1), far), x.new_full((batch, rows + 1), far)
+    older[:, 0] = 0
+    result = x.new_zeros(batch)
+    for d, lo, hi, cost in _diagonals(x, y):
+        around = torch.stack([old[:, lo:hi], old[:, lo + 1 : hi + 1], older[:, lo:hi]])
+        new = cost - gamma * torch.logsumexp(around / -gamma, dim=0)
+        offset = (2 * torch.arange(lo, hi, device=x.device) - d).abs()
+        new = torch.where((offset > radius[:, None]) | (new > far / 2), far, new)
+        new = torch.nn.functional.pad(new, (lo + 1, rows - hi), value=far)
+        result = torch.where(x_lengths + y_lengths - 2 == d, new.gather(1, x_lengths[:, None])[:, 0], result)
+        older, old = old, new
+    return _special(result, x_lengths, y_lengths, x_bad | y_bad)
+
+
+def _squared_distances(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """[N, M] squared Euclidean distances of float64 rows; centred, since the dot product form cancels."""
+    centre = y.nan_to_num(0, 0, 0).mean(0) if len(y) else 0  # any centre will do; a NaN may spoil its own row only
+    x, y = x - centre, y - centre
+    return (x.square().sum(1)[:, None] + y.square().sum(1) - 2 * x @ y.T).clamp_min(0)
+
+
+def project_and_sort(samples: torch.Tensor, projections: int, seed: int) -> torch.Tensor:
+    """samples [N, S, E] on random unit vectors, sorted along S: float64 [N, S * projections], scaled so that
+    Euclidean distances are sliced 2-Wasserstein distances (Bonneel et al., 2015)."""
+    generator = torch.Generator().manual_seed(seed)
+    directions = torch.randn(samples.shape[2], projections, dtype=torch.float64, generator=generator)
+    directions = (directions / directions.norm(dim=0)).to(samples.device)
+    projected = (samples.double() @ directions).sort(dim=1).values
+    return projected.flatten(1) / (projected.shape[1] * projections) ** 0.5
+
+
+def state_similarity(x, y, *, metric="sliced_wasserstein", scale=1.0, projections=64, seed=0):
+    """See :func:`rlkernels.state_similarity`; float64 throughout."""
+    if metric == "sliced_wasserstein":
+        a, b = (project_and_sort(t, projections, seed) for t in (x, y))
+        return torch.exp(-_squared_distances(a, b).sqrt() / scale)
+    x, y = x.double(), y.double()
+    if metric == "hellinger":
+        # H = |sqrt(p) - sqrt(q)| / sqrt(2); an all-zero histogram stays at the origin
+        roots = [(t / t.sum(1, keepdim=True).masked_fill(t.sum(1, keepdim=True) == 0, 1)).sqrt() for t in (x, y)]
+        distance = (_squared_distances(*roots) / 2).sqrt()
+    else:
+        # (1 + cos) / 2 = 1 - |u - v|^2 / 4 for unit vectors; the form without a sum of 1 and cos keeps 1 for itself
+        units = [t / t.norm(dim=1, keepdim=True).masked_fill(t.norm(dim=1, keepdim=True) == 0, 1) for t in (x, y)]
+        distance = _squared_distances(*units) / 4
+    similarity = (1 - distance).clamp(0, 1)
+    x_zero, y_zero = ((t == 0).all(1) for t in (x, y))
+    similarity = similarity.masked_fill(x_zero[:, None] != y_zero, 0.0 if metric == "hellinger" else 0.5)
+    return similarity.masked_fill(x_zero[:, None] & y_zero, 1.0)
+
+
+def rhyme_similarity(cost, x_lengths, y_lengths, *, reward_weight, reward_scale, state):
+    """C_rhyme [N, M] from the DTW cost and the similarity of states (None for weight 1), both [N, M]."""
+    mean_length = (x_lengths[:, None] + y_lengths) / 2
+    # both empty: cost 0 over length 1
+    similarity = reward_weight * torch.exp(-cost / (mean_length.clamp_min(1) * reward_scale**2).to(cost.dtype))
+    return similarity if state is None else similarity + (1 - reward_weight) * state.to(cost.dtype)

@@ -1,0 +1,55 @@
+"""Similarity of the distributions of states that trajectories visit."""
+
+import torch
+
+from rlkernels import _check
+from rlkernels import backend as _backend
+from rlkernels.similarity import arguments, reference
+
+METRICS = ("sliced_wasserstein", "hellinger", "cosine")
+
+
+@torch.no_grad()
+def state_similarity(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    *,
+    metric: str = "sliced_wasserstein",
+    scale: float = 1.0,
+    projections: int = 64,
+    seed: int = 0,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Similarity in [0, 1] of all N x M pairs of state distributions; one matrix product after a step per trajectory.
+
+    Args:
+        x: by metric. "sliced_wasserstein": S samples of E features, [N, S, E]. "hellinger": histograms [N, B],
+            counts or shares >= 0, normalised here. "cosine": vectors [N, E].
+        y: [M, S, E], [M, B] or [M, E]; the same S, E, B as x.
+        metric: "sliced_wasserstein" is exp(-SW2 / scale) with the 2-Wasserstein distance averaged (in the square)
+            over random directions (Bonneel et al., 2015); "hellinger" is 1 - H; "cosine" is (1 + cos) / 2.
+        scale: distance at which sliced Wasserstein similarity falls to 1/e, in units of the samples. > 0.
+        projections: how many directions, >= 1.
+        seed: of the directions; the same on every device.
+
+    Returns:
+        float32 [N, M]. Two all-zero histograms or vectors are alike (1); one of them: 0 ("hellinger") or 1/2
+        ("cosine"). NaN makes its own pairs NaN.
+
+    Raises:
+        TypeError, ValueError: a wrong type, dtype, rank, shape, device or value, named in the message.
+    """
+    _check.one_of("metric", metric, METRICS)
+    ndim = 3 if metric == "sliced_wasserstein" else 2
+    _check.tensor("x", x, ndim=ndim, dtype=arguments.FLOATS)
+    _check.tensor("y", y, ndim=ndim, dtype=arguments.FLOATS, device=x.device)
+    _check.shape("y", y, (None, *x.shape[1:]))
+    _check.positive("scale", scale)
+    projections = arguments.integer("projections", projections, 1)
+    seed = arguments.integer("seed", seed, 0)
+    if metric == "hellinger":
+        for name, value in (("x", x), ("y", y)):
+            if bool((value < 0).any()):
+                raise ValueError(f"{name} must hold histograms >= 0, got {float(value.nan_to_num(0).min())}")
+    _backend.choose("state_similarity", x.device, backend)
+    return reference.state_similarity(x, y, metric=metric, scale=scale, projections=projections, seed=seed).float()
