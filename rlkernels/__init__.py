@@ -19,12 +19,28 @@ _EXPORTS = {
     "rhyme_topk": "rlkernels.similarity",
     "soft_dtw": "rlkernels.similarity",
     "state_similarity": "rlkernels.similarity",
+    "GroupedLayout": "rlkernels.prefix_cache",
+    "OutOfBlocks": "rlkernels.prefix_cache",
+    "PagedKVCache": "rlkernels.prefix_cache",
+    "grouped_attention": "rlkernels.prefix_cache",
+    "merge_attention": "rlkernels.prefix_cache",
+    "paged_attention": "rlkernels.prefix_cache",
+    "shared_prefix_attention": "rlkernels.prefix_cache",
+    "write_kv": "rlkernels.prefix_cache",
 }
 
 __all__ = ["__version__", *_EXPORTS]
 
 if TYPE_CHECKING:
     from rlkernels._info import info as info
+    from rlkernels.prefix_cache import GroupedLayout as GroupedLayout
+    from rlkernels.prefix_cache import OutOfBlocks as OutOfBlocks
+    from rlkernels.prefix_cache import PagedKVCache as PagedKVCache
+    from rlkernels.prefix_cache import grouped_attention as grouped_attention
+    from rlkernels.prefix_cache import merge_attention as merge_attention
+    from rlkernels.prefix_cache import paged_attention as paged_attention
+    from rlkernels.prefix_cache import shared_prefix_attention as shared_prefix_attention
+    from rlkernels.prefix_cache import write_kv as write_kv
     from rlkernels.sampling import keyed_uniform as keyed_uniform
     from rlkernels.similarity import Trajectories as Trajectories
     from rlkernels.similarity import dtw as dtw

@@ -1,0 +1,289 @@
+"""Paged key/value cache with shared prefixes, and attention over it."""
+
+import torch
+
+from rlkernels import _check
+from rlkernels import backend as _backend
+from rlkernels.prefix_cache import reference
+from rlkernels.prefix_cache.cache import OutOfBlocks, PagedKVCache, Sequence
+from rlkernels.prefix_cache.layout import GroupedLayout
+
+__all__ = [
+    "GroupedLayout",
+    "OutOfBlocks",
+    "PagedKVCache",
+    "Sequence",
+    "grouped_attention",
+    "merge_attention",
+    "paged_attention",
+    "shared_prefix_attention",
+    "write_kv",
+]
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    backend: str = "auto",
+) -> None:
+    """Writes the keys and values of new tokens into their places in the cache.
+
+    Args:
+        key, value: [T, Hk, d], converted to the dtype of the cache.
+        key_cache, value_cache: [num_blocks, block_size, Hk, d], written in place.
+        slots: int64 [T], block * block_size + offset, all different.
+
+    Raises:
+        TypeError, ValueError: wrong shapes, dtypes or devices, or (on a CPU) a slot outside the cache.
+    """
+    _check_cache(key_cache, value_cache)
+    for name, t in (("key", key), ("value", value)):
+        _check.tensor(name, t, ndim=3, floating=True, device=key_cache.device)
+        _check.shape(name, t, (key.shape[0], *key_cache.shape[2:]))
+    _check.tensor("slots", slots, ndim=1, dtype=torch.int64, device=key_cache.device)
+    _check.shape("slots", slots, (key.shape[0],))
+    _backend.choose("write_kv", key_cache.device, backend)
+    total = key_cache.shape[0] * key_cache.shape[1]
+    if slots.numel() and slots.device.type == "cpu" and not (slots.min() >= 0 and slots.max() < total):
+        raise ValueError(f"slots must be between 0 and {total - 1}, got {slots.min()} .. {slots.max()}")
+    reference.write_kv(key, value, key_cache, value_cache, slots)
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_starts: torch.Tensor,
+    *,
+    scale: float,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Result:
+    """Causal attention of new tokens over the paged keys and values of their sequences, which hold their own too.
+
+    Any number of queries per sequence: decoding (1), prefill of a suffix, verification of drafts. Query i of a
+    sequence sits at position seq_len - q_len + i and sees the keys up to there.
+
+    Args:
+        query: [T, Hq, d], the queries of all sequences one after the other; Hq a multiple of Hk.
+        key_cache, value_cache: [num_blocks, block_size, Hk, d].
+        block_tables: int32 [B, max_blocks]; what lies beyond a sequence's last block is never used.
+        seq_lens: int32 [B], keys of each sequence, its queries included.
+        query_starts: int32 [B + 1]; sequence b has the queries ``query_starts[b]`` .. ``query_starts[b + 1] - 1``.
+        scale: factor of the scores before the softmax, usually d ** -0.5.
+
+    Returns:
+        out [T, Hq, d] in the dtype of the query; with ``return_lse`` also the natural logarithm of the softmax's
+        denominator, float32 [T, Hq].
+
+    Raises:
+        TypeError, ValueError: wrong shapes, dtypes or devices; (on a CPU) also a sequence with more queries than
+            keys or than its block table covers, or a block outside the cache.
+    """
+    _check_attention(query, key_cache, value_cache, block_tables, seq_lens, query_starts, scale)
+    _backend.choose("paged_attention", query.device, backend)
+    if query.device.type == "cpu":
+        _check_lengths(query, key_cache, block_tables, seq_lens, query_starts)
+    out, lse = reference.paged_attention(
+        query, key_cache, value_cache, block_tables, seq_lens, query_starts, float(scale)
+    )
+    return (out, lse) if return_lse else out
+
+
+def shared_prefix_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    group_tables: torch.Tensor,
+    group_lens: torch.Tensor,
+    group_starts: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_starts: torch.Tensor,
+    *,
+    scale: float,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Result:
+    """:func:`paged_attention` for sequences that share prefixes, whose keys and values are read once per group.
+
+    Every query sees all of its group's prefix and, causally, its own sequence's suffix; the two softmaxes are merged
+    by their log-sum-exps (Hydragen, arXiv 2402.05099; FlashInfer's cascade attention).
+
+    Args:
+        query, key_cache, value_cache, query_starts, scale: as for :func:`paged_attention`.
+        group_tables: int32 [G, max_prefix_blocks], the blocks of each group's prefix.
+        group_lens: int32 [G], tokens of the prefix; 0 is allowed.
+        group_starts: int32 [G + 1]; group g holds the sequences ``group_starts[g]`` .. ``group_starts[g + 1] - 1``.
+        block_tables, seq_lens: int32 [B, max_blocks], [B], of each sequence's own suffix only, its queries included,
+            from offset 0 of its first block. :meth:`PagedKVCache.group` makes all five.
+
+    Returns, raises: as :func:`paged_attention`.
+    """
+    _check_attention(query, key_cache, value_cache, block_tables, seq_lens, query_starts, scale)
+    device = query.device
+    for name, t in (("group_lens", group_lens), ("group_starts", group_starts)):
+        _check.tensor(name, t, ndim=1, dtype=torch.int32, device=device)
+    _check.tensor("group_tables", group_tables, ndim=2, dtype=torch.int32, device=device)
+    _check.shape("group_tables", group_tables, (len(group_lens), None))
+    _check.shape("group_starts", group_starts, (len(group_lens) + 1,))
+    _backend.choose("shared_prefix_attention", device, backend)
+    if device.type == "cpu":
+        _check_lengths(query, key_cache, block_tables, seq_lens, query_starts)
+        _check_starts("group_starts", group_starts, len(seq_lens))
+        _check_tables("group_tables", group_tables, "group_lens", group_lens, key_cache)
+    out, lse = reference.shared_prefix_attention(
+        query, key_cache, value_cache, group_tables, group_lens, group_starts, block_tables, seq_lens, query_starts,
+        float(scale),
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def merge_attention(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor, *, backend: str = "auto"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the union of two disjoint sets of keys, from the attention over each.
+
+    Args:
+        out_a, out_b: [T, H, d].
+        lse_a, lse_b: float32 [T, H], natural logarithm; -inf where a side saw no key (its output is not used then).
+
+    Returns:
+        out [T, H, d] in the dtype of ``out_a`` and lse float32 [T, H]; 0 and -inf where neither saw a key.
+
+    Raises:
+        TypeError, ValueError: wrong shapes, dtypes or devices.
+    """
+    _check.tensor("out_a", out_a, ndim=3, floating=True)
+    _check.tensor("out_b", out_b, ndim=3, dtype=out_a.dtype, device=out_a.device)
+    _check.shape("out_b", out_b, out_a.shape)
+    lse_dtypes = (torch.float32, torch.float64) if out_a.dtype == torch.float64 else (torch.float32,)
+    for name, t in (("lse_a", lse_a), ("lse_b", lse_b)):
+        _check.tensor(name, t, ndim=2, dtype=lse_dtypes, device=out_a.device)
+        _check.shape(name, t, out_a.shape[:2])
+    _backend.choose("merge_attention", out_a.device, backend)
+    return reference.merge_attention(out_a, lse_a, out_b, lse_b)
+
+
+def grouped_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: GroupedLayout,
+    *,
+    scale: float,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Causal attention for training on groups that share a prefix, which is in the batch once; differentiable.
+
+    Outputs and gradients equal those of running every sequence [prefix | suffix] by itself, where the gradients of a
+    prefix sum over its suffixes (PrefixGrouper, arXiv 2506.05433).
+
+    Args:
+        query: [T, Hq, d]; Hq a multiple of Hk.
+        key, value: [T, Hk, d].
+        layout: how the T tokens are packed. A suffix sees its whole prefix and itself, causally.
+        scale: factor of the scores before the softmax, usually d ** -0.5.
+
+    Returns:
+        [T, Hq, d] in the dtype of the query.
+
+    Raises:
+        TypeError, ValueError: wrong shapes, dtypes or devices, or a layout for another number of tokens.
+    """
+    if not isinstance(layout, GroupedLayout):
+        raise TypeError(f"layout must be a GroupedLayout, got {type(layout).__name__}")
+    _check.tensor("query", query, ndim=3, floating=True)
+    for name, t in (("key", key), ("value", value)):
+        _check.tensor(name, t, ndim=3, dtype=query.dtype, device=query.device)
+        _check.shape(name, t, (query.shape[0], key.shape[1], query.shape[2]))
+    _check_heads(query, key.shape[1])
+    _check_scale(scale)
+    if layout.num_tokens != query.shape[0]:
+        raise ValueError(f"layout must be for the {query.shape[0]} tokens of query, got {layout}")
+    _backend.choose("grouped_attention", query.device, backend)
+    return reference.grouped_attention(query, key, value, layout, float(scale))
+
+
+def _check_cache(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
+    _check.tensor("key_cache", key_cache, ndim=4, floating=True)
+    _check.tensor("value_cache", value_cache, ndim=4, dtype=key_cache.dtype, device=key_cache.device)
+    _check.shape("value_cache", value_cache, key_cache.shape)
+
+
+def _check_heads(query: torch.Tensor, kv_heads: int) -> None:
+    if kv_heads == 0 or query.shape[1] % kv_heads:
+        raise ValueError(f"query must have a multiple of {kv_heads} (key) heads, got {query.shape[1]}")
+
+
+def _check_scale(scale: float) -> None:
+    if not abs(float(scale)) < float("inf"):
+        raise ValueError(f"scale must be finite, got {scale!r}")
+
+
+def _check_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_starts: torch.Tensor,
+    scale: float,
+) -> None:
+    """What can be told without looking at values."""
+    _check_cache(key_cache, value_cache)
+    device = key_cache.device
+    _check.tensor("query", query, ndim=3, floating=True, device=device)
+    _check.shape("query", query, (None, None, key_cache.shape[3]))
+    _check_heads(query, key_cache.shape[2])
+    _check.tensor("block_tables", block_tables, ndim=2, dtype=torch.int32, device=device)
+    _check.tensor("seq_lens", seq_lens, ndim=1, dtype=torch.int32, device=device)
+    _check.tensor("query_starts", query_starts, ndim=1, dtype=torch.int32, device=device)
+    _check.shape("block_tables", block_tables, (len(seq_lens), None))
+    _check.shape("query_starts", query_starts, (len(seq_lens) + 1,))
+    _check_scale(scale)
+
+
+def _check_lengths(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_starts: torch.Tensor,
+) -> None:
+    _check_starts("query_starts", query_starts, query.shape[0])
+    _check_tables("block_tables", block_tables, "seq_lens", seq_lens, key_cache)
+    short = (query_starts.diff() > seq_lens).nonzero().flatten().tolist()
+    if short:
+        raise ValueError(
+            f"seq_lens must count the queries too, got {int(seq_lens[short[0]])} keys for "
+            f"{int(query_starts.diff()[short[0]])} queries of sequence {short[0]}"
+        )
+
+
+def _check_starts(name: str, starts: torch.Tensor, total: int) -> None:
+    if starts[0] != 0 or starts[-1] != total or (starts.diff() < 0).any():
+        raise ValueError(f"{name} must rise from 0 to {total}, got {starts.tolist()}")
+
+
+def _check_tables(name: str, tables: torch.Tensor, lens_name: str, lens: torch.Tensor, key_cache: torch.Tensor) -> None:
+    num_blocks, size = key_cache.shape[:2]
+    limit = tables.shape[1] * size
+    if len(lens) and not (lens.min() >= 0 and lens.max() <= limit):
+        raise ValueError(f"{lens_name} must be between 0 and {limit} ({name} x block size), got {lens.tolist()}")
+    used = torch.arange(tables.shape[1]) * size < lens[:, None]
+    wrong = used & ((tables < 0) | (tables >= num_blocks))
+    if wrong.any():
+        row, column = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"{name} must hold blocks between 0 and {num_blocks - 1}, got {int(tables[row, column])} at "
+            f"[{row}, {column}]"
+        )

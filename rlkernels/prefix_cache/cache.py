@@ -1,0 +1,275 @@
+"""The paged key/value cache: tensors of blocks, and the sequences that use them."""
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+
+from rlkernels import _check
+from rlkernels import backend as _backend
+from rlkernels.prefix_cache.block_pool import BlockPool, OutOfBlocks
+
+__all__ = ["OutOfBlocks", "PagedKVCache", "Sequence"]
+
+# Splitting the keys of a query in two costs about as much as reading this many more of them.
+MIN_SHARED_TOKENS = 64
+
+
+class Sequence:
+    """Tokens and the blocks that hold their keys and values. Made by :class:`PagedKVCache`, valid until closed."""
+
+    __slots__ = ("_cache", "_handle")
+
+    def __init__(self, cache: "PagedKVCache", handle: int):
+        self._cache, self._handle = cache, handle
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return self._cache._pool.length(self._handle)
+
+    @property
+    def num_cached(self) -> int:
+        """Leading tokens whose keys and values were there when the sequence was opened or forked."""
+        return self._cache._pool.num_cached(self._handle)
+
+    @property
+    def num_computed(self) -> int:
+        """Leading tokens known to be written: ``num_cached``, and all of them after a commit."""
+        return self._cache._pool.computed(self._handle)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens, as a new list."""
+        return self._cache._pool.token_ids(self._handle)
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """int64: where the keys and values of tokens ``num_computed`` .. ``length`` go, for :func:`write_kv`."""
+        return self._cache.slots([self])
+
+    @property
+    def block_table(self) -> torch.Tensor:
+        """int32 [blocks]. ``append`` and ``commit`` may replace entries: read it again after them."""
+        return self._cache._pool.tables([self._handle])[0][0].to(self._cache.device)
+
+    def __repr__(self) -> str:
+        return f"Sequence(length={self.length}, num_cached={self.num_cached})"
+
+
+class PagedKVCache:
+    """Keys and values of many sequences in blocks of fixed size; equal beginnings are stored once.
+
+    A sequence is opened with its tokens, appended to, and closed. ``commit`` says that its keys and values are
+    written: full blocks can then be found by whoever opens a sequence that begins with the same tokens, even after
+    the sequence is closed, until their space is needed (least recently used first, the tail of a sequence before its
+    head, never a block in use). ``advance_version`` makes everything cached so far unreachable.
+
+    Args:
+        num_layers, num_kv_heads, head_dim: of the model.
+        num_blocks: number of blocks; or
+        memory_bytes: size of all keys and values together, from which the number of blocks follows.
+        block_size: tokens per block.
+        dtype, device: of the keys and values.
+        backend: "cpu" for the compiled bookkeeping, "torch" for the one in plain Python.
+
+    Attributes:
+        key_cache, value_cache: [num_layers, num_blocks, block_size, num_kv_heads, head_dim], uninitialised.
+
+    Raises:
+        ValueError: a size below 1, not exactly one of ``num_blocks`` and ``memory_bytes``, or too little memory for
+            one block.
+    """
+
+    def __init__(self, num_layers: int, num_kv_heads: int, head_dim: int, *, num_blocks: int | None = None,
+                 memory_bytes: int | None = None, block_size: int = 16, dtype: torch.dtype = torch.float32,
+                 device: torch.device | str = "cpu", backend: str = "auto"):  # fmt: skip
+        sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "block_size": block_size}
+        for name, size in sizes.items():
+            _check.positive(name, size)
+        _check.one_of("dtype", dtype, (torch.float32, torch.bfloat16, torch.float16, torch.float64))
+        if (num_blocks is None) == (memory_bytes is None):
+            raise ValueError(
+                f"exactly one of num_blocks and memory_bytes must be given, got {num_blocks} and {memory_bytes}"
+            )
+        self.block_bytes = 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
+        if num_blocks is None:
+            num_blocks = int(memory_bytes or 0) // self.block_bytes
+            if num_blocks < 1:
+                raise ValueError(f"memory_bytes must be at least {self.block_bytes} (one block), got {memory_bytes}")
+        _check.positive("num_blocks", num_blocks)
+        self.num_blocks, self.block_size, self.device = num_blocks, block_size, torch.device(device)
+        shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
+        self.key_cache = torch.empty(shape, dtype=dtype, device=device)
+        self.value_cache = torch.empty(shape, dtype=dtype, device=device)
+        _backend.choose("block_pool", torch.device("cpu"), backend)
+        self._pool = BlockPool(num_blocks, block_size)
+
+    def open(self, token_ids: Seq[int]) -> Sequence:
+        """A sequence that pins the longest cached prefix of ``token_ids`` and has blocks for the rest.
+
+        At least the last token is always left to compute, because nothing else gives its logits.
+
+        Raises:
+            OutOfBlocks: nothing has been changed.
+        """
+        return self.open_many([token_ids])[0]
+
+    def open_many(self, prompts: Seq[Seq[int]]) -> list[Sequence]:
+        """Opens several sequences, all or none. A common beginning that is not cached yet is taken once.
+
+        The first sequence that has it computes it, the later ones count it as cached. So compute the sequences in
+        the order given, or in one forward pass whose every layer writes all keys and values before it attends.
+
+        Raises:
+            OutOfBlocks: nothing has been changed.
+        """
+        return [Sequence(self, handle) for handle in self._pool.open_many([_ids(prompt) for prompt in prompts])]
+
+    def append(self, seq: Sequence, token_ids: Seq[int]) -> torch.Tensor:
+        """Adds tokens -> their slots, int64. A last block that others use too is copied first.
+
+        Raises:
+            OutOfBlocks: nothing has been changed.
+        """
+        return self.append_many([seq], [token_ids])
+
+    def append_many(self, sequences: Seq[Sequence], token_ids: Seq[Seq[int]]) -> torch.Tensor:
+        """Adds tokens to different sequences, to all of them or to none -> all slots one after the other, int64.
+
+        Raises:
+            ValueError: a sequence is given twice, or the lists differ in length.
+            OutOfBlocks: nothing has been changed.
+        """
+        handles = self._handles(sequences)
+        if len(handles) != len(token_ids):
+            raise ValueError(f"token_ids must have one list per sequence ({len(handles)}), got {len(token_ids)}")
+        if len(set(handles)) < len(handles):
+            raise ValueError("sequences must be different ones, got one of them twice")
+        starts = [self._pool.length(h) for h in handles]
+        copies = self._pool.append(handles, [_ids(tokens) for tokens in token_ids])
+        if copies:
+            source, target = torch.tensor(copies, device=self.device).T
+            for blocks in (*self.key_cache, *self.value_cache):
+                blocks[target] = blocks[source]
+        return self._pool.slots(handles, starts).to(self.device)
+
+    def truncate(self, seq: Sequence, length: int) -> None:
+        """Drops all tokens from ``length`` on and the blocks they alone used."""
+        _check.in_range("length", length, 0, seq.length)
+        self._pool.truncate(self._handles([seq])[0], length)
+
+    def fork(self, seq: Sequence, n: int) -> list[Sequence]:
+        """``n`` new sequences with the same tokens in the same blocks; ``seq`` stays valid.
+
+        The keys and values of ``seq`` must be written before any of them is appended to: the first append to a
+        partly filled last block copies it.
+        """
+        _check.positive("n", n, zero=True)
+        return [Sequence(self, handle) for handle in self._pool.fork(self._handles([seq])[0], n)]
+
+    def commit(self, seq: Sequence) -> None:
+        """Declares all keys and values of ``seq`` written, so that others may share its full blocks.
+
+        Where another sequence has committed the same tokens before, its blocks replace those of ``seq``. A sequence
+        opened before ``advance_version`` shares nothing.
+        """
+        self._pool.commit(self._handles([seq])[0])
+
+    def close(self, seq: Sequence) -> None:
+        """Ends the sequence. What it committed stays cached until the space is needed."""
+        self._pool.close(self._handles([seq])[0])
+        seq._handle = -1
+
+    def advance_version(self) -> None:
+        """The policy has changed: no prefix cached so far will be found again. Takes constant time."""
+        self._pool.advance_version()
+
+    def slots(self, sequences: Seq[Sequence]) -> torch.Tensor:
+        """The slots of the tokens that each sequence has still to compute, one after the other, int64 [T]."""
+        handles = self._handles(sequences)
+        return self._pool.slots(handles, [self._pool.computed(h) for h in handles]).to(self.device)
+
+    def tables(self, sequences: Seq[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(block_tables int32 [B, most blocks], seq_lens int32 [B]) for :func:`paged_attention`."""
+        tables, lengths = self._pool.tables(self._handles(sequences))
+        return tables.to(self.device), lengths.to(self.device)
+
+    def group(self, sequences: Seq[Sequence], *, min_tokens: int = MIN_SHARED_TOKENS) -> tuple[torch.Tensor, ...]:
+        """Finds neighbours that begin with the same blocks, for :func:`shared_prefix_attention`.
+
+        Only neighbours in the given order are grouped. Tokens that a sequence has still to compute are never put
+        into the shared part, so everything after ``num_computed`` may be queries.
+
+        Args:
+            min_tokens: shorter common beginnings are left to the single sequences.
+
+        Returns:
+            int32 tensors: group_tables [G, most shared blocks], group_lens [G] in tokens, group_starts [G + 1],
+            block_tables [B, most blocks] and seq_lens [B] of what each sequence has beyond the shared part.
+        """
+        handles = self._handles(sequences)
+        tables, lengths = self._pool.tables(handles)
+        size = self.block_size
+        own = torch.tensor([self._pool.computed(h) for h in handles], dtype=torch.int32)
+        limits = (torch.minimum(own, lengths - 1) // size).clamp(min=0).tolist()
+        starts, shared = _neighbours(tables, limits, max(1, -(-min_tokens // size)))
+        counts = torch.tensor([*starts, len(handles)], dtype=torch.int64).diff()
+        skip = torch.tensor(shared, dtype=torch.int64).repeat_interleave(counts)  # [B], in blocks
+        lens = lengths - skip.int() * size
+        width = int((-(-lens // size)).max()) if handles else 0
+        column = torch.arange(width) + skip[:, None]  # [B, width]
+        inside = column < tables.shape[1]
+        own_tables = tables.gather(1, column.clamp(max=max(tables.shape[1] - 1, 0))).masked_fill(~inside, -1)
+        group_tables = tables[starts, : max(shared, default=0)]
+        beyond = torch.arange(group_tables.shape[1]) >= torch.tensor(shared, dtype=torch.int64)[:, None]
+        group_lens = torch.tensor(shared, dtype=torch.int32) * size
+        group_starts = torch.tensor([*starts, len(handles)], dtype=torch.int32)
+        result = (group_tables.masked_fill(beyond, -1), group_lens, group_starts, own_tables, lens)
+        return tuple(t.to(self.device) for t in result)
+
+    @property
+    def stats(self) -> dict[str, int]:
+        """``hits`` and ``misses`` (tokens found / not found by ``open``), ``evictions`` (of blocks that could still
+        have been found), ``blocks_free``, ``blocks_cached`` (unpinned, can be found) and ``blocks_pinned``."""
+        pool = self._pool
+        free, cached, pinned = pool.counts()
+        return {"hits": pool.hits, "misses": pool.misses, "evictions": pool.evictions,
+                "blocks_free": free, "blocks_cached": cached, "blocks_pinned": pinned}  # fmt: skip
+
+    def _handles(self, sequences: Seq[Sequence]) -> list[int]:
+        for seq in sequences:
+            if seq._cache is not self or seq._handle < 0:
+                other = "a closed one" if seq._handle < 0 else "one of another cache"
+                raise ValueError(f"seq must be an open sequence of this cache, got {other}")
+        return [seq._handle for seq in sequences]
+
+
+def _ids(token_ids: Any) -> list[int]:
+    return token_ids.tolist() if hasattr(token_ids, "tolist") else list(token_ids)
+
+
+def _neighbours(tables: torch.Tensor, limits: list[int], least: int) -> tuple[list[int], list[int]]:
+    """Splits rows into runs -> (first row of each, blocks shared by all its rows).
+
+    A run takes in the next row as long as that saves more reads: (rows - 1) * shared blocks grows.
+    """
+    starts: list[int] = []
+    shared: list[int] = []
+    if not limits:
+        return starts, shared
+    rows = tables.numpy()
+    size = 0
+    for i, limit in enumerate(limits):
+        common = 0
+        if size:
+            both = min(shared[-1] if size > 1 else limits[i - 1], limit)
+            differ = (rows[starts[-1], :both] != rows[i, :both]).nonzero()[0]
+            common = int(differ[0]) if len(differ) else both
+        if common >= least and size * common > (size - 1) * shared[-1]:
+            shared[-1], size = common, size + 1
+        else:
+            starts.append(i)
+            shared.append(0)
+            size = 1
+    return starts, shared

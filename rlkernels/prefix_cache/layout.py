@@ -1,0 +1,79 @@
+"""How groups of a shared prefix and several suffixes are packed into one row of tokens."""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+Lengths = torch.Tensor | Sequence[int]
+
+
+class GroupedLayout:
+    """Tokens packed per group as [prefix | suffix 1 | suffix 2 | ...], groups one after the other.
+
+    Args:
+        prefix_lens: [G] tokens of each group's prefix; 0 is allowed.
+        suffix_lens: [S] tokens of each suffix; 0 is allowed.
+        group_starts: [G + 1]; group g has the suffixes ``group_starts[g]`` .. ``group_starts[g + 1] - 1``.
+
+    Attributes:
+        prefix_lens, suffix_lens, group_starts: int64, on the CPU.
+        prefix_starts [G], suffix_starts [S]: first token of each part, int64, on the CPU.
+        num_tokens: T.
+
+    Raises:
+        ValueError: negative lengths, or ``group_starts`` that does not rise from 0 to S in G + 1 entries.
+    """
+
+    def __init__(self, prefix_lens: Lengths, suffix_lens: Lengths, group_starts: Lengths):
+        self.prefix_lens = _lengths("prefix_lens", prefix_lens)
+        self.suffix_lens = _lengths("suffix_lens", suffix_lens)
+        self.group_starts = _lengths("group_starts", group_starts)
+        starts, groups, suffixes = self.group_starts, len(self.prefix_lens), len(self.suffix_lens)
+        if len(starts) != groups + 1 or starts[0] != 0 or starts[-1] != suffixes or (starts.diff() < 0).any():
+            raise ValueError(
+                f"group_starts must rise from 0 to {suffixes} (number of suffixes) in {groups + 1} entries "
+                f"(number of prefixes + 1), got {starts.tolist()}"
+            )
+        members = starts.diff()
+        before_suffix = self.suffix_lens.cumsum(0) - self.suffix_lens  # tokens of earlier suffixes
+        before_prefix = self.prefix_lens.cumsum(0) - self.prefix_lens
+        padded = torch.cat([before_suffix, self.suffix_lens.sum()[None]])
+        self.prefix_starts = before_prefix + padded[starts[:-1]]
+        self.suffix_starts = before_suffix + self.prefix_lens.cumsum(0).repeat_interleave(members)
+        self.suffix_groups = torch.arange(groups).repeat_interleave(members)  # [S]
+        self.num_tokens = int(self.prefix_lens.sum() + self.suffix_lens.sum())
+
+    def spans(self) -> list[tuple[slice, list[slice]]]:
+        """Per group: the tokens of its prefix and of each of its suffixes."""
+        prefixes = [slice(s, s + n) for s, n in zip(self.prefix_starts.tolist(), self.prefix_lens.tolist())]
+        suffixes = [slice(s, s + n) for s, n in zip(self.suffix_starts.tolist(), self.suffix_lens.tolist())]
+        starts = self.group_starts.tolist()
+        return [(prefix, suffixes[a:b]) for prefix, a, b in zip(prefixes, starts, starts[1:])]
+
+    @functools.cached_property
+    def position_ids(self) -> torch.Tensor:
+        """int64 [T]: where each token would stand in its own sequence; every suffix goes on from its prefix."""
+        lens = torch.cat([self.prefix_lens, self.suffix_lens])
+        first = torch.cat([torch.zeros_like(self.prefix_lens), self.prefix_lens[self.suffix_groups]])
+        starts = torch.cat([self.prefix_starts, self.suffix_starts])
+        out = torch.empty(self.num_tokens, dtype=torch.int64)
+        inside = torch.arange(self.num_tokens) - (lens.cumsum(0) - lens).repeat_interleave(lens)
+        out[starts.repeat_interleave(lens) + inside] = first.repeat_interleave(lens) + inside
+        return out
+
+    def __repr__(self) -> str:
+        return (
+            f"GroupedLayout(groups={len(self.prefix_lens)}, suffixes={len(self.suffix_lens)}, tokens={self.num_tokens})"
+        )
+
+
+def _lengths(name: str, value: Lengths) -> torch.Tensor:
+    out = torch.as_tensor(value, device="cpu")
+    if out.ndim != 1:
+        raise ValueError(f"{name} must have 1 dimension, got shape {tuple(out.shape)}")
+    if out.numel() and (out.dtype.is_floating_point or out.dtype == torch.bool):
+        raise TypeError(f"{name} must hold integers, got {out.dtype}")
+    if (out < 0).any():
+        raise ValueError(f"{name} must be >= 0, got {out.tolist()}")
+    return out.to(torch.int64)

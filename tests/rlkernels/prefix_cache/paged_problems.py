@@ -1,0 +1,61 @@
+"""Random paged problems, and the plain attention they must equal."""
+
+from dataclasses import dataclass
+
+import torch
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass
+class Problem:
+    """Arguments of paged_attention, with NaN wherever nothing may be read."""
+
+    query: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    query_starts: torch.Tensor
+    scale: float
+
+    def args(self) -> tuple[torch.Tensor, ...]:
+        return (self.query, *self.tables())
+
+    def tables(self) -> tuple[torch.Tensor, ...]:
+        return self.key_cache, self.value_cache, self.block_tables, self.seq_lens, self.query_starts
+
+    def to(self, dtype: torch.dtype) -> "Problem":
+        floats = (t.to(dtype) for t in (self.query, self.key_cache, self.value_cache))
+        return Problem(*floats, self.block_tables, self.seq_lens, self.query_starts, self.scale)
+
+
+def tables_for(lens, block_size, pool, width=None):
+    """Block tables of sequences of these lengths, taking blocks from the front of ``pool``; -1 beyond their ends."""
+    counts = [-(-n // block_size) for n in lens]
+    out = torch.full((len(lens), width if width is not None else max(counts, default=0) + 1), -1, dtype=torch.int32)
+    for row, count in zip(out, counts):
+        row[:count] = torch.tensor([pool.pop() for _ in range(count)], dtype=torch.int32)
+    return out
+
+
+def paged(lens, q_lens, *, heads=4, kv_heads=2, dim=32, block_size=4, dtype=torch.float32, spare=3) -> Problem:
+    blocks = sum(-(-n // block_size) for n in lens) + spare
+    pool = torch.randperm(blocks).tolist()
+    caches = torch.full((2, blocks, block_size, kv_heads, dim), torch.nan)
+    tables = tables_for(lens, block_size, pool)
+    for table, length in zip(tables, lens):
+        for i in range(length):
+            caches[:, table[i // block_size], i % block_size] = torch.randn(2, kv_heads, dim)
+    starts = torch.tensor([0, *torch.tensor(q_lens, dtype=torch.int64).cumsum(0).tolist()], dtype=torch.int32)
+    query = torch.randn(int(starts[-1]), heads, dim)
+    seq_lens = torch.tensor(lens, dtype=torch.int32)
+    return Problem(query.to(dtype), *caches.to(dtype), tables, seq_lens, starts, dim**-0.5)
+
+
+def assert_close_as_plain(ours, plain, exact, floor=1e-6):
+    """Ours is at most twice as far from float64 as plain torch in the same dtype."""
+    assert ours.dtype == plain.dtype and ours.shape == exact.shape
+    assert not ours.isnan().any()
+    error, allowed = (ours.double() - exact).abs().max(), 2 * (plain.double() - exact).abs().max() + floor
+    assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"

@@ -1,0 +1,210 @@
+"""What PagedKVCache promises about sequences, sharing and versions."""
+
+import pytest
+import torch
+
+import rlkernels
+
+
+def make(num_blocks=16, block_size=4, **kwargs):
+    return rlkernels.PagedKVCache(2, 2, 8, num_blocks=num_blocks, block_size=block_size, **kwargs)
+
+
+def fill(cache, seq):
+    """Writes keys and values that tell token and position, as a model would, and commits."""
+    start = seq.num_computed
+    mark = torch.tensor([t * 1000.0 + i for i, t in enumerate(seq.token_ids)][start:])[:, None, None].expand(-1, 2, 8)
+    for layer in range(2):
+        rlkernels.write_kv(mark + layer, -mark, cache.key_cache[layer], cache.value_cache[layer], seq.slots)
+    cache.commit(seq)
+
+
+def stored(cache, seq):
+    blocks = cache.key_cache[0][seq.block_table.long()]
+    return blocks.flatten(0, 1)[: seq.length, 0, 0].tolist()
+
+
+def expected(seq):
+    return [t * 1000.0 + i for i, t in enumerate(seq.token_ids)]
+
+
+def test_a_prefix_is_found_again_and_one_token_is_left():
+    cache = make()
+    first = cache.open(range(8))
+    assert (first.num_cached, first.length, len(first.slots)) == (0, 8, 8)
+    fill(cache, first)
+    again = cache.open(range(8))
+    assert again.num_cached == 4 and len(again.slots) == 4
+    longer = cache.open([*range(8), 99])
+    assert longer.num_cached == 8
+    assert longer.block_table[:2].tolist() == first.block_table.tolist()
+    assert cache.open([*range(7), 99, 5, 6]).num_cached == 4
+    assert cache.open([1, *range(1, 8)]).num_cached == 0
+    assert cache.stats["hits"] == 4 + 8 + 4
+
+
+def test_nothing_is_shared_before_commit():
+    cache = make()
+    cache.open(range(8))
+    assert cache.open(range(9)).num_cached == 0
+
+
+def test_new_policy_version_hides_everything():
+    cache = make()
+    old = cache.open(range(9))
+    fill(cache, old)
+    running = cache.open([*range(50, 59)])
+    cache.advance_version()
+    assert cache.open(range(9)).num_cached == 0
+    fill(cache, running)  # opened before: shares nothing
+    assert cache.open([*range(50, 59)]).num_cached == 0
+    fill(cache, new := cache.open(range(9)))
+    assert cache.open(range(9)).num_cached == 8
+    assert stored(cache, new) == expected(new)
+
+
+def test_stale_child_is_not_found_under_a_reused_parent():
+    cache = make(num_blocks=6)
+    fill(cache, seq := cache.open(range(8)))
+    keeper = cache.open(range(5))  # pins the first block only
+    cache.close(seq)
+    cache.advance_version()  # the second block is stale, its parent still in use
+    cache.close(keeper)
+    fill(cache, cache.open(range(4)))  # may get the old parent, but then not the old child with it
+    assert cache.open(range(9)).num_cached == 4
+
+
+def test_fork_copies_only_when_written():
+    cache = make()
+    fill(cache, parent := cache.open(range(6)))
+    a, b = cache.fork(parent, 2)
+    assert a.num_cached == 6 and len(a.slots) == 0
+    free = cache.stats["blocks_free"]
+    fill_slots = [cache.append(seq, [100 + i]) for i, seq in enumerate((a, b))]
+    assert cache.stats["blocks_free"] == free - 2
+    assert len({int(s) for s in fill_slots}) == 2
+    assert stored(cache, a)[:6] == stored(cache, parent) == expected(parent)
+    cache.append(parent, [7])  # alone with its block by now
+    assert cache.stats["blocks_free"] == free - 2
+    assert a.block_table[0] == parent.block_table[0] and a.block_table[1] != parent.block_table[1]
+
+
+def test_truncate_into_a_shared_block_leaves_it_as_it_was():
+    cache = make()
+    fill(cache, seq := cache.open(range(8)))
+    keeper = cache.open(range(9))
+    cache.truncate(seq, 6)
+    cache.append(seq, [70])
+    fill(cache, seq)
+    assert stored(cache, keeper)[:8] == [t * 1001.0 for t in range(8)]
+    cache.truncate(seq, 0)
+    assert seq.length == 0 and len(seq.block_table) == 0
+
+
+def test_equal_blocks_become_one_on_commit():
+    cache = make()
+    a, b = cache.open(range(9)), cache.open(range(9))
+    fill(cache, a)
+    fill(cache, b)
+    assert a.block_table[:2].tolist() == b.block_table[:2].tolist()
+    assert cache.stats["blocks_pinned"] == 4
+
+
+def test_open_many_takes_a_common_beginning_once():
+    cache = make()
+    a, b, c = cache.open_many([range(12), [*range(8), 50, 51], [*range(4), 60]])
+    assert [s.num_cached for s in (a, b, c)] == [0, 8, 4]
+    assert cache.stats["blocks_pinned"] == 5
+    fill(cache, a), fill(cache, b), fill(cache, c)
+    assert all(stored(cache, s) == expected(s) for s in (a, b, c))
+
+
+def test_out_of_blocks_changes_nothing():
+    cache = make(num_blocks=4)
+    fill(cache, cached := cache.open(range(9)))
+    cache.close(cached)
+    before = cache.stats
+    with pytest.raises(rlkernels.OutOfBlocks, match="5 blocks are needed"):
+        cache.open(range(20, 37))
+    with pytest.raises(rlkernels.OutOfBlocks):
+        cache.open_many([range(9), range(30, 40)])
+    assert cache.stats == before
+    seq = cache.open(range(9))
+    assert seq.num_cached == 8
+    with pytest.raises(rlkernels.OutOfBlocks):
+        cache.append(seq, range(8))
+    assert seq.length == 9 and len(cache.append(seq, range(7))) == 7
+    with pytest.raises(rlkernels.OutOfBlocks):
+        cache.append_many([seq, *cache.fork(seq, 1)], [[], [1]])
+
+
+def test_eviction_takes_the_least_recently_used_tail_first():
+    cache = make(num_blocks=7)
+    for start in (0, 100):
+        fill(cache, seq := cache.open(range(start, start + 12)))
+        cache.close(seq)
+    cache.close(cache.open(range(9)))  # touches the first two blocks of the older one
+    cache.open(range(200, 208))
+    assert cache.stats["evictions"] == 1
+    seq = cache.open([*range(12), 1])
+    assert seq.num_cached == 8  # the block that was not touched went first
+    cache.close(seq)
+    assert cache.open([*range(100, 112), 1]).num_cached == 4  # then the tail of the other one
+
+
+def test_pinned_blocks_are_never_evicted():
+    cache = make(num_blocks=3)
+    fill(cache, seq := cache.open(range(9)))
+    with pytest.raises(rlkernels.OutOfBlocks):
+        cache.open([5])
+    assert stored(cache, seq) == expected(seq)
+
+
+def test_group_describes_neighbours():
+    cache = make(num_blocks=64)
+    fill(cache, parent := cache.open(range(10)))
+    forks = cache.fork(parent, 3)
+    fill(cache, alone := cache.open(range(50, 56)))
+    sequences = [*forks, alone]
+    cache.append_many(sequences, [[1], [2], [3], [4]])
+    tables, lens, starts, own, own_lens = cache.group(sequences, min_tokens=4)
+    assert lens.tolist() == [8, 0] and starts.tolist() == [0, 3, 4]
+    assert tables[0].tolist() == parent.block_table[:2].tolist() and tables[1].tolist() == [-1, -1]
+    assert own_lens.tolist() == [3, 3, 3, 7]
+    assert [int(own[i, 0]) for i in range(3)] == [int(s.block_table[2]) for s in forks]
+    assert own[3].tolist() == alone.block_table.tolist()
+    assert all(t.dtype == torch.int32 for t in (tables, lens, starts, own, own_lens))
+    assert cache.group(sequences, min_tokens=9)[1].tolist() == [0, 0, 0, 0]
+    assert cache.group([])[2].tolist() == [0]
+
+
+def test_group_keeps_what_is_still_to_compute_out_of_the_shared_part():
+    cache = make()
+    a, b = cache.open_many([range(12), [*range(8), 50, 51]])
+    assert cache.group([a, b], min_tokens=4)[1].tolist() == [0, 0]
+
+
+def test_memory_bytes_and_wrong_sizes():
+    cache = rlkernels.PagedKVCache(2, 2, 8, memory_bytes=10_000, block_size=4, dtype=torch.bfloat16)
+    assert cache.num_blocks == 10_000 // (2 * 2 * 4 * 2 * 8 * 2)
+    assert cache.key_cache[1].shape == (cache.num_blocks, 4, 2, 8)
+    with pytest.raises(ValueError, match="memory_bytes must be at least 512"):
+        rlkernels.PagedKVCache(2, 2, 8, memory_bytes=100, block_size=4, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="exactly one of num_blocks and memory_bytes"):
+        rlkernels.PagedKVCache(2, 2, 8)
+    with pytest.raises(ValueError, match="head_dim must be > 0, got 0"):
+        rlkernels.PagedKVCache(2, 2, 0, num_blocks=1)
+
+
+def test_wrong_sequences():
+    cache = make()
+    seq = cache.open([1, 2])
+    with pytest.raises(ValueError, match="length must be between 0 and 2, got 3"):
+        cache.truncate(seq, 3)
+    with pytest.raises(ValueError, match="one of another cache"):
+        make().append(seq, [1])
+    with pytest.raises(ValueError, match="got one of them twice"):
+        cache.append_many([seq, seq], [[1], [2]])
+    cache.close(seq)
+    with pytest.raises(ValueError, match="a closed one"):
+        cache.close(seq)

@@ -1,0 +1,176 @@
+"""The attention ops against plain attention, written without pages, groups or merging."""
+
+import pytest
+import torch
+from paged_problems import Problem, paged
+
+import rlkernels
+
+F = torch.nn.functional
+
+
+def plain(problem: Problem, i: int) -> torch.Tensor:
+    """torch's own attention of the queries of sequence i, [q, Hq, d]."""
+    length, rows = int(problem.seq_lens[i]), slice(*problem.query_starts[i : i + 2].tolist())
+    size = problem.key_cache.shape[1]
+    place = torch.tensor([int(problem.block_tables[i, t // size]) * size + t % size for t in range(length)])
+    key, value = (c.flatten(0, 1)[place.long()] for c in (problem.key_cache, problem.value_cache))
+    queries = rows.stop - rows.start
+    mask = torch.ones(queries, length, dtype=torch.bool).tril(length - queries)
+    group = problem.query.shape[1] // key.shape[1]
+    query, key, value = (t.transpose(0, 1) for t in (problem.query[rows], key, value))
+    key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
+    return F.scaled_dot_product_attention(query, key, value, mask, scale=problem.scale).transpose(0, 1)
+
+
+def test_paged_attention_is_attention():
+    problem = paged([1, 4, 5, 9, 3, 7], [1, 4, 1, 3, 0, 7], dtype=torch.float64)
+    out, lse = rlkernels.paged_attention(*problem.args(), scale=problem.scale, return_lse=True)
+    for i in range(6):
+        rows = slice(*problem.query_starts[i : i + 2].tolist())
+        torch.testing.assert_close(out[rows], plain(problem, i))
+    assert lse.shape == problem.query.shape[:2] and lse.isfinite().all()
+
+
+def test_shared_equals_unshared():
+    problem = paged([11, 9, 13, 6, 8], [1, 1, 3, 2, 1], dtype=torch.float64)
+    problem.block_tables[1:3, :2] = problem.block_tables[0, :2]
+    whole, lse = rlkernels.paged_attention(*problem.args(), scale=problem.scale, return_lse=True)
+    group_lens = torch.tensor([8, 0, 4], dtype=torch.int32)
+    starts = torch.tensor([0, 3, 4, 5], dtype=torch.int32)
+    groups = torch.full((3, 2), -1, dtype=torch.int32)
+    groups[0], groups[2, 0] = problem.block_tables[0, :2], problem.block_tables[4, 0]
+    own = torch.full_like(problem.block_tables, -1)
+    own[:3, :-2], own[3], own[4, :-1] = (
+        problem.block_tables[:3, 2:],
+        problem.block_tables[3],
+        problem.block_tables[4, 1:],
+    )
+    own_lens = problem.seq_lens - group_lens.repeat_interleave(starts.diff())
+    shared = rlkernels.shared_prefix_attention(
+        problem.query, problem.key_cache, problem.value_cache, groups, group_lens, starts, own, own_lens,
+        problem.query_starts, scale=problem.scale, return_lse=True,
+    )  # fmt: skip
+    torch.testing.assert_close(shared[0], whole)
+    torch.testing.assert_close(shared[1], lse)
+
+
+def test_merge_is_attention_over_the_union():
+    score = torch.randn(2, 6, 10, dtype=torch.float64)
+    value = torch.randn(10, 6, 8, dtype=torch.float64)
+
+    def part(keys):
+        s = score[..., keys]
+        return torch.einsum("thk,khd->thd", s.softmax(-1), value[keys]), s.logsumexp(-1)
+
+    out, lse = rlkernels.merge_attention(*part(slice(0, 3)), *part(slice(3, 10)))
+    torch.testing.assert_close((out, lse), part(slice(0, 10)))
+
+
+def test_merge_ignores_a_side_without_keys():
+    out, lse = torch.randn(3, 2, 4), torch.randn(3, 2)
+    nothing = torch.full_like(out, torch.nan), torch.full_like(lse, -torch.inf)
+    for merged in (rlkernels.merge_attention(out, lse, *nothing), rlkernels.merge_attention(*nothing, out, lse)):
+        torch.testing.assert_close(merged, (out, lse))
+    merged = rlkernels.merge_attention(*nothing, *nothing)
+    assert (merged[0] == 0).all() and (merged[1] == -torch.inf).all()
+
+
+LAYOUT = ([5, 0, 3], [2, 4, 1, 0, 6, 3], [0, 3, 5, 6])
+
+
+def repeated(query, key, value, layout, scale):
+    """Every sequence [prefix | suffix] by itself; the prefix's outputs are taken from one of its own."""
+    out = torch.zeros_like(query)
+    for prefix, suffixes in layout.spans():
+        for rows in [slice(0, 0), *suffixes]:
+            pick = torch.cat([torch.arange(prefix.start, prefix.stop), torch.arange(rows.start, rows.stop)])
+            group = query.shape[1] // key.shape[1]
+            q, k, v = (t[pick].transpose(0, 1) for t in (query, key, value))
+            k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+            whole = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(0, 1)
+            new = pick if rows.stop == 0 else pick[prefix.stop - prefix.start :]
+            out = out.index_put((new,), whole[len(whole) - len(new) :])
+    return out
+
+
+def test_grouped_equals_repeated_with_gradients():
+    layout = rlkernels.GroupedLayout(*LAYOUT)
+    shapes = [(layout.num_tokens, heads, 8) for heads in (4, 2, 2)]
+    inputs = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
+    ours = rlkernels.grouped_attention(*inputs, layout, scale=0.3)
+    wanted = repeated(*inputs, layout, 0.3)
+    torch.testing.assert_close(ours, wanted)
+    weight = torch.randn_like(wanted)
+    for a, b in zip(
+        torch.autograd.grad((ours * weight).sum(), inputs), torch.autograd.grad((wanted * weight).sum(), inputs)
+    ):
+        torch.testing.assert_close(a, b)
+
+
+def test_layout():
+    layout = rlkernels.GroupedLayout(*LAYOUT)
+    assert layout.num_tokens == 24
+    assert layout.prefix_starts.tolist() == [0, 12, 18] and layout.suffix_starts.tolist() == [5, 7, 11, 12, 12, 21]
+    assert layout.position_ids.tolist() == [*range(5), 5, 6, 5, 6, 7, 8, 5, *range(6), *range(3), 3, 4, 5]
+    for wrong in ([0, 3, 6], [1, 3, 5, 6], [0, 3, 2, 6], [0, 3, 5, 5]):
+        with pytest.raises(ValueError, match="group_starts must rise from 0 to 6"):
+            rlkernels.GroupedLayout(LAYOUT[0], LAYOUT[1], wrong)
+    with pytest.raises(ValueError, match="prefix_lens must be >= 0"):
+        rlkernels.GroupedLayout([-1], [], [0, 0])
+    with pytest.raises(TypeError, match="suffix_lens must hold integers"):
+        rlkernels.GroupedLayout([1], [0.5], [0, 1])
+    assert rlkernels.GroupedLayout([], [], [0]).num_tokens == 0
+
+
+def test_write_kv_writes_only_its_slots():
+    caches = torch.full((2, 3, 4, 2, 8), torch.nan, dtype=torch.bfloat16)
+    key, value = torch.randn(2, 5, 2, 16)[..., ::2]
+    slots = torch.tensor([11, 0, 5, 6, 2])
+    rlkernels.write_kv(key, value, *caches, slots)
+    flat = caches.flatten(1, 2)
+    assert torch.equal(flat[0, slots], key.bfloat16()) and torch.equal(flat[1, slots], value.bfloat16())
+    assert flat.isnan().sum() == 2 * 7 * 16
+    rlkernels.write_kv(key[:0], value[:0], *caches, slots[:0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seq_lens": [9, 2]}, "seq_lens must count the queries too, got 2 keys for 3 queries of sequence 1"),
+        ({"seq_lens": [17, 5]}, "seq_lens must be between 0 and 16"),
+        ({"seq_lens": [-1, 5]}, "seq_lens must be between 0 and 16"),
+        ({"query_starts": [0, 1, 3]}, "query_starts must rise from 0 to 4"),
+        ({"query_starts": [0, 5, 4]}, "query_starts must rise from 0 to 4"),
+        ({"block_tables": [[0, 1, 99, -1], [3, 4, -1, -1]]}, r"block_tables must hold .* got 99 at \[0, 2\]"),
+        ({"block_tables": [[0, 1, -1, -1], [3, 4, -1, -1]]}, r"block_tables must hold .* got -1 at \[0, 2\]"),
+    ],
+)
+def test_wrong_values_are_named(change, message):
+    problem = paged([9, 5], [1, 3])
+    for name, value in change.items():
+        setattr(problem, name, torch.tensor(value, dtype=torch.int32))
+    with pytest.raises(ValueError, match=message):
+        rlkernels.paged_attention(*problem.args(), scale=1.0)
+
+
+def test_wrong_types_and_shapes_are_named():
+    p = paged([9, 5], [1, 3])
+    with pytest.raises(ValueError, match="query must have a multiple of 2"):
+        rlkernels.paged_attention(p.query[:, :3], *p.tables(), scale=1.0)
+    with pytest.raises(ValueError, match=r"query must have shape \[any, any, 32\]"):
+        rlkernels.paged_attention(p.query[..., :16], *p.tables(), scale=1.0)
+    with pytest.raises(TypeError, match="block_tables must have dtype torch.int32"):
+        rlkernels.paged_attention(
+            p.query, p.key_cache, p.value_cache, p.block_tables.long(), p.seq_lens, p.query_starts, scale=1.0
+        )
+    with pytest.raises(ValueError, match="scale must be finite"):
+        rlkernels.paged_attention(*p.args(), scale=float("nan"))
+    with pytest.raises(ValueError, match="slots must be between 0 and 31, got -1"):
+        rlkernels.write_kv(p.query[:1, :2], p.query[:1, :2], p.key_cache, p.value_cache, torch.tensor([-1]))
+    with pytest.raises(TypeError, match="lse_a must have dtype torch.float32"):
+        rlkernels.merge_attention(p.query, p.query[..., 0].double(), p.query, p.query[..., 0])
+    with pytest.raises(TypeError, match="layout must be a GroupedLayout, got int"):
+        rlkernels.grouped_attention(p.query, p.query, p.query, 4, scale=1.0)
+    with pytest.raises(ValueError, match="layout must be for the 4 tokens of query"):
+        rlkernels.grouped_attention(p.query, p.query, p.query, rlkernels.GroupedLayout([1], [2], [0, 1]), scale=1.0)
