@@ -1,0 +1,120 @@
+"""Compiles Triton kernels for GPUs that are not here: type errors, shared memory and registers show without one.
+
+    from triton_aot import Kernel, compile_for
+
+    def test_compiles_ahead_of_time():
+        kernel = Kernel("rlkernels.sampling.triton_kernels:_sample_kernel",
+                        {"logits": "*bf16", "out": "*i64", "rows": "i32", "scale": "fp32"}, {"BLOCK": 1024})
+        for built in compile_for([kernel]):
+            assert built.shared_bytes <= 160 * 1024 and built.stack_bytes == 0, built
+
+The compiler runs in a process of its own without TRITON_INTERPRET, so this works in any test file.
+"""
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+TARGETS = (80, 90)  # sm_80 (A100), sm_90 (H100, H200)
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What to compile.
+
+    Attributes:
+        name: ``"module:function"``; decorators such as ``triton.autotune`` are looked through.
+        signature: type of every argument that is not constexpr: ``"*fp32"``, ``"*bf16"``, ``"i32"``, ``"fp32"``.
+        constexprs: value of every constexpr argument.
+        divisible_by_16: arguments known to be multiples of 16 (pointers count as such in real launches).
+            None: all pointers.
+    """
+
+    name: str
+    signature: dict[str, str]
+    constexprs: dict[str, Any] = field(default_factory=dict)
+    divisible_by_16: Sequence[str] | None = None
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+@dataclass(frozen=True)
+class Built:
+    """What came out. ``stack_bytes`` above 0 means that registers were spilled."""
+
+    name: str
+    arch: int
+    shared_bytes: int
+    registers: int
+    stack_bytes: int
+
+
+def compile_for(kernels: Sequence[Kernel], targets: Sequence[int] = TARGETS) -> list[Built]:
+    """Compiles every kernel for every target. Fails with the compiler's message when one does not compile."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), env.get("PYTHONPATH", "")])
+    order = json.dumps({"kernels": [asdict(k) for k in kernels], "targets": list(targets)})
+    command = [sys.executable, __file__]
+    done = subprocess.run(command, input=order, capture_output=True, text=True, env=env, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [Built(**row) for row in json.loads(done.stdout.splitlines()[-1])]
+
+
+def _compile(kernel: Kernel, arch: int) -> Built:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.runtime.jit import JITFunction
+
+    module, _, function = kernel.name.partition(":")
+    jit = getattr(importlib.import_module(module), function)
+    while not isinstance(jit, JITFunction):
+        jit = jit.fn
+    order = jit.arg_names
+    unknown = sorted((kernel.signature.keys() | kernel.constexprs.keys()) ^ set(order))
+    if unknown:
+        raise TypeError(f"{kernel.name}({', '.join(order)}): {', '.join(unknown)} must be in both or in neither")
+    aligned = kernel.divisible_by_16
+    if aligned is None:
+        aligned = [name for name, kind in kernel.signature.items() if kind.startswith("*")]
+    source = ASTSource(
+        jit,
+        signature={name: kernel.signature.get(name, "constexpr") for name in order},
+        constexprs={(order.index(name),): value for name, value in kernel.constexprs.items()},
+        attrs={(order.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    options = {"num_warps": kernel.num_warps, "num_stages": kernel.num_stages}
+    try:
+        built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    except Exception as error:
+        raise RuntimeError(f"{kernel.name} does not compile for sm_{arch}: {error}") from error
+    registers, stack = _resources(built.asm["cubin"])
+    return Built(kernel.name, arch, built.metadata.shared, registers, stack)
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers per thread and bytes of stack per thread, read by the cuobjdump that comes with Triton."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        listing = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    usage = dict(re.findall(r"\b(REG|STACK):(\d+)", listing.stdout + listing.stderr))
+    return int(usage["REG"]), int(usage["STACK"])
+
+
+if __name__ == "__main__":
+    order = json.load(sys.stdin)
+    results = [_compile(Kernel(**k), arch) for k in order["kernels"] for arch in order["targets"]]
+    print(json.dumps([asdict(r) for r in results]))
