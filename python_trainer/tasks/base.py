@@ -25,5 +25,6 @@ class Task:
     test: Sequence[Example]
     reward_functions: dict[str, RewardFunction]  # name -> function; their (weighted) sum is the reward
     gate: Sequence[Example] = ()  # held-out prompts for decisions during training; disjoint from train and test
+    reward_weights: dict[str, float] = field(default_factory=dict)  # by name; a function without one counts once
     # raw task accuracy of one completion is reward_functions[accuracy] > 0.5
     accuracy: str = "accuracy"
