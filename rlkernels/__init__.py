@@ -27,12 +27,18 @@ _EXPORTS = {
     "paged_attention": "rlkernels.prefix_cache",
     "shared_prefix_attention": "rlkernels.prefix_cache",
     "write_kv": "rlkernels.prefix_cache",
+    "sample_tokens": "rlkernels.sampling",
+    "verify_drafts": "rlkernels.sampling",
+    "RolloutHistory": "rlkernels.history",
+    "token_logprobs": "rlkernels.logprobs",
 }
 
 __all__ = ["__version__", *_EXPORTS]
 
 if TYPE_CHECKING:
     from rlkernels._info import info as info
+    from rlkernels.history import RolloutHistory as RolloutHistory
+    from rlkernels.logprobs import token_logprobs as token_logprobs
     from rlkernels.prefix_cache import GroupedLayout as GroupedLayout
     from rlkernels.prefix_cache import OutOfBlocks as OutOfBlocks
     from rlkernels.prefix_cache import PagedKVCache as PagedKVCache
@@ -42,6 +48,8 @@ if TYPE_CHECKING:
     from rlkernels.prefix_cache import shared_prefix_attention as shared_prefix_attention
     from rlkernels.prefix_cache import write_kv as write_kv
     from rlkernels.sampling import keyed_uniform as keyed_uniform
+    from rlkernels.sampling import sample_tokens as sample_tokens
+    from rlkernels.sampling import verify_drafts as verify_drafts
     from rlkernels.similarity import Trajectories as Trajectories
     from rlkernels.similarity import dtw as dtw
     from rlkernels.similarity import dtw_topk as dtw_topk

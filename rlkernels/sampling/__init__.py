@@ -1,12 +1,17 @@
 """Keyed random numbers, token sampling and exact draft verification."""
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import torch
 
 from rlkernels import _check
 from rlkernels import backend as _backend
 from rlkernels.sampling import reference
 
-__all__ = ["keyed_uniform"]
+__all__ = ["keyed_uniform", "sample_tokens", "verify_drafts"]
+
+MAX_VOCABULARY = 2**20
 
 
 def keyed_uniform(
@@ -34,3 +39,168 @@ def keyed_uniform(
     if _backend.choose("keyed_uniform", sample_ids.device, backend) == "cpu":
         return torch.ops.rlkernels.keyed_uniform(seed, sample_ids.contiguous(), positions.contiguous())
     return reference.keyed_uniform(seed, sample_ids, positions)
+
+
+def sample_tokens(
+    logits: torch.Tensor,
+    uniforms: torch.Tensor,
+    *,
+    temperature: float | torch.Tensor = 1.0,
+    top_p: float | torch.Tensor = 1.0,
+    top_k: int | torch.Tensor = 0,
+    validate: bool = True,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws one token per row by inverting the cumulative distribution, in order of token ids, at one number per row.
+
+    The logits are divided by the temperature, then cut to the ``top_k`` largest, then to the smallest set of the
+    largest whose share is at least ``top_p`` of what is left; among equal logits lower ids come first. Probabilities
+    are integers in units of 2**-42 of the largest, so sums have no rounding order: a row gives the same token in any
+    batch, on any number of threads and on every backend.
+
+    Args:
+        logits: floating point [T, V], V <= 2**20; -inf rules a token out. Worked on in float32.
+        uniforms: float32 [T] in [0, 1), from :func:`keyed_uniform`; taken down to multiples of 2**-24.
+        temperature: >= 0, number or [T]; 0 takes the largest logit (the first of equals).
+        top_p: in (0, 1], number or [T]; 1 is off.
+        top_k: >= 0, number or integer [T]; 0 is off.
+        validate: False leaves bad rows to the caller (id -1, log-probability NaN) and on a GPU waits for nothing.
+
+    Returns:
+        ids int64 [T] and logprobs float32 [T], natural log, of the distribution sampled from (0 when greedy).
+
+    Raises:
+        ValueError: a setting out of range, or a row with NaN, with +inf, with nothing but -inf, or with a uniform
+            outside [0, 1).
+        TypeError: a wrong dtype.
+    """
+    _check_logits(logits, uniforms)
+    rows = logits.shape[0]
+    settings = _settings(temperature, top_p, top_k, rows, logits.device)
+    if _backend.choose("sample_tokens", logits.device, backend) == "torch":
+        ids, logprobs = reference.sample_tokens(logits, uniforms, *settings)
+    if validate:
+        _raise_bad_rows(ids, logprobs)
+    return ids, logprobs
+
+
+def verify_drafts(
+    logits: torch.Tensor,
+    drafts: Sequence[Sequence[int]] | torch.Tensor,
+    starts: torch.Tensor | Sequence[int],
+    uniforms: torch.Tensor,
+    *,
+    temperature: float | torch.Tensor = 1.0,
+    top_p: float | torch.Tensor = 1.0,
+    top_k: int | torch.Tensor = 0,
+    validate: bool = True,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Accepts the part of each draft that plain decoding with the same numbers would have produced.
+
+    Row i of a sequence is sampled with its own number, as in :func:`sample_tokens`; the draft is accepted while it
+    equals what was sampled. A draft token x is accepted with probability p(x), as in speculative sampling from a
+    one-hot draft (Leviathan et al., 2023), and the result is token for token what decoding without drafts gives.
+
+    Args:
+        logits: floating point [R, V], R = sum(len(draft) + 1), rows ordered by sequence. The first row of a sequence
+            is the distribution of its first draft token, the last that of the token after the whole draft.
+        drafts: B lists of token ids, or all of them concatenated, int64 [R - B].
+        starts: [B + 1], first row of each sequence; ``starts[B] == R``.
+        uniforms: float32 [R].
+        temperature, top_p, top_k: as in :func:`sample_tokens`, number or [B].
+        validate: as in :func:`sample_tokens`.
+
+    Returns:
+        accepted int64 [B], number of draft tokens accepted; ids int64 [R] and logprobs float32 [R], of which
+        ``starts[b] .. starts[b] + accepted[b]`` (inclusive) are the new tokens of sequence b. The other rows were
+        conditioned on a rejected token: -1 and 0.
+
+    Raises:
+        ValueError, TypeError: as :func:`sample_tokens`; starts that do not fit the drafts.
+    """
+    _check_logits(logits, uniforms)
+    flat, starts = _drafts(drafts, starts, logits)
+    settings = _settings(temperature, top_p, top_k, len(starts) - 1, logits.device)
+    if _backend.choose("verify_drafts", logits.device, backend) == "torch":
+        accepted, ids, logprobs = reference.verify_drafts(logits, flat, starts, uniforms, *settings)
+    if validate:
+        _raise_bad_rows(ids, logprobs)
+    return accepted, ids, logprobs
+
+
+def _check_logits(logits: torch.Tensor, uniforms: torch.Tensor) -> None:
+    _check.tensor("logits", logits, ndim=2, floating=True)
+    _check.in_range("the vocabulary, logits.shape[1],", logits.shape[1], 1, MAX_VOCABULARY)
+    _check.tensor("uniforms", uniforms, ndim=1, dtype=torch.float32, device=logits.device)
+    _check.shape("uniforms", uniforms, logits.shape[:1])
+
+
+def _settings(
+    temperature: float | torch.Tensor,
+    top_p: float | torch.Tensor,
+    top_k: int | torch.Tensor,
+    rows: int,
+    device: torch.device,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The three settings as tensors [rows]: float32, float32, int64."""
+
+    def expand(name: str, value: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if not isinstance(value, torch.Tensor):
+            return torch.full((rows,), value, dtype=dtype, device=device)
+        _check.tensor(name, value, ndim=(0, 1), device=device)
+        if dtype == torch.int64 and value.dtype.is_floating_point:
+            raise TypeError(f"{name} must have an integer dtype, got {value.dtype}")
+        if value.ndim:
+            _check.shape(name, value, [rows])
+        return value.to(dtype).expand(rows).contiguous()
+
+    for name, value in (("temperature", temperature), ("top_p", top_p), ("top_k", top_k)):
+        # Tensors on a GPU are not read back: that would wait for it
+        if isinstance(value, torch.Tensor) and (value.device.type != "cpu" or value.numel() == 0):
+            continue
+        low, high = (float(value.min()), float(value.max())) if isinstance(value, torch.Tensor) else (value, value)
+        if name == "top_p":
+            if not (low > 0 and high <= 1):
+                raise ValueError(f"top_p must be > 0 and <= 1, got {low if not low > 0 else high!r}")
+        else:
+            _check.positive(name, low, zero=True)
+            if high == float("inf"):
+                raise ValueError(f"{name} must be finite, got {high}")
+    return (
+        expand("temperature", temperature, torch.float32),
+        expand("top_p", top_p, torch.float32),
+        expand("top_k", top_k, torch.int64),
+    )
+
+
+def _drafts(
+    drafts: Sequence[Sequence[int]] | torch.Tensor, starts: torch.Tensor | Sequence[int], logits: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Drafts concatenated [R - B] and starts [B + 1], both int64 on the device of the logits, checked against R."""
+    bounds = [int(s) for s in starts]
+    if len(bounds) < 1 or bounds[0] != 0 or bounds[-1] != logits.shape[0]:
+        raise ValueError(f"starts must run from 0 to the number of rows, {logits.shape[0]}, got {bounds}")
+    lengths = [after - before - 1 for before, after in pairwise(bounds)]
+    if min(lengths, default=0) < 0:
+        raise ValueError(f"starts must ascend: each sequence has at least one row, got {bounds}")
+    if isinstance(drafts, torch.Tensor):
+        _check.tensor("drafts", drafts, ndim=1, dtype=torch.int64, device=logits.device)
+        _check.shape("drafts", drafts, [sum(lengths)])
+        flat = drafts
+    else:
+        given = [len(draft) for draft in drafts]
+        if given != lengths:
+            raise ValueError(f"drafts must have the lengths {lengths} that starts leaves room for, got {given}")
+        flat = torch.tensor([int(t) for draft in drafts for t in draft], dtype=torch.int64, device=logits.device)
+    return flat.contiguous(), torch.tensor(bounds, dtype=torch.int64, device=logits.device)
+
+
+def _raise_bad_rows(ids: torch.Tensor, logprobs: torch.Tensor) -> None:
+    bad = logprobs.isnan()
+    if bad.any():
+        row = int(bad.nonzero()[0, 0])
+        raise ValueError(
+            f"logits must hold finite numbers or -inf, with one finite number a row at least, and uniforms must lie in "
+            f"[0, 1); row {row} does not ({int(bad.sum())} such rows)"
+        )

@@ -22,3 +22,88 @@ def keyed_uniform(seed: int, sample_ids: torch.Tensor, positions: torch.Tensor) 
     """See :func:`rlkernels.keyed_uniform`."""
     word = philox_word(seed, sample_ids.long(), positions.long())
     return ((word >> 9).float() + 0.5) * 2.0**-23
+
+
+# 2**f on [-1/2, 1/2]: polynomial coefficients of f**1 .. f**6 (minimax; relative error 1e-7 in float32)
+EXP2_COEFFICIENTS = [float.fromhex(c) for c in (
+    "0x1.62e43p-1", "0x1.ebfbdcp-3", "0x1.c6aee8p-5", "0x1.3b2d4cp-7", "0x1.5f3e54p-10", "0x1.41fbbcp-13",
+)]  # fmt: skip
+LOG2_E = float.fromhex("0x1.715476p+0")
+ROUND = 12582912.0  # 1.5 * 2**23: adding and subtracting it rounds a float32 to an integer, ties to even
+WEIGHT_BITS = 42  # weight of the largest logit; up to 2**20 of them fit a signed 64-bit sum
+
+
+def token_weights(z: torch.Tensor) -> torch.Tensor:
+    """exp(z) as integers, ``floor(exp(z) * 2**42)``, for float32 z <= 0.
+
+    Sums of integers do not depend on their order, and every step here is one correctly rounded float32
+    operation. So each backend that repeats these steps gets the same weights, the same sums and the same token,
+    whatever its vector width, its threads or the batch.
+    """
+    y = (z * LOG2_E).clamp(min=-100.0)  # below 2**-42 the weight is 0; the clamp keeps exponents in range
+    n = (y + ROUND) - ROUND
+    f = y - n
+    p = torch.full_like(f, EXP2_COEFFICIENTS[-1])
+    for c in reversed(EXP2_COEFFICIENTS[:-1]):
+        p = p * f + c
+    p = p * f + 1.0
+    power = ((n.to(torch.int32) + (WEIGHT_BITS + 127)) << 23).view(torch.float32)  # 2**(n + 42), exact
+    return (p * power).to(torch.int64)
+
+
+def scaled_share(fraction: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """floor(fraction * total) without rounding, for fraction in [0, 1] in units of 2**-24 and total < 2**62."""
+    units = (fraction.double() * 2.0**24).long()
+    return units * (total >> 24) + ((units * (total & 0xFFFFFF)) >> 24)
+
+
+def sample_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor,
+                  top_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """See :func:`rlkernels.sample_tokens`; settings are tensors [T], and a row without a distribution gives -1, NaN."""
+    rows, vocab = logits.shape
+    if rows == 0:
+        return uniforms.new_empty(0, dtype=torch.int64), uniforms.new_empty(0)
+    logits = logits.float()
+    largest, greedy = logits.max(dim=1)
+    invalid = ~largest.isfinite() | logits.isnan().any(1) | ~((uniforms >= 0) & (uniforms < 1))
+    # The first of equal maxima; torch.max does not say which one it returns
+    greedy = torch.where(logits == largest[:, None], torch.arange(vocab, device=logits.device), vocab).min(1).values
+    cold = temperature == 0
+    inverse = torch.where(cold, 1.0, 1.0 / temperature).clamp(max=torch.finfo(torch.float32).max)  # [T]
+    z = (logits - largest[:, None]) * inverse[:, None]
+    weights = token_weights(z.nan_to_num(0.0, 0.0, -float("inf")))  # [T, V] int64
+
+    order = logits.nan_to_num(0.0).argsort(dim=1, descending=True, stable=True)  # ties by lower id
+    ranked = weights.gather(1, order)
+    limit = torch.where(top_k == 0, vocab, top_k)
+    ranked[torch.arange(vocab, device=logits.device) >= limit[:, None]] = 0
+    before = ranked.cumsum(1) - ranked
+    needed = scaled_share(top_p, ranked.sum(1)).clamp(min=1)  # the nucleus: tokens before which less than this lies
+    ranked[(before >= needed[:, None]) & (top_p < 1)[:, None]] = 0
+    kept = torch.zeros_like(weights).scatter_(1, order, ranked)
+
+    cumulative = kept.cumsum(1)
+    target = scaled_share(uniforms.clamp(0, 1 - 2.0**-24), cumulative[:, -1])
+    ids = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp(max=vocab - 1)
+    logprobs = z.gather(1, ids[:, None])[:, 0].double() - (cumulative[:, -1].double() * 2.0**-WEIGHT_BITS).log()
+    ids, logprobs = torch.where(cold, greedy, ids), torch.where(cold, 0.0, logprobs)
+    return torch.where(invalid, -1, ids), torch.where(invalid, torch.nan, logprobs).float()
+
+
+def verify_drafts(logits: torch.Tensor, drafts: torch.Tensor, starts: torch.Tensor, uniforms: torch.Tensor,
+                  temperature: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor,
+                  ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """See :func:`rlkernels.verify_drafts`; drafts are concatenated, int64 [R - B], settings are tensors [B]."""
+    lengths = starts.diff()  # [B], the token after the draft included
+    owner = torch.repeat_interleave(torch.arange(len(lengths), device=logits.device), lengths)  # [R]
+    ids, logprobs = sample_tokens(logits, uniforms, temperature[owner], top_p[owner], top_k[owner])
+    last = starts[1:] - 1
+    expected = torch.full_like(ids, -2)  # the row after a draft can match nothing
+    is_draft = torch.ones_like(ids, dtype=torch.bool)
+    is_draft[last] = False
+    expected[is_draft] = drafts
+    row = torch.arange(len(ids), device=logits.device)
+    first_miss = torch.where(ids == expected, last[owner], row)
+    first_miss = last.scatter_reduce(0, owner, first_miss, "amin")  # [B]
+    used = row <= first_miss[owner]
+    return first_miss - starts[:-1], torch.where(used, ids, -1), torch.where(used, logprobs, 0.0)

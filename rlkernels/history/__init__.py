@@ -1,0 +1,171 @@
+"""Drafts from earlier rollouts: yesterday's answers predict today's."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rlkernels import _check
+from rlkernels import backend as _backend
+from rlkernels.history import reference
+
+__all__ = ["RolloutHistory"]
+
+Ids = Sequence[int] | torch.Tensor
+
+
+class RolloutHistory:
+    """Earlier responses by prompt, and drafts for new ones (after RhymeRL's HistoSpec, arXiv 2508.18588).
+
+    A draft continues the places where the last tokens of a sequence occurred before: under the same prompt if there
+    are any, otherwise under any prompt. Longer matches, later epochs and better rewards weigh more. A draft ends
+    where the next token is no longer likely enough to be worth verifying. Verify drafts with
+    :func:`rlkernels.verify_drafts`; wrong ones cost time, never correctness.
+
+    Thread-safe.
+
+    Args:
+        max_tokens: most response tokens kept; None is unbounded. Out go the lowest epoch first, within it the lowest
+            reward, within that the oldest. A response longer than this is cut.
+        token_cost: time to verify one more draft token, as a share of the time of a decode step without drafts.
+        depth: most tokens of context compared, >= 4.
+        backend: "auto" | "cpu" | "torch" (plain Python).
+    """
+
+    def __init__(
+        self, *, max_tokens: int | None = None, token_cost: float = 0.02, depth: int = 24, backend: str = "auto"
+    ) -> None:
+        if max_tokens is not None:
+            _check.positive("max_tokens", max_tokens)
+        _check.in_range("token_cost", token_cost, 0.0, 1.0)
+        _check.in_range("depth", depth, reference.GLOBAL_GRAM, 64)
+        _backend.choose("rollout_history", torch.device("cpu"), backend)
+        self._core = reference.History(max_tokens, token_cost, depth)
+
+    def add(self, prompt_ids: Ids, response_ids: Ids, *, reward: float = 0.0, epoch: int = 0) -> None:
+        """Stores a finished response, its end-of-sequence token included if drafts should end sequences.
+
+        Args:
+            prompt_ids: integers [P].
+            response_ids: integers [L]; an empty response stores nothing.
+            reward: finite, any scale; only the order and the spread within a prompt matter.
+            epoch: pass over the data or policy version, any integer that grows with time.
+        """
+        reward = float(reward)
+        if not abs(reward) < float("inf"):
+            raise ValueError(f"reward must be finite, got {reward}")
+        self._core.add(_ids("prompt_ids", prompt_ids), _ids("response_ids", response_ids), reward, int(epoch))
+
+    def draft(
+        self, prompt_ids_list: Sequence[Ids], generated_ids_list: Sequence[Ids], *, max_tokens: int
+    ) -> list[list[int]]:
+        """Drafts for sequences given by their prompt and what they have generated, without feedback.
+
+        Args:
+            prompt_ids_list: B prompts.
+            generated_ids_list: B responses so far; may be empty.
+            max_tokens: longest draft, >= 0.
+
+        Returns:
+            B drafts of 0 .. max_tokens tokens; empty where nothing is known.
+        """
+        _check.positive("max_tokens", max_tokens, zero=True)
+        if len(prompt_ids_list) != len(generated_ids_list):
+            raise ValueError(
+                f"generated_ids_list must have one entry per prompt, {len(prompt_ids_list)}, got "
+                f"{len(generated_ids_list)}"
+            )
+        return [
+            self._core.draft(_ids("prompt_ids_list", p), _ids("generated_ids_list", g), max_tokens)
+            for p, g in zip(prompt_ids_list, generated_ids_list)
+        ]
+
+    def track(self, prompt_ids: Ids) -> int:
+        """Starts following a sequence that is being generated; returns its handle. Call :meth:`release` at its end."""
+        return self._core.track(_ids("prompt_ids", prompt_ids))
+
+    def extend(self, handle: int, ids: Ids) -> None:
+        """Tells that ``ids`` were generated (accepted draft tokens included)."""
+        self._core.extend(handle, _ids("ids", ids))
+
+    def draft_tracked(self, handles: Sequence[int], *, max_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Drafts for tracked sequences, within the length that feedback allows each.
+
+        Args:
+            handles: B handles.
+            max_tokens: longest draft, >= 0.
+
+        Returns:
+            (ids, lengths): int64 [B, max_tokens], -1 beyond each length, and int64 [B]; on the CPU.
+
+        Raises:
+            ValueError: a handle that is not tracked.
+        """
+        _check.positive("max_tokens", max_tokens, zero=True)
+        drafts = self._core.draft_tracked(_ids("handles", handles), max_tokens)
+        ids = torch.full((len(drafts), max_tokens), -1, dtype=torch.int64)
+        for row, draft in zip(ids, drafts):
+            row[: len(draft)] = torch.tensor(draft, dtype=torch.int64)
+        return ids, torch.tensor([len(d) for d in drafts], dtype=torch.int64)
+
+    def observe(self, handles: Sequence[int], offered: Ids, accepted: Ids) -> None:
+        """Feedback on the last drafts: how many tokens were offered to the verifier and how many it accepted.
+
+        The window of a sequence doubles when all that was offered was accepted and shrinks to about twice what was
+        accepted otherwise. Where drafts cost more than they save (``token_cost``), drafting pauses for 8 drafts,
+        then 16, ... 1024, until it pays again.
+
+        Args:
+            handles: B handles.
+            offered: integers [B]; 0 changes nothing.
+            accepted: integers [B], 0 <= accepted <= offered.
+        """
+        known, given, taken = _ids("handles", handles), _ids("offered", offered), _ids("accepted", accepted)
+        if not len(known) == len(given) == len(taken):
+            raise ValueError(
+                f"handles, offered and accepted must have one length, got {len(known)}, {len(given)}, {len(taken)}"
+            )
+        for o, a in zip(given, taken):
+            if not 0 <= a <= o:
+                raise ValueError(f"accepted must be between 0 and offered ({o}), got {a}")
+        self._core.observe(known, given, taken)
+
+    def release(self, handle: int) -> None:
+        """Forgets a tracked sequence."""
+        self._core.release(handle)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the rollouts (not the handles) to one file, whole or not at all."""
+        self._core.save(os.fspath(path))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, backend: str = "auto") -> "RolloutHistory":
+        """Reads a file written by :meth:`save`.
+
+        Raises:
+            ValueError: not such a file, another version, or damaged.
+        """
+        history = cls(backend=backend)
+        history._core = type(history._core).load(os.fspath(path))
+        return history
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """tokens, rollouts, prompts, handles, evicted (rollouts), bytes, bytes_per_token."""
+        facts: dict[str, Any] = self._core.stats()
+        facts["bytes_per_token"] = facts["bytes"] / max(facts["tokens"], 1)
+        return facts
+
+
+def _ids(name: str, value: Ids) -> list[int]:
+    """A plain list of integers in 0 .. 2**31 - 1."""
+    if isinstance(value, torch.Tensor):
+        _check.tensor(name, value, ndim=1)
+        if value.dtype.is_floating_point:
+            raise TypeError(f"{name} must be integers, got {value.dtype}")
+        value = value.tolist()
+    out = [int(v) for v in value]
+    if out and (min(out) < 0 or max(out) >= 2**31):
+        raise ValueError(f"{name} must be between 0 and 2**31 - 1, got {min(out) if min(out) < 0 else max(out)}")
+    return out

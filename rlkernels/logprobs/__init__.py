@@ -1,0 +1,72 @@
+"""Log-probabilities of given tokens, and the entropy of their distributions."""
+
+from typing import Literal, overload
+
+import torch
+
+from rlkernels import _check
+from rlkernels import backend as _backend
+from rlkernels.logprobs import reference
+
+__all__ = ["token_logprobs"]
+
+
+@overload
+def token_logprobs(
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    return_entropy: Literal[False] = False,
+    backend: str = "auto",
+) -> torch.Tensor: ...
+@overload
+def token_logprobs(
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    return_entropy: Literal[True],
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def token_logprobs(
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+    backend: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """log softmax(logits / temperature) at ``ids``, and the entropy of that distribution; both differentiable.
+
+    Args:
+        logits: floating point [..., V]; -inf rules a token out (probability 0, gradient 0). A row of nothing but
+            -inf, or with NaN, gives NaN.
+        ids: int64 [...], in [0, V).
+        temperature: > 0.
+        return_entropy: also return the entropy in nats.
+
+    Returns:
+        logprobs [...] (and entropy [...]), float32; float64 for float64 logits.
+
+    Raises:
+        ValueError: a shape that does not fit, an id outside the vocabulary (CPU), a temperature that is not positive.
+        TypeError: a wrong dtype.
+    """
+    _check.tensor("logits", logits, floating=True)
+    if logits.ndim == 0 or logits.shape[-1] == 0:
+        raise ValueError(f"logits must have shape [..., V] with V >= 1, got {list(logits.shape)}")
+    _check.tensor("ids", ids, dtype=torch.int64, device=logits.device)
+    _check.shape("ids", ids, logits.shape[:-1])
+    _check.positive("temperature", temperature)
+    _backend.choose("token_logprobs", logits.device, backend)
+    _check_ids(ids, logits.shape[-1])
+    logprobs, entropy = reference.token_logprobs(logits, ids, temperature)
+    return (logprobs, entropy) if return_entropy else logprobs
+
+
+def _check_ids(ids: torch.Tensor, vocab: int) -> None:
+    if ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling():
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= vocab:
+            raise ValueError(f"ids must be between 0 and {vocab - 1}, got {low if low < 0 else high}")

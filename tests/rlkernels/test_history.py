@@ -1,0 +1,175 @@
+import math
+
+import pytest
+import torch
+
+import rlkernels
+
+
+def test_replays_a_stored_response():
+    history = rlkernels.RolloutHistory()
+    response = list(range(100, 140))
+    history.add([1, 2], response, reward=1.0)
+    assert history.draft([[1, 2]], [[]], max_tokens=8) == [response[:8]]
+    assert history.draft([[1, 2]], [response[:5]], max_tokens=8) == [response[5:13]]
+    assert history.draft([[1, 2]], [[7, *response[:5]]], max_tokens=3) == [response[5:8]]
+    assert history.draft([[1, 2]], [response[:37]], max_tokens=8) == [response[37:]]
+    assert history.draft([[1, 2]], [response], max_tokens=8) == [[]]  # nothing follows the end
+    assert history.draft([[1, 2]], [[5, 6, 7]], max_tokens=8) == [[]]
+    assert history.draft([[1, 2], [1, 2]], [[], []], max_tokens=0) == [[], []]
+
+
+def test_other_prompts_are_the_fallback():
+    history = rlkernels.RolloutHistory()
+    history.add([1], [10, 11, 12, 13, 14, 15])
+    assert history.draft([[2]], [[99, 10, 11, 12, 13]], max_tokens=4) == [[14, 15]]
+    history.add([2], [11, 12, 13, 77])
+    assert history.draft([[2]], [[99, 10, 11, 12, 13]], max_tokens=1) == [[77]]
+
+
+def test_votes_by_match_reward_and_epoch():
+    history = rlkernels.RolloutHistory()
+    history.add([1], [5, 6, 7, 100], reward=1.0)
+    history.add([1], [5, 6, 7, 200], reward=0.0)
+    assert history.draft([[1]], [[5, 6, 7]], max_tokens=1) == [[100]]  # the better reward
+    history.add([1], [5, 6, 7, 200], reward=0.0, epoch=3)
+    assert history.draft([[1]], [[5, 6, 7]], max_tokens=1) == [[200]]  # the later epoch
+    history.add([1], [4, 4, 4, 5, 6, 7, 300], reward=0.0, epoch=3)
+    assert history.draft([[1]], [[4, 4, 5, 6, 7]], max_tokens=1) == [[300]]  # the longer match
+
+
+def test_tracked_drafts_equal_one_off_drafts():
+    history = rlkernels.RolloutHistory()
+    response = torch.randint(50, (60,)).tolist()
+    history.add([3], response)
+    handle = history.track([3])
+    done = 0
+    for step in (1, 2, 9, 30):
+        ids, lengths = history.draft_tracked([handle], max_tokens=4)
+        draft = history.draft([[3]], [response[:done]], max_tokens=4)[0]
+        assert ids.shape == (1, 4) and ids[0, : lengths[0]].tolist() == draft and (ids[0, lengths[0] :] == -1).all()
+        history.extend(handle, response[done : done + step])
+        done += step
+    history.release(handle)
+    with pytest.raises(ValueError, match=f"handle {handle} is not tracked"):
+        history.draft_tracked([handle], max_tokens=4)
+
+
+def test_window_follows_what_was_offered():
+    history = rlkernels.RolloutHistory(token_cost=0.001)
+    history.add([1], list(range(1000)))
+    handle = history.track([1])
+
+    def offered():
+        return int(history.draft_tracked([handle], max_tokens=1000)[1][0])
+
+    first = offered()
+    history.observe([handle], [first - 3], [first - 3])  # a shorter draft than the window, all accepted: it grows
+    assert offered() == 2 * first
+    history.observe([handle], [2 * first], [3])
+    assert offered() == 6
+    history.observe([handle], [6], [5])
+    assert offered() == 5
+    history.observe([handle], [5], [0])
+    assert offered() == 2
+    history.observe([handle], [0], [0])  # nothing offered, nothing learnt
+    assert offered() == 2
+
+
+def test_drafting_that_does_not_pay_pauses_for_twice_as_long_each_time():
+    history = rlkernels.RolloutHistory(token_cost=0.1)
+    history.add([1], list(range(1000)))
+    handle = history.track([1])
+    pauses = []
+    for _ in range(3):
+        while int(history.draft_tracked([handle], max_tokens=4)[1][0]) == 0:
+            pauses[-1] += 1
+        history.observe([handle], [2], [0])
+        pauses.append(0)
+    while int(history.draft_tracked([handle], max_tokens=4)[1][0]) == 0:
+        pauses[-1] += 1
+    assert pauses == [8, 16, 32]
+
+
+def test_evicts_lowest_epoch_then_lowest_reward_then_oldest():
+    history = rlkernels.RolloutHistory(max_tokens=30)
+    responses = {name: [10 * i + j for j in range(10)] for i, name in enumerate("abcdef")}
+    history.add([1], responses["a"], reward=1.0, epoch=0)
+    history.add([1], responses["b"], reward=0.0, epoch=1)
+    history.add([1], responses["c"], reward=0.0, epoch=1)
+
+    def kept():
+        return "".join(n for n, r in responses.items() if history.draft([[1]], [r[:5]], max_tokens=1) != [[]])
+
+    assert kept() == "abc" and history.stats["tokens"] == 30
+    for name, reward, epoch, expected in [("d", 0.5, 1, "bcd"), ("e", 0.5, 2, "cde"), ("f", 0.9, 0, "cde")]:
+        history.add([1], responses[name], reward=reward, epoch=epoch)
+        assert kept() == expected and history.stats["tokens"] == 30
+    history.add([2], range(1000, 1100), epoch=3)
+    assert history.stats["tokens"] == 30 and history.stats["rollouts"] == 1  # cut to what fits
+
+
+def test_save_and_load(tmp_path):
+    history = rlkernels.RolloutHistory(max_tokens=5000, token_cost=0.03, depth=16)
+    for i in range(30):
+        prompt = [i % 4, 1]
+        history.add(prompt, torch.randint(20, (i,)).tolist(), reward=i / 7, epoch=i // 10)
+    history.save(tmp_path / "h.bin")
+    again = rlkernels.RolloutHistory.load(tmp_path / "h.bin")
+    again.save(tmp_path / "again.bin")
+    assert (tmp_path / "h.bin").read_bytes() == (tmp_path / "again.bin").read_bytes()
+    for i in range(100):
+        prompt, generated = [i % 4, 1], torch.randint(20, (i % 9,)).tolist()
+        assert history.draft([prompt], [generated], max_tokens=8) == again.draft([prompt], [generated], max_tokens=8)
+    assert list(tmp_path.iterdir()) and len(list(tmp_path.iterdir())) == 2  # no temporary file left
+
+
+@pytest.mark.parametrize("damage", ["empty", "magic", "version", "cut", "longer", "flip"])
+def test_damaged_file(tmp_path, damage):
+    history = rlkernels.RolloutHistory()
+    history.add([1], list(range(50)))
+    path = tmp_path / "h.bin"
+    history.save(path)
+    data = bytearray(path.read_bytes())
+    message = "damaged"
+    if damage == "empty":
+        data, message = bytearray(), "not a rollout history"
+    elif damage == "magic":
+        data[0] ^= 1
+        message = "not a rollout history"
+    elif damage == "version":
+        data[8] = 9
+        message = "version 9"
+    elif damage == "cut":
+        data = data[:-5]
+    elif damage == "longer":
+        data += b"12345"
+    else:
+        data[60] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=message):
+        rlkernels.RolloutHistory.load(path)
+    with pytest.raises(FileNotFoundError):
+        rlkernels.RolloutHistory.load(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda h: rlkernels.RolloutHistory(max_tokens=0), ValueError, "max_tokens must be > 0, got 0"),
+        (lambda h: rlkernels.RolloutHistory(token_cost=2), ValueError, "token_cost must be between 0.0 and 1.0"),
+        (lambda h: rlkernels.RolloutHistory(depth=3), ValueError, "depth must be between 4 and 64, got 3"),
+        (lambda h: h.add([1], [-1]), ValueError, r"response_ids must be between 0 and 2\*\*31 - 1, got -1"),
+        (lambda h: h.add([2**31], [1]), ValueError, "prompt_ids must be between 0"),
+        (lambda h: h.add([1], torch.zeros(3)), TypeError, "response_ids must be integers, got torch.float32"),
+        (lambda h: h.add([1], [1], reward=math.nan), ValueError, "reward must be finite, got nan"),
+        (lambda h: h.draft([[1]], [], max_tokens=3), ValueError, "generated_ids_list must have one entry per prompt"),
+        (lambda h: h.draft([[1]], [[]], max_tokens=-1), ValueError, "max_tokens must be >= 0, got -1"),
+        (lambda h: h.observe([0], [1], [2]), ValueError, r"accepted must be between 0 and offered \(1\), got 2"),
+        (lambda h: h.observe([0], [1], []), ValueError, "must have one length, got 1, 1, 0"),
+        (lambda h: h.extend(5, [1]), ValueError, "handle 5 is not tracked"),
+    ],
+)
+def test_bad_arguments(call, error, message):
+    with pytest.raises(error, match=message):
+        call(rlkernels.RolloutHistory())

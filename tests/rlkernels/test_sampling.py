@@ -1,0 +1,233 @@
+"""sample_tokens and verify_drafts: exact against a plain definition, statistically, and token by token with drafts."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+import rlkernels
+from rlkernels.sampling import reference
+
+SETTINGS = [(1.0, 1.0, 0), (0.7, 1.0, 0), (1.0, 0.9, 0), (1.0, 1.0, 5), (1.3, 0.8, 7), (0.0, 1.0, 0), (1e-3, 0.5, 3)]
+
+
+def distribution(logits: torch.Tensor, temperature: float, top_p: float, top_k: int) -> torch.Tensor:
+    """The distribution that one row [V] is sampled from, in float64, by the words of the docstring."""
+    order = logits.double().argsort(descending=True, stable=True)
+    p = torch.softmax(logits.double() / temperature, 0)[order]
+    if top_k:
+        p[top_k:] = 0
+        p /= p.sum()
+    nucleus = int((p.cumsum(0) < top_p).sum()) + 1
+    p[nucleus:] = 0
+    return torch.zeros_like(p).scatter(0, order, p / p.sum())
+
+
+def uniforms(n: int, seed: int = 0) -> torch.Tensor:
+    return rlkernels.keyed_uniform(seed, torch.zeros(n, dtype=torch.int64), torch.arange(n))
+
+
+def test_weights_are_exponentials():
+    z = -torch.rand(100_000) * 40
+    exact = z.double().exp() * 2.0**reference.WEIGHT_BITS
+    error = (reference.token_weights(z).double() - exact).abs() / exact
+    assert error[exact > 2**20].max() < 4e-6  # |z| * 2**-24 from rounding z * log2(e), 1e-7 from the polynomial
+    special = torch.tensor([0.0, -29.2, -1e30, -torch.inf])
+    assert reference.token_weights(special).tolist() == [2**reference.WEIGHT_BITS, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("temperature", "top_p", "top_k"), SETTINGS)
+@pytest.mark.parametrize("vocab", [1, 2, 37, 1023, 2053])
+def test_inverts_the_cumulative_distribution(temperature, top_p, top_k, vocab):
+    logits, u = torch.randn(64, vocab) * 3, uniforms(64)
+    ids, logprobs = rlkernels.sample_tokens(logits, u, temperature=temperature, top_p=top_p, top_k=top_k)
+    if temperature == 0:
+        assert torch.equal(ids, logits.argmax(1)) and (logprobs == 0).all()
+        return
+    for row, number, token, logprob in zip(logits, u, ids, logprobs):
+        p = distribution(row, temperature, top_p, top_k)
+        assert p[token] > 0
+        upper = float(p.cumsum(0)[token])
+        assert upper - float(p[token]) - 2e-6 <= float(number) <= upper + 2e-6
+        assert abs(float(logprob) - math.log(p[token])) < 1e-5 * max(1, 1 / temperature)
+
+
+def test_ties_go_to_lower_ids():
+    logits = torch.zeros(3, 6)
+    ids, logprobs = rlkernels.sample_tokens(logits, torch.full((3,), 0.99), top_k=torch.tensor([1, 3, 0]), top_p=0.99)
+    assert ids.tolist() == [0, 2, 5]
+    torch.testing.assert_close(logprobs, -torch.tensor([1.0, 3.0, 6.0]).log())
+    ids, _ = rlkernels.sample_tokens(logits, torch.full((3,), 0.99), top_p=0.4)  # two of six are 1/3, three are 1/2
+    assert ids.tolist() == [2, 2, 2]
+    assert rlkernels.sample_tokens(logits, torch.full((3,), 0.99), temperature=0)[0].tolist() == [0, 0, 0]
+
+
+def test_settings_per_row_equal_scalar_settings_row_by_row():
+    logits, u = torch.randn(len(SETTINGS), 300), uniforms(len(SETTINGS))
+    t, p, k = (torch.tensor(column) for column in zip(*SETTINGS))
+    ids, logprobs = rlkernels.sample_tokens(logits, u, temperature=t, top_p=p, top_k=k)
+    for i, (temperature, top_p, top_k) in enumerate(SETTINGS):
+        alone = rlkernels.sample_tokens(
+            logits[i : i + 1], u[i : i + 1], temperature=temperature, top_p=top_p, top_k=top_k
+        )
+        assert (alone[0].item(), alone[1].item()) == (ids[i].item(), logprobs[i].item())
+
+
+def test_tokens_ruled_out_are_never_drawn():
+    logits = torch.randn(500, 50)
+    logits[:, ::2] = -torch.inf
+    ids, logprobs = rlkernels.sample_tokens(logits, uniforms(500), top_p=0.95)
+    assert (ids % 2 == 1).all() and logprobs.isfinite().all()
+    ids, logprobs = rlkernels.sample_tokens(logits[:, :2], uniforms(500))
+    assert (ids == 1).all() and (logprobs == 0).all()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_rows_without_a_distribution(value):
+    logits, u = torch.randn(4, 9), uniforms(4)
+    logits[2] = value
+    with pytest.raises(ValueError, match=r"row 2 does not \(1 such rows\)"):
+        rlkernels.sample_tokens(logits, u)
+    ids, logprobs = rlkernels.sample_tokens(logits, u, validate=False)
+    assert ids[2] == -1 and logprobs[2].isnan() and logprobs.isnan().sum() == 1
+    with pytest.raises(ValueError, match="uniforms must lie in"):
+        rlkernels.sample_tokens(torch.randn(2, 3), torch.tensor([0.5, 1.0]))
+
+
+def test_views_dtypes_and_empty_batches():
+    wide, u = torch.randn(16, 600, dtype=torch.bfloat16), uniforms(16)
+    view = wide[:, ::2]
+    expected = rlkernels.sample_tokens(view.float().contiguous(), u, top_p=0.9)
+    assert all(torch.equal(a, b) for a, b in zip(rlkernels.sample_tokens(view, u, top_p=0.9), expected))
+    ids, logprobs = rlkernels.sample_tokens(torch.zeros(0, 5), torch.zeros(0))
+    assert ids.shape == logprobs.shape == (0,) and ids.dtype == torch.int64
+
+
+@pytest.mark.parametrize(("temperature", "top_p", "top_k"), [s for s in SETTINGS if s[0] >= 0.5])
+def test_chi_square_of_the_sampled_distribution(temperature, top_p, top_k):
+    row, n = torch.randn(40) * 2, 40_000
+    ids, _ = rlkernels.sample_tokens(
+        row.expand(n, -1), uniforms(n, 7), temperature=temperature, top_p=top_p, top_k=top_k
+    )
+    p = distribution(row, temperature, top_p, top_k).numpy()
+    seen = np.bincount(ids.numpy(), minlength=40)
+    assert seen[p == 0].sum() == 0
+    rare = (p > 0) & (p * n < 5)
+    expected = np.append(p[(p > 0) & ~rare], p[rare].sum()) * n
+    counts = np.append(seen[(p > 0) & ~rare], seen[rare].sum())
+    keep = expected > 0
+    if keep.sum() > 1:
+        assert stats.chisquare(counts[keep], expected[keep] * counts.sum() / expected[keep].sum()).pvalue > 1e-3
+
+
+def target_logits(prefix: tuple[int, ...], vocab: int) -> torch.Tensor:
+    """A made-up language model: logits that depend on everything before."""
+    generator = torch.Generator().manual_seed(hash(prefix) % 2**31)
+    return torch.randn(vocab, generator=generator) * 2
+
+
+def decode(sample: int, length: int, vocab: int, settings: dict, draft_of) -> tuple[list[int], list[float], int]:
+    """Decodes ``length`` tokens, drafting with ``draft_of(prefix)``; returns tokens, log-probabilities and steps."""
+    tokens: list[int] = []
+    scores: list[float] = []
+    steps = 0
+    while len(tokens) < length:
+        draft = draft_of(tuple(tokens))[: length - len(tokens) - 1]
+        logits = torch.stack([target_logits((*tokens, *draft[:i]), vocab) for i in range(len(draft) + 1)])
+        positions = torch.arange(len(tokens), len(tokens) + len(draft) + 1)
+        u = rlkernels.keyed_uniform(3, torch.full_like(positions, sample), positions)
+        accepted, ids, logprobs = rlkernels.verify_drafts(logits, [draft], [0, len(draft) + 1], u, **settings)
+        taken = int(accepted[0]) + 1
+        assert (ids[taken:] == -1).all() and (logprobs[taken:] == 0).all()
+        tokens += ids[:taken].tolist()
+        scores += logprobs[:taken].tolist()
+        steps += 1
+    return tokens, scores, steps
+
+
+@pytest.mark.parametrize(("temperature", "top_p", "top_k"), SETTINGS)
+def test_drafts_change_no_token(temperature, top_p, top_k):
+    settings = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    vocab, length = 11, 24
+    for sample in range(3):
+        plain, scores, steps = decode(sample, length, vocab, settings, lambda prefix: [])
+        assert steps == length
+        drafters = {
+            "right": lambda prefix, plain=plain: plain[len(prefix) : len(prefix) + 5],
+            "wrong": lambda prefix, plain=plain: [(t + 1) % vocab for t in plain[len(prefix) : len(prefix) + 5]],
+            "likely": lambda prefix: [int(target_logits(prefix, vocab).argmax())] * 4,
+            "unlikely": lambda prefix: [int(target_logits(prefix, vocab).argmin())] * 4,
+            "mixed": lambda prefix, plain=plain: [*plain[len(prefix) : len(prefix) + 3], 0, 0, 0],
+        }
+        taken = {}
+        for name, draft_of in drafters.items():
+            tokens, drafted_scores, taken[name] = decode(sample, length, vocab, settings, draft_of)
+            assert tokens == plain and drafted_scores == scores, name
+        assert taken["right"] == length / 6 and taken["wrong"] == length and taken["mixed"] <= length / 4
+
+
+def test_ragged_batch_equals_one_sequence_at_a_time():
+    drafts = [[1, 2, 3], [], [4], [0] * 9]
+    starts = torch.tensor([0, 4, 5, 7, 17])
+    logits, u = torch.randn(17, 5) * 2, uniforms(17)
+    t, p, k = torch.tensor([1.0, 0.0, 0.5, 2.0]), torch.tensor([1.0, 1.0, 0.9, 0.95]), torch.tensor([0, 0, 3, 4])
+    accepted, ids, logprobs = rlkernels.verify_drafts(logits, drafts, starts, u, temperature=t, top_p=p, top_k=k)
+    flat = torch.tensor([token for draft in drafts for token in draft])
+    again = rlkernels.verify_drafts(logits, flat, starts, u, temperature=t, top_p=p, top_k=k)
+    assert all(torch.equal(a, b) for a, b in zip(again, (accepted, ids, logprobs)))
+    for b, draft in enumerate(drafts):
+        rows = slice(starts[b], starts[b + 1])
+        alone = rlkernels.verify_drafts(
+            logits[rows], [draft], [0, len(draft) + 1], u[rows], temperature=t[b], top_p=p[b], top_k=k[b]
+        )
+        assert alone[0].item() == accepted[b]
+        assert torch.equal(alone[1], ids[rows]) and torch.equal(alone[2], logprobs[rows])
+
+
+def test_acceptance_rate_is_the_probability_of_the_draft():
+    row, n = torch.tensor([0.0, 1.0, 2.0, -1.0]), 20_000
+    starts = torch.arange(0, 2 * n + 1, 2)
+    for token in range(4):
+        accepted, _, _ = rlkernels.verify_drafts(
+            row.expand(2 * n, -1), torch.full((n,), token), starts, uniforms(2 * n, token), temperature=0.8
+        )
+        p = float(torch.softmax(row / 0.8, 0)[token])
+        assert abs(float(accepted.float().mean()) - p) < 4 * math.sqrt(p * (1 - p) / n)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"temperature": -1.0}, ValueError, "temperature must be >= 0, got -1.0"),
+        ({"temperature": math.nan}, ValueError, "temperature must be >= 0, got nan"),
+        ({"temperature": torch.ones(3)}, ValueError, r"temperature must have shape \[2\], got \[3\]"),
+        ({"top_p": 0.0}, ValueError, "top_p must be > 0 and <= 1, got 0.0"),
+        ({"top_p": torch.tensor([0.5, 1.5])}, ValueError, "top_p must be > 0 and <= 1, got 1.5"),
+        ({"top_k": -1}, ValueError, "top_k must be >= 0, got -1"),
+        ({"top_k": torch.ones(2)}, TypeError, "top_k must have an integer dtype, got torch.float32"),
+        ({"logits": torch.zeros(2, 4, dtype=torch.int64)}, TypeError, "logits must be floating point"),
+        ({"logits": torch.zeros(2, 0)}, ValueError, "the vocabulary, .* must be between 1 and 1048576, got 0"),
+        ({"uniforms": torch.zeros(2).double()}, TypeError, "uniforms must have dtype torch.float32"),
+        ({"uniforms": torch.zeros(3)}, ValueError, r"uniforms must have shape \[2\]"),
+    ],
+)
+def test_bad_arguments(change, error, message):
+    arguments = {"logits": torch.zeros(2, 4), "uniforms": torch.zeros(2)} | change
+    with pytest.raises(error, match=message):
+        rlkernels.sample_tokens(arguments.pop("logits"), arguments.pop("uniforms"), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "starts", "message"),
+    [
+        ([[1], [2]], [0, 2, 3], r"drafts must have the lengths \[1, 0\] .* got \[1, 1\]"),
+        ([[1], []], [0, 2], "starts must run from 0 to the number of rows, 3"),
+        ([[1], []], [0, 0, 3], "starts must ascend"),
+        (torch.zeros(2).long(), [0, 2, 3], r"drafts must have shape \[1\], got \[2\]"),
+    ],
+)
+def test_bad_drafts(drafts, starts, message):
+    with pytest.raises(ValueError, match=message):
+        rlkernels.verify_drafts(torch.zeros(3, 4), drafts, starts, torch.zeros(3))
