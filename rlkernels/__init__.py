@@ -10,6 +10,11 @@ __version__ = "0.1.0"
 
 # public name -> module that defines it
 _EXPORTS = {
+    "Rank1Update": "rlkernels.rank1",
+    "add_rank1_": "rlkernels.rank1",
+    "delta_matvec": "rlkernels.rank1",
+    "top1_delta": "rlkernels.rank1",
+    "top1_deltas": "rlkernels.rank1",
     "info": "rlkernels._info",
     "keyed_uniform": "rlkernels.sampling",
     "Trajectories": "rlkernels.similarity",
@@ -47,6 +52,11 @@ if TYPE_CHECKING:
     from rlkernels.prefix_cache import paged_attention as paged_attention
     from rlkernels.prefix_cache import shared_prefix_attention as shared_prefix_attention
     from rlkernels.prefix_cache import write_kv as write_kv
+    from rlkernels.rank1 import Rank1Update as Rank1Update
+    from rlkernels.rank1 import add_rank1_ as add_rank1_
+    from rlkernels.rank1 import delta_matvec as delta_matvec
+    from rlkernels.rank1 import top1_delta as top1_delta
+    from rlkernels.rank1 import top1_deltas as top1_deltas
     from rlkernels.sampling import keyed_uniform as keyed_uniform
     from rlkernels.sampling import sample_tokens as sample_tokens
     from rlkernels.sampling import verify_drafts as verify_drafts

@@ -1,0 +1,165 @@
+"""Public functions: argument checks and the choice of the implementation."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from rlkernels import _check
+from rlkernels import backend as _backend
+from rlkernels.rank1 import reference
+from rlkernels.rank1.update import Rank1Update
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _check_pair(weight: torch.Tensor, base: torch.Tensor, label: str = "") -> None:
+    _check.tensor(f"weight{label}", weight, ndim=2, dtype=DTYPES)
+    _check.tensor(f"base{label}", base, ndim=2, dtype=DTYPES, device=weight.device)
+    _check.shape(f"base{label}", base, weight.shape)
+    if weight.numel() == 0:
+        raise ValueError(f"weight{label} must have at least one row and one column, got shape {list(weight.shape)}")
+
+
+def _check_vector(name: str, value: torch.Tensor, length: int, device: torch.device) -> None:
+    _check.tensor(name, value, ndim=1, dtype=(*DTYPES, torch.float64), device=device)
+    _check.shape(name, value, (length,))
+
+
+def _check_start(name: str, start: torch.Tensor | None, n: int, device: torch.device) -> None:
+    if start is None:
+        return
+    _check_vector(name, start, n, device)
+    if not start.isfinite().all():
+        raise ValueError(f"{name} must be finite, got NaN or infinite entries")
+
+
+def _check_settings(tol: float, max_passes: int, seed: int) -> None:
+    if not 0 < tol < math.pi / 2:
+        raise ValueError(f"tol must be between 0 and pi / 2 (radians, exclusive), got {tol!r}")
+    for name, value in (("max_passes", max_passes), ("seed", seed)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    _check.positive("max_passes", max_passes)
+
+
+def _signed(seed: int) -> int:
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+def top1_delta(weight: torch.Tensor, base: torch.Tensor, *, start: torch.Tensor | None = None, tol: float = 1e-2,
+               max_passes: int = 12, seed: int = 0, backend: str = "auto") -> Rank1Update:  # fmt: skip
+    """Leading singular triplet of ``weight - base``, with a certificate, without ever holding the delta.
+
+    Block Krylov iteration, one read of both matrices per step (after Musco and Musco, NIPS 2015; the bound is the
+    sin-theta theorem of Davis and Kahan with the second singular value bounded from the random start).
+
+    Args:
+        weight, base: [m, n], bfloat16, float16 or float32 in any mix, m and n >= 1.
+        start: [n], a guess for v such as that of the previous training step; zeros count as none. Saves reads when
+            good and cannot mislead the certificate when bad.
+        tol: radians; stop as soon as v is known this well.
+        max_passes: reads of both matrices at most.
+        seed: of the random start. The same seed gives the same bits on any number of threads.
+
+    Returns:
+        :class:`Rank1Update`. ``status`` is "ok" (angle_bound <= tol and gap >= 1 %), "zero" (weight equals base),
+        "ill_defined" (gap below 1 %: v is any vector near the leading pair) or "not_converged".
+
+    Raises:
+        TypeError, ValueError: a wrong dtype, rank, shape, device or setting; NaN or infinite entries.
+    """
+    _check_pair(weight, base)
+    _check_start("start", start, weight.shape[1], weight.device)
+    _check_settings(tol, max_passes, seed)
+    _backend.choose("top1_delta", weight.device, backend)
+    return reference.top1_delta(weight, base, start=start, tol=tol, max_passes=max_passes, seed=_signed(seed))
+
+
+def top1_deltas(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], *,
+                starts: Mapping[str, torch.Tensor] | None = None, tol: float = 1e-2, max_passes: int = 12,
+                seed: int = 0, backend: str = "auto") -> dict[str, Rank1Update]:  # fmt: skip
+    """:func:`top1_delta` of many modules in one call; every result equals that of its own call, bit for bit.
+
+    Args:
+        pairs: name -> (weight, base), all on one device.
+        starts: name -> start, for some or all of the names.
+
+    Returns:
+        name -> :class:`Rank1Update`, in the order of ``pairs``.
+
+    Raises:
+        TypeError, ValueError: as for :func:`top1_delta`, naming the module; a start for an unknown name.
+    """
+    starts = starts or {}
+    if unknown := sorted(set(starts) - set(pairs)):
+        raise ValueError(f"starts must be keyed by names of pairs, got {unknown[0]!r}")
+    devices = {weight.device for weight, _ in pairs.values() if isinstance(weight, torch.Tensor)}
+    if len(devices) > 1:
+        raise ValueError(f"pairs must be on one device, got {', '.join(sorted(map(str, devices)))}")
+    for name, (weight, base) in pairs.items():
+        _check_pair(weight, base, f" of {name!r}")
+        _check_start(f"start of {name!r}", starts.get(name), weight.shape[1], weight.device)
+    _check_settings(tol, max_passes, seed)
+    if not pairs:
+        return {}
+    _backend.choose("top1_deltas", devices.pop(), backend)
+    out = {}
+    for name, (weight, base) in pairs.items():
+        try:
+            out[name] = reference.top1_delta(
+                weight, base, start=starts.get(name), tol=tol, max_passes=max_passes, seed=_signed(seed)
+            )
+        except ValueError as error:
+            raise ValueError(f"{name!r}: {error}") from None
+    return out
+
+
+def delta_matvec(weight: torch.Tensor, base: torch.Tensor, v: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
+    """``(weight - base) @ v`` in float32, reading both matrices once and never holding the delta.
+
+    Args:
+        weight, base: [m, n], bfloat16, float16 or float32 in any mix.
+        v: [n], floating point.
+
+    Returns:
+        [m] float32.
+
+    Raises:
+        TypeError, ValueError: a wrong dtype, rank, shape or device.
+    """
+    _check_pair(weight, base)
+    _check_vector("v", v, weight.shape[1], weight.device)
+    _backend.choose("delta_matvec", weight.device, backend)
+    return reference.delta_matvec(weight, base, v)
+
+
+def add_rank1_(weight: torch.Tensor, u: torch.Tensor, v: torch.Tensor, scale: float, *,
+               stochastic_rounding: bool = False, seed: int = 0, backend: str = "auto") -> torch.Tensor:  # fmt: skip
+    """``weight += scale * outer(u, v)`` in place, in float32 arithmetic, rounded once to the dtype of weight.
+
+    Args:
+        weight: [m, n], bfloat16, float16 or float32; may be a view.
+        u, v: [m] and [n], floating point.
+        scale: finite number.
+        stochastic_rounding: round up or down at random so that the expected result is the exact float32 value; an
+            update far below the spacing of bfloat16 survives on average. No effect on float32 weights.
+        seed: of the rounding; the outcome is keyed by (seed, row, column).
+
+    Returns:
+        ``weight``.
+
+    Raises:
+        TypeError, ValueError: a wrong dtype, rank, shape or device; a scale that is not finite.
+    """
+    _check.tensor("weight", weight, ndim=2, dtype=DTYPES)
+    _check_vector("u", u, weight.shape[0], weight.device)
+    _check_vector("v", v, weight.shape[1], weight.device)
+    scale = float(scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale!r}")
+    if weight.requires_grad and not weight.is_leaf:
+        raise ValueError("weight must not be the result of a differentiable computation, got a non-leaf tensor")
+    _backend.choose("add_rank1_", weight.device, backend)
+    with torch.no_grad():
+        return reference.add_rank1_(weight, u, v, scale, stochastic_rounding=stochastic_rounding, seed=_signed(seed))

@@ -1,0 +1,38 @@
+"""The result type of the top-1 solvers."""
+
+from dataclasses import dataclass
+
+import torch
+
+STATUSES = ("ok", "zero", "ill_defined", "not_converged")
+GAP_FLOOR = 0.01  # below this relative gap the leading direction is called ill-defined
+
+
+@dataclass(frozen=True)
+class Rank1Update:
+    """Leading singular triplet of ``weight - base`` [m, n], with what is known about its quality.
+
+    ``sigma * outer(u, v)`` is the best rank-1 approximation of the delta. The entry of ``v`` largest in magnitude
+    is positive. Scalars are Python numbers.
+    """
+
+    u: torch.Tensor  # [m] float32, unit length; zeros when status is "zero"
+    sigma: float
+    v: torch.Tensor  # [n] float32, unit length; zeros when status is "zero"
+    frobenius: float  # of the whole delta
+    gap: float  # 1 - sigma2 / sigma1, from the Ritz values
+    residual: float  # |D^T u - sigma v| / sigma
+    angle_bound: float  # radians, between v and the true direction; pi / 2 when nothing can be said
+    passes: int  # reads of both matrices
+    changed: float  # share of entries of weight that differ from base
+    status: str  # one of STATUSES
+
+    @property
+    def share(self) -> float:
+        """Part of the Frobenius norm held by the leading direction, in [0, 1]."""
+        return self.sigma / self.frobenius if self.frobenius else 0.0
+
+    @property
+    def alpha(self) -> float:
+        """Scale that gives the rank-1 update the norm of the whole delta (AlphaRL, arXiv 2510.00553)."""
+        return self.frobenius / self.sigma if self.sigma else 0.0

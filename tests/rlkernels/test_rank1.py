@@ -1,0 +1,230 @@
+"""Conventions of the rank-1 ops: meaning of every field, statuses, errors, rounding."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rank1_cases import angle, exact, planted, with_spectrum
+from scipy import stats
+
+import rlkernels
+from rlkernels.rank1 import reference
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (7, 1), (3, 5), (2, 1023), (1023, 2), (131, 257), (300, 64)])
+def test_every_field_means_what_it_says(shape):
+    m, n = shape
+    weight, base = planted(m, n, 3e-3)
+    got = rlkernels.top1_delta(weight, base, tol=1e-3)
+    u, s, v = exact(weight, base)
+    delta = weight.double() - base.double()
+    assert got.status == "ok" and got.angle_bound <= 1e-3
+    assert angle(got.v, v[:, 0]) <= got.angle_bound
+    assert angle(got.u, u[:, 0]) <= 2 * got.angle_bound
+    assert abs(got.sigma - s[0]) <= 1e-5 * s[0]
+    assert abs(got.frobenius - delta.norm()) <= 1e-5 * delta.norm()
+    assert abs(got.gap - (1 - s[1] / s[0] if len(s) > 1 else 1)) <= 0.02
+    assert got.changed == (weight != base).double().mean()
+    assert got.u.dtype == got.v.dtype == torch.float32 and got.u.shape == (m,) and got.v.shape == (n,)
+    assert got.v[got.v.abs().argmax()] > 0
+    direct = (delta.T @ got.u.double() - got.sigma * got.v.double()).norm() / got.sigma
+    assert abs(got.residual - direct) <= 1e-5
+    assert got.share == got.sigma / got.frobenius and got.alpha == got.frobenius / got.sigma
+    for scalar in (got.sigma, got.frobenius, got.gap, got.residual, got.angle_bound, got.changed):
+        assert type(scalar) is float
+    assert type(got.passes) is int
+
+
+@pytest.mark.parametrize("weight_dtype", DTYPES)
+@pytest.mark.parametrize("base_dtype", DTYPES)
+def test_any_mix_of_dtypes(weight_dtype, base_dtype):
+    weight, base = planted(67, 129, 1e-2, dtype=torch.float32)
+    weight, base = weight.to(weight_dtype), base.to(base_dtype)
+    got = rlkernels.top1_delta(weight, base)
+    _, s, v = exact(weight, base)
+    assert angle(got.v, v[:, 0]) <= got.angle_bound <= 1e-2
+    assert abs(got.sigma - s[0]) <= 1e-4 * s[0]
+
+
+def test_views_and_scales():
+    weight, base = planted(90, 70, 1e-2, dtype=torch.float32)
+    plain = rlkernels.top1_delta(weight, base)
+    for w, b in [
+        (weight.T.contiguous().T, base),
+        (torch.stack([weight, weight], 2)[..., 0], base),
+        (torch.cat([weight, weight], 1)[:, :70], torch.cat([base, base], 1)[:, 70:]),
+    ]:
+        again = rlkernels.top1_delta(w, b)
+        assert angle(again.v, plain.v) < 1e-5 and again.passes == plain.passes
+    delta = weight - base
+    for scale in (2.0**-70, 2.0**80):  # squares leave float32
+        scaled = rlkernels.top1_delta(delta * scale, torch.zeros_like(delta))
+        assert abs(scaled.sigma / (plain.sigma * scale) - 1) < 1e-4 and angle(scaled.v, plain.v) < 1e-2
+
+
+def test_statuses():
+    base = torch.randn(40, 30).bfloat16()
+    zero = rlkernels.top1_delta(base.clone(), base)
+    assert (zero.status, zero.sigma, zero.frobenius, zero.changed) == ("zero", 0.0, 0.0, 0.0)
+    assert not zero.u.any() and not zero.v.any() and zero.angle_bound == math.pi / 2
+    assert rlkernels.top1_delta(-torch.zeros(3, 3), torch.zeros(3, 3)).status == "zero"
+
+    nothing = torch.zeros(200, 150)
+    equal = with_spectrum(200, 150, torch.tensor([1.0, 1.0, 0.3, 0.2]))
+    assert rlkernels.top1_delta(equal, nothing).status == "ill_defined"
+    close = with_spectrum(200, 150, torch.tensor([1.0, 0.995, 0.3, 0.2]))
+    assert rlkernels.top1_delta(close, nothing).status == "ill_defined"
+    flat = with_spectrum(200, 150, torch.linspace(1.0, 0.5, 150))
+    stopped = rlkernels.top1_delta(flat, nothing, max_passes=2)
+    assert stopped.status == "not_converged" and stopped.passes == 2 and stopped.angle_bound > 1e-2
+
+
+def test_one_entry_and_one_direction():
+    for i, j in [(0, 0), (57, 3), (63, 99)]:
+        weight = torch.zeros(64, 100)
+        weight[i, j] = -2.5
+        got = rlkernels.top1_delta(weight, torch.zeros(64, 100))
+        assert got.status == "ok" and abs(got.sigma - 2.5) < 1e-6
+        assert got.v.argmax() == j and got.u.argmin() == i and abs(got.gap - 1) < 1e-3
+    ones = rlkernels.top1_delta(torch.ones(64, 100), torch.zeros(64, 100), tol=1e-5)
+    assert torch.allclose(ones.v, torch.full((100,), 0.1), atol=1e-6) and ones.passes <= 2
+
+
+def test_warm_start_saves_reads_and_zeros_are_no_start():
+    weight, base = planted(400, 300, 1e-4)
+    cold = rlkernels.top1_delta(weight, base)
+    warm = rlkernels.top1_delta(weight, base, start=cold.v)
+    assert warm.passes < cold.passes and warm.status == "ok" and angle(warm.v, cold.v) < 2e-2
+    again = rlkernels.top1_delta(weight, base, start=torch.zeros(300))
+    assert torch.equal(again.v, cold.v) and again.passes == cold.passes
+
+
+def test_same_seed_same_bits_and_seeds_agree():
+    weight, base = planted(300, 200, 1e-5)
+    one, two, other = (rlkernels.top1_delta(weight, base, seed=s) for s in (3, 3, 2**64 - 1))
+    assert torch.equal(one.v, two.v) and torch.equal(one.u, two.u) and one.sigma == two.sigma
+    assert not torch.equal(one.v, other.v) and angle(one.v, other.v) <= one.angle_bound + other.angle_bound
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_and_infinity_raise(bad, dtype):
+    weight, base = planted(33, 65, 1e-3, dtype=dtype)
+    weight[32, 64] = bad
+    for pair in ((weight, base), (base, weight), (weight, weight)):
+        with pytest.raises(ValueError, match="NaN or infinite"):
+            rlkernels.top1_delta(*pair)
+    with pytest.raises(ValueError, match="'layer.1': .*NaN or infinite"):
+        rlkernels.top1_deltas({"layer.0": (base, base), "layer.1": (weight, base)})
+
+
+def test_grouped_equals_single_calls():
+    shapes = [(64, 64), (1, 9), (200, 31), (64, 64), (5, 300)]
+    pairs = {f"m{i}": planted(m, n, 1e-3, seed=i) for i, (m, n) in enumerate(shapes)}
+    pairs["same"] = (pairs["m0"][1], pairs["m0"][1])
+    starts = {"m2": torch.randn(31), "m3": torch.ones(64)}
+    grouped = rlkernels.top1_deltas(pairs, starts=starts, seed=5)
+    assert list(grouped) == list(pairs) and grouped["same"].status == "zero"
+    for name, (weight, base) in pairs.items():
+        single = rlkernels.top1_delta(weight, base, start=starts.get(name), seed=5)
+        assert torch.equal(grouped[name].v, single.v) and torch.equal(grouped[name].u, single.u)
+        scalars = ("sigma", "frobenius", "gap", "residual", "angle_bound", "passes", "changed", "status")
+        assert all(getattr(grouped[name], f) == getattr(single, f) for f in scalars)
+    assert rlkernels.top1_deltas({}) == {}
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 1023), (2053, 5), (129, 70)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_delta_matvec(shape, dtype):
+    weight, base = planted(*shape, 1e-3, dtype=dtype)
+    v = torch.randn(shape[1])
+    gold = (weight.double() - base.double()) @ v.double()
+    plain = (weight.float() - base.float()) @ v
+    limit = 2 * (plain - gold).abs().max() + 1e-7 * gold.abs().max()
+    assert (rlkernels.delta_matvec(weight, base, v) - gold).abs().max() <= limit
+    assert rlkernels.delta_matvec(weight, weight, v).count_nonzero() == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_add_rank1_rounds_once_and_works_on_views(dtype):
+    storage = torch.randn(50, 80).to(dtype)
+    before = storage.clone()
+    weight = storage[5:, 1::2]
+    u, v = torch.randn(45), torch.randn(40, dtype=torch.float64)
+    assert rlkernels.add_rank1_(weight, u, v, 0.37) is weight
+    gold = before[5:, 1::2].double() + 0.37 * torch.outer(u.double(), v)
+    assert (weight.double() - gold).abs().max() <= 0.502 * torch.finfo(dtype).eps * gold.abs().max()
+    assert torch.equal(storage[:5], before[:5]) and torch.equal(storage[:, ::2], before[:, ::2])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_stochastic_rounding_is_unbiased(dtype):
+    # one weight and an update of 0.3 of its spacing, many times over: the mean must move by exactly that
+    start = torch.full((400, 501), 1.5, dtype=dtype)
+    weight = start.clone()
+    step = 0.3 * torch.finfo(dtype).eps
+    rlkernels.add_rank1_(weight, torch.ones(400), torch.ones(501), step, stochastic_rounding=True, seed=1)
+    up = weight.double() - start.double()
+    assert set(up.unique().tolist()) == {0.0, torch.finfo(dtype).eps}
+    assert stats.binomtest(int((up > 0).sum()), up.numel(), 0.3).pvalue > 1e-3
+    plain = rlkernels.add_rank1_(start.clone(), torch.ones(400), torch.ones(501), step)
+    assert torch.equal(plain, start)
+    again = rlkernels.add_rank1_(
+        start.clone(), torch.ones(400), torch.ones(501), step, stochastic_rounding=True, seed=1
+    )
+    assert torch.equal(again, weight)
+    other = rlkernels.add_rank1_(
+        start.clone(), torch.ones(400), torch.ones(501), step, stochastic_rounding=True, seed=2
+    )
+    assert not torch.equal(other, weight)
+
+
+@given(st.floats(width=32, allow_nan=True), st.integers(0, 2**64 - 1), st.sampled_from([torch.bfloat16, torch.float16]))
+@settings(max_examples=300, deadline=None)
+def test_stochastic_rounding_gives_a_neighbour(value, seed, dtype):
+    value = torch.full((2, 3), value)
+    got = reference.stochastic_round(value, dtype, seed).float()
+    if not value[0, 0].isfinite():
+        assert torch.equal(got, value) or value[0, 0].isnan()
+    elif value.abs().max() <= torch.finfo(dtype).max:
+        spacing = max(torch.finfo(dtype).smallest_normal, value[0, 0].abs().item()) * torch.finfo(dtype).eps
+        assert ((got - value).abs() < spacing).all() or got.isinf().any()
+        exact_already = value.to(dtype).float() == value
+        assert (got[exact_already] == value[exact_already]).all()
+
+
+GOOD = torch.zeros(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: rlkernels.top1_delta([1], GOOD), TypeError, "weight must be a torch.Tensor, got list"),
+        (lambda: rlkernels.top1_delta(GOOD.double(), GOOD), TypeError, "weight must have dtype .* got torch.float64"),
+        (lambda: rlkernels.top1_delta(GOOD, GOOD.int()), TypeError, "base must have dtype .* got torch.int32"),
+        (lambda: rlkernels.top1_delta(GOOD, GOOD.T), ValueError, r"base must have shape \[3, 4\], got \[4, 3\]"),
+        (lambda: rlkernels.top1_delta(GOOD[0], GOOD[0]), ValueError, "weight must have 2 dimensions"),
+        (lambda: rlkernels.top1_delta(GOOD[:0], GOOD[:0]), ValueError, "weight must have at least one row"),
+        (lambda: rlkernels.top1_delta(GOOD, GOOD.to("meta")), ValueError, "base must be on cpu, got meta"),
+        (lambda: rlkernels.top1_delta(GOOD, GOOD, start=torch.ones(3)), ValueError, r"start must have shape \[4\]"),
+        (lambda: rlkernels.top1_delta(GOOD, GOOD, start=torch.full((4,), math.nan)), ValueError, "start must be fin"),
+        (lambda: rlkernels.top1_delta(GOOD, GOOD, tol=0.0), ValueError, "tol must be between 0 and pi / 2 .* got 0.0"),
+        (lambda: rlkernels.top1_delta(GOOD, GOOD, tol=math.nan), ValueError, "tol must be .* got nan"),
+        (lambda: rlkernels.top1_delta(GOOD, GOOD, max_passes=0), ValueError, "max_passes must be > 0, got 0"),
+        (lambda: rlkernels.top1_delta(GOOD, GOOD, max_passes=2.5), TypeError, "max_passes must be an int, got float"),
+        (lambda: rlkernels.top1_delta(GOOD, GOOD, seed="a"), TypeError, "seed must be an int, got str"),
+        (lambda: rlkernels.top1_deltas({"q": (GOOD, GOOD[:2])}), ValueError, r"base of 'q' must have shape \[3, 4\]"),
+        (lambda: rlkernels.top1_deltas({"q": (GOOD, GOOD)}, starts={"k": GOOD[0]}), ValueError, "starts .* got 'k'"),
+        (lambda: rlkernels.delta_matvec(GOOD, GOOD, GOOD[:, 0]), ValueError, r"v must have shape \[4\], got \[3\]"),
+        (lambda: rlkernels.add_rank1_(GOOD, GOOD[:, 0], GOOD[0], math.inf), ValueError, "scale .* got inf"),
+        (lambda: rlkernels.add_rank1_(GOOD, GOOD[0], GOOD[0], 1.0), ValueError, r"u must have shape \[3\], got \[4\]"),
+        (lambda: rlkernels.top1_delta(GOOD, GOOD, backend="gpu"), ValueError, "backend must be one of"),
+    ],
+)  # fmt: skip
+def test_bad_arguments(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
