@@ -51,7 +51,7 @@ class TaskConfig(BaseModel):
             raise ValueError(f"task {self.name} needs {' and '.join(files)}: a JSONL file")
         if self.name == "jsonl" and not self.rewards:
             raise ValueError('task jsonl needs reward: "module:function", or a list of them')
-        only_jsonl = {"reward": [], "reward_weights": None, "accuracy": None, "prompt_column": None}
+        only_jsonl: dict[str, Any] = {"reward": [], "reward_weights": None, "accuracy": None, "prompt_column": None}
         only_files: dict[str, Any] = {"train_path": None, "test_path": None, "gate_path": None}
         foreign = {"arithmetic": only_files | only_jsonl, "gsm8k": only_jsonl, "jsonl": {}}[self.name]
         for field, default in foreign.items():

@@ -1,0 +1,57 @@
+# Set-up, tests, training and benchmarks. `make help` lists the targets.
+#
+# PYTHON=python3.12      the interpreter for the virtual environment (default: the first of python3, python3.13,
+#                        python3.12, python3.11 that is recent enough)
+# VENV=.venv             where the environment goes
+# TORCH_INDEX=URL        where pip gets torch, e.g. https://download.pytorch.org/whl/cpu for the small CPU build
+# TRAIN=... TEST=... BENCH=...   further arguments of the three commands
+
+VENV ?= .venv
+PY := $(VENV)/bin/python
+SOURCES := setup.py $(shell find csrc -type f)
+RUN ?= runs/train
+
+.PHONY: help setup build train smoke test lint bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make train   set up, train the arithmetic task with plain GRPO and with the accelerators, compare ($(RUN))'
+	@echo 'make test    set up, then lint, types and every test; names what this machine lacks'
+	@echo 'make bench   set up, then every benchmark (BENCH="--quick dtw" for less)'
+	@echo 'make build   set up and compile the extension'
+	@echo 'make lint    ruff and mypy'
+	@echo 'make smoke   train for a few steps'
+	@echo 'make clean   remove $(VENV) and everything that was built'
+	@sed -n 's/^# \([A-Z]*=\)/  \1/p' Makefile
+
+# The packages, then the extension: each again only when what it depends on has changed.
+$(VENV)/.packages: tools/setup.sh constraints.txt pyproject.toml
+	@PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" sh tools/setup.sh $(VENV)
+	@touch $@
+
+$(VENV)/.built: $(VENV)/.packages $(SOURCES)
+	@echo 'compiling csrc (a minute or two the first time)'
+	@mkdir -p build && $(PY) setup.py build_ext --inplace >build/build.log 2>&1 || { cat build/build.log; exit 1; }
+	@touch $@
+
+setup build: $(VENV)/.built
+
+train: $(VENV)/.built
+	$(PY) -m python_trainer compare --config configs/arithmetic.yaml --output-dir $(RUN) $(TRAIN)
+
+smoke: $(VENV)/.built
+	$(PY) -m python_trainer train --config configs/smoke.yaml --output-dir runs/smoke $(TRAIN)
+
+test: $(VENV)/.built
+	@$(PY) tools/run_tests.py $(TEST)
+
+lint: $(VENV)/.packages
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+bench: $(VENV)/.built
+	$(PY) -m bench $(BENCH)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info rlkernels/_C*.so .pytest_cache .ruff_cache .mypy_cache .hypothesis

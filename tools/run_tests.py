@@ -1,0 +1,85 @@
+"""Lint, types, CUDA check and all tests; ends with one summary. ``make test`` runs it; arguments go to pytest.
+
+The Triton kernels run through Triton's interpreter, which is chosen when triton is imported, so they get a pytest
+process of their own with TRITON_INTERPRET=1.
+"""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TRITON_TESTS = "tests/rlkernels/triton"
+
+
+@dataclass
+class Step:
+    name: str
+    command: list[str]
+    env: dict[str, str] = field(default_factory=dict)
+    missing: str = ""  # what this machine lacks, so that the step cannot run
+    result: str = ""
+    failed: bool = False
+    lacks: list[str] = field(default_factory=list)  # what pytest's summary says
+
+    def run(self) -> None:
+        if self.missing:
+            self.result = f"not run: this machine lacks {self.missing}"
+            return
+        print(f"\n=== {self.name}: {' '.join(self.command[1:])}", flush=True)
+        start = time.monotonic()
+        process = subprocess.Popen(
+            self.command, cwd=ROOT, env={**os.environ, **self.env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, errors="replace",
+        )  # fmt: skip
+        lines = []
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line.rstrip())
+        code = process.wait()
+        self.failed = code != 0
+        self.lacks = [m[1] for m in (re.match(r"\d+ tests?: (.+)", line) for line in lines) if m]
+        closing = lines[-1].strip("= ") if lines and self.command[2] == "pytest" else ""
+        said = closing or f"{time.monotonic() - start:.0f} s"
+        self.result = f"FAILED with exit code {code} ({said})" if self.failed else f"passed ({said})"
+
+
+def steps(pytest_arguments: list[str]) -> list[Step]:
+    python, workers = sys.executable, str(min(os.cpu_count() or 1, 8))
+    # Threads that wait must sleep: the workers' threads together are more than there are cores.
+    quiet = {"OMP_WAIT_POLICY": "PASSIVE"}
+    pytest = [python, "-m", "pytest", "-n", workers, "--dist", "worksteal", *pytest_arguments]
+    no_triton = "" if importlib.util.find_spec("triton") else "triton"
+    no_nvcc = "" if shutil.which("nvcc") else "nvcc (the CUDA sources were not compiled)"
+    return [
+        Step("lint", [python, "-m", "ruff", "check", "."]),
+        Step("format", [python, "-m", "ruff", "format", "--check", "."]),
+        Step("types", [python, "-m", "mypy"]),
+        Step("CUDA sources", [python, "setup.py", "check_cuda"], missing=no_nvcc),
+        Step("Triton kernels", [*pytest, TRITON_TESTS], {**quiet, "TRITON_INTERPRET": "1"}, missing=no_triton),
+        Step("tests", [*pytest, f"--ignore={TRITON_TESTS}"], quiet),
+    ]
+
+
+def main(pytest_arguments: list[str]) -> int:
+    done = steps(pytest_arguments)
+    for step in done:
+        step.run()
+    print("\n=== summary")
+    for step in done:
+        print(f"{step.name:<15} {step.result}")
+    lacks = dict.fromkeys([s.missing for s in done if s.missing] + [reason for s in done for reason in s.lacks])
+    print("not run here:   " + ("; ".join(lacks) if lacks else "nothing, this machine has all that the tests need"))
+    failed = [step.name for step in done if step.failed]
+    print(f"FAILED: {', '.join(failed)}" if failed else "all passed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
