@@ -44,8 +44,8 @@ OPS: dict[str, Op] = {
     "merge_attention": Op(),
     "grouped_attention": Op(),
     "keyed_uniform": Op(cpu=True),
-    "sample_tokens": Op(),
-    "verify_drafts": Op(),
+    "sample_tokens": Op(cpu=True),
+    "verify_drafts": Op(cpu=True),
     "rollout_history": Op(),
     "token_logprobs": Op(),
 }

@@ -3,10 +3,15 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
+#include "../runtime/row_sampler.h"
 #include "check.h"
 #include "dispatch.h"
+#include "token_weights.h"
 
 RLK_DECLARE_KERNEL(void, keyed_uniform, uint64_t, const int64_t*, const int64_t*, float*, int64_t)
+RLK_DECLARE_KERNEL(void, logit_weights, const void*, bool, int64_t, float, float, int64_t*)
 
 namespace {
 
@@ -25,10 +30,139 @@ at::Tensor keyed_uniform(int64_t seed, const at::Tensor& sample_ids, const at::T
   return out;
 }
 
+// The integer weights of z <= 0, for tests.
+at::Tensor token_weights(const at::Tensor& z) {
+  RLK_CHECK_TENSOR(z, at::kFloat, 1);
+  at::Tensor out = at::empty(z.sizes(), z.options().dtype(at::kLong));
+  RLK_DISPATCH(logit_weights)(z.const_data_ptr(), false, z.numel(), 0.0f, 1.0f, out.mutable_data_ptr<int64_t>());
+  return out;
+}
+
+// Raw views of what both sampling ops take; settings are per row or per sequence.
+struct Rows {
+  const char* data;
+  int64_t vocabulary, row_bytes;
+  bool bf16;
+  const float *uniforms, *temperature, *top_p;
+  const int64_t* top_k;
+
+  Rows(const at::Tensor& logits, const at::Tensor& uniforms_, const at::Tensor& temperature_,
+       const at::Tensor& top_p_, const at::Tensor& top_k_, int64_t settings)
+      : data(static_cast<const char*>(logits.const_data_ptr())),
+        vocabulary(logits.dim() == 2 ? logits.size(1) : 0),
+        row_bytes(vocabulary * logits.element_size()),
+        bf16(logits.scalar_type() == at::kBFloat16) {
+    RLK_CHECK_TENSOR(logits, (bf16 ? at::kBFloat16 : at::kFloat), 2);
+    RLK_CHECK_TENSOR(uniforms_, at::kFloat, 1);
+    RLK_CHECK_TENSOR(temperature_, at::kFloat, 1);
+    RLK_CHECK_TENSOR(top_p_, at::kFloat, 1);
+    RLK_CHECK_TENSOR(top_k_, at::kLong, 1);
+    TORCH_CHECK(0 < vocabulary && vocabulary <= rlk::kMaxVocabulary, "the vocabulary must be between 1 and ",
+                rlk::kMaxVocabulary, ", got ", vocabulary);
+    TORCH_CHECK(uniforms_.numel() == logits.size(0), "uniforms must have one number per row");
+    for (const at::Tensor* t : {&temperature_, &top_p_, &top_k_})
+      TORCH_CHECK(t->numel() == settings, "temperature, top_p and top_k must have ", settings, " entries");
+    uniforms = uniforms_.const_data_ptr<float>();
+    temperature = temperature_.const_data_ptr<float>();
+    top_p = top_p_.const_data_ptr<float>();
+    top_k = top_k_.const_data_ptr<int64_t>();
+  }
+
+  rlk::Drawn draw(rlk::RowSampler& sampler, int64_t row, int64_t setting) const {
+    return sampler.draw(data + row * row_bytes, uniforms[row],
+                        {temperature[setting], std::max(top_p[setting], 0.0f), std::max<int64_t>(top_k[setting], 0)});
+  }
+
+  // Rows per task: enough work to pay for a thread.
+  int64_t grain() const { return std::max<int64_t>(1, 16384 / vocabulary); }
+};
+
+std::tuple<at::Tensor, at::Tensor> sample_tokens(const at::Tensor& logits, const at::Tensor& uniforms,
+                                                 const at::Tensor& temperature, const at::Tensor& top_p,
+                                                 const at::Tensor& top_k) {
+  const Rows rows(logits, uniforms, temperature, top_p, top_k, uniforms.numel());
+  at::Tensor ids = at::empty(uniforms.sizes(), uniforms.options().dtype(at::kLong));
+  at::Tensor logprobs = at::empty(uniforms.sizes(), uniforms.options());
+  int64_t* id = ids.mutable_data_ptr<int64_t>();
+  float* logprob = logprobs.mutable_data_ptr<float>();
+  at::parallel_for(0, ids.numel(), rows.grain(), [&](int64_t begin, int64_t end) {
+    rlk::RowSampler sampler(rows.vocabulary, rows.bf16);
+    for (int64_t i = begin; i < end; ++i) {
+      const rlk::Drawn drawn = rows.draw(sampler, i, i);
+      id[i] = drawn.id;
+      logprob[i] = drawn.logprob;
+    }
+  });
+  return {ids, logprobs};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> verify_drafts(const at::Tensor& logits, const at::Tensor& drafts,
+                                                             const at::Tensor& starts, const at::Tensor& uniforms,
+                                                             const at::Tensor& temperature, const at::Tensor& top_p,
+                                                             const at::Tensor& top_k) {
+  RLK_CHECK_TENSOR(drafts, at::kLong, 1);
+  RLK_CHECK_TENSOR(starts, at::kLong, 1);
+  TORCH_CHECK(starts.numel() >= 1, "starts must not be empty");
+  const int64_t sequences = starts.numel() - 1;
+  const Rows rows(logits, uniforms, temperature, top_p, top_k, sequences);
+  const int64_t* start = starts.const_data_ptr<int64_t>();
+  for (int64_t b = 0; b < sequences; ++b)
+    TORCH_CHECK(start[b] < start[b + 1], "starts must ascend: each sequence has at least one row");
+  TORCH_CHECK(start[0] == 0 && start[sequences] == uniforms.numel(), "starts must run from 0 to the number of rows");
+  TORCH_CHECK(drafts.numel() == uniforms.numel() - sequences, "drafts must have one token less per sequence than rows");
+
+  at::Tensor accepted = at::empty({sequences}, starts.options());
+  at::Tensor ids = at::empty(uniforms.sizes(), starts.options());
+  at::Tensor logprobs = at::empty(uniforms.sizes(), uniforms.options());
+  const int64_t* draft = drafts.const_data_ptr<int64_t>();
+  int64_t* taken = accepted.mutable_data_ptr<int64_t>();
+  int64_t* id = ids.mutable_data_ptr<int64_t>();
+  float* logprob = logprobs.mutable_data_ptr<float>();
+  std::fill_n(id, ids.numel(), -1);
+  std::fill_n(logprob, ids.numel(), 0.0f);
+  at::parallel_for(0, sequences, rows.grain(), [&](int64_t begin, int64_t end) {
+    rlk::RowSampler sampler(rows.vocabulary, rows.bf16);
+    for (int64_t b = begin; b < end; ++b) {
+      int64_t row = start[b];
+      for (;; ++row) {  // rows after the first miss are never read
+        const rlk::Drawn drawn = rows.draw(sampler, row, b);
+        id[row] = drawn.id;
+        logprob[row] = drawn.logprob;
+        if (row + 1 == start[b + 1] || drawn.id != draft[row - b]) break;
+      }
+      taken[b] = row - start[b];
+    }
+  });
+  return {accepted, ids, logprobs};
+}
+
+at::Tensor like(const at::Tensor& t, at::ScalarType type) { return at::empty_symint(t.sym_sizes(), t.options().dtype(type)); }
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(rlkernels, m) {
   m.def("keyed_uniform(int seed, Tensor sample_ids, Tensor positions) -> Tensor");
+  m.def("token_weights(Tensor z) -> Tensor");
+  m.def("sample_tokens(Tensor logits, Tensor uniforms, Tensor temperature, Tensor top_p, Tensor top_k) -> (Tensor, Tensor)");
+  m.def(
+      "verify_drafts(Tensor logits, Tensor drafts, Tensor starts, Tensor uniforms, Tensor temperature, Tensor top_p, "
+      "Tensor top_k) -> (Tensor, Tensor, Tensor)");
 }
 
-TORCH_LIBRARY_IMPL(rlkernels, CPU, m) { m.impl("keyed_uniform", &keyed_uniform); }
+TORCH_LIBRARY_IMPL(rlkernels, CPU, m) {
+  m.impl("keyed_uniform", &keyed_uniform);
+  m.impl("token_weights", &token_weights);
+  m.impl("sample_tokens", &sample_tokens);
+  m.impl("verify_drafts", &verify_drafts);
+}
+
+// Shapes and dtypes only, for torch.compile.
+TORCH_LIBRARY_IMPL(rlkernels, Meta, m) {
+  m.impl("keyed_uniform", [](int64_t, const at::Tensor& ids, const at::Tensor&) { return like(ids, at::kFloat); });
+  m.impl("sample_tokens", [](const at::Tensor&, const at::Tensor& u, const at::Tensor&, const at::Tensor&,
+                             const at::Tensor&) { return std::make_tuple(like(u, at::kLong), like(u, at::kFloat)); });
+  m.impl("verify_drafts", [](const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor& u,
+                             const at::Tensor& temperature, const at::Tensor&, const at::Tensor&) {
+    return std::make_tuple(like(temperature, at::kLong), like(u, at::kLong), like(u, at::kFloat));
+  });
+}

@@ -77,10 +77,12 @@ def sample_tokens(
     _check_logits(logits, uniforms)
     rows = logits.shape[0]
     settings = _settings(temperature, top_p, top_k, rows, logits.device)
-    if _backend.choose("sample_tokens", logits.device, backend) == "torch":
+    if _backend.choose("sample_tokens", logits.device, backend) == "cpu":
+        ids, logprobs = torch.ops.rlkernels.sample_tokens(_rows(logits), uniforms.contiguous(), *settings)
+    else:
         ids, logprobs = reference.sample_tokens(logits, uniforms, *settings)
     if validate:
-        _raise_bad_rows(ids, logprobs)
+        _raise_bad_rows(logprobs)
     return ids, logprobs
 
 
@@ -122,10 +124,13 @@ def verify_drafts(
     _check_logits(logits, uniforms)
     flat, starts = _drafts(drafts, starts, logits)
     settings = _settings(temperature, top_p, top_k, len(starts) - 1, logits.device)
-    if _backend.choose("verify_drafts", logits.device, backend) == "torch":
+    if _backend.choose("verify_drafts", logits.device, backend) == "cpu":
+        native = torch.ops.rlkernels.verify_drafts
+        accepted, ids, logprobs = native(_rows(logits), flat, starts, uniforms.contiguous(), *settings)
+    else:
         accepted, ids, logprobs = reference.verify_drafts(logits, flat, starts, uniforms, *settings)
     if validate:
-        _raise_bad_rows(ids, logprobs)
+        _raise_bad_rows(logprobs)
     return accepted, ids, logprobs
 
 
@@ -134,6 +139,11 @@ def _check_logits(logits: torch.Tensor, uniforms: torch.Tensor) -> None:
     _check.in_range("the vocabulary, logits.shape[1],", logits.shape[1], 1, MAX_VOCABULARY)
     _check.tensor("uniforms", uniforms, ndim=1, dtype=torch.float32, device=logits.device)
     _check.shape("uniforms", uniforms, logits.shape[:1])
+
+
+def _rows(logits: torch.Tensor) -> torch.Tensor:
+    """The logits as the kernels take them: contiguous, float32 or bfloat16."""
+    return (logits if logits.dtype in (torch.float32, torch.bfloat16) else logits.float()).contiguous()
 
 
 def _settings(
@@ -196,7 +206,7 @@ def _drafts(
     return flat.contiguous(), torch.tensor(bounds, dtype=torch.int64, device=logits.device)
 
 
-def _raise_bad_rows(ids: torch.Tensor, logprobs: torch.Tensor) -> None:
+def _raise_bad_rows(logprobs: torch.Tensor) -> None:
     bad = logprobs.isnan()
     if bad.any():
         row = int(bad.nonzero()[0, 0])

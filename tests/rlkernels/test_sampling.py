@@ -54,6 +54,85 @@ def test_inverts_the_cumulative_distribution(temperature, top_p, top_k, vocab):
         assert abs(float(logprob) - math.log(p[token])) < 1e-5 * max(1, 1 / temperature)
 
 
+def test_weights_are_the_same_integers_on_every_instruction_set(cpu_isa):
+    z = torch.cat([-torch.rand(50_021) * 45, torch.tensor([0.0, -0.0, -1e-45, -29.2, -1e30, -torch.inf])])
+    assert torch.equal(torch.ops.rlkernels.token_weights(z), reference.token_weights(z))
+
+
+def rows_of_every_kind(vocab: int) -> torch.Tensor:
+    """Sharp, flat, tied, ruled-out and wide rows."""
+    kinds = [
+        torch.randn(6, vocab) * 3,
+        torch.randn(6, vocab) * 0.01,
+        torch.randn(6, vocab).round() * 2,  # ties, signed zeros
+        torch.zeros(2, vocab),
+        torch.randn(6, vocab).masked_fill(torch.rand(6, vocab) < 0.9, -torch.inf),
+        torch.randn(6, vocab) * 20 + 100,
+    ]
+    rows = torch.cat(kinds)
+    rows[:, -1] = rows[:, -1].nan_to_num(neginf=0.0)  # each row keeps a token
+    return rows
+
+
+@pytest.fixture
+def every_isa():
+    """Names of the instruction sets that work here, for tests that compute what they compare with only once."""
+    native, usable = torch.ops.rlkernels, []
+    for isa in ("portable", "avx2", "avx512", "amx"):
+        try:
+            native.set_cpu_isa(isa)
+            usable.append(isa)
+        except RuntimeError:
+            break  # the sets ascend; the fixture cpu_isa names what a machine lacks
+    yield usable
+    native.set_cpu_isa("auto")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1, 2, 15, 300, 1023, 1025, 2053, 20_011])
+def test_native_equals_reference_to_the_bit(every_isa, vocab, dtype):
+    logits = rows_of_every_kind(vocab).to(dtype)
+    n = len(logits)
+    u = uniforms(n, vocab)
+    settings = [*SETTINGS, (1.0, 0.999, 0), (0.8, 1e-6, 0), (1.0, 1.0, 3000), (1.0, 0.95, vocab), (30.0, 0.7, 0)]
+    for setting in settings[5:] if vocab > 10_000 else settings:
+        tensors = [torch.full((n,), value) for value in setting]
+        ids, logprobs = reference.sample_tokens(logits, u, *tensors)
+        for isa in every_isa:
+            torch.ops.rlkernels.set_cpu_isa(isa)
+            ours = torch.ops.rlkernels.sample_tokens(logits, u, *tensors)
+            assert torch.equal(ours[0], ids) and torch.equal(ours[1], logprobs), (isa, setting)
+
+
+def test_native_verification_equals_reference(cpu_isa):
+    starts = torch.tensor([0, 1, 4, 12, 13, 32])
+    logits, u = rows_of_every_kind(37), uniforms(32)
+    t, p = torch.tensor([1.0, 0.0, 0.7, 1.0, 0.4]), torch.tensor([1.0, 1.0, 0.9, 0.5, 0.9])
+    k = torch.tensor([0, 0, 3, 0, 9])
+    lengths = starts.diff()
+    plain, _ = reference.sample_tokens(logits, u, *(s.repeat_interleave(lengths) for s in (t, p, k)))
+    for wrong in range(32):  # the plain tokens as drafts, with one of them spoilt
+        draft = plain.clone()
+        draft[wrong] = (draft[wrong] + 1) % 37
+        drafts = torch.cat([draft[a : b - 1] for a, b in zip(starts[:-1].tolist(), starts[1:].tolist())])
+        ours = torch.ops.rlkernels.verify_drafts(logits, drafts, starts, u, t, p, k)
+        for a, b in zip(ours, reference.verify_drafts(logits, drafts, starts, u, t, p, k)):
+            assert torch.equal(a, b)
+
+
+def test_a_row_is_the_same_in_any_batch_on_any_number_of_threads():
+    logits, u = torch.randn(64, 5000), uniforms(64)
+    together = rlkernels.sample_tokens(logits, u, top_p=0.95)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        order = torch.randperm(64)
+        alone = rlkernels.sample_tokens(logits[order], u[order], top_p=0.95)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a[order], b) for a, b in zip(together, alone))
+
+
 def test_ties_go_to_lower_ids():
     logits = torch.zeros(3, 6)
     ids, logprobs = rlkernels.sample_tokens(logits, torch.full((3,), 0.99), top_k=torch.tensor([1, 3, 0]), top_p=0.99)
