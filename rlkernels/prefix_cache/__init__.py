@@ -20,6 +20,7 @@ __all__ = [
     "write_kv",
 ]
 
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -48,11 +49,12 @@ def write_kv(
         _check.shape(name, t, (key.shape[0], *key_cache.shape[2:]))
     _check.tensor("slots", slots, ndim=1, dtype=torch.int64, device=key_cache.device)
     _check.shape("slots", slots, (key.shape[0],))
-    _backend.choose("write_kv", key_cache.device, backend)
+    if _choose("write_kv", backend, key_cache, key, value) == "cpu":
+        return torch.ops.rlkernels.write_kv(key, value, key_cache, value_cache, slots.contiguous())
     total = key_cache.shape[0] * key_cache.shape[1]
     if slots.numel() and slots.device.type == "cpu" and not (slots.min() >= 0 and slots.max() < total):
         raise ValueError(f"slots must be between 0 and {total - 1}, got {slots.min()} .. {slots.max()}")
-    reference.write_kv(key, value, key_cache, value_cache, slots)
+    return reference.write_kv(key, value, key_cache, value_cache, slots)
 
 
 def paged_attention(
@@ -89,12 +91,13 @@ def paged_attention(
             keys or than its block table covers, or a block outside the cache.
     """
     _check_attention(query, key_cache, value_cache, block_tables, seq_lens, query_starts, scale)
-    _backend.choose("paged_attention", query.device, backend)
-    if query.device.type == "cpu":
-        _check_lengths(query, key_cache, block_tables, seq_lens, query_starts)
-    out, lse = reference.paged_attention(
-        query, key_cache, value_cache, block_tables, seq_lens, query_starts, float(scale)
-    )
+    indices = block_tables.contiguous(), seq_lens.contiguous(), query_starts.contiguous()
+    if _choose("paged_attention", backend, query, key_cache) == "cpu":
+        out, lse = torch.ops.rlkernels.paged_attention(query, key_cache, value_cache, *indices, float(scale))
+    else:
+        if query.device.type == "cpu":
+            _check_lengths(query, key_cache, *indices)
+        out, lse = reference.paged_attention(query, key_cache, value_cache, *indices, float(scale))
     return (out, lse) if return_lse else out
 
 
@@ -135,15 +138,17 @@ def shared_prefix_attention(
     _check.tensor("group_tables", group_tables, ndim=2, dtype=torch.int32, device=device)
     _check.shape("group_tables", group_tables, (len(group_lens), None))
     _check.shape("group_starts", group_starts, (len(group_lens) + 1,))
-    _backend.choose("shared_prefix_attention", device, backend)
-    if device.type == "cpu":
-        _check_lengths(query, key_cache, block_tables, seq_lens, query_starts)
-        _check_starts("group_starts", group_starts, len(seq_lens))
-        _check_tables("group_tables", group_tables, "group_lens", group_lens, key_cache)
-    out, lse = reference.shared_prefix_attention(
-        query, key_cache, value_cache, group_tables, group_lens, group_starts, block_tables, seq_lens, query_starts,
-        float(scale),
-    )  # fmt: skip
+    groups = group_tables.contiguous(), group_lens.contiguous(), group_starts.contiguous()
+    indices = block_tables.contiguous(), seq_lens.contiguous(), query_starts.contiguous()
+    args = (query, key_cache, value_cache, *groups, *indices, float(scale))
+    if _choose("shared_prefix_attention", backend, query, key_cache) == "cpu":
+        out, lse = torch.ops.rlkernels.shared_prefix_attention(*args)
+    else:
+        if device.type == "cpu":
+            _check_lengths(query, key_cache, *indices)
+            _check_starts("group_starts", group_starts, len(seq_lens))
+            _check_tables("group_tables", group_tables, "group_lens", group_lens, key_cache)
+        out, lse = reference.shared_prefix_attention(*args)
     return (out, lse) if return_lse else out
 
 
@@ -169,7 +174,8 @@ def merge_attention(
     for name, t in (("lse_a", lse_a), ("lse_b", lse_b)):
         _check.tensor(name, t, ndim=2, dtype=lse_dtypes, device=out_a.device)
         _check.shape(name, t, out_a.shape[:2])
-    _backend.choose("merge_attention", out_a.device, backend)
+    if _choose("merge_attention", backend, out_a) == "cpu":
+        return torch.ops.rlkernels.merge_attention(*(t.contiguous() for t in (out_a, lse_a, out_b, lse_b)))
     return reference.merge_attention(out_a, lse_a, out_b, lse_b)
 
 
@@ -211,6 +217,17 @@ def grouped_attention(
         raise ValueError(f"layout must be for the {query.shape[0]} tokens of query, got {layout}")
     _backend.choose("grouped_attention", query.device, backend)
     return reference.grouped_attention(query, key, value, layout, float(scale))
+
+
+def _choose(op: str, backend: str, *tensors: torch.Tensor) -> str:
+    """The backend that runs ``op``; our kernels know no float64 and no head wider than 512."""
+    chosen = _backend.choose(op, tensors[0].device, backend)
+    if chosen == "torch" or all(t.dtype in KERNEL_DTYPES and 0 < t.shape[-1] <= 512 for t in tensors):
+        return chosen
+    if backend != "auto":
+        found = ", ".join(f"{t.dtype} with {t.shape[-1]}" for t in tensors)
+        raise ValueError(f"backend={backend!r} runs {op} on 16 and 32 bit floats with heads of 1 to 512, got {found}")
+    return "torch"
 
 
 def _check_cache(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:

@@ -146,12 +146,13 @@ def test_write_kv_writes_only_its_slots():
         ({"block_tables": [[0, 1, -1, -1], [3, 4, -1, -1]]}, r"block_tables must hold .* got -1 at \[0, 2\]"),
     ],
 )
-def test_wrong_values_are_named(change, message):
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_wrong_values_are_named(change, message, backend):
     problem = paged([9, 5], [1, 3])
     for name, value in change.items():
         setattr(problem, name, torch.tensor(value, dtype=torch.int32))
     with pytest.raises(ValueError, match=message):
-        rlkernels.paged_attention(*problem.args(), scale=1.0)
+        rlkernels.paged_attention(*problem.args(), scale=1.0, backend=backend)
 
 
 def test_wrong_types_and_shapes_are_named():

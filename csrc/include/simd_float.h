@@ -1,0 +1,133 @@
+// Float arithmetic on the vectors of simd.h: 16-bit formats, exp, horizontal sums, transposition.
+// For use in csrc/cpu only.
+#pragma once
+#include "simd.h"
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#define RLK_INLINE static inline __attribute__((always_inline))
+
+namespace rlk::RLK_ISA {
+
+struct bf16 {
+  uint16_t bits;
+};
+typedef _Float16 f16;
+typedef uint16_t vushort __attribute__((vector_size(kVectorBytes / 2)));
+typedef f16 vhalf __attribute__((vector_size(kVectorBytes / 2)));
+
+RLK_INLINE vfloat splat(float x) { return x - vfloat{}; }
+
+RLK_INLINE vfloat load_float(const float* p) { return load<vfloat>(p); }
+
+RLK_INLINE vfloat load_float(const bf16* p) {
+  vushort v;
+  std::memcpy(&v, p, sizeof v);
+  return (vfloat)(__builtin_convertvector(v, vuint) << 16);
+}
+
+RLK_INLINE vfloat load_float(const f16* p) {
+#if defined(__AVX512F__)
+  return (vfloat)_mm512_maskz_cvtph_ps(0xFFFF, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__F16C__)
+  return (vfloat)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  vhalf v;
+  std::memcpy(&v, p, sizeof v);
+  return __builtin_convertvector(v, vfloat);
+#endif
+}
+
+RLK_INLINE float to_float(float x) { return x; }
+RLK_INLINE float to_float(f16 x) { return float(x); }
+RLK_INLINE float to_float(bf16 x) {
+  const uint32_t bits = uint32_t(x.bits) << 16;
+  float out;
+  std::memcpy(&out, &bits, sizeof out);
+  return out;
+}
+
+RLK_INLINE void from_float(float* p, float x) { *p = x; }
+RLK_INLINE void from_float(f16* p, float x) { *p = f16(x); }
+RLK_INLINE void from_float(bf16* p, float x) {  // to nearest, ties to even
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  p->bits = x != x ? 0x7FC0 : uint16_t((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+}
+
+// Lanes 0 .. kLanes - 1.
+RLK_INLINE vint lane_numbers() {
+  vint v;
+  for (int i = 0; i < kLanes; ++i) v[i] = i;
+  return v;
+}
+
+// One stage of a transposition: of the 2 x 2 matrices of stretches of `width` lanes in (a, b), first and second row.
+template <int width>
+RLK_INLINE void exchange(vfloat& a, vfloat& b) {
+  const vint lane = lane_numbers(), odd = (lane & width) != 0;
+  const vint first = odd ? lane - width + kLanes : lane, second = odd ? lane + kLanes : lane + width;
+  const vfloat low = __builtin_shuffle(a, b, first), high = __builtin_shuffle(a, b, second);
+  a = low;
+  b = high;
+}
+
+template <int width>
+RLK_INLINE void transpose_stage(vfloat* rows) {
+  for (int i = 0; i < kLanes; ++i)
+    if (!(i & width)) exchange<width>(rows[i], rows[i + width]);
+}
+
+// kLanes x kLanes, in place.
+RLK_INLINE void transpose(vfloat* rows) {
+  transpose_stage<1>(rows);
+  transpose_stage<2>(rows);
+  if constexpr (kLanes > 4) transpose_stage<4>(rows);
+  if constexpr (kLanes > 8) transpose_stage<8>(rows);
+}
+
+template <int width>
+RLK_INLINE void sum_stage(vfloat* rows) {
+  for (int i = 0; i < kLanes; i += 2 * width) {
+    exchange<width>(rows[i], rows[i + width]);
+    rows[i] += rows[i + width];
+  }
+}
+
+// Lane i of the result is the sum of the lanes of rows[i]; the rows are used up.
+RLK_INLINE vfloat sum_rows(vfloat* rows) {
+  sum_stage<1>(rows);
+  sum_stage<2>(rows);
+  if constexpr (kLanes > 4) sum_stage<4>(rows);
+  if constexpr (kLanes > 8) sum_stage<8>(rows);
+  return rows[0];
+}
+
+template <class Op>
+RLK_INLINE float reduce(vfloat v, Op op) {
+  for (int width = kLanes / 2; width; width /= 2) v = op(v, __builtin_shuffle(v, lane_numbers() ^ width));
+  return v[0];
+}
+
+RLK_INLINE vfloat vmax(vfloat a, vfloat b) { return a > b ? a : b; }
+RLK_INLINE float max_lane(vfloat v) { return reduce(v, [](vfloat a, vfloat b) { return vmax(a, b); }); }
+RLK_INLINE float sum_lanes(vfloat v) { return reduce(v, [](vfloat a, vfloat b) { return a + b; }); }
+
+// exp(x) for x <= 88, within 2 units in the last place (Cephes' polynomial); 0 below -87.3, NaN stays.
+RLK_INLINE vfloat vexp(vfloat x) {
+  const vfloat magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const vfloat shifted = x * 1.44269504f + magic, n = shifted - magic;
+  const vfloat r = x - n * 0.693359375f - n * -2.12194440e-4f;
+  vfloat p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const vint exponent = ((vint)shifted - (vint)magic) << 23;
+  return x < -87.3f ? vfloat{} : (vfloat)((vint)p + exponent);
+}
+
+}  // namespace rlk::RLK_ISA

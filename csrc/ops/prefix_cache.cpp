@@ -1,0 +1,328 @@
+// Schemas and CPU registration of the paged attention ops; the public functions are in rlkernels/prefix_cache.
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "attention.h"
+#include "check.h"
+#include "dispatch.h"
+
+RLK_DECLARE_KERNEL(void, attend_span, const Attention&, const AttentionSpan&, float*)
+RLK_DECLARE_KERNEL(void, merge_parts, const Attention&, int64_t, const AttentionParts*, int)
+RLK_DECLARE_KERNEL(void, merge_pairs, Float, const void*, const float*, const void*, const float*, void*, float*,
+                   int64_t, int64_t)
+RLK_DECLARE_KERNEL(void, copy_to_pages, const void*, Float, int64_t, int64_t, const Pages&, Float, int64_t,
+                   const int64_t*, int64_t, int64_t, int64_t)
+
+namespace {
+
+using namespace rlk;
+
+constexpr int64_t kMaxDim = 512;
+// Long sequences are cut into stretches of this many keys whatever the batch and the number of threads, so that
+// neither changes a result. Not for long prefills, which have enough work in their queries.
+constexpr int64_t kStretchKeys = 1024, kStretchQueries = 64;
+constexpr int64_t kSpanFloats = 32768;  // queries of all heads that are worked on together: they stay in the L2 cache
+constexpr int64_t kSpanRows = 128;      // of one KV head, where they do not
+
+Float float_type(const at::Tensor& t, const char* name) {
+  switch (t.scalar_type()) {
+    case at::kFloat: return Float::f32;
+    case at::kBFloat16: return Float::bf16;
+    case at::kHalf: return Float::f16;
+    default: TORCH_CHECK_TYPE(false, name, " must be float32, bfloat16 or float16, got ", t.scalar_type());
+  }
+}
+
+Pages pages(const at::Tensor& cache, const char* name) {
+  TORCH_CHECK(cache.is_cpu() && cache.dim() == 4 && (cache.stride(3) == 1 || cache.size(3) == 1), name,
+              " must be a CPU tensor of rank 4 whose last dimension is contiguous");
+  return {cache.data_ptr(), cache.stride(0), cache.stride(1), cache.stride(2)};
+}
+
+// Runs work(i, scratch) for i < count on all threads, in small batches as threads come free.
+template <class F>
+void run_parallel(int64_t count, int64_t floats, bool serial, const F& work) {
+  const int64_t threads = serial ? 1 : std::min<int64_t>(at::get_num_threads(), count);
+  const int64_t batch = std::max<int64_t>(1, count / (threads * 16));
+  std::atomic<int64_t> next{0};
+  const auto worker = [&](int64_t, int64_t) {
+    static thread_local std::vector<float> scratch;
+    if (scratch.size() < size_t(floats)) scratch.resize(floats);
+    for (int64_t i = next.fetch_add(batch); i < count; i = next.fetch_add(batch))
+      for (int64_t j = i; j < std::min(i + batch, count); ++j) work(j, scratch.data());
+  };
+  if (threads <= 1)
+    worker(0, 1);
+  else
+    at::parallel_for(0, threads, 1, worker);
+}
+
+void check_starts(const char* name, const int32_t* starts, int64_t count, int64_t total) {
+  bool good = starts[0] == 0 && starts[count] == total;
+  for (int64_t i = 0; i < count && good; ++i) good = starts[i] <= starts[i + 1];
+  TORCH_CHECK_VALUE(good, name, " must rise from 0 to ", total, ", got ", at::IntArrayRef(std::vector<int64_t>(
+                                                                              starts, starts + count + 1)));
+}
+
+void check_tables(const char* name, const at::Tensor& tables, const char* lens_name, const at::Tensor& lens,
+                  int64_t num_blocks, int64_t block_size) {
+  const int32_t* table = tables.const_data_ptr<int32_t>();
+  const int32_t* len = lens.const_data_ptr<int32_t>();
+  const int64_t limit = tables.size(1) * block_size;
+  for (int64_t b = 0; b < lens.size(0); ++b) {
+    TORCH_CHECK_VALUE(len[b] >= 0 && len[b] <= limit, lens_name, " must be between 0 and ", limit, " (", name,
+                      " x block size), got ", len[b], " at [", b, "]");
+    for (int64_t i = 0; i * block_size < len[b]; ++i) {
+      const int32_t block = table[b * tables.size(1) + i];
+      TORCH_CHECK_VALUE(block >= 0 && block < num_blocks, name, " must hold blocks between 0 and ", num_blocks - 1,
+                        ", got ", block, " at [", b, ", ", i, "]");
+    }
+  }
+}
+
+// One table of keys and the neighbouring queries that look at it.
+struct Source {
+  const int32_t* table;
+  int64_t first_query, queries, keys;
+  bool causal;
+  int64_t stretches;
+  int64_t part;  // first row [heads] of its partial results; -1: goes straight to the output
+};
+
+int64_t stretches(int64_t queries, int64_t keys) {
+  if (queries == 0 || keys == 0) return 0;
+  return queries > kStretchQueries ? 1 : (keys + kStretchKeys - 1) / kStretchKeys;
+}
+
+void add_spans(const Attention& a, const Source& s, float* part_out, float* part_lse,
+               std::vector<AttentionSpan>& spans) {
+  const bool whole = s.queries * a.heads * a.dim <= kSpanFloats;
+  const int64_t heads = whole ? a.kv_heads : 1;
+  const int64_t block = whole ? s.queries : std::max<int64_t>(1, kSpanRows / (a.heads / a.kv_heads));
+  for (int64_t i = 0; i < s.stretches; ++i)
+    for (int64_t h = 0; h < a.kv_heads; h += heads)
+      for (int64_t q = 0; q < s.queries; q += block) {
+        AttentionSpan span;
+        const int64_t queries = std::min(block, s.queries - q);
+        span.table = s.table;
+        span.first_query = s.first_query + q;
+        span.queries = int32_t(queries);
+        span.first_kv_head = int32_t(h);
+        span.kv_heads = int32_t(heads);
+        span.step = s.causal;
+        span.visible = s.causal ? s.keys - s.queries + q + 1 : s.keys;
+        const int64_t seen = s.causal ? span.visible + queries - 1 : s.keys;
+        const int64_t begin = i * kStretchKeys, end = i + 1 == s.stretches ? seen : std::min(seen, begin + kStretchKeys);
+        span.first_key = int32_t(begin);
+        span.last_key = int32_t(std::max(begin, end));
+        const int64_t row = (s.part + i * s.queries + q) * a.heads;
+        span.part_out = s.part < 0 ? nullptr : part_out + row * a.dim;
+        span.part_lse = s.part < 0 ? nullptr : part_lse + row;
+        spans.push_back(span);
+      }
+}
+
+void attend_sources(const Attention& a, std::vector<Source>& prefixes, std::vector<Source>& own,
+                    const std::vector<int32_t>& group_of, const at::Tensor& like) {
+  int64_t parts = 0, work = 0, most = 0;
+  const auto place = [&](Source& s, bool alone) {
+    s.part = alone ? -1 : parts;
+    if (!alone) parts += s.stretches * s.queries;
+    work += s.queries * s.keys * a.heads * a.dim;
+  };
+  for (Source& s : prefixes) place(s, false);
+  for (size_t b = 0; b < own.size(); ++b)
+    place(own[b], own[b].stretches == 1 && (prefixes.empty() || prefixes[group_of[b]].stretches == 0));
+  const auto options = like.options().dtype(at::kFloat);
+  const at::Tensor part_out = at::empty({parts * a.heads * a.dim}, options);
+  const at::Tensor part_lse = at::empty({parts * a.heads}, options);
+  float *out = part_out.mutable_data_ptr<float>(), *lse = part_lse.mutable_data_ptr<float>();
+  std::vector<AttentionSpan> spans;
+  for (auto* sources : {&prefixes, &own})
+    for (const Source& s : *sources) add_spans(a, s, out, lse, spans);
+  for (const AttentionSpan& s : spans) most = std::max<int64_t>(most, int64_t(s.queries) * s.kv_heads);
+  const int64_t floats = attention_scratch(most, 1, a.heads / a.kv_heads, a.dim);
+  const auto attend = RLK_DISPATCH(attend_span);
+  const bool serial = work < (1 << 16);
+  run_parallel(spans.size(), floats, serial, [&](int64_t i, float* scratch) { attend(a, spans[i], scratch); });
+  if (parts == 0) return;
+  const auto merge = RLK_DISPATCH(merge_parts);
+  run_parallel(own.size(), 0, serial, [&](int64_t b, float*) {
+    if (own[b].part < 0) return;
+    for (int64_t q = 0; q < own[b].queries; ++q) {
+      AttentionParts lists[2];
+      int count = 0;
+      for (const Source* s : {prefixes.empty() ? nullptr : &prefixes[group_of[b]], &own[b]}) {
+        if (!s || s->stretches == 0) continue;
+        const int64_t row = (s->part + own[b].first_query + q - s->first_query) * a.heads, stride = s->queries * a.heads;
+        lists[count++] = {out + row * a.dim, lse + row, stride * a.dim, stride, int32_t(s->stretches)};
+      }
+      merge(a, own[b].first_query + q, lists, count);
+    }
+  });
+}
+
+struct Call {
+  Attention a;
+  at::Tensor query, out, lse;
+};
+
+Call prepare(const at::Tensor& query, const at::Tensor& key_cache, const at::Tensor& value_cache, double scale) {
+  Call c;
+  c.query = query.stride(2) == 1 ? query : query.contiguous();
+  c.out = at::empty(query.sizes(), query.options());
+  c.lse = at::empty({query.size(0), query.size(1)}, query.options().dtype(at::kFloat));
+  Attention& a = c.a;
+  a.key = pages(key_cache, "key_cache");
+  a.value = pages(value_cache, "value_cache");
+  a.cache_type = float_type(key_cache, "key_cache");
+  TORCH_CHECK(key_cache.sizes() == value_cache.sizes() && key_cache.scalar_type() == value_cache.scalar_type(),
+              "value_cache must be like key_cache");
+  TORCH_CHECK(query.is_cpu() && query.dim() == 3 && query.size(2) == key_cache.size(3), "query must be [T, heads, dim]");
+  TORCH_CHECK_VALUE(query.size(2) >= 1 && query.size(2) <= kMaxDim, "query must have at most ", kMaxDim,
+                    " elements per head, got ", query.size(2));
+  a.query = c.query.const_data_ptr();
+  a.query_type = float_type(query, "query");
+  a.query_token_stride = c.query.stride(0);
+  a.query_head_stride = c.query.stride(1);
+  a.out = c.out.mutable_data_ptr();
+  a.lse = c.lse.mutable_data_ptr<float>();
+  a.heads = int32_t(query.size(1));
+  a.kv_heads = int32_t(key_cache.size(2));
+  TORCH_CHECK(a.kv_heads > 0 && a.heads % a.kv_heads == 0, "query heads must be a multiple of the key heads");
+  a.dim = int32_t(query.size(2));
+  a.block_size = int32_t(key_cache.size(1));
+  a.scale = float(scale);
+  return c;
+}
+
+std::vector<Source> own_sources(const at::Tensor& query, const at::Tensor& key_cache, const at::Tensor& block_tables,
+                                const at::Tensor& seq_lens, const at::Tensor& query_starts) {
+  RLK_CHECK_TENSOR(block_tables, at::kInt, 2);
+  RLK_CHECK_TENSOR(seq_lens, at::kInt, 1);
+  RLK_CHECK_TENSOR(query_starts, at::kInt, 1);
+  const int64_t count = seq_lens.size(0);
+  TORCH_CHECK(block_tables.size(0) == count && query_starts.size(0) == count + 1, "one row per sequence is needed");
+  const int32_t* starts = query_starts.const_data_ptr<int32_t>();
+  const int32_t* lens = seq_lens.const_data_ptr<int32_t>();
+  check_starts("query_starts", starts, count, query.size(0));
+  check_tables("block_tables", block_tables, "seq_lens", seq_lens, key_cache.size(0), key_cache.size(1));
+  std::vector<Source> sources(count);
+  for (int64_t b = 0; b < count; ++b) {
+    const int64_t queries = starts[b + 1] - starts[b], keys = lens[b];
+    TORCH_CHECK_VALUE(queries <= keys, "seq_lens must count the queries too, got ", keys, " keys for ", queries,
+                      " queries of sequence ", b);
+    const int32_t* table = block_tables.const_data_ptr<int32_t>() + b * block_tables.size(1);
+    sources[b] = {table, starts[b], queries, keys, true, stretches(queries, keys), -1};
+  }
+  return sources;
+}
+
+std::tuple<at::Tensor, at::Tensor> paged_attention(const at::Tensor& query, const at::Tensor& key_cache,
+                                                   const at::Tensor& value_cache, const at::Tensor& block_tables,
+                                                   const at::Tensor& seq_lens, const at::Tensor& query_starts,
+                                                   double scale) {
+  Call c = prepare(query, key_cache, value_cache, scale);
+  std::vector<Source> own = own_sources(query, key_cache, block_tables, seq_lens, query_starts), none;
+  attend_sources(c.a, none, own, {}, query);
+  return {c.out, c.lse};
+}
+
+std::tuple<at::Tensor, at::Tensor> shared_prefix_attention(
+    const at::Tensor& query, const at::Tensor& key_cache, const at::Tensor& value_cache,
+    const at::Tensor& group_tables, const at::Tensor& group_lens, const at::Tensor& group_starts,
+    const at::Tensor& block_tables, const at::Tensor& seq_lens, const at::Tensor& query_starts, double scale) {
+  Call c = prepare(query, key_cache, value_cache, scale);
+  std::vector<Source> own = own_sources(query, key_cache, block_tables, seq_lens, query_starts);
+  RLK_CHECK_TENSOR(group_tables, at::kInt, 2);
+  RLK_CHECK_TENSOR(group_lens, at::kInt, 1);
+  RLK_CHECK_TENSOR(group_starts, at::kInt, 1);
+  const int64_t groups = group_lens.size(0);
+  TORCH_CHECK(group_tables.size(0) == groups && group_starts.size(0) == groups + 1, "one row per group is needed");
+  const int32_t* members = group_starts.const_data_ptr<int32_t>();
+  const int32_t* starts = query_starts.const_data_ptr<int32_t>();
+  check_starts("group_starts", members, groups, int64_t(own.size()));
+  check_tables("group_tables", group_tables, "group_lens", group_lens, key_cache.size(0), key_cache.size(1));
+  std::vector<Source> prefixes(groups);
+  std::vector<int32_t> group_of(own.size());
+  for (int64_t g = 0; g < groups; ++g) {
+    const int64_t keys = group_lens.const_data_ptr<int32_t>()[g], first = starts[members[g]];
+    const int64_t queries = starts[members[g + 1]] - first;
+    const int32_t* table = group_tables.const_data_ptr<int32_t>() + g * group_tables.size(1);
+    prefixes[g] = {table, first, queries, keys, false, stretches(queries, keys), -1};
+    std::fill(group_of.begin() + members[g], group_of.begin() + members[g + 1], int32_t(g));
+  }
+  attend_sources(c.a, prefixes, own, group_of, query);
+  return {c.out, c.lse};
+}
+
+std::tuple<at::Tensor, at::Tensor> merge_attention(const at::Tensor& out_a, const at::Tensor& lse_a,
+                                                   const at::Tensor& out_b, const at::Tensor& lse_b) {
+  RLK_CHECK_TENSOR(lse_a, at::kFloat, 2);
+  RLK_CHECK_TENSOR(lse_b, at::kFloat, 2);
+  RLK_CHECK_TENSOR(out_a, out_a.scalar_type(), 3);
+  RLK_CHECK_TENSOR(out_b, out_a.scalar_type(), 3);
+  TORCH_CHECK(out_a.sizes() == out_b.sizes() && lse_a.sizes() == lse_b.sizes() && lse_a.numel() * out_a.size(2) == out_a.numel(),
+              "both sides must have the same shape");
+  const Float type = float_type(out_a, "out_a");
+  at::Tensor out = at::empty_like(out_a), lse = at::empty_like(lse_a);
+  const auto kernel = RLK_DISPATCH(merge_pairs);
+  const int64_t dim = out_a.size(2), row_bytes = dim * out_a.element_size();
+  const auto at_row = [&](const at::Tensor& t, int64_t r) { return static_cast<char*>(t.data_ptr()) + r * row_bytes; };
+  at::parallel_for(0, lse.numel(), std::max<int64_t>(1, 8192 / std::max<int64_t>(dim, 1)), [&](int64_t begin, int64_t end) {
+    kernel(type, at_row(out_a, begin), lse_a.const_data_ptr<float>() + begin, at_row(out_b, begin),
+           lse_b.const_data_ptr<float>() + begin, at_row(out, begin), lse.mutable_data_ptr<float>() + begin,
+           end - begin, dim);
+  });
+  return {out, lse};
+}
+
+void write_kv(const at::Tensor& key, const at::Tensor& value, const at::Tensor& key_cache,
+              const at::Tensor& value_cache, const at::Tensor& slots) {
+  RLK_CHECK_TENSOR(slots, at::kLong, 1);
+  const int64_t total = key_cache.size(0) * key_cache.size(1), tokens = slots.size(0);
+  const int64_t* slot = slots.const_data_ptr<int64_t>();
+  for (int64_t t = 0; t < tokens; ++t)
+    TORCH_CHECK_VALUE(slot[t] >= 0 && slot[t] < total, "slots must be between 0 and ", total - 1, ", got ", slot[t]);
+  const auto kernel = RLK_DISPATCH(copy_to_pages);
+  for (const auto& [rows, cache] : {std::pair{&key, &key_cache}, std::pair{&value, &value_cache}}) {
+    TORCH_CHECK(rows->is_cpu() && rows->dim() == 3 && rows->size(0) == tokens && rows->size(1) == cache->size(2) &&
+                    rows->size(2) == cache->size(3), "key and value must be [T, heads, dim]");
+    const at::Tensor from = rows->stride(2) == 1 ? *rows : rows->contiguous();
+    const Pages to = pages(*cache, "cache");
+    const Float from_type = float_type(from, "key and value"), to_type = float_type(*cache, "cache");
+    const int64_t heads = from.size(1), dim = from.size(2), width = from.element_size();
+    const char* data = static_cast<const char*>(from.const_data_ptr());
+    at::parallel_for(0, tokens, std::max<int64_t>(1, 65536 / std::max<int64_t>(heads * dim, 1)), [&](int64_t begin, int64_t end) {
+      kernel(data + begin * from.stride(0) * width, from_type, from.stride(0), from.stride(1), to, to_type,
+             cache->size(1), slot + begin, end - begin, heads, dim);
+    });
+  }
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(rlkernels, m) {
+  m.def("write_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slots) -> ()");
+  m.def(
+      "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, "
+      "Tensor query_starts, float scale) -> (Tensor, Tensor)");
+  m.def(
+      "shared_prefix_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor group_tables, "
+      "Tensor group_lens, Tensor group_starts, Tensor block_tables, Tensor seq_lens, Tensor query_starts, "
+      "float scale) -> (Tensor, Tensor)");
+  m.def("merge_attention(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)");
+}
+
+TORCH_LIBRARY_IMPL(rlkernels, CPU, m) {
+  m.impl("write_kv", &write_kv);
+  m.impl("paged_attention", &paged_attention);
+  m.impl("shared_prefix_attention", &shared_prefix_attention);
+  m.impl("merge_attention", &merge_attention);
+}

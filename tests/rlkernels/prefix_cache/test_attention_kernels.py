@@ -1,0 +1,143 @@
+"""The compiled attention ops against their references, per instruction set."""
+
+import pytest
+import torch
+from paged_problems import DTYPES, Problem, assert_close_as_plain, paged
+
+import rlkernels
+from rlkernels.prefix_cache import reference
+
+SHAPES = {  # keys and queries per sequence, then the rest
+    "decode": ([1, 16, 17, 63, 64, 65, 300], [1] * 7, {"block_size": 16}),
+    "ragged": ([9, 40, 70, 129, 5, 33], [9, 3, 70, 1, 0, 8], {"block_size": 16}),
+    "gqa": ([75, 130, 20], [1, 6, 20], {"heads": 12, "kv_heads": 2, "block_size": 8}),
+    "many heads": ([40, 41], [2, 3], {"heads": 14, "kv_heads": 1, "block_size": 1}),
+    "long": ([1024, 1025, 2053], [1, 5, 1], {"dim": 16, "block_size": 32}),
+    "long prefill": ([1100], [70], {"dim": 16, "block_size": 32}),
+    "wide": ([70, 3], [40, 3], {"heads": 16, "kv_heads": 4, "dim": 128}),
+}
+
+
+def check(problem: Problem, backend="cpu"):
+    exact_out, exact_lse = reference.paged_attention(*problem.to(torch.float64).args(), problem.scale)
+    plain_out, plain_lse = low_precision(problem)
+    out, lse = rlkernels.paged_attention(*problem.args(), scale=problem.scale, return_lse=True, backend=backend)
+    assert_close_as_plain(out, plain_out, exact_out)
+    assert lse.dtype == torch.float32
+    assert_close_as_plain(lse, plain_lse, exact_lse)
+    return out, lse
+
+
+def low_precision(problem: Problem):
+    """Plain torch in the dtype of the problem: matrix products and softmax, the lse in float32."""
+    out = torch.zeros_like(problem.query)
+    lse = torch.zeros(problem.query.shape[:2])
+    starts = problem.query_starts.tolist()
+    for i, length in enumerate(problem.seq_lens.tolist()):
+        rows = slice(starts[i], starts[i + 1])
+        key, value = (
+            reference.gather(c, problem.block_tables[i], length) for c in (problem.key_cache, problem.value_cache)
+        )
+        group = problem.query.shape[1] // key.shape[1]
+        key, value = (t.repeat_interleave(group, 1).transpose(0, 1) for t in (key, value))
+        score = (problem.query[rows].transpose(0, 1) * problem.scale) @ key.transpose(1, 2)
+        score = score.masked_fill(~reference.causal(rows.stop - rows.start, length, key.device), -torch.inf)
+        out[rows] = (score.softmax(-1) @ value).transpose(0, 1)
+        lse[rows] = score.float().logsumexp(-1).T
+    return out, lse
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_paged_attention(cpu_isa, shape, dtype):
+    lens, q_lens, rest = SHAPES[shape]
+    check(paged(lens, q_lens, dtype=dtype, **rest))
+
+
+@pytest.mark.parametrize("dim", [1, 8, 16, 20, 24, 64, 80, 96, 128, 256, 512])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_head_dims(cpu_isa, dim, dtype):
+    check(paged([1, 70, 33], [1, 1, 5], dim=dim, dtype=dtype))
+
+
+def test_large_scores_and_small_blocks(cpu_isa):
+    problem = paged([50, 129], [2, 1], block_size=3)
+    problem.query *= 60
+    check(problem)
+
+
+def test_non_contiguous_query_and_cache(cpu_isa):
+    problem = paged([30, 5], [3, 5], heads=4, kv_heads=2, dim=32)
+    wanted = check(problem)
+    wide = torch.full((8, 3, 4, 40), torch.nan)
+    wide[:, 1, :, :32] = problem.query
+    problem.query = wide[:, 1, :, :32]
+    both = torch.stack([problem.key_cache, problem.value_cache], 3)
+    problem.key_cache, problem.value_cache = both.unbind(3)
+    torch.testing.assert_close(check(problem), wanted, rtol=0, atol=0)
+    problem.query = problem.query.transpose(0, 2).contiguous().transpose(0, 2)
+    torch.testing.assert_close(check(problem), wanted, rtol=0, atol=0)
+
+
+def test_query_and_cache_of_different_dtypes(cpu_isa):
+    problem = paged([30, 70], [3, 1], dtype=torch.bfloat16)
+    problem.query = problem.query.float()
+    out = rlkernels.paged_attention(*problem.args(), scale=problem.scale, backend="cpu")
+    exact, _ = reference.paged_attention(*problem.to(torch.float64).args(), problem.scale)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_nan_stays_in_its_sequence(cpu_isa):
+    problem = paged([30, 70], [1, 1])
+    problem.key_cache[problem.block_tables[1, 2], 1] = torch.nan
+    out, lse = rlkernels.paged_attention(*problem.args(), scale=1.0, return_lse=True, backend="cpu")
+    assert out[1].isnan().all() and lse[1].isnan().all() and out[0].isfinite().all()
+
+
+def test_empty(cpu_isa):
+    problem = paged([], [])
+    out, lse = rlkernels.paged_attention(*problem.args(), scale=1.0, return_lse=True, backend="cpu")
+    assert out.shape == (0, 4, 32) and lse.shape == (0, 4)
+    problem = paged([5, 0], [0, 0])
+    assert rlkernels.paged_attention(*problem.args(), scale=1.0, backend="cpu").shape == (0, 4, 32)
+
+
+def test_a_sequence_gets_the_same_bits_in_any_batch(cpu_isa):
+    problem = paged([300, 2053, 40, 1100], [1, 1, 1, 1], dim=16, block_size=16)
+    together = rlkernels.paged_attention(*problem.args(), scale=problem.scale, backend="cpu")
+    threads = torch.get_num_threads()
+    for i in range(4):
+        torch.set_num_threads(1 + i % 2)
+        one = torch.tensor([0, 1], dtype=torch.int32)
+        alone = rlkernels.paged_attention(
+            problem.query[i : i + 1], problem.key_cache, problem.value_cache, problem.block_tables[i : i + 1],
+            problem.seq_lens[i : i + 1], one, scale=problem.scale, backend="cpu",
+        )  # fmt: skip
+        assert torch.equal(alone[0], together[i])
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("cache_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_write_kv(cpu_isa, dtype, cache_dtype):
+    key, value = (torch.randn(2, 300, 3, 40) * 3).to(dtype)
+    slots = torch.randperm(40 * 16)[:300]
+    ours, wanted = torch.zeros(2, 2, 40, 16, 3, 40, dtype=cache_dtype)
+    rlkernels.write_kv(key, value, *ours, slots, backend="cpu")
+    rlkernels.write_kv(key, value, *wanted, slots, backend="torch")
+    assert torch.equal(ours, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_merge_attention(cpu_isa, dtype):
+    outs = torch.randn(2, 1023, 3, 20).to(dtype)
+    lses = torch.randn(2, 1023, 3) * 20
+    lses[0, ::7], lses[1, ::5] = -torch.inf, -torch.inf
+    outs[0, ::7], outs[1, ::5] = torch.nan, torch.nan
+    ours = rlkernels.merge_attention(outs[0], lses[0], outs[1], lses[1], backend="cpu")
+    plain = reference.merge_attention(outs[0], lses[0], outs[1], lses[1])
+    exact = reference.merge_attention(*(t.double() for t in (outs[0], lses[0], outs[1], lses[1])))
+    for one, other, gold in zip(ours, plain, exact):
+        finite = gold.isfinite()  # the lse of what saw no key is -inf
+        assert torch.equal(one.isfinite(), finite)
+        assert_close_as_plain(one[finite], other[finite], gold[finite])
