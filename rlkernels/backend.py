@@ -47,7 +47,7 @@ OPS: dict[str, Op] = {
     "sample_tokens": Op(cpu=True),
     "verify_drafts": Op(cpu=True),
     "rollout_history": Op(),
-    "token_logprobs": Op(),
+    "token_logprobs": Op(cpu=True),
 }
 
 

@@ -59,14 +59,31 @@ def token_logprobs(
     _check.tensor("ids", ids, dtype=torch.int64, device=logits.device)
     _check.shape("ids", ids, logits.shape[:-1])
     _check.positive("temperature", temperature)
-    _backend.choose("token_logprobs", logits.device, backend)
-    _check_ids(ids, logits.shape[-1])
-    logprobs, entropy = reference.token_logprobs(logits, ids, temperature)
+    native = _backend.choose("token_logprobs", logits.device, backend) == "cpu"
+    if native and logits.dtype != torch.float64:
+        logprobs, entropy = _native(logits, ids, float(temperature), return_entropy)
+    else:
+        _check_ids(ids, logits.shape[-1])
+        logprobs, entropy = reference.token_logprobs(logits, ids, temperature)
     return (logprobs, entropy) if return_entropy else logprobs
 
 
+def _native(
+    logits: torch.Tensor, ids: torch.Tensor, temperature: float, with_entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from rlkernels.logprobs import _autograd  # noqa: F401
+
+    rows = logits.reshape(-1, logits.shape[-1])
+    if rows.dtype not in (torch.float32, torch.bfloat16):
+        rows = rows.float()
+    logprobs, entropy, _ = torch.ops.rlkernels.token_logprobs(
+        rows.contiguous(), ids.reshape(-1).contiguous(), temperature, with_entropy
+    )
+    return logprobs.view(ids.shape), entropy.view(ids.shape) if with_entropy else entropy
+
+
 def _check_ids(ids: torch.Tensor, vocab: int) -> None:
-    if ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling():
+    if ids.device.type == "cpu" and ids.numel():
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= vocab:
             raise ValueError(f"ids must be between 0 and {vocab - 1}, got {low if low < 0 else high}")

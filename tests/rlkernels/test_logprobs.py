@@ -62,3 +62,90 @@ def test_gradients(temperature):
 def test_bad_arguments(logits, ids, temperature, error, message):
     with pytest.raises(error, match=message):
         rlkernels.token_logprobs(logits, ids, temperature=temperature)
+
+
+def errors_against_float64(logits: torch.Tensor, ids: torch.Tensor, temperature: float, run) -> list[float]:
+    """Largest errors of log-probability, entropy and gradient against the reference in float64."""
+
+    def outputs(function, x):
+        x = x.detach().requires_grad_()
+        logprobs, entropy = function(x, ids, temperature)
+        (grad,) = torch.autograd.grad((logprobs * weight).sum() + (entropy * weight.flip(0)).sum(), x)
+        return logprobs.detach(), entropy.detach(), grad
+
+    weight = torch.randn(ids.shape, generator=torch.Generator().manual_seed(1))
+    exact = outputs(reference.token_logprobs, logits.double())
+    return [float((a.double() - b).abs().max()) for a, b in zip(outputs(run, logits), exact)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1, 2, 17, 1023, 2053, 40_009])
+@pytest.mark.parametrize("scale", [0.01, 3.0, 20.0])
+def test_native_error_is_that_of_plain_torch(cpu_isa, vocab, dtype, scale):
+    logits = (torch.randn(5, vocab) * scale + 5).to(dtype)
+    logits[1, ::3] = -torch.inf
+    logits[1, -1] = 0
+    ids = torch.randint(vocab, (5,))
+    ids[1] = vocab - 1
+    for temperature in (1.0, 0.7):
+        ours = errors_against_float64(
+            logits, ids, temperature, lambda x, i, t: rlkernels.token_logprobs(x, i, temperature=t, return_entropy=True)
+        )
+        plain = errors_against_float64(logits, ids, temperature, reference.token_logprobs)
+        floor = 1e-6 * (1 + scale)
+        assert all(a <= 2 * b + floor for a, b in zip(ours, plain)), (ours, plain)
+
+
+def test_rows_without_a_distribution_are_nan_and_spoil_no_other(cpu_isa):
+    logits = torch.randn(5, 5000)
+    logits[1], logits[2, 4900], logits[3, 17] = -torch.inf, torch.nan, torch.inf
+    logits.requires_grad_()
+    logprobs, entropy = rlkernels.token_logprobs(logits, torch.zeros(5).long(), return_entropy=True)
+    (logprobs + entropy).sum().backward()
+    bad = torch.tensor([False, True, True, True, False])
+    assert torch.equal(logprobs.isnan(), bad) and torch.equal(entropy.isnan(), bad)
+    assert torch.equal(logits.grad.isnan().any(1), bad) and torch.equal(logits.grad.isnan().all(1), bad)
+
+
+def test_views_shapes_and_empty_batches():
+    wide, ids = torch.randn(3, 4, 60, requires_grad=True), torch.randint(30, (4, 3)).T
+    view = wide[..., ::2]
+    ours, entropy = rlkernels.token_logprobs(view, ids, return_entropy=True)
+    torch.testing.assert_close((ours, entropy), reference.token_logprobs(view, ids))
+    assert ours.shape == (3, 4)
+    (grad,) = torch.autograd.grad(ours.sum(), wide)
+    (wanted,) = torch.autograd.grad(reference.token_logprobs(view, ids)[0].sum(), wide)
+    torch.testing.assert_close(grad, wanted)
+    empty = torch.zeros(0, 7, requires_grad=True)
+    rlkernels.token_logprobs(empty, torch.zeros(0).long()).sum().backward()
+    assert empty.grad.shape == (0, 7)
+    half = torch.randn(4, 9).half()
+    torch.testing.assert_close(
+        rlkernels.token_logprobs(half, torch.zeros(4).long()), reference.token_logprobs(half, torch.zeros(4).long())[0]
+    )
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_opcheck(with_entropy):
+    rlkernels.token_logprobs(torch.zeros(1, 2), torch.zeros(1).long())  # loads the op and its gradient
+    logits, ids = torch.randn(4, 33, requires_grad=True), torch.randint(33, (4,))
+    torch.library.opcheck(torch.ops.rlkernels.token_logprobs.default, (logits, ids, 0.8, with_entropy))
+
+
+def test_compiles_into_one_graph():
+    def loss(logits, ids):
+        logprobs, entropy = rlkernels.token_logprobs(logits, ids, temperature=0.9, return_entropy=True)
+        return (logprobs * 2 + entropy).sum()
+
+    logits, ids = torch.randn(2, 6, 50, requires_grad=True), torch.randint(50, (2, 6))
+    (wanted,) = torch.autograd.grad(loss(logits, ids), logits)
+    (grad,) = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(logits, ids), logits)
+    torch.testing.assert_close(grad, wanted)
+
+
+def test_gradient_holds_no_copy_of_the_logits_in_float32():
+    logits = torch.randn(8, 1000, dtype=torch.bfloat16, requires_grad=True)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        rlkernels.token_logprobs(logits, torch.zeros(8).long(), return_entropy=True)
+    assert sum(t.nbytes for t in saved if t.data_ptr() != logits.data_ptr()) < 1000
