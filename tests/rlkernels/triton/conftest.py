@@ -13,3 +13,11 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "rlkernels/triton/" in item.path.as_posix():
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def tensors_on_the_gpu():
+    """Where the kernels are compiled, tensors made without naming a device are on the GPU."""
+    compiled = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
+    with torch.device("cuda" if compiled else "cpu"):
+        yield

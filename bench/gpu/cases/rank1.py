@@ -1,0 +1,105 @@
+"""Leading singular triplet of weight deltas, and what is done with it."""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+import rlkernels
+from bench.gpu.problem import GpuCase, Problem
+
+Device = torch.device
+TOL = 1e-2
+
+
+def _pair(m: int, n: int, dtype: torch.dtype, on: Device) -> tuple[torch.Tensor, torch.Tensor]:
+    """A base and a weight that differs by a dominant direction and noise, in the storage dtype."""
+    base = (torch.randn(m, n, device=on) * 0.02).to(dtype)
+    u, v = torch.randn(m, device=on), torch.randn(n, device=on)
+    delta = torch.outer(u, v) * 1e-3 + torch.randn(m, n, device=on) * 3e-4
+    return (base.float() + delta).to(dtype), base
+
+
+def top1(m: int, n: int, dtype: torch.dtype, on: Device) -> Problem:
+    """Judged by the angle to the true direction and the error of sigma; small shapes against a float64 SVD."""
+    weight, base = _pair(m, n, dtype, on)
+
+    def call(backend: str) -> list[Any]:
+        update = rlkernels.top1_delta(weight, base, tol=TOL, backend=backend)
+        return [update.u, torch.tensor(update.sigma, dtype=torch.float64), update.v]
+
+    def judge(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> tuple[float, float]:
+        if m * n <= 2**22:
+            left, sigma, right = torch.linalg.svd(weight.double() - base.double(), full_matrices=False)
+            u, s, v = left[:, 0], sigma[0], right[0]
+        else:
+            u, s, v = (t.double() for t in plain)
+        angles = [(mine.double() - true * (mine.double() @ true)).norm().item() for mine, true in
+                  ((ours[0], u), (ours[2], v))]  # fmt: skip
+        lengths = [abs(mine.double().norm().item() - 1) for mine in (ours[0], ours[2])]
+        worst = max(angles[1], angles[0], 10 * abs(ours[1].item() / s.item() - 1), 1e3 * max(lengths))
+        return (worst if worst == worst else float("inf")), 2 * TOL
+
+    passes = rlkernels.top1_delta(weight, base, tol=TOL, backend="torch").passes
+    return Problem(call, judge=judge, nbytes=(weight.nbytes + base.nbytes) * passes, dtype=dtype)
+
+
+def top1_many(shapes: list[tuple[int, int]], dtype: torch.dtype, on: Device) -> Problem:
+    """Many modules in one call, against the modules one by one."""
+    pairs = {f"{i}": _pair(m, n, dtype, on) for i, (m, n) in enumerate(shapes)}
+
+    def call(backend: str) -> list[Any]:
+        updates = rlkernels.top1_deltas(pairs, tol=TOL, backend=backend)
+        return [torch.cat([t.flatten() for u in updates.values() for t in (u.u, u.v)]),
+                torch.tensor([u.sigma for u in updates.values()], dtype=torch.float64)]  # fmt: skip
+
+    def judge(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> tuple[float, float]:
+        error = max((ours[0] - plain[0]).abs().max().item(), (ours[1] / plain[1] - 1).abs().max().item())
+        return (error if error == error else float("inf")), 2 * TOL
+
+    return Problem(call, judge=judge, nbytes=4 * sum(w.nbytes + b.nbytes for w, b in pairs.values()), dtype=dtype)
+
+
+def matvec(m: int, n: int, dtype: torch.dtype, on: Device) -> Problem:
+    weight, base = _pair(m, n, dtype, on)
+    v = torch.randn(n, device=on)
+    return Problem(
+        lambda backend: rlkernels.delta_matvec(weight, base, v, backend=backend),
+        lambda: (weight.double() - base.double()) @ v.double(),
+        nbytes=weight.nbytes + base.nbytes,
+    )
+
+
+def add(m: int, n: int, dtype: torch.dtype, stochastic: bool, on: Device) -> Problem:
+    start = (torch.randn(m, n, device=on) * 0.02).to(dtype)
+    weight, u, v = start.clone(), torch.randn(m, device=on), torch.randn(n, device=on)
+    options: dict[str, Any] = {"stochastic_rounding": stochastic, "seed": 11}
+
+    def exact() -> torch.Tensor:
+        return start.double() + 1e-3 * torch.outer(u.double(), v.double())
+
+    return Problem(
+        lambda backend: rlkernels.add_rank1_(weight, u, v, 1e-3, **options, backend=backend),
+        exact=None if stochastic else exact,  # the random bits are keyed: the same on every backend
+        reset=lambda: weight.copy_(start),
+        nbytes=2 * weight.nbytes,
+        dtype=dtype,
+    )
+
+
+BF16, F32 = torch.bfloat16, torch.float32
+MODULES = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
+
+CASES = [
+    GpuCase("top1_delta", "257 x 1023", partial(top1, 257, 1023, BF16)),
+    GpuCase("top1_delta", "63 x 31 float32", partial(top1, 63, 31, F32)),
+    GpuCase("top1_deltas", "three odd shapes", partial(top1_many, [(65, 33), (1, 19), (127, 257)], BF16)),
+    GpuCase("delta_matvec", "257 x 1023", partial(matvec, 257, 1023, BF16)),
+    GpuCase("delta_matvec", "1 x 1 float32", partial(matvec, 1, 1, F32)),
+    GpuCase("add_rank1_", "257 x 1023", partial(add, 257, 1023, BF16, False)),
+    GpuCase("add_rank1_", "127 x 33, stochastic rounding", partial(add, 127, 33, BF16, True)),
+    GpuCase("top1_delta", "14336 x 4096", partial(top1, 14336, 4096, BF16), timed=True),
+    GpuCase("top1_deltas", "the 7 modules of a Llama-3-8B layer", partial(top1_many, MODULES, BF16), timed=True),
+    GpuCase("delta_matvec", "14336 x 4096", partial(matvec, 14336, 4096, BF16), timed=True),
+    GpuCase("add_rank1_", "14336 x 4096", partial(add, 14336, 4096, BF16, False), timed=True),
+]
