@@ -43,7 +43,7 @@ class Paged:
         return torch.tensor(list(values), dtype=torch.int32, device=self.device)
 
 
-def doubled(tensors: Sequence[torch.Tensor], rest: Sequence[torch.Tensor]) -> Any:
+def doubled(tensors: Sequence[torch.Tensor], rest: Sequence[Any]) -> Any:
     """The first in float64, the rest as they are."""
     return [*(t.double() for t in tensors), *rest]
 
@@ -66,7 +66,7 @@ def paged(
     pairs = sum(q * n - q * (q - 1) / 2 for n, q in zip(lens, queries))
     return Problem(
         lambda backend: rlkernels.paged_attention(*args, scale=scale, return_lse=True, backend=backend),
-        lambda: reference.paged_attention(*doubled(args[:3], rest), scale=scale),
+        lambda: reference.paged_attention(*doubled(args[:3], [*rest, scale])),
         nbytes=(sum(lens) * kv_heads + sum(queries) * q_heads) * dim * 2 * query.element_size(),
         flops=4 * pairs * q_heads * dim,
         dtype=dtype,
@@ -90,7 +90,7 @@ def shared(
     keys = sum(prefixes) * members + sum(own)
     return Problem(
         lambda backend: rlkernels.shared_prefix_attention(*args, scale=scale, return_lse=True, backend=backend),
-        lambda: reference.shared_prefix_attention(*doubled(args[:3], rest), scale=scale),
+        lambda: reference.shared_prefix_attention(*doubled(args[:3], [*rest, scale])),
         nbytes=((sum(prefixes) + sum(own)) * kv_heads + len(query) * q_heads) * dim * 2 * query.element_size(),
         flops=4 * keys * q_len * q_heads * dim,
         dtype=dtype,
