@@ -2,4 +2,13 @@
 
 from python_trainer.rollout.types import Completion, Engine, Request, SamplingParams
 
-__all__ = ["Completion", "Engine", "Request", "SamplingParams"]
+__all__ = ["Completion", "Engine", "PagedEngine", "Request", "SamplingParams"]
+
+
+def __getattr__(name: str):
+    # transformers takes seconds to import, so it waits until an engine is asked for
+    if name == "PagedEngine":
+        from python_trainer.rollout.engine import PagedEngine
+
+        return PagedEngine
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

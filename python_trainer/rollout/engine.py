@@ -1,0 +1,217 @@
+"""PagedEngine: rollouts of a Transformers model without padding, with every shared beginning computed once."""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from python_trainer.errors import UserError
+from python_trainer.rollout.attention import Paging, forward, paged_mode, probe
+from python_trainer.rollout.scheduler import Sample, Scheduler, Step
+from python_trainer.rollout.stopping import StopStrings
+from python_trainer.rollout.types import Completion, Request, SamplingParams
+from rlkernels import PagedKVCache, keyed_uniform, sample_tokens
+
+ROPE_BY_LENGTH = ("dynamic", "longrope")  # whose angles depend on the longest sequence of the batch
+CPU_MEMORY_BYTES = 1 << 30
+CUDA_MEMORY_SHARE = 0.4
+
+
+class PagedEngine:
+    """Continuous batching over flattened tokens with a paged KV cache, under any decoder model of Transformers.
+
+    The prompt and prefix of a request are computed once and forked into its samples; what several requests begin
+    with is computed once per policy version, in one call of ``generate`` and across calls. Noise is keyed by
+    (seed, sample id, position in the sequence), so a sample does not depend on what else is in the batch.
+
+    The model stays the caller's: outside ``generate`` it keeps its own attention implementation and its mode, and
+    may be trained. Weights must not change inside ``generate``; after they changed call ``policy_updated``.
+
+    Args:
+        model: a causal language model whose layers use Transformers' attention interface.
+        eos_token_ids: tokens that end an answer; may be several or none.
+        memory_bytes: size of the KV cache; by default what ``max_sequences`` full-length sequences need, but at most
+            1 GiB on a CPU and 40 % of the free memory on a GPU.
+        block_size: tokens per block of the cache.
+        tokenizer: needed for stop strings only.
+        max_sequences: most samples in one forward pass.
+        max_batch_tokens: most tokens in one forward pass; longer prompts are computed in chunks.
+
+    Raises:
+        UserError: the model is not one that this engine can run, or a setting is out of range.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, eos_token_ids: int | Sequence[int], memory_bytes: int | None = None,
+                 block_size: int = 16, tokenizer: PreTrainedTokenizerBase | None = None, max_sequences: int = 256,
+                 max_batch_tokens: int = 8192):  # fmt: skip
+        sizes = {"block_size": block_size, "max_sequences": max_sequences, "max_batch_tokens": max_batch_tokens}
+        for name, value in sizes.items():
+            if value < 1:
+                raise UserError(f"{name} must be at least 1, got {value}")
+        self.model, self.tokenizer = model, tokenizer
+        self.device = next(model.parameters()).device
+        self.max_sequences = max_sequences
+        # a decode step must fit
+        self.max_batch_tokens = max(max_batch_tokens, max_sequences + 1)
+        self.eos_token_ids = frozenset([eos_token_ids] if isinstance(eos_token_ids, int) else eos_token_ids)
+        found = probe(model)
+        heads, dim, _ = found.shapes[0]
+        self.max_positions = _max_positions(model, found.window)
+        self.vocab_size: int = model.config.get_text_config().vocab_size
+        token_bytes = 2 * len(found.shapes) * heads * dim * model.dtype.itemsize
+        if memory_bytes is None:
+            memory_bytes = _default_memory(max_sequences * (self.max_positions + block_size) * token_bytes, self.device)
+        if memory_bytes < block_size * token_bytes:
+            raise UserError(f"memory_bytes must be at least {block_size * token_bytes} (one block), got {memory_bytes}")
+        self.cache = PagedKVCache(
+            len(found.shapes), heads, dim,
+            memory_bytes=memory_bytes, block_size=block_size, dtype=model.dtype, device=self.device,
+        )  # fmt: skip
+        names = ("generated_tokens", "prefill_tokens", "cached_tokens", "forward_passes", "preemptions")
+        self._stats: dict[str, float] = dict.fromkeys(names, 0)
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """Counters since the engine was made.
+
+        ``generated_tokens``; ``prefill_tokens`` computed of prompts, prefixes and preempted samples;
+        ``cached_tokens`` of those not computed because they were shared; ``forward_passes``; ``preemptions``.
+        """
+        return dict(self._stats)
+
+    def policy_updated(self) -> None:
+        """The weights have changed: no key or value computed before is used again."""
+        self.cache.advance_version()
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
+        """Completions in the order of the requests, the samples of one request side by side.
+
+        Raises:
+            UserError: a request or setting is out of range, e.g. a prompt longer than the model's limit.
+        """
+        self._check(requests, sampling)
+        scheduler = Scheduler(self.cache, self.max_sequences, self.max_batch_tokens, self._stats)
+        stop = StopStrings(self.tokenizer, sampling.stop) if self.tokenizer and sampling.stop else None
+        completions = []
+        for request in requests:
+            context = [*request.prompt_ids, *request.prefix_ids]
+            limit = min(request.max_new_tokens, self.max_positions - len(context))
+            samples = [
+                Sample(Completion([], [], "length"), request.sample_id + j, context, len(request.prefix_ids), limit)
+                for j in range(request.num_samples)
+            ]
+            completions += [sample.out for sample in samples]
+            if limit > 0 and samples:
+                scheduler.add(context, samples)
+        try:
+            with paged_mode(self.model):
+                while scheduler.busy:
+                    step = scheduler.next_step()
+                    logits = self._forward(step)
+                    scheduler.start_drawing(step)
+                    scheduler.finish(self._draw(step, logits, sampling, stop))
+        finally:
+            scheduler.close()
+        return completions
+
+    def _forward(self, step: Step) -> torch.Tensor:
+        """Logits [R, V], one row per entry of ``step.rows``."""
+        self._stats["forward_passes"] += 1
+        starts = torch.zeros(len(step.query_lens) + 1, dtype=torch.int32)
+        torch.cumsum(torch.tensor(step.query_lens, dtype=torch.int32), 0, out=starts[1:])
+        paging = Paging(
+            self.cache,
+            step.slots,
+            self.cache.tables(step.sequences)[0],
+            torch.tensor(step.seq_lens, dtype=torch.int32, device=self.device),
+            starts.to(self.device),
+        )
+        ids, positions, rows = (
+            torch.tensor(values, dtype=torch.int64, device=self.device)
+            for values in (step.ids, step.positions, step.rows)
+        )
+        return forward(self.model, ids, positions, rows, paging)
+
+    def _draw(self, step: Step, logits: torch.Tensor, sampling: SamplingParams, stop: StopStrings | None
+              ) -> list[Sample]:  # fmt: skip
+        """Draws the next token of every sample of the step -> the samples that are done."""
+        samples = [sample for group in step.samples for sample in group]
+        if not samples:
+            return []
+        if len(samples) > len(step.rows):
+            counts = torch.tensor([len(group) for group in step.samples], device=self.device)
+            logits = logits.repeat_interleave(counts, 0, output_size=len(samples))
+        uniforms = keyed_uniform(
+            sampling.seed,
+            torch.tensor([sample.sample_id for sample in samples], device=self.device),
+            torch.tensor([len(sample.context) + len(sample.out.ids) for sample in samples], device=self.device),
+        )
+        ids, logprobs = sample_tokens(
+            logits, uniforms, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k
+        )
+        done = []
+        for sample, token, logprob in zip(samples, ids.tolist(), logprobs.tolist()):
+            out = sample.out
+            out.ids.append(token)
+            out.logprobs.append(logprob)
+            if token in self.eos_token_ids or (stop is not None and stop.ends(sample)):
+                out.finish_reason = "stop"
+                done.append(sample)
+            elif len(out.ids) == sample.max_new_tokens:
+                done.append(sample)
+        self._stats["generated_tokens"] += len(samples)
+        return done
+
+    def _check(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
+        if not sampling.temperature >= 0:
+            raise UserError(f"temperature must be >= 0, got {sampling.temperature}")
+        if not 0 < sampling.top_p <= 1:
+            raise UserError(f"top_p must be above 0 and at most 1, got {sampling.top_p}")
+        if sampling.top_k < 0:
+            raise UserError(f"top_k must be >= 0 (0: off), got {sampling.top_k}")
+        if sampling.stop and self.tokenizer is None:
+            raise UserError(f"stop strings {sampling.stop!r} need a tokenizer: PagedEngine(model, tokenizer=...)")
+        if "" in sampling.stop:
+            raise UserError("stop must not hold an empty string")
+        room = self.cache.num_blocks * self.cache.block_size
+        for i, request in enumerate(requests):
+            if request.num_samples < 0 or request.max_new_tokens < 0:
+                raise UserError(
+                    f"request {i}: num_samples and max_new_tokens must be >= 0, got {request.num_samples} and "
+                    f"{request.max_new_tokens}"
+                )
+            context = [*request.prompt_ids, *request.prefix_ids]
+            if not context:
+                raise UserError(f"request {i}: the prompt is empty; give it at least a BOS token")
+            if len(context) > self.max_positions:
+                raise UserError(
+                    f"request {i}: prompt and prefix have {len(context)} tokens, more than the model's "
+                    f"limit of {self.max_positions} positions"
+                )
+            if min(context) < 0 or max(context) >= self.vocab_size:
+                raise UserError(
+                    f"request {i}: token ids must be between 0 and {self.vocab_size - 1}, got "
+                    f"{min(context)} .. {max(context)}"
+                )
+            longest = min(len(context) + request.max_new_tokens, self.max_positions)
+            if longest > room:
+                raise UserError(
+                    f"request {i}: {longest} tokens do not fit into a KV cache of {room} tokens; raise memory_bytes"
+                )
+
+
+def _max_positions(model: PreTrainedModel, window: int | None) -> int:
+    """Longest sequence that the engine computes as the model would."""
+    config = model.config.get_text_config()
+    limits = [getattr(config, "max_position_embeddings", None), window]
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        if parameters.get("rope_type") in ROPE_BY_LENGTH:
+            limits.append(parameters.get("original_max_position_embeddings"))
+    return min((limit for limit in limits if limit), default=1 << 20)
+
+
+def _default_memory(wanted: int, device: torch.device) -> int:
+    if device.type == "cuda":
+        return min(wanted, int(torch.cuda.mem_get_info(device)[0] * CUDA_MEMORY_SHARE))
+    return min(wanted, CPU_MEMORY_BYTES)
