@@ -363,7 +363,7 @@ def test_bfloat16_logprobs():
 
 def test_absolute_positions_and_sliding_window():
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=2,
-                                      initializer_range=0.3, bos_token_id=None, eos_token_id=None))  # fmt: skip
+                                      initializer_range=0.3, bos_token_id=None, eos_token_id=None)).eval()  # fmt: skip
     request = Request(prompts([11])[0], max_new_tokens=10)
     got = PagedEngine(gpt2, eos_token_ids=(), memory_bytes=1 << 20).generate([request], GREEDY)[0]
     assert got.ids == own_greedy(gpt2, request.prompt_ids, 10)
