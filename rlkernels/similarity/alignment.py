@@ -9,6 +9,11 @@ from rlkernels.similarity import arguments, reference
 MODES = ("full", "subsequence")
 
 
+def _kernel_series(x: torch.Tensor) -> torch.Tensor:
+    """x as the kernels take it: contiguous float32 [N, L, D]."""
+    return (x.unsqueeze(-1) if x.ndim == 2 else x).float().contiguous()
+
+
 @torch.no_grad()
 def dtw(
     x: torch.Tensor,
@@ -48,9 +53,13 @@ def dtw(
     band = arguments.band(band)
     if mode == "subsequence" and band is not None:
         raise ValueError(f"band must be None with mode='subsequence', got {band}")
-    _backend.choose("dtw", x.device, backend)
-    x_lengths = arguments.lengths("x_lengths", x_lengths, x)
-    y_lengths = arguments.lengths("y_lengths", y_lengths, y)
+    chosen = _backend.choose("dtw", x.device, backend)
+    x_lengths = arguments.lengths("x_lengths", x_lengths, x, in_kernel=chosen == "cpu")
+    y_lengths = arguments.lengths("y_lengths", y_lengths, y, in_kernel=chosen == "cpu")
+    if chosen == "cpu":
+        native = torch.ops.rlkernels
+        values = _kernel_series(x), _kernel_series(y), x_lengths, y_lengths
+        return native.dtw(*values, band) if mode == "full" else native.dtw_subsequence(*values)
     result = reference.dtw(x, y, x_lengths=x_lengths, y_lengths=y_lengths, band=band, mode=mode)
     return result.float() if mode == "full" else (result[0].float(), *result[1:])
 
@@ -82,8 +91,10 @@ def dtw_topk(
     arguments.series(x, y)
     k = arguments.integer("k", k, 0, y.shape[0])
     band = arguments.band(band)
-    _backend.choose("dtw_topk", x.device, backend)
-    x_lengths = arguments.lengths("x_lengths", x_lengths, x)
-    y_lengths = arguments.lengths("y_lengths", y_lengths, y)
+    chosen = _backend.choose("dtw_topk", x.device, backend)
+    x_lengths = arguments.lengths("x_lengths", x_lengths, x, in_kernel=chosen == "cpu")
+    y_lengths = arguments.lengths("y_lengths", y_lengths, y, in_kernel=chosen == "cpu")
+    if chosen == "cpu":
+        return torch.ops.rlkernels.dtw_topk(_kernel_series(x), _kernel_series(y), k, x_lengths, y_lengths, band)
     cost, index = reference.dtw_topk(x, y, k, x_lengths=x_lengths, y_lengths=y_lengths, band=band)
     return cost.float(), index

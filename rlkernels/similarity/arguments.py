@@ -17,6 +17,8 @@ def series(x: torch.Tensor, y: torch.Tensor) -> None:
         raise ValueError(f"y must have as many dimensions as x, got shapes {tuple(x.shape)} and {tuple(y.shape)}")
     if x.ndim == 3:
         _check.shape("y", y, (None, None, x.shape[2]))
+        if x.shape[2] == 0:
+            raise ValueError(f"x must have at least one feature, got shape {tuple(x.shape)}")
 
 
 def lengths(name: str, value: torch.Tensor | None, x: torch.Tensor, *, in_kernel: bool = False) -> torch.Tensor | None:
@@ -32,7 +34,7 @@ def lengths(name: str, value: torch.Tensor | None, x: torch.Tensor, *, in_kernel
         low, high = (int(v) for v in torch.aminmax(value))
         if low < 0 or high > x.shape[1]:
             raise ValueError(f"{name} must lie between 0 and {x.shape[1]}, got values from {low} to {high}")
-    return value.long()
+    return value.long().contiguous()
 
 
 def integer(name: str, value: object, low: int, high: int | None = None) -> int:
@@ -47,5 +49,5 @@ def integer(name: str, value: object, low: int, high: int | None = None) -> int:
 
 
 def band(value: int | None) -> int | None:
-    """A Sakoe-Chiba radius: an integer >= 0 or None."""
-    return None if value is None else integer("band", value, 0)
+    """A Sakoe-Chiba radius: an integer >= 0 or None. Radii that no trajectory reaches come back as 2**31."""
+    return None if value is None else min(integer("band", value, 0), 2**31)

@@ -1,0 +1,160 @@
+"""The compiled dynamic time warping kernels against the reference, for every instruction set."""
+
+import functools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rlkernels
+from rlkernels.similarity import reference
+
+
+def series(n, steps, features=None, *, least=0, whole=False):
+    """n random trajectories with random lengths, poisoned with NaN beyond them."""
+    shape = (n, steps) if features is None else (n, steps, features)
+    values = torch.randint(-3, 4, shape).float() if whole else torch.randn(shape)
+    lengths = torch.randint(least, steps + 1, (n,))
+    beyond = torch.arange(steps) >= lengths[:, None]
+    values[beyond] = math.nan
+    return values, lengths
+
+
+@functools.cache
+def case(n, m, rows, columns, features, band):
+    """(arguments, float64 reference, float32 reference)."""
+    torch.manual_seed(0)
+    (x, x_lengths), (y, y_lengths) = series(n, rows, features), series(m, columns, features)
+    settings = {"x_lengths": x_lengths, "y_lengths": y_lengths, "band": band}
+    return (x, y, settings), reference.dtw(x.double(), y.double(), **settings), reference.dtw(x, y, **settings)
+
+
+@pytest.mark.parametrize(
+    ("n", "m", "rows", "columns", "features"),
+    [(1, 1, 1, 1, None), (3, 70, 13, 9, 1), (67, 5, 11, 17, 5), (4, 33, 38, 67, None), (3, 33, 17, 38, 2)],
+)
+@pytest.mark.parametrize("band", [None, 0, 4])
+def test_native_equals_reference(cpu_isa, n, m, rows, columns, features, band):
+    (x, y, settings), gold, plain = case(n, m, rows, columns, features, band)
+    ours = rlkernels.dtw(x, y, **settings, backend="cpu")
+    assert torch.equal(ours.isnan(), gold.isnan()) and torch.equal(ours.isinf(), gold.isinf())
+    finite = gold.isfinite()
+    error, allowed = ((t.double() - gold)[finite].abs() for t in (ours, plain))
+    assert not finite.any() or (error <= 2 * allowed.amax() + 1e-6 * gold[finite]).all()
+
+
+@functools.cache
+def subsequence_case(rows, columns, features):
+    """(arguments, reference) of whole numbers, so that ties are ties in any arithmetic."""
+    torch.manual_seed(0)
+    (x, x_lengths), (y, y_lengths) = series(6, rows, features, whole=True), series(70, columns, features, whole=True)
+    settings = {"x_lengths": x_lengths, "y_lengths": y_lengths, "mode": "subsequence"}
+    return (x, y, settings), reference.dtw(x, y, **settings)
+
+
+@pytest.mark.parametrize(("rows", "columns", "features"), [(1, 1, None), (1, 9, 3), (14, 5, None), (13, 30, 3)])
+def test_native_subsequence_equals_reference(cpu_isa, rows, columns, features):
+    (x, y, settings), expected = subsequence_case(rows, columns, features)
+    for ours, theirs in zip(rlkernels.dtw(x, y, **settings, backend="cpu"), expected):
+        assert torch.equal(ours, theirs)
+
+
+def test_whole_numbers_are_exact_with_long_trajectories():
+    x, y = torch.randint(0, 3, (2, 1023)).float(), torch.randint(0, 3, (3, 2053)).float()
+    ours = rlkernels.dtw(x, y, band=40, backend="cpu")
+    assert torch.equal(ours, rlkernels.dtw(x, y, band=40, backend="torch"))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**31), st.integers(1, 40), st.integers(1, 40), st.integers(1, 3), st.none() | st.integers(0, 12))
+def test_properties_of_dtw(seed, rows, columns, features, band):
+    torch.manual_seed(seed)
+    (x, x_lengths), (y, y_lengths) = series(5, rows, features, least=1), series(37, columns, features, least=1)
+    cost = rlkernels.dtw(x, y, x_lengths=x_lengths, y_lengths=y_lengths, band=band, backend="cpu")
+    assert cost.isfinite().all()  # the NaN beyond the lengths was not read
+    # symmetry, identity
+    assert torch.equal(rlkernels.dtw(y, x, x_lengths=y_lengths, y_lengths=x_lengths, band=band, backend="cpu"), cost.T)
+    assert not rlkernels.dtw(x, x, x_lengths=x_lengths, y_lengths=x_lengths, band=band, backend="cpu").diagonal().any()
+    # a wider band can only help
+    wider = None if band is None else band + 3
+    assert (rlkernels.dtw(x, y, x_lengths=x_lengths, y_lengths=y_lengths, band=wider, backend="cpu") <= cost).all()
+    # neighbours in the bank do not matter
+    order = torch.randperm(37)[:20]
+    shuffled = rlkernels.dtw(x, y[order], x_lengths=x_lengths, y_lengths=y_lengths[order], band=band, backend="cpu")
+    assert torch.equal(shuffled, cost[:, order])
+    # a stretch is at least as cheap as the whole, and costs what it says
+    free, start, end = rlkernels.dtw(x, y, x_lengths=x_lengths, y_lengths=y_lengths, mode="subsequence", backend="cpu")
+    if band is None:
+        assert (free <= cost).all()
+    i, j = seed % 5, seed % 37
+    stretch = y[j : j + 1, start[i, j] : end[i, j] + 1]
+    assert torch.equal(rlkernels.dtw(x[i : i + 1, : x_lengths[i]], stretch, backend="cpu")[0, 0], free[i, j])
+
+
+def sigmoids(n, steps, noise):
+    """Reward curves: sigmoids of random height, place and steepness."""
+    time = torch.linspace(0, 1, steps)
+    low, rise, middle, rate = torch.rand(4, n, 1)
+    curve = 0.3 * low + (0.4 + 0.3 * rise) * torch.sigmoid((4 + 20 * rate) * (time - middle))
+    return curve + noise * torch.randn(n, steps)
+
+
+def check_topk(x, y, k, **settings):
+    """Asserts that dtw_topk returns exactly the k lowest of all costs, ties by lower index."""
+    all_costs = rlkernels.dtw(x, y, **settings, backend="cpu")
+    cost, index = rlkernels.dtw_topk(x, y, k, **settings, backend="cpu")
+    expected = reference.smallest(all_costs, k)
+    assert torch.equal(index, expected[1])
+    torch.testing.assert_close(cost, expected[0], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("k", [1, 7, 60, 3000])
+@pytest.mark.parametrize("noise", [0.0, 0.05, 1.0])
+def test_topk_drops_no_neighbour(cpu_isa, k, noise):
+    x, y = sigmoids(5, 48, noise), sigmoids(3000, 48, noise)
+    check_topk(x, y, k, band=4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**31), st.integers(1, 30), st.integers(1, 30), st.none() | st.integers(1, 3),
+       st.none() | st.integers(0, 9), st.integers(0, 25), st.booleans())  # fmt: skip
+def test_topk_of_mixed_lengths_with_many_ties(seed, rows, columns, features, band, k, whole):
+    torch.manual_seed(seed)
+    (x, x_lengths), (y, y_lengths) = series(4, rows, features, whole=whole), series(200, columns, features, whole=whole)
+    y[seed % 200, 0] = math.inf
+    y[100:150], y_lengths[100:150] = y[:50].clone(), y_lengths[:50].clone()
+    check_topk(x, y, k, x_lengths=x_lengths, y_lengths=y_lengths, band=band)
+
+
+@pytest.mark.parametrize("size", [1e-22, 1e-19, 1e19])
+def test_topk_next_to_the_ends_of_float32(cpu_isa, size):
+    # squares that are denormal, vanish or overflow
+    x, y = torch.randn(3, 20) * size, torch.randn(500, 20) * size
+    check_topk(x, y, 5, band=2)
+
+
+def test_bound_never_exceeds_the_cost_by_more_than_rounding(cpu_isa):
+    # every candidate equals the query up to a shift within the band: bounds are 0 or tight
+    x = sigmoids(4, 64, 0.0)
+    y = torch.cat([x.roll(s, 1) for s in range(-3, 4)] * 30) + 1e-6 * torch.randn(840, 64)
+    for k in (1, 4, 100):
+        check_topk(x, y, k, band=6)
+
+
+def test_kernel_refuses_bad_lengths():
+    ones = torch.ones(2, 3)
+    with pytest.raises(ValueError, match="x_lengths must lie between 0 and 3, got 4"):
+        rlkernels.dtw(ones, ones, x_lengths=torch.tensor([1, 4]), backend="cpu")
+    with pytest.raises(ValueError, match="y_lengths must lie between 0 and 3, got -1"):
+        rlkernels.dtw_topk(ones, ones, 1, y_lengths=torch.tensor([1, -1]), backend="cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes_and_views(dtype):
+    wide = torch.randn(40, 30, 3).to(dtype)
+    x, y = wide[::3, ::2, 1:], wide[1::2, 3:, :2]
+    expected = rlkernels.dtw(x.float().contiguous(), y.float().contiguous(), backend="cpu")
+    ours = rlkernels.dtw(x, y, backend="cpu")
+    assert ours.dtype == torch.float32 and torch.equal(ours, expected)
