@@ -57,16 +57,26 @@ def run(command: list[str]) -> None:
         print(done.stderr, file=sys.stderr)
 
 
-def is_stale(target: Path, sources: list[Path]) -> bool:
-    return not target.exists() or target.stat().st_mtime < max(s.stat().st_mtime for s in sources)
+def is_stale(target: Path, sources: list[Path], command: str) -> bool:
+    """True unless the object is newer than its sources and was made by the same command (flags, architectures)."""
+    if not target.exists() or target.stat().st_mtime < max(s.stat().st_mtime for s in sources):
+        return True
+    made_by = target.with_suffix(".command")
+    return not made_by.exists() or made_by.read_text() != command
 
 
 def compile_all(jobs: list[tuple[Path, Path, list[str]]]) -> None:
-    """Runs (source, object, command) jobs side by side, skipping objects newer than source, headers and setup.py."""
-    headers = [*CSRC.rglob("*.h"), *CSRC.rglob("*.cuh"), ROOT / "setup.py"]
-    stale = [command for source, target, command in jobs if is_stale(target, [source, *headers])]
+    """Runs (source, object, command) jobs side by side, skipping objects that are up to date."""
+    headers = [*CSRC.rglob("*.h"), *CSRC.rglob("*.cuh")]
+
+    def compile_one(job: tuple[Path, Path, list[str]]) -> None:
+        source, target, command = job
+        if is_stale(target, [source, *headers], " ".join(command)):
+            run(command)
+            target.with_suffix(".command").write_text(" ".join(command))
+
     with ThreadPoolExecutor(JOBS) as pool:
-        list(pool.map(run, stale))
+        list(pool.map(compile_one, jobs))
 
 
 def isa_jobs(out: Path) -> list[tuple[Path, Path, list[str]]]:

@@ -1,0 +1,98 @@
+"""What a wheel and a source distribution hold, and that an installed copy works away from the checkout."""
+
+import ast
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+from support import lacks
+
+import rlkernels.backend
+
+ROOT = Path(__file__).parents[1]
+
+
+def setup(*command: str, **env: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "setup.py", *command], cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+
+
+def packages(*kinds: str) -> set[str]:
+    """Files of the two packages in the checkout."""
+    found = (p for kind in kinds for p in ROOT.glob(f"*/{kind}"))
+    return {
+        p.relative_to(ROOT).as_posix() for p in found if p.parts[len(ROOT.parts)] in ("rlkernels", "python_trainer")
+    }
+
+
+def wheel(folder: Path, **env: str) -> Path:
+    own = ["build", "--build-lib", str(folder / "lib"), "bdist_wheel", "-d", str(folder), "-b", str(folder / "build")]
+    setup("egg_info", "-e", str(folder), *own, **env)
+    return next(folder.glob("*.whl"))
+
+
+def python_in(site: Path, code: str) -> str:
+    """Runs code where only the unpacked wheel and the installed dependencies are importable."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], cwd=site.parent, env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+CODE = """
+import torch, rlkernels
+assert rlkernels.__file__.startswith({site!r}), rlkernels.__file__
+ids = torch.arange(3)
+rlkernels.keyed_uniform(1, ids, ids)
+print(rlkernels.info()["extension"])
+"""
+
+
+def test_wheel_without_the_extension(tmp_path):
+    path = wheel(tmp_path, RLKERNELS_NO_EXTENSION="1")
+    names = set(zipfile.ZipFile(path).namelist())
+    assert packages("**/*.py", "**/py.typed") <= names
+    assert not any(name.endswith(".so") or name.startswith(("tests/", "bench/", "csrc/")) for name in names)
+    zipfile.ZipFile(path).extractall(tmp_path / "site")
+    assert "extension is missing" in python_in(tmp_path / "site", CODE.format(site=str(tmp_path / "site")))
+
+
+def test_wheel_with_the_extension(tmp_path):
+    """Links the objects of the last build, so it takes seconds only where the extension was built in place."""
+    if rlkernels.backend.extension_error() or not list(ROOT.glob("build/temp*")):
+        lacks("an extension built in place")
+    path = wheel(tmp_path)
+    names = zipfile.ZipFile(path).namelist()
+    assert sum(name.startswith("rlkernels/_C") for name in names) == 1
+    zipfile.ZipFile(path).extractall(tmp_path / "site")
+    assert python_in(tmp_path / "site", CODE.format(site=str(tmp_path / "site"))) == "loaded"
+
+
+def test_source_distribution_can_be_built_and_tested(tmp_path):
+    setup("egg_info", "-e", str(tmp_path), "sdist", "-d", str(tmp_path), RLKERNELS_NO_EXTENSION="1")
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if tracked.returncode:
+        lacks("the git repository")
+    wanted = {
+        n for n in tracked.stdout.split("\n") if n.startswith(("csrc/", "rlkernels/", "python_trainer/", "tests/"))
+    }
+    present = {name for name in wanted if (ROOT / name).exists()}
+    assert present and present <= names, sorted(present - names)
+    assert {"setup.py", "pyproject.toml", "LICENSE", "README.md", "Makefile", "constraints.txt"} <= names
+
+
+def test_sources_keep_to_the_grammar_of_python_3_11():
+    for path in [
+        p for folder in ("rlkernels", "python_trainer", "bench", "tests") for p in ROOT.glob(f"{folder}/**/*.py")
+    ]:
+        ast.parse(path.read_text(), str(path), feature_version=(3, 11))
