@@ -1,11 +1,18 @@
 """What to train on, as it stands in a configuration file."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Size = Annotated[int, Field(ge=1)]
+COMMON_FIELDS = {"name", "seed", "train_size", "gate_size", "test_size"}
+FILE_FIELDS = {"train_path", "test_path", "gate_path", "chat"}
+TASK_FIELDS = {
+    "arithmetic": {"variant"},
+    "gsm8k": FILE_FIELDS | {"prompt_template"},
+    "jsonl": FILE_FIELDS | {"prompt_column", "reward", "reward_weights", "accuracy"},
+}
 
 
 class TaskConfig(BaseModel):
@@ -33,6 +40,10 @@ class TaskConfig(BaseModel):
     """gsm8k, jsonl: JSONL file with the gate examples. None: gate_size examples are taken out of the training file."""
     prompt_column: str | None = None
     """jsonl: column with the prompt, a string or a list of chat messages. None: "prompt" or "messages"."""
+    prompt_template: str = "{question}\nReason step by step and end with a line '#### ' and the number.\n"
+    """gsm8k: what the model is given; "{question}" is filled in."""
+    chat: bool = False
+    """gsm8k, jsonl: give a prompt that is a string as one user message through the tokenizer's chat template."""
     reward: str | list[str] = []
     """jsonl: reward functions as "module:function"; the module may lie in the current folder."""
     reward_weights: list[float] | None = None
@@ -46,16 +57,15 @@ class TaskConfig(BaseModel):
 
     @model_validator(mode="after")
     def _fields_fit_the_task(self) -> "TaskConfig":
+        if "{question}" not in self.prompt_template:
+            raise ValueError(f'prompt_template must contain "{{question}}", got {self.prompt_template!r}')
         files = [field for field in ("train_path", "test_path") if getattr(self, field) is None]
         if self.name != "arithmetic" and files:
             raise ValueError(f"task {self.name} needs {' and '.join(files)}: a JSONL file")
         if self.name == "jsonl" and not self.rewards:
             raise ValueError('task jsonl needs reward: "module:function", or a list of them')
-        only_jsonl: dict[str, Any] = {"reward": [], "reward_weights": None, "accuracy": None, "prompt_column": None}
-        only_files: dict[str, Any] = {"train_path": None, "test_path": None, "gate_path": None}
-        foreign = {"arithmetic": only_files | only_jsonl, "gsm8k": only_jsonl, "jsonl": {}}[self.name]
-        for field, default in foreign.items():
-            if getattr(self, field) != default:
+        for field in type(self).model_fields.keys() - COMMON_FIELDS - TASK_FIELDS[self.name]:
+            if field in self.model_fields_set and getattr(self, field) != type(self).model_fields[field].default:
                 raise ValueError(f"{field} has no meaning for task {self.name}, got {getattr(self, field)!r}")
         if self.reward_weights is not None and len(self.reward_weights) != len(self.rewards):
             raise ValueError(f"reward_weights needs {len(self.rewards)} numbers, got {self.reward_weights}")

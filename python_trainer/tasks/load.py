@@ -1,15 +1,70 @@
 """From a ``TaskConfig`` to a ``Task``."""
 
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
 from python_trainer.errors import UserError
+from python_trainer.tasks import gsm8k, jsonl
 from python_trainer.tasks.arithmetic import SIZES, arithmetic_task
-from python_trainer.tasks.base import Task
+from python_trainer.tasks.base import Example, Task
 from python_trainer.tasks.config import TaskConfig
+from python_trainer.tasks.rewards import import_reward
 
 
 def load_task(settings: TaskConfig) -> Task:
     """The task that the settings describe; ``UserError`` names a file, line or function that is no good."""
     if settings.name == "arithmetic":
-        sizes = {split: getattr(settings, f"{split}_size") for split in SIZES}
-        chosen = {f"{split}_size": SIZES[split] if size is None else size for split, size in sizes.items()}
-        return arithmetic_task(settings.variant, settings.seed, **chosen)
-    raise UserError(f"task {settings.name} is not available")
+        chosen = {split: getattr(settings, f"{split}_size") for split in SIZES}
+        sizes = {f"{split}_size": SIZES[split] if size is None else size for split, size in chosen.items()}
+        return arithmetic_task(settings.variant, settings.seed, **sizes)
+    rewards = {"accuracy": gsm8k.accuracy}
+    if settings.name == "jsonl":
+        rewards = {spec.partition(":")[2]: import_reward(spec) for spec in settings.rewards}
+        if len(rewards) < len(settings.rewards):
+            raise UserError(f"reward functions need different names, got {', '.join(settings.rewards)}")
+    accuracy = settings.accuracy or next(iter(rewards))
+    if accuracy not in rewards:
+        raise UserError(f"accuracy {accuracy!r} is no reward function; allowed: {', '.join(rewards)}")
+    train, gate = _train_and_gate(settings)
+    test = _limited(_read(settings, settings.test_path), settings.test_size, settings.test_path, "test_size")
+    weights = dict(zip(rewards, settings.reward_weights or [1.0] * len(rewards), strict=True))
+    return Task(settings.name, train, test, rewards, gate, weights, accuracy)
+
+
+def _read(settings: TaskConfig, path: Path | None) -> list[Example]:
+    assert path is not None  # TaskConfig sees to it
+    if settings.name == "gsm8k":
+        examples = gsm8k.read_problems(path, settings.prompt_template)
+    else:
+        examples = jsonl.read_prompts(path, settings.prompt_column)
+    return [_as_chat(example) for example in examples] if settings.chat else examples
+
+
+def _as_chat(example: Example) -> Example:
+    if isinstance(example.prompt, str):
+        return replace(example, prompt=[{"role": "user", "content": example.prompt}])
+    return example
+
+
+def _train_and_gate(settings: TaskConfig) -> tuple[Sequence[Example], Sequence[Example]]:
+    train = _read(settings, settings.train_path)
+    if settings.gate_path:
+        gate = _limited(_read(settings, settings.gate_path), settings.gate_size, settings.gate_path, "gate_size")
+    else:
+        size = settings.gate_size or 0
+        if size >= len(train):
+            raise UserError(
+                f"gate_size {size} leaves nothing of {settings.train_path}, which has {len(train)} examples"
+            )
+        held_out = set(random.Random(f"gate/{settings.seed}").sample(range(len(train)), size))
+        gate = [example for index, example in enumerate(train) if index in held_out]
+        train = [example for index, example in enumerate(train) if index not in held_out]
+    return _limited(train, settings.train_size, settings.train_path, "train_size"), gate
+
+
+def _limited(examples: list[Example], size: int | None, path: Path | None, field: str) -> list[Example]:
+    if size is not None and size > len(examples):
+        raise UserError(f"{field} is {size}, but {path} has {len(examples)} examples")
+    return examples[:size]

@@ -1,0 +1,57 @@
+"""Grade-school word problems (Cobbe et al. 2021) from JSONL files with ``question`` and ``answer``."""
+
+import re
+from collections.abc import Sequence
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+
+from python_trainer.errors import UserError
+from python_trainer.tasks.base import Example
+from python_trainer.tasks.jsonl import read_rows, text_column
+
+# The final answer stands after the last "####" (gold answers) or at the start of the last line "A:" (model solutions).
+MARKER = re.compile(r"####|^A:", re.MULTILINE)
+NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?")
+
+
+def parse_number(text: str) -> Decimal | None:
+    """``$1,234.50.`` -> 1234.50; None if the text is not one number."""
+    text = text.strip().removesuffix(".")
+    sign, text = ("-", text[1:]) if text.startswith("-") else ("", text)
+    text = sign + text.strip().removeprefix("$").strip()
+    if not NUMBER.fullmatch(text):
+        return None
+    try:
+        return Decimal(text.replace(",", ""))
+    except InvalidOperation:  # a sign or nothing at all
+        return None
+
+
+def final_number(text: str) -> Decimal | None:
+    """The number on the rest of the line after the last marker; None without a marker or a number."""
+    markers = list(MARKER.finditer(text))
+    if not markers:
+        return None
+    return parse_number(text[markers[-1].end() :].lstrip(" ").split("\n")[0])
+
+
+def accuracy(
+    prompts: Sequence, completions: Sequence[str], completion_ids: Sequence, answer: Sequence[str], **_: object
+) -> list[float | None]:
+    """1 for every completion whose final number equals the one of the gold ``answer``, else 0."""
+    judged: list[float | None] = []
+    for text, gold in zip(completions, answer, strict=True):
+        number = final_number(text)
+        judged.append(float(number is not None and number == final_number(gold)))
+    return judged
+
+
+def read_problems(path: Path, template: str) -> list[Example]:
+    """Examples whose prompt is ``template`` with the question filled in; column ``answer`` is the gold solution."""
+    examples = []
+    for number, row in read_rows(path):
+        question, answer = (text_column(path, number, row, column) for column in ("question", "answer"))
+        if final_number(answer) is None:
+            raise UserError(f"{path}:{number}: answer has no final number; allowed: a last line like '#### 18'")
+        examples.append(Example(template.replace("{question}", question), {"question": question, "answer": answer}))
+    return examples

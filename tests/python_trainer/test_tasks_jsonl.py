@@ -1,0 +1,152 @@
+import math
+
+import pytest
+import torch
+
+from python_trainer.errors import UserError
+from python_trainer.tasks import Example, Task, TaskConfig, load_task
+from python_trainer.tasks.rewards import import_reward, score
+
+REWARDS = """
+def contains(prompts, completions, completion_ids, word, **_):
+    return [float(w in c) for c, w in zip(completions, word)]
+
+def brevity(prompts, completions, completion_ids, **_):
+    return [-0.01 * len(ids) if ids else None for ids in completion_ids]
+
+number = 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The current folder, with a module of reward functions."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / f"rewards_{tmp_path.name}.py").write_text(REWARDS)
+    return tmp_path
+
+
+def reward(folder, name):
+    return f"rewards_{folder.name}:{name}"
+
+
+def task_of(lines, folder, **settings):
+    (folder / "data.jsonl").write_text("\n".join(lines) + "\n")
+    settings = {"reward": reward(folder, "contains"), "train_path": "data.jsonl", "test_path": "data.jsonl"} | settings
+    return load_task(TaskConfig(name="jsonl", **settings))
+
+
+def test_strings_and_chat_messages(folder):
+    chat = '{"messages": [{"role": "user", "content": "Say hi"}], "word": "hi"}'
+    task = task_of(['{"prompt": "Say yes", "word": "yes"}', chat], folder)
+    assert task.train[0] == Example("Say yes", {"word": "yes"})
+    assert task.train[1].prompt == [{"role": "user", "content": "Say hi"}]
+    assert task.accuracy == "contains"
+    scores = score(task, task.train, ["oh yes", "no"], [[1], [2]])
+    assert scores.rewards == {"contains": [1.0, 0.0]} and scores.accuracy == scores.total == [1.0, 0.0]
+
+
+def test_several_weighted_rewards(folder):
+    both = [reward(folder, "contains"), reward(folder, "brevity")]
+    task = task_of(
+        ['{"text": "Say yes", "word": "yes"}'], folder, reward=both, reward_weights=[2, 10], prompt_column="text"
+    )
+    scores = score(task, [task.train[0]] * 2, ["yes", "yes"], [[1, 2], []])
+    assert scores.rewards["brevity"] == [-0.02, None]
+    assert scores.total == pytest.approx([1.8, 2.0])
+
+
+def test_gate_from_its_own_file(folder):
+    (folder / "gate.jsonl").write_text('{"prompt": "g", "word": "g"}')
+    task = task_of(['{"prompt": "Say yes", "word": "yes"}'] * 3, folder, gate_path="gate.jsonl", train_size=2)
+    assert [example.prompt for example in task.gate] == ["g"] and len(task.train) == 2
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], r"data\.jsonl: no examples"),
+        (['{"prompt": "a"}', '{"prompt": '], r"data\.jsonl:2: not JSON"),
+        (["[1]"], r"data\.jsonl:1: list '\[1\]'; allowed: one JSON object"),
+        (["[" * 100_000], r"data\.jsonl:1: not JSON"),
+        (['{"word": "a"}'], r"data\.jsonl:1: no column 'prompt' or 'messages'; the line has 'word'"),
+        (['{"prompt": ""}'], r"data\.jsonl:1: prompt is ''; allowed: a string"),
+        (['{"prompt": 3}'], r"data\.jsonl:1: prompt is 3"),
+        (['{"messages": []}'], r"data\.jsonl:1: messages is \[\]"),
+        (['{"messages": [{"role": "user"}]}'], r"data\.jsonl:1: messages is"),
+        (['{"prompt": "a", "completions": 1}'], r"data\.jsonl:1: column 'completions'"),
+    ],
+)
+def test_bad_lines_are_named(folder, lines, message):
+    with pytest.raises(UserError, match=message):
+        task_of(lines, folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"train_path": "nowhere.jsonl"}, "nowhere.jsonl: cannot be read"),
+        ({"train_path": "."}, "cannot be read"),
+        ({"train_size": 2}, r"train_size is 2, but data\.jsonl has 1"),
+        ({"test_size": 2}, r"test_size is 2, but data\.jsonl has 1"),
+        ({"gate_size": 1}, r"gate_size 1 leaves nothing of data\.jsonl"),
+        ({"prompt_column": "question"}, "no column 'question'"),
+        ({"accuracy": "exact"}, "accuracy 'exact' is no reward function; allowed: contains"),
+        ({"reward": "contains"}, '"module:function"'),
+        ({"reward": "no_such_module:f"}, "importing no_such_module failed: ModuleNotFoundError"),
+        ({"reward": "math:no_such_function"}, "no function no_such_function"),
+        ({"reward": "math:pi"}, "no function pi"),
+        ({"reward": ["math:fsum", "math:fsum"]}, "different names"),
+    ],
+)
+def test_bad_settings_are_named(folder, settings, message):
+    with pytest.raises(UserError, match=message):
+        task_of(['{"prompt": "a", "word": "b"}'], folder, **settings)
+
+
+def test_files_that_are_not_text_are_named(folder):
+    (folder / "bad.jsonl").write_bytes(b'{"prompt": "\xff"}')
+    with pytest.raises(UserError, match=r"bad\.jsonl: cannot be read as UTF-8"):
+        task_of(['{"prompt": "a"}'], folder, test_path="bad.jsonl")
+
+
+def test_a_module_that_fails_on_import_is_named(folder):
+    (folder / f"broken_{folder.name}.py").write_text("1 / 0")
+    with pytest.raises(UserError, match="ZeroDivisionError"):
+        import_reward(f"broken_{folder.name}:f")
+
+
+def one_reward(function):
+    return Task("made", [Example("a")], [Example("a")], {"made": function}, accuracy="made")
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ([1.0], "made returned 1 values for 2 completions"),
+        ([1.0, 2.0, 3.0], "made returned 3 values for 2 completions"),
+        ([1.0, math.nan], "made returned nan for completion 1; allowed: finite numbers, None"),
+        ([1.0, -math.inf], "made returned -inf for completion 1"),
+        (["1.0", 1.0], "made returned '1.0' for completion 0"),
+        ([[1.0], 1.0], r"made returned \[1\.0\] for completion 0"),
+        (None, "made raised TypeError"),
+        ([None, 1.0], "every reward function .made. returned None for completion 0"),
+    ],
+)
+def test_bad_rewards_are_named(returned, message):
+    with pytest.raises(UserError, match=message):
+        score(one_reward(lambda **_: returned), [Example("a")] * 2, ["x", "y"], [[1], [2]])
+
+
+def test_a_reward_that_raises_is_named():
+    def made(prompts, completions, completion_ids, answer):
+        return [1.0]
+
+    with pytest.raises(UserError, match="made raised TypeError: .*answer"):
+        score(one_reward(made), [Example("a")], ["x"], [[1]])
+
+
+@pytest.mark.parametrize("returned", [torch.tensor([1.0, 0.0]), [True, False], (1, 0), torch.tensor([1, 0]).numpy()])
+def test_numbers_of_any_kind_are_taken(returned):
+    assert score(one_reward(lambda **_: returned), [Example("a")] * 2, ["x", "y"], [[], []]).total == [1.0, 0.0]
