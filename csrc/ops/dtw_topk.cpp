@@ -9,6 +9,7 @@
 #include <cfloat>
 #include <cmath>
 #include <cstring>
+#include <memory>
 
 #include "check.h"
 #include "dtw_kernels.h"
@@ -95,22 +96,27 @@ class Search {
       for (Query* q : active) q->pending = y_.active;
       return compute(active);
     }
-    const std::vector<float> bounds = lower_bounds(active);
+    const at::Tensor all_bounds = lower_bounds(active);  // [queries, active y]
+    const float* bounds = all_bounds.const_data_ptr<float>();
     each(active, [&](Query& q, int64_t row) {
-      const float* bound = bounds.data() + row * size_;
+      const float* bound = bounds + row * size_;
       q.rough = rough_quantile(bound, size_, 2 * k_);
-      for (int64_t c = 0; c < size_; ++c)
-        if (bound[c] <= q.rough) q.pending.push_back(y_.active[c]);
+      select(q, bound, -1, q.rough);
     });
     compute(active);
     each(active, [&](Query& q, int64_t row) {
-      const float* bound = bounds.data() + row * size_;
-      const float ceiling = kth(q);
-      q.pending.clear();
-      for (int64_t c = 0; c < size_; ++c)
-        if (bound[c] > q.rough && surely(bound[c], q, c) <= ceiling) q.pending.push_back(y_.active[c]);
+      const float* bound = bounds + row * size_;
+      select(q, bound, q.rough, largest_useful_bound(q));
     });
     compute(active);
+  }
+
+  // Makes the candidates with above < bound <= limit pending; no branches.
+  void select(Query& q, const float* bound, float above, float limit) const {
+    const std::unique_ptr<int64_t[]> chosen(new int64_t[size_ + 1]);
+    int64_t count = 0;
+    for (int64_t c = 0; c < size_; ++c) chosen[count] = y_.active[c], count += (bound[c] > above) & (bound[c] <= limit);
+    q.pending.assign(chosen.get(), chosen.get() + count);
   }
 
   template <class F>
@@ -120,13 +126,14 @@ class Search {
     });
   }
 
-  // What the computed cost cannot be below. Bound and cost are float32 sums of terms >= 0: with u = 2^-24 each of n
-  // operations changes a result by a factor within 1 +- u (twice that for a squared difference), or, next to 0, by
-  // 2^-149. n is at most columns * dims + 4 for the bound, (rows + columns) * dims + 4 for the cost; twice that and
-  // more is allowed for.
-  float surely(float bound, const Query& q, int64_t candidate) const {
-    const double steps = double(x_.lengths[q.index] + 2 * y_.lengths[y_.active[candidate]]) * y_.dims + 16;
-    return float(std::max(0.0, double(std::min(bound, FLT_MAX)) * (1 - steps * 0x1p-23) - steps * 0x1p-149));
+  // Candidates with higher bounds cannot be among the k nearest. Bound and cost are float32 sums of terms >= 0: with
+  // u = 2^-24 each of n operations changes a result by a factor within 1 +- u (a squared difference by 1 +- 3 u), or,
+  // next to 0, by 2^-149. n is at most columns * dims + 4 for the bound and (rows + columns) * dims + 4 for the cost;
+  // twice their sum is allowed for. An infinite bound means no more than that it left the range of float32.
+  float largest_useful_bound(const Query& q) const {
+    const double steps = double(x_.lengths[q.index] + 2 * y_.lengths[y_.active[0]]) * y_.dims + 16;
+    const double slack = steps * 0x1p-23, limit = (double(kth(q)) + steps * 0x1p-149) / (1 - slack);
+    return slack > 0.5 || limit >= FLT_MAX ? INFINITY : std::nextafter(float(limit), INFINITY);
   }
 
   float kth(const Query& q) const {  // of the costs found; there are at least 2 k, k may be 0
@@ -140,8 +147,9 @@ class Search {
   }
 
   // [queries, active y] in the order of y_.active.
-  std::vector<float> lower_bounds(const std::vector<Query*>& queries) const {
-    std::vector<float> bounds(queries.size() * size_);
+  at::Tensor lower_bounds(const std::vector<Query*>& queries) const {
+    const at::Tensor result = at::empty({int64_t(queries.size()), size_}, at::kFloat);
+    float* bounds = result.mutable_data_ptr<float>();
     const int64_t columns = y_.lengths[y_.active[0]], width = columns * y_.dims;
     struct Scratch {
       PackedTile packed;
@@ -163,14 +171,15 @@ class Search {
         float *lower = s.boxes.data() + q * 2 * width, *upper = lower + width;
         if (radius != s.radii[q]) envelope(x, y_.dims, s.radii[q] = radius, columns, lower, upper);
         kernel(x, s.packed.tile, s.packed.ends, lower, upper, s.packed.cost);
-        std::copy_n(s.packed.cost, count, bounds.data() + q * size_ + first);
+        std::copy_n(s.packed.cost, count, bounds + q * size_ + first);
       }
     });
-    return bounds;
+    return result;
   }
 
   // Costs of all pending candidates.
   void compute(const std::vector<Query*>& queries) {
+    constexpr size_t kTiles = 8;  // of a task
     struct Task {
       Query* query;
       size_t first, at;  // in query->pending and query->found
@@ -179,23 +188,34 @@ class Search {
     for (Query* q : queries) {
       const size_t known = q->found.size();
       q->found.resize(known + q->pending.size());
-      for (size_t i = 0; i < q->pending.size(); i += lanes_) tasks.push_back({q, i, known + i});
+      for (size_t i = 0; i < q->pending.size(); i += kTiles * lanes_) tasks.push_back({q, i, known + i});
     }
     const auto kernel = RLK_DISPATCH(dtw_tile);
     const auto make = [&] { return PackedTile(y_, false, false); };
     parallel_tasks(tasks.size(), make, [&](int64_t t, PackedTile& packed) {
       const Task& task = tasks[t];
-      const int64_t* index = task.query->pending.data() + task.first;
-      const int count = int(std::min<size_t>(lanes_, task.query->pending.size() - task.first));
-      packed.pack(index, count);
-      kernel(x_.row(task.query->index), packed.tile, radius_, packed.row, packed.cost);
-      for (int lane = 0; lane < count; ++lane) task.query->found[task.at + lane] = key(packed.cost[lane], index[lane]);
+      const std::vector<int64_t>& pending = task.query->pending;
+      const size_t end = std::min(pending.size(), task.first + kTiles * lanes_);
+      for (size_t first = task.first; first < end; first += lanes_) {
+        const int count = int(std::min<size_t>(lanes_, end - first));
+        packed.pack(pending.data() + first, count);
+        for (size_t i = first + count; i < std::min(first + count + lanes_, end); ++i) prefetch(pending[i]);
+        kernel(x_.row(task.query->index), packed.tile, radius_, packed.row, packed.cost);
+        uint64_t* found = task.query->found.data() + task.at + (first - task.first);
+        for (int lane = 0; lane < count; ++lane) found[lane] = key(packed.cost[lane], pending[first + lane]);
+      }
     });
+  }
+
+  // Candidates lie anywhere in the bank: fetch the first kilobyte of a trajectory while its predecessors are computed.
+  void prefetch(int64_t candidate) const {
+    const int64_t count = std::min<int64_t>(y_.lengths[candidate] * y_.dims, 256);
+    for (int64_t p = 0; p < count; p += 16) __builtin_prefetch(y_.values + candidate * y_.stride() + p);
   }
 
   void finish(Query& q, float* cost, int64_t* index) const {
     const bool active = x_.is_active(q.index);
-    for (int64_t j = 0; j < y_.count; ++j)
+    for (int64_t j = 0; j < y_.count && (!active || size_ < y_.count); ++j)
       if (!active || !y_.is_active(j)) q.found.push_back(key(special_cost(x_, q.index, y_, j), j));
     const auto middle = q.found.begin() + k_;
     std::nth_element(q.found.begin(), middle, q.found.end());

@@ -8,7 +8,7 @@ import torch
 _PAIR_CELLS = 1 << 22  # how many cells of one anti-diagonal are held at a time
 
 
-def _as_series(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def as_series(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (value.unsqueeze(-1) if value.ndim == 2 else value).to(dtype)  # [N, L, D]
 
 
@@ -35,17 +35,25 @@ def band_radius(x_lengths: torch.Tensor, y_lengths: torch.Tensor, band: int | No
     return torch.full_like(least, torch.iinfo(torch.int64).max) if band is None else least.clamp_min(band)
 
 
-def _diagonals(x: torch.Tensor, y: torch.Tensor):
-    """Yields (d, lo, hi, cost): squared distances of the cells (i, d - i) with lo <= i < hi, for pairs [B, L, D] x
-    [B, K, D]."""
+def spans(x: torch.Tensor, y: torch.Tensor):
+    """Yields (d, lo, hi) for every anti-diagonal: its cells are (i, d - i) with lo <= i < hi."""
     rows, columns = x.shape[1], y.shape[1]
     for d in range(rows + columns - 1 if rows and columns else 0):
-        lo, hi = max(0, d - columns + 1), min(d + 1, rows)
-        other = y[:, d - hi + 1 : d - lo + 1].flip(1)
-        yield d, lo, hi, (x[:, lo:hi] - other).square().sum(-1)  # [B, hi - lo]
+        yield d, max(0, d - columns + 1), min(d + 1, rows)
 
 
-def _special(cost, x_lengths, y_lengths, bad):
+def diagonal_cost(x: torch.Tensor, y: torch.Tensor, d: int, lo: int, hi: int) -> torch.Tensor:
+    """Squared distances [B, hi - lo] of the cells of an anti-diagonal, for pairs x [B, L, D], y [B, K, D]."""
+    return (x[:, lo:hi] - y[:, d - hi + 1 : d - lo + 1].flip(1)).square().sum(-1)
+
+
+def diagonals(x: torch.Tensor, y: torch.Tensor):
+    """Yields (d, lo, hi, cost) for every anti-diagonal."""
+    for d, lo, hi in spans(x, y):
+        yield d, lo, hi, diagonal_cost(x, y, d, lo, hi)
+
+
+def with_special_cases(cost, x_lengths, y_lengths, bad):
     """Both empty: 0. One empty: inf. A NaN or infinity inside: NaN."""
     cost = cost.masked_fill((x_lengths == 0) != (y_lengths == 0), torch.inf)
     return cost.masked_fill((x_lengths == 0) & (y_lengths == 0), 0.0).masked_fill(bad, torch.nan)
@@ -59,7 +67,7 @@ def _dtw_pairs(x, y, x_lengths, y_lengths, band):
     older, old = x.new_full((batch, rows + 1), torch.inf), x.new_full((batch, rows + 1), torch.inf)
     older[:, 0] = 0
     result = x.new_zeros(batch)
-    for d, lo, hi, cost in _diagonals(x, y):
+    for d, lo, hi, cost in diagonals(x, y):
         best = torch.minimum(torch.minimum(old[:, lo:hi], old[:, lo + 1 : hi + 1]), older[:, lo:hi])
         offset = (2 * torch.arange(lo, hi, device=x.device) - d).abs()  # |i - j|
         new = torch.full_like(old, torch.inf)
@@ -76,7 +84,7 @@ def _subsequence_pairs(x, y, x_lengths, y_lengths):
     older_start, old_start = (torch.full((batch, rows + 1), -1, device=x.device) for _ in range(2))
     result = x.new_full((batch,), torch.inf)
     start, end = torch.full_like(x_lengths, -1), torch.full_like(x_lengths, -1)
-    for d, lo, hi, cost in _diagonals(x, y):
+    for d, lo, hi, cost in diagonals(x, y):
         older[:, 0], older_start[:, 0] = 0, d  # a path may start in any cell (0, j = d)
         values = torch.stack([old[:, lo:hi], old[:, lo + 1 : hi + 1], older[:, lo:hi]])
         starts = torch.stack([old_start[:, lo:hi], old_start[:, lo + 1 : hi + 1], older_start[:, lo:hi]])
@@ -96,7 +104,7 @@ def _subsequence_pairs(x, y, x_lengths, y_lengths):
 def dtw(x, y, *, x_lengths=None, y_lengths=None, band=None, mode="full"):
     """See :func:`rlkernels.dtw`; the cost keeps float64 where the input has it."""
     dtype = compute_dtype(x, y)
-    x, y = _as_series(x, dtype), _as_series(y, dtype)
+    x, y = as_series(x, dtype), as_series(y, dtype)
     x_lengths, y_lengths = full_lengths(x, x_lengths), full_lengths(y, y_lengths)
     (x, x_bad), (y, y_bad) = blank_padding(x, x_lengths), blank_padding(y, y_lengths)
     shape = (x.shape[0], y.shape[0])
@@ -106,10 +114,10 @@ def dtw(x, y, *, x_lengths=None, y_lengths=None, band=None, mode="full"):
         a, b = chunk.unbind(1)
         lengths, bad = (x_lengths[a], y_lengths[b]), x_bad[a] | y_bad[b]
         if mode == "full":
-            parts.append((_special(_dtw_pairs(x[a], y[b], *lengths, band), *lengths, bad),))
+            parts.append((with_special_cases(_dtw_pairs(x[a], y[b], *lengths, band), *lengths, bad),))
         else:
             cost, *place = _subsequence_pairs(x[a], y[b], *lengths)
-            parts.append((_special(cost, *lengths, bad), *(t.masked_fill(bad, -1) for t in place)))
+            parts.append((with_special_cases(cost, *lengths, bad), *(t.masked_fill(bad, -1) for t in place)))
     columns = [torch.cat(c).reshape(shape) for c in zip(*parts)]
     return columns[0] if mode == "full" else tuple(columns)
 
@@ -130,7 +138,7 @@ def dtw_topk(x, y, k, *, x_lengths=None, y_lengths=None, band=None):
 def soft_dtw(x, y, *, gamma=1.0, x_lengths=None, y_lengths=None, band=None):
     """See :func:`rlkernels.soft_dtw`; the gradient comes from autograd through every cell."""
     dtype = compute_dtype(x, y)
-    x, y = _as_series(x, dtype), _as_series(y, dtype)
+    x, y = as_series(x, dtype), as_series(y, dtype)
     x_lengths, y_lengths = full_lengths(x, x_lengths), full_lengths(y, y_lengths)
     (x, x_bad), (y, y_bad) = blank_padding(x, x_lengths), blank_padding(y, y_lengths)
     radius = band_radius(x_lengths, y_lengths, band)
@@ -139,7 +147,7 @@ def soft_dtw(x, y, *, gamma=1.0, x_lengths=None, y_lengths=None, band=None):
     older, old = x.new_full((batch, rows + 1), far), x.new_full((batch, rows + 1), far)
     older[:, 0] = 0
     result = x.new_zeros(batch)
-    for d, lo, hi, cost in _diagonals(x, y):
+    for d, lo, hi, cost in diagonals(x, y):
         around = torch.stack([old[:, lo:hi], old[:, lo + 1 : hi + 1], older[:, lo:hi]])
         new = cost - gamma * torch.logsumexp(around / -gamma, dim=0)
         offset = (2 * torch.arange(lo, hi, device=x.device) - d).abs()
@@ -147,7 +155,7 @@ def soft_dtw(x, y, *, gamma=1.0, x_lengths=None, y_lengths=None, band=None):
         new = torch.nn.functional.pad(new, (lo + 1, rows - hi), value=far)
         result = torch.where(x_lengths + y_lengths - 2 == d, new.gather(1, x_lengths[:, None])[:, 0], result)
         older, old = old, new
-    return _special(result, x_lengths, y_lengths, x_bad | y_bad)
+    return with_special_cases(result, x_lengths, y_lengths, x_bad | y_bad)
 
 
 def _squared_distances(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,63 @@
 """Soft dynamic time warping, the differentiable one."""
 
+from typing import Any
+
 import torch
+from torch.autograd.function import once_differentiable
 
 from rlkernels import _check
 from rlkernels import backend as _backend
 from rlkernels.similarity import arguments, reference
+
+_FAR = 1e30  # stands for infinity: differences of it are 0, not NaN
+
+
+class _SoftDtw(torch.autograd.Function):
+    """Along anti-diagonals, all pairs at once. Keeps one table of cumulative costs; the backward pass walks it from the
+    last cell, handing each cell's share of the gradient to its three predecessors."""
+
+    @staticmethod
+    def forward(ctx: Any, x, y, x_lengths, y_lengths, band, gamma):
+        batch, rows = x.shape[:2]
+        # cell (i, j) lies at [i + j + 2, :, i + 1]; the rest is the border
+        table = x.new_full((rows + y.shape[1] + 1, batch, rows + 1), _FAR)
+        table[0, :, 0] = 0
+        radius = reference.band_radius(x_lengths, y_lengths, band)
+        for d, lo, hi, cost in reference.diagonals(x, y):
+            older, old = table[d], table[d + 1]
+            around = torch.stack([old[:, lo:hi], old[:, lo + 1 : hi + 1], older[:, lo:hi]])
+            value = cost - gamma * torch.logsumexp(around / -gamma, dim=0)
+            offset = (2 * torch.arange(lo, hi, device=x.device) - d).abs()
+            outside = (offset > radius[:, None]) | (value > _FAR / 2)
+            table[d + 2, :, lo + 1 : hi + 1] = value.masked_fill(outside, _FAR)
+        ctx.save_for_backward(x, y, x_lengths, y_lengths, table)
+        ctx.gamma = gamma
+        return table[x_lengths + y_lengths, torch.arange(batch, device=x.device), x_lengths]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad):
+        x, y, x_lengths, y_lengths, table = ctx.saved_tensors
+        grad_x, grad_y = torch.zeros_like(x), torch.zeros_like(y)
+        flow, next_flow, last_flow = (torch.zeros_like(table[0]) for _ in range(3))  # of d, d - 1, d - 2
+        for d, lo, hi in reversed(list(reference.spans(x, y))):
+            ends = (x_lengths + y_lengths - 2 == d) & (x_lengths > 0) & (y_lengths > 0)
+            flow.scatter_add_(1, x_lengths[:, None], torch.where(ends, grad, 0)[:, None])
+            here = flow[:, lo + 1 : hi + 1]
+            softmin = table[d + 2, :, lo + 1 : hi + 1] - reference.diagonal_cost(x, y, d, lo, hi)
+            for target, part, before in (
+                (next_flow, slice(lo, hi), table[d + 1]),
+                (next_flow, slice(lo + 1, hi + 1), table[d + 1]),
+                (last_flow, slice(lo, hi), table[d]),
+            ):
+                # a share of 1 at most; where the cell is out of reach nothing flows
+                target[:, part] += here * ((softmin - before[:, part]) / ctx.gamma).clamp_max(0).exp()
+            columns = slice(d - hi + 1, d - lo + 1)
+            step = 2 * here.unsqueeze(-1) * (x[:, lo:hi] - y[:, columns].flip(1))
+            grad_x[:, lo:hi] += step
+            grad_y[:, columns] -= step.flip(1)
+            flow, next_flow, last_flow = next_flow, last_flow, flow.zero_()
+        return grad_x, grad_y, None, None, None, None
 
 
 def soft_dtw(
@@ -45,4 +98,9 @@ def soft_dtw(
     _backend.choose("soft_dtw", x.device, backend)
     x_lengths = arguments.lengths("x_lengths", x_lengths, x)
     y_lengths = arguments.lengths("y_lengths", y_lengths, y)
-    return reference.soft_dtw(x, y, gamma=float(gamma), x_lengths=x_lengths, y_lengths=y_lengths, band=band)
+    dtype = reference.compute_dtype(x, y)
+    x, y = reference.as_series(x, dtype), reference.as_series(y, dtype)
+    x_lengths, y_lengths = reference.full_lengths(x, x_lengths), reference.full_lengths(y, y_lengths)
+    (x, x_bad), (y, y_bad) = reference.blank_padding(x, x_lengths), reference.blank_padding(y, y_lengths)
+    value = _SoftDtw.apply(x, y, x_lengths, y_lengths, band, float(gamma))
+    return reference.with_special_cases(value, x_lengths, y_lengths, x_bad | y_bad)
