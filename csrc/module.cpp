@@ -2,4 +2,9 @@
 // the host data structures of csrc/runtime are bound here.
 #include <pybind11/pybind11.h>
 
-PYBIND11_MODULE(_C, m) { m.doc() = "Compiled part of rlkernels"; }
+void bind_block_pool(pybind11::module_& m);  // csrc/ops/block_pool.cpp
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Compiled part of rlkernels";
+  bind_block_pool(m);
+}

@@ -37,7 +37,7 @@ OPS: dict[str, Op] = {
     "top1_deltas": Op(),
     "delta_matvec": Op(),
     "add_rank1_": Op(),
-    "block_pool": Op(),
+    "block_pool": Op(cpu=True),
     "write_kv": Op(cpu=True),
     "paged_attention": Op(cpu=True),
     "shared_prefix_attention": Op(cpu=True),

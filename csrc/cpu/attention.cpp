@@ -35,14 +35,23 @@ static void score_packed(const float* q, int64_t q_stride, int dim, const float*
   for (; k < keys; k += kLanes) score_block<R, 1>(q, q_stride, dim, kt + k, s + k);
 }
 
-// The same for one row straight from the cache; dim is a multiple of kLanes, `rows` is padded to one.
+// Asks for the line that holds row[column], once per line.
 template <class T>
-static void score_direct(const float* q, int dim, const T* const* rows, int keys, float* s) {
+RLK_INLINE void prefetch(const T* row, int column) {
+  if (column * sizeof(T) % 64 == 0) __builtin_prefetch(row + column, 0, 2);
+}
+
+// The same for one row straight from the cache; dim is a multiple of kLanes, the lists of rows are padded to one.
+template <class T>
+static void score_direct(const float* q, int dim, const T* const* rows, const T* const* next, int keys, float* s) {
   for (int k = 0; k < keys; k += kLanes) {
     vfloat acc[kLanes] = {};
     for (int c = 0; c < dim; c += kLanes) {
       const vfloat x = load<vfloat>(q + c);
-      for (int j = 0; j < kLanes; ++j) acc[j] += x * load_float(rows[k + j] + c);
+      for (int j = 0; j < kLanes; ++j) {
+        prefetch(next[k + j], c);
+        acc[j] += x * load_float(rows[k + j] + c);
+      }
     }
     store(s + k, sum_rows(acc));
   }
@@ -56,25 +65,31 @@ RLK_INLINE vfloat load_some(const T* p, int count) {
   return load_float(part);
 }
 
-// kt[c][key] = rows[key][c], in float32; `rows` is padded to a multiple of kLanes.
+// kt[c][key] = rows[key][c], in float32; the lists of rows are padded to a multiple of kLanes.
 template <class T>
-static void pack_keys(const T* const* rows, int keys, int dim, float* kt) {
+static void pack_keys(const T* const* rows, const T* const* next, int keys, int dim, float* kt) {
   for (int k = 0; k < keys; k += kLanes)
     for (int c = 0; c < dim; c += kLanes) {
       vfloat square[kLanes];
-      for (int j = 0; j < kLanes; ++j) square[j] = load_some(rows[k + j] + c, dim - c);
+      for (int j = 0; j < kLanes; ++j) {
+        prefetch(next[k + j], c);
+        square[j] = load_some(rows[k + j] + c, dim - c);
+      }
       transpose(square);
       for (int j = 0; j < kLanes && c + j < dim; ++j) store(kt + int64_t(c + j) * kTileKeys + k, square[j]);
     }
 }
 
 // Two neighbours of 16 bits travel as one lane of 32.
-static void pack_keys(const bf16* const* rows, int keys, int dim, float* kt) {
-  if (dim % (2 * kLanes)) return pack_keys<bf16>(rows, keys, dim, kt);
+static void pack_keys(const bf16* const* rows, const bf16* const* next, int keys, int dim, float* kt) {
+  if (dim % (2 * kLanes)) return pack_keys<bf16>(rows, next, keys, dim, kt);
   for (int k = 0; k < keys; k += kLanes)
     for (int c = 0; c < dim; c += 2 * kLanes) {
       vfloat square[kLanes];
-      for (int j = 0; j < kLanes; ++j) std::memcpy(&square[j], rows[k + j] + c, sizeof(vfloat));
+      for (int j = 0; j < kLanes; ++j) {
+        prefetch(next[k + j], c);
+        std::memcpy(&square[j], rows[k + j] + c, sizeof(vfloat));
+      }
       transpose(square);
       for (int j = 0; j < kLanes; ++j) {
         const vuint pair = (vuint)square[j];
@@ -86,7 +101,8 @@ static void pack_keys(const bf16* const* rows, int keys, int dim, float* kt) {
 
 // out[r][0 .. NV * kLanes) += sum over keys of p[r][key] * rows[key][column ..]
 template <class T, int R, int NV>
-static void value_block(const float* p, const T* const* rows, int keys, int column, float* out, int64_t stride) {
+static void value_block(const float* p, const T* const* rows, const T* const* next, int keys, int column, float* out,
+                        int64_t stride) {
   constexpr int kChains = R * NV < 8 ? 2 : 1;  // independent sums, where few rows would wait for the adder
   vfloat acc[kChains][R][NV] = {};
   for (int r = 0; r < R; ++r)
@@ -95,7 +111,10 @@ static void value_block(const float* p, const T* const* rows, int keys, int colu
   for (; k + kChains <= keys; k += kChains)
     for (int u = 0; u < kChains; ++u) {
       vfloat x[NV];
-      for (int v = 0; v < NV; ++v) x[v] = load_float(rows[k + u] + column + v * kLanes);
+      for (int v = 0; v < NV; ++v) {
+        prefetch(next[k + u], column + v * kLanes);
+        x[v] = load_float(rows[k + u] + column + v * kLanes);
+      }
       for (int r = 0; r < R; ++r) {
         const vfloat weight = splat(p[r * kTileKeys + k + u]);
         for (int v = 0; v < NV; ++v) acc[u][r][v] += weight * x[v];
@@ -113,12 +132,13 @@ static void value_block(const float* p, const T* const* rows, int keys, int colu
 }
 
 template <int R, class T>
-static void add_values(const float* p, const T* const* rows, int keys, int padded, float* out, int64_t stride) {
+static void add_values(const float* p, const T* const* rows, const T* const* next, int keys, int padded, float* out,
+                       int64_t stride) {
   int c = 0;
   for (; c + kVectors * kLanes <= padded; c += kVectors * kLanes)
-    value_block<T, R, kVectors>(p, rows, keys, c, out, stride);
-  for (; c + 2 * kLanes <= padded; c += 2 * kLanes) value_block<T, R, 2>(p, rows, keys, c, out, stride);
-  for (; c < padded; c += kLanes) value_block<T, R, 1>(p, rows, keys, c, out, stride);
+    value_block<T, R, kVectors>(p, rows, next, keys, c, out, stride);
+  for (; c + 2 * kLanes <= padded; c += 2 * kLanes) value_block<T, R, 2>(p, rows, next, keys, c, out, stride);
+  for (; c < padded; c += kLanes) value_block<T, R, 1>(p, rows, next, keys, c, out, stride);
 }
 
 // Turns the scores of one row into weights and brings its running maximum, sum and output up to date.
@@ -154,9 +174,9 @@ static void online_softmax(float* s, int64_t visible, int keys, float* maximum, 
 }
 
 template <class T>
-struct Tile {
-  const T* key[kTileKeys];
-  const T* value[kTileKeys];
+struct Tile {  // rows of one KV head, padded to whole vectors
+  const T *key[kTileKeys], *value[kTileKeys];
+  const T *next_key[kTileKeys], *next_value[kTileKeys];  // what is worth asking for meanwhile
   const float* value_packed[kTileKeys];
   int keys;         // in the tile
   int64_t visible;  // keys from the start of the tile on that the first query sees
@@ -175,7 +195,7 @@ static void attend_rows(const Tile<T>& tile, const Rows& rows, int first, int he
   if (kt) {
     score_packed<R>(q, padded, dim, kt, tile.keys, s);
   } else {
-    for (int r = 0; r < R; ++r) score_direct(q + r * padded, dim, tile.key, tile.keys, s + r * kTileKeys);
+    for (int r = 0; r < R; ++r) score_direct(q + r * padded, dim, tile.key, tile.next_key, tile.keys, s + r * kTileKeys);
   }
   for (int r = 0; r < R; ++r) {
     const int64_t visible = tile.visible + int64_t((first + r) / heads_per_kv) * step;
@@ -183,9 +203,9 @@ static void attend_rows(const Tile<T>& tile, const Rows& rows, int first, int he
                    out + r * padded, padded);
   }
   if (padded == dim)
-    add_values<R>(s, tile.value, tile.keys, padded, out, padded);
+    add_values<R>(s, tile.value, tile.next_value, tile.keys, padded, out, padded);
   else
-    add_values<R>(s, tile.value_packed, tile.keys, padded, out, padded);
+    add_values<R>(s, tile.value_packed, tile.value_packed, tile.keys, padded, out, padded);
 }
 
 template <class T>
@@ -205,17 +225,35 @@ static void attend_tile(const Tile<T>& tile, const Rows& rows, int count, int he
 #undef RLK_LAST_ROWS
 }
 
-// Pointers to the rows of `keys` keys from position `start` on, padded to whole vectors with the first of them.
+// Pointers to the rows of `keys` keys from position `start` on, filled up to whole vectors with the first of them.
 template <class T>
-static void locate(const Pages& pages, const int32_t* table, int block_size, int64_t start, int keys, int padded_keys,
-                   const T** rows) {
+static void locate(const Pages& pages, const int32_t* table, int block_size, int64_t start, int keys, const T** rows) {
   int64_t block = start / block_size, offset = start % block_size;
   const T* base = static_cast<const T*>(pages.data);
   for (int j = 0; j < keys; ++j) {
     rows[j] = base + table[block] * pages.block_stride + offset * pages.token_stride;
     if (++offset == block_size) offset = 0, ++block;
   }
-  for (int j = keys; j < padded_keys; ++j) rows[j] = rows[0];
+  for (int j = keys; j < (keys + kLanes - 1) / kLanes * kLanes; ++j) rows[j] = rows[0];
+}
+
+// Points a tile at one KV head. What it asks for ahead is its share of the next tile (if there is one) in the order
+// of memory: all KV heads of a token lie side by side, and pages are scattered, so the processor does not foresee it.
+template <class T>
+static void point_at(Tile<T>& tile, const Attention& a, const AttentionSpan& span, int head, const T* const* keys,
+                     const T* const* values, const T* const* next_keys, const T* const* next_values, int next_count) {
+  const int count = (tile.keys + kLanes - 1) / kLanes * kLanes, ahead = (head - span.first_kv_head) * kTileKeys;
+  for (int j = 0; j < count; ++j) {
+    tile.key[j] = keys[j] + head * a.key.head_stride;
+    tile.value[j] = values[j] + head * a.value.head_stride;
+  }
+  int row = ahead / span.kv_heads, beside = ahead % span.kv_heads;
+  for (int j = 0; j < count; ++j) {
+    tile.next_key[j] = row < next_count ? next_keys[row] + (span.first_kv_head + beside) * a.key.head_stride : tile.key[j];
+    tile.next_value[j] =
+        row < next_count ? next_values[row] + (span.first_kv_head + beside) * a.value.head_stride : tile.value[j];
+    if (++beside == span.kv_heads) beside = 0, ++row;
+  }
 }
 
 template <class Q>
@@ -269,20 +307,24 @@ static void attend(const Attention& a, const AttentionSpan& span, float* scratch
   for (int h = 0; h < span.kv_heads; ++h)
     load_queries<Q>(a, span, span.first_kv_head + h, rows_of(span.first_kv_head + h), padded);
   const bool direct = count <= 2 && padded == a.dim;
-  Tile<T> all, tile;
+  Tile<T> tile;
+  const T *keys_at[2][kTileKeys], *values_at[2][kTileKeys];  // of KV head 0, this tile and the next
+  const auto find = [&](int64_t start, int which) {
+    const int64_t left = span.last_key - start;
+    const int keys = left < kTileKeys ? int(left) : kTileKeys;
+    locate(a.key, span.table, a.block_size, start, keys, keys_at[which]);
+    locate(a.value, span.table, a.block_size, start, keys, values_at[which]);
+    return keys;
+  };
+  int now = 0, keys = span.first_key < span.last_key ? find(span.first_key, now) : 0;
   for (int64_t start = span.first_key; start < span.last_key; start += kTileKeys) {
-    const int keys = span.last_key - start < kTileKeys ? int(span.last_key - start) : kTileKeys;
-    const int padded_keys = (keys + kLanes - 1) / kLanes * kLanes;
-    locate(a.key, span.table, a.block_size, start, keys, padded_keys, all.key);
-    locate(a.value, span.table, a.block_size, start, keys, padded_keys, all.value);
+    const bool more = start + kTileKeys < span.last_key;
+    const int next = more ? now ^ 1 : now, next_keys = more ? find(start + kTileKeys, next) : 0;
     tile.keys = keys;
     tile.visible = span.visible - start;
     for (int head = span.first_kv_head; head < span.first_kv_head + span.kv_heads; ++head) {
-      for (int j = 0; j < padded_keys; ++j) {
-        tile.key[j] = all.key[j] + head * a.key.head_stride;
-        tile.value[j] = all.value[j] + head * a.value.head_stride;
-      }
-      if (!direct) pack_keys(tile.key, keys, a.dim, kt);
+      point_at(tile, a, span, head, keys_at[now], values_at[now], keys_at[next], values_at[next], next_keys);
+      if (!direct) pack_keys(tile.key, tile.next_key, keys, a.dim, kt);
       if (padded != a.dim)
         for (int j = 0; j < keys; ++j) {
           tile.value_packed[j] = packed + int64_t(j) * padded;
@@ -291,6 +333,8 @@ static void attend(const Attention& a, const AttentionSpan& span, float* scratch
         }
       attend_tile(tile, rows_of(head), count, per_kv, span.step, a.dim, padded, direct ? nullptr : kt, s);
     }
+    now = next;
+    keys = next_keys;
   }
   for (int h = 0; h < span.kv_heads; ++h)
     store_outputs<Q>(a, span, span.first_kv_head + h, rows_of(span.first_kv_head + h), padded);

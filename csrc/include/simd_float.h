@@ -23,6 +23,10 @@ RLK_INLINE vfloat splat(float x) { return x - vfloat{}; }
 RLK_INLINE vfloat load_float(const float* p) { return load<vfloat>(p); }
 
 RLK_INLINE vfloat load_float(const bf16* p) {
+#if defined(__AVX512F__)  // GCC 12 makes two halves of the general form
+  const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return (vfloat)((vuint)_mm512_maskz_cvtepu16_epi32(0xFFFF, half) << 16);
+#endif
   vushort v;
   std::memcpy(&v, p, sizeof v);
   return (vfloat)(__builtin_convertvector(v, vuint) << 16);

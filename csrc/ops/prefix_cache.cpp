@@ -8,6 +8,10 @@
 #include <atomic>
 #include <vector>
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 #include "attention.h"
 #include "check.h"
 #include "dispatch.h"
@@ -306,6 +310,17 @@ void write_kv(const at::Tensor& key, const at::Tensor& value, const at::Tensor& 
   }
 }
 
+// Pages of 2 MiB where the system gives them on request: blocks are scattered over more pages of 4 KiB than the
+// processor can remember the addresses of.
+void advise_huge_pages(const at::Tensor& memory) {
+#ifdef __linux__
+  constexpr uintptr_t page = 1 << 21;
+  const uintptr_t data = reinterpret_cast<uintptr_t>(memory.data_ptr());
+  const uintptr_t begin = (data + page - 1) / page * page, end = (data + memory.nbytes()) / page * page;
+  if (memory.is_cpu() && begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(rlkernels, m) {
@@ -317,6 +332,7 @@ TORCH_LIBRARY_FRAGMENT(rlkernels, m) {
       "shared_prefix_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor group_tables, "
       "Tensor group_lens, Tensor group_starts, Tensor block_tables, Tensor seq_lens, Tensor query_starts, "
       "float scale) -> (Tensor, Tensor)");
+  m.def("advise_huge_pages(Tensor(a!) memory) -> ()");
   m.def("merge_attention(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)");
 }
 
@@ -325,4 +341,5 @@ TORCH_LIBRARY_IMPL(rlkernels, CPU, m) {
   m.impl("paged_attention", &paged_attention);
   m.impl("shared_prefix_attention", &shared_prefix_attention);
   m.impl("merge_attention", &merge_attention);
+  m.impl("advise_huge_pages", &advise_huge_pages);
 }

@@ -7,8 +7,8 @@ version, least recently used first) and *free*. A block enters the tree when a s
 contents never change. A block in the tree is found by (parent block, its tokens), so tokens are compared, not only
 hashed. The parent of a first block is the policy version: raising it makes everything unreachable at once.
 
-Every sequence that pins a block pins the block's parents too and lets go of them tail first, so the front of the
-list of cached blocks never has a child in the tree: what is evicted is always a leaf.
+A pinned block of the tree pins its parent, and sequences let go of their blocks tail first, so the front of the list
+of cached blocks never has a child in the tree: what is evicted is always a leaf.
 """
 
 from collections import OrderedDict
@@ -42,7 +42,7 @@ class BlockPool:
         self.version = self.hits = self.misses = self.evictions = 0
         self._sequences: dict[int, _Sequence] = {}
         self._next_handle = 0
-        self._refs = [0] * num_blocks
+        self._refs = [0] * num_blocks  # sequences that use a block, and pinned children in the tree
         self._tree: dict[Key, int] = {}
         self._place: dict[int, tuple[Key, int]] = {}  # block in the tree -> its key and version
         self._free = list(reversed(range(num_blocks)))
@@ -80,11 +80,10 @@ class BlockPool:
             plans.append(plan)
             cached.append(shared)
         self._require(new, reserved=len(found))
-        for block in found:
-            del self._cached[block]
         for plan in plans:
             for block in plan:
-                self._refs[block] += block >= 0
+                if block >= 0:
+                    self._pin(block)
         fresh = [self._take() for _ in range(new)]
         handles = []
         for tokens, plan, shared in zip(prompts, plans, cached):
@@ -158,6 +157,8 @@ class BlockPool:
             own, there = sequence.table[i], self._tree.get(key)
             if there is None:
                 self._tree[key], self._place[own] = own, (key, self.version)
+                if parent >= 0:  # own is in use
+                    self._pin(parent)
             elif there != own:
                 self._pin(there)
                 self._release(own)
@@ -237,9 +238,13 @@ class BlockPool:
         return block
 
     def _pin(self, block: int) -> None:
-        if not self._refs[block]:
-            del self._cached[block]
+        """Counts one more user of a block that is in the tree."""
         self._refs[block] += 1
+        if self._refs[block] == 1:
+            del self._cached[block]
+            parent = self._place[block][0][0]
+            if parent >= 0:
+                self._pin(parent)
 
     def _release(self, block: int) -> None:
         self._refs[block] -= 1
@@ -247,7 +252,8 @@ class BlockPool:
             return
         if block not in self._place:
             self._free.append(block)
-        elif self._place[block][1] == self.version:
-            self._cached[block] = None
-        else:
-            self._stale[-1][block] = None
+            return
+        (parent, _), version = self._place[block]
+        (self._cached if version == self.version else self._stale[-1])[block] = None
+        if parent >= 0:
+            self._release(parent)

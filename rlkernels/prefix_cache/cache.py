@@ -51,7 +51,7 @@ class Sequence:
     @property
     def block_table(self) -> torch.Tensor:
         """int32 [blocks]. ``append`` and ``commit`` may replace entries: read it again after them."""
-        return self._cache._pool.tables([self._handle])[0][0].to(self._cache.device)
+        return self._cache.tables([self])[0][0]
 
     def __repr__(self) -> str:
         return f"Sequence(length={self.length}, num_cached={self.num_cached})"
@@ -102,8 +102,14 @@ class PagedKVCache:
         shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
         self.key_cache = torch.empty(shape, dtype=dtype, device=device)
         self.value_cache = torch.empty(shape, dtype=dtype, device=device)
-        _backend.choose("block_pool", torch.device("cpu"), backend)
-        self._pool = BlockPool(num_blocks, block_size)
+        self._pool: Any = BlockPool(num_blocks, block_size)
+        if _backend.choose("block_pool", torch.device("cpu"), backend) == "cpu":
+            from rlkernels import _C
+
+            self._pool = _C.BlockPool(num_blocks, block_size)
+        if self.device.type == "cpu" and _backend.extension_error() is None:
+            torch.ops.rlkernels.advise_huge_pages(self.key_cache)
+            torch.ops.rlkernels.advise_huge_pages(self.value_cache)
 
     def open(self, token_ids: Seq[int]) -> Sequence:
         """A sequence that pins the longest cached prefix of ``token_ids`` and has blocks for the rest.
@@ -152,7 +158,7 @@ class PagedKVCache:
             source, target = torch.tensor(copies, device=self.device).T
             for blocks in (*self.key_cache, *self.value_cache):
                 blocks[target] = blocks[source]
-        return self._pool.slots(handles, starts).to(self.device)
+        return self._tensor(self._pool.slots(handles, starts))
 
     def truncate(self, seq: Sequence, length: int) -> None:
         """Drops all tokens from ``length`` on and the blocks they alone used."""
@@ -188,12 +194,12 @@ class PagedKVCache:
     def slots(self, sequences: Seq[Sequence]) -> torch.Tensor:
         """The slots of the tokens that each sequence has still to compute, one after the other, int64 [T]."""
         handles = self._handles(sequences)
-        return self._pool.slots(handles, [self._pool.computed(h) for h in handles]).to(self.device)
+        return self._tensor(self._pool.slots(handles, [self._pool.computed(h) for h in handles]))
 
     def tables(self, sequences: Seq[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
         """(block_tables int32 [B, most blocks], seq_lens int32 [B]) for :func:`paged_attention`."""
         tables, lengths = self._pool.tables(self._handles(sequences))
-        return tables.to(self.device), lengths.to(self.device)
+        return self._tensor(tables), self._tensor(lengths)
 
     def group(self, sequences: Seq[Sequence], *, min_tokens: int = MIN_SHARED_TOKENS) -> tuple[torch.Tensor, ...]:
         """Finds neighbours that begin with the same blocks, for :func:`shared_prefix_attention`.
@@ -209,7 +215,7 @@ class PagedKVCache:
             block_tables [B, most blocks] and seq_lens [B] of what each sequence has beyond the shared part.
         """
         handles = self._handles(sequences)
-        tables, lengths = self._pool.tables(handles)
+        tables, lengths = map(torch.as_tensor, self._pool.tables(handles))
         size = self.block_size
         own = torch.tensor([self._pool.computed(h) for h in handles], dtype=torch.int32)
         limits = (torch.minimum(own, lengths - 1) // size).clamp(min=0).tolist()
@@ -237,6 +243,9 @@ class PagedKVCache:
         return {"hits": pool.hits, "misses": pool.misses, "evictions": pool.evictions,
                 "blocks_free": free, "blocks_cached": cached, "blocks_pinned": pinned}  # fmt: skip
 
+    def _tensor(self, values: Any) -> torch.Tensor:
+        return torch.as_tensor(values, device=self.device)
+
     def _handles(self, sequences: Seq[Sequence]) -> list[int]:
         for seq in sequences:
             if seq._cache is not self or seq._handle < 0:
@@ -246,6 +255,8 @@ class PagedKVCache:
 
 
 def _ids(token_ids: Any) -> list[int]:
+    if isinstance(token_ids, list):
+        return token_ids
     return token_ids.tolist() if hasattr(token_ids, "tolist") else list(token_ids)
 
 

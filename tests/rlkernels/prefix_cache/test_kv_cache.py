@@ -5,9 +5,16 @@ import torch
 
 import rlkernels
 
+BACKEND = "auto"
+
+
+@pytest.fixture(autouse=True, params=["cpu", "torch"])
+def each_backend(request, monkeypatch):
+    monkeypatch.setitem(globals(), "BACKEND", request.param)
+
 
 def make(num_blocks=16, block_size=4, **kwargs):
-    return rlkernels.PagedKVCache(2, 2, 8, num_blocks=num_blocks, block_size=block_size, **kwargs)
+    return rlkernels.PagedKVCache(2, 2, 8, num_blocks=num_blocks, block_size=block_size, backend=BACKEND, **kwargs)
 
 
 def fill(cache, seq):
