@@ -48,6 +48,10 @@ OPS: dict[str, Op] = {
     "verify_drafts": Op(cpu=True),
     "rollout_history": Op(),
     "token_logprobs": Op(cpu=True),
+    # between the matrix products of a decoder layer (rlkernels.decoder)
+    "add_rms_norm": Op(cpu=True),
+    "rope": Op(cpu=True),
+    "silu_mul": Op(cpu=True),
 }
 
 

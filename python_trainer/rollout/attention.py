@@ -6,9 +6,10 @@ that has no mask function, so the model sees one row of T tokens with position i
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,19 +115,26 @@ def forward(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, 
     return logits if selects else logits[rows]
 
 
-def probe(model: PreTrainedModel) -> Probe:
+# ids [T], positions [T], rows [R] and the paging state -> logits [R, V]
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Paging | Probe], torch.Tensor]
+
+
+def probe(model: PreTrainedModel, run: Forward | None = None) -> Probe:
     """Finds the KV shape of every layer, and checks that nothing but attention looks across tokens.
+
+    Args:
+        run: what computes on flattened tokens; by default :func:`forward` of the model.
 
     Raises:
         UserError: the model does not compute on flattened tokens what it computes on its own.
     """
-    name = type(model).__name__
+    name, run = type(model).__name__, run or partial(forward, model)
     device = next(model.parameters()).device
     ids, positions = torch.tensor([1, 2, 1], device=device), torch.tensor([0, 1, 0], device=device)
     found = Probe([2, 1])
     try:
         with paged_mode(model):
-            packed = forward(model, ids, positions, torch.arange(3, device=device), found).float()
+            packed = run(ids, positions, torch.arange(3, device=device), found).float()
     except TypeError as error:  # a forward that takes no further keyword arguments
         raise UserError(f"PagedEngine cannot run {name}: {error}") from error
     with evaluation_mode(model):

@@ -108,13 +108,16 @@ def kept_logprobs(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tenso
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("with_eos", [False, True])
-def test_greedy_equals_generate(name, with_eos):
+@pytest.mark.parametrize("fused", [False, True])
+def test_greedy_equals_generate(name, with_eos, fused):
     model = make(name)
     requests = [Request(prompt, max_new_tokens=30) for prompt in prompts([1, 2, 15, 16, 17, 40])]
     # two tokens that greedy decoding reaches in some of the answers
     free = engine_for(model).generate(requests, GREEDY)
     eos = [free[2].ids[4], free[3].ids[9]] if with_eos else []
-    got = engine_for(model, eos=eos).generate(requests, GREEDY)
+    engine = engine_for(model, eos=eos, fused=fused)
+    got = engine.generate(requests, GREEDY)
+    assert engine.fused == fused
     reasons = set()
     for request, completion in zip(requests, got):
         assert completion.ids == own_greedy(model, request.prompt_ids, 30, eos)
@@ -136,7 +139,8 @@ def test_greedy_equals_generate(name, with_eos):
 def test_logprobs_are_those_of_a_full_forward_pass(name, sampling):
     model = make(name)
     requests = mixed_requests()
-    completions = iter(engine_for(model).generate(requests, sampling))
+    # both ways through the model, in turn
+    completions = iter(engine_for(model, fused=bool(sampling.top_k)).generate(requests, sampling))
     for request in requests:
         context = [*request.prompt_ids, *request.prefix_ids]
         for _ in range(request.num_samples):
@@ -159,8 +163,8 @@ def test_batching_and_memory_do_not_change_samples():
     shuffled = engine_for(model).generate([requests[i] for i in order], sampling)
     assert_same(shuffled, [c for i in order for c in expected[starts[i] : starts[i + 1]]])
 
-    for settings in ({"max_sequences": 1}, {"max_sequences": 3}, {"max_batch_tokens": 5, "max_sequences": 4},
-                     {"block_size": 1}, {"block_size": 64}):  # fmt: skip
+    changes = [{"fused": False}, {"max_sequences": 1}, {"max_sequences": 3}, {"block_size": 1}, {"block_size": 64}]
+    for settings in (*changes, {"max_batch_tokens": 5, "max_sequences": 4}):
         assert_same(engine_for(model, **settings).generate(requests, sampling), expected)
 
 
@@ -359,6 +363,21 @@ def test_bfloat16_logprobs():
         plain, gold = (x.log_softmax(-1)[rows, picked] for x in (logits, exact))
         error = (torch.tensor(completion.logprobs) - gold).abs().mean()
         assert error <= 2 * (plain - gold).abs().mean() + 1e-3
+
+
+def test_hooks_are_run():
+    model = make()
+    engine = engine_for(model)
+    request = Request(prompts([9])[0], max_new_tokens=6)
+    plain = engine.generate([request], GREEDY)
+    assert engine.fused
+    hook = model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output * 0)
+    engine.policy_updated()
+    hooked = engine.generate([request], GREEDY)
+    assert hooked[0].ids == own_greedy(model, request.prompt_ids, 6) != plain[0].ids
+    hook.remove()
+    engine.policy_updated()
+    assert_same(engine.generate([request], GREEDY), plain)
 
 
 def test_absolute_positions_and_sliding_window():
