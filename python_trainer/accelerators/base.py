@@ -1,7 +1,9 @@
 """The one interface of everything that makes training cheaper."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict
 
 if TYPE_CHECKING:
     import torch
@@ -55,10 +57,20 @@ class StepContext:
     telemetry: dict[str, float]  # metrics of this step; add your own as "name/metric"
 
 
+class Settings(BaseModel):
+    """Settings of an accelerator: the section ``accelerators.NAME`` of a configuration."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
 class Accelerator:
     """Optional hooks, called in this order within a step. Subclasses override what they need."""
 
     name = ""
+    Settings: ClassVar[type[Settings]] = Settings
+
+    def __init__(self, settings: Any):
+        self.settings = settings
 
     def plan(self, context: StepContext, groups: list[PlannedGroup]) -> list[PlannedGroup]:
         """Before generation: change prefixes, lengths, order."""

@@ -30,11 +30,24 @@ SHAPES: dict[str, dict[str, int]] = {
     "main": {"hidden_size": 192, "intermediate_size": 512, "num_attention_heads": 6, "num_key_value_heads": 2},
     "small": {"hidden_size": 96, "intermediate_size": 256, "num_attention_heads": 3, "num_key_value_heads": 1},
 }
-Mixture = list[tuple[dict[int, float], float]]  # (number of terms -> weight, share)
-SHORT: Mixture = [(TERMS["short"], 1.0)]
-# 11 to 19 terms join the short and the long variant
-ALL: Mixture = [(TERMS["short"], 0.85), ({n: 1.0 for n in range(11, 20)}, 0.06), (TERMS["long"], 0.09)]
 SLIPS = (-10, -1, 1, 10)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A share of the training examples."""
+
+    share: float
+    terms: dict[int, float]  # number of terms -> weight
+    slip_share: float  # share of its answers with one wrong step, in the phase with slips
+
+
+SHORT = [Part(1.0, TERMS["short"], 0.68)]
+ALL = [
+    Part(0.83, TERMS["short"], 0.68),
+    Part(0.06, {n: 1.0 for n in range(11, 20)}, 0.55),  # joins the short and the long variant
+    Part(0.11, TERMS["long"], 0.45),
+]
 
 
 @dataclass(frozen=True)
@@ -42,7 +55,7 @@ class Phase:
     """One stretch of training with its own optimizer state."""
 
     name: str
-    mixture: Mixture
+    mixture: list[Part]
     slips: bool  # whether some answers have a wrong step
     steps: int
     lr: float  # of Muon; AdamW's is 0.7 of it
@@ -52,13 +65,13 @@ class Phase:
 PHASES = {
     "main": [
         Phase("short sums", SHORT, False, 500, 4e-3, 0.0),
-        Phase("all lengths", ALL, False, 300, 4e-3, 0.3),
-        Phase("slips", ALL, True, 150, 2e-3, 1.0),
+        Phase("all lengths", ALL, False, 400, 4e-3, 0.5),
+        Phase("slips", ALL, True, 200, 2e-3, 1.0),
     ],
     "small": [
         Phase("short sums", SHORT, False, 800, 6e-3, 0.0),
-        Phase("all lengths", ALL, False, 400, 6e-3, 0.3),
-        Phase("slips", ALL, True, 150, 3e-3, 1.0),
+        Phase("all lengths", ALL, False, 600, 6e-3, 0.6),
+        Phase("slips", ALL, True, 200, 3e-3, 1.0),
     ],
 }
 
@@ -71,7 +84,7 @@ def byte_tokenizer() -> Qwen2Tokenizer:
     return Qwen2Tokenizer(
         vocab=vocab | {PAD: PAD_ID, START: START_ID, EOS: EOS_ID},
         merges=[],
-        unk_token=None,
+        unk_token=None,  # type: ignore[arg-type]  # every byte is a token
         pad_token=PAD,
         eos_token=EOS,
         extra_special_tokens=[START],
@@ -100,20 +113,21 @@ def new_policy(size: str) -> Qwen2ForCausalLM:
 class Corpus:
     """Endless sums that are no prompt of the shipped task, as (token ids, prompt length)."""
 
-    def __init__(self, seed: int, phase: Phase, slip_share: float):
+    def __init__(self, seed: int, phase: Phase):
         self.rng = random.Random(f"pretrain/{seed}/{phase.name}")
-        self.mixture, self.slip_share = phase.mixture, slip_share if phase.slips else 0.0
+        self.phase = phase
         splits = [split for variant in TERMS for split in draw_examples(variant, 0, tuple(SIZES.values()))]
         self.held_out = {example.prompt for split in splits for example in split}
 
     def example(self) -> tuple[list[int], int]:
         while True:
-            (weights,) = self.rng.choices([w for w, _ in self.mixture], [share for _, share in self.mixture])
-            terms = draw_terms(self.rng, weights)
+            (part,) = self.rng.choices(self.phase.mixture, [part.share for part in self.phase.mixture])
+            terms = draw_terms(self.rng, part.terms)
             prompt = prompt_of(terms)
             if prompt not in self.held_out:
                 break
-        slip_step = self.rng.randrange(len(terms) - 1) if self.rng.random() < self.slip_share else None
+        slips = self.phase.slips and self.rng.random() < part.slip_share
+        slip_step = self.rng.randrange(len(terms) - 1) if slips else None
         answer = solution(terms, slip_step, self.rng.choice(SLIPS))
         return [*(prompt + answer).encode(), EOS_ID], len(prompt)
 
@@ -187,7 +201,6 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder for the policy, Hugging Face format")
     parser.add_argument("--steps-scale", type=float, default=1.0, help="more or fewer steps in every phase")
     parser.add_argument("--batch", type=int, default=64, help="examples a step")
-    parser.add_argument("--slip-share", type=float, default=0.55, help="share of answers with one wrong step")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
@@ -198,7 +211,7 @@ def main() -> None:
     policy.set_attn_implementation("eager")  # on a CPU twice as fast as sdpa with sequences this short
     for phase in PHASES[args.size]:
         phase = replace(phase, steps=max(1, round(phase.steps * args.steps_scale)))
-        train(policy, phase, Corpus(args.seed, phase, args.slip_share), args.batch)
+        train(policy, phase, Corpus(args.seed, phase), args.batch)
     save(policy, args.output)
 
 

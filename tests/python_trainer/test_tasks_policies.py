@@ -59,7 +59,7 @@ def test_tokenizer_is_one_token_a_byte():
 
 
 def test_pretraining_never_sees_a_prompt_of_the_task():
-    corpus = Corpus(0, Phase("two terms", SHORT, False, 1, 1e-3, 0.0), 0.0)
+    corpus = Corpus(0, Phase("two terms", SHORT, False, 1, 1e-3, 0.0))
     prompts = {bytes(ids[:length]).decode() for ids, length in (corpus.example() for _ in range(5000))}
     task = load_task(TaskConfig())
     assert not prompts & {example.prompt for example in [*task.train, *task.gate, *task.test]}
@@ -70,7 +70,7 @@ def test_pretraining_gives_the_same_policy_twice(tmp_path):
         torch.manual_seed(0)
         policy = new_policy("small")
         phase = Phase("slips", ALL, True, 2, 1e-3, 1.0)
-        train(policy, phase, Corpus(0, phase, 0.5), 4)
+        train(policy, phase, Corpus(0, phase), 4)
         save(policy, tmp_path / name)
         return (tmp_path / name / "model.safetensors").read_bytes()
 

@@ -1,0 +1,114 @@
+"""The command line: ``python -m python_trainer train | compare | report``."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from python_trainer.errors import UserError
+
+EPILOG = """\
+examples:
+  python -m python_trainer train --config configs/arithmetic.yaml --output-dir runs/first
+  python -m python_trainer train --config configs/arithmetic.yaml --output-dir runs/rpo --set accelerators.enabled=[rpo]
+  python -m python_trainer train --config configs/arithmetic.yaml --output-dir runs/first --resume --set max_steps=400
+  python -m python_trainer compare --config configs/arithmetic.yaml --variants baseline,rpo,all --seeds 3 \\
+      --output-dir runs/compare
+  python -m python_trainer report runs/compare
+"""
+
+
+def settings_help() -> str:
+    """All settings, from the configuration's own documentation."""
+    from python_trainer.config import describe_settings
+
+    lines = ["settings (in the YAML file, or by --set key=value; values are YAML):"]
+    for key, kind, default, text in describe_settings():
+        lines += [f"  {key}: {kind} = {default}", f"      {text}"]
+    return "\n".join(lines)
+
+
+class SettingsHelp(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *args: object) -> None:
+        print(settings_help())
+        parser.exit()
+
+
+def make_parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="python -m python_trainer", formatter_class=raw, epilog=EPILOG,
+        description="Trains language models on tasks with checkable answers (GRPO and relatives).",
+    )  # fmt: skip
+    commands = parser.add_subparsers(dest="command", required=True, metavar="train | compare | report")
+
+    train = commands.add_parser(
+        "train", formatter_class=raw, help="one training run", epilog=EPILOG,
+        description="One training run. OUTPUT_DIR gets config.yaml (all settings as used), metrics.jsonl (one row a "
+        "step), summary.json,\n checkpoints/, tensorboard/ and model/ (the trained policy, Hugging Face format).",
+    )  # fmt: skip
+    compare = commands.add_parser(
+        "compare", formatter_class=raw, help="the same training with and without accelerators", epilog=EPILOG,
+        description="Trains every variant on every seed, one after the other, into OUTPUT_DIR/VARIANT/seed-N; then "
+        "prints a table and\ndraws accuracy over wall time. What is finished is not run again, what was interrupted "
+        "goes on.",
+    )  # fmt: skip
+    for command in (train, compare):
+        command.add_argument(
+            "--config", required=True, metavar="FILE.yaml", help="settings; what is not in it is default"
+        )
+        command.add_argument("--set", dest="overrides", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
+                             help="change settings, for example optimizer.learning_rate=1e-5")  # fmt: skip
+        command.add_argument("--output-dir", required=True, type=Path, metavar="DIR", help="where the results go")
+        command.add_argument("--help-settings", nargs=0, action=SettingsHelp, help="list all settings, and leave")
+    train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in OUTPUT_DIR")
+    compare.add_argument(
+        "--variants", default="baseline,all", metavar="A,B,...",
+        help="baseline (no accelerator), accelerators by name, all; baseline,all by default",
+    )  # fmt: skip
+    compare.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds 0 to N - 1 (default: 1)")
+
+    report = commands.add_parser(
+        "report", formatter_class=raw, help="table and picture of finished runs", epilog=EPILOG,
+        description="Prints the table of all runs under DIR, and draws DIR/accuracy.png.",
+    )  # fmt: skip
+    report.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a run, or a folder with runs in it")
+    return parser
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.command == "report":
+        from python_trainer.report import report
+
+        return report(args.folders)
+    from python_trainer.config import load_config
+
+    config = load_config(args.config, args.overrides)
+    if args.command == "compare":
+        from python_trainer.compare import compare
+
+        return compare(config, args.output_dir, variants=args.variants.split(","), seeds=args.seeds)
+    from python_trainer.report import report
+    from python_trainer.trainer import Trainer
+
+    Trainer(config, args.output_dir, resume=args.resume).run()
+    return report([args.output_dir])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0, or 2 after one line that says what the user can fix."""
+    args = make_parser().parse_args(argv)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        run(args)
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command with --resume goes on from the newest checkpoint", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""The same training with different accelerators: ``python -m python_trainer compare``."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from python_trainer.accelerators import ACCELERATORS
+from python_trainer.config import Config, check_config, dump_config
+from python_trainer.errors import UserError
+from python_trainer.report import BASELINE, report
+from python_trainer.trainer import Trainer
+
+
+def enabled_in(variant: str) -> list[str]:
+    """Names of the accelerators of a variant: ``baseline``, ``all``, one name, or several joined by ``+``."""
+    if variant == BASELINE:
+        return []
+    if variant == "all":
+        return list(ACCELERATORS)
+    names = variant.split("+")
+    for name in names:
+        if name not in ACCELERATORS:
+            allowed = ", ".join([BASELINE, *ACCELERATORS, "all"])
+            raise UserError(f"--variants must hold names out of {allowed} (or several joined by +), got {name!r}")
+    return names
+
+
+def compare(config: Config, output_dir: Path, *, variants: Sequence[str], seeds: int,
+            console: Console | None = None) -> None:  # fmt: skip
+    """Trains every variant on seeds 0 .. ``seeds`` - 1 and reports.
+
+    A finished run is kept, an interrupted one goes on from its newest checkpoint.
+
+    Raises:
+        UserError: an unknown variant, or a run in ``output_dir`` that was made with other settings.
+    """
+    if seeds < 1:
+        raise UserError(f"--seeds must be at least 1, got {seeds}")
+    plans = []
+    for seed in range(seeds):
+        for variant in dict.fromkeys(variants):
+            values = config.model_dump(mode="json")
+            values["seed"] = config.seed + seed
+            values["accelerators"]["enabled"] = enabled_in(variant)
+            folder = output_dir / variant / f"seed-{config.seed + seed}"
+            plans.append((variant, folder, check_config(values, source=f"variant {variant}")))
+    for _, folder, wanted in plans:
+        check_same(folder, wanted)
+    for number, (variant, folder, wanted) in enumerate(plans):
+        label = f"{variant} (seed {wanted.seed}, run {number + 1} of {len(plans)})"
+        if not finished(folder):
+            Trainer(wanted, folder, resume=True, label=label, console=console).run()
+    report([output_dir])
+
+
+def finished(folder: Path) -> bool:
+    """Whether a run came to its end."""
+    path = folder / "summary.json"
+    return path.exists() and "eval_accuracy_final" in json.loads(path.read_text(encoding="utf-8"))
+
+
+def check_same(folder: Path, wanted: Config) -> None:
+    """Raises when the folder holds a run with other settings."""
+    path = folder / "config.yaml"
+    if path.exists() and path.read_text(encoding="utf-8") != dump_config(wanted):
+        raise UserError(f"{folder} holds a run with other settings: choose another --output-dir, or remove it")

@@ -1,0 +1,110 @@
+"""Answers of a step as rows of tokens without padding, in which each prompt and shared prefix stands once.
+
+A group of samples is packed as [prompt + prefix | suffix 1 | suffix 2 | ...]. Every log-probability that the loss
+needs is a *pair*: a position whose hidden state predicts, and the token it should predict. The pairs of a shared
+prefix exist once, and all samples of the group refer to them, so their gradients add up by themselves.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from python_trainer.attention import PackedLayout
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a sample is made of; the first ``shared`` response tokens are the same for its whole group."""
+
+    prompt_ids: Sequence[int]
+    response_ids: Sequence[int]
+    shared: int = 0
+
+
+@dataclass
+class Packed:
+    """One micro-batch of B samples with longest response L, T tokens, R pairs."""
+
+    samples: list[int]  # [B] index of each sample in the step
+    input_ids: torch.Tensor  # int64 [T]
+    layout: PackedLayout
+    rows: torch.Tensor  # int64 [R] position that predicts
+    targets: torch.Tensor  # int64 [R] token to be predicted
+    place: torch.Tensor  # int64 [B, L] the pair of each response token; 0 where there is none
+    mask: torch.Tensor  # bool [B, L] response tokens
+
+    def to(self, device: torch.device) -> "Packed":
+        moved = (x.to(device, non_blocking=True) for x in (self.rows, self.targets, self.place, self.mask))
+        return Packed(self.samples, self.input_ids.to(device), self.layout.to(device), *moved)
+
+    def spread(self, pairs: torch.Tensor) -> torch.Tensor:
+        """Values of the pairs [R] -> [B, L], 0 where there is no response token."""
+        if not pairs.numel():
+            return pairs.new_zeros(self.place.shape)
+        return torch.where(self.mask, pairs[self.place], 0.0)
+
+
+def pack(answers: Sequence[Answer], samples: Sequence[int]) -> Packed:
+    """Packs the answers with these indices; samples with the same prompt and shared prefix need not be neighbours."""
+    groups: dict[tuple, list[int]] = {}
+    for index in samples:
+        answer = answers[index]
+        key = (tuple(answer.prompt_ids), tuple(answer.response_ids[: answer.shared]))
+        groups.setdefault(key, []).append(index)
+    ids: list[int] = []
+    rows: list[int] = []
+    targets: list[int] = []
+    places: list[list[int]] = []
+    prefix_lens, suffix_lens, group_starts, order = [], [], [0], []
+    for (prompt, prefix), members in groups.items():
+        start, shared_pairs = len(ids), len(targets)
+        ids += [*prompt, *prefix]
+        end = len(ids) - 1  # the last shared token predicts the first of every suffix
+        rows += range(start + len(prompt) - 1, end)
+        targets += prefix
+        prefix_lens.append(len(prompt) + len(prefix))
+        for index in members:
+            suffix = answers[index].response_ids[len(prefix) :]
+            own_pairs = len(targets)
+            if len(suffix):
+                rows += [end, *range(len(ids), len(ids) + len(suffix) - 1)]
+                targets += suffix
+                ids += suffix[:-1]  # nothing is predicted from the last token
+            suffix_lens.append(max(len(suffix) - 1, 0))
+            places.append(
+                [*range(shared_pairs, shared_pairs + len(prefix)), *range(own_pairs, own_pairs + len(suffix))]
+            )
+        order += members
+        group_starts.append(len(order))
+    lengths = torch.tensor([len(place) for place in places], dtype=torch.int64)
+    longest = int(lengths.max()) if len(places) else 0
+    mask = torch.arange(longest) < lengths[:, None]
+    place = torch.zeros(len(places), longest, dtype=torch.int64)
+    place[mask] = torch.tensor([pair for row in places for pair in row], dtype=torch.int64)
+    layout = PackedLayout(prefix_lens, suffix_lens, group_starts).to(torch.device("cpu"))
+    return Packed(
+        order, torch.tensor(ids, dtype=torch.int64), layout, torch.tensor(rows, dtype=torch.int64),
+        torch.tensor(targets, dtype=torch.int64), place, mask,
+    )  # fmt: skip
+
+
+def micro_batches(answers: Sequence[Answer], samples: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+    """Splits the samples, in order, into parts of at most ``max_tokens`` packed tokens (one sample may be longer)."""
+    part: list[int] = []
+    seen: set[tuple] = set()
+    tokens = 0
+    for index in samples:
+        answer = answers[index]
+        key = (tuple(answer.prompt_ids), tuple(answer.response_ids[: answer.shared]))
+        shared = len(key[0]) + len(key[1])
+        own = max(len(answer.response_ids) - answer.shared - 1, 0)
+        needed = own if key in seen else own + shared
+        if part and tokens + needed > max_tokens:
+            yield part
+            part, seen, tokens, needed = [], set(), 0, own + shared
+        part.append(index)
+        seen.add(key)
+        tokens += needed
+    if part:
+        yield part

@@ -1,0 +1,184 @@
+"""The policy: a causal language model of Transformers, its tokenizer, and log-probabilities of packed answers."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+from python_trainer.attention import IMPLEMENTATION
+from python_trainer.config import ModelConfig
+from python_trainer.errors import UserError
+from python_trainer.packing import Packed
+from python_trainer.tasks import Example
+from rlkernels import token_logprobs
+
+SHIPPED = Path(__file__).parent / "tasks" / "policies"
+
+
+def set_matmul_precision(precision: str) -> None:
+    """Sets for the whole process how float32 matrix products round their inputs; see ``ModelConfig``."""
+    # typed as any: torch's stubs do not know this setting
+    mkldnn: Any = torch.backends.mkldnn
+    mkldnn.matmul.fp32_precision = "bf16" if precision == "medium" else "ieee"
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if precision == "medium" else "ieee"
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("model.device: cuda was asked for, but torch finds no CUDA device here")
+    return torch.device(name)
+
+
+class Policy:
+    """A model with its tokenizer.
+
+    Attributes:
+        model: in evaluation mode (no dropout), parameters requiring gradients.
+        eos_token_ids: every token that ends an answer, from the generation config, the config and the tokenizer.
+        max_length: most tokens of prompt and answer together.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, *, name: str):
+        self.model, self.tokenizer, self.name = model, tokenizer, name
+        self.device = next(model.parameters()).device
+        self.eos_token_ids = find_eos(model, tokenizer, name)
+        config = model.config.get_text_config()
+        self.max_length: int = getattr(config, "max_position_embeddings", None) or 1 << 30
+        model.eval()
+
+    def encode(self, prompts: Sequence[str | list[dict[str, str]]]) -> list[list[int]]:
+        """Token ids of texts, or of chat messages through the tokenizer's template."""
+        if not prompts:
+            return []
+        chats = [not isinstance(prompt, str) for prompt in prompts]
+        if any(chats) and not self.tokenizer.chat_template:
+            raise UserError(f"prompts are lists of messages, but the tokenizer of {self.name} has no chat template")
+        texts = [self._chat(prompt) for prompt in prompts]
+        # a template writes the special tokens itself
+        return self.tokenizer(texts, add_special_tokens=not any(chats))["input_ids"]
+
+    def _chat(self, prompt: str | list[dict[str, str]]) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        return str(self.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
+
+    def encode_split(self, split: str, examples: Sequence[Example], max_completion_length: int) -> list[list[int]]:
+        """Token ids of the prompts of a split.
+
+        Raises:
+            UserError: names a prompt that is empty, or too long for the model together with its answer.
+        """
+        room = self.max_length - max_completion_length
+        encoded = self.encode([example.prompt for example in examples])
+        for index, ids in enumerate(encoded):
+            if not 0 < len(ids) <= room:
+                raise UserError(
+                    f"prompt {index} of the {split} split has {len(ids)} tokens; with rollout.max_completion_length "
+                    f"{max_completion_length} and the model's limit of {self.max_length} tokens it may have 1 to "
+                    f"{room}: {str(examples[index].prompt)[:60]!r}"
+                )
+        return encoded
+
+    def decode(self, response_ids: Sequence[int]) -> str:
+        """The text of an answer, without special tokens."""
+        return str(self.tokenizer.decode(list(response_ids), skip_special_tokens=True))
+
+    @contextmanager
+    def packed_attention(self) -> Iterator[None]:
+        """Within it :meth:`score` and its backward pass work; afterwards the model attends as it did before."""
+        before = self.model.config._attn_implementation
+        try:
+            self.model.set_attn_implementation(IMPLEMENTATION)
+            yield
+        finally:
+            self.model.set_attn_implementation(before)
+
+    def score(self, packed: Packed, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probability and entropy at every response token, [B, L] float32, both differentiable, 0 where masked.
+
+        Of softmax(logits / temperature): the distribution that was sampled from, when nothing was cut off it. To be
+        called, and differentiated, within :meth:`packed_attention`.
+        """
+        logits = self.model(
+            input_ids=packed.input_ids[None],
+            position_ids=packed.layout.position_ids.to(self.device)[None],
+            use_cache=False,
+            layout=packed.layout,
+            logits_to_keep=packed.rows,
+        ).logits[0]
+        logprobs, entropy = token_logprobs(logits, packed.targets, temperature=temperature, return_entropy=True)
+        return packed.spread(logprobs), packed.spread(entropy)
+
+    def frozen_copy(self) -> "Policy":
+        """The same policy with weights of its own that do not train."""
+        model = copy.deepcopy(self.model)
+        model.requires_grad_(False)
+        return Policy(model, self.tokenizer, name=self.name)
+
+    def save(self, folder: Path) -> None:
+        """Writes model and tokenizer in Hugging Face format."""
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+
+def find_eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> list[int]:
+    """All end-of-sequence tokens, smallest first."""
+    found: set[int] = set()
+    for source in (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        found |= set([ids] if isinstance(ids, int) else ids or [])
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"the tokenizer of {name} has no EOS token: set eos_token in its tokenizer_config.json")
+    return sorted(found)
+
+
+def load_policy(config: ModelConfig) -> Policy:
+    """Loads a model folder, or a base policy that ships with the package.
+
+    Raises:
+        UserError: there is no such folder, or no model or tokenizer in it, or no end-of-sequence token.
+    """
+    folder = SHIPPED / config.path if config.path in ("main", "small") else Path(config.path)
+    if not folder.is_dir():
+        raise UserError(f"model.path: there is no folder {folder}; give a folder in Hugging Face format, main or small")
+    disable_progress_bar()
+    set_verbosity_error()  # what matters is checked here
+    options = {"trust_remote_code": config.trust_remote_code, "local_files_only": True}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+        dtype = getattr(torch, config.dtype)
+        found: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
+        model, loaded = found
+    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, SafetensorError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"model.path: {folder} holds no causal language model with a tokenizer: {first}") from error
+    if loaded["missing_keys"]:
+        some = ", ".join(sorted(loaded["missing_keys"])[:3])
+        raise UserError(f"model.path: {folder} lacks {len(loaded['missing_keys'])} weights of its model: {some}, ...")
+    model = model.to(device=choose_device(config.device))
+    policy = Policy(model, tokenizer, name=str(folder))
+    if model.get_input_embeddings().num_embeddings < len(tokenizer):
+        raise UserError(
+            f"model.path: the tokenizer of {folder} has {len(tokenizer)} tokens, "
+            f"more than the {model.get_input_embeddings().num_embeddings} that its model knows"
+        )
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        for module in model.modules():  # checkpointing looks at the mode of its own layer only; dropout stays off
+            if isinstance(module, GradientCheckpointingLayer):
+                module.training = True
+    return policy

@@ -1,0 +1,74 @@
+"""How far a run has come, and what it says about itself at the end."""
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Progress:
+    """What a run has done so far; saved with every checkpoint."""
+
+    step: int = 0
+    policy_version: int = 0
+    wall_s: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)  # by part of the loop
+    counts: dict[str, int] = field(default_factory=dict)  # generated_tokens, prefill_tokens, trained_tokens
+    evaluations: list[list[float]] = field(default_factory=list)  # [step, accuracy]
+    seconds_to_target: float | None = None
+    tokens_to_target: int | None = None
+
+    def count(self, name: str, amount: float) -> None:
+        self.counts[name] = self.counts.get(name, 0) + int(amount)
+
+
+def summarise(progress: Progress, seconds: Mapping[str, float], *, wall_s: float) -> dict[str, Any]:
+    """The main part of summary.json.
+
+    ``wall_s`` covers everything from the first evaluation to the last; ``training_s`` is the same without
+    evaluations, whose time is ``eval_s``. Token counts leave evaluations out. ``seconds_to_target`` is on the clock
+    of ``training_s``.
+    """
+    prefix = "accelerator/"
+    accuracies = [accuracy for _, accuracy in progress.evaluations]
+    return {
+        "steps": progress.step,
+        "wall_s": wall_s,
+        "training_s": wall_s - seconds.get("eval", 0.0),
+        **{f"{part}_s": seconds.get(part, 0.0) for part in ("rollout", "train", "reward", "eval", "checkpoint")},
+        "accelerator_s": {name.removeprefix(prefix): s for name, s in seconds.items() if name.startswith(prefix)},
+        **{name: progress.counts.get(name, 0) for name in ("generated_tokens", "prefill_tokens", "trained_tokens")},
+        "eval_accuracy_start": accuracies[0] if accuracies else None,
+        "eval_accuracy_final": accuracies[-1] if accuracies else None,
+        "seconds_to_target": progress.seconds_to_target,
+        "tokens_to_target": progress.tokens_to_target,
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """What ran."""
+    found = {"python": platform.python_version()}
+    for name in ("rlkernels", "torch", "transformers"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # run from a source tree that was built in place
+            found[name] = __import__(name).__version__
+    return found
+
+
+def device_name(device: torch.device) -> str:
+    """``cuda: NVIDIA ...`` or ``cpu: model name, n threads``."""
+    if device.type == "cuda":
+        return f"cuda: {torch.cuda.get_device_name(device)}"
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
+        name = names[0] if names else name
+    return f"cpu: {name}, {torch.get_num_threads()} threads"

@@ -1,0 +1,162 @@
+"""Tables and pictures of finished runs."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from python_trainer.errors import UserError
+from python_trainer.telemetry import read_metrics
+
+BASELINE = "baseline"
+
+
+@dataclass
+class Run:
+    """A finished run; ``name`` groups the seeds of one variant."""
+
+    name: str
+    folder: Path
+    summary: dict[str, Any]
+    curve: list[tuple[float, float]]  # (wall seconds without evaluations, accuracy)
+
+
+def find_runs(folders: Sequence[Path]) -> list[Run]:
+    """Every finished run in these folders or below them, in the order of their paths.
+
+    Raises:
+        UserError: there is none.
+    """
+    runs = []
+    for folder in folders:
+        for path in sorted(folder.rglob("summary.json")) if folder.is_dir() else []:
+            home = path.parent
+            name = home.parent.name if home.name.startswith("seed-") else home.name
+            rows = [row for row in read_metrics(home) if "eval/accuracy" in row]
+            curve = [(row["time/training_s"], row["eval/accuracy"]) for row in rows]
+            runs.append(Run(name, home, json.loads(path.read_text(encoding="utf-8")), curve))
+    if not runs:
+        raise UserError(f"no finished run (summary.json) in {', '.join(map(str, folders))}")
+    return runs
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known and len(known) == len(values) else None
+
+
+def show(value: float | None, form: str = "{:.3f}") -> str:
+    return "-" if value is None else form.format(value)
+
+
+def facts(summaries: Sequence[dict[str, Any]], target: float | None) -> dict[str, str]:
+    """What the table says about one variant: means over its seeds."""
+
+    def column(name: str) -> float | None:
+        return mean([summary[name] for summary in summaries])
+
+    def share(seconds: float | None) -> str:
+        return show(100 * (seconds or 0.0) / total if total else None, "{:.0f} %")
+
+    total = column("training_s") or 0.0
+    split = {"generation": column("rollout_s"), "training": column("train_s")}
+    split["accelerators"] = mean([sum(summary["accelerator_s"].values()) for summary in summaries])
+    split["everything else"] = max(total - sum(seconds or 0.0 for seconds in split.values()), 0.0)
+    reached = {
+        f"seconds to {target}": show(column("seconds_to_target"), "{:.1f}"),
+        f"tokens generated to {target}": show(column("tokens_to_target"), "{:,.0f}"),
+    }
+    return {
+        "seeds": str(len(summaries)),
+        "accuracy before": show(column("eval_accuracy_start")),
+        "accuracy after": show(column("eval_accuracy_final")),
+        "steps": show(column("steps"), "{:.0f}"),
+        "wall time, all (s)": show(column("wall_s"), "{:.1f}"),
+        "wall time, without evaluation (s)": show(total, "{:.1f}"),
+        "seconds per step": show(seconds_per_step(summaries)),
+        **(reached if target else {}),
+        "generated tokens": show(column("generated_tokens"), "{:,.0f}"),
+        "prefilled tokens": show(column("prefill_tokens"), "{:,.0f}"),
+        "trained tokens": show(column("trained_tokens"), "{:,.0f}"),
+        **{
+            f"share of {name}": show(100 * (s or 0.0) / total if total else None, "{:.0f} %")
+            for name, s in split.items()
+        },
+    }
+
+
+def seconds_per_step(summaries: Sequence[dict[str, Any]]) -> float:
+    return fmean(summary["training_s"] / max(summary["steps"], 1) for summary in summaries)
+
+
+def target_of(runs: Sequence[Run]) -> float | None:
+    return next((run.summary["target_accuracy"] for run in runs if run.summary["target_accuracy"]), None)
+
+
+def make_table(runs: Sequence[Run]) -> Table:
+    """One column per variant; ratios compare with the plain run."""
+    variants: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        variants.setdefault(run.name, []).append(run.summary)
+    names = sorted(variants, key=lambda name: name != BASELINE)
+    columns = {name: facts(variants[name], target_of(runs)) for name in names}
+    if BASELINE in columns and len(columns) > 1:
+        plain = variants[BASELINE]
+        plain_target = mean([summary["seconds_to_target"] for summary in plain])
+        for name, column in columns.items():
+            speed = seconds_per_step(plain) / seconds_per_step(variants[name])
+            column["steps per second, times baseline"] = show(speed, "{:.2f}x")
+            if target_of(runs):
+                own = mean([summary["seconds_to_target"] for summary in variants[name]])
+                ratio = plain_target / own if plain_target is not None and own else None
+                column["speed to target, times baseline"] = show(ratio, "{:.2f}x")
+    table = Table()
+    table.add_column("")
+    for name in names:
+        table.add_column(name, justify="right")
+    for key in next(iter(columns.values())):
+        table.add_row(key, *(column[key] for column in columns.values()))
+    return table
+
+
+def draw(runs: Sequence[Run], path: Path) -> None:
+    """Accuracy over wall time, one colour per variant, one line per seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    names = sorted({run.name for run in runs}, key=lambda name: (name != BASELINE, name))
+    colours = {name: f"C{i}" for i, name in enumerate(names)}
+    labelled = set()
+    for run in sorted(runs, key=lambda run: names.index(run.name)):
+        if run.curve:
+            label = None if run.name in labelled else run.name
+            labelled.add(run.name)
+            seconds, accuracy = zip(*run.curve)
+            axes.plot(seconds, accuracy, marker=".", color=colours[run.name], label=label, linewidth=1.6)
+    target = target_of(runs)
+    if target:
+        axes.axhline(target, color="0.6", linewidth=1, linestyle="--", label=f"target {target:g}")
+    axes.set(xlabel="wall time without evaluations (s)", ylabel="accuracy on test prompts, sampled", ylim=(0, 1))
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="lower right")
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def report(folders: Sequence[Path], console: Console | None = None) -> None:
+    """Prints the table of all runs in these folders and draws ``accuracy.png`` in the first."""
+    console = console or Console()
+    runs = find_runs(folders)
+    console.print(make_table(runs))
+    picture = folders[0] / "accuracy.png"
+    draw(runs, picture)
+    console.print(f"accuracy over wall time: {picture}", highlight=False, soft_wrap=True)

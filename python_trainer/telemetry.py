@@ -1,0 +1,182 @@
+"""What a run tells: progress on the terminal, metrics.jsonl and TensorBoard events."""
+
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.text import Text
+
+from python_trainer.accelerators.base import Rollout
+from python_trainer.algorithms import group_statistics
+from python_trainer.checkpoint import write_text
+
+LINE_SECONDS = 10.0  # between lines where the output is no terminal
+
+
+class Clock:
+    """Seconds by name. Nested stretches count for the inner name only."""
+
+    def __init__(self, seconds: dict[str, float] | None = None):
+        self.seconds: dict[str, float] = dict(seconds or {})
+        self._inner = [0.0]
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        self._inner.append(0.0)
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + spent - self._inner.pop()
+            self._inner[-1] += spent
+
+
+def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Metrics of a step's answers, by TRL's names. ``reward_std`` is the mean deviation within groups."""
+    rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
+    groups = torch.tensor([rollout.group for rollout in rollouts])
+    deviation = group_statistics(rewards, groups)[2]
+    lengths = [len(rollout.response_ids) for rollout in rollouts]
+    ended = [n for n, rollout in zip(lengths, rollouts) if rollout.finish_reason != "length"]
+    row = {
+        "reward": float(rewards.mean()),
+        "reward_std": float(deviation.mean()),
+        "frac_reward_zero_std": float((deviation == 0).double().mean()),
+        "accuracy": sum(rollout.accuracy for rollout in rollouts) / len(rollouts),
+        "completions/clipped_ratio": 1 - len(ended) / len(rollouts),
+        "completions/generated_length": sum(len(rollout.logprobs) for rollout in rollouts) / len(rollouts),
+    }
+    for name in rollouts[0].rewards:
+        column = torch.tensor([r.rewards[name] for r in rollouts if r.rewards[name] is not None], dtype=torch.float64)
+        if len(column):
+            row[f"rewards/{name}/mean"] = float(column.mean())
+            row[f"rewards/{name}/std"] = float(column.std(correction=min(len(column) - 1, 1)))
+    for kind, values in (("length", lengths), ("terminated_length", ended)):
+        if values:
+            row |= {
+                f"completions/mean_{kind}": sum(values) / len(values),
+                f"completions/min_{kind}": min(values),
+                f"completions/max_{kind}": max(values),
+            }
+    return row
+
+
+class TimeLeft(ProgressColumn):
+    """Time left: by steps, or by max_seconds where that ends earlier."""
+
+    def render(self, task: Task) -> Text:
+        left = task.fields.get("left")
+        return Text("-:--" if left is None else f"{int(left) // 60}:{int(left) % 60:02d} left", style="cyan")
+
+
+class Telemetry:
+    """Rows of metrics: the newest on the terminal, all of them on disk.
+
+    Args:
+        folder: the run directory.
+        max_steps: length of the progress bar.
+        label: what the bar says in front.
+        after_step: rows of later steps, left by a run that was interrupted, are dropped.
+        console: where progress goes; None for standard error, ``Console(quiet=True)`` for nowhere.
+    """
+
+    def __init__(self, folder: Path, max_steps: int, *, label: str = "train", after_step: int | None = None,
+                 console: Console | None = None):  # fmt: skip
+        self.folder, self.max_steps, self.label = folder, max_steps, label
+        self.console = console or Console(stderr=True)
+        self.path = folder / "metrics.jsonl"
+        kept = []
+        if after_step is not None and self.path.exists():
+            kept = [line for line in read_lines(self.path) if json.loads(line)["step"] <= after_step]
+        write_text(self.path, "".join(line + "\n" for line in kept))
+        self.file = self.path.open("a", encoding="utf-8")
+        self.accuracy = next(
+            (row["eval/accuracy"] for row in map(json.loads, reversed(kept)) if "eval/accuracy" in row), None
+        )
+        self._writer: Any = None
+        self._purge = None if after_step is None else after_step + 1
+        self._last_line = 0.0
+        bar = (
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.completed}/{task.total}"),
+        )
+        columns = (*bar, TextColumn("{task.fields[facts]}"), TimeLeft())
+        self._progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
+        self._bar = self._progress.add_task(label, total=max_steps, completed=after_step or 0, facts="", left=None)
+
+    def __enter__(self) -> "Telemetry":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._progress.stop()
+        self.file.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def log(self, step: int, row: dict[str, float], *, left: float | None = None) -> None:
+        """One row: appended to metrics.jsonl, sent to TensorBoard, shown."""
+        self.file.write(json.dumps({"step": step, **{key: finite(value) for key, value in row.items()}}) + "\n")
+        self.file.flush()
+        for key, value in row.items():
+            if finite(value) is not None:
+                self._tensorboard().add_scalar(key, value, step)
+        self.accuracy = row.get("eval/accuracy", self.accuracy)
+        facts = " ".join(
+            text.format(row[key])
+            for key, text in (
+                ("reward", "reward {:.3f}"),
+                ("tokens_per_second", "{:,.0f} tok/s"),
+                ("grad_norm", "grad {:.2f}"),
+            )
+            if key in row
+        )
+        if self.accuracy is not None:
+            facts = f"accuracy {self.accuracy:.3f} {facts}"
+        self._progress.update(self._bar, completed=step, facts=facts, left=left)
+        now = time.monotonic()
+        if not self.console.is_terminal and (now - self._last_line >= LINE_SECONDS or step in (0, self.max_steps)):
+            self._last_line = now
+            ahead = "" if left is None else f"  {left:.0f} s left"
+            self.console.print(f"{self.label} {step}/{self.max_steps}  {facts}{ahead}", highlight=False)
+
+    def note(self, text: str) -> None:
+        """A line above the bar."""
+        self.console.print(f"{self.label}: {text}", highlight=False)
+
+    def flush(self) -> None:
+        """Before a checkpoint: rows up to here are on disk."""
+        self.file.flush()
+
+    def _tensorboard(self) -> Any:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter  # takes a second to import
+
+            self._writer = SummaryWriter(str(self.folder / "tensorboard"), purge_step=self._purge)
+        return self._writer
+
+
+def finite(value: float) -> float | None:
+    """JSON has no NaN."""
+    return float(value) if math.isfinite(value) else None
+
+
+def read_lines(path: Path) -> list[str]:
+    """Lines that were written to their end; a kill can leave half of one."""
+    text = path.read_text(encoding="utf-8")
+    return text[: text.rfind("\n") + 1].splitlines()
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """All rows of a run."""
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in read_lines(path)] if path.exists() else []

@@ -1,0 +1,329 @@
+"""The training loop, top to bottom: prompts, plan, generate, score, collect, update, evaluate, save."""
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from python_trainer.accelerators import PlannedGroup, Rollout, StepContext, make_accelerators
+from python_trainer.checkpoint import list_checkpoints, load_checkpoint, publish, save_checkpoint, write_text
+from python_trainer.config import Config, dump_config
+from python_trainer.errors import UserError
+from python_trainer.keyed import keyed_seed, prompt_order
+from python_trainer.objective import MetricSums, Objective, Ragged, StepBatch, make_batch
+from python_trainer.optimizer import PolicyOptimizer, learning_rate
+from python_trainer.packing import micro_batches, pack
+from python_trainer.policy import load_policy, set_matmul_precision
+from python_trainer.progress import Progress, device_name, summarise
+from python_trainer.rollout import Completion, PagedEngine, Request, SamplingParams
+from python_trainer.tasks import load_task
+from python_trainer.tasks.rewards import score
+from python_trainer.telemetry import Clock, Telemetry, read_metrics, rollout_statistics
+
+
+class Trainer:
+    """One training run in one directory.
+
+    Args:
+        config: all settings.
+        output_dir: the run directory; made when it does not exist.
+        resume: go on from the newest checkpoint in it, if there is one.
+
+    Raises:
+        UserError: something in the settings, files or model is no good. Nothing has been written then.
+    """
+
+    def __init__(self, config: Config, output_dir: Path, *, resume: bool = False, label: str = "train",
+                 console: Console | None = None):  # fmt: skip
+        self.config, self.output_dir, self.label, self.console = config, output_dir, label, console
+        checkpoints = list_checkpoints(output_dir / "checkpoints")
+        if output_dir.exists() and not output_dir.is_dir():
+            raise UserError(f"--output-dir must be a folder, but {output_dir} is a file")
+        if not resume and (checkpoints or read_metrics(output_dir)):
+            raise UserError(f"{output_dir} already holds a run: add --resume to go on, or choose another --output-dir")
+        saved = load_checkpoint(checkpoints[-1]) if resume and checkpoints else None
+        set_matmul_precision("highest")  # until the engine has checked the model
+        self.task = load_task(config.task)
+        self.policy = load_policy(config.model)
+        self.prompts: dict[str, list[list[int]]] = {}
+        for split in ("train", "test"):
+            self._prompts(split)
+        if not self.prompts["train"]:
+            raise UserError("the task has no training prompts")
+        self.reference = self.policy.frozen_copy() if config.algorithm.beta else None
+        rollout = config.rollout
+        self.engine = PagedEngine(
+            self.policy.model, eos_token_ids=self.policy.eos_token_ids, memory_bytes=rollout.memory_bytes,
+            block_size=rollout.block_size, tokenizer=self.policy.tokenizer,
+        )  # fmt: skip
+        set_matmul_precision(config.model.matmul_precision)
+        self.optimizer = PolicyOptimizer(self.policy.model, config.optimizer)
+        self.objective = Objective(config.algorithm, rollout.max_completion_length)
+        self.accelerators = make_accelerators(config.accelerators)
+        self.progress = Progress()
+        if saved is not None:
+            self._restore(saved)
+
+    # set-up --------------------------------------------------------------------------------------------------
+
+    def _prompts(self, split: str) -> list[list[int]]:
+        """Token ids of the prompts of a split."""
+        if split not in self.prompts:
+            examples = getattr(self.task, split)
+            length = self.config.rollout.max_completion_length
+            self.prompts[split] = self.policy.encode_split(split, examples, length)
+        return self.prompts[split]
+
+    def _restore(self, saved: dict[str, Any]) -> None:
+        names = {accelerator.name for accelerator in self.accelerators}
+        if set(saved["accelerators"]) != names:
+            raise UserError(
+                f"{self.output_dir} was run with the accelerators {sorted(saved['accelerators'])}, not {sorted(names)}"
+            )
+        self.progress = Progress(**saved["progress"])
+        try:
+            self.policy.model.load_state_dict(saved["model"])
+            self.optimizer.load_state_dict(saved["optimizer"])
+        except (RuntimeError, KeyError) as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(
+                f"the checkpoint in {self.output_dir} is of another model than model.path: {reason}"
+            ) from error
+        for accelerator in self.accelerators:
+            accelerator.load_state_dict(saved["accelerators"][accelerator.name])
+        self.engine.policy_updated()
+
+    # the loop ------------------------------------------------------------------------------------------------
+
+    def run(self) -> dict[str, Any]:
+        """Trains, and returns what is in summary.json."""
+        config, progress = self.config, self.progress
+        self.output_dir.mkdir(parents=True, exist_ok=True)
+        write_text(self.output_dir / "config.yaml", dump_config(config))
+        self.clock = Clock(progress.seconds)
+        self.started = time.perf_counter() - progress.wall_s
+        resumed_at = progress.step or None
+        with Telemetry(self.output_dir, config.max_steps, label=self.label, after_step=resumed_at,
+                       console=self.console) as telemetry:  # fmt: skip
+            if resumed_at is None:
+                telemetry.log(0, self._evaluation_row(config.evaluation.eval_limit) | self._clock_row())
+            done = self._finished()
+            while not done:
+                row = self.step(progress.step + 1)
+                progress.step += 1
+                done = self._finished()
+                if not done and self._evaluation_due():
+                    row |= self._evaluation_row(config.evaluation.eval_limit_during)
+                    done = config.evaluation.stop_at_target and progress.seconds_to_target is not None
+                if done:
+                    row |= self._evaluation_row(config.evaluation.eval_limit)
+                telemetry.log(progress.step, row | self._clock_row(), left=self._seconds_left())
+                if done or self._save_due():
+                    with self.clock.measure("checkpoint"):
+                        self._save()
+        if config.save.save_model:
+            aside = self.output_dir / ".model.tmp"
+            self.policy.save(aside)
+            publish(aside, self.output_dir / "model")
+        summary = summarise(progress, self.clock.seconds, wall_s=self._wall_seconds())
+        summary |= {"target_accuracy": config.evaluation.target_accuracy, "device": device_name(self.policy.device)}
+        write_text(self.output_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+        return summary
+
+    def step(self, number: int) -> dict[str, float]:
+        """One step: a batch of answers, and the update that they lead to -> metrics."""
+        config, clock, telemetry = self.config, self.clock, dict[str, float]()
+        before = dict(clock.seconds)
+        context = StepContext(
+            step=number, policy=self.policy.model, optimizer=self.optimizer.adamw, engine=self.engine,
+            tokenizer=self.policy.tokenizer, evaluate=self.evaluate, seed=keyed_seed(config.seed, "step", number),
+            telemetry=telemetry,
+        )  # fmt: skip
+        groups = self._draw_prompts(number)
+        for accelerator in self.accelerators:
+            with clock.measure(f"accelerator/{accelerator.name}"):
+                groups = accelerator.plan(context, groups)
+        with clock.measure("rollout"):
+            completions = self._generate(groups, context.seed)
+        with clock.measure("reward"):
+            rollouts = self._score(groups, completions)
+        for accelerator in self.accelerators:
+            with clock.measure(f"accelerator/{accelerator.name}"):
+                rollouts = accelerator.collect(context, rollouts)
+        with clock.measure("train"):
+            telemetry |= rollout_statistics(rollouts)
+            telemetry |= self._update(rollouts, number)
+        self.engine.policy_updated()
+        self.progress.policy_version += 1
+        for accelerator in self.accelerators:
+            with clock.measure(f"accelerator/{accelerator.name}"):
+                accelerator.after_update(context)
+        spent = {name: seconds - before.get(name, 0.0) for name, seconds in clock.seconds.items()}
+        generated = sum(len(completion.ids) for completion in completions)
+        telemetry["tokens_per_second"] = generated / max(sum(spent.values()), 1e-9)
+        telemetry["rollout_tokens_per_second"] = generated / max(spent["rollout"], 1e-9)
+        return telemetry | {f"time/{name}_s": seconds for name, seconds in spent.items()}
+
+    def _draw_prompts(self, number: int) -> list[PlannedGroup]:
+        rollout, prompts = self.config.rollout, self.prompts["train"]
+        first = (number - 1) * rollout.prompts_per_step
+        keys = prompt_order(self.config.seed, first, rollout.prompts_per_step, len(prompts))
+        return [
+            PlannedGroup(self.task.train[key], key, prompts[key], rollout.num_generations,
+                         rollout.max_completion_length, sample_id=i * rollout.num_generations)
+            for i, key in enumerate(keys)
+        ]  # fmt: skip
+
+    def _generate(self, groups: list[PlannedGroup], seed: int) -> list[Completion]:
+        rollout, before = self.config.rollout, self.engine.stats
+        requests = [Request(g.prompt_ids, g.prefix_ids, g.num_samples, g.max_new_tokens, g.sample_id) for g in groups]
+        sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, seed, tuple(rollout.stop))
+        completions = self.engine.generate(requests, sampling)
+        for name in ("generated_tokens", "prefill_tokens"):
+            self.progress.count(name, self.engine.stats[name] - before[name])
+        return completions
+
+    def _score(self, groups: list[PlannedGroup], completions: list[Completion]) -> list[Rollout]:
+        owners = [(number, group) for number, group in enumerate(groups) for _ in range(group.num_samples)]
+        responses = [[*group.prefix_ids, *c.ids] for (_, group), c in zip(owners, completions, strict=True)]
+        texts = [self.policy.decode(ids) for ids in responses]
+        scores = score(self.task, [group.example for _, group in owners], texts, responses)
+        return [
+            Rollout(
+                prompt_key=group.prompt_key, group=number, prompt_ids=group.prompt_ids, response_ids=responses[i],
+                prefix_len=len(group.prefix_ids), logprobs=completions[i].logprobs,
+                finish_reason=completions[i].finish_reason, text=texts[i], reward=scores.total[i],
+                rewards={name: values[i] for name, values in scores.rewards.items()}, accuracy=scores.accuracy[i],
+                policy_version=self.progress.policy_version,
+            )
+            for i, (number, group) in enumerate(owners)
+        ]  # fmt: skip
+
+    def _update(self, rollouts: list[Rollout], number: int) -> dict[str, float]:
+        """All optimizer steps on one batch -> metrics."""
+        config, algorithm = self.config, self.config.algorithm
+        batch = make_batch(rollouts, algorithm, self.policy.device)
+        minibatches = self._minibatches(rollouts)
+        lr = learning_rate(config.optimizer, number, config.max_steps)
+        metrics, norms = MetricSums(), []
+        with self.policy.packed_attention():
+            if algorithm.num_iterations * len(minibatches) > 1:
+                batch.old = self._logprobs(batch)
+            if self.reference is not None:
+                with self.reference.packed_attention():
+                    batch.reference = self._logprobs(batch, self.reference)
+            for _ in range(algorithm.num_iterations):
+                for minibatch in minibatches:
+                    if not batch.loss_tokens[minibatch].any():
+                        continue  # every answer was truncated and is masked
+                    for part in micro_batches(batch.answers, minibatch, config.optimizer.micro_batch_tokens):
+                        packed = pack(batch.answers, part).to(self.policy.device)
+                        logprobs, entropy = self.policy.score(packed, config.rollout.temperature)
+                        loss, seen = self.objective.loss(packed, logprobs, entropy, batch, minibatch)
+                        loss.backward()
+                        metrics.add(seen)
+                        self.progress.count("trained_tokens", packed.input_ids.numel())
+                    norms.append(self.optimizer.step(lr))
+        row = metrics.means(len(norms))
+        if norms:
+            row["grad_norm"] = sum(norms) / len(norms)
+        return row | {"learning_rate": lr}
+
+    def _minibatches(self, rollouts: list[Rollout]) -> list[list[int]]:
+        """Sample indices per optimizer step; the samples of a group stay together and side by side."""
+        groups: dict[int, list[int]] = {}
+        for index, rollout in enumerate(rollouts):
+            groups.setdefault(rollout.group, []).append(index)
+        parts = self.config.algorithm.num_minibatches
+        members = list(groups.values())
+        split = [[index for group in members[part::parts] for index in group] for part in range(parts)]
+        return [part for part in split if part]
+
+    @torch.no_grad()
+    def _logprobs(self, batch: StepBatch, policy: Any = None) -> Ragged:
+        """Log-probabilities of the whole batch under a policy as it is now."""
+        policy = policy or self.policy
+        out = Ragged([len(answer.response_ids) for answer in batch.answers], policy.device)
+        everything = range(len(batch.answers))
+        for part in micro_batches(batch.answers, everything, self.config.optimizer.micro_batch_tokens):
+            packed = pack(batch.answers, part).to(policy.device)
+            out.put(packed, policy.score(packed, self.config.rollout.temperature)[0])
+        return out
+
+    # evaluation, clock, files --------------------------------------------------------------------------------
+
+    def evaluate(self, split: str, limit: int | None = None) -> float:
+        """Accuracy of one answer per prompt, sampled at temperature 1 with noise that is always the same."""
+        prompts, rollout = self._prompts(split)[:limit], self.config.rollout
+        if not prompts:
+            raise UserError(f"the task has no {split} prompts")
+        requests = [
+            Request(x, max_new_tokens=rollout.max_completion_length, sample_id=i) for i, x in enumerate(prompts)
+        ]
+        sampling = SamplingParams(seed=keyed_seed(self.config.seed, "evaluate", split), stop=tuple(rollout.stop))
+        ids = [completion.ids for completion in self.engine.generate(requests, sampling)]
+        texts = [self.policy.decode(row) for row in ids]
+        accuracy = score(self.task, getattr(self.task, split)[: len(prompts)], texts, ids).accuracy
+        return sum(accuracy) / len(accuracy)
+
+    def _evaluation_row(self, limit: int | None) -> dict[str, float]:
+        """Evaluates on the test split, and notes when the target was reached."""
+        progress, target = self.progress, self.config.evaluation.target_accuracy
+        if not self.prompts["test"]:
+            return {}
+        seconds = self._training_seconds()
+        with self.clock.measure("eval"):
+            accuracy = self.evaluate("test", limit)
+        progress.evaluations.append([progress.step, accuracy])
+        if target is not None and accuracy >= target and progress.seconds_to_target is None:
+            progress.seconds_to_target = seconds
+            progress.tokens_to_target = progress.counts.get("generated_tokens", 0)
+        return {"eval/accuracy": accuracy}
+
+    def _evaluation_due(self) -> bool:
+        every = self.config.evaluation.eval_steps
+        return every > 0 and self.progress.step % every == 0
+
+    def _save_due(self) -> bool:
+        every = self.config.save.save_steps
+        return every > 0 and self.progress.step % every == 0
+
+    def _wall_seconds(self) -> float:
+        """Since training began, over all resumed parts; loading the model is not in it."""
+        return time.perf_counter() - self.started
+
+    def _training_seconds(self) -> float:
+        """Wall time without evaluations."""
+        return self._wall_seconds() - self.clock.seconds.get("eval", 0.0)
+
+    def _finished(self) -> bool:
+        late = self.config.max_seconds is not None and self._training_seconds() >= self.config.max_seconds
+        return self.progress.step >= self.config.max_steps or (late and self.progress.step > 0)
+
+    def _seconds_left(self) -> float:
+        """By the mean step so far, or until max_seconds."""
+        spent, step = self._training_seconds(), self.progress.step
+        left = spent / step * (self.config.max_steps - step)
+        return left if self.config.max_seconds is None else max(min(left, self.config.max_seconds - spent), 0.0)
+
+    def _clock_row(self) -> dict[str, float]:
+        return {
+            "time/wall_s": self._wall_seconds(),
+            "time/training_s": self._training_seconds(),
+            "total/generated_tokens": self.progress.counts.get("generated_tokens", 0),
+        }
+
+    def _save(self) -> None:
+        progress = self.progress
+        progress.wall_s, progress.seconds = self._wall_seconds(), dict(self.clock.seconds)
+        state = {
+            "progress": asdict(progress),
+            "model": self.policy.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "accelerators": {accelerator.name: accelerator.state_dict() for accelerator in self.accelerators},
+        }
+        save_checkpoint(self.output_dir / "checkpoints", progress.step, state, keep=self.config.save.save_total_limit)

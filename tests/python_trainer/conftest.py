@@ -1,0 +1,74 @@
+"""A tiny policy and a task that it can learn, for tests of the trainer."""
+
+import json
+import random
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+
+from python_trainer.config import check_config
+
+
+def save_tiny_policy(folder, *, seed=0, dtype=torch.float32, vocab=64, **options):
+    """A random Qwen2 whose tokens are the characters from "0" on; the last is the end-of-sequence token."""
+    torch.manual_seed(seed)
+    settings = {
+        "vocab_size": vocab, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+        "tie_word_embeddings": True, "initializer_range": 0.2, "eos_token_id": vocab - 1, "bos_token_id": None,
+    }  # fmt: skip
+    Qwen2ForCausalLM(Qwen2Config(**settings | options)).to(dtype).save_pretrained(folder)
+    letters = {chr(48 + i): i for i in range(vocab - 1)}
+    tokenizer = Qwen2Tokenizer(
+        vocab=letters | {"<eos>": vocab - 1}, merges=[], unk_token=None, pad_token="<eos>", eos_token="<eos>"
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def digits(prompts, completions, completion_ids, **columns):
+    """Share of digits among the tokens of an answer: quick to learn, rarely equal within a group."""
+    return [sum(token < 10 for token in ids) / max(len(ids), 1) for ids in completion_ids]
+
+
+@pytest.fixture(scope="session")
+def tiny_policy(tmp_path_factory):
+    return save_tiny_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="session")
+def jsonl_files(tmp_path_factory):
+    """(train, test) files of short prompts."""
+    folder, rng = tmp_path_factory.mktemp("prompts"), random.Random(0)
+    for name, count in (("train", 12), ("test", 6)):
+        rows = [{"prompt": "".join(rng.choices("ABCDEFGH", k=rng.randint(1, 6)))} for _ in range(count)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "train.jsonl", folder / "test.jsonl"
+
+
+@pytest.fixture
+def settings(tiny_policy, jsonl_files):
+    """Settings of a quick run, as a nested dictionary."""
+    train, test = map(str, jsonl_files)
+    return {
+        "max_steps": 4,
+        "task": {"name": "jsonl", "train_path": train, "test_path": test, "reward": "conftest:digits"},
+        "model": {"path": str(tiny_policy), "device": "cpu"},
+        "rollout": {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12},
+        "optimizer": {"learning_rate": 1e-2},
+        "save": {"save_steps": 2, "save_model": False},
+    }
+
+
+@pytest.fixture
+def make_config(settings):
+    """Config from those settings with changes: ``make_config(max_steps=2, algorithm={"beta": 0.1})``."""
+
+    def make(**changes):
+        values = dict(settings)
+        for key, value in changes.items():
+            values[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
+        return check_config(values, source="test")
+
+    return make

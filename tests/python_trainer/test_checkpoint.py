@@ -1,0 +1,152 @@
+"""Checkpoints: exact resume, and nothing that a kill can damage."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+
+from python_trainer.checkpoint import decode, encode, list_checkpoints, load_checkpoint, save_checkpoint
+from python_trainer.errors import UserError
+from python_trainer.telemetry import read_metrics
+from python_trainer.trainer import Trainer
+
+QUIET = Console(quiet=True)
+HERE = Path(__file__).parent
+
+
+def test_round_trip():
+    state = {
+        "a": [1, 2.5, None, True, "text", float("inf")],
+        3: {"nested": torch.arange(6).view(2, 3), "empty": torch.zeros(0)},
+        "tensor": torch.tensor([1.5, float("nan")], dtype=torch.bfloat16),
+        "items": [],
+    }
+    tensors = {}
+    back = decode(encode(state, tensors), tensors)
+    assert list(back) == list(state) and back["a"] == state["a"] and back["items"] == []
+    assert torch.equal(back[3]["nested"], state[3]["nested"]) and back[3]["empty"].shape == (0,)
+    assert back["tensor"].dtype == torch.bfloat16 and back["tensor"][0] == 1.5 and back["tensor"][1].isnan()
+    with pytest.raises(TypeError, match="a checkpoint holds tensors.* got set"):
+        encode({"x": {1}}, {})
+
+
+def test_keeps_the_newest_and_clears_leftovers(tmp_path):
+    (tmp_path / ".step-000001.tmp").mkdir()
+    for step in (1, 2, 10):
+        save_checkpoint(tmp_path, step, {"step": step}, keep=2)
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["step-000002", "step-000010"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000002", "step-000010"]
+    assert load_checkpoint(tmp_path / "step-000010") == {"step": 10}
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "text"])
+def test_damaged_checkpoint_is_named(tmp_path, damage):
+    folder = save_checkpoint(tmp_path, 1, {"w": torch.ones(4)}, keep=1)
+    path = folder / ("state.json" if damage == "text" else "tensors.safetensors")
+    path.unlink() if damage == "missing" else path.write_bytes(path.read_bytes()[:9])
+    with pytest.raises(UserError, match="step-000001 is damaged"):
+        load_checkpoint(folder)
+
+
+def final_state(folder):
+    return load_checkpoint(list_checkpoints(folder / "checkpoints")[-1])
+
+
+def assert_same_run(a, b):
+    """Weights, optimizer and accelerators to the bit; metrics but for times."""
+    first, second = final_state(a), final_state(b)
+    for part in ("model", "optimizer", "accelerators"):
+        tensors, others = {}, {}
+        assert encode(first[part], tensors) == encode(second[part], others), part
+        assert all(torch.equal(tensors[name], others[name]) for name in tensors), part
+    for key in ("step", "counts", "evaluations", "policy_version"):
+        assert first["progress"][key] == second["progress"][key], key
+    rows = [
+        [{k: v for k, v in row.items() if "time/" not in k and "per_second" not in k} for row in read_metrics(folder)]
+        for folder in (a, b)
+    ]
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize("algorithm", [{}, {"num_iterations": 2, "beta": 0.1}])
+def test_resume_equals_the_uninterrupted_run(make_config, tmp_path, algorithm):
+    options = {
+        "algorithm": algorithm, "accelerators": {"enabled": ["rpo"]}, "evaluation": {"eval_steps": 3},
+        "optimizer": {"lr_scheduler_type": "cosine", "warmup_steps": 2}, "save": {"save_steps": 2},
+    }  # fmt: skip
+    config = make_config(max_steps=6, **options)
+    Trainer(config, tmp_path / "whole", console=QUIET).run()
+    part = Trainer(config, tmp_path / "parts", console=QUIET)
+    steps, original = [], part.step
+
+    def stop_after_three(number):
+        if number == 4:  # the newest checkpoint is that of step 2; the row of step 3 has been written
+            raise KeyboardInterrupt
+        steps.append(number)
+        return original(number)
+
+    part.step = stop_after_three
+    with pytest.raises(KeyboardInterrupt):
+        part.run()
+    assert len(read_metrics(tmp_path / "parts")) == 4
+    resumed = Trainer(config, tmp_path / "parts", resume=True, console=QUIET)
+    assert resumed.progress.step == 2
+    resumed.run()
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_resume_of_a_finished_run_goes_on(make_config, tmp_path):
+    Trainer(make_config(max_steps=4), tmp_path / "whole", console=QUIET).run()
+    Trainer(make_config(max_steps=2), tmp_path / "parts", console=QUIET).run()
+    Trainer(make_config(max_steps=4), tmp_path / "parts", resume=True, console=QUIET).run()
+    first, second = (final_state(tmp_path / name)["model"] for name in ("whole", "parts"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_resume_refuses_another_model_or_other_accelerators(make_config, tmp_path):
+    from conftest import save_tiny_policy
+
+    Trainer(make_config(max_steps=1), tmp_path / "run", console=QUIET).run()
+    with pytest.raises(UserError, match=r"run with the accelerators \[\], not \['rpo'\]"):
+        Trainer(make_config(accelerators={"enabled": ["rpo"]}), tmp_path / "run", resume=True, console=QUIET)
+    other = save_tiny_policy(tmp_path / "policy", hidden_size=16)
+    with pytest.raises(UserError, match="is of another model than"):
+        Trainer(make_config(model={"path": str(other)}), tmp_path / "run", resume=True, console=QUIET)
+
+
+def test_a_kill_at_any_moment_loses_nothing(settings, make_config, tmp_path):
+    """SIGKILL a few times at random, resume, and end with the weights of the uninterrupted run."""
+    settings |= {"max_steps": 12, "save": {"save_steps": 1, "save_model": False}, "seed": 5}
+    Trainer(make_config(), tmp_path / "whole", console=QUIET).run()
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(settings))
+    command = [sys.executable, "-m", "python_trainer", "train", "--config", str(config), "--resume"]
+    command += ["--output-dir", str(tmp_path / "killed")]
+    env = {**os.environ, "PYTHONPATH": f"{HERE.parents[1]}:{HERE}", "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    rng, kills = random.Random(0), 0
+    for _ in range(40):
+        process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        if kills < 3:
+            before = len(list_checkpoints(tmp_path / "killed" / "checkpoints"))
+            metrics = tmp_path / "killed" / "metrics.jsonl"
+            size = metrics.stat().st_size if metrics.exists() else 0
+            while process.poll() is None and (not metrics.exists() or metrics.stat().st_size in (0, size)):
+                time.sleep(0.005)  # until it trains
+            time.sleep(rng.uniform(0, 0.3))
+            process.send_signal(signal.SIGKILL)
+            kills += process.wait() == -signal.SIGKILL
+            assert len(list_checkpoints(tmp_path / "killed" / "checkpoints")) >= min(before, 1)
+        else:
+            _, errors = process.communicate()
+            assert process.returncode == 0, errors.decode()
+            break
+    assert kills == 3
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")

@@ -1,0 +1,245 @@
+"""The command line: help that teaches, bad input that is named, comparisons that go on where they stopped."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import save_tiny_policy
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+from python_trainer.__main__ import main
+from python_trainer.report import find_runs, make_table
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def run(settings, tmp_path, capsys):
+    """Runs the command line in this process: ``run(changes, *arguments) -> (exit code, standard error)``."""
+
+    def call(changes=None, *arguments, command="train", folder="run"):
+        for key, value in (changes or {}).items():
+            settings[key] = {**settings.get(key, {}), **value} if isinstance(value, dict) else value
+        path = tmp_path / "settings.yaml"
+        path.write_text(yaml.safe_dump(settings))
+        capsys.readouterr()
+        code = main([command, "--config", str(path), "--output-dir", str(tmp_path / folder), *arguments])
+        return code, capsys.readouterr().err
+
+    return call
+
+
+def one_clear_line(result, tmp_path, *words):
+    """Exit code 2, one line that names the trouble, and no run directory left behind."""
+    code, error = result
+    assert code == 2
+    assert error.startswith("error: ") and error.count("\n") == 1, error
+    for word in words:
+        assert word in error, error
+    assert not (tmp_path / "run").exists() or not (tmp_path / "run" / "summary.json").exists()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["compare", "--help"], ["report", "--help"]])
+def test_help_shows_examples(arguments, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(arguments)
+    assert exit.value.code == 0
+    assert "python -m python_trainer compare --config configs/arithmetic.yaml" in capsys.readouterr().out
+
+
+def test_settings_are_listed(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help-settings"])
+    out = capsys.readouterr().out
+    assert "optimizer.learning_rate: float = 1.0e-05" in out and "Peak learning rate." in out
+    assert "algorithm.loss_type: grpo | dapo" in out
+
+
+def test_wrong_setting(run, tmp_path):
+    one_clear_line(run({"optimizer": {"learning_rate": -1}}), tmp_path, "optimizer.learning_rate", "-1")
+    assert not (tmp_path / "run").exists()
+
+
+def test_missing_config(tmp_path, capsys):
+    code = main(["train", "--config", str(tmp_path / "no.yaml"), "--output-dir", str(tmp_path / "run")])
+    one_clear_line((code, capsys.readouterr().err), tmp_path, "no.yaml", "No such file")
+
+
+def test_missing_model_folder(run, tmp_path):
+    one_clear_line(run({"model": {"path": "/nowhere/model"}}), tmp_path, "model.path", "/nowhere/model")
+    assert not (tmp_path / "run").exists()
+
+
+def test_folder_without_model(run, tmp_path):
+    (tmp_path / "hollow").mkdir()
+    one_clear_line(run({"model": {"path": str(tmp_path / "hollow")}}), tmp_path, "hollow", "no causal language model")
+
+
+def test_damaged_weights(run, tmp_path):
+    folder = save_tiny_policy(tmp_path / "policy")
+    (folder / "model.safetensors").write_bytes(b"not weights")
+    one_clear_line(run({"model": {"path": str(folder)}}), tmp_path, str(folder))
+
+
+def test_weights_that_do_not_fit(run, tmp_path):
+    folder = save_tiny_policy(tmp_path / "policy")
+    save_file({"model.embed_tokens.weight": torch.zeros(3, 3)}, folder / "model.safetensors", {"format": "pt"})
+    one_clear_line(run({"model": {"path": str(folder)}}), tmp_path, str(folder), "mismatch")
+
+
+def test_weights_that_are_missing(run, tmp_path):
+    folder = save_tiny_policy(tmp_path / "policy")
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    words = ("lacks 1 weights", "model.layers.1.mlp.up_proj.weight")
+    one_clear_line(run({"model": {"path": str(folder)}}), tmp_path, str(folder), *words)
+
+
+def test_tokenizer_without_eos(run, tmp_path):
+    folder = save_tiny_policy(tmp_path / "policy")
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": None}))
+    one_clear_line(run({"model": {"path": str(folder)}}), tmp_path, "no EOS token", str(folder))
+
+
+def test_prompt_longer_than_the_model_allows(run, tmp_path):
+    path = tmp_path / "long.jsonl"
+    path.write_text('{"prompt": "A"}\n' + json.dumps({"prompt": "AB" * 100}) + "\n")
+    result = run({"task": {"train_path": str(path)}})
+    one_clear_line(result, tmp_path, "prompt 1 of the train split has 200 tokens", "limit of 128", "1 to 116")
+    assert not (tmp_path / "run").exists()
+
+
+def test_messages_without_chat_template(run, tmp_path):
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "AB"}]}) + "\n")
+    one_clear_line(run({"task": {"train_path": str(path)}}), tmp_path, "no chat template")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [('{"prompt": "A"}\n{"prompt": \n', ["2"]), ("", ["jsonl"]), ('{"question": "A"}\n', ["prompt"])],
+)
+def test_bad_jsonl(run, tmp_path, text, words):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text)
+    one_clear_line(run({"task": {"train_path": str(path)}}), tmp_path, str(path), *words)
+    assert not (tmp_path / "run").exists()
+
+
+def test_missing_jsonl(run, tmp_path):
+    one_clear_line(run({"task": {"train_path": "/nowhere.jsonl"}}), tmp_path, "/nowhere.jsonl")
+
+
+REWARDS = """
+import math
+def raises(**_): raise RuntimeError("the judge is asleep")
+def short(completions, **_): return [1.0] * (len(completions) - 1)
+def nan(completions, **_): return [math.nan] * len(completions)
+def text(completions, **_): return ["good"] * len(completions)
+def late(completions, **_):
+    late.calls = getattr(late, "calls", 0) + 1
+    if late.calls == 4: raise ValueError("went away")
+    return [float(len(c)) for c in completions]
+"""
+
+
+@pytest.fixture
+def bad_rewards(tmp_path, monkeypatch):
+    (tmp_path / "bad_rewards.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("bad_rewards", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("raises", ["RuntimeError", "the judge is asleep"]), ("short", ["5 values for 6"]), ("nan", ["nan"]),
+     ("text", ["'good'"]), ("nothing", ["no function nothing"])],
+)  # fmt: skip
+def test_bad_reward_functions(run, tmp_path, bad_rewards, name, words):
+    one_clear_line(run({"task": {"reward": f"bad_rewards:{name}"}}), tmp_path, name, *words)
+
+
+def test_reward_module_that_is_not_there(run, tmp_path):
+    one_clear_line(run({"task": {"reward": "no_such_module:f"}}), tmp_path, "no_such_module")
+
+
+def test_reward_that_fails_later_leaves_a_run_that_resumes(run, tmp_path, bad_rewards):
+    changes = {"task": {"reward": "bad_rewards:late"}, "max_steps": 5, "save": {"save_steps": 1}}
+    code, error = run(changes)
+    assert code == 2 and "error: reward function late raised ValueError: went away\n" in error
+    code, error = run({}, "--resume")  # call 4 is over
+    assert code == 0, error
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_finished_run_is_not_overwritten(run, tmp_path):
+    assert run({"max_steps": 1})[0] == 0
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    code, error = run()
+    assert code == 2 and "already holds a run" in error and "--resume" in error
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_output_dir_that_is_a_file(run, tmp_path):
+    (tmp_path / "run").write_text("")
+    code, error = run()
+    assert code == 2 and "output-dir" in error and error.count("\n") == 1
+
+
+def test_compare_skips_what_is_finished_and_reports(run, tmp_path, capsys, monkeypatch):
+    arguments = ("--variants", "baseline,rpo,all", "--seeds", "2")
+    code, error = run({"max_steps": 2, "evaluation": {"target_accuracy": 0.9}}, *arguments, command="compare")
+    assert code == 0, error
+    folders = sorted(str(p.parent.relative_to(tmp_path / "run")) for p in (tmp_path / "run").rglob("summary.json"))
+    assert folders == [f"{v}/seed-{s}" for v in ("all", "baseline", "rpo") for s in (0, 1)]
+    assert (tmp_path / "run" / "accuracy.png").stat().st_size > 5000
+    assert yaml.safe_load((tmp_path / "run" / "rpo" / "seed-1" / "config.yaml").read_text())["seed"] == 1
+    monkeypatch.setattr("python_trainer.compare.Trainer", None)  # nothing is trained again
+    assert run({}, *arguments, command="compare")[0] == 0
+    code, error = run({"max_steps": 3}, *arguments, command="compare")
+    assert code == 2 and "holds a run with other settings" in error
+    console = Console(file=io.StringIO(), width=100)
+    console.print(make_table(find_runs([tmp_path / "run"])))
+    text = console.file.getvalue()
+    for words in ("baseline", "rpo", "accuracy before", "generated tokens", "share of training", "times baseline"):
+        assert words in text
+    assert main(["report", str(tmp_path / "run" / "rpo"), str(tmp_path / "run" / "all")]) == 0
+    assert (tmp_path / "run" / "rpo" / "accuracy.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["--variants", "baseline,warp"], ["--variants", "'warp'", "rpo"]), (["--seeds", "0"], ["--seeds", "0"])],
+)
+def test_compare_names_bad_arguments(run, tmp_path, arguments, words):
+    one_clear_line(run({}, *arguments, command="compare"), tmp_path, *words)
+
+
+def test_report_without_runs(tmp_path, capsys):
+    assert main(["report", str(tmp_path)]) == 2
+    assert "no finished run" in capsys.readouterr().err
+
+
+def test_as_a_program(settings, tmp_path):
+    """The same in a process of its own: progress on standard error, the table on standard output, no traceback."""
+    path = tmp_path / "settings.yaml"
+    path.write_text(yaml.safe_dump(settings | {"max_steps": 1}))
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
+    command = [sys.executable, "-m", "python_trainer", "train", "--config", str(path), "--output-dir", "run"]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "train 1/1" in done.stderr and "accuracy after" in done.stdout
+    command += ["--set", "model.path=gone"]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and "Traceback" not in done.stderr

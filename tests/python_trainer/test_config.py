@@ -1,0 +1,122 @@
+"""Settings: defaults, overrides, and errors that name the key, the value and what is allowed."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from python_trainer.accelerators import ACCELERATORS, make_accelerators
+from python_trainer.config import Config, check_config, describe_settings, dump_config, load_config
+from python_trainer.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_setting_is_documented():
+    rows = list(describe_settings())
+    assert len(rows) > 50
+    for key, kind, default, text in rows:
+        assert kind and default and len(text) > 10, key
+    keys = [key for key, *_ in rows]
+    for key in ("seed", "rollout.num_generations", "algorithm.epsilon_high", "task.name", "accelerators.rpo.epsilon"):
+        assert key in keys
+
+
+def test_resolved_settings_read_back(tmp_path):
+    config = load_config(None, ["max_steps=7", "algorithm.loss_type=dr_grpo", "accelerators.enabled=[rpo]"])
+    assert config.max_steps == 7 and config.algorithm.loss_type == "dr_grpo"
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "config.yaml") == config
+
+
+def test_overrides_reach_into_sections_that_the_file_leaves_out(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("max_steps: 3\nrollout:\noptimizer: {learning_rate: 1.0e-4}\n")
+    config = load_config(path, ["rollout.num_generations=2", "optimizer.adam_beta2=0.95"])
+    assert (config.rollout.num_generations, config.max_steps) == (2, 3)
+    assert (config.optimizer.learning_rate, config.optimizer.adam_beta2) == (1e-4, 0.95)
+
+
+def test_exponents_without_a_dot_are_numbers(tmp_path):
+    """YAML 1.1 reads 1e-5 as a string; a learning rate is still a number."""
+    assert load_config(None, ["optimizer.learning_rate=1e-5"]).optimizer.learning_rate == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("max_step=3", "max_step: unknown setting; known here: seed, max_steps"),
+        ("rollout.n=3", "rollout.n: unknown setting; known here: prompts_per_step"),
+        ("accelerators.rpo.cut=3", "accelerators.rpo.cut: unknown setting; known here: cut_share"),
+        ("optimizer.learning_rate=-1", "optimizer.learning_rate: .*greater than 0, got -1"),
+        ("optimizer.learning_rate=.nan", "optimizer.learning_rate: .*, got nan"),
+        ("optimizer.learning_rate=fast", "optimizer.learning_rate: .*valid number.*, got 'fast'"),
+        ("rollout.top_p=1.5", "rollout.top_p: .*less than or equal to 1, got 1.5"),
+        ("rollout.temperature=0", "rollout.temperature: .*greater than 0, got 0"),
+        ("rollout.num_generations=1", "rollout.num_generations must be >= 2"),
+        ("rollout.prompts_per_step=2.5", "rollout.prompts_per_step: .*integer.*, got 2.5"),
+        ("algorithm.loss_type=gropo", "algorithm.loss_type: .*'grpo', 'dapo'.*, got 'gropo'"),
+        ("algorithm.delta=1.1", r"algorithm: delta must be above 1 \+ epsilon_high = 1.2, got 1.1"),
+        ("algorithm.num_minibatches=99", "algorithm.num_minibatches must be <= rollout.prompts_per_step .32., got 99"),
+        ("accelerators.enabled=[warp]", "accelerators.enabled: must hold names out of .*rpo.*, got 'warp'"),
+        ("accelerators.rpo.epsilon=2", "accelerators.rpo.epsilon: .*less than or equal to 1, got 2"),
+        ("task.name=chess", "task.name: .*'arithmetic', 'gsm8k' or 'jsonl', got 'chess'"),
+        ("model=small", "model: .*, got 'small'"),
+        ("max_steps", "--set takes key=value, .*got 'max_steps'"),
+        ("=3", "--set takes key=value"),
+        ("seed.x=1", "seed"),
+        ("max_steps=[1", r"--set max_steps: '\[1' is not valid YAML"),
+    ],
+)
+def test_wrong_values_are_named(override, message):
+    with pytest.raises(UserError, match=message):
+        load_config(None, [override])
+
+
+def test_all_problems_are_reported_at_once():
+    with pytest.raises(UserError, match="max_steps.*rollout.top_p"):
+        load_config(None, ["max_steps=0", "rollout.top_p=2"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("a: [1", "is not valid YAML"), ("- 1\n- 2", "must hold a mapping of settings, got list"),
+     ("max_steps: x", "max_steps: .*got 'x'")],
+)  # fmt: skip
+def test_wrong_files_are_named(tmp_path, text, message):
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message) as error:
+        load_config(path)
+    assert str(path) in str(error.value)
+
+
+def test_missing_file_is_named(tmp_path):
+    with pytest.raises(UserError, match="cannot read the config file .*nowhere.yaml: No such file"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+def test_accelerators_run_in_their_fixed_order_with_their_settings():
+    names = list(ACCELERATORS)
+    assert [n for n in ("rhyme", "rpo", "drafts", "alpha") if n in names] == names
+    values = {"accelerators": {"enabled": names[::-1], "rpo": {"cut_tokens": 9}}}
+    made = make_accelerators(check_config(values, source="test").accelerators)
+    assert [accelerator.name for accelerator in made] == names
+    assert made[names.index("rpo")].settings.cut_tokens == 9
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_shipped_configs_are_valid(path):
+    config = load_config(path)
+    assert isinstance(config, Config)
+    known = {key for key, *_ in describe_settings()}
+    flat = flatten(yaml.safe_load(path.read_text()))
+    assert set(flat) <= known
+
+
+def flatten(values, prefix=""):
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"

@@ -1,0 +1,118 @@
+"""Packed scoring: the same numbers and gradients as one plain forward pass per sample."""
+
+import pytest
+import torch
+from conftest import save_tiny_policy
+
+from python_trainer.config import ModelConfig
+from python_trainer.packing import Answer, micro_batches, pack
+from python_trainer.policy import load_policy
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_policy):
+    return load_policy(ModelConfig(path=str(tiny_policy), device="cpu"))
+
+
+@pytest.fixture
+def answers():
+    """Three groups: with a shared prefix, without one, and with answers of 0, 1 and many tokens."""
+    gen = torch.Generator().manual_seed(3)
+
+    def ids(n):
+        return torch.randint(0, 63, (n,), generator=gen).tolist()
+
+    prompts, prefix = [ids(3), ids(7), ids(1)], ids(5)
+    return [
+        *(Answer(prompts[0], prefix + ids(n), 5) for n in (4, 0, 9, 1)),
+        *(Answer(prompts[1], ids(n)) for n in (2, 6, 6)),
+        *(Answer(prompts[2], ids(n)) for n in (0, 1, 17)),
+    ]
+
+
+def plain_score(policy, answer, temperature=1.0):
+    """Log-probabilities and entropies of one answer by the model's own forward."""
+    ids = torch.tensor([[*answer.prompt_ids, *answer.response_ids]])
+    logits = policy.model(input_ids=ids).logits[0, len(answer.prompt_ids) - 1 : -1] / temperature
+    table = logits.log_softmax(-1)
+    targets = torch.tensor(answer.response_ids, dtype=torch.int64)
+    return table.gather(1, targets[:, None])[:, 0], -(table.exp() * table).sum(-1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_scores_equal_one_forward_pass_per_sample(policy, answers, temperature):
+    packed = pack(answers, range(len(answers)))
+    assert packed.input_ids.numel() < sum(len(a.prompt_ids) + len(a.response_ids) for a in answers)
+    with policy.packed_attention():
+        logprobs, entropy = policy.score(packed, temperature)
+    assert sorted(packed.samples) == list(range(len(answers)))
+    for row, sample in enumerate(packed.samples):
+        expected = plain_score(policy, answers[sample], temperature)
+        n = len(answers[sample].response_ids)
+        torch.testing.assert_close(logprobs[row, :n], expected[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(entropy[row, :n], expected[1], rtol=1e-4, atol=1e-5)
+        assert packed.mask[row].sum() == n and not logprobs[row, n:].any() and not entropy[row, n:].any()
+
+
+@pytest.mark.parametrize("max_tokens", [1, 12, 30, 1000])
+def test_gradients_do_not_depend_on_packing(policy, answers, max_tokens):
+    """Shared prefixes get the sum of their samples' gradients, however the samples are split."""
+    weights = torch.randn(len(answers), 20)
+    params = dict(policy.model.named_parameters())
+    total = sum(
+        (plain_score(policy, answer)[0] * weights[i, : len(answer.response_ids)]).sum()
+        for i, answer in enumerate(answers)
+    )
+    expected = torch.autograd.grad(total, list(params.values()))
+    policy.model.zero_grad()
+    with policy.packed_attention():
+        for part in micro_batches(answers, range(len(answers)), max_tokens):
+            packed = pack(answers, part)
+            logprobs, _ = policy.score(packed, 1.0)
+            (logprobs * weights[packed.samples, : logprobs.shape[1]]).sum().backward()
+    for (name, param), gradient in zip(params.items(), expected):
+        torch.testing.assert_close(param.grad, gradient, rtol=1e-3, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+    policy.model.zero_grad()
+
+
+def test_micro_batches_keep_to_the_budget(answers):
+    for max_tokens in (1, 10, 25, 60, 1000):
+        parts = list(micro_batches(answers, range(len(answers)), max_tokens))
+        assert [index for part in parts for index in part] == list(range(len(answers)))
+        sizes = [pack(answers, part).input_ids.numel() for part in parts]
+        assert all(size <= max_tokens or len(part) == 1 for size, part in zip(sizes, parts))
+    assert len(list(micro_batches(answers, range(len(answers)), 1000))) == 1
+    assert list(micro_batches(answers, [], 10)) == []
+
+
+def test_pairs_of_a_shared_prefix_exist_once():
+    packed = pack([Answer([1, 2], [5, 6, 7], 1), Answer([1, 2], [5, 8], 1)], [0, 1])
+    # [1 2 5 | 6 | ]: 2 -> 5 (shared), 5 -> 6, 6 -> 7 of the first, 5 -> 8 of the second
+    assert packed.input_ids.tolist() == [1, 2, 5, 6]
+    assert packed.rows.tolist() == [1, 2, 3, 2] and packed.targets.tolist() == [5, 6, 7, 8]
+    assert packed.place.tolist() == [[0, 1, 2], [0, 3, 0]] and packed.mask.tolist() == [[True] * 3, [True, True, False]]
+
+
+def test_gradient_checkpointing_changes_nothing(tiny_policy, policy, answers):
+    saving = load_policy(ModelConfig(path=str(tiny_policy), device="cpu", gradient_checkpointing=True))
+    packed, gradients = pack(answers, range(len(answers))), []
+    forwards = []
+    saving.model.model.layers[0].self_attn.register_forward_hook(lambda *_: forwards.append(1))
+    for one in (policy, saving):
+        one.model.zero_grad()
+        with one.packed_attention():
+            one.score(packed, 1.0)[0].sum().backward()
+        gradients.append([p.grad.clone() for p in one.model.parameters()])
+        one.model.zero_grad()
+    assert len(forwards) == 2  # once more in the backward pass
+    for a, b in zip(*gradients):
+        torch.testing.assert_close(a, b)
+
+
+def test_dropout_stays_off(tmp_path, answers):
+    folder = save_tiny_policy(tmp_path, attention_dropout=0.5)
+    policy = load_policy(ModelConfig(path=str(folder), device="cpu", gradient_checkpointing=True))
+    packed = pack(answers, range(len(answers)))
+    with policy.packed_attention():
+        first, second = (policy.score(packed, 1.0)[0] for _ in range(2))
+    assert torch.equal(first, second)

@@ -1,0 +1,243 @@
+"""The loop end to end on a tiny policy."""
+
+import json
+
+import pytest
+import torch
+from conftest import save_tiny_policy
+from rich.console import Console
+
+import python_trainer.accelerators as accelerators
+from python_trainer.accelerators.base import Accelerator
+from python_trainer.checkpoint import load_checkpoint
+from python_trainer.config import check_config
+from python_trainer.objective import make_batch
+from python_trainer.packing import pack
+from python_trainer.tasks.pretrain import byte_tokenizer
+from python_trainer.telemetry import read_metrics
+from python_trainer.trainer import Trainer
+
+QUIET = Console(quiet=True)
+
+
+def train(config, folder, **options):
+    trainer = Trainer(config, folder, console=QUIET, **options)
+    trainer.run()
+    return trainer
+
+
+def weights_of(trainer):
+    return {name: p.detach().clone() for name, p in trainer.policy.model.named_parameters()}
+
+
+def assert_same_weights(a, b, **tolerance):
+    for name, value in a.items():
+        if tolerance:
+            torch.testing.assert_close(b[name], value, msg=lambda m, name=name: f"{name}: {m}", **tolerance)
+        else:
+            assert torch.equal(b[name], value), name
+
+
+def test_learns_and_leaves_a_complete_run_directory(make_config, tmp_path):
+    config = make_config(max_steps=12, save={"save_model": True}, evaluation={"eval_steps": 5})
+    summary = Trainer(config, tmp_path / "run", console=QUIET).run()
+    rows = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == list(range(13))
+    first, last = rows[1], rows[-1]
+    assert last["reward"] > first["reward"] + 0.2
+    assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 5, 10, 12]
+    for name in (
+        "reward", "reward_std", "rewards/digits/mean", "rewards/digits/std", "frac_reward_zero_std", "accuracy",
+        "completions/mean_length", "completions/min_length", "completions/max_length", "completions/clipped_ratio",
+        "loss", "entropy", "kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "importance_ratio/mean",
+        "sampling/logp_difference/mean", "grad_norm", "learning_rate", "tokens_per_second", "time/rollout_s",
+        "time/train_s", "time/reward_s", "time/wall_s",
+    ):  # fmt: skip
+        assert all(name in row for row in rows[1:]), name
+    assert first["sampling/logp_difference/max"] < 1e-4 and abs(first["importance_ratio/mean"] - 1) < 1e-6
+    for key in (
+        "steps", "wall_s", "rollout_s", "train_s", "accelerator_s", "generated_tokens", "prefill_tokens",
+        "trained_tokens", "eval_accuracy_start", "eval_accuracy_final", "seconds_to_target", "tokens_to_target",
+        "device", "versions",
+    ):  # fmt: skip
+        assert key in summary, key
+    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
+    assert summary["steps"] == 12 and summary["seconds_to_target"] is None
+    assert summary["eval_accuracy_final"] > summary["eval_accuracy_start"]
+    total = sum(row["completions/generated_length"] for row in rows[1:]) * 16
+    assert summary["generated_tokens"] == pytest.approx(total) == rows[-1]["total/generated_tokens"]
+    assert list((tmp_path / "run" / "tensorboard").glob("events.*"))
+    assert [p.name for p in sorted((tmp_path / "run" / "checkpoints").iterdir())] == ["step-000010", "step-000012"]
+    again = make_config(model={"path": str(tmp_path / "run" / "model")}, max_steps=1)
+    assert Trainer(again, tmp_path / "next", console=QUIET).evaluate("test") == summary["eval_accuracy_final"]
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"loss_type": "grpo"},
+        {"loss_type": "dapo", "epsilon_high": 0.28, "mask_truncated_completions": True},
+        {"loss_type": "dr_grpo", "scale_rewards": "none"},
+        {"loss_type": "seq-mean-token-sum", "advantage": "rloo", "beta": 0.05},
+    ],
+)
+def test_weights_do_not_depend_on_micro_batches(make_config, tmp_path, algorithm):
+    """Gradient accumulation normalises over the whole batch, whatever it is split into."""
+    runs = []
+    for name, tokens in (("whole", 100_000), ("split", 30)):
+        config = make_config(
+            max_steps=2, algorithm=algorithm, optimizer={"micro_batch_tokens": tokens, "learning_rate": 1e-3}
+        )
+        runs.append(weights_of(train(config, tmp_path / name)))
+    start = weights_of(Trainer(make_config(), tmp_path / "start", console=QUIET))
+    assert any(not torch.equal(start[name], value) for name, value in runs[0].items())
+    assert_same_weights(*runs, rtol=1e-3, atol=1e-5)
+
+
+def test_several_passes_and_minibatches_clip(make_config, tmp_path):
+    algorithm = {"num_iterations": 3, "num_minibatches": 2, "epsilon": 0.05}
+    train(make_config(max_steps=2, algorithm=algorithm, optimizer={"learning_rate": 0.05}), tmp_path / "run")
+    rows = read_metrics(tmp_path / "run")[1:]
+    assert any(row["clip_ratio/low_mean"] > 0 for row in rows) and any(row["clip_ratio/high_mean"] > 0 for row in rows)
+    assert any(abs(row["importance_ratio/max"] - 1) > 0.05 for row in rows)
+
+
+def test_kl_to_the_start_holds_the_policy_back(make_config, tmp_path):
+    kl = {}
+    for beta in (1e-6, 10.0):
+        config = make_config(max_steps=10, algorithm={"beta": beta}, optimizer={"learning_rate": 5e-3})
+        train(config, tmp_path / str(beta))
+        rows = read_metrics(tmp_path / str(beta))
+        assert rows[1]["kl"] == pytest.approx(0, abs=1e-6)  # nothing has moved yet
+        kl[beta] = rows[-1]["kl"]
+    assert 0 < kl[10.0] < kl[1e-6] / 2, kl
+
+
+def test_no_reference_model_without_beta(make_config, tmp_path):
+    assert Trainer(make_config(), tmp_path, console=QUIET).reference is None
+
+
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+def test_temperature_is_the_same_in_sampling_and_scoring(make_config, tmp_path, mode):
+    config = make_config(max_steps=1, rollout={"temperature": 0.6}, algorithm={"importance_sampling": mode})
+    train(config, tmp_path / "run")
+    assert read_metrics(tmp_path / "run")[1]["sampling/logp_difference/max"] < 1e-4
+
+
+def test_same_seed_same_weights_other_seed_other_weights(make_config, tmp_path):
+    runs = [
+        weights_of(train(make_config(max_steps=2, seed=seed), tmp_path / str(i))) for i, seed in enumerate((3, 3, 4))
+    ]
+    assert_same_weights(runs[0], runs[1])
+    assert not torch.equal(runs[0]["model.embed_tokens.weight"], runs[2]["model.embed_tokens.weight"])
+
+
+class Spy(Accelerator):
+    """Notes what it is called with, and pushes every weight a little."""
+
+    name = "spy"
+    calls: list = []  # noqa: RUF012
+
+    def plan(self, context, groups):
+        self.calls.append(("plan", context.step, len(groups)))
+        groups[0].prefix_ids = [1, 2, 3]
+        groups[0].max_new_tokens -= 3
+        return groups[::-1]
+
+    def collect(self, context, rollouts):
+        self.calls.append(("collect", context.step, len(rollouts)))
+        assert all(r.response_ids[:3] == [1, 2, 3] and r.prefix_len == 3 for r in rollouts[-4:])
+        assert all(len(r.logprobs) + r.prefix_len == len(r.response_ids) for r in rollouts)
+        return rollouts
+
+    def after_update(self, context):
+        self.calls.append(("after", context.step, context.evaluate("test", 2)))
+        context.telemetry["spy/calls"] = float(len(self.calls))
+        context.engine.policy_updated()
+
+    def state_dict(self):
+        return {"count": len(self.calls), "tensor": torch.ones(2)}
+
+
+def test_accelerators_are_called_in_order_and_their_state_is_saved(make_config, tmp_path, monkeypatch):
+    monkeypatch.setitem(accelerators.ACCELERATORS, "spy", Spy)
+    monkeypatch.setattr(Spy, "calls", [])
+    monkeypatch.setattr("python_trainer.trainer.make_accelerators", lambda config: [Spy(None)])
+    trainer = train(make_config(max_steps=2), tmp_path / "run")
+    names = [(name, step) for name, step, _ in Spy.calls]
+    assert names == [(name, step) for step in (1, 2) for name in ("plan", "collect", "after")]
+    assert read_metrics(tmp_path / "run")[-1]["spy/calls"] == 6
+    assert "spy" in json.loads((tmp_path / "run" / "summary.json").read_text())["accelerator_s"]
+    saved = load_checkpoint(tmp_path / "run" / "checkpoints" / "step-000002")["accelerators"]["spy"]
+    assert saved["count"] == 6 and torch.equal(saved["tensor"], torch.ones(2))
+    assert trainer.progress.step == 2
+
+
+def test_time_limit_ends_after_a_step_with_evaluation_and_checkpoint(make_config, tmp_path):
+    summary = Trainer(make_config(max_steps=1000, max_seconds=1e-6), tmp_path / "run", console=QUIET).run()
+    assert summary["steps"] == 1
+    assert [row["step"] for row in read_metrics(tmp_path / "run") if "eval/accuracy" in row] == [0, 1]
+    assert (tmp_path / "run" / "checkpoints" / "step-000001").is_dir()
+
+
+def test_target_is_noted_and_can_end_the_run(make_config, tmp_path):
+    evaluation = {"eval_steps": 2, "target_accuracy": 0.01, "stop_at_target": True}
+    optimizer = {"learning_rate": 0.03}
+    summary = Trainer(
+        make_config(max_steps=50, evaluation=evaluation, optimizer=optimizer), tmp_path / "run", console=QUIET
+    ).run()
+    assert summary["steps"] < 50 and summary["tokens_to_target"] <= summary["generated_tokens"]
+    assert 0 <= summary["seconds_to_target"] <= summary["wall_s"]
+
+
+def test_a_batch_that_is_masked_entirely_changes_nothing(make_config, tmp_path):
+    config = make_config(
+        max_steps=1, rollout={"max_completion_length": 1}, algorithm={"mask_truncated_completions": True}, seed=1
+    )
+    trainer = train(config, tmp_path / "run")
+    row = read_metrics(tmp_path / "run")[1]
+    if row["completions/clipped_ratio"] == 1:  # no sample drew the end token first
+        assert "grad_norm" not in row
+        start = weights_of(Trainer(config, tmp_path / "start", console=QUIET))
+        assert_same_weights(start, weights_of(trainer))
+
+
+def test_bfloat16_policy_learns_with_master_weights(make_config, tmp_path):
+    folder = save_tiny_policy(tmp_path / "policy")
+    config = make_config(
+        max_steps=10, model={"path": str(folder), "dtype": "bfloat16"}, optimizer={"learning_rate": 5e-3}
+    )
+    trainer = train(config, tmp_path / "run")
+    assert trainer.policy.model.dtype == torch.bfloat16
+    rows = read_metrics(tmp_path / "run")
+    assert rows[-1]["reward"] > rows[1]["reward"] + 0.1
+
+
+def test_several_eos_tokens_end_answers_and_count_in_the_loss(make_config, tmp_path):
+    """The end token is trained on, although it is the padding token as well."""
+    folder = save_tiny_policy(tmp_path / "policy", eos_token_id=[63, 5])
+    trainer = Trainer(make_config(model={"path": str(folder)}), tmp_path / "run", console=QUIET)
+    assert trainer.policy.eos_token_ids == [5, 63]
+    groups = trainer._draw_prompts(1)
+    rollouts = trainer._score(groups, trainer._generate(groups, 0))
+    ended = [r for r in rollouts if r.finish_reason == "stop"]
+    assert ended and {r.response_ids[-1] for r in ended} <= {5, 63}
+
+    batch = make_batch(rollouts, trainer.config.algorithm, trainer.policy.device)
+    packed = pack(batch.answers, range(len(rollouts)))
+    assert int(packed.mask.sum()) == int(batch.loss_tokens.sum()) == sum(len(r.response_ids) for r in rollouts)
+
+
+def test_three_steps_on_gsm8k(make_config, tmp_path, gsm8k_dir):
+    folder = save_tiny_policy(tmp_path / "policy", vocab=259, max_position_embeddings=1200)
+    byte_tokenizer().save_pretrained(folder)
+    config = make_config(
+        max_steps=3, model={"path": str(folder)}, rollout={"prompts_per_step": 2, "max_completion_length": 24}
+    )
+    values = config.model_dump(mode="json")
+    values["task"] = {
+        "name": "gsm8k", "train_path": str(gsm8k_dir / "train.jsonl"), "test_path": str(gsm8k_dir / "test.jsonl"),
+        "test_size": 8,
+    }  # fmt: skip
+    summary = Trainer(check_config(values, source="test"), tmp_path / "run", console=QUIET).run()
+    assert summary["steps"] == 3 and summary["generated_tokens"] > 100
