@@ -42,7 +42,7 @@ OPS: dict[str, Op] = {
     "paged_attention": Op(cpu=True),
     "shared_prefix_attention": Op(cpu=True),
     "merge_attention": Op(cpu=True),
-    "grouped_attention": Op(),
+    "grouped_attention": Op(cpu=True),
     "keyed_uniform": Op(cpu=True),
     "sample_tokens": Op(cpu=True),
     "verify_drafts": Op(cpu=True),

@@ -54,4 +54,20 @@ inline int64_t attention_scratch(int64_t queries, int64_t kv_heads, int64_t head
   return rows * (2 * padded + 2) + 2 * kTileKeys * padded + 8 * kTileKeys + 64;
 }
 
+// One group's gradients for one KV head, training on [prefix | suffix 1 | suffix 2 | ...].
+struct GroupedBackward {
+  const void *query, *key, *value, *out, *grad_out;  // [T, heads or kv_heads, dim], contiguous, all of one type
+  const float* lse;                                  // [T, heads]
+  void *grad_query, *grad_key, *grad_value;
+  Float type;
+  int32_t heads, kv_heads, dim;
+  float scale;
+};
+
+// Floats of scratch that grouped_backward needs for a group of this many tokens.
+inline int64_t grouped_scratch(int64_t tokens, int64_t heads_per_kv, int64_t dim) {
+  const int64_t padded = (dim + 15) / 16 * 16;
+  return tokens * (4 * padded + heads_per_kv * (3 * padded + 2)) + 2 * kTileKeys * padded + 4 * kTileKeys * kTileKeys;
+}
+
 }  // namespace rlk

@@ -215,8 +215,33 @@ def grouped_attention(
     _check_scale(scale)
     if layout.num_tokens != query.shape[0]:
         raise ValueError(f"layout must be for the {query.shape[0]} tokens of query, got {layout}")
-    _backend.choose("grouped_attention", query.device, backend)
+    if _choose("grouped_attention", backend, query) == "cpu":
+        return _GroupedAttention.apply(query, key, value, layout, float(scale))
     return reference.grouped_attention(query, key, value, layout, float(scale))
+
+
+class _GroupedAttention(torch.autograd.Function):
+    """Forward: shared-prefix attention on the packed tokens, each a block of its own."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, layout: GroupedLayout, scale: float):
+        query, key, value = (t.detach().contiguous() for t in (query, key, value))
+        out, lse = torch.ops.rlkernels.shared_prefix_attention(
+            query, key[:, None], value[:, None], *layout.paged, scale
+        )
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.layout, ctx.scale = layout, scale
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_out):
+        layout = ctx.layout
+        lengths = layout.prefix_lens, layout.suffix_lens, layout.group_starts
+        grads = torch.ops.rlkernels.grouped_attention_backward(
+            grad_out.contiguous(), *ctx.saved_tensors, *lengths, ctx.scale
+        )
+        return *grads, None, None
 
 
 def _choose(op: str, backend: str, *tensors: torch.Tensor) -> str:

@@ -62,10 +62,32 @@ class GroupedLayout:
         out[starts.repeat_interleave(lens) + inside] = first.repeat_interleave(lens) + inside
         return out
 
+    @functools.cached_property
+    def paged(self) -> tuple[torch.Tensor, ...]:
+        """What :func:`shared_prefix_attention` takes after the caches, if every token is a block of its own.
+
+        Per group two entries: the prefix as a sequence that shares nothing, then the suffixes that share it.
+        """
+        groups, members = len(self.prefix_lens), self.group_starts.diff()
+        order = torch.argsort(torch.cat([torch.arange(groups) * 2, self.suffix_groups * 2 + 1]), stable=True)
+        starts = torch.cat([self.prefix_starts, self.suffix_starts])[order]
+        lens = torch.cat([self.prefix_lens, self.suffix_lens])[order]
+        shared = torch.stack([torch.zeros_like(self.prefix_lens), self.prefix_lens], 1).flatten()
+        counts = torch.stack([torch.ones_like(members), members], 1).flatten()
+        group_tables = self.prefix_starts.repeat_interleave(2)[:, None] + torch.arange(_longest(self.prefix_lens))
+        block_tables = starts[:, None] + torch.arange(_longest(lens))
+        zero = torch.zeros(1, dtype=torch.int64)
+        parts = (group_tables, shared, torch.cat([zero, counts.cumsum(0)]), block_tables, lens)
+        return tuple(t.int() for t in (*parts, torch.cat([zero, lens.cumsum(0)])))
+
     def __repr__(self) -> str:
         return (
             f"GroupedLayout(groups={len(self.prefix_lens)}, suffixes={len(self.suffix_lens)}, tokens={self.num_tokens})"
         )
+
+
+def _longest(lens: torch.Tensor) -> int:
+    return int(lens.max()) if len(lens) else 0
 
 
 def _lengths(name: str, value: Lengths) -> torch.Tensor:

@@ -1,0 +1,90 @@
+"""Grouped attention for training: outputs and gradients against the reference, which is tested on its own."""
+
+import pytest
+import torch
+from paged_problems import DTYPES, assert_close_as_plain
+
+import rlkernels
+from rlkernels.prefix_cache import reference
+
+LAYOUTS = {
+    "odd": ([5, 0, 3, 70], [2, 4, 1, 0, 6, 3, 129, 1], [0, 3, 5, 6, 8]),
+    "many small": ([9] * 6, [4, 7, 3] * 4, [0, 2, 4, 6, 8, 10, 12]),
+    "no suffixes": ([65, 1], [], [0, 0, 0]),
+    "no prefixes": ([0], [64, 63, 65], [0, 3]),
+    "long": ([300], [100, 90], [0, 2]),
+}
+
+
+def run(inputs, weight, function):
+    inputs = [t.detach().requires_grad_() for t in inputs]
+    out = function(*inputs)
+    return [out, *torch.autograd.grad((out * weight.to(out.dtype)).sum(), inputs)]
+
+
+def check(layout, heads, kv_heads, dim, dtype, strides=lambda t: t):
+    shapes = [(layout.num_tokens, h, dim) for h in (heads, kv_heads, kv_heads)]
+    inputs = [strides(torch.randn(s).to(dtype)) for s in shapes]
+    weight = torch.randn(shapes[0]).to(dtype)
+    scale = dim**-0.5
+    ours = run(inputs, weight, lambda q, k, v: rlkernels.grouped_attention(q, k, v, layout, scale=scale, backend="cpu"))
+    exact = run([t.double() for t in inputs], weight, lambda *a: reference.grouped_attention(*a, layout, scale))
+    plain = run(inputs, weight, lambda *a: low_precision(*a, layout, scale))
+    for one, other, gold in zip(ours, plain, exact):
+        # exp(score - lse) loses a few more bits than a softmax: allow for that relative to the largest element
+        floor = 1e-6 + 2e-6 * float(gold.abs().max())
+        assert_close_as_plain(one.detach(), other.detach(), gold.detach(), floor)
+
+
+def low_precision(query, key, value, layout, scale):
+    """The reference with every step rounded to the dtype of its inputs."""
+    out = torch.zeros_like(query)
+    group = query.shape[1] // key.shape[1]
+    for prefix, suffixes in layout.spans():
+        for rows in [prefix, *suffixes]:
+            pick = [prefix] if rows is prefix else [prefix, rows]
+            k, v = (torch.cat([t[p] for p in pick]).repeat_interleave(group, 1).transpose(0, 1) for t in (key, value))
+            score = (query[rows].transpose(0, 1) * scale) @ k.transpose(1, 2)
+            mask = reference.causal(rows.stop - rows.start, k.shape[1], k.device)
+            result = score.masked_fill(~mask, -torch.inf).softmax(-1) @ v
+            out = torch.cat([out[: rows.start], result.transpose(0, 1), out[rows.stop :]])
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_equals_the_reference(cpu_isa, name, dtype):
+    check(rlkernels.GroupedLayout(*LAYOUTS[name]), 4, 2, 32, dtype)
+
+
+@pytest.mark.parametrize("dim", [1, 20, 64, 80, 128])
+def test_head_dims_and_grouped_heads(cpu_isa, dim):
+    check(rlkernels.GroupedLayout(*LAYOUTS["odd"]), 6, 1, dim, torch.float32)
+
+
+def test_non_contiguous():
+    check(
+        rlkernels.GroupedLayout(*LAYOUTS["odd"]),
+        4,
+        2,
+        32,
+        torch.float32,
+        lambda t: t.transpose(0, 2).contiguous().transpose(0, 2),
+    )
+
+
+def test_nothing():
+    layout = rlkernels.GroupedLayout([], [], [0])
+    empty = torch.zeros(0, 2, 8, requires_grad=True)
+    out = rlkernels.grouped_attention(empty, empty, empty, layout, scale=1.0)
+    out.sum().backward()
+    assert out.shape == (0, 2, 8) and empty.grad.shape == (0, 2, 8)
+
+
+def test_gradient_flows_only_where_asked():
+    layout = rlkernels.GroupedLayout([4], [3, 2], [0, 2])
+    query, key, value = torch.randn(3, 9, 2, 8)
+    out = rlkernels.grouped_attention(query, key, value.requires_grad_(), layout, scale=0.5)
+    out.sum().backward()
+    assert value.grad is not None and query.grad is None
+    assert not rlkernels.grouped_attention(query, key, value.detach(), layout, scale=0.5).requires_grad
