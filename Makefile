@@ -40,6 +40,7 @@ train: $(VENV)/.built
 	$(PY) -m python_trainer compare --config configs/arithmetic.yaml --output-dir $(RUN) $(TRAIN)
 
 smoke: $(VENV)/.built
+	rm -rf runs/smoke
 	$(PY) -m python_trainer train --config configs/smoke.yaml --output-dir runs/smoke $(TRAIN)
 
 test: $(VENV)/.built

@@ -12,7 +12,8 @@ import rlkernels.backend
 
 
 def pytest_configure(config):
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(2, (os.cpu_count() or 1) // workers))  # never 1: what differs between threads must show
 
 
 def pytest_collection_modifyitems(items):

@@ -25,6 +25,7 @@ class Step:
     env: dict[str, str] = field(default_factory=dict)
     missing: str = ""  # what this machine lacks, so that the step cannot run
     result: str = ""
+    closing: str = ""  # pytest's last line
     failed: bool = False
     lacks: list[str] = field(default_factory=list)  # what pytest's summary says
 
@@ -45,8 +46,8 @@ class Step:
         code = process.wait()
         self.failed = code != 0
         self.lacks = [m[1] for m in (re.match(r"\d+ tests?: (.+)", line) for line in lines) if m]
-        closing = lines[-1].strip("= ") if lines and self.command[2] == "pytest" else ""
-        said = closing or f"{time.monotonic() - start:.0f} s"
+        self.closing = lines[-1].strip("= ") if lines and self.command[2] == "pytest" else ""
+        said = self.closing or f"{time.monotonic() - start:.0f} s"
         self.result = f"FAILED with exit code {code} ({said})" if self.failed else f"passed ({said})"
 
 
@@ -78,6 +79,7 @@ def main(pytest_arguments: list[str]) -> int:
     print("not run here:   " + ("; ".join(lacks) if lacks else "nothing, this machine has all that the tests need"))
     failed = [step.name for step in done if step.failed]
     print(f"FAILED: {', '.join(failed)}" if failed else "all passed")
+    print(done[-1].closing)
     return 1 if failed else 0
 
 

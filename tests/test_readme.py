@@ -1,0 +1,30 @@
+"""The README's code runs, and what it points to exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "README.md").read_text()
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "bench/README.md", "bench/gpu/README.md")]
+
+
+def test_python_examples_run():
+    blocks = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+    assert len(blocks) >= 5
+    names: dict = {}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for target in set(re.findall(r"(?:`|^)make ([a-z]+)", TEXT, re.M)):
+        assert re.search(rf"^[a-z ]*\b{target}\b[a-z ]*:", makefile, re.M), target
