@@ -18,12 +18,12 @@ def planted(m: int, n: int, rms: float, *, seed: int = 0, dtype: torch.dtype = t
 
 
 def with_spectrum(m: int, n: int, sigmas: torch.Tensor, *, seed: int = 0):
-    """float32 delta [m, n] with these singular values and random singular vectors."""
+    """float32 delta [m, n] with these singular values, and its right singular vectors [n, r] in float64."""
     g = torch.Generator().manual_seed(seed)
     r = len(sigmas)
     u = torch.linalg.qr(torch.randn(m, r, generator=g, dtype=torch.float64)).Q
     v = torch.linalg.qr(torch.randn(n, r, generator=g, dtype=torch.float64)).Q
-    return ((u * sigmas.double()) @ v.T).float()
+    return ((u * sigmas.double()) @ v.T).float(), v
 
 
 def exact(weight: torch.Tensor, base: torch.Tensor):

@@ -1,14 +1,14 @@
 """Public functions: argument checks and the choice of the implementation."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from rlkernels import _check
 from rlkernels import backend as _backend
 from rlkernels.rank1 import reference
-from rlkernels.rank1.update import Rank1Update
+from rlkernels.rank1.update import STATUSES, Rank1Update
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -47,6 +47,33 @@ def _signed(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
+def _rows(matrix: torch.Tensor) -> torch.Tensor:
+    """The matrix with contiguous rows, as the native kernels want it; a copy only where that is needed."""
+    matrix = matrix.detach()
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+def _vector(v: torch.Tensor) -> torch.Tensor:
+    return v.detach().float().contiguous()
+
+
+def _native(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], starts: Sequence[torch.Tensor | None], *, tol: float,
+            max_passes: int, seed: int, names: Sequence[str] | None = None) -> list[Rank1Update]:  # fmt: skip
+    weights, bases = [_rows(w) for w, _ in pairs], [_rows(b) for _, b in pairs]
+    guesses = [None if s is None or not s.any() else _vector(s) for s in starts]
+    us, vs, facts = torch.ops.rlkernels.top1_deltas(weights, bases, guesses, tol, max_passes, seed)
+    out = []
+    for i, (u, v, row) in enumerate(zip(us, vs, facts.tolist())):
+        sigma, frobenius, gap, residual, bound, passes, changed, status = row
+        if status == len(STATUSES):
+            label = f"{names[i]!r}: " if names else ""
+            raise ValueError(f"{label}weight - base holds NaN or infinite entries")
+        out.append(
+            Rank1Update(u, sigma, v, frobenius, gap, residual, bound, int(passes), changed, STATUSES[int(status)])
+        )
+    return out
+
+
 def top1_delta(weight: torch.Tensor, base: torch.Tensor, *, start: torch.Tensor | None = None, tol: float = 1e-2,
                max_passes: int = 12, seed: int = 0, backend: str = "auto") -> Rank1Update:  # fmt: skip
     """Leading singular triplet of ``weight - base``, with a certificate, without ever holding the delta.
@@ -72,8 +99,10 @@ def top1_delta(weight: torch.Tensor, base: torch.Tensor, *, start: torch.Tensor 
     _check_pair(weight, base)
     _check_start("start", start, weight.shape[1], weight.device)
     _check_settings(tol, max_passes, seed)
-    _backend.choose("top1_delta", weight.device, backend)
-    return reference.top1_delta(weight, base, start=start, tol=tol, max_passes=max_passes, seed=_signed(seed))
+    settings = {"tol": tol, "max_passes": max_passes, "seed": _signed(seed)}
+    if _backend.choose("top1_delta", weight.device, backend) == "cpu":
+        return _native([(weight, base)], [start], **settings)[0]
+    return reference.top1_delta(weight, base, start=start, **settings)
 
 
 def top1_deltas(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], *,
@@ -103,13 +132,14 @@ def top1_deltas(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], *,
     _check_settings(tol, max_passes, seed)
     if not pairs:
         return {}
-    _backend.choose("top1_deltas", devices.pop(), backend)
+    settings = {"tol": tol, "max_passes": max_passes, "seed": _signed(seed)}
+    guesses = [starts.get(name) for name in pairs]
+    if _backend.choose("top1_deltas", devices.pop(), backend) == "cpu":
+        return dict(zip(pairs, _native(list(pairs.values()), guesses, names=list(pairs), **settings)))
     out = {}
-    for name, (weight, base) in pairs.items():
+    for (name, (weight, base)), start in zip(pairs.items(), guesses):
         try:
-            out[name] = reference.top1_delta(
-                weight, base, start=starts.get(name), tol=tol, max_passes=max_passes, seed=_signed(seed)
-            )
+            out[name] = reference.top1_delta(weight, base, start=start, **settings)
         except ValueError as error:
             raise ValueError(f"{name!r}: {error}") from None
     return out
@@ -130,7 +160,8 @@ def delta_matvec(weight: torch.Tensor, base: torch.Tensor, v: torch.Tensor, *, b
     """
     _check_pair(weight, base)
     _check_vector("v", v, weight.shape[1], weight.device)
-    _backend.choose("delta_matvec", weight.device, backend)
+    if _backend.choose("delta_matvec", weight.device, backend) == "cpu":
+        return torch.ops.rlkernels.delta_matvec(_rows(weight), _rows(base), _vector(v))
     return reference.delta_matvec(weight, base, v)
 
 
@@ -160,6 +191,10 @@ def add_rank1_(weight: torch.Tensor, u: torch.Tensor, v: torch.Tensor, scale: fl
         raise ValueError(f"scale must be finite, got {scale!r}")
     if weight.requires_grad and not weight.is_leaf:
         raise ValueError("weight must not be the result of a differentiable computation, got a non-leaf tensor")
-    _backend.choose("add_rank1_", weight.device, backend)
+    chosen = _backend.choose("add_rank1_", weight.device, backend)
     with torch.no_grad():
+        if chosen == "cpu" and weight.numel() and weight.stride(1) == 1:
+            left = _vector(u) * scale
+            torch.ops.rlkernels.add_rank1_(weight, left, _vector(v), stochastic_rounding, _signed(seed))
+            return weight
         return reference.add_rank1_(weight, u, v, scale, stochastic_rounding=stochastic_rounding, seed=_signed(seed))

@@ -74,11 +74,11 @@ def test_statuses():
     assert rlkernels.top1_delta(-torch.zeros(3, 3), torch.zeros(3, 3)).status == "zero"
 
     nothing = torch.zeros(200, 150)
-    equal = with_spectrum(200, 150, torch.tensor([1.0, 1.0, 0.3, 0.2]))
+    equal, _ = with_spectrum(200, 150, torch.tensor([1.0, 1.0, 0.3, 0.2]))
     assert rlkernels.top1_delta(equal, nothing).status == "ill_defined"
-    close = with_spectrum(200, 150, torch.tensor([1.0, 0.995, 0.3, 0.2]))
+    close, _ = with_spectrum(200, 150, torch.tensor([1.0, 0.995, 0.3, 0.2]))
     assert rlkernels.top1_delta(close, nothing).status == "ill_defined"
-    flat = with_spectrum(200, 150, torch.linspace(1.0, 0.5, 150))
+    flat, _ = with_spectrum(200, 150, torch.linspace(1.0, 0.5, 150))
     stopped = rlkernels.top1_delta(flat, nothing, max_passes=2)
     assert stopped.status == "not_converged" and stopped.passes == 2 and stopped.angle_bound > 1e-2
 
