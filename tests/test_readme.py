@@ -1,6 +1,7 @@
 """The README's code runs, and what it points to exists."""
 
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "bench/README.
 
 
 def test_python_examples_run():
-    blocks = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+    blocks = [textwrap.dedent(b) for b in re.findall(r"^ *```python\n(.*?)```", TEXT, re.S | re.M)]
     assert len(blocks) >= 5
     names: dict = {}
     for block in blocks:
