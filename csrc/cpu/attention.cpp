@@ -204,7 +204,15 @@ static void attend_as(const Attention& a, const AttentionSpan& span, float* scra
   return attend<f16, Q>(a, span, scratch);
 }
 
+#ifdef __AMX_BF16__
+bool wide_fits(const Attention& a, const AttentionSpan& span);  // attention_wide.amx.cpp
+void attend_wide(const Attention& a, const AttentionSpan& span, float* scratch);
+#endif
+
 void attend_span(const Attention& a, const AttentionSpan& span, float* scratch) {
+#ifdef __AMX_BF16__
+  if (wide_fits(a, span)) return attend_wide(a, span, scratch);
+#endif
   if (a.query_type == Float::f32) return attend_as<float>(a, span, scratch);
   if (a.query_type == Float::bf16) return attend_as<bf16>(a, span, scratch);
   return attend_as<f16>(a, span, scratch);

@@ -50,8 +50,8 @@ constexpr int kTileKeys = 64;  // keys worked on at a time
 
 // Floats of scratch that attend_span needs for this many queries and KV heads.
 inline int64_t attention_scratch(int64_t queries, int64_t kv_heads, int64_t heads_per_kv, int64_t dim) {
-  const int64_t padded = (dim + 15) / 16 * 16, rows = queries * kv_heads * heads_per_kv;
-  return rows * (2 * padded + 2) + 2 * kTileKeys * padded + 8 * kTileKeys + 64;
+  const int64_t padded = (dim + 15) / 16 * 16, rows = kv_heads * ((queries * heads_per_kv + 15) / 16 * 16);
+  return rows * (2 * padded + 2) + 2 * kTileKeys * padded + 32 * kTileKeys;
 }
 
 // One group's gradients for one KV head, training on [prefix | suffix 1 | suffix 2 | ...].

@@ -152,11 +152,11 @@ void attend_sources(const Attention& a, std::vector<Source>& prefixes, std::vect
   std::vector<AttentionSpan> spans;
   for (auto* sources : {&prefixes, &own})
     for (const Source& s : *sources) add_spans(a, s, out, lse, spans);
-  for (const AttentionSpan& s : spans) most = std::max<int64_t>(most, int64_t(s.queries) * s.kv_heads);
-  const int64_t floats = attention_scratch(most, 1, a.heads / a.kv_heads, a.dim);
+  for (const AttentionSpan& s : spans)
+    most = std::max(most, attention_scratch(s.queries, s.kv_heads, a.heads / a.kv_heads, a.dim));
   const auto attend = RLK_DISPATCH(attend_span);
   const bool serial = work < (1 << 16);
-  run_parallel(spans.size(), floats, serial, [&](int64_t i, float* scratch) { attend(a, spans[i], scratch); });
+  run_parallel(spans.size(), most, serial, [&](int64_t i, float* scratch) { attend(a, spans[i], scratch); });
   if (parts == 0) return;
   const auto merge = RLK_DISPATCH(merge_parts);
   run_parallel(own.size(), 0, serial, [&](int64_t b, float*) {
