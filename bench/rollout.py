@@ -95,15 +95,14 @@ def padded(policy: Any, work: Workload, batch: int) -> int:
 def cases(quick: bool) -> Iterator[Case]:
     policy = model()
     engine = PagedEngine(policy, eos_token_ids=())
+    own_forward = PagedEngine(policy, eos_token_ids=(), fused=False)
     prompts = 8 if quick else 32
-    works = [workload("answers", prompts, 0, 15, 35, 100), workload("suffixes", prompts, 200, 5, 20, 60)]
-    for work in works:
+    for work in (workload("answers", prompts, 0, 15, 35, 100), workload("suffixes", prompts, 200, 5, 20, 60)):
         providers: dict[str, Any] = {
             "PagedEngine": partial(paged, engine, work),
-            "transformers generate, all": partial(padded, policy, work, SAMPLES * prompts),
+            "PagedEngine, fused=False": partial(paged, own_forward, work),
+            "transformers generate, batches of 128": partial(padded, policy, work, 128),
         }
-        if not quick:
-            providers["transformers generate, 128"] = partial(padded, policy, work, 128)
         longest = max(work.lengths)
         yield Case(
             op="rollout",
