@@ -13,6 +13,8 @@ _EXPORTS = {
     "Rank1Update": "rlkernels.rank1",
     "add_rank1_": "rlkernels.rank1",
     "delta_matvec": "rlkernels.rank1",
+    "export_peft": "rlkernels.rank1",
+    "stream_top1": "rlkernels.rank1",
     "top1_delta": "rlkernels.rank1",
     "top1_deltas": "rlkernels.rank1",
     "info": "rlkernels._info",
@@ -55,6 +57,8 @@ if TYPE_CHECKING:
     from rlkernels.rank1 import Rank1Update as Rank1Update
     from rlkernels.rank1 import add_rank1_ as add_rank1_
     from rlkernels.rank1 import delta_matvec as delta_matvec
+    from rlkernels.rank1 import export_peft as export_peft
+    from rlkernels.rank1 import stream_top1 as stream_top1
     from rlkernels.rank1 import top1_delta as top1_delta
     from rlkernels.rank1 import top1_deltas as top1_deltas
     from rlkernels.sampling import keyed_uniform as keyed_uniform

@@ -13,7 +13,13 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     show = commands.add_parser("info", help="what was compiled, which backends work, what each op would use")
     show.add_argument("--json", action="store_true", help="print JSON instead of text")
+    rank1 = commands.add_parser("rank1", help="leading direction of every weight update between two checkpoints")
+    from rlkernels.rank1 import cli
+
+    cli.add_arguments(rank1)
     args = parser.parse_args(argv)
+    if args.command == "rank1":
+        return cli.run(args)
     from rlkernels._info import info, print_info
 
     print(json.dumps(info(), indent=2)) if args.json else print_info()

@@ -1,0 +1,176 @@
+"""Rank-1 updates between two folders of safetensors files, one pair of tensors in memory at a time."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlkernels.rank1.ops import DTYPES, top1_delta
+from rlkernels.rank1.update import Rank1Update
+
+INDEX = "model.safetensors.index.json"
+# AlphaRL's modules: two-dimensional projections, not the embeddings nor the head.
+SKIPPED = ("embed", "lm_head", "wte", "wpe", "norm")
+
+
+@dataclass(frozen=True)
+class ModuleUpdate:
+    """What :func:`stream_top1` found for one tensor."""
+
+    name: str
+    shape: tuple[int, int]
+    update: Rank1Update
+
+    def row(self) -> dict[str, Any]:
+        """Plain numbers for a table or JSON."""
+        u = self.update
+        return {
+            "name": self.name,
+            "shape": list(self.shape),
+            "sigma": u.sigma,
+            "frobenius": u.frobenius,
+            "share": u.share,
+            "gap": u.gap,
+            "angle_bound": u.angle_bound,
+            "changed": u.changed,
+            "passes": u.passes,
+            "status": u.status,
+        }
+
+
+class Folder:
+    """The tensors of a checkpoint: one file, or shards with an index. Reads headers only, until asked for a tensor."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise ValueError(f"{self.path} is not a folder")
+        index = self.path / INDEX
+        if index.is_file():
+            try:
+                files = json.loads(index.read_text())["weight_map"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{index} is not a safetensors index: {error!r}") from None
+            self.files = {name: self.path / file for name, file in files.items()}
+        else:
+            found = sorted(self.path.glob("*.safetensors"))
+            if not found:
+                raise ValueError(f"{self.path} holds no .safetensors file and no {INDEX}")
+            self.files = {name: file for file in found for name in self._open(file).keys()}  # noqa: SIM118
+        for file in sorted(set(self.files.values())):
+            if not file.is_file():
+                raise ValueError(f"{index} names {file.name}, which is missing in {self.path}")
+
+    @staticmethod
+    def _open(file: Path) -> Any:
+        try:
+            from safetensors import SafetensorError, safe_open
+        except ImportError:
+            raise ImportError(
+                "streaming checkpoints needs the safetensors package; `pip install safetensors`"
+            ) from None
+        try:
+            return safe_open(str(file), framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file} is truncated or not a safetensors file: {error}") from None
+
+    def shape(self, name: str) -> list[int]:
+        return self._part(name).get_shape()
+
+    def load(self, name: str) -> torch.Tensor:
+        """The tensor; its memory is a map of the file, dropped with the last reference."""
+        return self._open(self.files[name]).get_tensor(name)
+
+    def _part(self, name: str) -> Any:
+        handle = self._open(self.files[name])
+        if name not in handle.keys():  # noqa: SIM118
+            raise ValueError(f"{name!r} is missing in {self.files[name]}, where the index says it is")
+        return handle.get_slice(name)
+
+
+def default_filter(name: str) -> bool:
+    """Projections of attention and MLP: no embeddings, norms or head."""
+    return not any(part in name for part in SKIPPED)
+
+
+def _names(base: Folder, checkpoint: Folder, wanted: Callable[[str], bool]) -> Iterator[str]:
+    for name in sorted(set(base.files) | set(checkpoint.files)):
+        if not wanted(name):
+            continue
+        if name not in checkpoint.files or name not in base.files:
+            # a tied weight is stored under one of its names only: what both folders lack is no loss
+            where = checkpoint if name not in checkpoint.files else base
+            raise ValueError(f"tensor {name!r} is missing in {where.path}")
+        shapes = base.shape(name), checkpoint.shape(name)
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"tensor {name!r} has shape {shapes[0]} in {base.path} and {shapes[1]} in {checkpoint.path}"
+            )
+        if len(shapes[0]) == 2 and 0 not in shapes[0]:
+            yield name
+
+
+def stream_top1(base_dir: str | Path, checkpoint_dir: str | Path, *, wanted: Callable[[str], bool] = default_filter,
+                starts: dict[str, torch.Tensor] | None = None, tol: float = 1e-2, max_passes: int = 12, seed: int = 0,
+                device: str | torch.device = "cpu", backend: str = "auto", progress: bool = False,
+                ) -> Iterator[ModuleUpdate]:  # fmt: skip
+    """Leading singular triplet of every two-dimensional tensor that changed between two checkpoints.
+
+    Both folders hold ``*.safetensors`` files, sharded (with ``model.safetensors.index.json``) or not; the two may be
+    sharded differently and differ in dtype. One pair of tensors is in memory at a time. Tied weights, stored under
+    one name, are looked at once.
+
+    Args:
+        base_dir, checkpoint_dir: folders.
+        wanted: which names to look at; by default all but embeddings, norms and the head.
+        starts: name -> warm start, such as the ``v`` of an earlier checkpoint.
+        tol, max_passes, seed, backend: as for :func:`rlkernels.top1_delta`.
+        device: where to compute.
+        progress: show a bar on stderr, with rich or tqdm where one of them is installed.
+
+    Yields:
+        :class:`ModuleUpdate`, in the order of the names.
+
+    Raises:
+        ValueError: a folder without safetensors; a file that is truncated or missing; a tensor that is missing on one
+            side, differs in shape, or holds NaN or infinity. The message names the file or tensor.
+        TypeError: a tensor that is not bfloat16, float16 or float32.
+    """
+    base, checkpoint = Folder(base_dir), Folder(checkpoint_dir)
+    names = list(_names(base, checkpoint, wanted))
+    starts = starts or {}
+    if unknown := sorted(set(starts) - set(names)):
+        raise ValueError(f"starts must be keyed by names of streamed tensors, got {unknown[0]!r}")
+    for name in _bar(names) if progress else names:
+        weight, origin = checkpoint.load(name), base.load(name)
+        for folder, value in ((checkpoint, weight), (base, origin)):
+            if value.dtype not in DTYPES:
+                raise TypeError(
+                    f"tensor {name!r} of {folder.path} must be float32, bfloat16 or float16, got {value.dtype}"
+                )
+        try:
+            update = top1_delta(weight.to(device), origin.to(device), start=starts.get(name), tol=tol,
+                                max_passes=max_passes, seed=seed, backend=backend)  # fmt: skip
+        except ValueError as error:
+            raise ValueError(f"tensor {name!r}: {error}") from None
+        shape = (weight.shape[0], weight.shape[1])
+        del weight, origin  # unmap before the next pair is read
+        yield ModuleUpdate(name, shape, update)
+
+
+def _bar(names: list[str]) -> Any:
+    try:
+        from rich.console import Console
+        from rich.progress import track
+
+        return track(names, description="rank-1", console=Console(stderr=True))
+    except ImportError:
+        try:
+            from tqdm import tqdm
+
+            return tqdm(names, desc="rank-1")
+        except ImportError:
+            return names
