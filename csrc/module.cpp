@@ -3,8 +3,12 @@
 #include <pybind11/pybind11.h>
 
 void bind_block_pool(pybind11::module_& m);  // csrc/ops/block_pool.cpp
+namespace rlk {
+void bind_rollout_history(pybind11::module_& m);  // csrc/runtime/rollout_history_bind.cpp
+}
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Compiled part of rlkernels";
   bind_block_pool(m);
+  rlk::bind_rollout_history(m);
 }

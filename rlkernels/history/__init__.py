@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from rlkernels import _check
@@ -12,7 +13,7 @@ from rlkernels.history import reference
 
 __all__ = ["RolloutHistory"]
 
-Ids = Sequence[int] | torch.Tensor
+Ids = Sequence[int] | np.ndarray | torch.Tensor
 
 
 class RolloutHistory:
@@ -23,7 +24,7 @@ class RolloutHistory:
     where the next token is no longer likely enough to be worth verifying. Verify drafts with
     :func:`rlkernels.verify_drafts`; wrong ones cost time, never correctness.
 
-    Thread-safe.
+    Thread-safe, except on the "torch" backend.
 
     Args:
         max_tokens: most response tokens kept; None is unbounded. Out go the lowest epoch first, within it the lowest
@@ -40,8 +41,7 @@ class RolloutHistory:
             _check.positive("max_tokens", max_tokens)
         _check.in_range("token_cost", token_cost, 0.0, 1.0)
         _check.in_range("depth", depth, reference.GLOBAL_GRAM, 64)
-        _backend.choose("rollout_history", torch.device("cpu"), backend)
-        self._core = reference.History(max_tokens, token_cost, depth)
+        self._core = _implementation(backend)(max_tokens, token_cost, depth)
 
     def add(self, prompt_ids: Ids, response_ids: Ids, *, reward: float = 0.0, epoch: int = 0) -> None:
         """Stores a finished response, its end-of-sequence token included if drafts should end sequences.
@@ -89,7 +89,7 @@ class RolloutHistory:
         """Tells that ``ids`` were generated (accepted draft tokens included)."""
         self._core.extend(handle, _ids("ids", ids))
 
-    def draft_tracked(self, handles: Sequence[int], *, max_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def draft_tracked(self, handles: Ids, *, max_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Drafts for tracked sequences, within the length that feedback allows each.
 
         Args:
@@ -103,13 +103,10 @@ class RolloutHistory:
             ValueError: a handle that is not tracked.
         """
         _check.positive("max_tokens", max_tokens, zero=True)
-        drafts = self._core.draft_tracked(_ids("handles", handles), max_tokens)
-        ids = torch.full((len(drafts), max_tokens), -1, dtype=torch.int64)
-        for row, draft in zip(ids, drafts):
-            row[: len(draft)] = torch.tensor(draft, dtype=torch.int64)
-        return ids, torch.tensor([len(d) for d in drafts], dtype=torch.int64)
+        ids, lengths = self._core.draft_tracked(_ids("handles", handles, np.int64), max_tokens)
+        return torch.from_numpy(ids), torch.from_numpy(lengths)
 
-    def observe(self, handles: Sequence[int], offered: Ids, accepted: Ids) -> None:
+    def observe(self, handles: Ids, offered: Ids, accepted: Ids) -> None:
         """Feedback on the last drafts: how many tokens were offered to the verifier and how many it accepted.
 
         The window of a sequence doubles when all that was offered was accepted and shrinks to about twice what was
@@ -121,14 +118,15 @@ class RolloutHistory:
             offered: integers [B]; 0 changes nothing.
             accepted: integers [B], 0 <= accepted <= offered.
         """
-        known, given, taken = _ids("handles", handles), _ids("offered", offered), _ids("accepted", accepted)
+        known = _ids("handles", handles, np.int64)
+        given, taken = _ids("offered", offered, np.int64), _ids("accepted", accepted, np.int64)
         if not len(known) == len(given) == len(taken):
             raise ValueError(
                 f"handles, offered and accepted must have one length, got {len(known)}, {len(given)}, {len(taken)}"
             )
-        for o, a in zip(given, taken):
-            if not 0 <= a <= o:
-                raise ValueError(f"accepted must be between 0 and offered ({o}), got {a}")
+        if (taken > given).any():
+            worst = int((taken - given).argmax())
+            raise ValueError(f"accepted must be between 0 and offered ({given[worst]}), got {taken[worst]}")
         self._core.observe(known, given, taken)
 
     def release(self, handle: int) -> None:
@@ -146,8 +144,8 @@ class RolloutHistory:
         Raises:
             ValueError: not such a file, another version, or damaged.
         """
-        history = cls(backend=backend)
-        history._core = type(history._core).load(os.fspath(path))
+        history = cls.__new__(cls)
+        history._core = _implementation(backend).load(os.fspath(path))
         return history
 
     @property
@@ -158,14 +156,24 @@ class RolloutHistory:
         return facts
 
 
-def _ids(name: str, value: Ids) -> list[int]:
-    """A plain list of integers in 0 .. 2**31 - 1."""
-    if isinstance(value, torch.Tensor):
-        _check.tensor(name, value, ndim=1)
-        if value.dtype.is_floating_point:
-            raise TypeError(f"{name} must be integers, got {value.dtype}")
-        value = value.tolist()
-    out = [int(v) for v in value]
-    if out and (min(out) < 0 or max(out) >= 2**31):
-        raise ValueError(f"{name} must be between 0 and 2**31 - 1, got {min(out) if min(out) < 0 else max(out)}")
-    return out
+def _implementation(backend: str) -> Any:
+    if _backend.choose("rollout_history", torch.device("cpu"), backend) == "cpu":
+        from rlkernels import _C
+
+        return _C.RolloutHistory
+    return reference.History
+
+
+def _ids(name: str, value: Ids, dtype: type = np.int32) -> np.ndarray:
+    """A one-dimensional array of integers >= 0 that fit int32."""
+    array = value.numpy(force=True) if isinstance(value, torch.Tensor) else np.asarray(value)
+    if array.ndim != 1:
+        raise ValueError(f"{name} must have 1 dimension, got shape {array.shape}")
+    if array.size == 0:
+        return np.zeros(0, dtype)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name} must be integers, got {array.dtype}")
+    low, high = array.min(), array.max()
+    if low < 0 or high >= 2**31:
+        raise ValueError(f"{name} must be between 0 and 2**31 - 1, got {low if low < 0 else high}")
+    return np.ascontiguousarray(array, dtype)

@@ -7,6 +7,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import count, islice
 
+import numpy as np
+
 START = -1  # stands before the first token of a response, as often as needed
 LOCAL_GRAM = 3  # tokens that must match to find an occurrence under the same prompt
 GLOBAL_GRAM = 4  # ... under any prompt
@@ -40,7 +42,7 @@ class Handle:
 
 @dataclass
 class History:
-    """Semantics of ``csrc/runtime/rollout_history.h``, on dictionaries. Arguments are plain lists of integers."""
+    """Semantics of ``csrc/runtime/rollout_history.h``, on dictionaries; the same methods on the same arrays."""
 
     max_tokens: int | None = None
     token_cost: float = 0.02
@@ -56,11 +58,11 @@ class History:
     serials: count = field(default_factory=count)
     handle_ids: count = field(default_factory=count)
 
-    def add(self, prompt: list[int], response: list[int], reward: float, epoch: int) -> None:
-        response = response if self.max_tokens is None else response[: self.max_tokens]
+    def add(self, prompt: np.ndarray, response_ids: np.ndarray, reward: float, epoch: int) -> None:
+        response = response_ids[: self.max_tokens].tolist()
         if not response:
             return
-        new = Rollout(tuple(prompt), list(response), reward, epoch, next(self.serials))
+        new = Rollout(tuple(prompt.tolist()), response, reward, epoch, next(self.serials))
         self.newest_epoch = epoch if self.newest_epoch is None else max(self.newest_epoch, epoch)
         self.rollouts[new.serial] = new
         self.tokens += len(response)
@@ -133,13 +135,13 @@ class History:
             active = [(r, i + 1, w) for r, i, w in active if r.tokens[i] == best and i + 1 < len(r.tokens)]
         return draft
 
-    def draft(self, prompt: list[int], generated: list[int], limit: int) -> list[int]:
-        context = ([START] * self.depth + list(generated))[-self.depth :]
-        return self._continue(tuple(prompt), context, limit)
+    def draft(self, prompt: np.ndarray, generated: np.ndarray, limit: int) -> list[int]:
+        context = ([START] * self.depth + generated.tolist())[-self.depth :]
+        return self._continue(tuple(prompt.tolist()), context, limit)
 
-    def track(self, prompt: list[int]) -> int:
+    def track(self, prompt: np.ndarray) -> int:
         handle = next(self.handle_ids)
-        self.handles[handle] = Handle(tuple(prompt), deque([START] * self.depth, maxlen=self.depth))
+        self.handles[handle] = Handle(tuple(prompt.tolist()), deque([START] * self.depth, maxlen=self.depth))
         return handle
 
     def _handle(self, handle: int) -> Handle:
@@ -147,21 +149,23 @@ class History:
             raise ValueError(f"handle {handle} is not tracked; it was released, or never returned by track()")
         return self.handles[handle]
 
-    def extend(self, handle: int, ids: list[int]) -> None:
-        self._handle(handle).context.extend(ids)
+    def extend(self, handle: int, ids: np.ndarray) -> None:
+        self._handle(handle).context.extend(ids.tolist())
 
-    def draft_tracked(self, handles: list[int], limit: int) -> list[list[int]]:
-        out: list[list[int]] = []
-        for state in [self._handle(h) for h in handles]:
+    def draft_tracked(self, handles: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
+        ids, lengths = np.full((len(handles), limit), -1), np.zeros(len(handles), np.int64)
+        for b, state in enumerate([self._handle(h) for h in handles.tolist()]):
             if state.cooldown > 0:
                 state.cooldown -= 1
-                out.append([])
             else:
-                out.append(self._continue(state.prompt, list(state.context), min(limit, state.window)))
-        return out
+                draft = self._continue(state.prompt, list(state.context), min(limit, state.window))
+                ids[b, : len(draft)] = draft
+                lengths[b] = len(draft)
+        return ids, lengths
 
-    def observe(self, handles: list[int], offered: list[int], accepted: list[int]) -> None:
-        for state, given, taken in zip([self._handle(h) for h in handles], offered, accepted):
+    def observe(self, handles: np.ndarray, offered: np.ndarray, accepted: np.ndarray) -> None:
+        states = [self._handle(h) for h in handles.tolist()]
+        for state, given, taken in zip(states, offered.tolist(), accepted.tolist()):
             if given == 0:
                 continue
             if taken == given:  # the draft that was offered, however short, not the window
@@ -229,7 +233,7 @@ class History:
         prompts = [take(f"{take('I')[0]}i") for _ in range(num_prompts)]
         for _ in range(num_rollouts):
             prompt, length, reward, epoch = take("IIdq")
-            history.add(list(prompts[prompt]), list(take(f"{length}i")), reward, epoch)
+            history.add(np.array(prompts[prompt], np.int32), np.array(take(f"{length}i"), np.int32), reward, epoch)
         history.newest_epoch = newest if num_rollouts else None
         history.max_tokens = None if limit < 0 else limit
         return history
@@ -241,5 +245,5 @@ class History:
             "prompts": len({r.prompt for r in self.rollouts.values()}),
             "handles": len(self.handles),
             "evicted": self.evicted,
-            "bytes": 0,
+            "bytes": 0,  # not known
         }

@@ -6,9 +6,12 @@ import torch
 
 from rlkernels import _check
 from rlkernels import backend as _backend
-from rlkernels.logprobs import reference
+from rlkernels.logprobs import _autograd, reference
 
 __all__ = ["token_logprobs"]
+
+if _backend.extension_error() is None:
+    _autograd.register("rlkernels::token_logprobs")
 
 
 @overload
@@ -50,7 +53,8 @@ def token_logprobs(
         logprobs [...] (and entropy [...]), float32; float64 for float64 logits.
 
     Raises:
-        ValueError: a shape that does not fit, an id outside the vocabulary (CPU), a temperature that is not positive.
+        ValueError: a shape that does not fit, a temperature that is not positive, an id outside the vocabulary (on a
+            GPU nothing is raised for it and its log-probability is NaN).
         TypeError: a wrong dtype.
     """
     _check.tensor("logits", logits, floating=True)
@@ -59,26 +63,27 @@ def token_logprobs(
     _check.tensor("ids", ids, dtype=torch.int64, device=logits.device)
     _check.shape("ids", ids, logits.shape[:-1])
     _check.positive("temperature", temperature)
-    native = _backend.choose("token_logprobs", logits.device, backend) == "cpu"
-    if native and logits.dtype != torch.float64:
-        logprobs, entropy = _native(logits, ids, float(temperature), return_entropy)
+    chosen = _backend.choose("token_logprobs", logits.device, backend)
+    if chosen != "torch" and logits.dtype != torch.float64:
+        logprobs, entropy = _fused(chosen, logits, ids, float(temperature), return_entropy)
     else:
         _check_ids(ids, logits.shape[-1])
         logprobs, entropy = reference.token_logprobs(logits, ids, temperature)
     return (logprobs, entropy) if return_entropy else logprobs
 
 
-def _native(
-    logits: torch.Tensor, ids: torch.Tensor, temperature: float, with_entropy: bool
+def _fused(
+    chosen: str, logits: torch.Tensor, ids: torch.Tensor, temperature: float, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from rlkernels.logprobs import _autograd  # noqa: F401
+    rows, flat = logits.reshape(-1, logits.shape[-1]), ids.reshape(-1).contiguous()
+    if chosen == "triton":
+        from rlkernels.logprobs import triton_kernels
 
-    rows = logits.reshape(-1, logits.shape[-1])
-    if rows.dtype not in (torch.float32, torch.bfloat16):
-        rows = rows.float()
-    logprobs, entropy, _ = torch.ops.rlkernels.token_logprobs(
-        rows.contiguous(), ids.reshape(-1).contiguous(), temperature, with_entropy
-    )
+        _check_ids(ids, logits.shape[-1])
+        logprobs, entropy, _ = triton_kernels.forward(rows.contiguous(), flat, temperature, with_entropy)
+    else:
+        rows = rows if rows.dtype in (torch.float32, torch.bfloat16) else rows.float()
+        logprobs, entropy, _ = torch.ops.rlkernels.token_logprobs(rows.contiguous(), flat, temperature, with_entropy)
     return logprobs.view(ids.shape), entropy.view(ids.shape) if with_entropy else entropy
 
 

@@ -1,5 +1,6 @@
-"""Gradient of ``torch.ops.rlkernels.token_logprobs``; import it after the extension."""
+"""Gradients of the fused ops."""
 
+import functools
 from typing import Any
 
 import torch
@@ -14,16 +15,19 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad_logprobs: Any, grad_entropies: Any, _: Any) -> tuple:
+def _gradient(op: str, ctx: Any, grad_logprobs: Any, grad_entropies: Any, _: Any) -> tuple:
     logits, ids, stats, entropies = ctx.saved_tensors
     if grad_logprobs is None:
         grad_logprobs = torch.zeros_like(stats[:, 0])
     if grad_entropies is None:
         entropies = grad_entropies = grad_logprobs.new_empty(0)
-    grad = torch.ops.rlkernels.token_logprobs_backward(
+    backward = getattr(torch.ops.rlkernels, op.removeprefix("rlkernels::") + "_backward")
+    grad = backward(
         logits, ids, stats, entropies, grad_logprobs.contiguous(), grad_entropies.contiguous(), ctx.temperature
     )
     return grad, None, None, None
 
 
-torch.library.register_autograd("rlkernels::token_logprobs", _backward, setup_context=_setup_context)
+def register(op: str) -> None:
+    """Gives ``op``, which must be loaded, its gradient; the op ``{op}_backward`` computes it."""
+    torch.library.register_autograd(op, functools.partial(_gradient, op), setup_context=_setup_context)

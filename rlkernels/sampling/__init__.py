@@ -77,8 +77,15 @@ def sample_tokens(
     _check_logits(logits, uniforms)
     rows = logits.shape[0]
     settings = _settings(temperature, top_p, top_k, rows, logits.device)
-    if _backend.choose("sample_tokens", logits.device, backend) == "cpu":
+    chosen = _backend.choose("sample_tokens", logits.device, backend)
+    if chosen == "cpu":
         ids, logprobs = torch.ops.rlkernels.sample_tokens(_rows(logits), uniforms.contiguous(), *settings)
+    elif chosen == "triton":
+        from rlkernels.sampling import triton_kernels
+
+        ids, logprobs = triton_kernels.sample_tokens(
+            _rows(logits), uniforms.contiguous(), *settings, filtered=_filters(top_p, top_k)
+        )
     else:
         ids, logprobs = reference.sample_tokens(logits, uniforms, *settings)
     if validate:
@@ -124,9 +131,18 @@ def verify_drafts(
     _check_logits(logits, uniforms)
     flat, starts = _drafts(drafts, starts, logits)
     settings = _settings(temperature, top_p, top_k, len(starts) - 1, logits.device)
-    if _backend.choose("verify_drafts", logits.device, backend) == "cpu":
+    chosen = _backend.choose("verify_drafts", logits.device, backend)
+    if chosen == "cpu":
         native = torch.ops.rlkernels.verify_drafts
         accepted, ids, logprobs = native(_rows(logits), flat, starts, uniforms.contiguous(), *settings)
+    elif chosen == "triton":
+        from rlkernels.sampling import triton_kernels
+
+        owner = torch.repeat_interleave(starts.diff(), output_size=logits.shape[0])  # [R], the sequence of each row
+        ids, logprobs = triton_kernels.sample_tokens(
+            _rows(logits), uniforms.contiguous(), *(s[owner] for s in settings), filtered=_filters(top_p, top_k)
+        )
+        accepted, ids, logprobs = reference.accept(ids, logprobs, flat, starts, owner)
     else:
         accepted, ids, logprobs = reference.verify_drafts(logits, flat, starts, uniforms, *settings)
     if validate:
@@ -144,6 +160,11 @@ def _check_logits(logits: torch.Tensor, uniforms: torch.Tensor) -> None:
 def _rows(logits: torch.Tensor) -> torch.Tensor:
     """The logits as the kernels take them: contiguous, float32 or bfloat16."""
     return (logits if logits.dtype in (torch.float32, torch.bfloat16) else logits.float()).contiguous()
+
+
+def _filters(top_p: float | torch.Tensor, top_k: int | torch.Tensor) -> bool:
+    """False when it is known, without waiting for a GPU, that nothing is cut off."""
+    return isinstance(top_p, torch.Tensor) or isinstance(top_k, torch.Tensor) or top_p < 1 or top_k > 0
 
 
 def _settings(

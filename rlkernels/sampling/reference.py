@@ -97,12 +97,18 @@ def verify_drafts(logits: torch.Tensor, drafts: torch.Tensor, starts: torch.Tens
     lengths = starts.diff()  # [B], the token after the draft included
     owner = torch.repeat_interleave(torch.arange(len(lengths), device=logits.device), lengths)  # [R]
     ids, logprobs = sample_tokens(logits, uniforms, temperature[owner], top_p[owner], top_k[owner])
+    return accept(ids, logprobs, drafts, starts, owner)
+
+
+def accept(ids: torch.Tensor, logprobs: torch.Tensor, drafts: torch.Tensor, starts: torch.Tensor,
+           owner: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The results of verify_drafts from a sample of every row; owner [R]: the sequence of each row."""
     last = starts[1:] - 1
     expected = torch.full_like(ids, -2)  # the row after a draft can match nothing
     is_draft = torch.ones_like(ids, dtype=torch.bool)
     is_draft[last] = False
     expected[is_draft] = drafts
-    row = torch.arange(len(ids), device=logits.device)
+    row = torch.arange(len(ids), device=ids.device)
     first_miss = torch.where(ids == expected, last[owner], row)
     first_miss = last.scatter_reduce(0, owner, first_miss, "amin")  # [B]
     used = row <= first_miss[owner]

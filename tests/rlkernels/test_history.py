@@ -1,9 +1,29 @@
 import math
+import shutil
+import subprocess
+import threading
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import lacks
 
 import rlkernels
+from rlkernels import backend
+
+RUNTIME = Path(__file__).parents[2] / "csrc" / "runtime"
+
+
+@pytest.fixture(params=["cpu", "torch"], autouse=True)
+def implementation(request, monkeypatch):
+    """Every test runs on the compiled index and on its model in Python."""
+    if request.param == "cpu" and backend.extension_error():
+        lacks("the compiled extension")
+    monkeypatch.setenv("RLKERNELS_BACKEND", request.param)
+    return request.param
 
 
 def test_replays_a_stored_response():
@@ -153,6 +173,122 @@ def test_damaged_file(tmp_path, damage):
         rlkernels.RolloutHistory.load(tmp_path / "none")
 
 
+tokens = st.lists(st.integers(0, 3), max_size=14)
+prompts = st.integers(0, 2).map(lambda p: [p, 7])
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), prompts, tokens, st.integers(0, 3), st.integers(0, 4)),
+        st.tuples(st.just("draft"), prompts, tokens),
+        st.tuples(st.just("track"), prompts),
+        st.tuples(st.just("extend"), st.integers(0, 3), tokens),
+        st.tuples(st.just("step"), st.integers(0, 6), st.integers(0, 6)),
+        st.tuples(st.just("release"), st.integers(0, 3)),
+    ),
+    min_size=20,
+    max_size=60,
+)
+
+
+def play(history: rlkernels.RolloutHistory, script: list[tuple]) -> list:
+    """Runs a script of calls and returns all that came back."""
+    seen: list = []
+    handles: list[int] = []
+    for name, *arguments in script:
+        if name == "add":
+            prompt, response, reward, epoch = arguments
+            history.add(prompt, response, reward=reward / 3, epoch=epoch)
+        elif name == "draft":
+            seen.append(history.draft([arguments[0]], [arguments[1]], max_tokens=6))
+        elif name == "track":
+            handles.append(history.track(arguments[0]))
+        elif name == "step" and handles:
+            ids, lengths = history.draft_tracked(handles, max_tokens=arguments[0])
+            seen.append((ids.tolist(), lengths.tolist()))
+            history.observe(handles, lengths, lengths.clamp(max=arguments[1]))
+        elif name == "extend" and handles:
+            history.extend(handles[arguments[0] % len(handles)], arguments[1])
+        elif name == "release" and handles:
+            history.release(handles.pop(arguments[0] % len(handles)))
+    stats = history.stats
+    return [*seen, [stats[k] for k in ("tokens", "rollouts", "prompts", "handles", "evicted")]]
+
+
+@settings(max_examples=150, deadline=None)
+@given(actions, st.sampled_from([None, 1, 25, 60]), st.sampled_from([4, 7, 24]), st.sampled_from([0.0, 0.02, 0.4]))
+def check_against_model(script, max_tokens, depth, token_cost):
+    made = {"max_tokens": max_tokens, "depth": depth, "token_cost": token_cost}
+    native, model = (rlkernels.RolloutHistory(**made, backend=b) for b in ("cpu", "torch"))
+    assert play(native, script) == play(model, script)
+
+
+def test_equals_its_model_in_python(implementation):
+    if implementation == "torch":
+        pytest.skip("the model itself")
+    check_against_model()
+
+
+def test_equals_its_model_on_long_histories(implementation, tmp_path):
+    if implementation == "torch":
+        pytest.skip("the model itself")
+    rng = np.random.default_rng(0)
+    native, model = (rlkernels.RolloutHistory(max_tokens=6000, backend=b) for b in ("cpu", "torch"))
+    base = {p: rng.integers(0, 50, 120) for p in range(8)}
+    for i in range(200):  # table growth, packing, long matches
+        prompt = int(rng.integers(8))
+        response = np.where(rng.random(120) < 0.1, rng.integers(0, 50, 120), base[prompt])[: rng.integers(1, 120)]
+        for history in (native, model):
+            history.add([prompt], response, reward=i % 3, epoch=i // 50)
+        done = int(rng.integers(len(response)))
+        ours, wanted = (h.draft([[prompt]], [response[:done]], max_tokens=16) for h in (native, model))
+        assert ours == wanted
+    native.save(tmp_path / "native")
+    model.save(tmp_path / "model")
+    assert (tmp_path / "native").read_bytes() == (tmp_path / "model").read_bytes()
+    facts = native.stats
+    assert facts["evicted"] > 50 and 5000 < facts["tokens"] <= 6000
+
+
+@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
+def test_index_under_sanitizers(implementation, sanitizers, tmp_path):
+    if implementation == "torch" or not shutil.which("g++"):
+        lacks("g++") if implementation == "cpu" else pytest.skip("the model in Python has no binary")
+    program = tmp_path / "check"
+    sources = [RUNTIME / "rollout_history.cpp", RUNTIME / "rollout_history_io.cpp"]
+    sources.append(Path(__file__).with_name("rollout_history_check.cpp"))
+    command = ["g++", "-std=c++20", "-O1", "-g", "-Wall", "-Wextra", f"-fsanitize={sanitizers}", "-pthread"]
+    command += ["-fno-sanitize-recover=all", f"-I{RUNTIME}", *map(str, sources), "-o", str(program)]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0 and not built.stderr, built.stderr
+    done = subprocess.run([program, tmp_path / "file"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout == "ok\n", done.stderr
+
+
+def test_threads_share_a_history(implementation):
+    if implementation == "torch":
+        pytest.skip("the model in Python has no lock")
+    history = rlkernels.RolloutHistory(max_tokens=2000)
+    errors = []
+
+    def work(seed):
+        try:
+            rng = np.random.default_rng(seed)
+            handle = history.track([seed])
+            for _ in range(100):
+                history.add([seed], rng.integers(0, 5, 20))
+                history.extend(handle, rng.integers(0, 5, 4))
+                history.draft_tracked([handle], max_tokens=4)
+            history.release(handle)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and history.stats["tokens"] == 2000 and history.stats["handles"] == 0
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -161,7 +297,7 @@ def test_damaged_file(tmp_path, damage):
         (lambda h: rlkernels.RolloutHistory(depth=3), ValueError, "depth must be between 4 and 64, got 3"),
         (lambda h: h.add([1], [-1]), ValueError, r"response_ids must be between 0 and 2\*\*31 - 1, got -1"),
         (lambda h: h.add([2**31], [1]), ValueError, "prompt_ids must be between 0"),
-        (lambda h: h.add([1], torch.zeros(3)), TypeError, "response_ids must be integers, got torch.float32"),
+        (lambda h: h.add([1], torch.zeros(3)), TypeError, "response_ids must be integers, got float32"),
         (lambda h: h.add([1], [1], reward=math.nan), ValueError, "reward must be finite, got nan"),
         (lambda h: h.draft([[1]], [], max_tokens=3), ValueError, "generated_ids_list must have one entry per prompt"),
         (lambda h: h.draft([[1]], [[]], max_tokens=-1), ValueError, "max_tokens must be >= 0, got -1"),

@@ -1,0 +1,102 @@
+// Exercises csrc/runtime/rollout_history.cpp without Python; test_history.py builds and runs it under sanitizers.
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <iterator>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+#include "rollout_history.h"
+
+#define CHECK(condition)                                              \
+  do {                                                                \
+    if (!(condition)) {                                               \
+      std::fprintf(stderr, "line %d: %s\n", __LINE__, #condition);    \
+      std::exit(1);                                                   \
+    }                                                                 \
+  } while (0)
+
+using rlk::RolloutHistory;
+using Tokens = std::vector<int32_t>;
+
+Tokens random_tokens(std::mt19937& rng, int longest, int vocabulary) {
+  Tokens out(rng() % (longest + 1));
+  for (int32_t& t : out) t = int32_t(rng() % vocabulary);
+  return out;
+}
+
+// Random use by one thread; several run at once on the same history.
+void use(RolloutHistory& history, unsigned seed) {
+  std::mt19937 rng(seed);
+  std::vector<int64_t> handles;
+  for (int step = 0; step < 3000; ++step) {
+    const Tokens prompt{int32_t(rng() % 5)};
+    switch (rng() % 6) {
+      case 0:
+        history.add(prompt, random_tokens(rng, 60, 4), double(rng() % 3), step / 500);
+        break;
+      case 1:
+        CHECK(history.draft(prompt, random_tokens(rng, 30, 4), 16).size() <= 16);
+        break;
+      case 2:
+        handles.push_back(history.track(prompt));
+        break;
+      case 3:
+        if (!handles.empty()) history.extend(handles[rng() % handles.size()], random_tokens(rng, 30, 4));
+        break;
+      case 4: {
+        std::vector<int64_t> ids(handles.size() * 8), lengths(handles.size()), taken;
+        history.draft_tracked(handles, 8, ids.data(), lengths.data());
+        for (int64_t length : lengths) taken.push_back(length ? rng() % (length + 1) : 0);
+        history.observe(handles, lengths.data(), taken.data());
+        break;
+      }
+      default:
+        if (handles.size() > 3) history.release(handles.back()), handles.pop_back();
+    }
+  }
+  for (int64_t handle : handles) history.release(handle);
+}
+
+int main(int, char** argv) {
+  const std::string path = argv[1];
+  for (int64_t limit : {int64_t(-1), int64_t(500)}) {
+    RolloutHistory history(limit, 0.02, 24);
+    std::vector<std::thread> threads;
+    for (unsigned seed = 0; seed < 4; ++seed) threads.emplace_back(use, std::ref(history), seed);
+    for (std::thread& thread : threads) thread.join();
+    const auto stats = history.stats();
+    CHECK(stats.handles == 0 && stats.tokens > 0 && (limit < 0 || stats.tokens <= limit));
+    history.save(path);
+    const std::unique_ptr<RolloutHistory> again(RolloutHistory::load(path));
+    CHECK(again->stats().tokens == stats.tokens && again->stats().rollouts == stats.rollouts);
+    std::mt19937 rng(9);
+    for (int i = 0; i < 300; ++i) {
+      const Tokens prompt{int32_t(rng() % 6)}, generated = random_tokens(rng, 30, 4);
+      CHECK(history.draft(prompt, generated, 8) == again->draft(prompt, generated, 8));
+    }
+  }
+  // whatever byte of the file is wrong: an error, never a crash
+  std::ifstream in(path, std::ios::binary);
+  const std::string data((std::istreambuf_iterator<char>(in)), {});
+  std::mt19937 rng(1);
+  for (int i = 0; i < 400; ++i) {
+    std::string bad = data;
+    if (i % 2)
+      bad.resize(rng() % data.size());
+    else
+      bad[rng() % data.size()] ^= char(1 + rng() % 255);
+    std::ofstream(path, std::ios::binary) << bad;
+    bool refused = false;
+    try {
+      delete RolloutHistory::load(path);
+    } catch (const std::invalid_argument&) {
+      refused = true;
+    }
+    CHECK(refused);
+  }
+  std::puts("ok");
+}

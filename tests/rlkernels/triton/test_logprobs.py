@@ -1,0 +1,47 @@
+import pytest
+import torch
+
+import rlkernels
+from rlkernels.logprobs import reference
+
+
+def outputs(function, logits, ids, weight):
+    logits = logits.detach().requires_grad_()
+    logprobs, entropy = function(logits, ids)
+    (grad,) = torch.autograd.grad((logprobs * weight).sum() + (entropy * weight.flip(0)).sum(), logits)
+    return logprobs.detach(), entropy.detach(), grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1, 1023, 4099])
+@pytest.mark.parametrize("scale", [1.0, 20.0])
+def test_error_is_that_of_plain_torch(vocab, dtype, scale):
+    logits = (torch.randn(4, vocab) * scale + 5).to(dtype)
+    logits[1, ::3] = -torch.inf
+    logits[1, -1] = 0
+    ids, weight = torch.randint(vocab, (4,)), torch.randn(4)
+    ids[1] = vocab - 1
+    exact = outputs(lambda x, i: reference.token_logprobs(x, i, 0.7), logits.double(), ids, weight)
+    plain = outputs(lambda x, i: reference.token_logprobs(x, i, 0.7), logits, ids, weight)
+    ours = outputs(
+        lambda x, i: rlkernels.token_logprobs(x, i, temperature=0.7, return_entropy=True, backend="triton"),
+        logits, ids, weight,
+    )  # fmt: skip
+    for a, b, c in zip(ours, plain, exact):
+        assert (a.double() - c).abs().max() <= 2 * (b.double() - c).abs().max() + 1e-6 * (1 + scale)
+
+
+def test_log_probabilities_alone_and_rows_without_a_distribution():
+    logits = torch.randn(4, 50)
+    logits[1], logits[2, 3] = -torch.inf, torch.nan
+    logits.requires_grad_()
+    logprobs = rlkernels.token_logprobs(logits, torch.zeros(4).long(), backend="triton")
+    logprobs.sum().backward()
+    assert logprobs.isnan().tolist() == [False, True, True, False]
+    assert logits.grad.isnan().all(1).tolist() == [False, True, True, False]
+
+
+def test_opcheck():
+    logits, ids = torch.randn(3, 33, requires_grad=True), torch.randint(33, (3,))
+    rlkernels.token_logprobs(logits, ids, backend="triton")
+    torch.library.opcheck(torch.ops.rlkernels.token_logprobs_triton.default, (logits, ids, 0.8, True))

@@ -1,0 +1,50 @@
+import pytest
+import torch
+
+import rlkernels
+from rlkernels.sampling import reference
+
+SETTINGS = [(1.0, 1.0, 0), (0.7, 0.9, 0), (1.3, 0.8, 7), (0.0, 1.0, 0)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1, 37])
+def test_equals_the_reference_token_for_token(vocab, dtype):
+    logits = torch.cat([torch.randn(2, vocab) * 3, torch.randn(1, vocab).round() * 2, torch.zeros(1, vocab)]).to(dtype)
+    logits[0, 1::2] = -torch.inf
+    u = rlkernels.keyed_uniform(vocab, torch.arange(4), torch.arange(4))
+    for t, p, k in SETTINGS:
+        ids, logprobs = rlkernels.sample_tokens(logits, u, temperature=t, top_p=p, top_k=k, backend="triton")
+        tensors = torch.full((4,), t), torch.full((4,), p), torch.full((4,), k)
+        wanted_ids, wanted_logprobs = reference.sample_tokens(logits, u, *tensors)
+        assert torch.equal(ids, wanted_ids), (t, p, k)
+        torch.testing.assert_close(logprobs, wanted_logprobs, atol=2e-7, rtol=2e-7)
+
+
+def test_vocabulary_of_several_blocks():
+    logits, u = torch.randn(1, 4099) * 3, torch.tensor([0.6])
+    ours = rlkernels.sample_tokens(logits, u, top_p=0.9, backend="triton")
+    wanted = rlkernels.sample_tokens(logits, u, top_p=0.9, backend="torch")
+    torch.testing.assert_close(ours, wanted, atol=2e-7, rtol=2e-7)
+
+
+def test_rows_without_a_distribution():
+    logits = torch.randn(5, 9)
+    logits[1], logits[2, 3], logits[3, 0] = -torch.inf, torch.nan, torch.inf
+    u = torch.full((5,), 0.5)
+    u[4] = 1.0
+    ids, logprobs = rlkernels.sample_tokens(logits, u, validate=False, backend="triton")
+    assert (ids >= 0).tolist() == (~logprobs.isnan()).tolist() == [True, False, False, False, False]
+
+
+def test_verification_equals_the_reference():
+    starts, settings = torch.tensor([0, 1, 4, 9]), {"temperature": torch.tensor([1.0, 0.0, 0.6]), "top_p": 0.9}
+    logits, u = torch.randn(9, 20), rlkernels.keyed_uniform(0, torch.arange(9), torch.arange(9))
+    drafts = torch.tensor([3, 4, 5, 6, 7, 8])
+    right = rlkernels.verify_drafts(logits, drafts, starts, u, backend="torch", **settings)
+    drafts[0] = right[1][1]  # the first draft token of the second sequence is right
+    ours, wanted = (
+        rlkernels.verify_drafts(logits, drafts, starts, u, backend=b, **settings) for b in ("triton", "torch")
+    )
+    torch.testing.assert_close(ours, wanted, atol=2e-7, rtol=2e-7)
+    assert ours[0][1] >= 1
