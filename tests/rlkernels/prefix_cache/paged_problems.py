@@ -45,8 +45,9 @@ def paged(lens, q_lens, *, heads=4, kv_heads=2, dim=32, block_size=4, dtype=torc
     caches = torch.full((2, blocks, block_size, kv_heads, dim), torch.nan)
     tables = tables_for(lens, block_size, pool)
     for table, length in zip(tables, lens):
-        for i in range(length):
-            caches[:, table[i // block_size], i % block_size] = torch.randn(2, kv_heads, dim)
+        position = torch.arange(length)
+        blocks_of = table[position // block_size].long()
+        caches[:, blocks_of, position % block_size] = torch.randn(2, length, kv_heads, dim)
     starts = torch.tensor([0, *torch.tensor(q_lens, dtype=torch.int64).cumsum(0).tolist()], dtype=torch.int32)
     query = torch.randn(int(starts[-1]), heads, dim)
     seq_lens = torch.tensor(lens, dtype=torch.int32)
