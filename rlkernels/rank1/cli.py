@@ -5,6 +5,8 @@ import json
 import sys
 from pathlib import Path
 
+import torch
+
 from rlkernels.rank1.stream import ModuleUpdate, stream_top1
 
 
@@ -36,7 +38,8 @@ def table(found: list[ModuleUpdate]) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the tables and writes the JSON; every checkpoint warm-starts the next. Returns the exit code."""
-    starts, report = {}, []
+    starts: dict[str, torch.Tensor] = {}
+    report = []
     for folder in args.checkpoints:
         try:
             found = list(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import TypedDict
 
 import torch
 
@@ -9,6 +10,13 @@ from rlkernels import _check
 from rlkernels import backend as _backend
 from rlkernels.rank1 import reference
 from rlkernels.rank1.update import STATUSES, Rank1Update
+
+
+class _Settings(TypedDict):
+    tol: float
+    max_passes: int
+    seed: int
+
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -99,7 +107,7 @@ def top1_delta(weight: torch.Tensor, base: torch.Tensor, *, start: torch.Tensor 
     _check_pair(weight, base)
     _check_start("start", start, weight.shape[1], weight.device)
     _check_settings(tol, max_passes, seed)
-    settings = {"tol": tol, "max_passes": max_passes, "seed": _signed(seed)}
+    settings: _Settings = {"tol": tol, "max_passes": max_passes, "seed": _signed(seed)}
     if _backend.choose("top1_delta", weight.device, backend) == "cpu":
         return _native([(weight, base)], [start], **settings)[0]
     return reference.top1_delta(weight, base, start=start, **settings)
@@ -132,7 +140,7 @@ def top1_deltas(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], *,
     _check_settings(tol, max_passes, seed)
     if not pairs:
         return {}
-    settings = {"tol": tol, "max_passes": max_passes, "seed": _signed(seed)}
+    settings: _Settings = {"tol": tol, "max_passes": max_passes, "seed": _signed(seed)}
     guesses = [starts.get(name) for name in pairs]
     if _backend.choose("top1_deltas", devices.pop(), backend) == "cpu":
         return dict(zip(pairs, _native(list(pairs.values()), guesses, names=list(pairs), **settings)))

@@ -1,0 +1,147 @@
+"""Leading singular triplet of a weight delta, against what torch and scikit-learn offer for it."""
+
+import functools
+import math
+from collections.abc import Iterator
+
+import torch
+
+import rlkernels
+from bench import Case, optional, read_bandwidth
+from rlkernels.rank1 import reference
+
+
+def planted(m: int, n: int, rms: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """bfloat16 (weight, base): noise with one direction holding 0.193 of its norm; rms 1e-5 changes 12 % of entries."""
+    g = torch.Generator().manual_seed(seed)
+    base = (torch.randn(m, n, generator=g) * 0.02).bfloat16()
+    u, v, noise = torch.randn(m, generator=g), torch.randn(n, generator=g), torch.randn(m, n, generator=g)
+    delta = 0.193 * torch.outer(u / u.norm(), v / v.norm()) + math.sqrt(1 - 0.193**2) * noise / noise.norm()
+    return (base.float() + rms * math.sqrt(m * n) * delta).bfloat16(), base
+
+
+def lowrank(delta: torch.Tensor) -> torch.Tensor:
+    return torch.svd_lowrank(delta, q=6, niter=2)[2][:, 0]
+
+
+def cholesky_qr(deltas: torch.Tensor, steps: int = 3) -> torch.Tensor:
+    """Subspace iteration on [B, m, n] with Cholesky QR, the fast batched form in torch; two reads a step."""
+    q = torch.randn(deltas.shape[0], deltas.shape[2], 4)
+    for _ in range(steps):
+        z = deltas.mT @ (deltas @ q)
+        z = z / z.norm(dim=1, keepdim=True)
+        factor = torch.linalg.cholesky(z.mT @ z + 1e-6 * torch.eye(4))
+        q = torch.linalg.solve_triangular(factor, z.mT, upper=False).mT
+    y = deltas @ q
+    return (q @ torch.linalg.eigh(y.mT @ y).eigenvectors[:, :, -1:])[..., 0]
+
+
+def true_direction(weight: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """To 1e-5, by our own certificate; the tests hold that against a float64 decomposition."""
+    return rlkernels.top1_delta(weight, base, tol=1e-5, max_passes=40).v
+
+
+def angle(got: torch.Tensor, true: torch.Tensor) -> str:
+    a, b = got.double().flatten(), true.double().flatten()
+    return f"angle {math.atan2((a - b * (a @ b)).norm().item(), abs((a @ b).item())):.1e}"
+
+
+def solve_cases(sizes: list[int], rms: float) -> Iterator[Case]:
+    for n in sizes:
+        weight, base = planted(n, n, rms)
+        delta = weight.float() - base.float()
+        warm = true_direction(weight, base)
+
+        def sklearn(m, delta=delta):
+            return lambda: torch.from_numpy(m.randomized_svd(delta.numpy(), 1, random_state=0)[2][0])
+
+        nbytes = weight.nbytes + base.nbytes
+        yield Case(
+            op="top1_delta",
+            shape=f"{n} x {n}, {(weight == base).float().mean():.0%} unchanged",
+            dtype="bfloat16",
+            providers={
+                "rlkernels": functools.partial(lambda w, b: rlkernels.top1_delta(w, b).v, weight, base),
+                "rlkernels, warm start": functools.partial(
+                    lambda w, b, s: rlkernels.top1_delta(w, b, start=s).v, weight, base, warm
+                ),
+                "torch.svd_lowrank(6, 2) of the delta made in float32": functools.partial(
+                    lambda w, b: lowrank(w.float() - b.float()), weight, base
+                ),
+                "torch.svd_lowrank(6, 2), delta given": functools.partial(lowrank, delta),
+                "torch, Cholesky QR, delta given": functools.partial(lambda d: cholesky_qr(d[None])[0], delta),
+                "sklearn randomized_svd, delta given": optional("sklearn.utils.extmath", sklearn, "scikit-learn"),
+            },
+            reference=functools.partial(true_direction, weight, base),
+            compare=angle,
+            limit=("one read of both matrices", nbytes / read_bandwidth(nbytes)),
+        )
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    yield from solve_cases([512] if quick else [2048, 4096, 8192], 1e-5)
+    if not quick:
+        yield from solve_cases([2048], 3e-6)
+    for n in [512] if quick else [4096, 8192]:
+        weight, base = planted(n, n, 1e-5)
+        v = torch.randn(n)
+        nbytes = weight.nbytes + base.nbytes
+        limit = ("read bandwidth", nbytes / read_bandwidth(nbytes))
+        for passes in (2, 6):  # the difference is four steps: reads and small algebra
+            yield Case(
+                op="top1_delta passes",
+                shape=f"{n} x {n}, {passes} passes",
+                dtype="bfloat16",
+                providers={
+                    "rlkernels": functools.partial(
+                        rlkernels.top1_delta, weight, base, tol=1e-9, max_passes=passes
+                    )
+                },
+                reference=None,
+                limit=("read bandwidth", passes * limit[1]),
+            )  # fmt: skip
+        yield Case(
+            op="delta_matvec",
+            shape=f"{n} x {n}",
+            dtype="bfloat16",
+            providers={
+                "rlkernels": functools.partial(rlkernels.delta_matvec, weight, base, v),
+                "torch reference": functools.partial(reference.delta_matvec, weight, base, v),
+            },
+            limit=limit,
+        )
+        copy = weight.clone()
+        for stochastic in (False, True):
+            yield Case(
+                op="add_rank1_",
+                shape=f"{n} x {n}, {'stochastic' if stochastic else 'nearest'} rounding",
+                dtype="bfloat16",
+                providers={
+                    "rlkernels": (copy.clone, functools.partial(add, rlkernels.add_rank1_, v, stochastic)),
+                    "torch reference": (copy.clone, functools.partial(add, reference.add_rank1_, v, stochastic)),
+                },
+                limit=("read and write", 2 * copy.nbytes / read_bandwidth(2 * copy.nbytes)),
+            )
+    count = 20 if quick else 200
+    pairs = {str(i): planted(256, 256, 1e-4, seed=i) for i in range(count)}
+    deltas = torch.stack([w.float() - b.float() for w, b in pairs.values()])
+    yield Case(
+        op="top1_deltas",
+        shape=f"{count} modules of 256 x 256",
+        dtype="bfloat16",
+        providers={
+            "rlkernels": functools.partial(directions, pairs),
+            "rlkernels, Python loop": lambda: torch.stack([rlkernels.top1_delta(w, b).v for w, b in pairs.values()]),
+            "torch.svd_lowrank(6, 2), Python loop, deltas given": lambda: torch.stack([lowrank(d) for d in deltas]),
+            "torch, batched Cholesky QR, deltas given": functools.partial(cholesky_qr, deltas),
+        },
+        reference=None,
+    )
+
+
+def add(op, v: torch.Tensor, stochastic: bool, weight: torch.Tensor) -> torch.Tensor:
+    return op(weight, v, v, 1e-5, stochastic_rounding=stochastic, seed=0)
+
+
+def directions(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    return torch.stack([update.v for update in rlkernels.top1_deltas(pairs).values()])
