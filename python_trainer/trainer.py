@@ -234,14 +234,18 @@ class Trainer:
         return row | {"learning_rate": lr}
 
     def _minibatches(self, rollouts: list[Rollout]) -> list[list[int]]:
-        """Sample indices per optimizer step; the samples of a group stay together and side by side."""
+        """Sample indices per optimizer step; the samples of a group stay side by side, groups of like length too."""
         groups: dict[int, list[int]] = {}
         for index, rollout in enumerate(rollouts):
             groups.setdefault(rollout.group, []).append(index)
+
+        def longest(group: list[int]) -> int:
+            return max(len(rollouts[index].response_ids) for index in group)
+
         parts = self.config.algorithm.num_minibatches
         members = list(groups.values())
-        split = [[index for group in members[part::parts] for index in group] for part in range(parts)]
-        return [part for part in split if part]
+        split = [sorted(members[part::parts], key=longest) for part in range(parts)]
+        return [[index for group in part for index in group] for part in split if part]
 
     @torch.no_grad()
     def _logprobs(self, batch: StepBatch, policy: Any = None) -> Ragged:
