@@ -18,7 +18,7 @@ class Problem:
         reset: brings back the inputs of an op that changes them; ``call`` then returns what was changed.
         judge: (output, output of plain torch) -> (error, allowed), in place of the rule below.
         nbytes, flops: what must be moved and multiplied at least, for the limits; flops are of ``dtype``.
-        floor: error, relative to the largest magnitude, that is allowed in any case.
+        floor: error, relative to the largest magnitude (taken as 0.01 at least), that is allowed in any case.
     """
 
     call: Callable[[str], Any]
@@ -81,7 +81,7 @@ def compare(ours: Any, plain: Any, exact: Any, floor: float) -> tuple[float, flo
         error = largest_error(mine, gold)
         finite = gold[gold.isfinite()]
         largest = finite.abs().max().item() if finite.numel() else 0.0
-        allowed = 2 * largest_error(theirs, gold) + floor * largest
+        allowed = 2 * largest_error(theirs, gold) + floor * max(largest, 0.01)
         if mine.dtype != theirs.dtype:
             error = math.inf
         results.append((error, allowed if math.isfinite(allowed) else 0.0))
