@@ -27,8 +27,8 @@ class Op:
 
 # One line per op of the public contract.
 OPS: dict[str, Op] = {
-    "dtw": Op(cpu=True),
-    "dtw_topk": Op(cpu=True),
+    "dtw": Op(cpu=True, triton=True, cuda=True),
+    "dtw_topk": Op(cpu=True, triton=True, cuda=True),
     "soft_dtw": Op(),
     "state_similarity": Op(),
     "rhyme_similarity": Op(),

@@ -4,9 +4,24 @@ import torch
 
 from rlkernels import _check
 from rlkernels import backend as _backend
-from rlkernels.similarity import arguments, reference
+from rlkernels.similarity import arguments, gpu, reference
 
 MODES = ("full", "subsequence")
+
+if _backend.extension_error() is None:
+
+    @torch.library.register_fake("rlkernels::dtw")
+    def _(x, y, x_lengths, y_lengths, band):
+        return x.new_empty(x.shape[0], y.shape[0])
+
+    @torch.library.register_fake("rlkernels::dtw_subsequence")
+    def _(x, y, x_lengths, y_lengths):
+        place = x.new_empty(x.shape[0], y.shape[0], dtype=torch.int64)
+        return x.new_empty(x.shape[0], y.shape[0]), place, torch.empty_like(place)
+
+    @torch.library.register_fake("rlkernels::dtw_topk")
+    def _(x, y, k, x_lengths, y_lengths, band):
+        return x.new_empty(x.shape[0], k), x.new_empty(x.shape[0], k, dtype=torch.int64)
 
 
 def _kernel_series(x: torch.Tensor) -> torch.Tensor:
@@ -60,6 +75,9 @@ def dtw(
         native = torch.ops.rlkernels
         values = _kernel_series(x), _kernel_series(y), x_lengths, y_lengths
         return native.dtw(*values, band) if mode == "full" else native.dtw_subsequence(*values)
+    if chosen in ("cuda", "triton"):
+        lengths = {"x_lengths": x_lengths, "y_lengths": y_lengths}
+        return gpu.dtw(_kernel_series(x), _kernel_series(y), **lengths, band=band, mode=mode, backend=chosen)
     result = reference.dtw(x, y, x_lengths=x_lengths, y_lengths=y_lengths, band=band, mode=mode)
     return result.float() if mode == "full" else (result[0].float(), *result[1:])
 
@@ -96,5 +114,9 @@ def dtw_topk(
     y_lengths = arguments.lengths("y_lengths", y_lengths, y, in_kernel=chosen == "cpu")
     if chosen == "cpu":
         return torch.ops.rlkernels.dtw_topk(_kernel_series(x), _kernel_series(y), k, x_lengths, y_lengths, band)
+    if chosen in ("cuda", "triton"):
+        lengths = {"x_lengths": x_lengths, "y_lengths": y_lengths}
+        costs = gpu.dtw(_kernel_series(x), _kernel_series(y), **lengths, band=band, mode="full", backend=chosen)
+        return reference.smallest(costs, k)
     cost, index = reference.dtw_topk(x, y, k, x_lengths=x_lengths, y_lengths=y_lengths, band=band)
     return cost.float(), index

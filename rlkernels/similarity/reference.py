@@ -22,11 +22,17 @@ def full_lengths(x: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor:
     return torch.full((x.shape[0],), x.shape[1], device=x.device) if lengths is None else lengths.long()
 
 
-def blank_padding(x: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [N, L, D] with 0 beyond its lengths, and bool [N]: a value inside the length is NaN or infinite."""
+def not_finite(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """bool [N]: a value of x [N, L, D] inside the length is NaN or infinite."""
     inside = torch.arange(x.shape[1], device=x.device) < lengths[:, None]  # [N, L]
-    bad = (inside & ~x.isfinite().all(-1)).any(1)
-    return x.masked_fill(~inside.unsqueeze(-1) | bad[:, None, None], 0), bad
+    return (inside & ~x.isfinite().all(-1)).any(1)
+
+
+def blank_padding(x: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [N, L, D] with 0 beyond its lengths and in trajectories that are :func:`not_finite`, and which those are."""
+    bad = not_finite(x, lengths)
+    beyond = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
+    return x.masked_fill((beyond | bad[:, None]).unsqueeze(-1), 0), bad
 
 
 def band_radius(x_lengths: torch.Tensor, y_lengths: torch.Tensor, band: int | None) -> torch.Tensor:

@@ -158,3 +158,24 @@ def test_other_dtypes_and_views(dtype):
     expected = rlkernels.dtw(x.float().contiguous(), y.float().contiguous(), backend="cpu")
     ours = rlkernels.dtw(x, y, backend="cpu")
     assert ours.dtype == torch.float32 and torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("features", [1, 3])
+def test_registered_ops(features):
+    x, y = torch.randn(3, 5, features), torch.randn(4, 6, features)
+    x_lengths, y_lengths = torch.tensor([5, 1, 3]), torch.tensor([6, 2, 1, 6])
+    ops = torch.ops.rlkernels
+    torch.library.opcheck(ops.dtw.default, (x, y, x_lengths, y_lengths, 2))
+    torch.library.opcheck(ops.dtw_subsequence.default, (x, y, None, None))
+    torch.library.opcheck(ops.dtw_topk.default, (x, y, 2, x_lengths, y_lengths, None))
+
+
+def test_compiles_into_one_graph():
+    x, y, lengths = torch.randn(3, 5), torch.randn(4, 6), torch.tensor([5, 1, 0])
+
+    def distances(x, y, lengths):
+        cost = rlkernels.dtw(x * 2, y, x_lengths=lengths, band=3)
+        return cost + 1, rlkernels.dtw(x, y, mode="subsequence"), rlkernels.dtw_topk(x, y, 2)
+
+    compiled = torch.compile(distances, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, y, lengths), distances(x, y, lengths))

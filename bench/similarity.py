@@ -1,0 +1,204 @@
+"""Batched dynamic time warping, exact top-k, soft-DTW and C_rhyme.
+
+The limit of dtw is the port bound: four float32 instructions per cell (sub, min, min, fma) on the units that run fma,
+8 cells per clock for AVX-512. Cells are those inside the band and the lengths; padding counts for nothing.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+import rlkernels
+from bench import Case, fma_rate, optional
+from rlkernels.similarity import reference
+
+
+def curves(n: int, steps: int, seed: int, noise: float = 0.05) -> torch.Tensor:
+    """Reward curves: noisy sigmoids of random height, place and steepness."""
+    generator = torch.Generator().manual_seed(seed)
+    low, rise, middle, rate = torch.rand(4, n, 1, generator=generator)
+    curve = 0.3 * low + (0.4 + 0.3 * rise) * torch.sigmoid((4 + 20 * rate) * (torch.linspace(0, 1, steps) - middle))
+    return curve + noise * torch.randn(n, steps, generator=generator)
+
+
+def cells(x_lengths: torch.Tensor, y_lengths: torch.Tensor, band: int | None) -> float:
+    """How many cells of all pairs lie inside the lengths and the band."""
+    a, b = x_lengths[:, None].double(), y_lengths.double()
+    outside = torch.zeros(())
+    if band is not None:
+        radius = (a - b).abs().clamp_min(band)
+        for side in (a, b):
+            corner = (side - 1 - radius).clamp_min(0)
+            outside = outside + corner * (corner + 1) / 2
+    return float((a * b - outside).sum())
+
+
+def limit(count: float, instructions: int = 4) -> tuple[str, float]:
+    return "port bound", count * instructions / (fma_rate() / 2)
+
+
+def large(quick: bool) -> Iterator[Case]:
+    n, m = (8, 256) if quick else (64, 4096)
+    for steps, band, mixed, mode in (
+        (64, None, False, "full"),
+        (128, None, False, "full"),
+        (128, 16, False, "full"),
+        (512, 51, False, "full"),
+        (512, None, True, "full"),
+        (512, 51, True, "full"),
+        (128, None, False, "subsequence"),
+    ):
+        x, y = curves(n, steps, 0), curves(m, steps, 1)
+        generator = torch.Generator().manual_seed(2)
+        lengths = [torch.randint(64 if mixed else steps, steps + 1, (count,), generator=generator) for count in (n, m)]
+        settings: dict[str, Any] = {"x_lengths": lengths[0], "y_lengths": lengths[1], "band": band, "mode": mode}
+        count = cells(lengths[0], lengths[1], band)
+        label = f"{n} x {m}, L {'64-' if mixed else ''}{steps}, band {band}{', subsequence' * (mode != 'full')}"
+        yield Case(
+            op="dtw",
+            shape=label,
+            providers={"rlkernels": partial(rlkernels.dtw, x, y, **settings)},
+            reference=None,
+            limit=limit(count, 4 if mode == "full" else 8),
+            work=("cells", count),
+        )
+
+
+def against_others(quick: bool) -> Iterator[Case]:
+    n, m, threads = 16, 64 if quick else 256, torch.get_num_threads()
+    for steps, band in ((128, None), (128, 16)):
+        x, y = curves(n, steps, 0), curves(m, steps, 1)
+        a, b = x.double().numpy(), y.double().numpy()
+        together, block = list(np.concatenate([a, b])), ((0, n), (n, n + m))
+
+        def dtaidistance(module: Any, band=band, together=together, block=block) -> Any:
+            window = None if band is None else band + 1
+            run = partial(module.distance_matrix_fast, together, block=block, window=window, parallel=threads > 1)
+            return lambda: torch.as_tensor(run()[:n, n:]).square()
+
+        def tslearn(module: Any, band=band, a=a, b=b) -> Any:
+            kind = {} if band is None else {"global_constraint": "sakoe_chiba", "sakoe_chiba_radius": band}
+            return lambda: torch.as_tensor(module.cdist_dtw(a, b, n_jobs=threads, **kind)).square()
+
+        def aeon(module: Any, a=a, b=b) -> Any:
+            run = partial(module.dtw_pairwise_distance, a[:, None], b[:, None], n_jobs=threads)
+            return lambda: torch.as_tensor(run())
+
+        providers = {
+            "rlkernels": partial(rlkernels.dtw, x, y, band=band),
+            "torch reference": partial(reference.dtw, x, y, band=band),
+            "dtaidistance": optional("dtaidistance.dtw", dtaidistance),
+            "tslearn": optional("tslearn.metrics", tslearn),
+        }
+        if band is None:  # its window is a share of the length, sloped
+            providers["aeon"] = optional("aeon.distances", aeon)
+        count = cells(torch.full((n,), steps), torch.full((m,), steps), band)
+        yield Case(
+            op="dtw",
+            shape=f"{n} x {m}, L {steps}, band {band}, against others",
+            providers=providers,
+            limit=limit(count),
+            work=("cells", count),
+        )
+
+
+def tokens(quick: bool) -> Iterator[Case]:
+    """Edit distance of token sequences, which rapidfuzz computes 64 cells at a time, next to DTW of the same table."""
+    n, m, steps = 16, 64 if quick else 512, 128
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randint(0, 50, (count, steps), generator=generator) for count in (n, m))
+
+    def rapidfuzz(process: Any) -> Any:
+        from rapidfuzz.distance import Levenshtein
+
+        a, b, workers = x.tolist(), y.tolist(), torch.get_num_threads()
+        return lambda: torch.as_tensor(process.cdist(a, b, scorer=Levenshtein.distance, workers=workers))
+
+    yield Case(
+        op="dtw",
+        shape=f"{n} x {m} token sequences, L {steps}",
+        providers={
+            "rlkernels": partial(rlkernels.dtw, x.float(), y.float()),
+            "rapidfuzz": optional("rapidfuzz.process", rapidfuzz),
+        },
+        reference="rlkernels",
+        compare=lambda out, want: "itself" if out is want or torch.equal(out, want) else "another measure",
+        limit=limit(n * m * steps**2),
+        work=("cells", n * m * steps**2),
+    )
+
+
+def top(quick: bool) -> Iterator[Case]:
+    n, m, steps, band = (8, 4000, 64, 6) if quick else (64, 100_000, 64, 6)
+    x, y, k = curves(n, steps, 0), curves(m, steps, 1), m // 100
+    yield Case(
+        op="dtw_topk",
+        shape=f"{n} x {m}, L {steps}, band {band}, top {k}",
+        providers={
+            "rlkernels": lambda: rlkernels.dtw_topk(x, y, k, band=band)[0],
+            "dtw + torch.topk": lambda: (
+                torch.topk(torch.as_tensor(rlkernels.dtw(x, y, band=band)), k, largest=False).values
+            ),
+        },
+        reference="dtw + torch.topk",
+        work=("pairs", n * m),
+    )
+
+
+def memory() -> Iterator[Case]:
+    """512 x 512 pairs of length 2048: a cost tensor would hold 1.1e12 cells, 4.4 TB."""
+    x, y = curves(512, 2048, 0), curves(512, 2048, 1)
+    count = cells(torch.full((512,), 2048), torch.full((512,), 2048), 20)
+    yield Case(
+        op="dtw",
+        shape="512 x 512, L 2048, band 20",
+        providers={"rlkernels": partial(rlkernels.dtw, x, y, band=20)},
+        reference=None,
+        limit=limit(count),
+        work=("cells", count),
+    )
+
+
+def soft(quick: bool) -> Iterator[Case]:
+    batch, steps = (8, 32) if quick else (64, 128)
+    x, y = curves(batch, steps, 0), curves(batch, steps, 1)
+
+    def gradient(function: Any) -> list[torch.Tensor]:
+        leaves = [x.clone().requires_grad_(), y.clone().requires_grad_()]
+        value = function(*leaves, gamma=0.1)
+        return [value.detach(), *torch.autograd.grad(value.sum(), leaves)]
+
+    yield Case(
+        op="soft_dtw",
+        shape=f"{batch} pairs, L {steps}, value and gradient",
+        providers={
+            "rlkernels": partial(gradient, rlkernels.soft_dtw),
+            "torch reference": partial(gradient, reference.soft_dtw),
+        },
+        work=("cells", batch * steps**2),
+    )
+
+
+def rhyme(quick: bool) -> Iterator[Case]:
+    n, m = (8, 256) if quick else (64, 4096)
+    query, bank = (
+        rlkernels.Trajectories(curves(count, 128, seed).clamp(0, 1), torch.rand(count, 32, 8))
+        for seed, count in enumerate((n, m))
+    )
+    yield Case(
+        op="rhyme_topk",
+        shape=f"{n} x {m}, 128 rewards, 32 states of 8 features",
+        providers={"rlkernels": lambda: rlkernels.rhyme_topk(query, bank, band=16)[0]},
+        reference=None,
+        work=("pairs", n * m),
+    )
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    for part in (large, against_others, tokens, top, soft, rhyme):
+        yield from part(quick)
+    if not quick:
+        yield from memory()

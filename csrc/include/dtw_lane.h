@@ -1,0 +1,102 @@
+// One lane of the warp that computes dynamic time warping of one pair; see csrc/cuda/dtw.cu. No shuffles in here, so
+// that the same code runs in a host loop over 32 lanes.
+//
+// A lane owns K consecutive rows of x. At step t of a strip of 32 K rows lane l is at column t - l, one step behind
+// lane l - 1, from whose last row it gets the cell above its first one. Rows beyond the length of x and columns out
+// of reach are computed and never used, or infinite.
+#pragma once
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define RLK_LANE __host__ __device__ __forceinline__
+#else
+#define RLK_LANE inline
+#endif
+
+namespace rlk {
+
+struct DtwPair {
+  const float *x, *y;  // [rows, dims], [columns, dims]
+  int rows, columns, dims;
+  int radius;  // of the band, >= |rows - columns|
+};
+
+// First and last column of a strip that starts at row `first`: one more on the left, whose cells are all out of the
+// band, so that the corner of the first cell in the band is at hand.
+RLK_LANE int strip_begin(const DtwPair& p, int first) { return first - 1 > p.radius ? first - 1 - p.radius : 0; }
+RLK_LANE int strip_end(const DtwPair& p, int first, int strip_rows) {
+  const int last = first + strip_rows < p.rows ? first + strip_rows : p.rows;
+  return p.radius < p.columns - last ? last + p.radius : p.columns;
+}
+
+template <int K, bool kOneFeature, bool kBand, bool kSubsequence>
+struct DtwLane {
+  int row;           // first of the K
+  float x[K];        // their values, with one feature
+  float left[K];     // cells of the column before
+  float corner;      // cell above the first row, one column before
+  int left_start[K], corner_start;
+
+  RLK_LANE void begin(const DtwPair& p, int first_row, int first_column) {
+    row = first_row;
+    corner = !kSubsequence && row == 0 && first_column == 0 ? 0.0f : INFINITY;
+    corner_start = -1;
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      left[k] = INFINITY, left_start[k] = -1;
+      if (kOneFeature) x[k] = row + k < p.rows ? p.x[row + k] : 0.0f;
+    }
+  }
+
+  // above: the cell of the row before the first, in column j.
+  RLK_LANE void column(const DtwPair& p, int j, float above, int above_start) {
+    const float next_corner = above;
+    const int next_corner_start = above_start;
+    const float y = p.y[int64_t(j) * p.dims];
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      float best = fminf(corner, above);
+      if (kSubsequence) {  // ties: the first of above, corner, left has the highest start (csrc/cpu/dtw_subsequence.cpp)
+        above_start = corner < above ? corner_start : above_start;
+        above_start = left[k] < best ? left_start[k] : above_start;
+      }
+      best = fminf(left[k], best);
+      if (kOneFeature) {
+        const float difference = y - x[k];
+        best = fmaf(difference, difference, best);
+      } else if (row + k < p.rows) {
+        float cost = 0.0f;
+        for (int d = 0; d < p.dims; ++d) {
+          const float difference = p.y[int64_t(j) * p.dims + d] - p.x[int64_t(row + k) * p.dims + d];
+          cost = fmaf(difference, difference, cost);
+        }
+        best += cost;
+      }
+      if (kBand) {
+        const int gap = row + k - j;
+        best = gap <= p.radius && -gap <= p.radius ? best : INFINITY;
+      }
+      corner = left[k], corner_start = left_start[k];
+      above = left[k] = best;
+      if (kSubsequence) left_start[k] = above_start;
+    }
+    corner = next_corner, corner_start = next_corner_start;
+  }
+
+  // The cell of row i, which this lane owns, in the column just computed.
+  RLK_LANE float cell(int i) const {
+    float value = left[0];
+#pragma unroll
+    for (int k = 1; k < K; ++k) value = i - row == k ? left[k] : value;
+    return value;
+  }
+  RLK_LANE int cell_start(int i) const {
+    int value = left_start[0];
+#pragma unroll
+    for (int k = 1; k < K; ++k) value = i - row == k ? left_start[k] : value;
+    return value;
+  }
+  RLK_LANE bool owns(int i) const { return i >= row && i < row + K; }
+};
+
+}  // namespace rlk
