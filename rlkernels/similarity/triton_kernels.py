@@ -97,8 +97,8 @@ def _dtw_kernel(
             tl.debug_barrier()  # the border is written before the next strip reads it
         if SUBSEQUENCE:
             tl.store(cost + pair, best)
-            tl.store(start + pair, best_start.to(tl.int64))
-            tl.store(end + pair, best_end.to(tl.int64))
+            tl.store(start + pair, best_start)
+            tl.store(end + pair, best_end)
 
 
 def dtw_pairs(x, y, x_lengths, y_lengths, band, subsequence):
