@@ -323,6 +323,7 @@ int64_t RolloutHistory::track(Ids prompt) {
   Handle state;
   state.prompt = intern(prompt);
   state.window = kFirstWindow;
+  state.gain = 1;  // it takes about ten useless drafts to switch drafting off
   state.next_cooldown = kFirstCooldown;
   std::fill_n(state.context, depth_, kStart);
   handles_.emplace(next_handle_, state);

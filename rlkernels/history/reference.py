@@ -35,7 +35,7 @@ class Handle:
     prompt: tuple[int, ...]
     context: deque[int]
     window: int = FIRST_WINDOW
-    gain: float = 0.0  # decode steps saved per observed step, running mean
+    gain: float = 1.0  # decode steps saved per observed step, running mean
     cooldown: int = 0  # drafts still to be skipped
     next_cooldown: int = 8
 

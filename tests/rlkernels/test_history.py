@@ -100,15 +100,17 @@ def test_drafting_that_does_not_pay_pauses_for_twice_as_long_each_time():
     history = rlkernels.RolloutHistory(token_cost=0.1)
     history.add([1], list(range(1000)))
     handle = history.track([1])
-    pauses = []
-    for _ in range(3):
-        while int(history.draft_tracked([handle], max_tokens=4)[1][0]) == 0:
-            pauses[-1] += 1
-        history.observe([handle], [2], [0])
-        pauses.append(0)
-    while int(history.draft_tracked([handle], max_tokens=4)[1][0]) == 0:
-        pauses[-1] += 1
-    assert pauses == [8, 16, 32]
+    offers = []
+    for _ in range(80):
+        offers.append(int(history.draft_tracked([handle], max_tokens=4)[1][0]) > 0)
+        history.observe([handle], [2 * offers[-1]], [0])
+    # running mean 0.75^n - 0.2 (1 - 0.75^n) is negative from n = 7 on; then pauses of 8, 16, 32 with one try between
+    assert offers == [True] * 7 + [False] * 8 + [True] + [False] * 16 + [True] + [False] * 32 + [True] + [False] * 14
+    for _ in range(50):  # the pause of 64 ends; a draft that pays ends the doubling
+        history.draft_tracked([handle], max_tokens=4)
+    assert int(history.draft_tracked([handle], max_tokens=4)[1][0]) > 0
+    history.observe([handle], [2], [2])
+    assert int(history.draft_tracked([handle], max_tokens=4)[1][0]) > 0
 
 
 def test_evicts_lowest_epoch_then_lowest_reward_then_oldest():

@@ -1,0 +1,30 @@
+"""The Triton kernels of sampling and log-probabilities compile for GPUs that are not here."""
+
+import importlib.util
+
+from support import lacks
+from triton_aot import Kernel, compile_for
+
+SAMPLE = {
+    "logits": "*bf16", "uniforms": "*fp32", "temperatures": "*fp32", "top_ps": "*fp32", "top_ks": "*i64",
+    "out_ids": "*i64", "out_logprobs": "*fp32", "vocab": "i32", "row_stride": "i32",
+}  # fmt: skip
+STATS = {"logits": "*bf16", "ids": "*i64", "stats": "*fp32", "entropies": "*fp32", "vocab": "i32", "row_stride": "i32"}
+FORWARD = STATS | {"logprobs": "*fp32", "inverse": "fp32"}
+BACKWARD = STATS | {"grad_logprobs": "*fp32", "grad_entropies": "*fp32", "grad": "*bf16", "inverse": "fp32"}
+
+
+def test_compiles_ahead_of_time():
+    if importlib.util.find_spec("triton") is None:
+        lacks("triton")
+    logprobs = "rlkernels.logprobs.triton_kernels:"
+    kernels = [
+        Kernel(f"{logprobs}_forward_kernel", FORWARD, {"ENTROPY": True, "BLOCK": 4096}, num_warps=8),
+        Kernel(f"{logprobs}_backward_kernel", BACKWARD, {"ENTROPY": True, "BLOCK": 4096}, num_warps=8),
+        Kernel(
+            "rlkernels.sampling.triton_kernels:_sample_kernel", SAMPLE, {"FILTER": True, "BLOCK": 4096}, num_warps=8
+        ),
+    ]
+    built = compile_for(kernels)
+    assert len(built) == 6 and all(b.shared_bytes <= 48 * 1024 for b in built), built
+    assert all(b.stack_bytes == 0 for b in built), built
