@@ -105,7 +105,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; the same command with --resume goes on from the newest checkpoint", file=sys.stderr)
+        how = " with --resume" if args.command == "train" else ""
+        print(f"interrupted; the same command{how} goes on from the newest checkpoint", file=sys.stderr)
         return 130
     return 0
 

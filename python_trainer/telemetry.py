@@ -147,15 +147,7 @@ class Telemetry:
         if not self.console.is_terminal and (now - self._last_line >= LINE_SECONDS or step in (0, self.max_steps)):
             self._last_line = now
             ahead = "" if left is None else f"  {left:.0f} s left"
-            self.console.print(f"{self.label} {step}/{self.max_steps}  {facts}{ahead}", highlight=False)
-
-    def note(self, text: str) -> None:
-        """A line above the bar."""
-        self.console.print(f"{self.label}: {text}", highlight=False)
-
-    def flush(self) -> None:
-        """Before a checkpoint: rows up to here are on disk."""
-        self.file.flush()
+            self.console.print(f"{self.label} {step}/{self.max_steps}  {facts}{ahead}", highlight=False, soft_wrap=True)
 
     def _tensorboard(self) -> Any:
         if self._writer is None:

@@ -239,7 +239,8 @@ def test_as_a_program(settings, tmp_path):
     command = [sys.executable, "-m", "python_trainer", "train", "--config", str(path), "--output-dir", "run"]
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "train 1/1" in done.stderr and "accuracy after" in done.stdout
+    lines = done.stderr.splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["train 0/1", "train 1/1"] and "accuracy after" in done.stdout
     command += ["--set", "model.path=gone"]
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stderr.startswith("error: ") and "Traceback" not in done.stderr
