@@ -229,7 +229,7 @@ def table(rows: Sequence[Row]) -> Table:
 def stamp() -> dict[str, Any]:
     """What a row says about the run as a whole."""
     return {
-        "commit": _commit(),
+        "commit": commit(),
         "threads": torch.get_num_threads(),
         "cpu": _cpu_model(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
@@ -238,7 +238,7 @@ def stamp() -> dict[str, Any]:
     }
 
 
-def _commit() -> str:
+def commit() -> str:
     """Short hash of HEAD, with "-dirty" when tracked files other than the results have changed."""
 
     def git(*command: str) -> str:

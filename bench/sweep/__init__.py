@@ -1,0 +1,1 @@
+"""Training runs over a grid of learning rates and seeds: ``python -m bench.sweep --help``."""
