@@ -48,6 +48,9 @@ def python_in(site: Path, code: str) -> str:
 
 
 CODE = """
+import sys
+# an editable install of the checkout must not lend its modules to the copy
+sys.meta_path = [f for f in sys.meta_path if "__editable__" not in getattr(f, "__module__", "")]
 import torch, rlkernels
 assert rlkernels.__file__.startswith({site!r}), rlkernels.__file__
 ids = torch.arange(3)

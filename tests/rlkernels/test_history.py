@@ -17,9 +17,12 @@ from rlkernels import backend
 RUNTIME = Path(__file__).parents[2] / "csrc" / "runtime"
 
 
+compiled_only = pytest.mark.parametrize("implementation", ["cpu"], indirect=True)
+
+
 @pytest.fixture(params=["cpu", "torch"], autouse=True)
 def implementation(request, monkeypatch):
-    """Every test runs on the compiled index and on its model in Python."""
+    """Every test runs on the compiled index and on its model in Python, unless it is marked compiled_only."""
     if request.param == "cpu" and backend.extension_error():
         lacks("the compiled extension")
     monkeypatch.setenv("RLKERNELS_BACKEND", request.param)
@@ -223,15 +226,13 @@ def check_against_model(script, max_tokens, depth, token_cost):
     assert play(native, script) == play(model, script)
 
 
+@compiled_only
 def test_equals_its_model_in_python(implementation):
-    if implementation == "torch":
-        pytest.skip("the model itself")
     check_against_model()
 
 
+@compiled_only
 def test_equals_its_model_on_long_histories(implementation, tmp_path):
-    if implementation == "torch":
-        pytest.skip("the model itself")
     rng = np.random.default_rng(0)
     native, model = (rlkernels.RolloutHistory(max_tokens=6000, backend=b) for b in ("cpu", "torch"))
     base = {p: rng.integers(0, 50, 120) for p in range(8)}
@@ -250,10 +251,11 @@ def test_equals_its_model_on_long_histories(implementation, tmp_path):
     assert facts["evicted"] > 50 and 5000 < facts["tokens"] <= 6000
 
 
+@compiled_only
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
 def test_index_under_sanitizers(implementation, sanitizers, tmp_path):
-    if implementation == "torch" or not shutil.which("g++"):
-        lacks("g++") if implementation == "cpu" else pytest.skip("the model in Python has no binary")
+    if not shutil.which("g++"):
+        lacks("g++")
     program = tmp_path / "check"
     sources = [RUNTIME / "rollout_history.cpp", RUNTIME / "rollout_history_io.cpp"]
     sources.append(Path(__file__).with_name("rollout_history_check.cpp"))
@@ -265,9 +267,8 @@ def test_index_under_sanitizers(implementation, sanitizers, tmp_path):
     assert done.returncode == 0 and done.stdout == "ok\n", done.stderr
 
 
+@compiled_only
 def test_threads_share_a_history(implementation):
-    if implementation == "torch":
-        pytest.skip("the model in Python has no lock")
     history = rlkernels.RolloutHistory(max_tokens=2000)
     errors = []
 
