@@ -6,16 +6,19 @@ import torch
 
 
 def one_of(name: str, value: object, allowed: Collection[object]) -> None:
+    """Raises ValueError unless ``value`` is one of ``allowed``."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
 def positive(name: str, value: float, *, zero: bool = False) -> None:
+    """Raises ValueError unless ``value`` is above 0, or at 0 where ``zero`` is allowed."""
     if not (value > 0 or (zero and value == 0)):  # also refuses NaN
         raise ValueError(f"{name} must be {'>= 0' if zero else '> 0'}, got {value!r}")
 
 
 def in_range(name: str, value: float, low: float, high: float) -> None:
+    """Raises ValueError unless ``low <= value <= high``."""
     if not low <= value <= high:
         raise ValueError(f"{name} must be between {low} and {high}, got {value!r}")
 

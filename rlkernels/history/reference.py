@@ -21,6 +21,8 @@ VERSION = 1
 
 @dataclass
 class Rollout:
+    """One stored response."""
+
     prompt: tuple[int, ...]
     tokens: list[int]
     reward: float

@@ -9,7 +9,8 @@ _PAIR_CELLS = 1 << 22  # how many cells of one anti-diagonal are held at a time
 
 
 def as_series(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return (value.unsqueeze(-1) if value.ndim == 2 else value).to(dtype)  # [N, L, D]
+    """[N, L] or [N, L, D] -> [N, L, D]."""
+    return (value.unsqueeze(-1) if value.ndim == 2 else value).to(dtype)
 
 
 def compute_dtype(x: torch.Tensor, y: torch.Tensor) -> torch.dtype:
