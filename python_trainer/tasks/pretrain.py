@@ -71,7 +71,7 @@ PHASES = {
     "small": [
         Phase("short sums", SHORT, False, 800, 6e-3, 0.0),
         Phase("all lengths", ALL, False, 600, 6e-3, 0.6),
-        Phase("slips", ALL, True, 200, 3e-3, 1.0),
+        Phase("slips", ALL, True, 400, 3e-3, 1.0),
     ],
 }
 

@@ -29,8 +29,9 @@ def sampled_accuracy(name, variant, prompts, temperature):
     return sum(score(task, examples, texts, ids).accuracy) / prompts
 
 
-def test_main_leaves_room():
-    assert 0.3 <= sampled_accuracy("main", "short", 512, 1.0) <= 0.6
+@pytest.mark.parametrize("name", ["main", "small"])
+def test_policies_leave_room(name):
+    assert 0.3 <= sampled_accuracy(name, "short", 512, 1.0) <= 0.6
     assert sampled_accuracy("main", "short", 128, 0.0) >= 0.9
 
 
