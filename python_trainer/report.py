@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from python_trainer.errors import UserError
+from python_trainer.evaluation import load_evaluations
+from python_trainer.statistics import Interval, paired_difference
 from python_trainer.telemetry import read_metrics
 
 BASELINE = "baseline"
@@ -94,6 +96,17 @@ def seconds_per_step(summaries: Sequence[dict[str, Any]]) -> float:
     return fmean(summary["training_s"] / max(summary["steps"], 1) for summary in summaries)
 
 
+def difference(runs: Sequence[Run], plain: Sequence[Run]) -> Interval | None:
+    """Final accuracy minus that of the plain runs of the same seeds, paired by test prompt; None: not comparable."""
+    before = {run.folder.name: load_evaluations(run.folder).get("final") for run in plain}
+    pairs = [(load_evaluations(run.folder).get("final"), before.get(run.folder.name)) for run in runs]
+    known = [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
+    if not known or len({len(values) for pair in known for values in pair}) != 1:
+        return None
+    after, plain_values = zip(*known)
+    return paired_difference(after, plain_values)
+
+
 def target_of(runs: Sequence[Run]) -> float | None:
     return next((run.summary["target_accuracy"] for run in runs if run.summary["target_accuracy"]), None)
 
@@ -110,6 +123,14 @@ def make_table(runs: Sequence[Run]) -> Table:
         plain_target = mean([summary["seconds_to_target"] for summary in plain])
         for name, column in columns.items():
             speed = seconds_per_step(plain) / seconds_per_step(variants[name])
+            change = None
+            if name != BASELINE:
+                change = difference(*([run for run in runs if run.name == kind] for kind in (name, BASELINE)))
+            words = ("-", "-")
+            if change is not None:
+                resolved = f"{change.value:+.3f}" if change.resolved else "not resolved"
+                words = (resolved, f"{change.low:+.3f} to {change.high:+.3f}")
+            column["accuracy minus baseline"], column["95 % of it, paired by prompt"] = words
             column["steps per second, times baseline"] = show(speed, "{:.2f}x")
             if target_of(runs):
                 own = mean([summary["seconds_to_target"] for summary in variants[name]])

@@ -4,6 +4,7 @@ import json
 import time
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from python_trainer.accelerators import PlannedGroup, Rollout, StepContext, make
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint, publish, save_checkpoint, write_text
 from python_trainer.config import Config, dump_config
 from python_trainer.errors import UserError
+from python_trainer.evaluation import save_evaluation
 from python_trainer.keyed import keyed_seed, prompt_order
 from python_trainer.objective import MetricSums, Objective, Ragged, StepBatch, make_batch
 from python_trainer.optimizer import PolicyOptimizer, learning_rate
@@ -110,7 +112,7 @@ class Trainer:
         with Telemetry(self.output_dir, config.max_steps, label=self.label, after_step=resumed_at,
                        console=self.console) as telemetry:  # fmt: skip
             if resumed_at is None:
-                telemetry.log(0, self._evaluation_row(config.evaluation.eval_limit) | self._clock_row())
+                telemetry.log(0, self._evaluation_row(config.evaluation.eval_limit, "start") | self._clock_row())
             done = self._finished()
             while not done:
                 row = self.step(progress.step + 1)
@@ -120,7 +122,7 @@ class Trainer:
                     row |= self._evaluation_row(config.evaluation.eval_limit_during)
                     done = config.evaluation.stop_at_target and progress.seconds_to_target is not None
                 if done:
-                    row |= self._evaluation_row(config.evaluation.eval_limit)
+                    row |= self._evaluation_row(config.evaluation.eval_limit, "final")
                 telemetry.log(progress.step, row | self._clock_row(), left=self._seconds_left())
                 if done or self._save_due():
                     with self.clock.measure("checkpoint"):
@@ -139,9 +141,9 @@ class Trainer:
         config, clock, telemetry = self.config, self.clock, dict[str, float]()
         before = dict(clock.seconds)
         context = StepContext(
-            step=number, policy=self.policy.model, optimizer=self.optimizer.adamw, engine=self.engine,
-            tokenizer=self.policy.tokenizer, evaluate=self.evaluate, seed=keyed_seed(config.seed, "step", number),
-            telemetry=telemetry,
+            step=number, policy=self.policy.model, optimizer=self.optimizer, engine=self.engine,
+            tokenizer=self.policy.tokenizer, evaluate=self.evaluate, evaluate_each=self.evaluate_each,
+            seed=keyed_seed(config.seed, "step", number), telemetry=telemetry,
         )  # fmt: skip
         groups = self._draw_prompts(number)
         for accelerator in self.accelerators:
@@ -261,7 +263,11 @@ class Trainer:
     # evaluation, clock, files --------------------------------------------------------------------------------
 
     def evaluate(self, split: str, limit: int | None = None) -> float:
-        """Accuracy of one answer per prompt, sampled at temperature 1 with noise that is always the same."""
+        """Accuracy of one answer per prompt, as of :meth:`evaluate_each`."""
+        return fmean(self.evaluate_each(split, limit))
+
+    def evaluate_each(self, split: str, limit: int | None = None) -> list[float]:
+        """1 for every prompt answered right, else 0: one answer each, at temperature 1, always with the same noise."""
         prompts, rollout = self._prompts(split)[:limit], self.config.rollout
         if not prompts:
             raise UserError(f"the task has no {split} prompts")
@@ -271,17 +277,19 @@ class Trainer:
         sampling = SamplingParams(seed=keyed_seed(self.config.seed, "evaluate", split), stop=tuple(rollout.stop))
         ids = [completion.ids for completion in self.engine.generate(requests, sampling)]
         texts = [self.policy.decode(row) for row in ids]
-        accuracy = score(self.task, getattr(self.task, split)[: len(prompts)], texts, ids).accuracy
-        return sum(accuracy) / len(accuracy)
+        return score(self.task, getattr(self.task, split)[: len(prompts)], texts, ids).accuracy
 
-    def _evaluation_row(self, limit: int | None) -> dict[str, float]:
-        """Evaluates on the test split, and notes when the target was reached."""
+    def _evaluation_row(self, limit: int | None, name: str | None = None) -> dict[str, float]:
+        """Evaluates on the test split, and notes when the target was reached; with a name, each result is kept."""
         progress, target = self.progress, self.config.evaluation.target_accuracy
         if not self.prompts["test"]:
             return {}
         seconds = self._training_seconds()
         with self.clock.measure("eval"):
-            accuracy = self.evaluate("test", limit)
+            correct = self.evaluate_each("test", limit)
+            if name is not None:
+                save_evaluation(self.output_dir, name, correct)
+        accuracy = fmean(correct)
         progress.evaluations.append([progress.step, accuracy])
         if target is not None and accuracy >= target and progress.seconds_to_target is None:
             progress.seconds_to_target = seconds

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict
 if TYPE_CHECKING:
     import torch
 
+    from python_trainer.optimizer import PolicyOptimizer
     from python_trainer.rollout import Engine
     from python_trainer.tasks.base import Example
 
@@ -49,10 +50,11 @@ class StepContext:
 
     step: int
     policy: "torch.nn.Module"
-    optimizer: "torch.optim.Optimizer"
+    optimizer: "PolicyOptimizer"
     engine: "Engine"
     tokenizer: Any
     evaluate: Any  # evaluate(split: "gate" | "test", limit: int | None) -> accuracy in [0, 1]
+    evaluate_each: Any  # the same, as a list of 0 or 1 for each prompt; the noise is the same every time
     seed: int  # of this step: keyed by (run seed, step)
     telemetry: dict[str, float]  # metrics of this step; add your own as "name/metric"
 

@@ -212,7 +212,15 @@ def test_compare_skips_what_is_finished_and_reports(run, tmp_path, capsys, monke
     console = Console(file=io.StringIO(), width=100)
     console.print(make_table(find_runs([tmp_path / "run"])))
     text = console.file.getvalue()
-    for words in ("baseline", "rpo", "accuracy before", "generated tokens", "share of training", "times baseline"):
+    for words in (
+        "baseline",
+        "rpo",
+        "accuracy before",
+        "generated tokens",
+        "share of training",
+        "times baseline",
+        "minus baseline",
+    ):
         assert words in text
     assert main(["report", str(tmp_path / "run" / "rpo"), str(tmp_path / "run" / "all")]) == 0
     assert (tmp_path / "run" / "rpo" / "accuracy.png").exists()

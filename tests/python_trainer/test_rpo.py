@@ -13,7 +13,7 @@ from python_trainer.trainer import Trainer
 
 
 def context(seed=0, step=1):
-    return StepContext(step, None, None, None, None, None, seed, {})
+    return StepContext(step, None, None, None, None, None, None, seed, {})
 
 
 def planned(key=4, budget=20):

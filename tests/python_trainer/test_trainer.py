@@ -11,6 +11,7 @@ import python_trainer.accelerators as accelerators
 from python_trainer.accelerators.base import Accelerator
 from python_trainer.checkpoint import load_checkpoint
 from python_trainer.config import check_config
+from python_trainer.evaluation import load_evaluations
 from python_trainer.objective import make_batch
 from python_trainer.packing import pack
 from python_trainer.tasks.pretrain import byte_tokenizer
@@ -64,6 +65,8 @@ def test_learns_and_leaves_a_complete_run_directory(make_config, tmp_path):
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
     assert summary["steps"] == 12 and summary["seconds_to_target"] is None
     assert summary["eval_accuracy_final"] > summary["eval_accuracy_start"]
+    for name, correct in load_evaluations(tmp_path / "run").items():
+        assert set(correct.tolist()) <= {0, 1} and correct.mean() == pytest.approx(summary[f"eval_accuracy_{name}"])
     total = sum(row["completions/generated_length"] for row in rows[1:]) * 16
     assert summary["generated_tokens"] == pytest.approx(total) == rows[-1]["total/generated_tokens"]
     assert list((tmp_path / "run" / "tensorboard").glob("events.*"))

@@ -1,0 +1,87 @@
+"""Paired intervals against known values, and the exact test behind the gate."""
+
+import numpy
+import pytest
+from scipy.stats import binomtest
+
+from python_trainer.evaluation import load_evaluations, save_evaluation
+from python_trainer.statistics import improvement_p_value, paired_difference, resampled_means, share_of_gain
+
+
+def answers(count, rate, seed):
+    return (numpy.random.default_rng(seed).random(count) < rate).astype(float)
+
+
+def test_difference_is_the_mean_and_its_interval_is_as_wide_as_theory_says():
+    after, before = answers(4000, 0.8, 0), answers(4000, 0.7, 1)
+    found = paired_difference(after, before)
+    assert found.value == pytest.approx(after.mean() - before.mean())
+    half = 1.96 * (after - before).std() / 4000**0.5
+    assert found.high - found.value == pytest.approx(half, rel=0.05)
+    assert found.value - found.low == pytest.approx(half, rel=0.05)
+    assert found.resolved and "not resolved" not in str(found)
+    assert found == paired_difference(after, before), "the same seed gives the same interval"
+
+
+def test_intervals_cover_the_truth_about_as_often_as_they_say():
+    hits = 0
+    for seed in range(200):
+        found = paired_difference(answers(300, 0.6, 2 * seed), answers(300, 0.5, 2 * seed + 1), resamples=1000)
+        hits += found.low <= 0.1 <= found.high
+    assert 180 <= hits <= 199
+
+
+def test_pairing_narrows_the_interval():
+    before = answers(2000, 0.5, 0)
+    after = before.copy()
+    after[:50] = 1
+    paired, unpaired = paired_difference(after, before), paired_difference(after, numpy.roll(before, 77))
+    assert paired.resolved
+    assert paired.high - paired.low < (unpaired.high - unpaired.low) / 4
+
+
+def test_equal_answers_are_not_resolved():
+    same = answers(100, 0.5, 0)
+    assert str(paired_difference(same, same)) == "+0.0000 [+0.0000, +0.0000] not resolved"
+
+
+def test_runs_are_averaged_over_the_same_prompts():
+    runs = numpy.stack([answers(500, 0.5, seed) for seed in range(3)])
+    before = answers(500, 0.4, 9)
+    means = resampled_means(runs, numpy.stack([before] * 3))
+    assert means.shape == (10_000, 2)
+    assert means[:, 0].std() == pytest.approx(runs.mean(0).std() / 500**0.5, rel=0.05)
+    assert paired_difference(runs, [before] * 3).value == pytest.approx(runs.mean() - before.mean())
+
+
+def test_share_of_the_gain():
+    start, full = numpy.zeros(1000), numpy.ones(1000)
+    part = numpy.ones(1000)
+    part[:100] = 0
+    found = share_of_gain(part, full, start)
+    assert found.value == pytest.approx(0.9) and 0.87 < found.low < 0.9 < found.high < 0.93
+    assert numpy.isnan(share_of_gain(part, start, start).value), "no gain, no share of it"
+
+
+@pytest.mark.parametrize(("gained", "lost"), [(0, 0), (3, 0), (10, 10), (30, 12), (5, 9), (200, 150)])
+def test_exact_test_agrees_with_scipy(gained, lost):
+    before = numpy.array([0] * gained + [1] * lost + [1] * 40 + [0] * 40)
+    after = numpy.array([1] * gained + [0] * lost + [1] * 40 + [0] * 40)
+    expected = binomtest(gained, gained + lost, alternative="greater").pvalue if gained + lost else 1.0
+    assert improvement_p_value(after, before) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("pair", [([], []), ([1, 0], [1, 0, 1])])
+def test_unequal_numbers_of_prompts_are_refused(pair):
+    with pytest.raises(ValueError, match="same prompts"):
+        paired_difference(*pair)
+
+
+def test_evaluations_are_added_and_replaced(tmp_path):
+    assert load_evaluations(tmp_path) == {}
+    save_evaluation(tmp_path, "start", [0.0, 1.0, 1.0])
+    save_evaluation(tmp_path, "final", [0.0, 0.0, 1.0])
+    save_evaluation(tmp_path, "final", [1.0, 0.0, 1.0])
+    found = load_evaluations(tmp_path)
+    assert found["start"].tolist() == [0, 1, 1] and found["final"].tolist() == [1, 0, 1]
+    assert [path.name for path in tmp_path.iterdir()] == ["eval_test.safetensors"]
