@@ -1,0 +1,83 @@
+"""What the retrospective database holds, as plain objects."""
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a training run is."""
+
+    family: str
+    parameters: int
+    tokenizer: str  # fingerprint
+    task: str
+    algorithm: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """A run in the database and how much of it is there."""
+
+    id: int
+    created: float
+    facts: RunFacts
+    steps: int
+    rollouts: int
+    last_reward: float | None
+
+
+@dataclass
+class StepRecord:
+    """One step of a training trajectory."""
+
+    step: int
+    policy_version: int
+    reward: float  # mean over the fresh answers, on the task's scale
+    accuracy: float
+    sketch: dict[str, torch.Tensor]
+
+
+@dataclass
+class Sample:
+    """One stored answer."""
+
+    run_id: int
+    step: int
+    policy_version: int
+    prompt_key: str
+    text: str
+    finished: bool
+    reward: float
+    response_ids: list[int]
+    logprobs: list[float]  # of the policy that wrote it; NaN where unknown
+    tokenizer: str = ""  # fingerprint; filled in when read
+
+
+def prompt_key(prompt: str | list[dict[str, str]]) -> str:
+    """Names a prompt by its text or messages, for models of every tokenizer: 32 hexadecimal digits."""
+    text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, ensure_ascii=False)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """The same for tokenizers that give text the same token ids: 32 hexadecimal digits of what they are made of."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    text = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def pack_tensors(tensors: dict[str, torch.Tensor]) -> bytes:
+    """safetensors bytes."""
+    return save({name: value.contiguous() for name, value in tensors.items()})
+
+
+def unpack_tensors(data: bytes) -> dict[str, torch.Tensor]:
+    """Undoes :func:`pack_tensors`."""
+    return load(bytes(data))

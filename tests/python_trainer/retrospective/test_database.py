@@ -1,0 +1,243 @@
+"""The retrospective database on SQLite and PostgreSQL: round trips, bounds, many writers, kills, damage."""
+
+import math
+import multiprocessing
+import os
+import random
+import shutil
+import sqlite3
+import time
+
+import pytest
+import sqlalchemy as sa
+import torch
+
+from python_trainer.errors import UserError
+from python_trainer.retrospective import schema
+from python_trainer.retrospective.database import RetrospectiveDatabase
+from python_trainer.retrospective.records import prompt_key
+
+from .conftest import FACTS, make_sample, make_step
+
+
+def test_round_trip(database, url):
+    run = database.add_run(FACTS)
+    sample = make_sample(text="héllo\nA:15", key=prompt_key("12+3="))
+    database.add_step(run, make_step(1, 0.25), [sample])
+    database.add_step(run, make_step(2, 0.75), [])
+    again = RetrospectiveDatabase(url, create=False)
+    (stored,) = again.runs()
+    assert (stored.facts, stored.steps, stored.rollouts, stored.last_reward) == (FACTS, 2, 1, 0.75)
+    first, second = again.trajectory(run)
+    assert (first.step, first.reward, second.reward) == (1, 0.25, 0.75)
+    assert torch.equal(first.sketch["ngrams"], torch.arange(4.0)) and second.sketch["lengths"].tolist() == [2]
+    (back,) = again.samples()
+    assert (back.text, back.response_ids, back.tokenizer, back.finished) == (sample.text, [1, 2, 3], "tok", True)
+    assert back.logprobs[0] == -0.5 and math.isnan(back.logprobs[1]) and back.run_id == run
+
+
+def test_a_step_is_replaced_and_a_run_can_be_cut(database):
+    run = database.add_run(FACTS)
+    for step in (1, 2, 3, 2):
+        database.add_step(run, make_step(step, step / 10), [make_sample(step, text=f"{step}")])
+    assert [s.step for s in database.trajectory(run)] == [1, 2, 3] and database.runs()[0].rollouts == 3
+    database.cut_run(run, 1)
+    assert [s.step for s in database.trajectory(run)] == [1] and [s.step for s in database.samples()] == [1]
+
+
+def test_samples_come_best_and_newest_first_and_by_prompt(database):
+    first, second = database.add_run(FACTS), database.add_run(FACTS)
+    database.add_step(
+        first, make_step(1), [make_sample(reward=r, text=f"{r}", key=k) for r, k in ((0.5, "a"), (1, "b"))]
+    )
+    database.add_step(second, make_step(1), [make_sample(reward=1, text="new", key="a")])
+    assert [s.text for s in database.samples()] == ["new", "1", "0.5"]
+    assert [s.text for s in database.samples(prompt_keys=["a"])] == ["new", "0.5"]
+    assert [s.text for s in database.samples(limit=1)] == ["new"]
+    assert [s.text for s in database.samples(without_run=second)] == ["1", "0.5"]
+
+
+def test_texts_that_no_database_takes_as_they_are(database):
+    run = database.add_run(FACTS)
+    database.add_step(run, make_step(), [make_sample(text="a\0b"), make_sample(text="c\ud800d")])
+    assert sorted(s.text for s in database.samples()) == ["a\N{REPLACEMENT CHARACTER}b", "c?d"]
+
+
+def test_retention_keeps_the_best_then_the_newest(url):
+    database = RetrospectiveDatabase(url, max_bytes=30_000)
+    run = database.add_run(FACTS)
+    for step in range(1, 41):
+        samples = [make_sample(step, 1.0, text=f"good {step}"), make_sample(step, 0.5, text=f"fair {step}")]
+        database.add_step(run, make_step(step), samples)
+        assert database.bytes() <= 30_000
+    left = database.samples()
+    good = [s.step for s in left if s.reward == 1.0]
+    assert good == list(range(40, 40 - len(good), -1)) and len(good) > 5
+    assert sum(s.reward == 0.5 for s in left) <= 1  # of the newest step, not yet looked at
+    assert len(database.trajectory(run)) == 40
+
+
+def test_retention_of_trajectories_removes_the_oldest_runs(url):
+    database = RetrospectiveDatabase(url, max_bytes=20_000)
+    runs = [database.add_run(FACTS) for _ in range(4)]
+    for run in runs:
+        for step in range(1, 16):
+            database.add_step(run, make_step(step), [])
+    left = [run.id for run in database.runs()]
+    assert left[-1] == runs[-1] and runs[0] not in left and database.bytes() <= 20_000
+    database.add_step(runs[0], make_step(99), [make_sample()])  # a trainer that is still at it
+    assert database.runs()[0].id != runs[0] and not database.samples()
+
+
+def test_sqlite_file_stays_small_under_retention(tmp_path):
+    database = RetrospectiveDatabase(str(tmp_path / "h.db"), max_bytes=200_000)
+    run = database.add_run(FACTS)
+    for step in range(1, 101):
+        database.add_step(run, make_step(step), [make_sample(step, text="x" * 2000, ids=range(3)) for _ in range(5)])
+    assert sum(path.stat().st_size for path in tmp_path.iterdir() if path.suffix == ".db") < 500_000
+
+
+def write_steps(url, steps, begun):
+    database = RetrospectiveDatabase(url)
+    run = database.add_run(FACTS)
+    for step in range(1, steps + 1):
+        database.add_step(run, make_step(step), [make_sample(step, text=f"{run} {step} {i}") for i in range(4)])
+        begun.set()
+
+
+def start_writer(url, steps):
+    fork = multiprocessing.get_context("fork")  # seconds quicker than importing torch anew
+    begun = fork.Event()
+    writer = fork.Process(target=write_steps, args=(url, steps, begun))
+    writer.start()
+    return writer, begun
+
+
+def test_several_writers_at_once(url):
+    """They even make the database at the same time."""
+    writers = [start_writer(url, 15)[0] for _ in range(3)]
+    for writer in writers:
+        writer.join(60)
+        assert writer.exitcode == 0
+    database = RetrospectiveDatabase(url, create=False)
+    assert [(run.steps, run.rollouts) for run in database.runs()] == [(15, 60)] * 3
+    assert len({s.text for s in database.samples()}) == 180
+
+
+def test_a_kill_leaves_whole_steps(url):
+    rng = random.Random(0)
+    for _ in range(3):
+        writer, begun = start_writer(url, 10**6)
+        assert begun.wait(60)
+        time.sleep(0.2 * rng.random())
+        writer.kill()
+        writer.join(60)
+    database = RetrospectiveDatabase(url, create=False)
+    runs = database.runs()
+    assert len(runs) == 3
+    for run in runs:
+        assert run.steps >= 1 and run.rollouts == 4 * run.steps
+        assert [s.step for s in database.trajectory(run.id)] == list(range(1, run.steps + 1))
+    database.add_step(runs[0].id, make_step(10**6), [])
+
+
+def test_a_write_ahead_log_left_by_a_kill_is_read(tmp_path):
+    """The log may have come without the shared-memory file, as in a backup."""
+    database = RetrospectiveDatabase(str(tmp_path / "a.db"))
+    run = database.add_run(FACTS)
+    held = sqlite3.connect(tmp_path / "a.db")  # an open connection keeps the log from being folded in
+    held.execute("SELECT count(*) FROM rlkernels_runs").fetchone()
+    database.add_step(run, make_step(), [make_sample()])
+    for suffix in ("", "-wal"):
+        shutil.copy(tmp_path / f"a.db{suffix}", tmp_path / f"b.db{suffix}")
+    held.close()
+    assert (tmp_path / "b.db-wal").stat().st_size
+    assert len(RetrospectiveDatabase(str(tmp_path / "b.db"), create=False).samples()) == 1
+
+
+def assert_refused(path, *words, **options):
+    before = path.read_bytes()
+    with pytest.raises(UserError) as error:
+        RetrospectiveDatabase(str(path), **options)
+    assert "\n" not in str(error.value)
+    for word in (path.name, *words):
+        assert word in str(error.value), error.value
+    assert path.read_bytes() == before
+
+
+def test_foreign_files_are_refused_and_left_alone(tmp_path):
+    text = tmp_path / "notes.txt"
+    text.write_text("my notes, which matter\n")
+    assert_refused(text, "no SQLite file")
+    other = tmp_path / "other.db"
+    with sqlite3.connect(other) as connection:
+        connection.execute("CREATE TABLE mail (body TEXT)")
+    connection.close()
+    assert_refused(other, "another program")
+
+
+@pytest.mark.parametrize("place", ["header", "middle", "cut"])
+def test_damaged_files_are_refused_and_left_alone(tmp_path, place):
+    path = tmp_path / "history.db"
+    database = RetrospectiveDatabase(str(path))
+    run = database.add_run(FACTS)
+    for step in range(1, 30):
+        database.add_step(run, make_step(step), [make_sample(step, text="x" * 3000)])
+    data = bytearray(path.read_bytes())
+    if place == "header":
+        data[16:60] = os.urandom(44)
+    elif place == "middle":
+        data[4096:] = random.Random(0).randbytes(len(data) - 4096)
+    else:
+        del data[len(data) // 2 :]
+    path.write_bytes(data)
+    assert_refused(path)
+
+
+def test_files_left_by_a_kill_while_they_were_made_are_used(tmp_path):
+    (tmp_path / "empty.db").write_bytes(b"")
+    with sqlite3.connect(tmp_path / "bare.db") as connection:
+        connection.execute("PRAGMA journal_mode = WAL")
+    connection.close()
+    for name in ("empty.db", "bare.db"):
+        assert RetrospectiveDatabase(str(tmp_path / name)).runs() == []
+
+
+def test_another_schema_version_is_refused(database, url):
+    with database._transaction() as connection:
+        connection.execute(schema.meta.update().where(schema.meta.c.key == "version").values(value="99"))
+    with pytest.raises(UserError, match="schema version 99"):
+        RetrospectiveDatabase(url)
+
+
+def test_half_a_set_of_tables_is_refused(postgres_url):
+    database = RetrospectiveDatabase(postgres_url)
+    with database._transaction() as connection:
+        connection.execute(sa.text("DROP TABLE rlkernels_meta"))
+    with pytest.raises(UserError, match="damaged"):
+        RetrospectiveDatabase(postgres_url)
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("mysql://host/name", "got mysql://"),
+        ("nonsense://", "got nonsense://"),
+        ("sqlite://", "needs a file"),
+        ("/nowhere/at/all/history.db", "there is no folder /nowhere/at/all"),
+        ("/tmp", "is a folder"),
+        ("postgresql://nobody:secret@127.0.0.1:1/none", "127.0.0.1"),
+    ],
+)
+def test_bad_urls_are_named(url, words):
+    if url.startswith("postgresql"):
+        pytest.importorskip("psycopg", reason="this machine lacks psycopg (pip install 'psycopg[binary]')")
+    with pytest.raises(UserError) as error:
+        RetrospectiveDatabase(url)
+    assert words in str(error.value) and "secret" not in str(error.value)
+
+
+def test_looking_into_what_is_not_there_makes_nothing(tmp_path):
+    with pytest.raises(UserError, match="there is no retrospective database"):
+        RetrospectiveDatabase(str(tmp_path / "none.db"), create=False)
+    assert list(tmp_path.iterdir()) == []
