@@ -87,6 +87,8 @@ class AlgorithmConfig(Section):
     """Passes over each batch of answers."""
     num_minibatches: int = Field(1, ge=1)
     """Optimizer steps in one pass."""
+    prefix_in_loss: bool = False
+    """Of answers that continue a given prefix (`rpo`), train on the prefix too, as the paper does; costs time."""
     mask_truncated_completions: bool = False
     """Leave answers that hit max_completion_length out of the loss."""
     importance_sampling: Literal["none", "truncate", "mask"] = "none"
@@ -123,6 +125,8 @@ class OptimizerConfig(Section):
     """Gradients longer than this are scaled down to it."""
     micro_batch_tokens: int = Field(4096, ge=1)
     """Tokens in one forward and backward pass. Changes memory and speed, not the loss."""
+    share_prefixes: bool = True
+    """Compute the prompt and prefix of a group once, not once per answer. Changes memory and speed, not the loss."""
 
 
 class EvaluationConfig(Section):

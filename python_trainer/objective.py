@@ -63,6 +63,7 @@ def make_batch(rollouts: Sequence[Rollout], config: AlgorithmConfig, device: tor
     else:
         advantages = group_advantages(rewards, groups, scale_rewards=config.scale_rewards)
     lengths = torch.tensor([len(rollout.response_ids) for rollout in rollouts])
+    unscored = [0 if config.prefix_in_loss else rollout.prefix_len for rollout in rollouts]
     in_loss = torch.tensor(
         [not (config.mask_truncated_completions and rollout.finish_reason == "length") for rollout in rollouts]
     )
@@ -70,10 +71,10 @@ def make_batch(rollouts: Sequence[Rollout], config: AlgorithmConfig, device: tor
     recorded = [[torch.nan] * rollout.prefix_len + list(rollout.logprobs) for rollout in rollouts]
     sampler.flat = torch.tensor([value for row in recorded for value in row], dtype=torch.float32, device=device)
     return StepBatch(
-        answers=[Answer(rollout.prompt_ids, rollout.response_ids, rollout.prefix_len) for rollout in rollouts],
+        answers=[Answer(r.prompt_ids, r.response_ids, r.prefix_len, skip) for r, skip in zip(rollouts, unscored)],
         advantages=advantages.to(device),
         in_loss=in_loss.to(device),
-        loss_tokens=lengths * in_loss,
+        loss_tokens=(lengths - torch.tensor(unscored, dtype=torch.int64)) * in_loss,
         sampler=sampler,
     )
 

@@ -15,11 +15,16 @@ from python_trainer.attention import PackedLayout
 
 @dataclass(frozen=True)
 class Answer:
-    """What a sample is made of; the first ``shared`` response tokens are the same for its whole group."""
+    """What a sample is made of.
+
+    The first ``shared`` response tokens are the same for its whole group; the first ``unscored`` of those are context
+    only: nothing is computed for them but what later tokens see of them.
+    """
 
     prompt_ids: Sequence[int]
     response_ids: Sequence[int]
     shared: int = 0
+    unscored: int = 0
 
 
 @dataclass
@@ -32,37 +37,45 @@ class Packed:
     rows: torch.Tensor  # int64 [R] position that predicts
     targets: torch.Tensor  # int64 [R] token to be predicted
     place: torch.Tensor  # int64 [B, L] the pair of each response token; 0 where there is none
-    mask: torch.Tensor  # bool [B, L] response tokens
+    mask: torch.Tensor  # bool [B, L] response tokens that are scored
 
     def to(self, device: torch.device) -> "Packed":
         moved = (x.to(device, non_blocking=True) for x in (self.rows, self.targets, self.place, self.mask))
         return Packed(self.samples, self.input_ids.to(device), self.layout.to(device), *moved)
 
     def spread(self, pairs: torch.Tensor) -> torch.Tensor:
-        """Values of the pairs [R] -> [B, L], 0 where there is no response token."""
+        """Values of the pairs [R] -> [B, L], 0 where there is no scored response token."""
         if not pairs.numel():
             return pairs.new_zeros(self.place.shape)
         return torch.where(self.mask, pairs[self.place], 0.0)
 
 
-def pack(answers: Sequence[Answer], samples: Sequence[int]) -> Packed:
-    """Packs the answers with these indices; samples with the same prompt and shared prefix need not be neighbours."""
+def _beginning(answers: Sequence[Answer], index: int, share: bool) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Prompt and shared prefix of a sample, and what tells them apart from equal ones that are not to be shared."""
+    answer = answers[index]
+    return tuple(answer.prompt_ids), tuple(answer.response_ids[: answer.shared]), -1 if share else index
+
+
+def pack(answers: Sequence[Answer], samples: Sequence[int], *, share: bool = True) -> Packed:
+    """Packs the answers with these indices; samples with the same prompt and shared prefix need not be neighbours.
+
+    With ``share`` False every sample brings its own copy of them: the plain, slower form.
+    """
     groups: dict[tuple, list[int]] = {}
     for index in samples:
-        answer = answers[index]
-        key = (tuple(answer.prompt_ids), tuple(answer.response_ids[: answer.shared]))
-        groups.setdefault(key, []).append(index)
+        groups.setdefault(_beginning(answers, index, share), []).append(index)
     ids: list[int] = []
     rows: list[int] = []
     targets: list[int] = []
     places: list[list[int]] = []
     prefix_lens, suffix_lens, group_starts, order = [], [], [0], []
-    for (prompt, prefix), members in groups.items():
+    for (prompt, prefix, _), members in groups.items():
         start, shared_pairs = len(ids), len(targets)
+        skipped = min(answers[index].unscored for index in members)
         ids += [*prompt, *prefix]
         end = len(ids) - 1  # the last shared token predicts the first of every suffix
-        rows += range(start + len(prompt) - 1, end)
-        targets += prefix
+        rows += range(start + len(prompt) - 1 + skipped, end)
+        targets += prefix[skipped:]
         prefix_lens.append(len(prompt) + len(prefix))
         for index in members:
             suffix = answers[index].response_ids[len(prefix) :]
@@ -72,33 +85,35 @@ def pack(answers: Sequence[Answer], samples: Sequence[int]) -> Packed:
                 targets += suffix
                 ids += suffix[:-1]  # nothing is predicted from the last token
             suffix_lens.append(max(len(suffix) - 1, 0))
-            places.append(
-                [*range(shared_pairs, shared_pairs + len(prefix)), *range(own_pairs, own_pairs + len(suffix))]
-            )
+            first = answers[index].unscored
+            shared_place = range(shared_pairs + first - skipped, shared_pairs + len(prefix) - skipped)
+            places.append([-1] * first + [*shared_place, *range(own_pairs, own_pairs + len(suffix))])
         order += members
         group_starts.append(len(order))
     lengths = torch.tensor([len(place) for place in places], dtype=torch.int64)
     longest = int(lengths.max()) if len(places) else 0
-    mask = torch.arange(longest) < lengths[:, None]
-    place = torch.zeros(len(places), longest, dtype=torch.int64)
-    place[mask] = torch.tensor([pair for row in places for pair in row], dtype=torch.int64)
+    place = torch.full((len(places), longest), -1, dtype=torch.int64)
+    has_token = torch.arange(longest) < lengths[:, None]
+    place[has_token] = torch.tensor([pair for row in places for pair in row], dtype=torch.int64)
+    mask = place >= 0
     layout = PackedLayout(prefix_lens, suffix_lens, group_starts).to(torch.device("cpu"))
     return Packed(
         order, torch.tensor(ids, dtype=torch.int64), layout, torch.tensor(rows, dtype=torch.int64),
-        torch.tensor(targets, dtype=torch.int64), place, mask,
+        torch.tensor(targets, dtype=torch.int64), place.clamp(min=0), mask,
     )  # fmt: skip
 
 
-def micro_batches(answers: Sequence[Answer], samples: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+def micro_batches(
+    answers: Sequence[Answer], samples: Sequence[int], max_tokens: int, *, share: bool = True
+) -> Iterator[list[int]]:
     """Splits the samples, in order, into parts of at most ``max_tokens`` packed tokens (one sample may be longer)."""
     part: list[int] = []
     seen: set[tuple] = set()
     tokens = 0
     for index in samples:
-        answer = answers[index]
-        key = (tuple(answer.prompt_ids), tuple(answer.response_ids[: answer.shared]))
+        key = _beginning(answers, index, share)
         shared = len(key[0]) + len(key[1])
-        own = max(len(answer.response_ids) - answer.shared - 1, 0)
+        own = max(len(answers[index].response_ids) - len(key[1]) - 1, 0)
         needed = own if key in seen else own + shared
         if part and tokens + needed > max_tokens:
             yield part

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -18,7 +19,7 @@ from python_trainer.evaluation import save_evaluation
 from python_trainer.keyed import keyed_seed, prompt_order
 from python_trainer.objective import MetricSums, Objective, Ragged, StepBatch, make_batch
 from python_trainer.optimizer import PolicyOptimizer, learning_rate
-from python_trainer.packing import micro_batches, pack
+from python_trainer.packing import Packed, micro_batches, pack
 from python_trainer.policy import load_policy, set_matmul_precision
 from python_trainer.progress import Progress, device_name, summarise
 from python_trainer.rollout import Completion, PagedEngine, Request, SamplingParams
@@ -222,8 +223,7 @@ class Trainer:
                 for minibatch in minibatches:
                     if not batch.loss_tokens[minibatch].any():
                         continue  # every answer was truncated and is masked
-                    for part in micro_batches(batch.answers, minibatch, config.optimizer.micro_batch_tokens):
-                        packed = pack(batch.answers, part).to(self.policy.device)
+                    for packed in self._packs(batch, minibatch):
                         logprobs, entropy = self.policy.score(packed, config.rollout.temperature)
                         loss, seen = self.objective.loss(packed, logprobs, entropy, batch, minibatch)
                         loss.backward()
@@ -234,6 +234,13 @@ class Trainer:
         if norms:
             row["grad_norm"] = sum(norms) / len(norms)
         return row | {"learning_rate": lr}
+
+    def _packs(self, batch: StepBatch, samples: Sequence[int]) -> Iterator[Packed]:
+        """The micro-batches of these samples."""
+        optimizer = self.config.optimizer
+        share = optimizer.share_prefixes
+        for part in micro_batches(batch.answers, samples, optimizer.micro_batch_tokens, share=share):
+            yield pack(batch.answers, part, share=share).to(self.policy.device)
 
     def _minibatches(self, rollouts: list[Rollout]) -> list[list[int]]:
         """Sample indices per optimizer step; the samples of a group stay side by side, groups of like length too."""
@@ -254,9 +261,7 @@ class Trainer:
         """Log-probabilities of the whole batch under a policy as it is now."""
         policy = policy or self.policy
         out = Ragged([len(answer.response_ids) for answer in batch.answers], policy.device)
-        everything = range(len(batch.answers))
-        for part in micro_batches(batch.answers, everything, self.config.optimizer.micro_batch_tokens):
-            packed = pack(batch.answers, part).to(policy.device)
+        for packed in self._packs(batch, range(len(batch.answers))):
             out.put(packed, policy.score(packed, self.config.rollout.temperature)[0])
         return out
 

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from python_trainer.accelerators import PlannedGroup, Rollout, StepContext
 from python_trainer.accelerators.rpo import RPO, RPOSettings, length_reward
+from python_trainer.objective import make_batch
 from python_trainer.telemetry import read_metrics
 from python_trainer.trainer import Trainer
 
@@ -125,13 +126,12 @@ def test_training_with_suffix_rollouts(make_config, tmp_path):
     assert all(row["sampling/logp_difference/max"] < 1e-4 for row in rows)
 
 
-def test_prefix_tokens_take_part_in_the_loss(make_config, tmp_path):
-    from python_trainer.objective import make_batch
-
-    config = make_config()
+@pytest.mark.parametrize(("whole", "tokens"), [(True, [3, 4]), (False, [1, 2])])
+def test_prefix_tokens_take_part_in_the_loss_where_asked_for(make_config, whole, tokens):
+    config = make_config(algorithm={"prefix_in_loss": whole})
     rollouts = answered([1.0, 0.0], ids=[[5, 6, 7], [5, 6, 8, 9]])
     for rollout in rollouts:
         rollout.prefix_len, rollout.logprobs = 2, rollout.logprobs[2:]
     batch = make_batch(rollouts, config.algorithm, torch.device("cpu"))
-    assert batch.loss_tokens.tolist() == [3, 4] and [a.shared for a in batch.answers] == [2, 2]
+    assert batch.loss_tokens.tolist() == tokens and [a.shared for a in batch.answers] == [2, 2]
     assert batch.sampler.flat.isnan().tolist() == [True, True, False, True, True, False, False]

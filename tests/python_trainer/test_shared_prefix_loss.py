@@ -1,0 +1,178 @@
+"""Each prefix computed once per group: loss and gradients of the plain form, in every form of the loss."""
+
+import pytest
+import torch
+
+from python_trainer.accelerators import Rollout
+from python_trainer.algorithms import importance_weights, kl_estimate, policy_loss, token_weights
+from python_trainer.config import AlgorithmConfig, ModelConfig
+from python_trainer.objective import Objective, Ragged, make_batch
+from python_trainer.packing import micro_batches, pack
+from python_trainer.policy import load_policy
+
+MAX_LENGTH = 24
+FORMS = {
+    "grpo": {"loss_type": "grpo"},
+    "dapo": {"loss_type": "dapo", "epsilon_high": 0.28, "mask_truncated_completions": True},
+    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none"},
+    "sequence sums, rloo": {"loss_type": "seq-mean-token-sum", "advantage": "rloo"},
+    "k1, k2, k3": {"beta": 0.3, "kl_estimator": ("k1", "k2", "k3")},
+    "entropy": {"loss_type": "grpo", "entropy_coef": 0.1},
+    "clipped": {"epsilon": 0.05, "delta": 1.3, "num_iterations": 2},
+    "truncated weights": {"importance_sampling": "truncate", "importance_sampling_cap": 1.1},
+    "masked weights": {"importance_sampling": "mask", "importance_sampling_cap": 3.0, "num_iterations": 2},
+    "everything": {
+        "loss_type": "grpo", "beta": 0.3, "epsilon": 0.05, "entropy_coef": 0.1, "num_iterations": 2,
+        "mask_truncated_completions": True, "importance_sampling": "truncate", "scale_rewards": "batch",
+    },
+}  # fmt: skip
+CASES = [
+    pytest.param(
+        AlgorithmConfig(**{**form, "prefix_in_loss": whole, **({"kl_estimator": kind} if kind else {})}),
+        id=f"{name}{' ' + kind if kind else ''}-{'whole answers' if whole else 'suffixes'}",
+    )
+    for name, form in FORMS.items()
+    for kind in (form["kl_estimator"] if isinstance(form.get("kl_estimator"), tuple) else (None,))
+    for whole in (True, False)
+]
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_policy):
+    return load_policy(ModelConfig(path=str(tiny_policy), device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def rollouts():
+    """Groups with a long prefix, a prefix of one token, and none; suffixes of different lengths, some truncated."""
+    gen = torch.Generator().manual_seed(5)
+
+    def ids(n):
+        return torch.randint(0, 63, (n,), generator=gen).tolist()
+
+    out = []
+    for group, (prefix_len, suffixes) in enumerate([(9, (1, 4, 7, 2)), (1, (3, 3, 12)), (0, (5, 1, 8))]):
+        prompt, prefix = ids(3 + group), ids(prefix_len)
+        for number, count in enumerate(suffixes):
+            reward = float((number + group) % 3 == 0)
+            logprobs = (-4 + torch.rand(count, generator=gen)).tolist()
+            reason = "length" if number == 1 else "stop"
+            answer = prefix + ids(count)
+            out.append(Rollout(group, group, prompt, answer, prefix_len, logprobs, reason, "", reward, {}, reward))
+    return out
+
+
+def noisy(batch, policy, scale, seed):
+    """Log-probabilities of a policy near this one, for every response token."""
+    gen = torch.Generator().manual_seed(seed)
+    out = Ragged([len(answer.response_ids) for answer in batch.answers], torch.device("cpu"))
+    with torch.no_grad(), policy.packed_attention():
+        packed = pack(batch.answers, range(len(batch.answers)))
+        logprobs, _ = policy.score(packed, 1.0)
+        out.put(packed, logprobs + scale * torch.randn(logprobs.shape, generator=gen))
+    return out
+
+
+def plain(policy, rollouts, batch, config):
+    """The loss of the whole batch on [B, L], from one forward pass of the model per answer."""
+    width = max(len(r.response_ids) for r in rollouts)
+    columns = {name: torch.zeros(len(rollouts), width) for name in ("old", "reference", "sampler")}
+    mask = torch.zeros(len(rollouts), width, dtype=torch.bool)
+    logprob_rows, entropy_rows = [], []
+    for i, rollout in enumerate(rollouts):
+        count = len(rollout.response_ids)
+        ids = torch.tensor([[*rollout.prompt_ids, *rollout.response_ids]])
+        table = policy.model(input_ids=ids).logits[0, len(rollout.prompt_ids) - 1 : -1].log_softmax(-1)
+        chosen = table.gather(1, torch.tensor(rollout.response_ids)[:, None])[:, 0]
+        logprob_rows.append(torch.nn.functional.pad(chosen, (0, width - count)))
+        entropy_rows.append(torch.nn.functional.pad(-(table.exp() * table).sum(-1), (0, width - count)))
+        first = 0 if config.prefix_in_loss else rollout.prefix_len
+        truncated = config.mask_truncated_completions and rollout.finish_reason == "length"
+        mask[i, first:count] = not truncated
+        for name in columns:
+            source = getattr(batch, name)
+            if source is not None:
+                start = int(source.starts[i])
+                columns[name][i, :count] = source.flat[start : start + count]
+    logprobs, entropy = torch.stack(logprob_rows), torch.stack(entropy_rows)
+    old = logprobs.detach() if batch.old is None else columns["old"]
+    sampled = mask & ~columns["sampler"].isnan()
+    weights = None
+    if config.importance_sampling != "none":
+        weights = importance_weights(
+            old, columns["sampler"], sampled, mode=config.importance_sampling, cap=config.importance_sampling_cap
+        )
+    loss = policy_loss(
+        logprobs, old, batch.advantages, mask, epsilon=config.epsilon, epsilon_high=config.epsilon_high,
+        delta=config.delta, weights=weights,
+    ).loss  # fmt: skip
+    if config.beta:
+        loss = loss + config.beta * kl_estimate(logprobs, columns["reference"], mask, config.kl_estimator)
+    loss = loss - config.entropy_coef * torch.where(mask, entropy, 0.0)
+    aggregation = Objective(config, MAX_LENGTH).aggregation
+    return (loss * token_weights(
+        mask, aggregation, num_tokens=int(mask.sum()), num_sequences=len(rollouts), max_length=MAX_LENGTH
+    )).sum()  # fmt: skip
+
+
+@pytest.mark.parametrize("config", CASES)
+def test_loss_and_gradients_equal_the_plain_form(policy, rollouts, config):
+    batch = make_batch(rollouts, config, torch.device("cpu"))
+    if config.num_iterations > 1:
+        batch.old = noisy(batch, policy, 0.1, 1)
+    if config.beta:
+        batch.reference = noisy(batch, policy, 0.5, 2)
+    params = list(policy.model.parameters())
+    expected = plain(policy, rollouts, batch, config)
+    wanted = torch.autograd.grad(expected, params)
+    size = torch.cat([g.flatten() for g in wanted]).norm()
+    assert size > 1e-3
+    objective, everything = Objective(config, MAX_LENGTH), range(len(rollouts))
+    tokens = {}
+    for share in (True, False):
+        for budget in (10_000, 30):
+            policy.model.zero_grad()
+            total = tokens[share, budget] = 0
+            with policy.packed_attention():
+                for part in micro_batches(batch.answers, everything, budget, share=share):
+                    packed = pack(batch.answers, part, share=share)
+                    loss, _ = objective.loss(packed, *policy.score(packed, 1.0), batch, everything)
+                    loss.backward()
+                    total += loss.item()
+                    tokens[share, budget] += packed.input_ids.numel()
+            assert total == pytest.approx(expected.item(), abs=1e-5)
+            error = torch.cat([(p.grad - g).flatten() for p, g in zip(params, wanted)]).norm()
+            assert error < 1e-5 * size
+    policy.model.zero_grad()
+    assert tokens[True, 10_000] < 0.75 * tokens[False, 10_000]
+
+
+def test_the_prefix_cancels_under_token_means_on_policy(policy, rollouts):
+    """Advantages of a group sum to 0, so what the prefix itself adds is nothing but a larger denominator."""
+    gradients, tokens = [], []
+    for whole in (True, False):
+        config = AlgorithmConfig(loss_type="dapo", prefix_in_loss=whole)
+        batch = make_batch(rollouts, config, torch.device("cpu"))
+        tokens.append(int(batch.loss_tokens.sum()))
+        packed = pack(batch.answers, range(len(rollouts)))
+        with policy.packed_attention():
+            scores = policy.score(packed, 1.0)
+            loss, _ = Objective(config, MAX_LENGTH).loss(packed, *scores, batch, range(len(rollouts)))
+            gradients.append(torch.autograd.grad(loss, list(policy.model.parameters())))
+    for a, b in zip(*gradients):
+        torch.testing.assert_close(a * tokens[0], b * tokens[1], rtol=1e-3, atol=1e-4)
+
+
+def test_unscored_prefixes_have_no_pairs(rollouts):
+    config = AlgorithmConfig(prefix_in_loss=False)
+    batch = make_batch(rollouts, config, torch.device("cpu"))
+    suffixes = sum(len(r.logprobs) for r in rollouts)
+    for share in (True, False):
+        packed = pack(batch.answers, range(len(rollouts)), share=share)
+        assert len(packed.rows) == len(packed.targets) == suffixes == packed.mask.sum()
+    assert batch.loss_tokens.sum() == suffixes
+    for row, sample in enumerate(packed.samples):
+        first, count = rollouts[sample].prefix_len, len(rollouts[sample].response_ids)
+        assert packed.mask[row].tolist() == [first <= i < count for i in range(packed.mask.shape[1])]
+        targets = packed.targets[packed.place[row, first:count]]
+        assert targets.tolist() == rollouts[sample].response_ids[first:]
