@@ -7,10 +7,14 @@
 namespace rlk {
 namespace {
 
-constexpr int32_t kStart = -1;  // stands before the first token of a response, as often as needed
 constexpr uint32_t kNone = ~uint32_t(0);
-constexpr int kCandidates = 32;  // occurrences looked at, newest first
-constexpr int64_t kFirstWindow = 8, kMaxWindow = 1 << 16;
+constexpr int kCandidates = 24;     // occurrences looked at per chain, newest first
+constexpr int kOwnCandidates = 16;  // ... in the sequence's own text
+constexpr int kMaxPlaces = 2 * kCandidates + kOwnCandidates;
+constexpr int kLongMatch = 5;  // one as long as this under the same prompt makes other prompts needless
+constexpr int kElsewhere = 3;  // the same prompt is worth as much as this many tokens of context
+constexpr double kUnknown = 1;  // weight of "none of these"
+constexpr int64_t kFirstWindow = 16, kMinWindow = 6, kMaxWindow = 1 << 16;
 constexpr int64_t kFirstCooldown = 8, kMaxCooldown = 1024;
 constexpr uint32_t kOwnerBlock = 64;
 
@@ -41,7 +45,7 @@ bool goes_later(int64_t epoch_a, double reward_a, uint32_t a, int64_t epoch_b, d
 
 RolloutHistory::RolloutHistory(int64_t max_tokens, double token_cost, int depth)
     : max_tokens_(max_tokens), token_cost_(token_cost), depth_(depth) {
-  if (depth < kSharedGram || depth > kMaxDepth) throw std::invalid_argument("depth is out of range");
+  if (depth < kMinDepth || depth > kMaxDepth) throw std::invalid_argument("depth is out of range");
   for (Table& table : heads_) table.slots.assign(64, kNone);
 }
 
@@ -56,47 +60,47 @@ Ids RolloutHistory::gram_at(uint32_t position, int size, int32_t* buffer) const 
 }
 
 uint64_t RolloutHistory::hash_of(Chain chain, uint32_t prompt, Ids gram) const {
-  return hash_ids(chain == Chain::local ? mix(prompt + 1) : 0, gram);
+  return hash_ids(chain == kLocal ? mix(prompt + 1) : 0, gram);
 }
 
 // Where the head of this chain is, or would be put (then it holds kNone).
 uint32_t* RolloutHistory::slot_of(Chain chain, uint32_t prompt, Ids gram) {
-  std::vector<uint32_t>& slots = heads_[int(chain)].slots;
+  std::vector<uint32_t>& slots = heads_[chain].slots;
   size_t at = size_t((unsigned __int128)hash_of(chain, prompt, gram) * slots.size() >> 64);
-  int32_t buffer[kSharedGram];
+  int32_t buffer[kMinDepth];
   for (;; at = at + 1 == slots.size() ? 0 : at + 1) {
     const uint32_t head = slots[at];
     if (head == kNone) return &slots[at];
     const Ids held = gram_at(head, int(gram.size()), buffer);
     if (std::equal(held.begin(), held.end(), gram.begin()) &&
-        (chain == Chain::shared || rollouts_[owner(head)].prompt == prompt))
+        (chain != kLocal || rollouts_[owner(head)].prompt == prompt))
       return &slots[at];
   }
 }
 
 void RolloutHistory::grow(Chain chain) {
-  Table& table = heads_[int(chain)];
+  Table& table = heads_[chain];
   const std::vector<uint32_t> old = std::move(table.slots);
   table.slots.assign(old.size() + old.size() / 2, kNone);
-  int32_t buffer[kSharedGram];
+  int32_t buffer[kMinDepth];
   for (uint32_t head : old) {
     if (head == kNone) continue;
-    const uint32_t prompt = chain == Chain::local ? rollouts_[owner(head)].prompt : 0;
-    *slot_of(chain, prompt, gram_at(head, chain == Chain::local ? kLocalGram : kSharedGram, buffer)) = head;
+    const uint32_t prompt = chain == kLocal ? rollouts_[owner(head)].prompt : 0;
+    *slot_of(chain, prompt, gram_at(head, kGram[chain], buffer)) = head;
   }
 }
 
 // Puts the positions of a rollout at the heads of their chains.
 void RolloutHistory::index(uint32_t rollout) {
   const Rollout& r = rollouts_[rollout];
-  int32_t buffer[kSharedGram];
-  for (Chain chain : {Chain::local, Chain::shared}) {
-    Table& table = heads_[int(chain)];
+  int32_t buffer[kMinDepth];
+  for (Chain chain : {kLocal, kLong, kShort}) {
+    Table& table = heads_[chain];
     for (uint32_t p = r.start; p < r.start + r.length; ++p) {
       if (10 * (table.used + 1) > 7 * table.slots.size()) grow(chain);
-      uint32_t* slot = slot_of(chain, r.prompt, gram_at(p, chain == Chain::local ? kLocalGram : kSharedGram, buffer));
+      uint32_t* slot = slot_of(chain, r.prompt, gram_at(p, kGram[chain], buffer));
       table.used += *slot == kNone;
-      previous_[int(chain)][p] = *slot;
+      previous_[chain][p] = *slot;
       *slot = p;
     }
   }
@@ -232,23 +236,28 @@ void RolloutHistory::drop_if_unused(uint32_t id) {
   free_prompts_.push_back(id);
 }
 
-// The newest live places of a chain with their weights -> how many.
-int RolloutHistory::places(Chain chain, uint32_t prompt, const int32_t* context, Place* out) {
-  const int size = chain == Chain::local ? kLocalGram : kSharedGram;
-  const uint32_t head = *slot_of(chain, prompt, {context + depth_ - size, size_t(size)});
+// The newest live places of a chain with their weights -> how many; longest: at least the longest match among them.
+int RolloutHistory::places(Chain chain, uint32_t prompt, const int32_t* context, Place* out, int& longest) {
+  const size_t size = kGram[chain];
+  const uint32_t head = *slot_of(chain, prompt, {context + depth_ - size, size});
   double low = INFINITY, high = -INFINITY, rewards[kCandidates];
   int found = 0;
-  for (uint32_t p = head; p != kNone && found < kCandidates; p = previous_[int(chain)][p]) {
+  for (uint32_t p = head; p != kNone && found < kCandidates; p = previous_[chain][p]) {
     const Rollout& r = rollouts_[owner(p)];
     if (!r.alive) continue;
     int match = 0;
     for (uint32_t at = p; match < depth_; ++match) {
       const int32_t token = tokens_[--at];
       if (token != context[depth_ - 1 - match]) break;
-      if (token == kStart) match = depth_ - 1;  // nothing but START before it, on both sides
+      if (token == kStart) {  // the whole answer so far; says little under another prompt
+        match = chain == kLocal ? depth_ : match + 1;
+        break;
+      }
     }
-    const int64_t age = std::min<int64_t>(newest_epoch_ - r.epoch, 64);
-    out[found] = {p, r.start + r.length, std::ldexp(1.0, match - depth_ - int(age))};
+    longest = std::max(longest, match);
+    const int age = int(std::min<int64_t>(newest_epoch_ - r.epoch, 64));
+    const double weight = std::ldexp(1.0, match - age - (chain == kLocal ? 0 : kElsewhere));
+    out[found] = {&tokens_[p], tokens_.data() + r.start + r.length, weight};
     rewards[found++] = r.reward;
     low = std::min(low, r.reward);
     high = std::max(high, r.reward);
@@ -257,37 +266,70 @@ int RolloutHistory::places(Chain chain, uint32_t prompt, const int32_t* context,
   return found;
 }
 
+// The newest places in the sequence itself that its last token leads up to.
+int RolloutHistory::own_places(const OwnText& text, Place* out) const {
+  const std::vector<int32_t>& tokens = text.tokens;
+  int found = 0;
+  for (uint32_t p = text.newest(); p != OwnText::kEnd && found < kOwnCandidates; p = text.older(p)) {
+    int match = 1;
+    const int most = int(std::min<size_t>(depth_, p));
+    while (match < most && tokens[p - 1 - match] == tokens[tokens.size() - 1 - match] &&
+           tokens[p - 1 - match] != kStart)
+      ++match;
+    out[found++] = {&tokens[p], tokens.data() + tokens.size(), std::ldexp(1.0, match - kElsewhere)};
+  }
+  return found;
+}
+
+// All places that vote on how a sequence goes on: under its prompt, under others unless that is clear, in itself.
+int RolloutHistory::gather(uint32_t prompt, const OwnText& text, Place* out) {
+  int32_t context[kMaxDepth];  // the last tokens of the answer
+  int known = 0;
+  for (size_t i = text.tokens.size(); known < depth_ && i > 0 && text.tokens[i - 1] != kStart; --i)
+    context[depth_ - ++known] = text.tokens[i - 1];
+  std::fill_n(context, depth_ - known, kStart);
+  int count = 0, longest = 0;
+  if (prompt != kNone) count = places(kLocal, prompt, context, out, longest);
+  if (longest < kLongMatch) {
+    int others = places(kLong, kNone, context, out + count, longest);
+    if (others == 0) others = places(kShort, kNone, context, out + count, longest);
+    count += others;
+  }
+  return count + own_places(text, out + count);
+}
+
 // Follows the heaviest continuation while the next token is likely enough to pay for its verification.
-int64_t RolloutHistory::follow(uint32_t prompt, const int32_t* context, int64_t limit, int32_t* out) {
-  Place active[kCandidates];
-  int count = prompt == kNone || limit <= 0 ? 0 : places(Chain::local, prompt, context, active);
-  if (count == 0 && limit > 0) count = places(Chain::shared, kNone, context, active);
+int64_t RolloutHistory::follow(uint32_t prompt, const OwnText& text, double token_cost, int64_t limit, int32_t* out) {
+  if (limit <= 0) return 0;
+  Place active[kMaxPlaces];
+  int count = gather(prompt, text, active);
   double trust = 1;
   int64_t length = 0;
+  int32_t voted[kMaxPlaces] = {};
+  double votes[kMaxPlaces] = {};
   while (count > 0 && length < limit) {
-    int32_t voted[kCandidates];
-    double votes[kCandidates];
     int distinct = 0;
     for (int i = 0; i < count; ++i) {
-      const int32_t token = tokens_[active[i].position];
+      const int32_t token = *active[i].at;
       int v = 0;
       while (v < distinct && voted[v] != token) ++v;
       if (v == distinct) voted[distinct] = token, votes[distinct++] = 0;
       votes[v] += active[i].weight;
     }
     int best = 0;
-    double total = 0;
+    double total = kUnknown;
     for (int v = 0; v < distinct; ++v) {
       total += votes[v];
       if (votes[v] > votes[best]) best = v;
     }
     trust *= 0.95 * votes[best] / total;
-    if (trust < token_cost_) break;
+    if (trust < token_cost) break;
     out[length++] = voted[best];
     int kept = 0;
-    for (int i = 0; i < count; ++i)
-      if (tokens_[active[i].position] == voted[best] && active[i].position + 1 < active[i].end)
-        active[kept++] = {active[i].position + 1, active[i].end, active[i].weight};
+    for (int i = 0; i < count; ++i) {
+      const Place next{active[i].at + 1, active[i].end, active[i].weight};
+      if (*active[i].at == voted[best] && next.at < next.end && *next.at != kStart) active[kept++] = next;
+    }
     count = kept;
   }
   return length;
@@ -295,12 +337,13 @@ int64_t RolloutHistory::follow(uint32_t prompt, const int32_t* context, int64_t 
 
 std::vector<int32_t> RolloutHistory::draft(Ids prompt, Ids generated, int64_t limit) {
   const std::lock_guard lock(mutex_);
-  Handle state;
-  std::fill_n(state.context, depth_, kStart);
-  push(state, generated);
-  std::vector<int32_t> out(std::clamp<int64_t>(limit, 0, kMaxWindow));
+  OwnText text;
+  text.append(prompt);
+  text.append(kStart);
+  text.append(generated);
+  std::vector<int32_t> out(std::min(limit, kMaxWindow));
   uint64_t key;
-  out.resize(follow(find(prompt, key), state.context, int64_t(out.size()), out.data()));
+  out.resize(follow(find(prompt, key), text, token_cost_, int64_t(out.size()), out.data()));
   return out;
 }
 
@@ -312,41 +355,41 @@ RolloutHistory::Handle& RolloutHistory::handle_of(int64_t handle) {
   return found->second;
 }
 
-void RolloutHistory::push(Handle& handle, Ids ids) const {
-  const int fresh = int(std::min<size_t>(ids.size(), depth_));
-  std::copy(handle.context + fresh, handle.context + depth_, handle.context);
-  std::copy(ids.end() - fresh, ids.end(), handle.context + depth_ - fresh);
-}
-
 int64_t RolloutHistory::track(Ids prompt) {
   const std::lock_guard lock(mutex_);
   Handle state;
   state.prompt = intern(prompt);
+  state.text.append(prompt);
+  state.text.append(kStart);
   state.window = kFirstWindow;
-  state.gain = 1;  // it takes about ten useless drafts to switch drafting off
+  state.accepted = 1;  // it takes about ten useless drafts to switch drafting off
+  state.offered = 0;
+  state.token_cost = token_cost_;
   state.next_cooldown = kFirstCooldown;
-  std::fill_n(state.context, depth_, kStart);
-  handles_.emplace(next_handle_, state);
   ++prompts_[state.prompt].handles;
+  handles_.emplace(next_handle_, std::move(state));
   return next_handle_++;
 }
 
 void RolloutHistory::extend(int64_t handle, Ids ids) {
   const std::lock_guard lock(mutex_);
-  push(handle_of(handle), ids);
+  handle_of(handle).text.append(ids);
 }
 
-void RolloutHistory::draft_tracked(std::span<const int64_t> handles, int64_t limit, int64_t* ids, int64_t* lengths) {
+void RolloutHistory::draft_tracked(std::span<const int64_t> handles, int64_t limit, double token_cost, int64_t* ids,
+                                   int64_t* lengths) {
   const std::lock_guard lock(mutex_);
   for (int64_t handle : handles) handle_of(handle);  // all or nothing
   std::vector<int32_t> draft(std::min(limit, kMaxWindow));
   for (size_t b = 0; b < handles.size(); ++b, ids += limit) {
     Handle& state = handle_of(handles[b]);
     lengths[b] = 0;
-    if (state.cooldown > 0)
+    state.token_cost = token_cost;
+    if (state.cooldown > 0 && state.accepted <= token_cost * state.offered)
       --state.cooldown;
     else
-      lengths[b] = follow(state.prompt, state.context, std::min<int64_t>(draft.size(), state.window), draft.data());
+      lengths[b] =
+          follow(state.prompt, state.text, token_cost, std::min<int64_t>(draft.size(), state.window), draft.data());
     std::copy_n(draft.begin(), lengths[b], ids);
     std::fill(ids + lengths[b], ids + limit, -1);
   }
@@ -361,11 +404,14 @@ void RolloutHistory::observe(std::span<const int64_t> handles, const int64_t* of
     if (accepted[b] == offered[b])  // the draft that was offered, however short, not the window
       state.window = std::min(2 * state.window, kMaxWindow);
     else
-      state.window = std::max<int64_t>(2, std::min(state.window - 1, 2 * accepted[b]));
-    state.gain = 0.75 * state.gain + 0.25 * (double(accepted[b]) - token_cost_ * double(offered[b]));
-    if (state.gain > 0) {
+      state.window = std::max(kMinWindow, std::min(state.window - 1, 2 * accepted[b]));
+    state.accepted = 0.75 * state.accepted + 0.25 * double(accepted[b]);
+    state.offered = 0.75 * state.offered + 0.25 * double(offered[b]);
+    const double gain = state.accepted - state.token_cost * state.offered;
+    if (gain > 0) {
+      state.cooldown = 0;
       state.next_cooldown = kFirstCooldown;
-    } else if (state.gain < 0) {
+    } else if (gain < 0) {
       state.cooldown = state.next_cooldown;
       state.next_cooldown = std::min(2 * state.next_cooldown, kMaxCooldown);
     }
@@ -383,12 +429,13 @@ void RolloutHistory::release(int64_t handle) {
 RolloutHistory::Stats RolloutHistory::stats() {
   const std::lock_guard lock(mutex_);
   int64_t bytes = sizeof(*this) + tokens_.capacity() * 4 + block_owner_.capacity() * 4;
-  for (int chain = 0; chain < 2; ++chain) bytes += previous_[chain].capacity() * 4 + heads_[chain].slots.size() * 4;
+  for (int chain = 0; chain < kChains; ++chain) bytes += previous_[chain].capacity() * 4 + heads_[chain].slots.size() * 4;
   bytes += rollouts_.capacity() * sizeof(Rollout) + heap_.capacity() * sizeof(Victim);
   bytes += prompts_.capacity() * sizeof(Prompt) + free_prompts_.capacity() * 4;
   for (const Prompt& prompt : prompts_) bytes += prompt.tokens.capacity() * 4;
   // nodes of the maps: the pair, the link and the bucket
   bytes += prompt_ids_.size() * (16 + 16) + handles_.size() * (sizeof(Handle) + 8 + 16);
+  for (const auto& [number, handle] : handles_) bytes += handle.text.bytes();
   const int64_t prompts = int64_t(std::count_if(prompts_.begin(), prompts_.end(), [](auto& p) { return p.rollouts; }));
   return {live_tokens_, live_rollouts_, prompts, int64_t(handles_.size()), evicted_, bytes};
 }

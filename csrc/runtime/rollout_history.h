@@ -1,11 +1,11 @@
 // Earlier rollouts and the drafts they give; no torch, no Python. Semantics: rlkernels/history/reference.py.
 //
 // All responses lie in one array of tokens, each behind a START. Position p in it stands for "the token at p follows
-// what comes before p". Two chains run through the positions, newest first: through those that the same
-// kLocalGram tokens under the same prompt lead up to, and through those that the same kSharedGram tokens lead up to
-// under any prompt. A hash table without keys (they are read from the tokens) holds the head of each chain.
-// That is 12 bytes per token and 4 bytes per table slot. An evicted response is skipped until a fifth of the array
-// is such; then everything is packed and indexed again.
+// what comes before p". Three chains run through the positions, newest first: through those that the same two tokens
+// under the same prompt lead up to, and through those that the same five, or three, lead up to under any prompt. A
+// hash table without keys (they are read from the tokens) holds the head of each chain. That is 16 bytes per token
+// and 4 bytes per table slot. An evicted response is skipped until a fifth of the array is such; then everything is
+// packed and indexed again.
 #pragma once
 #include <cstdint>
 #include <deque>
@@ -15,17 +15,19 @@
 #include <unordered_map>
 #include <vector>
 
+#include "own_text.h"
+
 namespace rlk {
 
 using Ids = std::span<const int32_t>;
 
-constexpr int kLocalGram = 3;
-constexpr int kSharedGram = 4;
-constexpr int kMaxDepth = 64;
+enum Chain { kLocal, kLong, kShort, kChains };     // the same prompt; any prompt
+constexpr int kGram[kChains] = {2, 5, 3};          // tokens that must match
+constexpr int kMinDepth = kGram[kLong], kMaxDepth = 64;
 
 class RolloutHistory {
  public:
-  // max_tokens < 0: unbounded. kSharedGram <= depth <= kMaxDepth.
+  // max_tokens < 0: unbounded. kMinDepth <= depth <= kMaxDepth.
   RolloutHistory(int64_t max_tokens, double token_cost, int depth);
 
   void add(Ids prompt, Ids response, double reward, int64_t epoch);
@@ -33,10 +35,13 @@ class RolloutHistory {
   int64_t track(Ids prompt);
   void extend(int64_t handle, Ids ids);
   // -> ids [handles, limit], -1 beyond each length, and lengths [handles]
-  void draft_tracked(std::span<const int64_t> handles, int64_t limit, int64_t* ids, int64_t* lengths);
+  void draft_tracked(std::span<const int64_t> handles, int64_t limit, double token_cost, int64_t* ids,
+                     int64_t* lengths);
   void observe(std::span<const int64_t> handles, const int64_t* offered, const int64_t* accepted);
   void release(int64_t handle);
 
+  std::string to_bytes();  // the rollouts, not the handles
+  static RolloutHistory* from_bytes(const std::string& bytes, const std::string& name);  // std::invalid_argument
   void save(const std::string& path);  // std::system_error when the file cannot be written
   static RolloutHistory* load(const std::string& path);  // std::invalid_argument when it is damaged
 
@@ -44,6 +49,7 @@ class RolloutHistory {
     int64_t tokens, rollouts, prompts, handles, evicted, bytes;
   };
   Stats stats();
+  double token_cost() const { return token_cost_; }
 
  private:
   struct Rollout {
@@ -59,9 +65,10 @@ class RolloutHistory {
   };
   struct Handle {
     uint32_t prompt;
-    int32_t context[kMaxDepth];  // the last `depth_` tokens, START before the first
+    OwnText text;
     int64_t window;
-    double gain = 0;  // decode steps saved per observed step, running mean
+    double accepted, offered;  // draft tokens per observed step, running means
+    double token_cost;         // of its last draft
     int64_t cooldown = 0, next_cooldown;
   };
   struct Victim {  // ordered so that the heap's top goes first
@@ -70,7 +77,7 @@ class RolloutHistory {
     uint32_t rollout;
   };
   struct Place {
-    uint32_t position, end;
+    const int32_t *at, *end;  // the token that may come next, and the end of what is known there
     double weight;
   };
   class Table {  // open addressing over chain heads; 0.47 to 0.7 full
@@ -78,8 +85,6 @@ class RolloutHistory {
     std::vector<uint32_t> slots;
     size_t used = 0;
   };
-  enum class Chain { local, shared };
-
   Ids gram_at(uint32_t position, int size, int32_t* buffer) const;
   uint64_t hash_of(Chain chain, uint32_t prompt, Ids gram) const;
   uint32_t* slot_of(Chain chain, uint32_t prompt, Ids gram);
@@ -92,18 +97,19 @@ class RolloutHistory {
   uint32_t intern(Ids prompt);
   uint32_t find(Ids prompt, uint64_t& key) const;
   void drop_if_unused(uint32_t prompt);
-  int places(Chain chain, uint32_t prompt, const int32_t* context, Place* out);
-  int64_t follow(uint32_t prompt, const int32_t* context, int64_t limit, int32_t* out);
+  int places(Chain chain, uint32_t prompt, const int32_t* context, Place* out, int& longest);
+  int own_places(const OwnText& text, Place* out) const;
+  int gather(uint32_t prompt, const OwnText& text, Place* out);
+  int64_t follow(uint32_t prompt, const OwnText& text, double token_cost, int64_t limit, int32_t* out);
   Handle& handle_of(int64_t handle);
-  void push(Handle& handle, Ids ids) const;
 
   const int64_t max_tokens_;
   const double token_cost_;
   const int depth_;
   std::mutex mutex_;
   std::vector<int32_t> tokens_;
-  std::vector<uint32_t> previous_[2];  // by Chain; position -> the next older position of its chain
-  Table heads_[2];
+  std::vector<uint32_t> previous_[kChains];  // position -> the next older position of its chain
+  Table heads_[kChains];
   std::vector<Rollout> rollouts_;      // in the order of their starts
   std::vector<uint32_t> block_owner_;  // the rollout that holds position 64 * b
   std::vector<Victim> heap_;

@@ -61,10 +61,11 @@ void bind_rollout_history(py::module_& m) {
       .def("extend",
            [](History& h, int64_t handle, const IdArray& ids) { unlocked([&] { h.extend(handle, view(ids)); }); })
       .def("draft_tracked",
-           [](History& h, const LongArray& handles, int64_t limit) {
+           [](History& h, const LongArray& handles, int64_t limit, std::optional<double> token_cost) {
              py::array_t<int64_t> ids({handles.size(), py::ssize_t(limit)}), lengths(handles.size());
+             const double cost = token_cost.value_or(h.token_cost());
              int64_t *id = ids.mutable_data(), *length = lengths.mutable_data();
-             unlocked([&] { h.draft_tracked(view(handles), limit, id, length); });
+             unlocked([&] { h.draft_tracked(view(handles), limit, cost, id, length); });
              return py::make_tuple(ids, lengths);
            })
       .def("observe",
@@ -78,6 +79,20 @@ void bind_rollout_history(py::module_& m) {
       .def_static("load",
                   [](const std::string& path) {
                     return unlocked([&] { return std::unique_ptr<History>(History::load(path)); });
+                  })
+      .def("to_bytes",
+           [](History& h) {
+             const std::string bytes = unlocked([&] { return h.to_bytes(); });
+             py::array_t<uint8_t> out(py::ssize_t(bytes.size()));
+             std::copy(bytes.begin(), bytes.end(), out.mutable_data());
+             return out;
+           })
+      .def_static("from_bytes",
+                  [](const Array<uint8_t>& data) {
+                    return unlocked([&] {
+                      const std::string bytes(data.data(), data.data() + data.size());
+                      return std::unique_ptr<History>(History::from_bytes(bytes, "the tensor"));
+                    });
                   })
       .def("stats", [](History& h) {
         const History::Stats s = unlocked([&] { return h.stats(); });

@@ -1,4 +1,4 @@
-// The file of a rollout history, little-endian: magic, version, CRC-32 and size of the payload, payload. The payload
+// A rollout history as bytes, little-endian: magic, version, CRC-32 and size of the payload, payload. The payload
 // is a header, the prompts (length, tokens) and the rollouts, oldest first (prompt, length, reward, epoch, tokens).
 #include <fcntl.h>
 #include <unistd.h>
@@ -81,11 +81,11 @@ std::string read_whole(const std::string& path) {
 
 // Reads from a payload and never beyond its end.
 struct Reader {
-  const std::string& path;
+  const std::string& name;
   const char* at;
   const char* end;
 
-  [[noreturn]] void damaged() const { throw std::invalid_argument(path + " is damaged: a record does not make sense"); }
+  [[noreturn]] void damaged() const { throw std::invalid_argument(name + " is damaged: a record does not make sense"); }
   template <class T>
   T take() {
     if (size_t(end - at) < sizeof(T)) damaged();
@@ -107,7 +107,7 @@ struct Reader {
 
 }  // namespace
 
-void RolloutHistory::save(const std::string& path) {
+std::string RolloutHistory::to_bytes() {
   std::string payload;
   {
     const std::lock_guard lock(mutex_);
@@ -142,28 +142,30 @@ void RolloutHistory::save(const std::string& path) {
   append(data, kVersion);
   append(data, crc32(payload.data(), payload.size()));
   append(data, uint64_t(payload.size()));
-  data += payload;
-  write_atomically(path, data);
+  return data + payload;
 }
 
-RolloutHistory* RolloutHistory::load(const std::string& path) {
-  const std::string data = read_whole(path);
+void RolloutHistory::save(const std::string& path) { write_atomically(path, to_bytes()); }
+
+RolloutHistory* RolloutHistory::load(const std::string& path) { return from_bytes(read_whole(path), path); }
+
+RolloutHistory* RolloutHistory::from_bytes(const std::string& data, const std::string& name) {
   if (data.size() < kPreamble || std::memcmp(data.data(), kMagic, sizeof kMagic) != 0)
-    throw std::invalid_argument(path + " is not a rollout history (bad magic)");
-  Reader in{path, data.data() + sizeof kMagic, data.data() + data.size()};
+    throw std::invalid_argument(name + " is not a rollout history (bad magic)");
+  Reader in{name, data.data() + sizeof kMagic, data.data() + data.size()};
   const auto version = in.take<uint32_t>(), checksum = in.take<uint32_t>();
   if (version != kVersion)
-    throw std::invalid_argument(path + " has version " + std::to_string(version) + ", this program reads version " +
+    throw std::invalid_argument(name + " has version " + std::to_string(version) + ", this program reads version " +
                                 std::to_string(kVersion));
   const auto size = in.take<uint64_t>();
   if (size != data.size() - kPreamble || crc32(in.at, size) != checksum)
-    throw std::invalid_argument(path + " is damaged: " + std::to_string(data.size() - kPreamble) + " bytes of " +
+    throw std::invalid_argument(name + " is damaged: " + std::to_string(data.size() - kPreamble) + " bytes of " +
                                 std::to_string(size) + ", or a wrong checksum");
   const auto max_tokens = in.take<int64_t>();
   const auto token_cost = in.take<double>();
   const auto depth = in.take<int64_t>(), newest_epoch = in.take<int64_t>();
   const auto num_prompts = in.take<uint64_t>(), num_rollouts = in.take<uint64_t>();
-  if (depth < kSharedGram || depth > kMaxDepth || !(token_cost >= 0 && token_cost <= 1)) in.damaged();
+  if (depth < kMinDepth || depth > kMaxDepth || !(token_cost >= 0 && token_cost <= 1)) in.damaged();
   auto history = std::make_unique<RolloutHistory>(max_tokens < 0 ? -1 : max_tokens, token_cost, int(depth));
   std::vector<uint32_t> ids;
   for (uint64_t i = 0; i < num_prompts; ++i) {

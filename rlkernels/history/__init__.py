@@ -19,10 +19,10 @@ Ids = Sequence[int] | np.ndarray | torch.Tensor
 class RolloutHistory:
     """Earlier responses by prompt, and drafts for new ones (after RhymeRL's HistoSpec, arXiv 2508.18588).
 
-    A draft continues the places where the last tokens of a sequence occurred before: under the same prompt if there
-    are any, otherwise under any prompt. Longer matches, later epochs and better rewards weigh more. A draft ends
-    where the next token is no longer likely enough to be worth verifying. Verify drafts with
-    :func:`rlkernels.verify_drafts`; wrong ones cost time, never correctness.
+    A draft continues the places where the last tokens of a sequence occurred before: under the same prompt, under
+    other prompts where that gives no long match, and in the sequence itself, its prompt included. Longer matches,
+    later epochs and better rewards weigh more. A draft ends where the next token is no longer likely enough to be
+    worth verifying. Verify drafts with :func:`rlkernels.verify_drafts`; wrong ones cost time, never correctness.
 
     Thread-safe, except on the "torch" backend.
 
@@ -30,7 +30,7 @@ class RolloutHistory:
         max_tokens: most response tokens kept; None is unbounded. Out go the lowest epoch first, within it the lowest
             reward, within that the oldest. A response longer than this is cut.
         token_cost: time to verify one more draft token, as a share of the time of a decode step without drafts.
-        depth: most tokens of context compared, >= 4.
+        depth: most tokens of context compared, >= 5.
         backend: "auto" | "cpu" | "torch" (plain Python).
     """
 
@@ -40,7 +40,7 @@ class RolloutHistory:
         if max_tokens is not None:
             _check.positive("max_tokens", max_tokens)
         _check.in_range("token_cost", token_cost, 0.0, 1.0)
-        _check.in_range("depth", depth, reference.GLOBAL_GRAM, 64)
+        _check.in_range("depth", depth, max(reference.SHARED_GRAMS), 64)
         self._core = _implementation(backend)(max_tokens, token_cost, depth)
 
     def add(self, prompt_ids: Ids, response_ids: Ids, *, reward: float = 0.0, epoch: int = 0) -> None:
@@ -89,12 +89,15 @@ class RolloutHistory:
         """Tells that ``ids`` were generated (accepted draft tokens included)."""
         self._core.extend(handle, _ids("ids", ids))
 
-    def draft_tracked(self, handles: Ids, *, max_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def draft_tracked(
+        self, handles: Ids, *, max_tokens: int, token_cost: float | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Drafts for tracked sequences, within the length that feedback allows each.
 
         Args:
             handles: B handles.
             max_tokens: longest draft, >= 0.
+            token_cost: for this call instead of the history's own; what a draft token costs depends on the batch.
 
         Returns:
             (ids, lengths): int64 [B, max_tokens], -1 beyond each length, and int64 [B]; on the CPU.
@@ -103,15 +106,17 @@ class RolloutHistory:
             ValueError: a handle that is not tracked.
         """
         _check.positive("max_tokens", max_tokens, zero=True)
-        ids, lengths = self._core.draft_tracked(_ids("handles", handles, np.int64), max_tokens)
+        if token_cost is not None:
+            _check.in_range("token_cost", token_cost, 0.0, 1.0)
+        ids, lengths = self._core.draft_tracked(_ids("handles", handles, np.int64), max_tokens, token_cost)
         return torch.from_numpy(ids), torch.from_numpy(lengths)
 
     def observe(self, handles: Ids, offered: Ids, accepted: Ids) -> None:
         """Feedback on the last drafts: how many tokens were offered to the verifier and how many it accepted.
 
-        The window of a sequence doubles when all that was offered was accepted and shrinks to about twice what was
-        accepted otherwise. Where drafts cost more than they save (``token_cost``), drafting pauses for 8 drafts,
-        then 16, ... 1024, until it pays again.
+        The window of a sequence, 16 at first, doubles when all that was offered was accepted; otherwise it shrinks to
+        twice what was accepted, but not below 6. Where drafts cost more than they save (``token_cost``), drafting
+        pauses for 8 drafts, then 16, ... 1024, until it pays again or a lower ``token_cost`` is given.
 
         Args:
             handles: B handles.
@@ -146,6 +151,18 @@ class RolloutHistory:
         """
         history = cls.__new__(cls)
         history._core = _implementation(backend).load(os.fspath(path))
+        return history
+
+    def to_bytes(self) -> torch.Tensor:
+        """What :meth:`save` writes, as a tensor uint8 [N] on the CPU: for checkpoints."""
+        return torch.from_numpy(self._core.to_bytes())
+
+    @classmethod
+    def from_bytes(cls, data: torch.Tensor, *, backend: str = "auto") -> "RolloutHistory":
+        """Undoes :meth:`to_bytes`; raises ValueError as :meth:`load` does."""
+        _check.tensor("data", data, ndim=1, dtype=torch.uint8)
+        history = cls.__new__(cls)
+        history._core = _implementation(backend).from_bytes(data.numpy(force=True))
         return history
 
     @property

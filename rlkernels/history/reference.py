@@ -3,17 +3,21 @@
 import os
 import struct
 import zlib
-from collections import deque
 from dataclasses import dataclass, field
 from itertools import count, islice
 
 import numpy as np
 
 START = -1  # stands before the first token of a response, as often as needed
-LOCAL_GRAM = 3  # tokens that must match to find an occurrence under the same prompt
-GLOBAL_GRAM = 4  # ... under any prompt
-CANDIDATES = 32  # occurrences looked at, newest first
-FIRST_WINDOW = 8
+LOCAL_GRAM = 2  # tokens that must match to find an occurrence under the same prompt
+SHARED_GRAMS = (5, 3)  # ... under any prompt; the shorter one where the longer one is unknown
+CANDIDATES = 24  # occurrences looked at, newest first
+OWN_CANDIDATES = 16  # ... in the sequence's own prompt and answer
+LONG_MATCH = 5  # one as long as this under the same prompt makes other prompts needless
+ELSEWHERE = 3  # the same prompt is worth as much as this many tokens of context
+UNKNOWN = 1.0  # weight of "none of these"
+FIRST_WINDOW = 16
+MIN_WINDOW = 6
 MAX_COOLDOWN = 1024
 MAGIC = b"RLKHIST\0"
 VERSION = 1
@@ -32,14 +36,20 @@ class Rollout:
 
 @dataclass
 class Handle:
-    """A sequence being generated: its prompt, its last tokens, and what drafting has been worth."""
+    """A sequence being generated: its prompt, what it has generated, and what drafting has been worth."""
 
     prompt: tuple[int, ...]
-    context: deque[int]
+    token_cost: float  # of its last draft
+    generated: list[int] = field(default_factory=list)
     window: int = FIRST_WINDOW
-    gain: float = 1.0  # decode steps saved per observed step, running mean
+    accepted: float = 1.0  # draft tokens per observed step, running means
+    offered: float = 0.0
     cooldown: int = 0  # drafts still to be skipped
     next_cooldown: int = 8
+
+
+# A place that may be how a sequence goes on: tokens, offset of the next one, weight of its vote.
+Place = tuple[list[int], int, float]
 
 
 @dataclass
@@ -50,8 +60,8 @@ class History:
     token_cost: float = 0.02
     depth: int = 24
     rollouts: dict[int, Rollout] = field(default_factory=dict)  # by serial, oldest first
-    local: dict[tuple, list[tuple[int, int]]] = field(default_factory=dict)  # (prompt, gram) -> (serial, offset)
-    shared: dict[tuple, list[tuple[int, int]]] = field(default_factory=dict)  # gram -> (serial, offset)
+    # (prompt or None, *gram) -> [(serial, offset)]
+    occurrences: dict[tuple, list[tuple[int, int]]] = field(default_factory=dict)
     handles: dict[int, Handle] = field(default_factory=dict)
     tokens: int = 0
     stale: int = 0  # occurrences of rollouts that were evicted
@@ -76,74 +86,93 @@ class History:
             self.evicted += 1
             del self.rollouts[victim.serial]  # occurrences that name it are skipped from now on
         if self.stale > self.tokens:
-            self.local.clear()
-            self.shared.clear()
+            self.occurrences.clear()
             self.stale = 0
             for rollout in self.rollouts.values():
                 self._index(rollout)
 
     def _index(self, rollout: Rollout) -> None:
-        padded = [START] * GLOBAL_GRAM + rollout.tokens
-        for i in range(len(rollout.tokens)):
-            at = i + GLOBAL_GRAM  # the occurrence is named by the token that follows the gram
-            self.local.setdefault((rollout.prompt, *padded[at - LOCAL_GRAM : at]), []).append((rollout.serial, i))
-            self.shared.setdefault(tuple(padded[at - GLOBAL_GRAM : at]), []).append((rollout.serial, i))
+        pad = max(LOCAL_GRAM, *SHARED_GRAMS)
+        padded = [START] * pad + rollout.tokens
+        grams = [(rollout.prompt, LOCAL_GRAM), *((None, size) for size in SHARED_GRAMS)]
+        for at in range(pad, len(padded)):  # an occurrence is named by the token that follows the gram
+            for prompt, size in grams:
+                self.occurrences.setdefault((prompt, *padded[at - size : at]), []).append((rollout.serial, at - pad))
 
-    def _occurrences(self, prompt: tuple[int, ...], context: list[int]) -> list[tuple[Rollout, int]]:
-        """The newest places that the last tokens of the context lead up to; under the same prompt if there are any."""
-        own = self.local.get((prompt, *context[-LOCAL_GRAM:]), [])
-        for places in (own, self.shared.get(tuple(context[-GLOBAL_GRAM:]), [])):
-            alive = ((self.rollouts[s], i) for s, i in reversed(places) if s in self.rollouts)
-            found = list(islice(alive, CANDIDATES))
-            if found:
-                return found
-        return []
+    def _places(self, prompt: tuple[int, ...] | None, size: int, context: list[int]) -> tuple[list[Place], int]:
+        """The newest places that the last ``size`` tokens lead up to, under one prompt or any; the longest match.
 
-    def _weight(self, rollout: Rollout, offset: int, context: list[int], rewards: tuple[float, float]) -> float:
-        """Doubles with every matching token, with every epoch nearer to now, and from the worst to the best reward."""
-        match = 0
-        while match < self.depth and context[-1 - match] == (
-            rollout.tokens[offset - 1 - match] if offset > match else START
-        ):
-            match += 1
-        low, high = rewards
-        merit = (rollout.reward - low) / (high - low) if high > low else 0.0
-        age = min((self.newest_epoch or 0) - rollout.epoch, 64)
-        return 2.0 ** (match - self.depth) * 2.0**-age * (1.0 + merit)
+        A weight doubles with every matching token, with every epoch nearer to now, and from the worst to the best
+        reward.
+        """
+        named = reversed(self.occurrences.get((prompt, *context[-size:]), []))
+        alive = ((self.rollouts[serial], offset) for serial, offset in named if serial in self.rollouts)
+        found = list(islice(alive, CANDIDATES))
+        rewards = [rollout.reward for rollout, _ in found]
+        low, spread = min(rewards, default=0.0), max(rewards, default=0.0) - min(rewards, default=0.0)
+        places, longest = [], 0
+        for rollout, offset in found:
+            match = 0
+            while match < self.depth and match < offset and context[-1 - match] == rollout.tokens[offset - 1 - match]:
+                match += 1
+            if match < self.depth and match == offset and context[-1 - match] == START:
+                # the whole answer so far; says little under another prompt
+                match = match + 1 if prompt is None else self.depth
+            longest = max(longest, match)
+            age = min((self.newest_epoch or 0) - rollout.epoch, 64)
+            merit = (rollout.reward - low) / spread if spread > 0 else 0.0
+            weight = 2.0 ** (match - age - (ELSEWHERE if prompt is None else 0)) * (1.0 + merit)
+            places.append((rollout.tokens, offset, weight))
+        return places, longest
 
-    def _continue(self, prompt: tuple[int, ...], context: list[int], limit: int) -> list[int]:
+    def _own_places(self, prompt: tuple[int, ...], generated: list[int]) -> list[Place]:
+        """The newest places in the prompt and the answer so far that their last token leads up to."""
+        text = [*prompt, START, *generated]
+        places: list[Place] = []
+        for at in range(len(text) - 1, 0, -1):
+            if text[at - 1] != text[-1] or START in (text[at], text[at - 1]) or len(places) == OWN_CANDIDATES:
+                continue
+            match = 1
+            while match < min(self.depth, at) and text[at - 1 - match] == text[-1 - match] != START:
+                match += 1
+            places.append((text, at, 2.0 ** (match - ELSEWHERE)))
+        return places
+
+    def _gather(self, prompt: tuple[int, ...], generated: list[int]) -> list[Place]:
+        """All that vote: under the same prompt, under others unless that is clear, in the sequence itself."""
+        context = ([START] * self.depth + generated)[-self.depth :]
+        places, longest = self._places(prompt, LOCAL_GRAM, context)
+        if longest < LONG_MATCH:
+            places += next(filter(None, (self._places(None, size, context)[0] for size in SHARED_GRAMS)), [])
+        return places + self._own_places(prompt, generated)
+
+    def _continue(self, prompt: tuple[int, ...], generated: list[int], token_cost: float, limit: int) -> list[int]:
         """Follows the heaviest continuation while the next token is likely enough to pay for its verification."""
-        places = self._occurrences(prompt, context)
-        if not places or limit <= 0:
-            return []
-        values = [r.reward for r, _ in places]
-        rewards = (min(values), max(values))
-        active = [(r, i, self._weight(r, i, context, rewards)) for r, i in places]
+        active = self._gather(prompt, generated) if limit > 0 else []
         draft: list[int] = []
         trust = 1.0
         while active and len(draft) < limit:
             votes: dict[int, float] = {}
-            for rollout, i, weight in active:
-                token = rollout.tokens[i]
-                votes[token] = votes.get(token, 0.0) + weight
-            total = 0.0
+            for tokens, at, weight in active:
+                votes[tokens[at]] = votes.get(tokens[at], 0.0) + weight
+            total = UNKNOWN
             for vote in votes.values():
                 total += vote
-            best = max(votes, key=lambda token: votes[token])  # the first of equals: seen in the newest rollout
+            best = max(votes, key=lambda token: votes[token])  # the first of equals
             trust *= 0.95 * votes[best] / total
-            if trust < self.token_cost:
+            if trust < token_cost:
                 break
             draft.append(best)
-            active = [(r, i + 1, w) for r, i, w in active if r.tokens[i] == best and i + 1 < len(r.tokens)]
+            agree = [(tokens, at + 1, weight) for tokens, at, weight in active if tokens[at] == best]
+            active = [(tokens, at, weight) for tokens, at, weight in agree if tokens[at : at + 1] not in ([], [START])]
         return draft
 
     def draft(self, prompt: np.ndarray, generated: np.ndarray, limit: int) -> list[int]:
-        context = ([START] * self.depth + generated.tolist())[-self.depth :]
-        return self._continue(tuple(prompt.tolist()), context, limit)
+        return self._continue(tuple(prompt.tolist()), generated.tolist(), self.token_cost, limit)
 
     def track(self, prompt: np.ndarray) -> int:
         handle = next(self.handle_ids)
-        self.handles[handle] = Handle(tuple(prompt.tolist()), deque([START] * self.depth, maxlen=self.depth))
+        self.handles[handle] = Handle(tuple(prompt.tolist()), self.token_cost)
         return handle
 
     def _handle(self, handle: int) -> Handle:
@@ -152,15 +181,19 @@ class History:
         return self.handles[handle]
 
     def extend(self, handle: int, ids: np.ndarray) -> None:
-        self._handle(handle).context.extend(ids.tolist())
+        self._handle(handle).generated.extend(ids.tolist())
 
-    def draft_tracked(self, handles: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
+    def draft_tracked(
+        self, handles: np.ndarray, limit: int, token_cost: float | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        cost = self.token_cost if token_cost is None else token_cost
         ids, lengths = np.full((len(handles), limit), -1), np.zeros(len(handles), np.int64)
         for b, state in enumerate([self._handle(h) for h in handles.tolist()]):
-            if state.cooldown > 0:
+            state.token_cost = cost
+            if state.cooldown > 0 and state.accepted <= cost * state.offered:
                 state.cooldown -= 1
             else:
-                draft = self._continue(state.prompt, list(state.context), min(limit, state.window))
+                draft = self._continue(state.prompt, state.generated, cost, min(limit, state.window))
                 ids[b, : len(draft)] = draft
                 lengths[b] = len(draft)
         return ids, lengths
@@ -173,11 +206,13 @@ class History:
             if taken == given:  # the draft that was offered, however short, not the window
                 state.window = min(2 * state.window, 1 << 16)
             else:
-                state.window = max(2, min(state.window - 1, 2 * taken))
-            state.gain = 0.75 * state.gain + 0.25 * (taken - self.token_cost * given)
-            if state.gain > 0:
-                state.next_cooldown = 8
-            elif state.gain < 0:
+                state.window = max(MIN_WINDOW, min(state.window - 1, 2 * taken))
+            state.accepted = 0.75 * state.accepted + 0.25 * taken
+            state.offered = 0.75 * state.offered + 0.25 * given
+            gain = state.accepted - state.token_cost * state.offered
+            if gain > 0:
+                state.cooldown, state.next_cooldown = 0, 8
+            elif gain < 0:
                 state.cooldown = state.next_cooldown
                 state.next_cooldown = min(2 * state.next_cooldown, MAX_COOLDOWN)
 
@@ -185,7 +220,7 @@ class History:
         self._handle(handle)
         del self.handles[handle]
 
-    def save(self, path: str) -> None:
+    def to_bytes(self) -> np.ndarray:
         prompts: dict[tuple[int, ...], int] = {}
         for rollout in self.rollouts.values():
             prompts.setdefault(rollout.prompt, len(prompts))
@@ -199,10 +234,14 @@ class History:
             for r in self.rollouts.values()
         ]
         payload = b"".join(parts)
+        whole = MAGIC + struct.pack("<IIQ", VERSION, zlib.crc32(payload), len(payload)) + payload
+        return np.frombuffer(bytearray(whole), np.uint8)
+
+    def save(self, path: str) -> None:
         temporary = f"{path}.tmp{os.getpid()}"
         try:
             with open(temporary, "wb") as file:
-                file.write(MAGIC + struct.pack("<IIQ", VERSION, zlib.crc32(payload), len(payload)) + payload)
+                file.write(self.to_bytes().tobytes())
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
@@ -213,15 +252,22 @@ class History:
     @classmethod
     def load(cls, path: str) -> "History":
         with open(path, "rb") as file:
-            data = file.read()
+            return cls._read(file.read(), path)
+
+    @classmethod
+    def from_bytes(cls, data: np.ndarray) -> "History":
+        return cls._read(data.tobytes(), "the tensor")
+
+    @classmethod
+    def _read(cls, data: bytes, name: str) -> "History":
         payload = data[24:]
         if len(data) < 24 or data[:8] != MAGIC:
-            raise ValueError(f"{path} is not a rollout history (bad magic)")
+            raise ValueError(f"{name} is not a rollout history (bad magic)")
         version, checksum, size = struct.unpack("<IIQ", data[8:24])
         if version != VERSION:
-            raise ValueError(f"{path} has version {version}, this program reads version {VERSION}")
+            raise ValueError(f"{name} has version {version}, this program reads version {VERSION}")
         if size != len(payload) or zlib.crc32(payload) != checksum:
-            raise ValueError(f"{path} is damaged: {len(payload)} bytes of {size}, or a wrong checksum")
+            raise ValueError(f"{name} is damaged: {len(payload)} bytes of {size}, or a wrong checksum")
         offset = 0
 
         def take(fmt: str) -> tuple:

@@ -49,7 +49,7 @@ void use(RolloutHistory& history, unsigned seed) {
         break;
       case 4: {
         std::vector<int64_t> ids(handles.size() * 8), lengths(handles.size()), taken;
-        history.draft_tracked(handles, 8, ids.data(), lengths.data());
+        history.draft_tracked(handles, 8, 0.1, ids.data(), lengths.data());
         for (int64_t length : lengths) taken.push_back(length ? rng() % (length + 1) : 0);
         history.observe(handles, lengths.data(), taken.data());
         break;

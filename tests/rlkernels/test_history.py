@@ -47,7 +47,50 @@ def test_other_prompts_are_the_fallback():
     history.add([1], [10, 11, 12, 13, 14, 15])
     assert history.draft([[2]], [[99, 10, 11, 12, 13]], max_tokens=4) == [[14, 15]]
     history.add([2], [11, 12, 13, 77])
-    assert history.draft([[2]], [[99, 10, 11, 12, 13]], max_tokens=1) == [[77]]
+    assert history.draft([[2]], [[99, 10, 11, 12, 13]], max_tokens=1) == [[77]]  # the same prompt weighs more
+    assert history.draft([[3]], [[10, 11, 12, 13, 14]], max_tokens=4) == [[15]]  # five tokens
+    history.add([4], [20, 21, 22, 13, 14, 88])
+    assert history.draft([[3]], [[10, 11, 12, 13, 14]], max_tokens=4) == [[15]]  # five tokens beat three
+
+
+def test_own_text_is_drafted_from_too():
+    history = rlkernels.RolloutHistory(token_cost=0.001)
+    prompt = [40, 41, 42, 43, 44, 45]
+    handle = history.track(prompt)
+
+    def drafted():
+        ids, lengths = history.draft_tracked([handle], max_tokens=8)
+        one_off = history.draft([prompt], [generated], max_tokens=8)[0]
+        assert ids[0, : lengths[0]].tolist() == one_off
+        return one_off
+
+    generated: list[int] = []
+    assert drafted() == []
+    for new, expected in [([41, 42], [43, 44, 45]), ([45], []), ([7], []), ([41], [42, 45, 7, 41]), ([42, 45, 7], 41)]:
+        history.extend(handle, new)
+        generated += new
+        found = drafted()
+        assert found == expected or found[0] == expected  # the newest and the longest match weigh most
+    history.release(handle)
+
+
+def test_token_cost_of_one_call():
+    history = rlkernels.RolloutHistory(token_cost=0.0)
+    history.add([1], list(range(100)))
+    handle = history.track([1])
+
+    def offered(**cost):
+        return int(history.draft_tracked([handle], max_tokens=16, **cost)[1][0])
+
+    assert offered() == 16 and offered(token_cost=0.9) == 2 and offered(token_cost=1.0) == 0  # 0.95^2 > 0.9 > 0.95^3
+    for _ in range(20):
+        history.observe([handle], [6], [1])
+    assert offered(token_cost=0.1) > 0
+    offered(token_cost=0.5)
+    history.observe([handle], [6], [1])  # 1 token won, 3 steps' worth spent: off
+    assert offered(token_cost=0.5) == 0 and offered(token_cost=0.1) > 0  # until it costs less
+    with pytest.raises(ValueError, match="token_cost must be between"):
+        offered(token_cost=-1)
 
 
 def test_votes_by_match_reward_and_epoch():
@@ -89,14 +132,14 @@ def test_window_follows_what_was_offered():
     first = offered()
     history.observe([handle], [first - 3], [first - 3])  # a shorter draft than the window, all accepted: it grows
     assert offered() == 2 * first
-    history.observe([handle], [2 * first], [3])
-    assert offered() == 6
-    history.observe([handle], [6], [5])
-    assert offered() == 5
-    history.observe([handle], [5], [0])
-    assert offered() == 2
+    history.observe([handle], [2 * first], [5])
+    assert offered() == 10
+    history.observe([handle], [10], [9])
+    assert offered() == 9
+    history.observe([handle], [9], [0])
+    assert offered() == 6  # not shorter
     history.observe([handle], [0], [0])  # nothing offered, nothing learnt
-    assert offered() == 2
+    assert offered() == 6
 
 
 def test_drafting_that_does_not_pay_pauses_for_twice_as_long_each_time():
@@ -143,6 +186,12 @@ def test_save_and_load(tmp_path):
     again = rlkernels.RolloutHistory.load(tmp_path / "h.bin")
     again.save(tmp_path / "again.bin")
     assert (tmp_path / "h.bin").read_bytes() == (tmp_path / "again.bin").read_bytes()
+    data = history.to_bytes()
+    assert bytes(data.tolist()) == (tmp_path / "h.bin").read_bytes()
+    assert torch.equal(rlkernels.RolloutHistory.from_bytes(data).to_bytes(), data)
+    data[-1] ^= 1
+    with pytest.raises(ValueError, match="the tensor is damaged"):
+        rlkernels.RolloutHistory.from_bytes(data)
     for i in range(100):
         prompt, generated = [i % 4, 1], torch.randint(20, (i % 9,)).tolist()
         assert history.draft([prompt], [generated], max_tokens=8) == again.draft([prompt], [generated], max_tokens=8)
@@ -219,7 +268,7 @@ def play(history: rlkernels.RolloutHistory, script: list[tuple]) -> list:
 
 
 @settings(max_examples=150, deadline=None)
-@given(actions, st.sampled_from([None, 1, 25, 60]), st.sampled_from([4, 7, 24]), st.sampled_from([0.0, 0.02, 0.4]))
+@given(actions, st.sampled_from([None, 1, 25, 60]), st.sampled_from([5, 7, 24]), st.sampled_from([0.0, 0.02, 0.4]))
 def check_against_model(script, max_tokens, depth, token_cost):
     made = {"max_tokens": max_tokens, "depth": depth, "token_cost": token_cost}
     native, model = (rlkernels.RolloutHistory(**made, backend=b) for b in ("cpu", "torch"))
@@ -297,7 +346,7 @@ def test_threads_share_a_history(implementation):
     [
         (lambda h: rlkernels.RolloutHistory(max_tokens=0), ValueError, "max_tokens must be > 0, got 0"),
         (lambda h: rlkernels.RolloutHistory(token_cost=2), ValueError, "token_cost must be between 0.0 and 1.0"),
-        (lambda h: rlkernels.RolloutHistory(depth=3), ValueError, "depth must be between 4 and 64, got 3"),
+        (lambda h: rlkernels.RolloutHistory(depth=4), ValueError, "depth must be between 5 and 64, got 4"),
         (lambda h: h.add([1], [-1]), ValueError, r"response_ids must be between 0 and 2\*\*31 - 1, got -1"),
         (lambda h: h.add([2**31], [1]), ValueError, "prompt_ids must be between 0"),
         (lambda h: h.add([1], torch.zeros(3)), TypeError, "response_ids must be integers, got float32"),

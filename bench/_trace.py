@@ -1,0 +1,65 @@
+"""Records the rollouts of a training run, for replays: ``python -m bench._trace OUT.npz [--config FILE] [--set ...]``.
+
+With RLKERNELS_TRACE=OUT.npz, ``python -m bench history`` replays them. An epoch is one visit to every prompt.
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from python_trainer.accelerators import Accelerator, Rollout, Settings, StepContext
+from python_trainer.config import load_config
+from python_trainer.trainer import Trainer
+
+DEFAULTS = ["max_seconds=null", "evaluation.eval_steps=0", "evaluation.eval_limit=1", "save.save_steps=0"]
+
+
+class Recorder(Accelerator):
+    """Keeps every rollout and changes nothing."""
+
+    name = "recorder"
+
+    def __init__(self) -> None:
+        super().__init__(Settings())
+        self.rollouts: list[tuple[int, Rollout]] = []
+
+    def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
+        self.rollouts += [(context.step, rollout) for rollout in rollouts]
+        return rollouts
+
+
+def flat(rows: list[list[int]]) -> dict[str, np.ndarray]:
+    return {"ids": np.concatenate(rows).astype(np.int32), "lengths": np.array([len(row) for row in rows])}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--config", type=Path, default="configs/arithmetic.yaml")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE")
+    arguments = parser.parse_args()
+    config = load_config(arguments.config, [*DEFAULTS, *arguments.set])
+    recorder = Recorder()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(config, Path(folder) / "run")
+        trainer.accelerators.append(recorder)
+        trainer.run()
+    rows = [rollout for _, rollout in recorder.rollouts]
+    per_epoch = len(trainer.prompts["train"]) / config.rollout.prompts_per_step
+    columns: dict[str, Any] = {f"prompt_{k}": v for k, v in flat(trainer.prompts["train"]).items()}
+    columns |= {f"answer_{k}": v for k, v in flat([r.response_ids for r in rows]).items()}
+    np.savez_compressed(
+        arguments.out,
+        key=np.array([r.prompt_key for r in rows]),
+        reward=np.array([r.reward for r in rows]),
+        step=np.array([step for step, _ in recorder.rollouts]),
+        epoch=np.array([int((step - 1) / per_epoch) for step, _ in recorder.rollouts]),
+        **columns,
+    )
+
+
+if __name__ == "__main__":
+    main()
