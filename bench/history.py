@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from statistics import median
@@ -55,8 +56,8 @@ def trainer_trace() -> Trace | Missing:
     def rows(name: str) -> list[np.ndarray]:
         return np.split(data[f"{name}_ids"], data[f"{name}_lengths"].cumsum()[:-1])
 
-    columns = (data[name].tolist() for name in ("key", "epoch", "step", "reward"))
-    answers = [Answer(*values, ids) for *values, ids in zip(*columns, rows("answer"))]
+    columns = [data[name].tolist() for name in ("key", "epoch", "step", "reward")]
+    answers = [Answer(*values) for values in zip(*columns, rows("answer"))]
     return Trace(f"own trainer, {answers[-1].epoch + 1} epochs", rows("prompt"), answers)
 
 
@@ -238,6 +239,6 @@ def cases(quick: bool) -> Iterator[Row]:
             if arctic is None:
                 yield Row("rollout_history", name, trace.name, missing=why)
             else:
-                yield row(name, lambda options=options: ArcticHistory(arctic, **options), trace)
+                yield row(name, partial(ArcticHistory, arctic, **options), trace)
         shape = f"{trace.name}, 256 handles a call"
         yield Row("rollout_history", "rlkernels", shape, "int32", median_s=batched_draft_s(trace))
