@@ -38,10 +38,10 @@ OPS: dict[str, Op] = {
     "delta_matvec": Op(cpu=True),
     "add_rank1_": Op(cpu=True),
     "block_pool": Op(cpu=True),
-    "write_kv": Op(cpu=True),
-    "paged_attention": Op(cpu=True),
-    "shared_prefix_attention": Op(cpu=True),
-    "merge_attention": Op(cpu=True),
+    "write_kv": Op(cpu=True, triton=True),
+    "paged_attention": Op(cpu=True, triton=True),
+    "shared_prefix_attention": Op(cpu=True, triton=True),
+    "merge_attention": Op(cpu=True, triton=True),
     "grouped_attention": Op(cpu=True),
     "keyed_uniform": Op(cpu=True),
     "sample_tokens": Op(cpu=True, triton=True),
@@ -59,7 +59,8 @@ OPS: dict[str, Op] = {
 def extension_error() -> str | None:
     """Loads ``rlkernels._C``. None when that worked, otherwise the reason in one line."""
     try:
-        import rlkernels._C  # noqa: F401
+        import rlkernels._C
+        import rlkernels._fakes  # noqa: F401
     except ImportError as error:
         return f"the compiled extension is missing ({error}); build it with `pip install --no-build-isolation -e .`"
     return None

@@ -1,5 +1,7 @@
 """Paged key/value cache with shared prefixes, and attention over it."""
 
+from typing import Any
+
 import torch
 
 from rlkernels import _check
@@ -49,12 +51,13 @@ def write_kv(
         _check.shape(name, t, (key.shape[0], *key_cache.shape[2:]))
     _check.tensor("slots", slots, ndim=1, dtype=torch.int64, device=key_cache.device)
     _check.shape("slots", slots, (key.shape[0],))
-    if _choose("write_kv", backend, key_cache, key, value) == "cpu":
+    chosen = _choose("write_kv", backend, key_cache, key, value)
+    if chosen == "cpu":
         return torch.ops.rlkernels.write_kv(key, value, key_cache, value_cache, slots.contiguous())
     total = key_cache.shape[0] * key_cache.shape[1]
     if slots.numel() and slots.device.type == "cpu" and not (slots.min() >= 0 and slots.max() < total):
         raise ValueError(f"slots must be between 0 and {total - 1}, got {slots.min()} .. {slots.max()}")
-    return reference.write_kv(key, value, key_cache, value_cache, slots)
+    return _kernels(chosen).write_kv(key, value, key_cache, value_cache, slots.contiguous())
 
 
 def paged_attention(
@@ -92,12 +95,13 @@ def paged_attention(
     """
     _check_attention(query, key_cache, value_cache, block_tables, seq_lens, query_starts, scale)
     indices = block_tables.contiguous(), seq_lens.contiguous(), query_starts.contiguous()
-    if _choose("paged_attention", backend, query, key_cache) == "cpu":
+    chosen = _choose("paged_attention", backend, query, key_cache)
+    if chosen == "cpu":
         out, lse = torch.ops.rlkernels.paged_attention(query, key_cache, value_cache, *indices, float(scale))
     else:
         if query.device.type == "cpu":
             _check_lengths(query, key_cache, *indices)
-        out, lse = reference.paged_attention(query, key_cache, value_cache, *indices, float(scale))
+        out, lse = _kernels(chosen).paged_attention(query, key_cache, value_cache, *indices, float(scale))
     return (out, lse) if return_lse else out
 
 
@@ -141,14 +145,15 @@ def shared_prefix_attention(
     groups = group_tables.contiguous(), group_lens.contiguous(), group_starts.contiguous()
     indices = block_tables.contiguous(), seq_lens.contiguous(), query_starts.contiguous()
     args = (query, key_cache, value_cache, *groups, *indices, float(scale))
-    if _choose("shared_prefix_attention", backend, query, key_cache) == "cpu":
+    chosen = _choose("shared_prefix_attention", backend, query, key_cache)
+    if chosen == "cpu":
         out, lse = torch.ops.rlkernels.shared_prefix_attention(*args)
     else:
         if device.type == "cpu":
             _check_lengths(query, key_cache, *indices)
             _check_starts("group_starts", group_starts, len(seq_lens))
             _check_tables("group_tables", group_tables, "group_lens", group_lens, key_cache)
-        out, lse = reference.shared_prefix_attention(*args)
+        out, lse = _kernels(chosen).shared_prefix_attention(*args)
     return (out, lse) if return_lse else out
 
 
@@ -174,9 +179,9 @@ def merge_attention(
     for name, t in (("lse_a", lse_a), ("lse_b", lse_b)):
         _check.tensor(name, t, ndim=2, dtype=lse_dtypes, device=out_a.device)
         _check.shape(name, t, out_a.shape[:2])
-    if _choose("merge_attention", backend, out_a) == "cpu":
-        return torch.ops.rlkernels.merge_attention(*(t.contiguous() for t in (out_a, lse_a, out_b, lse_b)))
-    return reference.merge_attention(out_a, lse_a, out_b, lse_b)
+    chosen = _choose("merge_attention", backend, out_a)
+    parts = tuple(t.contiguous() for t in (out_a, lse_a, out_b, lse_b))
+    return torch.ops.rlkernels.merge_attention(*parts) if chosen == "cpu" else _kernels(chosen).merge_attention(*parts)
 
 
 def grouped_attention(
@@ -242,6 +247,15 @@ class _GroupedAttention(torch.autograd.Function):
             grad_out.contiguous(), *ctx.saved_tensors, *lengths, ctx.scale
         )
         return *grads, None, None
+
+
+def _kernels(chosen: str) -> Any:
+    """The module with the implementations for "triton" or "torch"."""
+    if chosen == "torch":
+        return reference
+    from rlkernels.prefix_cache import triton_kernels
+
+    return triton_kernels
 
 
 def _choose(op: str, backend: str, *tensors: torch.Tensor) -> str:

@@ -1,0 +1,336 @@
+"""Paged attention as Triton kernels: one kernel for sequences and shared prefixes, split along the keys, then merged.
+
+The rows of a tile are the (token, head) pairs of neighbouring queries that share a KV head, so decoding with grouped
+heads, and all samples of a shared prefix, fill a tile for the tensor cores and read each key once. No kernel needs a
+length on the host: tiles find their sequence by bisection, and spare ones leave at once. Softmax in float32, base 2.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from rlkernels.backend import triton_interpreted
+
+LN2 = tl.constexpr(0.6931471805599453)
+MIN_SPLIT_KEYS = 256  # a split reads at least so many keys: its partial result is written and read again
+WAVES = 4  # split until so many programs per multiprocessor are there
+
+
+@triton.jit
+def _find(bounds, sources, tile, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The source that owns this tile: source i owns those from bounds[i] * GROUP // BLOCK_M + i on."""
+    low, high = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32) + sources
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(bounds + middle) * GROUP // BLOCK_M + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def _merge(largest, total, acc, lse, out):
+    """Takes one more part into a running softmax over parts; lse in base 2. A part with lse -inf changes nothing."""
+    new = tl.maximum(largest, lse)
+    safe = tl.where(new == -float("inf"), 0.0, new)
+    shrink, weight = tl.exp2(largest - safe), tl.exp2(lse - safe)
+    return new, total * shrink + weight, acc * shrink[:, None] + out * weight[:, None]
+
+
+@triton.jit
+def _finish(largest, total, acc):
+    """The normalised output and the log-sum-exp in base e; 0 and -inf for rows that saw no key."""
+    divisor = tl.where(total == 0, 1.0, total)
+    return acc / divisor[:, None], tl.where(total == 0, -float("inf"), (largest + tl.log2(divisor)) * LN2)
+
+
+@triton.jit
+def _attend_kernel(
+    query, key_cache, value_cache, tables, lens, bounds, out, lse,
+    sources, heads, part_rows, scale, split_keys, table_width,
+    query_token, query_head, query_dim, key_block, key_slot, key_head, key_dim,
+    value_block, value_slot, value_head, value_dim,
+    CAUSAL: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Source i: queries bounds[i] .. bounds[i + 1] over its first lens[i] keys -> out [splits, T, heads, DIM], lse.
+
+    split_keys: fewest keys of a split; the splits share the keys of a source evenly. lse is the natural logarithm.
+    """
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    source = _find(bounds, sources, tile, GROUP, BLOCK_M)
+    first = tl.load(bounds + source)
+    queries = tl.load(bounds + source + 1) - first
+    keys = tl.load(lens + source)
+    first_row = (tile - (first * GROUP // BLOCK_M + source)) * BLOCK_M
+    if first_row >= queries * GROUP:
+        return
+    row = first_row + tl.arange(0, BLOCK_M)
+    token, head = row // GROUP, kv_head * GROUP + row % GROUP
+    inside = token < queries
+    dim = tl.arange(0, BLOCK_D)
+    in_dim = dim < DIM
+    place = (first + token).to(tl.int64)
+    q_at = query + place[:, None] * query_token + head[:, None] * query_head + dim[None, :] * query_dim
+    q = tl.load(q_at, mask=inside[:, None] & in_dim[None, :], other=0.0)
+    if UPCAST:
+        q = q.to(tl.float32)
+
+    span = tl.cdiv(keys, tl.num_programs(2))
+    span = tl.maximum(split_keys, tl.cdiv(span, BLOCK_N) * BLOCK_N)
+    end = tl.minimum(keys, (split + 1) * span)
+    position = keys - queries + token  # the last key that a row sees
+    if CAUSAL:
+        last_row = tl.minimum(first_row + BLOCK_M, queries * GROUP) - 1
+        end = tl.minimum(end, keys - queries + last_row // GROUP + 1)
+    largest = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    table = tables + source.to(tl.int64) * table_width
+    for start in range(split * span, end, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        valid = n < end
+        block = tl.load(table + n // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
+        slot = (n % BLOCK_SIZE).to(tl.int64)
+        k_at = key_cache + block * key_block + slot * key_slot + kv_head * key_head
+        v_at = value_cache + block * value_block + slot * value_slot + kv_head * value_head
+        k = tl.load(k_at[None, :] + dim[:, None] * key_dim, mask=valid[None, :] & in_dim[:, None], other=0.0)
+        v = tl.load(v_at[:, None] + dim[None, :] * value_dim, mask=valid[:, None] & in_dim[None, :], other=0.0)
+        if UPCAST:
+            k, v = k.to(tl.float32), v.to(tl.float32)
+        score = tl.dot(q, k, input_precision="ieee") * scale
+        seen = valid[None, :]
+        if CAUSAL:
+            seen = seen & (n[None, :] <= position[:, None])
+        score = tl.where(seen, score, -float("inf"))
+        new = tl.maximum(largest, tl.max(score, 1))
+        safe = tl.where(new == -float("inf"), 0.0, new)
+        weight = tl.exp2(score - safe[:, None])
+        shrink = tl.exp2(largest - safe)
+        total = total * shrink + tl.sum(weight, 1)
+        acc = acc * shrink[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
+        largest = new
+
+    to = split.to(tl.int64) * part_rows + place * heads + head
+    acc, natural = _finish(largest, total, acc)
+    o_at = out + to[:, None] * DIM + dim[None, :]
+    tl.store(o_at, acc.to(out.dtype.element_ty), mask=inside[:, None] & in_dim[None, :])
+    tl.store(lse + to, natural, mask=inside)
+
+
+@triton.jit
+def _merge_kernel(
+    first_out, first_lse, rest_out, rest_lse, out, lse, rows, rest,
+    DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """out [rows, DIM] and lse [rows] of one part and ``rest`` others [rest, rows, DIM], [rest, rows]."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    dim = tl.arange(0, BLOCK_D)
+    inside, in_dim = row < rows, dim < DIM
+    at = row[:, None] * DIM + dim[None, :]
+    part_lse = tl.load(first_lse + row, mask=inside, other=-float("inf"))
+    used = (part_lse != -float("inf"))[:, None] & in_dim[None, :]
+    acc = tl.load(first_out + at, mask=used, other=0.0).to(tl.float32)
+    largest = part_lse / LN2
+    total = tl.where(part_lse == -float("inf"), 0.0, 1.0)
+    to = tl.full([], 0, tl.int64)
+    for _ in range(rest):
+        part_lse = tl.load(rest_lse + to + row, mask=inside, other=-float("inf"))
+        used = (part_lse != -float("inf"))[:, None] & in_dim[None, :]
+        part_out = tl.load(rest_out + to * DIM + at, mask=used, other=0.0).to(tl.float32)
+        largest, total, acc = _merge(largest, total, acc, part_lse / LN2, part_out)
+        to += rows
+    acc, natural = _finish(largest, total, acc)
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside[:, None] & in_dim[None, :])
+    tl.store(lse + row, natural, mask=inside)
+
+
+@triton.jit
+def _write_kernel(
+    rows, cache, slots, heads, total,
+    row_token, row_head, row_dim, cache_block, cache_slot, cache_head, cache_dim,
+    DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """rows [T, heads, DIM] into their slots of the cache; a slot outside the cache is left out."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    if (slot < 0) | (slot >= total):
+        return
+    head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
+    dim = tl.arange(0, BLOCK_D)[None, :]
+    mask = (head < heads) & (dim < DIM)
+    x = tl.load(rows + token * row_token + head * row_head + dim * row_dim, mask=mask)
+    to = cache + slot // BLOCK_SIZE * cache_block + slot % BLOCK_SIZE * cache_slot + head * cache_head
+    tl.store(to + dim * cache_dim, x.to(cache.dtype.element_ty), mask=mask)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of the GPU; 1 where the kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _block_d(dim: int) -> int:
+    return max(16, triton.next_power_of_2(dim))
+
+
+def _result_dtype(dtype: torch.dtype) -> torch.dtype:
+    # Triton's interpreter cuts bfloat16 off instead of rounding it
+    return torch.float32 if triton_interpreted() else dtype
+
+
+class _Launch:
+    """How one set of sources (sequences, or groups) is cut into tiles and splits; from shapes alone."""
+
+    def __init__(self, query: torch.Tensor, key_cache: torch.Tensor, tables: torch.Tensor):
+        tokens, heads, dim = query.shape
+        block_size, kv_heads = key_cache.shape[1:3]
+        self.group, self.sources = heads // kv_heads, len(tables)
+        rows = tokens * self.group
+        # bfloat16 has no arithmetic in the interpreter; differing dtypes meet in float32
+        self.upcast = triton_interpreted() or query.dtype != key_cache.dtype
+        wide = self.upcast or query.dtype == torch.float32  # no tensor cores: smaller tiles, more threads
+        self.block_d = _block_d(dim)
+        tallest = max(16, min(128, (2048 if wide else 16384) // self.block_d))
+        self.block_m = min(tallest, max(16, triton.next_power_of_2(triton.cdiv(rows, self.sources))))
+        self.block_n = max(16, min(64, (4096 if wide else 8192) // self.block_d))
+        self.num_warps = 8 if wide or self.block_m * self.block_d >= 8192 else 4
+        tiles = rows // self.block_m + self.sources
+        busy = max(self.sources, rows // self.block_m) * kv_heads
+        wanted = triton.cdiv(WAVES * processors(query.device), busy)
+        self.splits = max(1, min(wanted, tables.shape[1] * block_size // MIN_SPLIT_KEYS))
+        self.grid = (tiles, kv_heads, self.splits)
+
+    def attend(self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, tables: torch.Tensor,
+               lens: torch.Tensor, bounds: torch.Tensor, scale: float, causal: bool, out: torch.Tensor,
+               lse: torch.Tensor) -> None:  # fmt: skip
+        """Fills out [splits, T, Hq, d] and lse [splits, T, Hq]."""
+        tokens, heads, dim = query.shape
+        _attend_kernel[self.grid](
+            query, key_cache, value_cache, tables, lens, bounds, out, lse,
+            self.sources, heads, tokens * heads, scale / LN2.value, MIN_SPLIT_KEYS, tables.shape[1],
+            *query.stride(), *key_cache.stride(), *value_cache.stride(),
+            CAUSAL=causal, GROUP=self.group, DIM=dim, BLOCK_SIZE=key_cache.shape[1],
+            BLOCK_M=self.block_m, BLOCK_N=self.block_n, BLOCK_D=self.block_d, UPCAST=self.upcast,
+            num_warps=self.num_warps, num_stages=3 if self.block_m <= 64 else 2,
+        )  # fmt: skip
+
+
+def _merge_parts(out: torch.Tensor, lse: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [parts, T, H, d], lse [parts, T, H], base e -> [T, H, d] in ``dtype``, [T, H]."""
+    return _run_merge(out[0], lse[0], out[1:], lse[1:], torch.empty(out.shape[1:], dtype=dtype, device=out.device))
+
+
+def _run_merge(first_out: torch.Tensor, first_lse: torch.Tensor, rest_out: torch.Tensor, rest_lse: torch.Tensor,
+               out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    lse = torch.empty_like(first_lse)
+    rows, dim = lse.numel(), out.shape[-1]
+    if rows:
+        block_d = _block_d(dim)
+        block_r = max(1, 1024 // block_d)
+        _merge_kernel[(triton.cdiv(rows, block_r),)](
+            first_out, first_lse, rest_out, rest_lse, out, lse, rows, rest_lse.numel() // rows,
+            DIM=dim, BLOCK_R=block_r, BLOCK_D=block_d,
+        )  # fmt: skip
+    return out, lse
+
+
+def _empty_parts(query: torch.Tensor, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Contiguous out [parts, T, Hq, d] and lse: in float32 where they are still to be merged."""
+    dtype = _result_dtype(query.dtype) if parts == 1 else torch.float32
+    out = torch.empty((parts, *query.shape), dtype=dtype, device=query.device)
+    return out, torch.empty((parts, *query.shape[:2]), dtype=torch.float32, device=query.device)
+
+
+def _finished(query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if len(out) == 1:
+        out, lse = out[0], lse[0]
+    else:
+        out, lse = _merge_parts(out, lse, _result_dtype(query.dtype))
+    return out.to(query.dtype), lse
+
+
+def _nothing(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty(query.shape, dtype=query.dtype, device=query.device), query.new_empty(
+        query.shape[:2], dtype=torch.float32
+    )
+
+
+@torch.library.custom_op("rlkernels::paged_attention_triton", mutates_args=())
+def paged_attention(
+    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, block_tables: torch.Tensor,
+    seq_lens: torch.Tensor, query_starts: torch.Tensor, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """As ``reference.paged_attention``; tables, lengths and starts contiguous."""
+    if query.numel() == 0:
+        return _nothing(query)
+    launch = _Launch(query, key_cache, block_tables)
+    out, lse = _empty_parts(query, launch.splits)
+    launch.attend(query, key_cache, value_cache, block_tables, seq_lens, query_starts, scale, True, out, lse)
+    return _finished(query, out, lse)
+
+
+@torch.library.custom_op("rlkernels::shared_prefix_attention_triton", mutates_args=())
+def shared_prefix_attention(
+    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, group_tables: torch.Tensor,
+    group_lens: torch.Tensor, group_starts: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor,
+    query_starts: torch.Tensor, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """As ``reference.shared_prefix_attention``; tables, lengths and starts contiguous."""
+    if query.numel() == 0:
+        return _nothing(query)
+    prefixes, own = _Launch(query, key_cache, group_tables), _Launch(query, key_cache, block_tables)
+    cut = prefixes.splits
+    out, lse = _empty_parts(query, cut + own.splits)
+    caches, bounds = (key_cache, value_cache), query_starts[group_starts.long()]
+    prefixes.attend(query, *caches, group_tables, group_lens, bounds, scale, False, out[:cut], lse[:cut])
+    own.attend(query, *caches, block_tables, seq_lens, query_starts, scale, True, out[cut:], lse[cut:])
+    return _finished(query, out, lse)
+
+
+@paged_attention.register_fake
+@shared_prefix_attention.register_fake
+def _(query, *_):
+    return _nothing(query)
+
+
+@torch.library.custom_op("rlkernels::merge_attention_triton", mutates_args=())
+def merge_attention(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``reference.merge_attention``; all contiguous."""
+    out = torch.empty(out_a.shape, dtype=_result_dtype(out_a.dtype), device=out_a.device)
+    out, lse = _run_merge(out_a, lse_a, out_b, lse_b, out)
+    return out.to(out_a.dtype), lse
+
+
+@merge_attention.register_fake
+def _(out_a, lse_a, out_b, lse_b):
+    return torch.empty_like(out_a), torch.empty_like(lse_a)
+
+
+@torch.library.custom_op("rlkernels::write_kv_triton", mutates_args=("key_cache", "value_cache"))
+def write_kv(
+    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """As ``reference.write_kv``; a slot outside the cache is left out."""
+    tokens, heads, dim = key.shape
+    if key.numel() == 0:
+        return
+    block_d, block_size = _block_d(dim), key_cache.shape[1]
+    block_h = min(triton.next_power_of_2(heads), max(1, 2048 // block_d))
+    for rows, cache in ((key, key_cache), (value, value_cache)):
+        if triton_interpreted():
+            rows = rows.to(cache.dtype)
+        _write_kernel[(tokens, triton.cdiv(heads, block_h))](
+            rows, cache, slots, heads, key_cache.shape[0] * block_size, *rows.stride(), *cache.stride(),
+            DIM=dim, BLOCK_SIZE=block_size, BLOCK_H=block_h, BLOCK_D=block_d,
+        )  # fmt: skip
+
+
+@write_kv.register_fake
+def _(key, value, key_cache, value_cache, slots):
+    return None
