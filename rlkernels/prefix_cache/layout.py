@@ -20,6 +20,8 @@ class GroupedLayout:
         prefix_lens, suffix_lens, group_starts: int64, on the CPU.
         prefix_starts [G], suffix_starts [S]: first token of each part, int64, on the CPU.
         num_tokens: T.
+        paged: what :func:`shared_prefix_attention` takes after the caches, if every token is a block of its own; made
+            at once, so that torch.compile finds tensors and need not look into them.
 
     Raises:
         ValueError: negative lengths, or ``group_starts`` that does not rise from 0 to S in G + 1 entries.
@@ -43,6 +45,7 @@ class GroupedLayout:
         self.suffix_starts = before_suffix + self.prefix_lens.cumsum(0).repeat_interleave(members)
         self.suffix_groups = torch.arange(groups).repeat_interleave(members)  # [S]
         self.num_tokens = int(self.prefix_lens.sum() + self.suffix_lens.sum())
+        self.paged = self._as_pages()
 
     def spans(self) -> list[tuple[slice, list[slice]]]:
         """Per group: the tokens of its prefix and of each of its suffixes."""
@@ -62,12 +65,8 @@ class GroupedLayout:
         out[starts.repeat_interleave(lens) + inside] = first.repeat_interleave(lens) + inside
         return out
 
-    @functools.cached_property
-    def paged(self) -> tuple[torch.Tensor, ...]:
-        """What :func:`shared_prefix_attention` takes after the caches, if every token is a block of its own.
-
-        Per group two entries: the prefix as a sequence that shares nothing, then the suffixes that share it.
-        """
+    def _as_pages(self) -> tuple[torch.Tensor, ...]:
+        """Per group two entries: the prefix as a sequence that shares nothing, then the suffixes that share it."""
         groups, members = len(self.prefix_lens), self.group_starts.diff()
         order = torch.argsort(torch.cat([torch.arange(groups) * 2, self.suffix_groups * 2 + 1]), stable=True)
         starts = torch.cat([self.prefix_starts, self.suffix_starts])[order]

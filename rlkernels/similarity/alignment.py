@@ -8,21 +8,6 @@ from rlkernels.similarity import arguments, gpu, reference
 
 MODES = ("full", "subsequence")
 
-if _backend.extension_error() is None:
-
-    @torch.library.register_fake("rlkernels::dtw")
-    def _(x, y, x_lengths, y_lengths, band):
-        return x.new_empty(x.shape[0], y.shape[0])
-
-    @torch.library.register_fake("rlkernels::dtw_subsequence")
-    def _(x, y, x_lengths, y_lengths):
-        place = x.new_empty(x.shape[0], y.shape[0], dtype=torch.int64)
-        return x.new_empty(x.shape[0], y.shape[0]), place, torch.empty_like(place)
-
-    @torch.library.register_fake("rlkernels::dtw_topk")
-    def _(x, y, k, x_lengths, y_lengths, band):
-        return x.new_empty(x.shape[0], k), x.new_empty(x.shape[0], k, dtype=torch.int64)
-
 
 def _kernel_series(x: torch.Tensor) -> torch.Tensor:
     """x as the kernels take it: contiguous float32 [N, L, D]."""

@@ -1,0 +1,72 @@
+"""What the compiled ops return, as shapes and dtypes only: for torch.compile and torch.export.
+
+Imported with the extension. Sampling and log-probabilities have theirs in C++ (csrc/ops).
+"""
+
+import torch
+
+
+@torch.library.register_fake("rlkernels::paged_attention")
+@torch.library.register_fake("rlkernels::shared_prefix_attention")
+def _(query, *_):
+    return query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
+
+
+@torch.library.register_fake("rlkernels::merge_attention")
+def _(out_a, lse_a, out_b, lse_b):
+    return torch.empty_like(out_a), torch.empty_like(lse_a)
+
+
+@torch.library.register_fake("rlkernels::grouped_attention_backward")
+def _(grad_out, query, key, value, *_):
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+@torch.library.register_fake("rlkernels::write_kv")
+@torch.library.register_fake("rlkernels::advise_huge_pages")
+@torch.library.register_fake("rlkernels::add_rank1_")
+@torch.library.register_fake("rlkernels::rope_")
+def _(*_):
+    return None
+
+
+@torch.library.register_fake("rlkernels::add_rms_norm_")
+def _(residual, *_):
+    return torch.empty_like(residual)
+
+
+@torch.library.register_fake("rlkernels::silu_mul")
+def _(gate_up):
+    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+
+
+@torch.library.register_fake("rlkernels::token_weights")
+def _(z):
+    return torch.empty_like(z, dtype=torch.int64)
+
+
+@torch.library.register_fake("rlkernels::top1_deltas")
+def _(weights, bases, *_):
+    us, vs = ([w.new_empty(w.shape[i], dtype=torch.float32) for w in weights] for i in (0, 1))
+    return us, vs, torch.empty(len(weights), 8, dtype=torch.float64)
+
+
+@torch.library.register_fake("rlkernels::delta_matvec")
+def _(weight, base, v):
+    return weight.new_empty(weight.shape[0], dtype=torch.float32)
+
+
+@torch.library.register_fake("rlkernels::dtw")
+def _(x, y, x_lengths, y_lengths, band):
+    return x.new_empty(x.shape[0], y.shape[0])
+
+
+@torch.library.register_fake("rlkernels::dtw_subsequence")
+def _(x, y, x_lengths, y_lengths):
+    place = x.new_empty(x.shape[0], y.shape[0], dtype=torch.int64)
+    return x.new_empty(x.shape[0], y.shape[0]), place, torch.empty_like(place)
+
+
+@torch.library.register_fake("rlkernels::dtw_topk")
+def _(x, y, k, x_lengths, y_lengths, band):
+    return x.new_empty(x.shape[0], k), x.new_empty(x.shape[0], k, dtype=torch.int64)

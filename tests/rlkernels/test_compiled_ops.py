@@ -1,0 +1,119 @@
+"""What torch.compile needs of the compiled ops: schemas, shapes without data, public functions in one graph."""
+
+import pytest
+import torch
+from support import lacks
+
+import rlkernels.logprobs  # registers the gradient of its op
+from rlkernels import backend
+
+
+@pytest.fixture(autouse=True)
+def extension():
+    if backend.extension_error():
+        lacks("the compiled extension")
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def paged():
+    """Arguments of paged_attention but the scale: two sequences of 6 and 3 keys, 2 and 1 queries."""
+    caches = torch.randn(2, 4, 4, 1, 8)
+    return torch.randn(3, 2, 8), *caches, ints([2, 0], [1, -1]), ints(6, 3), ints(0, 2, 3)
+
+
+def grouped():
+    """Query, key, value, output and log-sum-exp of nine packed tokens, and how they are packed."""
+    layout = rlkernels.GroupedLayout([4], [3, 2], [0, 2])
+    query, key, value = torch.randn(9, 2, 8), torch.randn(9, 1, 8), torch.randn(9, 1, 8)
+    out, lse = rlkernels.shared_prefix_attention(
+        query, key[:, None], value[:, None], *layout.paged, scale=0.3, return_lse=True
+    )
+    return (query, key, value, out, lse), (layout.prefix_lens, layout.suffix_lens, layout.group_starts)
+
+
+def problems():
+    """op -> arguments."""
+    attention = paged()
+    tensors, lengths = grouped()
+    out, lse = torch.randn(2, 3, 2, 8), torch.randn(2, 3, 2)
+    new, slots = torch.randn(2, 1, 8), torch.tensor([3, 9])
+    weights, bases = [torch.randn(5, 7), torch.randn(3, 4)], [torch.randn(5, 7), torch.randn(3, 4)]
+    x, y = torch.randn(2, 5, 1), torch.randn(3, 6, 1)
+    logits, uniforms = torch.randn(3, 11), torch.rand(3)
+    settings = torch.ones(3), torch.ones(3), torch.zeros(3, dtype=torch.int64)
+    ids, rows = torch.tensor([1, 5, 0]), torch.randn(3, 8)
+    _, entropies, stats = torch.ops.rlkernels.token_logprobs(logits, ids, 0.8, True)
+    return {
+        "paged_attention": (*attention, 0.3),
+        "shared_prefix_attention": (*attention[:3], ints([3]), ints(4), ints(0, 2), *attention[3:], 0.3),
+        "merge_attention": (out[0], lse[0], out[1], lse[1]),
+        "grouped_attention_backward": (torch.randn(9, 2, 8), *tensors, *lengths, 0.3),
+        "write_kv": (new, new, *attention[1:3], slots),
+        "advise_huge_pages": (torch.zeros(64),),
+        "top1_deltas": (weights, bases, [torch.randn(7), None], 1e-2, 12, 0),
+        "delta_matvec": (weights[0], bases[0], torch.randn(7)),
+        "add_rank1_": (weights[1], torch.randn(3), torch.randn(4), True, 3),
+        "dtw": (x, y, None, None, 2),
+        "dtw_subsequence": (x, y, None, None),
+        "dtw_topk": (x, y, 2, None, None, None),
+        "keyed_uniform": (7, ids, ids),
+        "token_weights": (-torch.rand(5),),
+        "sample_tokens": (logits, uniforms, *settings),
+        "token_logprobs": (logits, ids, 0.8, True),
+        "token_logprobs_backward": (logits, ids, stats, entropies, torch.randn(3), torch.randn(3), 0.8),
+        "add_rms_norm_": (rows, torch.randn(3, 8), torch.ones(8), 1e-6),
+        "rope_": (rows, ids, torch.randn(9, 4), torch.randn(9, 4), 1, 2, None, None, 1e-6),
+        "silu_mul": (rows,),
+        "verify_drafts": (
+            logits, torch.tensor([4]), torch.tensor([0, 2, 3]), uniforms, torch.ones(2), torch.ones(2),
+            torch.zeros(2, dtype=torch.int64),
+        ),
+    }  # fmt: skip
+
+
+def tensor_ops():
+    """Every op of ours that computes on tensors on a CPU."""
+    names = torch._C._dispatch_get_registrations_for_dispatch_key("CPU")
+    return sorted(n.removeprefix("rlkernels::") for n in names if n.startswith("rlkernels::") and "triton" not in n)
+
+
+def test_every_op_is_checked():
+    assert tensor_ops() == sorted(problems())
+
+
+def test_opcheck():
+    for name, args in problems().items():
+        torch.library.opcheck(getattr(torch.ops.rlkernels, name).default, args)
+
+
+def in_one_graph(function, *args):
+    torch.compiler.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")(*args)
+    torch.testing.assert_close(compiled, function(*args))
+    return compiled
+
+
+def test_paged_attention_compiles_into_one_graph():
+    args = paged()
+    in_one_graph(lambda *a: rlkernels.paged_attention(*a, scale=0.3, return_lse=True)[0] * 2, *args)
+
+
+def test_grouped_attention_compiles_into_one_graph():
+    layout = rlkernels.GroupedLayout([4], [3, 2], [0, 2])
+    query, key, value = torch.randn(9, 2, 8), torch.randn(9, 1, 8), torch.randn(9, 1, 8)
+    leaves = [t.requires_grad_() for t in (query, key, value)]
+    attend = lambda *a: rlkernels.grouped_attention(*a, layout, scale=0.3).square()  # noqa: E731
+    out = in_one_graph(attend, *leaves)
+    wanted = torch.autograd.grad(attend(*leaves).sum(), leaves)
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), leaves), wanted)
+
+
+def test_token_logprobs_compiles_into_one_graph():
+    logits, ids = torch.randn(4, 13, requires_grad=True), torch.tensor([0, 12, 3, 3])
+    out = in_one_graph(lambda x, i: rlkernels.token_logprobs(x, i, temperature=0.7), logits, ids)
+    (grad,) = torch.autograd.grad(out.sum(), logits)
+    (wanted,) = torch.autograd.grad(rlkernels.token_logprobs(logits, ids, temperature=0.7).sum(), logits)
+    torch.testing.assert_close(grad, wanted)
