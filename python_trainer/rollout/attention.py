@@ -1,6 +1,6 @@
 """Runs a Transformers model on flattened tokens: its attention reads and writes a paged KV cache.
 
-``AttentionInterface.register`` adds an attention function under the name ``rlkernels_paged``; the state of one
+``AttentionInterface.register`` adds an attention function under the name ``rlkernels_packed``; the state of one
 forward pass travels as the keyword argument ``paging`` of the model's forward. Transformers makes no mask for a name
 that has no mask function, so the model sees one row of T tokens with position ids and nothing else.
 """
@@ -19,7 +19,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from python_trainer.errors import UserError
 from rlkernels import PagedKVCache, paged_attention, write_kv
 
-IMPLEMENTATION = "rlkernels_paged"
+IMPLEMENTATION = "rlkernels_packed"
 # Arguments of attention functions that change the result and that the paged kernels do not know.
 UNSUPPORTED = ("softcap", "s_aux", "sinks", "position_bias")
 

@@ -398,7 +398,7 @@ def test_models_it_cannot_run():
     gemma = Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8))
     with pytest.raises(UserError, match="softcap"):
         PagedEngine(gemma, eos_token_ids=())
-    assert gemma.config._attn_implementation != "rlkernels_paged"
+    assert gemma.config._attn_implementation != "rlkernels_packed"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,349 @@
+"""``model.generate`` of Transformers on a paged KV cache: prompts that begin alike share keys and values.
+
+    kv = paged_kv_cache(model, memory_bytes=1 << 30)
+    with PagedCache(kv, **inputs) as cache:
+        output = model.generate(**inputs, past_key_values=cache)
+
+Works for decoder models whose layers use Transformers' attention interface. Needs transformers 5.19 or newer, below 6.
+"""
+
+import weakref
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from transformers import AttentionInterface, Cache, PreTrainedModel
+
+from rlkernels.prefix_cache import PagedKVCache, Sequence, paged_attention, write_kv
+
+__all__ = ["IMPLEMENTATION", "PagedCache", "paged_kv_cache"]
+
+IMPLEMENTATION = "rlkernels_paged"
+# Arguments of attention functions that change the result and that the paged kernels do not know.
+UNSUPPORTED = ("softcap", "s_aux", "sinks", "position_bias", "block_table", "cu_seq_lens_q")
+
+if not (5, 19) <= tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (6, 0):
+    raise ImportError(
+        f"rlkernels.integrations.transformers needs transformers >= 5.19, < 6, found {transformers.__version__}"
+    )
+
+_attached: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()
+
+
+def paged_kv_cache(
+    model: PreTrainedModel,
+    *,
+    num_blocks: int | None = None,
+    memory_bytes: int | None = None,
+    block_size: int = 16,
+) -> PagedKVCache:
+    """Makes the model attend through a paged cache, and the cache that fits it.
+
+    From then on the model runs with ``past_key_values=PagedCache(...)`` only, until another implementation is chosen
+    by ``model.set_attn_implementation``. Call ``advance_version()`` of the cache after the weights have changed.
+
+    Args:
+        model: a decoder model; its dtype and device are those of the cache.
+        num_blocks, memory_bytes, block_size: as for :class:`rlkernels.PagedKVCache`.
+
+    Raises:
+        ValueError: the model is not one that paged attention can run.
+    """
+    config = model.config.get_text_config(decoder=True)
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"model must be a decoder, got {name}, an encoder-decoder")
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        raise ValueError(f"model must have attention without a soft cap, got {name} with attn_logit_softcapping")
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    unknown = sorted(layer_types - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ValueError(f"model must have attention in every layer, got {name} with {', '.join(unknown)}")
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv = PagedKVCache(
+        config.num_hidden_layers, kv_heads, dim, num_blocks=num_blocks, memory_bytes=memory_bytes,
+        block_size=block_size, dtype=model.dtype, device=model.device,
+    )  # fmt: skip
+    model.set_attn_implementation(IMPLEMENTATION)
+    if model not in _attached:
+        model.register_forward_pre_hook(_before_forward, with_kwargs=True)
+        model.register_forward_hook(_after_forward, with_kwargs=True)
+        _attached.add(model)
+    return kv
+
+
+@dataclass
+class _Step:
+    """Where the B * q tokens of one forward pass live; ``queries`` and ``own`` pick rows, None takes all."""
+
+    queries: torch.Tensor | None  # bool [B * q]: not padding
+    own: torch.Tensor | None  # bool [B * q]: keys to be written
+    slots: torch.Tensor  # int64, one for each row picked by ``own``
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    query_starts: torch.Tensor
+    longest: int
+
+
+class PagedCache(Cache):
+    """The ``past_key_values`` of one batch: a sequence of a :class:`rlkernels.PagedKVCache` for each row.
+
+    Tokens found in the paged cache are not computed again: ``generate`` feeds the model what follows them, in a batch
+    what follows the shortest of them. Rows may be padded on the left. Several samples per prompt and beams share the
+    blocks of their common beginning.
+
+    Close it, or use it as a context manager: then its tokens stay cached for later prompts until their space is needed.
+
+    Args:
+        kv: made by :func:`paged_kv_cache` for the model.
+        input_ids: int64 [B, L], what ``generate`` gets.
+        attention_mask: [B, L], 0 for padding, which must be on the left. None: no padding.
+
+    Raises:
+        ValueError: padding that is not on the left, or a row without tokens.
+        OutOfBlocks: the prompts do not fit; nothing has been changed.
+    """
+
+    def __init__(self, kv: PagedKVCache, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None):
+        super().__init__(layers=[])
+        self.kv = kv
+        self._prompts, self._pads = _unpadded(input_ids, attention_mask)
+        self._sequences: list[Sequence] = []
+        self._width = self._columns = input_ids.shape[1]  # columns of the batch that have blocks; that were computed
+        self._started = self._committed = False
+        self._step: _Step | None = None
+        self._waiting: set[int] = set()  # layers that have given keys, and not attended yet
+        self._open(1)
+
+    @property
+    def num_cached(self) -> list[int]:
+        """Tokens of each row that were found in the cache."""
+        return list(self._cached)
+
+    def _open(self, copies: int) -> None:
+        self._prompts = [prompt for prompt in self._prompts for _ in range(copies)]
+        self._pads = [pad for pad in self._pads for _ in range(copies)]
+        for seq in self._sequences:
+            self.kv.close(seq)
+        self._sequences = []
+        self._sequences = self.kv.open_many(self._prompts)
+        self._cached = [seq.num_cached for seq in self._sequences]
+        self._columns = min((pad + n for pad, n in zip(self._pads, self._cached)), default=0)
+
+    def begin(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
+        """Prepares a forward pass on the next columns [B, q] of the batch."""
+        batch, new = input_ids.shape
+        if not self._started:
+            self._start(batch, attention_mask)
+        elif batch != len(self._sequences):
+            raise ValueError(f"input_ids must have {len(self._sequences)} rows, got {batch}")
+        end = self._columns + new
+        if end < self._width:  # a row may rely on what another one computes in the same pass
+            raise ValueError(
+                f"input_ids must hold all {self._width - self._columns} columns that are not cached, got {new}; "
+                "prefill_chunk_size is not supported"
+            )
+        if end > self._width:
+            self.kv.append_many(self._sequences, input_ids[:, self._width - end :].tolist())
+            self._width = end
+        device, size = self.kv.device, self.kv.block_size
+        tables, _ = self.kv.tables(self._sequences)
+        pads, cached = (torch.tensor(x, device=device) for x in (self._pads, self._cached))
+        index = torch.arange(self._columns, end, device=device) - pads[:, None]  # [B, q], of the token in its sequence
+        at = index.clamp(min=0)
+        slots = tables.gather(1, at // size).long() * size + at % size
+        own = index >= cached[:, None]
+        seq_lens = (end - pads).clamp(min=0)
+        counts = torch.cat([pads.new_zeros(1), seq_lens.clamp(max=new).cumsum(0)])
+        padded = self._columns < max(self._pads)
+        shared = any(self._columns < pad + n for pad, n in zip(self._pads, self._cached))
+        self._step = _Step(
+            (index >= 0).flatten() if padded else None,
+            own.flatten() if padded or shared else None,
+            slots[own],
+            tables,
+            seq_lens.int(),
+            counts.int(),
+            end - min(self._pads),
+        )
+        self._end = end
+
+    def _start(self, batch: int, attention_mask: torch.Tensor | None) -> None:
+        rows = len(self._sequences)
+        if batch % rows:
+            raise ValueError(f"input_ids must have {rows} rows or a multiple (samples or beams), got {batch}")
+        before = self._columns
+        if batch > rows:
+            self._open(batch // rows)
+            assert self._columns == before
+        if attention_mask is not None:
+            pads = (attention_mask[:, : self._width] == 0).sum(1).tolist()
+            if pads != self._pads:
+                raise ValueError(
+                    f"attention_mask must be the one that the PagedCache was opened with ({self._pads} columns of "
+                    f"padding), got {pads}"
+                )
+        self._started = True
+
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float,
+               window: int | None) -> torch.Tensor:  # fmt: skip
+        """query [B, Hq, q, d], key and value [B, Hk, q, d] -> [B, q, Hq, d], zeros for padding."""
+        step, kv = self._step, self.kv
+        assert step is not None
+        if layer >= len(kv.key_cache) or value.shape[1::2] != kv.key_cache.shape[3:]:
+            raise ValueError(
+                f"keys and values of layer {layer} must be {list(kv.key_cache.shape[3:])} (heads, dimensions), got "
+                f"{list(value.shape[1::2])}; layers of differing shape are not supported"
+            )
+        if window is not None and step.longest > window:
+            raise ValueError(
+                f"sequences must be at most {window} tokens, the sliding window of layer {layer}, got {step.longest}"
+            )
+        shape = (query.shape[0], query.shape[2], *query.shape[1::2])
+        query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))  # [B * q, H, d]
+        if step.own is not None:
+            key, value = key[step.own], value[step.own]
+        write_kv(key, value, kv.key_cache[layer], kv.value_cache[layer], step.slots)
+        out = paged_attention(
+            query if step.queries is None else query[step.queries], kv.key_cache[layer], kv.value_cache[layer],
+            step.block_tables, step.seq_lens, step.query_starts, scale=scale,
+        )  # fmt: skip
+        assert isinstance(out, torch.Tensor)
+        self._waiting.discard(layer)
+        if step.queries is None:
+            return out.view(shape)
+        return out.new_zeros(len(query), *shape[2:]).index_put((step.queries,), out).view(shape)
+
+    def finish(self, name: str) -> None:
+        """Ends a forward pass, whose keys and values are written now."""
+        self._step = None
+        if self._waiting:
+            raise ValueError(
+                f"layers {sorted(self._waiting)} of {name} did not use the attention implementation {IMPLEMENTATION!r}"
+            )
+        self._columns = self._end
+        if not self._committed and self._columns == self._width:
+            self._commit()
+
+    def _commit(self) -> None:
+        for seq in self._sequences:
+            self.kv.commit(seq)
+        self._committed = True
+
+    def close(self) -> None:
+        """Gives the blocks back; what was computed stays cached for later prompts until its space is needed."""
+        if self._started and self._step is None and self._columns == self._width:
+            self._commit()
+        for seq in self._sequences:
+            self.kv.close(seq)
+        self._sequences = []
+
+    def __enter__(self) -> "PagedCache":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def _pick(self, rows: Seq[int]) -> None:
+        """Row i becomes what row ``rows[i]`` was."""
+        sequences = [self.kv.fork(self._sequences[i], 1)[0] for i in rows]
+        for seq in self._sequences:
+            self.kv.close(seq)
+        self._sequences = sequences
+        self._pads, self._cached = ([values[i] for i in rows] for values in (self._pads, self._cached))
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+               ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Hands the new keys and values on to the attention function, which writes them."""
+        if self._step is None:
+            raise ValueError("past_key_values must be a PagedCache of a model prepared by paged_kv_cache(model, ...)")
+        self._waiting.add(layer_idx)
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns of the batch, padding included, that need not be computed any more."""
+        return self._columns
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self._columns + query_length, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1
+
+    def reset(self) -> None:
+        raise NotImplementedError("a PagedCache is for one batch: close it and open another one")
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self._pick(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._pick([i for i in range(len(self._sequences)) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._pick(torch.arange(len(self._sequences))[indices.cpu()].tolist())
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drops the last ``-tokens_to_remove`` columns."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"tokens_to_remove must be <= 0, got {tokens_to_remove}")
+        for seq in self._sequences:
+            self.kv.truncate(seq, seq.length + tokens_to_remove)
+        self._columns += tokens_to_remove
+        self._width += tokens_to_remove
+        self._cached = [min(n, self._width - pad) for n, pad in zip(self._cached, self._pads)]
+
+
+def _unpadded(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> tuple[list[list[int]], list[int]]:
+    """The tokens of each row, and how many columns of padding stand before them."""
+    if attention_mask is None:
+        attention_mask = torch.ones_like(input_ids)
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(f"attention_mask must have shape {list(input_ids.shape)}, got {list(attention_mask.shape)}")
+    real = attention_mask.bool().cpu()
+    pads = (~real).sum(1).tolist()
+    if not torch.equal(real, torch.arange(real.shape[1]) >= torch.tensor(pads)[:, None]):
+        raise ValueError("attention_mask must be 0 on the left only (tokenizer.padding_side = 'left')")
+    if any(pad == real.shape[1] for pad in pads):
+        raise ValueError(
+            f"input_ids must have a token in every row, got only padding in row {pads.index(real.shape[1])}"
+        )
+    return [ids[pad:] for ids, pad in zip(input_ids.tolist(), pads)], pads
+
+
+def _before_forward(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    cache = kwargs.get("past_key_values")
+    if not isinstance(cache, PagedCache):
+        return args, kwargs
+    input_ids = args[0] if args else kwargs.get("input_ids")
+    if input_ids is None:
+        raise ValueError("input_ids must be given: a PagedCache finds shared beginnings by their tokens")
+    cache.begin(input_ids, kwargs.get("attention_mask"))
+    return args, {**kwargs, "paging": cache}
+
+
+def _after_forward(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, PagedCache):
+        cache.finish(type(model).__name__)
+
+
+def _attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+               attention_mask: torch.Tensor | None, scaling: float | None = None, *, paging: PagedCache | None = None,
+               sliding_window: int | None = None, **kwargs: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """The attention function that Transformers calls: [B, H, q, d] each -> [B, q, Hq, d]."""
+    if paging is None:
+        raise ValueError(f"attn_implementation={IMPLEMENTATION!r} needs past_key_values=PagedCache(...)")
+    for name in UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{type(module).__name__} uses {name}, which paged attention does not know")
+    if torch.is_grad_enabled() and query.requires_grad:
+        raise ValueError("paged attention has no gradient: run the model under torch.no_grad()")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return paging.attend(module.layer_idx, query, key, value, scale, sliding_window), None
+
+
+AttentionInterface.register(IMPLEMENTATION, _attention)

@@ -1,0 +1,167 @@
+"""``model.generate`` on the paged cache against plain ``generate``, token for token in float32."""
+
+import pytest
+import torch
+
+import rlkernels
+
+transformers = pytest.importorskip("transformers", reason="this machine lacks transformers")
+integration = pytest.importorskip("rlkernels.integrations.transformers")
+PagedCache, paged_kv_cache = integration.PagedCache, integration.paged_kv_cache
+
+SIZES = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.3, "eos_token_id": None,
+    "bos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def build(kind="Llama", **changes):
+    torch.manual_seed(3)
+    config = getattr(transformers, f"{kind}Config")(**SIZES | changes)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        model.lm_head.weight.copy_(torch.randn_like(model.lm_head.weight))  # no two tokens alike
+    return model
+
+
+@pytest.fixture
+def model():
+    return build()
+
+
+def padded(*lengths, beginning=0):
+    """Rows of these lengths, padded on the left, whose first ``beginning`` tokens are the same."""
+    width, start = max(lengths), torch.randint(1, 61, (beginning,))
+    ids, mask = torch.zeros(len(lengths), width, dtype=torch.int64), torch.zeros(len(lengths), width, dtype=torch.int64)
+    for row, ones, n in zip(ids, mask, lengths):
+        row[width - n :] = torch.cat([start, torch.randint(1, 61, (n - beginning,))])
+        ones[width - n :] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generate(model, inputs, cache=None, **settings):
+    if cache is not None:
+        settings["past_key_values"] = cache
+    return model.generate(**inputs, max_new_tokens=9, **{"do_sample": False, **settings})
+
+
+def both(model, inputs, **settings):
+    """(plain output, output on a paged cache, the cache of blocks)."""
+    plain = generate(model, inputs, **settings)
+    kv = paged_kv_cache(model, num_blocks=64, block_size=4)
+    with PagedCache(kv, **inputs) as cache:
+        return plain, generate(model, inputs, cache, **settings), kv
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Gemma"])
+def test_same_tokens_as_plain_generate(kind):
+    extra = {"head_dim": 16} if kind in ("Qwen3", "Gemma") else {}
+    model = build(kind, **extra)
+    for inputs in (padded(7), padded(7, 12, 1), padded(13, 9, 13, beginning=8)):
+        plain, paged, kv = both(model, inputs)
+        assert torch.equal(plain, paged)
+        assert kv.stats["blocks_pinned"] == 0
+        model.set_attn_implementation("sdpa")
+
+
+def test_our_kernel_runs_in_every_layer_of_every_step(model, monkeypatch):
+    calls = []
+
+    def spy(query, *args, **kwargs):
+        calls.append(len(query))
+        return rlkernels.paged_attention(query, *args, **kwargs)
+
+    monkeypatch.setattr(integration, "paged_attention", spy)
+    both(model, padded(7, 4))
+    assert calls == [11] * 2 + [2] * 2 * 8  # padding is never computed
+
+
+def test_a_prompt_with_the_same_prefix_is_not_computed_again(model):
+    inputs = padded(14, 11, beginning=9)
+    first, second = ({k: v[i : i + 1, w:] for k, v in inputs.items()} for i, w in ((0, 0), (1, 3)))
+    plain = [generate(model, x) for x in (first, second)]
+    kv = paged_kv_cache(model, num_blocks=64, block_size=4)
+    computed = []
+    hook = model.model.embed_tokens.register_forward_pre_hook(lambda _, args: computed.append(args[0].numel()))
+    for x, expected, cached in ((first, plain[0], 0), (second, plain[1], 8)):
+        with PagedCache(kv, **x) as cache:
+            assert cache.num_cached == [cached]
+            assert torch.equal(generate(model, x, cache), expected)
+    hook.remove()
+    assert computed == [14, *[1] * 8, 3, *[1] * 8]
+    assert kv.stats["hits"] == 8
+
+    answer = {"input_ids": plain[0], "attention_mask": torch.ones_like(plain[0])}  # the answers are cached too
+    with PagedCache(kv, **answer) as cache:
+        assert cache.num_cached == [20]
+    kv.advance_version()
+    with PagedCache(kv, **first) as cache:
+        assert cache.num_cached == [0]
+
+
+def test_rows_of_a_batch_share_what_they_have_in_common(model):
+    inputs = padded(13, 10, 13, beginning=9)
+    plain, paged, kv = both(model, inputs)
+    assert torch.equal(plain, paged) and kv.stats["hits"] == 16
+    with PagedCache(kv, **inputs) as cache:  # the second time from the cache, where rows wait for the shortest
+        assert torch.equal(generate(model, inputs, cache), plain)
+
+
+def test_samples_and_beams_share_the_prompt(model):
+    inputs = padded(9, 6)
+    for settings in ({"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}):
+        plain, paged, kv = both(model, inputs, **settings)
+        assert torch.equal(plain, paged) and kv.stats["blocks_pinned"] == 0
+        model.set_attn_implementation("sdpa")
+    torch.manual_seed(5)
+    plain = generate(model, inputs, do_sample=True, num_return_sequences=3)
+    kv = paged_kv_cache(model, num_blocks=64, block_size=4)
+    with PagedCache(kv, **inputs) as cache:
+        torch.manual_seed(5)
+        assert torch.equal(plain, generate(model, inputs, cache, do_sample=True, num_return_sequences=3))
+        assert kv.stats["hits"] == 2 * (8 + 4)
+
+
+def test_crop_and_continue(model):
+    inputs = padded(9, 6)
+    plain, _, kv = both(model, inputs)
+    longer = {"input_ids": plain[:, :-3], "attention_mask": torch.ones_like(plain[:, :-3])}
+    longer["attention_mask"][:, :9] = inputs["attention_mask"]
+    with PagedCache(kv, **inputs) as cache:
+        generate(model, inputs, cache)
+        cache.crop(-5)
+        assert torch.equal(generate(model, longer, cache)[:, : plain.shape[1]], plain)
+
+
+def test_assisted_generation(model):
+    inputs, assistant = padded(9), build(num_hidden_layers=1)
+    plain, paged, _ = both(model, inputs, assistant_model=assistant)
+    assert torch.equal(plain, paged)
+
+
+def test_what_the_kernels_do_not_know_is_refused(model):
+    with pytest.raises(ValueError, match="Gemma2ForCausalLM with attn_logit_softcapping"):
+        paged_kv_cache(build("Gemma2", head_dim=8), num_blocks=8)
+    windowed = build("Mistral", sliding_window=8)
+    with pytest.raises(ValueError, match="at most 8 tokens, the sliding window of layer 0, got 9"):
+        both(windowed, padded(5))
+    kv = paged_kv_cache(model, num_blocks=8, block_size=4)
+    inputs = padded(6, 5)
+    with pytest.raises(ValueError, match="needs past_key_values=PagedCache"):
+        generate(model, inputs)
+    with pytest.raises(ValueError, match="attention_mask must be 0 on the left only"):
+        PagedCache(kv, inputs["input_ids"], inputs["attention_mask"].flip(1))
+    with pytest.raises(ValueError, match="got only padding in row 1"):
+        PagedCache(kv, inputs["input_ids"], torch.tensor([[1] * 6, [0] * 6]))
+    with pytest.raises(ValueError, match="must be the one that the PagedCache was opened with"):
+        generate(model, inputs, PagedCache(kv, inputs["input_ids"]))
+    with pytest.raises(ValueError, match="prefill_chunk_size is not supported"):
+        generate(model, inputs, PagedCache(kv, **inputs), prefill_chunk_size=2)
+    with pytest.raises(rlkernels.OutOfBlocks):
+        PagedCache(kv, **padded(40))
+    plain = build()
+    with pytest.raises(ValueError, match="prepared by paged_kv_cache"):
+        generate(plain, inputs, PagedCache(paged_kv_cache(model, num_blocks=8), **inputs))
+    with torch.enable_grad(), pytest.raises(ValueError, match="has no gradient"):
+        model(**inputs, past_key_values=PagedCache(paged_kv_cache(model, num_blocks=8), **inputs))
