@@ -11,9 +11,11 @@ __version__ = "0.1.0"
 # public name -> module that defines it
 _EXPORTS = {
     "Rank1Update": "rlkernels.rank1",
+    "RankOneTrajectory": "rlkernels.rank1",
     "add_rank1_": "rlkernels.rank1",
     "delta_matvec": "rlkernels.rank1",
     "export_peft": "rlkernels.rank1",
+    "extrapolate": "rlkernels.rank1",
     "stream_top1": "rlkernels.rank1",
     "top1_delta": "rlkernels.rank1",
     "top1_deltas": "rlkernels.rank1",
@@ -55,9 +57,11 @@ if TYPE_CHECKING:
     from rlkernels.prefix_cache import shared_prefix_attention as shared_prefix_attention
     from rlkernels.prefix_cache import write_kv as write_kv
     from rlkernels.rank1 import Rank1Update as Rank1Update
+    from rlkernels.rank1 import RankOneTrajectory as RankOneTrajectory
     from rlkernels.rank1 import add_rank1_ as add_rank1_
     from rlkernels.rank1 import delta_matvec as delta_matvec
     from rlkernels.rank1 import export_peft as export_peft
+    from rlkernels.rank1 import extrapolate as extrapolate
     from rlkernels.rank1 import stream_top1 as stream_top1
     from rlkernels.rank1 import top1_delta as top1_delta
     from rlkernels.rank1 import top1_deltas as top1_deltas

@@ -1,0 +1,220 @@
+"""How the weight update of every module moves along its leading direction while a model trains.
+
+AlphaRL (arXiv 2510.00553) follows x_t = sigma_t u_t over checkpoints, whose sign and order are ambiguous. Here
+x_t = (W_t - W_0) v_T with the direction v_T of the latest step alone, which is neither. Old weights are gone during
+training, so each tracked step leaves factors of low rank; from saved checkpoints x_t is exact.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from rlkernels import _check
+from rlkernels.rank1 import reference
+from rlkernels.rank1.ops import delta_matvec, top1_deltas
+from rlkernels.rank1.update import STATUSES
+
+FACTS = ("sigma", "frobenius", "gap", "angle_bound", "changed", "noise", "status")
+
+
+@dataclass(frozen=True)
+class Points:
+    """The trajectory of one module [m, n] at T tracked steps, oldest first, along the direction of the last of them."""
+
+    steps: torch.Tensor  # float64 [T]
+    accuracy: torch.Tensor  # float64 [T]
+    x: torch.Tensor  # float32 [T, m], (W_t - W_0) v_T
+    v: torch.Tensor  # float32 [n], v_T
+    captured: torch.Tensor  # float64 [T], length of v_T within the factors kept of step t; 1: x_t is exact
+    cosine: torch.Tensor  # float64 [T], |cos(v_t, v_T)|
+    frobenius: torch.Tensor  # float64 [T], |W_t - W_0|
+
+    def until(self, count: int) -> "Points":
+        """The first ``count`` steps; ``v`` stays."""
+        rows = {name: getattr(self, name)[:count] for name in ("steps", "accuracy", "x", "captured", "cosine")}
+        return replace(self, **rows, frobenius=self.frobenius[:count])
+
+
+def leading_factors(weight: torch.Tensor, base: torch.Tensor, *, rank: int = 4, start: torch.Tensor | None = None,
+                    passes: int = 3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Rank-k approximation ``left @ right.T`` of ``weight - base`` by block Krylov iteration.
+
+    Args:
+        weight, base: [m, n] floating point; the delta is taken ``reference.ROWS`` rows at a time.
+        start: [n], a guess for the leading right singular vector.
+        passes: reads of both matrices; the basis has ``rank * passes`` columns.
+
+    Returns:
+        left [m, k] = (weight - base) @ right and right [n, k] with orthonormal columns, float32, by descending
+        singular value; k is smaller than ``rank`` where the delta has no more directions.
+    """
+    n, width = weight.shape[1], min(rank, *weight.shape)
+    columns = reference.random_block(n, width, seed, weight.device)
+    if start is not None and start.any():
+        columns = torch.cat([start.double()[:, None], columns[:, 1:]], 1)
+    q = torch.empty(n, 0, dtype=torch.float64, device=weight.device)
+    y = torch.empty(weight.shape[0], 0, dtype=torch.float64, device=weight.device)
+    block = reference.orthonormal(columns, q)
+    for _ in range(passes):
+        block = block.float()
+        image, back = reference.delta_read(weight, base, block)
+        q, y = torch.cat([q, block], 1), torch.cat([y, image], 1)  # promoted to float64
+        block = reference.orthonormal(back.double(), q)
+        if block.shape[1] == 0:  # the basis is invariant
+            break
+    theta, ritz = torch.linalg.eigh(y.T @ y)
+    ritz = ritz.flip(1)[:, : min(width, int((theta > 1e-14 * theta[-1]).sum()))]
+    return (y @ ritz).float(), (q @ ritz).float()
+
+
+def storage_noise(weight: torch.Tensor, base: torch.Tensor) -> float:
+    """Spectral norm that rounding ``weight`` to its dtype adds to the delta, as for independent errors.
+
+    An entry that changed is off by up to half its spacing (variance spacing^2 / 12). One that did not change lost what
+    it should have moved: the same, or the root mean square of the delta where that is less. A random [m, n] matrix
+    with root mean square r has a spectral norm near r (sqrt(m) + sqrt(n)).
+    """
+    count = weight.numel()
+    moved = reference.delta_stats(weight, base)[0] ** 2 / count
+    total = 0.0
+    for w, b in zip(weight.split(reference.ROWS), base.split(reference.ROWS)):
+        spacing = torch.ldexp(torch.full_like(w, torch.finfo(w.dtype).eps, dtype=torch.float64), torch.frexp(w)[1] - 1)
+        error = spacing.square() / 12
+        total += float(torch.where(w != b, error, error.clamp_max(moved)).sum())
+    return math.sqrt(total / count) * (math.sqrt(weight.shape[0]) + math.sqrt(weight.shape[1]))
+
+
+class RankOneTrajectory:
+    """Factors of every tracked update of some modules, and their trajectories along the latest direction.
+
+    Args:
+        base: name -> W_0 [m, n], bfloat16, float16 or float32; kept by reference and must not change.
+        rank: of the factors that are kept of every tracked step.
+        tol, seed: as for :func:`rlkernels.top1_delta`.
+
+    Raises:
+        TypeError, ValueError: a tensor or setting that :func:`rlkernels.top1_delta` would not take.
+
+    Attributes:
+        steps, accuracy: of the tracked steps, oldest first.
+    """
+
+    def __init__(self, base: Mapping[str, torch.Tensor], *, rank: int = 4, tol: float = 1e-2, seed: int = 0) -> None:
+        if not base:
+            raise ValueError("base must hold at least one module, got none")
+        for name, tensor in base.items():
+            _check.tensor(f"base of {name!r}", tensor, ndim=2, floating=True)
+        _check.positive("rank", rank)
+        self.base, self.rank, self.tol, self.seed = dict(base), rank, tol, seed
+        self.steps: list[int] = []
+        self.accuracy: list[float] = []
+        self._left: dict[str, list[torch.Tensor]] = {name: [] for name in base}  # T of [m, k]
+        self._right: dict[str, list[torch.Tensor]] = {name: [] for name in base}  # T of [n, k], column 0 is v_t
+        self._facts: dict[str, list[list[float]]] = {name: [] for name in base}  # T of FACTS
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def track(self, weights: Mapping[str, torch.Tensor], *, step: int, accuracy: float) -> None:
+        """Keeps the factors of ``weights[name] - base[name]`` of every module.
+
+        Args:
+            weights: name -> W_t, at least the names of ``base``.
+            step: higher than all before.
+            accuracy: of the policy with these weights, as far as it is known.
+
+        Raises:
+            ValueError: a step that is not later, a module that is missing, NaN or infinite weights.
+        """
+        if self.steps and step <= self.steps[-1]:
+            raise ValueError(f"step must be above {self.steps[-1]}, the last one tracked, got {step}")
+        if missing := sorted(set(self.base) - set(weights)):
+            raise ValueError(f"weights must hold every tracked module, but {missing[0]!r} is missing")
+        starts = {name: rows[-1][:, 0] for name, rows in self._right.items() if rows and rows[-1].shape[1]}
+        pairs = {name: (weights[name].detach(), base) for name, base in self.base.items()}
+        updates = top1_deltas(pairs, starts=starts, tol=self.tol, seed=self.seed)
+        for name, update in updates.items():
+            if update.status == "zero":
+                left, right = update.u[:, None], update.v[:, None]
+            else:
+                left, right = leading_factors(*pairs[name], rank=self.rank, start=update.v, seed=self.seed)
+                sign = torch.where(right[:, 0] @ update.v < 0, -1.0, 1.0)
+                left, right = left * sign, right * sign
+            self._left[name].append(left)
+            self._right[name].append(right)
+            facts = (update.sigma, update.frobenius, update.gap, update.angle_bound, update.changed)
+            self._facts[name].append([*facts, storage_noise(*pairs[name]), STATUSES.index(update.status)])
+        self.steps.append(step)
+        self.accuracy.append(float(accuracy))
+
+    def facts(self, name: str, index: int = -1) -> dict[str, float]:
+        """Numbers of one tracked step: sigma, frobenius, gap, angle_bound, changed, noise (see ``storage_noise``)."""
+        return dict(zip(FACTS[:-1], self._facts[name][index]))
+
+    def status(self, name: str, index: int = -1) -> str:
+        """Status of the solver, as in :class:`Rank1Update`."""
+        return STATUSES[int(self._facts[name][index][-1])]
+
+    def direction(self, name: str, index: int = -1) -> torch.Tensor:
+        """v_t [n] of one tracked step."""
+        return self._right[name][index][:, 0]
+
+    def points(self, name: str, *, at: int = -1) -> Points:
+        """All tracked steps, from their factors, projected on the direction of number ``at`` (default: the latest)."""
+        v = self.direction(name, at)
+        shadows = [right.T @ v for right in self._right[name]]  # [k]
+        x = torch.stack([left @ shadow for left, shadow in zip(self._left[name], shadows)])
+        return Points(
+            steps=torch.tensor(self.steps, dtype=torch.float64),
+            accuracy=torch.tensor(self.accuracy, dtype=torch.float64),
+            x=x,
+            v=v,
+            captured=torch.tensor([float(s.norm()) for s in shadows], dtype=torch.float64),
+            cosine=torch.tensor([float(s[0].abs()) for s in shadows], dtype=torch.float64),
+            frobenius=torch.tensor([row[1] for row in self._facts[name]], dtype=torch.float64),
+        )
+
+    def exact_points(self, checkpoints: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, Points]:
+        """Like :meth:`points` for every module, with x_t read again from the weights of the tracked steps.
+
+        Args:
+            checkpoints: the weights of all tracked steps, oldest first; one of them is held at a time.
+        """
+        found: dict[str, list[torch.Tensor]] = {name: [] for name in self.base}
+        for weights in checkpoints:
+            for name, base in self.base.items():
+                found[name].append(delta_matvec(weights[name].detach(), base, self.direction(name)))
+        if any(len(rows) != len(self) for rows in found.values()):
+            raise ValueError(
+                f"checkpoints must be the {len(self)} tracked steps, got {len(next(iter(found.values())))}"
+            )
+        ones = torch.ones(len(self), dtype=torch.float64)
+        return {name: replace(self.points(name), x=torch.stack(rows), captured=ones) for name, rows in found.items()}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Everything that was tracked, as tensors; ``base`` is not in it."""
+        state = {
+            "steps": torch.tensor(self.steps, dtype=torch.int64),
+            "accuracy": torch.tensor(self.accuracy, dtype=torch.float64),
+        }
+        for name in self.base if self.steps else ():
+            ranks = [left.shape[1] for left in self._left[name]]
+            state[f"{name}/ranks"] = torch.tensor(ranks, dtype=torch.int64)
+            state[f"{name}/left"] = torch.cat(self._left[name], 1)
+            state[f"{name}/right"] = torch.cat(self._right[name], 1)
+            state[f"{name}/facts"] = torch.tensor(self._facts[name], dtype=torch.float64)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Undoes :meth:`state_dict`, for a trajectory with the same modules."""
+        self.steps, self.accuracy = state["steps"].tolist(), state["accuracy"].tolist()
+        for name, base in self.base.items():
+            if not self.steps:
+                self._left[name], self._right[name], self._facts[name] = [], [], []
+                continue
+            ranks = state[f"{name}/ranks"].tolist()
+            self._left[name] = list(state[f"{name}/left"].to(base.device).split(ranks, 1))
+            self._right[name] = list(state[f"{name}/right"].to(base.device).split(ranks, 1))
+            self._facts[name] = state[f"{name}/facts"].tolist()

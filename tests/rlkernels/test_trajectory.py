@@ -1,0 +1,264 @@
+"""Trajectories of rank-1 updates, predictors on them, and the reasons to refuse."""
+
+import math
+
+import pytest
+import torch
+
+import rlkernels
+from rlkernels.rank1 import PREDICTORS, Limits, Target, extrapolate, refusal, skill
+from rlkernels.rank1.predictors import linearity
+from rlkernels.rank1.trajectory import leading_factors, storage_noise
+
+M, N = 24, 40
+LINES = sorted(PREDICTORS)
+
+
+def matrix(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def unit(seed, n):
+    return matrix(seed, n) / matrix(seed, n).norm()
+
+
+def run(update, *, steps=range(4, 25, 4), accuracy=lambda s: 0.4 + 0.01 * s, dtype=torch.float32, modules=("a", "b")):
+    """A trajectory of modules whose delta after s steps is ``update(s, seed)``, and the last weights."""
+    base = {name: (0.1 * matrix(i, M, N)).to(dtype) for i, name in enumerate(modules)}
+    trajectory = rlkernels.RankOneTrajectory(base)
+    for s in steps:
+        weights = {name: (w.float() + update(s, i)).to(dtype) for i, (name, w) in enumerate(base.items())}
+        trajectory.track(weights, step=s, accuracy=accuracy(s))
+    return trajectory, weights
+
+
+def line(s, seed):
+    """One direction, growing in a line."""
+    return 1e-3 * s * torch.outer(unit(10 + seed, M), unit(20 + seed, N))
+
+
+def noisy(s, seed):
+    """A line with something else beside it that differs from step to step."""
+    return line(s, seed) + 2e-5 * matrix(100 * s + seed, M, N)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (7, 1), (24, 40), (60, 33)])
+def test_factors_are_the_leading_part_of_the_delta(shape):
+    m, n = shape
+    base = matrix(0, m, n)
+    weight = base + 3 * torch.outer(unit(1, m), unit(2, n)) + torch.outer(unit(3, m), unit(4, n))
+    left, right = leading_factors(weight, base)
+    assert torch.allclose(right.T @ right, torch.eye(right.shape[1]), atol=1e-5)
+    assert torch.allclose(left @ right.T, weight - base, atol=1e-5), "a delta of rank 2 is held entirely"
+    sizes = left.norm(dim=0)
+    assert torch.equal(sizes, sizes.sort(descending=True).values)
+
+
+def test_factors_of_a_full_spectrum_are_those_of_the_svd():
+    u, _ = torch.linalg.qr(matrix(0, 60, 30))
+    v, _ = torch.linalg.qr(matrix(1, 30, 30))
+    sizes = 0.8 ** torch.arange(30.0)
+    left, right = leading_factors(u * sizes @ v.T, torch.zeros(60, 30), rank=4, passes=6)
+    assert torch.allclose(left.norm(dim=0), sizes[:4], rtol=1e-4)
+    assert (right.T @ v[:, :4]).diagonal().abs().min() > 0.999
+
+
+def test_x_is_the_delta_times_the_latest_direction():
+    trajectory, weights = run(noisy)
+    points = trajectory.points("a")
+    update = rlkernels.top1_delta(weights["a"], trajectory.base["a"])
+    assert abs(float(points.v @ update.v)) > 0.9999
+    expected = (weights["a"] - trajectory.base["a"]) @ points.v
+    assert torch.allclose(points.x[-1], expected, rtol=1e-4, atol=1e-7)
+    assert points.steps.tolist() == [4, 8, 12, 16, 20, 24]
+    assert points.captured[-1] == pytest.approx(1, abs=1e-4) and (points.captured > 0.95).all()
+    assert (points.cosine > 0.9).all()
+    assert torch.allclose(points.frobenius[-1].float(), (weights["a"] - trajectory.base["a"]).norm(), rtol=1e-4)
+
+
+def test_checkpoints_give_x_exactly():
+    base = {"a": 0.1 * matrix(0, M, N)}
+    saved = [{"a": base["a"] + noisy(s, 0) + 1e-3 * matrix(s, M, N)} for s in (4, 8, 12)]
+    trajectory = rlkernels.RankOneTrajectory(base, rank=1)
+    for s, weights in zip((4, 8, 12), saved):
+        trajectory.track(weights, step=s, accuracy=0.5)
+    exact, rough = trajectory.exact_points(saved)["a"], trajectory.points("a")
+    for x, weights in zip(exact.x, saved):
+        assert torch.allclose(x, (weights["a"] - base["a"]) @ exact.v, atol=1e-6)
+    assert (exact.captured == 1).all() and rough.captured[0] < 0.99
+    assert not torch.allclose(rough.x[0], exact.x[0], rtol=1e-2)
+    with pytest.raises(ValueError, match="3 tracked steps, got 2"):
+        trajectory.exact_points(saved[:2])
+
+
+def test_signs_of_singular_vectors_do_not_matter(monkeypatch):
+    plain, weights = run(noisy)
+    flips = iter([1, -1, -1, 1, -1, -1] * 10)
+    import rlkernels.rank1.trajectory as module
+
+    def flipped(*args, **options):
+        left, right = leading_factors(*args, **options)
+        sign = next(flips)
+        return left * sign, right * sign
+
+    monkeypatch.setattr(module, "leading_factors", flipped)
+    other, _ = run(noisy)
+    for name in plain.base:
+        assert torch.allclose(plain.points(name).x, other.points(name).x, atol=1e-6)
+        assert plain.points(name).cosine.min() > 0.9
+    for predictor in LINES:
+        ours, theirs = (extrapolate(t, weights, Target(60), predictor=predictor) for t in (plain, other))
+        assert all(torch.allclose(ours[name], theirs[name], atol=1e-5) for name in plain.base)
+
+
+@pytest.mark.parametrize("keep_rest", [True, False])
+@pytest.mark.parametrize("predictor", LINES)
+def test_a_straight_line_is_continued_exactly(predictor, keep_rest):
+    """PLS goes by accuracy, the others by step; here both say the same."""
+    trajectory, weights = run(line)
+    assert skill(trajectory, predictor) == pytest.approx(1, abs=1e-3)
+    assert skill(trajectory, predictor, holdout=2) == pytest.approx(1, abs=1e-3)
+    assert refusal(trajectory, predictor) is None
+    found = extrapolate(trajectory, weights, Target(60, 1.0), predictor=predictor, keep_rest=keep_rest)
+    for i, name in enumerate(trajectory.base):
+        assert torch.allclose(found[name], trajectory.base[name] + line(60, i), atol=2e-6)
+    exact = {name: trajectory.points(name) for name in trajectory.base}
+    again = extrapolate(trajectory, weights, Target(60, 1.0), predictor=predictor, keep_rest=keep_rest, points=exact)
+    assert all(torch.equal(found[name], again[name]) for name in found)
+
+
+def test_pls_by_hand():
+    """Two entries, of which the second does not follow the accuracy as well: worked out on paper."""
+    trajectory, _ = run(line)
+    points = trajectory.points("a").until(3)
+    y = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)
+    x = torch.tensor([[1.0, 0.0], [2.0, 1.0], [3.0, 0.0]])
+    from dataclasses import replace
+
+    found = PREDICTORS["pls"](replace(points, x=x, accuracy=y), Target(0, 0.5))
+    # standardised first entry is (-1, 0, 1), the second has no covariance with y: w = (1, 0), t = (-1, 0, 1),
+    # p = (1, 0), slope 0.1 per t; at 0.5, t is 3: 2 + 1 * 3 and the mean of the second
+    assert found.tolist() == pytest.approx([5.0, 1 / 3])
+
+
+def test_scale_is_explicit():
+    trajectory, weights = run(noisy)
+    base, target = trajectory.base["a"], Target(24)
+    points = trajectory.points("a")
+    plain = extrapolate(trajectory, weights, target, predictor="secant", keep_rest=False)["a"] - base
+    assert torch.allclose(plain, torch.outer(points.x[-1], points.v), atol=1e-6), "no step ahead: the update as it is"
+    scaled = extrapolate(trajectory, weights, target, predictor="secant", keep_rest=False, scale="alpha")["a"] - base
+    assert float(scaled.norm()) == pytest.approx(float(points.frobenius[-1]), rel=1e-4)
+    kept = extrapolate(trajectory, weights, target, predictor="secant", scale=1.0)["a"]
+    assert torch.allclose(kept, weights["a"], atol=1e-6)
+    for bad in ("beta", math.nan):
+        with pytest.raises(ValueError, match="scale must be"):
+            extrapolate(trajectory, weights, target, scale=bad)
+    with pytest.raises(ValueError, match="predictor must be one of"):
+        extrapolate(trajectory, weights, target, predictor="oracle")
+
+
+def turning(s, seed):
+    angle = torch.tensor(s / 24 * 3.0)
+    v = angle.cos() * unit(20, N) + angle.sin() * (unit(21, N) - (unit(20, N) @ unit(21, N)) * unit(20, N))
+    return 1e-3 * s * torch.outer(unit(10, M), v)
+
+
+def pair(s, seed):
+    """Two directions of the same size."""
+    u, _ = torch.linalg.qr(matrix(1, M, 2))
+    v, _ = torch.linalg.qr(matrix(2, N, 2))
+    return 1e-3 * s * u @ v.T
+
+
+def jump(s, seed):
+    """Turns back at the end, which no predictor can know."""
+    return line(s if s < 24 else 12, seed)
+
+
+REFUSALS = {
+    "few points": (line, {"steps": (4, 8)}),
+    "flat accuracy": (line, {"accuracy": lambda s: 0.5 + 0.001 * (s % 8)}),
+    "low gap": (pair, {}),
+    "no update": (lambda s, seed: torch.zeros(M, N), {}),
+    "direction still turning": (turning, {}),
+    "no skill": (jump, {}),
+    "storage noise": (lambda s, seed: 0.05 * line(s, seed), {"dtype": torch.bfloat16}),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSALS)
+@pytest.mark.parametrize("predictor", LINES)
+def test_refusals_and_their_reasons(reason, predictor):
+    update, options = REFUSALS[reason]
+    trajectory, weights = run(update, **options)
+    found = refusal(trajectory, predictor)
+    assert found is not None and found.reason == reason, found
+    assert str(found).startswith(reason + " (")
+    if reason in ("low gap", "no update", "direction still turning", "storage noise"):
+        assert extrapolate(trajectory, weights, Target(60), predictor=predictor) == {}, "such modules are left alone"
+
+
+def test_modules_with_an_objection_are_left_alone_and_the_rest_is_extrapolated():
+    def update(s, seed):
+        return line(s, 0) if seed == 0 else 0.3 * turning(s, 1)
+
+    trajectory, weights = run(update)
+    assert refusal(trajectory, "secant") is None
+    assert list(extrapolate(trajectory, weights, Target(60))) == ["a"]
+    assert refusal(trajectory, "secant", Limits(min_share=0.99)).reason == "direction still turning"
+
+
+def test_storage_noise_is_what_rounding_adds():
+    base = (0.1 * matrix(0, 400, 300)).bfloat16()
+    weight = base.float() + 1e-2 * matrix(1, 400, 300)
+    noise = torch.linalg.matrix_norm(weight.bfloat16().float() - weight, 2)
+    assert storage_noise(weight.bfloat16(), base) == pytest.approx(float(noise), rel=0.25)
+    assert storage_noise(base, base) == 0
+
+
+def test_linearity():
+    trajectory, _ = run(line)
+    assert linearity(trajectory.points("a")) == pytest.approx(1, abs=1e-6)
+    back, _ = run(lambda s, seed: line(12 - abs(s - 14), seed))
+    assert linearity(back.points("a")) < 0.5
+    assert math.isnan(linearity(trajectory.points("a").until(2)))
+
+
+def test_state_comes_back_bit_for_bit():
+    trajectory, _ = run(noisy)
+    state = trajectory.state_dict()
+    assert all(isinstance(value, torch.Tensor) for value in state.values())
+    again = rlkernels.RankOneTrajectory(trajectory.base)
+    again.load_state_dict({name: value.clone() for name, value in state.items()})
+    for t in (trajectory, again):
+        t.track({n: w + noisy(28, i) for i, (n, w) in enumerate(t.base.items())}, step=28, accuracy=0.7)
+    for name, value in trajectory.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+    empty = rlkernels.RankOneTrajectory(trajectory.base)
+    again.load_state_dict(empty.state_dict())
+    assert len(again) == 0 and again.state_dict()["steps"].numel() == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"step": 8}, "step must be above 8"),
+        ({"weights": {}}, "'a' is missing"),
+        ({"weights": {"a": torch.full((M, N), math.nan), "b": torch.zeros(M, N)}}, "'a'.*NaN"),
+    ],
+)
+def test_bad_tracking_is_named(change, message):
+    trajectory, weights = run(line, steps=(4, 8))
+    with pytest.raises(ValueError, match=message):
+        trajectory.track(**{"weights": weights, "step": 12, "accuracy": 0.5} | change)
+    assert len(trajectory) == 2
+
+
+def test_bad_bases_are_named():
+    with pytest.raises(ValueError, match="at least one module"):
+        rlkernels.RankOneTrajectory({})
+    with pytest.raises(ValueError, match="'a' must have 2 dimensions"):
+        rlkernels.RankOneTrajectory({"a": torch.zeros(3)})
+    with pytest.raises(ValueError, match="rank must be > 0"):
+        rlkernels.RankOneTrajectory({"a": torch.zeros(3, 3)}, rank=0)
