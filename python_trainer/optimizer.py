@@ -1,6 +1,7 @@
 """AdamW with a schedule, gradient clipping, and float32 master weights for low-precision models."""
 
 import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -62,6 +63,36 @@ class PolicyOptimizer:
         for param, master in low_precision:
             param.copy_(master)
         return float(norm)
+
+    @torch.no_grad()
+    def write(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Sets weights by parameter name, master copies included, in the precision of the masters."""
+        for name, value in values.items():
+            self.masters[name].copy_(value)
+            if self.masters[name] is not self.params[name]:
+                self.params[name].copy_(self.masters[name])
+
+    def snapshot(self, names: Iterable[str]) -> dict[str, list[torch.Tensor]]:
+        """Copies of these weights for :meth:`restore`."""
+        return {name: [t.detach().clone() for t in self._weights(name)] for name in names}
+
+    @torch.no_grad()
+    def restore(self, saved: Mapping[str, list[torch.Tensor]]) -> None:
+        """Puts back the weights of a snapshot, bit for bit."""
+        for name, tensors in saved.items():
+            for weight, value in zip(self._weights(name), tensors, strict=True):
+                weight.copy_(value)
+
+    def forget_momentum(self, names: Iterable[str]) -> None:
+        """Sets the gradient's mean of these parameters to 0; the mean of its square and the step count stay."""
+        for name in names:
+            state = self.adamw.state.get(self.masters[name], {})
+            if "exp_avg" in state:
+                state["exp_avg"].zero_()
+
+    def _weights(self, name: str) -> list[torch.Tensor]:
+        param, master = self.params[name], self.masters[name]
+        return [param] if master is param else [param, master]
 
     def state_dict(self) -> dict[str, Any]:
         """Moments and, where they are not the model's own parameters, master weights, all by parameter name."""

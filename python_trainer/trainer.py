@@ -134,6 +134,7 @@ class Trainer:
             publish(aside, self.output_dir / "model")
         summary = summarise(progress, self.clock.seconds, wall_s=self._wall_seconds())
         summary |= {"target_accuracy": config.evaluation.target_accuracy, "device": device_name(self.policy.device)}
+        summary["accelerators"] = {accelerator.name: accelerator.summary() for accelerator in self.accelerators}
         write_text(self.output_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
         return summary
 
@@ -144,7 +145,7 @@ class Trainer:
         context = StepContext(
             step=number, policy=self.policy.model, optimizer=self.optimizer, engine=self.engine,
             tokenizer=self.policy.tokenizer, evaluate=self.evaluate, evaluate_each=self.evaluate_each,
-            seed=keyed_seed(config.seed, "step", number), telemetry=telemetry,
+            seed=keyed_seed(config.seed, "step", number), telemetry=telemetry, gate_size=len(self.task.gate),
         )  # fmt: skip
         groups = self._draw_prompts(number)
         for accelerator in self.accelerators:

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator
 
+from python_trainer.accelerators.alpha import Alpha
 from python_trainer.accelerators.base import Accelerator, PlannedGroup, Rollout, Settings, StepContext
 from python_trainer.accelerators.rpo import RPO
 
@@ -19,7 +20,7 @@ __all__ = [
 ]
 
 # In the order in which they run within a step: rhyme, rpo, drafts, alpha.
-ACCELERATORS: dict[str, type[Accelerator]] = {kind.name: kind for kind in (RPO,)}
+ACCELERATORS: dict[str, type[Accelerator]] = {kind.name: kind for kind in (RPO, Alpha)}
 
 
 class _Enabled(BaseModel):

@@ -57,6 +57,7 @@ class StepContext:
     evaluate_each: Any  # the same, as a list of 0 or 1 for each prompt; the noise is the same every time
     seed: int  # of this step: keyed by (run seed, step)
     telemetry: dict[str, float]  # metrics of this step; add your own as "name/metric"
+    gate_size: int = 0  # prompts in the gate split
 
 
 class Settings(BaseModel):
@@ -84,6 +85,10 @@ class Accelerator:
 
     def after_update(self, context: StepContext) -> None:
         """After the optimizer step. Whoever changes the weights ends with ``context.engine.policy_updated()``."""
+
+    def summary(self) -> dict[str, Any]:
+        """What a finished run should know of it, for ``accelerators.NAME`` in summary.json: numbers, strings, lists."""
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs, as tensors, strings, numbers, lists and dictionaries."""

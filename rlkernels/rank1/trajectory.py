@@ -193,6 +193,13 @@ class RankOneTrajectory:
         ones = torch.ones(len(self), dtype=torch.float64)
         return {name: replace(self.points(name), x=torch.stack(rows), captured=ones) for name, rows in found.items()}
 
+    def to(self, device: torch.device) -> None:
+        """Moves base and factors, where they are elsewhere."""
+        for name, base in self.base.items():
+            self.base[name] = base.to(device)
+            self._left[name] = [left.to(device) for left in self._left[name]]
+            self._right[name] = [right.to(device) for right in self._right[name]]
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Everything that was tracked, as tensors; ``base`` is not in it."""
         state = {

@@ -199,7 +199,8 @@ def test_output_dir_that_is_a_file(run, tmp_path):
 
 def test_compare_skips_what_is_finished_and_reports(run, tmp_path, capsys, monkeypatch):
     arguments = ("--variants", "baseline,rpo,all", "--seeds", "2")
-    code, error = run({"max_steps": 2, "evaluation": {"target_accuracy": 0.9}}, *arguments, command="compare")
+    gate = {"task": {"gate_size": 2}, "accelerators": {"alpha": {"gate_prompts": 2}}}
+    code, error = run({"max_steps": 2, "evaluation": {"target_accuracy": 0.9}} | gate, *arguments, command="compare")
     assert code == 0, error
     folders = sorted(str(p.parent.relative_to(tmp_path / "run")) for p in (tmp_path / "run").rglob("summary.json"))
     assert folders == [f"{v}/seed-{s}" for v in ("all", "baseline", "rpo") for s in (0, 1)]

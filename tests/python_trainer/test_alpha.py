@@ -1,0 +1,272 @@
+"""Gated extrapolation: what the gate accepts, what a rejection leaves behind, what a resumed run repeats."""
+
+import copy
+
+import pytest
+import torch
+from rich.console import Console
+
+from python_trainer.accelerators.alpha import Alpha, AlphaSettings
+from python_trainer.accelerators.gate import Gate
+from python_trainer.checkpoint import load_checkpoint
+from python_trainer.config import OptimizerConfig
+from python_trainer.errors import UserError
+from python_trainer.optimizer import PolicyOptimizer
+from python_trainer.telemetry import read_metrics
+from python_trainer.trainer import Trainer
+from rlkernels.rank1 import PREDICTORS
+
+QUIET = Console(quiet=True)
+GATE = 400
+
+
+class Model(torch.nn.Module):
+    """One projection that is tracked, one embedding and a vector that are not."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(0)
+        self.proj = torch.nn.Linear(24, 16, dtype=dtype)
+        self.embed = torch.nn.Embedding(5, 24, dtype=dtype)
+
+
+class Engine:
+    def __init__(self):
+        self.updates = 0
+
+    def policy_updated(self):
+        self.updates += 1
+
+
+class Context:
+    """What the accelerator uses of a step; the accuracy at the gate is a function of the weights."""
+
+    def __init__(self, model, optimizer, quality):
+        self.policy, self.optimizer, self.quality = model, optimizer, quality
+        self.engine, self.telemetry, self.step, self.gate_size = Engine(), {}, 1, GATE
+        self.evaluated = []
+
+    def evaluate_each(self, split, limit):
+        assert split == "gate" and limit == GATE
+        right = round(GATE * self.quality(self.policy))
+        self.evaluated.append(right)
+        return [1.0] * right + [0.0] * (GATE - right)
+
+
+DIRECTION = torch.outer(torch.linspace(-1, 1, 16), torch.linspace(1, 2, 24))
+
+
+def progress(model, start):
+    """How far the projection has come along DIRECTION."""
+    return float(((model.proj.weight.detach().float() - start) * DIRECTION).sum() / DIRECTION.square().sum())
+
+
+def trained(quality, *, dtype=torch.float32, steps=12, **settings):
+    """An accelerator, its context and the model after real Adam steps along one direction."""
+    model = Model(dtype)
+    optimizer = PolicyOptimizer(model, OptimizerConfig())
+    start = model.proj.weight.detach().float().clone()
+    context = Context(model, optimizer, lambda m: quality(progress(m, start)))
+    options = {"first_step": 1000, "smoothing": 1, "gate_prompts": GATE, "track_steps": 1, "horizon": 2.0} | settings
+    alpha = Alpha(AlphaSettings(**options))
+    for step in range(1, steps + 1):
+        context.step, context.telemetry = step, {}
+        alpha.plan(context, [])
+        alpha.accuracies.append(0.3 + 0.02 * step)
+        noise = 0.02 * torch.randn(16, 24, generator=torch.Generator().manual_seed(step))
+        model.proj.weight.grad = (-DIRECTION + noise).to(dtype)
+        model.proj.bias.grad = torch.ones(16, dtype=dtype)
+        model.embed.weight.grad = torch.ones(5, 24, dtype=dtype)
+        # the update itself, without Adam's signs: the moments still are real
+        before = {name: master.detach().clone() for name, master in optimizer.masters.items()}
+        optimizer.step(1e-3)
+        move = 1e-3 * (DIRECTION - noise)
+        optimizer.write({"proj.weight": before["proj.weight"] + move})
+        alpha.after_update(context)
+    return alpha, context, start
+
+
+def everything(context):
+    state = copy.deepcopy(context.optimizer.state_dict())
+    return state | {"weights": {n: p.detach().clone() for n, p in context.policy.named_parameters()}}
+
+
+def assert_equal_states(a, b):
+    assert a.keys() == b.keys()
+    for name, values in a.items():
+        for key, value in values.items():
+            assert torch.equal(value, b[name][key]), (name, key)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("predictor", sorted(PREDICTORS))
+def test_a_better_edit_is_accepted(predictor, dtype):
+    alpha, context, start = trained(lambda p: 0.5 + 10 * p, dtype=dtype, predictor=predictor, target_accuracy=0.78)
+    before, state = progress(context.policy, start), everything(context)
+    assert before == pytest.approx(0.012, rel=0.1)
+    event = alpha.attempt(context)
+    assert event["accepted"] and [t["factor"] for t in event["tries"]] == [1.0] and "refused" not in event
+    assert progress(context.policy, start) == pytest.approx(0.024, rel=0.1)
+    assert event["tries"][0]["after"] > event["tries"][0]["before"]
+    assert context.engine.updates == 2, "the cache never outlives weights"
+    after = everything(context)
+    assert not after["proj.weight"]["exp_avg"].any() and state["proj.weight"]["exp_avg"].any()
+    for name, key in (("proj.weight", "exp_avg_sq"), ("proj.weight", "step"), ("embed.weight", "exp_avg")):
+        assert torch.equal(after[name][key], state[name][key])
+    for name in ("embed.weight", "proj.bias"):
+        assert torch.equal(after["weights"][name], state["weights"][name]), "not a projection: as trained"
+    assert alpha.anchor == 12 and len(alpha.trajectory) == 0, "tracking starts again from there"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("quality", [lambda p: 0.8 - 20 * abs(p - 0.012), lambda p: 0.5])
+def test_a_worse_edit_is_rolled_back_bit_for_bit(quality, dtype):
+    """Worse, or no different: nothing shows that it is better. Optimizer, masters and weights are as before."""
+    alpha, context, _ = trained(quality, dtype=dtype)
+    state = everything(context)
+    event = alpha.attempt(context)
+    assert not event["accepted"]
+    assert [t["factor"] for t in event["tries"]] == [1.0, 0.5, 0.25]
+    assert_equal_states(everything(context), state)
+    assert context.engine.updates == 4, "three candidates, then the old weights"
+    assert len(alpha.trajectory) == 12 and alpha.anchor == 0
+
+
+def test_too_far_is_shrunk_until_it_helps():
+    def hill(p):
+        return 0.9 - 0.5 * abs(p - 0.018) / 0.006
+
+    alpha, context, start = trained(hill)
+    event = alpha.attempt(context)
+    assert event["accepted"] and [t["factor"] for t in event["tries"]] == [1.0, 0.5]
+    assert progress(context.policy, start) == pytest.approx(0.018, rel=0.1)
+
+
+def test_an_evaluation_that_fails_leaves_the_weights_alone():
+    alpha, context, _ = trained(lambda p: 0.5 if p < 0.013 else 1 / 0)
+    state = everything(context)
+    with pytest.raises(ZeroDivisionError):
+        alpha.attempt(context)
+    assert_equal_states(everything(context), state)
+
+
+def test_refusals_cost_no_evaluation_and_are_tried_again():
+    alpha, context, _ = trained(lambda p: 0.5, first_step=9, every=50, min_rise=0.15)
+    assert [e.get("refused") for e in alpha.events] == ["flat accuracy"] * 2 + [None]
+    assert alpha.events[0]["detail"].startswith("rose by") and len(context.evaluated) == 4
+    assert [e["step"] for e in alpha.events] == [9, 10, 11] and alpha.next_attempt == 61
+
+
+def test_masters_follow_the_edit_and_training_goes_on_from_it():
+    """The edit is far below the spacing of bfloat16; the master keeps it, and later steps do not undo it."""
+    alpha, context, _ = trained(lambda p: 0.5 + 10 * p, dtype=torch.bfloat16)
+    assert alpha.attempt(context)["accepted"]
+    optimizer, param = context.optimizer, context.policy.proj.weight
+    master = optimizer.masters["proj.weight"]
+    edited = master.detach().clone()
+    assert torch.equal(master.bfloat16(), param) and not torch.equal(master, param.float())
+    param.grad = torch.zeros_like(param)
+    optimizer.step(1e-3)
+    assert torch.equal(master, edited), "no gradient, no momentum: the master stays where the edit put it"
+
+
+def test_the_level_adds_up_over_all_comparisons():
+    gate = Gate(0.05)
+    after, before = [1.0] * 6 + [0.0] * 4, [0.0] * 6 + [0.0] * 4  # p = 1 / 64
+    outcomes = [gate.compare(after, before) for _ in range(200)]
+    assert outcomes[0].accepted and not outcomes[1].accepted and outcomes[0].p_value == 1 / 64
+    assert outcomes[0].level == 0.025 and sum(o.level for o in outcomes) <= 0.05
+
+
+def test_the_gate_rarely_accepts_what_is_no_better():
+    generator = torch.Generator().manual_seed(0)
+    accepted = 0
+    for _ in range(300):
+        gate = Gate(0.05)
+        before = (torch.rand(500, generator=generator) < 0.7).tolist()
+        for _ in range(3):
+            same = [b if torch.rand((), generator=generator) < 0.8 else bool(torch.rand((), generator=generator) < 0.7)
+                    for b in before]  # fmt: skip
+            if gate.compare(same, before).accepted:
+                accepted += 1
+                break
+    assert accepted <= 0.05 * 300
+
+
+# in the trainer --------------------------------------------------------------------------------------------------
+
+SETTINGS = {"track_steps": 1, "first_step": 4, "every": 2, "gate_prompts": 6, "min_rise": -1.0, "min_skill": -1e9,
+            "min_cosine": 0.0, "gate_level": 0.9}  # fmt: skip
+
+
+@pytest.fixture
+def alpha_config(make_config, jsonl_files):
+    def make(**changes):
+        task = make_config().task.model_dump(mode="json") | {"gate_path": str(jsonl_files[1])}
+        settings = SETTINGS | changes.pop("alpha", {})
+        return make_config(**changes, task=task, accelerators={"enabled": ["alpha"], "alpha": settings})
+
+    return make
+
+
+def weights_of(trainer):
+    return {name: p.detach().clone() for name, p in trainer.policy.model.named_parameters()}
+
+
+def test_tracking_and_rejected_attempts_change_nothing(alpha_config, make_config, tmp_path):
+    runs = []
+    for name, config in (("plain", make_config(max_steps=5)), ("alpha", alpha_config(max_steps=5))):
+        trainer = Trainer(config, tmp_path / name, console=QUIET)
+        if name == "alpha":
+            trainer.evaluate_each = lambda split, limit=None: [0.0] * 6  # never better
+        trainer.run()
+        runs.append(weights_of(trainer))
+    for name, value in runs[0].items():
+        assert torch.equal(value, runs[1][name]), name
+    attempts = trainer.accelerators[0].events
+    assert [len(e["tries"]) for e in attempts] == [3] and attempts[0]["step"] == 4
+    rows = read_metrics(tmp_path / "alpha")
+    assert rows[4]["alpha/accepted"] == 0 and rows[4]["alpha/gate_s"] > 0 and rows[1]["alpha/track_s"] > 0
+
+
+def test_an_interrupted_run_resumes_to_the_same_weights(alpha_config, tmp_path):
+    """Across an accepted jump, with the trajectory half full."""
+    config = alpha_config(max_steps=8, save={"save_steps": 1, "save_total_limit": 20})
+
+    def start(folder, steps, **options):
+        trainer = Trainer(config.model_copy(update={"max_steps": steps}), folder, console=QUIET, **options)
+        trainer.accelerators[0].gate.compare = always
+        trainer.run()
+        return trainer
+
+    class Yes:
+        accepted = True
+
+    from dataclasses import dataclass
+
+    @dataclass
+    class Accepted:
+        before: float = 0.0
+        after: float = 1.0
+        accepted: bool = True
+
+    def always(after, before):
+        return Accepted()
+
+    whole = start(tmp_path / "whole", 8)
+    assert [e["step"] for e in whole.accelerators[0].events if e["accepted"]] == [4, 7]
+    start(tmp_path / "parts", 5)
+    parts = start(tmp_path / "parts", 8, resume=True)
+    for name, value in weights_of(whole).items():
+        assert torch.equal(value, weights_of(parts)[name]), name
+    saved = [load_checkpoint(tmp_path / run / "checkpoints" / "step-000008") for run in ("whole", "parts")]
+    ours, theirs = (s["accelerators"]["alpha"] for s in saved)
+    assert ours["events"] == theirs["events"] and ours["accuracies"] == theirs["accuracies"]
+    for name, value in ours["trajectory"].items():
+        assert torch.equal(value, theirs["trajectory"][name]), name
+
+
+def test_too_few_gate_prompts_are_named(alpha_config, tmp_path):
+    trainer = Trainer(alpha_config(alpha={"gate_prompts": 7}), tmp_path / "run", console=QUIET)
+    with pytest.raises(UserError, match=r"gate_prompts: 7 .* the task has 6"):
+        trainer.run()
