@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+# generated; of prompts and prefixes computed; of those taken from the KV cache instead; in forward-backward passes
+TOKENS = ("generated_tokens", "prefill_tokens", "cached_tokens", "trained_tokens")
+
 
 @dataclass
 class Progress:
@@ -18,7 +21,7 @@ class Progress:
     policy_version: int = 0
     wall_s: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)  # by part of the loop
-    counts: dict[str, int] = field(default_factory=dict)  # generated_tokens, prefill_tokens, trained_tokens
+    counts: dict[str, int] = field(default_factory=dict)  # of TOKENS
     evaluations: list[list[float]] = field(default_factory=list)  # [step, accuracy]
     seconds_to_target: float | None = None
     tokens_to_target: int | None = None
@@ -42,7 +45,7 @@ def summarise(progress: Progress, seconds: Mapping[str, float], *, wall_s: float
         "training_s": wall_s - seconds.get("eval", 0.0),
         **{f"{part}_s": seconds.get(part, 0.0) for part in ("rollout", "train", "reward", "eval", "checkpoint")},
         "accelerator_s": {name.removeprefix(prefix): s for name, s in seconds.items() if name.startswith(prefix)},
-        **{name: progress.counts.get(name, 0) for name in ("generated_tokens", "prefill_tokens", "trained_tokens")},
+        **{name: progress.counts.get(name, 0) for name in TOKENS},
         "eval_accuracy_start": accuracies[0] if accuracies else None,
         "eval_accuracy_final": accuracies[-1] if accuracies else None,
         "seconds_to_target": progress.seconds_to_target,

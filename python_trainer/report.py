@@ -83,7 +83,8 @@ def facts(summaries: Sequence[dict[str, Any]], target: float | None) -> dict[str
         "seconds per step": show(seconds_per_step(summaries)),
         **(reached if target else {}),
         "generated tokens": show(column("generated_tokens"), "{:,.0f}"),
-        "prefilled tokens": show(column("prefill_tokens"), "{:,.0f}"),
+        "prefilled tokens, computed": show(column("prefill_tokens"), "{:,.0f}"),
+        "prefilled tokens, from cache": show(column("cached_tokens"), "{:,.0f}"),
         "trained tokens": show(column("trained_tokens"), "{:,.0f}"),
         **{
             f"share of {name}": show(100 * (s or 0.0) / total if total else None, "{:.0f} %")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from python_trainer.accelerators import PlannedGroup, Rollout, StepContext, make_accelerators
+from python_trainer.accelerators import PlannedGroup, Rollout, RunContext, StepContext, make_accelerators
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint, publish, save_checkpoint, write_text
 from python_trainer.config import Config, dump_config
 from python_trainer.errors import UserError
@@ -110,6 +110,8 @@ class Trainer:
         self.clock = Clock(progress.seconds)
         self.started = time.perf_counter() - progress.wall_s
         resumed_at = progress.step or None
+        if resumed_at is None:
+            self._begin()
         with Telemetry(self.output_dir, config.max_steps, label=self.label, after_step=resumed_at,
                        console=self.console) as telemetry:  # fmt: skip
             if resumed_at is None:
@@ -138,10 +140,28 @@ class Trainer:
         write_text(self.output_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
         return summary
 
+    def _begin(self) -> None:
+        """Lets the accelerators prepare, on the run's clock and token counts."""
+        context = RunContext(
+            output_dir=self.output_dir, tokenizer=self.policy.tokenizer, prompts=self.prompts["train"],
+            answer=self._answer_once, seed=self.config.seed, console=self.console or Console(stderr=True),
+        )  # fmt: skip
+        for accelerator in self.accelerators:
+            with self.clock.measure(f"accelerator/{accelerator.name}"):
+                accelerator.begin(context)
+
+    def _answer_once(self, prompt_keys: Sequence[int]) -> list[Rollout]:
+        """One whole answer to each of these training prompts, scored."""
+        length, prompts = self.config.rollout.max_completion_length, self.prompts["train"]
+        groups = [
+            PlannedGroup(self.task.train[key], key, prompts[key], 1, length, sample_id=key) for key in prompt_keys
+        ]
+        return self._score(groups, self._generate(groups, keyed_seed(self.config.seed, "answer once")))
+
     def step(self, number: int) -> dict[str, float]:
         """One step: a batch of answers, and the update that they lead to -> metrics."""
         config, clock, telemetry = self.config, self.clock, dict[str, float]()
-        before = dict(clock.seconds)
+        before, tokens_before = dict(clock.seconds), dict(self.progress.counts)
         context = StepContext(
             step=number, policy=self.policy.model, optimizer=self.optimizer, engine=self.engine,
             tokenizer=self.policy.tokenizer, evaluate=self.evaluate, evaluate_each=self.evaluate_each,
@@ -167,7 +187,9 @@ class Trainer:
             with clock.measure(f"accelerator/{accelerator.name}"):
                 accelerator.after_update(context)
         spent = {name: seconds - before.get(name, 0.0) for name, seconds in clock.seconds.items()}
-        generated = sum(len(completion.ids) for completion in completions)
+        tokens = {name: count - tokens_before.get(name, 0) for name, count in self.progress.counts.items()}
+        telemetry |= {f"tokens/{name.removesuffix('_tokens')}": count for name, count in tokens.items()}
+        generated = tokens["generated_tokens"]
         telemetry["tokens_per_second"] = generated / max(sum(spent.values()), 1e-9)
         telemetry["rollout_tokens_per_second"] = generated / max(spent["rollout"], 1e-9)
         return telemetry | {f"time/{name}_s": seconds for name, seconds in spent.items()}
@@ -184,10 +206,11 @@ class Trainer:
 
     def _generate(self, groups: list[PlannedGroup], seed: int) -> list[Completion]:
         rollout, before = self.config.rollout, self.engine.stats
+        stats = ("generated_tokens", "prefill_tokens", "cached_tokens")
         requests = [Request(g.prompt_ids, g.prefix_ids, g.num_samples, g.max_new_tokens, g.sample_id) for g in groups]
         sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, seed, tuple(rollout.stop))
         completions = self.engine.generate(requests, sampling)
-        for name in ("generated_tokens", "prefill_tokens"):
+        for name in stats:
             self.progress.count(name, self.engine.stats[name] - before[name])
         return completions
 

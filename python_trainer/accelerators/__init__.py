@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator
 
 from python_trainer.accelerators.alpha import Alpha
-from python_trainer.accelerators.base import Accelerator, PlannedGroup, Rollout, Settings, StepContext
+from python_trainer.accelerators.base import Accelerator, PlannedGroup, Rollout, RunContext, Settings, StepContext
 from python_trainer.accelerators.rpo import RPO
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "AcceleratorsConfig",
     "PlannedGroup",
     "Rollout",
+    "RunContext",
     "Settings",
     "StepContext",
     "make_accelerators",

@@ -1,12 +1,15 @@
 """The one interface of everything that makes training cheaper."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
 if TYPE_CHECKING:
     import torch
+    from rich.console import Console
 
     from python_trainer.optimizer import PolicyOptimizer
     from python_trainer.rollout import Engine
@@ -60,6 +63,18 @@ class StepContext:
     gate_size: int = 0  # prompts in the gate split
 
 
+@dataclass
+class RunContext:
+    """What an accelerator may see and use before the first step of a run."""
+
+    output_dir: Path
+    tokenizer: Any
+    prompts: list[list[int]]  # token ids of the training prompts; a prompt key is an index into it
+    answer: Callable[[Sequence[int]], list[Rollout]]  # prompt keys -> one whole answer each by the policy, scored
+    seed: int
+    console: "Console"
+
+
 class Settings(BaseModel):
     """Settings of an accelerator: the section ``accelerators.NAME`` of a configuration."""
 
@@ -74,6 +89,9 @@ class Accelerator:
 
     def __init__(self, settings: Any):
         self.settings = settings
+
+    def begin(self, run: RunContext) -> None:
+        """Before the first step of a new run, on its clock; a resumed run calls :meth:`load_state_dict` instead."""
 
     def plan(self, context: StepContext, groups: list[PlannedGroup]) -> list[PlannedGroup]:
         """Before generation: change prefixes, lengths, order."""

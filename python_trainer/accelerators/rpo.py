@@ -3,35 +3,61 @@
 "Suffix rollouts" of arXiv 2601.19404. Changes the objective: the policy learns to finish answers that it (or an
 earlier version of it) began. What differs from the paper:
 
-- The first visit to a prompt generates whole answers, instead of one sample of the initial policy beforehand.
 - The cut is drawn once per prompt and step and shared by its group; different cuts would confound the advantages.
 - New tokens are limited by ``max_completion_length`` alone, so that answers need not shrink.
-- Token ids are kept, never text: decoding and encoding again would drift.
+- Token ids are kept, never text: decoding and encoding again would drift. Answers that hit the limit are not kept:
+  a few tokens do not bring them to an end.
+- By default only right answers are kept, and the prefix itself is not trained on (``algorithm.prefix_in_loss``).
 """
 
 import math
+import time
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
+from rich.progress import Progress
 
-from python_trainer.accelerators.base import Accelerator, PlannedGroup, Rollout, Settings, StepContext
+from python_trainer.accelerators.answers import load_answers, pack_answers, save_answers, unpack_answers
+from python_trainer.accelerators.base import Accelerator, PlannedGroup, Rollout, RunContext, Settings, StepContext
 from python_trainer.keyed import keyed_choice, keyed_seed, keyed_unit
+
+FILL_BATCH = 256  # answers generated at a time
+CUT_BINS = 10  # of the cut as a share of the answer, in metrics
 
 
 class RPOSettings(Settings):
     """Suffix rollouts."""
 
     cut_share: float = Field(1.0, gt=0, le=1)
-    """Longest cut as a share of the cached answer; the cut is uniform between one token and this."""
+    """Longest cut as a share of the remembered answer; the cut is uniform between one token and this."""
     cut_tokens: int | None = Field(None, ge=1)
     """Longest cut in tokens instead (the paper: 300, 500 or 800)."""
+    cut_share_of: Literal["answer", "shortest"] = "answer"
+    """What `cut_share` is a share of: the remembered answer, or the shortest of its group (the paper)."""
+    cut_end_factor: float = Field(1.0, gt=0)
+    """The longest cut is multiplied by a factor that goes linearly from 1 to this over `cut_schedule_steps`."""
+    cut_schedule_steps: int = Field(0, ge=0)
+    """Steps of that schedule; 0 for none."""
+    fill: bool = True
+    """Before the first step, answer every prompt once with the first policy; otherwise a first visit does that."""
+    keep: Literal["right", "any"] = "right"
+    """Remember right answers only (a prompt without one is answered from its start), or any (the paper)."""
     epsilon: float = Field(0.5, ge=0, le=1)
-    """Probability that the cache takes the best answer of the group; otherwise it takes another one."""
+    """Probability that the best answer of a group is remembered; otherwise it is another one of those to `keep`."""
     length_reward: Literal["none", "correct", "paper"] = "none"
     """Prefer short answers: `correct` scales the reward of right answers only, `paper` lifts wrong ones to 0.5 too."""
     length_alpha: float = Field(0.01, gt=0)
     """Steepness of the length reward per token."""
+    cache_path: str | None = None
+    """File of the first policy's answers: read instead of filling if it exists, else written. null: in OUTPUT_DIR."""
+
+    @model_validator(mode="after")
+    def schedule_has_steps(self) -> "RPOSettings":
+        if self.cut_end_factor != 1.0 and not self.cut_schedule_steps:
+            raise ValueError("cut_schedule_steps must be at least 1 with a cut_end_factor other than 1, got 0")
+        return self
 
 
 def length_reward(rewards: list[float], lengths: list[int], *, alpha: float, lift_wrong: bool) -> list[float]:
@@ -47,7 +73,12 @@ def length_reward(rewards: list[float], lengths: list[int], *, alpha: float, lif
 
 
 class RPO(Accelerator):
-    """A cache of one answer per prompt, cut at a random place."""
+    """A cache of one answer per prompt, cut at a random place.
+
+    Attributes:
+        answers: token ids of a whole answer by prompt key.
+        shortest: length of the shortest answer of the group that it comes from.
+    """
 
     name = "rpo"
     Settings = RPOSettings
@@ -55,61 +86,120 @@ class RPO(Accelerator):
 
     def __init__(self, settings: RPOSettings):
         super().__init__(settings)
-        self.answers: dict[int, list[int]] = {}  # prompt key -> token ids of a whole answer
+        self.answers: dict[int, list[int]] = {}
+        self.shortest: dict[int, int] = {}
 
-    def cut(self, length: int, seed: int, prompt_key: int) -> int:
-        """How many of ``length`` cached tokens to take off: 1 to the longest cut."""
-        longest = self.settings.cut_tokens or math.ceil(self.settings.cut_share * length)
-        return 1 + keyed_seed(seed, "rpo cut", prompt_key) % min(longest, length)
+    def begin(self, run: RunContext) -> None:
+        """Fills the cache: from the file if there is one, else with the first policy's answers."""
+        path = self.settings.cache_path
+        if path is not None and Path(path).exists():
+            self.answers = load_answers(Path(path), run.prompts, run.tokenizer)
+            run.console.print(f"rpo: {len(self.answers)} remembered answers from {path}", highlight=False)
+        elif self.settings.fill:
+            self.fill(run)
+            save_answers(
+                Path(path) if path else run.output_dir / "rpo_answers.safetensors",
+                self.answers, run.prompts, run.tokenizer,
+            )  # fmt: skip
+        self.shortest = {key: len(answer) for key, answer in self.answers.items()}
+
+    def fill(self, run: RunContext) -> None:
+        start, keys = time.perf_counter(), range(len(run.prompts))
+        with Progress(console=run.console, disable=not run.console.is_terminal, transient=True) as progress:
+            bar = progress.add_task("rpo: first answers", total=len(keys))
+            for first in keys[::FILL_BATCH]:
+                batch = keys[first : first + FILL_BATCH]
+                for rollout in run.answer(batch):
+                    if self.worth_keeping(rollout):
+                        self.answers[rollout.prompt_key] = list(rollout.response_ids)
+                progress.advance(bar, len(batch))
+        seconds = time.perf_counter() - start
+        found = f"rpo: {len(self.answers)} of {len(keys)} first answers remembered, {seconds:.1f} s"
+        run.console.print(found, highlight=False)
+
+    def worth_keeping(self, rollout: Rollout) -> bool:
+        complete = rollout.finish_reason != "length" and bool(rollout.response_ids)
+        return complete and (self.settings.keep == "any" or rollout.accuracy > 0)
+
+    def longest_cut(self, prompt_key: int, step: int) -> int:
+        """Most tokens that may be taken off the remembered answer of a prompt, at least 1."""
+        settings, length = self.settings, len(self.answers[prompt_key])
+        base = self.shortest[prompt_key] if settings.cut_share_of == "shortest" else length
+        longest = settings.cut_tokens or settings.cut_share * base
+        if settings.cut_schedule_steps:
+            done = min((step - 1) / settings.cut_schedule_steps, 1.0)
+            longest *= 1 + (settings.cut_end_factor - 1) * done
+        return max(min(math.ceil(longest), length), 1)
 
     def plan(self, context: StepContext, groups: list[PlannedGroup]) -> list[PlannedGroup]:
         for group in groups:
-            answer = self.answers.get(group.prompt_key)
-            if answer and not group.prefix_ids:
-                group.prefix_ids = answer[: len(answer) - self.cut(len(answer), context.seed, group.prompt_key)]
+            key, answer = group.prompt_key, self.answers.get(group.prompt_key)
+            # an answer may come from a run that allowed longer ones
+            if answer and not group.prefix_ids and len(answer) <= group.max_new_tokens:
+                cut = 1 + keyed_seed(context.seed, "rpo cut", key) % self.longest_cut(key, context.step)
+                group.prefix_ids = answer[: len(answer) - cut]
                 group.max_new_tokens -= len(group.prefix_ids)
-        context.telemetry["rpo/prefix_tokens"] = sum(len(g.prefix_ids) for g in groups) / max(len(groups), 1)
-        context.telemetry["rpo/hit_rate"] = sum(bool(g.prefix_ids) for g in groups) / max(len(groups), 1)
         return groups
 
     def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
         groups: dict[int, list[Rollout]] = {}
         for rollout in rollouts:
             groups.setdefault(rollout.group, []).append(rollout)
+        context.telemetry |= self.metrics(list(groups.values()))
         for group in groups.values():
-            self.remember(context.seed, group)
             if self.settings.length_reward != "none":
-                lengths = [len(r.response_ids) for r in group]
                 shaped = length_reward(
-                    [r.reward for r in group],
-                    lengths,
+                    [rollout.reward for rollout in group],
+                    [len(rollout.response_ids) for rollout in group],
                     alpha=self.settings.length_alpha,
                     lift_wrong=self.settings.length_reward == "paper",
                 )
                 for rollout, reward in zip(group, shaped):
                     rollout.reward = reward
+            self.remember(context.seed, group)
         return rollouts
+
+    def metrics(self, groups: list[list[Rollout]]) -> dict[str, float]:
+        """Of one step, before anything is remembered. A group is informative if its raw accuracies differ."""
+        given = sum(rollout.prefix_len for group in groups for rollout in group)
+        total = sum(len(rollout.response_ids) for group in groups for rollout in group)
+        counts: dict[str, float] = {}
+        informative = 0
+        for group in groups:
+            prefix = group[0].prefix_len
+            answer = self.answers.get(group[0].prompt_key)
+            cut_share = 1 - prefix / len(answer) if prefix and answer else 1.0
+            upper = 100 // CUT_BINS * max(math.ceil(cut_share * CUT_BINS), 1)  # of its bin, in %
+            differs = len({rollout.accuracy for rollout in group}) > 1
+            informative += differs
+            for name, amount in (("groups", 1), ("informative", differs)):
+                counts[f"rpo/{name}_cut_{upper}"] = counts.get(f"rpo/{name}_cut_{upper}", 0) + amount
+        size = max(len(groups), 1)
+        return counts | {
+            "rpo/hit_rate": sum(group[0].prefix_len > 0 for group in groups) / size,
+            "rpo/prefix_share": given / max(total, 1),
+            "rpo/prefix_tokens": sum(group[0].prefix_len for group in groups) / size,
+            "rpo/informative": informative / size,
+            "rpo/remembered": len(self.answers),
+        }
 
     def remember(self, seed: int, group: list[Rollout]) -> None:
         """Epsilon-greedy: the best answer with probability epsilon, otherwise one of the others."""
-        key = group[0].prompt_key
-        best = max(rollout.reward for rollout in group)
-        top = [rollout for rollout in group if rollout.reward == best]
-        chosen = keyed_choice(top, seed, "rpo best", key)
-        others = [rollout for rollout in group if rollout is not chosen]
+        key, options = group[0].prompt_key, [rollout for rollout in group if self.worth_keeping(rollout)]
+        if not options:
+            return
+        best = max(rollout.reward for rollout in options)
+        chosen = keyed_choice([rollout for rollout in options if rollout.reward == best], seed, "rpo best", key)
+        others = [rollout for rollout in options if rollout is not chosen]
         if others and keyed_unit(seed, "rpo greedy", key) >= self.settings.epsilon:
             chosen = keyed_choice(others, seed, "rpo other", key)
-        if chosen.response_ids:
-            self.answers[key] = list(chosen.response_ids)
+        self.answers[key] = list(chosen.response_ids)
+        self.shortest[key] = min(len(rollout.response_ids) for rollout in group)
 
     def state_dict(self) -> dict[str, Any]:
-        ids = [token for answer in self.answers.values() for token in answer]
-        return {
-            "keys": list(self.answers),
-            "lengths": [len(answer) for answer in self.answers.values()],
-            "ids": torch.tensor(ids, dtype=torch.int32),
-        }
+        shortest = torch.tensor([self.shortest[key] for key in self.answers], dtype=torch.int64)
+        return pack_answers(self.answers) | {"shortest": shortest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        parts = state["ids"].split(state["lengths"])
-        self.answers = {key: part.tolist() for key, part in zip(state["keys"], parts)}
+        self.answers = unpack_answers(state)
+        self.shortest = dict(zip(self.answers, state["shortest"].tolist()))

@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
 
 from python_trainer.errors import UserError
-from rlkernels import PagedKVCache, paged_attention, write_kv
+from rlkernels import PagedKVCache, paged_attention, shared_prefix_attention, write_kv
 
 IMPLEMENTATION = "rlkernels_packed"
 # Arguments of attention functions that change the result and that the paged kernels do not know.
@@ -26,22 +26,29 @@ UNSUPPORTED = ("softcap", "s_aux", "sinks", "position_bias")
 
 @dataclass
 class Paging:
-    """Where the tokens of one forward pass live; see :func:`rlkernels.paged_attention`."""
+    """Where the tokens of one forward pass live; see :func:`rlkernels.paged_attention`.
+
+    With ``groups``, block tables and lengths are of what each sequence has beyond the prefix of its group; see
+    :func:`rlkernels.shared_prefix_attention`.
+    """
 
     cache: PagedKVCache
     slots: torch.Tensor  # int64 [T]
     block_tables: torch.Tensor  # int32 [B, max_blocks]
     seq_lens: torch.Tensor  # int32 [B]
     query_starts: torch.Tensor  # int32 [B + 1]
+    groups: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # tables, lengths, starts
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float,
                window: int | None) -> torch.Tensor:  # fmt: skip
         """query [T, Hq, d], key and value [T, Hk, d] -> [T, Hq, d]."""
         key_cache, value_cache = self.cache.key_cache[layer], self.cache.value_cache[layer]
         write_kv(key, value, key_cache, value_cache, self.slots)
-        out = paged_attention(
-            query, key_cache, value_cache, self.block_tables, self.seq_lens, self.query_starts, scale=scale
-        )
+        sequences = self.block_tables, self.seq_lens, self.query_starts
+        if self.groups is None:
+            out = paged_attention(query, key_cache, value_cache, *sequences, scale=scale)
+        else:
+            out = shared_prefix_attention(query, key_cache, value_cache, *self.groups, *sequences, scale=scale)
         assert isinstance(out, torch.Tensor)
         return out
 

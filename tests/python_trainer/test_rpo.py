@@ -5,9 +5,12 @@ from collections import Counter
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import save_file
 
 from python_trainer.accelerators import PlannedGroup, Rollout, StepContext
+from python_trainer.accelerators.answers import load_answers, save_answers
 from python_trainer.accelerators.rpo import RPO, RPOSettings, length_reward
+from python_trainer.errors import UserError
 from python_trainer.objective import make_batch
 from python_trainer.telemetry import read_metrics
 from python_trainer.trainer import Trainer
@@ -29,6 +32,12 @@ def answered(rewards, key=4, ids=None):
     ]
 
 
+def remembering(answers, **settings):
+    rpo = RPO(RPOSettings(**settings))
+    rpo.answers, rpo.shortest = dict(answers), {key: min(len(answer), 8) for key, answer in answers.items()}
+    return rpo
+
+
 def test_first_visit_is_whole_then_a_prefix_of_a_remembered_answer():
     rpo, first = RPO(RPOSettings()), planned()
     rpo.plan(context(), [first])
@@ -46,20 +55,62 @@ def test_first_visit_is_whole_then_a_prefix_of_a_remembered_answer():
 @pytest.mark.parametrize(
     ("settings", "length", "longest"),
     [({}, 12, 12), ({"cut_share": 0.5}, 12, 6), ({"cut_share": 0.01}, 12, 1), ({"cut_tokens": 5}, 12, 5),
-     ({"cut_tokens": 50}, 12, 12)],
+     ({"cut_tokens": 50}, 12, 12), ({"cut_share": 0.5, "cut_share_of": "shortest"}, 12, 4)],
 )  # fmt: skip
 def test_cut_is_uniform_up_to_its_longest(settings, length, longest):
-    rpo = RPO(RPOSettings(**settings))
-    cuts = Counter(rpo.cut(length, seed, 7) for seed in range(2000))
+    rpo = remembering({7: list(range(length))}, **settings)
+    cuts = Counter()
+    for seed in range(2000):
+        group = planned(key=7)
+        rpo.plan(context(seed), [group])
+        cuts[length - len(group.prefix_ids)] += 1
+        assert group.prefix_ids == list(range(len(group.prefix_ids)))
     assert set(cuts) == set(range(1, longest + 1))
     expected = 2000 / longest
     assert sum((count - expected) ** 2 / expected for count in cuts.values()) < 40  # chi-square, 11 degrees: p 4e-5
 
 
+def test_longest_cut_follows_its_schedule():
+    falling = remembering({0: [1] * 100}, cut_end_factor=0.25, cut_schedule_steps=2)
+    assert [falling.longest_cut(0, step) for step in (1, 2, 3, 50)] == [100, 63, 25, 25]
+    rising = remembering({0: [1] * 100}, cut_tokens=20, cut_end_factor=3, cut_schedule_steps=4)
+    assert [rising.longest_cut(0, step) for step in (1, 2, 3, 5, 9)] == [20, 30, 40, 60, 60]
+    beyond = remembering({0: [1] * 100}, cut_end_factor=5, cut_schedule_steps=1)
+    assert beyond.longest_cut(0, 7) == 100
+    with pytest.raises(ValueError, match="cut_schedule_steps must be at least 1"):
+        RPOSettings(cut_end_factor=0.5)
+
+
+def test_only_answers_worth_keeping_are_remembered():
+    rpo, group = RPO(RPOSettings()), answered([0.0, 0.0])
+    rpo.collect(context(), group)
+    assert rpo.answers == {}  # none was right
+    group = answered([1.0, 0.0, 1.0])
+    group[0].finish_reason = "length"
+    rpo.collect(context(), group)
+    assert rpo.answers == {4: group[2].response_ids} and rpo.shortest == {4: 2}
+    rpo.collect(context(), answered([0.0, 0.0]))
+    assert rpo.answers == {4: group[2].response_ids}  # what was there stays
+    every = RPO(RPOSettings(keep="any"))
+    every.collect(context(), answered([0.0, 0.0]))
+    assert every.answers
+    cut_off = answered([1.0])
+    cut_off[0].finish_reason = "length"
+    other = RPO(RPOSettings(keep="any"))
+    other.collect(context(), cut_off)
+    assert other.answers == {}
+
+
+def test_answers_longer_than_allowed_are_not_continued():
+    rpo, group = remembering({4: list(range(21))}), planned()
+    rpo.plan(context(), [group])
+    assert group.prefix_ids == [] and group.max_new_tokens == 20
+
+
 def test_cache_takes_the_best_answer_with_probability_epsilon():
     counts = Counter()
     for seed in range(2000):
-        rpo = RPO(RPOSettings(epsilon=0.7))
+        rpo = RPO(RPOSettings(epsilon=0.7, keep="any"))
         rpo.collect(context(seed), answered([0.0, 1.0, 0.5, 0.0]))
         counts[rpo.answers[4][0]] += 1
     assert 0.66 < counts[11] / 2000 < 0.74  # the best
@@ -84,25 +135,51 @@ def test_length_reward_known_values():
 
 
 def test_length_reward_leaves_raw_accuracy_alone():
-    rollouts = RPO(RPOSettings(length_reward="correct")).collect(context(), answered([1.0, 1.0, 0.0]))
+    rpo = RPO(RPOSettings(length_reward="correct", epsilon=1.0))
+    rollouts = rpo.collect(context(), answered([1.0, 1.0, 0.0]))
+    assert rpo.answers[4] == rollouts[0].response_ids  # the best by the shaped reward
     assert [r.accuracy for r in rollouts] == [1.0, 1.0, 0.0]
     assert rollouts[0].reward > rollouts[1].reward == 0.5 and rollouts[2].reward == 0
 
 
+def test_metrics_count_informative_groups_by_cut():
+    rpo = remembering({key: [1] * 20 for key in range(4)})
+    groups = []
+    for key, (prefix, rewards) in enumerate([(19, [1.0, 1.0]), (18, [1.0, 0.0]), (5, [1.0, 0.0]), (0, [0.0, 0.0])]):
+        group = answered(rewards, key=key, ids=[[1] * 20] * 2)
+        for rollout in group:
+            rollout.group, rollout.prefix_len = key, prefix
+        groups += group
+    seen = context()
+    rpo.collect(seen, groups)
+    assert seen.telemetry == {
+        "rpo/groups_cut_10": 2, "rpo/informative_cut_10": 1, "rpo/groups_cut_80": 1, "rpo/informative_cut_80": 1,
+        "rpo/groups_cut_100": 1, "rpo/informative_cut_100": 0, "rpo/hit_rate": 0.75, "rpo/informative": 0.5,
+        "rpo/prefix_share": 42 / 80, "rpo/prefix_tokens": 42 / 4, "rpo/remembered": 4,
+    }  # fmt: skip
+
+
 def test_state_round_trip():
-    rpo = RPO(RPOSettings())
-    rpo.answers = {3: [1, 2, 3], 0: [7], 9: list(range(50))}
+    rpo = remembering({3: [1, 2, 3], 0: [7], 9: list(range(50))})
     other = RPO(RPOSettings())
     other.load_state_dict(rpo.state_dict())
-    assert other.answers == rpo.answers
+    assert other.answers == rpo.answers and other.shortest == rpo.shortest
     empty = RPO(RPOSettings())
     empty.load_state_dict(RPO(RPOSettings()).state_dict())
     assert empty.answers == {}
 
 
+ROOM = {"max_completion_length": 60}  # enough for the tiny policy to end most of its answers
+
+
+def rpo_config(make_config, **changes):
+    settings = {"keep": "any", **changes.pop("rpo", {})}
+    return make_config(rollout=ROOM, accelerators={"enabled": ["rpo"], "rpo": settings}, **changes)
+
+
 def test_training_with_suffix_rollouts(make_config, tmp_path):
-    """12 prompts at 4 a step: from step 4 on every group starts from a prefix, and fewer tokens are generated."""
-    config = make_config(max_steps=9, accelerators={"enabled": ["rpo"]})
+    """12 prompts at 4 a step: from step 4 on most groups start from a prefix, and fewer tokens are generated."""
+    config = rpo_config(make_config, max_steps=9, rpo={"fill": False})
     trainer = Trainer(config, tmp_path / "run", console=Console(quiet=True))
     seen = []
     original = trainer._update
@@ -112,7 +189,7 @@ def test_training_with_suffix_rollouts(make_config, tmp_path):
         return original(rollouts, number)
 
     trainer._update = spy
-    trainer.run()
+    summary = trainer.run()
     rows = read_metrics(tmp_path / "run")[1:]
     assert all(row["rpo/hit_rate"] == 0 for row in rows[:3]) and rows[-1]["rpo/hit_rate"] > 0.5
     assert rows[-1]["completions/generated_length"] < rows[-1]["completions/mean_length"]
@@ -121,9 +198,98 @@ def test_training_with_suffix_rollouts(make_config, tmp_path):
             group = rollouts[start : start + 4]
             shared = group[0].prefix_len
             assert len({tuple(r.response_ids[:shared]) for r in group}) == 1  # one cut for the whole group
-            assert all(r.prefix_len == shared and len(r.response_ids) <= 12 for r in group)
+            assert all(r.prefix_len == shared and len(r.response_ids) <= 60 for r in group)
     # the sampler's log-probabilities are those of the trainer, prefix or not
     assert all(row["sampling/logp_difference/max"] < 1e-4 for row in rows)
+    for name in ("generated", "prefill", "cached", "trained"):
+        assert sum(row[f"tokens/{name}"] for row in rows) == summary[f"{name}_tokens"] > 0
+
+
+def test_filled_before_the_first_step_and_on_the_clock(make_config, tmp_path):
+    config = rpo_config(make_config, max_steps=2)
+    trainer = Trainer(config, tmp_path / "run", console=Console(quiet=True))
+    summary = trainer.run()
+    rows = read_metrics(tmp_path / "run")
+    filled = len(load_answers(tmp_path / "run" / "rpo_answers.safetensors", trainer.prompts["train"],
+                              trainer.policy.tokenizer))  # fmt: skip
+    assert filled > 4 and rows[1]["rpo/remembered"] == filled and rows[1]["rpo/hit_rate"] > 0
+    assert rows[0]["total/generated_tokens"] > 12 and rows[0]["time/training_s"] > 0
+    assert summary["accelerator_s"]["rpo"] > 0
+    # the same answers as those of the same policy, prompt by prompt
+    again = Trainer(config, tmp_path / "again", console=Console(quiet=True))
+    one = again._answer_once([5])[0]
+    assert one.response_ids == again._answer_once(range(12))[5].response_ids
+
+
+def test_file_of_answers_is_read_instead_of_filling(make_config, tmp_path):
+    path = tmp_path / "answers" / "first.safetensors"
+    config = rpo_config(make_config, max_steps=1, rpo={"cache_path": str(path)})
+    runs = []
+    for name in ("a", "b"):
+        trainer = Trainer(config, tmp_path / name, console=Console(quiet=True))
+        summary = trainer.run()
+        runs.append((trainer.accelerators[0].answers, read_metrics(tmp_path / name)[0]["total/generated_tokens"]))
+        assert summary["steps"] == 1
+    assert runs[0][0] == runs[1][0] and runs[0][1] > 0 and runs[1][1] == 0
+    content = path.read_bytes()
+    for damaged in (content[:-3], content[:200], b"", content[:-4] + b"\x01\x02\x03\x04"):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match="first.safetensors is damaged"):
+            Trainer(config, tmp_path / "c", console=Console(quiet=True)).run()
+    assert [p.name for p in path.parent.iterdir()] == ["first.safetensors"]
+
+
+def test_file_of_answers_knows_its_prompts_and_tokenizer(tmp_path):
+    class Tokenizer:
+        def __init__(self, vocab):
+            self.vocab = vocab
+
+        def get_vocab(self):
+            return self.vocab
+
+    path, answers = tmp_path / "answers.safetensors", {2: [5, 6], 0: [], 1: [2**31 - 1]}
+    prompts, tokenizer = [[1], [2, 3], [4]], Tokenizer({"a": 0, "b": 1})
+    save_answers(path, answers, prompts, tokenizer)
+    assert load_answers(path, prompts, Tokenizer({"b": 1, "a": 0})) == answers
+    with pytest.raises(UserError, match="other tokenizer"):
+        load_answers(path, prompts, Tokenizer({"a": 1, "b": 0}))
+    with pytest.raises(UserError, match="other prompts"):
+        load_answers(path, [[1], [2], [3, 4]], tokenizer)
+    save_file({"keys": torch.zeros(1)}, path)
+    with pytest.raises(UserError, match="holds no remembered answers"):
+        load_answers(path, prompts, tokenizer)
+    with pytest.raises(UserError, match="cannot write"):
+        save_answers(tmp_path / "answers.safetensors" / "x", answers, prompts, tokenizer)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [{"loss_type": "grpo", "beta": 0.01}, {"loss_type": "dapo", "epsilon_high": 0.28}, {"prefix_in_loss": True}],
+)
+def test_interrupted_run_ends_with_the_same_weights_and_answers(make_config, tmp_path, algorithm):
+    schedule = {"cut_end_factor": 0.2, "cut_schedule_steps": 4, "length_reward": "correct"}
+    config = rpo_config(make_config, max_steps=5, algorithm=algorithm, rpo=schedule)
+    whole = Trainer(config, tmp_path / "whole", console=Console(quiet=True))
+    whole.run()
+    first = rpo_config(make_config, max_steps=3, algorithm=algorithm, rpo=schedule)
+    Trainer(first, tmp_path / "parts", console=Console(quiet=True)).run()
+    rest = Trainer(config, tmp_path / "parts", resume=True, console=Console(quiet=True))
+    rest.run()
+    assert rest.accelerators[0].answers == whole.accelerators[0].answers
+    for a, b in zip(whole.policy.model.parameters(), rest.policy.model.parameters()):
+        assert torch.equal(a, b)
+
+
+def test_sharing_prefixes_changes_the_tokens_computed_but_not_the_weights(make_config, tmp_path):
+    runs = []
+    for share in (True, False):
+        optimizer = {"share_prefixes": share, "learning_rate": 1e-3}
+        config = rpo_config(make_config, max_steps=2, optimizer=optimizer)
+        trainer = Trainer(config, tmp_path / str(share), console=Console(quiet=True))
+        runs.append((trainer.run()["trained_tokens"], list(trainer.policy.model.parameters())))
+    assert runs[0][0] < 0.95 * runs[1][0]
+    for a, b in zip(runs[0][1], runs[1][1]):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize(("whole", "tokens"), [(True, [3, 4]), (False, [1, 2])])
