@@ -174,11 +174,52 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     pyplot.close(figure)
 
 
+def informative_by_cut(folder: Path) -> dict[int, tuple[float, float]]:
+    """Of a run with `rpo`: upper end of the cut in % -> (groups, those whose accuracies differ), over all steps."""
+    counts: dict[int, tuple[float, float]] = {}
+    for row in read_metrics(folder):
+        for key, groups in row.items():
+            if key.startswith("rpo/groups_cut_"):
+                upper = int(key.removeprefix("rpo/groups_cut_"))
+                before = counts.get(upper, (0.0, 0.0))
+                counts[upper] = (before[0] + groups, before[1] + row[f"rpo/informative_cut_{upper}"])
+    return counts
+
+
+def draw_informative(runs: Sequence[Run], path: Path) -> bool:
+    """Share of informative groups against the cut, one line per variant with 95 % intervals; False: nothing to draw."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for name in sorted({run.name for run in runs}):
+        total: dict[int, list[float]] = {}
+        for run in runs:
+            for upper, pair in informative_by_cut(run.folder).items() if run.name == name else ():
+                total[upper] = [a + b for a, b in zip(total.get(upper, [0.0, 0.0]), pair)]
+        if total:
+            uppers = sorted(total)
+            share = [total[upper][1] / total[upper][0] for upper in uppers]
+            error = [1.96 * (p * (1 - p) / total[upper][0]) ** 0.5 for p, upper in zip(share, uppers)]
+            axes.errorbar(uppers, share, error, marker=".", capsize=2, label=name)
+    drawn = bool(axes.get_legend_handles_labels()[0])
+    if drawn:
+        axes.set(xlabel="tokens cut from the remembered answer, up to (%); 100: whole answers too",
+                 ylabel="groups with right and wrong answers", ylim=(0, 1), xlim=(0, 103))  # fmt: skip
+        axes.grid(alpha=0.3)
+        axes.legend(loc="upper left")
+        figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+    return drawn
+
+
 def report(folders: Sequence[Path], console: Console | None = None) -> None:
-    """Prints the table of all runs in these folders and draws ``accuracy.png`` in the first."""
+    """Prints the table of all runs in these folders; draws ``accuracy.png``, and with `rpo` ``informative.png``."""
     console = console or Console()
     runs = find_runs(folders)
     console.print(make_table(runs))
     picture = folders[0] / "accuracy.png"
     draw(runs, picture)
     console.print(f"accuracy over wall time: {picture}", highlight=False, soft_wrap=True)
+    picture = folders[0] / "informative.png"
+    if draw_informative(runs, picture):
+        console.print(f"informative groups against the cut: {picture}", highlight=False, soft_wrap=True)

@@ -1,5 +1,6 @@
 """Suffix rollouts."""
 
+import json
 from collections import Counter
 
 import pytest
@@ -12,6 +13,7 @@ from python_trainer.accelerators.answers import load_answers, save_answers
 from python_trainer.accelerators.rpo import RPO, RPOSettings, length_reward
 from python_trainer.errors import UserError
 from python_trainer.objective import make_batch
+from python_trainer.report import Run, draw_informative, informative_by_cut
 from python_trainer.telemetry import read_metrics
 from python_trainer.trainer import Trainer
 
@@ -157,6 +159,23 @@ def test_metrics_count_informative_groups_by_cut():
         "rpo/groups_cut_100": 1, "rpo/informative_cut_100": 0, "rpo/hit_rate": 0.75, "rpo/informative": 0.5,
         "rpo/prefix_share": 42 / 80, "rpo/prefix_tokens": 42 / 4, "rpo/remembered": 4,
     }  # fmt: skip
+
+
+def test_report_draws_informative_groups_against_the_cut(tmp_path):
+    for seed, rows in enumerate(
+        [[{"step": 0}, {"step": 1, "rpo/groups_cut_10": 3, "rpo/informative_cut_10": 1, "rpo/hit_rate": 1.0}],
+         [{"step": 1, "rpo/groups_cut_10": 1, "rpo/informative_cut_10": 0},
+          {"step": 2, "rpo/groups_cut_100": 4, "rpo/informative_cut_100": 4}]]
+    ):  # fmt: skip
+        folder = tmp_path / "rpo" / f"seed-{seed}"
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    runs = [Run("rpo", tmp_path / "rpo" / f"seed-{seed}", {}, []) for seed in range(2)]
+    assert informative_by_cut(runs[0].folder) == {10: (3, 1)}
+    assert informative_by_cut(runs[1].folder) == {10: (1, 0), 100: (4, 4)}
+    assert draw_informative(runs, tmp_path / "cut.png") and (tmp_path / "cut.png").stat().st_size > 5000
+    plain = Run("baseline", tmp_path, {}, [])
+    assert not draw_informative([plain], tmp_path / "none.png") and not (tmp_path / "none.png").exists()
 
 
 def test_state_round_trip():
