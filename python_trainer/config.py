@@ -65,8 +65,9 @@ class RolloutConfig(Section):
 class AlgorithmConfig(Section):
     """Advantages and loss."""
 
-    advantage: Literal["group", "rloo"] = "group"
-    """`group`: reward minus the mean of the group (GRPO). `rloo`: minus the mean of the others in the group."""
+    advantage: Literal["group", "rloo", "gae", "reinforce++"] = "group"
+    """`group`: reward minus the mean of the group (GRPO); `rloo`: of the others in the group; `gae`: PPO, with a
+    critic; `reinforce++`: what comes after a token, whitened over the batch. The last two need no groups."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """What the `group` advantage is divided by: deviation of the group, of the whole batch, or nothing (Dr. GRPO)."""
     loss_type: Literal["grpo", "dapo", "dr_grpo", "token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "dapo"
@@ -80,7 +81,19 @@ class AlgorithmConfig(Section):
     beta: float = Field(0.0, ge=0)
     """Weight of the KL to the starting policy; 0 loads no reference model."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of that KL, as a loss."""
+    """Estimator of that KL."""
+    use_kl_in_reward: bool = False
+    """Take beta x KL off the reward of each token, instead of adding it to the loss."""
+    gamma: float = Field(1.0, ge=0, le=1)
+    """gae, reinforce++: discount of a reward per token in between."""
+    lam: float = Field(0.95, ge=0, le=1)
+    """gae: 1 judges a token by what was earned after it, 0 by the value of the next token."""
+    whiten_advantages: bool = True
+    """gae, reinforce++: bring the advantages of a step to mean 0 and variance 1 over all its tokens."""
+    vf_coef: float = Field(0.1, ge=0)
+    """gae: weight of the value loss."""
+    cliprange_value: float | None = Field(0.2, gt=0)
+    """gae: how far a value may move in one step before its loss stops pulling; null for no limit."""
     entropy_coef: float = 0.0
     """Weight of an entropy bonus."""
     num_iterations: int = Field(1, ge=1)
@@ -129,6 +142,15 @@ class OptimizerConfig(Section):
     """Compute the prompt and prefix of a group once, not once per answer. Changes memory and speed, not the loss."""
 
 
+class CriticConfig(Section):
+    """The value function of PPO, with algorithm.advantage gae."""
+
+    separate: bool = False
+    """A model of its own, begun as a copy of the policy, instead of one more output of the policy."""
+    learning_rate: float = Field(1e-4, gt=0)
+    """Peak learning rate of that model or output; schedule and the rest are the optimizer's."""
+
+
 class EvaluationConfig(Section):
     """Accuracy on the test set, sampled at temperature 1 with the same noise every time."""
 
@@ -174,6 +196,8 @@ class Config(Section):
     """Advantages and loss."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW."""
+    critic: CriticConfig = CriticConfig()
+    """The value function of PPO."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Accuracy on the test set."""
     save: SaveConfig = SaveConfig()
@@ -183,8 +207,12 @@ class Config(Section):
 
     @model_validator(mode="after")
     def groups_are_comparable(self) -> "Config":
-        if self.rollout.num_generations < 2:
-            raise ValueError("rollout.num_generations must be >= 2: an answer is judged against others of its group")
+        kind = self.algorithm.advantage
+        if kind in ("group", "rloo") and self.rollout.num_generations < 2:
+            raise ValueError(
+                f"rollout.num_generations must be >= 2 with algorithm.advantage {kind}: an answer is judged against "
+                f"others of its group, got {self.rollout.num_generations}"
+            )
         if self.algorithm.num_minibatches > self.rollout.prompts_per_step:
             raise ValueError(
                 f"algorithm.num_minibatches must be <= rollout.prompts_per_step ({self.rollout.prompts_per_step}), "

@@ -1,5 +1,6 @@
-"""From scored rollouts to a loss: one step's batch, and its loss and metrics per micro-batch."""
+"""From scored rollouts to a loss: one step's batch, its advantages, and loss and metrics per micro-batch."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,12 +9,17 @@ import torch
 from python_trainer.accelerators.base import Rollout
 from python_trainer.algorithms import (
     LOSS_TYPES,
+    explained_variance,
+    gae,
     group_advantages,
     importance_weights,
     kl_estimate,
     policy_loss,
     rloo_advantages,
+    token_rewards,
     token_weights,
+    value_loss,
+    whiten,
 )
 from python_trainer.config import AlgorithmConfig
 from python_trainer.packing import Answer, Packed
@@ -40,28 +46,44 @@ class Ragged:
         """Stores the values [B, L] of a micro-batch."""
         self.flat[self._index(packed)[packed.mask]] = values[packed.mask]
 
+    def mask(self) -> torch.Tensor:
+        """bool [B, T] of all samples: where a row of T has a response token."""
+        lengths = self.starts.diff()
+        longest = int(lengths.max()) if len(lengths) else 0
+        return torch.arange(longest, device=lengths.device) < lengths[:, None]
+
+    def padded(self) -> torch.Tensor:
+        """All samples as rows [B, T], 0 beyond their ends."""
+        mask = self.mask()
+        return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, self.flat)
+
+    def like(self, padded: torch.Tensor) -> "Ragged":
+        """Of the same lengths, with numbers from rows [B, T]."""
+        other = copy.copy(self)
+        other.flat = padded[self.mask()]
+        return other
+
 
 @dataclass
 class StepBatch:
     """Everything the update of one step needs, B samples."""
 
     answers: list[Answer]
-    advantages: torch.Tensor  # float32 [B]
+    rewards: torch.Tensor  # float32 [B]
+    groups: torch.Tensor  # int64 [B]
     in_loss: torch.Tensor  # bool [B]
     loss_tokens: torch.Tensor  # int64 [B] response tokens in the loss
     sampler: Ragged  # log-probabilities of the sampler; NaN on given prefixes
+    # the next three are NaN where nothing is scored
     old: Ragged | None = None  # log-probabilities before the update; None: those of the current pass
     reference: Ragged | None = None  # log-probabilities of the reference model, with beta > 0
+    values: Ragged | None = None  # what the critic predicted before the update
+    advantages: Ragged | None = None  # from here on by set_advantages
+    returns: Ragged | None = None  # what the critic should have predicted
 
 
 def make_batch(rollouts: Sequence[Rollout], config: AlgorithmConfig, device: torch.device) -> StepBatch:
-    """Advantages and masks of a step's rollouts, in their order."""
-    rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32)
-    groups = torch.tensor([rollout.group for rollout in rollouts])
-    if config.advantage == "rloo":
-        advantages = rloo_advantages(rewards, groups)
-    else:
-        advantages = group_advantages(rewards, groups, scale_rewards=config.scale_rewards)
+    """Rewards and masks of a step's rollouts, in their order."""
     lengths = torch.tensor([len(rollout.response_ids) for rollout in rollouts])
     unscored = [0 if config.prefix_in_loss else rollout.prefix_len for rollout in rollouts]
     in_loss = torch.tensor(
@@ -72,15 +94,57 @@ def make_batch(rollouts: Sequence[Rollout], config: AlgorithmConfig, device: tor
     sampler.flat = torch.tensor([value for row in recorded for value in row], dtype=torch.float32, device=device)
     return StepBatch(
         answers=[Answer(r.prompt_ids, r.response_ids, r.prefix_len, skip) for r, skip in zip(rollouts, unscored)],
-        advantages=advantages.to(device),
+        rewards=torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32, device=device),
+        groups=torch.tensor([rollout.group for rollout in rollouts], device=device),
         in_loss=in_loss.to(device),
         loss_tokens=(lengths - torch.tensor(unscored, dtype=torch.int64)) * in_loss,
         sampler=sampler,
     )
 
 
+def set_advantages(batch: StepBatch, config: AlgorithmConfig) -> dict[str, float]:
+    """Advantages (and returns, for a critic) of the whole step, from what was recorded before the update -> metrics.
+
+    The KL penalty goes where the reward is: per token for ``gae`` and ``reinforce++``, which look at what comes after
+    a token; as a sum per answer for ``group`` and ``rloo``, which compare answers.
+    """
+    unscored = torch.tensor([answer.unscored for answer in batch.answers], device=batch.rewards.device)
+    mask = batch.sampler.mask()  # [B, T]
+    mask &= torch.arange(mask.shape[1], device=mask.device) >= unscored[:, None]
+    in_loss = mask & batch.in_loss[:, None]
+    penalty = torch.zeros(mask.shape, device=mask.device)
+    metrics = {}
+    if config.use_kl_in_reward and batch.old is not None and batch.reference is not None:
+        kl = kl_estimate(batch.old.padded(), batch.reference.padded(), mask, config.kl_estimator)
+        penalty = config.beta * kl
+        metrics["kl"] = float(kl.sum() / mask.sum().clamp(min=1))
+    if config.advantage in ("group", "rloo"):
+        rewards = batch.rewards - penalty.sum(1)
+        if config.advantage == "rloo":
+            advantages = rloo_advantages(rewards, batch.groups)
+        else:
+            advantages = group_advantages(rewards, batch.groups, scale_rewards=config.scale_rewards)
+        batch.advantages = batch.sampler.like(advantages[:, None].expand(mask.shape))
+        return metrics
+    rewards = token_rewards(batch.rewards, mask, penalty)
+    if batch.values is None:  # reinforce++: what comes after a token, without a baseline
+        advantages, _ = gae(rewards, torch.zeros_like(rewards), mask, gamma=config.gamma, lam=1.0)
+    else:
+        values = batch.values.padded()
+        advantages, returns = gae(rewards, values, mask, gamma=config.gamma, lam=config.lam)
+        batch.returns = batch.sampler.like(returns)
+        metrics["explained_variance"] = explained_variance(values, returns, in_loss)
+        for name, table in (("values", values), ("returns", returns)):
+            metrics[f"{name}/mean"] = float(table[in_loss].mean()) if in_loss.any() else 0.0
+    if config.whiten_advantages:
+        advantages = whiten(advantages, in_loss)
+    batch.advantages = batch.sampler.like(advantages)
+    return metrics
+
+
 # what Objective.loss counts, summed over the tokens in the loss unless it says otherwise
-SUMS = ("tokens", "loss", "entropy", "kl", "ratio", "clip_low", "clip_high", "sampled", "logprob_diff")
+SUMS = ("tokens", "loss", "entropy", "kl", "ratio", "clip_low", "clip_high", "sampled", "logprob_diff", "value_loss",
+        "value_clip")  # fmt: skip
 MAXIMA = ("ratio_max", "logprob_diff_max")
 
 
@@ -93,21 +157,24 @@ class Objective:
         self.max_length = max_completion_length
 
     def loss(
-        self, packed: Packed, logprobs: torch.Tensor, entropy: torch.Tensor, batch: StepBatch, minibatch: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, packed: Packed, logprobs: torch.Tensor, entropy: torch.Tensor, batch: StepBatch, minibatch: Sequence[int],
+        values: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Loss (a scalar to call backward on) and metrics [len(SUMS) + len(MAXIMA)], detached.
 
         Args:
             logprobs, entropy: [B, L] from ``Policy.score``.
             minibatch: all samples of the optimizer step that this micro-batch is a part of.
+            values: [B, L] from the critic, where there is one.
         """
         config = self.config
+        assert batch.advantages is not None, "set_advantages comes first"
         rows = torch.tensor(packed.samples, device=logprobs.device)
         mask = packed.mask & batch.in_loss[rows, None]
+        num_tokens = int(batch.loss_tokens[list(minibatch)].sum())
         weight = token_weights(
-            mask, self.aggregation, num_tokens=int(batch.loss_tokens[list(minibatch)].sum()),
-            num_sequences=len(minibatch), max_length=self.max_length,
-        )  # fmt: skip
+            mask, self.aggregation, num_tokens=num_tokens, num_sequences=len(minibatch), max_length=self.max_length
+        )
         old = logprobs.detach() if batch.old is None else batch.old.get(packed)
         sampler = batch.sampler.get(packed)
         sampled = mask & ~sampler.isnan()
@@ -117,21 +184,28 @@ class Objective:
                 old, sampler, sampled, mode=config.importance_sampling, cap=config.importance_sampling_cap
             )
         out = policy_loss(
-            logprobs, old, batch.advantages[rows], mask, epsilon=config.epsilon, epsilon_high=config.epsilon_high,
+            logprobs, old, batch.advantages.get(packed), mask, epsilon=config.epsilon, epsilon_high=config.epsilon_high,
             delta=config.delta, weights=correction,
         )  # fmt: skip
         per_token = out.loss
         kl = torch.zeros_like(logprobs)
-        if batch.reference is not None:
+        if batch.reference is not None and not config.use_kl_in_reward:
             kl = kl_estimate(logprobs, batch.reference.get(packed), mask, config.kl_estimator)
             per_token = per_token + config.beta * kl
         if config.entropy_coef:
             per_token = per_token - config.entropy_coef * torch.where(mask, entropy, 0.0)
         loss = (per_token * weight).sum()
+        error, moved_far = torch.zeros_like(logprobs), torch.zeros_like(mask)
+        if values is not None and batch.values is not None and batch.returns is not None:
+            before, clip = batch.values.get(packed), config.cliprange_value
+            error = value_loss(values, before, batch.returns.get(packed), mask, clip=clip)
+            loss = loss + config.vf_coef * error.sum() / max(num_tokens, 1)
+            moved_far = mask & ((values - before).abs() > (torch.inf if clip is None else clip))
         with torch.no_grad():
             difference = torch.where(sampled, (old - sampler).abs(), 0.0)
             entropy = torch.where(mask, entropy, 0.0)
-            sums = (mask, loss, entropy, kl, out.ratio, out.clipped_low, out.clipped_high, sampled, difference)
+            sums = (mask, loss, entropy, kl, out.ratio, out.clipped_low, out.clipped_high, sampled, difference,
+                    error, moved_far)  # fmt: skip
             maxima = (out.ratio, difference)
             metrics = [value.sum().float() for value in sums]
             metrics += [value.max() if value.numel() else value.sum() for value in maxima]
@@ -155,7 +229,7 @@ class MetricSums:
         sums = dict(zip(SUMS, table[:, : len(SUMS)].sum(0).tolist()))
         maxima = dict(zip(MAXIMA, table[:, len(SUMS) :].amax(0).tolist()))
         tokens, sampled = max(sums["tokens"], 1.0), max(sums["sampled"], 1.0)
-        return {
+        row = {
             "loss": sums["loss"] / max(optimizer_steps, 1),
             "entropy": sums["entropy"] / tokens,
             "kl": sums["kl"] / tokens,
@@ -166,3 +240,6 @@ class MetricSums:
             "sampling/logp_difference/mean": sums["logprob_diff"] / sampled,
             "sampling/logp_difference/max": maxima["logprob_diff_max"],
         }
+        if sums["value_loss"]:
+            row |= {"value_loss": sums["value_loss"] / tokens, "clip_ratio/value": sums["value_clip"] / tokens}
+        return row

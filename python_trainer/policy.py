@@ -113,15 +113,25 @@ class Policy:
         Of softmax(logits / temperature): the distribution that was sampled from, when nothing was cut off it. To be
         called, and differentiated, within :meth:`packed_attention`.
         """
-        logits = self.model(
-            input_ids=packed.input_ids[None],
-            position_ids=packed.layout.position_ids.to(self.device)[None],
-            use_cache=False,
-            layout=packed.layout,
-            logits_to_keep=packed.rows,
-        ).logits[0]
+        return self.score_with_states(packed, temperature)[:2]
+
+    def score_with_states(self, packed: Packed, temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """:meth:`score`, and the last hidden states [R, H] that its R pairs were predicted from."""
+        states: list[torch.Tensor] = []
+        lm_head = self.model.get_output_embeddings()
+        hook = lm_head.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0][0]))
+        try:
+            logits = self.model(
+                input_ids=packed.input_ids[None],
+                position_ids=packed.layout.position_ids.to(self.device)[None],
+                use_cache=False,
+                layout=packed.layout,
+                logits_to_keep=packed.rows,
+            ).logits[0]
+        finally:
+            hook.remove()
         logprobs, entropy = token_logprobs(logits, packed.targets, temperature=temperature, return_entropy=True)
-        return packed.spread(logprobs), packed.spread(entropy)
+        return packed.spread(logprobs), packed.spread(entropy), states[0]
 
     def frozen_copy(self) -> "Policy":
         """The same policy with weights of its own that do not train."""

@@ -14,10 +14,11 @@ from rich.console import Console
 from python_trainer.accelerators import PlannedGroup, Rollout, RunContext, StepContext, make_accelerators
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint, publish, save_checkpoint, write_text
 from python_trainer.config import Config, dump_config
+from python_trainer.critic import Critic
 from python_trainer.errors import UserError
 from python_trainer.evaluation import save_evaluation
 from python_trainer.keyed import keyed_seed, prompt_order
-from python_trainer.objective import MetricSums, Objective, Ragged, StepBatch, make_batch
+from python_trainer.objective import MetricSums, Objective, Ragged, StepBatch, make_batch, set_advantages
 from python_trainer.optimizer import PolicyOptimizer, learning_rate
 from python_trainer.packing import Packed, micro_batches, pack
 from python_trainer.policy import load_policy, set_matmul_precision
@@ -65,6 +66,8 @@ class Trainer:
         )  # fmt: skip
         set_matmul_precision(config.model.matmul_precision)
         self.optimizer = PolicyOptimizer(self.policy.model, config.optimizer)
+        ppo = config.algorithm.advantage == "gae"
+        self.critic = Critic(self.policy, config.critic, config.optimizer) if ppo else None
         self.objective = Objective(config.algorithm, rollout.max_completion_length)
         self.accelerators = make_accelerators(config.accelerators)
         self.progress = Progress()
@@ -87,14 +90,18 @@ class Trainer:
             raise UserError(
                 f"{self.output_dir} was run with the accelerators {sorted(saved['accelerators'])}, not {sorted(names)}"
             )
+        if (self.critic is None) != (saved["critic"] is None):
+            raise UserError(f"{self.output_dir} was run {'without' if saved['critic'] is None else 'with'} a critic")
         self.progress = Progress(**saved["progress"])
         try:
             self.policy.model.load_state_dict(saved["model"])
             self.optimizer.load_state_dict(saved["optimizer"])
+            if self.critic is not None:
+                self.critic.restore(saved["critic"])
         except (RuntimeError, KeyError) as error:
             reason = str(error).splitlines()[0]
             raise UserError(
-                f"the checkpoint in {self.output_dir} is of another model than model.path: {reason}"
+                f"the checkpoint in {self.output_dir} is of another model than the settings: {reason}"
             ) from error
         for accelerator in self.accelerators:
             accelerator.load_state_dict(saved["accelerators"][accelerator.name])
@@ -238,23 +245,23 @@ class Trainer:
         lr = learning_rate(config.optimizer, number, config.max_steps)
         metrics, norms = MetricSums(), []
         with self.policy.packed_attention():
-            if algorithm.num_iterations * len(minibatches) > 1:
-                batch.old = self._logprobs(batch)
-            if self.reference is not None:
-                with self.reference.packed_attention():
-                    batch.reference = self._logprobs(batch, self.reference)
+            self._look_before(batch, several=algorithm.num_iterations * len(minibatches) > 1)
+            row = set_advantages(batch, algorithm)
             for _ in range(algorithm.num_iterations):
                 for minibatch in minibatches:
                     if not batch.loss_tokens[minibatch].any():
                         continue  # every answer was truncated and is masked
                     for packed in self._packs(batch, minibatch):
-                        logprobs, entropy = self.policy.score(packed, config.rollout.temperature)
-                        loss, seen = self.objective.loss(packed, logprobs, entropy, batch, minibatch)
+                        logprobs, entropy, states = self.policy.score_with_states(packed, config.rollout.temperature)
+                        values = self.critic(packed, states) if self.critic else None
+                        loss, seen = self.objective.loss(packed, logprobs, entropy, batch, minibatch, values)
                         loss.backward()
                         metrics.add(seen)
                         self.progress.count("trained_tokens", packed.input_ids.numel())
                     norms.append(self.optimizer.step(lr))
-        row = metrics.means(len(norms))
+                    if self.critic is not None:
+                        self.critic.step(lr)
+        row = metrics.means(len(norms)) | row
         if norms:
             row["grad_norm"] = sum(norms) / len(norms)
         return row | {"learning_rate": lr}
@@ -265,6 +272,29 @@ class Trainer:
         share = optimizer.share_prefixes
         for part in micro_batches(batch.answers, samples, optimizer.micro_batch_tokens, share=share):
             yield pack(batch.answers, part, share=share).to(self.policy.device)
+
+    @torch.no_grad()
+    def _look_before(self, batch: StepBatch, *, several: bool) -> None:
+        """Records what the update will be compared with: log-probabilities, those of the reference, values.
+
+        Before a single optimizer step the log-probabilities are those of its own pass, unless something else needs
+        them earlier.
+        """
+        temperature, reference = self.config.rollout.temperature, self.reference
+        lengths = [len(answer.response_ids) for answer in batch.answers]
+        if several or self.critic is not None or self.config.algorithm.use_kl_in_reward:
+            batch.old = Ragged(lengths, self.policy.device)
+            batch.values = Ragged(lengths, self.policy.device) if self.critic is not None else None
+            for packed in self._packs(batch, range(len(lengths))):
+                logprobs, _, states = self.policy.score_with_states(packed, temperature)
+                batch.old.put(packed, logprobs)
+                if self.critic is not None and batch.values is not None:
+                    batch.values.put(packed, self.critic(packed, states))
+        if reference is not None:
+            batch.reference = Ragged(lengths, self.policy.device)
+            with reference.packed_attention():
+                for packed in self._packs(batch, range(len(lengths))):
+                    batch.reference.put(packed, reference.score(packed, temperature)[0])
 
     def _minibatches(self, rollouts: list[Rollout]) -> list[list[int]]:
         """Sample indices per optimizer step; the samples of a group stay side by side, groups of like length too."""
@@ -279,15 +309,6 @@ class Trainer:
         members = list(groups.values())
         split = [sorted(members[part::parts], key=longest) for part in range(parts)]
         return [[index for group in part for index in group] for part in split if part]
-
-    @torch.no_grad()
-    def _logprobs(self, batch: StepBatch, policy: Any = None) -> Ragged:
-        """Log-probabilities of the whole batch under a policy as it is now."""
-        policy = policy or self.policy
-        out = Ragged([len(answer.response_ids) for answer in batch.answers], policy.device)
-        for packed in self._packs(batch, range(len(batch.answers))):
-            out.put(packed, policy.score(packed, self.config.rollout.temperature)[0])
-        return out
 
     # evaluation, clock, files --------------------------------------------------------------------------------
 
@@ -365,6 +386,7 @@ class Trainer:
             "progress": asdict(progress),
             "model": self.policy.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "critic": self.critic.checkpoint() if self.critic else None,
             "accelerators": {accelerator.name: accelerator.state_dict() for accelerator in self.accelerators},
         }
         save_checkpoint(self.output_dir / "checkpoints", progress.step, state, keep=self.config.save.save_total_limit)

@@ -1,6 +1,7 @@
 """Advantages, losses and KL estimates: pure functions on [batch, time], the only copy of the maths."""
 
 from python_trainer.algorithms.advantages import (
+    explained_variance,
     gae,
     group_advantages,
     group_statistics,
@@ -23,6 +24,7 @@ __all__ = [
     "AGGREGATIONS",
     "LOSS_TYPES",
     "PolicyLoss",
+    "explained_variance",
     "gae",
     "group_advantages",
     "group_statistics",

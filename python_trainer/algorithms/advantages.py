@@ -125,3 +125,19 @@ def token_rewards(scores: torch.Tensor, mask: torch.Tensor, penalty: torch.Tenso
     is_last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
     rewards = torch.where(is_last, scores[:, None], 0.0)
     return rewards if penalty is None else rewards - torch.where(mask, penalty, 0.0)
+
+
+def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
+    """How much of the returns a critic foresaw: 1 - var(returns - values) / var(returns).
+
+    1 is perfect, 0 no better than a constant. 0 where the unmasked returns do not vary.
+
+    Args:
+        values, returns: [B, T].
+        mask: bool [B, T].
+    """
+    mask = mask.bool()
+    kept = returns[mask].double()
+    if kept.numel() < 2 or not bool((kept != kept[0]).any()):
+        return 0.0
+    return float(1 - (kept - values[mask].double()).var() / kept.var())

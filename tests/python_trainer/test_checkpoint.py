@@ -63,7 +63,7 @@ def final_state(folder):
 def assert_same_run(a, b):
     """Weights, optimizer and accelerators to the bit; metrics but for times."""
     first, second = final_state(a), final_state(b)
-    for part in ("model", "optimizer", "accelerators"):
+    for part in ("model", "optimizer", "critic", "accelerators"):
         tensors, others = {}, {}
         assert encode(first[part], tensors) == encode(second[part], others), part
         assert all(torch.equal(tensors[name], others[name]) for name in tensors), part
@@ -76,10 +76,16 @@ def assert_same_run(a, b):
     assert rows[0] == rows[1]
 
 
-@pytest.mark.parametrize("algorithm", [{}, {"num_iterations": 2, "beta": 0.1}])
-def test_resume_equals_the_uninterrupted_run(make_config, tmp_path, algorithm):
+PPO = {"advantage": "gae", "num_iterations": 2, "beta": 0.1, "use_kl_in_reward": True}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "separate"), [({}, False), ({"num_iterations": 2, "beta": 0.1}, False), (PPO, False), (PPO, True)]
+)
+def test_resume_equals_the_uninterrupted_run(make_config, tmp_path, algorithm, separate):
     options = {
-        "algorithm": algorithm, "accelerators": {"enabled": ["rpo"]}, "evaluation": {"eval_steps": 3},
+        "algorithm": algorithm, "critic": {"separate": separate},
+        "accelerators": {"enabled": ["rpo"]}, "evaluation": {"eval_steps": 3},
         "optimizer": {"lr_scheduler_type": "cosine", "warmup_steps": 2}, "save": {"save_steps": 2},
     }  # fmt: skip
     config = make_config(max_steps=6, **options)

@@ -73,6 +73,14 @@ def test_wrong_values_are_named(override, message):
         load_config(None, [override])
 
 
+@pytest.mark.parametrize("kind", ["gae", "reinforce++"])
+def test_one_answer_per_prompt_where_nothing_is_compared_within_groups(kind):
+    config = load_config(None, ["rollout.num_generations=1", f"algorithm.advantage={kind}"])
+    assert config.rollout.num_generations == 1
+    with pytest.raises(UserError, match="num_generations must be >= 2 with algorithm.advantage rloo: .* got 1"):
+        load_config(None, ["rollout.num_generations=1", "algorithm.advantage=rloo"])
+
+
 def test_all_problems_are_reported_at_once():
     with pytest.raises(UserError, match="max_steps.*rollout.top_p"):
         load_config(None, ["max_steps=0", "rollout.top_p=2"])

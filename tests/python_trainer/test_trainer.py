@@ -82,6 +82,8 @@ def test_learns_and_leaves_a_complete_run_directory(make_config, tmp_path):
         {"loss_type": "dapo", "epsilon_high": 0.28, "mask_truncated_completions": True},
         {"loss_type": "dr_grpo", "scale_rewards": "none"},
         {"loss_type": "seq-mean-token-sum", "advantage": "rloo", "beta": 0.05},
+        {"advantage": "gae", "num_minibatches": 2, "vf_coef": 0.5},
+        {"advantage": "reinforce++", "beta": 0.05, "use_kl_in_reward": True},
     ],
 )
 def test_weights_do_not_depend_on_micro_batches(make_config, tmp_path, algorithm):

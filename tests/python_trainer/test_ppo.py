@@ -1,0 +1,301 @@
+"""PPO and REINFORCE++ in the loop: values, advantages per token, KL in the reward, the critic's own weights."""
+
+import math
+
+import pytest
+import torch
+from conftest import save_tiny_policy
+from rich.console import Console
+
+from python_trainer.algorithms import explained_variance
+from python_trainer.checkpoint import list_checkpoints, load_checkpoint
+from python_trainer.config import AlgorithmConfig, CriticConfig, ModelConfig, OptimizerConfig
+from python_trainer.critic import Critic
+from python_trainer.errors import UserError
+from python_trainer.objective import Ragged, StepBatch, set_advantages
+from python_trainer.packing import Answer, micro_batches, pack
+from python_trainer.policy import load_policy
+from python_trainer.telemetry import read_metrics
+from python_trainer.trainer import Trainer
+
+QUIET = Console(quiet=True)
+CPU = torch.device("cpu")
+PPO = {"advantage": "gae", "num_iterations": 2, "num_minibatches": 2, "loss_type": "token-mean"}
+
+
+def ragged(rows):
+    out = Ragged([len(row) for row in rows], CPU)
+    out.flat = torch.tensor([x for row in rows for x in row])
+    return out
+
+
+def step_batch(rewards, lengths, *, groups=None, in_loss=None, unscored=0, **recorded):
+    """A batch of which only what advantages are made of is there."""
+    kept = torch.tensor([True] * len(lengths) if in_loss is None else in_loss, dtype=torch.bool)
+    return StepBatch(
+        answers=[Answer([1], [2] * n, unscored, unscored) for n in lengths],
+        rewards=torch.tensor(rewards), groups=torch.tensor(groups or list(range(len(lengths)))),
+        in_loss=kept, loss_tokens=torch.tensor(lengths, dtype=torch.int64) * kept,
+        sampler=ragged([[0.0] * n for n in lengths]),
+        **{name: ragged(rows) for name, rows in recorded.items()},
+    )  # fmt: skip
+
+
+# advantages of a step ------------------------------------------------------------------------------------------
+
+
+def test_gae_of_a_step_known_values():
+    batch = step_batch([1.0, 0.0], [2, 1], values=[[0.5, 0.25], [0.5]])
+    row = set_advantages(batch, AlgorithmConfig(advantage="gae", gamma=1.0, lam=0.5, whiten_advantages=False))
+    # first answer: last token 1 - 0.25 = 0.75; before it 0.25 - 0.5 + 0.5 * 0.75 = 0.125; second: 0 - 0.5
+    torch.testing.assert_close(batch.advantages.flat, torch.tensor([0.125, 0.75, -0.5]))
+    torch.testing.assert_close(batch.returns.flat, torch.tensor([0.625, 1.0, 0.0]))  # advantage + value
+    # returns: mean 13/24; squares 0.0834^2 + 0.4584^2 + 0.5416^2 = 0.5104; errors = advantages: mean 0.125,
+    # squares 0 + 0.625^2 + 0.625^2 = 0.78125
+    returns = (0.625 - 13 / 24) ** 2 + (1 - 13 / 24) ** 2 + (13 / 24) ** 2
+    assert row["explained_variance"] == pytest.approx(1 - 0.78125 / returns)
+    assert row["values/mean"] == pytest.approx(1.25 / 3) and row["returns/mean"] == pytest.approx(13 / 24)
+
+
+def test_kl_in_the_reward_of_gae_is_per_token():
+    algorithm = AlgorithmConfig(
+        advantage="gae", lam=1.0, beta=0.5, kl_estimator="k1", use_kl_in_reward=True, whiten_advantages=False
+    )
+    batch = step_batch([1.0], [2], old=[[-1.0, -2.0]], reference=[[-1.4, -1.8]], values=[[0.0, 0.0]])
+    row = set_advantages(batch, algorithm)
+    # k1 = 0.4, -0.2, times 0.5: rewards -0.2, 1 + 0.1; what follows a token: 0.9, 1.1
+    torch.testing.assert_close(batch.returns.flat, torch.tensor([0.9, 1.1]))
+    assert row["kl"] == pytest.approx(0.1)  # (0.4 - 0.2) / 2
+
+
+@pytest.mark.parametrize(("kind", "factor"), [("group", 1.0), ("rloo", 2.0)])
+def test_kl_in_the_reward_of_groups_is_per_answer(kind, factor):
+    algorithm = AlgorithmConfig(
+        advantage=kind, scale_rewards="none", beta=1.0, kl_estimator="k1", use_kl_in_reward=True
+    )
+    recorded = {"old": [[-1.0, -1.0], [-1.0]], "reference": [[-1.25, -1.25], [-1.0]]}
+    batch = step_batch([1.0, 0.0], [2, 1], groups=[3, 3], **recorded)
+    set_advantages(batch, algorithm)
+    # rewards 1 - 0.25 - 0.25 = 0.5 and 0: mean 0.25
+    torch.testing.assert_close(batch.advantages.flat, factor * torch.tensor([0.25, 0.25, -0.25]))
+
+
+def test_reinforce_plus_plus_known_values():
+    """Global whitening of the discounted reward to come; truncated answers that are masked do not count."""
+    batch = step_batch([1.0, 0.0, 99.0], [2, 1, 1], in_loss=[True, True, False])
+    set_advantages(batch, AlgorithmConfig(advantage="reinforce++", gamma=0.5))
+    # to come: 0.5, 1, 0 -> mean 0.5, variance (0 + 0.25 + 0.25) / 2 = 0.25, deviation 0.5
+    torch.testing.assert_close(batch.advantages.flat, torch.tensor([0.0, 1.0, -1.0, 0.0]))
+    set_advantages(batch, AlgorithmConfig(advantage="reinforce++", gamma=0.5, whiten_advantages=False))
+    torch.testing.assert_close(batch.advantages.flat, torch.tensor([0.5, 1.0, 0.0, 99.0]))
+
+
+def test_a_given_prefix_takes_no_part_in_advantages():
+    """NaN is what stands where nothing was scored."""
+    recorded = {"old": [[math.nan, -1.0, -1.0]], "reference": [[math.nan, -1.0, -1.5]]}
+    for kind in ("gae", "reinforce++", "group"):
+        values = {"values": [[math.nan, 0.25, 0.5]]} if kind == "gae" else {}
+        algorithm = AlgorithmConfig(
+            advantage=kind, lam=1.0, beta=1.0, kl_estimator="k1", use_kl_in_reward=True, whiten_advantages=False
+        )
+        batch = step_batch([1.0], [3], unscored=1, **recorded, **values)
+        row = set_advantages(batch, algorithm)
+        # KL 0 and 0.5: to come 0.5 and 0.5; minus the values 0.25 and 0; alone in its group
+        wanted = {"gae": [0.0, 0.25, 0.0], "reinforce++": [0.0, 0.5, 0.5], "group": [0.0, 0.0, 0.0]}[kind]
+        assert batch.advantages.flat.tolist() == pytest.approx(wanted) and row["kl"] == pytest.approx(0.25)
+
+
+def test_explained_variance():
+    returns, mask = torch.tensor([[0.0, 1.0, 2.0, math.nan]]), torch.tensor([[1, 1, 1, 0]])
+    assert explained_variance(returns + 5, returns, mask) == pytest.approx(1.0)  # a constant offset is not variance
+    assert explained_variance(torch.zeros(1, 4), returns, mask) == pytest.approx(0.0)
+    # errors 0, -1, -2 -> doubled values: returns - 2 returns: variance 1 = that of the returns
+    assert explained_variance(2 * returns, returns, mask) == pytest.approx(0.0)
+    assert explained_variance(returns, torch.ones(1, 4), mask) == 0.0
+    assert explained_variance(returns, returns, torch.zeros(1, 4)) == 0.0
+
+
+def test_empty_answers_and_an_empty_batch():
+    for lengths in ([], [0], [0, 2]):
+        values = [[0.5] * n for n in lengths]
+        batch = step_batch([1.0] * len(lengths), lengths, values=values)
+        set_advantages(batch, AlgorithmConfig(advantage="gae"))
+        assert batch.advantages.flat.shape == batch.returns.flat.shape == (sum(lengths),)
+        assert not batch.advantages.flat.isnan().any()
+
+
+# the critic ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def policy(tiny_policy):
+    return load_policy(ModelConfig(path=str(tiny_policy), device="cpu"))
+
+
+@pytest.fixture
+def answers():
+    gen = torch.Generator().manual_seed(3)
+
+    def ids(n):
+        return torch.randint(0, 63, (n,), generator=gen).tolist()
+
+    prompts, prefix = [ids(3), ids(7)], ids(5)
+    return [*(Answer(prompts[0], prefix + ids(n), 5) for n in (4, 0, 9)), *(Answer(prompts[1], ids(n)) for n in (2, 6))]
+
+
+def critic_of(policy, separate):
+    critic = Critic(policy, CriticConfig(separate=separate), OptimizerConfig())
+    with torch.no_grad():
+        critic.head.weight.normal_(generator=torch.Generator().manual_seed(0))
+        critic.head.bias.fill_(0.3)
+    return critic
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_values_are_those_of_the_state_before_each_token(policy, answers, separate):
+    critic, calls = critic_of(policy, separate), []
+    model = critic.body if separate else policy.model.model
+    hook = model.register_forward_hook(lambda *_: calls.append(1))
+    packed = pack(answers, range(len(answers)))
+    with policy.packed_attention():
+        values = critic(packed, policy.score_with_states(packed, 0.7)[2])
+    hook.remove()
+    assert len(calls) == 1  # one pass for all tokens; with a value head it is the policy's own
+    for row, sample in enumerate(packed.samples):
+        answer = answers[sample]
+        n = len(answer.response_ids)
+        ids = torch.tensor([[*answer.prompt_ids, *answer.response_ids]])
+        states = policy.model.model(input_ids=ids).last_hidden_state[0, len(answer.prompt_ids) - 1 : -1]
+        torch.testing.assert_close(values[row, :n], critic.head(states)[:, 0], rtol=1e-4, atol=1e-5)
+        assert not values[row, n:].any()
+
+
+@pytest.mark.parametrize("max_tokens", [12, 1000])
+def test_value_gradients_do_not_depend_on_packing(policy, answers, max_tokens):
+    critic, weights = critic_of(policy, False), torch.randn(len(answers), 20)
+    params = [*policy.model.model.parameters(), *critic.parameters()]
+    gradients = []
+    for tokens in (100_000, max_tokens):
+        total = 0.0
+        with policy.packed_attention():
+            for part in micro_batches(answers, range(len(answers)), tokens):
+                packed = pack(answers, part)
+                values = critic(packed, policy.score_with_states(packed, 1.0)[2])
+                total = total + (values * weights[packed.samples, : values.shape[1]]).sum()
+            gradients.append(torch.autograd.grad(total, params))
+    for whole, split in zip(*gradients):
+        assert whole.any()
+        torch.testing.assert_close(whole, split, rtol=1e-3, atol=1e-5)
+
+
+def weights_of(module):
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_value_loss_reaches_the_policy_only_through_a_shared_trunk(make_config, tmp_path, separate):
+    """Two steps, as the head starts at zero; gradients are not clipped, where both losses would meet."""
+    weights = []
+    for coef in (0.0, 1.0):
+        config = make_config(
+            max_steps=2, algorithm={"advantage": "gae", "vf_coef": coef, "lam": 1.0, "whiten_advantages": False},
+            critic={"separate": separate}, optimizer={"max_grad_norm": 1e9, "learning_rate": 1e-3},
+        )  # fmt: skip
+        trainer = Trainer(config, tmp_path / str(coef), console=QUIET)
+        start = weights_of(trainer.critic)
+        trainer.run()
+        weights.append((weights_of(trainer.policy.model), start, weights_of(trainer.critic)))
+    (first, start, untrained), (second, _, trained) = weights
+    assert all(torch.equal(start[name], untrained[name]) for name in start)  # no value loss, no update
+    moved = [name for name in start if not torch.equal(start[name], trained[name])]
+    assert {"head.weight", "head.bias"} <= set(moved) and (len(moved) > 2) == separate
+    # with a separate critic the policy feels values only through advantages, and those of step 1 are the same
+    layers = [name for name in first if "layers" in name and name.endswith("weight")]
+    assert any(not torch.equal(first[name], second[name]) for name in layers)
+
+
+def test_first_step_of_the_policy_ignores_a_separate_critic(make_config, tmp_path):
+    """At the first step every value is 0, so the policy's update is that of REINFORCE with lambda 1."""
+    runs = {}
+    for kind in ("gae", "reinforce++"):
+        config = make_config(max_steps=1, algorithm={"advantage": kind, "lam": 1.0}, critic={"separate": True})
+        trainer = Trainer(config, tmp_path / kind, console=QUIET)
+        trainer.run()
+        runs[kind] = weights_of(trainer.policy.model)
+    for name, value in runs["gae"].items():
+        torch.testing.assert_close(runs["reinforce++"][name], value, rtol=1e-4, atol=1e-6)
+
+
+# the loop ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("separate", "rate"), [(False, 1e-2), (True, 1e-3)])
+def test_ppo_learns_with_one_answer_per_prompt(make_config, tmp_path, separate, rate):
+    config = make_config(
+        max_steps=12, rollout={"prompts_per_step": 12, "num_generations": 1}, algorithm=PPO,
+        optimizer={"learning_rate": 5e-3}, critic={"separate": separate, "learning_rate": rate},
+    )  # fmt: skip
+    Trainer(config, tmp_path / "run", console=QUIET).run()
+    rows = read_metrics(tmp_path / "run")[1:]
+    assert rows[-1]["reward"] > rows[0]["reward"] + 0.2
+    names = ("value_loss", "clip_ratio/value", "explained_variance", "values/mean", "returns/mean")
+    assert all(name in row for row in rows for name in names)
+    assert rows[0]["values/mean"] == 0.0 and rows[0]["explained_variance"] == 0.0  # the head starts at zero
+    assert rows[-1]["values/mean"] > 0.05
+
+
+def test_reinforce_plus_plus_learns_with_one_answer_per_prompt(make_config, tmp_path):
+    algorithm = {"advantage": "reinforce++", "beta": 0.01, "use_kl_in_reward": True, "kl_estimator": "k1"}
+    config = make_config(max_steps=12, rollout={"prompts_per_step": 12, "num_generations": 1}, algorithm=algorithm)
+    trainer = Trainer(config, tmp_path / "run", console=QUIET)
+    trainer.run()
+    rows = read_metrics(tmp_path / "run")[1:]
+    assert trainer.critic is None and rows[-1]["reward"] > rows[0]["reward"] + 0.2
+    assert rows[0]["kl"] == pytest.approx(0, abs=1e-6) and rows[-1]["kl"] > 0
+
+
+def test_kl_in_the_reward_holds_the_policy_back(make_config, tmp_path):
+    kl = {}
+    for beta in (1e-6, 10.0):
+        algorithm = {"advantage": "gae", "beta": beta, "use_kl_in_reward": True, "kl_estimator": "k1"}
+        config = make_config(max_steps=8, algorithm=algorithm, optimizer={"learning_rate": 5e-3})
+        Trainer(config, tmp_path / str(beta), console=QUIET).run()
+        kl[beta] = read_metrics(tmp_path / str(beta))[-1]["kl"]
+    assert kl[10.0] < kl[1e-6] / 2, kl
+
+
+def test_bfloat16_policy_with_a_float32_value_head(make_config, tmp_path):
+    folder = save_tiny_policy(tmp_path / "policy")
+    for separate in (False, True):
+        config = make_config(
+            max_steps=2, model={"path": str(folder), "dtype": "bfloat16"}, algorithm=PPO, critic={"separate": separate}
+        )
+        trainer = Trainer(config, tmp_path / str(separate), console=QUIET)
+        trainer.run()
+        assert trainer.critic.head.weight.dtype == torch.float32 and trainer.critic.head.weight.any()
+
+
+def test_ppo_with_shared_prefixes(make_config, tmp_path):
+    """Suffix rollouts, with the given prefix in the loss and without."""
+    for inside in (False, True):
+        config = make_config(
+            max_steps=6, algorithm={"advantage": "gae", "prefix_in_loss": inside}, accelerators={"enabled": ["rpo"]}
+        )
+        Trainer(config, tmp_path / str(inside), console=QUIET).run()
+        rows = read_metrics(tmp_path / str(inside))[1:]
+        assert any(row["rpo/hit_rate"] > 0 for row in rows)
+        assert all(math.isfinite(row[name]) for row in rows for name in ("value_loss", "grad_norm", "loss"))
+
+
+def test_resume_refuses_a_change_of_critic(make_config, tmp_path):
+    Trainer(make_config(max_steps=1, algorithm=PPO), tmp_path / "run", console=QUIET).run()
+    saved = load_checkpoint(list_checkpoints(tmp_path / "run" / "checkpoints")[-1])
+    assert set(saved["critic"]["model"]) == {"head.weight", "head.bias"}
+    with pytest.raises(UserError, match="was run with a critic"):
+        Trainer(make_config(), tmp_path / "run", resume=True, console=QUIET)
+    changed = make_config(algorithm=PPO, critic={"separate": True})
+    with pytest.raises(UserError, match="is of another model than"):
+        Trainer(changed, tmp_path / "run", resume=True, console=QUIET)
+    Trainer(make_config(max_steps=1), tmp_path / "plain", console=QUIET).run()
+    with pytest.raises(UserError, match="was run without a critic"):
+        Trainer(make_config(algorithm=PPO), tmp_path / "plain", resume=True, console=QUIET)
