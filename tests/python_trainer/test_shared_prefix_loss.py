@@ -6,7 +6,7 @@ import torch
 from python_trainer.accelerators import Rollout
 from python_trainer.algorithms import importance_weights, kl_estimate, policy_loss, token_weights
 from python_trainer.config import AlgorithmConfig, ModelConfig
-from python_trainer.objective import Objective, Ragged, make_batch
+from python_trainer.objective import Objective, Ragged, make_batch, set_advantages
 from python_trainer.packing import micro_batches, pack
 from python_trainer.policy import load_policy
 
@@ -103,7 +103,7 @@ def plain(policy, rollouts, batch, config):
             old, columns["sampler"], sampled, mode=config.importance_sampling, cap=config.importance_sampling_cap
         )
     loss = policy_loss(
-        logprobs, old, batch.advantages, mask, epsilon=config.epsilon, epsilon_high=config.epsilon_high,
+        logprobs, old, batch.advantages.padded(), mask, epsilon=config.epsilon, epsilon_high=config.epsilon_high,
         delta=config.delta, weights=weights,
     ).loss  # fmt: skip
     if config.beta:
@@ -118,6 +118,7 @@ def plain(policy, rollouts, batch, config):
 @pytest.mark.parametrize("config", CASES)
 def test_loss_and_gradients_equal_the_plain_form(policy, rollouts, config):
     batch = make_batch(rollouts, config, torch.device("cpu"))
+    set_advantages(batch, config)
     if config.num_iterations > 1:
         batch.old = noisy(batch, policy, 0.1, 1)
     if config.beta:
@@ -153,6 +154,7 @@ def test_the_prefix_cancels_under_token_means_on_policy(policy, rollouts):
     for whole in (True, False):
         config = AlgorithmConfig(loss_type="dapo", prefix_in_loss=whole)
         batch = make_batch(rollouts, config, torch.device("cpu"))
+        set_advantages(batch, config)
         tokens.append(int(batch.loss_tokens.sum()))
         packed = pack(batch.answers, range(len(rollouts)))
         with policy.packed_attention():
