@@ -1,0 +1,23 @@
+"""Runs a study: ``python -m bench.studies alpha --output-dir runs/studies/alpha``. Each goes on where it stopped."""
+
+import argparse
+import importlib
+
+STUDIES = {
+    "alpha": "extrapolated weights: what rank 1 keeps, what prediction adds after 40 % of the steps, what the gate did",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.studies", description=__doc__)
+    commands = parser.add_subparsers(dest="study", required=True, metavar=" | ".join(STUDIES))
+    modules = {name: importlib.import_module(f"bench.studies.{name}") for name in STUDIES}
+    for name, module in modules.items():
+        module.add_arguments(commands.add_parser(name, help=STUDIES[name], description=module.__doc__,
+                                                 formatter_class=argparse.RawDescriptionHelpFormatter))  # fmt: skip
+    args = parser.parse_args()
+    modules[args.study].run(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,293 @@
+"""Extrapolated weights on the arithmetic task: what rank 1 keeps, what 40 % of the steps and a prediction reach.
+
+    python -m bench.studies alpha --output-dir runs/studies/alpha
+
+Every seed trains once, tracking its weights, with a checkpoint at 40 % of the steps. From there each predictor makes
+one gated attempt; what it would have written without refusals and gate is tested too. The last weights are cut down
+to rank 1 and more. All on the same 8,192 test prompts, one answer each with the same noise per seed, so everything is
+paired. One more seed per algorithm gives the shape of its update. What is finished is not done again.
+
+The learning rate is 3e-5, not the 2e-4 of configs/arithmetic.yaml: at 2e-4 the task is as good as solved after 40 %
+of the steps and there would be nothing left to predict.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from rich.console import Console
+from safetensors.numpy import load_file, save_file
+
+from bench._runner import commit
+from bench.studies import alpha_report
+from python_trainer.accelerators import StepContext
+from python_trainer.accelerators.alpha import Alpha
+from python_trainer.checkpoint import load_checkpoint, write_text
+from python_trainer.config import Config, load_config
+from python_trainer.evaluation import load_evaluations
+from python_trainer.telemetry import read_metrics
+from python_trainer.trainer import Trainer
+from rlkernels.rank1 import PREDICTORS, Limits
+from rlkernels.rank1.predictors import linearity
+from rlkernels.rank1.trajectory import leading_factors
+
+CONFIG = Path("configs/arithmetic.yaml")
+SHARE = 0.4
+SCAN = (0.0, 0.25, 0.5, 0.7, 0.85, 1.0, 1.25, 1.5, 2.0)  # of a = |D|_F / sigma1
+SETTINGS = [
+    "optimizer.learning_rate=3e-5", "max_seconds=null", "evaluation.eval_steps=0", "evaluation.eval_limit=null",
+    "evaluation.target_accuracy=null", "save.save_steps=0", "save.save_total_limit=9", "save.save_model=false",
+    "accelerators.enabled=[alpha]", "accelerators.alpha.first_step=1000000", "accelerators.alpha.track_steps=2",
+    f"accelerators.alpha.horizon={1 / SHARE}",
+]  # fmt: skip
+ALGORITHMS = {
+    "dapo": ["algorithm.epsilon_high=0.28"],
+    "grpo": ["algorithm.loss_type=grpo"],
+    "dr_grpo": ["algorithm.loss_type=dr_grpo", "algorithm.scale_rewards=none"],
+    "rloo": ["algorithm.advantage=rloo", "algorithm.loss_type=seq-mean-token-sum"],
+    "reinforce++": ["algorithm.advantage=reinforce++", "algorithm.loss_type=token-mean"],
+    "ppo": ["algorithm.advantage=gae", "algorithm.loss_type=token-mean", "algorithm.lam=1.0",
+            "critic.learning_rate=1e-3"],
+}  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/studies/alpha"), metavar="DIR")
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", metavar="DIR")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--algorithms", nargs="*", default=list(ALGORITHMS), choices=list(ALGORITHMS))
+    parser.add_argument("--steps", type=int, default=60, help="of a full run (default: %(default)s)")
+    parser.add_argument("--scan-prompts", type=int, default=2048, help="test prompts of the scan (default: 2048)")
+    parser.add_argument("--set", dest="overrides", nargs="+", default=[], metavar="KEY=VALUE", help="more settings")
+    parser.add_argument("--report-only", action="store_true", help="tables and pictures of what there is")
+
+
+class Timed(Trainer):
+    """Seconds of processor time that evaluations took, so that they can be left out; the machine may be shared."""
+
+    evaluating = 0.0
+
+    def evaluate_each(self, split: str, limit: int | None = None) -> list[float]:
+        start = time.process_time()
+        try:
+            return super().evaluate_each(split, limit)
+        finally:
+            self.evaluating += time.process_time() - start
+
+
+class Part:
+    """Results of one run in its folder: numbers in results.json, right or wrong per prompt in answers.safetensors."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.numbers: dict[str, Any] = self._json()
+        path = folder / "answers.safetensors"
+        self.answers: dict[str, numpy.ndarray] = dict(load_file(path)) if path.exists() else {}
+
+    def _json(self) -> dict[str, Any]:
+        path = self.folder / "results.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def note(self, name: str, value: Any) -> None:
+        self.numbers[name] = value
+        write_text(self.folder / "results.json", json.dumps(self.numbers, indent=1) + "\n")
+
+    def keep(self, name: str, correct: Any) -> None:
+        self.answers[name] = numpy.asarray(correct, dtype=numpy.uint8)
+        aside = self.folder / ".answers.tmp"
+        save_file(self.answers, aside)
+        aside.replace(self.folder / "answers.safetensors")
+
+
+def train(config: Config, part: Part, name: str) -> None:
+    """Trains up to ``config.max_steps`` from where the run is; keeps the start, the end and what this stretch cost."""
+    if name in part.answers:
+        return
+    run = part.folder / "run"
+    trainer = Timed(config, run, resume=True, label=f"{part.folder.parent.name}, {part.folder.name}, {name}")
+    before, start = trainer.progress.step, time.process_time()
+    tracking = track_timed(alpha_of(trainer))
+    trainer.run()
+    if before < config.max_steps:
+        part.note(f"{name}_cost", {
+            "steps": config.max_steps - before, "cpu_s": time.process_time() - start - trainer.evaluating,
+            "track_cpu_s": tracking["seconds"], "counts": trainer.progress.counts,
+        })  # fmt: skip
+    found = load_evaluations(run)
+    part.keep("base", found["start"])
+    part.keep(name, found["final"])
+
+
+def track_timed(alpha: Alpha) -> dict[str, float]:
+    """Counts seconds of processor time spent on tracking from now on."""
+    spent, track = {"seconds": 0.0}, alpha.track
+
+    def timed(context: StepContext) -> None:
+        start = time.process_time()
+        track(context)
+        spent["seconds"] += time.process_time() - start
+
+    alpha.track = timed  # type: ignore[method-assign]
+    return spent
+
+
+def alpha_of(trainer: Trainer) -> Alpha:
+    found = trainer.accelerators[0]
+    assert isinstance(found, Alpha)
+    return found
+
+
+def at(part: Part, config: Config, step: int) -> Timed:
+    """A trainer with the weights, moments and trajectory of a saved step."""
+    trainer = Timed(config, part.folder / "none", console=Console(quiet=True))
+    trainer._restore(load_checkpoint(part.folder / "run" / "checkpoints" / f"step-{step:06d}"))
+    return trainer
+
+
+def context_of(trainer: Timed, step: int) -> StepContext:
+    return StepContext(step, trainer.policy.model, trainer.optimizer, trainer.engine, trainer.policy.tokenizer,
+                       trainer.evaluate, trainer.evaluate_each, 0, {}, len(trainer.task.gate))  # fmt: skip
+
+
+def with_alpha(config: Config, **changes: Any) -> Config:
+    values = config.model_dump(mode="json")
+    values["accelerators"]["alpha"] |= changes
+    return Config.model_validate(values)
+
+
+def attempts(config: Config, part: Part, cut: int) -> None:
+    """One gated attempt per predictor, and what it would have written without refusals and gate."""
+    variants = [(name, {"predictor": name}) for name in PREDICTORS]
+    variants.append(("pls as in the paper", {"predictor": "pls", "keep_rest": False, "scale": "alpha"}))
+    for name, changes in variants:
+        if f"attempt {name}" in part.numbers:
+            continue
+        trainer = at(part, with_alpha(config, **changes), cut)
+        alpha, context = alpha_of(trainer), context_of(trainer, cut)
+        predicted = predict_anyway(alpha, context)
+        start, gate_before = time.process_time(), trainer.evaluating
+        before = trainer.engine.stats["generated_tokens"]
+        event = alpha.attempt(context)
+        event["cpu_s"] = time.process_time() - start
+        event["gate_cpu_s"] = trainer.evaluating - gate_before
+        event["gate_tokens"] = trainer.engine.stats["generated_tokens"] - before
+        cuts = part.answers["cut"]
+        gated = trainer.evaluate_each("test") if event["accepted"] else cuts
+        part.keep(f"gated {name}", gated)
+        if event["accepted"] and event["tries"][-1]["factor"] == 1.0:
+            part.keep(f"ungated {name}", gated)
+        else:
+            trainer = at(part, config, cut)
+            trainer.optimizer.write(predicted)
+            trainer.engine.policy_updated()
+            part.keep(f"ungated {name}", trainer.evaluate_each("test"))
+        part.note(f"attempt {name}", event)
+
+
+def predict_anyway(alpha: Alpha, context: StepContext) -> dict[str, torch.Tensor]:
+    alpha_limits = alpha.limits
+    anyway = Limits(min_gap=0.0, noise_factor=0.0, min_cosine=0.0)
+    try:
+        alpha.limits = lambda: anyway  # type: ignore[method-assign]
+        return alpha.predict(context)
+    finally:
+        alpha.limits = alpha_limits  # type: ignore[method-assign]
+
+
+def cut_down(config: Config, part: Part, step: int, scan_prompts: int, *, more: bool) -> None:
+    """The last update at rank 1 and above, and along a scan of its scale."""
+    trainer = at(part, config, step)
+    tracked = alpha_of(trainer).trajectory
+    assert tracked is not None
+    final = {name: p.detach().clone() for name, p in trainer.policy.model.named_parameters()}
+    first = dict(Trainer(config, part.folder / "none", console=Console(quiet=True)).policy.model.named_parameters())
+    deltas = {name: final[name] - base for name, base in tracked.base.items()}
+    sizes = {name: float(delta.norm()) for name, delta in deltas.items()}
+    low: dict[int, dict[str, torch.Tensor]] = {}
+    for rank in (1, 4, 16):
+        factors = {n: leading_factors(final[n], b, rank=rank, passes=4) for n, b in tracked.base.items()}
+        low[rank] = {name: left @ right.T for name, (left, right) in factors.items()}
+
+    def test(modules: dict[str, torch.Tensor], rest: str, prompts: int | None = None) -> list[float]:
+        values = dict(final if rest == "trained" else first) | modules
+        trainer.optimizer.write(values)
+        trainer.engine.policy_updated()
+        return trainer.evaluate_each("test", prompts)
+
+    def update(rank: int, scale: Callable[[str], float]) -> dict[str, torch.Tensor]:
+        return {n: base + scale(n) * low[rank][n] for n, base in tracked.base.items()}
+
+    def alpha_scale(name: str) -> float:
+        return sizes[name] / max(float(low[1][name].norm()), 1e-30)
+
+    wanted: list[tuple[str, Callable[[], dict[str, torch.Tensor]], str]] = [
+        ("rank 1, scale a, rest trained", lambda: update(1, alpha_scale), "trained"),
+        ("rank 1, scale 1, rest trained", lambda: update(1, lambda name: 1.0), "trained"),
+        ("rank 1, scale a, rest base", lambda: update(1, alpha_scale), "base"),
+        ("modules whole, rest base", lambda: {n: final[n] for n in deltas}, "base"),
+    ]
+    if more:
+        wanted += [
+            (f"rank {rank}, scale 1, rest trained", lambda rank=rank: update(rank, lambda name: 1.0), "trained")  # type: ignore[misc]
+            for rank in (4, 16)
+        ]
+    for name, modules, rest in wanted:
+        if name not in part.answers:
+            part.keep(name, test(modules(), rest))
+    if "scan" not in part.numbers:
+        accuracy = []
+        for factor in SCAN:
+            correct = test(update(1, lambda name, f=factor: f * alpha_scale(name)), "trained", scan_prompts)  # type: ignore[misc]
+            accuracy.append(sum(correct) / len(correct))
+        part.note("scan", {"factors": SCAN, "accuracy": accuracy, "prompts": scan_prompts})
+
+
+def shape(config: Config, part: Part, step: int) -> None:
+    """What the trajectory of every module looks like; needs no generation."""
+    if "modules" in part.numbers:
+        return
+    tracked = alpha_of(at(part, config, step)).trajectory
+    assert tracked is not None
+    rows = {}
+    for name in tracked.base:
+        points, facts = tracked.points(name), tracked.facts(name)
+        half = int((points.steps - points.steps[-1] / 2).abs().argmin())
+        rows[name] = {
+            "share": facts["sigma"] / facts["frobenius"], "gap": facts["gap"], "r2": linearity(points),
+            "cosine_at_half": float(points.cosine[half]), "captured_first": float(points.captured[0]),
+        }  # fmt: skip
+    part.note("modules", rows)
+    part.note("curve", [[row["step"], row["accuracy"]] for row in read_metrics(part.folder / "run") if "reward" in row])
+
+
+def plan(args: argparse.Namespace) -> Iterator[tuple[str, int, bool]]:
+    """(algorithm, seed, whether predictors are tried), most important first."""
+    for seed in args.seeds:
+        yield args.algorithms[0], seed, True
+    for name in args.algorithms[1:]:
+        yield name, args.seeds[0], False
+
+
+def run(args: argparse.Namespace) -> None:
+    cut = round(SHARE * args.steps)
+    for algorithm, seed, predictors in plan(args) if not args.report_only else ():
+        part = Part(args.output_dir / algorithm / f"seed-{seed}")
+        if "commit" not in part.numbers:
+            part.note("commit", commit())
+        overrides = [*SETTINGS, *ALGORITHMS[algorithm], *args.overrides, f"seed={seed}"]
+        config = load_config(CONFIG, [*overrides, f"max_steps={args.steps}"])
+        if predictors:
+            train(load_config(CONFIG, [*overrides, f"max_steps={cut}"]), part, "cut")
+        train(config, part, "full")
+        if predictors:
+            attempts(config, part, cut)
+        cut_down(config, part, args.steps, args.scan_prompts, more=predictors)
+        shape(config, part, args.steps)
+        alpha_report.write(args.output_dir, args.results, cut, args.steps)
+    alpha_report.write(args.output_dir, args.results, cut, args.steps)
