@@ -163,7 +163,7 @@ def with_alpha(config: Config, **changes: Any) -> Config:
 
 def attempts(config: Config, part: Part, cut: int) -> None:
     """One gated attempt per predictor, and what it would have written without refusals and gate."""
-    variants = [(name, {"predictor": name}) for name in PREDICTORS]
+    variants: list[tuple[str, dict[str, Any]]] = [(name, {"predictor": name}) for name in PREDICTORS]
     variants.append(("pls as in the paper", {"predictor": "pls", "keep_rest": False, "scale": "alpha"}))
     for name, changes in variants:
         if f"attempt {name}" in part.numbers:

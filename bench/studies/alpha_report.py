@@ -166,7 +166,7 @@ def draw(all_found: list[Found], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    names = []
+    names: list[str] = []
     for number, found in enumerate(all_found):
         scans = [(n["scan"], a) for n, a in zip(found.numbers, found.answers) if "scan" in n]
         if scans:
