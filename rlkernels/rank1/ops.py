@@ -82,6 +82,25 @@ def _native(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], starts: Sequence
     return out
 
 
+def _triton(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], starts: Sequence[torch.Tensor | None], *, tol: float,
+            max_passes: int, seed: int, names: Sequence[str] | None = None) -> list[Rank1Update]:  # fmt: skip
+    from rlkernels.rank1 import grouped
+
+    guesses = [None if s is None or not s.any() else s for s in starts]
+    out = []
+    found = grouped.top1_deltas(
+        [(_rows(w), _rows(b)) for w, b in pairs], guesses, tol=tol, max_passes=max_passes, seed=seed
+    )
+    for i, update in enumerate(found):
+        if isinstance(update, ValueError):
+            raise ValueError(f"{names[i]!r}: {update}" if names else str(update)) from None
+        out.append(update)
+    return out
+
+
+_SOLVERS = {"cpu": _native, "triton": _triton}
+
+
 def top1_delta(weight: torch.Tensor, base: torch.Tensor, *, start: torch.Tensor | None = None, tol: float = 1e-2,
                max_passes: int = 12, seed: int = 0, backend: str = "auto") -> Rank1Update:  # fmt: skip
     """Leading singular triplet of ``weight - base``, with a certificate, without ever holding the delta.
@@ -108,15 +127,16 @@ def top1_delta(weight: torch.Tensor, base: torch.Tensor, *, start: torch.Tensor 
     _check_start("start", start, weight.shape[1], weight.device)
     _check_settings(tol, max_passes, seed)
     settings: _Settings = {"tol": tol, "max_passes": max_passes, "seed": _signed(seed)}
-    if _backend.choose("top1_delta", weight.device, backend) == "cpu":
-        return _native([(weight, base)], [start], **settings)[0]
+    chosen = _backend.choose("top1_delta", weight.device, backend)
+    if chosen in _SOLVERS:
+        return _SOLVERS[chosen]([(weight, base)], [start], **settings)[0]
     return reference.top1_delta(weight, base, start=start, **settings)
 
 
 def top1_deltas(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], *,
                 starts: Mapping[str, torch.Tensor] | None = None, tol: float = 1e-2, max_passes: int = 12,
                 seed: int = 0, backend: str = "auto") -> dict[str, Rank1Update]:  # fmt: skip
-    """:func:`top1_delta` of many modules in one call; every result equals that of its own call, bit for bit.
+    """:func:`top1_delta` of many modules in one call; on CPUs every result equals that of its own call, bit for bit.
 
     Args:
         pairs: name -> (weight, base), all on one device.
@@ -142,8 +162,9 @@ def top1_deltas(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], *,
         return {}
     settings: _Settings = {"tol": tol, "max_passes": max_passes, "seed": _signed(seed)}
     guesses = [starts.get(name) for name in pairs]
-    if _backend.choose("top1_deltas", devices.pop(), backend) == "cpu":
-        return dict(zip(pairs, _native(list(pairs.values()), guesses, names=list(pairs), **settings)))
+    chosen = _backend.choose("top1_deltas", devices.pop(), backend)
+    if chosen in _SOLVERS:
+        return dict(zip(pairs, _SOLVERS[chosen](list(pairs.values()), guesses, names=list(pairs), **settings)))
     out = {}
     for (name, (weight, base)), start in zip(pairs.items(), guesses):
         try:
@@ -168,8 +189,13 @@ def delta_matvec(weight: torch.Tensor, base: torch.Tensor, v: torch.Tensor, *, b
     """
     _check_pair(weight, base)
     _check_vector("v", v, weight.shape[1], weight.device)
-    if _backend.choose("delta_matvec", weight.device, backend) == "cpu":
+    chosen = _backend.choose("delta_matvec", weight.device, backend)
+    if chosen == "cpu":
         return torch.ops.rlkernels.delta_matvec(_rows(weight), _rows(base), _vector(v))
+    if chosen == "triton":
+        from rlkernels.rank1 import triton_kernels
+
+        return triton_kernels.delta_matvec(_rows(weight), _rows(base), _vector(v))
     return reference.delta_matvec(weight, base, v)
 
 
@@ -205,4 +231,9 @@ def add_rank1_(weight: torch.Tensor, u: torch.Tensor, v: torch.Tensor, scale: fl
             left = _vector(u) * scale
             torch.ops.rlkernels.add_rank1_(weight, left, _vector(v), stochastic_rounding, _signed(seed))
             return weight
+        if chosen == "triton" and weight.stride(1) == 1:
+            from rlkernels.rank1 import triton_kernels
+
+            return triton_kernels.add_rank1_(weight, _vector(u), _vector(v), scale,
+                                             stochastic_rounding=stochastic_rounding, seed=_signed(seed))  # fmt: skip
         return reference.add_rank1_(weight, u, v, scale, stochastic_rounding=stochastic_rounding, seed=_signed(seed))

@@ -1,0 +1,388 @@
+"""The block Krylov solver of ``reference.py`` for many modules at once, on the Triton kernels.
+
+All modules advance together; those that are done are skipped by every kernel. The vectors of all modules lie one after
+another in ``q``, ``z`` [K, all columns] and ``y`` [K, all rows]; directions that drop out are zero columns, so every
+module has the same K. The small matrices are float64 [modules, ...] on the device: per pass two waits for it (inside
+``eigh``, and to see which modules go on) and about 250 small launches, whatever the number of modules.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from rlkernels.rank1 import reference
+from rlkernels.rank1 import triton_kernels as kernels
+from rlkernels.rank1.reference import BLOCK, DROP, EPS
+from rlkernels.rank1.triton_kernels import Module
+from rlkernels.rank1.update import GAP_FLOOR, Rank1Update
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+STEPS = 50  # places between the two leading Ritz values where the certificate looks
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How work is cut up; depends on the shape of a module alone, so its result does not depend on its company."""
+
+    widest: int = 4096  # columns of a row that fits in one program's registers
+    held: int = 4  # rows there
+    chunk: int = 1024  # columns of a product with Q in the panel kernel
+    strip: int = 256  # columns of a product with Y there
+    rows: int = 16  # rows of a block there
+    panel_bytes: int = 2**23  # of both matrices: with those under way it stays in the second-level cache
+
+    def slot_rows(self, m: int, n: int) -> int:
+        """Rows of a slot, which holds one partial Z [4, n]."""
+        return 256 if m * n >= 2**25 else 64
+
+    def panel_rows(self, n: int, entry_bytes: int) -> int:
+        return max(self.panel_bytes // (n * entry_bytes) // self.rows, 1) * self.rows
+
+
+@dataclass
+class Group:
+    """Modules that one launch reads: of the same dtypes, alignment and width class."""
+
+    pair: Pair  # its first; the others are addressed from there
+    aligned: bool
+    wide: int  # columns held in registers; 0: the panel kernel
+    items: list[list[int]] = field(default_factory=list)
+    late: list[list[int]] = field(default_factory=list)  # second uses of the panel before
+    chunks: int = 1
+    counters: int = 1  # the first is the ticket
+    y_partial: int = 0
+    table: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+def _is_aligned(matrix: torch.Tensor) -> bool:
+    return matrix.data_ptr() % 16 == 0 and matrix.stride(0) % 16 == 0 and matrix.shape[1] % 16 == 0
+
+
+def _distance(to: torch.Tensor, start: torch.Tensor) -> int:
+    """In elements."""
+    return (to.data_ptr() - start.data_ptr()) // to.element_size()
+
+
+class Layout:
+    """Tables that describe the modules and the work."""
+
+    def __init__(self, pairs: Sequence[Pair], given: Sequence[bool], tiling: Tiling) -> None:
+        self.tiling, self.groups = tiling, dict[tuple[object, ...], Group]()
+        self.rows = self.columns = self.partial = self.stats = 0
+        device, table = pairs[0][0].device, []
+        for i, (weight, base) in enumerate(pairs):
+            m, n = weight.shape
+            wide = max(16, 1 << (n - 1).bit_length())
+            key = (weight.dtype, base.dtype, _is_aligned(weight) and _is_aligned(base),
+                   (1024 if wide <= 1024 else wide) if wide <= tiling.widest else 0)  # fmt: skip
+            group = self.groups.setdefault(key, Group((weight, base), key[2], key[3]))
+            row = {
+                Module.WEIGHT: _distance(weight, group.pair[0]), Module.BASE: _distance(base, group.pair[1]),
+                Module.WEIGHT_STRIDE: weight.stride(0), Module.BASE_STRIDE: base.stride(0), Module.M: m, Module.N: n,
+                Module.Y: self.rows, Module.Q: self.columns, Module.PARTIAL: self.partial, Module.STATS: self.stats,
+                Module.GIVEN: int(given[i]), Module.Y_PARTIAL: group.y_partial, Module.COUNTER: group.counters,
+            }  # fmt: skip
+            if group.wide:
+                self._add_slots(group, i, m, n, row)
+            else:
+                self._add_panels(group, i, m, n, weight.element_size() + base.element_size(), row)
+            self.rows += m
+            self.columns += n
+            table.append([row[column] for column in Module])
+        self.table = torch.tensor(table, dtype=torch.int64, device=device)
+        for group in self.groups.values():
+            group.table = torch.tensor([*group.items, *group.late], dtype=torch.int64, device=device)
+        self.places = kernels.places([w.shape[1] for w, _ in pairs], device)
+        self.row_places = kernels.places([w.shape[0] for w, _ in pairs], device)
+
+    def _add_slots(self, group: Group, i: int, m: int, n: int, row: dict[Module, int]) -> None:
+        height = self.tiling.slot_rows(m, n)
+        for first in range(0, m, height):
+            group.items.append([i, first, min(first + height, m), self.partial, self.stats])
+            self.partial += BLOCK * n
+            self.stats += 1
+        row |= {Module.SLOTS: -(-m // height), Module.ITEMS: -(-m // height), Module.CHUNKS: 0}
+
+    def _add_panels(self, group: Group, i: int, m: int, n: int, entry_bytes: int, row: dict[Module, int]) -> None:
+        """Products with Q of one panel come before the second use of the panel before it."""
+        t = self.tiling
+        height, chunks = t.panel_rows(n, entry_bytes), -(-n // t.chunk)
+        for top in range(0, m, height):
+            bottom = min(top + height, m)
+            for first in range(top, bottom, t.rows):
+                for chunk in range(chunks):
+                    group.items.append([0, i, first, min(first + t.rows, bottom), chunk, 0, self.stats])
+                    self.stats += 1
+            group.items += group.late
+            group.late = [[1, i, top, bottom, strip, self.partial, 0] for strip in range(-(-n // t.strip))]
+            self.partial += BLOCK * n
+        group.counters += -(-m // t.rows)
+        group.y_partial += BLOCK * chunks * m
+        group.chunks = max(group.chunks, chunks)
+        row |= {Module.SLOTS: -(-m // height), Module.ITEMS: -(-m // t.rows) * chunks, Module.CHUNKS: chunks}
+
+
+def cholesky_columns(gram: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
+    """T [B, 4, 4] such that R T has orthonormal columns, for gram = R^T R; zero where a column is no longer than
+    ``least`` [B, 4] once its part in the columns before is gone. Gram-Schmidt on coordinates."""
+    t = torch.zeros_like(gram)
+    for b in range(gram.shape[-1]):
+        column = -(t @ (t.mT @ gram[:, :, b : b + 1]))
+        column[:, b] += 1
+        length = (column * (gram @ column)).sum((1, 2)).clamp_min(0).sqrt()
+        kept = length > least[:, b]
+        t[:, :, b] = torch.where(kept[:, None], column[:, :, 0] / length.where(kept, 1)[:, None], 0)
+    return t
+
+
+def spectral_norm(m: torch.Tensor) -> torch.Tensor:
+    """Upper bound for the largest eigenvalue of positive semidefinite [..., 4, 4], at most 4^(1/8) above it."""
+    trace = m.diagonal(dim1=-2, dim2=-1).sum(-1)
+    power = m / trace.where(trace > 0, 1)[..., None, None]
+    for _ in range(3):
+        power = power @ power
+    return power.diagonal(dim1=-2, dim2=-1).sum(-1) ** 0.125 * trace
+
+
+def angle_bound(theta: torch.Tensor, ritz: torch.Tensor, first: torch.Tensor, rest: torch.Tensor,
+                residual: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:  # fmt: skip
+    """``reference.angle_bound`` for B modules: theta [B, K], ritz [B, K, K], first [B, 4] (rows of the random start),
+    rest [B, 4, 4] (Gram matrix of the residual block), residual and floor [B] -> [B]."""
+    top, second = theta[:, :1], theta[:, 1:2]
+    steps = torch.arange(STEPS - 1, -1, -1, device=theta.device, dtype=theta.dtype)
+    x = torch.where(steps > 0, second + (top - second) * steps / STEPS, top)  # [B, 49 down to 1, then the top itself]
+    weight = 1 / (x[:, :, None] - theta[:, None, :])  # [B, 50, K]
+    weight[:, -1, 0] = 0
+    start, last = ritz[:, :BLOCK] * first[:, :, None], ritz[:, -BLOCK:]
+    response = (start[:, None] * weight[:, :, None, :]) @ last.mT[:, None]  # [B, 50, 4, 4]
+    reach = spectral_norm(response @ rest[:, None] @ response.mT).sqrt().nan_to_num(nan=math.inf)
+    free = reach[:, :-1] < floor[:, None]
+    seen = free.cumsum(1) > 0
+    run = seen & ((seen & ~free).cumsum(1) == 0)  # the first stretch that is excluded, from the top down
+    bound = torch.where(run, x[:, :-1], math.inf).amin(1)
+    known = run.any(1) & (theta[:, 0] > theta[:, 1]) & (reach[:, -1] < floor / 2)
+    sine = (residual + 4 * EPS) / (1 - bound / theta[:, 0])
+    return torch.where(known, sine.clamp(max=1).asin() + EPS, math.pi / 2).clamp(max=math.pi / 2)
+
+
+@dataclass
+class Found:
+    """What is known of every module, each [B] float64 but for ``leading`` [B, K]; frozen when it is done."""
+
+    theta: torch.Tensor
+    gap: torch.Tensor
+    residual: torch.Tensor
+    bound: torch.Tensor
+    passes: torch.Tensor
+    leading: torch.Tensor
+
+    def update(self, active: torch.Tensor, theta: torch.Tensor, gap: torch.Tensor, residual: torch.Tensor,
+               bound: torch.Tensor, passes: int, leading: torch.Tensor) -> None:  # fmt: skip
+        self.theta = torch.where(active, theta, self.theta)
+        self.gap = torch.where(active, gap, self.gap)
+        self.residual = torch.where(active, residual, self.residual)
+        self.bound = torch.where(active, bound, self.bound)
+        self.passes = torch.where(active, passes, self.passes)
+        k = leading.shape[1]
+        self.leading[:, :k] = torch.where(active[:, None], leading, self.leading[:, :k])
+
+
+class Solver:
+    """One call of ``top1_deltas``. Rows of the matrices must be contiguous."""
+
+    def __init__(self, pairs: Sequence[Pair], starts: Sequence[torch.Tensor | None], *, tol: float, max_passes: int,
+                 seed: int, tiling: Tiling) -> None:  # fmt: skip
+        self.pairs, self.tol, self.max_passes, self.seed = pairs, tol, max_passes, seed
+        given = [s is not None and w.shape[1] > 1 for s, (w, _) in zip(starts, pairs)]
+        self.layout = layout = Layout(pairs, given, tiling)
+        self.device, self.count = pairs[0][0].device, len(pairs)
+        k = BLOCK * max_passes
+        self.q, self.z = self._zeros(k, layout.columns), self._zeros(k, layout.columns)
+        self.y = self._zeros(k, layout.rows)
+        self.work = self._zeros(BLOCK, layout.columns, dtype=torch.float64)
+        self.gram = self._zeros(self.count, k, k, dtype=torch.float64)
+        self.partial = torch.empty(layout.partial, device=self.device)
+        self.stats = torch.empty(layout.stats, 2, dtype=torch.float64, device=self.device)
+        self.active = torch.ones(self.count, dtype=torch.bool, device=self.device)
+        self.starts = self._zeros(layout.columns)
+        offset = 0
+        for start, is_given, (weight, _) in zip(starts, given, pairs):
+            if start is not None and is_given:
+                self.starts[offset : offset + len(start)] = start
+            offset += weight.shape[1]
+        widths = [min(BLOCK, w.shape[1]) for w, _ in pairs]
+        place = range(BLOCK)
+        self.first = torch.tensor(
+            [[float(g <= c < width) for c in place] for g, width in zip(given, widths)], dtype=torch.float64,
+            device=self.device,
+        )  # fmt: skip
+        self.floor = torch.tensor(
+            [reference.hidden_floor(width - g, w.shape[1]) for g, width, (w, _) in zip(given, widths, pairs)],
+            dtype=torch.float64, device=self.device,
+        )  # fmt: skip
+
+    def _zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def _read(self, old: int, statistics: bool) -> None:
+        """Y and Z of the columns of q from ``old`` on."""
+        layout, t = self.layout, self.layout.tiling
+        q, y, z = self.q[old:], self.y[old:], self.z[old:]
+        for group in layout.groups.values():
+            common = {"ALIGNED": group.aligned, "STATISTICS": statistics}
+            weight, base = map(kernels.stored, group.pair)
+            tables = (weight, base, layout.table, group.table, self.active, q, y, self.partial, self.stats)
+            if group.wide:
+                held = t.held * group.wide * (weight.element_size() + base.element_size())
+                kernels._rows_kernel[(len(group.table),)](
+                    *tables, layout.rows, layout.columns, **common, ROWS=t.held, WIDE=group.wide,
+                    STAGES=3 if held <= 2**16 else 2, num_warps=max(4, group.wide // 256),
+                )  # fmt: skip
+            else:
+                kernels._panel_kernel[(len(group.table),)](
+                    *tables, torch.empty(group.y_partial, device=self.device),
+                    torch.zeros(group.counters, dtype=torch.int32, device=self.device), layout.rows, layout.columns,
+                    **common, ROWS=t.rows, CHUNK=t.chunk, STRIP=t.strip,
+                    MOST_CHUNKS=1 << (group.chunks - 1).bit_length(), num_warps=4,
+                )  # fmt: skip
+        kernels._sum_slots_kernel[(len(layout.places),)](
+            layout.table, layout.places, self.active, self.partial, z, layout.columns, COLUMNS=kernels.COLUMNS
+        )
+
+    def _dots(self, x: torch.Tensor, w: torch.Tensor, rows: bool = False) -> torch.Tensor:
+        """x [K, all], w [4, all] -> [B, K, 4] float64."""
+        out = self._zeros(self.count, len(x), BLOCK, dtype=torch.float64)
+        kernels._dots_kernel[(self.count, len(x))](
+            self.layout.table, self.active, x, w, out, x.stride(0), w.stride(0), len(x),
+            LENGTH=int(Module.M if rows else Module.N), OFFSET=int(Module.Y if rows else Module.Q), BLOCK=512,
+            num_warps=8,
+        )  # fmt: skip
+        return out
+
+    def _combine(self, x: torch.Tensor, coefficients: torch.Tensor, out: torch.Tensor, add: torch.Tensor | None = None,
+                 rows: bool = False) -> None:  # fmt: skip
+        """out [b, all] = sum_a x_a coefficients[B, a, b] (+ add)."""
+        layout = self.layout
+        places = layout.row_places if rows else layout.places
+        kernels._combine_kernel[(len(places),)](
+            layout.table, places, self.active, x, coefficients.contiguous(), out if add is None else add, out,
+            x.stride(0), out.stride(0), len(x), ADD=add is not None, WANTED=coefficients.shape[2],
+            OFFSET=int(Module.Y if rows else Module.Q), LENGTH=int(Module.M if rows else Module.N),
+            BLOCK=kernels.COLUMNS, num_warps=4,
+        )  # fmt: skip
+
+    def _start(self) -> None:
+        layout = self.layout
+        kernels._start_kernel[(len(layout.places),)](
+            layout.table, layout.places, self.starts, self.work, layout.columns, self.seed, COLUMNS=kernels.COLUMNS
+        )
+        self._extend(0, self._dots(self.work, self.work), torch.zeros_like(self.first))
+
+    def _extend(self, old: int, gram: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
+        """q[old:] = the columns of work, orthonormal (Cholesky QR, twice); how many each module has."""
+        mixed = torch.empty_like(self.work)
+        self._combine(self.work, cholesky_columns(gram, least), mixed)
+        again = cholesky_columns(self._dots(mixed, mixed), torch.zeros_like(least))
+        self._combine(mixed, again, self.q[old : old + BLOCK])
+        return (again.diagonal(dim1=1, dim2=2) > 0).sum(1)
+
+    def _rest(self, old: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """work = the newest Z minus its part in the basis, its Gram matrix, and the lengths of Z's columns."""
+        fresh, basis = self.z[old : old + BLOCK], self.q[: old + BLOCK]
+        lengths = self._dots(fresh, fresh).diagonal(dim1=1, dim2=2).sqrt()
+        self._combine(basis, -self._dots(basis, fresh), self.work, add=fresh)
+        self._combine(basis, -self._dots(basis, self.work), self.work, add=self.work)
+        return self._dots(self.work, self.work), lengths
+
+    def _residual(self, k: int, leading: torch.Tensor, theta: torch.Tensor) -> torch.Tensor:
+        out = self._zeros(self.count, dtype=torch.float64)
+        kernels._residual_kernel[(self.count,)](
+            self.layout.table, self.active, self.q, self.z, leading.contiguous(), theta, out, self.layout.columns, k,
+            BLOCK=kernels.COLUMNS,
+        )  # fmt: skip
+        return out.sqrt()
+
+    def _statistics(self) -> torch.Tensor:
+        """float64 [B, 2] on the host: squared Frobenius norm, changed entries."""
+        out = self._zeros(self.count, 2, dtype=torch.float64)
+        kernels._sum_stats_kernel[(self.count,)](self.layout.table, self.stats, out, BLOCK=256)
+        return out.cpu()
+
+    def solve(self) -> list[Rank1Update | None]:
+        """The updates; None for modules that float32 squares do not suit or that are not finite."""
+        self._start()
+        flat = torch.zeros(self.count, dtype=torch.float64, device=self.device)
+        found = Found(flat, flat, flat, flat + math.pi / 2, flat + 1,
+                      self._zeros(self.count, BLOCK * self.max_passes, dtype=torch.float64))  # fmt: skip
+        for step in range(self.max_passes):
+            old, k = BLOCK * step, BLOCK * (step + 1)
+            self._read(old, statistics=step == 0)
+            if step == 0:
+                statistics = self._statistics()
+                usual = (statistics[:, 0] >= 1e-24) & (statistics[:, 0] <= 1e24)
+                self.active = usual.to(self.device)
+                if not usual.any():
+                    break
+            dots = self._dots(self.y[:k], self.y[old:k], rows=True)
+            self.gram[:, :k, old:k], self.gram[:, old:k, :k] = dots, dots.mT
+            theta, ritz = torch.linalg.eigh(self.gram[:, :k, :k])
+            theta, ritz = theta.flip(1).clamp_min(0), ritz.flip(2)
+            top, leading = theta[:, 0], ritz[:, :, 0]
+            safe = top.where(top > 0, 1)
+            residual = self._residual(k, leading, safe).where(top > 0, math.inf)
+            gap = torch.where(top > 0, 1 - (theta[:, 1] / safe).sqrt(), 0)
+            rest, lengths = self._rest(old)
+            bound = angle_bound(theta, ritz, self.first, rest, residual, self.floor)
+            found.update(self.active, top, gap, residual, bound, step + 1, leading)
+            flat_top = (gap < GAP_FLOOR) & (residual <= self.tol * GAP_FLOOR) & (top > 0)
+            self.active = self.active & ~flat_top & ~(bound <= self.tol)
+            if step + 1 == self.max_passes or not self.active.any().item():
+                break
+            self.active = self.active & (self._extend(k, rest, DROP * lengths) > 0)
+        return self._finish(found, statistics)
+
+    def _finish(self, found: Found, statistics: torch.Tensor) -> list[Rank1Update | None]:
+        layout = self.layout
+        self.active = torch.ones_like(self.active)
+        leading = found.leading[:, :, None]
+        v = torch.empty(1, layout.columns, dtype=torch.float64, device=self.device)
+        u = torch.empty(1, layout.rows, dtype=torch.float64, device=self.device)
+        sigma = found.theta.sqrt()
+        self._combine(self.q, leading, v)
+        self._combine(self.y, leading / sigma.where(sigma > 0, 1)[:, None, None], u, rows=True)
+        facts = torch.stack([sigma, found.gap, found.residual, found.bound, found.passes], 1).tolist()
+        shapes = [weight.shape for weight, _ in self.pairs]
+        rights, lefts = v[0].split([n for _, n in shapes]), u[0].split([m for m, _ in shapes])
+        out: list[Rank1Update | None] = []
+        for shape, left, right, row, stats in zip(shapes, lefts, rights, facts, statistics.tolist()):
+            (sigma_, gap, residual, bound, passes), (square, changed) = row, stats
+            if changed == 0 and square == 0:
+                nothing = left.float().zero_(), right.float().zero_()
+                update = Rank1Update(nothing[0], 0.0, nothing[1], 0.0, 0.0, 0.0, math.pi / 2, 1, 0.0, "zero")
+            elif not 1e-24 <= square <= 1e24:
+                update = None
+            else:
+                sign = right.gather(0, right.abs().argmax(0, keepdim=True)).sign()
+                status = "ill_defined" if gap < GAP_FLOOR else "ok" if bound <= self.tol else "not_converged"
+                update = Rank1Update((left * sign).float(), sigma_, (right * sign).float(), math.sqrt(square), gap,
+                                     residual, bound, int(passes), changed / shape.numel(), status)  # fmt: skip
+            out.append(update)
+        return out
+
+
+def top1_deltas(pairs: Sequence[Pair], starts: Sequence[torch.Tensor | None], *, tol: float, max_passes: int, seed: int,
+                tiling: Tiling | None = None) -> list[Rank1Update | ValueError]:  # fmt: skip
+    """The updates of all pairs, or the error that ``reference.top1_delta`` raises for one; starts are not all zero."""
+    solver = Solver(pairs, starts, tol=tol, max_passes=max_passes, seed=seed, tiling=tiling or Tiling())
+    out: list[Rank1Update | ValueError] = []
+    for (weight, base), start, update in zip(pairs, starts, solver.solve()):
+        if update is None:  # tiny, huge, NaN or infinite: rare, and the reference takes care
+            try:
+                update = reference.top1_delta(weight, base, start=start, tol=tol, max_passes=max_passes, seed=seed)
+            except ValueError as error:
+                out.append(error)
+                continue
+        out.append(update)
+    return out

@@ -1,0 +1,168 @@
+"""Rank-1 kernels in Triton against the reference and float64; ``SMALL`` cuts small matrices up as if they were big."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from rank1_cases import angle, exact, planted, with_spectrum
+
+import rlkernels
+from rlkernels.rank1 import grouped, reference
+from rlkernels.rank1.grouped import Tiling
+
+# Rows of more than 8 columns go through the panel kernel: chunks, strips and panels of a few entries
+SMALL = Tiling(widest=8, chunk=32, strip=32, rows=8, panel_bytes=2048)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def on_device(*pair: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(t.to(torch.empty(0).device) for t in pair)
+
+
+def generated(make, *args, **options):
+    """Inputs come from CPU generators."""
+    with torch.device("cpu"):
+        out = make(*args, **options)
+    return on_device(*out)
+
+
+def solve(pairs, starts=None, tiling=None, tol=1e-2, max_passes=12, seed=0):
+    return grouped.top1_deltas(
+        pairs, starts or [None] * len(pairs), tol=tol, max_passes=max_passes, seed=seed, tiling=tiling
+    )
+
+
+def check(got, weight, base, tol=1e-2, **options):
+    """Against the reference in passes, status and certificate, and against float64 in truth."""
+    plain = reference.top1_delta(weight, base, tol=tol, **options)
+    u, s, v = exact(weight, base)
+    assert (got.status, got.changed) == (plain.status, plain.changed)
+    assert abs(got.passes - plain.passes) <= 1
+    assert math.isclose(got.sigma, s[0].item(), rel_tol=max(1e-4, tol**2))
+    assert math.isclose(got.frobenius, plain.frobenius, rel_tol=1e-5)
+    assert angle(got.v, v[:, 0]) <= got.angle_bound
+    assert got.status != "ok" or (got.angle_bound <= tol and angle(got.u, u[:, 0]) <= 2 * tol)
+    assert got.v[got.v.abs().argmax()] > 0 and got.u.dtype == got.v.dtype == torch.float32
+    assert got.u.shape == u[:, 0].shape and got.v.shape == v[:, 0].shape
+    if got.passes == plain.passes:
+        assert abs(got.gap - plain.gap) < 1e-4 and abs(got.residual - plain.residual) < 1e-4
+
+
+@pytest.mark.parametrize("tiling", [Tiling(), SMALL], ids=["registers", "panels"])
+def test_modules_of_different_shapes_in_one_call(tiling):
+    shapes = [(1, 1), (1, 19), (19, 1), (2, 3), (33, 40), (9, 16)]
+    pairs = [generated(planted, m, n, 3e-3, seed=i, share=0.6) for i, (m, n) in enumerate(shapes)]
+    pairs.append((pairs[4][1], pairs[4][1]))
+    got = solve(pairs, tiling=tiling, seed=5)
+    for update, pair in zip(got[:-1], pairs[:-1]):
+        check(update, *pair, seed=5)
+    assert got[-1].status == "zero" and not got[-1].v.any() and got[-1].angle_bound == math.pi / 2
+
+
+@pytest.mark.parametrize(("tiling", "step"), [(Tiling(), 1), (SMALL, 5)], ids=["registers", "panels"])
+def test_any_mix_of_dtypes_in_one_call(tiling, step):
+    mixes = list(itertools.product(DTYPES, DTYPES))[::step]
+    wide = [generated(planted, 9, 32, 1e-2, seed=i, dtype=torch.float32, share=0.9) for i in range(len(mixes))]
+    pairs = [(w.to(types[0]), b.to(types[1])) for types, (w, b) in zip(mixes, wide)]
+    for update, pair in zip(solve(pairs, tiling=tiling, tol=0.1), pairs):
+        check(update, *pair, tol=0.1)
+
+
+def test_views_and_unaligned_rows():
+    weight, base = generated(planted, 30, 70, 1e-2, share=0.7)
+    (plain,) = solve([(weight, base)])
+    both = torch.cat([weight, base], 1)
+    for pair in ((both[:, :70], both[:, 70:]), (weight.T.contiguous().T, base)):
+        got = rlkernels.top1_delta(*pair, backend="triton")
+        assert angle(got.v, plain.v) < 1e-5 and got.passes == plain.passes
+
+
+def test_warm_starts_good_and_misleading():
+    delta, v = generated(with_spectrum, 40, 30, torch.cat([torch.ones(1), torch.linspace(0.6, 0.2, 29)]))
+    pair = (delta, torch.zeros_like(delta))
+    starts = [None, v[:, 0].float(), v[:, 1].float()]
+    cold, warm, misled = solve([pair] * 3, starts)
+    assert warm.passes < cold.passes
+    for update in (cold, warm, misled):
+        assert update.status == "ok" and angle(update.v, v[:, 0]) <= update.angle_bound <= 1e-2
+    check(misled, *pair, start=starts[2])
+
+
+def test_statuses_scales_and_errors():
+    equal, _ = generated(with_spectrum, 40, 30, torch.tensor([1.0, 1.0, 0.3, 0.2]))
+    flat, _ = generated(with_spectrum, 40, 30, torch.linspace(1.0, 0.5, 30))
+    one = torch.zeros(33, 20)
+    one[7, 3] = -2.5
+    nothing = torch.zeros_like(equal)
+    tiny, bad = equal * 2.0**-70, equal.clone()
+    bad[3, 4] = torch.nan
+    got = solve([(equal, nothing), (one, torch.zeros_like(one)), (tiny, nothing), (bad, nothing)])
+    assert got[0].status == got[2].status == "ill_defined" and abs(got[2].sigma / got[0].sigma * 2.0**70 - 1) < 1e-4
+    assert got[1].status == "ok" and abs(got[1].sigma - 2.5) < 1e-6 and got[1].v.argmax() == 3
+    assert isinstance(got[3], ValueError)
+    (stopped,) = solve([(flat, nothing)], max_passes=2)
+    assert stopped.status == "not_converged" and stopped.passes == 2 and stopped.angle_bound > 1e-2
+    with pytest.raises(ValueError, match="'b': .*NaN or infinite"):
+        rlkernels.top1_deltas({"a": (equal, nothing), "b": (bad, nothing)}, backend="triton")
+
+
+def test_same_seed_same_bits():
+    pair = generated(planted, 25, 40, 1e-4, share=0.7)
+    one, two, other = (solve([pair], seed=s, tiling=SMALL)[0] for s in (3, 3, -1))
+    assert torch.equal(one.v, two.v) and torch.equal(one.u, two.u) and one.angle_bound == two.angle_bound
+    assert not torch.equal(one.v, other.v) and angle(one.v, other.v) <= one.angle_bound + other.angle_bound
+
+
+def test_first_block_is_that_of_the_reference():
+    pair = generated(planted, 5, 70, 1e-2)
+    solver = grouped.Solver([pair], [None], tol=1e-2, max_passes=1, seed=2**62 + 5, tiling=Tiling())
+    solver._extend = lambda *_: None
+    solver._start()
+    assert torch.equal(solver.work.T, reference.random_block(70, 4, 2**62 + 5, pair[0].device))
+
+
+def test_small_matrices_like_the_reference():
+    g = torch.Generator().manual_seed(0)
+    with torch.device("cpu"):
+        block, rest = torch.randn(9, 4, generator=g).double(), torch.randn(7, 4, generator=g).double()
+    block[:, 2] = block[:, 0] - 2 * block[:, 1]
+    t = grouped.cholesky_columns((block.T @ block)[None], 1e-5 * block.norm(dim=0)[None])[0]
+    kept = (block @ t)[:, [0, 1, 3]]
+    assert torch.allclose(kept.T @ kept, torch.eye(3).to(kept), atol=1e-12) and not t[:, 2].any()
+    gram = rest.T @ rest
+    exact_norm = torch.linalg.matrix_norm(gram, 2)
+    assert exact_norm <= grouped.spectral_norm(gram) <= 1.19 * exact_norm
+    assert grouped.spectral_norm(torch.zeros(2, 4, 4).double()).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (5, 1023), (33, 70)])
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float16)])
+def test_delta_matvec(shape, dtypes):
+    weight, base = generated(planted, *shape, 1e-2, dtype=torch.float32)
+    weight, base, v = weight.to(dtypes[0]), base.to(dtypes[1]), torch.randn(shape[1])
+    gold = (weight.double() - base.double()) @ v.double()
+    plain = (reference.delta_matvec(weight, base, v) - gold).abs().max()
+    ours = rlkernels.delta_matvec(weight, base, v, backend="triton")
+    assert (ours - gold).abs().max() <= 2 * plain + 1e-7 * gold.abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_add_rank1(dtype, stochastic):
+    storage = torch.randn(11, 145).to(dtype)
+    weight = storage[2:, 3:140]
+    weight[0, :4] = torch.tensor([math.nan, math.inf, 1e-7, 0.0])
+    u, v = torch.randn(9) * 1e-2, torch.randn(137)
+    u[1] = 1e6 if dtype == torch.float16 else 1e3  # leaves the range of float16
+    options = {"stochastic_rounding": stochastic, "seed": -(2**60)}
+    plain = reference.add_rank1_(weight.clone(), u, v, 0.5, **options).double()
+    outside = storage[:, 140:].clone()
+    ours = rlkernels.add_rank1_(weight, u, v, 0.5, backend="triton", **{**options, "seed": 2**64 - 2**60}).double()
+    assert torch.equal(storage[:, 140:], outside)
+    same = (ours == plain) | (ours.isnan() & plain.isnan())
+    assert same.double().mean() >= (0.95 if dtype == torch.float32 else 0.99)  # fused multiply-add
+    finite = plain.isfinite()
+    spacing = torch.finfo(dtype).eps * plain.abs().clamp_min(torch.finfo(dtype).smallest_normal)
+    assert ((ours - plain).abs()[finite] <= (3e-7 * plain.abs() + spacing)[finite]).all()
+    assert torch.equal(ours.isfinite(), finite)
