@@ -54,6 +54,10 @@ class RolloutConfig(Section):
     """Sample from the smallest set of tokens with this much probability."""
     top_k: int = Field(0, ge=0)
     """Sample from this many most likely tokens; 0 for all."""
+    dynamic_sampling: bool = False
+    """Drop prompts whose answers are all right or all wrong, and draw others until the step is full (DAPO)."""
+    max_sampling_rounds: int = Field(4, ge=1)
+    """Rounds of dynamic_sampling; if the step is not full then, dropped prompts fill it up."""
     stop: list[str] = []
     """Strings that end an answer, next to the model's end-of-sequence tokens."""
     memory_bytes: int | None = Field(None, ge=1)
@@ -82,6 +86,8 @@ class AlgorithmConfig(Section):
     """Weight of the KL to the starting policy; 0 loads no reference model."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that KL."""
+    use_bias_correction_kl: bool = False
+    """Weigh the KL in the loss by the probability ratio, which makes the gradient of k1 and k3 right too."""
     use_kl_in_reward: bool = False
     """Take beta x KL off the reward of each token, instead of adding it to the loss."""
     gamma: float = Field(1.0, ge=0, le=1)
@@ -102,8 +108,14 @@ class AlgorithmConfig(Section):
     """Optimizer steps in one pass."""
     prefix_in_loss: bool = False
     """Of answers that continue a given prefix (`rpo`), train on the prefix too, as the paper does; costs time."""
+    overlong_cache: int | None = Field(None, ge=1)
+    """Answers in the last so many tokens before max_completion_length lose reward, more the longer (DAPO)."""
+    overlong_penalty: float = Field(1.0, gt=0)
+    """What an answer of max_completion_length tokens loses, with overlong_cache."""
     mask_truncated_completions: bool = False
     """Leave answers that hit max_completion_length out of the loss."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """What the clipped probability ratio belongs to: a token, or the whole answer (GSPO; epsilon is then ~1e-3)."""
     importance_sampling: Literal["none", "truncate", "mask"] = "none"
     """Correct for differences between sampler and trainer, per token: min(ratio, cap), or drop outside [1/cap, cap]."""
     importance_sampling_cap: float = Field(2.0, gt=1)
@@ -212,6 +224,13 @@ class Config(Section):
             raise ValueError(
                 f"rollout.num_generations must be >= 2 with algorithm.advantage {kind}: an answer is judged against "
                 f"others of its group, got {self.rollout.num_generations}"
+            )
+        if self.rollout.dynamic_sampling and self.rollout.num_generations < 2:
+            raise ValueError("rollout.dynamic_sampling needs rollout.num_generations >= 2: one answer has no spread")
+        cache, longest = self.algorithm.overlong_cache, self.rollout.max_completion_length
+        if cache is not None and cache > longest:
+            raise ValueError(
+                f"algorithm.overlong_cache must be <= rollout.max_completion_length ({longest}), got {cache}"
             )
         if self.algorithm.num_minibatches > self.rollout.prompts_per_step:
             raise ValueError(

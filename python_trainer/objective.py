@@ -14,6 +14,7 @@ from python_trainer.algorithms import (
     group_advantages,
     importance_weights,
     kl_estimate,
+    overlong_penalties,
     policy_loss,
     rloo_advantages,
     token_rewards,
@@ -21,7 +22,7 @@ from python_trainer.algorithms import (
     value_loss,
     whiten,
 )
-from python_trainer.config import AlgorithmConfig
+from python_trainer.config import AlgorithmConfig, Config
 from python_trainer.packing import Answer, Packed
 
 
@@ -80,6 +81,15 @@ class StepBatch:
     values: Ragged | None = None  # what the critic predicted before the update
     advantages: Ragged | None = None  # from here on by set_advantages
     returns: Ragged | None = None  # what the critic should have predicted
+
+
+def shaped_rewards(rewards: Sequence[float], responses: Sequence[Sequence[int]], config: Config) -> list[float]:
+    """Rewards as the advantages see them: less what answers lose that come near the longest allowed."""
+    cache, longest = config.algorithm.overlong_cache, config.rollout.max_completion_length
+    if cache is None:
+        return list(rewards)
+    penalties = overlong_penalties(torch.tensor([len(ids) for ids in responses]), max_length=longest, cache=cache)
+    return [r + config.algorithm.overlong_penalty * p for r, p in zip(rewards, penalties.tolist(), strict=True)]
 
 
 def make_batch(rollouts: Sequence[Rollout], config: AlgorithmConfig, device: torch.device) -> StepBatch:
@@ -185,13 +195,13 @@ class Objective:
             )
         out = policy_loss(
             logprobs, old, batch.advantages.get(packed), mask, epsilon=config.epsilon, epsilon_high=config.epsilon_high,
-            delta=config.delta, weights=correction,
+            delta=config.delta, weights=correction, level=config.importance_sampling_level,
         )  # fmt: skip
         per_token = out.loss
         kl = torch.zeros_like(logprobs)
         if batch.reference is not None and not config.use_kl_in_reward:
             kl = kl_estimate(logprobs, batch.reference.get(packed), mask, config.kl_estimator)
-            per_token = per_token + config.beta * kl
+            per_token = per_token + config.beta * (kl * out.ratio if config.use_bias_correction_kl else kl)
         if config.entropy_coef:
             per_token = per_token - config.entropy_coef * torch.where(mask, entropy, 0.0)
         loss = (per_token * weight).sum()

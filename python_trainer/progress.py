@@ -18,6 +18,7 @@ class Progress:
     """What a run has done so far; saved with every checkpoint."""
 
     step: int = 0
+    prompts: int = 0  # drawn so far
     policy_version: int = 0
     wall_s: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)  # by part of the loop

@@ -2,27 +2,25 @@
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from python_trainer.accelerators import PlannedGroup, Rollout, RunContext, StepContext, make_accelerators
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint, publish, save_checkpoint, write_text
 from python_trainer.config import Config, dump_config
-from python_trainer.critic import Critic
 from python_trainer.errors import UserError
 from python_trainer.evaluation import save_evaluation
 from python_trainer.keyed import keyed_seed, prompt_order
-from python_trainer.objective import MetricSums, Objective, Ragged, StepBatch, make_batch, set_advantages
-from python_trainer.optimizer import PolicyOptimizer, learning_rate
-from python_trainer.packing import Packed, micro_batches, pack
+from python_trainer.learner import Learner
+from python_trainer.objective import shaped_rewards
 from python_trainer.policy import load_policy, set_matmul_precision
 from python_trainer.progress import Progress, device_name, summarise
+from python_trainer.refill import Refill
 from python_trainer.rollout import Completion, PagedEngine, Request, SamplingParams
 from python_trainer.tasks import load_task
 from python_trainer.tasks.rewards import score
@@ -58,17 +56,13 @@ class Trainer:
             self._prompts(split)
         if not self.prompts["train"]:
             raise UserError("the task has no training prompts")
-        self.reference = self.policy.frozen_copy() if config.algorithm.beta else None
         rollout = config.rollout
         self.engine = PagedEngine(
             self.policy.model, eos_token_ids=self.policy.eos_token_ids, memory_bytes=rollout.memory_bytes,
             block_size=rollout.block_size, tokenizer=self.policy.tokenizer,
         )  # fmt: skip
         set_matmul_precision(config.model.matmul_precision)
-        self.optimizer = PolicyOptimizer(self.policy.model, config.optimizer)
-        ppo = config.algorithm.advantage == "gae"
-        self.critic = Critic(self.policy, config.critic, config.optimizer) if ppo else None
-        self.objective = Objective(config.algorithm, rollout.max_completion_length)
+        self.learner = Learner(self.policy, config)
         self.accelerators = make_accelerators(config.accelerators)
         self.progress = Progress()
         if saved is not None:
@@ -90,14 +84,11 @@ class Trainer:
             raise UserError(
                 f"{self.output_dir} was run with the accelerators {sorted(saved['accelerators'])}, not {sorted(names)}"
             )
-        if (self.critic is None) != (saved["critic"] is None):
+        if (self.learner.critic is None) != (saved["critic"] is None):
             raise UserError(f"{self.output_dir} was run {'without' if saved['critic'] is None else 'with'} a critic")
         self.progress = Progress(**saved["progress"])
         try:
-            self.policy.model.load_state_dict(saved["model"])
-            self.optimizer.load_state_dict(saved["optimizer"])
-            if self.critic is not None:
-                self.critic.restore(saved["critic"])
+            self.learner.load_state_dict(saved)
         except (RuntimeError, KeyError) as error:
             reason = str(error).splitlines()[0]
             raise UserError(
@@ -170,24 +161,15 @@ class Trainer:
         config, clock, telemetry = self.config, self.clock, dict[str, float]()
         before, tokens_before = dict(clock.seconds), dict(self.progress.counts)
         context = StepContext(
-            step=number, policy=self.policy.model, optimizer=self.optimizer, engine=self.engine,
+            step=number, policy=self.policy.model, optimizer=self.learner.optimizer, engine=self.engine,
             tokenizer=self.policy.tokenizer, evaluate=self.evaluate, evaluate_each=self.evaluate_each,
             seed=keyed_seed(config.seed, "step", number), telemetry=telemetry, gate_size=len(self.task.gate),
         )  # fmt: skip
-        groups = self._draw_prompts(number)
-        for accelerator in self.accelerators:
-            with clock.measure(f"accelerator/{accelerator.name}"):
-                groups = accelerator.plan(context, groups)
-        with clock.measure("rollout"):
-            completions = self._generate(groups, context.seed)
-        with clock.measure("reward"):
-            rollouts = self._score(groups, completions)
-        for accelerator in self.accelerators:
-            with clock.measure(f"accelerator/{accelerator.name}"):
-                rollouts = accelerator.collect(context, rollouts)
+        rollouts = self._roll_out(context)
         with clock.measure("train"):
             telemetry |= rollout_statistics(rollouts)
-            telemetry |= self._update(rollouts, number)
+            telemetry |= self.learner.update(rollouts, number)
+            self.progress.count("trained_tokens", telemetry["tokens/trained"])
         self.engine.policy_updated()
         self.progress.policy_version += 1
         for accelerator in self.accelerators:
@@ -201,13 +183,36 @@ class Trainer:
         telemetry["rollout_tokens_per_second"] = generated / max(spent["rollout"], 1e-9)
         return telemetry | {f"time/{name}_s": seconds for name, seconds in spent.items()}
 
-    def _draw_prompts(self, number: int) -> list[PlannedGroup]:
+    def _roll_out(self, context: StepContext) -> list[Rollout]:
+        """The scored answers of one step: of one round, or with dynamic sampling of as many as it takes."""
+        config, refill, first = self.config.rollout, Refill(self.config.rollout.prompts_per_step), self.progress.prompts
+        while refill.missing and refill.rounds < (config.max_sampling_rounds if config.dynamic_sampling else 1):
+            drawn = self.progress.prompts - first
+            groups = self._draw_prompts(refill.missing, first_sample=drawn * config.num_generations)
+            for accelerator in self.accelerators:
+                with self.clock.measure(f"accelerator/{accelerator.name}"):
+                    groups = accelerator.plan(context, groups)
+            with self.clock.measure("rollout"):
+                completions = self._generate(groups, context.seed)
+            with self.clock.measure("reward"):
+                rollouts = self._score(groups, completions)
+            for accelerator in self.accelerators:
+                with self.clock.measure(f"accelerator/{accelerator.name}"):
+                    rollouts = accelerator.collect(context, rollouts)
+            if not config.dynamic_sampling:
+                return rollouts
+            refill.add(rollouts)
+        context.telemetry |= refill.metrics()
+        return refill.batch()
+
+    def _draw_prompts(self, count: int, *, first_sample: int = 0) -> list[PlannedGroup]:
+        """The next prompts; the noise of their samples is keyed by the step and by numbers from ``first_sample``."""
         rollout, prompts = self.config.rollout, self.prompts["train"]
-        first = (number - 1) * rollout.prompts_per_step
-        keys = prompt_order(self.config.seed, first, rollout.prompts_per_step, len(prompts))
+        keys = prompt_order(self.config.seed, self.progress.prompts, count, len(prompts))
+        self.progress.prompts += count
         return [
             PlannedGroup(self.task.train[key], key, prompts[key], rollout.num_generations,
-                         rollout.max_completion_length, sample_id=i * rollout.num_generations)
+                         rollout.max_completion_length, sample_id=first_sample + i * rollout.num_generations)
             for i, key in enumerate(keys)
         ]  # fmt: skip
 
@@ -226,89 +231,17 @@ class Trainer:
         responses = [[*group.prefix_ids, *c.ids] for (_, group), c in zip(owners, completions, strict=True)]
         texts = [self.policy.decode(ids) for ids in responses]
         scores = score(self.task, [group.example for _, group in owners], texts, responses)
+        rewards = shaped_rewards(scores.total, responses, self.config)
         return [
             Rollout(
                 prompt_key=group.prompt_key, group=number, prompt_ids=group.prompt_ids, response_ids=responses[i],
                 prefix_len=len(group.prefix_ids), logprobs=completions[i].logprobs,
-                finish_reason=completions[i].finish_reason, text=texts[i], reward=scores.total[i],
+                finish_reason=completions[i].finish_reason, text=texts[i], reward=rewards[i],
                 rewards={name: values[i] for name, values in scores.rewards.items()}, accuracy=scores.accuracy[i],
                 policy_version=self.progress.policy_version,
             )
             for i, (number, group) in enumerate(owners)
         ]  # fmt: skip
-
-    def _update(self, rollouts: list[Rollout], number: int) -> dict[str, float]:
-        """All optimizer steps on one batch -> metrics."""
-        config, algorithm = self.config, self.config.algorithm
-        batch = make_batch(rollouts, algorithm, self.policy.device)
-        minibatches = self._minibatches(rollouts)
-        lr = learning_rate(config.optimizer, number, config.max_steps)
-        metrics, norms = MetricSums(), []
-        with self.policy.packed_attention():
-            self._look_before(batch, several=algorithm.num_iterations * len(minibatches) > 1)
-            row = set_advantages(batch, algorithm)
-            for _ in range(algorithm.num_iterations):
-                for minibatch in minibatches:
-                    if not batch.loss_tokens[minibatch].any():
-                        continue  # every answer was truncated and is masked
-                    for packed in self._packs(batch, minibatch):
-                        logprobs, entropy, states = self.policy.score_with_states(packed, config.rollout.temperature)
-                        values = self.critic(packed, states) if self.critic else None
-                        loss, seen = self.objective.loss(packed, logprobs, entropy, batch, minibatch, values)
-                        loss.backward()
-                        metrics.add(seen)
-                        self.progress.count("trained_tokens", packed.input_ids.numel())
-                    norms.append(self.optimizer.step(lr))
-                    if self.critic is not None:
-                        self.critic.step(lr)
-        row = metrics.means(len(norms)) | row
-        if norms:
-            row["grad_norm"] = sum(norms) / len(norms)
-        return row | {"learning_rate": lr}
-
-    def _packs(self, batch: StepBatch, samples: Sequence[int]) -> Iterator[Packed]:
-        """The micro-batches of these samples."""
-        optimizer = self.config.optimizer
-        share = optimizer.share_prefixes
-        for part in micro_batches(batch.answers, samples, optimizer.micro_batch_tokens, share=share):
-            yield pack(batch.answers, part, share=share).to(self.policy.device)
-
-    @torch.no_grad()
-    def _look_before(self, batch: StepBatch, *, several: bool) -> None:
-        """Records what the update will be compared with: log-probabilities, those of the reference, values.
-
-        Before a single optimizer step the log-probabilities are those of its own pass, unless something else needs
-        them earlier.
-        """
-        temperature, reference = self.config.rollout.temperature, self.reference
-        lengths = [len(answer.response_ids) for answer in batch.answers]
-        if several or self.critic is not None or self.config.algorithm.use_kl_in_reward:
-            batch.old = Ragged(lengths, self.policy.device)
-            batch.values = Ragged(lengths, self.policy.device) if self.critic is not None else None
-            for packed in self._packs(batch, range(len(lengths))):
-                logprobs, _, states = self.policy.score_with_states(packed, temperature)
-                batch.old.put(packed, logprobs)
-                if self.critic is not None and batch.values is not None:
-                    batch.values.put(packed, self.critic(packed, states))
-        if reference is not None:
-            batch.reference = Ragged(lengths, self.policy.device)
-            with reference.packed_attention():
-                for packed in self._packs(batch, range(len(lengths))):
-                    batch.reference.put(packed, reference.score(packed, temperature)[0])
-
-    def _minibatches(self, rollouts: list[Rollout]) -> list[list[int]]:
-        """Sample indices per optimizer step; the samples of a group stay side by side, groups of like length too."""
-        groups: dict[int, list[int]] = {}
-        for index, rollout in enumerate(rollouts):
-            groups.setdefault(rollout.group, []).append(index)
-
-        def longest(group: list[int]) -> int:
-            return max(len(rollouts[index].response_ids) for index in group)
-
-        parts = self.config.algorithm.num_minibatches
-        members = list(groups.values())
-        split = [sorted(members[part::parts], key=longest) for part in range(parts)]
-        return [[index for group in part for index in group] for part in split if part]
 
     # evaluation, clock, files --------------------------------------------------------------------------------
 
@@ -384,9 +317,7 @@ class Trainer:
         progress.wall_s, progress.seconds = self._wall_seconds(), dict(self.clock.seconds)
         state = {
             "progress": asdict(progress),
-            "model": self.policy.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "critic": self.critic.checkpoint() if self.critic else None,
+            **self.learner.state_dict(),
             "accelerators": {accelerator.name: accelerator.state_dict() for accelerator in self.accelerators},
         }
         save_checkpoint(self.output_dir / "checkpoints", progress.step, state, keep=self.config.save.save_total_limit)

@@ -127,6 +127,25 @@ def token_rewards(scores: torch.Tensor, mask: torch.Tensor, penalty: torch.Tenso
     return rewards if penalty is None else rewards - torch.where(mask, penalty, 0.0)
 
 
+def overlong_penalties(lengths: torch.Tensor, *, max_length: int, cache: int) -> torch.Tensor:
+    """What answers of these lengths gain by being long, which is never more than 0 (DAPO, arXiv 2503.14476, eq. 13).
+
+    0 up to ``max_length - cache`` tokens, falling linearly to -1 at ``max_length``, -1 beyond.
+
+    Args:
+        lengths: int64 [B] tokens of every answer.
+
+    Returns:
+        float32 [B].
+    """
+    return ((max_length - cache - lengths) / cache).clamp(-1.0, 0.0).float()
+
+
+def has_spread(values: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """Whether the values in the group of every sample differ at all: bool [B], for values [B] and groups int64 [B]."""
+    return group_statistics(values, groups)[2] > 0
+
+
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
     """How much of the returns a critic foresaw: 1 - var(returns - values) / var(returns).
 

@@ -47,10 +47,10 @@ def token_weights(
 
 @dataclass
 class PolicyLoss:
-    """Per-token policy loss [B, T] (0 where masked) and what was seen on the way (detached, [B, T], 0 where masked)."""
+    """Per-token policy loss and what was seen on the way, all [B, T] and 0 where masked."""
 
     loss: torch.Tensor
-    ratio: torch.Tensor  # pi / pi_old, before any clipping
+    ratio: torch.Tensor  # pi / pi_old before any clipping, differentiable
     clipped_low: torch.Tensor  # bool: held up below 1 - epsilon, with a negative advantage
     clipped_high: torch.Tensor  # bool: held back above 1 + epsilon_high, with a positive advantage
 
@@ -58,11 +58,12 @@ class PolicyLoss:
 def policy_loss(
     logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, *,
     epsilon: float = 0.2, epsilon_high: float | None = None, delta: float | None = None,
-    weights: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None, level: str = "token",
 ) -> PolicyLoss:  # fmt: skip
     """The clipped surrogate of PPO (arXiv 1707.06347, eq. 7), with a minus sign.
 
-    -min(ratio A, clip(ratio, 1 - epsilon, 1 + epsilon_high) A), where ratio = pi / pi_old.
+    -min(ratio A, clip(ratio, 1 - epsilon, 1 + epsilon_high) A), where ratio = pi / pi_old of the token, or the
+    geometric mean of that over the sequence (GSPO, arXiv 2507.18071, eq. 7).
 
     Args:
         logprobs: [B, T], differentiable.
@@ -74,12 +75,18 @@ def policy_loss(
         delta: upper bound of the ratio where the advantage is negative, > 1 + epsilon_high (INTELLECT-2, arXiv
             2505.07291); None for none.
         weights: [B, T] detached factors, such as :func:`importance_weights`.
+        level: ``"token"`` or ``"sequence"``: what one ratio belongs to.
     """
+    if level not in ("token", "sequence"):
+        raise ValueError(f"level must be 'token' or 'sequence', got {level!r}")
     mask = mask.bool()
     high = epsilon if epsilon_high is None else epsilon_high
     advantages = torch.where(mask, advantages[:, None] if advantages.ndim == 1 else advantages, 0.0)
     # zero before exp: whatever stands in a masked entry would otherwise come back as inf x 0 = NaN in the gradient
-    ratio = torch.exp(torch.where(mask, logprobs, 0.0) - torch.where(mask, old_logprobs.detach(), 0.0))
+    difference = torch.where(mask, logprobs, 0.0) - torch.where(mask, old_logprobs.detach(), 0.0)
+    if level == "sequence":
+        difference = (difference.sum(1) / mask.sum(1).clamp(min=1))[:, None].expand(mask.shape)
+    ratio = torch.exp(difference)
     free = ratio if delta is None else ratio.clamp(max=delta)
     loss = -torch.minimum(free * advantages, ratio.clamp(1 - epsilon, 1 + high) * advantages)
     if weights is not None:
@@ -87,7 +94,7 @@ def policy_loss(
     seen = ratio.detach()
     return PolicyLoss(
         loss=loss,
-        ratio=torch.where(mask, seen, 0.0),
+        ratio=torch.where(mask, ratio, 0.0),
         clipped_low=mask & (seen < 1 - epsilon) & (advantages < 0),
         clipped_high=mask & (seen > 1 + high) & (advantages > 0),
     )

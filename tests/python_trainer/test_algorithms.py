@@ -1,4 +1,22 @@
-"""Advantages, losses and KL: known values with their arithmetic, invariances, gradient directions."""
+"""Advantages, losses and KL: known values with their arithmetic, invariances, gradient directions.
+
+Bugs that trainers have shipped, and the test that keeps each out of this one:
+
+- The loss changes with the micro-batch or rank split, or with the amount or side of padding:
+  test_loss_does_not_depend_on_split_order_or_padding, test_trainer.test_weights_do_not_depend_on_micro_batches.
+- The end token masked because it is the padding token, or one of several:
+  test_trainer.test_several_eos_tokens_end_answers_and_count_in_the_loss, test_trl_parity.
+- Sampled at one temperature, scored at another: test_trainer.test_temperature_is_the_same_in_sampling_and_scoring.
+- Parity that holds because everything is zero: test_trl_parity wants a loss and gradients that are not.
+- Groups filtered by the shaped reward, or by a deviation compared with 0 after rounding:
+  test_dynamic_sampling.test_groups_without_spread_in_accuracy_are_dropped_whatever_the_shaped_reward,
+  test_dynamic_sampling.test_spread_is_exact, test_equal_rewards_give_exactly_zero_advantage.
+- 0 x inf = NaN from masked log-probabilities: test_masked_entries_may_hold_anything.
+- A resumed run draws other noise: test_checkpoint.test_resume_equals_the_uninterrupted_run.
+- 32-bit offsets into the logits: rlkernels/test_logprobs.py.
+- The logged loss is that of the last micro-batch: test_trainer.test_logged_loss_does_not_depend_on_micro_batches.
+- The entropy's gradient lost: rlkernels/test_logprobs.py, test_trl_parity (entropy).
+"""
 
 import math
 
@@ -168,6 +186,25 @@ def test_policy_loss_known_values(ratio, advantage, options, expected):
     high = options.get("epsilon_high", 0.2)
     assert out.clipped_low.item() == (ratio < 0.8 and advantage < 0)
     assert out.clipped_high.item() == (ratio > 1 + high and advantage > 0)
+
+
+def test_sequence_ratio_known_values():
+    """GSPO: one ratio per answer, the geometric mean over its tokens, clipped as one."""
+    logprobs = torch.tensor([[math.log(2.0), math.log(0.5), math.log(3.375), math.nan]], requires_grad=True)
+    mask, advantages = mask_of([3], 4), torch.tensor([1.0])
+    # (2 x 0.5 x 3.375)^(1/3) = 1.5: above 1.2, held back at every token, no gradient
+    out = alg.policy_loss(logprobs, torch.zeros(1, 4), advantages, mask, level="sequence")
+    torch.testing.assert_close(out.ratio.detach(), torch.tensor([[1.5, 1.5, 1.5, 0.0]]))
+    torch.testing.assert_close(out.loss.detach(), torch.tensor([[-1.2, -1.2, -1.2, 0.0]]))
+    assert out.clipped_high.tolist() == [[True, True, True, False]]
+    assert not torch.autograd.grad(out.loss.sum(), logprobs)[0].any()
+    # at 0.5 x advantage -1 with epsilon 0.6 nothing is clipped: d(ratio) / d(logprob) = ratio / 3 for each of 3 tokens
+    other = torch.full((1, 4), math.log(0.5), requires_grad=True)
+    out = alg.policy_loss(other, torch.zeros(1, 4), -advantages, mask, level="sequence", epsilon=0.6)
+    (gradient,) = torch.autograd.grad(out.loss.sum(), other)
+    torch.testing.assert_close(gradient, torch.tensor([[0.5, 0.5, 0.5, 0.0]]))
+    with pytest.raises(ValueError, match="level must be .* got 'word'"):
+        alg.policy_loss(other, other, advantages, mask, level="word")
 
 
 def test_aggregations_known_values():

@@ -202,9 +202,9 @@ def test_value_loss_reaches_the_policy_only_through_a_shared_trunk(make_config, 
             critic={"separate": separate}, optimizer={"max_grad_norm": 1e9, "learning_rate": 1e-3},
         )  # fmt: skip
         trainer = Trainer(config, tmp_path / str(coef), console=QUIET)
-        start = weights_of(trainer.critic)
+        start = weights_of(trainer.learner.critic)
         trainer.run()
-        weights.append((weights_of(trainer.policy.model), start, weights_of(trainer.critic)))
+        weights.append((weights_of(trainer.policy.model), start, weights_of(trainer.learner.critic)))
     (first, start, untrained), (second, _, trained) = weights
     assert all(torch.equal(start[name], untrained[name]) for name in start)  # no value loss, no update
     moved = [name for name in start if not torch.equal(start[name], trained[name])]
@@ -250,7 +250,7 @@ def test_reinforce_plus_plus_learns_with_one_answer_per_prompt(make_config, tmp_
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
     trainer.run()
     rows = read_metrics(tmp_path / "run")[1:]
-    assert trainer.critic is None and rows[-1]["reward"] > rows[0]["reward"] + 0.2
+    assert trainer.learner.critic is None and rows[-1]["reward"] > rows[0]["reward"] + 0.2
     assert rows[0]["kl"] == pytest.approx(0, abs=1e-6) and rows[-1]["kl"] > 0
 
 
@@ -272,7 +272,7 @@ def test_bfloat16_policy_with_a_float32_value_head(make_config, tmp_path):
         )
         trainer = Trainer(config, tmp_path / str(separate), console=QUIET)
         trainer.run()
-        assert trainer.critic.head.weight.dtype == torch.float32 and trainer.critic.head.weight.any()
+        assert trainer.learner.critic.head.weight.dtype == torch.float32 and trainer.learner.critic.head.weight.any()
 
 
 def test_ppo_with_shared_prefixes(make_config, tmp_path):

@@ -201,13 +201,13 @@ def test_training_with_suffix_rollouts(make_config, tmp_path):
     config = rpo_config(make_config, max_steps=9, rpo={"fill": False})
     trainer = Trainer(config, tmp_path / "run", console=Console(quiet=True))
     seen = []
-    original = trainer._update
+    original = trainer.learner.update
 
     def spy(rollouts, number):
         seen.append(rollouts)
         return original(rollouts, number)
 
-    trainer._update = spy
+    trainer.learner.update = spy
     summary = trainer.run()
     rows = read_metrics(tmp_path / "run")[1:]
     assert all(row["rpo/hit_rate"] == 0 for row in rows[:3]) and rows[-1]["rpo/hit_rate"] > 0.5

@@ -84,6 +84,7 @@ def test_learns_and_leaves_a_complete_run_directory(make_config, tmp_path):
         {"loss_type": "seq-mean-token-sum", "advantage": "rloo", "beta": 0.05},
         {"advantage": "gae", "num_minibatches": 2, "vf_coef": 0.5},
         {"advantage": "reinforce++", "beta": 0.05, "use_kl_in_reward": True},
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "num_iterations": 2, "epsilon": 3e-3},
     ],
 )
 def test_weights_do_not_depend_on_micro_batches(make_config, tmp_path, algorithm):
@@ -97,6 +98,19 @@ def test_weights_do_not_depend_on_micro_batches(make_config, tmp_path, algorithm
     start = weights_of(Trainer(make_config(), tmp_path / "start", console=QUIET))
     assert any(not torch.equal(start[name], value) for name, value in runs[0].items())
     assert_same_weights(*runs, rtol=1e-3, atol=1e-5)
+
+
+def test_logged_loss_does_not_depend_on_micro_batches(make_config, tmp_path):
+    """Nor do the other metrics: each is of the whole step, not of the micro-batch that came last."""
+    rows = []
+    for tokens in (100_000, 30):
+        algorithm = {"num_iterations": 2, "epsilon": 0.01, "beta": 0.1}
+        config = make_config(max_steps=1, algorithm=algorithm, optimizer={"micro_batch_tokens": tokens})
+        train(config, tmp_path / str(tokens))
+        rows.append(read_metrics(tmp_path / str(tokens))[1])
+    assert abs(rows[0]["loss"]) > 1e-3
+    for name in ("loss", "kl", "entropy", "grad_norm", "importance_ratio/mean", "clip_ratio/high_mean"):
+        assert rows[1][name] == pytest.approx(rows[0][name], rel=1e-3, abs=1e-5), name
 
 
 def test_several_passes_and_minibatches_clip(make_config, tmp_path):
@@ -119,7 +133,7 @@ def test_kl_to_the_start_holds_the_policy_back(make_config, tmp_path):
 
 
 def test_no_reference_model_without_beta(make_config, tmp_path):
-    assert Trainer(make_config(), tmp_path, console=QUIET).reference is None
+    assert Trainer(make_config(), tmp_path, console=QUIET).learner.reference is None
 
 
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
@@ -223,7 +237,7 @@ def test_several_eos_tokens_end_answers_and_count_in_the_loss(make_config, tmp_p
     folder = save_tiny_policy(tmp_path / "policy", eos_token_id=[63, 5])
     trainer = Trainer(make_config(model={"path": str(folder)}), tmp_path / "run", console=QUIET)
     assert trainer.policy.eos_token_ids == [5, 63]
-    groups = trainer._draw_prompts(1)
+    groups = trainer._draw_prompts(4)
     rollouts = trainer._score(groups, trainer._generate(groups, 0))
     ended = [r for r in rollouts if r.finish_reason == "stop"]
     assert ended and {r.response_ids[-1] for r in ended} <= {5, 63}

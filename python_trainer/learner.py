@@ -1,0 +1,119 @@
+"""The update of one step: from scored answers to new weights of the policy, and of the critic where there is one."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from python_trainer.accelerators.base import Rollout
+from python_trainer.config import Config
+from python_trainer.critic import Critic
+from python_trainer.objective import MetricSums, Objective, Ragged, StepBatch, make_batch, set_advantages
+from python_trainer.optimizer import PolicyOptimizer, learning_rate
+from python_trainer.packing import Packed, micro_batches, pack
+from python_trainer.policy import Policy
+
+
+class Learner:
+    """Everything that training changes, and how.
+
+    Attributes:
+        reference: the policy as it was at the start, with ``algorithm.beta``.
+        critic: with ``algorithm.advantage`` gae.
+    """
+
+    def __init__(self, policy: Policy, config: Config):
+        self.policy, self.config = policy, config
+        self.reference = policy.frozen_copy() if config.algorithm.beta else None
+        self.optimizer = PolicyOptimizer(policy.model, config.optimizer)
+        ppo = config.algorithm.advantage == "gae"
+        self.critic = Critic(policy, config.critic, config.optimizer) if ppo else None
+        self.objective = Objective(config.algorithm, config.rollout.max_completion_length)
+
+    def update(self, rollouts: Sequence[Rollout], number: int) -> dict[str, float]:
+        """All optimizer steps on the answers of step ``number`` -> metrics."""
+        config, algorithm = self.config, self.config.algorithm
+        batch = make_batch(rollouts, algorithm, self.policy.device)
+        minibatches = self._minibatches(rollouts)
+        lr = learning_rate(config.optimizer, number, config.max_steps)
+        metrics, norms, trained = MetricSums(), list[float](), 0
+        with self.policy.packed_attention():
+            self._look_before(batch, several=algorithm.num_iterations * len(minibatches) > 1)
+            row = set_advantages(batch, algorithm)
+            for _ in range(algorithm.num_iterations):
+                for minibatch in minibatches:
+                    if not batch.loss_tokens[minibatch].any():
+                        continue  # every answer was truncated and is masked
+                    for packed in self._packs(batch, minibatch):
+                        logprobs, entropy, states = self.policy.score_with_states(packed, config.rollout.temperature)
+                        values = self.critic(packed, states) if self.critic else None
+                        loss, seen = self.objective.loss(packed, logprobs, entropy, batch, minibatch, values)
+                        loss.backward()
+                        metrics.add(seen)
+                        trained += packed.input_ids.numel()
+                    norms.append(self.optimizer.step(lr))
+                    if self.critic is not None:
+                        self.critic.step(lr)
+        row = metrics.means(len(norms)) | row
+        if norms:
+            row["grad_norm"] = sum(norms) / len(norms)
+        return row | {"learning_rate": lr, "tokens/trained": trained}
+
+    def _packs(self, batch: StepBatch, samples: Sequence[int]) -> Iterator[Packed]:
+        """The micro-batches of these samples."""
+        optimizer = self.config.optimizer
+        share = optimizer.share_prefixes
+        for part in micro_batches(batch.answers, samples, optimizer.micro_batch_tokens, share=share):
+            yield pack(batch.answers, part, share=share).to(self.policy.device)
+
+    @torch.no_grad()
+    def _look_before(self, batch: StepBatch, *, several: bool) -> None:
+        """Records what the update will be compared with: log-probabilities, those of the reference, values.
+
+        Before a single optimizer step the log-probabilities are those of its own pass, unless something else needs
+        them earlier.
+        """
+        temperature, reference = self.config.rollout.temperature, self.reference
+        lengths = [len(answer.response_ids) for answer in batch.answers]
+        if several or self.critic is not None or self.config.algorithm.use_kl_in_reward:
+            batch.old = Ragged(lengths, self.policy.device)
+            batch.values = Ragged(lengths, self.policy.device) if self.critic is not None else None
+            for packed in self._packs(batch, range(len(lengths))):
+                logprobs, _, states = self.policy.score_with_states(packed, temperature)
+                batch.old.put(packed, logprobs)
+                if self.critic is not None and batch.values is not None:
+                    batch.values.put(packed, self.critic(packed, states))
+        if reference is not None:
+            batch.reference = Ragged(lengths, self.policy.device)
+            with reference.packed_attention():
+                for packed in self._packs(batch, range(len(lengths))):
+                    batch.reference.put(packed, reference.score(packed, temperature)[0])
+
+    def _minibatches(self, rollouts: Sequence[Rollout]) -> list[list[int]]:
+        """Sample indices per optimizer step; the samples of a group stay side by side, groups of like length too."""
+        groups: dict[int, list[int]] = {}
+        for index, rollout in enumerate(rollouts):
+            groups.setdefault(rollout.group, []).append(index)
+
+        def longest(group: list[int]) -> int:
+            return max(len(rollouts[index].response_ids) for index in group)
+
+        parts = self.config.algorithm.num_minibatches
+        members = list(groups.values())
+        split = [sorted(members[part::parts], key=longest) for part in range(parts)]
+        return [[index for group in part for index in group] for part in split if part]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights and moments."""
+        return {
+            "model": self.policy.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "critic": self.critic.checkpoint() if self.critic else None,
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Undoes :meth:`state_dict`; raises RuntimeError or KeyError for those of another model."""
+        self.policy.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        if self.critic is not None:
+            self.critic.restore(saved["critic"])

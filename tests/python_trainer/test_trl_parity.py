@@ -1,0 +1,184 @@
+"""The same model, samples and settings in TRL's GRPOTrainer: equal loss, gradients and weights after training.
+
+TRL pads prompts on the left and answers on the right and runs plain attention; here the same answers are packed
+behind one copy of their prompt. Some answers end with EOS, which is the padding token too, and some are cut off.
+"""
+
+import importlib.util
+
+import pytest
+import torch
+from conftest import digits
+from rich.console import Console
+from support import lacks
+
+from python_trainer.accelerators import Rollout
+from python_trainer.objective import Objective, make_batch, set_advantages
+from python_trainer.packing import micro_batches, pack
+from python_trainer.trainer import Trainer
+
+QUIET = Console(quiet=True)
+GROUPS, SIZE, LONGEST = 3, 4, 12
+EOS = 63
+
+
+@pytest.fixture(scope="module")
+def trl():
+    if importlib.util.find_spec("trl") is None:
+        lacks("TRL (pip install '.[trl]')")
+    import trl
+
+    return trl
+
+
+@pytest.fixture
+def make_trl(trl, tiny_policy, tmp_path, monkeypatch):
+    """TRL's trainer on the tiny policy, fed with given answers: ``make_trl(rollouts, **settings)``."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    datasets = importlib.import_module("datasets")
+
+    def make(rollouts, **settings):
+        answers = {}
+        for rollout in rollouts:
+            answers.setdefault(rollout.text, []).append(rollout)
+        queues = {prompt: iter(rows * 10) for prompt, rows in answers.items()}
+
+        def rollout_func(prompts, trainer):
+            rows = [next(queues[prompt]) for prompt in prompts]
+            return {
+                "prompt_ids": [row.prompt_ids for row in rows],
+                "completion_ids": [row.response_ids for row in rows],
+                "logprobs": None,
+            }
+
+        options = {
+            "per_device_train_batch_size": len(rollouts), "num_generations": SIZE, "max_completion_length": LONGEST,
+            "bf16": False, "use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True,
+            "shuffle_dataset": False, "gradient_checkpointing": False, "lr_scheduler_type": "constant",
+            "logging_strategy": "no", "beta": 0.0,
+        }  # fmt: skip
+        args = trl.GRPOConfig(output_dir=str(tmp_path / "trl"), **options | settings)
+        rows = datasets.Dataset.from_dict({"prompt": list(answers)})
+        return trl.GRPOTrainer(
+            model=str(tiny_policy), args=args, train_dataset=rows, reward_funcs=digits, rollout_func=rollout_func
+        )
+
+    return make
+
+
+def make_rollouts():
+    """Random answers of 1 to 12 tokens; ``text`` holds the prompt."""
+    gen = torch.Generator().manual_seed(1)
+    rollouts = []
+    for group in range(GROUPS):
+        prompt = torch.randint(10, 40, (2 + 3 * group,), generator=gen).tolist()
+        for _ in range(SIZE):
+            length = int(torch.randint(1, LONGEST + 1, (1,), generator=gen))
+            ids = torch.randint(0, 40, (length,), generator=gen).tolist()
+            if length < LONGEST:
+                ids[-1] = EOS
+            rollouts.append(
+                Rollout(
+                    prompt_key=group, group=group, prompt_ids=prompt, response_ids=ids, prefix_len=0,
+                    logprobs=[0.0] * length, finish_reason="stop" if ids[-1] == EOS else "length",
+                    text="".join(chr(48 + i) for i in prompt), reward=digits(None, None, [ids])[0], rewards={},
+                    accuracy=0.0,
+                )
+            )  # fmt: skip
+    assert {r.finish_reason for r in rollouts} == {"stop", "length"}
+    return rollouts
+
+
+def padded(rows, *, left=False):
+    """[B, T] of lists, and where they are."""
+    width = max(map(len, rows))
+    out, mask = torch.zeros(len(rows), width), torch.zeros(len(rows), width, dtype=torch.int64)
+    for i, row in enumerate(rows):
+        place = slice(width - len(row), None) if left else slice(0, len(row))
+        out[i, place], mask[i, place] = torch.tensor(row, dtype=torch.float32), 1
+    return out, mask
+
+
+# (their settings, ours): every loss type and option that both have
+CASES = {
+    "grpo": ({"loss_type": "grpo"}, {"loss_type": "grpo"}),
+    "bnpo": ({"loss_type": "bnpo"}, {"loss_type": "token-mean"}),
+    "dapo": ({"loss_type": "dapo", "epsilon_high": 0.28}, {"loss_type": "dapo", "epsilon_high": 0.28}),
+    "dr_grpo": ({"loss_type": "dr_grpo"}, {"loss_type": "dr_grpo"}),
+    "luspo": ({"loss_type": "luspo"}, {"loss_type": "seq-mean-token-sum"}),
+    "gspo": ({"loss_type": "grpo", "importance_sampling_level": "sequence"},) * 2,
+    "two-sided": ({"loss_type": "grpo", "delta": 1.5},) * 2,
+    "kl": ({"loss_type": "dapo", "beta": 0.3, "use_bias_correction_kl": False}, {"loss_type": "dapo", "beta": 0.3}),
+    "unbiased kl": ({"loss_type": "grpo", "beta": 0.3, "use_bias_correction_kl": True},) * 2,
+    "entropy": ({"loss_type": "dapo", "entropy_coef": 0.05},) * 2,
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loss_and_gradients_equal(make_trl, make_config, tmp_path, name):
+    theirs, ours = CASES[name]
+    rollouts = make_rollouts()
+    trainer = Trainer(
+        make_config(algorithm=ours, rollout={"temperature": 0.8, "max_completion_length": LONGEST}), tmp_path / "run",
+        console=QUIET,
+    )  # fmt: skip
+    policy, algorithm = trainer.policy, trainer.config.algorithm
+    if trainer.learner.reference is not None:  # one that differs from the policy
+        with torch.no_grad():
+            for p in trainer.learner.reference.model.parameters():
+                p.add_(0.05 * torch.randn_like(p))
+    batch = make_batch(rollouts, algorithm, policy.device)
+    with policy.packed_attention():
+        trainer.learner._look_before(batch, several=True)
+        batch.old.flat += 0.3 * torch.randn(batch.old.flat.shape)  # ratios from 0.5 to 2: clipped on both sides
+        set_advantages(batch, algorithm)
+        ours_loss = 0.0
+        for part in micro_batches(batch.answers, range(len(rollouts)), 40):
+            packed = pack(batch.answers, part)
+            scores = policy.score(packed, 0.8)
+            loss, _ = Objective(algorithm, LONGEST).loss(packed, *scores, batch, range(len(rollouts)))
+            loss.backward()
+            ours_loss += loss.item()
+
+    peer = make_trl(rollouts, temperature=0.8, **theirs)
+    prompts, prompt_mask = padded([r.prompt_ids for r in rollouts], left=True)
+    answers, mask = padded([r.response_ids for r in rollouts])
+    inputs = {
+        "prompt_ids": prompts.long(), "prompt_mask": prompt_mask, "completion_ids": answers.long(),
+        "completion_mask": mask, "advantages": batch.advantages.padded()[:, 0],
+        "old_per_token_logps": batch.old.padded(), "num_items_in_batch": mask.sum(),
+    }  # fmt: skip
+    if batch.reference is not None:
+        inputs["ref_per_token_logps"] = batch.reference.padded()
+    peer.current_gradient_accumulation_steps = 1
+    peer.model.train()
+    theirs_loss = peer._compute_loss(peer.model, inputs)
+    theirs_loss.backward()
+    assert abs(ours_loss) > 0.01
+    assert ours_loss == pytest.approx(theirs_loss.item(), rel=1e-5, abs=1e-6)
+    others = dict(peer.model.named_parameters())
+    for key, p in policy.model.named_parameters():
+        assert p.grad.any()
+        torch.testing.assert_close(p.grad, others[key].grad, rtol=1e-4, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_weights_after_training_equal(make_trl, make_config, tmp_path, loss_type):
+    """TRL's own loop from rewards to weights: advantages, KL to the start, two passes, clipping, AdamW."""
+    shared = {"loss_type": loss_type, "num_iterations": 2, "beta": 0.05, "mask_truncated_completions": True,
+              "use_bias_correction_kl": True}  # fmt: skip
+    optimizer = {"learning_rate": 1e-3, "weight_decay": 0.1, "adam_epsilon": 1e-4, "max_grad_norm": 0.5}
+    rollouts = make_rollouts()
+    trainer = Trainer(
+        make_config(algorithm=shared, optimizer=optimizer, rollout={"max_completion_length": LONGEST}),
+        tmp_path / "run", console=QUIET,
+    )  # fmt: skip
+    before = {name: p.detach().clone() for name, p in trainer.policy.model.named_parameters()}
+    row = trainer.learner.update(rollouts, 1)
+    assert abs(row["loss"]) > 1e-3 and row["grad_norm"] > 0.5  # so that it was clipped
+    peer = make_trl(rollouts, max_steps=2, temperature=1.0, **shared, **optimizer)
+    peer.train()
+    for name, p in peer.model.named_parameters():
+        ours = dict(trainer.policy.model.named_parameters())[name]
+        assert (ours - before[name]).abs().max() > 5e-5
+        torch.testing.assert_close(ours, p, rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
