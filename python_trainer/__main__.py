@@ -1,4 +1,4 @@
-"""The command line: ``python -m python_trainer train | compare | report``."""
+"""The command line: ``python -m python_trainer train | compare | report | extrapolate``."""
 
 import argparse
 import os
@@ -15,6 +15,9 @@ examples:
   python -m python_trainer compare --config configs/arithmetic.yaml --variants baseline,rpo,all --seeds 3 \\
       --output-dir runs/compare
   python -m python_trainer report runs/compare
+  python -m python_trainer extrapolate runs/first --output-dir runs/first/extrapolated
+  python -m python_trainer extrapolate out/checkpoint-10 out/checkpoint-20 out/checkpoint-30 --base models/base \\
+      --config configs/gsm8k.yaml --output-dir out/extrapolated
 """
 
 
@@ -40,7 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m python_trainer", formatter_class=raw, epilog=EPILOG,
         description="Trains language models on tasks with checkable answers (GRPO and relatives).",
     )  # fmt: skip
-    commands = parser.add_subparsers(dest="command", required=True, metavar="train | compare | report")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="train | compare | report | extrapolate")
 
     train = commands.add_parser(
         "train", formatter_class=raw, help="one training run", epilog=EPILOG,
@@ -73,6 +76,27 @@ def make_parser() -> argparse.ArgumentParser:
         description="Prints the table of all runs under DIR, and draws DIR/accuracy.png.",
     )  # fmt: skip
     report.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a run, or a folder with runs in it")
+
+    offline = commands.add_parser(
+        "extrapolate", formatter_class=raw, help="predict weights from checkpoints, behind a gate", epilog=EPILOG,
+        description="Follows the weights over checkpoints, predicts where they are heading (AlphaRL), and writes the "
+        "prediction if it answers\nsignificantly more of the task's held-out gate prompts right than the last "
+        "checkpoint. The settings are those of the\naccelerator alpha: --set accelerators.alpha.predictor=full "
+        "accelerators.alpha.horizon=1.5, for example.",
+    )  # fmt: skip
+    offline.add_argument("folders", nargs="+", type=Path, metavar="DIR",
+                         help="a run directory, or checkpoints in Hugging Face format, oldest first")  # fmt: skip
+    offline.add_argument("--base", type=Path, metavar="DIR", help="the model that training began with (not for a run)")
+    offline.add_argument("--accuracy", type=float, nargs="+", metavar="A", help="of each checkpoint (not for a run)")
+    offline.add_argument(
+        "--config", type=Path, metavar="FILE.yaml", help="task and generation for the gate (not for a run)"
+    )
+    offline.add_argument("--set", dest="overrides", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
+                         help="change settings")  # fmt: skip
+    offline.add_argument("--no-gate", action="store_true", help="write the prediction although nothing has tested it")
+    offline.add_argument(
+        "--output-dir", required=True, type=Path, metavar="DIR", help="new folder, Hugging Face format"
+    )
     return parser
 
 
@@ -81,6 +105,13 @@ def run(args: argparse.Namespace) -> None:
         from python_trainer.report import report
 
         return report(args.folders)
+    if args.command == "extrapolate":
+        from python_trainer.offline import extrapolate_folders
+
+        return extrapolate_folders(
+            args.folders, args.output_dir, base=args.base, accuracy=args.accuracy, config_path=args.config,
+            overrides=args.overrides, gated=not args.no_gate,
+        )  # fmt: skip
     from python_trainer.config import load_config
 
     config = load_config(args.config, args.overrides)

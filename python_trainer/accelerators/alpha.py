@@ -17,14 +17,13 @@ there.
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any, Literal
 
 import torch
 from pydantic import Field
 
 from python_trainer.accelerators.base import Accelerator, PlannedGroup, Rollout, Settings, StepContext
-from python_trainer.accelerators.gate import Gate
+from python_trainer.accelerators.gate import Gate, try_candidates
 from python_trainer.errors import UserError
 from rlkernels import RankOneTrajectory
 from rlkernels.rank1 import Limits, Target, extrapolate, refusal
@@ -168,30 +167,14 @@ class Alpha(Accelerator):
         return event
 
     def _try(self, context: StepContext) -> dict[str, Any]:
-        """Writes candidates until the gate accepts one; otherwise leaves the weights as they were."""
-        optimizer, settings = context.optimizer, self.settings
-        predicted = self.predict(context)
-        saved = optimizer.snapshot(predicted)
-        present = {name: optimizer.masters[name].detach().clone() for name in predicted}
-        before = context.evaluate_each("gate", settings.gate_prompts)
-        tries: list[dict[str, Any]] = []
-        accepted, factor = False, 1.0
-        try:
-            for _ in range(settings.max_tries):
-                optimizer.write({name: torch.lerp(w, predicted[name], factor) for name, w in present.items()})
-                context.engine.policy_updated()
-                compared = self.gate.compare(context.evaluate_each("gate", settings.gate_prompts), before)
-                tries.append({"factor": factor, **asdict(compared)})
-                accepted = compared.accepted
-                if accepted:
-                    break
-                factor *= settings.shrink
-        finally:
-            if not accepted:
-                optimizer.restore(saved)
-            context.engine.policy_updated()
+        """Asks the gate; an accepted jump begins a new trajectory."""
+        settings, predicted = self.settings, self.predict(context)
+        accepted, tries = try_candidates(
+            context.optimizer, context.engine, lambda: context.evaluate_each("gate", settings.gate_prompts), predicted,
+            self.gate, max_tries=settings.max_tries, shrink=settings.shrink,
+        )  # fmt: skip
         if accepted:
-            optimizer.forget_momentum(predicted)
+            context.optimizer.forget_momentum(predicted)
             self.restart(context, context.step)
         return {"accepted": accepted, "modules": len(predicted), "tries": tries}
 
