@@ -148,13 +148,13 @@ class Trainer:
             with self.clock.measure(f"accelerator/{accelerator.name}"):
                 accelerator.begin(context)
 
-    def _answer_once(self, prompt_keys: Sequence[int]) -> list[Rollout]:
-        """One whole answer to each of these training prompts, scored."""
+    def _answer_once(self, prompt_keys: Sequence[int], attempt: int) -> list[Rollout]:
+        """One whole answer to each of these training prompts, scored; another attempt has other noise."""
         length, prompts = self.config.rollout.max_completion_length, self.prompts["train"]
         groups = [
             PlannedGroup(self.task.train[key], key, prompts[key], 1, length, sample_id=key) for key in prompt_keys
         ]
-        return self._score(groups, self._generate(groups, keyed_seed(self.config.seed, "answer once")))
+        return self._score(groups, self._generate(groups, keyed_seed(self.config.seed, "answer once", attempt)))
 
     def step(self, number: int) -> dict[str, float]:
         """One step: a batch of answers, and the update that they lead to -> metrics."""

@@ -70,7 +70,8 @@ class RunContext:
     output_dir: Path
     tokenizer: Any
     prompts: list[list[int]]  # token ids of the training prompts; a prompt key is an index into it
-    answer: Callable[[Sequence[int]], list[Rollout]]  # prompt keys -> one whole answer each by the policy, scored
+    answer: Callable[[Sequence[int], int], list[Rollout]]
+    # (prompt keys, number of the attempt) -> one whole answer each by the policy, scored
     seed: int
     console: "Console"
 

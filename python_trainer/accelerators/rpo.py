@@ -12,6 +12,7 @@ earlier version of it) began. What differs from the paper:
 
 import math
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,8 +41,8 @@ class RPOSettings(Settings):
     """The longest cut is multiplied by a factor that goes linearly from 1 to this over `cut_schedule_steps`."""
     cut_schedule_steps: int = Field(0, ge=0)
     """Steps of that schedule; 0 for none."""
-    fill: bool = True
-    """Before the first step, answer every prompt once with the first policy; otherwise a first visit does that."""
+    fill: int = Field(1, ge=0)
+    """Before the first step, tries of the first policy at every prompt until there is an answer to `keep`; 0: none."""
     keep: Literal["right", "any"] = "right"
     """Remember right answers only (a prompt without one is answered from its start), or any (the paper)."""
     epsilon: float = Field(0.5, ge=0, le=1)
@@ -88,6 +89,7 @@ class RPO(Accelerator):
         super().__init__(settings)
         self.answers: dict[int, list[int]] = {}
         self.shortest: dict[int, int] = {}
+        self.counted_step, self.counts = 0, Counter[str]()
 
     def begin(self, run: RunContext) -> None:
         """Fills the cache: from the file if there is one, else with the first policy's answers."""
@@ -104,17 +106,19 @@ class RPO(Accelerator):
         self.shortest = {key: len(answer) for key, answer in self.answers.items()}
 
     def fill(self, run: RunContext) -> None:
-        start, keys = time.perf_counter(), range(len(run.prompts))
+        start, total = time.perf_counter(), len(run.prompts)
         with Progress(console=run.console, disable=not run.console.is_terminal, transient=True) as progress:
-            bar = progress.add_task("rpo: first answers", total=len(keys))
-            for first in keys[::FILL_BATCH]:
-                batch = keys[first : first + FILL_BATCH]
-                for rollout in run.answer(batch):
-                    if self.worth_keeping(rollout):
-                        self.answers[rollout.prompt_key] = list(rollout.response_ids)
-                progress.advance(bar, len(batch))
+            for attempt in range(self.settings.fill):
+                keys = [key for key in range(total) if key not in self.answers]
+                bar = progress.add_task("rpo: first answers", total=len(keys))
+                for first in range(0, len(keys), FILL_BATCH):
+                    batch = keys[first : first + FILL_BATCH]
+                    for rollout in run.answer(batch, attempt):
+                        if self.worth_keeping(rollout):
+                            self.answers[rollout.prompt_key] = list(rollout.response_ids)
+                    progress.advance(bar, len(batch))
         seconds = time.perf_counter() - start
-        found = f"rpo: {len(self.answers)} of {len(keys)} first answers remembered, {seconds:.1f} s"
+        found = f"rpo: first answers to {len(self.answers)} of {total} prompts remembered, {seconds:.1f} s"
         run.console.print(found, highlight=False)
 
     def worth_keeping(self, rollout: Rollout) -> bool:
@@ -145,7 +149,10 @@ class RPO(Accelerator):
         groups: dict[int, list[Rollout]] = {}
         for rollout in rollouts:
             groups.setdefault(rollout.group, []).append(rollout)
-        context.telemetry |= self.metrics(list(groups.values()))
+        if context.step != self.counted_step:
+            self.counted_step, self.counts = context.step, Counter()
+        self.count(list(groups.values()))
+        context.telemetry |= self.metrics()
         for group in groups.values():
             if self.settings.length_reward != "none":
                 shaped = length_reward(
@@ -159,27 +166,28 @@ class RPO(Accelerator):
             self.remember(context.seed, group)
         return rollouts
 
-    def metrics(self, groups: list[list[Rollout]]) -> dict[str, float]:
-        """Of one step, before anything is remembered. A group is informative if its raw accuracies differ."""
-        given = sum(rollout.prefix_len for group in groups for rollout in group)
-        total = sum(len(rollout.response_ids) for group in groups for rollout in group)
-        counts: dict[str, float] = {}
-        informative = 0
+    def count(self, groups: list[list[Rollout]]) -> None:
+        """Adds groups to the counts of the step, before anything of them is remembered."""
         for group in groups:
-            prefix = group[0].prefix_len
-            answer = self.answers.get(group[0].prompt_key)
+            prefix, answer = group[0].prefix_len, self.answers.get(group[0].prompt_key)
             cut_share = 1 - prefix / len(answer) if prefix and answer else 1.0
             upper = 100 // CUT_BINS * max(math.ceil(cut_share * CUT_BINS), 1)  # of its bin, in %
-            differs = len({rollout.accuracy for rollout in group}) > 1
-            informative += differs
-            for name, amount in (("groups", 1), ("informative", differs)):
-                counts[f"rpo/{name}_cut_{upper}"] = counts.get(f"rpo/{name}_cut_{upper}", 0) + amount
-        size = max(len(groups), 1)
-        return counts | {
-            "rpo/hit_rate": sum(group[0].prefix_len > 0 for group in groups) / size,
-            "rpo/prefix_share": given / max(total, 1),
-            "rpo/prefix_tokens": sum(group[0].prefix_len for group in groups) / size,
-            "rpo/informative": informative / size,
+            informative = len({rollout.accuracy for rollout in group}) > 1
+            self.counts += Counter({
+                "groups": 1, "informative": int(informative), "continued": int(prefix > 0), "prefix_tokens": prefix,
+                "given": prefix * len(group), "tokens": sum(len(rollout.response_ids) for rollout in group),
+            })  # fmt: skip
+            self.counts[f"groups_cut_{upper}"] += 1
+            self.counts[f"informative_cut_{upper}"] += informative
+
+    def metrics(self) -> dict[str, float]:
+        """Of one step; with dynamic sampling, of all its rounds. A group is informative if its raw accuracies differ."""
+        counts, size = self.counts, max(self.counts["groups"], 1)
+        return {f"rpo/{name}": float(count) for name, count in counts.items() if "_cut_" in name} | {
+            "rpo/hit_rate": counts["continued"] / size,
+            "rpo/prefix_share": counts["given"] / max(counts["tokens"], 1),
+            "rpo/prefix_tokens": counts["prefix_tokens"] / size,
+            "rpo/informative": counts["informative"] / size,
             "rpo/remembered": len(self.answers),
         }
 

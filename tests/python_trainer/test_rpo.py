@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
-from python_trainer.accelerators import PlannedGroup, Rollout, StepContext
+from python_trainer.accelerators import PlannedGroup, Rollout, RunContext, StepContext
 from python_trainer.accelerators.answers import load_answers, save_answers
 from python_trainer.accelerators.rpo import RPO, RPOSettings, length_reward
 from python_trainer.errors import UserError
@@ -198,7 +198,7 @@ def rpo_config(make_config, **changes):
 
 def test_training_with_suffix_rollouts(make_config, tmp_path):
     """12 prompts at 4 a step: from step 4 on most groups start from a prefix, and fewer tokens are generated."""
-    config = rpo_config(make_config, max_steps=9, rpo={"fill": False})
+    config = rpo_config(make_config, max_steps=9, rpo={"fill": 0})
     trainer = Trainer(config, tmp_path / "run", console=Console(quiet=True))
     seen = []
     original = trainer.learner.update
@@ -225,7 +225,7 @@ def test_training_with_suffix_rollouts(make_config, tmp_path):
 
 
 def test_filled_before_the_first_step_and_on_the_clock(make_config, tmp_path):
-    config = rpo_config(make_config, max_steps=2)
+    config = rpo_config(make_config, max_steps=2, rpo={"fill": 3})
     trainer = Trainer(config, tmp_path / "run", console=Console(quiet=True))
     summary = trainer.run()
     rows = read_metrics(tmp_path / "run")
@@ -236,8 +236,22 @@ def test_filled_before_the_first_step_and_on_the_clock(make_config, tmp_path):
     assert summary["accelerator_s"]["rpo"] > 0
     # the same answers as those of the same policy, prompt by prompt
     again = Trainer(config, tmp_path / "again", console=Console(quiet=True))
-    one = again._answer_once([5])[0]
-    assert one.response_ids == again._answer_once(range(12))[5].response_ids
+    one = again._answer_once([5], 0)[0]
+    assert one.response_ids == again._answer_once(range(12), 0)[5].response_ids
+    assert one.response_ids != again._answer_once([5], 1)[0].response_ids
+
+
+def test_filling_tries_again_what_found_no_answer(tmp_path):
+    asked = []
+
+    def answer(keys, attempt):
+        asked.append((list(keys), attempt))
+        return [answered([float(key % 3 == attempt)], key=key)[0] for key in keys]
+
+    rpo = RPO(RPOSettings(fill=2))
+    run = RunContext(tmp_path, None, [[1]] * 7, answer, 0, Console(quiet=True))
+    rpo.fill(run)
+    assert asked == [(list(range(7)), 0), ([1, 2, 4, 5], 1)] and sorted(rpo.answers) == [0, 1, 3, 4, 6]
 
 
 def test_file_of_answers_is_read_instead_of_filling(make_config, tmp_path):
@@ -283,7 +297,12 @@ def test_file_of_answers_knows_its_prompts_and_tokenizer(tmp_path):
 
 @pytest.mark.parametrize(
     "algorithm",
-    [{"loss_type": "grpo", "beta": 0.01}, {"loss_type": "dapo", "epsilon_high": 0.28}, {"prefix_in_loss": True}],
+    [
+        {"loss_type": "grpo", "beta": 0.01},
+        {"loss_type": "dapo", "epsilon_high": 0.28, "prefix_in_loss": True},
+        {"advantage": "gae", "num_iterations": 2},
+        {"advantage": "gae", "prefix_in_loss": True},
+    ],
 )
 def test_interrupted_run_ends_with_the_same_weights_and_answers(make_config, tmp_path, algorithm):
     schedule = {"cut_end_factor": 0.2, "cut_schedule_steps": 4, "length_reward": "correct"}
