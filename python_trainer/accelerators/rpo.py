@@ -173,15 +173,14 @@ class RPO(Accelerator):
             cut_share = 1 - prefix / len(answer) if prefix and answer else 1.0
             upper = 100 // CUT_BINS * max(math.ceil(cut_share * CUT_BINS), 1)  # of its bin, in %
             informative = len({rollout.accuracy for rollout in group}) > 1
-            self.counts += Counter({
+            self.counts.update({
                 "groups": 1, "informative": int(informative), "continued": int(prefix > 0), "prefix_tokens": prefix,
                 "given": prefix * len(group), "tokens": sum(len(rollout.response_ids) for rollout in group),
+                f"groups_cut_{upper}": 1, f"informative_cut_{upper}": int(informative),
             })  # fmt: skip
-            self.counts[f"groups_cut_{upper}"] += 1
-            self.counts[f"informative_cut_{upper}"] += informative
 
     def metrics(self) -> dict[str, float]:
-        """Of one step; with dynamic sampling, of all its rounds. A group is informative if its raw accuracies differ."""
+        """Of one step, over all rounds of dynamic sampling. A group is informative if its raw accuracies differ."""
         counts, size = self.counts, max(self.counts["groups"], 1)
         return {f"rpo/{name}": float(count) for name, count in counts.items() if "_cut_" in name} | {
             "rpo/hit_rate": counts["continued"] / size,
