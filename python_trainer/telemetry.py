@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,20 +21,21 @@ LINE_SECONDS = 10.0  # between lines where the output is no terminal
 
 
 class Clock:
-    """Seconds by name. Nested stretches count for the inner name only."""
+    """Seconds by name. Nested stretches count for the inner name only. ``timer`` tells the time."""
 
-    def __init__(self, seconds: dict[str, float] | None = None):
+    def __init__(self, seconds: dict[str, float] | None = None, timer: Callable[[], float] = time.perf_counter):
         self.seconds: dict[str, float] = dict(seconds or {})
+        self._timer = timer
         self._inner = [0.0]
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
+        start = self._timer()
         self._inner.append(0.0)
         try:
             yield
         finally:
-            spent = time.perf_counter() - start
+            spent = self._timer() - start
             self.seconds[name] = self.seconds.get(name, 0.0) + spent - self._inner.pop()
             self._inner[-1] += spent
 

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -34,14 +34,16 @@ class Trainer:
         config: all settings.
         output_dir: the run directory; made when it does not exist.
         resume: go on from the newest checkpoint in it, if there is one.
+        timer: the clock that all seconds are read from; ``time.process_time`` counts the work of this program alone.
 
     Raises:
         UserError: something in the settings, files or model is no good. Nothing has been written then.
     """
 
     def __init__(self, config: Config, output_dir: Path, *, resume: bool = False, label: str = "train",
-                 console: Console | None = None):  # fmt: skip
+                 console: Console | None = None, timer: Callable[[], float] = time.perf_counter):  # fmt: skip
         self.config, self.output_dir, self.label, self.console = config, output_dir, label, console
+        self.timer = timer
         checkpoints = list_checkpoints(output_dir / "checkpoints")
         if output_dir.exists() and not output_dir.is_dir():
             raise UserError(f"--output-dir must be a folder, but {output_dir} is a file")
@@ -105,8 +107,8 @@ class Trainer:
         config, progress = self.config, self.progress
         self.output_dir.mkdir(parents=True, exist_ok=True)
         write_text(self.output_dir / "config.yaml", dump_config(config))
-        self.clock = Clock(progress.seconds)
-        self.started = time.perf_counter() - progress.wall_s
+        self.clock = Clock(progress.seconds, self.timer)
+        self.started = self.timer() - progress.wall_s
         resumed_at = progress.step or None
         if resumed_at is None:
             self._begin()
@@ -289,7 +291,7 @@ class Trainer:
 
     def _wall_seconds(self) -> float:
         """Since training began, over all resumed parts; loading the model is not in it."""
-        return time.perf_counter() - self.started
+        return self.timer() - self.started
 
     def _training_seconds(self) -> float:
         """Wall time without evaluations."""

@@ -2,13 +2,14 @@
 
     python -m bench.studies rpo --output-dir runs/studies/rpo
 
-Every variant trains for a fixed time on each seed, filling the cache included and evaluations left out. Evaluations
-come at about equal times in all variants. Runs that are finished are kept, one that was interrupted goes on. Writes
-bench/studies/results/rpo.md, .json and .png. One process, one thread.
+Seconds are CPU seconds of the one thread that runs, so other programs on the machine do not count; filling the cache
+is in them, evaluations are not. Runs that are finished are kept, one that was interrupted goes on: about 35 minutes on
+a core of its own. Writes bench/studies/results/rpo.md, .json and .png.
 """
 
 import argparse
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -28,26 +29,28 @@ from python_trainer.telemetry import read_metrics
 from python_trainer.trainer import Trainer
 
 CONFIG = Path("configs/arithmetic_long.yaml")
-TEST_PROMPTS = 2048  # of the last evaluation; the ones in between use 256
-TARGETS = (0.7, 0.8)  # accuracies to which seconds and tokens are counted
+TEST_PROMPTS = 1024  # of the last evaluation; the ones in between use 256
+TARGETS = (0.65, 0.75)  # accuracies to which seconds and tokens are counted
 COMMON = [
-    "max_steps=100000", "evaluation.eval_limit=256", "evaluation.eval_limit_during=256",
-    "evaluation.target_accuracy=null", "save.save_model=false", "save.save_steps=25",
+    "max_steps=25", "evaluation.eval_steps=5", "evaluation.eval_limit=256", "evaluation.eval_limit_during=256",
+    "evaluation.target_accuracy=null", "save.save_model=false", "save.save_steps=10",
 ]  # fmt: skip
-PLAIN = ["max_seconds=170", "evaluation.eval_steps=8"]
-RPO = ["max_seconds=100", "evaluation.eval_steps=20", "accelerators.enabled=[rpo]"]
+RPO = ["accelerators.enabled=[rpo]"]
 GRPO = ["algorithm.loss_type=grpo"]
-DAPO = ["algorithm.loss_type=dapo", "algorithm.epsilon_high=0.28"]
+DAPO = ["algorithm.loss_type=dapo", "algorithm.epsilon_high=0.28", "rollout.dynamic_sampling=true"]
 LENGTH = ["accelerators.rpo.length_reward=correct"]
+SHORT = ["accelerators.rpo.cut_share=0.3", "accelerators.rpo.fill=4"]
 # variant -> (what it is compared with, settings)
 VARIANTS: dict[str, tuple[str | None, list[str]]] = {
-    "grpo": (None, PLAIN + GRPO),
+    "grpo": (None, GRPO),
     "grpo+rpo": ("grpo", RPO + GRPO),
-    "dapo": (None, PLAIN + DAPO),
+    "dapo": (None, DAPO),
     "dapo+rpo": ("dapo", RPO + DAPO),
     "grpo+rpo+length": ("grpo", RPO + GRPO + LENGTH),
     "dapo+rpo+length": ("dapo", RPO + DAPO + LENGTH),
+    "grpo+rpo, short cuts": ("grpo", RPO + GRPO + SHORT),
 }
+MAIN = ("grpo", "grpo+rpo", "dapo", "dapo+rpo")  # on all seeds first, then the others
 # the first steps of grpo+rpo again, each answer with its own copy of the prefix in training
 UNSHARED = "grpo+rpo, prefixes repeated"
 UNSHARED_STEPS = 12
@@ -55,7 +58,7 @@ UNSHARED_STEPS = 12
 
 def settings(variant: str, seed: int) -> Config:
     if variant == UNSHARED:
-        special = [f"max_steps={UNSHARED_STEPS}", "optimizer.share_prefixes=false"]
+        special = [f"max_steps={UNSHARED_STEPS}", "evaluation.eval_steps=0", "optimizer.share_prefixes=false"]
         return load_config(CONFIG, [*COMMON, *RPO, *GRPO, *special, f"seed={seed}"])
     return load_config(CONFIG, [*COMMON, *VARIANTS[variant][1], f"seed={seed}"])
 
@@ -66,7 +69,7 @@ def train(variant: str, seed: int, folder: Path) -> None:
     check_same(folder, config)
     if finished(folder) and "test" in load_evaluations(folder):
         return
-    trainer = Trainer(config, folder, resume=True, label=f"{variant} (seed {seed})")
+    trainer = Trainer(config, folder, resume=True, label=f"{variant} (seed {seed})", timer=time.process_time)
     if not finished(folder):
         trainer.run()
     save_evaluation(folder, "test", trainer.evaluate_each("test", TEST_PROMPTS))
@@ -160,12 +163,12 @@ def table(by_variant: dict[str, list[Run]], found: dict[str, dict[str, Any]]) ->
     return "\n".join(lines)
 
 
-def repeated_prefixes(shared: Path, repeated: Path) -> dict[str, Any]:
+def repeated_prefixes(output_dir: Path) -> dict[str, Any]:
     """Seconds per step of the same first steps, with each prefix computed once and once per answer."""
     out = {}
-    for name, folder in (("shared", shared), ("repeated", repeated)):
-        rows = [row for row in read_metrics(folder) if 1 <= row["step"] <= UNSHARED_STEPS]
-        out[name] = {
+    for name, variant in (("shared", "grpo+rpo"), ("repeated", UNSHARED)):
+        rows = [row for row in read_metrics(output_dir / variant / "seed-0") if 1 <= row["step"] <= UNSHARED_STEPS]
+        out[name] = {} if not rows else {
             key: fmean(row[source] for row in rows)
             for key, source in (
                 ("rollout_s", "time/rollout_s"), ("train_s", "time/train_s"), ("trained_tokens", "tokens/trained")
@@ -214,10 +217,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    for seed in range(args.seeds):
-        for variant in [*VARIANTS, *([UNSHARED] if seed == 0 else [])]:
-            train(variant, seed, args.output_dir / variant / f"seed-{seed}")
-        write(args.output_dir, args.results)
+    others = [name for name in VARIANTS if name not in MAIN]
+    for variants in (MAIN, (UNSHARED, *others)):
+        for seed in range(args.seeds):
+            for variant in variants:
+                if variant != UNSHARED or seed == 0:
+                    train(variant, seed, args.output_dir / variant / f"seed-{seed}")
+            write(args.output_dir, args.results)
 
 
 def write(output_dir: Path, results: Path) -> None:
@@ -226,7 +232,7 @@ def write(output_dir: Path, results: Path) -> None:
     by_variant = {name: [run for run in runs if run.name == name] for name in VARIANTS}
     by_variant = {name: own for name, own in by_variant.items() if own}
     found = {name: facts(own) for name, own in by_variant.items()}
-    twice = repeated_prefixes(output_dir / "grpo+rpo" / "seed-0", output_dir / UNSHARED / "seed-0")
+    twice = repeated_prefixes(output_dir)
     results.mkdir(parents=True, exist_ok=True)
     text = table(by_variant, found)
     lines = [
@@ -236,7 +242,7 @@ def write(output_dir: Path, results: Path) -> None:
         "The same first steps of `grpo+rpo` with every prefix computed once per group and once per answer:", "",
         "| | generation, s per step | training, s per step | tokens in forward-backward passes |", "|---|---|---|---|",
         *(f"| {name} | {v['rollout_s']:.2f} | {v['train_s']:.2f} | {v['trained_tokens']:,.0f} |"
-          for name, v in twice.items()),
+          for name, v in twice.items() if v),
     ]  # fmt: skip
     (results / "rpo.md").write_text("\n".join(lines) + "\n")
     record = {"commit": commit(), "versions": runs[0].summary["versions"], "device": runs[0].summary["device"],

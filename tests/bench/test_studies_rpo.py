@@ -21,6 +21,7 @@ def test_study_writes_its_results_and_does_nothing_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(rpo, "COMMON", [*rpo.COMMON, *SMALL, "max_steps=3", "evaluation.eval_limit=8"])
     kept = {name: rpo.VARIANTS[name] for name in ("grpo", "grpo+rpo")}
     monkeypatch.setattr(rpo, "VARIANTS", kept)
+    monkeypatch.setattr(rpo, "MAIN", tuple(kept))
     args = argparse.Namespace(output_dir=tmp_path / "runs", results=tmp_path / "results", seeds=1)
     rpo.run(args)
     record = json.loads((args.results / "rpo.json").read_text())
