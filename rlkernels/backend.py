@@ -42,7 +42,7 @@ OPS: dict[str, Op] = {
     "paged_attention": Op(cpu=True, triton=True),
     "shared_prefix_attention": Op(cpu=True, triton=True),
     "merge_attention": Op(cpu=True, triton=True),
-    "grouped_attention": Op(cpu=True),
+    "grouped_attention": Op(cpu=True, triton=True),
     "keyed_uniform": Op(cpu=True),
     "sample_tokens": Op(cpu=True, triton=True),
     "verify_drafts": Op(cpu=True, triton=True),

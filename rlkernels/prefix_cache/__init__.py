@@ -220,33 +220,45 @@ def grouped_attention(
     _check_scale(scale)
     if layout.num_tokens != query.shape[0]:
         raise ValueError(f"layout must be for the {query.shape[0]} tokens of query, got {layout}")
-    if _choose("grouped_attention", backend, query) == "cpu":
-        return _GroupedAttention.apply(query, key, value, layout, float(scale))
+    chosen = _choose("grouped_attention", backend, query)
+    if chosen != "torch":
+        return _GroupedAttention.apply(query, key, value, layout, float(scale), chosen)
     return reference.grouped_attention(query, key, value, layout, float(scale))
 
 
 class _GroupedAttention(torch.autograd.Function):
-    """Forward: shared-prefix attention on the packed tokens, each a block of its own."""
+    """Compiled forward: shared-prefix attention on the packed tokens, each a block of its own."""
 
     @staticmethod
-    def forward(ctx, query, key, value, layout: GroupedLayout, scale: float):
+    def forward(ctx, query, key, value, layout: GroupedLayout, scale: float, backend: str):
         query, key, value = (t.detach().contiguous() for t in (query, key, value))
-        out, lse = torch.ops.rlkernels.shared_prefix_attention(
-            query, key[:, None], value[:, None], *layout.paged, scale
-        )
+        if backend == "triton":
+            from rlkernels.prefix_cache import triton_grouped
+
+            out, lse = triton_grouped.forward(query, key, value, layout, scale)
+        else:
+            out, lse = torch.ops.rlkernels.shared_prefix_attention(
+                query, key[:, None], value[:, None], *layout.paged, scale
+            )
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.layout, ctx.scale = layout, scale
+        ctx.layout, ctx.scale, ctx.backend = layout, scale, backend
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_out):
         layout = ctx.layout
+        if ctx.backend == "triton":
+            from rlkernels.prefix_cache import triton_grouped
+
+            query, key, value, out, lse = ctx.saved_tensors
+            grads = triton_grouped.backward(grad_out.contiguous(), query, key, value, out, lse, layout, ctx.scale)
+            return *grads, None, None, None
         lengths = layout.prefix_lens, layout.suffix_lens, layout.group_starts
         grads = torch.ops.rlkernels.grouped_attention_backward(
             grad_out.contiguous(), *ctx.saved_tensors, *lengths, ctx.scale
         )
-        return *grads, None, None
+        return *grads, None, None, None
 
 
 def _kernels(chosen: str) -> Any:

@@ -150,21 +150,19 @@ def _merge_kernel(
 
 @triton.jit
 def _write_kernel(
-    rows, cache, slots, heads, total,
+    rows, cache, slots, count, heads, total,
     row_token, row_head, row_dim, cache_block, cache_slot, cache_head, cache_dim,
-    DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """rows [T, heads, DIM] into their slots of the cache; a slot outside the cache is left out."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token)
-    if (slot < 0) | (slot >= total):
-        return
-    head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
-    dim = tl.arange(0, BLOCK_D)[None, :]
-    mask = (head < heads) & (dim < DIM)
-    x = tl.load(rows + token * row_token + head * row_head + dim * row_dim, mask=mask)
-    to = cache + slot // BLOCK_SIZE * cache_block + slot % BLOCK_SIZE * cache_slot + head * cache_head
-    tl.store(to + dim * cache_dim, x.to(cache.dtype.element_ty), mask=mask)
+    """The count = T * heads rows of [T, heads, DIM] into their slots; a slot outside the cache is left out."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    token, head = row // heads, row % heads
+    slot = tl.load(slots + token, mask=row < count, other=-1)
+    dim = tl.arange(0, BLOCK_D)
+    mask = ((slot >= 0) & (slot < total))[:, None] & (dim < DIM)[None, :]
+    x = tl.load(rows + (token * row_token + head * row_head)[:, None] + dim[None, :] * row_dim, mask=mask)
+    to = slot // BLOCK_SIZE * cache_block + slot % BLOCK_SIZE * cache_slot + head * cache_head
+    tl.store(cache + to[:, None] + dim[None, :] * cache_dim, x.to(cache.dtype.element_ty), mask=mask)
 
 
 @functools.cache
@@ -321,13 +319,13 @@ def write_kv(
     if key.numel() == 0:
         return
     block_d, block_size = _block_d(dim), key_cache.shape[1]
-    block_h = min(triton.next_power_of_2(heads), max(1, 2048 // block_d))
+    block_r = max(1, 2048 // block_d)
     for rows, cache in ((key, key_cache), (value, value_cache)):
         if triton_interpreted():
             rows = rows.to(cache.dtype)
-        _write_kernel[(tokens, triton.cdiv(heads, block_h))](
-            rows, cache, slots, heads, key_cache.shape[0] * block_size, *rows.stride(), *cache.stride(),
-            DIM=dim, BLOCK_SIZE=block_size, BLOCK_H=block_h, BLOCK_D=block_d,
+        _write_kernel[(triton.cdiv(tokens * heads, block_r),)](
+            rows, cache, slots, tokens * heads, heads, key_cache.shape[0] * block_size, *rows.stride(), *cache.stride(),
+            DIM=dim, BLOCK_SIZE=block_size, BLOCK_R=block_r, BLOCK_D=block_d,
         )  # fmt: skip
 
 

@@ -46,14 +46,37 @@ def test_attention_compiles_ahead_of_time():
     assert all(b.stack_bytes <= (64 if b.arch == 80 else 0) for b in built), built
 
 
+def test_training_compiles_ahead_of_time():
+    floats = ("query", "key", "value", "out", "grad", "grad_query", "grad_key", "grad_value")
+    kinds = {**dict.fromkeys(floats, "*bf16"), **dict.fromkeys(("lse", "delta"), "*fp32"), "tiles": "*i32"}
+    kinds |= {"heads": "i32", "kv_heads": "i32", "scale": "fp32"}
+    common = ("query", "key", "value", "lse", "tiles", "heads", "kv_heads", "scale")
+    arguments = {"forward": ("out",), "query": ("grad", "delta", "grad_query"),
+                 "key": ("grad", "delta", "grad_key", "grad_value")}  # fmt: skip
+    tile = {"GROUP": 4, "DIM": 128, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 128, "UPCAST": False}
+    kernels = [
+        Kernel(f"rlkernels.prefix_cache.triton_grouped:_{name}_kernel", {n: kinds[n] for n in (*common, *own)},
+               tile | ({"BLOCK_M": 32} if name == "key" else {}), num_warps=8, num_stages=2)
+        for name, own in arguments.items()
+    ]  # fmt: skip
+    built = compile_for(kernels)
+    assert len(built) == 6 and all(b.shared_bytes <= 160 * 1024 for b in built), built
+    assert all(b.stack_bytes == 0 for b in built), built
+
+
 def test_merging_and_writing_compile_ahead_of_time():
     floats, lses = ("first_out", "rest_out"), ("first_lse", "rest_lse", "lse")
     merge = {**dict.fromkeys((*floats, *lses), "*fp32"), "out": "*bf16", "rows": "i32", "rest": "i32"}
     strides = ("row_token", "row_head", "cache_block", "cache_slot", "cache_head")
-    write = {"rows": "*fp32", "cache": "*bf16", "slots": "*i64", **dict.fromkeys(("heads", "total", *strides), "i32")}
+    write = {
+        "rows": "*fp32",
+        "cache": "*bf16",
+        "slots": "*i64",
+        **dict.fromkeys(("count", "heads", "total", *strides), "i32"),
+    }
     units = {"row_dim": 1, "cache_dim": 1}
     built = compile_for([
         Kernel(f"{MODULE}_merge_kernel", merge, {"DIM": 80, "BLOCK_R": 8, "BLOCK_D": 128}),
-        Kernel(f"{MODULE}_write_kernel", write, {"DIM": 80, "BLOCK_SIZE": 16, "BLOCK_H": 8, "BLOCK_D": 128, **units}),
+        Kernel(f"{MODULE}_write_kernel", write, {"DIM": 80, "BLOCK_SIZE": 16, "BLOCK_R": 16, "BLOCK_D": 128, **units}),
     ])  # fmt: skip
     assert len(built) == 4 and all(b.stack_bytes == 0 for b in built), built
