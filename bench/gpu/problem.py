@@ -1,8 +1,8 @@
 """One op on one set of inputs, and the rule that decides whether a backend computes it."""
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ class Problem:
         reset: brings back the inputs of an op that changes them; ``call`` then returns what was changed.
         judge: (output, output of plain torch) -> (error, allowed), in place of the rule below.
         nbytes, flops: what must be moved and multiplied at least, for the limits; flops are of ``dtype``.
+        rivals: by name, what else to time on the same inputs: each is called once, untimed, and returns the call. Its
+            output is compared with the first output of plain torch, or with all of them where it gives several.
         floor: error, relative to the largest magnitude (taken as 0.01 at least), that is allowed in any case.
     """
 
@@ -29,6 +31,7 @@ class Problem:
     flops: float = 0.0
     dtype: torch.dtype = torch.float32
     floor: float = 2e-6
+    rivals: Mapping[str, Callable[[], Callable[[], Any]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from bench import Case, _limits, _runner
+from bench import Case, Missing, _limits, _runner
+from bench._case import Provider
 from bench.gpu.cases import CASES
 from bench.gpu.problem import GpuCase, Problem, check
 from rlkernels import backend as backends
@@ -50,6 +51,25 @@ def limit(problem: Problem, device: torch.device) -> tuple[str, float] | None:
     return ("copy bandwidth", memory) if memory >= compute else ("matrix rate", compute)
 
 
+def rivals(problem: Problem) -> dict[str, Provider]:
+    """The problem's rivals, ready to be called; one that fails is named with its reason."""
+    out: dict[str, Provider] = {}
+    for name, make in problem.rivals.items():
+        try:
+            out[name] = make()
+            out[name]()  # type: ignore[operator]
+        except Exception as error:
+            out[name] = Missing(f"{type(error).__name__}: {error}"[:200])
+    return out
+
+
+def compare(out: Any, reference: Any) -> str:
+    if out is None:
+        return ""
+    alone = isinstance(out, torch.Tensor) and isinstance(reference, (list, tuple))
+    return _runner.match(out, reference[0] if alone else reference)
+
+
 def run_timing(case: GpuCase, device: torch.device, seconds: float) -> list[dict[str, Any]]:
     """Rows of the benchmark runner: every GPU backend and plain torch, on the same inputs."""
     torch.manual_seed(0)
@@ -59,11 +79,12 @@ def run_timing(case: GpuCase, device: torch.device, seconds: float) -> list[dict
     timed = Case(
         op=case.op,
         shape=case.label,
-        providers={backend: partial(problem.call, backend) for backend in [*working, "torch"]},
+        providers={backend: partial(problem.call, backend) for backend in [*working, "torch"]} | rivals(problem),
         dtype=str(problem.dtype).removeprefix("torch."),
         device=str(device),
         reference=None if problem.reset else "torch",  # what changes its inputs gives another result every time
         limit=limit(problem, device),
+        compare=compare,
     )
     return [dataclasses.asdict(row) for row in _runner.run_case(timed, seconds)]
 

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from bench.gpu import __main__ as command
-from bench.gpu.cases import CASES, HOST_ONLY
+from bench.gpu import worker
+from bench.gpu.cases import CASES, HOST_ONLY, attention, rivals
 from bench.gpu.problem import Problem, check, compare
 from rlkernels.backend import OPS
+from rlkernels.prefix_cache import GroupedLayout, reference
 
 CPU = torch.device("cpu")
 
@@ -104,3 +106,35 @@ def test_unknown_op_and_missing_gpu_are_named(capsys):
         with pytest.raises(SystemExit):
             command.main([])
         assert "no CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_rivals_compute_the_same_attention(queries):
+    query = torch.randn(3, queries, 4, 16)
+    key, value = torch.randn(2, 3, 24, 2, 16)
+    expected = torch.cat([
+        reference.attend(q, k, v, 0.3, reference.causal(queries, 24, CPU))[0] for q, k, v in zip(query, key, value)
+    ])  # fmt: skip
+    for make in rivals.attention(query, key, value, 0.3, compiled=False).values():
+        torch.testing.assert_close(make()(), expected)
+
+
+def test_rivals_of_training():
+    layout = GroupedLayout([6, 6], [3, 3, 3], [0, 2, 3])
+    query, grad = torch.randn(2, layout.num_tokens, 4, 16)
+    key, value = torch.randn(2, layout.num_tokens, 2, 16)
+    rivals.grouped(query, key, value, grad, layout, 0.3)["torch SDPA, every prefix repeated"]()()
+    at = torch.arange(layout.num_tokens)
+    mask = rivals.sees(layout, CPU)(0, 0, at[:, None], at)
+    key, value = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
+    parts = (t.transpose(0, 1) for t in (query, key, value))
+    masked = torch.nn.functional.scaled_dot_product_attention(*parts, mask, scale=0.3).transpose(0, 1)
+    torch.testing.assert_close(masked, reference.grouped_attention(query, key, value, layout, 0.3))
+
+
+def test_timed_attention_has_rivals():
+    problem = attention.shared([16] * 2, 3, [8], 1, (4, 2, 16), 8, torch.float32, CPU)
+    assert problem.rivals.keys() == {"triton, not shared", "torch SDPA", "torch FlexAttention"}
+    torch.testing.assert_close(problem.rivals["torch SDPA"]()(), problem.call("torch")[0])
+    ready = worker.rivals(Problem(problem.call, rivals={"broken": lambda: torch.zeros(2) @ torch.zeros(3)}))
+    assert "RuntimeError" in ready["broken"].reason

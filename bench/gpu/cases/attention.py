@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import rlkernels
+from bench.gpu.cases import rivals
 from bench.gpu.problem import GpuCase, Problem
 from rlkernels.prefix_cache import GroupedLayout, reference
 
@@ -48,6 +49,11 @@ def doubled(tensors: Sequence[torch.Tensor], rest: Sequence[Any]) -> Any:
     return [*(t.double() for t in tensors), *rest]
 
 
+def dense_rows(cache: torch.Tensor, tables: torch.Tensor, length: int) -> torch.Tensor:
+    """[B, length, Hk, d], the pages of every sequence side by side."""
+    return torch.stack([reference.gather(cache, table, length) for table in tables])
+
+
 def _blocks(lens: Sequence[int], size: int) -> int:
     return sum(-(-n // size) for n in lens)
 
@@ -63,6 +69,10 @@ def paged(
     rest: Any = (tables, pages.ints(lens), pages.ints([0, *itertools.accumulate(queries)]))
     scale = dim**-0.5
     args: Any = (query, *pages.finished(), *rest)
+    others: rivals.Makers = {}
+    if len(set(zip(lens, queries))) == 1:
+        key, value = (dense_rows(cache, tables, lens[0]) for cache in args[1:3])
+        others = rivals.attention(query.unflatten(0, (len(lens), -1)), key, value, scale)
     pairs = sum(q * n - q * (q - 1) / 2 for n, q in zip(lens, queries))
     return Problem(
         lambda backend: rlkernels.paged_attention(*args, scale=scale, return_lse=True, backend=backend),
@@ -70,6 +80,7 @@ def paged(
         nbytes=(sum(lens) * kv_heads + sum(queries) * q_heads) * dim * 2 * query.element_size(),
         flops=4 * pairs * q_heads * dim,
         dtype=dtype,
+        rivals=others,
     )
 
 
@@ -88,12 +99,26 @@ def shared(
     scale = dim**-0.5
     args: Any = (query, *pages.finished(), *rest)
     keys = sum(prefixes) * members + sum(own)
+    others: rivals.Makers = {}
+    if len(set(prefixes)) == len(set(own)) == 1 and prefixes[0] % size == 0:
+        # the same blocks, not grouped: what sharing is worth
+        whole = torch.cat([groups[0][:, : prefixes[0] // size].repeat_interleave(members, 0), rest[3]], 1)
+        lens = pages.ints([prefixes[0] + own[0]] * count)
+        key, value = (dense_rows(cache, whole, prefixes[0] + own[0]) for cache in args[1:3])
+        unshared: Any = (*args[:3], whole, lens, rest[5])
+        others = {
+            "triton, not shared": lambda: partial(
+                rlkernels.paged_attention, *unshared, scale=scale, return_lse=True, backend="triton"
+            ),
+            **rivals.attention(query.unflatten(0, (count, q_len)), key, value, scale),
+        }  # fmt: skip
     return Problem(
         lambda backend: rlkernels.shared_prefix_attention(*args, scale=scale, return_lse=True, backend=backend),
         lambda: reference.shared_prefix_attention(*doubled(args[:3], [*rest, scale])),
         nbytes=((sum(prefixes) + sum(own)) * kv_heads + len(query) * q_heads) * dim * 2 * query.element_size(),
         flops=4 * keys * q_len * q_heads * dim,
         dtype=dtype,
+        rivals=others,
     )
 
 
@@ -141,11 +166,13 @@ def grouped(
         out = rlkernels.grouped_attention(q, k, v, packed, scale=dim**-0.5, backend=backend)
         return [out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))]
 
+    same = len(set(layout[0])) == len(set(layout[1])) == 1
     return Problem(
         lambda backend: run(qkv, backend),
         lambda: run([t.double() for t in qkv], "torch"),
         nbytes=3 * sum(t.nbytes for t in qkv),
         dtype=dtype,
+        rivals=rivals.grouped(qkv[0], qkv[1], qkv[2], grad, packed, dim**-0.5) if same else {},
     )
 
 
