@@ -1,5 +1,8 @@
 """``model.generate`` on the paged cache against plain ``generate``, token for token in float32."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -165,3 +168,26 @@ def test_what_the_kernels_do_not_know_is_refused(model):
         generate(plain, inputs, PagedCache(paged_kv_cache(model, num_blocks=8), **inputs))
     with torch.enable_grad(), pytest.raises(ValueError, match="has no gradient"):
         model(**inputs, past_key_values=PagedCache(paged_kv_cache(model, num_blocks=8), **inputs))
+
+
+class Tokenizer:
+    """A letter is a token."""
+
+    def __call__(self, texts, **_):
+        inputs = padded(*map(len, texts))
+        for row, text in zip(inputs["input_ids"], texts):
+            row[len(row) - len(text) :] = torch.tensor([1 + ord(c) % 60 for c in text])
+        return inputs
+
+    def batch_decode(self, ids):
+        return [str(row.tolist()) for row in ids]
+
+
+def test_the_example_of_the_docs_runs(model, monkeypatch, capsys):
+    page = (Path(__file__).parents[2] / "docs/prefix_cache.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?transformers.*?)```", page, re.S)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: model)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: Tokenizer())
+    exec(compile(example, "docs/prefix_cache.md", "exec"), {})
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "tokens found in the cache: [0, 32]" and printed[2] == "tokens found in the cache: [32]"
