@@ -168,12 +168,17 @@ void rank1_project(double* r, int kb, const float* x, int ka, const double* coef
 }
 
 void rank1_mix(double* r, int k, const double* t, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    double mixed[kBlock] = {};
-    for (int a = 0; a < k; ++a)
-      for (int b = 0; b < k; ++b) mixed[b] += r[a * n + i] * t[a * k + b];
-    for (int b = 0; b < k; ++b) r[b * n + i] = mixed[b];
-  }
+  const auto mix = [&](int64_t i, auto value) __attribute__((always_inline)) {
+    decltype(value) mixed[kBlock] = {};
+    for (int a = 0; a < k; ++a) {
+      std::memcpy(&value, r + a * n + i, sizeof value);
+      for (int b = 0; b < k; ++b) mixed[b] += value * t[a * k + b];
+    }
+    for (int b = 0; b < k; ++b) std::memcpy(r + b * n + i, &mixed[b], sizeof value);
+  };
+  int64_t i = 0;
+  for (; i + kDoubles <= n; i += kDoubles) mix(i, vdouble{});
+  for (; i < n; ++i) mix(i, 0.0);
 }
 
 void rank1_combine(const float* x, int ka, const double* coef, int64_t n, double* out) {

@@ -59,74 +59,82 @@ struct Moments {
   vint changed = {};
 };
 
+struct Columns {  // kPanel numbers of each column of the block
+  vfloat a[kBlock], b[kBlock];
+};
+
+inline __attribute__((always_inline)) Columns load_columns(const float* panel) {
+  Columns out;
+#pragma GCC unroll 4
+  for (int c = 0; c < kBlock; ++c) {
+    out.a[c] = load<vfloat>(panel + c * kPanel);
+    out.b[c] = load<vfloat>(panel + c * kPanel + kLanes);
+  }
+  return out;
+}
+
+// A panel of one row of the delta. Fetches ahead in the row, and the same stretch of one matrix of the next block:
+// the weight while Y is computed, the base while Z is.
+template <Storage W, Storage B, bool weight_next>
+inline __attribute__((always_inline)) Two next_delta(const Rows& rows, const char* w, const char* b, int row) {
+  w += row * rows.weight_stride;
+  b += row * rows.base_stride;
+  constexpr int bytes = kPanel * storage_bytes(weight_next ? W : B);
+  const char* next = weight_next ? w + rows.weight_ahead : b + rows.base_ahead;
+  for (int line = 0; line < bytes; line += 64) __builtin_prefetch(next + line, 0, 2);
+  __builtin_prefetch(w + kNear);
+  __builtin_prefetch(b + kNear);
+  return load_delta<W, B>(w, b);
+}
+
 // acc[row][c] += D[row] Q_c over `count` panels, for G rows.
 template <Storage W, Storage B, int G, bool stats>
-inline __attribute__((always_inline)) void times_block(const Rows& rows, const float* q, int64_t count,
-                                                       vfloat (*acc)[kBlock], Moments& moments) {
-  constexpr int wide = kPanel * storage_bytes(W), base_wide = kPanel * storage_bytes(B);
+__attribute__((noinline)) void times_block(const Rows& rows, const float* q, int64_t count, vfloat (*acc)[kBlock],
+                                           Moments& total) {
   vfloat sum[G][kBlock];
+  Moments moments;
   for (int g = 0; g < G; ++g)
     for (int c = 0; c < kBlock; ++c) sum[g][c] = acc[g][c];
   const char *w = rows.weight, *b = rows.base;
-  for (int64_t p = 0; p < count; ++p, w += wide, b += base_wide, q += kPanelFloats) {
-    vfloat qa[kBlock], qb[kBlock];
-#pragma GCC unroll 4
-    for (int c = 0; c < kBlock; ++c) {
-      qa[c] = load<vfloat>(q + c * kPanel);
-      qb[c] = load<vfloat>(q + c * kPanel + kLanes);
-    }
+  for (int64_t p = 0; p < count; ++p, w += kPanel * storage_bytes(W), b += kPanel * storage_bytes(B)) {
+    const Columns columns = load_columns(q + p * kPanelFloats);
 #pragma GCC unroll 4
     for (int g = 0; g < G; ++g) {
-      const char* wg = w + g * rows.weight_stride;
-      for (int line = 0; line < wide; line += 64) __builtin_prefetch(wg + rows.weight_ahead + line, 0, 2);
-      const char* bg = b + g * rows.base_stride;
-      __builtin_prefetch(wg + kNear);
-      __builtin_prefetch(bg + kNear);
-      const Two d = load_delta<W, B>(wg, bg);
+      const Two d = next_delta<W, B, true>(rows, w, b, g);
       if constexpr (stats) {
         moments.square += d.a * d.a + d.b * d.b;
         moments.changed -= (vint)(d.a != 0) + (vint)(d.b != 0);
       }
 #pragma GCC unroll 4
       for (int c = 0; c < kBlock; ++c) {
-        sum[g][c] += d.a * qa[c];
-        sum[g][c] += d.b * qb[c];
+        sum[g][c] += d.a * columns.a[c];
+        sum[g][c] += d.b * columns.b[c];
       }
     }
   }
   for (int g = 0; g < G; ++g)
     for (int c = 0; c < kBlock; ++c) acc[g][c] = sum[g][c];
+  if constexpr (stats) total = moments;
 }
 
 // z += D[rows]^T y over `count` panels, for G rows.
 template <Storage W, Storage B, int G>
-inline __attribute__((always_inline)) void transpose_block(const Rows& rows, const float (*y)[kBlock], int64_t count,
-                                                           float* z) {
-  constexpr int wide = kPanel * storage_bytes(W), base_wide = kPanel * storage_bytes(B);
+__attribute__((noinline)) void transpose_block(const Rows& rows, const float (*y)[kBlock], int64_t count, float* z) {
   const char *w = rows.weight, *b = rows.base;
   vfloat yv[G][kBlock];
   for (int g = 0; g < G; ++g)
     for (int c = 0; c < kBlock; ++c) yv[g][c] = vfloat{} + y[g][c];
-  for (int64_t p = 0; p < count; ++p, z += kPanelFloats, w += wide, b += base_wide) {
-    vfloat za[kBlock], zb[kBlock];
-#pragma GCC unroll 4
-    for (int c = 0; c < kBlock; ++c) {
-      za[c] = load<vfloat>(z + c * kPanel);
-      zb[c] = load<vfloat>(z + c * kPanel + kLanes);
-    }
+  for (int64_t p = 0; p < count; ++p, w += kPanel * storage_bytes(W), b += kPanel * storage_bytes(B)) {
+    float* panel = z + p * kPanelFloats;
+    Columns sum = load_columns(panel);
 #pragma GCC unroll 4
     for (int g = 0; g < G; ++g) {
-      const char* bg = b + g * rows.base_stride;
-      for (int line = 0; line < base_wide; line += 64) __builtin_prefetch(bg + rows.base_ahead + line, 0, 2);
-      const char* wg = w + g * rows.weight_stride;
-      __builtin_prefetch(wg + kNear);
-      __builtin_prefetch(bg + kNear);
-      const Two d = load_delta<W, B>(wg, bg);
+      const Two d = next_delta<W, B, false>(rows, w, b, g);
 #pragma GCC unroll 4
-      for (int c = 0; c < kBlock; ++c) za[c] += d.a * yv[g][c], zb[c] += d.b * yv[g][c];
+      for (int c = 0; c < kBlock; ++c) sum.a[c] += d.a * yv[g][c], sum.b[c] += d.b * yv[g][c];
     }
 #pragma GCC unroll 4
-    for (int c = 0; c < kBlock; ++c) store(z + c * kPanel, za[c]), store(z + c * kPanel + kLanes, zb[c]);
+    for (int c = 0; c < kBlock; ++c) store(panel + c * kPanel, sum.a[c]), store(panel + c * kPanel + kLanes, sum.b[c]);
   }
 }
 

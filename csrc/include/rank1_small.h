@@ -6,47 +6,103 @@
 
 namespace rlk::rank1 {
 
-// Eigenvalues (descending) and eigenvectors (columns of `vectors` [n][n]) of a symmetric matrix, by cyclic Jacobi
-// rotations. `a` is destroyed.
-inline void symmetric_eigen(std::vector<double>& a, int n, std::vector<double>& values, std::vector<double>& vectors) {
-  std::vector<double> rows(size_t(n) * n, 0.0);  // eigenvectors as rows, so that rotations run along memory
-  for (int i = 0; i < n; ++i) rows[i * n + i] = 1;
-  const auto rotate = [n](double* x, double* y, double c, double s) {
-    for (int k = 0; k < n; ++k) {
-      const double u = x[k], v = y[k];
-      x[k] = c * u - s * v;
-      y[k] = s * u + c * v;
+// Reduces symmetric a [n][n] to tridiagonal Q^T a Q by Householder reflections: diagonal d, off-diagonal e (e[i]
+// between i and i + 1), and `rows` [n][n] = Q^T. `a` is destroyed. Golub and Van Loan, Matrix Computations, 8.3.1.
+inline void tridiagonal(double* a, int n, double* d, double* e, double* rows) {
+  std::vector<double> work(size_t(n) * 2, 0.0);
+  double *w = work.data(), *beta = w + n;
+  for (int k = 0; k + 2 < n; ++k) {
+    double* v = a + k * n;  // row k right of the diagonal: the column to reflect, then its reflector
+    double tail = 0;
+    for (int i = k + 2; i < n; ++i) tail += v[i] * v[i];
+    if (tail == 0) continue;
+    const double length = std::sqrt(tail + v[k + 1] * v[k + 1]);
+    e[k] = v[k + 1] > 0 ? -length : length;
+    v[k + 1] -= e[k];
+    beta[k] = 2 / (tail + v[k + 1] * v[k + 1]);
+    double dot = 0;
+    for (int i = k + 1; i < n; ++i) {
+      double sum = 0;
+      for (int j = k + 1; j < n; ++j) sum += a[i * n + j] * v[j];
+      w[i] = beta[k] * sum;
+      dot += w[i] * v[i];
     }
-  };
-  double scale = 0;
-  for (int i = 0; i < n; ++i) scale = std::max(scale, std::fabs(a[i * n + i]));
-  for (int sweep = 0; sweep < 30; ++sweep) {
-    bool done = true;
-    for (int p = 0; p < n; ++p) {
-      for (int q = p + 1; q < n; ++q) {
-        const double apq = a[p * n + q], app = a[p * n + p], aqq = a[q * n + q];
-        if (std::fabs(apq) <= 1e-17 * scale) continue;
-        done = false;
-        const double theta = (aqq - app) / (2 * apq);
-        const double t = std::copysign(1.0, theta) / (std::fabs(theta) + std::sqrt(theta * theta + 1));
-        const double c = 1 / std::sqrt(t * t + 1), s = t * c;
-        rotate(&a[p * n], &a[q * n], c, s);
-        for (int k = 0; k < n; ++k) a[k * n + p] = a[p * n + k], a[k * n + q] = a[q * n + k];
-        a[p * n + p] = app - t * apq;
-        a[q * n + q] = aqq + t * apq;
-        a[p * n + q] = a[q * n + p] = 0;
-        rotate(&rows[p * n], &rows[q * n], c, s);
-      }
-    }
-    if (done) break;
+    for (int i = k + 1; i < n; ++i) w[i] -= beta[k] / 2 * dot * v[i];
+    for (int i = k + 1; i < n; ++i)
+      for (int j = k + 1; j < n; ++j) a[i * n + j] -= v[i] * w[j] + w[i] * v[j];
   }
+  for (int i = 0; i < n; ++i) {
+    d[i] = a[i * n + i];
+    if (i + 1 < n && beta[i] == 0) e[i] = a[i * n + i + 1];
+    for (int j = 0; j < n; ++j) rows[i * n + j] = i == j;
+  }
+  for (int k = n - 3; k >= 0; --k) {
+    const double* v = a + k * n;
+    for (int i = k + 1; i < n && beta[k] != 0; ++i) {
+      double dot = 0;
+      for (int j = k + 1; j < n; ++j) dot += rows[i * n + j] * v[j];
+      for (int j = k + 1; j < n; ++j) rows[i * n + j] -= beta[k] * dot * v[j];
+    }
+  }
+}
+
+// Eigenvalues into d, by implicit QL steps with Wilkinson's shift on the tridiagonal (d, e); every rotation is applied
+// to the rows of `rows` [n][n]. Bowdler, Martin, Reinsch and Wilkinson, Numer. Math. 11 (1968).
+inline void implicit_ql(double* d, double* e, int n, double* rows) {
+  double least = 0;  // what is lost beside the largest entry, as in the null space of a rank-deficient matrix
+  for (int i = 0; i < n; ++i) least = std::max(least, 0x1p-56 * (std::fabs(d[i]) + (i + 1 < n ? std::fabs(e[i]) : 0)));
+  const auto negligible = [&](int i) {
+    return std::fabs(e[i]) <= std::max(least, 0x1p-53 * (std::fabs(d[i]) + std::fabs(d[i + 1])));
+  };
+  for (int low = 0; low < n; ++low) {
+    for (int step = 0; step < 50; ++step) {
+      int high = low;
+      while (high + 1 < n && !negligible(high)) ++high;
+      if (high == low) break;
+      const double half = (d[low + 1] - d[low]) / (2 * e[low]);
+      double g = d[high] - d[low] + e[low] / (half + std::copysign(std::sqrt(half * half + 1), half));
+      double s = 1, c = 1, moved = 0;
+      int i = high - 1;
+      for (; i >= low; --i) {
+        const double f = s * e[i], b = c * e[i], r = std::sqrt(f * f + g * g);
+        e[i + 1] = r;
+        if (r == 0) {  // the matrix splits here
+          d[i + 1] -= moved;
+          break;
+        }
+        s = f / r, c = g / r;
+        g = d[i + 1] - moved;
+        const double t = (d[i] - g) * s + 2 * c * b;
+        moved = s * t;
+        d[i + 1] = g + moved;
+        g = c * t - b;
+        double *x = rows + i * n, *y = x + n;
+        for (int k = 0; k < n; ++k) {
+          const double u = x[k], v = y[k];
+          x[k] = c * u - s * v;
+          y[k] = s * u + c * v;
+        }
+      }
+      e[high] = 0;
+      if (i >= low) continue;
+      d[low] -= moved;
+      e[low] = g;
+    }
+  }
+}
+
+// Eigenvalues (descending) and eigenvectors (columns of `vectors` [n][n]) of a symmetric matrix, which is destroyed.
+inline void symmetric_eigen(std::vector<double>& a, int n, std::vector<double>& values, std::vector<double>& vectors) {
+  std::vector<double> rows(size_t(n) * n), diagonal(n), next(n, 0.0);
+  tridiagonal(a.data(), n, diagonal.data(), next.data(), rows.data());
+  implicit_ql(diagonal.data(), next.data(), n, rows.data());
   std::vector<int> order(n);
   for (int i = 0; i < n; ++i) order[i] = i;
-  std::stable_sort(order.begin(), order.end(), [&](int i, int j) { return a[i * n + i] > a[j * n + j]; });
+  std::stable_sort(order.begin(), order.end(), [&](int i, int j) { return diagonal[i] > diagonal[j]; });
   values.resize(n);
   vectors.resize(size_t(n) * n);
   for (int j = 0; j < n; ++j) {
-    values[j] = a[order[j] * n + order[j]];
+    values[j] = diagonal[order[j]];
     for (int i = 0; i < n; ++i) vectors[i * n + j] = rows[order[j] * n + i];
   }
 }
@@ -71,39 +127,55 @@ struct Certificate {
   int last;                           // rows of `ritz` that belong to the last block: its k trailing ones
   double floor;
 
-  // Longest coordinates along the random start that an eigenvector with eigenvalue x can have, leaving out the
-  // first `skip` Ritz pairs.
-  double reach(double x, int skip) const {
+  // What an eigenvector's coordinates along the random start are made of: for every Ritz pair, the products of its
+  // coordinates in the random start and in the last block, [K][r][last].
+  std::vector<double> products() const {
     const int n = int(theta.size()), r = first_end - first_begin;
-    double response[16] = {}, scaled[16] = {};
-    for (int a = 0; a < r; ++a)
-      for (int b = 0; b < last; ++b) {
-        double sum = 0;
-        for (int i = skip; i < n; ++i)
-          sum += ritz[(first_begin + a) * n + i] * ritz[(n - last + b) * n + i] / (x - theta[i]);
-        response[a * last + b] = sum;
-      }
-    for (int a = 0; a < r; ++a)
-      for (int b = 0; b < last; ++b)
-        for (int c = 0; c < last; ++c) scaled[a * last + b] += response[a * last + c] * rest[c * last + b];
-    std::vector<double> square(size_t(r) * r), values, vectors;
-    for (int a = 0; a < r; ++a)
+    std::vector<double> out(size_t(n) * r * last);
+    for (int i = 0; i < n; ++i)
+      for (int a = 0; a < r; ++a)
+        for (int b = 0; b < last; ++b)
+          out[(i * r + a) * last + b] = ritz[(first_begin + a) * n + i] * ritz[(n - last + b) * n + i];
+    return out;
+  }
+
+  // Whether the coordinates along the random start of an eigenvector with eigenvalue x are all shorter than `limit`,
+  // leaving out the first `skip` Ritz pairs.
+  bool hidden(const std::vector<double>& parts, double x, int skip, double limit) const {
+    const int n = int(theta.size()), r = first_end - first_begin, size = r * last;
+    double response[16] = {};
+    for (int i = skip; i < n; ++i) {
+      const double weight = 1 / (x - theta[i]);
+      for (int j = 0; j < size; ++j) response[j] += weight * parts[i * size + j];
+    }
+    std::vector<double> square(size_t(r) * r);
+    double trace = 0;
+    for (int a = 0; a < r; ++a) {
+      double scaled[4] = {};
+      for (int c = 0; c < last; ++c)
+        for (int b = 0; b < last; ++b) scaled[b] += response[a * last + c] * rest[c * last + b];
       for (int b = 0; b < r; ++b)
-        for (int c = 0; c < last; ++c) square[a * r + b] += scaled[a * last + c] * response[b * last + c];
-    for (double& s : square)
-      if (!std::isfinite(s)) return INFINITY;
+        for (int c = 0; c < last; ++c) square[a * r + b] += scaled[c] * response[b * last + c];
+      trace += square[a * r + a];
+    }
+    // The largest of r eigenvalues lies between the mean and the sum of all
+    if (!(trace < r * limit * limit)) return false;
+    if (trace < limit * limit) return true;
+    std::vector<double> values, vectors;
     symmetric_eigen(square, r, values, vectors);
-    return std::sqrt(std::max(values[0], 0.0));
+    return values[0] < limit * limit;
   }
 
   // Upper bound for the second eigenvalue, or a negative number when there is none yet.
   double second_eigenvalue() const {
     const double top = theta[0], second = theta.size() > 1 ? std::max(theta[1], 0.0) : 0.0;
-    if (top <= second || (theta.size() > 1 && !(reach(top, 1) < floor / 2))) return -1;
+    if (top <= second) return -1;
+    const std::vector<double> parts = products();
+    if (theta.size() > 1 && !hidden(parts, top, 1, floor / 2)) return -1;
     double bound = -1;
     for (int step = 49; step > 0; --step) {
       const double x = second + (top - second) * step / 50;
-      if (reach(x, 0) < floor) bound = x;
+      if (hidden(parts, x, 0, floor)) bound = x;
       else if (bound >= 0) break;
     }
     return bound;

@@ -20,18 +20,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
 
 
-def table(found: list[ModuleUpdate]) -> str:
-    """The updates of one checkpoint as text."""
+def cosines(found: list[ModuleUpdate], before: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Between every v and that of the checkpoint before, where both have one; their sign is arbitrary."""
+    return {
+        m.name: abs(torch.dot(m.update.v.cpu(), before[m.name].cpu()).item())
+        for m in found
+        if m.name in before and m.update.status != "zero" and before[m.name].any()
+    }
+
+
+def table(found: list[ModuleUpdate], turned: dict[str, float]) -> str:
+    """The updates of one checkpoint as text; ``turned``: name -> cosine with the checkpoint before."""
     width = max([len(m.name) for m in found] + [6])
     head = (
-        f"{'module':<{width}} {'shape':>13} {'sigma':>10} {'share':>6} {'gap':>6} {'angle <=':>9} {'changed':>8} status"
+        f"{'module':<{width}} {'shape':>13} {'sigma':>10} {'share':>6} {'gap':>6} {'angle <=':>9} {'changed':>8} "
+        f"{'cos':>6} status"
     )
     lines = [head]
     for module in found:
         u, shape = module.update, "x".join(map(str, module.shape))
+        cosine = f"{turned[module.name]:.3f}" if module.name in turned else "-"
         lines.append(
             f"{module.name:<{width}} {shape:>13} {u.sigma:>10.3e} {u.share:>6.1%} {u.gap:>6.1%} "
-            f"{u.angle_bound:>9.1e} {u.changed:>8.2%} {u.status}"
+            f"{u.angle_bound:>9.1e} {u.changed:>8.2%} {cosine:>6} {u.status}"
         )
     return "\n".join(lines)
 
@@ -49,9 +60,11 @@ def run(args: argparse.Namespace) -> int:
         except (ValueError, TypeError, ImportError) as error:
             print(f"rlkernels rank1: {error}", file=sys.stderr)
             return 1
+        turned = cosines(found, starts)
         starts = {m.name: m.update.v for m in found}
-        print(f"{folder}\n{table(found)}\n")
-        report.append({"checkpoint": str(folder), "modules": [m.row() for m in found]})
+        print(f"{folder}\n{table(found, turned)}\n")
+        rows = [{**m.row(), "cosine_to_previous": turned.get(m.name)} for m in found]
+        report.append({"checkpoint": str(folder), "modules": rows})
     if args.json:
         args.json.write_text(json.dumps({"base": str(args.base), "checkpoints": report}, indent=1) + "\n")
     return 0

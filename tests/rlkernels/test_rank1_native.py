@@ -82,6 +82,14 @@ def test_accuracy_on_bfloat16_checkpoints(rms, unchanged):
     assert truth <= angle(stock, vectors[:, -1])
 
 
+def test_many_passes_stay_accurate():
+    """A basis of more than a hundred columns, as a flat spectrum and a tight tolerance need."""
+    delta, v = with_spectrum(220, 180, torch.cat([torch.tensor([1.0, 0.97]), torch.linspace(0.969, 0.5, 178)]))
+    got = rlkernels.top1_delta(delta, torch.zeros_like(delta), tol=1e-5, max_passes=40)
+    assert got.status == "ok" and got.passes >= 12
+    assert angle(got.v, v[:, 0]) <= got.angle_bound <= 1e-5 and abs(got.gap - 0.03) < 1e-4
+
+
 def spectrum(kind: str, ratio: float, size: int, g: torch.Generator) -> torch.Tensor:
     """Singular values with sigma2 / sigma1 = ratio and a tail of some kind."""
     steps = torch.arange(size - 1, dtype=torch.float64)

@@ -174,6 +174,8 @@ def test_command_line(tmp_path, model, capsys):
     assert [r["checkpoint"] for r in runs] == [str(b)] * 2
     first, second = (r["modules"][0] for r in runs)
     assert second["passes"] <= first["passes"] and first["status"] == "ok"
+    assert first["cosine_to_previous"] is None and second["cosine_to_previous"] > 0.999
+    assert " cos " in text and "1.000 ok" in text
     assert {"name", "shape", "sigma", "share", "gap", "angle_bound", "changed"} <= set(first)
     assert main(["rank1", str(a), str(tmp_path / "nowhere")]) == 1
     assert "nowhere is not a folder" in capsys.readouterr().err
