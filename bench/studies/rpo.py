@@ -2,6 +2,7 @@
 
     python -m bench.studies rpo --output-dir runs/studies/rpo
 
+128 training prompts, so that every prompt is visited three times in 25 steps; suffix rollouts live on second visits.
 Seconds are CPU seconds of the one thread that runs, so other programs on the machine do not count; filling the cache
 is in them, evaluations are not. Runs that are finished are kept, one that was interrupted goes on: about 35 minutes on
 a core of its own. Writes bench/studies/results/rpo.md, .json and .png.
@@ -32,14 +33,14 @@ CONFIG = Path("configs/arithmetic_long.yaml")
 TEST_PROMPTS = 1024  # of the last evaluation; the ones in between use 256
 TARGETS = (0.65, 0.75)  # accuracies to which seconds and tokens are counted
 COMMON = [
-    "max_steps=25", "evaluation.eval_steps=5", "evaluation.eval_limit=256", "evaluation.eval_limit_during=256",
+    "task.train_size=128", "max_steps=25", "evaluation.eval_steps=5", "evaluation.eval_limit=256", "evaluation.eval_limit_during=256",
     "evaluation.target_accuracy=null", "save.save_model=false", "save.save_steps=10",
 ]  # fmt: skip
 RPO = ["accelerators.enabled=[rpo]"]
 GRPO = ["algorithm.loss_type=grpo"]
 DAPO = ["algorithm.loss_type=dapo", "algorithm.epsilon_high=0.28", "rollout.dynamic_sampling=true"]
 LENGTH = ["accelerators.rpo.length_reward=correct"]
-SHORT = ["accelerators.rpo.cut_share=0.3", "accelerators.rpo.fill=4"]
+SHORT = ["accelerators.rpo.cut_share=0.3"]
 # variant -> (what it is compared with, settings)
 VARIANTS: dict[str, tuple[str | None, list[str]]] = {
     "grpo": (None, GRPO),

@@ -41,7 +41,7 @@ class RPOSettings(Settings):
     """The longest cut is multiplied by a factor that goes linearly from 1 to this over `cut_schedule_steps`."""
     cut_schedule_steps: int = Field(0, ge=0)
     """Steps of that schedule; 0 for none."""
-    fill: int = Field(1, ge=0)
+    fill: int = Field(4, ge=0)
     """Before the first step, tries of the first policy at every prompt until there is an answer to `keep`; 0: none."""
     keep: Literal["right", "any"] = "right"
     """Remember right answers only (a prompt without one is answered from its start), or any (the paper)."""
