@@ -33,8 +33,9 @@ CONFIG = Path("configs/arithmetic_long.yaml")
 TEST_PROMPTS = 1024  # of the last evaluation; the ones in between use 256
 TARGETS = (0.65, 0.75)  # accuracies to which seconds and tokens are counted
 COMMON = [
-    "task.train_size=128", "max_steps=25", "evaluation.eval_steps=5", "evaluation.eval_limit=256", "evaluation.eval_limit_during=256",
-    "evaluation.target_accuracy=null", "save.save_model=false", "save.save_steps=10",
+    "task.train_size=128", "max_steps=25", "evaluation.eval_steps=5", "evaluation.eval_limit=256",
+    "evaluation.eval_limit_during=256", "evaluation.target_accuracy=null", "save.save_model=false",
+    "save.save_steps=10",
 ]  # fmt: skip
 RPO = ["accelerators.enabled=[rpo]"]
 GRPO = ["algorithm.loss_type=grpo"]
