@@ -282,8 +282,11 @@ def run_file(name: str, quick: bool, seconds: float, console: Console) -> list[R
     """Runs one benchmark file and prints a table for each case."""
     rows: list[Row] = []
     for case in importlib.import_module(f"bench.{name}").cases(quick):
-        with console.status(f"{case.op}: {case.shape} {case.dtype}"):
-            new = [case] if isinstance(case, Row) else list(run_case(case, seconds))
+        if isinstance(case, Case):
+            with console.status(f"{case.op}: {case.shape} {case.dtype}"):
+                new = list(run_case(case, seconds))
+        else:
+            new = case if isinstance(case, list) else [case]
         console.print(table(new))
         rows += new
     return rows

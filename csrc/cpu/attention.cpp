@@ -40,12 +40,12 @@ static void online_softmax(float* s, int64_t visible, int keys, float* maximum, 
 }
 
 template <class T>
-struct Tile {  // rows of one KV head, padded to whole vectors
-  const T *key[kTileKeys], *value[kTileKeys];
-  const T *next_key[kTileKeys], *next_value[kTileKeys];  // what is worth asking for meanwhile
-  const float* value_packed[kTileKeys];
-  int keys;         // in the tile
+struct Tile {  // of one KV head
+  TileRows<T> key, value;
+  TileRows<float> value_packed;  // where a head is no whole number of vectors
+  int keys;
   int64_t visible;  // keys from the start of the tile on that the first query sees
+  const float* kt;  // the keys transposed; null: scores come straight from the cache
 };
 
 struct Rows {  // of one KV head
@@ -55,62 +55,22 @@ struct Rows {  // of one KV head
 // Rows first .. first + R - 1 of a KV head, in order of query and head, against one tile.
 template <int R, class T>
 static void attend_rows(const Tile<T>& tile, const Rows& rows, int first, int heads_per_kv, int step, int dim,
-                        int padded, const float* kt, float* s) {
+                        int padded, Ahead& ahead, float* s) {
   const float* q = rows.query + int64_t(first) * padded;
   float* out = rows.out + int64_t(first) * padded;
-  if (kt) {
-    score_packed<R>(q, padded, dim, kt, tile.keys, s);
-  } else {
-    for (int r = 0; r < R; ++r) score_direct(q + r * padded, dim, tile.key, tile.next_key, tile.keys, s + r * kTileKeys);
-  }
+  if (tile.kt)
+    score_packed<R>(q, padded, dim, tile.kt, tile.keys, s);
+  else
+    score_direct<R>(q, padded, dim, tile.key, tile.keys, ahead, s);
   for (int r = 0; r < R; ++r) {
     const int64_t visible = tile.visible + int64_t((first + r) / heads_per_kv) * step;
     online_softmax(s + r * kTileKeys, visible, tile.keys, rows.maximum + first + r, rows.sum + first + r,
                    out + r * padded, padded);
   }
   if (padded == dim)
-    add_values<R>(s, tile.value, tile.next_value, tile.keys, padded, out, padded);
+    add_values<R>(s, tile.value, tile.keys, padded, ahead, out, padded);
   else
-    add_values<R>(s, tile.value_packed, tile.value_packed, tile.keys, padded, out, padded);
-}
-
-template <class T>
-static void attend_tile(const Tile<T>& tile, const Rows& rows, int count, int heads_per_kv, int step, int dim,
-                        int padded, const float* kt, float* s) {
-  for_row_blocks(count, [&]<int R>(int first) {
-    attend_rows<R>(tile, rows, first, heads_per_kv, step, dim, padded, kt, s);
-  });
-}
-
-// Pointers to the rows of `keys` keys from position `start` on, filled up to whole vectors with the first of them.
-template <class T>
-static void locate(const Pages& pages, const int32_t* table, int block_size, int64_t start, int keys, const T** rows) {
-  int64_t block = start / block_size, offset = start % block_size;
-  const T* base = static_cast<const T*>(pages.data);
-  for (int j = 0; j < keys; ++j) {
-    rows[j] = base + table[block] * pages.block_stride + offset * pages.token_stride;
-    if (++offset == block_size) offset = 0, ++block;
-  }
-  for (int j = keys; j < (keys + kLanes - 1) / kLanes * kLanes; ++j) rows[j] = rows[0];
-}
-
-// Points a tile at one KV head. What it asks for ahead is its share of the next tile (if there is one) in the order
-// of memory: all KV heads of a token lie side by side, and pages are scattered, so the processor does not foresee it.
-template <class T>
-static void point_at(Tile<T>& tile, const Attention& a, const AttentionSpan& span, int head, const T* const* keys,
-                     const T* const* values, const T* const* next_keys, const T* const* next_values, int next_count) {
-  const int count = (tile.keys + kLanes - 1) / kLanes * kLanes, ahead = (head - span.first_kv_head) * kTileKeys;
-  for (int j = 0; j < count; ++j) {
-    tile.key[j] = keys[j] + head * a.key.head_stride;
-    tile.value[j] = values[j] + head * a.value.head_stride;
-  }
-  int row = ahead / span.kv_heads, beside = ahead % span.kv_heads;
-  for (int j = 0; j < count; ++j) {
-    tile.next_key[j] = row < next_count ? next_keys[row] + (span.first_kv_head + beside) * a.key.head_stride : tile.key[j];
-    tile.next_value[j] =
-        row < next_count ? next_values[row] + (span.first_kv_head + beside) * a.value.head_stride : tile.value[j];
-    if (++beside == span.kv_heads) beside = 0, ++row;
-  }
+    add_values<R>(s, tile.value_packed, tile.keys, padded, ahead, out, padded);
 }
 
 template <class Q>
@@ -163,35 +123,29 @@ static void attend(const Attention& a, const AttentionSpan& span, float* scratch
   };
   for (int h = 0; h < span.kv_heads; ++h)
     load_queries<Q>(a, span, span.first_kv_head + h, rows_of(span.first_kv_head + h), padded);
-  const bool direct = count <= 2 && padded == a.dim;
+  const bool direct = padded == a.dim && count * 8 <= a.dim;  // few rows: cheaper than transposing the keys
   Tile<T> tile;
-  const T *keys_at[2][kTileKeys], *values_at[2][kTileKeys];  // of KV head 0, this tile and the next
-  const auto find = [&](int64_t start, int which) {
-    const int64_t left = span.last_key - start;
-    const int keys = left < kTileKeys ? int(left) : kTileKeys;
-    locate(a.key, span.table, a.block_size, start, keys, keys_at[which]);
-    locate(a.value, span.table, a.block_size, start, keys, values_at[which]);
-    return keys;
-  };
-  int now = 0, keys = span.first_key < span.last_key ? find(span.first_key, now) : 0;
-  for (int64_t start = span.first_key; start < span.last_key; start += kTileKeys) {
-    const bool more = start + kTileKeys < span.last_key;
-    const int next = more ? now ^ 1 : now, next_keys = more ? find(start + kTileKeys, next) : 0;
-    tile.keys = keys;
-    tile.visible = span.visible - start;
+  const float* packed_at[kTileKeys];
+  for (TileWalk<T> walk(a, span); walk.keys; walk.advance()) {
+    tile.keys = walk.keys;
+    tile.visible = span.visible - walk.start;
+    tile.kt = direct ? nullptr : kt;
     for (int head = span.first_kv_head; head < span.first_kv_head + span.kv_heads; ++head) {
-      point_at(tile, a, span, head, keys_at[now], values_at[now], keys_at[next], values_at[next], next_keys);
-      if (!direct) pack_keys(tile.key, tile.next_key, keys, a.dim, kt);
-      if (padded != a.dim)
-        for (int j = 0; j < keys; ++j) {
-          tile.value_packed[j] = packed + int64_t(j) * padded;
+      tile.key = walk.key(head);
+      tile.value = walk.value(head);
+      if (!direct) pack_keys(tile.key, tile.keys, a.dim, walk.ahead, kt);
+      if (padded != a.dim) {
+        for (int j = 0; j < tile.keys; ++j) {
+          packed_at[j] = packed + int64_t(j) * padded;
           for (int c = 0; c < padded; c += kLanes)
             store(packed + int64_t(j) * padded + c, load_some(tile.value[j] + c, a.dim - c));
         }
-      attend_tile(tile, rows_of(head), count, per_kv, span.step, a.dim, padded, direct ? nullptr : kt, s);
+        tile.value_packed = {packed_at};
+      }
+      for_row_blocks(count, [&]<int R>(int row) {
+        attend_rows<R>(tile, rows_of(head), row, per_kv, span.step, a.dim, padded, walk.ahead, s);
+      });
     }
-    now = next;
-    keys = next_keys;
   }
   for (int h = 0; h < span.kv_heads; ++h)
     store_outputs<Q>(a, span, span.first_kv_head + h, rows_of(span.first_kv_head + h), padded);

@@ -59,14 +59,15 @@ static void score_gradients(const Group& g, int64_t row, int count, int keys, in
 // Queries of tokens q0 .. q1 - 1 against the keys of tokens k0 .. k1 - 1; causal pairs are a stretch with itself.
 static void backward_pair(const Group& g, int64_t q0, int64_t q1, int64_t k0, int64_t k1, bool causal) {
   const float *key[kTileKeys], *value[kTileKeys], *query[kTileKeys], *grad_out[kTileKeys];
+  Nothing nothing;
   for (int64_t k = k0; k < k1; k += kTileKeys) {
     const int keys = k1 - k < kTileKeys ? int(k1 - k) : kTileKeys;
     for (int j = 0; j < kTileKeys; ++j) {
       key[j] = g.key + (k + (j < keys ? j : 0)) * g.padded;
       value[j] = g.value + (k + (j < keys ? j : 0)) * g.padded;
     }
-    pack_keys(key, key, keys, g.dim, g.kt);
-    pack_keys(value, value, keys, g.dim, g.vt);
+    pack_keys(TileRows<float>{key}, keys, g.dim, nothing, g.kt);
+    pack_keys(TileRows<float>{value}, keys, g.dim, nothing, g.vt);
     for (int64_t row = (causal ? k : q0) * g.per_kv; row < q1 * g.per_kv; row += kTileKeys) {
       const int count = q1 * g.per_kv - row < kTileKeys ? int(q1 * g.per_kv - row) : kTileKeys;
       const int64_t visible = causal ? row / g.per_kv + 1 - k : keys;
@@ -76,15 +77,17 @@ static void backward_pair(const Group& g, int64_t q0, int64_t q1, int64_t k0, in
         grad_out[r] = g.grad_out + (row + r) * g.padded;
       }
       for_row_blocks(count, [&]<int R>(int r) {
-        add_values<R>(g.grad_score + r * kTileKeys, key, key, keys, g.padded, g.grad_query + (row + r) * g.padded,
-                      g.padded);
+        add_values<R>(g.grad_score + r * kTileKeys, TileRows<float>{key}, keys, g.padded, nothing,
+                      g.grad_query + (row + r) * g.padded, g.padded);
       });
       transpose_tile(g.weight, g.weight_t);
       transpose_tile(g.grad_score, g.grad_score_t);
       for_row_blocks(keys, [&]<int R>(int j) {
         const int64_t at = (k + j) * g.padded;
-        add_values<R>(g.weight_t + j * kTileKeys, grad_out, grad_out, count, g.padded, g.grad_value + at, g.padded);
-        add_values<R>(g.grad_score_t + j * kTileKeys, query, query, count, g.padded, g.grad_key + at, g.padded);
+        add_values<R>(g.weight_t + j * kTileKeys, TileRows<float>{grad_out}, count, g.padded, nothing,
+                      g.grad_value + at, g.padded);
+        add_values<R>(g.grad_score_t + j * kTileKeys, TileRows<float>{query}, count, g.padded, nothing,
+                      g.grad_key + at, g.padded);
       });
     }
   }

@@ -3,14 +3,13 @@
 // the cache and the softmax runs along vectors of rows; only values and weights need repacking for P V.
 #include <immintrin.h>
 
-#include "attention.h"
+#include "attention_tiles.h"
 #include "dispatch.h"
-#include "simd_float.h"
 
 namespace RLK_KERNEL_NAMESPACE {
 
 constexpr int kWideRows = 16;  // rows, keys or columns of a tile
-constexpr float kInfinity = __builtin_huge_valf();
+RLK_INLINE bool any_lane(vint mask) { return _mm512_movepi32_mask((__m512i)mask) != 0; }
 
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -26,19 +25,33 @@ struct WideRows {  // kWideRows rows of one KV head
 
 bool wide_fits(const Attention& a, const AttentionSpan& span) {
   return a.cache_type == Float::bf16 && a.query_type == Float::bf16 && a.dim % 32 == 0 && a.dim <= 512 &&
-         a.block_size % 16 == 0 && span.queries * (a.heads / a.kv_heads) > 1;
+         a.block_size % 16 == 0 && span.queries * (a.heads / a.kv_heads) * a.dim >= 256 &&
+         span.queries * (a.heads / a.kv_heads) > 1;
 }
 
-// values[g][c][pair][column]: two neighbouring keys side by side, 32 keys and 16 columns to a tile.
-static void pack_values(const bf16* const* rows, int keys, int dim, uint32_t* packed) {
+// values[g][c][pair][column]: two neighbouring keys side by side, 32 keys and 16 columns to a tile. Of every 32 columns
+// the tiles hold those that one unpacking instruction leaves together: 0-3, 8-11, 16-19, 24-27 and the others.
+static void pack_values(TileRows<bf16> rows, int keys, int dim, Ahead& ahead, uint32_t* packed) {
   alignas(64) static const bf16 zeros[512] = {};
   for (int j = 0; j < kTileKeys; j += 2) {
     const bf16 *a = j < keys ? rows[j] : zeros, *b = j + 1 < keys ? rows[j + 1] : zeros;
     uint32_t* to = packed + int64_t(j / 32) * dim * 16 + j % 32 / 2 * 16;
-    for (int c = 0; c < dim; c += 16, to += 256) {
-      const vuint low = (vuint)load_float(a + c) >> 16, high = (vuint)load_float(b + c);
-      store(to, low | high);
+    for (int c = 0; c < dim; c += 32, to += 512) {
+      const __m512i x = _mm512_loadu_si512(a + c), y = _mm512_loadu_si512(b + c);
+      ahead.lines(2);
+      _mm512_storeu_si512(to, _mm512_unpacklo_epi16(x, y));
+      _mm512_storeu_si512(to + 256, _mm512_unpackhi_epi16(x, y));
     }
+  }
+}
+
+// The columns of a row of outputs in their order again.
+static void sort_columns(float* row, int dim) {
+  const vint low = {0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23}, high = low + 8;
+  for (int c = 0; c < dim; c += 32) {
+    const vfloat a = load<vfloat>(row + c), b = load<vfloat>(row + c + 16);
+    store(row + c, __builtin_shuffle(a, b, low));
+    store(row + c + 16, __builtin_shuffle(a, b, high));
   }
 }
 
@@ -65,53 +78,106 @@ static void wide_scores(const bf16* const* keys, int64_t stride, const uint32_t*
   _tile_stored(3, s + 768, 64);
 }
 
-// out[row][..] += p[row][key] values[key][..]
+// out[row][..] += p[row][key] values[key][..] for 64 columns; the products of one column lie far apart.
+static void wide_values_64(const uint32_t* values, int dim, float* out) {
+  const uint32_t* const later = values + int64_t(dim) * 16;  // of the keys from 32 on
+  _tile_loadd(0, out, dim * 4);
+  _tile_loadd(6, values, 64);
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_loadd(1, out + 16, dim * 4);
+  _tile_loadd(7, values + 256, 64);
+  _tile_dpbf16ps(1, 4, 7);
+  _tile_loadd(2, out + 32, dim * 4);
+  _tile_loadd(6, values + 512, 64);
+  _tile_dpbf16ps(2, 4, 6);
+  _tile_loadd(3, out + 48, dim * 4);
+  _tile_loadd(7, values + 768, 64);
+  _tile_dpbf16ps(3, 4, 7);
+  _tile_loadd(6, later, 64);
+  _tile_dpbf16ps(0, 5, 6);
+  _tile_loadd(7, later + 256, 64);
+  _tile_dpbf16ps(1, 5, 7);
+  _tile_loadd(6, later + 512, 64);
+  _tile_dpbf16ps(2, 5, 6);
+  _tile_loadd(7, later + 768, 64);
+  _tile_dpbf16ps(3, 5, 7);
+  _tile_stored(0, out, dim * 4);
+  _tile_stored(1, out + 16, dim * 4);
+  _tile_stored(2, out + 32, dim * 4);
+  _tile_stored(3, out + 48, dim * 4);
+}
+
+static void wide_values_32(const uint32_t* values, int dim, float* out) {
+  const uint32_t* const later = values + int64_t(dim) * 16;
+  _tile_loadd(0, out, dim * 4);
+  _tile_loadd(1, out + 16, dim * 4);
+  _tile_loadd(6, values, 64);
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_loadd(7, values + 256, 64);
+  _tile_dpbf16ps(1, 4, 7);
+  _tile_loadd(6, later, 64);
+  _tile_dpbf16ps(0, 5, 6);
+  _tile_loadd(7, later + 256, 64);
+  _tile_dpbf16ps(1, 5, 7);
+  _tile_stored(0, out, dim * 4);
+  _tile_stored(1, out + 16, dim * 4);
+}
+
 static void wide_values(const uint32_t* p, const uint32_t* values, int dim, float* out) {
   _tile_loadd(4, p, 64);
   _tile_loadd(5, p + 256, 64);
-  for (int c = 0; c < dim; c += 32, values += 512) {
-    _tile_loadd(0, out + c, dim * 4);
-    _tile_loadd(1, out + c + 16, dim * 4);
-    _tile_loadd(6, values, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, values + 256, 64);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_loadd(6, values + int64_t(dim) * 16, 64);
-    _tile_dpbf16ps(0, 5, 6);
-    _tile_loadd(7, values + int64_t(dim) * 16 + 256, 64);
-    _tile_dpbf16ps(1, 5, 7);
-    _tile_stored(0, out + c, dim * 4);
-    _tile_stored(1, out + c + 16, dim * 4);
-  }
+  int c = 0;
+  for (; c + 64 <= dim; c += 64) wide_values_64(values + c * 16, dim, out + c);
+  if (c < dim) wide_values_32(values + c * 16, dim, out + c);
 }
 
-// Turns the scores s[key][row] into weights p[2][row][pair of keys], bfloat16; limit: keys that each row sees.
-static void wide_softmax(const float* s, int keys, vint limit, float scale, const WideRows& rows, int dim, uint32_t* p) {
+// 2^x for x <= 8, to 4e-6, which is plenty for a bfloat16; 0 below -126, NaN stays.
+RLK_INLINE vfloat power_of_two(vfloat x) {
+  const vfloat magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const vfloat shifted = x + magic, r = x - (shifted - magic);
+  vfloat p = r * 9.6181291e-3f + 5.5504109e-2f;
+  p = p * r + 2.4022651e-1f;
+  p = p * r + 6.9314718e-1f;
+  p = p * r + 1.0f;
+  return x < -126.0f ? vfloat{} : (vfloat)((vint)p + ((vint)shifted << 23));
+}
+
+// Turns the scores s[key][row] into weights p[2][row][pair of keys], bfloat16; limit: keys that each row sees, if it
+// does not see all. Scores count in powers of two. A row's maximum follows only steps of more than kSlack, so that its
+// outputs rarely need scaling.
+static void wide_softmax(float* s, int keys, const vint* limit, float scale, const WideRows& rows, int dim, Ahead& ahead,
+                         uint32_t* p) {
+  constexpr float kSlack = 8;
   const vfloat nothing = splat(-kInfinity), before = load<vfloat>(rows.maximum);
-  vfloat top = before, score[kTileKeys];
+  vfloat top = nothing;
   for (int k = 0; k < keys; ++k) {
-    const vfloat x = load<vfloat>(s + k * 16) * scale;
-    score[k] = k < limit ? x : nothing;
-    top = vmax(score[k], top);
+    vfloat x = load<vfloat>(s + k * 16) * (scale * 1.44269504f);
+    if (limit) x = k < *limit ? x : nothing;
+    store(s + k * 16, x);
+    top = vmax(x, top);
   }
+  for (int k = keys; k < kTileKeys; ++k) store(s + k * 16, nothing);
+  top = top > before + kSlack || before == nothing ? top : before;
   const vfloat shift = top == nothing ? vfloat{} : top;
-  vfloat sum = {};
+  vfloat sum[2] = {};
   for (int half = 0; half < 2; ++half) {
     vfloat pairs[16];
     for (int j = 0; j < 16; ++j) {
-      const int k = half * 32 + 2 * j;
-      const vfloat a = k < keys ? vexp(score[k] - shift) : vfloat{}, b = k + 1 < keys ? vexp(score[k + 1] - shift) : vfloat{};
-      sum += a + b;
-      const __m256i low = (__m256i)_mm512_cvtneps_pbh((__m512)a), high = (__m256i)_mm512_cvtneps_pbh((__m512)b);
-      pairs[j] = (vfloat)((vuint)_mm512_maskz_cvtepu16_epi32(0xFFFF, low) |
-                          ((vuint)_mm512_maskz_cvtepu16_epi32(0xFFFF, high) << 16));
+      const float* at = s + (half * 32 + 2 * j) * 16;
+      const vfloat a = power_of_two(load<vfloat>(at) - shift), b = power_of_two(load<vfloat>(at + 16) - shift);
+      sum[0] += a;
+      sum[1] += b;
+      ahead.lines(4);
+      pairs[j] = (vfloat)((((vuint)a + 0x8000u) >> 16) | (((vuint)b + 0x8000u) & 0xFFFF0000u));
     }
     transpose(pairs);
     for (int r = 0; r < 16; ++r) store(p + half * 256 + r * 16, (vuint)pairs[r]);
   }
-  const vfloat shrink = vexp(before - shift);  // 0 where nothing was seen before
+  const vfloat total = load<vfloat>(rows.sum), gain = sum[0] + sum[1];
+  if (!any_lane(top != before)) return store(rows.sum, total + gain);
+  const vfloat shrink = before == nothing ? vfloat{} : power_of_two(before - shift);
   store(rows.maximum, top);
-  store(rows.sum, load<vfloat>(rows.sum) * shrink + sum);
+  store(rows.sum, total * shrink + gain);
   for (int r = 0; r < 16; ++r)
     if (shrink[r] != 1.0f)
       for (int c = 0; c < dim; c += kLanes) store(rows.out + r * dim + c, load<vfloat>(rows.out + r * dim + c) * shrink[r]);
@@ -125,15 +191,18 @@ static const bf16* query_row(const Attention& a, const AttentionSpan& span, int 
 
 static void wide_load(const Attention& a, const AttentionSpan& span, int head, int first, int count,
                       const WideRows& rows) {
-  std::memset(rows.query, 0, a.dim * 32);
-  std::memset(rows.out, 0, a.dim * 64);
-  for (int r = 0; r < 16; ++r) {
-    rows.maximum[r] = -kInfinity;
-    rows.sum[r] = 0;
-    if (first + r >= count) continue;
-    const bf16* from = query_row(a, span, head, first + r);
-    for (int pair = 0; pair < a.dim / 2; ++pair) std::memcpy(rows.query + pair * 16 + r, from + 2 * pair, 4);
+  const bf16* from[16];
+  const int there = count - first < 16 ? count - first : 16;
+  for (int r = 0; r < there; ++r) from[r] = query_row(a, span, head, first + r);
+  for (int c = 0; c < a.dim; c += 32) {
+    vfloat square[16] = {};
+    for (int r = 0; r < there; ++r) std::memcpy(&square[r], from[r] + c, sizeof(vfloat));
+    transpose(square);
+    for (int pair = 0; pair < 16; ++pair) store(rows.query + (c / 2 + pair) * 16, (vuint)square[pair]);
   }
+  std::memset(rows.out, 0, a.dim * 64);
+  store(rows.maximum, splat(-kInfinity));
+  store(rows.sum, vfloat{});
 }
 
 static void wide_store(const Attention& a, const AttentionSpan& span, int head, int first, int count,
@@ -142,22 +211,22 @@ static void wide_store(const Attention& a, const AttentionSpan& span, int head, 
   for (int r = 0; r < 16 && first + r < count; ++r) {
     const int64_t row = int64_t((first + r) / per_kv) * a.heads + head * per_kv + (first + r) % per_kv;
     const float sum = rows.sum[r], inverse = sum == 0 ? 0.0f : 1 / sum;
-    const float lse = sum == 0 ? -kInfinity : rows.maximum[r] + __builtin_logf(sum);
-    const float* from = rows.out + r * a.dim;
+    const float lse = sum == 0 ? -kInfinity : rows.maximum[r] * 0.69314718f + __builtin_logf(sum);
+    float* const from = rows.out + r * a.dim;
+    sort_columns(from, a.dim);
     if (span.part_out) {
       for (int c = 0; c < a.dim; ++c) span.part_out[row * a.dim + c] = from[c] * inverse;
       span.part_lse[row] = lse;
     } else {
       const int64_t at = span.first_query * a.heads + row;
-      for (int c = 0; c < a.dim; ++c) from_float(static_cast<bf16*>(a.out) + at * a.dim + c, from[c] * inverse);
+      bf16* to = static_cast<bf16*>(a.out) + at * a.dim;
+      for (int c = 0; c < a.dim; c += 16) {
+        const __m256i half = (__m256i)_mm512_cvtneps_pbh((__m512)(load<vfloat>(from + c) * inverse));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + c), half);
+      }
       a.lse[at] = lse;
     }
   }
-}
-
-static const bf16* cell(const Pages& pages, const AttentionSpan& span, int block_size, int64_t position, int head) {
-  return static_cast<const bf16*>(pages.data) + span.table[position / block_size] * pages.block_stride +
-         position % block_size * pages.token_stride + head * pages.head_stride;
 }
 
 void attend_wide(const Attention& a, const AttentionSpan& span, float* scratch) {
@@ -176,28 +245,23 @@ void attend_wide(const Attention& a, const AttentionSpan& span, float* scratch) 
   const int last_head = span.first_kv_head + span.kv_heads;
   for (int head = span.first_kv_head; head < last_head; ++head)
     for (int b = 0; b < blocks; ++b) wide_load(a, span, head, b * 16, count, rows_of(head, b));
-  for (int64_t start = span.first_key; start < span.last_key; start += kTileKeys) {
-    const int keys = span.last_key - start < kTileKeys ? int(span.last_key - start) : kTileKeys;
-    const int64_t left = span.last_key - start - kTileKeys, next = left < 0 ? 0 : left < kTileKeys ? left : kTileKeys;
+  for (TileWalk<bf16> walk(a, span); walk.keys; walk.advance()) {
+    const int keys = walk.keys;
     for (int head = span.first_kv_head; head < last_head; ++head) {
-      const bf16 *key[4], *value[kTileKeys];
-      for (int j = 0; j < 4; ++j) key[j] = cell(a.key, span, a.block_size, start + (j * 16 < keys ? j * 16 : 0), head);
-      for (int j = 0; j < keys; ++j) value[j] = cell(a.value, span, a.block_size, start + j, head);
-      for (int64_t j = 0; j < next; ++j)
-        for (int c = 0; c < a.dim; c += 32) {
-          __builtin_prefetch(cell(a.key, span, a.block_size, start + kTileKeys + j, head) + c, 0, 2);
-          __builtin_prefetch(cell(a.value, span, a.block_size, start + kTileKeys + j, head) + c, 0, 2);
-        }
-      pack_values(value, keys, a.dim, values);
+      const bf16* key[4];
+      for (int j = 0; j < 4; ++j) key[j] = walk.key(head)[j * 16 < keys ? j * 16 : 0];
+      pack_values(walk.value(head), keys, a.dim, walk.ahead, values);
       for (int b = 0; b < blocks; ++b) {
         const WideRows rows = rows_of(head, b);
         vint limit;
+        bool all = true;
         for (int r = 0; r < 16; ++r) {
-          const int64_t visible = span.visible - start + int64_t((b * 16 + r) / per_kv) * span.step;
+          const int64_t visible = span.visible - walk.start + int64_t((b * 16 + r) / per_kv) * span.step;
           limit[r] = visible < 0 ? 0 : visible < keys ? int(visible) : keys;
+          all = all && visible >= keys;
         }
         wide_scores(key, a.key.token_stride, rows.query, a.dim, s);
-        wide_softmax(s, keys, limit, a.scale, rows, a.dim, p);
+        wide_softmax(s, keys, all ? nullptr : &limit, a.scale, rows, a.dim, walk.ahead, p);
         wide_values(p, values, a.dim, rows.out);
       }
     }

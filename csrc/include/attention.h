@@ -36,6 +36,7 @@ struct AttentionSpan {
   int32_t step;                 // 1: causal; 0: every query sees all keys
   float* part_out;              // where the first query's first head goes, [.., heads, dim]; null: to out and lse
   float* part_lse;              // [.., heads]
+  const AttentionSpan* next;    // what this thread is likely to work on afterwards, or null
 };
 
 // Results for one query over several stretches of keys, [heads, dim] and [heads] each.

@@ -47,25 +47,133 @@ static void score_packed(const float* q, int64_t q_stride, int dim, const float*
   for (; k < keys; k += kLanes) score_block<R, 1>(q, q_stride, dim, kt + k, s + k);
 }
 
-// Asks for the line that holds row[column], once per line.
+// Memory that will be read soon, asked for little by little in the order of its addresses. The processor's own
+// prefetcher then takes part: alone, one core has too few requests in flight to use the bandwidth.
+class Ahead {
+ public:
+  void clear() { count = place = 0; }
+  void add(const void* from, int64_t bytes) {
+    const char* p = static_cast<const char*>(from);
+    if (count && end[count - 1] == p) {
+      end[count - 1] += bytes;
+    } else if (count < kMost) {
+      begin[count] = p;
+      end[count++] = p + bytes;
+      if (count == 1) at = p;
+    }
+  }
+  RLK_INLINE_MEMBER void lines(int n) {
+    if (place == count) return;
+    for (int i = 0; i < n; ++i) __builtin_prefetch(at + i * 64, 0, 2);
+    at += n * 64;
+    if (at >= end[place] && ++place < count) at = begin[place];
+  }
+
+ private:
+  static constexpr int kMost = 2 * kTileKeys;
+  const char *begin[kMost], *end[kMost], *at;
+  int count = 0, place = 0;
+};
+
+struct Nothing {
+  void lines(int) {}
+};
+
+// Keys or values of a tile: row j starts at rows[j] + offset. The list is padded to a multiple of kLanes.
 template <class T>
-RLK_INLINE void prefetch(const T* row, int column) {
-  if (column * sizeof(T) % 64 == 0) __builtin_prefetch(row + column, 0, 2);
+struct TileRows {
+  const T* const* rows;
+  int64_t offset = 0;
+  RLK_INLINE_MEMBER const T* operator[](int j) const { return rows[j] + offset; }
+};
+
+// Pointers to the rows of `keys` keys from position `start` on, filled up to whole vectors with the first of them.
+template <class T>
+static void locate(const Pages& pages, const int32_t* table, int block_size, int64_t start, int keys, const T** rows) {
+  int64_t block = start / block_size, offset = start % block_size;
+  const T* base = static_cast<const T*>(pages.data);
+  for (int j = 0; j < keys; ++j) {
+    rows[j] = base + table[block] * pages.block_stride + offset * pages.token_stride;
+    if (++offset == block_size) offset = 0, ++block;
+  }
+  for (int j = keys; j < (keys + kLanes - 1) / kLanes * kLanes; ++j) rows[j] = rows[0];
 }
 
-// The same for one row straight from the cache; dim is a multiple of kLanes, the lists of rows are padded to one.
+// The tiles of a span, one after the other; meanwhile `ahead` holds the memory of the tile that follows.
 template <class T>
-static void score_direct(const float* q, int dim, const T* const* rows, const T* const* next, int keys, float* s) {
+class TileWalk {
+ public:
+  TileWalk(const Attention& a, const AttentionSpan& span) : start(span.first_key), a_(a), span_(span) {
+    keys = locate_tile(span, start, 0);
+    if (keys) look_ahead();
+  }
+  void advance() {
+    start += kTileKeys;
+    now_ ^= 1;
+    keys = next_keys_;
+    if (keys) look_ahead();
+  }
+  TileRows<T> key(int head) const { return {key_[now_], head * a_.key.head_stride}; }
+  TileRows<T> value(int head) const { return {value_[now_], head * a_.value.head_stride}; }
+
+  int64_t start;
+  int keys;  // 0: the end
+  Ahead ahead;
+
+ private:
+  int locate_tile(const AttentionSpan& span, int64_t first, int which) {
+    const int64_t left = span.last_key - first;
+    const int count = left < 0 ? 0 : left < kTileKeys ? int(left) : kTileKeys;
+    if (count == 0) return 0;
+    locate(a_.key, span.table, a_.block_size, first, count, key_[which]);
+    locate(a_.value, span.table, a_.block_size, first, count, value_[which]);
+    return count;
+  }
+  void look_ahead() {
+    ahead.clear();
+    next_keys_ = locate_tile(span_, start + kTileKeys, now_ ^ 1);
+    const AttentionSpan* span = next_keys_ ? &span_ : span_.next;
+    const int count = next_keys_ || !span ? next_keys_ : locate_tile(*span, span->first_key, now_ ^ 1);
+    if (count == 0) return;
+    add(key_[now_ ^ 1], count, a_.key, *span);
+    add(value_[now_ ^ 1], count, a_.value, *span);
+  }
+  void add(const T* const* rows, int count, const Pages& pages, const AttentionSpan& span) {
+    const bool side_by_side = pages.head_stride == a_.dim;
+    const int heads = side_by_side ? 1 : span.kv_heads, width = side_by_side ? span.kv_heads * a_.dim : a_.dim;
+    for (int h = 0; h < heads; ++h)
+      for (int j = 0; j < count; ++j)
+        ahead.add(rows[j] + (span.first_kv_head + h) * pages.head_stride, width * sizeof(T));
+  }
+
+  const Attention& a_;
+  const AttentionSpan& span_;
+  const T *key_[2][kTileKeys], *value_[2][kTileKeys];  // rows of KV head 0, of this tile and the next
+  int now_ = 0, next_keys_ = 0;
+};
+
+// s[r][key] = q[r] . rows[key], straight from the cache, kLanes keys at a time; dim is a multiple of kLanes.
+template <int R, class T>
+static void score_direct(const float* q, int64_t q_stride, int dim, TileRows<T> rows, int keys, Ahead& ahead, float* s) {
+  constexpr int kKeys = R == 1 ? kLanes : R == 2 ? kLanes / 2 : kLanes == 16 ? 4 : 2;  // as many sums as registers
   for (int k = 0; k < keys; k += kLanes) {
-    vfloat acc[kLanes] = {};
-    for (int c = 0; c < dim; c += kLanes) {
-      const vfloat x = load<vfloat>(q + c);
-      for (int j = 0; j < kLanes; ++j) {
-        prefetch(next[k + j], c);
-        acc[j] += x * load_float(rows[k + j] + c);
+    vfloat part[R][kLanes / kKeys];
+    for (int g = 0; g < kLanes / kKeys; ++g) {
+      vfloat acc[R][kKeys] = {};
+      const T* key[kKeys];
+      for (int j = 0; j < kKeys; ++j) key[j] = rows[k + g * kKeys + j];
+      for (int c = 0; c < dim; c += kLanes) {
+        if (kKeys * kLanes * sizeof(T) >= 64 || c % (2 * kLanes) == 0) ahead.lines(kKeys * kLanes * sizeof(T) / 64);
+        vfloat x[kKeys];
+        for (int j = 0; j < kKeys; ++j) x[j] = load_float(key[j] + c);
+        for (int r = 0; r < R; ++r) {
+          const vfloat y = load<vfloat>(q + r * q_stride + c);
+          for (int j = 0; j < kKeys; ++j) acc[r][j] += x[j] * y;
+        }
       }
+      for (int r = 0; r < R; ++r) part[r][g] = sum_within<kKeys>(acc[r]);
     }
-    store(s + k, sum_rows(acc));
+    for (int r = 0; r < R; ++r) store(s + r * kTileKeys + k, sum_across<kKeys>(part[r]));
   }
 }
 
@@ -78,30 +186,27 @@ RLK_INLINE vfloat load_some(const T* p, int count) {
 }
 
 // kt[c][key] = rows[key][c], in float32; the lists of rows are padded to a multiple of kLanes.
-template <class T>
-static void pack_keys(const T* const* rows, const T* const* next, int keys, int dim, float* kt) {
+template <class T, class A>
+static void pack_keys(TileRows<T> rows, int keys, int dim, A& ahead, float* kt) {
   for (int k = 0; k < keys; k += kLanes)
     for (int c = 0; c < dim; c += kLanes) {
       vfloat square[kLanes];
-      for (int j = 0; j < kLanes; ++j) {
-        prefetch(next[k + j], c);
-        square[j] = load_some(rows[k + j] + c, dim - c);
-      }
+      ahead.lines(kLanes * kLanes * sizeof(T) / 64);
+      for (int j = 0; j < kLanes; ++j) square[j] = load_some(rows[k + j] + c, dim - c);
       transpose(square);
       for (int j = 0; j < kLanes && c + j < dim; ++j) store(kt + int64_t(c + j) * kTileKeys + k, square[j]);
     }
 }
 
 // Two neighbours of 16 bits travel as one lane of 32.
-[[maybe_unused]] static void pack_keys(const bf16* const* rows, const bf16* const* next, int keys, int dim, float* kt) {
-  if (dim % (2 * kLanes)) return pack_keys<bf16>(rows, next, keys, dim, kt);
+template <class A>
+static void pack_keys(TileRows<bf16> rows, int keys, int dim, A& ahead, float* kt) {
+  if (dim % (2 * kLanes)) return pack_keys<bf16, A>(rows, keys, dim, ahead, kt);
   for (int k = 0; k < keys; k += kLanes)
     for (int c = 0; c < dim; c += 2 * kLanes) {
       vfloat square[kLanes];
-      for (int j = 0; j < kLanes; ++j) {
-        prefetch(next[k + j], c);
-        std::memcpy(&square[j], rows[k + j] + c, sizeof(vfloat));
-      }
+      ahead.lines(kLanes * kLanes / 16);
+      for (int j = 0; j < kLanes; ++j) std::memcpy(&square[j], rows[k + j] + c, sizeof(vfloat));
       transpose(square);
       for (int j = 0; j < kLanes; ++j) {
         const vuint pair = (vuint)square[j];
@@ -112,26 +217,24 @@ static void pack_keys(const T* const* rows, const T* const* next, int keys, int 
 }
 
 // out[r][0 .. NV * kLanes) += sum over keys of p[r][key] * rows[key][column ..]
-template <class T, int R, int NV>
-static void value_block(const float* p, const T* const* rows, const T* const* next, int keys, int column, float* out,
-                        int64_t stride) {
+template <int R, int NV, class T, class A>
+static void value_block(const float* p, TileRows<T> rows, int keys, int column, A& ahead, float* out, int64_t stride) {
   constexpr int kChains = R * NV < 8 ? 2 : 1;  // independent sums, where few rows would wait for the adder
   vfloat acc[kChains][R][NV] = {};
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < NV; ++v) acc[0][r][v] = load<vfloat>(out + r * stride + column + v * kLanes);
   int k = 0;
-  for (; k + kChains <= keys; k += kChains)
+  for (; k + kChains <= keys; k += kChains) {
+    ahead.lines(kChains * NV * kLanes * sizeof(T) / 64);
     for (int u = 0; u < kChains; ++u) {
       vfloat x[NV];
-      for (int v = 0; v < NV; ++v) {
-        prefetch(next[k + u], column + v * kLanes);
-        x[v] = load_float(rows[k + u] + column + v * kLanes);
-      }
+      for (int v = 0; v < NV; ++v) x[v] = load_float(rows[k + u] + column + v * kLanes);
       for (int r = 0; r < R; ++r) {
         const vfloat weight = splat(p[r * kTileKeys + k + u]);
         for (int v = 0; v < NV; ++v) acc[u][r][v] += weight * x[v];
       }
     }
+  }
   for (; k < keys; ++k)
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < NV; ++v)
@@ -143,14 +246,13 @@ static void value_block(const float* p, const T* const* rows, const T* const* ne
     }
 }
 
-template <int R, class T>
-static void add_values(const float* p, const T* const* rows, const T* const* next, int keys, int padded, float* out,
-                       int64_t stride) {
+template <int R, class T, class A>
+static void add_values(const float* p, TileRows<T> rows, int keys, int padded, A& ahead, float* out, int64_t stride) {
   int c = 0;
   for (; c + kVectors * kLanes <= padded; c += kVectors * kLanes)
-    value_block<T, R, kVectors>(p, rows, next, keys, c, out, stride);
-  for (; c + 2 * kLanes <= padded; c += 2 * kLanes) value_block<T, R, 2>(p, rows, next, keys, c, out, stride);
-  for (; c < padded; c += kLanes) value_block<T, R, 1>(p, rows, next, keys, c, out, stride);
+    value_block<R, kVectors>(p, rows, keys, c, ahead, out, stride);
+  for (; c + 2 * kLanes <= padded; c += 2 * kLanes) value_block<R, 2>(p, rows, keys, c, ahead, out, stride);
+  for (; c < padded; c += kLanes) value_block<R, 1>(p, rows, keys, c, ahead, out, stride);
 }
 
 }  // namespace rlk::RLK_ISA

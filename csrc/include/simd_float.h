@@ -7,7 +7,8 @@
 #include <immintrin.h>
 #endif
 
-#define RLK_INLINE static inline __attribute__((always_inline))
+#define RLK_INLINE_MEMBER inline __attribute__((always_inline))
+#define RLK_INLINE static RLK_INLINE_MEMBER
 
 namespace rlk::RLK_ISA {
 
@@ -92,21 +93,29 @@ RLK_INLINE void transpose(vfloat* rows) {
   if constexpr (kLanes > 8) transpose_stage<8>(rows);
 }
 
-template <int width>
-RLK_INLINE void sum_stage(vfloat* rows) {
-  for (int i = 0; i < kLanes; i += 2 * width) {
-    exchange<width>(rows[i], rows[i + width]);
-    rows[i] += rows[i + width];
+// Stages `from` to `to` (exclusive) of the sums of rows: rows[i] takes up rows[i + width].
+template <int width, int to, int rows_left>
+RLK_INLINE void sum_stages(vfloat* rows) {
+  if constexpr (width < to) {
+    for (int i = 0; i < rows_left; i += 2) {
+      exchange<width>(rows[i], rows[i + 1]);
+      rows[i / 2] = rows[i] + rows[i + 1];
+    }
+    sum_stages<2 * width, to, rows_left / 2>(rows);
   }
 }
 
-// Lane i of the result is the sum of the lanes of rows[i]; the rows are used up.
-RLK_INLINE vfloat sum_rows(vfloat* rows) {
-  sum_stage<1>(rows);
-  sum_stage<2>(rows);
-  if constexpr (kLanes > 4) sum_stage<4>(rows);
-  if constexpr (kLanes > 8) sum_stage<8>(rows);
+// Sums of the lanes of several rows in two steps, kRows rows at a time: lane i of
+// sum_across<kRows>({sum_within<kRows>(rows 0 ..), sum_within<kRows>(rows kRows ..), ..}) is that of row i.
+template <int kRows>
+RLK_INLINE vfloat sum_within(vfloat* rows) {
+  sum_stages<1, kRows, kRows>(rows);
   return rows[0];
+}
+template <int kRows>
+RLK_INLINE vfloat sum_across(vfloat* parts) {
+  sum_stages<kRows, kLanes, kLanes / kRows>(parts);
+  return parts[0];
 }
 
 template <class Op>

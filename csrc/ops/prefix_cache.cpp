@@ -69,28 +69,39 @@ void run_parallel(int64_t count, int64_t floats, bool serial, const F& work) {
     at::parallel_for(0, threads, 1, worker);
 }
 
-void check_starts(const char* name, const int32_t* starts, int64_t count, int64_t total) {
-  bool good = starts[0] == 0 && starts[count] == total;
-  for (int64_t i = 0; i < count && good; ++i) good = starts[i] <= starts[i + 1];
-  TORCH_CHECK_VALUE(good, name, " must rise from 0 to ", total, ", got ", at::IntArrayRef(std::vector<int64_t>(
-                                                                              starts, starts + count + 1)));
-}
+// What a batch of sequences, or of groups' prefixes, is described by: int32 tables [N, blocks], lens [N], starts [N + 1].
+struct Ragged {
+  const char *tables_name, *lens_name, *starts_name;
+  const at::Tensor &tables, &lens, &starts;
 
-void check_tables(const char* name, const at::Tensor& tables, const char* lens_name, const at::Tensor& lens,
-                  int64_t num_blocks, int64_t block_size) {
-  const int32_t* table = tables.const_data_ptr<int32_t>();
-  const int32_t* len = lens.const_data_ptr<int32_t>();
-  const int64_t limit = tables.size(1) * block_size;
-  for (int64_t b = 0; b < lens.size(0); ++b) {
-    TORCH_CHECK_VALUE(len[b] >= 0 && len[b] <= limit, lens_name, " must be between 0 and ", limit, " (", name,
-                      " x block size), got ", len[b], " at [", b, "]");
-    for (int64_t i = 0; i * block_size < len[b]; ++i) {
-      const int32_t block = table[b * tables.size(1) + i];
-      TORCH_CHECK_VALUE(block >= 0 && block < num_blocks, name, " must hold blocks between 0 and ", num_blocks - 1,
-                        ", got ", block, " at [", b, ", ", i, "]");
+  int64_t count() const { return lens.size(0); }
+  const int32_t* table(int64_t i) const { return tables.const_data_ptr<int32_t>() + i * tables.size(1); }
+  int64_t len(int64_t i) const { return lens.const_data_ptr<int32_t>()[i]; }
+  int64_t start(int64_t i) const { return starts.const_data_ptr<int32_t>()[i]; }
+
+  // Starts rise from 0 to total, tables name blocks of the cache as far as lens say.
+  void check(int64_t total, const at::Tensor& cache) const {
+    RLK_CHECK_TENSOR(tables, at::kInt, 2);
+    RLK_CHECK_TENSOR(lens, at::kInt, 1);
+    RLK_CHECK_TENSOR(starts, at::kInt, 1);
+    TORCH_CHECK(tables.size(0) == count() && starts.size(0) == count() + 1, tables_name, " and ", starts_name,
+                " must have ", count(), " and ", count() + 1, " rows, got ", tables.size(0), " and ", starts.size(0));
+    const int32_t* begin = starts.const_data_ptr<int32_t>();
+    bool good = start(0) == 0 && start(count()) == total;
+    for (int64_t i = 0; i < count() && good; ++i) good = start(i) <= start(i + 1);
+    TORCH_CHECK_VALUE(good, starts_name, " must rise from 0 to ", total, ", got ",
+                      at::IntArrayRef(std::vector<int64_t>(begin, begin + count() + 1)));
+    const int64_t num_blocks = cache.size(0), block_size = cache.size(1), limit = tables.size(1) * block_size;
+    for (int64_t i = 0; i < count(); ++i) {
+      TORCH_CHECK_VALUE(len(i) >= 0 && len(i) <= limit, lens_name, " must be between 0 and ", limit, " (", tables_name,
+                        " x block size), got ", len(i), " at [", i, "]");
+      const int32_t* blocks = table(i);
+      for (int64_t b = 0; b * block_size < len(i); ++b)
+        TORCH_CHECK_VALUE(blocks[b] >= 0 && blocks[b] < num_blocks, tables_name, " must hold blocks between 0 and ",
+                          num_blocks - 1, ", got ", blocks[b], " at [", i, ", ", b, "]");
     }
   }
-}
+};
 
 // One table of keys and the neighbouring queries that look at it.
 struct Source {
@@ -130,6 +141,7 @@ void add_spans(const Attention& a, const Source& s, float* part_out, float* part
         const int64_t row = (s.part + i * s.queries + q) * a.heads;
         span.part_out = s.part < 0 ? nullptr : part_out + row * a.dim;
         span.part_lse = s.part < 0 ? nullptr : part_lse + row;
+        span.next = nullptr;
         spans.push_back(span);
       }
 }
@@ -152,6 +164,7 @@ void attend_sources(const Attention& a, std::vector<Source>& prefixes, std::vect
   std::vector<AttentionSpan> spans;
   for (auto* sources : {&prefixes, &own})
     for (const Source& s : *sources) add_spans(a, s, out, lse, spans);
+  for (size_t i = 1; i < spans.size(); ++i) spans[i - 1].next = &spans[i];
   for (const AttentionSpan& s : spans)
     most = std::max(most, attention_scratch(s.queries, s.kv_heads, a.heads / a.kv_heads, a.dim));
   const auto attend = RLK_DISPATCH(attend_span);
@@ -208,24 +221,14 @@ Call prepare(const at::Tensor& query, const at::Tensor& key_cache, const at::Ten
   return c;
 }
 
-std::vector<Source> own_sources(const at::Tensor& query, const at::Tensor& key_cache, const at::Tensor& block_tables,
-                                const at::Tensor& seq_lens, const at::Tensor& query_starts) {
-  RLK_CHECK_TENSOR(block_tables, at::kInt, 2);
-  RLK_CHECK_TENSOR(seq_lens, at::kInt, 1);
-  RLK_CHECK_TENSOR(query_starts, at::kInt, 1);
-  const int64_t count = seq_lens.size(0);
-  TORCH_CHECK(block_tables.size(0) == count && query_starts.size(0) == count + 1, "one row per sequence is needed");
-  const int32_t* starts = query_starts.const_data_ptr<int32_t>();
-  const int32_t* lens = seq_lens.const_data_ptr<int32_t>();
-  check_starts("query_starts", starts, count, query.size(0));
-  check_tables("block_tables", block_tables, "seq_lens", seq_lens, key_cache.size(0), key_cache.size(1));
-  std::vector<Source> sources(count);
-  for (int64_t b = 0; b < count; ++b) {
-    const int64_t queries = starts[b + 1] - starts[b], keys = lens[b];
+std::vector<Source> own_sources(const at::Tensor& query, const at::Tensor& key_cache, const Ragged& sequences) {
+  sequences.check(query.size(0), key_cache);
+  std::vector<Source> sources(sequences.count());
+  for (int64_t b = 0; b < sequences.count(); ++b) {
+    const int64_t first = sequences.start(b), queries = sequences.start(b + 1) - first, keys = sequences.len(b);
     TORCH_CHECK_VALUE(queries <= keys, "seq_lens must count the queries too, got ", keys, " keys for ", queries,
                       " queries of sequence ", b);
-    const int32_t* table = block_tables.const_data_ptr<int32_t>() + b * block_tables.size(1);
-    sources[b] = {table, starts[b], queries, keys, true, stretches(queries, keys), -1};
+    sources[b] = {sequences.table(b), first, queries, keys, true, stretches(queries, keys), -1};
   }
   return sources;
 }
@@ -235,7 +238,8 @@ std::tuple<at::Tensor, at::Tensor> paged_attention(const at::Tensor& query, cons
                                                    const at::Tensor& seq_lens, const at::Tensor& query_starts,
                                                    double scale) {
   Call c = prepare(query, key_cache, value_cache, scale);
-  std::vector<Source> own = own_sources(query, key_cache, block_tables, seq_lens, query_starts), none;
+  const Ragged sequences{"block_tables", "seq_lens", "query_starts", block_tables, seq_lens, query_starts};
+  std::vector<Source> own = own_sources(query, key_cache, sequences), none;
   attend_sources(c.a, none, own, {}, query);
   return {c.out, c.lse};
 }
@@ -245,24 +249,17 @@ std::tuple<at::Tensor, at::Tensor> shared_prefix_attention(
     const at::Tensor& group_tables, const at::Tensor& group_lens, const at::Tensor& group_starts,
     const at::Tensor& block_tables, const at::Tensor& seq_lens, const at::Tensor& query_starts, double scale) {
   Call c = prepare(query, key_cache, value_cache, scale);
-  std::vector<Source> own = own_sources(query, key_cache, block_tables, seq_lens, query_starts);
-  RLK_CHECK_TENSOR(group_tables, at::kInt, 2);
-  RLK_CHECK_TENSOR(group_lens, at::kInt, 1);
-  RLK_CHECK_TENSOR(group_starts, at::kInt, 1);
-  const int64_t groups = group_lens.size(0);
-  TORCH_CHECK(group_tables.size(0) == groups && group_starts.size(0) == groups + 1, "one row per group is needed");
-  const int32_t* members = group_starts.const_data_ptr<int32_t>();
-  const int32_t* starts = query_starts.const_data_ptr<int32_t>();
-  check_starts("group_starts", members, groups, int64_t(own.size()));
-  check_tables("group_tables", group_tables, "group_lens", group_lens, key_cache.size(0), key_cache.size(1));
-  std::vector<Source> prefixes(groups);
+  const Ragged sequences{"block_tables", "seq_lens", "query_starts", block_tables, seq_lens, query_starts};
+  const Ragged groups{"group_tables", "group_lens", "group_starts", group_tables, group_lens, group_starts};
+  std::vector<Source> own = own_sources(query, key_cache, sequences);
+  groups.check(int64_t(own.size()), key_cache);
+  std::vector<Source> prefixes(groups.count());
   std::vector<int32_t> group_of(own.size());
-  for (int64_t g = 0; g < groups; ++g) {
-    const int64_t keys = group_lens.const_data_ptr<int32_t>()[g], first = starts[members[g]];
-    const int64_t queries = starts[members[g + 1]] - first;
-    const int32_t* table = group_tables.const_data_ptr<int32_t>() + g * group_tables.size(1);
-    prefixes[g] = {table, first, queries, keys, false, stretches(queries, keys), -1};
-    std::fill(group_of.begin() + members[g], group_of.begin() + members[g + 1], int32_t(g));
+  for (int64_t g = 0; g < groups.count(); ++g) {
+    const int64_t keys = groups.len(g), first = sequences.start(groups.start(g));
+    const int64_t queries = sequences.start(groups.start(g + 1)) - first;
+    prefixes[g] = {groups.table(g), first, queries, keys, false, stretches(queries, keys), -1};
+    std::fill(group_of.begin() + groups.start(g), group_of.begin() + groups.start(g + 1), int32_t(g));
   }
   attend_sources(c.a, prefixes, own, group_of, query);
   return {c.out, c.lse};

@@ -93,15 +93,16 @@ def paged_attention(
         TypeError, ValueError: wrong shapes, dtypes or devices; (on a CPU) also a sequence with more queries than
             keys or than its block table covers, or a block outside the cache.
     """
-    _check_attention(query, key_cache, value_cache, block_tables, seq_lens, query_starts, scale)
-    indices = block_tables.contiguous(), seq_lens.contiguous(), query_starts.contiguous()
+    _check_attention(query, key_cache, value_cache, scale)
+    sequences = _ragged(query.device, block_tables=block_tables, seq_lens=seq_lens, query_starts=query_starts)
+    args = (query, key_cache, value_cache, *sequences.values(), float(scale))
     chosen = _choose("paged_attention", backend, query, key_cache)
     if chosen == "cpu":
-        out, lse = torch.ops.rlkernels.paged_attention(query, key_cache, value_cache, *indices, float(scale))
+        out, lse = torch.ops.rlkernels.paged_attention(*args)
     else:
         if query.device.type == "cpu":
-            _check_lengths(query, key_cache, *indices)
-        out, lse = _kernels(chosen).paged_attention(query, key_cache, value_cache, *indices, float(scale))
+            _check_lengths(query, key_cache, sequences)
+        out, lse = _kernels(chosen).paged_attention(*args)
     return (out, lse) if return_lse else out
 
 
@@ -135,24 +136,17 @@ def shared_prefix_attention(
 
     Returns, raises: as :func:`paged_attention`.
     """
-    _check_attention(query, key_cache, value_cache, block_tables, seq_lens, query_starts, scale)
-    device = query.device
-    for name, t in (("group_lens", group_lens), ("group_starts", group_starts)):
-        _check.tensor(name, t, ndim=1, dtype=torch.int32, device=device)
-    _check.tensor("group_tables", group_tables, ndim=2, dtype=torch.int32, device=device)
-    _check.shape("group_tables", group_tables, (len(group_lens), None))
-    _check.shape("group_starts", group_starts, (len(group_lens) + 1,))
-    groups = group_tables.contiguous(), group_lens.contiguous(), group_starts.contiguous()
-    indices = block_tables.contiguous(), seq_lens.contiguous(), query_starts.contiguous()
-    args = (query, key_cache, value_cache, *groups, *indices, float(scale))
+    _check_attention(query, key_cache, value_cache, scale)
+    groups = _ragged(query.device, group_tables=group_tables, group_lens=group_lens, group_starts=group_starts)
+    sequences = _ragged(query.device, block_tables=block_tables, seq_lens=seq_lens, query_starts=query_starts)
+    args = (query, key_cache, value_cache, *groups.values(), *sequences.values(), float(scale))
     chosen = _choose("shared_prefix_attention", backend, query, key_cache)
     if chosen == "cpu":
         out, lse = torch.ops.rlkernels.shared_prefix_attention(*args)
     else:
-        if device.type == "cpu":
-            _check_lengths(query, key_cache, *indices)
-            _check_starts("group_starts", group_starts, len(seq_lens))
-            _check_tables("group_tables", group_tables, "group_lens", group_lens, key_cache)
+        if query.device.type == "cpu":
+            _check_lengths(query, key_cache, sequences)
+            _check_values(groups, len(seq_lens), key_cache)
         out, lse = _kernels(chosen).shared_prefix_attention(*args)
     return (out, lse) if return_lse else out
 
@@ -297,52 +291,40 @@ def _check_scale(scale: float) -> None:
         raise ValueError(f"scale must be finite, got {scale!r}")
 
 
-def _check_attention(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_starts: torch.Tensor,
-    scale: float,
-) -> None:
-    """What can be told without looking at values."""
+def _check_attention(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float) -> None:
     _check_cache(key_cache, value_cache)
-    device = key_cache.device
-    _check.tensor("query", query, ndim=3, floating=True, device=device)
+    _check.tensor("query", query, ndim=3, floating=True, device=key_cache.device)
     _check.shape("query", query, (None, None, key_cache.shape[3]))
     _check_heads(query, key_cache.shape[2])
-    _check.tensor("block_tables", block_tables, ndim=2, dtype=torch.int32, device=device)
-    _check.tensor("seq_lens", seq_lens, ndim=1, dtype=torch.int32, device=device)
-    _check.tensor("query_starts", query_starts, ndim=1, dtype=torch.int32, device=device)
-    _check.shape("block_tables", block_tables, (len(seq_lens), None))
-    _check.shape("query_starts", query_starts, (len(seq_lens) + 1,))
     _check_scale(scale)
 
 
-def _check_lengths(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_starts: torch.Tensor,
-) -> None:
-    _check_starts("query_starts", query_starts, query.shape[0])
-    _check_tables("block_tables", block_tables, "seq_lens", seq_lens, key_cache)
-    short = (query_starts.diff() > seq_lens).nonzero().flatten().tolist()
+def _ragged(device: torch.device, **named: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Tables [N, blocks], lens [N] and starts [N + 1] of sequences or groups, checked as far as shapes tell."""
+    for (name, t), ndim in zip(named.items(), (2, 1, 1)):
+        _check.tensor(name, t, ndim=ndim, dtype=torch.int32, device=device)
+    (tables_name, tables), (_, lens), (starts_name, starts) = named.items()
+    _check.shape(tables_name, tables, (len(lens), None))
+    _check.shape(starts_name, starts, (len(lens) + 1,))
+    return {name: t.contiguous() for name, t in named.items()}
+
+
+def _check_lengths(query: torch.Tensor, key_cache: torch.Tensor, sequences: dict[str, torch.Tensor]) -> None:
+    _check_values(sequences, query.shape[0], key_cache)
+    _, lens, starts = sequences.values()
+    short = (starts.diff() > lens).nonzero().flatten().tolist()
     if short:
         raise ValueError(
-            f"seq_lens must count the queries too, got {int(seq_lens[short[0]])} keys for "
-            f"{int(query_starts.diff()[short[0]])} queries of sequence {short[0]}"
+            f"seq_lens must count the queries too, got {int(lens[short[0]])} keys for "
+            f"{int(starts.diff()[short[0]])} queries of sequence {short[0]}"
         )
 
 
-def _check_starts(name: str, starts: torch.Tensor, total: int) -> None:
+def _check_values(ragged: dict[str, torch.Tensor], total: int, key_cache: torch.Tensor) -> None:
+    """Starts rise from 0 to ``total``; tables name blocks of the cache as far as lens say."""
+    (name, tables), (lens_name, lens), (starts_name, starts) = ragged.items()
     if starts[0] != 0 or starts[-1] != total or (starts.diff() < 0).any():
-        raise ValueError(f"{name} must rise from 0 to {total}, got {starts.tolist()}")
-
-
-def _check_tables(name: str, tables: torch.Tensor, lens_name: str, lens: torch.Tensor, key_cache: torch.Tensor) -> None:
+        raise ValueError(f"{starts_name} must rise from 0 to {total}, got {starts.tolist()}")
     num_blocks, size = key_cache.shape[:2]
     limit = tables.shape[1] * size
     if len(lens) and not (lens.min() >= 0 and lens.max() <= limit):

@@ -15,6 +15,11 @@ SHAPES = {  # keys and queries per sequence, then the rest
     "long": ([1024, 1025, 2053], [1, 5, 1], {"dim": 16, "block_size": 32}),
     "long prefill": ([1100], [70], {"dim": 16, "block_size": 32}),
     "wide": ([70, 3], [40, 3], {"heads": 16, "kv_heads": 4, "dim": 128}),
+    # blocks of 16: with bfloat16 these take the matrix unit where there is one
+    "tall 64": ([1, 64, 65], [1, 17, 2], {"heads": 4, "kv_heads": 1, "dim": 64, "block_size": 16}),
+    "tall 96": ([70, 33, 128], [5, 1, 0], {"heads": 6, "kv_heads": 1, "dim": 96, "block_size": 16}),
+    "tall 128": ([1, 16, 65, 1100], [1, 2, 7, 1], {"heads": 12, "kv_heads": 2, "dim": 128, "block_size": 16}),
+    "tall 256": ([40, 130], [3, 1], {"heads": 4, "kv_heads": 2, "dim": 256, "block_size": 32}),
 }
 
 
@@ -63,6 +68,16 @@ def test_head_dims(cpu_isa, dim, dtype):
 def test_large_scores_and_small_blocks(cpu_isa):
     problem = paged([50, 129], [2, 1], block_size=3)
     problem.query *= 60
+    check(problem)
+
+
+@pytest.mark.parametrize("scale", [0.125, -0.125])
+def test_scores_that_rise_and_fall(cpu_isa, scale):
+    """The running maximum moves by large and by small steps."""
+    problem = paged([500, 130], [1, 9], heads=6, kv_heads=1, dim=64, block_size=16, dtype=torch.bfloat16)
+    problem.scale = scale
+    for step, block in enumerate(problem.block_tables[0, :32].tolist()):
+        problem.key_cache[block] *= 1 + step % 7
     check(problem)
 
 

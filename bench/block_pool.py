@@ -1,0 +1,146 @@
+"""Block pool and prefix tree: nanoseconds per block of 16 tokens, with vLLM's block pool beside it.
+
+vLLM runs in a process of its own: set RLKERNELS_VLLM_PYTHON to a Python that has it (default: this one).
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import rlkernels
+from bench import Row
+
+BLOCK, BLOCKS_PER_PROMPT = 16, 64
+TOKENS = BLOCK * BLOCKS_PER_PROMPT
+
+
+def prompt(number: int) -> list[int]:
+    generator = torch.Generator().manual_seed(number)
+    # one token beyond the blocks: the last one of a prompt is never taken from the cache
+    return torch.randint(150_000, (TOKENS + 1,), generator=generator).tolist()
+
+
+class Ours:
+    """The pool behind ``PagedKVCache``, tokens given as Python lists."""
+
+    def __init__(self, num_blocks: int):
+        self.cache = rlkernels.PagedKVCache(1, 1, 1, num_blocks=num_blocks, block_size=BLOCK)
+
+    def fill(self, tokens: list[int]) -> None:
+        seq = self.cache.open(tokens)
+        self.cache.commit(seq)
+        self.cache.close(seq)
+
+    def allocate(self, tokens: list[int]) -> None:
+        self.cache.close(self.cache.open(tokens))
+
+    def lookup(self, tokens: list[int]) -> None:
+        seq = self.cache.open(tokens)
+        assert seq.num_cached == TOKENS
+        self.cache.close(seq)
+
+
+class Vllm:
+    """vLLM's: hashing of the prompt's blocks, BlockPool, and nothing of the scheduler around them."""
+
+    def __init__(self, num_blocks: int):
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core import kv_cache_utils
+        from vllm.v1.core.block_pool import BlockPool
+
+        kv_cache_utils.init_none_hash(sha256)
+        self.utils, self.sha256 = kv_cache_utils, sha256
+        self.pool = BlockPool(num_blocks, True, BLOCK)
+
+    def hashes(self, tokens: list[int]) -> list[Any]:
+        out: list[Any] = []
+        for start in range(0, TOKENS, BLOCK):
+            parent = out[-1] if out else None
+            out.append(self.utils.hash_block_tokens(self.sha256, parent, tokens[start : start + BLOCK]))
+        return out
+
+    def fill(self, tokens: list[int]) -> None:
+        request = type("Request", (), {"block_hashes": self.hashes(tokens)})
+        blocks = self.pool.get_new_blocks(BLOCKS_PER_PROMPT)
+        self.pool.cache_full_blocks(request, blocks, 0, BLOCKS_PER_PROMPT, BLOCK, 0)
+        self.pool.free_blocks(reversed(blocks))
+
+    def allocate(self, tokens: list[int]) -> None:
+        self.pool.free_blocks(reversed(self.pool.get_new_blocks(BLOCKS_PER_PROMPT)))
+
+    def lookup(self, tokens: list[int]) -> None:
+        blocks = [self.pool.get_cached_block(h, [0])[0] for h in self.hashes(tokens)]
+        self.pool.touch(blocks)
+        self.pool.free_blocks(reversed(blocks))
+
+
+def samples(call: Callable[[list[int]], None], numbers: list[int], count: int) -> list[float]:
+    """Seconds per block; every sample takes fresh prompts, made outside the time."""
+    out = []
+    for start in range(0, len(numbers) - count + 1, count):
+        prompts = [prompt(n) for n in numbers[start : start + count]]
+        begin = time.perf_counter()
+        for tokens in prompts:
+            call(tokens)
+        out.append((time.perf_counter() - begin) / count / BLOCKS_PER_PROMPT)
+    return out
+
+
+def measure(kind: str, num_blocks: int, rounds: int) -> dict[str, list[float]]:
+    """Fills nine tenths of the pool with known prompts, then takes known ones, new ones, and new ones that stay."""
+    pool: Any = {"ours": Ours, "vllm": Vllm}[kind](num_blocks)
+    known = num_blocks * 9 // 10 // BLOCKS_PER_PROMPT
+    for number in range(known):
+        pool.fill(prompt(number))
+    count = 10
+    total = rounds * count
+    order = torch.randperm(known, generator=torch.Generator().manual_seed(0)).tolist()
+    kept = list(range(2 * known, 2 * known + known // 8 + total))
+    recent = [order[i % known] for i in range(total)]
+    return {
+        "lookup of a known prefix": samples(pool.lookup, recent, count),
+        "allocate + free": samples(pool.allocate, list(range(known, known + total)), count),
+        "allocate + keep + free, evicting": samples(pool.fill, kept, count)[-rounds:],
+    }
+
+
+def vllm_measure(num_blocks: int, rounds: int) -> dict[str, list[float]] | str:
+    """The same in vLLM's process, or why not."""
+    python = os.environ.get("RLKERNELS_VLLM_PYTHON", sys.executable)
+    done = subprocess.run(
+        [python, "-m", "bench.block_pool", str(num_blocks), str(rounds)], capture_output=True, text=True
+    )
+    if done.returncode == 0:
+        return json.loads(done.stdout.splitlines()[-1])
+    last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    return f"{last}; set RLKERNELS_VLLM_PYTHON to a Python with vLLM"
+
+
+def cases(quick: bool) -> Iterator[list[Row]]:
+    for num_blocks in [2_000] if quick else [10_000, 1_000_000]:
+        rounds = 5 if quick else 50
+        ours, vllm = measure("ours", num_blocks, rounds), vllm_measure(num_blocks, rounds)
+        for name, times in ours.items():
+            shape = f"{name}, {num_blocks} blocks of {BLOCK}"
+            if isinstance(vllm, str):
+                peer = Row("block_pool", "vLLM BlockPool", shape, missing=vllm)
+            else:
+                peer = row("vLLM BlockPool", shape, vllm[name])
+            yield [row("rlkernels", shape, times), peer]
+
+
+def row(provider: str, shape: str, times: list[float]) -> Row:
+    middle = statistics.median(times)
+    low, *_, high = statistics.quantiles(times, n=5)
+    return Row("block_pool", provider, shape, "", "cpu", middle, low, high, extra=f"{middle * 1e9:.0f} ns/block")
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure("vllm", int(sys.argv[1]), int(sys.argv[2]))))

@@ -1,0 +1,247 @@
+"""Paged attention and its neighbours on a CPU, against torch's attention on contiguous copies of the same keys.
+
+Block tables are shuffled: a sequence's blocks lie anywhere in the cache. Peers get their keys gathered beforehand,
+untimed, so what they show is the time without paging.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+import rlkernels
+from bench import Case, Missing, read_bandwidth
+from bench._runner import match
+from rlkernels.prefix_cache import GroupedLayout, PagedKVCache, reference
+
+BLOCK = 16
+Heads = tuple[int, int, int]  # query heads, KV heads, elements per head
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+def blocks(length: int) -> int:
+    return -(-length // BLOCK)
+
+
+def ints(values: Any) -> torch.Tensor:
+    return torch.as_tensor(values).int()
+
+
+class Batch:
+    """Sequences of one length in shuffled blocks: the arguments of ``paged_attention``."""
+
+    def __init__(self, count: int, length: int, queries: int, heads: Heads, dtype: torch.dtype):
+        q_heads, kv_heads, dim = heads
+        self.scale, self.group = dim**-0.5, q_heads // kv_heads
+        self.cache = PagedKVCache(1, kv_heads, dim, num_blocks=count * blocks(length), block_size=BLOCK, dtype=dtype)
+        self.key, self.value = self.cache.key_cache[0].normal_(), self.cache.value_cache[0].normal_()
+        self.tables = ints(torch.randperm(count * blocks(length))).view(count, -1)
+        self.lens, self.starts = ints([length] * count), ints(range(0, count * queries + 1, queries))
+        self.query = torch.randn(count * queries, q_heads, dim).to(dtype)
+        self.args = (self.query, self.key, self.value, self.tables, self.lens, self.starts)
+        self.nbytes = 2 * count * length * kv_heads * dim * dtype.itemsize
+
+    def contiguous(self, table: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of sequences, [B, Hk, length, d]."""
+        rows = [c[table.long()].flatten(1, 2)[:, :length].transpose(1, 2).contiguous() for c in (self.key, self.value)]
+        return rows[0], rows[1]
+
+
+def sdpa(batch: Batch, causal: bool) -> Callable[[], torch.Tensor]:
+    """torch's attention on [B, H, L, d] -> [T, Hq, d]; queries are the last ones of each sequence."""
+    count, length = len(batch.lens), int(batch.lens[0])
+    key, value = batch.contiguous(batch.tables, length)
+    query = batch.query.unflatten(0, (count, -1)).transpose(1, 2)
+    mask = None
+    if causal:
+        mask = reference.causal(query.shape[2], length, query.device)
+
+    def run() -> torch.Tensor:
+        out = functional.scaled_dot_product_attention(
+            query, key, value, mask, scale=batch.scale, enable_gqa=batch.group > 1
+        )
+        return out.transpose(1, 2).flatten(0, 1)
+
+    return run
+
+
+def flex(batch: Batch) -> Callable[[], torch.Tensor] | Missing:
+    """FlexAttention, compiled, on the contiguous copy; every query sees all keys."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    count, length = len(batch.lens), int(batch.lens[0])
+    key, value = batch.contiguous(batch.tables, length)
+    query = batch.query.unflatten(0, (count, -1)).transpose(1, 2).contiguous()
+    torch._dynamo.reset()
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    @torch.no_grad()
+    def run() -> torch.Tensor:
+        out = compiled(query, key, value, scale=batch.scale, enable_gqa=batch.group > 1)
+        return out.transpose(1, 2).flatten(0, 1)
+
+    try:
+        run()
+    except Exception as error:  # whatever the compiler raises on this machine is the reason
+        return Missing(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
+    return run
+
+
+def decode(count: int, length: int, heads: Heads, dtype: torch.dtype, peers: bool = True) -> Case:
+    batch = Batch(count, length, 1, heads, dtype)
+    providers: dict[str, Any] = {"rlkernels": partial(rlkernels.paged_attention, *batch.args, scale=batch.scale)}
+    if peers:
+        providers["torch SDPA, contiguous"] = sdpa(batch, causal=False)
+        providers["FlexAttention, contiguous"] = flex(batch)
+    return Case(
+        op="paged_attention",
+        shape=f"decode {count} x {length}, {heads[0]} on {heads[1]} heads of {heads[2]}",
+        dtype=str(dtype).removeprefix("torch."),
+        providers=providers,
+        reference=lambda: reference.paged_attention(*batch.args, batch.scale)[0],
+        limit=("read bandwidth", batch.nbytes / read_bandwidth(batch.nbytes)),
+        work=("B", batch.nbytes),
+    )
+
+
+def prefill(count: int, length: int, queries: int, heads: Heads, dtype: torch.dtype) -> Case:
+    batch = Batch(count, length, queries, heads, dtype)
+    pairs = count * (queries * length - queries * (queries - 1) // 2)
+    return Case(
+        op="paged_attention",
+        shape=f"suffix prefill {count} x {queries} of {length}, {heads[0]} on {heads[1]} heads of {heads[2]}",
+        dtype=str(dtype).removeprefix("torch."),
+        providers={
+            "rlkernels": partial(rlkernels.paged_attention, *batch.args, scale=batch.scale),
+            "torch SDPA, contiguous": sdpa(batch, causal=True),
+        },
+        reference=lambda: reference.paged_attention(*batch.args, batch.scale)[0],
+        work=("FLOP", 4 * pairs * heads[0] * heads[2]),
+    )
+
+
+def shared(groups: int, members: int, prefix: int, suffix: int, heads: Heads, dtype: torch.dtype) -> Case:
+    """Decoding: one prefix per group, read once, against the same physical blocks read by every member."""
+    count = groups * members
+    batch = Batch(groups, prefix + members * suffix, 1, heads, dtype)  # for the blocks of a whole group
+    q_heads, kv_heads, dim = heads
+    query = torch.randn(count, q_heads, dim).to(dtype)
+    own = batch.tables[:, blocks(prefix) :].reshape(count, -1).contiguous()
+    group_tables = batch.tables[:, : blocks(prefix)].contiguous()
+    starts, members_of = ints(range(count + 1)), ints(range(0, count + 1, members))
+    lens = [ints([n] * m) for n, m in ((prefix, groups), (suffix, count), (prefix + suffix, count))]
+    split = (query, batch.key, batch.value, group_tables, lens[0], members_of, own, lens[1], starts)
+    tables = torch.cat([group_tables.repeat_interleave(members, 0), own], 1)
+    whole = (query, batch.key, batch.value, tables, lens[2], starts)
+    key, value = batch.contiguous(group_tables, prefix)
+    tall = query.view(groups, members, kv_heads, -1, dim).transpose(1, 2).flatten(2, 3).flatten(0, 1).contiguous()
+
+    def tile() -> torch.Tensor:  # of the prefixes only, without the suffixes and the merge
+        score = torch.bmm(tall, key.flatten(0, 1).mT) * batch.scale
+        return torch.bmm(score.softmax(-1), value.flatten(0, 1))
+
+    tokens = groups * prefix + count * suffix
+    nbytes = 2 * tokens * kv_heads * dim * dtype.itemsize
+    return Case(
+        op="shared_prefix_attention",
+        shape=f"{groups} groups of {members}, P {prefix}, S {suffix}, {q_heads} on {kv_heads} heads of {dim}",
+        dtype=str(dtype).removeprefix("torch."),
+        providers={
+            "rlkernels": partial(rlkernels.shared_prefix_attention, *split, scale=batch.scale),
+            "rlkernels, unshared": partial(rlkernels.paged_attention, *whole, scale=batch.scale),
+            "torch.bmm, prefix only": tile,
+        },
+        reference=lambda: reference.paged_attention(*whole, batch.scale)[0],
+        compare=lambda out, want: match(out, want) if out.shape == want.shape else "a part",
+        limit=("read bandwidth", nbytes / read_bandwidth(nbytes)),
+    )
+
+
+def write(tokens: int, heads: int, dim: int, dtype: torch.dtype) -> Case:
+    caches = torch.zeros(2, 2, blocks(tokens), BLOCK, heads, dim, dtype=dtype)
+    key, value = torch.randn(2, tokens, heads, dim).to(dtype)
+    slots = torch.randperm(blocks(tokens))[:, None] * BLOCK + torch.arange(BLOCK)
+    slots = slots.flatten()[:tokens].contiguous()
+
+    def run(backend: str, target: torch.Tensor) -> torch.Tensor:
+        rlkernels.write_kv(key, value, *target, slots, backend=backend)
+        return target
+
+    return Case(
+        op="write_kv",
+        shape=f"{tokens} tokens, {heads} heads of {dim}",
+        dtype=str(dtype).removeprefix("torch."),
+        providers={"rlkernels": partial(run, "cpu", caches[0]), "torch reference": partial(run, "torch", caches[1])},
+        limit=("read and write", 4 * key.nbytes / read_bandwidth(4 * key.nbytes)),
+        work=("tokens", tokens),
+    )
+
+
+def merge(tokens: int, heads: int, dim: int, dtype: torch.dtype) -> Case:
+    outs, lses = torch.randn(2, tokens, heads, dim).to(dtype), torch.randn(2, tokens, heads)
+    args = (outs[0], lses[0], outs[1], lses[1])
+    nbytes = 3 * (args[0].nbytes + args[1].nbytes)
+    return Case(
+        op="merge_attention",
+        shape=f"{tokens} x {heads} x {dim}",
+        dtype=str(dtype).removeprefix("torch."),
+        providers={
+            "rlkernels": partial(rlkernels.merge_attention, *args),
+            "torch reference": partial(reference.merge_attention, *args),
+        },
+        limit=("read and write", nbytes / read_bandwidth(nbytes)),
+        work=("tokens", tokens),
+    )
+
+
+def grouped(groups: int, members: int, prefix: int, suffix: int, heads: Heads) -> Case:
+    """Forward and backward; plain: every [prefix | suffix] by itself through torch's attention."""
+    q_heads, kv_heads, dim = heads
+    layout = GroupedLayout([prefix] * groups, [suffix] * groups * members, range(0, groups * members + 1, members))
+    shapes = [(layout.num_tokens, h, dim) for h in (q_heads, kv_heads, kv_heads)]
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    weight = torch.randn(shapes[0])
+    sequences = [(prefix, suffix) for prefix, suffixes in layout.spans() for suffix in suffixes]
+    rows = torch.stack([torch.cat([torch.arange(s.start, s.stop) for s in both]) for both in sequences])  # [B, P + S]
+
+    def gradients(out: torch.Tensor) -> list[torch.Tensor]:
+        return [out.detach(), *torch.autograd.grad((out * weight).sum(), inputs)]
+
+    def plain() -> list[torch.Tensor]:
+        query, key, value = (t[rows].transpose(1, 2) for t in inputs)  # [B, H, P + S, d]
+        whole = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=dim**-0.5, enable_gqa=q_heads > kv_heads
+        ).transpose(1, 2)
+        index = torch.cat([rows[::members, :prefix].flatten(), rows[:, prefix:].flatten()])
+        used = torch.cat([whole[::members, :prefix].flatten(0, 1), whole[:, prefix:].flatten(0, 1)])
+        return gradients(torch.zeros_like(weight).index_put((index,), used))
+
+    def ours() -> list[torch.Tensor]:
+        return gradients(rlkernels.grouped_attention(*inputs, layout, scale=dim**-0.5))
+
+    return Case(
+        op="grouped_attention",
+        shape=f"{groups} groups of {members}, P {prefix}, S {suffix}, {q_heads} on {kv_heads} heads of {dim}, trained",
+        providers={"rlkernels": ours, "torch SDPA, repeated": plain},
+        reference="torch SDPA, repeated",
+    )  # fmt: skip
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    torch.manual_seed(0)
+    size = 1 if quick else 16  # sixteen times 64 MiB of keys and values
+    for dtype in (BF16, F32):
+        for per_kv in (1, 6):
+            yield decode(4 * size * 4 // dtype.itemsize, 2048, (8 * per_kv, 8, 128), dtype)
+    for heads in ((3, 1, 32), (6, 2, 32)):
+        for dtype in (BF16, F32):
+            yield decode(256, 40, heads, dtype)
+    for dtype in (BF16, F32):
+        yield prefill(size, 1024, 128, (48, 8, 128), dtype)
+    for per_kv in (1, 6):
+        yield shared(1 if quick else 8, 16, 2048, 128, (8 * per_kv, 8, 128), BF16)
+    yield write(256 * size, 8, 128, BF16)
+    yield merge(256 * size, 48, 128, BF16)
+    yield grouped(1 if quick else 4, 8, 512, 64, (6, 2, 64))
