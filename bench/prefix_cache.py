@@ -36,17 +36,39 @@ class Batch:
         q_heads, kv_heads, dim = heads
         self.scale, self.group = dim**-0.5, q_heads // kv_heads
         self.cache = PagedKVCache(1, kv_heads, dim, num_blocks=count * blocks(length), block_size=BLOCK, dtype=dtype)
-        self.key, self.value = self.cache.key_cache[0].normal_(), self.cache.value_cache[0].normal_()
+        self.key, self.value = self.cache.key_cache[0], self.cache.value_cache[0]
+        for cache in (self.key, self.value):  # few distinct numbers: making a gigabyte of them takes long
+            flat = cache.flatten()
+            some = torch.randn(min(len(flat), 1_000_003)).to(dtype)
+            for part in flat.split(len(some)):
+                part.copy_(some[: len(part)])
         self.tables = ints(torch.randperm(count * blocks(length))).view(count, -1)
         self.lens, self.starts = ints([length] * count), ints(range(0, count * queries + 1, queries))
         self.query = torch.randn(count * queries, q_heads, dim).to(dtype)
         self.args = (self.query, self.key, self.value, self.tables, self.lens, self.starts)
         self.nbytes = 2 * count * length * kv_heads * dim * dtype.itemsize
 
+    def expected(self) -> torch.Tensor:
+        """What the reference gives for the first sequences."""
+        count, rows = min(len(self.lens), 8), int(self.starts[min(len(self.lens), 8)])
+        some = (
+            self.query[:rows],
+            self.key,
+            self.value,
+            self.tables[:count],
+            self.lens[:count],
+            self.starts[: count + 1],
+        )
+        return reference.paged_attention(*some, self.scale)[0]
+
     def contiguous(self, table: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of sequences, [B, Hk, length, d]."""
         rows = [c[table.long()].flatten(1, 2)[:, :length].transpose(1, 2).contiguous() for c in (self.key, self.value)]
         return rows[0], rows[1]
+
+
+def beginning(out: torch.Tensor, want: torch.Tensor) -> str:
+    return match(out[: len(want)], want) if out.shape[1:] == want.shape[1:] else "a part"
 
 
 def sdpa(batch: Batch, causal: bool) -> Callable[[], torch.Tensor]:
@@ -89,18 +111,21 @@ def flex(batch: Batch) -> Callable[[], torch.Tensor] | Missing:
     return run
 
 
-def decode(count: int, length: int, heads: Heads, dtype: torch.dtype, peers: bool = True) -> Case:
+def decode(count: int, length: int, heads: Heads, dtype: torch.dtype) -> Case:
     batch = Batch(count, length, 1, heads, dtype)
-    providers: dict[str, Any] = {"rlkernels": partial(rlkernels.paged_attention, *batch.args, scale=batch.scale)}
-    if peers:
-        providers["torch SDPA, contiguous"] = sdpa(batch, causal=False)
+    providers: dict[str, Any] = {
+        "rlkernels": partial(rlkernels.paged_attention, *batch.args, scale=batch.scale),
+        "torch SDPA, contiguous": sdpa(batch, causal=False),
+    }
+    if dtype == BF16 and length > 1000:  # it takes long to compile
         providers["FlexAttention, contiguous"] = flex(batch)
     return Case(
         op="paged_attention",
         shape=f"decode {count} x {length}, {heads[0]} on {heads[1]} heads of {heads[2]}",
         dtype=str(dtype).removeprefix("torch."),
         providers=providers,
-        reference=lambda: reference.paged_attention(*batch.args, batch.scale)[0],
+        reference=batch.expected,
+        compare=beginning,
         limit=("read bandwidth", batch.nbytes / read_bandwidth(batch.nbytes)),
         work=("B", batch.nbytes),
     )
@@ -117,7 +142,8 @@ def prefill(count: int, length: int, queries: int, heads: Heads, dtype: torch.dt
             "rlkernels": partial(rlkernels.paged_attention, *batch.args, scale=batch.scale),
             "torch SDPA, contiguous": sdpa(batch, causal=True),
         },
-        reference=lambda: reference.paged_attention(*batch.args, batch.scale)[0],
+        reference=batch.expected,
+        compare=beginning,
         work=("FLOP", 4 * pairs * heads[0] * heads[2]),
     )
 
@@ -153,8 +179,10 @@ def shared(groups: int, members: int, prefix: int, suffix: int, heads: Heads, dt
             "rlkernels, unshared": partial(rlkernels.paged_attention, *whole, scale=batch.scale),
             "torch.bmm, prefix only": tile,
         },
-        reference=lambda: reference.paged_attention(*whole, batch.scale)[0],
-        compare=lambda out, want: match(out, want) if out.shape == want.shape else "a part",
+        reference=lambda: reference.paged_attention(
+            query[:8], *whole[1:3], *(t[:8] for t in whole[3:5]), starts[:9], batch.scale
+        )[0],
+        compare=beginning,
         limit=("read bandwidth", nbytes / read_bandwidth(nbytes)),
     )
 
