@@ -14,8 +14,9 @@ PAGES = [
 ]
 
 
-@pytest.mark.parametrize(("page", "count"), [("README.md", 5), ("docs/prefix_cache.md", 1)])  # the rest downloads models
+@pytest.mark.parametrize(("page", "count"), [("README.md", 5), ("docs/prefix_cache.md", 1)])
 def test_python_examples_run(page, count):
+    """Of a page in docs the first ones: others download models."""
     text = (ROOT / page).read_text()
     blocks = [textwrap.dedent(b) for b in re.findall(r"^ *```python\n(.*?)```", text, re.S | re.M)]
     assert len(blocks) >= count
