@@ -44,7 +44,7 @@ class GroupedLayout:
         padded = torch.cat([before_suffix, self.suffix_lens.sum()[None]])
         self.prefix_starts = before_prefix + padded[starts[:-1]]
         self.suffix_starts = before_suffix + self.prefix_lens.cumsum(0).repeat_interleave(members)
-        self.suffix_groups = torch.arange(groups).repeat_interleave(members)  # [S]
+        self.suffix_groups = torch.arange(groups, device="cpu").repeat_interleave(members)  # [S]
         self.num_tokens = int(self.prefix_lens.sum() + self.suffix_lens.sum())
         self.paged = self._as_pages()
         self.tiles: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -62,22 +62,26 @@ class GroupedLayout:
         lens = torch.cat([self.prefix_lens, self.suffix_lens])
         first = torch.cat([torch.zeros_like(self.prefix_lens), self.prefix_lens[self.suffix_groups]])
         starts = torch.cat([self.prefix_starts, self.suffix_starts])
-        out = torch.empty(self.num_tokens, dtype=torch.int64)
-        inside = torch.arange(self.num_tokens) - (lens.cumsum(0) - lens).repeat_interleave(lens)
+        out = torch.empty(self.num_tokens, dtype=torch.int64, device="cpu")
+        inside = torch.arange(self.num_tokens, device="cpu") - (lens.cumsum(0) - lens).repeat_interleave(lens)
         out[starts.repeat_interleave(lens) + inside] = first.repeat_interleave(lens) + inside
         return out
 
     def _as_pages(self) -> tuple[torch.Tensor, ...]:
         """Per group two entries: the prefix as a sequence that shares nothing, then the suffixes that share it."""
         groups, members = len(self.prefix_lens), self.group_starts.diff()
-        order = torch.argsort(torch.cat([torch.arange(groups) * 2, self.suffix_groups * 2 + 1]), stable=True)
+        order = torch.argsort(
+            torch.cat([torch.arange(groups, device="cpu") * 2, self.suffix_groups * 2 + 1]), stable=True
+        )
         starts = torch.cat([self.prefix_starts, self.suffix_starts])[order]
         lens = torch.cat([self.prefix_lens, self.suffix_lens])[order]
         shared = torch.stack([torch.zeros_like(self.prefix_lens), self.prefix_lens], 1).flatten()
         counts = torch.stack([torch.ones_like(members), members], 1).flatten()
-        group_tables = self.prefix_starts.repeat_interleave(2)[:, None] + torch.arange(_longest(self.prefix_lens))
-        block_tables = starts[:, None] + torch.arange(_longest(lens))
-        zero = torch.zeros(1, dtype=torch.int64)
+        group_tables = self.prefix_starts.repeat_interleave(2)[:, None] + torch.arange(
+            _longest(self.prefix_lens), device="cpu"
+        )
+        block_tables = starts[:, None] + torch.arange(_longest(lens), device="cpu")
+        zero = torch.zeros(1, dtype=torch.int64, device="cpu")
         parts = (group_tables, shared, torch.cat([zero, counts.cumsum(0)]), block_tables, lens)
         return tuple(t.int() for t in (*parts, torch.cat([zero, lens.cumsum(0)])))
 
