@@ -74,7 +74,8 @@ class StepBatch:
     groups: torch.Tensor  # int64 [B]
     in_loss: torch.Tensor  # bool [B]
     loss_tokens: torch.Tensor  # int64 [B] response tokens in the loss
-    sampler: Ragged  # log-probabilities of the sampler; NaN on given prefixes
+    sampler: Ragged  # log-probabilities of the sampler; NaN on given prefixes and where unknown
+    caps: torch.Tensor  # float32 [B] truncation of the importance weights of stored answers; NaN for fresh ones
     # the next three are NaN where nothing is scored
     old: Ragged | None = None  # log-probabilities before the update; None: those of the current pass
     reference: Ragged | None = None  # log-probabilities of the reference model, with beta > 0
@@ -109,6 +110,9 @@ def make_batch(rollouts: Sequence[Rollout], config: AlgorithmConfig, device: tor
         in_loss=in_loss.to(device),
         loss_tokens=(lengths - torch.tensor(unscored, dtype=torch.int64)) * in_loss,
         sampler=sampler,
+        caps=torch.tensor(
+            [torch.nan if r.importance_cap is None else r.importance_cap for r in rollouts], device=device
+        ),
     )
 
 
@@ -193,6 +197,10 @@ class Objective:
             correction = importance_weights(
                 old, sampler, sampled, mode=config.importance_sampling, cap=config.importance_sampling_cap
             )
+        caps = batch.caps[rows, None]
+        fresh = sampled & caps.isnan()
+        stored = importance_weights(old, sampler, sampled, mode="truncate", cap=caps)
+        correction = torch.where(caps.isnan(), 1.0 if correction is None else correction, stored)
         out = policy_loss(
             logprobs, old, batch.advantages.get(packed), mask, epsilon=config.epsilon, epsilon_high=config.epsilon_high,
             delta=config.delta, weights=correction, level=config.importance_sampling_level,
@@ -212,9 +220,9 @@ class Objective:
             loss = loss + config.vf_coef * error.sum() / max(num_tokens, 1)
             moved_far = mask & ((values - before).abs() > (torch.inf if clip is None else clip))
         with torch.no_grad():
-            difference = torch.where(sampled, (old - sampler).abs(), 0.0)
+            difference = torch.where(fresh, (old - sampler).abs(), 0.0)
             entropy = torch.where(mask, entropy, 0.0)
-            sums = (mask, loss, entropy, kl, out.ratio, out.clipped_low, out.clipped_high, sampled, difference,
+            sums = (mask, loss, entropy, kl, out.ratio, out.clipped_low, out.clipped_high, fresh, difference,
                     error, moved_far)  # fmt: skip
             maxima = (out.ratio, difference)
             metrics = [value.sum().float() for value in sums]

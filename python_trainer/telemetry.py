@@ -41,10 +41,15 @@ class Clock:
 
 
 def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Metrics of a step's answers, by TRL's names. ``reward_std`` is the mean deviation within groups."""
+    """Metrics of a step's answers, by TRL's names. ``reward_std`` is the mean deviation within groups.
+
+    Stored answers count in the deviations, which decide whether a group teaches anything, and nowhere else.
+    """
     rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
     groups = torch.tensor([rollout.group for rollout in rollouts])
     deviation = group_statistics(rewards, groups)[2]
+    rollouts = [rollout for rollout in rollouts if rollout.importance_cap is None]
+    rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
     lengths = [len(rollout.response_ids) for rollout in rollouts]
     ended = [n for n, rollout in zip(lengths, rollouts) if rollout.finish_reason != "length"]
     row = {

@@ -166,6 +166,7 @@ class Trainer:
             step=number, policy=self.policy.model, optimizer=self.learner.optimizer, engine=self.engine,
             tokenizer=self.policy.tokenizer, evaluate=self.evaluate, evaluate_each=self.evaluate_each,
             seed=keyed_seed(config.seed, "step", number), telemetry=telemetry, gate_size=len(self.task.gate),
+            task=self.task, config=config, scorer=self.policy,
         )  # fmt: skip
         rollouts = self._roll_out(context)
         with clock.measure("train"):

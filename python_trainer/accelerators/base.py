@@ -11,9 +11,11 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
+    from python_trainer.config import Config
     from python_trainer.optimizer import PolicyOptimizer
+    from python_trainer.policy import Policy
     from python_trainer.rollout import Engine
-    from python_trainer.tasks.base import Example
+    from python_trainer.tasks.base import Example, Task
 
 
 @dataclass
@@ -45,6 +47,7 @@ class Rollout:
     rewards: dict[str, float | None]  # raw value of every reward function
     accuracy: float  # raw task accuracy, 0 or 1; filters use this, never the shaped reward
     policy_version: int = 0
+    importance_cap: float | None = None  # of a stored answer: truncates its importance weights; None: fresh
 
 
 @dataclass
@@ -61,6 +64,9 @@ class StepContext:
     seed: int  # of this step: keyed by (run seed, step)
     telemetry: dict[str, float]  # metrics of this step; add your own as "name/metric"
     gate_size: int = 0  # prompts in the gate split
+    task: "Task" = None  # type: ignore[assignment]
+    config: "Config" = None  # type: ignore[assignment]
+    scorer: "Policy" = None  # type: ignore[assignment]  # log-probabilities of answers by the current policy
 
 
 @dataclass

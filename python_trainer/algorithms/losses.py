@@ -101,7 +101,12 @@ def policy_loss(
 
 
 def importance_weights(
-    old_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor, mask: torch.Tensor, *, mode: str, cap: float = 2.0
+    old_logprobs: torch.Tensor,
+    sampler_logprobs: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    mode: str,
+    cap: float | torch.Tensor = 2.0,
 ) -> torch.Tensor:
     """Corrects for a sampler that is not quite the policy being trained: pi_old / pi_sampler, detached.
 
@@ -110,7 +115,7 @@ def importance_weights(
         sampler_logprobs: [B, T], recorded when the tokens were drawn.
         mask: bool [B, T], true where a token was drawn by the sampler. Other tokens (a given prefix) weigh 1.
         mode: ``"truncate"``: min(ratio, cap). ``"mask"``: 0 where the ratio is above ``cap`` or below 1 / ``cap``.
-        cap: > 1.
+        cap: > 1; or > 0, [B, 1], for ``"truncate"``.
 
     Returns:
         [B, T].

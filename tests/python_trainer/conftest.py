@@ -49,6 +49,10 @@ def jsonl_files(tmp_path_factory):
 
 @pytest.fixture
 def settings(tiny_policy, jsonl_files):
+    return run_settings(tiny_policy, jsonl_files)
+
+
+def run_settings(tiny_policy, jsonl_files):
     """Settings of a quick run, as a nested dictionary."""
     train, test = map(str, jsonl_files)
     return {

@@ -1,0 +1,244 @@
+"""The accelerator: stored answers in the place of fresh ones."""
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import run_settings
+from rich.console import Console
+from test_checkpoint import assert_same_run
+
+from python_trainer.accelerators import Rollout
+from python_trainer.accelerators.rhyme import RhymeSettings
+from python_trainer.config import check_config
+from python_trainer.errors import UserError
+from python_trainer.objective import Objective, make_batch
+from python_trainer.packing import pack
+from python_trainer.retrospective.database import RetrospectiveDatabase
+from python_trainer.retrospective.records import Sample, prompt_key
+from python_trainer.telemetry import read_metrics
+from python_trainer.trainer import Trainer
+
+QUIET = Console(quiet=True)
+TRUST_ALL = {"threshold": 0.0, "fraction": 1.0, "lookahead": 100}
+
+
+@pytest.fixture
+def rhyme_config(make_config):
+    """Config with the accelerator: ``rhyme_config(database, {settings of rhyme}, max_steps=...)``."""
+
+    def make(database=None, rhyme=(), enabled=("rhyme",), **changes):
+        rhyme = {"database": database and str(database), **dict(rhyme)}
+        return make_config(**changes, accelerators={"enabled": list(enabled), "rhyme": rhyme})
+
+    return make
+
+
+def train(config, folder, **options):
+    trainer = Trainer(config, folder, console=QUIET, **options)
+    summary = trainer.run()
+    return trainer, summary, read_metrics(folder)[1:]
+
+
+@pytest.fixture(scope="session")
+def first_run(tiny_policy, jsonl_files, tmp_path_factory):
+    """Folder of a run of 9 steps, every prompt three times, that wrote into history.db beside it."""
+    folder = tmp_path_factory.mktemp("history")
+    values = dict(run_settings(tiny_policy, jsonl_files), max_steps=9)
+    rhyme = {"database": str(folder / "history.db"), "history_ratio": 0, "rescue": False}
+    values["accelerators"] = {"enabled": ["rhyme"], "rhyme": rhyme}
+    train(check_config(values, source="test"), folder / "run")
+    return folder
+
+
+@pytest.fixture
+def filled(first_run, tmp_path):
+    """The database of that run, to be written to."""
+    return Path(shutil.copy(first_run / "history.db", tmp_path / "history.db"))
+
+
+def test_a_run_fills_the_database(first_run):
+    database = RetrospectiveDatabase(str(first_run / "history.db"), create=False)
+    (run,) = database.runs()
+    rows = read_metrics(first_run / "run")[1:]
+    assert run.facts.family == "qwen2" and run.facts.task == "jsonl" and run.facts.parameters > 1000
+    assert run.facts.settings["optimizer"]["learning_rate"] == 1e-2
+    assert run.facts.settings["accelerators"] == ["rhyme"]  # nothing that could hold a password
+    trajectory = database.trajectory(run.id)
+    assert [s.step for s in trajectory] == list(range(1, 10))
+    assert [s.reward for s in trajectory] == pytest.approx([row["reward"] for row in rows])
+    samples = database.samples()
+    assert run.rollouts == len(samples) > 5
+    for sample in samples:
+        assert sample.reward > 0.5 and len(sample.response_ids) == len(sample.logprobs)
+        assert not any(math.isnan(x) for x in sample.logprobs) and sample.policy_version == sample.step - 1
+
+
+def test_history_replaces_generation_and_is_weighted(filled, rhyme_config, tmp_path):
+    config = rhyme_config(filled, TRUST_ALL, max_steps=6, seed=1)
+    trainer = Trainer(config, tmp_path / "run", console=QUIET)
+    seen, original = [], trainer._update
+
+    def spy(rollouts, number):
+        seen.append(rollouts)
+        return original(rollouts, number)
+
+    trainer._update = spy
+    trainer.run()
+    rows = read_metrics(tmp_path / "run")[1:]
+    assert rows[0]["rhyme/stored_share"] == 0  # nothing is trusted before there is anything to compare
+    assert max(row["rhyme/stored_share"] for row in rows) > 0.05
+    for rollouts in seen:
+        numbers = [r.group for r in rollouts]
+        assert numbers == sorted(numbers)
+        for r in rollouts:
+            assert len(r.response_ids) == r.prefix_len + len(r.logprobs)
+            assert r.importance_cap is None or (r.importance_cap == 1.0 and r.accuracy == 1)
+    # fewer answers were generated, and those are still the policy's own
+    assert all(row["sampling/logp_difference/max"] < 1e-4 for row in rows)
+    fresh = [sum(r.importance_cap is None for r in rollouts) for rollouts in seen]
+    assert fresh[0] == 16 and min(fresh) < 16
+    assert len(RetrospectiveDatabase(str(filled)).runs()) == 2
+
+
+def test_untrusted_history_changes_nothing(filled, rhyme_config, make_config, tmp_path):
+    plain = train(make_config(seed=1), tmp_path / "plain")[0]
+    aware = train(rhyme_config(filled, {"threshold": 1.0, "max_staleness": 0}, seed=1), tmp_path / "aware")[0]
+    for a, b in zip(plain.policy.model.parameters(), aware.policy.model.parameters()):
+        assert torch.equal(a, b)
+    assert read_metrics(tmp_path / "aware")[-1]["rhyme/best_match"] > 0.5  # there was something
+
+
+def failing(prompts, completions, completion_ids, **columns):
+    return [0.0] * len(completions)
+
+
+def stored_answer(trainer, key, ids=(1, 2, 3), logprobs=(-1.0, -1.0, -1.0)):
+    prompt = trainer.task.train[key].prompt
+    return Sample(0, 0, 0, prompt_key(prompt), "123", True, 1.0, list(ids), list(logprobs))
+
+
+def test_groups_in_which_all_failed_are_rescued(rhyme_config, tmp_path):
+    config = rhyme_config(None, {"history_ratio": 0, "min_weight": 0}, max_steps=1,
+                          task={"reward": "test_rhyme:failing"})  # fmt: skip
+    trainer = Trainer(config, tmp_path / "run", console=QUIET)
+    groups = trainer._draw_prompts(1)
+    trainer.accelerators[0].bank.add(stored_answer(trainer, groups[2].prompt_key), fresh=True)
+    trainer.run()
+    row = read_metrics(tmp_path / "run")[1]
+    assert row["rhyme/failed_groups"] == 1 and row["rhyme/rescued_groups"] == 0.25
+    assert row["rhyme/stored_share"] == pytest.approx(1 / 17) and row["reward"] == 0
+    assert row["frac_reward_zero_std"] < 1 and row["grad_norm"] > 0  # one group teaches
+
+
+def test_stale_own_answers_and_far_ones_stay_out(rhyme_config, tmp_path):
+    for name, settings, logprobs in (
+        ("stale", {"max_staleness": 0, "min_weight": 0}, [-1.0] * 3),
+        ("far", {"min_weight": 0.5}, [0.0] * 3),  # certain then, unlikely now
+    ):
+        config = rhyme_config(None, settings, max_steps=1, task={"reward": "test_rhyme:failing"})
+        trainer = Trainer(config, tmp_path / name, console=QUIET)
+        key = trainer._draw_prompts(1)[0].prompt_key
+        trainer.accelerators[0].bank.add(stored_answer(trainer, key, logprobs=logprobs), fresh=True)
+        trainer.run()
+        row = read_metrics(tmp_path / name)[1]
+        assert row["rhyme/stored_share"] == 0 and row["rhyme/rescued_groups"] == 0
+        assert ("rhyme/too_far" in row) == (name == "far")
+
+
+@pytest.mark.parametrize(("ratio", "weight"), [(0.5, 0.5), (4.0, 1.5), (math.nan, 1.0)])
+def test_a_stored_token_enters_the_loss_with_its_truncated_weight(make_config, ratio, weight):
+    """The weight is min(pi / behaviour, cap), or 1 where nobody knows; also without any importance_sampling."""
+    config = make_config(algorithm={"importance_sampling": "none", "loss_type": "token-mean"}).algorithm
+    now = torch.tensor([-1.0, -2.0])
+    kept = [float(x) - math.log(ratio) if ratio > 0 else math.nan for x in now]
+    common = {"prompt_key": 0, "group": 0, "prompt_ids": [5], "prefix_len": 0, "finish_reason": "stop", "text": ""}
+    rollouts = [
+        Rollout(**common, response_ids=[1, 2], logprobs=now.tolist(), reward=0.0, rewards={}, accuracy=0.0),
+        Rollout(**common, response_ids=[3, 4], logprobs=kept, reward=1.0, rewards={}, accuracy=1.0, importance_cap=1.5),
+    ]
+    batch = make_batch(rollouts, config, torch.device("cpu"))
+    packed = pack(batch.answers, [0, 1])
+    logprobs = now.expand(2, 2).clone().requires_grad_()
+    loss, _ = Objective(config, 8).loss(packed, logprobs, torch.zeros(2, 2), batch, [0, 1])
+    loss.backward()
+    expected = -batch.advantages[1] * weight / 4
+    assert logprobs.grad[1].tolist() == pytest.approx([float(expected)] * 2, rel=1e-5)
+    assert logprobs.grad[0].tolist() == pytest.approx([float(-batch.advantages[0] / 4)] * 2, rel=1e-5)
+
+
+EVERYTHING = {**TRUST_ALL, "retrodiction_steps": 1, "selection": "retrodiction", "held_out": 8}
+
+
+def test_resume_equals_the_uninterrupted_run(filled, rhyme_config, tmp_path):
+    """Although the steps after the checkpoint are in the database already, and others have written to it."""
+    copies = [tmp_path / f"copy{i}.db" for i in range(2)]
+    for copy in copies:
+        shutil.copy(filled, copy)
+    train(rhyme_config(copies[0], EVERYTHING, max_steps=6), tmp_path / "whole")
+    train(rhyme_config(copies[1], EVERYTHING, max_steps=5), tmp_path / "parts")  # checkpoints after 2, 4 and 5
+    for folder in (tmp_path / "parts" / "checkpoints").glob("step-000005"):
+        shutil.rmtree(folder)
+    other = rhyme_config(copies[1], {"history_ratio": 0}, max_steps=2, seed=9)
+    train(other, tmp_path / "other")
+    train(rhyme_config(copies[1], EVERYTHING, max_steps=6), tmp_path / "parts", resume=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+    runs = [RetrospectiveDatabase(str(copy)).runs() for copy in copies]
+    assert [run.steps for run in runs[0]] == [9, 6] and [run.steps for run in runs[1]] == [9, 6, 2]
+    assert runs[0][1].rollouts == runs[1][1].rollouts
+
+
+def test_retrodiction_is_measured_before_it_learns(filled, rhyme_config, tmp_path):
+    _, _, rows = train(rhyme_config(filled, {**TRUST_ALL, "retrodiction_steps": 2, "held_out": 8}, max_steps=6),
+                       tmp_path / "run")  # fmt: skip
+    measured = [row for row in rows if "rhyme/rank/random" in row]
+    assert measured and all(row["step"] % 2 == 0 for row in measured)
+    for row in measured:
+        for name in ("likelihood", "reward", "recent", "random"):
+            assert -1 <= row[f"rhyme/rank/{name}"] <= 1
+    assert "rhyme/rank/retrodiction" not in measured[0]  # it had seen nothing yet
+
+
+def test_hindsight_ranks_perfectly(filled, rhyme_config, tmp_path):
+    trainer, _, rows = train(rhyme_config(filled, {**TRUST_ALL, "selection": "oracle"}, max_steps=4), tmp_path / "run")
+    assert any(row["rhyme/stored_share"] > 0 for row in rows)
+    assert any("rhyme/alignment" in row for row in rows) and trainer.accelerators[0].last_gradient is not None
+
+
+def test_with_suffix_rollouts(filled, rhyme_config, tmp_path):
+    config = rhyme_config(filled, TRUST_ALL, enabled=("rhyme", "rpo"), max_steps=8, seed=1)
+    _, _, rows = train(config, tmp_path / "run")
+    assert max(row["rhyme/stored_share"] for row in rows) > 0 and rows[-1]["rpo/hit_rate"] > 0.5
+    stored = [s for s in RetrospectiveDatabase(str(filled)).samples() if s.run_id == 2]
+    assert any(math.isnan(s.logprobs[0]) for s in stored)  # a given beginning has no log-probabilities
+
+
+def test_without_a_database_the_run_learns_from_itself(rhyme_config, tmp_path):
+    _, _, rows = train(rhyme_config(None, max_steps=8), tmp_path / "run")
+    assert all(row["rhyme/stored_share"] == 0 for row in rows[:3])  # 12 prompts, 4 a step
+    assert max(row["rhyme/stored_share"] for row in rows[3:]) > 0
+
+
+def test_refreshed_history_sees_other_runs(filled, rhyme_config, tmp_path):
+    trainer = Trainer(rhyme_config(filled, {"refresh_steps": 2}, max_steps=4), tmp_path / "run", console=QUIET)
+    accelerator, seen = trainer.accelerators[0], []
+    original = accelerator._read_history
+    accelerator._read_history = lambda context: (seen.append(context.step), original(context))
+    trainer.run()
+    assert seen == [1, 2, 4]
+
+
+def test_bad_settings_are_named(rhyme_config, tmp_path):
+    for settings, words in (
+        ({"reward_range": [1, 0]}, "reward_range must ascend"),
+        ({"selection": "retrodiction"}, "retrodiction_steps above 0"),
+        ({"fraction": 0}, "fraction"),
+    ):
+        with pytest.raises(UserError, match=words):
+            rhyme_config(None, settings)
+    (tmp_path / "notes.txt").write_text("not a database")
+    with pytest.raises(UserError, match="no SQLite file"):
+        Trainer(rhyme_config(tmp_path / "notes.txt"), tmp_path / "run", console=QUIET)
+    assert not (tmp_path / "run").exists() and RhymeSettings().database is None
