@@ -1,4 +1,4 @@
-"""The command line: ``python -m python_trainer train | compare | report | extrapolate``."""
+"""The command line: ``python -m python_trainer train | compare | report | extrapolate | history``."""
 
 import argparse
 import os
@@ -18,6 +18,7 @@ examples:
   python -m python_trainer extrapolate runs/first --output-dir runs/first/extrapolated
   python -m python_trainer extrapolate out/checkpoint-10 out/checkpoint-20 out/checkpoint-30 --base models/base \\
       --config configs/gsm8k.yaml --output-dir out/extrapolated
+  python -m python_trainer history runs/history.db --run 1
 """
 
 
@@ -43,7 +44,9 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m python_trainer", formatter_class=raw, epilog=EPILOG,
         description="Trains language models on tasks with checkable answers (GRPO and relatives).",
     )  # fmt: skip
-    commands = parser.add_subparsers(dest="command", required=True, metavar="train | compare | report | extrapolate")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="train | compare | report | extrapolate | history"
+    )
 
     train = commands.add_parser(
         "train", formatter_class=raw, help="one training run", epilog=EPILOG,
@@ -97,6 +100,16 @@ def make_parser() -> argparse.ArgumentParser:
     offline.add_argument(
         "--output-dir", required=True, type=Path, metavar="DIR", help="new folder, Hugging Face format"
     )
+
+    history = commands.add_parser(
+        "history", formatter_class=raw, help="look into a retrospective database", epilog=EPILOG,
+        description="Lists the runs in the database that accelerators.rhyme.database names, draws how their stages "
+        "rhyme, and\nshows the best matches of one run.",
+    )  # fmt: skip
+    history.add_argument("url", metavar="URL", help="a path, sqlite:/// or postgresql:// URL")
+    history.add_argument("--run", type=int, metavar="ID", help="show what each stage of this run rhymes with")
+    history.add_argument("--picture", type=Path, metavar="FILE.png", help="default: rhyme.png beside a SQLite file")
+    history.add_argument("--window", type=int, default=8, metavar="N", help="steps of a stage (default: 8)")
     return parser
 
 
@@ -112,6 +125,10 @@ def run(args: argparse.Namespace) -> None:
             args.folders, args.output_dir, base=args.base, accuracy=args.accuracy, config_path=args.config,
             overrides=args.overrides, gated=not args.no_gate,
         )  # fmt: skip
+    if args.command == "history":
+        from python_trainer.retrospective.browse import history
+
+        return history(args.url, run=args.run, picture=args.picture, window=args.window)
     from python_trainer.config import load_config
 
     config = load_config(args.config, args.overrides)

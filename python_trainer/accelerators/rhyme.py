@@ -26,10 +26,10 @@ from python_trainer.accelerators.base import Accelerator, PlannedGroup, Rollout,
 from python_trainer.keyed import keyed_seed, keyed_unit
 from python_trainer.packing import Answer
 from python_trainer.retrospective.bank import SampleBank, for_tokenizer
-from python_trainer.retrospective.matching import Curve, Matches, curve_of, rhyming_stages, to_unit
+from python_trainer.retrospective.matching import Curve, Matches, curve_of, rhyming_stages
 from python_trainer.retrospective.records import RunFacts, Sample, StepRecord, prompt_key, tokenizer_fingerprint
 from python_trainer.retrospective.retrodiction import Retrodictor, alignments, rank_correlation
-from python_trainer.retrospective.sketch import PARTS, sketch_of, stack
+from python_trainer.retrospective.sketch import sketch_of
 
 if TYPE_CHECKING:
     from python_trainer.retrospective.database import RetrospectiveDatabase
@@ -137,13 +137,15 @@ class Rhyme(Accelerator):
             self.database = open_database(settings.database, settings.max_database_bytes)
         self.run_id: int | None = None  # None until the first step; 0 without a database
         self.fingerprint = ""
-        self.curve = Curve(0, torch.zeros(0, dtype=torch.int64), torch.zeros(0), torch.zeros(0, sum(PARTS.values())))
+        self.curve = curve_of(0, [])
         self.history: list[Curve] = []
         self.bank = SampleBank(settings.bank_per_prompt, settings.bank_size)
         self.matches = Matches([], threshold=settings.threshold, lookahead=settings.lookahead)
         self.retrodictor = Retrodictor(0)
         self.last_gradient: torch.Tensor | None = None  # running mean of held-out gradients
         self.places: dict[int, Place] = {}
+        self.seen: list[list[Rollout]] = []  # fresh groups of the current step, over all rounds of dynamic sampling
+        self.kept: list[Sample] = []  # and what was stored of them
 
     # history -------------------------------------------------------------------------------------------------
 
@@ -168,7 +170,7 @@ class Rhyme(Accelerator):
         settings = context.config.model_dump(mode="json")
         settings["accelerators"] = settings["accelerators"]["enabled"]  # a database URL may hold a password
         return RunFacts(
-            family=str(context.policy.config.model_type),
+            family=str(context.scorer.model.config.model_type),
             parameters=sum(p.numel() for p in context.policy.parameters()),
             tokenizer=self.fingerprint,
             task=context.task.name,
@@ -233,18 +235,13 @@ class Rhyme(Accelerator):
         groups: dict[int, list[Rollout]] = {}
         for rollout in rollouts:
             groups.setdefault(rollout.group, []).append(rollout)
-        record = StepRecord(
-            context.step, rollouts[0].policy_version, sum(r.reward for r in rollouts) / len(rollouts),
-            sum(r.accuracy for r in rollouts) / len(rollouts), sketch_of(rollouts),
-        )  # fmt: skip
         with timed(context, "stage2"):
             chosen = self._choose(context, groups)
         mixed = []
         for number, fresh in groups.items():
             mixed += [*fresh, *(self._as_rollout(candidate) for candidate in chosen.get(number, ()))]
-        self._follow(record)
         with timed(context, "database"):
-            self._remember(context, record, groups)
+            self._remember(context, list(groups.values()))
         failed = {number for number, fresh in groups.items() if all(r.accuracy <= 0.5 for r in fresh)}
         context.telemetry |= {
             "rhyme/stored_share": 1 - len(rollouts) / len(mixed),
@@ -402,30 +399,40 @@ class Rhyme(Accelerator):
 
     # memory --------------------------------------------------------------------------------------------------
 
-    def _follow(self, record: StepRecord) -> None:
-        """The step becomes part of this run's trajectory."""
-        curve, (low, high) = self.curve, self.settings.reward_range
-        curve.steps = torch.cat([curve.steps, torch.tensor([record.step])])
-        curve.rewards = torch.cat([curve.rewards, torch.tensor([to_unit(record.reward, low, high)])])
-        curve.counts = torch.cat([curve.counts, stack(record.sketch)[None]])
+    def _remember(self, context: StepContext, groups: list[list[Rollout]]) -> None:
+        """The step goes into this run's trajectory, its right answers into the bank, all of it into the database."""
+        if len(self.curve) and int(self.curve.steps[-1]) == context.step:  # a further round
+            self.curve = self.curve.first(len(self.curve) - 1)
+        else:
+            self.seen, self.kept = [], []
+        self.seen += groups
+        fresh = [rollout for group in self.seen for rollout in group]
+        record = StepRecord(
+            context.step, fresh[0].policy_version, sum(r.reward for r in fresh) / len(fresh),
+            sum(r.accuracy for r in fresh) / len(fresh), sketch_of(self.seen),
+        )  # fmt: skip
+        self.curve = self.curve.extended(record, *self.settings.reward_range)
+        kept = self._right_answers(context, groups)
+        for sample in kept:
+            self.bank.add(sample, fresh=True)
+        self.kept += kept
+        if self.database is not None and self.settings.record:
+            self.database.add_step(self.run_id or 0, record, self.kept)
 
-    def _remember(self, context: StepContext, record: StepRecord, groups: dict[int, list[Rollout]]) -> None:
-        """Right answers, by raw accuracy and reward, go into the bank and the database."""
+    def _right_answers(self, context: StepContext, groups: list[list[Rollout]]) -> list[Sample]:
+        """Of each group a few different right ones, by raw accuracy; best reward first, then at random."""
         kept = []
-        for number, fresh in groups.items():
+        for number, fresh in enumerate(groups):
             right = {r.text: r for r in fresh if r.accuracy > 0.5 and r.response_ids}
             draw = {text: keyed_seed(context.seed, "rhyme store", number, text) for text in right}
             order = sorted(right, key=lambda text: (-right[text].reward, draw[text]))
             for rollout in (right[text] for text in order[: self.settings.store_per_group]):
                 kept.append(Sample(
-                    self.run_id or 0, record.step, rollout.policy_version, self.places[rollout.prompt_key].key,
+                    self.run_id or 0, context.step, rollout.policy_version, self.places[rollout.prompt_key].key,
                     rollout.text, rollout.finish_reason == "stop", rollout.reward, list(rollout.response_ids),
                     [float("nan")] * rollout.prefix_len + list(rollout.logprobs), self.fingerprint,
                 ))  # fmt: skip
-        for sample in kept:
-            self.bank.add(sample, fresh=True)
-        if self.database is not None and self.settings.record:
-            self.database.add_step(self.run_id or 0, record, kept)
+        return kept
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -75,7 +75,8 @@ class SampleBank:
         lengths = [row[7] for row in state["rows"]]
         ids, logprobs = (state[name].split(lengths) for name in ("response_ids", "logprobs"))
         for row, own_ids, own_logprobs in zip(state["rows"], ids, logprobs):
-            sample = Sample(*row[:7], own_ids.tolist(), own_logprobs.tolist(), row[8])
+            facts = (*row[:7], own_ids.tolist(), own_logprobs.tolist(), row[8])
+            sample = Sample(*facts)
             self.by_prompt.setdefault(sample.prompt_key, []).append(sample)
             self.count += 1
 

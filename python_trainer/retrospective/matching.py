@@ -23,8 +23,17 @@ class Curve:
     def __len__(self) -> int:
         return len(self.steps)
 
+    def first(self, count: int) -> "Curve":
+        return Curve(self.run_id, self.steps[:count], self.rewards[:count], self.counts[:count])
+
     def last(self, count: int) -> "Curve":
         return Curve(self.run_id, self.steps[-count:], self.rewards[-count:], self.counts[-count:])
+
+    def extended(self, record: StepRecord, low: float, high: float) -> "Curve":
+        """With one step more."""
+        new = curve_of(self.run_id, [record], low, high)
+        pairs = ((self.steps, new.steps), (self.rewards, new.rewards), (self.counts, new.counts))
+        return Curve(self.run_id, *(torch.cat(pair) for pair in pairs))
 
 
 @dataclass(frozen=True)

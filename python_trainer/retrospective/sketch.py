@@ -17,17 +17,15 @@ PARTS = {
 }
 
 
-def sketch_of(rollouts: "Sequence[Rollout]") -> dict[str, torch.Tensor]:
-    """Counts float32 [bins] of each part, of fresh answers."""
+def sketch_of(groups: "Sequence[Sequence[Rollout]]") -> dict[str, torch.Tensor]:
+    """Counts float32 [bins] of each part, of the fresh answers of a step in their groups."""
+    rollouts = [rollout for group in groups for rollout in group]
     data = [rollout.text.encode(errors="replace") for rollout in rollouts]
     lengths = torch.tensor([len(text) for text in data], dtype=torch.float64)
     shares = [len(r.logprobs) / max(len(r.response_ids), 1) for r in rollouts]  # the rest was given, not sampled
     sampled_bytes = (lengths * torch.tensor(shares, dtype=torch.float64)).clamp(min=1)
     nats = torch.tensor([-sum(rollout.logprobs) for rollout in rollouts], dtype=torch.float64)
-    groups: dict[int, list[float]] = {}
-    for rollout in rollouts:
-        groups.setdefault(rollout.group, []).append(rollout.accuracy)
-    success = torch.tensor([sum(group) / len(group) for group in groups.values()], dtype=torch.float64)
+    success = torch.tensor([sum(r.accuracy for r in group) / len(group) for group in groups], dtype=torch.float64)
     return {
         "ngrams": byte_trigrams(b"\0\0".join(data)),
         "lengths": _count(2 * torch.log2(1 + lengths), PARTS["lengths"]),

@@ -79,13 +79,13 @@ def test_a_run_fills_the_database(first_run):
 def test_history_replaces_generation_and_is_weighted(filled, rhyme_config, tmp_path):
     config = rhyme_config(filled, TRUST_ALL, max_steps=6, seed=1)
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
-    seen, original = [], trainer._update
+    seen, original = [], trainer.learner.update
 
     def spy(rollouts, number):
         seen.append(rollouts)
         return original(rollouts, number)
 
-    trainer._update = spy
+    trainer.learner.update = spy
     trainer.run()
     rows = read_metrics(tmp_path / "run")[1:]
     assert rows[0]["rhyme/stored_share"] == 0  # nothing is trusted before there is anything to compare
@@ -113,6 +113,10 @@ def test_untrusted_history_changes_nothing(filled, rhyme_config, make_config, tm
 
 def failing(prompts, completions, completion_ids, **columns):
     return [0.0] * len(completions)
+
+
+def mostly_digits(prompts, completions, completion_ids, **columns):
+    return [float(sum(token < 10 for token in ids) > len(ids) / 2) for ids in completion_ids]
 
 
 def stored_answer(trainer, key, ids=(1, 2, 3), logprobs=(-1.0, -1.0, -1.0)):
@@ -219,6 +223,18 @@ def test_without_a_database_the_run_learns_from_itself(rhyme_config, tmp_path):
     _, _, rows = train(rhyme_config(None, max_steps=8), tmp_path / "run")
     assert all(row["rhyme/stored_share"] == 0 for row in rows[:3])  # 12 prompts, 4 a step
     assert max(row["rhyme/stored_share"] for row in rows[3:]) > 0
+
+
+def test_rounds_of_dynamic_sampling_are_one_step_of_history(rhyme_config, tmp_path):
+    path = tmp_path / "history.db"
+    rollout = {"dynamic_sampling": True, "max_sampling_rounds": 3}
+    task = {"reward": "test_rhyme:mostly_digits"}
+    config = rhyme_config(path, {"history_ratio": 0.0}, max_steps=4, rollout=rollout, task=task)
+    trainer, _, _ = train(config, tmp_path / "run")
+    database = RetrospectiveDatabase(str(path))
+    assert [s.step for s in database.trajectory(1)] == [1, 2, 3, 4]
+    assert len(trainer.accelerators[0].seen) > 4 and len(trainer.accelerators[0].curve) == 4  # prompts of a step
+    assert len(database.samples()) == len(trainer.accelerators[0].bank) > 0
 
 
 def test_refreshed_history_sees_other_runs(filled, rhyme_config, tmp_path):

@@ -36,25 +36,25 @@ def answer(text, *, nats=1.0, tokens=4, group=0, accuracy=1.0, prefix=0):
 
 def test_a_sketch_does_not_depend_on_the_tokenizer():
     """The same texts with the same information, in few tokens or in many."""
-    few = sketch_of([answer("12+34=46\nA:46", nats=3.0, tokens=3), answer("1+1=2", tokens=2)])
-    many = sketch_of([answer("12+34=46\nA:46", nats=3.0, tokens=13), answer("1+1=2", tokens=5)])
+    few = sketch_of([[answer("12+34=46\nA:46", nats=3.0, tokens=3), answer("1+1=2", tokens=2)]])
+    many = sketch_of([[answer("12+34=46\nA:46", nats=3.0, tokens=13), answer("1+1=2", tokens=5)]])
     assert all(torch.equal(few[name], many[name]) for name in PARTS)
     assert few["successes"].tolist() == [0] * 8 + [1] and few["lengths"].sum() == 2
     assert stack(few).shape == (BINS,)
 
 
 def test_every_part_of_a_sketch_tells_policies_apart():
-    base = histogram(stack(sketch_of([answer("12+34=46", nats=2.0)])))
+    base = histogram(stack(sketch_of([[answer("12+34=46", nats=2.0)]])))
     for other in (answer("the answer is", nats=2.0), answer("12+34=46" * 9, nats=18.0), answer("12+34=46", nats=0.01),
                   answer("12+34=46", nats=2.0, accuracy=0.0)):  # fmt: skip
-        assert (histogram(stack(sketch_of([other]))) - base).abs().sum() > 0.5
+        assert (histogram(stack(sketch_of([[other]]))) - base).abs().sum() > 0.5
     assert torch.allclose(base.sum(), torch.tensor(float(len(PARTS))))
 
 
 def test_trigrams_are_counted_all():
     assert byte_trigrams(b"").sum() == byte_trigrams(b"ab").sum() == 0
     assert byte_trigrams(b"abcabc").sum() == 4 and byte_trigrams(b"abcabc").max() >= 2
-    assert sketch_of([answer("")])["ngrams"].sum() == 0  # an empty answer is one, too
+    assert sketch_of([[answer("")]])["ngrams"].sum() == 0  # an empty answer is one, too
 
 
 # execution matching --------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ def test_answers_of_a_stage_and_just_beyond():
 
 
 def test_rewards_are_mapped_from_the_scale_of_the_task():
-    record = StepRecord(1, 0, 3.0, 0.5, sketch_of([answer("abc")]))
+    record = StepRecord(1, 0, 3.0, 0.5, sketch_of([[answer("abc")]]))
     assert curve_of(1, [record], -1.0, 7.0).rewards.tolist() == [0.5]
     assert curve_of(1, [record]).rewards.tolist() == [1.0] and len(curve_of(1, [])) == 0
 
