@@ -12,6 +12,7 @@ from rich.table import Table
 
 from python_trainer.errors import UserError
 from python_trainer.evaluation import load_evaluations
+from python_trainer.retrospective.picture import draw_history
 from python_trainer.statistics import Interval, paired_difference
 from python_trainer.telemetry import read_metrics
 
@@ -213,7 +214,10 @@ def draw_informative(runs: Sequence[Run], path: Path) -> bool:
 
 
 def report(folders: Sequence[Path], console: Console | None = None) -> None:
-    """Prints the table of all runs in these folders; draws ``accuracy.png``, and with `rpo` ``informative.png``."""
+    """Prints the table of all runs in these folders and draws ``accuracy.png`` in the first.
+
+    Where there is something to draw also ``informative.png`` (rpo) and ``history.png`` (rhyme).
+    """
     console = console or Console()
     runs = find_runs(folders)
     console.print(make_table(runs))
@@ -223,3 +227,6 @@ def report(folders: Sequence[Path], console: Console | None = None) -> None:
     picture = folders[0] / "informative.png"
     if draw_informative(runs, picture):
         console.print(f"informative groups against the cut: {picture}", highlight=False, soft_wrap=True)
+    picture = folders[0] / "history.png"
+    if draw_history([run.folder for run in runs], picture):
+        console.print(f"stored answers over the steps: {picture}", highlight=False, soft_wrap=True)

@@ -14,8 +14,10 @@ from python_trainer.accelerators import Rollout
 from python_trainer.accelerators.rhyme import RhymeSettings
 from python_trainer.config import check_config
 from python_trainer.errors import UserError
-from python_trainer.objective import Objective, make_batch
+from python_trainer.keyed import prompt_order
+from python_trainer.objective import Objective, make_batch, set_advantages
 from python_trainer.packing import pack
+from python_trainer.report import report
 from python_trainer.retrospective.database import RetrospectiveDatabase
 from python_trainer.retrospective.records import Sample, prompt_key
 from python_trainer.telemetry import read_metrics
@@ -31,7 +33,8 @@ def rhyme_config(make_config):
 
     def make(database=None, rhyme=(), enabled=("rhyme",), **changes):
         rhyme = {"database": database and str(database), **dict(rhyme)}
-        return make_config(**changes, accelerators={"enabled": list(enabled), "rhyme": rhyme})
+        accelerators = {"enabled": list(enabled), "rhyme": rhyme, "rpo": {"keep": "any", "fill": False}}
+        return make_config(**changes, accelerators=accelerators)
 
     return make
 
@@ -100,6 +103,8 @@ def test_history_replaces_generation_and_is_weighted(filled, rhyme_config, tmp_p
     assert all(row["sampling/logp_difference/max"] < 1e-4 for row in rows)
     fresh = [sum(r.importance_cap is None for r in rollouts) for rollouts in seen]
     assert fresh[0] == 16 and min(fresh) < 16
+    report([tmp_path / "run"], QUIET)
+    assert (tmp_path / "run" / "history.png").stat().st_size > 5000
     assert len(RetrospectiveDatabase(str(filled)).runs()) == 2
 
 
@@ -115,8 +120,8 @@ def failing(prompts, completions, completion_ids, **columns):
     return [0.0] * len(completions)
 
 
-def mostly_digits(prompts, completions, completion_ids, **columns):
-    return [float(sum(token < 10 for token in ids) > len(ids) / 2) for ids in completion_ids]
+def any_digit(prompts, completions, completion_ids, **columns):
+    return [float(any(token < 10 for token in ids)) for ids in completion_ids]
 
 
 def stored_answer(trainer, key, ids=(1, 2, 3), logprobs=(-1.0, -1.0, -1.0)):
@@ -128,8 +133,8 @@ def test_groups_in_which_all_failed_are_rescued(rhyme_config, tmp_path):
     config = rhyme_config(None, {"history_ratio": 0, "min_weight": 0}, max_steps=1,
                           task={"reward": "test_rhyme:failing"})  # fmt: skip
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
-    groups = trainer._draw_prompts(1)
-    trainer.accelerators[0].bank.add(stored_answer(trainer, groups[2].prompt_key), fresh=True)
+    key = prompt_order(0, 0, 4, 12)[2]  # the third prompt of the first step
+    trainer.accelerators[0].bank.add(stored_answer(trainer, key), fresh=True)
     trainer.run()
     row = read_metrics(tmp_path / "run")[1]
     assert row["rhyme/failed_groups"] == 1 and row["rhyme/rescued_groups"] == 0.25
@@ -144,7 +149,7 @@ def test_stale_own_answers_and_far_ones_stay_out(rhyme_config, tmp_path):
     ):
         config = rhyme_config(None, settings, max_steps=1, task={"reward": "test_rhyme:failing"})
         trainer = Trainer(config, tmp_path / name, console=QUIET)
-        key = trainer._draw_prompts(1)[0].prompt_key
+        key = prompt_order(0, 0, 4, 12)[0]
         trainer.accelerators[0].bank.add(stored_answer(trainer, key, logprobs=logprobs), fresh=True)
         trainer.run()
         row = read_metrics(tmp_path / name)[1]
@@ -164,13 +169,15 @@ def test_a_stored_token_enters_the_loss_with_its_truncated_weight(make_config, r
         Rollout(**common, response_ids=[3, 4], logprobs=kept, reward=1.0, rewards={}, accuracy=1.0, importance_cap=1.5),
     ]
     batch = make_batch(rollouts, config, torch.device("cpu"))
+    set_advantages(batch, config)
+    advantages = batch.advantages.padded()[:, 0]
     packed = pack(batch.answers, [0, 1])
     logprobs = now.expand(2, 2).clone().requires_grad_()
     loss, _ = Objective(config, 8).loss(packed, logprobs, torch.zeros(2, 2), batch, [0, 1])
     loss.backward()
-    expected = -batch.advantages[1] * weight / 4
+    expected = -advantages[1] * weight / 4
     assert logprobs.grad[1].tolist() == pytest.approx([float(expected)] * 2, rel=1e-5)
-    assert logprobs.grad[0].tolist() == pytest.approx([float(-batch.advantages[0] / 4)] * 2, rel=1e-5)
+    assert logprobs.grad[0].tolist() == pytest.approx([float(-advantages[0] / 4)] * 2, rel=1e-5)
 
 
 EVERYTHING = {**TRUST_ALL, "retrodiction_steps": 1, "selection": "retrodiction", "held_out": 8}
@@ -228,7 +235,7 @@ def test_without_a_database_the_run_learns_from_itself(rhyme_config, tmp_path):
 def test_rounds_of_dynamic_sampling_are_one_step_of_history(rhyme_config, tmp_path):
     path = tmp_path / "history.db"
     rollout = {"dynamic_sampling": True, "max_sampling_rounds": 3}
-    task = {"reward": "test_rhyme:mostly_digits"}
+    task = {"reward": "test_rhyme:any_digit"}
     config = rhyme_config(path, {"history_ratio": 0.0}, max_steps=4, rollout=rollout, task=task)
     trainer, _, _ = train(config, tmp_path / "run")
     database = RetrospectiveDatabase(str(path))
