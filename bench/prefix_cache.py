@@ -194,7 +194,7 @@ def write(tokens: int, heads: int, dim: int, dtype: torch.dtype) -> Case:
     slots = slots.flatten()[:tokens].contiguous()
 
     def run(backend: str, target: torch.Tensor) -> torch.Tensor:
-        rlkernels.write_kv(key, value, *target, slots, backend=backend)
+        rlkernels.write_kv(key, value, target[0], target[1], slots, backend=backend)
         return target
 
     return Case(
@@ -229,7 +229,7 @@ def grouped(groups: int, members: int, prefix: int, suffix: int, heads: Heads) -
     q_heads, kv_heads, dim = heads
     layout = GroupedLayout([prefix] * groups, [suffix] * groups * members, range(0, groups * members + 1, members))
     shapes = [(layout.num_tokens, h, dim) for h in (q_heads, kv_heads, kv_heads)]
-    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    query, key, value = inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
     weight = torch.randn(shapes[0])
     sequences = [(prefix, suffix) for prefix, suffixes in layout.spans() for suffix in suffixes]
     rows = torch.stack([torch.cat([torch.arange(s.start, s.stop) for s in both]) for both in sequences])  # [B, P + S]
@@ -238,16 +238,16 @@ def grouped(groups: int, members: int, prefix: int, suffix: int, heads: Heads) -
         return [out.detach(), *torch.autograd.grad((out * weight).sum(), inputs)]
 
     def plain() -> list[torch.Tensor]:
-        query, key, value = (t[rows].transpose(1, 2) for t in inputs)  # [B, H, P + S, d]
+        q, k, v = (t[rows].transpose(1, 2) for t in inputs)  # [B, H, P + S, d]
         whole = functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=dim**-0.5, enable_gqa=q_heads > kv_heads
+            q, k, v, is_causal=True, scale=dim**-0.5, enable_gqa=q_heads > kv_heads
         ).transpose(1, 2)
         index = torch.cat([rows[::members, :prefix].flatten(), rows[:, prefix:].flatten()])
         used = torch.cat([whole[::members, :prefix].flatten(0, 1), whole[:, prefix:].flatten(0, 1)])
         return gradients(torch.zeros_like(weight).index_put((index,), used))
 
     def ours() -> list[torch.Tensor]:
-        return gradients(rlkernels.grouped_attention(*inputs, layout, scale=dim**-0.5))
+        return gradients(rlkernels.grouped_attention(query, key, value, layout, scale=dim**-0.5))
 
     return Case(
         op="grouped_attention",
