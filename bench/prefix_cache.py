@@ -180,7 +180,7 @@ def shared(groups: int, members: int, prefix: int, suffix: int, heads: Heads, dt
             "torch.bmm, prefix only": tile,
         },
         reference=lambda: reference.paged_attention(
-            query[:8], *whole[1:3], *(t[:8] for t in whole[3:5]), starts[:9], batch.scale
+            query[:8], batch.key, batch.value, tables[:8], lens[2][:8], starts[:9], batch.scale
         )[0],
         compare=beginning,
         limit=("read bandwidth", nbytes / read_bandwidth(nbytes)),
