@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from python_trainer.errors import UserError
+from python_trainer.errors import Interrupted, UserError
 
 EPILOG = """\
 examples:
@@ -143,8 +143,13 @@ def run(args: argparse.Namespace) -> None:
     return report([args.output_dir])
 
 
+def how_to_go_on(args: argparse.Namespace) -> str:
+    how = " with --resume" if args.command == "train" and not args.resume else ""
+    return f"the same command{how} goes on from the newest checkpoint"
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0, or 2 after one line that says what the user can fix."""
+    """Exit code 0, also for a run that was asked to stop and has saved; 2 after one line on what the user can fix."""
     args = make_parser().parse_args(argv)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
@@ -152,9 +157,10 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except Interrupted as stopped:
+        print(f"{stopped}; {how_to_go_on(args)}", file=sys.stderr)
     except KeyboardInterrupt:
-        how = " with --resume" if args.command == "train" else ""
-        print(f"interrupted; the same command{how} goes on from the newest checkpoint", file=sys.stderr)
+        print(f"interrupted within a step; {how_to_go_on(args)}", file=sys.stderr)
         return 130
     return 0
 

@@ -1,5 +1,23 @@
-"""The one error that means "the user can fix this": printed as one line, exit code 2, no traceback."""
+"""Errors that end a run in one line, without a traceback."""
+
+from collections.abc import Sequence
 
 
 class UserError(Exception):
-    """A wrong setting, file, model or reward function. The message names it, its value and what is allowed."""
+    """A wrong setting, file, model or reward function; exit code 2. The message says its value and what is allowed."""
+
+
+class Interrupted(Exception):
+    """The run was asked to stop, and has saved everything; exit code 0."""
+
+
+class NotFinite(Exception):
+    """NaN or infinity in an update, which was not applied.
+
+    Attributes:
+        samples: indices, within the step, of the answers that alone cause it; empty when no single one does.
+    """
+
+    def __init__(self, what: str, samples: Sequence[int] = ()):
+        super().__init__(what)
+        self.samples = list(samples)

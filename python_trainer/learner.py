@@ -1,5 +1,6 @@
 """The update of one step: from scored answers to new weights of the policy, and of the critic where there is one."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from python_trainer.accelerators.base import Rollout
 from python_trainer.config import Config
 from python_trainer.critic import Critic
+from python_trainer.errors import NotFinite
 from python_trainer.objective import MetricSums, Objective, Ragged, StepBatch, make_batch, set_advantages
 from python_trainer.optimizer import PolicyOptimizer, learning_rate
 from python_trainer.packing import Packed, micro_batches, pack
@@ -31,7 +33,11 @@ class Learner:
         self.objective = Objective(config.algorithm, config.rollout.max_completion_length)
 
     def update(self, rollouts: Sequence[Rollout], number: int) -> dict[str, float]:
-        """All optimizer steps on the answers of step ``number`` -> metrics."""
+        """All optimizer steps on the answers of step ``number`` -> metrics.
+
+        Raises:
+            NotFinite: NaN or infinity in loss or gradients.
+        """
         config, algorithm = self.config, self.config.algorithm
         batch = make_batch(rollouts, algorithm, self.policy.device)
         minibatches = self._minibatches(rollouts)
@@ -44,20 +50,52 @@ class Learner:
                 for minibatch in minibatches:
                     if not batch.loss_tokens[minibatch].any():
                         continue  # every answer was truncated and is masked
+                    total = torch.zeros((), device=self.policy.device)
                     for packed in self._packs(batch, minibatch):
-                        logprobs, entropy, states = self.policy.score_with_states(packed, config.rollout.temperature)
-                        values = self.critic(packed, states) if self.critic else None
-                        loss, seen = self.objective.loss(packed, logprobs, entropy, batch, minibatch, values)
+                        loss, seen = self._loss(packed, batch, minibatch)
                         loss.backward()
+                        total += loss.detach()
                         metrics.add(seen)
                         trained += packed.input_ids.numel()
-                    norms.append(self.optimizer.step(lr))
-                    if self.critic is not None:
-                        self.critic.step(lr)
+                    norms.append(self._step(lr, float(total), batch, minibatch))
         row = metrics.means(len(norms)) | row
         if norms:
             row["grad_norm"] = sum(norms) / len(norms)
         return row | {"learning_rate": lr, "tokens/trained": trained}
+
+    def _loss(self, packed: Packed, batch: StepBatch, minibatch: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss and metrics of a micro-batch, from one forward pass."""
+        logprobs, entropy, states = self.policy.score_with_states(packed, self.config.rollout.temperature)
+        values = self.critic(packed, states) if self.critic else None
+        return self.objective.loss(packed, logprobs, entropy, batch, minibatch, values)
+
+    def _step(self, lr: float, loss: float, batch: StepBatch, minibatch: Sequence[int]) -> float:
+        """One optimizer step, if everything is finite -> norm of the policy's gradient."""
+        try:
+            if not math.isfinite(loss):
+                raise NotFinite(f"the loss is {loss}")
+            norm = self.optimizer.step(lr)
+            if self.critic is not None:
+                self.critic.step(lr)
+            return norm
+        except NotFinite as error:
+            raise NotFinite(str(error), self._culprits(batch, minibatch)) from error
+
+    def _culprits(self, batch: StepBatch, minibatch: Sequence[int]) -> list[int]:
+        """The samples whose own loss or gradient is not finite."""
+        modules = [self.policy.model, *([self.critic] if self.critic is not None else [])]
+        params = [p for module in modules for p in module.parameters()]
+        found = []
+        for index in minibatch:
+            for p in params:
+                p.grad = None
+            loss, _ = self._loss(pack(batch.answers, [index]).to(self.policy.device), batch, minibatch)
+            loss.backward()
+            if not all(bool(x.isfinite().all()) for x in [loss, *(p.grad for p in params if p.grad is not None)]):
+                found.append(index)
+        for p in params:
+            p.grad = None
+        return found
 
     def _packs(self, batch: StepBatch, samples: Sequence[int]) -> Iterator[Packed]:
         """The micro-batches of these samples."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from python_trainer.config import OptimizerConfig
+from python_trainer.errors import NotFinite
 
 
 def learning_rate(config: OptimizerConfig, step: int, max_steps: int) -> float:
@@ -49,7 +50,11 @@ class PolicyOptimizer:
 
     @torch.no_grad()
     def step(self, lr: float) -> float:
-        """One update with the gradients that are there, which are then gone -> their norm before clipping."""
+        """One update with the gradients that are there, which are then gone -> their norm before clipping.
+
+        Raises:
+            NotFinite: the norm is NaN or infinite; no weight has changed then.
+        """
         for group in self.adamw.param_groups:
             group["lr"] = lr
         low_precision = [(self.params[n], m) for n, m in self.masters.items() if m is not self.params[n]]
@@ -57,12 +62,15 @@ class PolicyOptimizer:
             master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
             master.grad = None if param.grad is None else param.grad.float()
             param.grad = None
-        norm = torch.nn.utils.clip_grad_norm_(self.masters.values(), self.config.max_grad_norm)
+        norm = float(torch.nn.utils.clip_grad_norm_(self.masters.values(), self.config.max_grad_norm))
+        if not math.isfinite(norm):
+            self.adamw.zero_grad()
+            raise NotFinite(f"the norm of the gradient is {norm}")
         self.adamw.step()
         self.adamw.zero_grad()
         for param, master in low_precision:
             param.copy_(master)
-        return float(norm)
+        return norm
 
     @torch.no_grad()
     def write(self, values: Mapping[str, torch.Tensor]) -> None:

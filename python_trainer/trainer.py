@@ -13,7 +13,7 @@ from rich.console import Console
 from python_trainer.accelerators import PlannedGroup, Rollout, RunContext, StepContext, make_accelerators
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint, publish, save_checkpoint, write_text
 from python_trainer.config import Config, dump_config
-from python_trainer.errors import UserError
+from python_trainer.errors import Interrupted, NotFinite, UserError
 from python_trainer.evaluation import save_evaluation
 from python_trainer.keyed import keyed_seed, prompt_order
 from python_trainer.learner import Learner
@@ -22,6 +22,7 @@ from python_trainer.policy import load_policy, set_matmul_precision
 from python_trainer.progress import Progress, device_name, summarise
 from python_trainer.refill import Refill
 from python_trainer.rollout import Completion, PagedEngine, Request, SamplingParams
+from python_trainer.signals import StopSignal
 from python_trainer.tasks import load_task
 from python_trainer.tasks.rewards import score
 from python_trainer.telemetry import Clock, Telemetry, read_metrics, rollout_statistics
@@ -112,8 +113,8 @@ class Trainer:
         resumed_at = progress.step or None
         if resumed_at is None:
             self._begin()
-        with Telemetry(self.output_dir, config.max_steps, label=self.label, after_step=resumed_at,
-                       console=self.console) as telemetry:  # fmt: skip
+        with StopSignal() as stop, Telemetry(self.output_dir, config.max_steps, label=self.label,
+                                             after_step=resumed_at, console=self.console) as telemetry:  # fmt: skip
             if resumed_at is None:
                 telemetry.log(0, self._evaluation_row(config.evaluation.eval_limit, "start") | self._clock_row())
             done = self._finished()
@@ -127,9 +128,11 @@ class Trainer:
                 if done:
                     row |= self._evaluation_row(config.evaluation.eval_limit, "final")
                 telemetry.log(progress.step, row | self._clock_row(), left=self._seconds_left())
-                if done or self._save_due():
+                if done or stop.name or self._save_due():
                     with self.clock.measure("checkpoint"):
                         self._save()
+                if stop.name and not done:
+                    raise Interrupted(f"{stop.name}: stopped after step {progress.step}, which is saved")
         if config.save.save_model:
             aside = self.output_dir / ".model.tmp"
             self.policy.save(aside)
@@ -171,7 +174,7 @@ class Trainer:
         rollouts = self._roll_out(context)
         with clock.measure("train"):
             telemetry |= rollout_statistics(rollouts)
-            telemetry |= self.learner.update(rollouts, number)
+            telemetry |= self._learn(rollouts, number)
             self.progress.count("trained_tokens", telemetry["tokens/trained"])
         self.engine.policy_updated()
         self.progress.policy_version += 1
@@ -185,6 +188,21 @@ class Trainer:
         telemetry["tokens_per_second"] = generated / max(sum(spent.values()), 1e-9)
         telemetry["rollout_tokens_per_second"] = generated / max(spent["rollout"], 1e-9)
         return telemetry | {f"time/{name}_s": seconds for name, seconds in spent.items()}
+
+    def _learn(self, rollouts: list[Rollout], number: int) -> dict[str, float]:
+        """The update; where something in it is not finite the run ends, and a file tells on which answers."""
+        try:
+            return self.learner.update(rollouts, number)
+        except NotFinite as error:
+            path = self.output_dir / f"not-finite-step-{number:06d}.json"
+            chosen = error.samples or range(len(rollouts))
+            write_text(path, json.dumps([{"sample": i, **asdict(rollouts[i])} for i in chosen], indent=1) + "\n")
+            checkpoints = list_checkpoints(self.output_dir / "checkpoints")
+            newest = f"the newest checkpoint, from before, is {checkpoints[-1]}" if checkpoints else "no checkpoint yet"
+            raise UserError(
+                f"step {number}: {error}, and the run ends; {path} has the {len(chosen)} answers that "
+                f"{'cause it' if error.samples else 'were trained on, none of which causes it alone'}; {newest}"
+            ) from error
 
     def _roll_out(self, context: StepContext) -> list[Rollout]:
         """The scored answers of one step: of one round, or with dynamic sampling of as many as it takes."""

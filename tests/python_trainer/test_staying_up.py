@@ -1,0 +1,125 @@
+"""Numbers that are not finite, and signals: nothing is lost, and the message says what to do."""
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+from rich.console import Console
+from test_checkpoint import assert_same_run
+
+from python_trainer.__main__ import main
+from python_trainer.checkpoint import list_checkpoints
+from python_trainer.config import OptimizerConfig, dump_config
+from python_trainer.errors import Interrupted, NotFinite, UserError
+from python_trainer.optimizer import PolicyOptimizer
+from python_trainer.signals import SIGNALS, StopSignal
+from python_trainer.telemetry import read_metrics
+from python_trainer.trainer import Trainer
+
+QUIET = Console(quiet=True)
+
+
+def weights_of(trainer):
+    return [p.detach().clone() for p in trainer.policy.model.parameters()]
+
+
+# not finite ----------------------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_step_that_is_not_finite_changes_nothing():
+    for dtype, value in ((torch.float32, torch.nan), (torch.bfloat16, torch.inf)):
+        model = torch.nn.Linear(2, 2).to(dtype)
+        optimizer = PolicyOptimizer(model, OptimizerConfig())
+        before = [p.detach().clone() for p in model.parameters()]
+        for p in model.parameters():
+            p.grad = torch.full_like(p, value)
+        with pytest.raises(NotFinite, match="the norm of the gradient is (nan|inf)"):
+            optimizer.step(1e-3)
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+        assert all(p.grad is None for p in model.parameters()) and not optimizer.adamw.state
+
+
+def huge(prompts, completions, completion_ids, **columns):
+    """From the third step on one reward is more than float32 holds: its group's advantages are NaN."""
+    huge.calls += 1
+    rewards = [sum(token < 10 for token in ids) / len(ids) for ids in completion_ids]
+    if huge.calls >= 4:  # the evaluation at the start was the first call
+        rewards[5] = 1e300
+    return rewards
+
+
+@pytest.mark.parametrize("algorithm", [{}, {"advantage": "gae", "whiten_advantages": False, "num_minibatches": 2}])
+def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_answers(make_config, tmp_path, algorithm):
+    huge.calls = 0
+    config = make_config(
+        max_steps=6, task={"reward": "test_staying_up:huge"}, algorithm=algorithm, save={"save_steps": 1}
+    )
+    trainer = Trainer(config, tmp_path / "run", console=QUIET)
+    with pytest.raises(UserError, match="step 3: the loss is (nan|inf|-inf).*checkpoint, from before.*step-000002"):
+        trainer.run()
+    path = tmp_path / "run" / "not-finite-step-000003.json"
+    named = json.loads(path.read_text())
+    group = [5] if algorithm else [4, 5, 6, 7]  # with a critic every answer stands for itself
+    assert sorted(row["sample"] for row in named) == group
+    assert all(set(row) >= {"text", "reward", "response_ids", "logprobs"} for row in named)
+    assert [p.name for p in list_checkpoints(tmp_path / "run" / "checkpoints")][-1] == "step-000002"
+    assert all(p.isfinite().all() for p in trainer.policy.model.parameters())
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0, 1, 2]
+    huge.calls = -100
+    Trainer(config, tmp_path / "run", resume=True, console=QUIET).run()  # the reward was mended
+    assert read_metrics(tmp_path / "run")[-1]["step"] == 6
+
+
+# signals -------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_signal_is_noted_and_the_second_interrupts(capsys):
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with StopSignal() as stop:
+        assert stop.name is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.name == "SIGTERM" and "finishing the step" in capsys.readouterr().err
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_saves_and_the_run_goes_on_to_the_same_weights(make_config, tmp_path, number):
+    config = make_config(max_steps=5, save={"save_steps": 0}, accelerators={"enabled": ["rpo"]})
+    Trainer(config, tmp_path / "whole", console=QUIET).run()
+    part = Trainer(config, tmp_path / "parts", console=QUIET)
+    original = part.step
+
+    def step(count):
+        if count == 3:
+            os.kill(os.getpid(), number)  # while the step is at work
+        return original(count)
+
+    part.step = step
+    with pytest.raises(Interrupted, match=f"{number.name}: stopped after step 3, which is saved"):
+        part.run()
+    assert [p.name for p in list_checkpoints(tmp_path / "parts" / "checkpoints")] == ["step-000003"]
+    Trainer(config, tmp_path / "parts", resume=True, console=QUIET).run()
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_the_command_ends_with_0_and_says_how_to_go_on(make_config, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "settings.yaml"
+    path.write_text(dump_config(make_config(max_steps=4)))
+    original = Trainer.step
+
+    def step(self, number):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, number)
+
+    monkeypatch.setattr(Trainer, "step", step)
+    command = ["train", "--config", str(path), "--output-dir", str(tmp_path / "run")]
+    assert main(command) == 0
+    said = capsys.readouterr().err
+    assert "SIGTERM: stopped after step 1, which is saved; the same command with --resume goes on" in said
+    monkeypatch.setattr(Trainer, "step", original)
+    assert main([*command, "--resume"]) == 0
+    assert read_metrics(tmp_path / "run")[-1]["step"] == 4
