@@ -151,7 +151,7 @@ def at(part: Part, config: Config, step: int) -> Timed:
 
 
 def context_of(trainer: Timed, step: int) -> StepContext:
-    return StepContext(step, trainer.policy.model, trainer.optimizer, trainer.engine, trainer.policy.tokenizer,
+    return StepContext(step, trainer.policy.model, trainer.learner.optimizer, trainer.engine, trainer.policy.tokenizer,
                        trainer.evaluate, trainer.evaluate_each, 0, {}, len(trainer.task.gate))  # fmt: skip
 
 
@@ -184,7 +184,7 @@ def attempts(config: Config, part: Part, cut: int) -> None:
             part.keep(f"ungated {name}", gated)
         else:
             trainer = at(part, config, cut)
-            trainer.optimizer.write(predicted)
+            trainer.learner.optimizer.write(predicted)
             trainer.engine.policy_updated()
             part.keep(f"ungated {name}", trainer.evaluate_each("test"))
         part.note(f"attempt {name}", event)
@@ -216,7 +216,7 @@ def cut_down(config: Config, part: Part, step: int, scan_prompts: int, *, more: 
 
     def test(modules: dict[str, torch.Tensor], rest: str, prompts: int | None = None) -> list[float]:
         values = dict(final if rest == "trained" else first) | modules
-        trainer.optimizer.write(values)
+        trainer.learner.optimizer.write(values)
         trainer.engine.policy_updated()
         return trainer.evaluate_each("test", prompts)
 

@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# TRL's signature: f(prompts, completions, completion_ids, **dataset_columns) -> list[float | None], one per completion.
-RewardFunction = Callable[..., list[float | None]]
+# TRL's signature, f(prompts, completions, completion_ids, **dataset_columns) -> list[float | None], one per completion;
+# it may be async
+RewardFunction = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -28,3 +29,4 @@ class Task:
     reward_weights: dict[str, float] = field(default_factory=dict)  # by name; a function without one counts once
     # raw task accuracy of one completion is reward_functions[accuracy] > 0.5
     accuracy: str = "accuracy"
+    reward_timeout: float | None = None  # seconds for one call of a reward function

@@ -11,7 +11,7 @@ FILE_FIELDS = {"train_path", "test_path", "gate_path", "chat"}
 TASK_FIELDS = {
     "arithmetic": {"variant"},
     "gsm8k": FILE_FIELDS | {"prompt_template"},
-    "jsonl": FILE_FIELDS | {"prompt_column", "reward", "reward_weights", "accuracy"},
+    "jsonl": FILE_FIELDS | {"prompt_column", "reward", "reward_weights", "accuracy", "reward_timeout"},
 }
 
 
@@ -50,6 +50,9 @@ class TaskConfig(BaseModel):
     """jsonl: one weight for each reward function. None: 1 each."""
     accuracy: str | None = None
     """jsonl: name of the reward function whose value above 0.5 counts as a right answer. None: the first one."""
+
+    reward_timeout: Annotated[float, Field(gt=0)] | None = None
+    """jsonl: seconds that one call of a reward function may take, for all answers of a step; null for no limit."""
 
     @property
     def rewards(self) -> list[str]:

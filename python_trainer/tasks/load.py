@@ -30,7 +30,7 @@ def load_task(settings: TaskConfig) -> Task:
     train, gate = _train_and_gate(settings)
     test = _limited(_read(settings, settings.test_path), settings.test_size, settings.test_path, "test_size")
     weights = dict(zip(rewards, settings.reward_weights or [1.0] * len(rewards), strict=True))
-    return Task(settings.name, train, test, rewards, gate, weights, accuracy)
+    return Task(settings.name, train, test, rewards, gate, weights, accuracy, settings.reward_timeout)
 
 
 def _read(settings: TaskConfig, path: Path | None) -> list[Example]:

@@ -1,11 +1,16 @@
 """Calls reward functions and checks what they return."""
 
+import asyncio
 import importlib
+import inspect
 import math
 import os
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from python_trainer.errors import UserError
 from python_trainer.tasks.base import Example, RewardFunction, Task
@@ -51,14 +56,77 @@ def _value(value: object, name: str, row: int) -> float | None:
     return number
 
 
-def _call(name: str, function: RewardFunction, prompts: list, texts: list, ids: list, columns: dict) -> list:
-    try:
-        values = list(function(prompts=prompts, completions=texts, completion_ids=ids, **columns))
-    except Exception as error:
-        raise UserError(f"reward function {name} raised {type(error).__name__}: {error}") from error
-    if len(values) != len(texts):
-        raise UserError(f"reward function {name} returned {len(values)} values for {len(texts)} completions")
-    return [_value(value, name, row) for row, value in enumerate(values)]
+class _TooLong(Exception):
+    pass
+
+
+def _within(seconds: float | None, call: Callable[[], Any]) -> Any:
+    """The call's result; with a limit it runs in a thread, which is left behind when the time is up."""
+    if seconds is None:
+        return call()
+    done: list[tuple[Any, BaseException | None]] = []
+
+    def work() -> None:
+        try:
+            done.append((call(), None))
+        except BaseException as error:
+            done.append((None, error))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not done:
+        raise _TooLong
+    result, error = done[0]
+    if error is not None:
+        raise error
+    return result
+
+
+async def _gather(functions: dict[str, RewardFunction], arguments: dict[str, Any], limit: float | None) -> list[Any]:
+    """What async reward functions return, or the exceptions that they raise; they run side by side."""
+
+    async def one(function: Any) -> Any:
+        try:
+            async with asyncio.timeout(limit) as clock:
+                return await function(**arguments)
+        except TimeoutError:
+            if clock.expired():
+                raise _TooLong from None
+            raise
+
+    return await asyncio.gather(*map(one, functions.values()), return_exceptions=True)
+
+
+def _call_all(functions: dict[str, RewardFunction], arguments: dict[str, Any], limit: float | None) -> dict[str, Any]:
+    """What every function returns or raises; async ones run side by side after the others."""
+    found: dict[str, Any] = {}
+    for name, function in functions.items():
+        if not _is_async(function):
+            try:
+                found[name] = list(_within(limit, partial(function, **arguments)))
+            except Exception as error:
+                found[name] = error
+    waiting = {name: function for name, function in functions.items() if name not in found}
+    if waiting:
+        found |= zip(waiting, asyncio.run(_gather(waiting, arguments, limit)))
+    return {name: found[name] for name in functions}
+
+
+def _is_async(function: Any) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def _checked(name: str, found: Any, count: int, limit: float | None) -> list[float | None]:
+    """The values of one function for ``count`` completions, or a message about it."""
+    if isinstance(found, _TooLong):
+        raise UserError(f"reward function {name} took longer than task.reward_timeout, {limit:g} s") from found
+    if isinstance(found, Exception):
+        raise UserError(f"reward function {name} raised {type(found).__name__}: {found}") from found
+    if not isinstance(found, Sequence) or len(found) != count:
+        size = len(found) if isinstance(found, Sequence) else type(found).__name__
+        raise UserError(f"reward function {name} returned {size} values for {count} completions")
+    return [_value(value, name, row) for row, value in enumerate(found)]
 
 
 def score(
@@ -67,20 +135,24 @@ def score(
     """Judges N completions; ``examples[i]`` is what completion i answers.
 
     Every reward function is called once with keyword arguments ``prompts``, ``completions`` (text, special tokens
-    left out), ``completion_ids`` and each column of the examples, all of length N. Raises ``UserError`` naming the
-    function that raises or returns the wrong length, NaN or infinity, and where no function applies.
+    left out), ``completion_ids`` and each column of the examples, all of length N. Async functions are awaited side by
+    side. Raises ``UserError`` naming the function that raises, takes longer than the task allows or returns the wrong
+    length, NaN or infinity, and where no function applies.
     """
     prompts = [example.prompt for example in examples]
     names = {column for example in examples for column in example.columns}
     columns = {name: [example.columns.get(name) for example in examples] for name in sorted(names)}
     texts, ids = list(completions), [list(row) for row in completion_ids]
-    rewards = {n: _call(n, f, prompts, texts, ids, columns) for n, f in task.reward_functions.items()}
+    arguments = {"prompts": prompts, "completions": texts, "completion_ids": ids, **columns}
+    limit = task.reward_timeout
+    found = _call_all(task.reward_functions, arguments, limit)
+    rewards = {name: _checked(name, values, len(texts), limit) for name, values in found.items()}
 
-    total = []
+    total: list[float] = []
     for row in range(len(texts)):
-        values = {name: value[row] for name, value in rewards.items() if value[row] is not None}
+        values = [(name, value) for name, column in rewards.items() if (value := column[row]) is not None]
         if not values:
             raise UserError(f"every reward function ({', '.join(rewards)}) returned None for completion {row}")
-        total.append(sum(task.reward_weights.get(name, 1.0) * value for name, value in values.items()))
+        total.append(sum(task.reward_weights.get(name, 1.0) * value for name, value in values))
     accuracy = [float(value is not None and value > 0.5) for value in rewards[task.accuracy]]
     return Scores(rewards, total, accuracy)

@@ -1,0 +1,102 @@
+"""Reward functions by TRL's signature: async ones, None, and a limit on how long a call may take."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from python_trainer.config import check_config
+from python_trainer.errors import UserError
+from python_trainer.tasks.base import Example, Task
+from python_trainer.tasks.rewards import score
+
+
+def judge(limit=None, **functions):
+    examples = [Example("p", {"answer": n}) for n in (3, 5)]
+    task = Task("t", examples, [], functions, accuracy=next(iter(functions)), reward_timeout=limit)
+    return score(task, examples, ["a", "bb"], [[1], [2, 2]])
+
+
+def plain(prompts, completions, completion_ids, answer, **_):
+    return [float(n) for n in answer]
+
+
+def test_async_functions_run_side_by_side():
+    running, most = 0, 0
+
+    async def slow(completions, completion_ids, **_):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        running -= 1
+        return [len(ids) / 2 for ids in completion_ids]
+
+    class Judge:
+        async def __call__(self, answer, **_):
+            return await slow(None, [[0] * n for n in answer])
+
+    scores = judge(plain=plain, first=slow, second=Judge())
+    assert most == 2 and list(scores.rewards) == ["plain", "first", "second"]
+    assert scores.rewards == {"plain": [3.0, 5.0], "first": [0.5, 1.0], "second": [1.5, 2.5]}
+    assert scores.total == [5.0, 8.5]
+
+
+def test_none_leaves_a_function_out_of_the_sum():
+    async def sometimes(completions, **_):
+        return [None, 1.0]
+
+    assert judge(plain=plain, sometimes=sometimes).total == [3.0, 6.0]
+    with pytest.raises(UserError, match="every reward function .sometimes. returned None for completion 0"):
+        judge(sometimes=sometimes)
+
+
+@pytest.mark.parametrize("kind", ["plain", "async"])
+def test_a_function_that_hangs_is_named(kind):
+    release = threading.Event()
+
+    def hangs(**_):
+        release.wait(30)
+        return [0.0, 0.0]
+
+    async def waits(**_):
+        await asyncio.sleep(30)
+
+    start = time.monotonic()
+    with pytest.raises(UserError, match=r"reward function bad took longer than task.reward_timeout, 0.05 s"):
+        judge(0.05, plain=plain, bad=hangs if kind == "plain" else waits)
+    release.set()
+    assert time.monotonic() - start < 15
+
+
+@pytest.mark.parametrize("limit", [None, 5.0])
+def test_errors_are_named_with_and_without_a_limit(limit):
+    def raises(**_):
+        raise TimeoutError("the server is gone")
+
+    async def later(**_):
+        raise TimeoutError("the server is gone")
+
+    async def short(**_):
+        return [1.0]
+
+    async def nothing(**_):
+        pass
+
+    for function in (raises, later):
+        with pytest.raises(UserError, match="reward function bad raised TimeoutError: the server is gone"):
+            judge(limit, bad=function)
+    with pytest.raises(UserError, match="reward function bad returned 1 values for 2 completions"):
+        judge(limit, bad=short)
+    with pytest.raises(UserError, match="reward function bad returned NoneType values for 2"):
+        judge(limit, bad=nothing)
+    assert judge(limit, plain=plain).total == [3.0, 5.0]
+
+
+def test_the_limit_is_a_setting_of_the_jsonl_task(settings):
+    settings["task"]["reward_timeout"] = 2.5
+    assert check_config(settings, source="test").task.reward_timeout == 2.5
+    settings["task"]["reward_timeout"] = 0
+    with pytest.raises(UserError, match="task.reward_timeout: .*greater than 0, got 0"):
+        check_config(settings, source="test")
