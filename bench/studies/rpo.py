@@ -49,10 +49,10 @@ VARIANTS: dict[str, tuple[str | None, list[str]]] = {
     "dapo": (None, DAPO),
     "dapo+rpo": ("dapo", RPO + DAPO),
     "grpo+rpo+length": ("grpo", RPO + GRPO + LENGTH),
-    "dapo+rpo+length": ("dapo", RPO + DAPO + LENGTH),
     "grpo+rpo, short cuts": ("grpo", RPO + GRPO + SHORT),
+    "dapo+rpo+length": ("dapo", RPO + DAPO + LENGTH),
 }
-MAIN = ("grpo", "grpo+rpo", "dapo", "dapo+rpo")  # on all seeds first, then the others
+MAIN = ("grpo", "grpo+rpo", "dapo", "dapo+rpo")
 # the first steps of grpo+rpo again, each answer with its own copy of the prefix in training
 UNSHARED = "grpo+rpo, prefixes repeated"
 UNSHARED_STEPS = 12
@@ -63,6 +63,15 @@ def settings(variant: str, seed: int) -> Config:
         special = [f"max_steps={UNSHARED_STEPS}", "evaluation.eval_steps=0", "optimizer.share_prefixes=false"]
         return load_config(CONFIG, [*COMMON, *RPO, *GRPO, *special, f"seed={seed}"])
     return load_config(CONFIG, [*COMMON, *VARIANTS[variant][1], f"seed={seed}"])
+
+
+def order(seeds: int) -> list[tuple[str, int]]:
+    """All runs, so that a study that ends early has two seeds of the main variants and one of each of the others."""
+    main = [(variant, seed) for seed in range(seeds) for variant in MAIN]
+    names = [name for name in VARIANTS if name not in MAIN]
+    others = [(UNSHARED, 0), *((variant, seed) for seed in range(seeds) for variant in names)]
+    early, one_each = 2 * len(MAIN), 1 + len(names)
+    return main[:early] + others[:one_each] + main[early:] + others[one_each:]
 
 
 def train(variant: str, seed: int, folder: Path) -> None:
@@ -139,13 +148,14 @@ def versus(ours: Sequence[float | None], plain: Sequence[float | None], form: st
 def table(by_variant: dict[str, list[Run]], found: dict[str, dict[str, Any]]) -> str:
     """Markdown, one row per variant."""
     targets = [f"{what} to {t}" for t in TARGETS for what in ("seconds", "generated tokens")]
-    head = ["", "steps", "tokens per answer", "s per step", *targets, "accuracy", "minus plain, paired 95 %",
+    head = ["", "seeds", "steps", "tokens per answer", "s per step", *targets, "accuracy", "minus plain, paired 95 %",
             "generation / training / rpo", "informative groups"]  # fmt: skip
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for name, own in found.items():
         plain = VARIANTS[name][0] or name
-        reference, cells = found.get(plain, own), [f"**{name}**"]
-        cells.append(f"{own['steps']:.0f}")
+        cells, same_seeds = [f"**{name}**"], by_variant.get(plain, [])[: own["seeds"]]
+        reference = facts(same_seeds) if len(same_seeds) == own["seeds"] else own
+        cells += [str(own["seeds"]), f"{own['steps']:.0f}"]
         cells.append(versus([own["generated_per_answer"]], [reference["generated_per_answer"]], "{:.0f}"))
         cells.append(versus([own["seconds_per_step"]], [reference["seconds_per_step"]], "{:.2f}"))
         for target in TARGETS:
@@ -219,18 +229,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    others = [name for name in VARIANTS if name not in MAIN]
-    for variants in (MAIN, (UNSHARED, *others)):
-        for seed in range(args.seeds):
-            for variant in variants:
-                if variant != UNSHARED or seed == 0:
-                    train(variant, seed, args.output_dir / variant / f"seed-{seed}")
-            write(args.output_dir, args.results)
+    for variant, seed in order(args.seeds):
+        train(variant, seed, args.output_dir / variant / f"seed-{seed}")
+        write(args.output_dir, args.results)
 
 
 def write(output_dir: Path, results: Path) -> None:
     """The table, the figures behind it and the picture, of what is finished."""
-    runs = find_runs([output_dir])
+    runs = [run for run in find_runs([output_dir]) if "test" in load_evaluations(run.folder)]
     by_variant = {name: [run for run in runs if run.name == name] for name in VARIANTS}
     by_variant = {name: own for name, own in by_variant.items() if own}
     found = {name: facts(own) for name, own in by_variant.items()}
@@ -238,8 +244,7 @@ def write(output_dir: Path, results: Path) -> None:
     results.mkdir(parents=True, exist_ok=True)
     text = table(by_variant, found)
     lines = [
-        f"{len(next(iter(by_variant.values())))} seeds, {TEST_PROMPTS} test prompts in the last evaluation, "
-        f"{runs[0].summary['device']}, commit {commit()}.",
+        f"{TEST_PROMPTS} test prompts in the last evaluation, {runs[0].summary['device']}, commit {commit()}.",
         "", text, "",
         "The same first steps of `grpo+rpo` with every prefix computed once per group and once per answer:", "",
         "| | generation, s per step | training, s per step | tokens in forward-backward passes |", "|---|---|---|---|",

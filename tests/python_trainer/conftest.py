@@ -32,6 +32,11 @@ def digits(prompts, completions, completion_ids, **columns):
     return [sum(token < 10 for token in ids) / max(len(ids), 1) for ids in completion_ids]
 
 
+def even(prompts, completions, completion_ids, **columns):
+    """1 where the last token but the end is an even number, else 0."""
+    return [float(ids[-2:][0] % 2 == 0) for ids in completion_ids]
+
+
 @pytest.fixture(scope="session")
 def tiny_policy(tmp_path_factory):
     return save_tiny_policy(tmp_path_factory.mktemp("policy"))

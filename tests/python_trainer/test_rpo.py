@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from python_trainer.accelerators import PlannedGroup, Rollout, RunContext, StepContext
 from python_trainer.accelerators.answers import load_answers, save_answers
 from python_trainer.accelerators.rpo import RPO, RPOSettings, length_reward
+from python_trainer.config import check_config
 from python_trainer.errors import UserError
 from python_trainer.objective import make_batch
 from python_trainer.report import Run, draw_informative, informative_by_cut
@@ -316,6 +317,24 @@ def test_interrupted_run_ends_with_the_same_weights_and_answers(make_config, tmp
     assert rest.accelerators[0].answers == whole.accelerators[0].answers
     for a, b in zip(whole.policy.model.parameters(), rest.policy.model.parameters()):
         assert torch.equal(a, b)
+
+
+def test_dynamic_sampling_refills_with_suffixes_and_counts_every_round(make_config, tmp_path):
+    """Rewards that are 0 or 1 by the last token: short cuts leave many groups without spread, which are drawn again."""
+    config = rpo_config(make_config, max_steps=3, rpo={"cut_share": 0.3})
+    values = config.model_dump(mode="json")
+    values["rollout"] |= {"dynamic_sampling": True, "max_sampling_rounds": 3}
+    values["task"]["reward"] = "conftest:even"
+    trainer = Trainer(check_config(values, source="test"), tmp_path / "run", console=Console(quiet=True))
+    trainer.run()
+    rows = read_metrics(tmp_path / "run")[1:]
+    groups = [sum(v for k, v in row.items() if k.startswith("rpo/groups_cut_")) for row in rows]
+    informative = [sum(v for k, v in row.items() if k.startswith("rpo/informative_cut_")) for row in rows]
+    assert max(row["sampling/rounds"] for row in rows) > 1
+    for row, total, kept in zip(rows, groups, informative):
+        assert total >= 4 and kept / total == pytest.approx(row["rpo/informative"])
+        assert row["rpo/informative"] == pytest.approx(row["sampling/kept_groups"])
+    assert any(row["rpo/hit_rate"] > 0 for row in rows)
 
 
 def test_sharing_prefixes_changes_the_tokens_computed_but_not_the_weights(make_config, tmp_path):
