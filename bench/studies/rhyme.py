@@ -84,10 +84,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def llama_policy(folder: Path) -> None:
     """A base policy of the size of `small`, of another family and another seed, made as the shipped ones are."""
     torch.manual_seed(1)
+    shape: dict[str, Any] = dict(pretrain.SHAPES["small"])
     config = LlamaConfig(
         vocab_size=pretrain.EOS_ID + 1, num_hidden_layers=3, max_position_embeddings=1024, tie_word_embeddings=True,
         initializer_range=0.04, pad_token_id=pretrain.PAD_ID, eos_token_id=pretrain.EOS_ID, bos_token_id=None,
-        **pretrain.SHAPES["small"],
+        **shape,
     )  # fmt: skip
     policy: Any = LlamaForCausalLM(config)
     policy.set_attn_implementation("eager")
