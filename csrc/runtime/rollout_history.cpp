@@ -376,6 +376,13 @@ void RolloutHistory::extend(int64_t handle, Ids ids) {
   handle_of(handle).text.append(ids);
 }
 
+void RolloutHistory::extend_tracked(std::span<const int64_t> handles, Ids ids, const int64_t* lengths) {
+  const std::lock_guard lock(mutex_);
+  for (int64_t handle : handles) handle_of(handle);  // all or nothing
+  for (size_t b = 0, at = 0; b < handles.size(); at += lengths[b++])
+    handle_of(handles[b]).text.append(ids.subspan(at, lengths[b]));
+}
+
 void RolloutHistory::draft_tracked(std::span<const int64_t> handles, int64_t limit, double token_cost, int64_t* ids,
                                    int64_t* lengths) {
   const std::lock_guard lock(mutex_);

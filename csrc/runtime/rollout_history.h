@@ -34,6 +34,7 @@ class RolloutHistory {
   std::vector<int32_t> draft(Ids prompt, Ids generated, int64_t limit);
   int64_t track(Ids prompt);
   void extend(int64_t handle, Ids ids);
+  void extend_tracked(std::span<const int64_t> handles, Ids ids, const int64_t* lengths);  // ids: side by side
   // -> ids [handles, limit], -1 beyond each length, and lengths [handles]
   void draft_tracked(std::span<const int64_t> handles, int64_t limit, double token_cost, int64_t* ids,
                      int64_t* lengths);

@@ -60,6 +60,14 @@ void bind_rollout_history(py::module_& m) {
       .def("track", [](History& h, const IdArray& prompt) { return unlocked([&] { return h.track(view(prompt)); }); })
       .def("extend",
            [](History& h, int64_t handle, const IdArray& ids) { unlocked([&] { h.extend(handle, view(ids)); }); })
+      .def("extend_tracked",
+           [](History& h, const LongArray& handles, const IdArray& ids, const LongArray& lengths) {
+             check_length(lengths, handles.size(), "lengths");
+             int64_t total = 0;
+             for (py::ssize_t i = 0; i < lengths.size(); ++i) total += lengths.data()[i];
+             if (total != ids.size()) throw std::invalid_argument("lengths must add up to the number of ids");
+             unlocked([&] { h.extend_tracked(view(handles), view(ids), lengths.data()); });
+           })
       .def("draft_tracked",
            [](History& h, const LongArray& handles, int64_t limit, std::optional<double> token_cost) {
              py::array_t<int64_t> ids({handles.size(), py::ssize_t(limit)}), lengths(handles.size());

@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator
 
 from python_trainer.accelerators.alpha import Alpha
 from python_trainer.accelerators.base import Accelerator, PlannedGroup, Rollout, RunContext, Settings, StepContext
+from python_trainer.accelerators.drafts import Drafts
 from python_trainer.accelerators.rhyme import Rhyme
 from python_trainer.accelerators.rpo import RPO
 
@@ -22,7 +23,7 @@ __all__ = [
 ]
 
 # In the order in which they run within a step: rhyme, rpo, drafts, alpha.
-ACCELERATORS: dict[str, type[Accelerator]] = {kind.name: kind for kind in (Rhyme, RPO, Alpha)}
+ACCELERATORS: dict[str, type[Accelerator]] = {kind.name: kind for kind in (Rhyme, RPO, Drafts, Alpha)}
 
 
 class _Enabled(BaseModel):

@@ -1,7 +1,10 @@
 """PagedEngine: rollouts of a Transformers model without padding, with every shared beginning computed once."""
 
+import itertools
+import time
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -9,11 +12,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import rlkernels.backend
 from python_trainer.errors import UserError
 from python_trainer.rollout.attention import Forward, Paging, forward, paged_mode, probe
+from python_trainer.rollout.drafting import Drafter
 from python_trainer.rollout.fused import FusedDecoder, supports
 from python_trainer.rollout.scheduler import Sample, Scheduler, Step
 from python_trainer.rollout.stopping import StopStrings
 from python_trainer.rollout.types import Completion, Request, SamplingParams
-from rlkernels import PagedKVCache, keyed_uniform, sample_tokens
+from rlkernels import PagedKVCache, keyed_uniform, sample_tokens, verify_drafts
 
 ROPE_BY_LENGTH = ("dynamic", "longrope")  # whose angles depend on the longest sequence of the batch
 CPU_MEMORY_BYTES = 1 << 30
@@ -32,6 +36,9 @@ class PagedEngine:
 
     The model stays the caller's: outside ``generate`` it keeps its own attention implementation and its mode, and
     may be trained. Weights must not change inside ``generate``; after they changed call ``policy_updated``.
+
+    While ``drafter`` is set, several tokens of a sample may come out of one forward pass: drafts are verified for all
+    sequences at once, and the tokens are those that come without drafts, up to rounding of the model's own numbers.
 
     Args:
         model: a causal language model whose layers use Transformers' attention interface.
@@ -79,7 +86,9 @@ class PagedEngine:
             len(found.shapes), heads, dim,
             memory_bytes=memory_bytes, block_size=block_size, dtype=model.dtype, device=self.device,
         )  # fmt: skip
-        names = ("generated_tokens", "prefill_tokens", "cached_tokens", "forward_passes", "preemptions")
+        self.drafter: Drafter | None = None
+        names = ("generated_tokens", "prefill_tokens", "cached_tokens", "forward_passes", "preemptions",
+                 "sample_steps", "draft_steps", "draft_tokens", "accepted_tokens")  # fmt: skip
         self._stats: dict[str, float] = dict.fromkeys(names, 0)
 
     @property
@@ -87,7 +96,9 @@ class PagedEngine:
         """Counters since the engine was made.
 
         ``generated_tokens``; ``prefill_tokens`` computed of prompts, prefixes and preempted samples;
-        ``cached_tokens`` of those not computed because they were shared; ``forward_passes``; ``preemptions``.
+        ``cached_tokens`` of those not computed because they were shared; ``forward_passes``; ``preemptions``;
+        ``sample_steps``: each pass counted once per sample that drew from it; ``draft_steps`` of those with a draft;
+        ``draft_tokens`` offered; ``accepted_tokens`` of those.
         """
         return dict(self._stats)
 
@@ -102,7 +113,7 @@ class PagedEngine:
             UserError: a request or setting is out of range, e.g. a prompt longer than the model's limit.
         """
         self._check(requests, sampling)
-        scheduler = Scheduler(self.cache, self.max_sequences, self.max_batch_tokens, self._stats)
+        scheduler = Scheduler(self.cache, self.max_sequences, self.max_batch_tokens, self._stats, self.drafter)
         stop = StopStrings(self.tokenizer, sampling.stop) if self.tokenizer and sampling.stop else None
         completions = []
         for request in requests:
@@ -160,33 +171,88 @@ class PagedEngine:
 
     def _draw(self, step: Step, logits: torch.Tensor, sampling: SamplingParams, stop: StopStrings | None
               ) -> list[Sample]:  # fmt: skip
-        """Draws the next token of every sample of the step -> the samples that are done."""
-        samples = [sample for group in step.samples for sample in group]
-        if not samples:
+        """Draws the next tokens of every sample of the step -> the samples that are done."""
+        rows = [sample for group in step.samples for sample in group]  # a sample with a draft has several rows
+        if not rows:
             return []
-        if len(samples) > len(step.rows):
+        if len(rows) > len(step.rows):
             counts = torch.tensor([len(group) for group in step.samples], device=self.device)
-            logits = logits.repeat_interleave(counts, 0, output_size=len(samples))
+            logits = logits.repeat_interleave(counts, 0, output_size=len(rows))
+        samples = list(dict.fromkeys(rows))
+        lengths = [1 + len(sample.draft) for sample in samples]
+        starts = [0, *itertools.accumulate(lengths)]
         uniforms = keyed_uniform(
             sampling.seed,
-            torch.tensor([sample.sample_id for sample in samples], device=self.device),
-            torch.tensor([len(sample.context) + len(sample.out.ids) for sample in samples], device=self.device),
+            torch.tensor([sample.sample_id for sample in rows], device=self.device),
+            torch.tensor([s.length + i for s, n in zip(samples, lengths) for i in range(n)], device=self.device),
         )
-        ids, logprobs = sample_tokens(
-            logits, uniforms, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k
-        )
-        done = []
-        for sample, token, logprob in zip(samples, ids.tolist(), logprobs.tolist()):
-            out = sample.out
-            out.ids.append(token)
-            out.logprobs.append(logprob)
-            if token in self.eos_token_ids or (stop is not None and stop.ends(sample)):
-                out.finish_reason = "stop"
-                done.append(sample)
-            elif len(out.ids) == sample.max_new_tokens:
-                done.append(sample)
-        self._stats["generated_tokens"] += len(samples)
+        settings: dict[str, Any] = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+        }
+        if len(samples) == len(rows):
+            ids, logprobs = sample_tokens(logits, uniforms, **settings)
+            accepted = [0] * len(samples)
+        else:
+            drafts = [sample.draft for sample in samples]
+            counted, ids, logprobs = verify_drafts(logits, drafts, starts, uniforms, **settings)
+            accepted = counted.tolist()
+        drawn, weights = ids.tolist(), logprobs.tolist()
+        done, kept = [], []
+        for sample, start, right in zip(samples, starts, accepted):
+            before = len(sample.out.ids)
+            for row in range(start, start + right + 1):
+                if self._extend(sample, drawn[row], weights[row], stop):
+                    done.append(sample)
+                    break
+            kept.append(sample.out.ids[before:])
+        if self.drafter:
+            self.drafter.learn(samples, accepted, kept)
+        self._count(samples, accepted, kept)
         return done
+
+    def _extend(self, sample: Sample, token: int, logprob: float, stop: StopStrings | None) -> bool:
+        """Adds a token to a sample; True when that was its last."""
+        out = sample.out
+        out.ids.append(token)
+        out.logprobs.append(logprob)
+        if token in self.eos_token_ids or (stop is not None and stop.ends(sample)):
+            out.finish_reason = "stop"
+            return True
+        return len(out.ids) == sample.max_new_tokens
+
+    def _count(self, samples: list[Sample], accepted: list[int], kept: list[list[int]]) -> None:
+        counts = {
+            "generated_tokens": sum(map(len, kept)),
+            "sample_steps": len(samples),
+            "draft_steps": sum(bool(sample.draft) for sample in samples),
+            "draft_tokens": sum(len(sample.draft) for sample in samples),
+            "accepted_tokens": sum(accepted),
+        }
+        for name, count in counts.items():
+            self._stats[name] += count
+
+    def pass_seconds(self, sequences: int, tokens: int, *, context: int = 32, repeats: int = 3) -> float:
+        """Time of a forward pass over ``tokens`` tokens of each of ``sequences`` sequences: the quickest of some."""
+        length, taken = context + tokens, []
+        first = self.cache.open([0] * context)
+        opened = [first, *self.cache.fork(first, sequences - 1)]
+        try:
+            slots = self.cache.append_many(opened, [[0] * tokens] * sequences)
+            step = Step([0] * (sequences * tokens), [*range(context, length)] * sequences, slots, opened,
+                        [length] * sequences, [tokens] * sequences, list(range(sequences * tokens)))  # fmt: skip
+            with paged_mode(self.model):
+                run = self._runner([Request([0] * length, max_new_tokens=0)])
+                for _ in range(repeats):
+                    before = time.perf_counter()
+                    logits = self._forward(run, step, share=False)
+                    sample_tokens(logits.nan_to_num(), torch.full((len(logits),), 0.5, device=self.device))
+                    taken.append(time.perf_counter() - before)
+        finally:
+            for sequence in opened:
+                self.cache.close(sequence)
+        return min(taken)
 
     def _check(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
         if not sampling.temperature >= 0:

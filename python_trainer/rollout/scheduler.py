@@ -1,19 +1,24 @@
 """Which sequences run in the next forward pass: continuous batching, chunked prefill, preemption.
 
 A *job* is a run of tokens to prefill, once, for one or more samples; when its last token is computed it is forked
-into them. A running sample holds one token that was drawn and is not computed yet (a drafter would add its guesses
-behind it). When blocks run out, the youngest work goes first: it is closed, queued again as a job over all the
-tokens it has, and computed anew. The oldest sample is never preempted, so there is always progress.
+into them. A running sample holds one token that was drawn and is not computed yet; a drafter adds its guesses behind
+it, and what they leave in the cache is cut off again where they were wrong. When blocks run out, drafts give way
+first, then the youngest work: it is closed, queued again as a job over all the tokens it has, and computed anew. The
+oldest sample is never preempted, so there is always progress.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from python_trainer.rollout.types import Completion
 from rlkernels import OutOfBlocks, PagedKVCache
 from rlkernels.prefix_cache import Sequence
+
+if TYPE_CHECKING:
+    from python_trainer.rollout.drafting import Drafter
 
 
 @dataclass(eq=False)
@@ -26,6 +31,16 @@ class Sample:
     prefix_length: int
     max_new_tokens: int
     sequence: Sequence = field(init=False)  # everything but the last drawn token is computed
+    draft: list[int] = field(default_factory=list)  # guesses of what follows it
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.context) - self.prefix_length
+
+    @property
+    def length(self) -> int:
+        """Prompt, prefix and all drawn tokens."""
+        return len(self.context) + len(self.out.ids)
 
 
 @dataclass(eq=False)
@@ -46,7 +61,7 @@ class Step:
     sequences: list[Sequence]
     seq_lens: list[int]
     query_lens: list[int]
-    rows: list[int] = field(default_factory=list)  # the last token of every sequence that is drawn from next
+    rows: list[int] = field(default_factory=list)  # of the logits that are drawn from
     samples: list[list[Sample]] = field(default_factory=list)  # per row: who draws from it
     prefilled: list[Job] = field(default_factory=list)  # jobs whose last token is in this pass
 
@@ -54,8 +69,9 @@ class Step:
 class Scheduler:
     """Holds the queues and every open sequence."""
 
-    def __init__(self, cache: PagedKVCache, max_sequences: int, max_batch_tokens: int, stats: dict[str, float]):
-        self.cache, self.stats = cache, stats
+    def __init__(self, cache: PagedKVCache, max_sequences: int, max_batch_tokens: int, stats: dict[str, float],
+                 drafter: "Drafter | None" = None):  # fmt: skip
+        self.cache, self.stats, self.drafter = cache, stats, drafter
         self.max_sequences, self.max_batch_tokens = max_sequences, max_batch_tokens
         self.waiting: deque[Job] = deque()
         self.filling: list[Job] = []
@@ -70,6 +86,9 @@ class Scheduler:
         return bool(self.waiting or self.filling or self.running)
 
     def next_step(self) -> Step:
+        if self.drafter:
+            # one token a sample is computed anyway, and a prefill needs room for one
+            self.drafter.draft(self.running, self.max_batch_tokens - len(self.running) - 1)
         if not self._append_drawn():
             self._admit()
         step = self._decode_step()
@@ -88,12 +107,21 @@ class Scheduler:
                 sample.sequence = sequence
             self.stats["cached_tokens"] += len(others) * len(job.tokens)
             self.running += job.samples
+            if self.drafter:
+                self.drafter.start(job.samples)
 
     def finish(self, done: list[Sample]) -> None:
+        """After drawing: closes what is done, and cuts off drafts from where they were wrong."""
         for sample in done:
             self.cache.close(sample.sequence)
         gone = set(done)
         self.running = [sample for sample in self.running if sample not in gone]
+        for sample in self.running:
+            if sample.draft and sample.sequence.length >= sample.length:
+                self.cache.truncate(sample.sequence, sample.length - 1)
+            sample.draft = []
+        if self.drafter:
+            self.drafter.stop(done)
 
     def close(self) -> None:
         """Lets go of every sequence, whatever state it is in."""
@@ -101,19 +129,29 @@ class Scheduler:
             self.cache.close(sequence)
         self.waiting.clear()
         self.filling, self.running = [], []
+        if self.drafter:
+            self.drafter.close()
 
     def _append_drawn(self) -> bool:
-        """Makes room for the drawn token of every running sample. True when others had to give up theirs for it."""
+        """Makes room for the drawn token and the draft of every running sample.
+
+        True when some had to give up their place for others. Drafts give way first.
+        """
         preempted = False
         while self.running:
             try:
                 self.slots = self.cache.append_many(
-                    [sample.sequence for sample in self.running], [sample.out.ids[-1:] for sample in self.running]
+                    [sample.sequence for sample in self.running],
+                    [[sample.out.ids[-1], *sample.draft] for sample in self.running],
                 )
                 return preempted
             except OutOfBlocks:
-                self._preempt()
-                preempted = True
+                if any(sample.draft for sample in self.running):
+                    for sample in self.running:
+                        sample.draft = []
+                else:
+                    self._preempt()
+                    preempted = True
         self.slots = torch.empty(0, dtype=torch.int64, device=self.cache.device)
         return preempted
 
@@ -151,20 +189,17 @@ class Scheduler:
             self.filling.append(job)
 
     def _decode_step(self) -> Step:
-        """The drawn tokens of all running samples."""
-        count = len(self.running)
-        sequences = [sample.sequence for sample in self.running]
-        lengths = [len(sample.context) + len(sample.out.ids) for sample in self.running]
-        return Step(
-            ids=[sample.out.ids[-1] for sample in self.running],
-            positions=[length - 1 for length in lengths],
-            slots=self.slots,
-            sequences=sequences,
-            seq_lens=lengths,
-            query_lens=[1] * count,
-            rows=list(range(count)),
-            samples=[[sample] for sample in self.running],
-        )
+        """The drawn tokens of all running samples, and their drafts."""
+        step = Step([], [], self.slots, [sample.sequence for sample in self.running], [], [])
+        for sample in self.running:
+            count, end = 1 + len(sample.draft), sample.length + len(sample.draft)
+            step.ids += [sample.out.ids[-1], *sample.draft]
+            step.positions += range(end - count, end)
+            step.seq_lens.append(end)
+            step.query_lens.append(count)
+            step.samples += [[sample]] * count
+        step.rows += range(len(step.ids))
+        return step
 
     def _add_prefill(self, step: Step) -> None:
         """Adds the next tokens of the jobs, oldest first, so that a shared block is written before it is read."""

@@ -2,7 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from python_trainer.rollout.drafting import Drafter
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,15 @@ class Completion:
 class Engine(Protocol):
     """Generates completions with the current policy."""
 
+    drafter: "Drafter | None"
+    """Guesses tokens that the engine then verifies; None: no drafts."""
+
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
         """Completions in the order of the requests, the samples of one request side by side."""
+        ...
+
+    def pass_seconds(self, sequences: int, tokens: int) -> float:
+        """Time of a forward pass over so many new tokens of each of so many sequences."""
         ...
 
     def policy_updated(self) -> None:
@@ -52,5 +62,5 @@ class Engine(Protocol):
 
     @property
     def stats(self) -> dict[str, float]:
-        """Counters since the engine was made: generated_tokens, prefill_tokens, cached_tokens, forward_passes."""
+        """Counters since the engine was made: generated_tokens, prefill_tokens, forward_passes, ..."""
         ...

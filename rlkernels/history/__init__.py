@@ -89,6 +89,22 @@ class RolloutHistory:
         """Tells that ``ids`` were generated (accepted draft tokens included)."""
         self._core.extend(handle, _ids("ids", ids))
 
+    def extend_tracked(self, handles: Ids, ids: Ids, lengths: Ids) -> None:
+        """:meth:`extend` of B sequences in one call.
+
+        Args:
+            handles: B handles.
+            ids: the new tokens of all sequences, one after the other.
+            lengths: integers [B], how many of them belong to each.
+        """
+        known, counts = _ids("handles", handles, np.int64), _ids("lengths", lengths, np.int64)
+        new = _ids("ids", ids)
+        if len(known) != len(counts):
+            raise ValueError(f"lengths must have one entry per handle ({len(known)}), got {len(counts)}")
+        if counts.sum() != len(new):
+            raise ValueError(f"lengths must add up to the number of ids ({len(new)}), got {counts.sum()}")
+        self._core.extend_tracked(known, new, counts)
+
     def draft_tracked(
         self, handles: Ids, *, max_tokens: int, token_cost: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -183,6 +183,11 @@ class History:
     def extend(self, handle: int, ids: np.ndarray) -> None:
         self._handle(handle).generated.extend(ids.tolist())
 
+    def extend_tracked(self, handles: np.ndarray, ids: np.ndarray, lengths: np.ndarray) -> None:
+        states = [self._handle(h) for h in handles.tolist()]
+        for state, new in zip(states, np.split(ids, lengths.cumsum()[:-1])):
+            state.generated.extend(new.tolist())
+
     def draft_tracked(
         self, handles: np.ndarray, limit: int, token_cost: float | None = None
     ) -> tuple[np.ndarray, np.ndarray]:

@@ -74,6 +74,23 @@ def test_own_text_is_drafted_from_too():
     history.release(handle)
 
 
+def test_extending_many_sequences_at_once():
+    history = rlkernels.RolloutHistory()
+    history.add([1], list(range(20, 60)))
+    together, alone = ([history.track([1]) for _ in range(3)] for _ in range(2))
+    parts = [[20, 21], [], [30, 31, 32, 33]]
+    history.extend_tracked(together, [token for part in parts for token in part], [len(part) for part in parts])
+    for handle, part in zip(alone, parts):
+        history.extend(handle, part)
+    ours, wanted = (history.draft_tracked(handles, max_tokens=4)[0].tolist() for handles in (together, alone))
+    assert ours == wanted == [[22, 23, 24, 25], [20, 21, 22, 23], [34, 35, 36, 37]]
+    history.extend_tracked([], [], [])
+    with pytest.raises(ValueError, match=r"lengths must add up to the number of ids \(1\), got 2"):
+        history.extend_tracked([together[0]], [1], [2])
+    with pytest.raises(ValueError, match=r"one entry per handle \(1\), got 0"):
+        history.extend_tracked([together[0]], [], [])
+
+
 def test_token_cost_of_one_call():
     history = rlkernels.RolloutHistory(token_cost=0.0)
     history.add([1], list(range(100)))

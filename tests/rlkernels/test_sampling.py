@@ -5,6 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 from scipy import stats
 
 import rlkernels
@@ -245,6 +248,45 @@ def test_drafts_change_no_token(temperature, top_p, top_k):
             tokens, drafted_scores, taken[name] = decode(sample, length, vocab, settings, draft_of)
             assert tokens == plain and drafted_scores == scores, name
         assert taken["right"] == length / 6 and taken["wrong"] == length and taken["mixed"] <= length / 4
+
+
+@hypothesis_settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([1, 2, 3, 17, 300, 1023, 2053, 20_011]), st.sampled_from(SETTINGS), st.integers(0, 2**31), st.data()
+)
+def test_drafts_change_no_token_in_any_vocabulary(vocab, setting, sample, data):
+    settings = dict(zip(("temperature", "top_p", "top_k"), setting))
+    plain, scores, _ = decode(sample, 9, vocab, settings, lambda prefix: [])
+
+    def draft_of(prefix):
+        """Right for a while, then anything."""
+        right = data.draw(st.integers(0, 4))
+        return plain[len(prefix) : len(prefix) + right] + data.draw(st.lists(st.integers(0, vocab - 1), max_size=3))
+
+    assert decode(sample, 9, vocab, settings, draft_of)[:2] == (plain, scores)
+
+
+@pytest.mark.parametrize("draft", ["likely", "unlikely"])
+def test_chi_square_of_tokens_drawn_with_drafts(draft):
+    """Sequences of two tokens, the second of which depends on the first: both marginals and the pair."""
+    vocab, n = 6, 20_000
+    first = target_logits((), vocab)
+    guess = int(first.argmax() if draft == "likely" else first.argmin())
+    rows = torch.stack([first, target_logits((guess,), vocab)]).repeat(n, 1)
+    accepted, ids, _ = rlkernels.verify_drafts(
+        rows, torch.full((n,), guess), torch.arange(0, 2 * n + 1, 2), uniforms(2 * n, 11)
+    )
+    drawn = ids.view(n, 2)
+    counts = np.bincount(drawn[:, 0].numpy(), minlength=vocab)
+    assert stats.chisquare(counts, distribution(first, 1.0, 1.0, 0).numpy() * n).pvalue > 1e-3
+    assert torch.equal(accepted == 1, drawn[:, 0] == guess)
+    second = drawn[accepted == 1, 1].numpy()
+    wanted = distribution(rows[1], 1.0, 1.0, 0).numpy() * len(second)
+    many = wanted >= 5
+    counts = np.bincount(second, minlength=vocab)
+    counts = np.append(counts[many], counts[~many].sum())
+    wanted = np.append(wanted[many], wanted[~many].sum() + 1e-9)
+    assert len(second) > 50 and stats.chisquare(counts, wanted * counts.sum() / wanted.sum()).pvalue > 1e-3
 
 
 def test_ragged_batch_equals_one_sequence_at_a_time():

@@ -1,0 +1,90 @@
+"""Drafts: earlier answers guess the new ones, and a forward pass verifies many tokens of an answer at once.
+
+Lossless, after RhymeRL's HistoSpec (arXiv 2508.18588): the noise of every position is keyed, so the tokens are those
+that plain decoding draws, and training is what it is without drafts. Only the number of forward passes changes.
+"""
+
+from typing import Any
+
+from pydantic import Field
+
+from python_trainer.accelerators.base import Accelerator, PlannedGroup, Rollout, Settings, StepContext
+from python_trainer.errors import UserError
+from python_trainer.rollout.types import Engine
+from rlkernels import RolloutHistory
+
+MEASURED_PASSES = ((8, 1), (8, 8), (32, 8))  # sequences, tokens of each
+
+
+class DraftsSettings(Settings):
+    """Lossless speculative rollouts from earlier answers."""
+
+    max_draft_tokens: int = Field(16, ge=1)
+    """Longest draft."""
+    history_tokens: int = Field(10_000_000, ge=1)
+    """Answer tokens kept; the oldest and least rewarded go first."""
+    pass_overhead: float | None = Field(None, ge=0)
+    """What a forward pass costs on top of its tokens, in tokens. null: measured in the first step and kept."""
+
+
+class Drafts(Accelerator):
+    """A history of all answers, by prompt; an answer's epoch is the number of earlier visits to its prompt."""
+
+    name = "drafts"
+    Settings = DraftsSettings
+    settings: DraftsSettings
+
+    def __init__(self, settings: DraftsSettings):
+        super().__init__(settings)
+        self.history = RolloutHistory(max_tokens=settings.history_tokens)
+        self.visits: dict[int, int] = {}  # prompt key -> steps that it was part of
+        self.pass_overhead = settings.pass_overhead
+        self.before: dict[str, float] = {}  # the engine's counters when the step began
+
+    def plan(self, context: StepContext, groups: list[PlannedGroup]) -> list[PlannedGroup]:
+        from python_trainer.rollout.drafting import Drafter, pass_overhead
+
+        engine = context.engine
+        if self.pass_overhead is None:
+            self.pass_overhead = pass_overhead({n * t: engine.pass_seconds(n, t) for n, t in MEASURED_PASSES})
+        self.before = engine.stats
+        engine.drafter = Drafter(
+            self.history, max_tokens=self.settings.max_draft_tokens, pass_overhead=self.pass_overhead
+        )
+        return groups
+
+    def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
+        context.engine.drafter = None  # evaluations have prompts of their own
+        for rollout in rollouts:
+            epoch = self.visits.get(rollout.prompt_key, 0)
+            self.history.add(rollout.prompt_ids, rollout.response_ids, reward=rollout.reward, epoch=epoch)
+        for key in {rollout.prompt_key for rollout in rollouts}:
+            self.visits[key] = self.visits.get(key, 0) + 1
+        self._report(context.engine, context.telemetry)
+        return rollouts
+
+    def _report(self, engine: Engine, telemetry: dict[str, float]) -> None:
+        spent = {name: count - self.before[name] for name, count in engine.stats.items()}
+        telemetry |= {
+            "drafts/tokens_per_step": spent["generated_tokens"] / max(spent["sample_steps"], 1),
+            "drafts/acceptance": spent["accepted_tokens"] / max(spent["draft_tokens"], 1),
+            "drafts/offered_tokens": spent["draft_tokens"],
+            "drafts/off_share": 1 - spent["draft_steps"] / max(spent["sample_steps"], 1),
+            "drafts/forward_passes": spent["forward_passes"],
+            "drafts/pass_overhead": self.pass_overhead or 0.0,
+            "drafts/history_tokens": self.history.stats["tokens"],
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "history": self.history.to_bytes(),
+            "visits": self.visits,
+            "pass_overhead": self.pass_overhead,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        try:
+            self.history = RolloutHistory.from_bytes(state["history"])
+        except ValueError as error:
+            raise UserError(f"the drafts of the checkpoint cannot be read: {error}") from error
+        self.visits, self.pass_overhead = state["visits"], state["pass_overhead"]

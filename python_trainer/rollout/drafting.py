@@ -1,0 +1,78 @@
+"""Drafts for the samples of an engine, from a rollout history."""
+
+from collections.abc import Sequence
+
+import torch
+
+from python_trainer.rollout.scheduler import Sample
+from rlkernels import RolloutHistory
+
+WORTHLESS = 0.95  # no draft token is trusted more than this
+
+
+class Drafter:
+    """Guesses the next tokens of running samples, and learns from what came of it.
+
+    Drafts change the number of forward passes, never the tokens.
+
+    Args:
+        history: earlier answers; filled by the caller.
+        max_tokens: longest draft.
+        pass_overhead: what a forward pass costs on top of its tokens, in tokens. With n samples in a pass a draft
+            token costs the share n / (n + pass_overhead) of a decode step; drafts are as long as they pay.
+    """
+
+    def __init__(self, history: RolloutHistory, *, max_tokens: int = 16, pass_overhead: float):
+        self.history, self.max_tokens, self.pass_overhead = history, max_tokens, pass_overhead
+        self.handles: dict[Sample, int] = {}
+
+    def token_cost(self, samples: int) -> float:
+        """Time of one more draft token, as a share of a sample's decode step."""
+        return samples / (samples + self.pass_overhead)
+
+    def start(self, samples: Sequence[Sample]) -> None:
+        """Follows samples that begin; those that go on after a preemption are known."""
+        for sample in samples:
+            if sample not in self.handles:
+                prompt, prefix = sample.context[: sample.prompt_length], sample.context[sample.prompt_length :]
+                handle = self.handles[sample] = self.history.track(prompt)
+                self.history.extend(handle, prefix)
+
+    def draft(self, samples: Sequence[Sample], budget: int) -> None:
+        """Gives every sample a draft, of ``budget`` tokens together at most."""
+        if not samples:
+            return
+        longest, cost = min(self.max_tokens, budget // len(samples)), self.token_cost(len(samples))
+        if longest <= 0 or cost >= WORTHLESS:
+            return
+        handles = [self.handles[sample] for sample in samples]
+        ids, lengths = self.history.draft_tracked(handles, max_tokens=longest, token_cost=cost)
+        for sample, row, length in zip(samples, ids.tolist(), lengths.tolist()):
+            # the pass itself draws one token more
+            sample.draft = row[: min(length, sample.max_new_tokens - len(sample.out.ids) - 1)]
+
+    def learn(self, samples: Sequence[Sample], accepted: Sequence[int], new: Sequence[Sequence[int]]) -> None:
+        """Tells how many tokens of each draft were right, and which tokens each sample has got."""
+        handles = [self.handles[sample] for sample in samples]
+        self.history.observe(handles, [len(sample.draft) for sample in samples], accepted)
+        self.history.extend_tracked(handles, [token for ids in new for token in ids], [len(ids) for ids in new])
+
+    def stop(self, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            self.history.release(self.handles.pop(sample))
+
+    def close(self) -> None:
+        """Forgets all samples."""
+        self.stop(list(self.handles))
+
+
+def pass_overhead(seconds: dict[int, float]) -> float:
+    """What a pass costs on top of its tokens, in tokens: fits ``a + b tokens`` to seconds by number of tokens.
+
+    Least squares on relative errors, so that small passes count as much as large ones.
+    """
+    tokens = torch.tensor(list(seconds), dtype=torch.float64)
+    taken = torch.tensor(list(seconds.values()), dtype=torch.float64)
+    rows = torch.stack([torch.ones_like(tokens), tokens], 1) / taken[:, None]
+    fixed, each = torch.linalg.lstsq(rows, torch.ones_like(tokens)).solution.tolist()
+    return max(fixed, 0.0) / max(each, 1e-12)

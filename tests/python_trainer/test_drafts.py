@@ -1,0 +1,240 @@
+"""Drafts in the engine and in training: the same tokens in fewer forward passes."""
+
+import pytest
+import torch
+from rich.console import Console
+from scipy import stats
+from test_paged_engine import GREEDY, MODELS, VOCAB, assert_same, engine_for, make, mixed_requests, prompts
+
+from python_trainer.accelerators.drafts import Drafts
+from python_trainer.errors import UserError
+from python_trainer.rollout import Request, SamplingParams
+from python_trainer.rollout.drafting import Drafter, pass_overhead
+from python_trainer.telemetry import read_metrics
+from python_trainer.trainer import Trainer
+from rlkernels import RolloutHistory
+
+SETTINGS = [GREEDY, SamplingParams(seed=3), SamplingParams(temperature=0.7, top_p=0.8, top_k=9, seed=1)]
+
+
+def drafter(pass_overhead=1e9, **options) -> Drafter:
+    return Drafter(RolloutHistory(), pass_overhead=pass_overhead, **options)
+
+
+def fed(requests, completions, corrupt=None, **options) -> Drafter:
+    """A drafter that knows the answers; ``corrupt`` changes every so many tokens of them."""
+    made, answers = drafter(**options), iter(completions)
+    for request in requests:
+        for _ in range(request.num_samples):
+            ids = [*request.prefix_ids, *next(answers).ids]
+            if corrupt:
+                ids = [(token + (i % corrupt == 0)) % VOCAB for i, token in enumerate(ids)]
+            made.history.add(request.prompt_ids, ids)
+    return made
+
+
+class Adversary(Drafter):
+    """Always guesses the same number of tokens: those of a rule, whatever the history says."""
+
+    def __init__(self, length, rule):
+        super().__init__(RolloutHistory(), max_tokens=length, pass_overhead=1e9)
+        self.length, self.rule = length, rule
+
+    def draft(self, samples, budget):
+        for i, sample in enumerate(samples):
+            length = min(self.length + i % 3, sample.max_new_tokens - len(sample.out.ids) - 1)
+            sample.draft = [self.rule(sample, j) % VOCAB for j in range(length)]
+
+
+@pytest.mark.parametrize(("name", "sampling"), list(zip(MODELS, SETTINGS)))
+@pytest.mark.parametrize("fused", [False, True])
+def test_same_tokens_with_a_good_and_a_bad_history(name, sampling, fused):
+    model, requests = make(name), mixed_requests()
+    plain = engine_for(model, fused=fused)
+    wanted = plain.generate(requests, sampling)
+    for corrupt in (None, 5):
+        engine = engine_for(model, fused=fused)
+        engine.drafter = fed(requests, wanted, corrupt)
+        assert_same(engine.generate(requests, sampling), wanted)
+        seen = engine.stats
+        assert seen["generated_tokens"] == plain.stats["generated_tokens"]
+        assert 0 < seen["accepted_tokens"] <= seen["draft_tokens"]
+        assert corrupt is None or seen["accepted_tokens"] < seen["draft_tokens"]
+        assert seen["sample_steps"] < (0.9 if corrupt is None else 1) * plain.stats["sample_steps"]
+        assert seen["forward_passes"] <= plain.stats["forward_passes"]
+        assert engine.cache.stats["blocks_pinned"] == 0 and engine.drafter.history.stats["handles"] == 0
+
+
+@pytest.mark.parametrize("sampling", SETTINGS)
+@pytest.mark.parametrize("rule", ["right", "wrong", "constant", "half"])
+def test_same_tokens_whatever_the_drafts(sampling, rule):
+    model, requests = make(), mixed_requests()
+    wanted = engine_for(model).generate(requests, sampling)
+    answers = {}
+    samples = [r.sample_id + j for r in requests for j in range(r.num_samples)]
+    for sample, completion in zip(samples, wanted):
+        answers[sample] = completion.ids
+
+    def right(sample, j):
+        return answers[sample.sample_id][len(sample.out.ids) + j]
+
+    rules = {
+        "right": right,
+        "wrong": lambda sample, j: right(sample, j) + 1,
+        "constant": lambda sample, j: 5,
+        "half": lambda sample, j: right(sample, j) + (j >= 2),
+    }
+    engine = engine_for(model)
+    engine.drafter = Adversary(5, rules[rule])
+    assert_same(engine.generate(requests, sampling), wanted)
+    seen = engine.stats
+    if rule == "right":
+        assert seen["accepted_tokens"] == seen["draft_tokens"] > 0.7 * seen["generated_tokens"]
+    elif rule == "wrong":
+        assert seen["accepted_tokens"] == 0 < seen["draft_tokens"]
+
+
+@pytest.mark.parametrize("blocks", [20, 26, 40])
+def test_preemption_and_little_memory(blocks):
+    model, requests = make(), mixed_requests()
+    wanted = engine_for(model).generate(requests, SETTINGS[1])
+    engine = engine_for(model, blocks=blocks, max_batch_tokens=24, max_sequences=7)
+    engine.drafter = fed(requests, wanted, corrupt=7)
+    assert_same(engine.generate(requests, SETTINGS[1]), wanted)
+    assert engine.stats["accepted_tokens"] > 0 and engine.cache.stats["blocks_pinned"] == 0
+    assert blocks > 20 or engine.stats["preemptions"] > 0
+    assert engine.drafter.history.stats["handles"] == 0
+
+
+def test_ends_inside_a_draft():
+    """An end-of-sequence token among accepted draft tokens ends the answer there."""
+    model = make()
+    requests = [Request(prompt, max_new_tokens=30) for prompt in prompts([5, 9, 13])]
+    free = engine_for(model).generate(requests, GREEDY)
+    eos = [completion.ids[7] for completion in free]
+    wanted = engine_for(model, eos=eos).generate(requests, GREEDY)
+    engine = engine_for(model, eos=eos)
+    engine.drafter = fed(requests, free)  # knows how answers would go on
+    got = engine.generate(requests, GREEDY)
+    assert_same(got, wanted)
+    assert [c.finish_reason for c in got] == ["stop"] * 3 and all(len(c.ids) <= 8 for c in got)
+    assert engine.stats["generated_tokens"] == sum(len(c.ids) for c in got)
+
+
+def test_first_tokens_keep_their_distribution():
+    """Chi-square of the third token of 3000 samples with drafts that are often wrong, against the model's own."""
+    model = make()
+    prompt = prompts([6])[0]
+    request, sampling = Request(prompt, num_samples=3000, max_new_tokens=3), SamplingParams(temperature=0.8)
+    engine = engine_for(model, blocks=8000)
+    engine.drafter = Adversary(1, lambda sample, j: 7 * len(sample.out.ids) + sample.sample_id)
+    got = engine.generate([request], sampling)
+    with torch.no_grad():
+        first = (model(input_ids=torch.tensor([prompt])).logits[0, -1] / 0.8).softmax(-1)
+        pairs = torch.cat([torch.tensor([prompt]).repeat(VOCAB, 1), torch.arange(VOCAB)[:, None]], 1)
+        second = (model(input_ids=pairs).logits[:, -1] / 0.8).softmax(-1)
+    wanted = first @ second * 3000
+    observed = torch.tensor([c.ids[1] for c in got]).bincount(minlength=VOCAB)
+    enough = wanted > 8
+    groups = torch.cat([observed[enough], observed[~enough].sum()[None]]).double()
+    expected = torch.cat([wanted[enough], wanted[~enough].sum()[None]]).double()
+    assert stats.chisquare(groups, expected * groups.sum() / expected.sum()).pvalue > 1e-3
+    assert engine.stats["accepted_tokens"] > 0
+
+
+def test_an_error_lets_go_of_everything(monkeypatch):
+    engine = engine_for(make())
+    engine.drafter = drafter()
+    monkeypatch.setattr(engine, "_draw", lambda *a: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.generate(mixed_requests(), GREEDY)
+    assert engine.cache.stats["blocks_pinned"] == 0 and engine.drafter.history.stats["handles"] == 0
+
+
+def test_drafts_are_off_where_a_pass_has_no_overhead():
+    model, requests = make(), mixed_requests()
+    wanted = engine_for(model).generate(requests, GREEDY)
+    engine = engine_for(model)
+    engine.drafter = fed(requests, wanted, pass_overhead=0.0)
+    assert_same(engine.generate(requests, GREEDY), wanted)
+    assert engine.stats["draft_tokens"] == 0 < engine.stats["sample_steps"]
+    assert drafter(pass_overhead=30.0).token_cost(10) == 0.25
+
+
+def test_pass_overhead_of_a_known_machine():
+    assert pass_overhead({n: 3e-3 + 1e-4 * n for n in (8, 64, 512)}) == pytest.approx(30.0)
+    assert pass_overhead({8: 1.0, 64: 8.0}) == 0.0
+    engine = engine_for(make())
+    assert engine.pass_seconds(4, 3) > 0 and engine.cache.stats["blocks_pinned"] == 0
+
+
+def rows_of(config, folder, resume=False):
+    Trainer(config, folder, resume=resume, console=Console(quiet=True)).run()
+    return read_metrics(folder)
+
+
+def learning(rows):
+    """What a run learnt: metrics without those of time and drafts."""
+    skipped = ("time/", "drafts/", "tokens_per_second", "rollout_tokens_per_second")
+    return [{key: value for key, value in row.items() if not key.startswith(skipped)} for row in rows]
+
+
+@pytest.mark.parametrize("others", [[], ["rpo"]])
+def test_training_is_the_same_with_drafts(make_config, tmp_path, others):
+    """12 prompts at 4 a step: from step 4 on every prompt comes back."""
+    settings = {"max_steps": 6, "optimizer": {"learning_rate": 1e-3}}
+    plain = rows_of(make_config(**settings, accelerators={"enabled": others}), tmp_path / "plain")
+    with_drafts = {"enabled": [*others, "drafts"], "drafts": {"pass_overhead": 1e6}}
+    rows = rows_of(make_config(**settings, accelerators=with_drafts), tmp_path / "drafts")
+    for ours, wanted in zip(learning(rows), learning(plain), strict=True):
+        assert ours == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+        assert ours.get("reward/mean") == wanted.get("reward/mean")
+    steps = rows[1:]
+    assert all(row["drafts/tokens_per_step"] >= 1 for row in steps)
+    assert sum(row["drafts/offered_tokens"] for row in steps[3:]) > 0
+    assert max(row["drafts/tokens_per_step"] for row in steps[3:]) > 1
+    assert all(0 <= row["drafts/acceptance"] <= 1 and 0 <= row["drafts/off_share"] <= 1 for row in steps)
+
+
+def test_resumed_run_with_drafts_repeats(make_config, tmp_path):
+    """The history, its clock and the measured cost come back: even the drafts are the same."""
+    options = {"enabled": ["drafts"], "drafts": {"history_tokens": 500}}
+    whole = Trainer(make_config(max_steps=6, accelerators=options), tmp_path / "whole", console=Console(quiet=True))
+    whole.accelerators[0].pass_overhead = 200.0  # as if measured
+    whole.run()
+    half = Trainer(make_config(max_steps=4, accelerators=options), tmp_path / "half", console=Console(quiet=True))
+    half.accelerators[0].pass_overhead = 200.0
+    half.run()
+    again = Trainer(
+        make_config(max_steps=6, accelerators=options), tmp_path / "half", resume=True, console=Console(quiet=True)
+    )
+    assert again.accelerators[0].pass_overhead == 200.0
+    again.run()
+    for name, weight in whole.policy.model.state_dict().items():
+        assert torch.equal(weight, again.policy.model.state_dict()[name])
+    assert torch.equal(whole.accelerators[0].history.to_bytes(), again.accelerators[0].history.to_bytes())
+    drafts = [
+        [{k: v for k, v in row.items() if k.startswith("drafts/")} for row in read_metrics(tmp_path / name)]
+        for name in ("whole", "half")
+    ]
+    assert drafts[0] == drafts[1] and drafts[0][-1]["drafts/offered_tokens"] > 0
+
+
+def test_cost_is_measured_once(make_config, tmp_path):
+    trainer = Trainer(
+        make_config(max_steps=2, accelerators={"enabled": ["drafts"]}), tmp_path / "run", console=Console(quiet=True)
+    )
+    calls = []
+    trainer.engine.pass_seconds = lambda n, t: calls.append((n, t)) or 0.01 + 0.001 * n * t
+    trainer.run()
+    assert len(calls) == 3 and trainer.accelerators[0].pass_overhead == pytest.approx(10.0)
+    assert read_metrics(tmp_path / "run")[-1]["drafts/pass_overhead"] == pytest.approx(10.0)
+
+
+def test_damaged_history_in_a_checkpoint():
+    accelerator = Drafts(Drafts.Settings())
+    accelerator.history.add([1], [2, 3])
+    state = accelerator.state_dict()
+    state["history"][-1] ^= 1
+    with pytest.raises(UserError, match="drafts of the checkpoint cannot be read: the tensor is damaged"):
+        accelerator.load_state_dict(state)
