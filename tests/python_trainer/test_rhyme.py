@@ -226,6 +226,14 @@ def test_with_suffix_rollouts(filled, rhyme_config, tmp_path):
     assert any(math.isnan(s.logprobs[0]) for s in stored)  # a given beginning has no log-probabilities
 
 
+def test_with_a_critic(filled, rhyme_config, tmp_path):
+    algorithm = {"advantage": "gae", "num_iterations": 2}
+    _, _, rows = train(rhyme_config(filled, TRUST_ALL, algorithm=algorithm, max_steps=5, seed=1), tmp_path / "run")
+    assert max(row["rhyme/stored_share"] for row in rows) > 0
+    assert all(math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]) for row in rows)
+    assert all("explained_variance" in row for row in rows)
+
+
 def test_without_a_database_the_run_learns_from_itself(rhyme_config, tmp_path):
     _, _, rows = train(rhyme_config(None, max_steps=8), tmp_path / "run")
     assert all(row["rhyme/stored_share"] == 0 for row in rows[:3])  # 12 prompts, 4 a step
