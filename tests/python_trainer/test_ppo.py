@@ -36,7 +36,7 @@ def step_batch(rewards, lengths, *, groups=None, in_loss=None, unscored=0, **rec
         answers=[Answer([1], [2] * n, unscored, unscored) for n in lengths],
         rewards=torch.tensor(rewards), groups=torch.tensor(groups or list(range(len(lengths)))),
         in_loss=kept, loss_tokens=torch.tensor(lengths, dtype=torch.int64) * kept,
-        sampler=ragged([[0.0] * n for n in lengths]),
+        sampler=ragged([[0.0] * n for n in lengths]), caps=torch.full((len(lengths),), math.nan),
         **{name: ragged(rows) for name, rows in recorded.items()},
     )  # fmt: skip
 
