@@ -187,8 +187,9 @@ class Objective:
         mask = packed.mask & batch.in_loss[rows, None]
         num_tokens = int(batch.loss_tokens[list(minibatch)].sum())
         weight = token_weights(
-            mask, self.aggregation, num_tokens=num_tokens, num_sequences=len(minibatch), max_length=self.max_length
-        )
+            mask, self.aggregation, num_tokens=num_tokens, num_sequences=len(minibatch), max_length=self.max_length,
+            lengths=batch.sampler.starts.diff()[rows],
+        )  # fmt: skip
         old = logprobs.detach() if batch.old is None else batch.old.get(packed)
         sampler = batch.sampler.get(packed)
         sampled = mask & ~sampler.isnan()

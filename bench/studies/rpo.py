@@ -41,6 +41,7 @@ RPO = ["accelerators.enabled=[rpo]"]
 GRPO = ["algorithm.loss_type=grpo"]
 DAPO = ["algorithm.loss_type=dapo", "algorithm.epsilon_high=0.28", "rollout.dynamic_sampling=true"]
 LENGTH = ["accelerators.rpo.length_reward=correct"]
+WHOLE = ["algorithm.prefix_in_loss=true"]
 SHORT = ["accelerators.rpo.cut_share=0.3"]
 # variant -> (what it is compared with, settings)
 VARIANTS: dict[str, tuple[str | None, list[str]]] = {
@@ -49,6 +50,7 @@ VARIANTS: dict[str, tuple[str | None, list[str]]] = {
     "dapo": (None, DAPO),
     "dapo+rpo": ("dapo", RPO + DAPO),
     "grpo+rpo+length": ("grpo", RPO + GRPO + LENGTH),
+    "grpo+rpo, prefix in the loss": ("grpo", RPO + GRPO + WHOLE),
     "grpo+rpo, short cuts": ("grpo", RPO + GRPO + SHORT),
     "dapo+rpo+length": ("dapo", RPO + DAPO + LENGTH),
 }
@@ -66,11 +68,11 @@ def settings(variant: str, seed: int) -> Config:
 
 
 def order(seeds: int) -> list[tuple[str, int]]:
-    """All runs, so that a study that ends early has two seeds of the main variants and one of each of the others."""
+    """All runs, so that a study that ends early has two seeds of the main variants and one of most others."""
     main = [(variant, seed) for seed in range(seeds) for variant in MAIN]
     names = [name for name in VARIANTS if name not in MAIN]
     others = [(UNSHARED, 0), *((variant, seed) for seed in range(seeds) for variant in names)]
-    early, one_each = 2 * len(MAIN), 1 + len(names)
+    early, one_each = 2 * len(MAIN), len(names)
     return main[:early] + others[:one_each] + main[early:] + others[one_each:]
 
 

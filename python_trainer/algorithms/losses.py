@@ -15,8 +15,9 @@ LOSS_TYPES = {"grpo": "seq-mean-token-mean", "dapo": "token-mean", "dr_grpo": "c
 
 
 def token_weights(
-    mask: torch.Tensor, aggregation: str, *, num_tokens: int, num_sequences: int, max_length: int | None = None
-) -> torch.Tensor:
+    mask: torch.Tensor, aggregation: str, *, num_tokens: int, num_sequences: int, max_length: int | None = None,
+    lengths: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Weight of every token's loss in the loss of the whole batch.
 
     Args:
@@ -27,6 +28,9 @@ def token_weights(
         num_tokens: unmasked tokens of the whole batch, over all micro-batches and ranks.
         num_sequences: sequences of the whole batch.
         max_length: longest answer that was allowed; for ``"constant"``.
+        lengths: [B] what counts as tokens of a sequence for ``"seq-mean-token-mean"``; by default the unmasked ones.
+            Of answers that continue a masked prefix it should be the whole length: by the suffix alone, the tokens of
+            a short one would outweigh all others.
 
     Returns:
         float32 [B, T], 0 where masked.
@@ -37,7 +41,8 @@ def token_weights(
     if aggregation == "seq-mean-token-sum":
         return weight / max(num_sequences, 1)
     if aggregation == "seq-mean-token-mean":
-        return weight / (weight.sum(1, keepdim=True).clamp(min=1) * max(num_sequences, 1))
+        lengths = weight.sum(1) if lengths is None else lengths
+        return weight / (lengths[:, None].clamp(min=1) * max(num_sequences, 1))
     if aggregation == "constant":
         if max_length is None or max_length < 1:
             raise ValueError(f"max_length must be >= 1 for aggregation 'constant', got {max_length!r}")

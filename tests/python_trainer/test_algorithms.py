@@ -219,6 +219,8 @@ def test_aggregations_known_values():
     for name, value in expected.items():
         weights = alg.token_weights(mask, name, num_tokens=4, num_sequences=2, max_length=8)
         assert (losses * weights).sum().item() == pytest.approx(value)
+    whole = alg.token_weights(mask, "seq-mean-token-mean", num_tokens=4, num_sequences=2, lengths=torch.tensor([6, 2]))
+    assert (losses * whole).sum().item() == pytest.approx((6 / 6 + 4 / 2) / 2)
     with pytest.raises(ValueError, match="aggregation must be one of .* got 'mean'"):
         alg.token_weights(mask, "mean", num_tokens=4, num_sequences=2)
     with pytest.raises(ValueError, match="max_length must be >= 1"):

@@ -111,7 +111,8 @@ def plain(policy, rollouts, batch, config):
     loss = loss - config.entropy_coef * torch.where(mask, entropy, 0.0)
     aggregation = Objective(config, MAX_LENGTH).aggregation
     return (loss * token_weights(
-        mask, aggregation, num_tokens=int(mask.sum()), num_sequences=len(rollouts), max_length=MAX_LENGTH
+        mask, aggregation, num_tokens=int(mask.sum()), num_sequences=len(rollouts), max_length=MAX_LENGTH,
+        lengths=torch.tensor([len(rollout.response_ids) for rollout in rollouts]),
     )).sum()  # fmt: skip
 
 
