@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 import torch
 from rich.console import Console
 
+from python_trainer.accelerators.alpha import Alpha, AlphaSettings
 from python_trainer.accelerators.gate import Gate, try_candidates
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint, publish
 from python_trainer.config import Config, load_config
@@ -138,7 +139,7 @@ def extrapolate_folders(folders: Sequence[Path], output_dir: Path, *, base: Path
     if gated and config_path is None:
         raise UserError("the gate needs the task: give --config, or --no-gate to write weights that nothing has tested")
     config = load_config(config_path, overrides)
-    settings = config.accelerators.alpha
+    settings: AlphaSettings = getattr(config.accelerators, Alpha.name)
     if settings.predictor == "pls" and saved.accuracy is None:
         raise UserError("predictor pls goes by accuracy: give --accuracy, one number for each checkpoint")
     trajectory = track(saved)
@@ -168,7 +169,7 @@ def extrapolate_folders(folders: Sequence[Path], output_dir: Path, *, base: Path
 def pass_gate(config: Config, base: Path, last: Weights, predicted: dict[str, torch.Tensor], console: Console
               ) -> Policy:  # fmt: skip
     """The policy with the weights that the gate accepted."""
-    settings = config.accelerators.alpha
+    settings: AlphaSettings = getattr(config.accelerators, Alpha.name)
     model = config.model.model_copy(update={"path": str(base)})
     accelerators = config.accelerators.model_copy(update={"enabled": []})
     algorithm = config.algorithm.model_copy(update={"beta": 0.0, "advantage": "group"})  # neither reference nor critic
