@@ -184,10 +184,10 @@ def pass_gate(config: Config, base: Path, last: Weights, predicted: dict[str, to
     put(trainer.policy.model, last)
     device = trainer.policy.device
     moved = {name: value.to(device) for name, value in predicted.items()}
-    trainer.optimizer.write({name: last[name].to(device).float() for name in moved})
+    trainer.learner.optimizer.write({name: last[name].to(device).float() for name in moved})
     trainer.engine.policy_updated()
     accepted, tries = try_candidates(
-        trainer.optimizer, trainer.engine, lambda: trainer.evaluate_each("gate", settings.gate_prompts), moved,
+        trainer.learner.optimizer, trainer.engine, lambda: trainer.evaluate_each("gate", settings.gate_prompts), moved,
         Gate(settings.gate_level), max_tries=settings.max_tries, shrink=settings.shrink,
     )  # fmt: skip
     for one in tries:
