@@ -3,8 +3,9 @@
     python -m bench.studies alpha --output-dir runs/studies/alpha
 
 Every seed trains once, tracking its weights, with a checkpoint at 40 % of the steps. From there each predictor makes
-one gated attempt; what it would have written without refusals and gate is tested too. The last weights are cut down
-to rank 1 and more. All on the same 8,192 test prompts, one answer each with the same noise per seed, so everything is
+one gated attempt; what it would have written without refusals and gate is tested too, and what plain training makes of
+the processor time that an attempt took. Another run trains on after accepted jumps. The last weights are cut down to
+rank 1 and more. All on the same 8,192 test prompts, one answer each with the same noise per seed, so everything is
 paired. One more seed per algorithm gives the shape of its update. What is finished is not done again.
 
 The learning rate is 3e-5, not the 2e-4 of configs/arithmetic.yaml: at 2e-4 the task is as good as solved after 40 %
@@ -13,6 +14,7 @@ of the steps and there would be nothing left to predict.
 
 import argparse
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,6 +53,8 @@ ALGORITHMS = {
     "dr_grpo": ["algorithm.loss_type=dr_grpo", "algorithm.scale_rewards=none"],
     "rloo": ["algorithm.advantage=rloo", "algorithm.loss_type=seq-mean-token-sum"],
     "reinforce++": ["algorithm.advantage=reinforce++", "algorithm.loss_type=token-mean"],
+    "gspo": ["algorithm.importance_sampling_level=sequence", "algorithm.loss_type=grpo",
+             "algorithm.num_minibatches=2"],
     "ppo": ["algorithm.advantage=gae", "algorithm.loss_type=token-mean", "algorithm.lam=1.0",
             "critic.learning_rate=1e-3"],
 }  # fmt: skip
@@ -71,13 +75,19 @@ class Timed(Trainer):
     """Seconds of processor time that evaluations took, so that they can be left out; the machine may be shared."""
 
     evaluating = 0.0
+    gating = 0.0  # of it, at the gate
+    start_known: list[float] | None = None  # answers of the policy before the first step, from another algorithm's run
 
     def evaluate_each(self, split: str, limit: int | None = None) -> list[float]:
+        if self.start_known is not None and self.progress.step == 0:
+            return self.start_known
         start = time.process_time()
         try:
             return super().evaluate_each(split, limit)
         finally:
-            self.evaluating += time.process_time() - start
+            spent = time.process_time() - start
+            self.evaluating += spent
+            self.gating += spent if split == "gate" else 0.0
 
 
 class Part:
@@ -105,19 +115,23 @@ class Part:
         aside.replace(self.folder / "answers.safetensors")
 
 
-def train(config: Config, part: Part, name: str) -> None:
+def train(config: Config, part: Part, name: str, *, folder: str = "run", start: list[float] | None = None) -> None:
     """Trains up to ``config.max_steps`` from where the run is; keeps the start, the end and what this stretch cost."""
     if name in part.answers:
         return
-    run = part.folder / "run"
+    run = part.folder / folder
     trainer = Timed(config, run, resume=True, label=f"{part.folder.parent.name}, {part.folder.name}, {name}")
-    before, start = trainer.progress.step, time.process_time()
-    tracking = track_timed(alpha_of(trainer))
+    trainer.start_known = start
+    before, began = trainer.progress.step, time.process_time()
+    alpha = alpha_of(trainer)
+    tracking = track_timed(alpha)
     trainer.run()
     if before < config.max_steps:
+        spent = time.process_time() - began - trainer.evaluating + trainer.gating
         part.note(f"{name}_cost", {
-            "steps": config.max_steps - before, "cpu_s": time.process_time() - start - trainer.evaluating,
-            "track_cpu_s": tracking["seconds"], "counts": trainer.progress.counts,
+            "steps": config.max_steps - before, "cpu_s": spent,
+            "track_cpu_s": tracking["seconds"], "gate_cpu_s": trainer.gating, "counts": trainer.progress.counts,
+            "attempts": alpha.events,
         })  # fmt: skip
     found = load_evaluations(run)
     part.keep("base", found["start"])
@@ -200,6 +214,29 @@ def predict_anyway(alpha: Alpha, context: StepContext) -> dict[str, torch.Tensor
         alpha.limits = alpha_limits  # type: ignore[method-assign]
 
 
+def same_cost(config: Config, part: Part, cut: int) -> None:
+    """Plain training for as long as an attempt takes, from the same checkpoint."""
+    if "same cost" in part.answers:
+        return
+    spent = [value["cpu_s"] for name, value in part.numbers.items() if name.startswith("attempt ") and "tries" in value]
+    seconds = sum(spent) / len(spent) if spent else 0.0
+    steps = max(round(seconds / (part.numbers["cut_cost"]["cpu_s"] / cut)), 1)
+    home = part.folder / "same cost" / "checkpoints"
+    home.mkdir(parents=True, exist_ok=True)
+    if not (home / f"step-{cut:06d}").exists():
+        shutil.copytree(part.folder / "run" / "checkpoints" / f"step-{cut:06d}", home / f"step-{cut:06d}")
+    part.note("same cost steps", steps)
+    trainer = Timed(config.model_copy(update={"max_steps": cut + steps}), home.parent, resume=True, label="same cost")
+    trainer.run()
+    part.keep("same cost", load_evaluations(home.parent)["final"])
+
+
+def train_on(config: Config, part: Part, cut: int) -> None:
+    """The same steps with attempts on the way: what a user of the accelerator gets."""
+    settings = {"first_step": cut // 2, "every": cut // 2, "horizon": 2.0, "predictor": "full"}
+    train(with_alpha(config, **settings), part, "with jumps", folder="jumps", start=part.answers["base"].tolist())
+
+
 def cut_down(config: Config, part: Part, step: int, scan_prompts: int, *, more: bool) -> None:
     """The last update at rank 1 and above, and along a scan of its scale."""
     trainer = at(part, config, step)
@@ -228,11 +265,13 @@ def cut_down(config: Config, part: Part, step: int, scan_prompts: int, *, more: 
 
     wanted: list[tuple[str, Callable[[], dict[str, torch.Tensor]], str]] = [
         ("rank 1, scale a, rest trained", lambda: update(1, alpha_scale), "trained"),
-        ("rank 1, scale 1, rest trained", lambda: update(1, lambda name: 1.0), "trained"),
-        ("rank 1, scale a, rest base", lambda: update(1, alpha_scale), "base"),
-        ("modules whole, rest base", lambda: {n: final[n] for n in deltas}, "base"),
     ]
     if more:
+        wanted += [
+            ("rank 1, scale 1, rest trained", lambda: update(1, lambda name: 1.0), "trained"),
+            ("rank 1, scale a, rest base", lambda: update(1, alpha_scale), "base"),
+            ("modules whole, rest base", lambda: {n: final[n] for n in deltas}, "base"),
+        ]
         wanted += [
             (f"rank {rank}, scale 1, rest trained", lambda rank=rank: update(rank, lambda name: 1.0), "trained")  # type: ignore[misc]
             for rank in (4, 16)
@@ -284,9 +323,14 @@ def run(args: argparse.Namespace) -> None:
         config = load_config(CONFIG, [*overrides, f"max_steps={args.steps}"])
         if predictors:
             train(load_config(CONFIG, [*overrides, f"max_steps={cut}"]), part, "cut")
-        train(config, part, "full")
+        start = None
+        if not predictors:
+            start = Part(args.output_dir / args.algorithms[0] / f"seed-{seed}").answers["base"].tolist()
+        train(config, part, "full", start=start)
         if predictors:
             attempts(config, part, cut)
+            same_cost(config, part, cut)
+            train_on(config, part, cut)
         cut_down(config, part, args.steps, args.scan_prompts, more=predictors)
         shape(config, part, args.steps)
         alpha_report.write(args.output_dir, args.results, cut, args.steps)

@@ -82,7 +82,12 @@ def headline(found: Found, cut: int, steps: int) -> str:
     rows = []
     names = [("start", "base"), (f"after {cut} of {steps} steps", "cut")]
     names += [(f"{name}, {kind}", f"{kind} {name}") for kind in ("gated", "ungated") for name in predictors(found)]
+    more = [str(numbers.get("same cost steps", "-")) for numbers in found.numbers]
+    names.append((f"plain training for the time of an attempt (steps: {', '.join(more)})", "same cost"))
+    names.append((f"{steps} steps with jumps on the way", "with jumps"))
     for label, name in [*names, (f"after {steps} steps", "full")]:
+        if not found.has(name):
+            continue
         after_cut = found.change(name, "cut") if name not in ("base", "cut") else None
         to_full = found.change(name, "full") if name not in ("base", "full") else None
         rows.append(
@@ -115,7 +120,7 @@ def costs(found: Found, cut: int, steps: int) -> str:
         if "cut_cost" not in numbers or "full_cost" not in numbers:
             continue
         first, rest = numbers["cut_cost"], numbers["full_cost"]
-        whole = first["cpu_s"] + rest["cpu_s"] - rest["track_cpu_s"]  # plain training does not track
+        whole = first["cpu_s"] + rest["cpu_s"] - first["track_cpu_s"] - rest["track_cpu_s"]  # plain: no tracking
         for name in predictors(found):
             event = numbers.get(f"attempt {name}")
             if event is not None:
@@ -124,6 +129,21 @@ def costs(found: Found, cut: int, steps: int) -> str:
                 rows.append([seed, name, *spent, f"{whole / ours:.2f}x"])
     head = ["seed", "predictor", f"{cut} steps with tracking, s", "of it tracking, s", "attempt with gate, s",
             f"{steps} plain steps, s", "cheaper"]  # fmt: skip
+    return table(head, rows)
+
+
+def jumps(found: Found) -> str:
+    """What the accelerator did in a whole run, and what that cost."""
+    rows = []
+    for seed, numbers in zip(found.seeds, found.numbers):
+        if "with jumps_cost" not in numbers:
+            continue
+        ours, first, rest = (numbers[name] for name in ("with jumps_cost", "cut_cost", "full_cost"))
+        plain = first["cpu_s"] + rest["cpu_s"] - rest["track_cpu_s"] - first["track_cpu_s"]
+        events = "; ".join(f"step {event['step']}: {outcome(event)}" for event in ours["attempts"])
+        spent = [f"{s:.1f}" for s in (ours["cpu_s"], ours["track_cpu_s"], ours["gate_cpu_s"], plain)]
+        rows.append([seed, events, *spent])
+    head = ["seed", "attempts", "all, s", "of it tracking, s", "of it gate, s", "plain, s"]
     return table(head, rows)
 
 
@@ -234,6 +254,7 @@ def write(folder: Path, results: Path, cut: int, steps: int) -> None:
             f"## {cut} steps, a prediction, {steps} steps\n", headline(found, cut, steps),
             "## What the gate did\n", decisions(found),
             "## What it costs\n", "Seconds of processor time, one thread, without tests.\n", costs(found, cut, steps),
+            "## A whole run with jumps\n", "Tests left out.\n", jumps(found),
             "## The update at low rank\n", ranks(found),
         ]  # fmt: skip
         draw_headline(found, cut, steps, results / "alpha_accuracy.png")

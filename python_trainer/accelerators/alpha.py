@@ -39,7 +39,7 @@ class AlphaSettings(Settings):
     """First step after which to extrapolate. When it is refused, the next tracked step tries again."""
     every: int = Field(20, ge=0)
     """Steps from one decision of the gate to the next attempt; 0: one decision in a run."""
-    predictor: Literal["pls", "secant", "temporal", "full"] = "secant"
+    predictor: Literal["pls", "secant", "temporal", "full"] = "full"
     """pls goes to target_accuracy, the others to `horizon` times the tracked steps."""
     horizon: float = Field(2.0, gt=1)
     """Extrapolate to this many times the steps that were tracked."""
@@ -80,7 +80,7 @@ class Alpha(Accelerator):
         super().__init__(settings)
         self.trajectory: RankOneTrajectory | None = None
         self.anchor = 0  # the step whose weights are the base of the trajectory
-        self.accuracies: list[float] = []  # of every step since the anchor
+        self.answered: list[list[float]] = []  # [step, right answers, answers] of every step since the anchor
         self.next_attempt = settings.first_step
         self.gate = Gate(settings.gate_level)
         self.events: list[dict[str, Any]] = []  # one for every attempt
@@ -101,7 +101,10 @@ class Alpha(Accelerator):
         return groups
 
     def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
-        self.accuracies.append(sum(rollout.accuracy for rollout in rollouts) / len(rollouts))
+        if not self.answered or self.answered[-1][0] != context.step:
+            self.answered.append([context.step, 0, 0])
+        self.answered[-1][1] += sum(rollout.accuracy for rollout in rollouts)
+        self.answered[-1][2] += len(rollouts)  # dynamic sampling comes in several rounds
         return rollouts
 
     def after_update(self, context: StepContext) -> None:
@@ -123,12 +126,12 @@ class Alpha(Accelerator):
                 base[name] = stored.clone() if torch.equal(stored.float(), master) else master.detach().clone()
         if not base:
             raise UserError("accelerator alpha: the model has no trainable 2-D projection to extrapolate")
-        self.trajectory, self.anchor, self.accuracies = RankOneTrajectory(base), step, []
+        self.trajectory, self.anchor, self.answered = RankOneTrajectory(base), step, []
 
     def track(self, context: StepContext) -> None:
         """Adds the weights as they are to the trajectory, with the smoothed training accuracy."""
         assert self.trajectory is not None
-        window = self.accuracies[-self.settings.smoothing :]
+        window = [right / answers for _, right, answers in self.answered[-self.settings.smoothing :]]
         weights = {name: context.optimizer.masters[name] for name in self.trajectory.base}
         self.trajectory.track(weights, step=context.step - self.anchor, accuracy=sum(window) / len(window))
 
@@ -200,7 +203,7 @@ class Alpha(Accelerator):
             "base": tracked.base if tracked else None,
             "trajectory": tracked.state_dict() if tracked else None,
             "anchor": self.anchor,
-            "accuracies": self.accuracies,
+            "answered": self.answered,
             "next_attempt": self.next_attempt,
             "comparisons": self.gate.comparisons,
             "events": self.events,
@@ -212,7 +215,7 @@ class Alpha(Accelerator):
         if state["base"] is not None:
             self.trajectory = RankOneTrajectory(state["base"])
             self.trajectory.load_state_dict(state["trajectory"])
-        self.anchor, self.accuracies = state["anchor"], list(state["accuracies"])
+        self.anchor, self.answered = state["anchor"], [list(row) for row in state["answered"]]
         self.next_attempt, self.events = state["next_attempt"], list(state["events"])
         self.gate = Gate(self.settings.gate_level, state["comparisons"])
         self.seconds = dict(state["seconds"])

@@ -72,7 +72,7 @@ def trained(quality, *, dtype=torch.float32, steps=12, **settings):
     for step in range(1, steps + 1):
         context.step, context.telemetry = step, {}
         alpha.plan(context, [])
-        alpha.accuracies.append(0.3 + 0.02 * step)
+        alpha.answered.append([step, 0.3 + 0.02 * step, 1.0])
         noise = 0.02 * torch.randn(16, 24, generator=torch.Generator().manual_seed(step))
         model.proj.weight.grad = (-DIRECTION + noise).to(dtype)
         model.proj.bias.grad = torch.ones(16, dtype=dtype)
@@ -155,6 +155,13 @@ def test_refusals_cost_no_evaluation_and_are_tried_again():
     assert [e.get("refused") for e in alpha.events] == ["flat accuracy"] * 2 + [None]
     assert alpha.events[0]["detail"].startswith("rose by") and len(context.evaluated) == 4
     assert [e["step"] for e in alpha.events] == [9, 10, 11] and alpha.next_attempt == 61
+
+
+def test_rounds_of_one_step_count_as_one():
+    alpha, context, _ = trained(lambda p: 0.5)
+    for accuracies in ([1.0, 0.0], [1.0, 1.0]):
+        alpha.collect(context, [type("Rollout", (), {"accuracy": a})() for a in accuracies])
+    assert alpha.answered[-1][0] == 12 and alpha.answered[-1][2] == 1 + 4 and len(alpha.answered) == 12
 
 
 def test_masters_follow_the_edit_and_training_goes_on_from_it():
@@ -261,7 +268,7 @@ def test_an_interrupted_run_resumes_to_the_same_weights(alpha_config, tmp_path):
         assert torch.equal(value, weights_of(parts)[name]), name
     saved = [load_checkpoint(tmp_path / run / "checkpoints" / "step-000008") for run in ("whole", "parts")]
     ours, theirs = (s["accelerators"]["alpha"] for s in saved)
-    assert ours["events"] == theirs["events"] and ours["accuracies"] == theirs["accuracies"]
+    assert ours["events"] == theirs["events"] and ours["answered"] == theirs["answered"]
     for name, value in ours["trajectory"].items():
         assert torch.equal(value, theirs["trajectory"][name]), name
 
