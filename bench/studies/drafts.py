@@ -1,0 +1,78 @@
+"""Drafts on the arithmetic task: forward passes and rollout seconds by epoch, and that training does not change.
+
+    python -m bench.studies drafts --output-dir runs/studies/drafts
+
+The same run with and without drafts, in float32 (matmul_precision highest), on one thread; 16 steps are one visit to
+each of the 512 prompts. Seconds are CPU seconds of that thread, so other programs on the machine count little. Runs
+that are finished are kept. Prints a table as Markdown.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from python_trainer.config import load_config
+from python_trainer.telemetry import read_metrics
+from python_trainer.trainer import Trainer
+
+EPOCH = 16  # steps
+COMMON = [
+    "model.matmul_precision=highest", "max_seconds=null", "evaluation.eval_steps=0", "evaluation.eval_limit=1024",
+    "save.save_steps=0", "save.save_model=false",
+]  # fmt: skip
+VARIANTS = {"plain": "accelerators.enabled=[]", "drafts": "accelerators.enabled=[drafts]"}
+TIMES = ("time/", "drafts/", "tokens_per_second", "rollout_tokens_per_second")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=3)
+
+
+def train(folder: Path, variant: str, seed: int, epochs: int) -> None:
+    if (folder / "summary.json").exists():
+        return
+    options = [*COMMON, VARIANTS[variant], f"seed={seed}", f"max_steps={epochs * EPOCH}"]
+    config = load_config("configs/arithmetic.yaml", options)
+    trainer = Trainer(config, folder, resume=True, console=Console(quiet=True), timer=time.process_time)
+    trainer.run()
+    (folder / "engine.json").write_text(json.dumps(trainer.engine.stats), encoding="utf-8")
+
+
+def learning(folder: Path) -> list[dict[str, float]]:
+    """All metrics of a run but times and drafts."""
+    rows = read_metrics(folder)
+    return [{key: value for key, value in row.items() if not key.startswith(TIMES)} for row in rows]
+
+
+def run(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    print("| seed | epoch | rollout CPU s, plain | drafts | tokens per sample and pass | offered | accepted | off | ")
+    print("|---|---|---|---|---|---|---|---|")
+    for seed in range(args.seeds):
+        folders = {variant: args.output_dir / f"{variant}-{seed}" for variant in VARIANTS}
+        for variant, folder in folders.items():
+            train(folder, variant, seed, args.epochs)
+        plain, drafts = (read_metrics(folder)[1:] for folder in folders.values())
+        for epoch in range(args.epochs):
+            before, after = (rows[epoch * EPOCH : (epoch + 1) * EPOCH] for rows in (plain, drafts))
+            generated = sum(row["tokens/generated"] for row in after)
+            steps = sum(row["tokens/generated"] / row["drafts/tokens_per_step"] for row in after)
+            offered = sum(row["drafts/offered_tokens"] for row in after)
+            accepted = sum(row["drafts/offered_tokens"] * row["drafts/acceptance"] for row in after)
+            off = sum(row["drafts/off_share"] for row in after) / len(after)
+            spent = [sum(row["time/rollout_s"] for row in rows) for rows in (before, after)]
+            own = sum(row["time/accelerator/drafts_s"] for row in after)
+            print(
+                f"| {seed} | {epoch + 1} | {spent[0]:.2f} | {spent[1]:.2f} + {own:.2f} | {generated / steps:.2f} | "
+                f"{offered:.0f} | {accepted / max(offered, 1):.0%} | {off:.0%} |"
+            )
+        same = [ours == wanted for ours, wanted in zip(*(learning(folder) for folder in folders.values()), strict=True)]
+        where = "all metrics of learning are equal to the bit" if all(same) else f"row {same.index(False)} differs"
+        passes = [json.loads((f / "engine.json").read_text())["forward_passes"] for f in folders.values()]
+        print(f"\nseed {seed}: {where}; forward passes {passes[0]:.0f} and {passes[1]:.0f}\n")
