@@ -317,8 +317,8 @@ def run(args: argparse.Namespace) -> None:
     cut = round(SHARE * args.steps)
     for algorithm, seed, predictors in plan(args) if not args.report_only else ():
         part = Part(args.output_dir / algorithm / f"seed-{seed}")
-        if "commit" not in part.numbers:
-            part.note("commit", commit())
+        if commit() not in part.numbers.get("commit", ""):
+            part.note("commit", f"{part.numbers.get('commit', '')} {commit()}".strip())
         overrides = [*SETTINGS, *ALGORITHMS[algorithm], *args.overrides, f"seed={seed}"]
         config = load_config(CONFIG, [*overrides, f"max_steps={args.steps}"])
         if predictors:
