@@ -13,7 +13,13 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from bench import Case
+from python_trainer.accelerators.drafts import MEASURED_PASSES
+from python_trainer.config import load_config
+from python_trainer.policy import load_policy
 from python_trainer.rollout import PagedEngine, Request, SamplingParams
+from python_trainer.rollout.drafting import Drafter, pass_overhead
+from python_trainer.tasks import load_task
+from rlkernels import RolloutHistory
 
 VOCAB, SAMPLES = 300, 8
 
@@ -92,6 +98,42 @@ def padded(policy: Any, work: Workload, batch: int) -> int:
     return count
 
 
+def drafted(engine: PagedEngine, drafter: Drafter | None, requests: list[Request]) -> list[list[int]]:
+    engine.policy_updated()
+    engine.drafter = drafter
+    return [completion.ids for completion in engine.generate(requests, SamplingParams(seed=2))]
+
+
+def drafts_case(quick: bool) -> Case:
+    """The shipped policy answers sums for the second time; the drafter knows its first answers, of other noise."""
+    config = load_config("configs/arithmetic.yaml")
+    policy = load_policy(config.model)
+    engine = PagedEngine(policy.model, eos_token_ids=policy.eos_token_ids)
+    examples = load_task(config.task).train[: 8 if quick else 32]
+    prompts = policy.encode_split("train", examples, 128)
+    requests = [Request(ids, (), SAMPLES, 128, SAMPLES * i) for i, ids in enumerate(prompts)]
+    history = RolloutHistory()
+    for i, completion in enumerate(engine.generate(requests, SamplingParams(seed=1))):
+        history.add(prompts[i // SAMPLES], completion.ids)
+    overhead = pass_overhead({n * t: engine.pass_seconds(n, t, repeats=9) for n, t in MEASURED_PASSES})
+    plain = drafted(engine, None, requests)
+    return Case(
+        op="rollout",
+        shape=f"arithmetic, second visit: {len(prompts)} x {SAMPLES}",
+        dtype="float32",
+        providers={
+            "PagedEngine": lambda: drafted(engine, None, requests),
+            f"with drafts, pass overhead {overhead:.0f} tokens": lambda: drafted(
+                engine, Drafter(history, pass_overhead=overhead), requests
+            ),
+            "with drafts that are off": lambda: drafted(engine, Drafter(history, pass_overhead=0), requests),
+        },
+        reference="PagedEngine",
+        compare=lambda out, want: "same tokens" if out == want else "OTHER TOKENS",
+        work=("tokens", sum(map(len, plain))),
+    )
+
+
 def cases(quick: bool) -> Iterator[Case]:
     policy = model()
     engine = PagedEngine(policy, eos_token_ids=())
@@ -114,3 +156,4 @@ def cases(quick: bool) -> Iterator[Case]:
             compare=lambda out, want: "same count" if out == want else f"{out} tokens, not {want}",
             work=("tokens", work.tokens),
         )
+    yield drafts_case(quick)
