@@ -54,7 +54,7 @@ ALGORITHMS = {
     "rloo": ["algorithm.advantage=rloo", "algorithm.loss_type=seq-mean-token-sum"],
     "reinforce++": ["algorithm.advantage=reinforce++", "algorithm.loss_type=token-mean"],
     "gspo": ["algorithm.importance_sampling_level=sequence", "algorithm.loss_type=grpo",
-             "algorithm.num_minibatches=2"],
+             "algorithm.epsilon=3e-4", "algorithm.epsilon_high=4e-4", "algorithm.num_minibatches=2"],
     "ppo": ["algorithm.advantage=gae", "algorithm.loss_type=token-mean", "algorithm.lam=1.0",
             "critic.learning_rate=1e-3"],
 }  # fmt: skip

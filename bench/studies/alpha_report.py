@@ -220,7 +220,8 @@ def draw_headline(found: Found, cut: int, steps: int, path: Path) -> None:
 
     names = [("start", "base"), (f"{cut} steps", "cut")]
     names += [(f"{p}\n{kind}", f"{kind} {p}") for p in predictors(found) for kind in ("gated", "ungated")]
-    names.append((f"{steps} steps", "full"))
+    names += [("plain, same time\nas an attempt", "same cost"), (f"{steps} steps,\njumps", "with jumps")]
+    names = [pair for pair in [*names, (f"{steps} steps", "full")] if found.has(pair[1])]
     figure, axes = pyplot.subplots(figsize=(11, 4.2), layout="constrained")
     for i, (_, name) in enumerate(names):
         values = [answers[name].mean() for answers in found.answers if name in answers]
