@@ -24,6 +24,7 @@ from transformers import (
 
 from python_trainer.errors import UserError
 from python_trainer.rollout import PagedEngine, Request, SamplingParams, attention
+from python_trainer.rollout import engine as engine_module
 
 VOCAB = 61
 SIZES = {
@@ -446,6 +447,7 @@ def test_long_prefixes_are_read_once_per_group(monkeypatch, options):
     plain = attention.shared_prefix_attention
     monkeypatch.setattr(attention, "shared_prefix_attention", lambda *a, **k: calls.append(a[4]) or plain(*a, **k))
     model = make()
+    monkeypatch.setattr(engine_module, "MIN_SHARED_TOKENS", 128)
     a, b, c = prompts([132, 9, 128])
     requests = [
         Request(a, num_samples=4, max_new_tokens=20, sample_id=0),

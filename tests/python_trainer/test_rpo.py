@@ -337,11 +337,12 @@ def test_dynamic_sampling_refills_with_suffixes_and_counts_every_round(make_conf
     assert any(row["rpo/hit_rate"] > 0 for row in rows)
 
 
-def test_sharing_prefixes_changes_the_tokens_computed_but_not_the_weights(make_config, tmp_path):
+@pytest.mark.parametrize("advantage", ["group", "gae"])
+def test_sharing_prefixes_changes_the_tokens_computed_but_not_the_weights(make_config, tmp_path, advantage):
     runs = []
     for share in (True, False):
         optimizer = {"share_prefixes": share, "learning_rate": 1e-3}
-        config = rpo_config(make_config, max_steps=2, optimizer=optimizer)
+        config = rpo_config(make_config, max_steps=2, optimizer=optimizer, algorithm={"advantage": advantage})
         trainer = Trainer(config, tmp_path / str(share), console=Console(quiet=True))
         runs.append((trainer.run()["trained_tokens"], list(trainer.policy.model.parameters())))
     assert runs[0][0] < 0.95 * runs[1][0]

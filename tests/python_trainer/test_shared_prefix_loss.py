@@ -17,6 +17,8 @@ FORMS = {
     "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none"},
     "sequence sums, rloo": {"loss_type": "seq-mean-token-sum", "advantage": "rloo"},
     "k1, k2, k3": {"beta": 0.3, "kl_estimator": ("k1", "k2", "k3")},
+    "k3 times the ratio": {"beta": 0.3, "use_bias_correction_kl": True, "num_iterations": 2},
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.01, "num_iterations": 2},
     "entropy": {"loss_type": "grpo", "entropy_coef": 0.1},
     "clipped": {"epsilon": 0.05, "delta": 1.3, "num_iterations": 2},
     "truncated weights": {"importance_sampling": "truncate", "importance_sampling_cap": 1.1},
@@ -102,12 +104,14 @@ def plain(policy, rollouts, batch, config):
         weights = importance_weights(
             old, columns["sampler"], sampled, mode=config.importance_sampling, cap=config.importance_sampling_cap
         )
-    loss = policy_loss(
+    out = policy_loss(
         logprobs, old, batch.advantages.padded(), mask, epsilon=config.epsilon, epsilon_high=config.epsilon_high,
-        delta=config.delta, weights=weights,
-    ).loss  # fmt: skip
+        delta=config.delta, weights=weights, level=config.importance_sampling_level,
+    )  # fmt: skip
+    loss = out.loss
     if config.beta:
-        loss = loss + config.beta * kl_estimate(logprobs, columns["reference"], mask, config.kl_estimator)
+        kl = kl_estimate(logprobs, columns["reference"], mask, config.kl_estimator)
+        loss = loss + config.beta * (kl * out.ratio if config.use_bias_correction_kl else kl)
     loss = loss - config.entropy_coef * torch.where(mask, entropy, 0.0)
     aggregation = Objective(config, MAX_LENGTH).aggregation
     return (loss * token_weights(
