@@ -6,7 +6,7 @@ Every seed trains once, tracking its weights, with a checkpoint at 40 % of the s
 one gated attempt; what it would have written without refusals and gate is tested too, and what plain training makes of
 the processor time that an attempt took. Another run trains on after accepted jumps. The last weights are cut down to
 rank 1 and more. All on the same 8,192 test prompts, one answer each with the same noise per seed, so everything is
-paired. One more seed per algorithm gives the shape of its update. What is finished is not done again.
+paired. One run per algorithm gives the shape of its update. What is finished is not done again.
 
 The learning rate is 3e-5, not the 2e-4 of configs/arithmetic.yaml: at 2e-4 the task is as good as solved after 40 %
 of the steps and there would be nothing left to predict.
@@ -66,7 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--algorithms", nargs="*", default=list(ALGORITHMS), choices=list(ALGORITHMS))
     parser.add_argument("--steps", type=int, default=60, help="of a full run (default: %(default)s)")
-    parser.add_argument("--scan-prompts", type=int, default=2048, help="test prompts of the scan (default: 2048)")
+    parser.add_argument(
+        "--scan-prompts", type=int, default=2048, help="test prompts of scans and of other algorithms (default: 2048)"
+    )
     parser.add_argument("--set", dest="overrides", nargs="+", default=[], metavar="KEY=VALUE", help="more settings")
     parser.add_argument("--report-only", action="store_true", help="tables and pictures of what there is")
 
@@ -278,7 +280,7 @@ def cut_down(config: Config, part: Part, step: int, scan_prompts: int, *, more: 
         ]
     for name, modules, rest in wanted:
         if name not in part.answers:
-            part.keep(name, test(modules(), rest))
+            part.keep(name, test(modules(), rest, None if more else scan_prompts))
     if "scan" not in part.numbers:
         accuracy = []
         for factor in SCAN:
@@ -305,33 +307,35 @@ def shape(config: Config, part: Part, step: int) -> None:
     part.note("curve", [[row["step"], row["accuracy"]] for row in read_metrics(part.folder / "run") if "reward" in row])
 
 
-def plan(args: argparse.Namespace) -> Iterator[tuple[str, int, bool]]:
-    """(algorithm, seed, whether predictors are tried), most important first."""
-    for seed in args.seeds:
-        yield args.algorithms[0], seed, True
-    for name in args.algorithms[1:]:
-        yield name, args.seeds[0], False
+def plan(args: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
+    """(what, algorithm, seed), most important first."""
+    main, *others = args.algorithms
+    yield from (("predictors", main, seed) for seed in args.seeds)
+    yield from (("shape", name, args.seeds[0]) for name in others)
+    yield from (("jumps", main, seed) for seed in args.seeds)
 
 
 def run(args: argparse.Namespace) -> None:
     cut = round(SHARE * args.steps)
-    for algorithm, seed, predictors in plan(args) if not args.report_only else ():
+    for what, algorithm, seed in plan(args) if not args.report_only else ():
         part = Part(args.output_dir / algorithm / f"seed-{seed}")
         if commit() not in part.numbers.get("commit", ""):
             part.note("commit", f"{part.numbers.get('commit', '')} {commit()}".strip())
-        overrides = [*SETTINGS, *ALGORITHMS[algorithm], *args.overrides, f"seed={seed}"]
-        config = load_config(CONFIG, [*overrides, f"max_steps={args.steps}"])
-        if predictors:
-            train(load_config(CONFIG, [*overrides, f"max_steps={cut}"]), part, "cut")
-        start = None
-        if not predictors:
-            start = Part(args.output_dir / args.algorithms[0] / f"seed-{seed}").answers["base"].tolist()
-        train(config, part, "full", start=start)
-        if predictors:
+        overrides = [*SETTINGS, *ALGORITHMS[algorithm], *args.overrides, f"seed={seed}", f"max_steps={args.steps}"]
+        if what == "shape":
+            overrides.append(f"evaluation.eval_limit={args.scan_prompts}")
+        config = load_config(CONFIG, overrides)
+        if what == "predictors":
+            train(config.model_copy(update={"max_steps": cut}), part, "cut")
+            train(config, part, "full")
             attempts(config, part, cut)
             same_cost(config, part, cut)
+        elif what == "shape":
+            main = Part(args.output_dir / args.algorithms[0] / f"seed-{seed}")
+            train(config, part, "full", start=main.answers["base"].tolist()[: args.scan_prompts])
+        else:
             train_on(config, part, cut)
-        cut_down(config, part, args.steps, args.scan_prompts, more=predictors)
-        shape(config, part, args.steps)
+        if what != "jumps":
+            cut_down(config, part, args.steps, args.scan_prompts, more=what == "predictors")
+            shape(config, part, args.steps)
         alpha_report.write(args.output_dir, args.results, cut, args.steps)
-    alpha_report.write(args.output_dir, args.results, cut, args.steps)

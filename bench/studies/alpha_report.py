@@ -170,10 +170,12 @@ def shapes(all_found: list[Found]) -> str:
                     f"{median(m[key] for m in modules):.3f} ({min(m[key] for m in modules):.3f})"
                     for key in ("share", "gap", "r2", "cosine_at_half")
                 ]
-                gain = share_of_gain(*(answers[n] for n in (RANKS[0], "full", "base")))
-                ends = [f"{answers[name].mean():.4f}" for name in ("base", "full")]
-                rows.append([found.name, *ends, percent(gain), *spread])
-    head = ["algorithm", "start", "full", "share of the gain at rank 1, scale a", "sigma1 / norm", "gap", "R^2",
+                prompts = min(len(answers[n]) for n in (RANKS[0], "full", "base"))
+                known = {n: answers[n][:prompts] for n in (RANKS[0], "full", "base")}
+                ends = [f"{known[name].mean():.4f}" for name in ("base", "full")]
+                gain = share_of_gain(*known.values())
+                rows.append([found.name, f"{prompts:,}", *ends, percent(gain), *spread])
+    head = ["algorithm", "test prompts", "start", "full", "share of the gain at rank 1, scale a", "sigma1 / norm", "gap", "R^2",
             "cosine to half-way"]  # fmt: skip
     return table(head, rows)
 
