@@ -339,3 +339,5 @@ def run(args: argparse.Namespace) -> None:
             cut_down(config, part, args.steps, args.scan_prompts, more=what == "predictors")
             shape(config, part, args.steps)
         alpha_report.write(args.output_dir, args.results, cut, args.steps)
+    if args.report_only:
+        alpha_report.write(args.output_dir, args.results, cut, args.steps)

@@ -175,8 +175,8 @@ def shapes(all_found: list[Found]) -> str:
                 ends = [f"{known[name].mean():.4f}" for name in ("base", "full")]
                 gain = share_of_gain(*known.values())
                 rows.append([found.name, f"{prompts:,}", *ends, percent(gain), *spread])
-    head = ["algorithm", "test prompts", "start", "full", "share of the gain at rank 1, scale a", "sigma1 / norm", "gap", "R^2",
-            "cosine to half-way"]  # fmt: skip
+    head = ["algorithm", "test prompts", "start", "full", "share of the gain at rank 1, scale a", "sigma1 / norm",
+            "gap", "R^2", "cosine to half-way"]  # fmt: skip
     return table(head, rows)
 
 
