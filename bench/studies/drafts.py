@@ -25,7 +25,8 @@ COMMON = [
     "save.save_steps=0", "save.save_model=false",
 ]  # fmt: skip
 VARIANTS = {"plain": "accelerators.enabled=[]", "drafts": "accelerators.enabled=[drafts]"}
-TIMES = ("time/", "drafts/", "tokens_per_second", "rollout_tokens_per_second")
+# times, drafts, and the sampler's log-probabilities, whose last digits depend on what else is in a forward pass
+OTHER = ("time/", "drafts/", "tokens_per_second", "rollout_tokens_per_second", "sampling/")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,9 +46,9 @@ def train(folder: Path, variant: str, seed: int, epochs: int) -> None:
 
 
 def learning(folder: Path) -> list[dict[str, float]]:
-    """All metrics of a run but times and drafts."""
+    """Rewards, accuracies, losses, gradients, lengths and so on, step by step."""
     rows = read_metrics(folder)
-    return [{key: value for key, value in row.items() if not key.startswith(TIMES)} for row in rows]
+    return [{key: value for key, value in row.items() if not key.startswith(OTHER)} for row in rows]
 
 
 def run(args: argparse.Namespace) -> None:
