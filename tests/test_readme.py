@@ -10,11 +10,18 @@ ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
 PAGES = [
     ROOT / name
-    for name in ("README.md", "docs/prefix_cache.md", "CONTRIBUTING.md", "bench/README.md", "bench/gpu/README.md")
+    for name in (
+        "README.md",
+        "docs/alpha.md",
+        "docs/prefix_cache.md",
+        "CONTRIBUTING.md",
+        "bench/README.md",
+        "bench/gpu/README.md",
+    )
 ]
 
 
-@pytest.mark.parametrize(("page", "count"), [("README.md", 5), ("docs/prefix_cache.md", 1)])
+@pytest.mark.parametrize(("page", "count"), [("README.md", 5), ("docs/prefix_cache.md", 1), ("docs/alpha.md", 1)])
 def test_python_examples_run(page, count):
     """Of a page in docs the first ones: others download models."""
     text = (ROOT / page).read_text()
