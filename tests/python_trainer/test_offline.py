@@ -42,7 +42,7 @@ def test_folders_in_hugging_face_format(checkpoints, tmp_path, capsys):
     base, folders = checkpoints
     out = tmp_path / "out"
     code, said = call(capsys, *folders, "--base", base, "--output-dir", out, "--no-gate", "--set",
-                      "accelerators.alpha.horizon=2")  # fmt: skip
+                      "accelerators.alpha.horizon=2", "accelerators.alpha.predictor=secant")  # fmt: skip
     assert code == 0, said.err
     assert "3 checkpoints, 14 of 14 modules, predictor secant, back-test skill 1.00" in said.out
     start, last, found = (load_file(f / "model.safetensors") for f in (base, folders[-1], out))
