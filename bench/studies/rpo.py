@@ -31,7 +31,7 @@ from python_trainer.trainer import Trainer
 
 CONFIG = Path("configs/arithmetic_long.yaml")
 TEST_PROMPTS = 1024  # of the last evaluation; the ones in between use 256
-TARGETS = (0.65, 0.75)  # accuracies to which seconds and tokens are counted
+TARGETS = (0.55, 0.6)  # accuracies to which seconds and tokens are counted
 COMMON = [
     "task.train_size=128", "max_steps=25", "evaluation.eval_steps=5", "evaluation.eval_limit=256",
     "evaluation.eval_limit_during=256", "evaluation.target_accuracy=null", "save.save_model=false",
@@ -42,6 +42,7 @@ GRPO = ["algorithm.loss_type=grpo"]
 DAPO = ["algorithm.loss_type=dapo", "algorithm.epsilon_high=0.28", "rollout.dynamic_sampling=true"]
 LENGTH = ["accelerators.rpo.length_reward=correct"]
 WHOLE = ["algorithm.prefix_in_loss=true"]
+TWICE = ["rollout.prompts_per_step=32"]
 SHORT = ["accelerators.rpo.cut_share=0.3"]
 # variant -> (what it is compared with, settings)
 VARIANTS: dict[str, tuple[str | None, list[str]]] = {
@@ -52,6 +53,7 @@ VARIANTS: dict[str, tuple[str | None, list[str]]] = {
     "grpo+rpo+length": ("grpo", RPO + GRPO + LENGTH),
     "grpo+rpo, prefix in the loss": ("grpo", RPO + GRPO + WHOLE),
     "grpo+rpo, short cuts": ("grpo", RPO + GRPO + SHORT),
+    "grpo+rpo, 32 prompts a step": ("grpo", RPO + GRPO + TWICE),
     "dapo+rpo+length": ("dapo", RPO + DAPO + LENGTH),
 }
 MAIN = ("grpo", "grpo+rpo", "dapo", "dapo+rpo")
