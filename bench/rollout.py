@@ -138,11 +138,14 @@ def cases(quick: bool) -> Iterator[Case]:
     policy = model()
     engine = PagedEngine(policy, eos_token_ids=())
     own_forward = PagedEngine(policy, eos_token_ids=(), fused=False)
+    read_by_each = PagedEngine(policy, eos_token_ids=(), share_reads=False)
     prompts = 8 if quick else 32
-    for work in (workload("answers", prompts, 0, 15, 35, 100), workload("suffixes", prompts, 200, 5, 20, 60)):
+    works = [workload("answers", prompts, 0, 15, 35, 100), workload("suffixes", prompts, 200, 5, 20, 60)]
+    for work in [*works, workload("suffixes", prompts // 4, 800, 5, 20, 60)]:
         providers: dict[str, Any] = {
             "PagedEngine": partial(paged, engine, work),
             "PagedEngine, fused=False": partial(paged, own_forward, work),
+            **({"PagedEngine, share_reads=False": partial(paged, read_by_each, work)} if work.prefixes[0] else {}),
             "transformers generate, batches of 128": partial(padded, policy, work, 128),
         }
         longest = max(work.lengths)
