@@ -42,7 +42,6 @@ GRPO = ["algorithm.loss_type=grpo"]
 DAPO = ["algorithm.loss_type=dapo", "algorithm.epsilon_high=0.28", "rollout.dynamic_sampling=true"]
 LENGTH = ["accelerators.rpo.length_reward=correct"]
 WHOLE = ["algorithm.prefix_in_loss=true"]
-TWICE = ["rollout.prompts_per_step=32"]
 SHORT = ["accelerators.rpo.cut_share=0.3"]
 # variant -> (what it is compared with, settings)
 VARIANTS: dict[str, tuple[str | None, list[str]]] = {
@@ -53,7 +52,6 @@ VARIANTS: dict[str, tuple[str | None, list[str]]] = {
     "grpo+rpo+length": ("grpo", RPO + GRPO + LENGTH),
     "grpo+rpo, prefix in the loss": ("grpo", RPO + GRPO + WHOLE),
     "grpo+rpo, short cuts": ("grpo", RPO + GRPO + SHORT),
-    "grpo+rpo, 32 prompts a step": ("grpo", RPO + GRPO + TWICE),
     "dapo+rpo+length": ("dapo", RPO + DAPO + LENGTH),
 }
 MAIN = ("grpo", "grpo+rpo", "dapo", "dapo+rpo")
