@@ -11,12 +11,13 @@ PY := $(VENV)/bin/python
 SOURCES := setup.py $(shell find csrc -type f)
 RUN ?= runs/train
 
-.PHONY: help setup build train smoke test lint bench clean
+.PHONY: help setup build train smoke test test-vllm lint bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make train   set up, train the arithmetic task with plain GRPO and with the accelerators, compare ($(RUN))'
 	@echo 'make test    set up, then lint, types and every test; names what this machine lacks'
+	@echo 'make test-vllm   the tests inside vLLM for the CPU, in an environment of its own ($(VENV)-vllm, about 3 GB)'
 	@echo 'make bench   set up, then every benchmark (BENCH="--quick dtw" for less)'
 	@echo 'make build   set up and compile the extension'
 	@echo 'make lint    ruff and mypy'
@@ -45,6 +46,14 @@ smoke: $(VENV)/.built
 
 test: $(VENV)/.built
 	@$(PY) tools/run_tests.py $(TEST)
+
+# Python of the main environment, so that the extension built there loads.
+$(VENV)-vllm/.packages: tools/vllm_env.sh constraints.txt
+	@PYTHON=$(PY) TORCH_INDEX="$(TORCH_INDEX)" sh tools/vllm_env.sh $(VENV)-vllm
+	@touch $@
+
+test-vllm: $(VENV)/.built $(VENV)-vllm/.packages
+	$(VENV)-vllm/bin/python -m pytest tests/with_vllm -rA $(TEST)
 
 lint: $(VENV)/.packages
 	$(PY) -m ruff check .

@@ -1,7 +1,8 @@
 """Lint, types, CUDA check and all tests; ends with one summary. ``make test`` runs it; arguments go to pytest.
 
 The Triton kernels run through Triton's interpreter, which is chosen when triton is imported, so they get a pytest
-process of their own with TRITON_INTERPRET=1.
+process of their own with TRITON_INTERPRET=1. The tests inside vLLM run in the environment that ``make test-vllm`` made
+beside the main one, where there is one.
 """
 
 import importlib.util
@@ -16,6 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TRITON_TESTS = "tests/rlkernels/triton"
+VLLM_TESTS = "tests/with_vllm"
 
 
 @dataclass
@@ -57,6 +59,8 @@ def steps(pytest_arguments: list[str]) -> list[Step]:
     quiet = {"OMP_WAIT_POLICY": "PASSIVE"}
     pytest = [python, "-m", "pytest", "-n", workers, "--dist", "worksteal", *pytest_arguments]
     no_triton = "" if importlib.util.find_spec("triton") else "triton"
+    vllm = Path(f"{sys.prefix}-vllm/bin/python")
+    no_vllm = "" if vllm.exists() else "an environment with vLLM (make test-vllm makes it and runs the tests)"
     no_nvcc = "" if shutil.which("nvcc") else "nvcc (the CUDA sources were not compiled)"
     return [
         Step("lint", [python, "-m", "ruff", "check", "."]),
@@ -64,7 +68,8 @@ def steps(pytest_arguments: list[str]) -> list[Step]:
         Step("types", [python, "-m", "mypy"]),
         Step("CUDA sources", [python, "setup.py", "check_cuda"], missing=no_nvcc),
         Step("Triton kernels", [*pytest, TRITON_TESTS], {**quiet, "TRITON_INTERPRET": "1"}, missing=no_triton),
-        Step("tests", [*pytest, f"--ignore={TRITON_TESTS}"], quiet),
+        Step("vLLM", [str(vllm), "-m", "pytest", *pytest_arguments, VLLM_TESTS], missing=no_vllm),
+        Step("tests", [*pytest, f"--ignore={TRITON_TESTS}", f"--ignore={VLLM_TESTS}"], quiet),
     ]
 
 

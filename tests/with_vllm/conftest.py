@@ -1,0 +1,63 @@
+"""Tests inside the real vLLM, which has an environment of its own: ``make test-vllm``."""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+MAX_LENGTH = 256
+VOCAB = 97
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
+os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
+os.environ["VLLM_NO_USAGE_STATS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+
+def pytest_collection_modifyitems(items):
+    if importlib.util.find_spec("vllm") is None:
+        for item in items:
+            if item.path.parent.name == "with_vllm":
+                item.add_marker(pytest.mark.skip(reason="this machine lacks vLLM (make test-vllm sets it up)"))
+
+
+@pytest.fixture(autouse=True)
+def poison_uninitialised_memory():
+    """Not here: vLLM's own buffers may be uninitialised."""
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory):
+    """Writes a tiny random Llama whose greedy answers vary; returns its folder."""
+
+    def make(seed: int) -> str:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, max_position_embeddings=MAX_LENGTH, initializer_range=0.2, bos_token_id=None,
+            eos_token_id=VOCAB - 1, pad_token_id=None,
+        )  # fmt: skip
+        folder = tmp_path_factory.mktemp("model")
+        LlamaForCausalLM(config).save_pretrained(folder)
+        return str(folder)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_llm(make_model):
+    """A vLLM engine in float32 in this process; further arguments are vLLM's."""
+
+    def make(seed: int = 0, **options):
+        from vllm import LLM
+
+        return LLM(
+            model=make_model(seed), skip_tokenizer_init=True, enforce_eager=True, dtype="float32",
+            max_model_len=MAX_LENGTH, max_num_seqs=8, disable_log_stats=False, **options,
+        )  # fmt: skip
+
+    return make

@@ -1,0 +1,219 @@
+"""The history proposer: called as vLLM calls it, and inside the real vLLM."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import rlkernels
+
+PROPOSER = "rlkernels.integrations.vllm.HistoryProposer"
+MAX_LENGTH, VOCAB = 256, 97
+PROMPTS = [[5, 6, 7, 8], [9, 8, 7, 6, 5], [5, 6, 7, 9]]
+ANSWER = list(range(20, 60))
+
+
+@pytest.fixture(autouse=True)
+def nothing_shared():
+    from rlkernels.integrations.vllm import share_history
+
+    yield
+    share_history(None)
+
+
+def proposer(limit: int = 8, **additional):
+    from rlkernels.integrations.vllm import HistoryProposer
+
+    return HistoryProposer(
+        SimpleNamespace(
+            additional_config=additional,
+            speculative_config=SimpleNamespace(num_speculative_tokens=limit),
+            model_config=SimpleNamespace(max_model_len=MAX_LENGTH, get_vocab_size=lambda: VOCAB),
+            scheduler_config=SimpleNamespace(max_num_seqs=2),
+        )
+    )
+
+
+def step(drafter, rows: list[tuple[list[int], list[int]]]) -> list[list[int]]:
+    """A call as vLLM makes it: (all tokens so far, the new ones among them) of each row."""
+    ids = np.full((len(rows) + 1, MAX_LENGTH), -1, np.int32)
+    lengths = np.zeros(len(rows) + 1, np.int32)
+    for i, (tokens, _) in enumerate(rows):
+        ids[i, : len(tokens)], lengths[i] = tokens, len(tokens)
+    return drafter.propose([new for _, new in rows], lengths, ids, slot_mappings=None)
+
+
+def remembering(*answers: tuple[list[int], list[int]], epoch: int = 0) -> rlkernels.RolloutHistory:
+    history = rlkernels.RolloutHistory()
+    for prompt, answer in answers:
+        history.add(prompt, answer, reward=1.0, epoch=epoch)
+    return history
+
+
+def shared(*answers: tuple[list[int], list[int]]) -> rlkernels.RolloutHistory:
+    from rlkernels.integrations.vllm import share_history
+
+    history = remembering(*answers)
+    share_history(history)
+    return history
+
+
+def test_follows_rows_that_move_leave_and_come_back():
+    other = list(range(90, 60, -1))
+    history = shared((PROMPTS[0], ANSWER), (PROMPTS[1], other))
+    drafter = proposer()
+    a, b = PROMPTS[0] + ANSWER[:1], PROMPTS[1] + other[:1]
+    assert step(drafter, [(a, ANSWER[:1]), (b, other[:1])]) == [ANSWER[1:9], other[1:9]]
+    a, b = a + ANSWER[1:10], b + other[1:4]
+    rows = [(b, other[1:4]), (PROMPTS[2], []), (a, ANSWER[1:10])]  # swapped, beside a prompt that is half computed
+    assert step(drafter, rows) == [other[4:12], [], ANSWER[10:18]]
+    b = b + other[4:5]
+    assert step(drafter, [(b, other[4:5])]) == [other[5:13]]
+    a = a + ANSWER[10:11]  # preempted before, computed again
+    assert step(drafter, [(a, ANSWER[10:11])]) == [ANSWER[11:19]]
+    assert history.stats["handles"] == 2
+
+
+def test_keeps_few_sequences_that_have_left():
+    history = shared((PROMPTS[0], ANSWER))
+    drafter = proposer()
+    for i in range(9):
+        step(drafter, [([i, i, 1], [1])])
+    assert history.stats["handles"] == 3  # the one at work, and max_num_seqs that may come back
+
+
+def test_same_prompt_several_times():
+    history = shared((PROMPTS[0], ANSWER))
+    drafter = proposer()
+    row = (PROMPTS[0] + ANSWER[:2], ANSWER[:2])
+    assert step(drafter, [row, row, row]) == [ANSWER[2:10]] * 3
+    left, right = PROMPTS[0] + ANSWER[:4], PROMPTS[0] + ANSWER[:2] + [3]
+    drafts = step(drafter, [(left, ANSWER[2:4]), (right, [3]), (left, ANSWER[2:4])])
+    assert drafts[0] == drafts[2] == ANSWER[4:12]
+    assert history.stats["handles"] == 3
+
+
+def test_drafts_stay_within_the_model():
+    shared((PROMPTS[0], [20, 21, 22, VOCAB, 23]))
+    assert step(proposer(), [(PROMPTS[0] + [20], [20])]) == [[21, 22]]
+    prompt = [1] * (MAX_LENGTH - 5)
+    shared((prompt, ANSWER))
+    for length, room in [(2, 2), (4, 0), (5, 0)]:
+        tokens = prompt + ANSWER[:length]
+        assert step(proposer(), [(tokens, ANSWER[:length])]) == [ANSWER[length : length + room]]
+
+
+def test_feedback(monkeypatch):
+    """A draft of which vLLM verified only a part, for lack of room, is not taken for a wrong one."""
+    history = shared((PROMPTS[0], ANSWER))
+    seen = []
+    observe = rlkernels.RolloutHistory.observe
+
+    def spy(self, handles, offered, accepted):
+        seen.append((list(offered), list(accepted)))
+        observe(self, handles, offered, accepted)
+
+    monkeypatch.setattr(rlkernels.RolloutHistory, "observe", spy)
+    drafter = proposer()
+    tokens = list(PROMPTS[0])
+    for new in (ANSWER[:1], ANSWER[1:10], ANSWER[10:13], [*ANSWER[13:15], 1]):
+        tokens += new
+        step(drafter, [(tokens, new)])
+    assert seen == [([0], [0]), ([8], [8]), ([2], [2]), ([8], [2])]
+    assert history.stats["handles"] == 1
+
+
+def test_reads_a_file_again_when_it_is_replaced(tmp_path, caplog):
+    path = tmp_path / "history.bin"
+    remembering((PROMPTS[0], ANSWER)).save(path)
+    drafter = proposer(rlkernels_history=str(path))
+    tokens = PROMPTS[0] + ANSWER[:1]
+    assert step(drafter, [(tokens, ANSWER[:1])]) == [ANSWER[1:9]]
+    other = [*ANSWER[:9], 70, 71, 72]
+    remembering((PROMPTS[0], ANSWER), (PROMPTS[0], other), epoch=3).save(path)
+    remembering((PROMPTS[0], other), epoch=3).save(path)
+    tokens = tokens + ANSWER[1:9]
+    assert step(drafter, [(tokens, ANSWER[1:9])]) == [[70, 71, 72]]
+    path.write_bytes(b"not a history")
+    assert step(drafter, [([*tokens, 70], [70])]) == [[71, 72]]
+    assert "was not read again" in caplog.text
+    path.unlink()
+    assert step(drafter, [([*tokens, 70, 71], [71])]) == [[72]]
+
+
+def test_needs_a_history(tmp_path):
+    with pytest.raises(ValueError, match="no history: pass additional_config"):
+        proposer()
+    with pytest.raises(FileNotFoundError):
+        proposer(rlkernels_history=str(tmp_path / "missing"))
+
+
+def test_version_is_checked(monkeypatch):
+    import importlib
+
+    import vllm
+
+    from rlkernels.integrations import vllm as module
+
+    monkeypatch.setattr(vllm, "__version__", "0.31.1")
+    monkeypatch.setattr(vllm, "__version_tuple__", (0, 31, 1))
+    with pytest.raises(ImportError, match="needs vllm >= 0.32, found 0.31.1"):
+        importlib.reload(module)
+
+
+def greedy(llm) -> list[list[int]]:
+    from vllm import SamplingParams
+
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in PROMPTS],
+        SamplingParams(temperature=0, max_tokens=80, ignore_eos=True, detokenize=False),
+        use_tqdm=False,
+    )
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def counters(llm) -> dict[str, int]:
+    return {
+        metric.name.removeprefix("vllm:spec_decode_num_"): metric.value
+        for metric in llm.get_metrics()
+        if metric.name.startswith("vllm:spec_decode_num_") and hasattr(metric, "value")
+    }
+
+
+def test_greedy_answers_are_the_same(make_llm, tmp_path):
+    """Without drafts; with right ones, wrong ones, and both, from a file."""
+    plain = greedy(make_llm())
+    assert len({tuple(answer) for answer in plain}) == 3 and all(len(set(answer)) > 10 for answer in plain)
+    path = tmp_path / "history.bin"
+    remembering(*zip(PROMPTS, plain)).save(path)
+    llm = make_llm(
+        speculative_config={"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 8},
+        additional_config={"rlkernels_history": str(path)},
+    )
+    assert greedy(llm) == plain
+    right = counters(llm)
+    print("right drafts:", right)
+    assert right["accepted_tokens"] == right["draft_tokens"] > 150
+    assert right["drafts"] < 40
+    wrong = [[(token + 1) % VOCAB for token in answer] for answer in plain]
+    remembering(*zip(PROMPTS, wrong)).save(path)
+    assert greedy(llm) == plain
+    after = counters(llm)
+    print("and wrong ones:", after)
+    assert after["draft_tokens"] > right["draft_tokens"]
+    half = [[*answer[:20], 1, *answer[21:]] for answer in plain]
+    remembering(*zip(PROMPTS, half)).save(path)
+    assert greedy(llm) == plain
+
+
+def test_shares_a_history_that_grows(make_llm):
+    history = shared()
+    llm = make_llm(speculative_config={"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 8})
+    first = greedy(llm)
+    before = counters(llm)
+    for prompt, answer in zip(PROMPTS, first):
+        history.add(prompt, answer, reward=1.0)
+    assert greedy(llm) == first
+    after = counters(llm)
+    print("first visit:", before, "second:", after)
+    assert after["accepted_tokens"] - before["accepted_tokens"] > 150
