@@ -45,7 +45,8 @@ class TaskConfig(BaseModel):
     chat: bool = False
     """gsm8k, jsonl: give a prompt that is a string as one user message through the tokenizer's chat template."""
     reward: str | list[str] = []
-    """jsonl: reward functions as "module:function"; the module may lie in the current folder."""
+    """jsonl: reward functions as "module:function"; the module may lie in the current folder. "math" compares the value
+    of an answer with column answer by math-verify (pip install 'rlkernels[math]')."""
     reward_weights: list[float] | None = None
     """jsonl: one weight for each reward function. None: 1 each."""
     accuracy: str | None = None
@@ -66,7 +67,7 @@ class TaskConfig(BaseModel):
         if self.name != "arithmetic" and files:
             raise ValueError(f"task {self.name} needs {' and '.join(files)}: a JSONL file")
         if self.name == "jsonl" and not self.rewards:
-            raise ValueError('task jsonl needs reward: "module:function", or a list of them')
+            raise ValueError('task jsonl needs reward: "math", "module:function", or a list of them')
         for field in type(self).model_fields.keys() - COMMON_FIELDS - TASK_FIELDS[self.name]:
             if field in self.model_fields_set and getattr(self, field) != type(self).model_fields[field].default:
                 raise ValueError(f"{field} has no meaning for task {self.name}, got {getattr(self, field)!r}")

@@ -21,7 +21,7 @@ def load_task(settings: TaskConfig) -> Task:
         return arithmetic_task(settings.variant, settings.seed, **sizes)
     rewards = {"accuracy": gsm8k.accuracy}
     if settings.name == "jsonl":
-        rewards = {spec.partition(":")[2]: import_reward(spec) for spec in settings.rewards}
+        rewards = {spec.rpartition(":")[2]: import_reward(spec) for spec in settings.rewards}
         if len(rewards) < len(settings.rewards):
             raise UserError(f"reward functions need different names, got {', '.join(settings.rewards)}")
     accuracy = settings.accuracy or next(iter(rewards))

@@ -14,6 +14,9 @@ from typing import Any
 
 from python_trainer.errors import UserError
 from python_trainer.tasks.base import Example, RewardFunction, Task
+from python_trainer.tasks.mathematics import math_reward
+
+BUILT_IN: dict[str, RewardFunction] = {"math": math_reward}
 
 
 @dataclass(frozen=True)
@@ -26,10 +29,12 @@ class Scores:
 
 
 def import_reward(spec: str) -> RewardFunction:
-    """The function ``module:function``; the module may lie in the current folder."""
+    """The function ``module:function``, where the module may lie in the current folder, or one of ``BUILT_IN``."""
+    if spec in BUILT_IN:
+        return BUILT_IN[spec]
     module_name, _, function_name = spec.partition(":")
     if not module_name or not function_name.isidentifier():
-        raise UserError(f'reward {spec!r} is not of the form "module:function"')
+        raise UserError(f'reward {spec!r} is neither {", ".join(BUILT_IN)} nor of the form "module:function"')
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

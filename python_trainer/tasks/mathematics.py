@@ -1,0 +1,96 @@
+"""The reward ``math``: whether an answer equals the known one, by the library math-verify.
+
+It reads numbers, fractions, percentages, units, LaTeX, sets, intervals and equations, and takes the last expression
+of an answer, boxed ones first.
+"""
+
+import atexit
+import importlib.util
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from python_trainer.errors import UserError
+
+ANSWER_SECONDS = 5.0  # of processor time for one answer, which then counts as wrong
+WORKER = Path(__file__).with_name("math_worker.py")
+
+
+class Verifier:
+    """Judges answers in a worker process, which starts at the first one; any thread may call it."""
+
+    def __init__(self, seconds: float = ANSWER_SECONDS):
+        self.seconds = seconds
+        self._worker: subprocess.Popen[str] | None = None
+        self._lock = threading.Lock()
+
+    def __call__(self, completion: str, gold: str) -> bool | None:
+        """Whether the completion's answer equals ``gold``; None where ``gold`` holds no mathematics.
+
+        An answer that takes too long, or too much memory, is wrong.
+        """
+        with self._lock:
+            if self._worker is None:
+                self._worker = self._start()
+            reply = self._ask(self._worker, json.dumps([completion, gold]) + "\n")
+            if not reply:
+                self._stop()
+            return json.loads(reply) if reply else False
+
+    def close(self) -> None:
+        with self._lock:
+            self._stop()
+
+    def _start(self) -> "subprocess.Popen[str]":
+        if importlib.util.find_spec("math_verify") is None:
+            raise UserError("reward math needs the package math-verify: pip install 'rlkernels[math]'")
+        # a session of its own: Ctrl-C is for the trainer, which still judges what it has begun
+        worker = subprocess.Popen(
+            [sys.executable, "-P", "-W", "ignore", str(WORKER), str(self.seconds)], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, encoding="utf-8", start_new_session=True,
+        )  # fmt: skip
+        assert worker.stdout is not None
+        if worker.stdout.readline() != "ready\n":
+            raise RuntimeError(f"the worker of reward math ended at its start with exit code {worker.wait()}")
+        return worker
+
+    @staticmethod
+    def _ask(worker: "subprocess.Popen[str]", question: str) -> str:
+        """The reply, empty when the worker has ended."""
+        assert worker.stdin is not None and worker.stdout is not None
+        try:
+            worker.stdin.write(question)
+            worker.stdin.flush()
+        except BrokenPipeError:
+            return ""
+        return worker.stdout.readline()
+
+    def _stop(self) -> None:
+        if self._worker is not None:
+            self._worker.kill()
+            self._worker.communicate()
+            self._worker = None
+
+
+_verifier = Verifier()
+atexit.register(_verifier.close)
+
+
+def math_reward(
+    prompts: Sequence, completions: Sequence[str], completion_ids: Sequence, answer: Sequence[str], **_: object
+) -> list[float | None]:
+    """1 for every completion that ends in the value of ``answer``, else 0.
+
+    Raises:
+        ValueError: an ``answer`` that is no string with mathematics in it.
+    """
+    judged: list[float | None] = []
+    for text, gold in zip(completions, answer, strict=True):
+        right = _verifier(text, gold) if isinstance(gold, str) else None
+        if right is None:
+            raise ValueError(f"column answer must be a string with mathematics in it, got {gold!r:.80}")
+        judged.append(float(right))
+    return judged

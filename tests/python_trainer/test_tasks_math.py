@@ -1,0 +1,119 @@
+"""The reward ``math``: what counts as equal, answers that never end, threads."""
+
+import importlib.util
+import json
+import threading
+
+import pytest
+from support import lacks
+
+from python_trainer.errors import UserError
+from python_trainer.tasks import TaskConfig, load_task, mathematics
+from python_trainer.tasks.rewards import score
+
+
+@pytest.fixture(scope="module", autouse=True)
+def math_verify():
+    if importlib.util.find_spec("math_verify") is None:
+        lacks("math-verify (pip install '.[math]')")
+
+
+@pytest.fixture(scope="module")
+def judge():
+    verifier = mathematics.Verifier(seconds=1.0)
+    yield verifier
+    verifier.close()
+
+
+@pytest.mark.parametrize(
+    ("gold", "completion", "right"),
+    [
+        ("18", "She makes $<<9*2=18>>18 every day\n#### 18", True),
+        ("18", "#### 18.5", False),
+        ("18", "I do not know", False),
+        ("9 * 2 = <<9*2=18>>18\n#### 1,018", r"so it is \boxed{1018}", True),
+        ("0.5", r"It is $\frac{1}{2}$.", True),
+        (r"\frac{3}{4}", "The answer is 3/4", True),
+        (r"\frac{3}{4}", r"\boxed{\frac{6}{8}}", True),
+        (r"\frac{3}{4}", r"\boxed{\frac{4}{3}}", False),
+        ("12 cm", r"The side is $12\text{ cm}$.", True),
+        ("$18", r"\boxed{\$18}", True),
+        ("50%", r"\boxed{50\%}", True),
+        (r"2\sqrt{3}", r"\boxed{\sqrt{12}}", True),
+        ("$x^2 - 1$", r"\boxed{(x-1)(x+1)}", True),
+        (r"\{1, 2\}", r"\boxed{\{2, 1\}}", True),
+        ("-3", "#### 3", False),
+        ("7", r"first \boxed{7}, but then $\boxed{8}$", False),
+        ("7", "", False),
+    ],
+)
+def test_what_counts_as_equal(judge, gold, completion, right):
+    assert judge(completion, gold) is right
+
+
+def test_gold_without_mathematics(judge):
+    assert judge("18", "") is None
+
+
+def test_an_answer_that_never_ends_is_wrong(judge):
+    endless = r"\boxed{" + "9^{" * 6 + "9" + "}" * 6 + "}"
+    assert judge(endless, "18") is False
+    assert judge._worker is None
+    assert judge("18", "18") is True
+
+
+def test_a_worker_that_was_killed(judge):
+    assert judge("18", "18") is True
+    judge._worker.kill()
+    judge._worker.wait()
+    assert judge("18", "18") is False  # as if it had been too long
+    assert judge("18", "18") is True
+
+
+def test_threads_take_turns(judge):
+    found = {}
+
+    def ask(n):
+        found[n] = [judge(f"#### {n}", str(n)), judge(f"#### {n}", str(n + 1))]
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {n: [True, False] for n in range(8)}
+
+
+@pytest.fixture
+def task(tmp_path):
+    """A jsonl task with ``reward: math`` and this gold answer."""
+
+    def make(gold, **settings):
+        path = tmp_path / "data.jsonl"
+        path.write_text(json.dumps({"question": "how much?", "answer": gold}))
+        files = {"train_path": path, "test_path": path, "prompt_column": "question"}
+        return load_task(TaskConfig(name="jsonl", **files, reward="math", **settings))
+
+    return make
+
+
+def test_by_name_in_a_task_with_a_limit(task):
+    made = task("9 * 2 = 18\n#### 18", reward_timeout=60)  # a limit calls it in another thread
+    scores = score(made, [made.train[0]] * 2, [r"\boxed{18}", "#### 17"], [[1], [2]])
+    assert scores.rewards == {"math": [1.0, 0.0]} and scores.accuracy == [1.0, 0.0]
+    assert made.accuracy == "math"
+
+
+@pytest.mark.parametrize("gold", ["", 18, None])
+def test_gold_answers_that_are_none_are_named(task, gold):
+    made = task(gold)
+    with pytest.raises(UserError, match=f"reward function math raised ValueError: column answer must .*{gold!r}"):
+        score(made, made.train, ["18"], [[1]])
+
+
+def test_without_the_library(task, monkeypatch):
+    monkeypatch.setattr(mathematics, "_verifier", mathematics.Verifier())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    made = task("18")
+    with pytest.raises(UserError, match=r"needs the package math-verify: pip install 'rlkernels\[math\]'"):
+        score(made, made.train, ["18"], [[1]])
