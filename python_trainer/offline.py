@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from python_trainer.accelerators.alpha import Alpha, AlphaSettings
-from python_trainer.accelerators.gate import Gate, try_candidates
+from python_trainer.accelerators.gate import try_candidates
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint, publish
 from python_trainer.config import Config, load_config
 from python_trainer.errors import UserError
@@ -18,7 +18,7 @@ from python_trainer.policy import SHIPPED, Policy, load_policy
 from python_trainer.telemetry import read_metrics
 from python_trainer.trainer import Trainer
 from rlkernels import RankOneTrajectory
-from rlkernels.rank1 import Limits, Target, extrapolate, refusal, skill
+from rlkernels.rank1 import Gate, Limits, Target, extrapolate, refusal, skill
 from rlkernels.rank1.stream import Folder, default_filter
 
 Weights = Mapping[str, torch.Tensor]

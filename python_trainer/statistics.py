@@ -1,7 +1,6 @@
-"""Paired comparisons of answers to the same prompts: bootstrap intervals, and the exact test behind the gate."""
+"""Paired comparisons of answers to the same prompts: bootstrap intervals."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,21 +84,3 @@ def share_of_gain(part: Values, full: Values, start: Values, *, confidence: floa
     if f <= s or (means[:, 1] <= means[:, 2]).any():
         return Interval(math.nan, math.nan, math.nan)
     return _interval(float((p - s) / (f - s)), (means[:, 0] - means[:, 2]) / (means[:, 1] - means[:, 2]), confidence)
-
-
-def improvement_p_value(after: Sequence[float], before: Sequence[float]) -> float:
-    """Exact one-sided McNemar test: how likely at least this much improvement is when ``after`` is no better.
-
-    Args:
-        after, before: N values each, right (above 0.5) or wrong, of the same prompts.
-
-    Returns:
-        Probability of at least as many prompts gained as seen, when each of the prompts that changed was as likely
-        lost as gained; 1 when nothing changed.
-    """
-    columns = _columns(after, before) > 0.5
-    gained = int((columns[:, 0] & ~columns[:, 1]).sum())
-    lost = int((columns[:, 1] & ~columns[:, 0]).sum())
-    changed = gained + lost
-    tail = sum(math.comb(changed, k) for k in range(gained, changed + 1))
-    return tail / 2**changed if changed else 1.0

@@ -1,5 +1,6 @@
 """Rank-1 structure of weight updates (AlphaRL, arXiv 2510.00553)."""
 
+from rlkernels.rank1.gate import Comparison, Gate
 from rlkernels.rank1.ops import add_rank1_, delta_matvec, top1_delta, top1_deltas
 from rlkernels.rank1.peft import export_peft
 from rlkernels.rank1.predictors import PREDICTORS, Limits, Predictor, Refusal, Target, extrapolate, refusal, skill
@@ -9,6 +10,8 @@ from rlkernels.rank1.update import Rank1Update
 
 __all__ = [
     "PREDICTORS",
+    "Comparison",
+    "Gate",
     "Limits",
     "ModuleUpdate",
     "Points",

@@ -7,14 +7,13 @@ import torch
 from rich.console import Console
 
 from python_trainer.accelerators.alpha import Alpha, AlphaSettings
-from python_trainer.accelerators.gate import Gate
 from python_trainer.checkpoint import load_checkpoint
 from python_trainer.config import OptimizerConfig
 from python_trainer.errors import UserError
 from python_trainer.optimizer import PolicyOptimizer
 from python_trainer.telemetry import read_metrics
 from python_trainer.trainer import Trainer
-from rlkernels.rank1 import PREDICTORS
+from rlkernels.rank1 import PREDICTORS, Gate
 
 QUIET = Console(quiet=True)
 GATE = 400

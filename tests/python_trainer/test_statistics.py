@@ -5,7 +5,8 @@ import pytest
 from scipy.stats import binomtest
 
 from python_trainer.evaluation import load_evaluations, save_evaluation
-from python_trainer.statistics import improvement_p_value, paired_difference, resampled_means, share_of_gain
+from python_trainer.statistics import paired_difference, resampled_means, share_of_gain
+from rlkernels.rank1.gate import improvement_p_value
 
 
 def answers(count, rate, seed):

@@ -1,0 +1,201 @@
+"""Suffix rollouts and gated extrapolation inside TRL's own GRPOTrainer, on a tiny random model."""
+
+import importlib
+import math
+
+import pytest
+import torch
+from support import lacks
+
+LONGEST, SIZE, EOS = 8, 4, 63
+
+
+@pytest.fixture(scope="module")
+def ours():
+    if importlib.util.find_spec("trl") is None:
+        lacks("TRL (pip install '.[trl]')")
+    return importlib.import_module("rlkernels.integrations.trl")
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    """A random Qwen2 whose tokens are the characters from "0" on; the last is the end-of-sequence token."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("policy")
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True, initializer_range=0.2,
+        eos_token_id=EOS, bos_token_id=None,
+    )  # fmt: skip
+    transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
+    vocab = {chr(48 + i): i for i in range(EOS)} | {"<eos>": EOS}
+    transformers.Qwen2Tokenizer(
+        vocab=vocab, merges=[], unk_token=None, pad_token="<eos>", eos_token="<eos>"
+    ).save_pretrained(folder)
+    return folder
+
+
+def digits(prompts, completion_ids, **columns):
+    """Share of digits among the tokens of an answer."""
+    return [sum(token < 10 for token in ids) / max(len(ids), 1) for ids in completion_ids]
+
+
+@pytest.fixture
+def make_trainer(ours, policy, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
+
+    def make(reward=digits, steps=3, prompts=("ABC", "DE"), settings=(), **parts):
+        args = trl.GRPOConfig(
+            output_dir=str(tmp_path), per_device_train_batch_size=2 * SIZE, num_generations=SIZE,
+            max_completion_length=LONGEST, max_steps=steps, learning_rate=1e-2, bf16=False, use_cpu=True, report_to=[],
+            save_strategy="no", disable_tqdm=True, gradient_checkpointing=False, lr_scheduler_type="constant",
+            logging_steps=1, beta=0.0, **dict(settings),
+        )  # fmt: skip
+        data = datasets.Dataset.from_dict({"prompt": list(prompts)})
+        return trl.GRPOTrainer(model=str(policy), args=args, train_dataset=data, reward_funcs=reward, **parts)
+
+    return make
+
+
+def weights(trainer):
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def test_answers_are_finished_and_only_their_end_is_trained(ours, make_trainer, monkeypatch):
+    suffixes = ours.SuffixRollouts(right=-1.0)  # every answer that ends
+    suffixes.answers = {"ABC": [1, 2, 3, 4, 5, EOS]}
+    trainer = make_trainer(suffixes.watch(digits), rollout_func=suffixes)
+    seen, batches = [], []
+    generate, loss = trainer._generate_single_turn, trainer._compute_loss
+
+    def spy(prompt_ids, *args):
+        new, logprobs = generate(prompt_ids, *args)
+        seen.append((prompt_ids, new))
+        return new, logprobs
+
+    monkeypatch.setattr(trainer, "_generate_single_turn", spy)
+    monkeypatch.setattr(trainer, "_compute_loss", lambda model, inputs: batches.append(inputs) or loss(model, inputs))
+    before = weights(trainer)
+    trainer.train()
+    assert any(not torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+    assert len(seen) == len(batches) == 3
+
+    prompt_ids, new = seen[0]
+    begun = {len(ids) - 3: ids for ids in prompt_ids if ids[:3] == [17, 18, 19]}  # "ABC"
+    (length,) = begun  # the group shares its cut
+    assert begun[length] == [17, 18, 19, *[1, 2, 3, 4, 5, EOS][:length]]
+    assert suffixes.beginning("ABC", 0, 3) == []  # longer than answers may be now
+    batch = batches[0]
+    trained = batch["completion_mask"] * batch["tool_mask"]
+    rows = {tuple(ids) for ids in batch["completion_ids"].tolist()}
+    for given, ids in zip(prompt_ids, new):
+        given = given[3:] if given[:3] == [17, 18, 19] else []
+        whole = (given + ids)[:LONGEST]
+        row = next(i for i, r in enumerate(batch["completion_ids"].tolist()) if r[: len(whole)] == whole)
+        assert trained[row].sum() == len(whole) - len(given) and trained[row, : len(given)].sum() == 0
+    assert len(rows) > 1 and suffixes._step == 2
+
+
+def test_only_right_whole_answers_are_remembered(ours):
+    suffixes = ours.SuffixRollouts()
+    suffixes._step, suffixes._ends = 0, frozenset({EOS})
+    ids = [[1, EOS], [2, EOS], [3, 3], [4, EOS], []]
+    watched = suffixes.watch(lambda prompts, completion_ids, gold: gold)
+    chat = [{"role": "user", "content": "hi"}]
+    prompts = ["a", "a", "a", chat, "b"]
+    assert watched(prompts=prompts, completion_ids=ids, gold=[0.0, 1.0, 1.0, 1.0, None]) == [0.0, 1.0, 1.0, 1.0, None]
+    assert list(suffixes.answers.values()) == [[2, EOS], [4, EOS]]
+    assert suffixes.beginning(chat, 5, 8) == [4] or suffixes.beginning(chat, 5, 8) == []
+    cuts = {len(suffixes.beginning("a", step, 8)) for step in range(20)}
+    assert cuts == {0, 1}
+    suffixes._step = None  # evaluation
+    watched(prompts=["c"], completion_ids=[[1, EOS]], gold=[1.0])
+    assert "c" not in suffixes.answers
+
+
+def test_evaluation_answers_from_the_start(ours, make_trainer):
+    suffixes = ours.SuffixRollouts()
+    suffixes.answers = {"ABC": [1, 2, 3, EOS], "DE": [1, 2, 3, 4, 5, EOS]}
+    trainer = make_trainer(suffixes.watch(digits), rollout_func=suffixes, settings={"num_generations_eval": 2})
+    trainer.model.eval()
+    out = suffixes(["ABC"] * 2 + ["DE"] * 2, trainer)
+    assert suffixes.continued == 0 and all(all(mask) for mask in out["env_mask"])
+    trainer.model.train()
+    suffixes(["ABC"] * SIZE, trainer)
+    assert suffixes.continued in (0, SIZE)
+    with pytest.raises(ValueError, match="whole groups of 4 answers"):
+        suffixes(["ABC"] * 2 + ["DE"] * 2, trainer)
+
+
+@pytest.fixture
+def lenient():
+    from rlkernels.rank1 import Limits
+
+    return Limits(min_gap=0, noise_factor=0, min_rise=-1, min_cosine=0, min_skill=-math.inf, min_share=0)
+
+
+def test_an_accepted_jump_stays(ours, make_trainer, lenient, monkeypatch):
+    seen = []
+
+    def evaluate(model):
+        assert not model.training and not torch.is_grad_enabled()
+        seen.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        return [float(len(seen) > 2)] * 20  # the first candidate is no better, the second is
+
+    callback = ours.GatedExtrapolation(evaluate, track_steps=1, first_step=4, every=100, limits=lenient)
+    trainer = make_trainer(callbacks=[callback], steps=4)
+    base = weights(trainer)
+    trainer.train()
+    (event,) = callback.events
+    assert event["step"] == 4 and event["accepted"] and [t["factor"] for t in event["tries"]] == [1.0, 0.5]
+    present, first, second = seen
+    name = "model.layers.0.mlp.up_proj.weight"
+    torch.testing.assert_close(first[name], base[name] + 2 * (present[name] - base[name]))  # twice the steps
+    torch.testing.assert_close(second[name], base[name] + 1.5 * (present[name] - base[name]))
+    after = weights(trainer)
+    assert all(torch.equal(after[n], second[n]) for n in after)
+    assert torch.equal(present["model.embed_tokens.weight"], second["model.embed_tokens.weight"])
+    inner = trainer.optimizer.state[trainer.model.get_parameter(name)]
+    assert inner["exp_avg"].abs().sum() == 0 and inner["exp_avg_sq"].sum() > 0
+    assert len(callback.trajectory) == 0
+
+
+def test_a_refused_jump_leaves_no_trace(ours, make_trainer, lenient):
+    """Neither in the weights nor in the random numbers of later steps."""
+    plain = make_trainer(steps=5)
+    plain.train()
+    asked = []
+
+    def evaluate(model):
+        asked.append(torch.rand(3))
+        return [1.0, 0.0] * 10
+
+    callback = ours.GatedExtrapolation(evaluate, track_steps=1, first_step=3, every=2, max_tries=2, limits=lenient)
+    watched = make_trainer(steps=5, callbacks=[callback])
+    watched.train()
+    assert [(e["step"], e["accepted"], len(e["tries"])) for e in callback.events] == [(3, False, 2), (5, False, 2)]
+    assert len(asked) == 6 and all(torch.equal(a, asked[0]) for a in asked)
+    expected = weights(plain)
+    assert all(torch.equal(p, expected[name]) for name, p in weights(watched).items())
+
+
+def test_refusals_are_noted(ours, make_trainer):
+    def never(model):
+        raise AssertionError("nothing to try")
+
+    callback = ours.GatedExtrapolation(never, track_steps=1, first_step=1)
+    make_trainer(steps=2, callbacks=[callback]).train()
+    assert [e["refused"].split(" (")[0] for e in callback.events] == ["few points"] * 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"horizon": 1}, "horizon"), ({"level": 0}, "level"), ({"shrink": 1.0}, "shrink"), ({"every": 0}, "every")],
+)
+def test_bad_settings_are_named(ours, settings, message):
+    with pytest.raises(ValueError, match=message):
+        ours.GatedExtrapolation(len, **settings)
+    with pytest.raises(ValueError, match="cut_share"):
+        ours.SuffixRollouts(cut_share=0)
