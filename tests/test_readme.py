@@ -13,6 +13,7 @@ PAGES = [
     for name in (
         "README.md",
         "docs/alpha.md",
+        "docs/other_trainers.md",
         "docs/prefix_cache.md",
         "CONTRIBUTING.md",
         "bench/README.md",
@@ -21,9 +22,12 @@ PAGES = [
 ]
 
 
-@pytest.mark.parametrize(("page", "count"), [("README.md", 5), ("docs/prefix_cache.md", 1), ("docs/alpha.md", 1)])
+@pytest.mark.parametrize(
+    ("page", "count"),
+    [("README.md", 5), ("docs/prefix_cache.md", 1), ("docs/alpha.md", 1), ("docs/other_trainers.md", 5)],
+)
 def test_python_examples_run(page, count):
-    """Of a page in docs the first ones: others download models."""
+    """Of a page in docs the first ones: others download models, or have a test of their own."""
     text = (ROOT / page).read_text()
     blocks = [textwrap.dedent(b) for b in re.findall(r"^ *```python\n(.*?)```", text, re.S | re.M)]
     assert len(blocks) >= count

@@ -230,7 +230,8 @@ class GatedExtrapolation(TrainerCallback):
     def _try(self, model: torch.nn.Module, predicted: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
         """Writes candidates until the gate accepts one; otherwise the weights end up as they were, bit for bit."""
         present = {name: self._weights[name].detach().clone() for name in predicted}
-        before, tries, accepted = self._answers(model), [], False
+        before, accepted = self._answers(model), False
+        tries: list[dict[str, Any]] = []
         try:
             while not accepted and len(tries) < self.max_tries:
                 factor = self.shrink ** len(tries)

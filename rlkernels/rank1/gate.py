@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 
 def improvement_p_value(after: Sequence[float], before: Sequence[float]) -> float:
@@ -22,11 +21,15 @@ def improvement_p_value(after: Sequence[float], before: Sequence[float]) -> floa
     if len(after) != len(before) or len(after) == 0:
         counts = [len(after), len(before)]
         raise ValueError(f"a paired comparison needs the same prompts, at least one, got {counts}")
-    gained = sum(a > 0.5 >= b for a, b in zip(after, before))
-    lost = sum(b > 0.5 >= a for a, b in zip(after, before))
+    gained = sum(bool(a > 0.5 >= b) for a, b in zip(after, before))
+    lost = sum(bool(b > 0.5 >= a) for a, b in zip(after, before))
     changed = gained + lost
     tail = sum(math.comb(changed, k) for k in range(gained, changed + 1))
     return tail / 2**changed if changed else 1.0
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
 
 
 @dataclass(frozen=True)
@@ -59,4 +62,4 @@ class Gate:
         self.comparisons += 1
         level = self.level / (self.comparisons * (self.comparisons + 1))
         p_value = improvement_p_value(after, before)
-        return Comparison(fmean(before), fmean(after), p_value, level, p_value <= level)
+        return Comparison(_mean(before), _mean(after), p_value, level, p_value <= level)

@@ -2,6 +2,8 @@
 
 import importlib
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -188,6 +190,39 @@ def test_refusals_are_noted(ours, make_trainer):
     callback = ours.GatedExtrapolation(never, track_steps=1, first_step=1)
     make_trainer(steps=2, callbacks=[callback]).train()
     assert [e["refused"].split(" (")[0] for e in callback.events] == ["few points"] * 2
+
+
+def test_the_recipe_of_the_page_runs(ours, policy, tmp_path, monkeypatch, lenient):
+    """With a model that it does not name and an extrapolation that is tried within its few steps."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    page = (Path(__file__).parents[2] / "docs/other_trainers.md").read_text()
+    (recipe,) = (b for b in re.findall(r"```python\n(.*?)```", page, re.S) if "GRPOTrainer" in b)
+    made = ours.GatedExtrapolation
+    soon = {"track_steps": 1, "first_step": 3, "limits": lenient}
+    monkeypatch.setattr(ours, "GatedExtrapolation", lambda evaluate, **settings: made(evaluate, **settings | soon))
+    transformers, datasets = importlib.import_module("transformers"), importlib.import_module("datasets")
+    asked = []
+
+    def reward(prompts, completions, completion_ids, answer, **columns):
+        asked.append(list(prompts))
+        return digits(prompts, completion_ids)
+
+    rows = {"prompt": ["ABC", "DE"], "answer": ["1", "2"]}
+    names = {
+        "model": transformers.AutoModelForCausalLM.from_pretrained(policy),
+        "tokenizer": transformers.AutoTokenizer.from_pretrained(policy),
+        "dataset": datasets.Dataset.from_dict(rows),
+        "held_out": [{"prompt": "F", "answer": "3"}, {"prompt": "GHI", "answer": "4"}],
+        "reward": reward,
+        "settings": {
+            "output_dir": str(tmp_path), "per_device_train_batch_size": 2 * SIZE, "num_generations": SIZE,
+            "max_completion_length": LONGEST, "max_steps": 3, "learning_rate": 1e-2, "bf16": False, "use_cpu": True,
+            "report_to": [], "save_strategy": "no", "disable_tqdm": True, "gradient_checkpointing": False,
+        },
+    }  # fmt: skip
+    exec(compile(recipe, "docs/other_trainers.md", "exec"), names)
+    assert asked.count(["F", "GHI"]) == 1 + len(names["extrapolation"].events[0]["tries"]) >= 2
+    assert set(names["suffixes"].answers) <= {"ABC", "DE"} and names["suffixes"]._step == 2
 
 
 @pytest.mark.parametrize(
