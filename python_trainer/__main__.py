@@ -15,6 +15,7 @@ examples:
   python -m python_trainer compare --config configs/arithmetic.yaml --variants baseline,rpo,all --seeds 3 \\
       --output-dir runs/compare
   python -m python_trainer report runs/compare
+  python -m python_trainer report runs/first runs/rpo
   python -m python_trainer extrapolate runs/first --output-dir runs/first/extrapolated
   python -m python_trainer extrapolate out/checkpoint-10 out/checkpoint-20 out/checkpoint-30 --base models/base \\
       --config configs/gsm8k.yaml --output-dir out/extrapolated
@@ -51,7 +52,8 @@ def make_parser() -> argparse.ArgumentParser:
     train = commands.add_parser(
         "train", formatter_class=raw, help="one training run", epilog=EPILOG,
         description="One training run. OUTPUT_DIR gets config.yaml (all settings as used), metrics.jsonl (one row a "
-        "step), summary.json,\n checkpoints/, tensorboard/ and model/ (the trained policy, Hugging Face format).",
+        "step), samples.jsonl\n(a few answers of some steps), summary.json, report.html, checkpoints/, tensorboard/ "
+        "and model/ (the trained policy,\nHugging Face format).",
     )  # fmt: skip
     compare = commands.add_parser(
         "compare", formatter_class=raw, help="the same training with and without accelerators", epilog=EPILOG,
@@ -75,8 +77,11 @@ def make_parser() -> argparse.ArgumentParser:
     compare.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds 0 to N - 1 (default: 1)")
 
     report = commands.add_parser(
-        "report", formatter_class=raw, help="table and picture of finished runs", epilog=EPILOG,
-        description="Prints the table of all runs under DIR, and draws DIR/accuracy.png.",
+        "report", formatter_class=raw, help="table, curves and answers of finished runs", epilog=EPILOG,
+        description="Prints the table of all runs under the folders, draws accuracy.png in the first, and writes "
+        "report.html in each: one page\nwith the table, settings that differ, curves of every metric, sample answers "
+        "and versions, all runs side by side. It\nopens in any browser and needs no network: copy or mail the file. "
+        "To compare runs, name them: report runs/a runs/b.",
     )  # fmt: skip
     report.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a run, or a folder with runs in it")
 

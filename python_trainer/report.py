@@ -9,14 +9,17 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from python_trainer.errors import UserError
 from python_trainer.evaluation import load_evaluations
+from python_trainer.html_report import printable, write_page
 from python_trainer.retrospective.picture import draw_history
 from python_trainer.statistics import Interval, paired_difference
-from python_trainer.telemetry import read_metrics
+from python_trainer.telemetry import read_metrics, read_samples
 
 BASELINE = "baseline"
+TABLE_CHARACTERS = 400  # of a prompt or an answer on the terminal
 
 
 @dataclass
@@ -27,6 +30,11 @@ class Run:
     folder: Path
     summary: dict[str, Any]
     curve: list[tuple[float, float]]  # (wall seconds without evaluations, accuracy)
+
+    @property
+    def label(self) -> str:
+        """Variant and seed, or the folder."""
+        return self.name if self.folder.name == self.name else f"{self.name} {self.folder.name}"
 
 
 def find_runs(folders: Sequence[Path]) -> list[Run]:
@@ -113,8 +121,8 @@ def target_of(runs: Sequence[Run]) -> float | None:
     return next((run.summary["target_accuracy"] for run in runs if run.summary["target_accuracy"]), None)
 
 
-def make_table(runs: Sequence[Run]) -> Table:
-    """One column per variant; ratios compare with the plain run."""
+def summary_columns(runs: Sequence[Run]) -> dict[str, dict[str, str]]:
+    """Variant -> what the table says about it, by row; ratios compare with the plain run."""
     variants: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         variants.setdefault(run.name, []).append(run.summary)
@@ -138,12 +146,32 @@ def make_table(runs: Sequence[Run]) -> Table:
                 own = mean([summary["seconds_to_target"] for summary in variants[name]])
                 ratio = plain_target / own if plain_target is not None and own else None
                 column["speed to target, times baseline"] = show(ratio, "{:.2f}x")
+    return columns
+
+
+def make_table(columns: dict[str, dict[str, str]]) -> Table:
+    """One column per variant."""
     table = Table()
     table.add_column("")
-    for name in names:
-        table.add_column(name, justify="right")
+    for name in columns:
+        table.add_column(Text(name), justify="right")
     for key in next(iter(columns.values())):
         table.add_row(key, *(column[key] for column in columns.values()))
+    return table
+
+
+def samples_table(run: Run) -> Table | None:
+    """The answers kept of a run's last step; None where there are none."""
+    samples = read_samples(run.folder)
+    if not samples:
+        return None
+    step = max(samples)
+    table = Table(title=f"answers of step {step}", show_lines=True)
+    for name in ("prompt", "answer", "reward", ""):
+        table.add_column(name, justify="right" if name == "reward" else "left", overflow="fold")
+    for sample in samples[step]:
+        texts = [Text(printable(sample[key][:TABLE_CHARACTERS])) for key in ("prompt", "answer")]
+        table.add_row(*texts, show(sample["reward"]), "right" if sample["accuracy"] > 0.5 else "wrong")
     return table
 
 
@@ -214,19 +242,31 @@ def draw_informative(runs: Sequence[Run], path: Path) -> bool:
 
 
 def report(folders: Sequence[Path], console: Console | None = None) -> None:
-    """Prints the table of all runs in these folders and draws ``accuracy.png`` in the first.
+    """Prints the table of all runs in these folders, draws ``accuracy.png`` in the first, and ``report.html`` in all.
 
-    Where there is something to draw also ``informative.png`` (rpo) and ``history.png`` (rhyme).
+    Of a single run also a few answers. Where there is something to draw also ``informative.png`` (rpo) and
+    ``history.png`` (rhyme). The page shows all of it, side by side.
     """
     console = console or Console()
     runs = find_runs(folders)
-    console.print(make_table(runs))
+    columns = summary_columns(runs)
+    samples = samples_table(runs[0]) if len(runs) == 1 else None
+    if samples is not None:
+        console.print(samples)
+    console.print(make_table(columns))
+    pictures = {}
     picture = folders[0] / "accuracy.png"
     draw(runs, picture)
     console.print(f"accuracy over wall time: {picture}", highlight=False, soft_wrap=True)
     picture = folders[0] / "informative.png"
     if draw_informative(runs, picture):
-        console.print(f"informative groups against the cut: {picture}", highlight=False, soft_wrap=True)
+        pictures["informative groups against the cut"] = picture
     picture = folders[0] / "history.png"
     if draw_history([run.folder for run in runs], picture):
-        console.print(f"stored answers over the steps: {picture}", highlight=False, soft_wrap=True)
+        pictures["stored answers over the steps"] = picture
+    for words, picture in pictures.items():
+        console.print(f"{words}: {picture}", highlight=False, soft_wrap=True)
+    pages = [folder / "report.html" for folder in dict.fromkeys(folders)]
+    write_page(runs, columns, pages, pictures=pictures, target=target_of(runs))
+    for page in pages:
+        console.print(f"all of it in a browser: {page}", highlight=False, soft_wrap=True)

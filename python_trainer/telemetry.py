@@ -1,4 +1,4 @@
-"""What a run tells: progress on the terminal, metrics.jsonl and TensorBoard events."""
+"""What a run tells: progress on the terminal, metrics.jsonl, samples.jsonl and TensorBoard events."""
 
 import json
 import math
@@ -18,6 +18,9 @@ from python_trainer.algorithms import group_statistics
 from python_trainer.checkpoint import write_text
 
 LINE_SECONDS = 10.0  # between lines where the output is no terminal
+SAMPLES = 4  # answers of a step in samples.jsonl
+SAMPLE_CHARACTERS = 4000  # of a prompt or an answer there
+SAMPLE_STEPS = 64  # steps left there when it is thinned out, at twice as many
 
 
 class Clock:
@@ -75,6 +78,36 @@ def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return row
 
 
+def choose_samples(rollouts: Sequence[Rollout], decode: Callable[[Sequence[int]], str]) -> list[dict[str, Any]]:
+    """Up to SAMPLES answers of a step for samples.jsonl: a right one and a wrong one if there are, then the first."""
+    fresh = [rollout for rollout in rollouts if rollout.importance_cap is None]
+    right = [i for i, rollout in enumerate(fresh) if rollout.accuracy > 0.5]
+    wrong = [i for i, rollout in enumerate(fresh) if rollout.accuracy <= 0.5]
+    chosen = list(dict.fromkeys([*right[:1], *wrong[:1], *range(len(fresh))]))[:SAMPLES]
+    return [
+        {
+            "prompt": decode(rollout.prompt_ids)[:SAMPLE_CHARACTERS],
+            "given": decode(rollout.response_ids[: rollout.prefix_len])[:SAMPLE_CHARACTERS],
+            "answer": rollout.text[:SAMPLE_CHARACTERS],
+            "reward": finite(rollout.reward),
+            "accuracy": rollout.accuracy,
+            "tokens": len(rollout.response_ids),
+            "given_tokens": rollout.prefix_len,
+            "finish_reason": rollout.finish_reason,
+        }
+        for rollout in (fresh[i] for i in sorted(chosen))
+    ]
+
+
+def thin_samples(lines: Sequence[str]) -> list[str]:
+    """The lines of samples.jsonl, one per step: at most SAMPLE_STEPS of them, evenly spaced, and the newest."""
+    steps = [json.loads(line)["step"] for line in lines]
+    stride = 1
+    while sum(step % stride == 0 for step in steps) > SAMPLE_STEPS:
+        stride *= 2
+    return [line for step, line in zip(steps, lines) if step % stride == 0 or step == steps[-1]]
+
+
 class TimeLeft(ProgressColumn):
     """Time left: by steps, or by max_seconds where that ends earlier."""
 
@@ -99,11 +132,12 @@ class Telemetry:
         self.folder, self.max_steps, self.label = folder, max_steps, label
         self.console = console or Console(stderr=True)
         self.path = folder / "metrics.jsonl"
-        kept = []
-        if after_step is not None and self.path.exists():
-            kept = [line for line in read_lines(self.path) if json.loads(line)["step"] <= after_step]
+        kept = lines_until(self.path, after_step)
         write_text(self.path, "".join(line + "\n" for line in kept))
         self.file = self.path.open("a", encoding="utf-8")
+        self._samples_path = folder / "samples.jsonl"
+        self._samples = lines_until(self._samples_path, after_step)
+        write_text(self._samples_path, "".join(line + "\n" for line in self._samples))
         self.accuracy = next(
             (row["eval/accuracy"] for row in map(json.loads, reversed(kept)) if "eval/accuracy" in row), None
         )
@@ -155,6 +189,16 @@ class Telemetry:
             ahead = "" if left is None else f"  {left:.0f} s left"
             self.console.print(f"{self.label} {step}/{self.max_steps}  {facts}{ahead}", highlight=False, soft_wrap=True)
 
+    def log_samples(self, step: int, samples: Sequence[dict[str, Any]]) -> None:
+        """Keeps the answers of :func:`choose_samples` in samples.jsonl, which stays small however long the run."""
+        self._samples.append(json.dumps({"step": step, "samples": samples}))
+        if len(self._samples) < 2 * SAMPLE_STEPS:
+            with self._samples_path.open("a", encoding="utf-8") as file:
+                file.write(self._samples[-1] + "\n")
+        else:
+            self._samples = thin_samples(self._samples)
+            write_text(self._samples_path, "".join(line + "\n" for line in self._samples))
+
     def _tensorboard(self) -> Any:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter  # takes a second to import
@@ -174,7 +218,21 @@ def read_lines(path: Path) -> list[str]:
     return text[: text.rfind("\n") + 1].splitlines()
 
 
+def lines_until(path: Path, step: int | None) -> list[str]:
+    """Lines of a file of rows up to a step; none for step None or a file that is not there."""
+    if step is None or not path.exists():
+        return []
+    return [line for line in read_lines(path) if json.loads(line)["step"] <= step]
+
+
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """All rows of a run."""
     path = folder / "metrics.jsonl"
     return [json.loads(line) for line in read_lines(path)] if path.exists() else []
+
+
+def read_samples(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """Step -> the answers kept of it, as :func:`choose_samples` gives them; empty where a run has none."""
+    path = folder / "samples.jsonl"
+    rows = map(json.loads, read_lines(path)) if path.exists() else ()
+    return {row["step"]: row["samples"] for row in rows}

@@ -25,7 +25,7 @@ from python_trainer.rollout import Completion, PagedEngine, Request, SamplingPar
 from python_trainer.signals import StopSignal
 from python_trainer.tasks import load_task
 from python_trainer.tasks.rewards import score
-from python_trainer.telemetry import Clock, Telemetry, read_metrics, rollout_statistics
+from python_trainer.telemetry import Clock, Telemetry, choose_samples, read_metrics, rollout_statistics
 
 
 class Trainer:
@@ -119,7 +119,7 @@ class Trainer:
                 telemetry.log(0, self._evaluation_row(config.evaluation.eval_limit, "start") | self._clock_row())
             done = self._finished()
             while not done:
-                row = self.step(progress.step + 1)
+                row, samples = self.step(progress.step + 1)
                 progress.step += 1
                 done = self._finished()
                 if not done and self._evaluation_due():
@@ -128,6 +128,7 @@ class Trainer:
                 if done:
                     row |= self._evaluation_row(config.evaluation.eval_limit, "final")
                 telemetry.log(progress.step, row | self._clock_row(), left=self._seconds_left())
+                telemetry.log_samples(progress.step, samples)
                 if done or stop.name or self._save_due():
                     with self.clock.measure("checkpoint"):
                         self._save()
@@ -161,8 +162,8 @@ class Trainer:
         ]
         return self._score(groups, self._generate(groups, keyed_seed(self.config.seed, "answer once", attempt)))
 
-    def step(self, number: int) -> dict[str, float]:
-        """One step: a batch of answers, and the update that they lead to -> metrics."""
+    def step(self, number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """One step: a batch of answers, and the update that they lead to -> metrics, a few of the answers."""
         config, clock, telemetry = self.config, self.clock, dict[str, float]()
         before, tokens_before = dict(clock.seconds), dict(self.progress.counts)
         context = StepContext(
@@ -187,7 +188,8 @@ class Trainer:
         generated = tokens["generated_tokens"]
         telemetry["tokens_per_second"] = generated / max(sum(spent.values()), 1e-9)
         telemetry["rollout_tokens_per_second"] = generated / max(spent["rollout"], 1e-9)
-        return telemetry | {f"time/{name}_s": seconds for name, seconds in spent.items()}
+        row = telemetry | {f"time/{name}_s": seconds for name, seconds in spent.items()}
+        return row, choose_samples(rollouts, self.policy.decode)
 
     def _learn(self, rollouts: list[Rollout], number: int) -> dict[str, float]:
         """The update; where something in it is not finite the run ends, and a file tells on which answers."""

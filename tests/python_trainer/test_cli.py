@@ -15,7 +15,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from python_trainer.__main__ import main
-from python_trainer.report import find_runs, make_table
+from python_trainer.report import find_runs, make_table, summary_columns
 
 ROOT = Path(__file__).parents[2]
 
@@ -211,7 +211,7 @@ def test_compare_skips_what_is_finished_and_reports(run, tmp_path, capsys, monke
     code, error = run({"max_steps": 3}, *arguments, command="compare")
     assert code == 2 and "holds a run with other settings" in error
     console = Console(file=io.StringIO(), width=100)
-    console.print(make_table(find_runs([tmp_path / "run"])))
+    console.print(make_table(summary_columns(find_runs([tmp_path / "run"]))))
     text = console.file.getvalue()
     for words in (
         "baseline",

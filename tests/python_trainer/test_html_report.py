@@ -1,0 +1,146 @@
+"""The page of a run: complete, closed to the network, and no text of a model or a file becomes markup."""
+
+import json
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from python_trainer import telemetry as telemetry_module
+from python_trainer.accelerators.base import Rollout
+from python_trainer.html_report import all_charts, compare_rows, flatten, printable, smooth
+from python_trainer.report import report
+from python_trainer.telemetry import Telemetry, choose_samples, read_metrics, read_samples, thin_samples
+from python_trainer.trainer import Trainer
+
+VOID = {"meta", "br", "img", "link", "input", "hr"}
+EVIL = "<script>alert(1)</script>&<b>\x1b[2J"
+
+
+class Page(HTMLParser):
+    """Checks that elements nest, and collects tags, attributes and texts."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.addresses, self.texts = [], [], [], []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.addresses += [value for name, value in attrs if name in ("src", "href", "xlink:href", "data", "srcset")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data.strip())
+
+
+def quiet():
+    return Console(quiet=True)
+
+
+@pytest.fixture
+def runs(make_config, tmp_path):
+    """Two short runs that differ in two settings; the answers of one were tampered with."""
+    for name, changes in (("a&b", {}), ("other", {"seed": 1, "algorithm": {"beta": 0.1}})):
+        config = make_config(max_steps=3, **changes)
+        Trainer(config, tmp_path / "runs" / name, console=quiet()).run()
+    path = tmp_path / "runs" / "a&b" / "samples.jsonl"
+    path.write_text(path.read_text().replace('"prompt": "', '"prompt": ' + json.dumps(EVIL)[:-1], 1))
+    return tmp_path / "runs"
+
+
+def test_page_of_two_runs(runs):
+    report([runs / "a&b", runs / "other"], quiet())
+    text = (runs / "a&b" / "report.html").read_text()
+    assert text == (runs / "other" / "report.html").read_text()
+    page = Page(text)
+    assert "script" not in page.tags and "\x1b" not in text and "a&b" in page.texts
+    assert "<script>alert(1)</script>&<b>\\x1b[2J" in "".join(page.texts)
+    assert all(address.startswith(("#", "data:")) for address in page.addresses)
+    assert "url(http" not in text and "@import" not in text
+    for words in (
+        "Test accuracy over training time (s)", "Reward over generated tokens", "Entropy", "KL", "Clipped tokens",
+        "Importance ratio", "Gradient norm", "Truncated", "Tokens per second", "Length", "Where the time went",
+        "algorithm.beta", "accuracy after", "device", "torch", "step 3",
+    ):  # fmt: skip
+        assert words in page.texts, words
+    assert page.tags.count("svg") > 25 and "learning_rate" not in page.texts
+    before_shared = text[text.index("<h2>Settings") : text.index("Settings that all runs share")]
+    assert before_shared.count("<tr>") == 3  # the head, algorithm.beta and seed
+
+
+def test_end_of_a_run_shows_answers(runs, capsys):
+    console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
+    report([runs / "a&b"], console)
+    text = console.export_text()
+    assert "answers of step 3" in text and "report.html" in text and ("right" in text or "wrong" in text)
+    assert "Settings that all runs share" not in (runs / "a&b" / "report.html").read_text()
+
+
+def test_tensorboard_has_every_metric(runs):
+    rows = read_metrics(runs / "other")
+    events = EventAccumulator(str(runs / "other" / "tensorboard"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {key for row in rows for key in row} - {"step"}
+    assert [event.step for event in events.Scalars("reward")] == [1, 2, 3]
+    assert [event.value for event in events.Scalars("entropy")] == pytest.approx([r["entropy"] for r in rows[1:]])
+
+
+def test_every_metric_has_a_chart():
+    keys = {"reward", "rewards/f/mean", "brand_new", "mine/depth", "time/accelerator/rpo_s", "rpo/hit_rate", "step"}
+    groups = all_charts(keys)
+    assert {key for charts in groups.values() for chart in charts for key in chart.keys} == keys - {"step"}
+    assert {"Reward functions", "Other", "mine", "rpo"} < set(groups) and "Critic" not in groups
+
+
+def rollout(accuracy, *, text="42", cap=None):
+    return Rollout(prompt_key=0, group=0, prompt_ids=[1], response_ids=[2, 3], prefix_len=1, logprobs=[0.0],
+                   finish_reason="stop", text=text, reward=accuracy, rewards={}, accuracy=accuracy,
+                   importance_cap=cap)  # fmt: skip
+
+
+def test_samples_show_right_and_wrong():
+    rollouts = [rollout(1.0, cap=2.0), *[rollout(0.0, text=str(i)) for i in range(9)], rollout(1.0, text="x" * 9999)]
+    samples = choose_samples(rollouts, str)
+    assert [sample["accuracy"] for sample in samples] == [0.0, 0.0, 0.0, 1.0]
+    assert [sample["answer"][:2] for sample in samples] == ["0", "1", "2", "xx"] and len(samples[3]["answer"]) == 4000
+    assert samples[0] | {"answer": ""} == {
+        "prompt": "[1]", "given": "[2]", "answer": "", "reward": 0.0, "accuracy": 0.0, "tokens": 2, "given_tokens": 1,
+        "finish_reason": "stop",
+    }  # fmt: skip
+    assert choose_samples([rollout(1.0, cap=2.0)], str) == []
+    assert choose_samples([rollout(torch.nan)], str)[0]["reward"] is None
+
+
+def test_samples_stay_few(tmp_path, monkeypatch):
+    monkeypatch.setattr(telemetry_module, "SAMPLE_STEPS", 8)
+    with Telemetry(tmp_path, 100, console=quiet()) as told:
+        for step in range(1, 101):
+            told.log_samples(step, [{"answer": str(step)}])
+            assert len(read_samples(tmp_path)) < 16 and step in read_samples(tmp_path)
+    steps = list(read_samples(tmp_path))
+    assert steps[:4] == [16, 32, 48, 64] and steps == sorted(steps)
+    with Telemetry(tmp_path, 100, after_step=50, console=quiet()):
+        assert list(read_samples(tmp_path)) == [16, 32, 48]
+    lines = [json.dumps({"step": step}) for step in (1, 2, 3)]
+    assert thin_samples(lines) == lines
+    assert read_samples(tmp_path / "nowhere") == {}
+
+
+def test_small_parts():
+    assert flatten({"a": {"b": [1], "c": {}}, "d": None}) == {"a.b": "[1]", "a.c": "{}", "d": "null"}
+    assert compare_rows([{"a": "1", "b": "2"}, {"a": "1"}]) == ([("b", "2", "-")], [("a", "1", "1")])
+    assert printable("a\tb\nc\x00\x9b\u202ed é") == "a\tb\nc\\x00\\x9b\\u202ed é"
+    assert smooth([1.0, 3.0, 5.0, float("nan")]) == [1.0, 2.0, 4.0, 5.0]  # two points wide
