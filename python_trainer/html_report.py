@@ -119,7 +119,7 @@ def drawn(paint: Callable[["Axes"], None], *, label: str, height: float = 2.3, f
     look |= {"svg.fonttype": "none", "svg.hashsalt": "rlkernels", "font.size": 9, "text.parse_math": False}
     with rc_context(look):
         figure = Figure(figsize=(4.4, height), layout="constrained" if flexible else None)  # which draws twice
-        axes = figure.add_subplot() if flexible else figure.add_axes((0.14, 0.2, 0.84, 0.76))
+        axes = figure.add_subplot() if flexible else figure.add_axes((0.14, 0.2, 0.81, 0.7))
         axes.spines[["top", "right"]].set_visible(False)
         paint(axes)
         file = io.StringIO()
@@ -140,17 +140,14 @@ def smooth(values: Sequence[float]) -> list[float]:
     return means
 
 
-def draw_chart(chart: Chart, curves: Sequence[tuple[str, list[dict[str, Any]]]], target: float | None) -> Markup | None:
-    """``curves``: (colour, rows of metrics) per run; None: nothing to draw."""
+def draw_chart(chart: Chart, curves: Sequence[tuple[str, list[dict[str, Any]]]], target: float | None) -> Markup:
+    """``curves``: (colour, rows of metrics) per run."""
     lines = []
     for colour, rows in curves:
         for style, key in zip(STYLES, chart.keys):
             points = [(row[chart.x], row[key]) for row in rows if key in row and row.get(chart.x) is not None]
             values = [math.nan if y is None else y for _, y in points]
-            if not all(map(math.isnan, values)):
-                lines.append((colour, style, [x for x, _ in points], values))
-    if not lines:
-        return None
+            lines.append((colour, style, [x for x, _ in points], values))
 
     def paint(axes: "Axes") -> None:
         for colour, style, x, y in lines:
@@ -163,6 +160,7 @@ def draw_chart(chart: Chart, curves: Sequence[tuple[str, list[dict[str, Any]]]],
             axes.axhline(target, color=INK, linewidth=0.8, linestyle=":")
         axes.set_xlabel(AXES[chart.x])
         axes.locator_params(nbins=5)
+        axes.locator_params("x", integer=chart.x == STEP)
         axes.ticklabel_format(scilimits=(-3, 6), useOffset=False)
         axes.grid(color=INK, alpha=0.15, linewidth=0.6)
 
@@ -233,11 +231,8 @@ def write_page(runs: Sequence["Run"], columns: Mapping[str, Mapping[str, str]], 
     """
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(columns)}
     rows = [(colours[run.name], read_metrics(run.folder)) for run in runs]
-    keys = {key for _, table in rows for row in table for key in row}
-    charts = {
-        name: [(chart, svg) for chart in group if (svg := draw_chart(chart, rows, target)) is not None]
-        for name, group in all_charts(keys).items()
-    }
+    groups = all_charts({key for _, table in rows for row in table for key in row})
+    charts = {name: [(chart, draw_chart(chart, rows, target)) for chart in group] for name, group in groups.items()}
     differing, same = compare_rows([settings_of(run) for run in runs])
     made = compare_rows([{"device": run.summary["device"], **run.summary["versions"]} for run in runs])
     environment = Environment(
