@@ -99,6 +99,8 @@ static void locate(const Pages& pages, const int32_t* table, int block_size, int
   for (int j = keys; j < (keys + kLanes - 1) / kLanes * kLanes; ++j) rows[j] = rows[0];
 }
 
+namespace {  // local, or what is not inlined would be shared between instruction sets
+
 // The tiles of a span, one after the other; meanwhile `ahead` holds the memory of the tile that follows.
 template <class T>
 class TileWalk {
@@ -151,6 +153,8 @@ class TileWalk {
   const T *key_[2][kTileKeys], *value_[2][kTileKeys];  // rows of KV head 0, of this tile and the next
   int now_ = 0, next_keys_ = 0;
 };
+
+}  // namespace
 
 // s[r][key] = q[r] . rows[key], straight from the cache, kLanes keys at a time; dim is a multiple of kLanes.
 template <int R, class T>

@@ -279,8 +279,9 @@ def test_ppo_with_shared_prefixes(make_config, tmp_path):
     """Suffix rollouts, with the given prefix in the loss and without."""
     for inside in (False, True):
         config = make_config(
-            max_steps=6, algorithm={"advantage": "gae", "prefix_in_loss": inside}, accelerators={"enabled": ["rpo"]}
-        )
+            max_steps=6, algorithm={"advantage": "gae", "prefix_in_loss": inside},
+            accelerators={"enabled": ["rpo"], "rpo": {"keep": "any"}},
+        )  # fmt: skip
         Trainer(config, tmp_path / str(inside), console=QUIET).run()
         rows = read_metrics(tmp_path / str(inside))[1:]
         assert any(row["rpo/hit_rate"] > 0 for row in rows)

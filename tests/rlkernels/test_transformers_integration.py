@@ -185,7 +185,7 @@ class Tokenizer:
 
 def test_the_example_of_the_docs_runs(model, monkeypatch, capsys):
     page = (Path(__file__).parents[2] / "docs/prefix_cache.md").read_text()
-    (example,) = re.findall(r"```python\n(.*?transformers.*?)```", page, re.S)
+    (example,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.S) if "transformers" in code)
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: model)
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: Tokenizer())
     exec(compile(example, "docs/prefix_cache.md", "exec"), {})
