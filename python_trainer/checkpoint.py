@@ -53,8 +53,13 @@ def flush(path: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Replaces a file in one step: readers see the old text or the new one."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Like :func:`write_text`."""
     aside = path.with_name(f".{path.name}.tmp")
-    aside.write_text(text, encoding="utf-8")
+    aside.write_bytes(data)
     flush(aside)
     aside.replace(path)
     flush(path.parent)

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
-from python_trainer.checkpoint import flush
+from python_trainer.checkpoint import write_bytes
 
 FILE = "eval_test.safetensors"
 
@@ -20,8 +20,4 @@ def load_evaluations(folder: Path) -> dict[str, numpy.ndarray]:
 def save_evaluation(folder: Path, name: str, correct: Sequence[float]) -> None:
     """Adds one evaluation to the file, or replaces it."""
     found = load_evaluations(folder) | {name: numpy.asarray(correct, dtype=numpy.uint8)}
-    aside = folder / f".{FILE}.tmp"
-    save_file(found, aside)
-    flush(aside)
-    aside.replace(folder / FILE)
-    flush(folder)
+    write_bytes(folder / FILE, save(found))

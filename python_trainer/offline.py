@@ -18,7 +18,7 @@ from python_trainer.policy import SHIPPED, Policy, load_policy
 from python_trainer.telemetry import read_metrics
 from python_trainer.trainer import Trainer
 from rlkernels import RankOneTrajectory
-from rlkernels.rank1 import Gate, Limits, Target, extrapolate, refusal, skill
+from rlkernels.rank1 import Gate, Target, extrapolate, refusal, skill
 from rlkernels.rank1.stream import Folder, default_filter
 
 Weights = Mapping[str, torch.Tensor]
@@ -143,8 +143,7 @@ def extrapolate_folders(folders: Sequence[Path], output_dir: Path, *, base: Path
     if settings.predictor == "pls" and saved.accuracy is None:
         raise UserError("predictor pls goes by accuracy: give --accuracy, one number for each checkpoint")
     trajectory = track(saved)
-    limits = Limits(min_gap=settings.min_gap, min_cosine=settings.min_cosine, min_rise=settings.min_rise,
-                    min_skill=settings.min_skill)  # fmt: skip
+    limits = settings.limits(holdout=1)
     objection = refusal(trajectory, settings.predictor, limits)
     if objection is not None:
         raise UserError(f"refused: {objection}")
@@ -176,11 +175,7 @@ def pass_gate(config: Config, base: Path, last: Weights, predicted: dict[str, to
     with TemporaryDirectory() as folder:
         changes = {"model": model, "accelerators": accelerators, "algorithm": algorithm}
         trainer = Trainer(config.model_copy(update=changes), Path(folder), console=Console(quiet=True))
-    if len(trainer.task.gate) < settings.gate_prompts:
-        raise UserError(
-            f"--gate-prompts {settings.gate_prompts}: the task has {len(trainer.task.gate)}; set task.gate_size, "
-            "or ask for fewer"
-        )
+    settings.check_gate(len(trainer.task.gate))
     put(trainer.policy.model, last)
     device = trainer.policy.device
     moved = {name: value.to(device) for name, value in predicted.items()}

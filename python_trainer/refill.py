@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from python_trainer.accelerators.base import Rollout
+from python_trainer.accelerators.base import Rollout, by_group
 from python_trainer.algorithms import has_spread
 
 
@@ -30,14 +30,9 @@ class Refill:
         self.rounds += 1
         groups = torch.tensor([rollout.group for rollout in rollouts])
         accuracy = torch.tensor([rollout.accuracy for rollout in rollouts], dtype=torch.float32)
-        spread = has_spread(accuracy, groups)
-        parts: dict[int, list[Rollout]] = {}
-        keep: dict[int, bool] = {}
-        for rollout, differs in zip(rollouts, spread.tolist()):
-            parts.setdefault(rollout.group, []).append(rollout)
-            keep[rollout.group] = differs
-        for group, members in parts.items():
-            (self.kept if keep[group] else self.dropped).append(members)
+        differs = dict(zip(groups.tolist(), has_spread(accuracy, groups).tolist()))
+        for group, members in by_group(rollouts).items():
+            (self.kept if differs[group] else self.dropped).append(members)
 
     def batch(self) -> list[Rollout]:
         """``size`` groups, numbered from 0: those worth training on, filled up with others where they are too few."""

@@ -5,7 +5,8 @@
 First fills the databases (their cost is in the table), then trains every variant on every seed and writes
 results/rhyme.csv and a table. What is finished is kept, what was interrupted goes on; no run is started after
 ``--minutes``. The learning rate is the best of the plain run's sweep (bench/sweep). `fresh-4` is a control: it has the
-4 fresh answers per prompt of `ratio-1`, but no history. Seconds hold on a machine that does nothing else.
+4 fresh answers per prompt of `ratio-1`, but no history. Seconds are CPU seconds of the one thread that runs, so other
+programs on the machine count little.
 """
 
 import argparse
@@ -115,7 +116,8 @@ def part_of_the_task(folder: Path, part: str) -> list[str]:
 def train(folder: Path, overrides: list[str], label: str) -> dict[str, Any]:
     """One run, unless it is there -> its summary."""
     if not finished(folder):
-        Trainer(load_config(CONFIG, [*SETTINGS, *overrides]), folder, resume=True, label=label).run()
+        config = load_config(CONFIG, [*SETTINGS, *overrides])
+        Trainer(config, folder, resume=True, label=label, timer=time.process_time).run()
     return dict(json.loads((folder / "summary.json").read_text()))
 
 
@@ -193,6 +195,7 @@ def spread(rows: list[dict[str, Any]], key: str, form: str) -> str:
 
 
 def run(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
     started = time.monotonic()
     args.output_dir = args.output_dir.absolute()
     rows: list[dict[str, Any]] = []

@@ -69,6 +69,19 @@ class AlphaSettings(Settings):
     min_skill: float = 0.0
     """Refuse when the back-test on the last third of the tracked steps does no better than this."""
 
+    def limits(self, holdout: int) -> Limits:
+        """When to refuse; ``holdout`` points are left out in the back-test."""
+        return Limits(min_gap=self.min_gap, min_rise=self.min_rise, min_cosine=self.min_cosine,
+                      min_skill=self.min_skill, holdout=holdout)  # fmt: skip
+
+    def check_gate(self, size: int) -> None:
+        """Raises UserError where the task has fewer gate prompts than are asked for."""
+        if size < self.gate_prompts:
+            raise UserError(
+                f"accelerators.alpha.gate_prompts: {self.gate_prompts} held-out prompts are asked for, but the task "
+                f"has {size}; set task.gate_size, or ask for fewer"
+            )
+
 
 class Alpha(Accelerator):
     """Tracks, extrapolates and asks the gate."""
@@ -91,11 +104,7 @@ class Alpha(Accelerator):
 
     def plan(self, context: StepContext, groups: list[PlannedGroup]) -> list[PlannedGroup]:
         if self.trajectory is None:
-            if context.gate_size < self.settings.gate_prompts:
-                raise UserError(
-                    f"accelerators.alpha.gate_prompts: {self.settings.gate_prompts} held-out prompts are asked for, "
-                    f"but the task has {context.gate_size}; set task.gate_size, or ask for fewer"
-                )
+            self.settings.check_gate(context.gate_size)
             self.restart(context, context.step - 1)
         else:  # a resumed run was loaded on the CPU
             self.trajectory.to(next(iter(context.optimizer.masters.values())).device)
@@ -141,9 +150,7 @@ class Alpha(Accelerator):
         return Target(self.settings.horizon * self.trajectory.steps[-1], self.settings.target_accuracy)
 
     def limits(self) -> Limits:
-        s, tracked = self.settings, len(self.trajectory or ())
-        return Limits(min_gap=s.min_gap, min_rise=s.min_rise, min_cosine=s.min_cosine, min_skill=s.min_skill,
-                      holdout=max(tracked // 3, 1))  # fmt: skip
+        return self.settings.limits(holdout=max(len(self.trajectory or ()) // 3, 1))
 
     def predict(self, context: StepContext) -> dict[str, torch.Tensor]:
         """Predicted weights by name, float32; the model is not changed."""

@@ -10,15 +10,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from python_trainer.checkpoint import flush
+from python_trainer.checkpoint import write_bytes
 from python_trainer.errors import UserError
+from python_trainer.retrospective.records import tokenizer_fingerprint
 
 FORMAT = "rlkernels answers 1"
-
-
-def fingerprint(value: Any) -> str:
-    """Equal for equal values that JSON can hold."""
-    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def pack_answers(answers: dict[int, list[int]]) -> dict[str, torch.Tensor]:
@@ -48,13 +44,9 @@ def save_answers(path: Path, answers: dict[int, list[int]], prompts: Sequence[Se
     """
     tensors = pack_answers(answers)
     metadata = _belongs_to(prompts, tokenizer) | {"format": FORMAT, "checksum": _checksum(tensors)}
-    aside = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_bytes(save(tensors, metadata))
-        flush(aside)
-        aside.replace(path)
-        flush(path.parent)
+        write_bytes(path, save(tensors, metadata))
     except OSError as error:
         raise UserError(f"cannot write remembered answers to {path}: {error.strerror}") from error
 
@@ -82,9 +74,10 @@ def load_answers(path: Path, prompts: Sequence[Sequence[int]], tokenizer: Any) -
 
 
 def _belongs_to(prompts: Sequence[Sequence[int]], tokenizer: Any) -> dict[str, str]:
+    listed = json.dumps([list(prompt) for prompt in prompts])
     return {
-        "tokenizer": fingerprint(tokenizer.get_vocab()),
-        "prompts": fingerprint([list(prompt) for prompt in prompts]),
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "prompts": hashlib.blake2b(listed.encode(), digest_size=16).hexdigest(),
     }
 
 

@@ -1,6 +1,6 @@
 """The one interface of everything that makes training cheaper."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -67,6 +67,14 @@ class StepContext:
     task: "Task" = None  # type: ignore[assignment]
     config: "Config" = None  # type: ignore[assignment]
     scorer: "Policy" = None  # type: ignore[assignment]  # log-probabilities of answers by the current policy
+
+
+def by_group(rollouts: Iterable[Rollout]) -> dict[int, list[Rollout]]:
+    """The answers of each group, in their order."""
+    groups: dict[int, list[Rollout]] = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.group, []).append(rollout)
+    return groups
 
 
 @dataclass

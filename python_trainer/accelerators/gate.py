@@ -1,12 +1,12 @@
 """Candidates for the weights are tried, held against held-out prompts, and kept or put back."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rlkernels.rank1 import Gate
+from rlkernels.rank1.gate import try_candidates as try_each
 
 if TYPE_CHECKING:
     from python_trainer.optimizer import PolicyOptimizer
@@ -25,19 +25,19 @@ def try_candidates(optimizer: "PolicyOptimizer", engine: "Engine", evaluate: Cal
     Returns:
         Whether one was accepted; a dictionary for each that was tried.
     """
+
+    def write(weights: dict[str, torch.Tensor]) -> None:
+        optimizer.write(weights)
+        engine.policy_updated()
+
     present = {name: optimizer.masters[name].detach().clone() for name in predicted}
     saved = optimizer.snapshot(predicted)
-    before = evaluate()
-    tries: list[dict[str, Any]] = []
-    accepted, factor = False, 1.0
+    accepted = False
     try:
-        while not accepted and len(tries) < max_tries:
-            optimizer.write({name: torch.lerp(weight, predicted[name], factor) for name, weight in present.items()})
-            engine.policy_updated()
-            compared = gate.compare(evaluate(), before)
-            tries.append({"factor": factor, **asdict(compared)})
-            accepted = compared.accepted
-            factor *= shrink
+        tries = try_each(
+            gate, present, predicted, write=write, evaluate=evaluate, max_tries=max_tries, shrink=shrink
+        )  # fmt: skip
+        accepted = tries[-1]["accepted"]
     finally:
         if not accepted:
             optimizer.restore(saved)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from pydantic import Field, model_validator
 
-from python_trainer.accelerators.base import Accelerator, PlannedGroup, Rollout, Settings, StepContext
+from python_trainer.accelerators.base import Accelerator, PlannedGroup, Rollout, Settings, StepContext, by_group
 from python_trainer.keyed import keyed_seed, keyed_unit
 from python_trainer.packing import Answer
 from python_trainer.retrospective.bank import SampleBank, for_tokenizer
@@ -232,9 +232,7 @@ class Rhyme(Accelerator):
     # after scoring: stage 2 ----------------------------------------------------------------------------------
 
     def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
-        groups: dict[int, list[Rollout]] = {}
-        for rollout in rollouts:
-            groups.setdefault(rollout.group, []).append(rollout)
+        groups = by_group(rollouts)
         with timed(context, "stage2"):
             chosen = self._choose(context, groups)
         mixed = []

@@ -21,7 +21,15 @@ from pydantic import Field, model_validator
 from rich.progress import Progress
 
 from python_trainer.accelerators.answers import load_answers, pack_answers, save_answers, unpack_answers
-from python_trainer.accelerators.base import Accelerator, PlannedGroup, Rollout, RunContext, Settings, StepContext
+from python_trainer.accelerators.base import (
+    Accelerator,
+    PlannedGroup,
+    Rollout,
+    RunContext,
+    Settings,
+    StepContext,
+    by_group,
+)
 from python_trainer.keyed import keyed_choice, keyed_seed, keyed_unit
 
 FILL_BATCH = 256  # answers generated at a time
@@ -146,9 +154,7 @@ class RPO(Accelerator):
         return groups
 
     def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
-        groups: dict[int, list[Rollout]] = {}
-        for rollout in rollouts:
-            groups.setdefault(rollout.group, []).append(rollout)
+        groups = by_group(rollouts)
         if context.step != self.counted_step:
             self.counted_step, self.counts = context.step, Counter()
         self.count(list(groups.values()))

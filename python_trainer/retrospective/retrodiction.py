@@ -33,10 +33,9 @@ class Retrodictor:
             "w1": torch.randn(width, WIDTH, generator=generator) / width**0.5, "b1": torch.zeros(WIDTH),
             "w2": torch.zeros(WIDTH, 1), "b2": torch.zeros(1),
         }  # fmt: skip
-        self.moments: dict[str, list[torch.Tensor]] = {
-            name: [torch.zeros_like(w), torch.zeros_like(w)] for name, w in self.weights.items()
-        }
-        self.updates = 0
+        for weight in self.weights.values():
+            weight.requires_grad_()
+        self.adamw = torch.optim.AdamW(self.weights.values(), lr=3e-3, betas=(0.9, 0.99), weight_decay=1e-2)
         self.features = torch.zeros(0, width)
         self.targets = torch.zeros(0)
 
@@ -44,7 +43,8 @@ class Retrodictor:
     def ready(self) -> bool:
         return len(self.targets) >= READY
 
-    def _forward(self, features: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _forward(self, features: torch.Tensor) -> torch.Tensor:
+        weights = self.weights
         mean, deviation = self.features.mean(0), self.features.std(0, correction=0)
         x = ((features - mean) / (deviation + 1e-3)).clamp(-4, 4)
         return (functional.gelu(x @ weights["w1"] + weights["b1"]) @ weights["w2"] + weights["b2"])[:, 0]
@@ -52,7 +52,7 @@ class Retrodictor:
     @torch.no_grad()
     def predict(self, features: torch.Tensor) -> torch.Tensor:
         """Expected usefulness [N] of answers with these features [N, len(FEATURES)]; only its order means something."""
-        return self._forward(features, self.weights) if len(self.targets) else torch.zeros(len(features))
+        return self._forward(features) if len(self.targets) else torch.zeros(len(features))
 
     def learn(self, features: torch.Tensor, targets: torch.Tensor) -> None:
         """Takes in the alignments [N] of one step, of which only the order within the step counts."""
@@ -61,32 +61,25 @@ class Retrodictor:
         scaled = (targets - targets.mean()) / (targets.std() + 1e-6)
         self.features = torch.cat([self.features, features])[-CAPACITY:]
         self.targets = torch.cat([self.targets, scaled])[-CAPACITY:]
-        for _ in range(PASSES):
-            self._update()
-
-    def _update(self, rate: float = 3e-3, decay: float = 1e-2) -> None:
-        """One step of AdamW on all examples."""
-        leaves = {name: w.clone().requires_grad_() for name, w in self.weights.items()}
         with torch.enable_grad():
-            loss = functional.smooth_l1_loss(self._forward(self.features, leaves), self.targets)
-            gradients = torch.autograd.grad(loss, list(leaves.values()))
-        self.updates += 1
-        for (name, weight), gradient in zip(self.weights.items(), gradients):
-            mean, square = self.moments[name]
-            mean.lerp_(gradient, 0.1)
-            square.lerp_(gradient**2, 0.01)
-            step = (mean / (1 - 0.9**self.updates)) / ((square / (1 - 0.99**self.updates)).sqrt() + 1e-8)
-            weight.mul_(1 - rate * decay).sub_(rate * step)
+            for _ in range(PASSES):
+                self.adamw.zero_grad()
+                functional.smooth_l1_loss(self._forward(self.features), self.targets).backward()
+                self.adamw.step()
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "weights": self.weights, "moments": self.moments, "updates": self.updates,
+            "weights": {name: weight.detach() for name, weight in self.weights.items()},
+            "moments": {name: dict(self.adamw.state.get(weight, {})) for name, weight in self.weights.items()},
             "features": self.features, "targets": self.targets,
         }  # fmt: skip
 
+    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
+        for name, weight in self.weights.items():
+            weight.copy_(state["weights"][name])
+            self.adamw.state[weight] = dict(state["moments"][name])
+        self.features, self.targets = state["features"], state["targets"]
 
 
 def ranks(values: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,6 @@ import inspect
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from rlkernels import _check
 from rlkernels.rank1 import Gate, Limits, RankOneTrajectory, Target, extrapolate, refusal
+from rlkernels.rank1.gate import try_candidates
 from rlkernels.rank1.stream import default_filter
 
 __all__ = ["GatedExtrapolation", "SuffixRollouts"]
@@ -230,20 +230,19 @@ class GatedExtrapolation(TrainerCallback):
     def _try(self, model: torch.nn.Module, predicted: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
         """Writes candidates until the gate accepts one; otherwise the weights end up as they were, bit for bit."""
         present = {name: self._weights[name].detach().clone() for name in predicted}
-        before, accepted = self._answers(model), False
-        tries: list[dict[str, Any]] = []
+        accepted = False
+
+        def write(weights: dict[str, torch.Tensor]) -> None:
+            for name, weight in weights.items():
+                self._weights[name].copy_(weight)
+
         try:
-            while not accepted and len(tries) < self.max_tries:
-                factor = self.shrink ** len(tries)
-                for name, weight in present.items():
-                    self._weights[name].copy_(torch.lerp(weight.float(), predicted[name], factor))
-                compared = self.gate.compare(self._answers(model), before)
-                tries.append({"factor": factor, **asdict(compared)})
-                accepted = compared.accepted
+            tries = try_candidates(self.gate, present, predicted, write=write, evaluate=lambda: self._answers(model),
+                                   max_tries=self.max_tries, shrink=self.shrink)  # fmt: skip
+            accepted = tries[-1]["accepted"]
         finally:
             if not accepted:
-                for name, weight in present.items():
-                    self._weights[name].copy_(weight)
+                write(present)
         return tries
 
     def _answers(self, model: torch.nn.Module) -> list[float]:

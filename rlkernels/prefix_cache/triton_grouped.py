@@ -32,15 +32,28 @@ def _store_rows(pointer, x, token, valid, heads, head, DIM: tl.constexpr, BLOCK_
 
 
 @triton.jit
+def _tile(tile):
+    """First query, end of its part, start of its part, start and end of the prefix before it."""
+    return tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
+
+
+@triton.jit
+def _keys_at(at, skip, prefix, prefix_end, part, end, BLOCK_N: tl.constexpr):
+    """Keys of one block of the prefix, or after its ``skip`` of the part -> their tokens, and which of them exist."""
+    start = tl.where(at < skip, prefix + at, part + at - skip)
+    n = start + tl.arange(0, BLOCK_N)
+    return n, n < tl.where(at < skip, prefix_end, end)
+
+
+@triton.jit
 def _forward_kernel(
     query, key, value, out, lse, tiles, heads, kv_heads, scale,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """A tile (first query, end of its part, start of its part, start and end of the prefix before it) and a head."""
-    tile, head = tiles + tl.program_id(0) * 5, tl.program_id(1)
-    first, part_end, part = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    prefix, prefix_end = tl.load(tile + 3), tl.load(tile + 4)
+    """One tile of queries, see :func:`_tile`, and a head."""
+    head = tl.program_id(1)
+    first, part_end, part, prefix, prefix_end = _tile(tiles + tl.program_id(0) * 5)
     token = first + tl.arange(0, BLOCK_M)
     inside = token < part_end
     q = _rows(query, token, inside, heads, head, DIM, BLOCK_D, UPCAST)
@@ -51,9 +64,7 @@ def _forward_kernel(
     skip = tl.cdiv(prefix_end - prefix, BLOCK_N) * BLOCK_N
     end = tl.minimum(part_end, first + BLOCK_M)
     for at in range(0, skip + end - part, BLOCK_N):
-        start = tl.where(at < skip, prefix + at, part + at - skip)
-        n = start + tl.arange(0, BLOCK_N)
-        valid = n < tl.where(at < skip, prefix_end, end)
+        n, valid = _keys_at(at, skip, prefix, prefix_end, part, end, BLOCK_N)
         k = _rows(key, n, valid, kv_heads, head // GROUP, DIM, BLOCK_D, UPCAST)
         v = _rows(value, n, valid, kv_heads, head // GROUP, DIM, BLOCK_D, UPCAST)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2_E)
@@ -90,9 +101,8 @@ def _query_kernel(
     UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Gradient of one tile of queries; tiles as for the forward kernel."""
-    tile, head = tiles + tl.program_id(0) * 5, tl.program_id(1)
-    first, part_end, part = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    prefix, prefix_end = tl.load(tile + 3), tl.load(tile + 4)
+    head = tl.program_id(1)
+    first, part_end, part, prefix, prefix_end = _tile(tiles + tl.program_id(0) * 5)
     token = first + tl.arange(0, BLOCK_M)
     inside = token < part_end
     q = _rows(query, token, inside, heads, head, DIM, BLOCK_D, UPCAST)
@@ -101,9 +111,7 @@ def _query_kernel(
     skip = tl.cdiv(prefix_end - prefix, BLOCK_N) * BLOCK_N
     end = tl.minimum(part_end, first + BLOCK_M)
     for at in range(0, skip + end - part, BLOCK_N):
-        start = tl.where(at < skip, prefix + at, part + at - skip)
-        n = start + tl.arange(0, BLOCK_N)
-        valid = n < tl.where(at < skip, prefix_end, end)
+        n, valid = _keys_at(at, skip, prefix, prefix_end, part, end, BLOCK_N)
         k = _rows(key, n, valid, kv_heads, head // GROUP, DIM, BLOCK_D, UPCAST)
         v = _rows(value, n, valid, kv_heads, head // GROUP, DIM, BLOCK_D, UPCAST)
         _, ds = _score_gradients(q, k, v, g, token, inside, n, valid, lse, delta, heads, head, scale)

@@ -1,8 +1,11 @@
 """The gate that every extrapolation must pass: right answers before and after on held-out prompts, paired."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
 
 
 def improvement_p_value(after: Sequence[float], before: Sequence[float]) -> float:
@@ -63,3 +66,26 @@ class Gate:
         level = self.level / (self.comparisons * (self.comparisons + 1))
         p_value = improvement_p_value(after, before)
         return Comparison(_mean(before), _mean(after), p_value, level, p_value <= level)
+
+
+def try_candidates(gate: Gate, present: Mapping[str, torch.Tensor], predicted: Mapping[str, torch.Tensor], *,
+                   write: Callable[[dict[str, torch.Tensor]], None], evaluate: Callable[[], Sequence[float]],
+                   max_tries: int, shrink: float) -> list[dict[str, Any]]:  # fmt: skip
+    """Writes candidates until the gate accepts one. What was there before is for the caller to put back.
+
+    Args:
+        present: name -> weights as they are.
+        predicted: name -> weights, float32. Candidate k takes the share shrink^k of the way to them.
+        write: puts float32 weights into the model.
+        evaluate: 0 or 1 for each gate prompt, with the weights as they are.
+
+    Returns:
+        A dictionary for each that was tried: its ``factor`` and the fields of :class:`Comparison`.
+    """
+    before = evaluate()
+    tries: list[dict[str, Any]] = []
+    while len(tries) < max_tries and not (tries and tries[-1]["accepted"]):
+        factor = shrink ** len(tries)
+        write({name: torch.lerp(present[name].float(), weight, factor) for name, weight in predicted.items()})
+        tries.append({"factor": factor, **asdict(gate.compare(evaluate(), before))})
+    return tries

@@ -8,6 +8,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from python_trainer.config import check_config
+from python_trainer.packing import Answer
 
 
 def save_tiny_policy(folder, *, seed=0, dtype=torch.float32, vocab=64, **options):
@@ -81,3 +82,19 @@ def make_config(settings):
         return check_config(values, source="test")
 
     return make
+
+
+@pytest.fixture
+def answers():
+    """Three groups: with a shared prefix, without one, and with answers of 0, 1 and many tokens."""
+    gen = torch.Generator().manual_seed(3)
+
+    def ids(n):
+        return torch.randint(0, 63, (n,), generator=gen).tolist()
+
+    prompts, prefix = [ids(3), ids(7), ids(1)], ids(5)
+    return [
+        *(Answer(prompts[0], prefix + ids(n), 5) for n in (4, 0, 9, 1)),
+        *(Answer(prompts[1], ids(n)) for n in (2, 6, 6)),
+        *(Answer(prompts[2], ids(n)) for n in (0, 1, 17)),
+    ]

@@ -14,22 +14,6 @@ def policy(tiny_policy):
     return load_policy(ModelConfig(path=str(tiny_policy), device="cpu"))
 
 
-@pytest.fixture
-def answers():
-    """Three groups: with a shared prefix, without one, and with answers of 0, 1 and many tokens."""
-    gen = torch.Generator().manual_seed(3)
-
-    def ids(n):
-        return torch.randint(0, 63, (n,), generator=gen).tolist()
-
-    prompts, prefix = [ids(3), ids(7), ids(1)], ids(5)
-    return [
-        *(Answer(prompts[0], prefix + ids(n), 5) for n in (4, 0, 9, 1)),
-        *(Answer(prompts[1], ids(n)) for n in (2, 6, 6)),
-        *(Answer(prompts[2], ids(n)) for n in (0, 1, 17)),
-    ]
-
-
 def plain_score(policy, answer, temperature=1.0):
     """Log-probabilities and entropies of one answer by the model's own forward."""
     ids = torch.tensor([[*answer.prompt_ids, *answer.response_ids]])

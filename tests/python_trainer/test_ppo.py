@@ -132,17 +132,6 @@ def policy(tiny_policy):
     return load_policy(ModelConfig(path=str(tiny_policy), device="cpu"))
 
 
-@pytest.fixture
-def answers():
-    gen = torch.Generator().manual_seed(3)
-
-    def ids(n):
-        return torch.randint(0, 63, (n,), generator=gen).tolist()
-
-    prompts, prefix = [ids(3), ids(7)], ids(5)
-    return [*(Answer(prompts[0], prefix + ids(n), 5) for n in (4, 0, 9)), *(Answer(prompts[1], ids(n)) for n in (2, 6))]
-
-
 def critic_of(policy, separate):
     critic = Critic(policy, CriticConfig(separate=separate), OptimizerConfig())
     with torch.no_grad():
