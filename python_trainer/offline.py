@@ -182,13 +182,13 @@ def pass_gate(config: Config, base: Path, last: Weights, predicted: dict[str, to
     trainer.learner.optimizer.write({name: last[name].to(device).float() for name in moved})
     trainer.engine.policy_updated()
     accepted, tries = try_candidates(
-        trainer.learner.optimizer, trainer.engine, lambda: trainer.evaluate_each("gate", settings.gate_prompts), moved,
-        Gate(settings.gate_level), max_tries=settings.max_tries, shrink=settings.shrink,
+        trainer.learner.optimizer, trainer.engine, lambda rows: trainer.evaluate_each("gate", rows), moved,
+        Gate(settings.gate_level), prompts=settings.gate_prompts, max_tries=settings.max_tries, shrink=settings.shrink,
     )  # fmt: skip
     for one in tries:
         console.print(
-            f"factor {one['factor']:g}: {one['before']:.4f} -> {one['after']:.4f} on {settings.gate_prompts} gate "
-            f"prompts, p = {one['p_value']:.2g} (needs {one['level']:.2g})", highlight=False,
+            f"factor {one['factor']:g}: {one['before']:.4f} -> {one['after']:.4f} on {one['prompts']} gate prompts, "
+            f"evidence {one['e_value']:.3g} (needs {one['needed']:.3g})", highlight=False,
         )  # fmt: skip
     if not accepted:
         raise UserError(f"the gate rejected all {len(tries)} candidates; nothing was written")

@@ -270,20 +270,19 @@ class Trainer:
 
     def evaluate(self, split: str, limit: int | None = None) -> float:
         """Accuracy of one answer per prompt, as of :meth:`evaluate_each`."""
-        return fmean(self.evaluate_each(split, limit))
+        return fmean(self.evaluate_each(split, range(limit) if limit is not None else None))
 
-    def evaluate_each(self, split: str, limit: int | None = None) -> list[float]:
+    def evaluate_each(self, split: str, rows: range | None = None) -> list[float]:
         """1 for every prompt answered right, else 0: one answer each, at temperature 1, always with the same noise."""
-        prompts, rollout = self._prompts(split)[:limit], self.config.rollout
+        prompts, rollout = self._prompts(split), self.config.rollout
         if not prompts:
             raise UserError(f"the task has no {split} prompts")
-        requests = [
-            Request(x, max_new_tokens=rollout.max_completion_length, sample_id=i) for i, x in enumerate(prompts)
-        ]
+        rows = range(len(prompts))[rows.start : rows.stop] if rows is not None else range(len(prompts))
+        requests = [Request(prompts[i], max_new_tokens=rollout.max_completion_length, sample_id=i) for i in rows]
         sampling = SamplingParams(seed=keyed_seed(self.config.seed, "evaluate", split), stop=tuple(rollout.stop))
         ids = [completion.ids for completion in self.engine.generate(requests, sampling)]
         texts = [self.policy.decode(row) for row in ids]
-        return score(self.task, getattr(self.task, split)[: len(prompts)], texts, ids).accuracy
+        return score(self.task, getattr(self.task, split)[rows.start : rows.stop], texts, ids).accuracy
 
     def _evaluation_row(self, limit: int | None, name: str | None = None) -> dict[str, float]:
         """Evaluates on the test split, and notes when the target was reached; with a name, each result is kept."""
@@ -292,7 +291,7 @@ class Trainer:
             return {}
         seconds = self._training_seconds()
         with self.clock.measure("eval"):
-            correct = self.evaluate_each("test", limit)
+            correct = self.evaluate_each("test", range(limit) if limit is not None else None)
             if name is not None:
                 save_evaluation(self.output_dir, name, correct)
         accuracy = fmean(correct)

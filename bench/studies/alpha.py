@@ -80,12 +80,12 @@ class Timed(Trainer):
     gating = 0.0  # of it, at the gate
     start_known: list[float] | None = None  # answers of the policy before the first step, from another algorithm's run
 
-    def evaluate_each(self, split: str, limit: int | None = None) -> list[float]:
+    def evaluate_each(self, split: str, rows: range | None = None) -> list[float]:
         if self.start_known is not None and self.progress.step == 0:
             return self.start_known
         start = time.process_time()
         try:
-            return super().evaluate_each(split, limit)
+            return super().evaluate_each(split, rows)
         finally:
             spent = time.process_time() - start
             self.evaluating += spent
@@ -257,7 +257,7 @@ def cut_down(config: Config, part: Part, step: int, scan_prompts: int, *, more: 
         values = dict(final if rest == "trained" else first) | modules
         trainer.learner.optimizer.write(values)
         trainer.engine.policy_updated()
-        return trainer.evaluate_each("test", prompts)
+        return trainer.evaluate_each("test", range(prompts) if prompts is not None else None)
 
     def update(rank: int, scale: Callable[[str], float]) -> dict[str, torch.Tensor]:
         return {n: base + scale(n) * low[rank][n] for n, base in tracked.base.items()}

@@ -85,7 +85,7 @@ def train(variant: str, seed: int, folder: Path) -> None:
     trainer = Trainer(config, folder, resume=True, label=f"{variant} (seed {seed})", timer=time.process_time)
     if not finished(folder):
         trainer.run()
-    save_evaluation(folder, "test", trainer.evaluate_each("test", TEST_PROMPTS))
+    save_evaluation(folder, "test", trainer.evaluate_each("test", range(TEST_PROMPTS)))
 
 
 def reached(folder: Path, target: float, key: str) -> float | None:

@@ -53,7 +53,7 @@ class AlphaSettings(Settings):
     smoothing: int = Field(5, ge=1)
     """Steps over which the training accuracy is averaged."""
     gate_prompts: int = Field(2048, ge=1)
-    """Held-out prompts of the paired comparison; the task must have as many."""
+    """Held-out prompts of the paired comparison, at most; the task must have as many."""
     gate_level: float = Field(0.05, gt=0, lt=1)
     """Chance per run of accepting weights that are no better, at most."""
     max_tries: int = Field(3, ge=1)
@@ -181,8 +181,8 @@ class Alpha(Accelerator):
         """Asks the gate; an accepted jump begins a new trajectory."""
         settings, predicted = self.settings, self.predict(context)
         accepted, tries = try_candidates(
-            context.optimizer, context.engine, lambda: context.evaluate_each("gate", settings.gate_prompts), predicted,
-            self.gate, max_tries=settings.max_tries, shrink=settings.shrink,
+            context.optimizer, context.engine, lambda rows: context.evaluate_each("gate", rows), predicted, self.gate,
+            prompts=settings.gate_prompts, max_tries=settings.max_tries, shrink=settings.shrink,
         )  # fmt: skip
         if accepted:
             context.optimizer.forget_momentum(predicted)
@@ -213,7 +213,7 @@ class Alpha(Accelerator):
             "anchor": self.anchor,
             "answered": self.answered,
             "next_attempt": self.next_attempt,
-            "comparisons": self.gate.comparisons,
+            "gate": [self.gate.comparisons, self.gate.position],
             "events": self.events,
             "seconds": self.seconds,
         }
@@ -225,5 +225,5 @@ class Alpha(Accelerator):
             self.trajectory.load_state_dict(state["trajectory"])
         self.anchor, self.answered = state["anchor"], [list(row) for row in state["answered"]]
         self.next_attempt, self.events = state["next_attempt"], list(state["events"])
-        self.gate = Gate(self.settings.gate_level, state["comparisons"])
+        self.gate = Gate(self.settings.gate_level, *state["gate"])
         self.seconds = dict(state["seconds"])

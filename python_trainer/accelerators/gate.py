@@ -13,30 +13,30 @@ if TYPE_CHECKING:
     from python_trainer.rollout import Engine
 
 
-def try_candidates(optimizer: "PolicyOptimizer", engine: "Engine", evaluate: Callable[[], Sequence[float]],
-                   predicted: Mapping[str, torch.Tensor], gate: Gate, *, max_tries: int, shrink: float,
+def try_candidates(optimizer: "PolicyOptimizer", engine: "Engine", evaluate: Callable[[range], Sequence[float]],
+                   predicted: Mapping[str, torch.Tensor], gate: Gate, *, prompts: int, max_tries: int, shrink: float,
                    ) -> tuple[bool, list[dict[str, Any]]]:  # fmt: skip
     """Writes candidates until the gate accepts one; otherwise the weights end up as they were, bit for bit.
 
     Args:
-        evaluate: 0 or 1 for each gate prompt, with the weights as they are.
+        evaluate: numbers of gate prompts -> 0 or 1 for each, with the weights as they are.
         predicted: name -> weights, float32. Candidate k takes the share shrink^k of the way to them.
+        prompts: how many gate prompts there are.
 
     Returns:
         Whether one was accepted; a dictionary for each that was tried.
     """
 
-    def write(weights: dict[str, torch.Tensor]) -> None:
-        optimizer.write(weights)
+    def write(weights: Mapping[str, torch.Tensor]) -> None:
+        optimizer.write(dict(weights))
         engine.policy_updated()
 
     present = {name: optimizer.masters[name].detach().clone() for name in predicted}
     saved = optimizer.snapshot(predicted)
     accepted = False
     try:
-        tries = try_each(
-            gate, present, predicted, write=write, evaluate=evaluate, max_tries=max_tries, shrink=shrink
-        )  # fmt: skip
+        tries = try_each(gate, present, predicted, write=write, evaluate=evaluate, prompts=prompts,
+                         max_tries=max_tries, shrink=shrink)  # fmt: skip
         accepted = tries[-1]["accepted"]
     finally:
         if not accepted:

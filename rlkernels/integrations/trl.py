@@ -2,7 +2,7 @@
 
     suffixes = SuffixRollouts()
     trainer = GRPOTrainer(
-        ..., rollout_func=suffixes, reward_funcs=suffixes.watch(reward), callbacks=[GatedExtrapolation(evaluate)]
+        ..., rollout_func=suffixes, reward_funcs=suffixes.watch(reward), callbacks=[GatedExtrapolation(evaluate, 2048)]
     )
 
 Needs trl 1.16 or newer, below 2. Its hook for rollouts is experimental.
@@ -12,7 +12,7 @@ import functools
 import inspect
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -142,8 +142,10 @@ class GatedExtrapolation(TrainerCallback):
     For one process and weights that are trained whole (no LoRA). Set ``logging_steps=1``: accuracy comes from the logs.
 
     Args:
-        evaluate: model -> 0 or 1 for each of at least some hundred held-out prompts, always the same ones. It is called
-            in evaluation mode, without gradients and with the same state of torch's random numbers every time.
+        evaluate: model, range of numbers -> 0 or 1 for each of these held-out prompts. It is called in evaluation mode,
+            without gradients and with the same state of torch's random numbers every time.
+        prompts: how many held-out prompts there are, in random order; at least some hundred. Most attempts are decided
+            by a part of them.
         track_steps: keep factors of the update every so many steps.
         first_step, every: first attempt, and steps from one decision to the next attempt.
         predictor, horizon: as in :data:`rlkernels.rank1.PREDICTORS`; the target is this many times the tracked steps.
@@ -156,19 +158,20 @@ class GatedExtrapolation(TrainerCallback):
         events: a dictionary for every attempt, refused ones included.
     """
 
-    def __init__(self, evaluate: Callable[[Any], Sequence[float]], *, track_steps: int = 2, first_step: int = 20,
-                 every: int = 20, predictor: str = "full", horizon: float = 2.0, level: float = 0.05,
-                 max_tries: int = 3, shrink: float = 0.5, limits: Limits | None = None, metric: str = "reward",
-                 smoothing: int = 5):  # fmt: skip
-        for name, value in (("track_steps", track_steps), ("first_step", first_step), ("every", every),
-                            ("max_tries", max_tries), ("smoothing", smoothing)):  # fmt: skip
+    def __init__(self, evaluate: Callable[[Any, range], Sequence[float]], prompts: int, *, track_steps: int = 2,
+                 first_step: int = 20, every: int = 20, predictor: str = "full", horizon: float = 2.0,
+                 level: float = 0.05, max_tries: int = 3, shrink: float = 0.5, limits: Limits | None = None,
+                 metric: str = "reward", smoothing: int = 5):  # fmt: skip
+        for name, value in (("prompts", prompts), ("track_steps", track_steps), ("first_step", first_step),
+                            ("every", every), ("max_tries", max_tries), ("smoothing", smoothing)):  # fmt: skip
             _check.positive(name, value)
         if not horizon > 1:
             raise ValueError(f"horizon must be above 1, got {horizon!r}")
         for name, share in (("level", level), ("shrink", shrink)):
             if not 0 < share < 1:
                 raise ValueError(f"{name} must be between 0 and 1, got {share!r}")
-        self.evaluate, self.gate, self.limits = evaluate, Gate(level), limits or Limits()
+        self.evaluate, self.prompts = evaluate, prompts
+        self.gate, self.limits = Gate(level), limits or Limits()
         self.track_steps, self.next_attempt, self.every = track_steps, first_step, every
         self.predictor, self.horizon = predictor, horizon
         self.max_tries, self.shrink = max_tries, shrink
@@ -232,25 +235,27 @@ class GatedExtrapolation(TrainerCallback):
         present = {name: self._weights[name].detach().clone() for name in predicted}
         accepted = False
 
-        def write(weights: dict[str, torch.Tensor]) -> None:
+        def write(weights: Mapping[str, torch.Tensor]) -> None:
             for name, weight in weights.items():
                 self._weights[name].copy_(weight)
 
         try:
-            tries = try_candidates(self.gate, present, predicted, write=write, evaluate=lambda: self._answers(model),
-                                   max_tries=self.max_tries, shrink=self.shrink)  # fmt: skip
+            tries = try_candidates(
+                self.gate, present, predicted, write=write, evaluate=functools.partial(self._answers, model),
+                prompts=self.prompts, max_tries=self.max_tries, shrink=self.shrink,
+            )  # fmt: skip
             accepted = tries[-1]["accepted"]
         finally:
             if not accepted:
                 write(present)
         return tries
 
-    def _answers(self, model: torch.nn.Module) -> list[float]:
+    def _answers(self, model: torch.nn.Module, rows: range) -> Sequence[float]:
         training = model.training
         with torch.random.fork_rng():
             torch.manual_seed(0)
             model.eval()
             try:
-                return list(self.evaluate(model))
+                return self.evaluate(model, rows)
             finally:
                 model.train(training)

@@ -16,7 +16,17 @@ def part(folder, seed, accepted):
               "same cost": 350, alpha_report.RANKS[0]: 450}  # fmt: skip
     answers = {name: (numpy.arange(1000) < right).astype(numpy.uint8) for name, right in rights.items()}
     save_file(answers, home / "answers.safetensors")
-    tries = [{"factor": 1.0, "before": 0.3, "after": 0.4, "p_value": 0.0, "level": 0.025, "accepted": accepted}]
+    tries = [
+        {
+            "factor": 1.0,
+            "before": 0.3,
+            "after": 0.4,
+            "prompts": 256,
+            "e_value": 50.0,
+            "needed": 40.0,
+            "accepted": accepted,
+        }
+    ]
     modules = {f"m{i}": {"share": 0.5, "gap": 0.3, "r2": 0.9 + 0.01 * i, "cosine_at_half": 0.99} for i in range(3)}
     numbers = {
         "commit": "abc", "same cost steps": 7, "modules": modules,

@@ -14,9 +14,11 @@ from python_trainer.optimizer import PolicyOptimizer
 from python_trainer.telemetry import read_metrics
 from python_trainer.trainer import Trainer
 from rlkernels.rank1 import PREDICTORS, Gate
+from rlkernels.rank1.gate import try_candidates
 
 QUIET = Console(quiet=True)
-GATE = 400
+GATE = 800
+HARDNESS = torch.randperm(GATE, generator=torch.Generator().manual_seed(0)).div(GATE).tolist()  # of gate prompts
 
 
 class Model(torch.nn.Module):
@@ -45,11 +47,11 @@ class Context:
         self.engine, self.telemetry, self.step, self.gate_size = Engine(), {}, 1, GATE
         self.evaluated = []
 
-    def evaluate_each(self, split, limit):
-        assert split == "gate" and limit == GATE
-        right = round(GATE * self.quality(self.policy))
-        self.evaluated.append(right)
-        return [1.0] * right + [0.0] * (GATE - right)
+    def evaluate_each(self, split, rows):
+        assert split == "gate"
+        share = self.quality(self.policy)
+        self.evaluated.append(rows)
+        return [float(HARDNESS[i] < share) for i in rows]
 
 
 DIRECTION = torch.outer(torch.linspace(-1, 1, 16), torch.linspace(1, 2, 24))
@@ -107,7 +109,7 @@ def test_a_better_edit_is_accepted(predictor, dtype):
     assert event["accepted"] and [t["factor"] for t in event["tries"]] == [1.0] and "refused" not in event
     assert progress(context.policy, start) == pytest.approx(0.024, rel=0.1)
     assert event["tries"][0]["after"] > event["tries"][0]["before"]
-    assert context.engine.updates == 2, "the cache never outlives weights"
+    assert context.engine.updates == len(context.evaluated), "the cache never outlives weights"
     after = everything(context)
     assert not after["proj.weight"]["exp_avg"].any() and state["proj.weight"]["exp_avg"].any()
     for name, key in (("proj.weight", "exp_avg_sq"), ("proj.weight", "step"), ("embed.weight", "exp_avg")):
@@ -178,10 +180,10 @@ def test_masters_follow_the_edit_and_training_goes_on_from_it():
 
 def test_the_level_adds_up_over_all_comparisons():
     gate = Gate(0.05)
-    after, before = [1.0] * 6 + [0.0] * 4, [0.0] * 6 + [0.0] * 4  # p = 1 / 64
+    after, before = [1.0] * 9 + [0.0] * 4, [0.0] * 9 + [0.0] * 4  # e = (2^10 - 1) / 10
     outcomes = [gate.compare(after, before) for _ in range(200)]
-    assert outcomes[0].accepted and not outcomes[1].accepted and outcomes[0].p_value == 1 / 64
-    assert outcomes[0].level == 0.025 and sum(o.level for o in outcomes) <= 0.05
+    assert outcomes[0].accepted and not outcomes[1].accepted and outcomes[0].e_value == 102.3
+    assert outcomes[0].needed == 40 and sum(1 / o.needed for o in outcomes) <= 0.05
 
 
 def test_the_gate_rarely_accepts_what_is_no_better():
@@ -193,10 +195,52 @@ def test_the_gate_rarely_accepts_what_is_no_better():
         for _ in range(3):
             same = [b if torch.rand((), generator=generator) < 0.8 else bool(torch.rand((), generator=generator) < 0.7)
                     for b in before]  # fmt: skip
-            if gate.compare(same, before).accepted:
+            if gate.compare_in_parts(lambda n, same=same: same[:n], lambda n, before=before: before[:n], 500).accepted:
                 accepted += 1
                 break
     assert accepted <= 0.05 * 300
+
+
+def test_the_gate_looks_no_further_than_it_must():
+    hard = torch.randperm(2048, generator=torch.Generator().manual_seed(1)).div(2048).tolist()
+
+    def compare(before, after):
+        looked = []
+
+        def answers(share):
+            return lambda n: looked.append(n) or [float(value < share) for value in hard[:n]]
+
+        found = Gate(0.05).compare_in_parts(answers(after), answers(before), 2048)
+        assert looked == [n for n in (256, 512, 1024, 2048)[: len(looked) // 2] for _ in "ab"]
+        return found.accepted, found.prompts
+
+    assert compare(0.5, 0.6) == (True, 256)
+    assert compare(0.5, 0.5) == (False, 256) and compare(0.5, 0.4) == (False, 256)
+    assert compare(0.5, 0.515)[1] > 256, "not yet enough, and on the way to it"
+
+
+@pytest.mark.parametrize("prompts", [1, 6, 7, 800])
+def test_candidates_share_the_answers_of_the_present_weights(prompts):
+    """Weights in the model are always those that answer; an attempt begins where the one before it ended."""
+    gate, inside, asked = Gate(0.05, position=prompts - 1), {"w": 0.0}, []
+
+    def write(weights):
+        inside["w"] = weights["w"].item()
+
+    def evaluate(rows):
+        asked.extend((inside["w"], row) for row in rows)
+        return [0.0] * len(rows)
+
+    weights = {"w": torch.tensor(0.0)}, {"w": torch.tensor(8.0)}
+    options = {"write": write, "evaluate": evaluate, "prompts": prompts, "max_tries": 3, "shrink": 0.5}
+    tries = try_candidates(gate, *weights, **options)
+    assert [t["factor"] for t in tries] == [1.0, 0.5, 0.25] and gate.comparisons == 3
+    count = -(-prompts // 8)
+    rows = [(prompts - 1 + i) % prompts for i in range(count)]
+    assert asked == [(w, row) for w in (0.0, 8.0, 4.0, 2.0) for row in rows]
+    assert gate.position == (prompts - 1 + count) % prompts
+    with pytest.raises(ValueError, match="one number for each"):
+        try_candidates(gate, *weights, **options | {"evaluate": lambda rows: [1.0] * (len(rows) + 1)})
 
 
 # in the trainer --------------------------------------------------------------------------------------------------
@@ -224,7 +268,7 @@ def test_tracking_and_rejected_attempts_change_nothing(alpha_config, make_config
     for name, config in (("plain", make_config(max_steps=5)), ("alpha", alpha_config(max_steps=5))):
         trainer = Trainer(config, tmp_path / name, console=QUIET)
         if name == "alpha":
-            trainer.evaluate_each = lambda split, limit=None: [0.0] * 6  # never better
+            trainer.evaluate_each = lambda split, rows=None: [0.0] * (len(rows) if rows else 6)  # never better
         trainer.run()
         runs.append(weights_of(trainer))
     for name, value in runs[0].items():
@@ -241,7 +285,7 @@ def test_an_interrupted_run_resumes_to_the_same_weights(alpha_config, tmp_path):
 
     def start(folder, steps, **options):
         trainer = Trainer(config.model_copy(update={"max_steps": steps}), folder, console=QUIET, **options)
-        trainer.accelerators[0].gate.compare = always
+        trainer.accelerators[0].gate.compare_in_parts = always
         trainer.run()
         return trainer
 
@@ -256,7 +300,8 @@ def test_an_interrupted_run_resumes_to_the_same_weights(alpha_config, tmp_path):
         after: float = 1.0
         accepted: bool = True
 
-    def always(after, before):
+    def always(after, before, prompts):
+        before(prompts), after(prompts)
         return Accepted()
 
     whole = start(tmp_path / "whole", 8)

@@ -66,10 +66,11 @@ def run(make_config, jsonl_files, tmp_path):
 
 @pytest.mark.parametrize("accepted", [True, False])
 def test_a_run_directory_knows_its_task(run, capsys, monkeypatch, accepted):
-    monkeypatch.setattr(Gate, "compare", lambda *_: Comparison(0.25, 0.75, 0.001, 0.025, accepted))
+    found = Comparison(0.25, 0.75, 6, 100.0, 40.0, accepted)
+    monkeypatch.setattr(Gate, "compare_in_parts", lambda self, after, before, prompts: after(prompts) and found)
     out = run / "extrapolated"
     code, said = call(capsys, run, "--output-dir", out, "--set", *ANYTHING)
-    assert "factor 1: 0.2500 -> 0.7500 on 6 gate prompts, p = 0.001 (needs 0.025)" in said.out
+    assert "factor 1: 0.2500 -> 0.7500 on 6 gate prompts, evidence 100 (needs 40)" in said.out
     if accepted:
         assert code == 0, said.err
         config = yaml.safe_load((run / "config.yaml").read_text())

@@ -1,12 +1,12 @@
-"""Paired intervals against known values, and the exact test behind the gate."""
+"""Paired intervals against known values, and the evidence that the gate asks for."""
 
 import numpy
 import pytest
-from scipy.stats import binomtest
+from scipy.integrate import quad
 
 from python_trainer.evaluation import load_evaluations, save_evaluation
 from python_trainer.statistics import paired_difference, resampled_means, share_of_gain
-from rlkernels.rank1.gate import improvement_p_value
+from rlkernels.rank1.gate import count_changes, improvement_e_value
 
 
 def answers(count, rate, seed):
@@ -65,11 +65,12 @@ def test_share_of_the_gain():
 
 
 @pytest.mark.parametrize(("gained", "lost"), [(0, 0), (3, 0), (10, 10), (30, 12), (5, 9), (200, 150)])
-def test_exact_test_agrees_with_scipy(gained, lost):
-    before = numpy.array([0] * gained + [1] * lost + [1] * 40 + [0] * 40)
-    after = numpy.array([1] * gained + [0] * lost + [1] * 40 + [0] * 40)
-    expected = binomtest(gained, gained + lost, alternative="greater").pvalue if gained + lost else 1.0
-    assert improvement_p_value(after, before) == pytest.approx(expected)
+def test_evidence_is_the_averaged_likelihood_ratio(gained, lost):
+    ratio, _ = quad(lambda q: (2 * q) ** gained * (2 - 2 * q) ** lost, 0.5, 1)
+    assert improvement_e_value(gained, lost) == pytest.approx(2 * ratio, rel=1e-6)
+    before = [0] * gained + [1] * lost + [1] * 40 + [0] * 40
+    after = [1] * gained + [0] * lost + [1] * 40 + [0] * 40
+    assert count_changes(after, before) == (gained, lost)
 
 
 @pytest.mark.parametrize("pair", [([], []), ([1, 0], [1, 0, 1])])
