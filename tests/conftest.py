@@ -59,7 +59,7 @@ def cpu_isa(request):
         lacks("the compiled extension")
     try:
         torch.ops.rlkernels.set_cpu_isa(request.param)
-    except RuntimeError as error:
+    except ValueError as error:
         lacks(f"the instruction set {request.param} ({str(error).splitlines()[0]})")
     yield request.param
     torch.ops.rlkernels.set_cpu_isa("auto")

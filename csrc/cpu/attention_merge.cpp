@@ -74,21 +74,55 @@ void merge_parts(const Attention& a, int64_t token, const AttentionParts* source
   return merge_into<f16>(a, token, sources, count);
 }
 
+struct Side {  // of kLanes rows: their shares of the result; whether they saw any key
+  float weight[kLanes];
+  uint32_t there[kLanes];  // all bits or none
+};
+
+// The weights of kLanes pairs of rows from their log-sum-exps; returns those of the results.
+static vfloat weigh(vfloat a, vfloat b, Side& side_a, Side& side_b) {
+  const vint no_a = a == -kInfinity, no_b = b == -kInfinity;
+  const vfloat top = (a > b) | (a != a) ? a : b, shift = no_a & no_b ? vfloat{} : top;
+  const vfloat part_a = vexp(a - shift), part_b = vexp(b - shift), sum = part_a + part_b;
+  store(side_a.weight, no_a ? vfloat{} : part_a / sum);
+  store(side_b.weight, no_b ? vfloat{} : part_b / sum);
+  store(side_a.there, (vuint)~no_a);
+  store(side_b.there, (vuint)~no_b);
+  return no_a & no_b ? a : top + vlog_of_1_to_2(sum);
+}
+
+// One row of a sum; a side without keys takes no part, whatever its output holds.
+template <class Q>
+static void merge_row(const Q* a, const Side& side_a, const Q* b, const Side& side_b, int r, Q* out, int64_t dim) {
+  const vfloat weight_a = splat(side_a.weight[r]), weight_b = splat(side_b.weight[r]);
+  const vuint there_a = vuint{} + side_a.there[r], there_b = vuint{} + side_b.there[r];
+  const auto sum = [&](const Q* x, const Q* y) __attribute__((always_inline)) {
+    return weight_a * (vfloat)((vuint)load_float(x) & there_a) + weight_b * (vfloat)((vuint)load_float(y) & there_b);
+  };
+  int64_t c = 0;
+  for (; c + kLanes <= dim; c += kLanes) store_float(out + c, sum(a + c, b + c));
+  if (c == dim) return;
+  Q x[kLanes] = {}, y[kLanes] = {};
+  std::memcpy(x, a + c, (dim - c) * sizeof(Q));
+  std::memcpy(y, b + c, (dim - c) * sizeof(Q));
+  store_float(x, sum(x, y));
+  std::memcpy(out + c, x, (dim - c) * sizeof(Q));
+}
+
 template <class Q>
 static void merge_rows(const Q* out_a, const float* lse_a, const Q* out_b, const float* lse_b, Q* out, float* lse,
                        int64_t rows, int64_t dim) {
-  for (int64_t r = 0; r < rows; ++r) {
-    const float a = lse_a[r], b = lse_b[r], top = a > b || a != a ? a : b;
-    const bool nothing = top == -kInfinity;
-    float weight_a = nothing ? 0.0f : __builtin_expf(a - top), weight_b = nothing ? 0.0f : __builtin_expf(b - top);
-    const float sum = weight_a + weight_b;
-    lse[r] = nothing ? -kInfinity : top + __builtin_logf(sum);
-    weight_a = a == -kInfinity ? 0.0f : weight_a / sum;
-    weight_b = b == -kInfinity ? 0.0f : weight_b / sum;
-    for (int64_t c = 0; c < dim; ++c) {  // a side without keys takes no part, whatever its output holds
-      const float x = a == -kInfinity ? 0.0f : weight_a * to_float(out_a[r * dim + c]);
-      const float y = b == -kInfinity ? 0.0f : weight_b * to_float(out_b[r * dim + c]);
-      from_float(out + r * dim + c, x + y);
+  Side side_a, side_b;
+  for (int64_t first = 0; first < rows; first += kLanes) {
+    const int count = rows - first < kLanes ? int(rows - first) : kLanes;
+    float a[kLanes] = {}, b[kLanes] = {};
+    std::memcpy(a, lse_a + first, count * sizeof(float));
+    std::memcpy(b, lse_b + first, count * sizeof(float));
+    store(a, weigh(load<vfloat>(a), load<vfloat>(b), side_a, side_b));
+    std::memcpy(lse + first, a, count * sizeof(float));
+    for (int r = 0; r < count; ++r) {
+      const int64_t at = (first + r) * dim;
+      merge_row(out_a + at, side_a, out_b + at, side_b, r, out + at, dim);
     }
   }
 }

@@ -62,6 +62,31 @@ RLK_INLINE void from_float(bf16* p, float x) {  // to nearest, ties to even
   p->bits = x != x ? 0x7FC0 : uint16_t((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
 }
 
+// kLanes numbers, rounded as from_float does.
+RLK_INLINE void store_float(float* p, vfloat x) { store(p, x); }
+
+RLK_INLINE void store_float(bf16* p, vfloat x) {
+  const vuint bits = (vuint)x, odd = (bits >> 16) & 1, rounded = (bits + 0x7FFF + odd) >> 16;
+  const vuint kept = x == x ? rounded : vuint{} + 0x7FC0;
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_maskz_cvtepi32_epi16(0xFFFF, (__m512i)kept));
+#else
+  const vushort half = __builtin_convertvector(kept, vushort);
+  std::memcpy(p, &half, sizeof half);
+#endif
+}
+
+RLK_INLINE void store_float(f16* p, vfloat x) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_maskz_cvtps_ph(0xFFFF, (__m512)x, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
+#else
+  const vhalf half = __builtin_convertvector(x, vhalf);
+  std::memcpy(p, &half, sizeof half);
+#endif
+}
+
 // Lanes 0 .. kLanes - 1.
 RLK_INLINE vint lane_numbers() {
   vint v;
@@ -141,6 +166,22 @@ RLK_INLINE vfloat vexp(vfloat x) {
   p = p * r * r + r + 1.0f;
   const vint exponent = ((vint)shifted - (vint)magic) << 23;
   return x < -87.3f ? vfloat{} : (vfloat)((vint)p + exponent);
+}
+
+// log(x) for 1 <= x <= 2, within 1e-7 (Cephes' polynomial); NaN stays.
+RLK_INLINE vfloat vlog_of_1_to_2(vfloat x) {
+  const vint high = x > 1.41421356f;
+  const vfloat z = (high ? x * 0.5f : x) - 1.0f, z2 = z * z;
+  vfloat p = z * 7.0376836292e-2f - 1.1514610310e-1f;
+  p = p * z + 1.1676998740e-1f;
+  p = p * z - 1.2420140846e-1f;
+  p = p * z + 1.4249322787e-1f;
+  p = p * z - 1.6668057665e-1f;
+  p = p * z + 2.0000714765e-1f;
+  p = p * z - 2.4999993993e-1f;
+  p = p * z + 3.3333331174e-1f;
+  const vfloat log = p * z * z2 - z2 * 0.5f + z;
+  return high ? log + 0.69314718f : log;
 }
 
 }  // namespace rlk::RLK_ISA

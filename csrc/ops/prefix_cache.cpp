@@ -265,6 +265,17 @@ std::tuple<at::Tensor, at::Tensor> shared_prefix_attention(
   return {c.out, c.lse};
 }
 
+// Pages of 2 MiB where the system gives them on request: blocks are scattered over more pages of 4 KiB than the
+// processor can remember the addresses of, and a large fresh output costs more in page faults than in arithmetic.
+void advise_huge_pages(const at::Tensor& memory) {
+#ifdef __linux__
+  constexpr uintptr_t page = 1 << 21;
+  const uintptr_t data = reinterpret_cast<uintptr_t>(memory.data_ptr());
+  const uintptr_t begin = (data + page - 1) / page * page, end = (data + memory.nbytes()) / page * page;
+  if (memory.is_cpu() && begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
 std::tuple<at::Tensor, at::Tensor> merge_attention(const at::Tensor& out_a, const at::Tensor& lse_a,
                                                    const at::Tensor& out_b, const at::Tensor& lse_b) {
   RLK_CHECK_TENSOR(lse_a, at::kFloat, 2);
@@ -275,6 +286,7 @@ std::tuple<at::Tensor, at::Tensor> merge_attention(const at::Tensor& out_a, cons
               "both sides must have the same shape");
   const Float type = float_type(out_a, "out_a");
   at::Tensor out = at::empty_like(out_a), lse = at::empty_like(lse_a);
+  advise_huge_pages(out);
   const auto kernel = RLK_DISPATCH(merge_pairs);
   const int64_t dim = out_a.size(2), row_bytes = dim * out_a.element_size();
   const auto at_row = [&](const at::Tensor& t, int64_t r) { return static_cast<char*>(t.data_ptr()) + r * row_bytes; };
@@ -347,17 +359,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> grouped_attention_backward(
                         scratch);
                });
   return {grad_query, grad_key, grad_value};
-}
-
-// Pages of 2 MiB where the system gives them on request: blocks are scattered over more pages of 4 KiB than the
-// processor can remember the addresses of.
-void advise_huge_pages(const at::Tensor& memory) {
-#ifdef __linux__
-  constexpr uintptr_t page = 1 << 21;
-  const uintptr_t data = reinterpret_cast<uintptr_t>(memory.data_ptr());
-  const uintptr_t begin = (data + page - 1) / page * page, end = (data + memory.nbytes()) / page * page;
-  if (memory.is_cpu() && begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#endif
 }
 
 }  // namespace
