@@ -60,6 +60,8 @@ class RolloutConfig(Section):
     """Rounds of dynamic_sampling; if the step is not full then, dropped prompts fill it up."""
     stop: list[str] = []
     """Strings that end an answer, next to the model's end-of-sequence tokens."""
+    schedule: Literal["fifo", "history"] = "fifo"
+    """history: predict lengths from earlier answers to a prompt, and begin with the longest. Answers stay the same."""
     memory_bytes: int | None = Field(None, ge=1)
     """Size of the paged KV cache; null chooses by model and device."""
     block_size: int = Field(16, ge=1)

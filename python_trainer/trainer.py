@@ -22,6 +22,7 @@ from python_trainer.policy import load_policy, set_matmul_precision
 from python_trainer.progress import Progress, device_name, summarise
 from python_trainer.refill import Refill
 from python_trainer.rollout import Completion, PagedEngine, Request, SamplingParams
+from python_trainer.rollout.ordering import LengthHistory
 from python_trainer.signals import StopSignal
 from python_trainer.tasks import load_task
 from python_trainer.tasks.rewards import score
@@ -63,6 +64,7 @@ class Trainer:
         self.engine = PagedEngine(
             self.policy.model, eos_token_ids=self.policy.eos_token_ids, memory_bytes=rollout.memory_bytes,
             block_size=rollout.block_size, tokenizer=self.policy.tokenizer,
+            lengths=LengthHistory() if rollout.schedule == "history" else None,
         )  # fmt: skip
         set_matmul_precision(config.model.matmul_precision)
         self.learner = Learner(self.policy, config)
@@ -99,6 +101,8 @@ class Trainer:
             ) from error
         for accelerator in self.accelerators:
             accelerator.load_state_dict(saved["accelerators"][accelerator.name])
+        if self.engine.lengths and saved.get("lengths"):
+            self.engine.lengths.load_state_dict(saved["lengths"])
         self.engine.policy_updated()
 
     # the loop ------------------------------------------------------------------------------------------------
@@ -341,5 +345,6 @@ class Trainer:
             "progress": asdict(progress),
             **self.learner.state_dict(),
             "accelerators": {accelerator.name: accelerator.state_dict() for accelerator in self.accelerators},
+            "lengths": self.engine.lengths.state_dict() if self.engine.lengths else None,
         }
         save_checkpoint(self.output_dir / "checkpoints", progress.step, state, keep=self.config.save.save_total_limit)

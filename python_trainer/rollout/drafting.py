@@ -1,6 +1,7 @@
 """Drafts for the samples of an engine, from a rollout history."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -8,6 +9,15 @@ from python_trainer.rollout.scheduler import Sample
 from rlkernels import RolloutHistory
 
 WORTHLESS = 0.95  # no draft token is trusted more than this
+
+
+class Answer(NamedTuple):
+    """What a rollout history is fed."""
+
+    prompt_ids: Sequence[int]
+    response_ids: Sequence[int]
+    reward: float = 0.0
+    epoch: int = 0
 
 
 class Drafter:
@@ -20,10 +30,13 @@ class Drafter:
         max_tokens: longest draft.
         pass_overhead: what a forward pass costs on top of its tokens, in tokens. With n samples in a pass a draft
             token costs the share n / (n + pass_overhead) of a decode step; drafts are as long as they pay.
+        news: what was added to the history since the drafter before this one: for engines with copies of it.
     """
 
-    def __init__(self, history: RolloutHistory, *, max_tokens: int = 16, pass_overhead: float):
+    def __init__(self, history: RolloutHistory, *, max_tokens: int = 16, pass_overhead: float,
+                 news: Sequence[Answer] = ()):  # fmt: skip
         self.history, self.max_tokens, self.pass_overhead = history, max_tokens, pass_overhead
+        self.news = news
         self.handles: dict[Sample, int] = {}
 
     def token_cost(self, samples: int) -> float:
@@ -31,12 +44,12 @@ class Drafter:
         return samples / (samples + self.pass_overhead)
 
     def start(self, samples: Sequence[Sample]) -> None:
-        """Follows samples that begin; those that go on after a preemption are known."""
+        """Follows samples that begin, or come from another engine; those that go on after a preemption are known."""
         for sample in samples:
             if sample not in self.handles:
                 prompt, prefix = sample.context[: sample.prompt_length], sample.context[sample.prompt_length :]
                 handle = self.handles[sample] = self.history.track(prompt)
-                self.history.extend(handle, prefix)
+                self.history.extend(handle, [*prefix, *sample.out.ids])
 
     def draft(self, samples: Sequence[Sample], budget: int) -> None:
         """Gives every sample a draft, of ``budget`` tokens together at most."""
@@ -59,7 +72,8 @@ class Drafter:
 
     def stop(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
-            self.history.release(self.handles.pop(sample))
+            if sample in self.handles:  # one that was withdrawn may not have begun
+                self.history.release(self.handles.pop(sample))
 
     def close(self) -> None:
         """Forgets all samples."""

@@ -2,7 +2,8 @@
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,8 +13,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import rlkernels.backend
 from python_trainer.errors import UserError
 from python_trainer.rollout.attention import Forward, Paging, forward, paged_mode, probe
+from python_trainer.rollout.checks import Limits, check_requests
 from python_trainer.rollout.drafting import Drafter
 from python_trainer.rollout.fused import FusedDecoder, supports
+from python_trainer.rollout.ordering import LengthHistory, expectations, longest_first, longest_sequence, remember
 from python_trainer.rollout.scheduler import Sample, Scheduler, Step
 from python_trainer.rollout.stopping import StopStrings
 from python_trainer.rollout.types import Completion, Request, SamplingParams
@@ -25,6 +28,11 @@ CUDA_MEMORY_SHARE = 0.4
 # Shorter prefixes are read by every sample. Measured on a CPU, groups of 8: attention alone gains 1.3 to 1.6 times at
 # 128 tokens, but finding the groups costs as much there; the whole of generation gains 4 % at 192, 15 % at 768.
 MIN_SHARED_TOKENS = 192
+
+STATS = (
+    "generated_tokens", "prefill_tokens", "cached_tokens", "forward_passes", "preemptions", "sample_steps",
+    "draft_steps", "draft_tokens", "accepted_tokens",
+)  # fmt: skip
 
 
 class PagedEngine:
@@ -52,6 +60,8 @@ class PagedEngine:
         share_reads: read the keys of a long common prefix once per group of samples, where there is a kernel for it.
         fused: run small Llama-like float32 models on a CPU through :class:`FusedDecoder`, which gives the same
             numbers in fewer calls. False: always the model's own forward.
+        lengths: of earlier answers; with it, prompts of long answers go first where not all fit into a pass. None: in
+            the order of the requests.
 
     Raises:
         UserError: the model is not one that this engine can run, or a setting is out of range.
@@ -59,7 +69,8 @@ class PagedEngine:
 
     def __init__(self, model: PreTrainedModel, *, eos_token_ids: int | Sequence[int], memory_bytes: int | None = None,
                  block_size: int = 16, tokenizer: PreTrainedTokenizerBase | None = None, max_sequences: int = 256,
-                 max_batch_tokens: int = 8192, share_reads: bool = True, fused: bool = True):  # fmt: skip
+                 max_batch_tokens: int = 8192, share_reads: bool = True, fused: bool = True,
+                 lengths: LengthHistory | None = None):  # fmt: skip
         sizes = {"block_size": block_size, "max_sequences": max_sequences, "max_batch_tokens": max_batch_tokens}
         for name, value in sizes.items():
             if value < 1:
@@ -86,10 +97,11 @@ class PagedEngine:
             len(found.shapes), heads, dim,
             memory_bytes=memory_bytes, block_size=block_size, dtype=model.dtype, device=self.device,
         )  # fmt: skip
+        room = self.cache.num_blocks * self.cache.block_size
+        self.limits = Limits(self.max_positions, self.vocab_size, room, tokenizer is not None)
         self.drafter: Drafter | None = None
-        names = ("generated_tokens", "prefill_tokens", "cached_tokens", "forward_passes", "preemptions",
-                 "sample_steps", "draft_steps", "draft_tokens", "accepted_tokens")  # fmt: skip
-        self._stats: dict[str, float] = dict.fromkeys(names, 0)
+        self.lengths = lengths
+        self._stats: dict[str, float] = dict.fromkeys(STATS, 0)
 
     @property
     def stats(self) -> dict[str, float]:
@@ -112,36 +124,36 @@ class PagedEngine:
         Raises:
             UserError: a request or setting is out of range, e.g. a prompt longer than the model's limit.
         """
-        self._check(requests, sampling)
-        scheduler = Scheduler(self.cache, self.max_sequences, self.max_batch_tokens, self._stats, self.drafter)
-        stop = StopStrings(self.tokenizer, sampling.stop) if self.tokenizer and sampling.stop else None
-        completions = []
-        for request in requests:
-            context = [*request.prompt_ids, *request.prefix_ids]
-            limit = min(request.max_new_tokens, self.max_positions - len(context))
-            samples = [
-                Sample(Completion([], [], "length"), request.sample_id + j, context, len(request.prefix_ids), limit)
-                for j in range(request.num_samples)
-            ]
-            completions += [sample.out for sample in samples]
-            if limit > 0 and samples:
-                scheduler.add(context, samples)
-        try:
-            with paged_mode(self.model):
-                run, share = self._runner(requests), self.share_reads and any(map(_shares, requests))
-                while scheduler.busy:
-                    step = scheduler.next_step()
-                    logits = self._forward(run, step, share)
-                    scheduler.start_drawing(step)
-                    scheduler.finish(self._draw(step, logits, sampling, stop))
-        finally:
-            scheduler.close()
+        check_requests(requests, sampling, self.limits)
+        order = longest_first(expectations(self.lengths, requests)) if self.lengths else range(len(requests))
+        samples: list[list[Sample]] = [[] for _ in requests]
+        with self.session(sampling, longest_sequence(requests)) as session:
+            for i in order:
+                samples[i] = session.add(requests[i])
+            while session.busy:
+                session.step()
+        completions = [sample.out for group in samples for sample in group]
+        if self.lengths:
+            remember(self.lengths, requests, completions)
         return completions
 
-    def _runner(self, requests: Sequence[Request]) -> Forward:
+    @contextmanager
+    def session(self, sampling: SamplingParams, longest: int) -> Iterator["Session"]:
+        """Generation pass by pass, with requests that come and go meanwhile; they and ``sampling`` must be checked.
+
+        Args:
+            longest: most tokens of a sequence, prompt included.
+        """
+        scheduler = Scheduler(self.cache, self.max_sequences, self.max_batch_tokens, self._stats, self.drafter)
+        try:
+            with paged_mode(self.model):
+                yield Session(self, scheduler, sampling, self._runner(longest))
+        finally:
+            scheduler.close()
+
+    def _runner(self, longest: int) -> Forward:
         if self.fused and supports(self.model):  # a hook may have come since
-            sizes = [len(r.prompt_ids) + len(r.prefix_ids) + r.max_new_tokens for r in requests]
-            return FusedDecoder(self.model, min(self.max_positions, max(sizes, default=1)))
+            return FusedDecoder(self.model, min(self.max_positions, longest))
         return partial(forward, self.model)
 
     def _forward(self, run: Forward, step: Step, share: bool) -> torch.Tensor:
@@ -243,7 +255,7 @@ class PagedEngine:
             step = Step([0] * (sequences * tokens), [*range(context, length)] * sequences, slots, opened,
                         [length] * sequences, [tokens] * sequences, list(range(sequences * tokens)))  # fmt: skip
             with paged_mode(self.model):
-                run = self._runner([Request([0] * length, max_new_tokens=0)])
+                run = self._runner(length)
                 for _ in range(repeats):
                     before = time.perf_counter()
                     logits = self._forward(run, step, share=False)
@@ -254,42 +266,45 @@ class PagedEngine:
                 self.cache.close(sequence)
         return min(taken)
 
-    def _check(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
-        if not sampling.temperature >= 0:
-            raise UserError(f"temperature must be >= 0, got {sampling.temperature}")
-        if not 0 < sampling.top_p <= 1:
-            raise UserError(f"top_p must be above 0 and at most 1, got {sampling.top_p}")
-        if sampling.top_k < 0:
-            raise UserError(f"top_k must be >= 0 (0: off), got {sampling.top_k}")
-        if sampling.stop and self.tokenizer is None:
-            raise UserError(f"stop strings {sampling.stop!r} need a tokenizer: PagedEngine(model, tokenizer=...)")
-        if "" in sampling.stop:
-            raise UserError("stop must not hold an empty string")
-        room = self.cache.num_blocks * self.cache.block_size
-        for i, request in enumerate(requests):
-            if request.num_samples < 0 or request.max_new_tokens < 0:
-                raise UserError(
-                    f"request {i}: num_samples and max_new_tokens must be >= 0, got {request.num_samples} and "
-                    f"{request.max_new_tokens}"
-                )
-            context = [*request.prompt_ids, *request.prefix_ids]
-            if not context:
-                raise UserError(f"request {i}: the prompt is empty; give it at least a BOS token")
-            if len(context) > self.max_positions:
-                raise UserError(
-                    f"request {i}: prompt and prefix have {len(context)} tokens, more than the model's "
-                    f"limit of {self.max_positions} positions"
-                )
-            if min(context) < 0 or max(context) >= self.vocab_size:
-                raise UserError(
-                    f"request {i}: token ids must be between 0 and {self.vocab_size - 1}, got "
-                    f"{min(context)} .. {max(context)}"
-                )
-            longest = min(len(context) + request.max_new_tokens, self.max_positions)
-            if longest > room:
-                raise UserError(
-                    f"request {i}: {longest} tokens do not fit into a KV cache of {room} tokens; raise memory_bytes"
-                )
+
+class Session:
+    """Answers in the making on one engine; from :meth:`PagedEngine.session`."""
+
+    def __init__(self, engine: PagedEngine, scheduler: Scheduler, sampling: SamplingParams, run: Forward):
+        self.engine, self.scheduler, self.sampling, self.run = engine, scheduler, sampling, run
+        tokenizer = engine.tokenizer
+        self.stop = StopStrings(tokenizer, sampling.stop) if tokenizer and sampling.stop else None
+        self.share = False  # whether it can pay to read common prefixes once
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.busy
+
+    def add(self, request: Request, out: Completion | None = None) -> list[Sample]:
+        """Queues a request -> its samples, whose tokens come into their ``out``.
+
+        Args:
+            out: what its only sample has already, from another engine with the same weights.
+        """
+        context = [*request.prompt_ids, *request.prefix_ids]
+        limit = min(request.max_new_tokens, self.engine.max_positions - len(context))
+        outs = [Completion([], [], "length") for _ in range(request.num_samples)] if out is None else [out]
+        samples = [
+            Sample(one, request.sample_id + j, context, len(request.prefix_ids), limit) for j, one in enumerate(outs)
+        ]
+        if limit > 0 and samples:
+            self.scheduler.add(context if out is None else context + out.ids, samples)
+        self.share |= self.engine.share_reads and _shares(request)
+        return samples
+
+    def step(self) -> list[Sample]:
+        """One forward pass -> the samples that are done."""
+        engine, step = self.engine, self.scheduler.next_step()
+        logits = engine._forward(self.run, step, self.share)
+        self.scheduler.start_drawing(step)
+        done = engine._draw(step, logits, self.sampling, self.stop)
+        self.scheduler.finish(done)
+        return done
 
 
 def _shares(request: Request) -> bool:

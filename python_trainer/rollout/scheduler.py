@@ -8,6 +8,7 @@ oldest sample is never preempted, so there is always progress.
 """
 
 from collections import deque
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -122,6 +123,22 @@ class Scheduler:
             sample.draft = []
         if self.drafter:
             self.drafter.stop(done)
+
+    def withdraw(self, samples: Container[Sample]) -> None:
+        """Lets go of samples that are waiting or running, between two passes: they go on elsewhere."""
+        for job in self.waiting:
+            self._forget([sample for sample in job.samples if sample in samples])
+            job.samples = [sample for sample in job.samples if sample not in samples]
+        self.waiting = deque(job for job in self.waiting if job.samples)
+        gone = [sample for sample in self.running if sample in samples]
+        for sample in gone:
+            self.cache.close(sample.sequence)
+        self._forget(gone)
+        self.running = [sample for sample in self.running if sample not in samples]
+
+    def _forget(self, samples: list[Sample]) -> None:
+        if self.drafter:
+            self.drafter.stop(samples)
 
     def close(self) -> None:
         """Lets go of every sequence, whatever state it is in."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from python_trainer.rollout.drafting import Drafter
+    from python_trainer.rollout.ordering import LengthHistory
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,9 @@ class Engine(Protocol):
 
     drafter: "Drafter | None"
     """Guesses tokens that the engine then verifies; None: no drafts."""
+
+    lengths: "LengthHistory | None"
+    """How long earlier answers were, which decides the order of work; None: the order of the requests."""
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
         """Completions in the order of the requests, the samples of one request side by side."""

@@ -25,6 +25,7 @@ from transformers import (
 from python_trainer.errors import UserError
 from python_trainer.rollout import PagedEngine, Request, SamplingParams, attention
 from python_trainer.rollout import engine as engine_module
+from python_trainer.rollout.ordering import LengthHistory
 
 VOCAB = 61
 SIZES = {
@@ -466,3 +467,16 @@ def test_long_prefixes_are_read_once_per_group(monkeypatch, options):
     calls.clear()
     engine.generate(requests[1:2], sampling)
     assert not calls  # nothing long enough to share
+
+
+def test_long_answers_first_are_the_same_answers_in_fewer_passes():
+    model, limits = make(), [3, 3, 3, 3, 40, 3, 3, 40]
+    requests = [Request(p, max_new_tokens=n) for p, n in zip(prompts([5] * len(limits)), limits)]
+    plain = engine_for(model, max_sequences=2)
+    wanted = plain.generate(requests, GREEDY)
+    engine = engine_for(model, max_sequences=2, lengths=LengthHistory())
+    for _ in range(2):  # nothing is known in the first round: max_new_tokens decides
+        before = engine.stats["forward_passes"]
+        assert_same(engine.generate(requests, GREEDY), wanted)
+        assert engine.stats["forward_passes"] - before < plain.stats["forward_passes"]
+    assert engine.lengths.predict([requests[4].prompt_ids]) == [40]

@@ -260,3 +260,15 @@ def test_three_steps_on_gsm8k(make_config, tmp_path, gsm8k_dir):
     }  # fmt: skip
     summary = Trainer(check_config(values, source="test"), tmp_path / "run", console=QUIET).run()
     assert summary["steps"] == 3 and summary["generated_tokens"] > 100
+
+
+def test_schedule_by_history_changes_nothing_that_is_learned_and_resumes(make_config, tmp_path):
+    fifo = train(make_config(max_steps=5), tmp_path / "fifo")
+    config = make_config(max_steps=5, rollout={"schedule": "history"})
+    part = Trainer(config, tmp_path / "parts", console=QUIET)
+    part._finished = lambda: part.progress.step >= 4  # stands for a kill
+    part.run()
+    again = Trainer(config, tmp_path / "parts", console=QUIET, resume=True)
+    assert again.engine.lengths.means == part.engine.lengths.means != {}
+    again.run()
+    assert_same_weights(weights_of(fifo), weights_of(again), rtol=1e-5, atol=1e-6)
