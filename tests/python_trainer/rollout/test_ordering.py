@@ -84,10 +84,10 @@ def test_what_an_answer_still_needs():
 @given(works, workers, overheads)
 def test_every_work_is_done_once_and_the_expected_end_is_no_later_than_in_turn(items, count, overhead):
     fifo = in_turn(len(items), count)
-    assert sum(fifo, []) == list(range(len(items)))
+    assert [i for part in fifo for i in part] == list(range(len(items)))
     assert max(map(len, fifo)) - min(map(len, fifo)) <= 1
     for plan in (balance(items, count, overhead), alternate(items, count, overhead, 0)):
-        assert len(plan) == count and sorted(sum(plan, [])) == list(range(len(items)))
+        assert len(plan) == count and sorted(i for part in plan for i in part) == list(range(len(items)))
         for part in plan:
             lengths = [items[i].longest for i in part]
             assert lengths == sorted(lengths, reverse=True)
