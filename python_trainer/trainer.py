@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -21,8 +22,8 @@ from python_trainer.objective import shaped_rewards
 from python_trainer.policy import load_policy, set_matmul_precision
 from python_trainer.progress import Progress, device_name, summarise
 from python_trainer.refill import Refill
-from python_trainer.rollout import Completion, PagedEngine, Request, SamplingParams
-from python_trainer.rollout.ordering import LengthHistory
+from python_trainer.rollout import Completion, Request, SamplingParams
+from python_trainer.rollout.make import make_engine
 from python_trainer.signals import StopSignal
 from python_trainer.tasks import load_task
 from python_trainer.tasks.rewards import score
@@ -60,12 +61,7 @@ class Trainer:
             self._prompts(split)
         if not self.prompts["train"]:
             raise UserError("the task has no training prompts")
-        rollout = config.rollout
-        self.engine = PagedEngine(
-            self.policy.model, eos_token_ids=self.policy.eos_token_ids, memory_bytes=rollout.memory_bytes,
-            block_size=rollout.block_size, tokenizer=self.policy.tokenizer,
-            lengths=LengthHistory() if rollout.schedule == "history" else None,
-        )  # fmt: skip
+        self.engine = make_engine(config, self.policy)
         set_matmul_precision(config.model.matmul_precision)
         self.learner = Learner(self.policy, config)
         self.accelerators = make_accelerators(config.accelerators)
@@ -117,8 +113,13 @@ class Trainer:
         resumed_at = progress.step or None
         if resumed_at is None:
             self._begin()
-        with StopSignal() as stop, Telemetry(self.output_dir, config.max_steps, label=self.label,
-                                             after_step=resumed_at, console=self.console) as telemetry:  # fmt: skip
+        with (
+            closing(self.engine),
+            StopSignal() as stop,
+            Telemetry(
+                self.output_dir, config.max_steps, label=self.label, after_step=resumed_at, console=self.console
+            ) as telemetry,
+        ):
             if resumed_at is None:
                 telemetry.log(0, self._evaluation_row(config.evaluation.eval_limit, "start") | self._clock_row())
             done = self._finished()

@@ -4,7 +4,7 @@ Lossless, after RhymeRL's HistoSpec (arXiv 2508.18588): the noise of every posit
 that plain decoding draws, and training is what it is without drafts. Only the number of forward passes changes.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
@@ -12,6 +12,9 @@ from python_trainer.accelerators.base import Accelerator, PlannedGroup, Rollout,
 from python_trainer.errors import UserError
 from python_trainer.rollout.types import Engine
 from rlkernels import RolloutHistory
+
+if TYPE_CHECKING:
+    from python_trainer.rollout.drafting import Answer
 
 MEASURED_PASSES = ((8, 1), (8, 8), (32, 8))  # sequences, tokens of each
 
@@ -39,6 +42,7 @@ class Drafts(Accelerator):
         self.history = RolloutHistory(max_tokens=settings.history_tokens)
         self.visits: dict[int, int] = {}  # prompt key -> steps that it was part of
         self.pass_overhead = settings.pass_overhead
+        self.news: list[Answer] = []  # answers since the drafter before
         self.before: dict[str, float] = {}  # the engine's counters when the step began
 
     def plan(self, context: StepContext, groups: list[PlannedGroup]) -> list[PlannedGroup]:
@@ -49,15 +53,20 @@ class Drafts(Accelerator):
             self.pass_overhead = pass_overhead({n * t: engine.pass_seconds(n, t) for n, t in MEASURED_PASSES})
         self.before = engine.stats
         engine.drafter = Drafter(
-            self.history, max_tokens=self.settings.max_draft_tokens, pass_overhead=self.pass_overhead
+            self.history, max_tokens=self.settings.max_draft_tokens, pass_overhead=self.pass_overhead, news=self.news
         )
+        self.news = []
         return groups
 
     def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
+        from python_trainer.rollout.drafting import Answer
+
         context.engine.drafter = None  # evaluations have prompts of their own
         for rollout in rollouts:
             epoch = self.visits.get(rollout.prompt_key, 0)
-            self.history.add(rollout.prompt_ids, rollout.response_ids, reward=rollout.reward, epoch=epoch)
+            answer = Answer(rollout.prompt_ids, rollout.response_ids, rollout.reward, epoch)
+            self.history.add(answer.prompt_ids, answer.response_ids, reward=answer.reward, epoch=epoch)
+            self.news.append(answer)
         for key in {rollout.prompt_key for rollout in rollouts}:
             self.visits[key] = self.visits.get(key, 0) + 1
         self._report(context.engine, context.telemetry)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import rlkernels.backend
 from python_trainer.errors import UserError
 from python_trainer.rollout.attention import Forward, Paging, forward, paged_mode, probe
-from python_trainer.rollout.checks import Limits, check_requests
+from python_trainer.rollout.checks import check_requests, check_sampling
 from python_trainer.rollout.drafting import Drafter
 from python_trainer.rollout.fused import FusedDecoder, supports
 from python_trainer.rollout.ordering import LengthHistory, expectations, longest_first, longest_sequence, remember
@@ -97,8 +97,7 @@ class PagedEngine:
             len(found.shapes), heads, dim,
             memory_bytes=memory_bytes, block_size=block_size, dtype=model.dtype, device=self.device,
         )  # fmt: skip
-        room = self.cache.num_blocks * self.cache.block_size
-        self.limits = Limits(self.max_positions, self.vocab_size, room, tokenizer is not None)
+        self.room = self.cache.num_blocks * self.cache.block_size
         self.drafter: Drafter | None = None
         self.lengths = lengths
         self._stats: dict[str, float] = dict.fromkeys(STATS, 0)
@@ -118,13 +117,17 @@ class PagedEngine:
         """The weights have changed: no key or value computed before is used again."""
         self.cache.advance_version()
 
+    def close(self) -> None:
+        """Nothing to let go of: the engine runs in this process."""
+
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
         """Completions in the order of the requests, the samples of one request side by side.
 
         Raises:
             UserError: a request or setting is out of range, e.g. a prompt longer than the model's limit.
         """
-        check_requests(requests, sampling, self.limits)
+        check_sampling(sampling, has_tokenizer=self.tokenizer is not None)
+        check_requests(requests, max_positions=self.max_positions, vocab_size=self.vocab_size, room=self.room)
         order = longest_first(expectations(self.lengths, requests)) if self.lengths else range(len(requests))
         samples: list[list[Sample]] = [[] for _ in requests]
         with self.session(sampling, longest_sequence(requests)) as session:

@@ -64,6 +64,10 @@ class Engine(Protocol):
         """The weights have changed: nothing computed with the old ones may be used again."""
         ...
 
+    def close(self) -> None:
+        """Lets go of processes that the engine has started; a later call starts them again."""
+        ...
+
     @property
     def stats(self) -> dict[str, float]:
         """Counters since the engine was made: generated_tokens, prefill_tokens, forward_passes, ..."""
