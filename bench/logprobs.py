@@ -1,12 +1,15 @@
-"""Token log-probabilities: time and peak memory, forward and with the gradient, against plain torch and Liger."""
+"""Token log-probabilities: time and peak memory, from logits and from hidden states, against those of others."""
 
+import importlib
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 
 import rlkernels
-from bench import Case, copy_bandwidth, read_bandwidth
+from bench import Case, Missing, copy_bandwidth, matmul_rate, optional, read_bandwidth
+from bench._case import Provider
 from rlkernels.logprobs import reference
 
 
@@ -28,7 +31,7 @@ def with_gradient(function: Callable, logits: torch.Tensor, ids: torch.Tensor) -
     return run
 
 
-def cases(quick: bool) -> Iterator[Case]:
+def from_logits(quick: bool) -> Iterator[Case]:
     for rows, vocab in ((64, 5000),) if quick else ((4096, 300), (256, 151_936)):
         for dtype in (torch.float32, torch.bfloat16):
             generator = torch.Generator().manual_seed(0)
@@ -63,3 +66,74 @@ def cases(quick: bool) -> Iterator[Case]:
                     limit=("copy bandwidth", nbytes / copy_bandwidth(nbytes)),
                     work=("tokens", rows),
                 )
+
+
+def stored(function: Callable) -> Callable:
+    """Log-probabilities from hidden states by way of all their logits."""
+    return lambda hidden, weight, ids: function(hidden @ weight.T, ids)
+
+
+def by_torch(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    options = torch.nn.LinearCrossEntropyOptions()
+    return -torch.nn.functional.linear_cross_entropy(hidden, weight, ids, reduction="none", options=options)
+
+
+def by_trl(module: Any) -> Callable:
+    apply = module.ChunkedLogProbFunction.apply
+    width = importlib.import_module("trl.trainer.utils")._CHUNKED_LOGPROB_CHUNK_SIZE
+    return lambda hidden, weight, ids: apply(hidden, weight, None, ids, 1.0, width, None, 1.0, ())[0]
+
+
+def by_liger(module: Any) -> Callable:
+    apply = module._ChunkedSelectiveLogProbFunction.apply
+    return lambda hidden, weight, ids: apply(hidden, weight, ids, None, 1.0, module._SELECTIVE_LOGPROB_VOCAB_CHUNK_SIZE)
+
+
+# what else computes them block by block: module, package, how to call it
+OTHERS: dict[str, tuple[str, str, Callable]] = {
+    "TRL": ("trl.kernels.chunked_logprob", "trl", by_trl),
+    "Liger": ("liger_kernel.chunked_loss.fused_linear_ppo", "liger-kernel", by_liger),
+}
+
+
+def both_gradients(function: Any, hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> Callable:
+    def run() -> tuple[torch.Tensor, ...]:
+        leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+        out = function(*leaves, ids)
+        return out.detach(), *torch.autograd.grad(out.sum(), leaves)
+
+    return run
+
+
+def from_hidden_states(quick: bool) -> Iterator[Case]:
+    for rows, vocab, width in (
+        ((64, 5000, 32),) if quick else ((2048, 32_768, 512), (8192, 32_768, 512), (2048, 151_936, 896))
+    ):
+        for dtype in (torch.float32, torch.bfloat16):
+            generator = torch.Generator().manual_seed(0)
+            hidden, weight = (torch.randn(n, width, generator=generator) for n in (rows, vocab))
+            inputs = hidden.to(dtype), (weight * 3 / width**0.5).to(dtype), torch.randint(vocab, (rows,))
+            with_gradients: dict[str, Provider] = {
+                "rlkernels": both_gradients(rlkernels.linear_token_logprobs, *inputs),
+                "logits + rlkernels": both_gradients(stored(rlkernels.token_logprobs), *inputs),
+                "logits + log_softmax": both_gradients(stored(plain_torch), *inputs),
+                "torch linear_cross_entropy": both_gradients(by_torch, *inputs),
+            }
+            for name, (module, package, find) in OTHERS.items():
+                found = optional(module, find, package)
+                with_gradients[name] = found if isinstance(found, Missing) else both_gradients(found, *inputs)
+            work = 8 * rows * vocab * width  # logits, logits again, two products with their gradient
+            yield Case(
+                op="linear_token_logprobs",
+                shape=f"[{rows}, {width}] x {vocab} forward + backward",
+                dtype=str(dtype).removeprefix("torch."),
+                providers=with_gradients,
+                reference="logits + log_softmax",
+                limit=("matrix products", work / matmul_rate(dtype)),
+                work=("tokens", rows),
+            )
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    yield from from_logits(quick)
+    yield from from_hidden_states(quick)

@@ -22,8 +22,10 @@ from python_trainer.config import ModelConfig
 from python_trainer.errors import UserError
 from python_trainer.packing import Packed
 from python_trainer.tasks import Example
-from rlkernels import token_logprobs
+from rlkernels import linear_token_logprobs, token_logprobs
 
+# bytes of logits in a micro-batch; more are not held but computed block by block, twice
+LARGEST_LOGITS = 1 << 28
 SHIPPED = Path(__file__).parent / "tasks" / "policies"
 
 
@@ -58,6 +60,8 @@ class Policy:
         self.eos_token_ids = find_eos(model, tokenizer, name)
         config = model.config.get_text_config()
         self.max_length: int = getattr(config, "max_position_embeddings", None) or 1 << 30
+        # whether logits are the product of states and output matrix, not scaled or capped; None: not known yet
+        self._plain_head: bool | None = None
         model.eval()
 
     def encode(self, prompts: Sequence[str | list[dict[str, str]]]) -> list[list[int]]:
@@ -117,9 +121,32 @@ class Policy:
 
     def score_with_states(self, packed: Packed, temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """:meth:`score`, and the last hidden states [R, H] that its R pairs were predicted from."""
+        head = self.model.get_output_embeddings()
+        size = packed.rows.numel() * head.weight.shape[0] * head.weight.element_size()
+        if size > LARGEST_LOGITS and self._plain_head is not False:
+            first, states = self._run(packed, 1)
+            if self._plain_head is None:
+                self._plain_head = torch.equal(
+                    first, torch.nn.functional.linear(states[None, :1], head.weight, head.bias)
+                )
+            if self._plain_head:
+                logprobs, entropy = linear_token_logprobs(
+                    states, head.weight, packed.targets, bias=head.bias, temperature=temperature, return_entropy=True
+                )
+                return packed.spread(logprobs), packed.spread(entropy), states
+        logits, states = self._run(packed)
+        logprobs, entropy = token_logprobs(logits[0], packed.targets, temperature=temperature, return_entropy=True)
+        return packed.spread(logprobs), packed.spread(entropy), states
+
+    def _run(self, packed: Packed, predict: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [1, R, V] of the R pairs, or of so many of them, and their last hidden states [R, H]."""
         states: list[torch.Tensor] = []
-        lm_head = self.model.get_output_embeddings()
-        hook = lm_head.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0][0]))
+
+        def look(_: Any, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+            states.append(inputs[0][0])
+            return (inputs[0][:, :predict],)
+
+        hook = self.model.get_output_embeddings().register_forward_pre_hook(look)
         try:
             logits = self.model(
                 input_ids=packed.input_ids[None],
@@ -127,11 +154,10 @@ class Policy:
                 use_cache=False,
                 layout=packed.layout,
                 logits_to_keep=packed.rows,
-            ).logits[0]
+            ).logits
         finally:
             hook.remove()
-        logprobs, entropy = token_logprobs(logits, packed.targets, temperature=temperature, return_entropy=True)
-        return packed.spread(logprobs), packed.spread(entropy), states[0]
+        return logits, states[0]
 
     def frozen_copy(self) -> "Policy":
         """The same policy with weights of its own that do not train."""

@@ -39,6 +39,7 @@ _EXPORTS = {
     "sample_tokens": "rlkernels.sampling",
     "verify_drafts": "rlkernels.sampling",
     "RolloutHistory": "rlkernels.history",
+    "linear_token_logprobs": "rlkernels.logprobs",
     "token_logprobs": "rlkernels.logprobs",
 }
 
@@ -47,6 +48,7 @@ __all__ = ["__version__", *_EXPORTS]
 if TYPE_CHECKING:
     from rlkernels._info import info as info
     from rlkernels.history import RolloutHistory as RolloutHistory
+    from rlkernels.logprobs import linear_token_logprobs as linear_token_logprobs
     from rlkernels.logprobs import token_logprobs as token_logprobs
     from rlkernels.prefix_cache import GroupedLayout as GroupedLayout
     from rlkernels.prefix_cache import OutOfBlocks as OutOfBlocks

@@ -48,6 +48,7 @@ OPS: dict[str, Op] = {
     "verify_drafts": Op(cpu=True, triton=True),
     "rollout_history": Op(cpu=True),
     "token_logprobs": Op(cpu=True, triton=True),
+    "linear_token_logprobs": Op(cpu=True, triton=True),
     # between the matrix products of a decoder layer (rlkernels.decoder)
     "add_rms_norm": Op(cpu=True),
     "rope": Op(cpu=True),

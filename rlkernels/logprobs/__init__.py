@@ -7,8 +7,10 @@ import torch
 from rlkernels import _check
 from rlkernels import backend as _backend
 from rlkernels.logprobs import _autograd, reference
+from rlkernels.logprobs._ids import check_ids
+from rlkernels.logprobs.linear import linear_token_logprobs
 
-__all__ = ["token_logprobs"]
+__all__ = ["linear_token_logprobs", "token_logprobs"]
 
 if _backend.extension_error() is None:
     _autograd.register("rlkernels::token_logprobs")
@@ -67,7 +69,7 @@ def token_logprobs(
     if chosen != "torch" and logits.dtype != torch.float64:
         logprobs, entropy = _fused(chosen, logits, ids, float(temperature), return_entropy)
     else:
-        _check_ids(ids, logits.shape[-1])
+        check_ids(ids, logits.shape[-1])
         logprobs, entropy = reference.token_logprobs(logits, ids, temperature)
     return (logprobs, entropy) if return_entropy else logprobs
 
@@ -79,16 +81,9 @@ def _fused(
     if chosen == "triton":
         from rlkernels.logprobs import triton_kernels
 
-        _check_ids(ids, logits.shape[-1])
+        check_ids(ids, logits.shape[-1])
         logprobs, entropy, _ = triton_kernels.forward(rows.contiguous(), flat, temperature, with_entropy)
     else:
         rows = rows if rows.dtype in (torch.float32, torch.bfloat16) else rows.float()
         logprobs, entropy, _ = torch.ops.rlkernels.token_logprobs(rows.contiguous(), flat, temperature, with_entropy)
     return logprobs.view(ids.shape), entropy.view(ids.shape) if with_entropy else entropy
-
-
-def _check_ids(ids: torch.Tensor, vocab: int) -> None:
-    if ids.device.type == "cpu" and ids.numel():
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= vocab:
-            raise ValueError(f"ids must be between 0 and {vocab - 1}, got {low if low < 0 else high}")

@@ -42,6 +42,25 @@ def logprobs(rows: int, vocab: int, dtype: torch.dtype, backward: bool, on: Devi
     return Problem(run, exact, nbytes=logits.nbytes * (3 if backward else 1), dtype=dtype)
 
 
+def linear_logprobs(rows: int, vocab: int, width: int, dtype: torch.dtype, on: Device) -> Problem:
+    """The same from hidden states, with the gradients of states and weight."""
+    hidden, weight = torch.randn(rows, width, device=on), torch.randn(vocab, width, device=on) * 3 / width**0.5
+    inputs = hidden.to(dtype), weight.to(dtype)
+    ids, grads = torch.randint(0, vocab, (rows,), device=on), torch.randn(2, rows, device=on)
+
+    def run(backend: str) -> list[torch.Tensor]:
+        h, w = (x.detach().requires_grad_() for x in inputs)
+        out = list(rlkernels.linear_token_logprobs(h, w, ids, return_entropy=True, backend=backend))
+        return out + list(torch.autograd.grad(out, [h, w], list(grads)))
+
+    def exact() -> list[torch.Tensor]:
+        h, w = (x.double().requires_grad_() for x in inputs)
+        out = list(reference.linear_token_logprobs(h, w, ids))
+        return out + list(torch.autograd.grad(out, [h, w], list(grads.double())))
+
+    return Problem(run, exact, nbytes=sum(x.nbytes for x in inputs) * 2, dtype=dtype)
+
+
 def _settings(rows: int, on: Device) -> dict[str, Any]:
     """Greedy, plain, top-k, nucleus and both, in turn."""
     choices = [(0.0, 1.0, 0), (1.0, 1.0, 0), (0.7, 1.0, 20), (1.0, 0.9, 0), (1.3, 0.8, 5)]
@@ -95,12 +114,17 @@ CASES = [
     GpuCase("token_logprobs", "13 x 2053, backward", partial(logprobs, 13, 2053, BF16, True)),
     GpuCase("token_logprobs", "5 x 1023, float32, backward", partial(logprobs, 5, 1023, F32, True)),
     GpuCase("token_logprobs", "1 x 1 float32", partial(logprobs, 1, 1, F32, True)),
+    GpuCase("linear_token_logprobs", "37 x 64 x 2053", partial(linear_logprobs, 37, 2053, 64, BF16)),
+    GpuCase("linear_token_logprobs", "37 x 64 x 1023, float32", partial(linear_logprobs, 37, 1023, 64, F32)),
     GpuCase("sample_tokens", "17 x 2053", partial(sample, 17, 2053, BF16)),
     GpuCase("sample_tokens", "9 x 1023 float32", partial(sample, 9, 1023, F32)),
     GpuCase("verify_drafts", "lengths 0 1 7 3, 2053", partial(verify, [0, 1, 7, 3], 2053, BF16)),
     GpuCase("keyed_uniform", "2053", partial(uniform, 2053)),
     GpuCase("token_logprobs", "8192 x 151936, forward", partial(logprobs, 8192, QWEN, BF16, False), timed=True),
     GpuCase("token_logprobs", "4096 x 151936, both ways", partial(logprobs, 4096, QWEN, BF16, True), timed=True),
+    GpuCase(
+        "linear_token_logprobs", "4096 x 896 x 151936", partial(linear_logprobs, 4096, QWEN, 896, BF16), timed=True
+    ),
     GpuCase("sample_tokens", "256 x 151936", partial(sample, 256, QWEN, BF16), timed=True),
     GpuCase("verify_drafts", "64 drafts of 7, 151936", partial(verify, [7] * 64, QWEN, BF16), timed=True),
     GpuCase("keyed_uniform", "2**24", partial(uniform, 2**24), timed=True),

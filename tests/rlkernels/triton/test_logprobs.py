@@ -45,3 +45,31 @@ def test_opcheck():
     logits, ids = torch.randn(3, 33, requires_grad=True), torch.randint(33, (3,))
     rlkernels.token_logprobs(logits, ids, backend="triton")
     torch.library.opcheck(torch.ops.rlkernels.token_logprobs_triton.default, (logits, ids, 0.8, True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("vocab", "chunk"), [(17, 5), (1023, 400)])
+def test_from_hidden_states(vocab, chunk, dtype):
+    hidden, weight = torch.randn(9, 16).to(dtype), torch.randn(vocab, 16).to(dtype)
+    bias = torch.randn(vocab).to(dtype)
+    bias[: chunk + 3] = -torch.inf
+    ids, factor = torch.randint(chunk + 3, vocab, (9,)), torch.randn(9)
+
+    def run(function, *tensors):
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        logprobs, entropy = function(*leaves)
+        total = (logprobs * factor).sum() + (entropy * factor.flip(0)).sum()
+        return logprobs.detach(), entropy.detach(), *torch.autograd.grad(total, leaves)
+
+    def plain(h, w, b):
+        return reference.linear_token_logprobs(h, w, ids, 0.7, b)
+
+    def blocks(h, w, b):
+        return rlkernels.linear_token_logprobs(
+            h, w, ids, bias=b, temperature=0.7, return_entropy=True, chunk=chunk, backend="triton"
+        )
+
+    tensors = hidden, weight, bias
+    found, wanted, exact = run(blocks, *tensors), run(plain, *tensors), run(plain, *(x.double() for x in tensors))
+    for a, b, c in zip(found, wanted, exact):
+        assert (a.double() - c).abs().max() <= 2 * (b.double() - c).abs().max() + 1e-5

@@ -1,0 +1,317 @@
+"""Log-probabilities straight from hidden states: the logits of all tokens never exist at one time.
+
+A column block of the projection is computed at a time, with the logits of some vocabulary entries for all tokens, and
+only its log-sum-exp, its entropy and the logits of the chosen tokens are kept. The gradient computes each block again,
+turns it into the gradient of the logits and multiplies it out. So the gradient of the weight, the largest result, is
+written once, block by block, without an accumulator. The gradient of the hidden states is a sum over the blocks. In
+bfloat16 every term would be rounded, so it comes from whole rows of a few tokens instead, which costs another pass; a
+GPU can add products that are not rounded.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Literal, overload
+
+import torch
+
+from rlkernels import _check
+from rlkernels import backend as _backend
+from rlkernels.logprobs._ids import check_ids
+
+ROWS = 8192  # tokens whose block summaries are held at one time
+BLOCK = 1 << 22  # logits in a block, where the vocabulary allows it: 16 MiB in float32
+NARROWEST = 256  # vocabulary entries in a block; narrower ones leave matrix products too little to do
+FEWEST = 64  # tokens whose whole rows of logits exist at one time, for the gradient of hidden states in bfloat16
+
+
+@overload
+def linear_token_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    return_entropy: Literal[False] = False,
+    chunk: int | None = None,
+    backend: str = "auto",
+) -> torch.Tensor: ...
+@overload
+def linear_token_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    return_entropy: Literal[True],
+    chunk: int | None = None,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def linear_token_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+    chunk: int | None = None,
+    backend: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """:func:`token_logprobs` of the logits ``hidden @ weight.T + bias``, which are never held as a whole.
+
+    Both results are differentiable with respect to ``hidden``, ``weight`` and ``bias``; the gradient computes the
+    logits once more, a third more arithmetic than with stored ones. After CCE (arXiv 2411.09009) and Liger-Kernel
+    (arXiv 2410.10989), with a matrix product of torch for each block of the vocabulary.
+
+    Args:
+        hidden: floating point [..., H], last hidden states.
+        weight: [V, H] of the dtype of ``hidden``: the output projection.
+        ids: int64 [...], in [0, V).
+        bias: [V] of the dtype of ``hidden``; -inf rules a token out.
+        temperature: > 0.
+        return_entropy: also return the entropy in nats.
+        chunk: vocabulary entries whose logits exist at one time. None chooses so that they are about four million
+            numbers for up to 8,192 tokens, and 256 entries at least.
+        backend: who sums up a block and turns it into its gradient.
+
+    Returns:
+        logprobs [...] (and entropy [...]), float32; float64 for float64 inputs.
+
+    Raises:
+        ValueError: a shape that does not fit, a temperature or chunk that is not positive, an id outside the
+            vocabulary (on a GPU nothing is raised for it and its log-probability is NaN).
+        TypeError: a wrong dtype.
+    """
+    _check.tensor("hidden", hidden, floating=True)
+    if hidden.ndim == 0:
+        raise ValueError(f"hidden must have shape [..., H], got {list(hidden.shape)}")
+    like: dict[str, Any] = {"dtype": hidden.dtype, "device": hidden.device}
+    _check.tensor("weight", weight, **like)
+    _check.shape("weight", weight, [None, hidden.shape[-1]])
+    vocab = weight.shape[0]
+    if vocab == 0:
+        raise ValueError(f"weight must have shape [V, H] with V >= 1, got {list(weight.shape)}")
+    if bias is not None:
+        _check.tensor("bias", bias, **like)
+        _check.shape("bias", bias, [vocab])
+    _check.tensor("ids", ids, dtype=torch.int64, device=hidden.device)
+    _check.shape("ids", ids, hidden.shape[:-1])
+    _check.positive("temperature", temperature)
+    if chunk is not None:
+        _check.positive("chunk", chunk)
+    chosen = _backend.choose("linear_token_logprobs", hidden.device, backend)
+    if hidden.dtype not in (torch.float32, torch.bfloat16):
+        chosen = "torch"
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    if chunk is None:
+        chunk = max(NARROWEST, BLOCK // max(1, min(rows.shape[0], ROWS)))
+    logprobs, entropy, _ = forward(
+        rows, weight, bias, ids.reshape(-1), float(temperature), return_entropy, min(chunk, vocab), chosen
+    )
+    return (logprobs.view(ids.shape), entropy.view(ids.shape)) if return_entropy else logprobs.view(ids.shape)
+
+
+def _blocks(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, chunk: int
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """(vocabulary entries, their logits [N, C]); the logits are overwritten by those of the next block."""
+    rows = hidden.shape[0]
+    buffer = hidden.new_empty(rows * chunk)
+    for start in range(0, weight.shape[0], chunk):
+        part = slice(start, min(start + chunk, weight.shape[0]))
+        logits = buffer[: rows * (part.stop - start)].view(rows, part.stop - start)
+        if bias is None:
+            torch.mm(hidden, weight[part].T, out=logits)
+        else:
+            torch.addmm(bias[part], hidden, weight[part].T, out=logits)
+        yield part, logits
+
+
+def _within(ids: torch.Tensor, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """bool [N] whether an id is in the block, int64 [N] its column there (any other column where it is not)."""
+    inside = (ids >= part.start) & (ids < part.stop)
+    return inside, torch.where(inside, ids - part.start, 0)
+
+
+def _work_dtype(hidden: torch.Tensor) -> torch.dtype:
+    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
+
+
+def _summary(
+    logits: torch.Tensor, temperature: float, with_entropy: bool, backend: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Largest logit, log of the sum of exp((logit - largest) / temperature) and entropy of a block, [N] each.
+
+    Rows of nothing but -inf have -inf, -inf and 0, rows with NaN or inf a sum that is NaN.
+    """
+    if backend == "torch":
+        work = logits.to(_work_dtype(logits))
+        top = work.amax(1)
+        z = (work - top[:, None]) / temperature
+        exps = z.exp()
+        total = exps.sum(1)
+        log_sum, entropy = total.log(), top
+        if with_entropy:
+            entropy = log_sum - (exps * z.masked_fill(exps == 0, 0.0)).sum(1) / total
+    else:
+        anything = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
+        _, entropy, stats = _fused(backend)[0](logits, anything, temperature, with_entropy)
+        top, log_sum = stats.unbind(1)
+        entropy = entropy if with_entropy else top
+    if bool((top == -torch.inf).any()):
+        nothing = (logits == -torch.inf).all(1)
+        top, log_sum = (torch.where(nothing, -torch.inf, x) for x in (top, log_sum))
+        entropy = torch.where(nothing, 0.0, entropy)
+    return top, log_sum, entropy
+
+
+def _fused(backend: str) -> tuple[Any, Any]:
+    """The ops that compute token_logprobs and its gradient."""
+    if backend == "triton":
+        from rlkernels.logprobs import triton_kernels
+
+        return triton_kernels.forward, triton_kernels.backward
+    return torch.ops.rlkernels.token_logprobs, torch.ops.rlkernels.token_logprobs_backward
+
+
+@torch.library.custom_op("rlkernels::linear_token_logprobs", mutates_args=())
+def forward(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor, temperature: float,
+    with_entropy: bool, chunk: int, backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """hidden [N, H], ids int64 [N] -> logprobs [N], entropies [N] or [0], stats [N, 2] for the gradient."""
+    check_ids(ids, weight.shape[0])
+    logprobs, entropies, stats = _empty_outputs(hidden, with_entropy)
+    for start in range(0, hidden.shape[0], ROWS):
+        rows = slice(start, start + ROWS)
+        chosen = torch.full_like(logprobs[rows], torch.nan)
+        summaries = []
+        for part, logits in _blocks(hidden[rows], weight, bias, chunk):
+            summaries.append(_summary(logits, temperature, with_entropy, backend))
+            inside, column = _within(ids[rows], part)
+            chosen = torch.where(inside, logits.gather(1, column[:, None])[:, 0], chosen)
+        tops, log_sums, block_entropies = map(torch.stack, zip(*summaries))  # [blocks, N] each
+        top = tops.amax(0)
+        # of a block that is all -inf, -inf - -inf would be NaN
+        shares = torch.where(log_sums == -torch.inf, -torch.inf, (tops - top) / temperature + log_sums)
+        log_sum = torch.where(top == -torch.inf, torch.nan, shares.logsumexp(0))
+        logprobs[rows] = (chosen - top) / temperature - log_sum
+        stats[rows, 0], stats[rows, 1] = top, log_sum
+        if with_entropy:
+            log_w = shares - log_sum  # of the probability of each block
+            w = log_w.exp()
+            entropies[rows] = (w * (block_entropies - torch.where(w == 0, 0.0, log_w))).sum(0)
+    return logprobs, entropies, stats
+
+
+def _empty_outputs(hidden: torch.Tensor, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows, dtype = hidden.shape[0], _work_dtype(hidden)
+    shapes = ([rows], [rows if with_entropy else 0], [rows, 2])
+    first, second, third = (hidden.new_empty(shape, dtype=dtype) for shape in shapes)
+    return first, second, third
+
+
+@forward.register_fake
+def _(hidden, weight, bias, ids, temperature, with_entropy, chunk, backend):
+    return _empty_outputs(hidden, with_entropy)
+
+
+def _logit_gradient(
+    logits: torch.Tensor, ids: torch.Tensor, part: slice, stats: torch.Tensor, entropies: torch.Tensor,
+    grad_logprobs: torch.Tensor, grad_entropies: torch.Tensor, temperature: float, backend: str,
+) -> torch.Tensor:  # fmt: skip
+    """Gradient of a block of logits [N, C], in their dtype; entropies [0]: no gradient reaches them."""
+    inside, column = _within(ids, part)
+
+    def others(x: torch.Tensor, rows: Any) -> torch.Tensor:
+        """Of logits x [N, ...] that are not those of the chosen tokens."""
+        log_p = (x.to(stats.dtype) - stats[:, 0][rows]) / temperature - stats[:, 1][rows]
+        p, factor = log_p.exp(), grad_logprobs[rows]
+        if entropies.numel():
+            factor = factor + grad_entropies[rows] * (torch.where(p == 0, 0.0, log_p) + entropies[rows])
+        return -p * factor / temperature
+
+    if backend == "torch":
+        grad = others(logits, (slice(None), None))
+        grad.scatter_add_(1, column[:, None], torch.where(inside, grad_logprobs / temperature, 0.0)[:, None])
+        return grad.to(logits.dtype)
+    grad = _fused(backend)[1](logits, column, stats, entropies, grad_logprobs, grad_entropies, temperature)
+    # the kernel takes every row for one whose token is in the block
+    there = (torch.arange(len(column), device=column.device), column)
+    grad[there] = torch.where(inside, grad[there], others(logits[there], slice(None)).to(grad.dtype))
+    return grad
+
+
+@torch.library.custom_op("rlkernels::linear_token_logprobs_backward", mutates_args=())
+def backward(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor, stats: torch.Tensor,
+    entropies: torch.Tensor, grad_logprobs: torch.Tensor, grad_entropies: torch.Tensor, temperature: float,
+    chunk: int, backend: str, wanted: list[bool],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """-> gradients of hidden, weight and bias, [0] where not ``wanted``; entropies [0]: no gradient reaches them."""
+    grad_hidden, grad_weight, grad_bias = _empty_gradients(hidden, weight, wanted)
+    rounded = hidden.dtype != _work_dtype(hidden)
+    by_rows = wanted[0] and rounded and not hidden.is_cuda  # no product of a CPU leaves bfloat16 unrounded
+    if by_rows:
+        step = max(FEWEST, BLOCK // weight.shape[0])
+        for rows in (slice(start, start + step) for start in range(0, hidden.shape[0], step)):
+            s, e, g, h = (x[rows] if x.numel() else x for x in (stats, entropies, grad_logprobs, grad_entropies))
+            for part, logits in _blocks(hidden[rows], weight, bias, weight.shape[0]):
+                grad = _logit_gradient(logits, ids[rows], part, s, e, g, h, temperature, backend)
+                torch.mm(grad, weight, out=grad_hidden[rows])
+    if not any(wanted[1:]) and (by_rows or not wanted[0]):
+        return grad_hidden, grad_weight, grad_bias
+    total = hidden.new_zeros(hidden.shape if wanted[0] and not by_rows else [0], dtype=_work_dtype(hidden))
+    for part, logits in _blocks(hidden, weight, bias, chunk):
+        grad = _logit_gradient(logits, ids, part, stats, entropies, grad_logprobs, grad_entropies, temperature, backend)
+        if total.numel() and rounded:
+            total += torch.mm(grad, weight[part], out_dtype=torch.float32)
+        elif total.numel():
+            total.addmm_(grad, weight[part])
+        if wanted[1]:
+            torch.mm(grad.T, hidden, out=grad_weight[part])
+        if wanted[2]:
+            grad_bias[part] = grad.sum(0, dtype=total.dtype)
+    if total.numel():
+        grad_hidden.copy_(total)
+    return grad_hidden, grad_weight, grad_bias
+
+
+def _empty_gradients(
+    hidden: torch.Tensor, weight: torch.Tensor, wanted: list[bool]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    shapes = (hidden.shape, weight.shape, weight.shape[:1])
+    first, second, third = (hidden.new_empty(shape if want else [0]) for shape, want in zip(shapes, wanted))
+    return first, second, third
+
+
+@backward.register_fake
+def _(hidden, weight, bias, ids, stats, entropies, grad_logprobs, grad_entropies, temperature, chunk, backend, wanted):
+    return _empty_gradients(hidden, weight, wanted)
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    hidden, weight, bias, ids, ctx.temperature, _, ctx.chunk, ctx.backend = inputs
+    _, entropies, stats = output
+    ctx.save_for_backward(hidden, weight, bias, ids, stats, entropies)
+    ctx.mark_non_differentiable(stats)
+    ctx.set_materialize_grads(False)
+
+
+def _gradient(ctx: Any, grad_logprobs: Any, grad_entropies: Any, _: Any) -> tuple:
+    hidden, weight, bias, ids, stats, entropies = ctx.saved_tensors
+    if grad_logprobs is None:
+        grad_logprobs = torch.zeros_like(stats[:, 0])
+    if grad_entropies is None:
+        entropies = grad_entropies = grad_logprobs.new_empty(0)
+    wanted = list(ctx.needs_input_grad[:3])
+    gradients = backward(
+        hidden, weight, bias, ids, stats, entropies, grad_logprobs.contiguous(), grad_entropies.contiguous(),
+        ctx.temperature, ctx.chunk, ctx.backend, wanted,
+    )  # fmt: skip
+    found = [gradient if want else None for gradient, want in zip(gradients, wanted)]
+    return (*found, None, None, None, None, None)
+
+
+forward.register_autograd(_gradient, setup_context=_setup_context)
