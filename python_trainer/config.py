@@ -42,6 +42,10 @@ class ModelConfig(Section):
 class RolloutConfig(Section):
     """How answers are generated."""
 
+    engine: Literal["paged", "vllm"] = "paged"
+    """`paged`: the trainer's own engine; `vllm`: vLLM 0.32 or newer, on the device of the model or on a server."""
+    vllm_server: str | None = Field(None, pattern=r"^https?://[^/]+(/.*)?$")
+    """URL of a server for engine vllm, started as docs/vllm.md says; it reads weights from OUTPUT_DIR."""
     prompts_per_step: int = Field(32, ge=1)
     """Prompts in one training step."""
     num_generations: int = Field(8, ge=1)
@@ -66,7 +70,7 @@ class RolloutConfig(Section):
     """history: predict lengths from earlier answers, begin with the longest, balance workers and move work between
     them. Answers stay the same."""
     memory_bytes: int | None = Field(None, ge=1)
-    """Size of the paged KV cache; null chooses by model and device."""
+    """Size of the KV cache; null chooses by model and device."""
     block_size: int = Field(16, ge=1)
     """Tokens in a block of the KV cache."""
 
@@ -232,6 +236,13 @@ class Config(Section):
             )
         if self.rollout.dynamic_sampling and self.rollout.num_generations < 2:
             raise ValueError("rollout.dynamic_sampling needs rollout.num_generations >= 2: one answer has no spread")
+        if self.rollout.vllm_server is not None and self.rollout.engine != "vllm":
+            raise ValueError(f"rollout.vllm_server needs rollout.engine vllm, got {self.rollout.engine}")
+        if self.rollout.engine == "vllm" and "drafts" in self.accelerators.enabled:
+            raise ValueError(
+                "the accelerator drafts needs rollout.engine paged, got vllm; vLLM itself drafts from a history by "
+                "rlkernels.integrations.vllm.HistoryProposer (docs/vllm.md)"
+            )
         cache, longest = self.algorithm.overlong_cache, self.rollout.max_completion_length
         if cache is not None and cache > longest:
             raise ValueError(

@@ -61,7 +61,7 @@ class Trainer:
             self._prompts(split)
         if not self.prompts["train"]:
             raise UserError("the task has no training prompts")
-        self.engine = make_engine(config, self.policy)
+        self.engine = make_engine(config, self.policy, output_dir)
         set_matmul_precision(config.model.matmul_precision)
         self.learner = Learner(self.policy, config)
         self.accelerators = make_accelerators(config.accelerators)

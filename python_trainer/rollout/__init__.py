@@ -2,7 +2,7 @@
 
 from python_trainer.rollout.types import Completion, Engine, Request, SamplingParams
 
-__all__ = ["Completion", "Engine", "PagedEngine", "Request", "SamplingParams"]
+__all__ = ["Completion", "Engine", "PagedEngine", "Request", "SamplingParams", "VLLMEngine"]
 
 
 def __getattr__(name: str):
@@ -11,4 +11,8 @@ def __getattr__(name: str):
         from python_trainer.rollout.engine import PagedEngine
 
         return PagedEngine
+    if name == "VLLMEngine":
+        from python_trainer.rollout.vllm_engine import VLLMEngine
+
+        return VLLMEngine
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

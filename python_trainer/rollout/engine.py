@@ -90,7 +90,8 @@ class PagedEngine:
         self.vocab_size: int = model.config.get_text_config().vocab_size
         token_bytes = 2 * len(found.shapes) * heads * dim * model.dtype.itemsize
         if memory_bytes is None:
-            memory_bytes = _default_memory(max_sequences * (self.max_positions + block_size) * token_bytes, self.device)
+            wanted = max_sequences * (self.max_positions + block_size) * token_bytes
+            memory_bytes = min(wanted, memory_limit(self.device))
         if memory_bytes < block_size * token_bytes:
             raise UserError(f"memory_bytes must be at least {block_size * token_bytes} (one block), got {memory_bytes}")
         self.cache = PagedKVCache(
@@ -336,7 +337,8 @@ def _max_positions(model: PreTrainedModel, window: int | None) -> int:
     return min((limit for limit in limits if limit), default=1 << 20)
 
 
-def _default_memory(wanted: int, device: torch.device) -> int:
+def memory_limit(device: torch.device) -> int:
+    """Most bytes that a KV cache takes unasked."""
     if device.type == "cuda":
-        return min(wanted, int(torch.cuda.mem_get_info(device)[0] * CUDA_MEMORY_SHARE))
-    return min(wanted, CPU_MEMORY_BYTES)
+        return int(torch.cuda.mem_get_info(device)[0] * CUDA_MEMORY_SHARE)
+    return CPU_MEMORY_BYTES

@@ -1,5 +1,6 @@
 """The engine that a configuration asks for."""
 
+from pathlib import Path
 from typing import Any
 
 from python_trainer.config import Config
@@ -8,25 +9,34 @@ from python_trainer.rollout.ordering import LengthHistory
 from python_trainer.rollout.types import Engine
 
 
-def make_engine(config: Config, policy: Policy) -> Engine:
-    """An engine for the policy.
+def make_engine(config: Config, policy: Policy, output_dir: Path) -> Engine:
+    """An engine for the policy; what a server has to read goes through a folder of ``output_dir``.
 
     Raises:
-        UserError: the engine cannot run this model, or not in as many processes.
+        UserError: the engine cannot run this model, or not in as many processes, or vLLM is not there as it must be.
     """
     rollout = config.rollout
     options: dict[str, Any] = {
         "eos_token_ids": policy.eos_token_ids,
         "tokenizer": policy.tokenizer,
-        "memory_bytes": rollout.memory_bytes,
-        "block_size": rollout.block_size,
         "lengths": LengthHistory() if rollout.schedule == "history" else None,
     }
+    sizes: dict[str, Any] = {"memory_bytes": rollout.memory_bytes, "block_size": rollout.block_size}
+    if rollout.engine == "vllm":
+        from python_trainer.rollout.vllm_engine import InProcess, VLLMEngine
+        from python_trainer.rollout.vllm_server import Server
+
+        if rollout.vllm_server is not None:
+            server = Server(policy.model, rollout.vllm_server, output_dir / ".vllm")
+            return VLLMEngine(policy.model, server, **options)
+        trust = config.model.trust_remote_code
+        in_process = InProcess(policy.model, policy.name, trust_remote_code=trust, **sizes)
+        return VLLMEngine(policy.model, in_process, **options)
     if rollout.workers > 1:
         from python_trainer.rollout.workers import WorkerPool
 
         precision = config.model.matmul_precision
-        return WorkerPool(policy.model, workers=rollout.workers, matmul_precision=precision, **options)
+        return WorkerPool(policy.model, workers=rollout.workers, matmul_precision=precision, **sizes, **options)
     from python_trainer.rollout.engine import PagedEngine
 
-    return PagedEngine(policy.model, **options)
+    return PagedEngine(policy.model, **sizes, **options)

@@ -5,32 +5,10 @@ import random
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from tiny import digits, save_tiny_policy  # noqa: F401
 
 from python_trainer.config import check_config
 from python_trainer.packing import Answer
-
-
-def save_tiny_policy(folder, *, seed=0, dtype=torch.float32, vocab=64, **options):
-    """A random Qwen2 whose tokens are the characters from "0" on; the last is the end-of-sequence token."""
-    torch.manual_seed(seed)
-    settings = {
-        "vocab_size": vocab, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
-        "tie_word_embeddings": True, "initializer_range": 0.2, "eos_token_id": vocab - 1, "bos_token_id": None,
-    }  # fmt: skip
-    Qwen2ForCausalLM(Qwen2Config(**settings | options)).to(dtype).save_pretrained(folder)
-    letters = {chr(48 + i): i for i in range(vocab - 1)}
-    tokenizer = Qwen2Tokenizer(
-        vocab=letters | {"<eos>": vocab - 1}, merges=[], unk_token=None, pad_token="<eos>", eos_token="<eos>"
-    )
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def digits(prompts, completions, completion_ids, **columns):
-    """Share of digits among the tokens of an answer: quick to learn, rarely equal within a group."""
-    return [sum(token < 10 for token in ids) / max(len(ids), 1) for ids in completion_ids]
 
 
 def even(prompts, completions, completion_ids, **columns):

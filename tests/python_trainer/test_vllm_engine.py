@@ -1,0 +1,265 @@
+"""What the vLLM engine does on its own; tests/with_vllm has the rest."""
+
+import json
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from python_trainer.errors import UserError
+from python_trainer.rollout import Completion, Request, SamplingParams, VLLMEngine
+from python_trainer.rollout.vllm_engine import COUNTERS, InProcess, checkpoint_weights, import_vllm
+from python_trainer.rollout.vllm_server import Server
+from python_trainer.trainer import Trainer
+
+LIMIT = 128
+
+
+@pytest.fixture(scope="module")
+def model(tiny_policy):
+    return AutoModelForCausalLM.from_pretrained(tiny_policy, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_policy):
+    return AutoTokenizer.from_pretrained(tiny_policy)
+
+
+class Recorder:
+    """A backend that answers with 1 2 3 ... and remembers what it was asked."""
+
+    max_positions = LIMIT
+
+    def __init__(self):
+        self.loads, self.asked, self.prompt_tokens = 0, [], 0
+
+    def load(self, model):
+        self.loads += 1
+
+    def complete(self, jobs, settings, salt):
+        self.asked.append((jobs, settings, salt))
+        self.prompt_tokens += sum(job.n * len(job.ids) for job in jobs)
+        return [
+            [Completion(list(range(1, 1 + job.max_tokens)), [-1.0] * job.max_tokens, "length") for _ in range(job.n)]
+            for job in jobs
+        ]
+
+    def counters(self):
+        return dict.fromkeys(COUNTERS, 0.0) | {"prompt_tokens": 7.0 + self.prompt_tokens}
+
+
+@pytest.fixture
+def backend():
+    return Recorder()
+
+
+@pytest.fixture
+def engine(model, backend, tokenizer):
+    return VLLMEngine(model, backend, eos_token_ids=[63, 5], tokenizer=tokenizer)
+
+
+def test_weights_are_loaded_when_they_have_changed(engine, backend):
+    for updates, loads in [(0, 1), (0, 1), (1, 2), (3, 3)]:
+        for _ in range(updates):
+            engine.policy_updated()
+        engine.generate([Request([1, 2])], SamplingParams())
+        assert backend.loads == loads
+    salts = [salt for _, _, salt in backend.asked]
+    assert salts[0] == salts[1] and len(set(salts)) == 3
+    other = VLLMEngine(engine.model, backend, eos_token_ids=[])
+    other.generate([Request([1, 2])], SamplingParams())
+    assert backend.asked[-1][2] not in salts  # another run on the same server
+
+
+def test_one_job_for_each_request_with_a_seed_for_each_sample(engine, backend):
+    requests = [Request([1, 2], [3], 4, 6, sample_id=8), Request([1] * LIMIT, num_samples=2), Request([4], (), 0, 6),
+                Request([4], (), 1, 400, sample_id=2)]  # fmt: skip
+    completions = engine.generate(requests, SamplingParams(0.5, 0.9, 7, seed=3))
+    assert [len(c.ids) for c in completions] == [6, 6, 6, 6, 0, 0, LIMIT - 1]
+    ((jobs, settings, _),) = backend.asked
+    assert [(job.ids, job.n, job.max_tokens) for job in jobs] == [([1, 2, 3], 4, 6), ([4], 1, LIMIT - 1)]
+    assert jobs[0].seed - jobs[1].seed == 6 and 0 < jobs[1].seed < 2**62
+    assert settings["stop_token_ids"] == [5, 63] and settings["ignore_eos"]
+    assert (settings["temperature"], settings["top_p"], settings["top_k"]) == (0.5, 0.9, 7)
+    engine.generate(requests, SamplingParams(0.5, seed=4))
+    assert abs(backend.asked[1][0][0].seed - jobs[0].seed) > 1000
+    assert engine.stats["prompt_tokens"] == 26 == engine.stats["prefill_tokens"]
+    assert engine.stats["generated_tokens"] == 2 * (24 + LIMIT - 1)
+    with pytest.raises(UserError, match="request 1: token ids must be between 0 and 63, got 64 .. 64"):
+        engine.generate([Request([4]), Request([64])], SamplingParams())
+
+
+def test_greedy_samples_are_asked_for_one_by_one(engine, backend):
+    completions = engine.generate([Request([1], (), 3, 2)], SamplingParams(temperature=0.0))
+    assert [(job.n, job.max_tokens) for job in backend.asked[0][0]] == [(1, 2)] * 3
+    assert completions == [Completion([1, 2], [0.0, 0.0], "length")] * 3
+
+
+def test_stop_strings_that_begin_in_the_prefix(engine, backend):
+    """The characters of tokens 0, 1, ... are "0", "1", ..."""
+    requests = [Request([9], [8, 8], max_new_tokens=6), Request([9], [8, 0], 2, max_new_tokens=6)]
+    got = engine.generate(requests, SamplingParams(stop=("012", "45")))
+    assert [c.ids for c in got] == [[1, 2, 3, 4, 5], [1, 2], [1, 2]]
+    assert [len(c.logprobs) for c in got] == [5, 2, 2] and {c.finish_reason for c in got} == {"stop"}
+    assert backend.asked[0][1]["stop"] == ["012", "45"]
+
+
+def test_tied_weights_are_sent_once(tiny_policy, model):
+    weights = dict(checkpoint_weights(model))
+    saved = load_file(tiny_policy / "model.safetensors")
+    assert set(weights) == set(saved) and "lm_head.weight" not in saved
+    assert all(torch.equal(weights[name], saved[name]) for name in saved)
+
+
+def test_weights_have_their_names_in_a_checkpoint(tmp_path):
+    """Transformers keeps experts in one tensor, checkpoints and vLLM one by one."""
+    config = Qwen3MoeConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, moe_intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    saved, weights = load_file(tmp_path / "model.safetensors"), dict(checkpoint_weights(model))
+    assert set(weights) == set(saved) and any("experts.3.up_proj" in name for name in saved)
+    assert all(torch.equal(weights[name], saved[name]) for name in saved)
+
+
+def test_settings_that_do_not_go_together(make_config):
+    with pytest.raises(UserError, match="rollout.vllm_server needs rollout.engine vllm, got paged"):
+        make_config(rollout={"vllm_server": "http://localhost:8000"})
+    with pytest.raises(UserError, match="rollout.vllm_server: .*got 'localhost:8000'"):
+        make_config(rollout={"engine": "vllm", "vllm_server": "localhost:8000"})
+    with pytest.raises(UserError, match="drafts needs rollout.engine paged, got vllm"):
+        make_config(rollout={"engine": "vllm"}, accelerators={"enabled": ["drafts"]})
+
+
+def test_vllm_is_missing_or_too_old(make_config, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(UserError, match=r"needs the package vllm >= 0.32 here, or a server \(rollout.vllm_server\)"):
+        Trainer(make_config(rollout={"engine": "vllm"}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    for version, fine in [("0.31.2", False), ("0.32.0+cpu", True), ("1.0", True), ("unknown", False)]:
+        monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))
+        if fine:
+            assert import_vllm().__version__ == version
+        else:
+            with pytest.raises(UserError, match=f"needs vllm >= 0.32; the package vllm is {version}"):
+                import_vllm()
+
+
+def test_several_devices_need_a_server(model, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(UserError, match="start a server and set rollout.vllm_server"):
+        InProcess(model, "anywhere")
+
+
+class FakeServer(ThreadingHTTPServer):
+    """Answers as vLLM does, from a dictionary: path -> answer, or status of a refusal."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.bodies = []
+        self.settings = {"logprobs_mode": "processed_logprobs", "max_model_len": LIMIT, "vocab_size": 64,
+                         "model_type": "qwen2"}  # fmt: skip
+        self.answers = {"/version": {"version": "0.32.0"}, "/v1/models": {"data": [{"id": "policy"}]}}
+        self.counted = {"prompt_tokens_total": 5, "prompt_tokens_cached_total": 2, "iteration_tokens_total_count": 3}
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: FakeServer
+
+    def do_GET(self):
+        if self.path == "/metrics":
+            lines = [f'vllm:{name}{{engine="{i}"}} {n:.1f}' for name, n in self.server.counted.items() for i in (0, 1)]
+            return self.send("\n".join(["# HELP vllm:prompt_tokens_total Tokens", *lines]))
+        return self.send(self.server.answers.get(self.path, 404))
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.bodies.append((self.path, body))
+        if body.get("method") == "load_policy":
+            (folder,) = body["args"]
+            self.server.loaded = load_file(f"{folder}/model.safetensors")
+        answer = self.server.answers.get(self.path, {"results": [self.server.settings]})
+        return self.send(answer(body) if callable(answer) else answer)
+
+    def send(self, answer):
+        status, text = (answer, "refused") if isinstance(answer, int) else (200, answer)
+        data = (text if isinstance(text, str) else json.dumps(text)).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def fake():
+    server = FakeServer()
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_server_gets_weights_by_file_and_prompts_by_token(fake, model, tmp_path):
+    def complete(body):
+        return {"choices": [{"index": i, "token_ids": [i, 63], "logprobs": {"token_logprobs": [-0.5, -1.5]},
+                             "finish_reason": "stop"} for i in (1, 0)]}  # fmt: skip
+
+    fake.answers["/v1/completions"] = complete
+    server = Server(model, f"{fake.url}/", tmp_path / "weights")
+    assert server.max_positions == LIMIT
+    engine = VLLMEngine(model, server, eos_token_ids=[63])
+    got = engine.generate([Request([1, 2], [3], 2, 8, sample_id=4)], SamplingParams(seed=1))
+    assert got == [Completion([i, 63], [-0.5, -1.5], "stop") for i in (0, 1)]
+    assert set(fake.loaded) == set(dict(checkpoint_weights(model))) and not (tmp_path / "weights").exists()
+    path, body = fake.bodies[-1]
+    assert path == "/v1/completions" and body["prompt"] == [1, 2, 3] and body["n"] == 2 and body["max_tokens"] == 8
+    assert body["model"] == "policy" and body["cache_salt"].endswith("-0") and body["return_token_ids"]
+    assert server.counters() == {"prompt_tokens": 10, "cached_tokens": 4, "preemptions": 0, "forward_passes": 6}
+    fake.answers["/v1/completions"] = 500
+    with pytest.raises(UserError, match="/v1/completions of the vLLM server http.* answers 500: refused"):
+        engine.generate([Request([1])], SamplingParams())
+    fake.answers["/collective_rpc"] = 500
+    engine.policy_updated()
+    with pytest.raises(UserError, match=r"does not take weights \(load_policy: .*500: refused.*start it with"):
+        engine.generate([Request([1])], SamplingParams())
+    assert not (tmp_path / "weights").exists()
+
+
+@pytest.mark.parametrize(
+    ("answers", "settings", "message"),
+    [
+        ({"/version": {"version": "0.31.0"}}, {}, "needs vllm >= 0.32; the server http.* is 0.31.0"),
+        ({"/version": 404}, {}, "/version of the vLLM server http.* answers 404"),
+        ({"/collective_rpc": 404}, {}, "does not take weights.*404.*start it with: VLLM_SERVER_DEV_MODE=1 vllm serve"),
+        ({}, {"logprobs_mode": "raw_logprobs"}, "gives raw_logprobs, not those .*--logprobs-mode processed_logprobs"),
+        ({}, {"vocab_size": 99}, "serves policy, whose vocab_size is 99; the policy's is 64"),
+        ({}, {"model_type": "llama"}, "serves policy, whose model_type is llama; the policy's is qwen2"),
+    ],
+)
+def test_a_server_that_will_not_do(fake, model, tmp_path, answers, settings, message):
+    fake.answers |= answers
+    fake.settings |= settings
+    with pytest.raises(UserError, match=message):
+        Server(model, fake.url, tmp_path)
+
+
+def test_no_server(model, make_config, tmp_path):
+    with pytest.raises(UserError, match="rollout.vllm_server: no vLLM server answers at http://127.0.0.1:1: .*refused"):
+        Trainer(make_config(rollout={"engine": "vllm", "vllm_server": "http://127.0.0.1:1"}), tmp_path / "run")

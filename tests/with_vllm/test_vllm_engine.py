@@ -1,0 +1,292 @@
+"""Rollouts by the real vLLM, in this process and on a server of its own, against Transformers and PagedEngine."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+import torch
+from rich.console import Console
+from tiny import save_tiny_policy
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from python_trainer.config import check_config
+from python_trainer.errors import UserError
+from python_trainer.rollout import PagedEngine, Request, SamplingParams
+from python_trainer.telemetry import read_metrics
+from python_trainer.trainer import Trainer
+
+MEMORY = 8 << 20
+GREEDY = SamplingParams(temperature=0.0)
+EOS = 63
+LIMIT = 128
+PROMPTS = [[7], [5, 6, 7, 8, 9], list(range(40)), [*range(40), 3, 1, 4, 1, 5], list(range(60, 20, -1)) * 2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A policy whose head is tied to its embedding; vLLM's attention wants heads of 32 numbers."""
+    size = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return save_tiny_policy(tmp_path_factory.mktemp("policy"), max_position_embeddings=LIMIT, **size)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def load(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def in_process(folder):
+    """vLLM's backend, started once."""
+    from python_trainer.rollout.vllm_engine import InProcess
+
+    set_threads = torch.set_num_threads
+    backend = InProcess(load(folder), folder, memory_bytes=MEMORY)
+    assert torch.set_num_threads is set_threads
+    return backend
+
+
+@pytest.fixture(scope="module")
+def address(folder, tmp_path_factory):
+    """URL of a server, started as docs/vllm.md says."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = tmp_path_factory.mktemp("server") / "log"
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--host", "127.0.0.1",
+        "--port", str(port), "--logprobs-mode", "processed_logprobs",
+        "--worker-extension-cls", "rlkernels.integrations.vllm_worker.PolicyWorker",
+        "--dtype", "float32", "--enforce-eager", "--block-size", "32", "--kv-cache-memory-bytes", str(MEMORY),
+        "--load-format", "dummy",
+    ]  # fmt: skip
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "", "PYTHONPATH": path}
+    with log.open("w") as out:
+        server = subprocess.Popen(command, stdout=out, stderr=out, env=env, start_new_session=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        until = time.monotonic() + 600
+        while not answers(url):
+            assert server.poll() is None and time.monotonic() < until, log.read_text()[-4000:]
+            time.sleep(0.5)
+        yield url
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        try:
+            server.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, signal.SIGKILL)
+
+
+def answers(url):
+    try:
+        with urlopen(f"{url}/health", timeout=5) as response:
+            return response.status == 200
+    except OSError:
+        return False
+
+
+@pytest.fixture(params=["in_process", "server"])
+def backend(request, folder, tmp_path):
+    if request.param == "in_process":
+        return request.getfixturevalue("in_process")
+    from python_trainer.rollout.vllm_server import Server
+
+    return Server(load(folder), request.getfixturevalue("address"), tmp_path / "weights")
+
+
+@pytest.fixture
+def model(folder):
+    return load(folder)
+
+
+@pytest.fixture
+def engine(backend, model, tokenizer):
+    from python_trainer.rollout import VLLMEngine
+
+    return VLLMEngine(model, backend, eos_token_ids=[EOS], tokenizer=tokenizer)
+
+
+def own_greedy(model, prompt, count):
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count,
+                         eos_token_id=EOS, pad_token_id=0)  # fmt: skip
+    return out[0, len(prompt) :].tolist()
+
+
+def spent(engine, before):
+    return {name: count - before[name] for name, count in engine.stats.items()}
+
+
+def test_greedy_equals_transformers(engine, model):
+    requests = [Request(prompt, max_new_tokens=30) for prompt in PROMPTS]
+    expected = [own_greedy(model, prompt, 30) for prompt in PROMPTS]
+    assert len({tuple(ids) for ids in expected}) == len(PROMPTS) and any(EOS in ids for ids in expected)
+    got = engine.generate(requests, GREEDY)
+    assert [c.ids for c in got] == expected
+    assert [c.finish_reason for c in got] == ["stop" if ids[-1] == EOS else "length" for ids in expected]
+    assert (
+        engine.generate([Request(PROMPTS[1], num_samples=2, max_new_tokens=3)], GREEDY)
+        == [type(got[0])(expected[1][:3], [0.0] * 3, "length")] * 2
+    )
+    assert engine.stats["generated_tokens"] == sum(map(len, expected)) + 6
+
+
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(seed=1), SamplingParams(temperature=0.7, top_k=9, seed=2), SamplingParams(top_p=0.8)]
+)
+def test_logprobs_are_those_of_the_model(engine, model, sampling):
+    prefix = list(range(8))
+    requests = [Request(prompt, prefix, 3, 20, sample_id=10 * i) for i, prompt in enumerate(PROMPTS)]
+    completions = engine.generate(requests, sampling)
+    assert len({tuple(c.ids) for c in completions}) == len(completions) == 15
+    for i, completion in enumerate(completions):
+        context = [*PROMPTS[i // 3], *prefix]
+        with torch.no_grad():
+            logits = model(torch.tensor([[*context, *completion.ids]])).logits[0, len(context) - 1 : -1]
+        logprobs = (logits / sampling.temperature).log_softmax(-1)
+        if sampling.top_k:
+            kept = logprobs.topk(sampling.top_k).indices
+            logprobs = torch.full_like(logprobs, -torch.inf).scatter(1, kept, logprobs.gather(1, kept)).log_softmax(-1)
+        if sampling.top_p < 1:
+            ordered, order = logprobs.sort(descending=True)
+            ordered[ordered.exp().cumsum(-1) - ordered.exp() >= sampling.top_p] = -torch.inf
+            logprobs = torch.empty_like(logprobs).scatter(1, order, ordered.log_softmax(-1))
+        expected = logprobs.gather(1, torch.tensor(completion.ids)[:, None])[:, 0]
+        assert completion.logprobs == pytest.approx(expected.tolist(), abs=2e-4)
+
+
+def test_samples_follow_seed_and_sample_id(engine):
+    group = Request(PROMPTS[2], num_samples=4, max_new_tokens=12, sample_id=40)
+    together = engine.generate([Request(PROMPTS[1], num_samples=3, max_new_tokens=9), group], SamplingParams(seed=5))
+    alone = [
+        engine.generate([Request(PROMPTS[2], max_new_tokens=12, sample_id=40 + j)], SamplingParams(seed=5))[0]
+        for j in (3, 0)
+    ]
+    assert [c.ids for c in alone] == [together[6].ids, together[3].ids] and together[6].ids != together[3].ids
+    assert engine.generate([group], SamplingParams(seed=6))[0].ids != together[3].ids
+
+
+def test_new_weights_take_over_and_no_stale_cache_is_used(engine, model):
+    request = Request(PROMPTS[4], max_new_tokens=16)
+    old = engine.generate([request], GREEDY)[0].ids
+    before = engine.stats
+    assert engine.generate([request], GREEDY)[0].ids == old
+    assert spent(engine, before)["cached_tokens"] == 64  # two blocks of 32 out of 80 tokens
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.3)
+    new = own_greedy(model, PROMPTS[4], 16)
+    assert new != old
+    engine.policy_updated()
+    before = engine.stats
+    assert engine.generate([request], GREEDY)[0].ids == new
+    assert spent(engine, before)["cached_tokens"] == 0 and spent(engine, before)["prefill_tokens"] == 80
+
+
+def test_suffix_rollouts_share_their_prefix(engine):
+    prompt, prefix = PROMPTS[4][:50], PROMPTS[4][50:]
+    before = engine.stats
+    split = engine.generate([Request(prompt, prefix, 4, 10, sample_id=3)], SamplingParams(seed=1))
+    counts = spent(engine, before)
+    assert counts["cached_tokens"] == 3 * 64 and counts["prefill_tokens"] == 80 + 3 * 16
+    assert counts["prompt_tokens"] == 320 and counts["forward_passes"] >= 10 and counts["preemptions"] == 0
+    whole = engine.generate([Request(PROMPTS[4], (), 4, 10, sample_id=3)], SamplingParams(seed=1))
+    assert [c.ids for c in split] == [c.ids for c in whole]
+
+
+def test_the_models_limit(engine, model):
+    prompt = PROMPTS[4] + PROMPTS[4][:45]  # 125 tokens
+    requests = [Request(prompt, max_new_tokens=9), Request([*prompt, 1, 2, 3], num_samples=2, max_new_tokens=9),
+                Request([1], max_new_tokens=0), Request([1], num_samples=0)]  # fmt: skip
+    got = engine.generate(requests, GREEDY)
+    paged = PagedEngine(model, eos_token_ids=[EOS], memory_bytes=MEMORY).generate(requests, GREEDY)
+    assert got == paged and [len(c.ids) for c in got] == [3, 0, 0, 0]
+    with pytest.raises(UserError, match="129 tokens, more than the model's limit of 128"):
+        engine.generate([Request([1] * 129)], GREEDY)
+    with pytest.raises(UserError, match="between 0 and 63, got 64 .. 64"):
+        engine.generate([Request([64])], GREEDY)
+
+
+def test_stop_strings_end_answers_as_in_the_paged_engine(engine, model, tokenizer):
+    answers = [own_greedy(model, prompt, 30) for prompt in PROMPTS]
+    texts = [tokenizer.decode(ids) for ids in answers]
+    sampling = SamplingParams(temperature=0.0, stop=(texts[1][6:9], texts[2][12:14], texts[4][5]))
+    requests = [Request(prompt, max_new_tokens=30) for prompt in PROMPTS]
+    # begins in the prefix, ends with the first token
+    requests += [Request(PROMPTS[1], answers[1][:8], max_new_tokens=20)]
+    paged = PagedEngine(model, eos_token_ids=[EOS], memory_bytes=MEMORY, tokenizer=tokenizer)
+    expected = paged.generate(requests, sampling)
+    assert len(expected[-1].ids) == 1 and sum(c.finish_reason == "stop" for c in expected) >= 4
+    assert engine.generate(requests, sampling) == expected
+
+
+def run_settings(folder, path, **rollout):
+    (path / "train.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in ("AB", "CDE", "FFAB", "G")))
+    return {
+        "max_steps": 3,
+        "task": {"name": "jsonl", "train_path": str(path / "train.jsonl"), "reward": "tiny:digits"},
+        "model": {"path": str(folder), "device": "cpu"},
+        "rollout": {"engine": "vllm", "prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12,
+                    "memory_bytes": MEMORY, **rollout},
+        "optimizer": {"learning_rate": 1e-2},
+        "accelerators": {"enabled": ["rpo"], "rpo": {"fill": 1, "keep": "any"}},
+        "save": {"save_model": True},
+    }  # fmt: skip
+
+
+def train(settings, folder):
+    config = check_config(settings, source="test")
+    summary = Trainer(config, folder, console=Console(quiet=True)).run()
+    rows = read_metrics(folder)
+    assert summary["steps"] == 3 and summary["generated_tokens"] > 0 and summary["prefill_tokens"] > 0
+    # every step's answers are the current policy's: with weights one step old this is 0.1 and more
+    assert max(row["sampling/logp_difference/max"] for row in rows[1:]) < 1e-3
+    assert all(row["grad_norm"] > 0 for row in rows[1:])
+    return rows
+
+
+def test_training(folder, tmp_path):
+    """And the model that a run leaves behind: vLLM reads it, and gives Transformers' tokens."""
+    rows = train(run_settings(folder, tmp_path), tmp_path / "run")
+    assert rows[-1]["rpo/prefix_share"] > 0
+    again = train(run_settings(folder, tmp_path), tmp_path / "again")
+    assert [row["reward"] for row in again] == [row["reward"] for row in rows]
+
+    from vllm import LLM
+    from vllm import SamplingParams as Sampling
+
+    exported = tmp_path / "run" / "model"
+    llm = LLM(str(exported), dtype="float32", enforce_eager=True, kv_cache_memory_bytes=MEMORY, max_model_len=LIMIT,
+              block_size=32)  # fmt: skip
+    found = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in PROMPTS], Sampling(temperature=0, max_tokens=20), use_tqdm=False
+    )
+    model = load(exported)
+    assert [list(one.outputs[0].token_ids) for one in found] == [own_greedy(model, p, 20) for p in PROMPTS]
+    assert any(own_greedy(model, p, 20) != own_greedy(load(folder), p, 20) for p in PROMPTS)
+
+
+def test_training_with_a_server(folder, address, tmp_path):
+    rows = train(run_settings(folder, tmp_path, vllm_server=address), tmp_path / "run")
+    assert rows[-1]["rpo/prefix_share"] > 0
+    assert not (tmp_path / "run" / ".vllm").exists()
+
+
+def test_what_vllm_cannot_run_is_named(folder, tmp_path):
+    settings = run_settings(folder, tmp_path, memory_bytes=1)
+    with pytest.raises(UserError, match="vLLM cannot run the model"):
+        Trainer(check_config(settings, source="test"), tmp_path / "run")
+    with pytest.raises(UserError, match="temperature must be 0 or at least 0.01 with vLLM, got 0.001"):
+        train(run_settings(folder, tmp_path, temperature=0.001), tmp_path / "cold")
