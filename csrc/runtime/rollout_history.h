@@ -9,6 +9,7 @@
 #pragma once
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <mutex>
 #include <span>
 #include <string>
@@ -40,6 +41,7 @@ class RolloutHistory {
                      int64_t* lengths);
   void observe(std::span<const int64_t> handles, const int64_t* offered, const int64_t* accepted);
   void release(int64_t handle);
+  int64_t longest_prompt(Ids ids);  // length of the longest prompt with answers that ids begin with; 0: none
 
   std::string to_bytes();  // the rollouts, not the handles
   static RolloutHistory* from_bytes(const std::string& bytes, const std::string& name);  // std::invalid_argument
@@ -117,6 +119,7 @@ class RolloutHistory {
   std::vector<Prompt> prompts_;
   std::vector<uint32_t> free_prompts_;
   std::unordered_map<uint64_t, uint32_t> prompt_ids_;
+  std::map<size_t, int64_t> prompt_lengths_;  // length -> prompts of it
   std::unordered_map<int64_t, Handle> handles_;
   int64_t next_handle_ = 0;
   int64_t live_tokens_ = 0, live_rollouts_ = 0, dead_tokens_ = 0, evicted_ = 0;

@@ -83,6 +83,8 @@ void bind_rollout_history(py::module_& m) {
              unlocked([&] { h.observe(view(handles), offered.data(), accepted.data()); });
            })
       .def("release", [](History& h, int64_t handle) { unlocked([&] { h.release(handle); }); })
+      .def("longest_prompt",
+           [](History& h, const IdArray& ids) { return unlocked([&] { return h.longest_prompt(view(ids)); }); })
       .def("save", [](History& h, const std::string& path) { unlocked([&] { h.save(path); }); })
       .def_static("load",
                   [](const std::string& path) {

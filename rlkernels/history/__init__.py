@@ -154,6 +154,13 @@ class RolloutHistory:
         """Forgets a tracked sequence."""
         self._core.release(handle)
 
+    def longest_prompt(self, ids: Ids) -> int:
+        """How many tokens of ``ids`` are a prompt with answers: the longest one that they begin with; 0 where none is.
+
+        What follows may be the start of an answer that is to be continued: track the prompt, then extend.
+        """
+        return self._core.longest_prompt(_ids("ids", ids))
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the rollouts (not the handles) to one file, whole or not at all."""
         self._core.save(os.fspath(path))

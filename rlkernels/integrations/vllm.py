@@ -61,7 +61,9 @@ class HistoryProposer:
 
     The history is the file that ``additional_config={"rlkernels_history": path}`` names, written by
     ``RolloutHistory.save`` and read again whenever it has been replaced, or else the one given to
-    :func:`share_history`. A sequence is looked up under the whole token sequence that vLLM got as its prompt.
+    :func:`share_history`. A sequence is looked up under the longest prompt in it that what vLLM got as its prompt
+    begins with, so the prefix of a suffix rollout counts as the start of an answer; where there is none, under all of
+    it.
 
     Args:
         vllm_config: vLLM's, with ``num_speculative_tokens`` the longest draft.
@@ -146,7 +148,7 @@ class HistoryProposer:
             tokens = bytearray(ids.tobytes())
             same = known.get(_key(tokens), [])
             at = next((j for j, seq in enumerate(same) if seq.tokens == tokens), None)
-            found.append(_Tracked(ids, tokens, self._history.track(ids)) if at is None else same.pop(at))
+            found.append(_Tracked(ids, tokens, self._follow(ids, ids)) if at is None else same.pop(at))
         left = {id(seq) for group in known.values() for seq in group}
         for seq in self._present:
             if id(seq) in left:
@@ -157,6 +159,13 @@ class HistoryProposer:
             self._history.release(seq.handle)
         self._present, self._absent = found, absent[surplus:]
         return found
+
+    def _follow(self, prompt: np.ndarray, tokens: np.ndarray) -> int:
+        """Tracks a sequence that began as ``prompt``; what follows the prompt that the history knows is its answer."""
+        length = self._history.longest_prompt(prompt) or len(prompt)
+        handle = self._history.track(tokens[:length])
+        self._history.extend(handle, tokens[length:])
+        return handle
 
     def _judge(self, tracked: list[_Tracked], news: list[np.ndarray]) -> None:
         """Tells the history what became of the last drafts."""
@@ -181,8 +190,7 @@ class HistoryProposer:
             logger.warning("the history %s was not read again: %s", self._path, error)
             return
         for seq in (*self._absent, *self._present):
-            seq.handle = self._history.track(seq.prompt)
-            self._history.extend(seq.handle, np.frombuffer(seq.tokens, np.int32)[len(seq.prompt) :])
+            seq.handle = self._follow(seq.prompt, np.frombuffer(seq.tokens, np.int32))
 
     def _file_stamp(self) -> tuple[int, ...] | None:
         try:

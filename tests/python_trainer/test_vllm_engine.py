@@ -208,7 +208,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def fake():
     server = FakeServer()
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     yield server
     server.shutdown()

@@ -40,6 +40,7 @@ void use(RolloutHistory& history, unsigned seed) {
         break;
       case 1:
         CHECK(history.draft(prompt, random_tokens(rng, 30, 4), 16).size() <= 16);
+        CHECK(history.longest_prompt(prompt) <= int64_t(prompt.size()));
         break;
       case 2:
         handles.push_back(history.track(prompt));

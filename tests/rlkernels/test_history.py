@@ -42,6 +42,20 @@ def test_replays_a_stored_response():
     assert history.draft([[1, 2], [1, 2]], [[], []], max_tokens=0) == [[], []]
 
 
+def test_finds_the_longest_prompt_that_a_sequence_begins_with():
+    history = rlkernels.RolloutHistory(max_tokens=4)
+    assert history.longest_prompt([1, 2, 3]) == 0
+    for prompt in ([1, 2], [1, 2, 3, 4], [9]):
+        history.add(prompt, [5], epoch=1)
+    handle = history.track([1, 2, 3])  # not a prompt with answers
+    history.add([1, 2, 3, 4, 5], [])
+    found = [history.longest_prompt(ids) for ids in ([1, 2, 3, 4, 5], [1, 2, 3, 4], [1, 2, 3], [1], [], [9, 1, 2])]
+    assert found == [4, 4, 2, 0, 0, 1]
+    history.release(handle)
+    history.add([9], [5, 6], epoch=2)  # one token too many: the first answer goes
+    assert history.longest_prompt([1, 2, 3]) == 0 and history.longest_prompt([1, 2, 3, 4]) == 4
+
+
 def test_other_prompts_are_the_fallback():
     history = rlkernels.RolloutHistory()
     history.add([1], [10, 11, 12, 13, 14, 15])
@@ -245,7 +259,7 @@ def test_damaged_file(tmp_path, damage):
 
 
 tokens = st.lists(st.integers(0, 3), max_size=14)
-prompts = st.integers(0, 2).map(lambda p: [p, 7])
+prompts = st.one_of(st.integers(0, 2).map(lambda p: [p, 7]), st.sampled_from([[], [0, 7, 1], [0, 7, 1, 2]]))
 actions = st.lists(
     st.one_of(
         st.tuples(st.just("add"), prompts, tokens, st.integers(0, 3), st.integers(0, 4)),
@@ -270,6 +284,7 @@ def play(history: rlkernels.RolloutHistory, script: list[tuple]) -> list:
             history.add(prompt, response, reward=reward / 3, epoch=epoch)
         elif name == "draft":
             seen.append(history.draft([arguments[0]], [arguments[1]], max_tokens=6))
+            seen.append(history.longest_prompt([*arguments[0], *arguments[1]]))
         elif name == "track":
             handles.append(history.track(arguments[0]))
         elif name == "step" and handles:

@@ -93,6 +93,22 @@ def test_same_prompt_several_times():
     assert history.stats["handles"] == 3
 
 
+def test_a_prefix_of_the_answer_in_the_prompt_is_recognised(tmp_path):
+    """As in suffix rollouts; also after the history was read again, and with a question that begins another."""
+    path = tmp_path / "history.bin"
+    question = PROMPTS[0][:2]
+    remembering((PROMPTS[0], ANSWER), (question, [1, 2, 3])).save(path)
+    drafter = proposer(rlkernels_history=str(path))
+    tokens = PROMPTS[0] + ANSWER[:1]
+    # one token of context is enough only where the answer is known from its start
+    assert step(drafter, [(tokens, ANSWER[:1])]) == [ANSWER[1:9]]
+    tokens = PROMPTS[0] + ANSWER[:5]  # what vLLM gets as prompt, and one token more
+    assert step(drafter, [(tokens, ANSWER[4:5])]) == [ANSWER[5:13]]
+    other = [*ANSWER[:5], 70, 71, 72]
+    remembering((PROMPTS[0], other), (question, [1, 2, 3])).save(path)
+    assert step(drafter, [([*tokens, 70], [70])]) == [[71, 72]]
+
+
 def test_drafts_stay_within_the_model():
     shared((PROMPTS[0], [20, 21, 22, VOCAB, 23]))
     assert step(proposer(), [(PROMPTS[0] + [20], [20])]) == [[21, 22]]

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from python_trainer.config import check_config
 from python_trainer.errors import UserError
-from python_trainer.rollout import PagedEngine, Request, SamplingParams
+from python_trainer.rollout import Completion, PagedEngine, Request, SamplingParams
 from python_trainer.telemetry import read_metrics
 from python_trainer.trainer import Trainer
 
@@ -129,17 +129,20 @@ def spent(engine, before):
     return {name: count - before[name] for name, count in engine.stats.items()}
 
 
-def test_greedy_equals_transformers(engine, model):
-    requests = [Request(prompt, max_new_tokens=30) for prompt in PROMPTS]
-    expected = [own_greedy(model, prompt, 30) for prompt in PROMPTS]
-    assert len({tuple(ids) for ids in expected}) == len(PROMPTS) and any(EOS in ids for ids in expected)
-    got = engine.generate(requests, GREEDY)
+def test_greedy_equals_transformers(backend, model):
+    from python_trainer.rollout import VLLMEngine
+
+    free = [own_greedy(model, prompt, 30) for prompt in PROMPTS]
+    ends = [EOS, free[1][9], free[4][4]]
+    expected = [ids[: 1 + min([i for i, token in enumerate(ids) if token in ends], default=30)] for ids in free]
+    assert len({tuple(ids) for ids in expected}) == len(PROMPTS)
+    assert sorted({len(ids) for ids in expected})[0] < 30 == max(map(len, expected))
+    engine = VLLMEngine(model, backend, eos_token_ids=ends)
+    got = engine.generate([Request(prompt, max_new_tokens=30) for prompt in PROMPTS], GREEDY)
     assert [c.ids for c in got] == expected
-    assert [c.finish_reason for c in got] == ["stop" if ids[-1] == EOS else "length" for ids in expected]
-    assert (
-        engine.generate([Request(PROMPTS[1], num_samples=2, max_new_tokens=3)], GREEDY)
-        == [type(got[0])(expected[1][:3], [0.0] * 3, "length")] * 2
-    )
+    assert [c.finish_reason for c in got] == ["stop" if ids[-1] in ends else "length" for ids in expected]
+    twice = engine.generate([Request(PROMPTS[1], num_samples=2, max_new_tokens=3)], GREEDY)
+    assert twice == [Completion(expected[1][:3], [0.0] * 3, "length")] * 2
     assert engine.stats["generated_tokens"] == sum(map(len, expected)) + 6
 
 
