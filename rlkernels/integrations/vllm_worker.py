@@ -21,7 +21,10 @@ __all__ = ["PolicyWorker"]
 class PolicyWorker:
     """Mixed into vLLM's worker."""
 
-    model_runner: Any  # the worker's
+    # the worker's
+    model_runner: Any
+    vllm_config: Any
+    reload_weights: Any
 
     def load_policy(self, weights: Iterable[tuple[str, torch.Tensor]] | str) -> None:
         """Loads weights in place.
@@ -34,16 +37,18 @@ class PolicyWorker:
         Raises:
             FileNotFoundError: there is no such file in the folder.
         """
+        from vllm.config import set_current_vllm_config
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
         # modules without weights of their own are reported as not loaded, each time
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
         pairs = _read(Path(weights)) if isinstance(weights, str) else weights
-        self.model_runner.reload_weights(weights_iterator=pairs)
-        for module in self.model_runner.get_model().modules():
-            # On a CPU a head that is tied to the embedding has a repacked copy, which vLLM 0.32 leaves as it was.
-            if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
-                module.quant_method.process_weights_after_loading(module)
+        self.reload_weights(weights_iterator=pairs)
+        with set_current_vllm_config(self.vllm_config):
+            for module in self.model_runner.get_model().modules():
+                # On a CPU a head that is tied to the embedding has a repacked copy, which vLLM 0.32 leaves as it was.
+                if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+                    module.quant_method.process_weights_after_loading(module)
 
     def policy_settings(self) -> dict[str, Any]:
         """What a trainer has to know of the engine."""

@@ -10,7 +10,6 @@ MAX_LENGTH = 256
 VOCAB = 97
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
-os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -57,7 +56,8 @@ def make_llm(make_model):
 
         return LLM(
             model=make_model(seed), skip_tokenizer_init=True, enforce_eager=True, dtype="float32",
-            max_model_len=MAX_LENGTH, max_num_seqs=8, disable_log_stats=False, **options,
+            max_model_len=MAX_LENGTH, max_num_seqs=8, disable_log_stats=False,
+            kv_cache_memory_bytes=64 << 20, **options,
         )  # fmt: skip
 
     return make
