@@ -238,6 +238,8 @@ class Config(Section):
             raise ValueError("rollout.dynamic_sampling needs rollout.num_generations >= 2: one answer has no spread")
         if self.rollout.vllm_server is not None and self.rollout.engine != "vllm":
             raise ValueError(f"rollout.vllm_server needs rollout.engine vllm, got {self.rollout.engine}")
+        if self.rollout.engine == "vllm" and self.rollout.workers > 1:
+            raise ValueError(f"rollout.workers must be 1 with rollout.engine vllm, got {self.rollout.workers}")
         if self.rollout.engine == "vllm" and "drafts" in self.accelerators.enabled:
             raise ValueError(
                 "the accelerator drafts needs rollout.engine paged, got vllm; vLLM itself drafts from a history by "

@@ -17,6 +17,7 @@ from python_trainer.keyed import keyed_seed
 from python_trainer.rollout.checks import check_requests, check_sampling
 from python_trainer.rollout.drafting import Drafter
 from python_trainer.rollout.engine import memory_limit
+from python_trainer.rollout.ordering import LengthHistory, expectations, longest_first, remember
 from python_trainer.rollout.scheduler import Sample
 from python_trainer.rollout.stopping import StopStrings
 from python_trainer.rollout.types import Completion, Request, SamplingParams
@@ -75,15 +76,17 @@ class VLLMEngine:
         backend: vLLM in this process (:class:`InProcess`) or a server (``vllm_server.Server``).
         eos_token_ids: tokens that end an answer.
         tokenizer: needed for stop strings only.
+        lengths: of earlier answers; with it, vLLM is asked for long ones first. None: in the order of the requests.
     """
 
     def __init__(self, model: PreTrainedModel, backend: Backend, *, eos_token_ids: Sequence[int],
-                 tokenizer: PreTrainedTokenizerBase | None = None):  # fmt: skip
+                 tokenizer: PreTrainedTokenizerBase | None = None, lengths: LengthHistory | None = None):  # fmt: skip
         self.model, self.backend, self.tokenizer = model, backend, tokenizer
         self.eos_token_ids = sorted(eos_token_ids)
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self.max_positions = backend.max_positions
         self.drafter: Drafter | None = None
+        self.lengths = lengths
         self._name = uuid4().hex  # of this run: a server may have served others
         self._version, self._loaded = 0, -1
         self._stats: dict[str, float] = dict.fromkeys(("generated_tokens", "prefill_tokens", *COUNTERS), 0)
@@ -102,6 +105,9 @@ class VLLMEngine:
     def policy_updated(self) -> None:
         """The weights have changed: vLLM gets the new ones before it generates again."""
         self._version += 1
+
+    def close(self) -> None:
+        """Nothing to let go of: vLLM is part of this process, or belongs to who started the server."""
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
         """Completions in the order of the requests, the samples of one request side by side.
@@ -137,13 +143,17 @@ class VLLMEngine:
             for completion in completions:  # the distribution sampled from has one token
                 completion.logprobs = [0.0] * len(completion.ids)
         self._count(completions)
+        if self.lengths:
+            remember(self.lengths, requests, completions)
         return completions
 
     def _jobs(self, requests: Sequence[Request], sampling: SamplingParams) -> tuple[list[Job], list[int]]:
         """The jobs of all requests, and the index of the request that each belongs to."""
         jobs, owners = [], []
         base = keyed_seed(sampling.seed, "vllm") >> 1  # room for the sample ids in 63 bits
-        for i, request in enumerate(requests):
+        order = longest_first(expectations(self.lengths, requests)) if self.lengths else range(len(requests))
+        for i in order:
+            request = requests[i]
             ids = [*request.prompt_ids, *request.prefix_ids]
             room = min(request.max_new_tokens, self.max_positions - len(ids))
             if room <= 0 or not request.num_samples:

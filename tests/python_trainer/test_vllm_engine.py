@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qw
 
 from python_trainer.errors import UserError
 from python_trainer.rollout import Completion, Request, SamplingParams, VLLMEngine
+from python_trainer.rollout.ordering import LengthHistory
 from python_trainer.rollout.vllm_engine import COUNTERS, InProcess, checkpoint_weights, import_vllm
 from python_trainer.rollout.vllm_server import Server
 from python_trainer.trainer import Trainer
@@ -94,6 +95,18 @@ def test_one_job_for_each_request_with_a_seed_for_each_sample(engine, backend):
         engine.generate([Request([4]), Request([64])], SamplingParams())
 
 
+def test_long_answers_are_asked_for_first(model, backend):
+    lengths = LengthHistory()
+    for token, length in (1, 5), (2, 50), (3, 9):
+        lengths.observe([token], [length])
+    engine = VLLMEngine(model, backend, eos_token_ids=[], lengths=lengths)
+    requests = [Request([i], max_new_tokens=60 + i, sample_id=i) for i in (1, 2, 3)]
+    completions = engine.generate(requests, SamplingParams())
+    assert [job.ids for job in backend.asked[0][0]] == [[2], [3], [1]]
+    assert [len(c.ids) for c in completions] == [61, 62, 63]
+    assert lengths.predict([[1]]) == [(5 + 61) / 2]
+
+
 def test_greedy_samples_are_asked_for_one_by_one(engine, backend):
     completions = engine.generate([Request([1], (), 3, 2)], SamplingParams(temperature=0.0))
     assert [(job.n, job.max_tokens) for job in backend.asked[0][0]] == [(1, 2)] * 3
@@ -134,6 +147,8 @@ def test_settings_that_do_not_go_together(make_config):
         make_config(rollout={"vllm_server": "http://localhost:8000"})
     with pytest.raises(UserError, match="rollout.vllm_server: .*got 'localhost:8000'"):
         make_config(rollout={"engine": "vllm", "vllm_server": "localhost:8000"})
+    with pytest.raises(UserError, match="rollout.workers must be 1 with rollout.engine vllm, got 2"):
+        make_config(rollout={"engine": "vllm", "workers": 2})
     with pytest.raises(UserError, match="drafts needs rollout.engine paged, got vllm"):
         make_config(rollout={"engine": "vllm"}, accelerators={"enabled": ["drafts"]})
 
