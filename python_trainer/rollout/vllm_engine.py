@@ -270,9 +270,9 @@ class InProcess:
         ]
 
     def counters(self) -> dict[str, float]:
-        found = {metric.name: metric for metric in self._llm.get_metrics()}
+        found: dict[str, Any] = {metric.name: metric for metric in self._llm.get_metrics()}
         values = {name: found[theirs] for name, theirs in COUNTERS.items()}
-        return {name: float(getattr(m, "value", None) or getattr(m, "count", 0)) for name, m in values.items()}
+        return {name: float(one.value if hasattr(one, "value") else one.count) for name, one in values.items()}
 
 
 def import_vllm() -> Any:
