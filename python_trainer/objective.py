@@ -74,7 +74,9 @@ class StepBatch:
     groups: torch.Tensor  # int64 [B]
     in_loss: torch.Tensor  # bool [B]
     loss_tokens: torch.Tensor  # int64 [B] response tokens in the loss
-    sampler: Ragged  # log-probabilities of the sampler; NaN on given prefixes and where unknown
+    scored: torch.Tensor  # bool [B, T] response tokens that are no mere context
+    lengths: torch.Tensor  # int64 [B] response tokens without those of others; a given prefix counts
+    sampler: Ragged  # log-probabilities of the sampler; NaN on given prefixes, tokens of others and where unknown
     caps: torch.Tensor  # float32 [B] truncation of the importance weights of stored answers; NaN for fresh ones
     # the next three are NaN where nothing is scored
     old: Ragged | None = None  # log-probabilities before the update; None: those of the current pass
@@ -94,26 +96,57 @@ def shaped_rewards(rewards: Sequence[float], responses: Sequence[Sequence[int]],
 
 
 def make_batch(rollouts: Sequence[Rollout], config: AlgorithmConfig, device: torch.device) -> StepBatch:
-    """Rewards and masks of a step's rollouts, in their order."""
-    lengths = torch.tensor([len(rollout.response_ids) for rollout in rollouts])
+    """Rewards and masks of a step's rollouts, in their order.
+
+    Raises:
+        ValueError: a rollout whose mask or log-probabilities are not one for each of its tokens.
+    """
+    for index, r in enumerate(rollouts):
+        _check_lengths(index, r)
     unscored = [0 if config.prefix_in_loss else rollout.prefix_len for rollout in rollouts]
+    answers = [
+        Answer(r.prompt_ids, r.response_ids, r.prefix_len, skip, r.response_mask) for r, skip in zip(rollouts, unscored)
+    ]
     in_loss = torch.tensor(
         [not (config.mask_truncated_completions and rollout.finish_reason == "length") for rollout in rollouts]
     )
-    sampler = Ragged(lengths.tolist(), device)
-    recorded = [[torch.nan] * rollout.prefix_len + list(rollout.logprobs) for rollout in rollouts]
-    sampler.flat = torch.tensor([value for row in recorded for value in row], dtype=torch.float32, device=device)
+    sampler = Ragged([len(rollout.response_ids) for rollout in rollouts], device)
+    own = [[True] * len(r.response_ids) if r.response_mask is None else r.response_mask for r in rollouts]
+    recorded = [
+        value if mine else torch.nan
+        for r, row in zip(rollouts, own)
+        for value, mine in zip([torch.nan] * r.prefix_len + list(r.logprobs), row)
+    ]
+    sampler.flat = torch.tensor(recorded, dtype=torch.float32, device=device)
+    flags = [answer.scored() for answer in answers]
+    mask = sampler.mask()
+    scored = torch.tensor([flag for row in flags for flag in row], dtype=torch.bool, device=device)
     return StepBatch(
-        answers=[Answer(r.prompt_ids, r.response_ids, r.prefix_len, skip) for r, skip in zip(rollouts, unscored)],
+        answers=answers,
         rewards=torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32, device=device),
         groups=torch.tensor([rollout.group for rollout in rollouts], device=device),
         in_loss=in_loss.to(device),
-        loss_tokens=(lengths - torch.tensor(unscored, dtype=torch.int64)) * in_loss,
+        loss_tokens=torch.tensor([sum(row) for row in flags], dtype=torch.int64) * in_loss,
+        scored=torch.zeros_like(mask).masked_scatter(mask, scored),
+        lengths=torch.tensor([sum(row) for row in own], dtype=torch.int64, device=device),
         sampler=sampler,
         caps=torch.tensor(
             [torch.nan if r.importance_cap is None else r.importance_cap for r in rollouts], device=device
         ),
     )
+
+
+def _check_lengths(index: int, rollout: Rollout) -> None:
+    tokens, mask = len(rollout.response_ids), rollout.response_mask
+    if mask is not None and len(mask) != tokens:
+        raise ValueError(
+            f"rollouts[{index}].response_mask must have {tokens} entries like response_ids, got {len(mask)}"
+        )
+    if len(rollout.logprobs) != tokens - rollout.prefix_len:
+        raise ValueError(
+            f"rollouts[{index}].logprobs must have {tokens - rollout.prefix_len} entries, one for each token after "
+            f"the prefix (any number for tokens of others), got {len(rollout.logprobs)}"
+        )
 
 
 def set_advantages(batch: StepBatch, config: AlgorithmConfig) -> dict[str, float]:
@@ -122,9 +155,7 @@ def set_advantages(batch: StepBatch, config: AlgorithmConfig) -> dict[str, float
     The KL penalty goes where the reward is: per token for ``gae`` and ``reinforce++``, which look at what comes after
     a token; as a sum per answer for ``group`` and ``rloo``, which compare answers.
     """
-    unscored = torch.tensor([answer.unscored for answer in batch.answers], device=batch.rewards.device)
-    mask = batch.sampler.mask()  # [B, T]
-    mask &= torch.arange(mask.shape[1], device=mask.device) >= unscored[:, None]
+    mask = batch.scored
     in_loss = mask & batch.in_loss[:, None]
     penalty = torch.zeros(mask.shape, device=mask.device)
     metrics = {}
@@ -188,7 +219,7 @@ class Objective:
         num_tokens = int(batch.loss_tokens[list(minibatch)].sum())
         weight = token_weights(
             mask, self.aggregation, num_tokens=num_tokens, num_sequences=len(minibatch), max_length=self.max_length,
-            lengths=batch.sampler.starts.diff()[rows],
+            lengths=batch.lengths[rows],
         )  # fmt: skip
         old = logprobs.detach() if batch.old is None else batch.old.get(packed)
         sampler = batch.sampler.get(packed)

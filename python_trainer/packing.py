@@ -7,6 +7,7 @@ prefix exist once, and all samples of the group refer to them, so their gradient
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, compress
 
 import torch
 
@@ -18,13 +19,20 @@ class Answer:
     """What a sample is made of.
 
     The first ``shared`` response tokens are the same for its whole group; the first ``unscored`` of those are context
-    only: nothing is computed for them but what later tokens see of them.
+    only: nothing is computed for them but what later tokens see of them. So are those that are False in ``mask``
+    (bool, one for each response token): what a tool or the other side of a conversation said.
     """
 
     prompt_ids: Sequence[int]
     response_ids: Sequence[int]
     shared: int = 0
     unscored: int = 0
+    mask: Sequence[bool] | None = None
+
+    def scored(self) -> list[bool]:
+        """Which response tokens are more than context."""
+        own = [True] * len(self.response_ids) if self.mask is None else self.mask
+        return [False] * self.unscored + list(own[self.unscored :])
 
 
 @dataclass
@@ -78,16 +86,16 @@ def pack(answers: Sequence[Answer], samples: Sequence[int], *, share: bool = Tru
         targets += prefix[skipped:]
         prefix_lens.append(len(prompt) + len(prefix))
         for index in members:
-            suffix = answers[index].response_ids[len(prefix) :]
-            own_pairs = len(targets)
+            suffix, scored = answers[index].response_ids[len(prefix) :], answers[index].scored()
+            pairs = [shared_pairs + t - skipped if scored[t] else -1 for t in range(len(prefix))]
             if len(suffix):
-                rows += [end, *range(len(ids), len(ids) + len(suffix) - 1)]
-                targets += suffix
+                own = scored[len(prefix) :]
+                pairs += [pair if s else -1 for pair, s in zip(accumulate(own, initial=len(targets)), own)]
+                rows += compress([end, *range(len(ids), len(ids) + len(suffix) - 1)], own)
+                targets += compress(suffix, own)
                 ids += suffix[:-1]  # nothing is predicted from the last token
             suffix_lens.append(max(len(suffix) - 1, 0))
-            first = answers[index].unscored
-            shared_place = range(shared_pairs + first - skipped, shared_pairs + len(prefix) - skipped)
-            places.append([-1] * first + [*shared_place, *range(own_pairs, own_pairs + len(suffix))])
+            places.append(pairs)
         order += members
         group_starts.append(len(order))
     lengths = torch.tensor([len(place) for place in places], dtype=torch.int64)

@@ -24,7 +24,7 @@ PAGES = [
 
 @pytest.mark.parametrize(
     ("page", "count"),
-    [("README.md", 5), ("docs/prefix_cache.md", 1), ("docs/alpha.md", 1), ("docs/other_trainers.md", 5)],
+    [("README.md", 5), ("docs/prefix_cache.md", 1), ("docs/alpha.md", 1), ("docs/other_trainers.md", 6)],
 )
 def test_python_examples_run(page, count):
     """Of a page in docs the first ones: others download models, or have a test of their own."""

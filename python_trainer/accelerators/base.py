@@ -48,6 +48,9 @@ class Rollout:
     accuracy: float  # raw task accuracy, 0 or 1; filters use this, never the shaped reward
     policy_version: int = 0
     importance_cap: float | None = None  # of a stored answer: truncates its importance weights; None: fresh
+    # False for each token of response_ids that others wrote (tool output, the user's next turn): context and nothing
+    # else, whatever stands in logprobs for it; None: all tokens are the policy's. Accelerators do not keep it.
+    response_mask: list[bool] | None = None
 
 
 @dataclass

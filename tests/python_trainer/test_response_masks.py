@@ -1,0 +1,163 @@
+"""Answers that others have written parts of: those tokens are context, and nothing else."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from python_trainer.accelerators import Rollout
+from python_trainer.config import AlgorithmConfig
+from python_trainer.learner import Learner
+from python_trainer.objective import Objective, Ragged, make_batch, set_advantages
+from python_trainer.packing import Answer, pack
+from python_trainer.policy import load_policy
+
+CPU = torch.device("cpu")
+FORMS = {
+    "grpo": {"loss_type": "grpo", "beta": 0.2},
+    "dapo": {"loss_type": "dapo", "importance_sampling": "truncate"},
+    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none", "entropy_coef": 0.1},
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.01},
+    "rloo": {"loss_type": "seq-mean-token-sum", "advantage": "rloo", "beta": 0.3, "use_kl_in_reward": True},
+    "ppo": {"advantage": "gae", "gamma": 0.9, "lam": 0.8, "beta": 0.1, "use_kl_in_reward": True},
+    "reinforce++": {"advantage": "reinforce++", "gamma": 0.9, "importance_sampling": "mask"},
+}
+
+
+def rollouts_of(masks, *, with_others):
+    """Two groups of answers whose own tokens and numbers are the same, with the tokens of others or without."""
+    gen = torch.Generator().manual_seed(0)
+    out = []
+    for index, mask in enumerate(masks):
+        ids = torch.randint(0, 63, (len(mask),), generator=gen).tolist()
+        logprobs = (-1 - torch.rand(len(mask), generator=gen)).tolist()
+        kept = [True] * len(mask) if with_others else mask
+        own = [x for x, keep in zip(ids, kept) if keep], [x for x, keep in zip(logprobs, kept) if keep]
+        out.append(Rollout(index % 2, index % 2, [1, 2], own[0], 0, own[1], "stop", "", float(index % 3), {}, 0.0,
+                           response_mask=list(mask) if with_others else None))  # fmt: skip
+    return out
+
+
+def loss_and_gradient(rollouts, config, own, others):
+    """Of the log-probabilities of own tokens, given tables of one row of numbers per own token."""
+    batch = make_batch(rollouts, config, CPU)
+    packed = pack(batch.answers, range(len(rollouts)))
+    lengths = [len(answer.response_ids) for answer in batch.answers]
+    flags = torch.tensor([flag for answer in batch.answers for flag in answer.scored()], dtype=torch.bool)
+
+    def table(name):
+        return torch.full((len(flags),), others).masked_scatter(flags, own[name])
+
+    batch.old, batch.reference = Ragged(lengths, CPU), Ragged(lengths, CPU)
+    batch.old.flat, batch.reference.flat = table("old"), table("reference")
+    if config.advantage == "gae":
+        batch.values = Ragged(lengths, CPU)
+        batch.values.flat = table("values")
+    metrics = set_advantages(batch, config)
+    now = Ragged(lengths, CPU)
+    leaves = [own[name].clone().requires_grad_() for name in ("now", "entropy", "predicted")]
+    rows = []
+    for leaf in leaves:
+        now.flat = torch.full((len(flags),), others).masked_scatter(flags, leaf)
+        index = now._index(packed).clamp(max=max(len(flags) - 1, 0))
+        rows.append(now.flat[index] if len(flags) else torch.zeros(packed.mask.shape))
+    values = rows[2] if batch.values is not None else None
+    loss, seen = Objective(config, 16).loss(packed, rows[0], rows[1], batch, range(len(rollouts)), values)
+    grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    return loss.detach(), seen, metrics, [*grads]
+
+
+masks = st.lists(st.lists(st.booleans(), min_size=1, max_size=7), min_size=2, max_size=5).filter(
+    lambda rows: any(any(row) for row in rows)
+)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@settings(max_examples=40, deadline=None)
+@given(masks=masks, others=st.sampled_from([float("nan"), float("inf"), 0.0, -50.0]))
+def test_tokens_of_others_change_nothing(form, masks, others):
+    """Loss, metrics and gradients are those of the answers with these tokens cut out, whatever numbers they carry."""
+    config = AlgorithmConfig(**FORMS[form])
+    gen = torch.Generator().manual_seed(1)
+    count = sum(map(sum, masks))
+    own = {name: -torch.rand(count, generator=gen) * 2 for name in ("old", "reference", "values", "now", "entropy")}
+    own["predicted"] = torch.randn(count, generator=gen)
+    with_others = loss_and_gradient(rollouts_of(masks, with_others=True), config, own, others)
+    without = loss_and_gradient(rollouts_of(masks, with_others=False), config, own, others)
+    torch.testing.assert_close(with_others, without, atol=1e-6, rtol=1e-5)
+
+
+def test_a_mask_of_ones_is_no_mask():
+    rows = [[True] * n for n in (3, 1, 4, 2)]
+    masked, plain = (rollouts_of(rows, with_others=flag) for flag in (True, False))
+    assert masked[0].response_mask == [True] * 3 and plain[0].response_mask is None
+    config = AlgorithmConfig(loss_type="grpo")
+    batches = [make_batch(r, config, CPU) for r in (masked, plain)]
+    first, second = (pack(batch.answers, range(4)) for batch in batches)
+    for name in ("input_ids", "rows", "targets", "place", "mask"):
+        assert torch.equal(getattr(first, name), getattr(second, name)), name
+    for name in ("loss_tokens", "scored", "lengths"):
+        assert torch.equal(getattr(batches[0], name), getattr(batches[1], name)), name
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_pairs_of_a_masked_answer(share):
+    """Each scored token is predicted from the token before it, and context is what it was."""
+    mask = [True, False, False, True, True, False, True]
+    prefix = [False, True, True, True, True]
+    answers = [
+        Answer([5, 6], [10, 11, 12, 13, 14, 15, 16], mask=mask),
+        Answer([5, 6], [20, 21], mask=[False, True]),
+        Answer([7], [30, 31, 32, 33, 34], shared=3, mask=prefix),
+        Answer([7], [30, 31, 32, 35], shared=3),
+    ]
+    packed = pack(answers, range(4), share=share)
+    for row, sample in enumerate(packed.samples):
+        answer = answers[sample]
+        assert packed.mask[row, : len(answer.response_ids)].tolist() == answer.scored()
+        everything = [*answer.prompt_ids, *answer.response_ids]
+        for t in packed.mask[row].nonzero()[:, 0].tolist():
+            pair = packed.place[row, t]
+            before = packed.rows[pair]
+            assert packed.targets[pair] == answer.response_ids[t]
+            assert packed.input_ids[before] == everything[len(answer.prompt_ids) + t - 1]
+            assert packed.layout.position_ids[before] == len(answer.prompt_ids) + t - 1
+    assert packed.targets.numel() == (4 + 1 + (3 + 2) + 1 if share else 4 + 1 + 4 + 4 + 1)
+
+
+@pytest.mark.parametrize("form", ["grpo", "ppo"])
+def test_an_update_sees_tokens_of_others_as_context_only(form, make_config):
+    """Numbers at tokens of others do not reach the weights; the tokens themselves do, through what comes after them."""
+    config = make_config(algorithm={**FORMS[form], "num_iterations": 2})
+    rollouts = rollouts_of([[True, False, True, True], [True, True, False, True, False], [True] * 3, [True, False]],
+                           with_others=True)  # fmt: skip
+
+    def weights_after(change):
+        changed = copy.deepcopy(rollouts)
+        change(changed[0])
+        learner = Learner(load_policy(config.model), config)
+        learner.update(changed, 1)
+        return torch.cat([p.detach().flatten() for p in learner.policy.model.parameters()])
+
+    def other_numbers(rollout):
+        rollout.logprobs[1] = 77.0
+
+    def other_context(rollout):
+        rollout.response_ids[1] = (rollout.response_ids[1] + 1) % 60
+
+    plain = weights_after(lambda rollout: None)
+    assert torch.equal(weights_after(other_numbers), plain)
+    assert not torch.equal(weights_after(other_context), plain)
+
+
+def test_bad_lengths():
+    rollouts = rollouts_of([[True, False, True], [True]], with_others=True)
+    rollouts[0].response_mask.pop()
+    with pytest.raises(ValueError, match=r"rollouts\[0\]\.response_mask must have 3 entries like response_ids, got 2"):
+        make_batch(rollouts, AlgorithmConfig(), CPU)
+    rollouts = rollouts_of([[True, False, True], [True]], with_others=True)
+    rollouts[1].logprobs = []
+    with pytest.raises(ValueError, match=r"rollouts\[1\]\.logprobs must have 1 entries.*got 0"):
+        make_batch(rollouts, AlgorithmConfig(), CPU)
