@@ -5,15 +5,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # TRL's signature, f(prompts, completions, completion_ids, **dataset_columns) -> list[float | None], one per completion;
-# it may be async
+# it may be async. Of a prompt that is a list of messages the completion is one too.
 RewardFunction = Callable[..., Any]
+Messages = list[dict[str, str]]  # {"role": "user", "content": "..."}
 
 
 @dataclass(frozen=True)
 class Example:
     """One prompt and whatever columns its reward functions need."""
 
-    prompt: str | list[dict[str, str]]  # plain text, or chat messages for the tokenizer's template
+    prompt: str | Messages  # plain text, or chat messages for the tokenizer's template
     columns: dict[str, Any] = field(default_factory=dict)  # answer, difficulty, ...
 
 
@@ -30,3 +31,8 @@ class Task:
     # raw task accuracy of one completion is reward_functions[accuracy] > 0.5
     accuracy: str = "accuracy"
     reward_timeout: float | None = None  # seconds for one call of a reward function
+
+
+def completion_text(completion: str | Messages) -> str:
+    """What a completion says, for reward functions that take texts and messages alike."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]

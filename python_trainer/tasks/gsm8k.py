@@ -6,7 +6,7 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
 from python_trainer.errors import UserError
-from python_trainer.tasks.base import Example
+from python_trainer.tasks.base import Example, Messages, completion_text
 from python_trainer.tasks.jsonl import read_rows, text_column
 
 # The final answer stands after the last "####" (gold answers) or at the start of the last line "A:" (model solutions).
@@ -36,11 +36,15 @@ def final_number(text: str) -> Decimal | None:
 
 
 def accuracy(
-    prompts: Sequence, completions: Sequence[str], completion_ids: Sequence, answer: Sequence[str], **_: object
+    prompts: Sequence,
+    completions: Sequence[str | Messages],
+    completion_ids: Sequence,
+    answer: Sequence[str],
+    **_: object,
 ) -> list[float | None]:
     """1 for every completion whose final number equals the one of the gold ``answer``, else 0."""
     judged: list[float | None] = []
-    for text, gold in zip(completions, answer, strict=True):
+    for text, gold in zip(map(completion_text, completions), answer, strict=True):
         number = final_number(text)
         judged.append(float(number is not None and number == final_number(gold)))
     return judged

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from python_trainer.errors import UserError
+from python_trainer.tasks.base import Messages, completion_text
 
 ANSWER_SECONDS = 5.0  # of processor time for one answer, which then counts as wrong
 WORKER = Path(__file__).with_name("math_worker.py")
@@ -80,7 +81,11 @@ atexit.register(_verifier.close)
 
 
 def math_reward(
-    prompts: Sequence, completions: Sequence[str], completion_ids: Sequence, answer: Sequence[str], **_: object
+    prompts: Sequence,
+    completions: Sequence[str | Messages],
+    completion_ids: Sequence,
+    answer: Sequence[str],
+    **_: object,
 ) -> list[float | None]:
     """1 for every completion that ends in the value of ``answer``, else 0.
 
@@ -88,7 +93,7 @@ def math_reward(
         ValueError: an ``answer`` that is no string with mathematics in it.
     """
     judged: list[float | None] = []
-    for text, gold in zip(completions, answer, strict=True):
+    for text, gold in zip(map(completion_text, completions), answer, strict=True):
         right = _verifier(text, gold) if isinstance(gold, str) else None
         if right is None:
             raise ValueError(f"column answer must be a string with mathematics in it, got {gold!r:.80}")

@@ -140,7 +140,8 @@ def score(
     """Judges N completions; ``examples[i]`` is what completion i answers.
 
     Every reward function is called once with keyword arguments ``prompts``, ``completions`` (text, special tokens
-    left out), ``completion_ids`` and each column of the examples, all of length N. Async functions are awaited side by
+    left out; ``[{"role": "assistant", "content": text}]`` where the prompt is a list of messages, as in TRL),
+    ``completion_ids`` and each column of the examples, all of length N. Async functions are awaited side by
     side. Raises ``UserError`` naming the function that raises, takes longer than the task allows or returns the wrong
     length, NaN or infinity, and where no function applies.
     """
@@ -148,7 +149,11 @@ def score(
     names = {column for example in examples for column in example.columns}
     columns = {name: [example.columns.get(name) for example in examples] for name in sorted(names)}
     texts, ids = list(completions), [list(row) for row in completion_ids]
-    arguments = {"prompts": prompts, "completions": texts, "completion_ids": ids, **columns}
+    said = [
+        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+    arguments = {"prompts": prompts, "completions": said, "completion_ids": ids, **columns}
     limit = task.reward_timeout
     found = _call_all(task.reward_functions, arguments, limit)
     rewards = {name: _checked(name, values, len(texts), limit) for name, values in found.items()}

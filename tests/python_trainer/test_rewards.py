@@ -100,3 +100,48 @@ def test_the_limit_is_a_setting_of_the_jsonl_task(settings):
     settings["task"]["reward_timeout"] = 0
     with pytest.raises(UserError, match="task.reward_timeout: .*greater than 0, got 0"):
         check_config(settings, source="test")
+
+
+CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1 + 1?"}]
+
+
+def test_chat_prompts_reach_reward_functions_as_in_trl():
+    """The forms in TRL: GRPOTrainer gives lists of messages where prompts are lists of messages, texts otherwise."""
+    seen = {}
+
+    def keep(prompts, completions, completion_ids, answer):
+        seen.update(prompts=prompts, completions=completions, completion_ids=completion_ids, answer=answer)
+        return [float(c[0]["content"] == a) for c, a in zip(completions, answer)]
+
+    examples = [Example(CHAT, {"answer": "2"}), Example(CHAT, {"answer": "3"})]
+    scores = score(Task("t", examples, [], {"keep": keep}, accuracy="keep"), examples, ["2", "2"], [[7], [7]])
+    assert seen["prompts"] == [CHAT, CHAT]
+    assert seen["completions"] == [[{"role": "assistant", "content": "2"}], [{"role": "assistant", "content": "2"}]]
+    assert seen["completion_ids"] == [[7], [7]] and seen["answer"] == ["2", "3"]
+    assert scores.accuracy == [1.0, 0.0]
+
+
+def test_each_completion_has_the_form_of_its_prompt():
+    def forms(completions, **_):
+        return [float(isinstance(c, str)) for c in completions]
+
+    examples = [Example("p"), Example(CHAT)]
+    scores = score(Task("t", examples, [], {"forms": forms}, accuracy="forms"), examples, ["2", "2"], [[7], [7]])
+    assert scores.rewards == {"forms": [1.0, 0.0]}
+
+
+def test_our_own_reward_functions_read_messages_too():
+    from python_trainer.tasks import gsm8k
+
+    examples = [Example(CHAT, {"answer": "#### 2"}), Example("p", {"answer": "#### 2"})]
+    task = Task("t", examples, [], {"accuracy": gsm8k.accuracy})
+    assert score(task, examples, ["so\n#### 2", "so\n#### 2"], [[7], [7]]).total == [1.0, 1.0]
+
+
+def test_math_reads_messages_too():
+    pytest.importorskip("math_verify")
+    from python_trainer.tasks.mathematics import math_reward
+
+    examples = [Example(CHAT, {"answer": "2"})] * 2
+    task = Task("t", examples, [], {"math": math_reward}, accuracy="math")
+    assert score(task, examples, ["it is $2$", "it is $3$"], [[7], [7]]).total == [1.0, 0.0]
