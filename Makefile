@@ -11,7 +11,7 @@ PY := $(VENV)/bin/python
 SOURCES := setup.py $(shell find csrc -type f)
 RUN ?= runs/train
 
-.PHONY: help setup build train smoke test test-vllm lint bench clean
+.PHONY: help setup build train smoke test test-vllm lint bench docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo 'make bench   set up, then every benchmark (BENCH="--quick dtw" for less)'
 	@echo 'make build   set up and compile the extension'
 	@echo 'make lint    ruff and mypy'
+	@echo 'make docs    the API reference as web pages: site/index.html'
 	@echo 'make smoke   train for a few steps'
 	@echo 'make clean   remove $(VENV) and everything that was built'
 	@sed -n 's/^# \([A-Z]*=\)/  \1/p' Makefile
@@ -63,5 +64,10 @@ lint: $(VENV)/.packages
 bench: $(VENV)/.built
 	$(PY) -m bench $(BENCH)
 
+docs: $(VENV)/.built
+	@$(PY) -c 'import pdoc' 2>/dev/null || $(PY) -m pip install --quiet --constraint constraints.txt pdoc
+	rm -rf site
+	@$(PY) tools/make_docs.py site
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info rlkernels/_C*.so .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info rlkernels/_C*.so .pytest_cache .ruff_cache .mypy_cache .hypothesis

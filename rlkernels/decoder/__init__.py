@@ -27,6 +27,7 @@ def add_rms_norm_(
         residual: [T, D], contiguous, changed in place.
         x: [T, D], contiguous; None leaves the residual as it is.
         weight: [D].
+        eps: added to the mean square.
 
     Returns:
         [T, D], ``residual * rsqrt(mean(residual^2) + eps) * weight``.
@@ -49,7 +50,9 @@ def rope_(x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torc
         positions: int64 [T], rows of the tables.
         cos, sin: [P, d], as Transformers' rotary embeddings give them: both halves alike.
         q_heads: how many of the heads are queries.
+        heads: queries and keys together.
         q_weight, k_weight: [d] each, to normalise every query and key head before (Qwen3); None: no norm.
+        eps: added to the mean square in that norm.
 
     Raises:
         ValueError, RuntimeError: shapes that do not fit, positions outside the tables, tensors that are not contiguous.
@@ -61,7 +64,17 @@ def rope_(x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torc
 
 
 def silu_mul(gate_up: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
-    """The gate of a SwiGLU layer (arXiv 2002.05202): gate_up [T, 2 I], contiguous -> ``silu(gate) * up`` [T, I]."""
+    """The gate of a SwiGLU layer (arXiv 2002.05202).
+
+    Args:
+        gate_up: [T, 2 I], contiguous: both halves of the projection.
+
+    Returns:
+        ``silu(gate) * up`` [T, I].
+
+    Raises:
+        ValueError, RuntimeError: another shape, or a tensor that is not contiguous.
+    """
     if _native("silu_mul", gate_up, backend):
         return torch.ops.rlkernels.silu_mul(gate_up)
     return reference.silu_mul(gate_up)

@@ -48,6 +48,9 @@ def paged_kv_cache(
         model: a decoder model; its dtype and device are those of the cache.
         num_blocks, memory_bytes, block_size: as for :class:`rlkernels.PagedKVCache`.
 
+    Returns:
+        The cache, for ``PagedCache``.
+
     Raises:
         ValueError: the model is not one that paged attention can run.
     """

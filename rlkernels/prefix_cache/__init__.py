@@ -84,6 +84,7 @@ def paged_attention(
         seq_lens: int32 [B], keys of each sequence, its queries included.
         query_starts: int32 [B + 1]; sequence b has the queries ``query_starts[b]`` .. ``query_starts[b + 1] - 1``.
         scale: factor of the scores before the softmax, usually d ** -0.5.
+        return_lse: also return the natural log of the sum of exp(score), of every query and head.
 
     Returns:
         out [T, Hq, d] in the dtype of the query; with ``return_lse`` also the natural logarithm of the softmax's
@@ -127,14 +128,18 @@ def shared_prefix_attention(
     by their log-sum-exps (Hydragen, arXiv 2402.05099; FlashInfer's cascade attention).
 
     Args:
-        query, key_cache, value_cache, query_starts, scale: as for :func:`paged_attention`.
+        query, key_cache, value_cache, query_starts, scale, return_lse: as for :func:`paged_attention`.
         group_tables: int32 [G, max_prefix_blocks], the blocks of each group's prefix.
         group_lens: int32 [G], tokens of the prefix; 0 is allowed.
         group_starts: int32 [G + 1]; group g holds the sequences ``group_starts[g]`` .. ``group_starts[g + 1] - 1``.
         block_tables, seq_lens: int32 [B, max_blocks], [B], of each sequence's own suffix only, its queries included,
             from offset 0 of its first block. :meth:`PagedKVCache.group` makes all five.
 
-    Returns, raises: as :func:`paged_attention`.
+    Returns:
+        As :func:`paged_attention`.
+
+    Raises:
+        ValueError, TypeError: as :func:`paged_attention`.
     """
     _check_attention(query, key_cache, value_cache, scale)
     groups = _ragged(query.device, group_tables=group_tables, group_lens=group_lens, group_starts=group_starts)

@@ -141,6 +141,7 @@ def top1_deltas(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], *,
     Args:
         pairs: name -> (weight, base), all on one device.
         starts: name -> start, for some or all of the names.
+        tol, max_passes, seed: as for :func:`top1_delta`.
 
     Returns:
         name -> :class:`Rank1Update`, in the order of ``pairs``.

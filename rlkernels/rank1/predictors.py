@@ -46,7 +46,8 @@ class Predictor(ABC):
         return x.float()
 
     @abstractmethod
-    def predict(self, points: Points, target: Target) -> torch.Tensor: ...
+    def predict(self, points: Points, target: Target) -> torch.Tensor:
+        """x [m] at the target, of any floating type; the points are enough and on one device."""
 
 
 class PLS(Predictor):
@@ -123,6 +124,14 @@ def skill(trajectory: RankOneTrajectory, predictor: str | Predictor, *, holdout:
     The last ``holdout`` points are left out; direction and points are those of the step before them, the target is the
     step and accuracy of the last point.
 
+    Args:
+        trajectory: what was tracked so far.
+        predictor: one of ``PREDICTORS``, by name or of your own.
+        holdout: points to be predicted, >= 1.
+
+    Raises:
+        ValueError: an unknown predictor; a holdout that is not positive.
+
     Returns:
         1 - sum |prediction - x_T|^2 / sum |x_(T - holdout) - x_T|^2 over all modules, at most 1; -inf where the
         predictor has too few points or finds none.
@@ -196,7 +205,19 @@ class Refusal:
 
 
 def refusal(trajectory: RankOneTrajectory, predictor: str | Predictor, limits: Limits | None = None) -> Refusal | None:
-    """Why this predictor should not be tried on this trajectory now; None when nothing speaks against it."""
+    """Why this predictor should not be tried on this trajectory now; None when nothing speaks against it.
+
+    Args:
+        trajectory: what was tracked so far.
+        predictor: one of ``PREDICTORS``, by name or of your own.
+        limits: None for the defaults.
+
+    Returns:
+        Kind of the first objection, and the figures that make it one.
+
+    Raises:
+        ValueError: an unknown predictor.
+    """
     predictor, limits = _predictor(predictor), limits or Limits()
     needed = max(predictor.min_points + limits.holdout, 3)
     if len(trajectory) < needed:
@@ -226,12 +247,15 @@ def extrapolate(trajectory: RankOneTrajectory, weights: Mapping[str, torch.Tenso
     """Predicted weights of the modules that :func:`module_refusal` has nothing against.
 
     Args:
+        trajectory: what was tracked so far.
         weights: name -> W_T [m, n], the weights of the latest tracked step; not changed.
         target: step and accuracy to go to.
+        predictor: one of ``PREDICTORS``, by name or of your own.
         scale: factor a on the predicted x. "alpha" gives the rank-1 update the Frobenius norm of the whole one,
             |W_T - W_0| / |x_T|, as AlphaRL does; meant for ``keep_rest=False``.
         keep_rest: True: what the update holds beyond v_T stays as trained, W_T + (a x - x_T) v_T^T. False: it is
             dropped as in AlphaRL, W_0 + a x v_T^T. Predictors of the whole update keep everything, stretched.
+        limits: what a module must fulfil to be extrapolated; None for the defaults.
         points: exact ones, from ``trajectory.exact_points``; otherwise those of the factors.
 
     Returns:

@@ -32,12 +32,11 @@ def ragged(rows):
 def step_batch(rewards, lengths, *, groups=None, in_loss=None, unscored=0, **recorded):
     """A batch of which only what advantages are made of is there."""
     kept = torch.tensor([True] * len(lengths) if in_loss is None else in_loss, dtype=torch.bool)
-    at = torch.arange(max(lengths))
+    at, counts = torch.arange(max(lengths, default=0)), torch.tensor(lengths, dtype=torch.int64)
     return StepBatch(
         answers=[Answer([1], [2] * n, unscored, unscored) for n in lengths],
         rewards=torch.tensor(rewards), groups=torch.tensor(groups or list(range(len(lengths)))),
-        in_loss=kept, loss_tokens=torch.tensor(lengths, dtype=torch.int64) * kept,
-        scored=(at >= unscored) & (at < torch.tensor(lengths)[:, None]), lengths=torch.tensor(lengths),
+        in_loss=kept, loss_tokens=counts * kept, scored=(at >= unscored) & (at < counts[:, None]), lengths=counts,
         sampler=ragged([[0.0] * n for n in lengths]), caps=torch.full((len(lengths),), math.nan),
         **{name: ragged(rows) for name, rows in recorded.items()},
     )  # fmt: skip

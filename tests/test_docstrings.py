@@ -1,0 +1,63 @@
+"""What the API reference is made of: every public name says what it takes, gives and raises."""
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+SPEC = importlib.util.spec_from_file_location("make_docs", Path(__file__).parents[1] / "tools" / "make_docs.py")
+make_docs = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(make_docs)
+EVERYWHERE = {"backend"}  # the same argument of every op, explained in rlkernels.backend
+
+
+def public_names():
+    """(module, name, value) of every public function and class, each once."""
+    seen = set()
+    for module_name in make_docs.importable(make_docs.public_modules()):
+        module = importlib.import_module(module_name)
+        for name in module.__all__:
+            value = getattr(module, name)
+            if (inspect.isfunction(value) or inspect.isclass(value)) and value not in seen:
+                seen.add(value)
+                yield pytest.param(value, id=f"{module_name}.{name}")
+
+
+def sections(text):
+    """Google's sections of a docstring: heading -> lines below it."""
+    return dict(re.findall(r"^(Args|Returns|Yields|Raises):\n((?:(?: .*)?(?:\n|$))+)", text, re.MULTILINE))
+
+
+def raises(function):
+    """Whether the function itself raises, or checks its arguments."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    calls = (ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return any(isinstance(node, ast.Raise) for node in ast.walk(tree)) or any(c.startswith("_check") for c in calls)
+
+
+@pytest.mark.parametrize("value", list(public_names()))
+def test_docstring_is_complete(value):
+    text = inspect.getdoc(value) or ""
+    assert text.strip(), "no docstring"
+    if inspect.isclass(value):
+        for name, method in vars(value).items():
+            if not name.startswith("_") and inspect.isfunction(method):
+                assert (inspect.getdoc(getattr(value, name)) or "").strip(), f"{name} has no docstring"
+        return
+    found, signature = sections(text), inspect.signature(value)
+    for name in signature.parameters.keys() - EVERYWHERE:
+        assert re.search(rf"^ +[\w, *]*\b{name}\b[\w, ]*:", found.get("Args", ""), re.MULTILINE), f"Args lacks {name}"
+    if signature.return_annotation not in (None, inspect.Signature.empty):
+        assert found.keys() & {"Returns", "Yields"}
+    if raises(value):
+        assert "Raises" in found
+
+
+def test_sections_are_found():
+    text = "What.\n\nArgs:\n    a, b: x\n    c: y\n        more\n\nReturns:\n    z\n\nRaises:\n    E: w"
+    assert sections(text).keys() == {"Args", "Returns", "Raises"} and "more" in sections(text)["Args"]
