@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from python_trainer.accelerators import Accelerator, Rollout, Settings, StepContext
-from python_trainer.config import load_config
+from python_trainer.config import Config, load_config
 from python_trainer.trainer import Trainer
 
 DEFAULTS = ["max_seconds=null", "evaluation.eval_steps=0", "evaluation.eval_limit=1", "save.save_steps=0"]
@@ -41,7 +41,11 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default="configs/arithmetic.yaml")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE")
     arguments = parser.parse_args()
-    config = load_config(arguments.config, [*DEFAULTS, *arguments.set])
+    record(load_config(arguments.config, [*DEFAULTS, *arguments.set]), arguments.out)
+
+
+def record(config: Config, out: Path) -> None:
+    """Trains, and writes the rollouts of all steps."""
     recorder = Recorder()
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(config, Path(folder) / "run")
@@ -52,7 +56,7 @@ def main() -> None:
     columns: dict[str, Any] = {f"prompt_{k}": v for k, v in flat(trainer.prompts["train"]).items()}
     columns |= {f"answer_{k}": v for k, v in flat([r.response_ids for r in rows]).items()}
     np.savez_compressed(
-        arguments.out,
+        out,
         key=np.array([r.prompt_key for r in rows]),
         reward=np.array([r.reward for r in rows]),
         step=np.array([step for step, _ in recorder.rollouts]),

@@ -7,6 +7,7 @@ STUDIES = {
     "alpha": "extrapolated weights: what rank 1 keeps, what prediction adds after 40 % of the steps, what the gate did",
     "rpo": "suffix rollouts against plain GRPO and DAPO: tokens, seconds to the same accuracy, final accuracy",
     "drafts": "lossless drafts: forward passes and rollout seconds by epoch, and that training does not change",
+    "scheduling": "rollouts over several workers: how well lengths are predicted, what balancing by them saves",
     "rhyme": "training guided by history: what a database of a small policy's run saves, and what does not help",
 }
 

@@ -1,0 +1,90 @@
+"""Long calls into compiled code let other Python threads run: batch drafting and verification release the GIL."""
+
+import sys
+import threading
+import time
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from support import lacks
+
+import rlkernels
+from rlkernels import backend
+from rlkernels.sampling import _settings
+
+PATIENCE = 60.0  # seconds of calls; one call of a millisecond is enough where a processor is free
+
+
+@contextmanager
+def waiting_thread():
+    """A thread that has nothing left to wait for but the interpreter lock -> event that it has run.
+
+    The interpreter is told never to take the lock from a thread that does not release it.
+    """
+    may, ran = threading.Lock(), threading.Event()
+    before = sys.getswitchinterval()
+    may.acquire()
+
+    def work():
+        with may:
+            total = sum(i * i for i in range(1000))  # progress: bytecode, not one atomic call
+        if total:
+            ran.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    sys.setswitchinterval(1000.0)
+    try:
+        may.release()
+        yield ran
+    finally:
+        sys.setswitchinterval(before)
+        thread.join()
+
+
+def runs_during(call, seconds=PATIENCE) -> bool:
+    end = time.monotonic() + seconds
+    with waiting_thread() as ran:
+        while not ran.is_set() and time.monotonic() < end:
+            call()
+        return ran.is_set()
+
+
+def drafting_calls():
+    """The calls on handles, by name."""
+    rng = np.random.default_rng(0)
+    history = rlkernels.RolloutHistory(backend="cpu")
+    for _ in range(50):
+        history.add([1, 2], rng.integers(0, 4, 400))
+    handles = np.array([history.track([1, 2]) for _ in range(500)])
+    new, lengths = rng.integers(0, 4, 500 * 20).astype(np.int32), np.full(500, 20)
+    history.extend_tracked(handles, new, lengths)
+    core, many = history._core, np.tile(handles, 400)
+    ones = np.ones_like(many)
+    return {
+        "draft_tracked": lambda: core.draft_tracked(handles, 64, 0.0),
+        "extend_tracked": lambda: core.extend_tracked(handles, new, lengths),
+        "observe": lambda: core.observe(many, ones, ones),
+    }
+
+
+@pytest.mark.parametrize("name", ["draft_tracked", "extend_tracked", "observe", "verify_drafts"])
+def test_another_thread_makes_progress_during_a_long_call(name):
+    if backend.extension_error():
+        lacks("the compiled extension")
+    if name == "verify_drafts":
+        logits, uniforms = torch.randn(64, 20_000), torch.rand(64)
+        starts, settings = torch.arange(0, 65, 4), _settings(1.0, 0.9, 50, 16, logits.device)
+        drafts = torch.randint(20_000, (48,))
+        native = torch.ops.rlkernels.verify_drafts
+        assert runs_during(lambda: native(logits, drafts, starts, uniforms, *settings))
+    else:
+        assert runs_during(drafting_calls()[name])
+
+
+def test_a_call_that_keeps_the_lock_lets_nobody_run():
+    """The test above can fail."""
+    numbers = list(range(10_000, 0, -1))
+    assert not runs_during(lambda: sorted(numbers, key=int.bit_count), seconds=0.3)
