@@ -87,6 +87,11 @@ class Policy:
             UserError: names a prompt that is empty, or too long for the model together with its answer.
         """
         room = self.max_length - max_completion_length
+        if room < 1:
+            raise UserError(
+                f"rollout.max_completion_length {max_completion_length} leaves no room for a prompt: the model's limit "
+                f"is {self.max_length} tokens, prompt and answer together"
+            )
         encoded = self.encode([example.prompt for example in examples])
         for index, ids in enumerate(encoded):
             if not 0 < len(ids) <= room:

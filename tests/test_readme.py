@@ -13,6 +13,7 @@ PAGES = [
     for name in (
         "README.md",
         "docs/alpha.md",
+        "docs/guide.md",
         "docs/other_trainers.md",
         "docs/prefix_cache.md",
         "CONTRIBUTING.md",
