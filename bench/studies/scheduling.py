@@ -178,7 +178,7 @@ def measure(folder: Path, workload: str, counts: Sequence[int]) -> list[dict[str
             raise RuntimeError(f"step {step} with {workers} workers, {variant}: other tokens than with {counts[0]}")
         row = {
             "workload": workload, "workers": workers, "variant": variant, "step": step, "wall_s": wall,
-            "moved": pool.moved - moved, "overhead": overhead,
+            "moved": pool.moved - moved, "overhead": overhead, "spread": lengths.spread,
             "prompts": [len(request.prompt_ids) for request in requests],
             "lengths": [[len(a.ids) for a in answers[i : i + SAMPLES]] for i in range(0, len(answers), SAMPLES)],
             "expected": [x or 0.0 for x in lengths.predict([r.prompt_ids for r in requests])],

@@ -49,6 +49,7 @@ class Group:
     prompt: int  # tokens
     lengths: tuple[int, ...]  # of the answers
     expected: float  # length, before they are generated
+    spread: float = 0.25  # of answers about that, as a share of it
 
     @property
     def work(self) -> Work:
@@ -62,12 +63,13 @@ class Answer:
     prompt: int
     missing: int
     expected: float
+    spread: float
     done: int = 0
     moved: bool = False
 
     @property
     def left(self) -> float:
-        return left(self.expected, self.done, 1 << 30)
+        return left(self.expected, self.done, 1 << 30, self.spread)
 
 
 @dataclass(eq=False)
@@ -83,7 +85,7 @@ class Station:
 
     def begin(self, groups: Sequence[Group]) -> None:
         self._spend(self.cost.call + self.cost.a_prompt_token * sum(group.prompt for group in groups))
-        self.answers = [Answer(g.prompt, length, g.expected) for g in groups for length in g.lengths]
+        self.answers = [Answer(g.prompt, length, g.expected, g.spread) for g in groups for length in g.lengths]
 
     def take(self, answers: list[Answer], clock: float) -> None:
         """What another worker gave away at this time; all of its tokens are computed again."""

@@ -20,8 +20,9 @@ SLOWER_PASSES = 10  # times the overhead of a pass: nearer to a GPU, whose decod
 PIPELINED = (2, 4, 8)
 
 
-def groups_of(prompts: Sequence[int], lengths: Sequence[Sequence[int]], expected: Sequence[float]) -> list[Group]:
-    return [Group(p, tuple(answers), e) for p, answers, e in zip(prompts, lengths, expected)]
+def groups_of(prompts: Sequence[int], lengths: Sequence[Sequence[int]], expected: Sequence[float],
+              spread: float) -> list[Group]:  # fmt: skip
+    return [Group(p, tuple(answers), e, spread) for p, answers, e in zip(prompts, lengths, expected)]
 
 
 def visits_of(prompts: Sequence[int], lengths: dict[int, list[list[int]]]) -> list[list[Group]]:
@@ -30,7 +31,7 @@ def visits_of(prompts: Sequence[int], lengths: dict[int, list[list[int]]]) -> li
     for visit in range(len(next(iter(lengths.values())))):
         if visit:
             expected = [length or 0.0 for length in history.predict([[key] for key in lengths])]
-            found.append(groups_of(prompts, [visits[visit] for visits in lengths.values()], expected))
+            found.append(groups_of(prompts, [visits[visit] for visits in lengths.values()], expected, history.spread))
         for key, visits in lengths.items():
             history.observe([key], visits[visit])
     return found
@@ -38,7 +39,7 @@ def visits_of(prompts: Sequence[int], lengths: dict[int, list[list[int]]]) -> li
 
 def oracle(groups: Sequence[Group]) -> list[Group]:
     """The same, as if the lengths were known."""
-    return [replace(group, expected=fmean(group.lengths)) for group in groups]
+    return [replace(group, expected=fmean(group.lengths), spread=0.02) for group in groups]
 
 
 def correlation_lines(correlations: dict[str, list[Row]]) -> list[str]:
@@ -119,7 +120,7 @@ def checked(rows: Iterable[Row], cost: Cost) -> list[Row]:
     """The odd steps: the time of the slowest worker, simulated from the lengths alone, against the measured one."""
     found = []
     for row in plain_rows(rows, odd=True):
-        groups = groups_of(row["prompts"], row["lengths"], row["expected"])
+        groups = groups_of(row["prompts"], row["lengths"], row["expected"], row["spread"])
         simulated = end(simulate(groups, row["workers"], "fifo" if row["variant"] == "in turn" else "history", cost))
         found.append({name: row[name] for name in ("workload", "workers", "variant", "step")}
                      | {"measured": slowest(row), "simulated": simulated})  # fmt: skip
@@ -211,7 +212,7 @@ def write(results: Path, traces: dict[str, Any], correlations: dict[str, list[Ro
     machine, table, cost = device_name(torch.device("cpu")), measured_table(rows), fitted(rows)
     checks = checked(rows, cost)
     mixed = {row["step"]: row for row in rows if row["workload"] == "long and short"}
-    short = [groups_of(row["prompts"], row["lengths"], row["expected"]) for row in mixed.values()]
+    short = [groups_of(row["prompts"], row["lengths"], row["expected"], row["spread"]) for row in mixed.values()]
     whole = {"long and short": [[group for step in short for group in step]]}  # all its prompts in one step
     whole |= {name: visits_of(*trace) for name, trace in traces.items()}
     simulated = [row for name, steps in whole.items() for row in simulated_rows(name, steps, cost)]

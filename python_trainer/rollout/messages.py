@@ -37,6 +37,7 @@ class Begin:
     sampling: SamplingParams
     longest: int  # tokens of a sequence
     overhead: float  # of a pass, in tokens
+    spread: float  # of answers about their expected length, as a share of it
     drafts: Drafts | None
 
 

@@ -14,21 +14,32 @@ from typing import Any
 from python_trainer.rollout.types import Completion, Request
 
 NEWEST = 0.5  # weight of a prompt's newest visit in its mean
-SPREAD = 0.25  # an answer as long as expected is expected to go on for this share of it
-GAIN = 0.05  # least share of a worker's time that moving answers away from it must save
+SPREAD = 0.25  # of answers about their expected length, before any have been seen, as a share of it
+LAST_VISITS = 64  # to prompts, that the spread is averaged over
+GAIN = 0.1  # least share of a worker's time that moving answers away from it must save
 
 
 class LengthHistory:
-    """Mean length of the answers to each prompt, over its visits; newer visits weigh more."""
+    """Mean length of the answers to each prompt, over its visits; newer visits weigh more.
+
+    Attributes:
+        spread: how far single answers lately were from what was expected, as a share of that.
+    """
 
     def __init__(self) -> None:
         self.means: dict[str, float] = {}
+        self.spread = SPREAD
 
     def observe(self, prompt_ids: Sequence[int], lengths: Sequence[int]) -> None:
         """One visit to a prompt: the tokens of each answer, its given prefix included."""
-        if lengths:
-            key, mean = _key(prompt_ids), sum(lengths) / len(lengths)
-            self.means[key] = NEWEST * mean + (1 - NEWEST) * self.means.get(key, mean)
+        if not lengths:
+            return
+        key, mean = _key(prompt_ids), sum(lengths) / len(lengths)
+        before = self.means.get(key, mean)
+        if key in self.means or len(lengths) > 1:
+            off = sum(abs(length - before) for length in lengths) / (len(lengths) * max(before, 1.0))
+            self.spread += (off - self.spread) / LAST_VISITS
+        self.means[key] = NEWEST * mean + (1 - NEWEST) * before
 
     def predict(self, prompts: Sequence[Sequence[int]]) -> list[float | None]:
         """Tokens of an answer to each prompt; the mean of the others for a prompt never seen; None if all are new."""
@@ -38,10 +49,10 @@ class LengthHistory:
         return [mean if length is None else length for length in known]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"means": dict(self.means)}
+        return {"means": dict(self.means), "spread": self.spread}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.means = dict(state["means"])
+        self.means, self.spread = dict(state["means"]), state["spread"]
 
 
 def _key(prompt_ids: Sequence[int]) -> str:
@@ -65,9 +76,9 @@ class Work:
 NOTHING = Work()
 
 
-def left(expected: float, done: int, limit: int) -> float:
-    """Tokens that an answer still needs, after ``done`` of at most ``limit``."""
-    return min(max(expected - done, SPREAD * expected, 1.0), float(max(limit - done, 0)))
+def left(expected: float, done: int, limit: int, spread: float = SPREAD) -> float:
+    """Tokens that an answer still needs, after ``done`` of at most ``limit``; one as long as expected goes on a bit."""
+    return min(max(expected - done, spread * expected, 1.0), float(max(limit - done, 0)))
 
 
 def longest_first(works: Sequence[Work]) -> list[int]:
@@ -172,7 +183,7 @@ def expected_lengths(history: LengthHistory, requests: Sequence[Request]) -> lis
     return [
         float(request.max_new_tokens)
         if total is None
-        else left(total - len(request.prefix_ids), 0, request.max_new_tokens)
+        else left(total - len(request.prefix_ids), 0, request.max_new_tokens, history.spread)
         for request, total in zip(requests, totals)
     ]
 

@@ -74,6 +74,7 @@ class Worker:
         self.connection, self.engine = connection, engine
         self.history = RolloutHistory()
         self.tasks: dict[Sample, Task] = {}
+        self.spread = 0.0  # of answers about their expected length
 
     def run(self) -> None:
         while True:
@@ -88,7 +89,7 @@ class Worker:
     def generate(self, begin: m.Begin) -> m.Ended:
         """Generates what comes until it is told to end."""
         before, cpu, busy = self.engine.stats, time.process_time(), 0.0
-        self.engine.drafter = self._drafter(begin.drafts)
+        self.engine.drafter, self.spread = self._drafter(begin.drafts), begin.spread
         with self.engine.session(begin.sampling, begin.longest) as session:
             while self._listen(session, begin.overhead):
                 started = time.perf_counter()
@@ -160,7 +161,7 @@ class Worker:
 
     def _work(self, samples: Sequence[Sample]) -> Work:
         """What these answers still need."""
-        needs = [left(self.tasks[s].expected, len(s.out.ids), s.max_new_tokens) for s in samples]
+        needs = [left(self.tasks[s].expected, len(s.out.ids), s.max_new_tokens, self.spread) for s in samples]
         return Work(max(needs, default=0.0), sum(needs))
 
     def _left(self, session: Session) -> Work:

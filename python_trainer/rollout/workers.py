@@ -219,7 +219,8 @@ class Call:
 
     def run(self, sampling: SamplingParams) -> list[Completion]:
         pool, overhead = self.pool, self.pool._overhead or 0.0
-        begin = m.Begin(sampling, longest_sequence(self.requests), overhead, pool._drafts())
+        spread = pool.lengths.spread if pool.lengths else 0.0
+        begin = m.Begin(sampling, longest_sequence(self.requests), overhead, spread, pool._drafts())
         for worker, pieces in enumerate(self._deal(overhead)):
             pool._send(worker, begin)
             self._add(worker, pieces)

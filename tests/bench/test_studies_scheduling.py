@@ -92,8 +92,9 @@ def test_tables_of_rows_that_the_model_made(tmp_path, capsys):
                     did.append({"answers": station.finished, "stats": stats, "cpu_s": station.busy, "busy_s": 1.0})
                 rows.append({
                     "workload": "long and short", "workers": workers, "variant": variant, "step": step, "wall_s": 1.0,
-                    "moved": 0, "prompts": [g.prompt for g in groups], "lengths": [list(g.lengths) for g in groups],
-                    "expected": [g.expected for g in groups], "workers_did": did,
+                    "moved": 0, "spread": 0.1, "prompts": [g.prompt for g in groups],
+                    "lengths": [list(g.lengths) for g in groups], "expected": [g.expected for g in groups],
+                    "workers_did": did,
                 })  # fmt: skip
     trace = (list(range(40)), {key: [[key + 3, key + 5]] * 3 for key in range(40)})
     scheduling_report.write(tmp_path, {"made up": trace}, {"made up": scheduling.correlations(*trace)}, rows)

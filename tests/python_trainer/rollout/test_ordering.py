@@ -51,7 +51,7 @@ def test_lengths_survive_a_checkpoint():
     history.observe([1, 2], [7, 9])
     copy.load_state_dict(history.state_dict())
     history.observe([1, 2], [100])  # the copy is one of its own
-    assert copy.predict([[1, 2]]) == [8]
+    assert copy.predict([[1, 2]]) == [8] and copy.spread != history.spread
 
 
 def test_given_prefixes_count_in_what_is_seen_and_not_in_what_is_left():
@@ -75,7 +75,19 @@ def test_one_prompt_in_several_requests_is_one_visit():
 def test_what_an_answer_still_needs():
     assert left(100, 0, 256) == 100 and left(100, 60, 256) == 40
     assert left(100, 99, 256) == 25 and left(100, 300, 305) == 5 and left(0.5, 3, 100) == 1
-    assert left(100, 50, 50) == 0
+    assert left(100, 50, 50) == 0 and left(100, 99, 256, spread=0.1) == 10
+
+
+def test_the_spread_is_that_of_single_answers_about_what_was_expected():
+    history = LengthHistory()
+    history.observe([9], [500])  # alone, and the first: nothing was expected
+    assert history.spread == 0.25
+    for _ in range(300):
+        history.observe([1], [80, 120])
+    assert history.spread == pytest.approx(0.2, abs=0.01)
+    for _ in range(300):
+        history.observe([2], [50, 50])
+    assert history.spread < 0.01
 
 
 # plans ---------------------------------------------------------------------------------------------------------
