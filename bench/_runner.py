@@ -82,14 +82,24 @@ def _resident_peak(device: str, call: Callable[[], Any]) -> tuple[Any, int | Non
         out = call()
         torch.cuda.synchronize()
         return out, torch.cuda.max_memory_allocated() - before
+    held = reset_resident_peak()
+    out = call()
+    return out, None if held is None else resident_peak() - held
+
+
+def reset_resident_peak() -> int | None:
+    """Hands free memory back and resets the high-water mark of the resident set -> bytes held; None: not on Linux."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
-        before = _status("VmHWM")
+        return resident_peak()
     except (OSError, AttributeError):
-        return call(), None
-    out = call()
-    return out, _status("VmHWM") - before
+        return None
+
+
+def resident_peak() -> int:
+    """The most bytes that this process held since :func:`reset_resident_peak`."""
+    return _status("VmHWM")
 
 
 def _status(field: str) -> int:
@@ -172,7 +182,7 @@ def run_case(case: Case, seconds: float) -> Iterator[Row]:
 
 def _fill(row: Row, case: Case, timed: _Timed, reference: Any) -> None:
     row.median_s, row.peak_bytes = statistics.median(timed.samples), timed.peak
-    row.q20_s, row.q80_s = (_quantile(timed.samples, q) for q in (0.2, 0.8))
+    row.q20_s, row.q80_s = (quantile(timed.samples, q) for q in (0.2, 0.8))
     if case.reference is not None and row.provider != case.reference:
         row.match = (case.compare or match)(timed.output, reference)
     if case.limit:
@@ -182,7 +192,7 @@ def _fill(row: Row, case: Case, timed: _Timed, reference: Any) -> None:
         row.extra = f"{_si(amount / row.median_s)}{unit}/s"
 
 
-def _quantile(samples: Sequence[float], q: float) -> float:
+def quantile(samples: Sequence[float], q: float) -> float:
     return torch.tensor(samples, dtype=torch.float64).quantile(q).item()
 
 
@@ -231,7 +241,7 @@ def stamp() -> dict[str, Any]:
     return {
         "commit": commit(),
         "threads": torch.get_num_threads(),
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
         "torch": torch.__version__,
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -251,7 +261,7 @@ def commit() -> str:
         return "unknown"
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

@@ -8,6 +8,7 @@ STUDIES = {
     "rpo": "suffix rollouts against plain GRPO and DAPO: tokens, seconds to the same accuracy, final accuracy",
     "drafts": "lossless drafts: forward passes and rollout seconds by epoch, and that training does not change",
     "scheduling": "rollouts over several workers: how well lengths are predicted, what balancing by them saves",
+    "trl": "this trainer against TRL's: seconds to the same accuracy",
     "rhyme": "training guided by history: what a database of a small policy's run saves, and what does not help",
 }
 

@@ -1,0 +1,140 @@
+"""Training steps against TRL's GRPOTrainer: same policy, prompts, rewards, loss and optimizer, both on the CPU.
+
+Every trainer lives in a process of its own and does one step when it is its turn. The learning rate is small, so that
+all of them answer as the base policy does throughout; each draws its own answers, so lengths agree in the mean only.
+A row of the rollout is generation, one of the update everything else: rewards, loss, gradients, optimizer, and what
+the accelerators do.
+"""
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import fmean, median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from bench import Row
+from bench._runner import quantile
+from bench._trl import TRL_BATCH, Step, Worker, run_ours, run_trl
+from python_trainer.config import Config, load_config
+from python_trainer.policy import SHIPPED
+
+WARM_UP = 3  # steps; accelerators have seen every prompt by then
+STEPS = 10
+SAMPLES = 8
+COMMON = ["optimizer.learning_rate=1.0e-6", "optimizer.warmup_steps=0", "max_steps=1000", "max_seconds=null"]
+ROUNDED = ", bfloat16 products"
+
+
+@dataclass
+class Workload:
+    """What is trained, in float32 with exact products, and which trainers are compared on it."""
+
+    name: str
+    config: Config
+    accelerators: list[list[str]] = field(default_factory=list)
+
+
+def even(prompts: list, completions: list, completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """A reward for random answers: share of even tokens."""
+    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+
+
+def random_policy(folder: Path) -> Config:
+    """A random policy of 1.6 million parameters with random prompts of 10 to 20 tokens."""
+    layers = {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
+    config = AutoConfig.from_pretrained(SHIPPED / "main", dtype="float32", **layers)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(SHIPPED / "main").save_pretrained(folder)
+    rng = random.Random(0)
+    prompts = ["".join(rng.choices("0123456789+", k=rng.randint(10, 20))) for _ in range(64)]
+    for split in ("train", "test"):
+        lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in prompts]
+        (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+    files = [f"task.{split}_path={folder / split}.jsonl" for split in ("train", "test")]
+    return load_config(None, [
+        *COMMON, *files, "task.name=jsonl", "task.reward=bench.trl:even", f"model.path={folder}",
+        "rollout.prompts_per_step=16", f"rollout.num_generations={SAMPLES}", "rollout.max_completion_length=64",
+    ])  # fmt: skip
+
+
+def workloads(folder: Path, quick: bool) -> Iterator[Workload]:
+    yield Workload("1.6 M parameters, random answers", random_policy(folder))
+    if not quick:
+        prompts = ["task.train_size=64", "model.matmul_precision=highest"]
+        config = load_config("configs/arithmetic.yaml", [*COMMON, *prompts])
+        yield Workload("arithmetic, 1.2 M parameters", config, [["drafts"], ["rpo", "drafts"]])
+
+
+def providers(work: Workload) -> dict[str, partial[Worker]]:
+    rounded = work.config.model_copy(deep=True)
+    rounded.model.matmul_precision = "medium"
+    found = {}
+    if find_spec("trl") is not None:
+        name = f"TRL {version('trl')}"
+        found = {
+            name: partial(Worker, run_trl, work.config, batch=TRL_BATCH),
+            name + ROUNDED: partial(Worker, run_trl, rounded, batch=TRL_BATCH),
+        }
+    found |= {
+        "python_trainer": partial(Worker, run_ours, work.config),
+        "python_trainer" + ROUNDED: partial(Worker, run_ours, rounded),
+    }
+    for names in work.accelerators:
+        accelerated = rounded.model_copy(deep=True)
+        accelerated.accelerators.enabled = names
+        found[f"python_trainer with {', '.join(names)}{ROUNDED}"] = partial(Worker, run_ours, accelerated)
+    return found
+
+
+def measure(makers: dict[str, partial[Worker]], steps: int) -> dict[str, list[Step]]:
+    """Steps of every provider after the warm-up, one each in turn."""
+    workers = {name: make() for name, make in makers.items()}
+    for worker in workers.values():
+        worker.wait()
+    for worker in workers.values():
+        for _ in range(WARM_UP):
+            worker.step()
+    taken: dict[str, list[Step]] = {name: [] for name in workers}
+    for _ in range(steps):
+        for name, worker in workers.items():
+            taken[name].append(worker.step())
+    for worker in workers.values():
+        worker.stop()
+    return taken
+
+
+def rows(work: Workload, taken: dict[str, list[Step]]) -> Iterator[list[Row]]:
+    """A table each of whole steps, rollouts and updates."""
+    rollout = work.config.rollout
+    shape = (
+        f"{work.name}: {rollout.prompts_per_step} x {rollout.num_generations}, up to {rollout.max_completion_length}"
+    )
+    tables: dict[str, list[Row]] = {"training step": [], "rollout of a step": [], "update of a step": []}
+    for name, steps in taken.items():
+        tokens = fmean(step.generated_tokens for step in steps)
+        seconds = [step.seconds for step in steps], [step.rollout_s for step in steps]
+        parts = [*seconds, [a - b for a, b in zip(*seconds)]]
+        for (op, table), values in zip(tables.items(), parts, strict=True):
+            whole = op == "training step"
+            table.append(Row(
+                op, name, shape, "float32", median_s=median(values), q20_s=quantile(values, 0.2),
+                q80_s=quantile(values, 0.8), peak_bytes=max(step.peak_bytes or 0 for step in steps) if whole else None,
+                extra=f"{tokens / median(values):.0f} tokens/s",
+            ))  # fmt: skip
+    if find_spec("trl") is None:
+        tables["training step"].append(Row("training step", "TRL", shape, missing="pip install 'rlkernels[trl]'"))
+    yield from tables.values()
+
+
+def cases(quick: bool) -> Iterator[list[Row]]:
+    with TemporaryDirectory() as folder:
+        for work in workloads(Path(folder), quick):
+            yield from rows(work, measure(providers(work), 2 if quick else STEPS))
