@@ -49,7 +49,7 @@ class Packed:
 
     def to(self, device: torch.device) -> "Packed":
         moved = (x.to(device, non_blocking=True) for x in (self.rows, self.targets, self.place, self.mask))
-        return Packed(self.samples, self.input_ids.to(device), self.layout.to(device), *moved)
+        return Packed(self.samples, self.input_ids.to(device), self.layout, *moved)
 
     def spread(self, pairs: torch.Tensor) -> torch.Tensor:
         """Values of the pairs [R] -> [B, L], 0 where there is no scored response token."""
@@ -104,7 +104,7 @@ def pack(answers: Sequence[Answer], samples: Sequence[int], *, share: bool = Tru
     has_token = torch.arange(longest) < lengths[:, None]
     place[has_token] = torch.tensor([pair for row in places for pair in row], dtype=torch.int64)
     mask = place >= 0
-    layout = PackedLayout(prefix_lens, suffix_lens, group_starts).to(torch.device("cpu"))
+    layout = PackedLayout(prefix_lens, suffix_lens, group_starts)
     return Packed(
         order, torch.tensor(ids, dtype=torch.int64), layout, torch.tensor(rows, dtype=torch.int64),
         torch.tensor(targets, dtype=torch.int64), place.clamp(min=0), mask,

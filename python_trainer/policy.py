@@ -20,7 +20,9 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 from python_trainer.attention import IMPLEMENTATION
 from python_trainer.config import ModelConfig
 from python_trainer.errors import UserError
+from python_trainer.fused import FusedDecoder, supports
 from python_trainer.packing import Packed
+from python_trainer.rollout.engine import fusible
 from python_trainer.tasks import Example
 from rlkernels import linear_token_logprobs, token_logprobs
 
@@ -52,6 +54,7 @@ class Policy:
         model: in evaluation mode (no dropout), parameters requiring gradients.
         eos_token_ids: every token that ends an answer, from the generation config, the config and the tokenizer.
         max_length: most tokens of prompt and answer together.
+        fused: :class:`FusedDecoder` computes what the model computes.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, name: str):
@@ -63,6 +66,7 @@ class Policy:
         # whether logits are the product of states and output matrix, not scaled or capped; None: not known yet
         self._plain_head: bool | None = None
         model.eval()
+        self.fused = fusible(model)
 
     def encode(self, prompts: Sequence[str | list[dict[str, str]]]) -> list[list[int]]:
         """Token ids of texts, or of chat messages through the tokenizer's template."""
@@ -145,6 +149,12 @@ class Policy:
 
     def _run(self, packed: Packed, predict: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [1, R, V] of the R pairs, or of so many of them, and their last hidden states [R, H]."""
+        positions = packed.layout.position_ids.to(self.device)
+        # a hook or checkpointing may have come since
+        if self.fused and not self.model.is_gradient_checkpointing and supports(self.model):
+            decoder = FusedDecoder(self.model, int(positions.max()) + 1)
+            found = decoder.states(packed.input_ids, positions, packed.rows, packed.layout)
+            return decoder.head(found[None, :predict]), found
         states: list[torch.Tensor] = []
 
         def look(_: Any, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
@@ -155,7 +165,7 @@ class Policy:
         try:
             logits = self.model(
                 input_ids=packed.input_ids[None],
-                position_ids=packed.layout.position_ids.to(self.device)[None],
+                position_ids=positions[None],
                 use_cache=False,
                 layout=packed.layout,
                 logits_to_keep=packed.rows,
@@ -166,9 +176,9 @@ class Policy:
 
     def frozen_copy(self) -> "Policy":
         """The same policy with weights of its own that do not train."""
-        model = copy.deepcopy(self.model)
-        model.requires_grad_(False)
-        return Policy(model, self.tokenizer, name=self.name)
+        frozen = copy.copy(self)
+        frozen.model = copy.deepcopy(self.model).requires_grad_(False)
+        return frozen
 
     def save(self, folder: Path) -> None:
         """Writes model and tokenizer in Hugging Face format."""

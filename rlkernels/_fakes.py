@@ -25,14 +25,34 @@ def _(grad_out, query, key, value, *_):
 @torch.library.register_fake("rlkernels::write_kv")
 @torch.library.register_fake("rlkernels::advise_huge_pages")
 @torch.library.register_fake("rlkernels::add_rank1_")
-@torch.library.register_fake("rlkernels::rope_")
 def _(*_):
     return None
 
 
-@torch.library.register_fake("rlkernels::add_rms_norm_")
-def _(residual, *_):
-    return torch.empty_like(residual)
+@torch.library.register_fake("rlkernels::add_rms_norm")
+def _(residual, x, *_):
+    total = residual.new_empty(0, residual.shape[1]) if x is None else torch.empty_like(residual)
+    return total, torch.empty_like(residual), residual.new_empty(residual.shape[0])
+
+
+@torch.library.register_fake("rlkernels::rms_norm_backward")
+def _(grad_out, grad_sum, total, factor, weight):
+    return torch.empty_like(total), torch.empty_like(weight)
+
+
+@torch.library.register_fake("rlkernels::rope")
+def _(x, *_):
+    return torch.empty_like(x)
+
+
+@torch.library.register_fake("rlkernels::rope_backward")
+def _(grad_out, x, positions, cos, *_):
+    return torch.empty_like(x), cos.new_empty(2, cos.shape[1])
+
+
+@torch.library.register_fake("rlkernels::silu_mul_backward")
+def _(grad_out, gate_up):
+    return torch.empty_like(gate_up)
 
 
 @torch.library.register_fake("rlkernels::silu_mul")

@@ -12,10 +12,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import rlkernels.backend
 from python_trainer.errors import UserError
+from python_trainer.fused import FusedDecoder, supports
 from python_trainer.rollout.attention import Forward, Paging, forward, paged_mode, probe
 from python_trainer.rollout.checks import check_requests, check_sampling
 from python_trainer.rollout.drafting import Drafter
-from python_trainer.rollout.fused import FusedDecoder, supports
 from python_trainer.rollout.ordering import LengthHistory, expectations, longest_first, longest_sequence, remember
 from python_trainer.rollout.scheduler import Sample, Scheduler, Step
 from python_trainer.rollout.stopping import StopStrings
@@ -84,7 +84,7 @@ class PagedEngine:
         has_kernel = rlkernels.backend.choose("shared_prefix_attention", self.device) != "torch"
         self.share_reads = share_reads and has_kernel
         found = probe(model)
-        self.fused = fused and _fusible(model)
+        self.fused = fused and fusible(model)
         heads, dim, _ = found.shapes[0]
         self.max_positions = _max_positions(model, found.window)
         self.vocab_size: int = model.config.get_text_config().vocab_size
@@ -315,7 +315,8 @@ def _shares(request: Request) -> bool:
     return request.num_samples > 1 and len(request.prompt_ids) + len(request.prefix_ids) >= MIN_SHARED_TOKENS
 
 
-def _fusible(model: PreTrainedModel) -> bool:
+def fusible(model: PreTrainedModel) -> bool:
+    """True where :class:`FusedDecoder` computes what the model computes, by the look of a few tokens."""
     if not supports(model):
         return False
     try:

@@ -9,14 +9,15 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return weight * (exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def add_rms_norm_(residual: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """See :func:`rlkernels.decoder.add_rms_norm_`."""
-    if x is not None:
-        residual += x
-    return rms_norm(residual, weight, eps)
+def add_rms_norm(
+    residual: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See :func:`rlkernels.decoder.add_rms_norm`."""
+    total = residual if x is None else residual + x
+    return total, rms_norm(total, weight, eps)
 
 
-def rope_(
+def rope(
     x: torch.Tensor,
     positions: torch.Tensor,
     cos: torch.Tensor,
@@ -26,15 +27,16 @@ def rope_(
     q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None,
     eps: float = 0.0,
-) -> None:
-    """See :func:`rlkernels.decoder.rope_`."""
+) -> torch.Tensor:
+    """See :func:`rlkernels.decoder.rope`."""
     dim = cos.shape[1]
-    part = x[:, : heads * dim].unflatten(1, (heads, dim))
-    turned = part
+    part, rest = x.split([heads * dim, x.shape[1] - heads * dim], 1)
+    part = part.unflatten(1, (heads, dim))
     if q_weight is not None and k_weight is not None:
-        turned = torch.cat([rms_norm(part[:, :q_heads], q_weight, eps), rms_norm(part[:, q_heads:], k_weight, eps)], 1)
-    low, high = turned.chunk(2, -1)
-    part.copy_(turned * cos[positions][:, None] + torch.cat([-high, low], -1) * sin[positions][:, None])
+        part = torch.cat([rms_norm(part[:, :q_heads], q_weight, eps), rms_norm(part[:, q_heads:], k_weight, eps)], 1)
+    low, high = part.chunk(2, -1)
+    turned = part * cos[positions][:, None] + torch.cat([-high, low], -1) * sin[positions][:, None]
+    return torch.cat([turned.flatten(1), rest], 1)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

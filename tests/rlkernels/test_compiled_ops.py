@@ -45,6 +45,7 @@ def problems():
     logits, uniforms = torch.randn(3, 11), torch.rand(3)
     settings = torch.ones(3), torch.ones(3), torch.zeros(3, dtype=torch.int64)
     ids, rows = torch.tensor([1, 5, 0]), torch.randn(3, 8)
+    turned = rows, ids, torch.randn(9, 4), torch.randn(9, 4), 1, 2, None, None, 1e-6
     _, entropies, stats = torch.ops.rlkernels.token_logprobs(logits, ids, 0.8, True)
     return {
         "paged_attention": (*attention, 0.3),
@@ -64,9 +65,12 @@ def problems():
         "sample_tokens": (logits, uniforms, *settings),
         "token_logprobs": (logits, ids, 0.8, True),
         "token_logprobs_backward": (logits, ids, stats, entropies, torch.randn(3), torch.randn(3), 0.8),
-        "add_rms_norm_": (rows, torch.randn(3, 8), torch.ones(8), 1e-6),
-        "rope_": (rows, ids, torch.randn(9, 4), torch.randn(9, 4), 1, 2, None, None, 1e-6),
+        "add_rms_norm": (rows, torch.randn(3, 8), torch.ones(8), 1e-6),
+        "rms_norm_backward": (rows, None, rows, torch.rand(3), torch.ones(8)),
+        "rope": turned,
+        "rope_backward": (torch.randn(3, 8), *turned),
         "silu_mul": (rows,),
+        "silu_mul_backward": (rows[:, :4].contiguous(), rows),
         "verify_drafts": (
             logits, torch.tensor([4]), torch.tensor([0, 2, 3]), uniforms, torch.ones(2), torch.ones(2),
             torch.zeros(2, dtype=torch.int64),

@@ -1,4 +1,4 @@
-"""The fused operations of a decoder layer against plain torch."""
+"""The fused operations of a decoder layer, and their gradients, against plain torch."""
 
 import pytest
 import torch
@@ -7,42 +7,73 @@ from rlkernels import decoder
 from rlkernels.decoder import reference
 
 
-def close(ours: torch.Tensor, plain: torch.Tensor, gold: torch.Tensor) -> None:
-    """At most twice the error of plain float32 torch, both against float64."""
+def close(ours: torch.Tensor, plain: torch.Tensor, gold: torch.Tensor, slack: float) -> None:
+    """At most twice the error of plain float32 torch, both against float64, which a few numbers may have by luck."""
+    assert ours.shape == plain.shape and ours.dtype == plain.dtype
     error, allowed = ((x.double() - gold).abs().max().item() if x.numel() else 0.0 for x in (ours, plain))
     scale = gold.abs().max().item() if gold.numel() else 0.0
-    assert error <= 2 * allowed + 1e-7 * scale
+    assert error <= 2 * allowed + slack * scale
+
+
+def check(name, tensors, **settings):
+    """Outputs of op ``name`` and gradients of the tensors, which like the settings are arguments by name."""
+
+    def run(module, dtype, **options):
+        leaves = {
+            key: t if t is None else t.detach().to(dtype, copy=True).requires_grad_() for key, t in tensors.items()
+        }
+        exact = {k: v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in settings.items()}
+        found = getattr(module, name)(**leaves, **exact, **options)
+        outs, gen = list(found) if isinstance(found, tuple) else [found], torch.Generator().manual_seed(1)
+        sum((out * torch.randn(out.shape, generator=gen).to(dtype)).sum() for out in outs).backward()
+        return [out.detach() for out in outs], [leaf.grad for leaf in leaves.values() if leaf is not None]
+
+    found = run(decoder, torch.float32, backend="cpu"), run(reference, torch.float32), run(reference, torch.float64)
+    for results, slack in zip(
+        zip(*found, strict=True), (1e-7, 4e-7), strict=True
+    ):  # gradients are sums of larger terms
+        for ours, plain, gold in zip(*results, strict=True):
+            close(ours, plain, gold, slack)
+
+
+def rope_arguments(rows, q_heads, k_heads, dim, norm):
+    """x and the weights of norms (or None); tables and settings."""
+    angle = torch.randn(50, dim // 2).repeat(1, 2)
+    weights = dict.fromkeys(("q_weight", "k_weight"))
+    if norm:
+        weights = {name: torch.randn(dim) for name in weights}
+    settings = {"positions": torch.randint(0, 50, (rows,)), "cos": angle.cos(), "sin": angle.sin(),
+                "q_heads": q_heads, "heads": q_heads + k_heads, "eps": 1e-6}  # fmt: skip
+    return {"x": torch.randn(rows, (q_heads + 2 * k_heads) * dim), **weights}, settings
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (1, 1), (3, 7), (5, 192), (257, 33), (1023, 64)])
 @pytest.mark.parametrize("with_x", [False, True])
 def test_add_rms_norm(cpu_isa, shape, with_x):
     residual, x, weight = torch.randn(shape) * 3, torch.randn(shape) if with_x else None, torch.randn(shape[1])
-    copies = [residual.clone(), residual.clone(), residual.double()]
-    ours = decoder.add_rms_norm_(copies[0], x, weight, 1e-6, backend="cpu")
-    plain = reference.add_rms_norm_(copies[1], x, weight, 1e-6)
-    gold = reference.add_rms_norm_(copies[2], x.double() if with_x else None, weight.double(), 1e-6)
-    assert torch.equal(copies[0], copies[1])
-    close(ours, plain, gold)
+    check("add_rms_norm", {"residual": residual, "x": x, "weight": weight}, eps=1e-6)
+    total, _ = decoder.add_rms_norm(residual, x, weight, 1e-6, backend="cpu")
+    assert torch.equal(total, residual + x if with_x else residual)
+
+
+def test_gradient_of_one_output_alone():
+    residual, x, weight = (torch.randn(5, 20, requires_grad=True) for _ in range(3))
+    for place in range(2):
+        outs = [f(residual, x, weight[0], 1e-6)[place].square().sum()
+                for f in (decoder.add_rms_norm, reference.add_rms_norm)]  # fmt: skip
+        grads = [torch.autograd.grad(out, (residual, x, weight), allow_unused=True) for out in outs]
+        for ours, plain in zip(*grads, strict=True):
+            torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("q_heads", "k_heads", "dim"), [(1, 1, 2), (4, 2, 16), (6, 2, 32), (3, 3, 48), (2, 1, 128)])
 @pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("rows", [0, 1, 37])
+@pytest.mark.parametrize("rows", [0, 1, 37, 200])
 def test_rope(cpu_isa, q_heads, k_heads, dim, norm, rows):
-    heads = q_heads + k_heads
-    x = torch.randn(rows, (heads + k_heads) * dim)
-    positions = torch.randint(0, 50, (rows,))
-    angle = torch.randn(50, dim // 2).repeat(1, 2)
-    tables = angle.cos(), angle.sin()
-    weights = (torch.randn(dim), torch.randn(dim)) if norm else (None, None)
-    ours, plain, gold = x.clone(), x.clone(), x.double()
-    decoder.rope_(ours, positions, *tables, q_heads, heads, *weights, 1e-6, backend="cpu")
-    reference.rope_(plain, positions, *tables, q_heads, heads, *weights, 1e-6)
-    exact = [w.double() if norm else None for w in weights]
-    reference.rope_(gold, positions, *(t.double() for t in tables), q_heads, heads, *exact, 1e-6)
-    assert torch.equal(ours[:, heads * dim :], x[:, heads * dim :])
-    close(ours, plain, gold)
+    tensors, settings = rope_arguments(rows, q_heads, k_heads, dim, norm)
+    values = slice((q_heads + k_heads) * dim, None)
+    assert torch.equal(decoder.rope(**tensors, **settings, backend="cpu")[:, values], tensors["x"][:, values])
+    check("rope", tensors, **settings)
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (1, 2), (3, 14), (5, 1024), (257, 66), (1023, 128)])
@@ -50,13 +81,36 @@ def test_silu_mul(cpu_isa, shape):
     x = torch.randn(shape) * 20
     if x.numel() > 100:
         x[0, :4] = torch.tensor([-200.0, -87.5, -103.0, 90.0])
-    close(decoder.silu_mul(x, backend="cpu"), reference.silu_mul(x), reference.silu_mul(x.double()))
+    check("silu_mul", {"gate_up": x})
+
+
+def test_gradients_do_not_depend_on_threads():
+    tensors, settings = rope_arguments(999, 4, 2, 16, norm=True)
+    residual, weight = torch.randn(2000, 48, requires_grad=True), torch.randn(48, requires_grad=True)
+    leaves = [t.requires_grad_() for t in tensors.values()]
+    found, threads = [], torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            out = decoder.rope(**tensors, **settings).pow(3).sum()
+            normed = decoder.add_rms_norm(residual, None, weight, 1e-6)[1].pow(3).sum()
+            found.append([*torch.autograd.grad(out, leaves), *torch.autograd.grad(normed, (residual, weight))])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(map(torch.equal, *found))
+
+
+def test_no_gradient_is_recorded_without_need():
+    x = torch.randn(3, 8, requires_grad=True)
+    with torch.no_grad():
+        assert not decoder.silu_mul(x).requires_grad
+    assert decoder.silu_mul(x).requires_grad and not decoder.silu_mul(x.detach()).requires_grad
 
 
 def test_nan_stays():
     bad = torch.full((2, 32), torch.nan)
     assert decoder.silu_mul(bad).isnan().all()
-    assert decoder.add_rms_norm_(bad.clone(), None, torch.ones(32), 1e-6).isnan().all()
+    assert decoder.add_rms_norm(bad, None, torch.ones(32), 1e-6)[1].isnan().all()
 
 
 def test_other_dtypes_take_the_reference():
@@ -69,11 +123,11 @@ def test_other_dtypes_take_the_reference():
 def test_bad_input():
     x, table = torch.randn(3, 8), torch.randn(5, 4)
     with pytest.raises(ValueError, match="positions must be between 0 and 4, got 5"):
-        decoder.rope_(x, torch.tensor([0, 5, 1]), table, table, 1, 2)
+        decoder.rope(x, torch.tensor([0, 5, 1]), table, table, 1, 2)
     with pytest.raises(ValueError, match="3 heads of 4 numbers do not fit into rows of 8"):
-        decoder.rope_(x, torch.tensor([0, 1, 1]), table, table, 1, 3)
+        decoder.rope(x, torch.tensor([0, 1, 1]), table, table, 1, 3)
     with pytest.raises(ValueError, match="weight must have 8 numbers, got 4"):
-        decoder.add_rms_norm_(x, None, torch.ones(4), 1e-6)
+        decoder.add_rms_norm(x, None, torch.ones(4), 1e-6)
     with pytest.raises(ValueError, match="even width, got 7"):
         decoder.silu_mul(torch.randn(2, 7))
     with pytest.raises(RuntimeError, match="contiguous"):

@@ -1,22 +1,29 @@
 """The forward pass of Llama-like models in few calls, for small models on a CPU, where calls cost as much as numbers.
 
-Transformers runs about sixty operations per layer; here a layer is four matrix products, three fused operations
-(``rlkernels.decoder``), a write into the cache and attention.
+Transformers runs about sixty operations per layer; here a layer is four matrix products, four fused operations
+(``rlkernels.decoder``) and attention. All of it is differentiable.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
+from torch.nn.functional import embedding, linear
 
 import rlkernels.backend
-from python_trainer.rollout.attention import Paging, Probe
-from rlkernels.decoder import add_rms_norm_, rope_, silu_mul
+from rlkernels.decoder import add_rms_norm, rope, silu_mul
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 MAX_BYTES = 1 << 28  # of weights; in larger models the calls do not count, and joined copies of weights do
+
+
+class Attention(Protocol):
+    """What the tokens of a pass look at."""
+
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float,
+               window: int | None) -> torch.Tensor:  # fmt: skip
+        """query [T, Hq, d], key and value [T, Hk, d] -> [T, Hq, d]."""
 
 
 @dataclass
@@ -58,7 +65,7 @@ def supports(model: Any) -> bool:
 
 
 class FusedDecoder:
-    """A snapshot of the model's weights, for one call of ``generate``; see :func:`supports`.
+    """A snapshot of the model's weights, for one call of ``generate`` or one pass of training; see :func:`supports`.
 
     Args:
         longest: positions 0 .. longest - 1 may be asked for.
@@ -73,25 +80,33 @@ class FusedDecoder:
         self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()  # [longest, d]
 
     def __call__(
-        self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, paging: Paging | Probe
+        self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
         """As :func:`python_trainer.rollout.attention.forward`."""
+        return self.head(self.states(ids, positions, rows, attention))
+
+    def states(
+        self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, attention: Attention
+    ) -> torch.Tensor:
+        """What goes into the output layer at ``rows`` of the flattened tokens ``ids`` [T] -> [R, D]."""
         dim = self.cos.shape[1]
         hidden: torch.Tensor = self.embed(ids)  # [T, D]
         update = None
         for i, layer in enumerate(self.layers):
-            x = add_rms_norm_(hidden, update, layer.norms[0], self.eps)
+            hidden, x = add_rms_norm(hidden, update, layer.norms[0], self.eps)
             qkv = linear(x, layer.qkv, layer.qkv_bias)  # [T, (Hq + 2 Hk) d]
             q_heads = layer.out.in_features // dim
             k_heads = (qkv.shape[1] // dim - q_heads) // 2
-            rope_(qkv, positions, self.cos, self.sin, q_heads, q_heads + k_heads, *layer.head_norms, self.eps)
+            qkv = rope(qkv, positions, self.cos, self.sin, q_heads, q_heads + k_heads, *layer.head_norms, self.eps)
             query, key, value = qkv.view(len(ids), -1, dim).split([q_heads, k_heads, k_heads], 1)
-            attended = paging.attend(i, query, key, value, layer.scale, layer.window)
+            attended = attention.attend(i, query, key, value, layer.scale, layer.window)
             update = linear(attended.reshape(len(ids), -1), layer.out.weight, layer.out.bias)
-            x = add_rms_norm_(hidden, update, layer.norms[1], self.eps)
+            hidden, x = add_rms_norm(hidden, update, layer.norms[1], self.eps)
             update = linear(silu_mul(linear(x, layer.gate_up, layer.gate_up_bias)), layer.down.weight, layer.down.bias)
         assert update is not None
-        return self.head(add_rms_norm_(hidden[rows], update[rows], self.norm, self.eps))
+        # picked by embedding, whose gradient adds up repeated rows several times faster than that of an index
+        hidden, update = embedding(rows, hidden), embedding(rows, update)
+        return add_rms_norm(hidden, update, self.norm, self.eps)[1]
 
 
 def _layer(layer: Any) -> Layer:
