@@ -46,22 +46,39 @@ class Learner:
         with self.policy.packed_attention():
             self._look_before(batch, several=algorithm.num_iterations * len(minibatches) > 1)
             row = set_advantages(batch, algorithm)
+            teaches = self._teaching(batch)
             for _ in range(algorithm.num_iterations):
                 for minibatch in minibatches:
                     if not batch.loss_tokens[minibatch].any():
                         continue  # every answer was truncated and is masked
                     total = torch.zeros((), device=self.policy.device)
-                    for packed in self._packs(batch, minibatch):
+                    # one sample at least, so that there is a gradient, be it 0
+                    taught = {index for index in minibatch if teaches[index]} or {minibatch[0]}
+                    for packed in self._packs(batch, [index for index in minibatch if index in taught]):
                         loss, seen = self._loss(packed, batch, minibatch)
                         loss.backward()
                         total += loss.detach()
                         metrics.add(seen)
                         trained += packed.input_ids.numel()
+                    with torch.no_grad():
+                        for packed in self._packs(batch, [index for index in minibatch if index not in taught]):
+                            loss, seen = self._loss(packed, batch, minibatch)
+                            total += loss
+                            metrics.add(seen)
                     norms.append(self._step(lr, float(total), batch, minibatch))
         row = metrics.means(len(norms)) | row
         if norms:
             row["grad_norm"] = sum(norms) / len(norms)
         return row | {"learning_rate": lr, "tokens/trained": trained}
+
+    def _teaching(self, batch: StepBatch) -> list[bool]:
+        """Which samples have a gradient. Without an advantage there is none: their pass only counts for metrics."""
+        algorithm = self.config.algorithm
+        kl_in_loss = self.reference is not None and not algorithm.use_kl_in_reward
+        if self.critic is not None or algorithm.entropy_coef or kl_in_loss:
+            return [True] * len(batch.answers)
+        assert batch.advantages is not None
+        return ((batch.advantages.padded() != 0).any(1) & batch.in_loss).tolist()
 
     def _loss(self, packed: Packed, batch: StepBatch, minibatch: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss and metrics of a micro-batch, from one forward pass."""

@@ -1,0 +1,123 @@
+"""What makes the update cheaper does not change it: fused passes, and samples without an advantage."""
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import python_trainer.policy
+from python_trainer.accelerators import Rollout
+from python_trainer.config import ModelConfig
+from python_trainer.packing import Answer, pack
+from python_trainer.policy import Policy, load_policy
+from python_trainer.trainer import Trainer
+
+QUIET = Console(quiet=True)
+KINDS = {"qwen2": {}, "qwen3": {"head_dim": 8}, "llama": {"attention_bias": True, "mlp_bias": True}}
+
+
+def make_policy(kind, tiny_policy):
+    """A random model of this kind with the tiny policy's tokenizer and sizes."""
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+             "eos_token_id": 63, "bos_token_id": None, "initializer_range": 0.2}  # fmt: skip
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **KINDS[kind]))
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim == 1:
+                p.add_(0.3 * torch.randn_like(p))
+    return Policy(model, load_policy(ModelConfig(path=str(tiny_policy), device="cpu")).tokenizer, name=kind)
+
+
+def gradients(policy, packed):
+    with policy.packed_attention():
+        logprobs, entropy, states = policy.score_with_states(packed, 0.8)
+        (logprobs.square().sum() + entropy.sum() + states.sin().sum()).backward()
+    found = {name: p.grad for name, p in policy.model.named_parameters()}
+    for p in policy.model.parameters():
+        p.grad = None
+    return logprobs.detach(), entropy.detach(), states.detach(), found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fused_pass_has_the_gradients_of_the_model(tiny_policy, kind):
+    policy = make_policy(kind, tiny_policy)
+    assert policy.fused
+    gen = torch.Generator().manual_seed(2)
+
+    def ids(n):
+        return torch.randint(0, 60, (n,), generator=gen).tolist()
+
+    prefix = ids(3)
+    answers = [Answer([5, 6, 7], prefix + ids(n), 3) for n in (4, 1, 9)] + [Answer(ids(4), ids(6)), Answer([9], ids(1))]
+    packed = pack(answers, range(5))
+    ours = gradients(policy, packed)
+    policy.fused = False
+    wanted = gradients(policy, packed)
+    for found, value in zip(ours[:3], wanted[:3]):
+        torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-5)
+    for name, value in wanted[3].items():
+        assert value.any()
+        torch.testing.assert_close(ours[3][name], value, rtol=1e-4, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_hooks_and_checkpointing_take_the_model_itself(tiny_policy, monkeypatch):
+    def none_wanted(*args):
+        raise AssertionError("the model's own forward was to run")
+
+    monkeypatch.setattr(python_trainer.policy, "FusedDecoder", none_wanted)
+    packed = pack([Answer([1, 2], [3, 4])], [0])
+    policy = make_policy("qwen2", tiny_policy)
+    with policy.packed_attention():
+        with pytest.raises(AssertionError, match="own forward"):
+            policy.score(packed, 1.0)
+        seen = []
+        hook = policy.model.model.layers[0].mlp.register_forward_hook(lambda *_: seen.append(1))
+        policy.score(packed, 1.0)
+        hook.remove()
+        policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+        policy.score(packed, 1.0)
+    assert seen == [1]
+
+
+def rollouts(rewards):
+    """Groups of four answers with these rewards."""
+    gen = torch.Generator().manual_seed(3)
+    found = []
+    for i, reward in enumerate(rewards):
+        ids = torch.randint(0, 63, (2 + i % 5,), generator=gen).tolist()
+        found.append(Rollout(
+            prompt_key=i // 4, group=i // 4, prompt_ids=[1 + i // 4, 2], response_ids=ids, prefix_len=0,
+            logprobs=[-4.0] * len(ids), finish_reason="stop", text="", reward=reward, rewards={}, accuracy=reward,
+        ))  # fmt: skip
+    return found
+
+
+MIXED = [1, 0, 0, 1] + [1] * 4 + [0] * 4 + [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("algorithm", [{}, {"loss_type": "grpo", "num_minibatches": 2, "num_iterations": 2}])
+def test_answers_without_advantage_change_nothing_and_are_not_differentiated(make_config, tmp_path, monkeypatch,
+                                                                             algorithm):  # fmt: skip
+    config = make_config(algorithm=algorithm, optimizer={"adam_epsilon": 1e-4})  # or rounding of zeros grows to steps
+    trainers = [Trainer(config, tmp_path / name, console=QUIET) for name in ("a", "b")]
+    # the second step has nothing to teach: momentum alone moves the weights
+    steps = [(rollouts(MIXED), 1), (rollouts([1] * 16), 2)]
+    ours = [trainers[0].learner.update(*step) for step in steps]
+    monkeypatch.setattr(type(trainers[1].learner), "_teaching", lambda self, batch: [True] * len(batch.answers))
+    wanted = [trainers[1].learner.update(*step) for step in steps]
+    for found, row in zip(ours, wanted, strict=True):
+        assert found["tokens/trained"] < row["tokens/trained"]
+        for key, value in row.items():
+            assert key == "tokens/trained" or found[key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
+    for (name, a), b in zip(trainers[0].policy.model.named_parameters(), trainers[1].policy.model.parameters()):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("algorithm", [{"entropy_coef": 0.1}, {"beta": 0.1}, {"advantage": "gae"}])
+def test_every_answer_counts_where_the_loss_has_other_terms(make_config, tmp_path, algorithm):
+    trainer = Trainer(make_config(algorithm=algorithm), tmp_path / "run", console=QUIET)
+    steps = rollouts([1] * 16)
+    answers = [Answer(rollout.prompt_ids, rollout.response_ids) for rollout in steps]
+    assert trainer.learner.update(steps, 1)["tokens/trained"] == pack(answers, range(16)).input_ids.numel()
