@@ -38,10 +38,10 @@ def make_grpo_trainer(config: Config, folder: Path, *, batch: int, callbacks: Se
     class SameWarmUp(TrainerCallback):
         """The first step has a learning rate of one warm-up step, not of 0."""
 
-        def on_train_begin(self, *_: Any, lr_scheduler: Any, **__: Any) -> None:
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of a scheduler that steps before the optimizer, which is the point
-                lr_scheduler.step()
+                kwargs["lr_scheduler"].step()
 
     rollout, algorithm, optimizer = config.rollout, config.algorithm, config.optimizer
     answers = rollout.prompts_per_step * rollout.num_generations
