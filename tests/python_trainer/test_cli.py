@@ -244,7 +244,7 @@ def test_as_a_program(settings, tmp_path):
     """The same in a process of its own: progress on standard error, the table on standard output, no traceback."""
     path = tmp_path / "settings.yaml"
     path.write_text(yaml.safe_dump(settings | {"max_steps": 1}))
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}:{Path(__file__).parents[1]}"}
     command = [sys.executable, "-m", "python_trainer", "train", "--config", str(path), "--output-dir", "run"]
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
