@@ -141,16 +141,25 @@ def run(args: argparse.Namespace) -> None:
         from python_trainer.compare import compare
 
         return compare(config, args.output_dir, variants=args.variants.split(","), seeds=args.seeds)
+    from python_trainer.parallel import start
     from python_trainer.report import report
     from python_trainer.trainer import Trainer
 
-    Trainer(config, args.output_dir, resume=args.resume).run()
-    return report([args.output_dir])
+    with start(config) as ranks:
+        Trainer(config, args.output_dir, resume=args.resume, ranks=ranks).run()
+    if ranks.rank == 0:
+        report([args.output_dir])
 
 
 def how_to_go_on(args: argparse.Namespace) -> str:
     how = " with --resume" if args.command == "train" and not args.resume else ""
     return f"the same command{how} goes on from the newest checkpoint"
+
+
+def tell(message: str) -> None:
+    """Once, whatever the number of processes that torchrun started."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(message, file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -160,10 +169,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         run(args)
     except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        tell(f"error: {' '.join(str(error).split())}")
         return 2
     except Interrupted as stopped:
-        print(f"{stopped}; {how_to_go_on(args)}", file=sys.stderr)
+        tell(f"{stopped}; {how_to_go_on(args)}")
     except KeyboardInterrupt:
         print(f"interrupted within a step; {how_to_go_on(args)}", file=sys.stderr)
         return 130

@@ -1,9 +1,12 @@
-"""Checkpoints that a kill cannot damage: written aside, flushed, then renamed into place. Nothing is pickled."""
+"""Checkpoints that a kill cannot damage: written aside, flushed, then renamed into place. Nothing is pickled,
+but for the index of what several processes wrote together (``parallel: fsdp2``), as torch.distributed.checkpoint does.
+"""
 
 import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from python_trainer.errors import UserError
 
 PATTERN = re.compile(r"step-(\d+)")
+SHARDS = "shards"  # folder in a checkpoint with what several processes wrote together
 
 
 def encode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
@@ -81,20 +85,29 @@ def publish(aside: Path, target: Path) -> None:
     flush(target.parent)
 
 
-def save_checkpoint(folder: Path, step: int, state: Any, *, keep: int) -> Path:
+def aside_for(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step is written before it is complete."""
+    return folder / f".step-{step:06d}.tmp"
+
+
+def save_checkpoint(
+    folder: Path, step: int, state: Any, *, keep: int, add: Callable[[Path], None] = lambda aside: None
+) -> Path:
     """Writes ``folder/step-N``, then removes all but the newest ``keep``.
 
-    ``state`` is made of tensors, strings, numbers, lists and dictionaries.
+    ``state`` is made of tensors, strings, numbers, lists and dictionaries; ``add`` writes more files into the folder
+    before it is complete.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in folder.glob(".*"):
         shutil.rmtree(leftover, ignore_errors=True)
     target = folder / f"step-{step:06d}"
-    aside = folder / f".{target.name}.tmp"
+    aside = aside_for(folder, step)
     aside.mkdir()
     tensors: dict[str, torch.Tensor] = {}
     (aside / "state.json").write_text(json.dumps(encode(state, tensors)), encoding="utf-8")
     save_file(tensors, aside / "tensors.safetensors")
+    add(aside)
     publish(aside, target)
     for old in list_checkpoints(folder)[:-keep]:
         # out of sight in one step, so that a kill in the middle leaves no half of it
@@ -109,14 +122,19 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
-def load_checkpoint(path: Path) -> Any:
-    """The state that was saved.
+def load_checkpoint(path: Path, *, shards: bool = True) -> Any:
+    """The state that was saved; without ``shards``, weights and moments that were saved in shards are left out.
 
     Raises:
         UserError: files are missing or damaged.
     """
     try:
         tensors = load_file(path / "tensors.safetensors")
-        return decode(json.loads((path / "state.json").read_text(encoding="utf-8")), tensors)
+        state = decode(json.loads((path / "state.json").read_text(encoding="utf-8")), tensors)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise UserError(f"checkpoint {path} is damaged ({error}); remove it to go on from the one before") from error
+    if shards and (path / SHARDS).is_dir():
+        from python_trainer.parallel.shards import read_shards  # takes a while to import
+
+        state |= read_shards(path, {})
+    return state

@@ -38,6 +38,8 @@ def compare(config: Config, output_dir: Path, *, variants: Sequence[str], seeds:
     """
     if seeds < 1:
         raise UserError(f"--seeds must be at least 1, got {seeds}")
+    if config.parallel != "none":
+        raise UserError(f"compare runs in one process: parallel must be none, got {config.parallel}")
     plans = []
     for seed in range(seeds):
         for variant in dict.fromkeys(variants):

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from python_trainer.accelerators import AcceleratorsConfig
 from python_trainer.errors import UserError
+from python_trainer.lora import LoraSettings
 from python_trainer.tasks import TaskConfig
 
 
@@ -35,6 +36,9 @@ class ModelConfig(Section):
     """medium lets float32 matrix products round their inputs: bfloat16 on a CPU, TensorFloat-32 on a GPU. Faster."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    lora: LoraSettings | None = None
+    """Train low-rank adapters (PEFT) and nothing else: {r: 16, alpha: 32, target_modules: all-linear}, for example.
+    Generation and the exported model have them merged into the weights."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model folder."""
 
@@ -205,6 +209,9 @@ class Config(Section):
     """Decides order of prompts and all sampling noise."""
     max_steps: int = Field(100, ge=1)
     """Training steps."""
+    parallel: Literal["none", "ddp", "fsdp2"] = "none"
+    """How the processes that torchrun started share a run. `ddp`: each has all weights and trains on a part of the
+    answers; `fsdp2`: weights, gradients and moments are sharded too."""
     max_seconds: float | None = Field(None, gt=0)
     """Stop after the step in which this much wall time, evaluations not counted, has passed."""
     task: TaskConfig = TaskConfig()
@@ -245,6 +252,8 @@ class Config(Section):
                 "the accelerator drafts needs rollout.engine paged, got vllm; vLLM itself drafts from a history by "
                 "rlkernels.integrations.vllm.HistoryProposer (docs/vllm.md)"
             )
+        if self.model.lora is not None and "alpha" in self.accelerators.enabled:
+            raise ValueError("accelerators.enabled: alpha follows whole weight matrices, model.lora must be null")
         cache, longest = self.algorithm.overlong_cache, self.rollout.max_completion_length
         if cache is not None and cache > longest:
             raise ValueError(
@@ -349,12 +358,17 @@ def describe_settings(section: type[BaseModel] = Config, prefix: str = "") -> It
         else:
             default = field.get_default(call_default_factory=True)
             yield f"{prefix}{name}", type_name(kind), yaml.safe_dump(default).split("\n")[0], field.description or ""
+            for inner in get_args(kind):  # of a section that may be null
+                if isinstance(inner, type) and issubclass(inner, BaseModel):
+                    yield from describe_settings(inner, f"{prefix}{name}.")
 
 
 def type_name(kind: Any) -> str:
     """``int | null``, ``group | rloo`` and the like."""
     if kind is None or kind is type(None):
         return "null"
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return "section"
     if get_origin(kind) is Literal:
         return " | ".join(map(str, get_args(kind)))
     if get_origin(kind) in (types.UnionType, __import__("typing").Union):

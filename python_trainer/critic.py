@@ -9,7 +9,9 @@ from python_trainer.attention import IMPLEMENTATION
 from python_trainer.config import CriticConfig, OptimizerConfig
 from python_trainer.optimizer import PolicyOptimizer
 from python_trainer.packing import Packed
+from python_trainer.parallel import Alone
 from python_trainer.policy import Policy
+from python_trainer.tensors import load_weights
 
 
 class Critic(torch.nn.Module):
@@ -19,16 +21,20 @@ class Critic(torch.nn.Module):
     ``separate``, those of a second model that starts as a copy of the policy and shares nothing with it afterwards.
     """
 
-    def __init__(self, policy: Policy, config: CriticConfig, optimizer: OptimizerConfig):
+    def __init__(self, policy: Policy, config: CriticConfig, optimizer: OptimizerConfig, ranks: Alone | None = None):
         super().__init__()
         width = policy.model.get_output_embeddings().weight.shape[1]
         self.body: Any = None
         if config.separate:
-            self.body = copy.deepcopy(policy.model.base_model)
+            self.body = copy.deepcopy(policy.whole.base_model).requires_grad_(True)
             self.body.set_attn_implementation(IMPLEMENTATION)
         self.head = torch.nn.Linear(width, 1, device=policy.device, dtype=torch.float32)
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
+        ranks = ranks or Alone()
+        if self.body is not None:
+            ranks.shard(self.body)
+        ranks.shard(self)
         self.optimizer = PolicyOptimizer(self, optimizer)
         self.rate = config.learning_rate / optimizer.learning_rate  # of the policy's
 
@@ -53,5 +59,5 @@ class Critic(torch.nn.Module):
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Undoes :meth:`checkpoint`."""
-        self.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
+        load_weights(self, saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"], saved["model"])

@@ -10,10 +10,13 @@ from python_trainer.accelerators.base import Rollout
 from python_trainer.config import Config
 from python_trainer.critic import Critic
 from python_trainer.errors import NotFinite
+from python_trainer.lora import is_adapter
 from python_trainer.objective import MetricSums, Objective, Ragged, StepBatch, make_batch, set_advantages
 from python_trainer.optimizer import PolicyOptimizer, learning_rate
-from python_trainer.packing import Packed, micro_batches, pack
+from python_trainer.packing import Packed, pack
+from python_trainer.parallel import Alone
 from python_trainer.policy import Policy
+from python_trainer.tensors import load_weights, local
 
 
 class Learner:
@@ -24,12 +27,15 @@ class Learner:
         critic: with ``algorithm.advantage`` gae.
     """
 
-    def __init__(self, policy: Policy, config: Config):
-        self.policy, self.config = policy, config
+    def __init__(self, policy: Policy, config: Config, ranks: Alone | None = None):
+        self.policy, self.config, self.ranks = policy, config, ranks or Alone()
         self.reference = policy.frozen_copy() if config.algorithm.beta else None
-        self.optimizer = PolicyOptimizer(policy.model, config.optimizer)
         ppo = config.algorithm.advantage == "gae"
-        self.critic = Critic(policy, config.critic, config.optimizer) if ppo else None
+        self.critic = Critic(policy, config.critic, config.optimizer, self.ranks) if ppo else None
+        self.ranks.shard(policy.model)
+        if self.reference is not None:
+            self.ranks.shard(self.reference.model)
+        self.optimizer = PolicyOptimizer(policy.model, config.optimizer)
         self.objective = Objective(config.algorithm, config.rollout.max_completion_length)
 
     def update(self, rollouts: Sequence[Rollout], number: int) -> dict[str, float]:
@@ -42,7 +48,7 @@ class Learner:
         batch = make_batch(rollouts, algorithm, self.policy.device)
         minibatches = self._minibatches(rollouts)
         lr = learning_rate(config.optimizer, number, config.max_steps)
-        metrics, norms, trained = MetricSums(), list[float](), 0
+        metrics, norms, trained = MetricSums(batch.rewards.device), list[float](), 0
         with self.policy.packed_attention():
             self._look_before(batch, several=algorithm.num_iterations * len(minibatches) > 1)
             row = set_advantages(batch, algorithm)
@@ -54,22 +60,24 @@ class Learner:
                     total = torch.zeros((), device=self.policy.device)
                     # one sample at least, so that there is a gradient, be it 0
                     taught = {index for index in minibatch if teaches[index]} or {minibatch[0]}
+                    rest = [index for index in minibatch if index not in taught]
+                    # first: shards of weights come home after a backward pass
+                    with torch.no_grad():
+                        for packed in self._packs(batch, rest) if rest else ():
+                            loss, seen = self._loss(packed, batch, minibatch)
+                            total += loss
+                            metrics.add(seen)
                     for packed in self._packs(batch, [index for index in minibatch if index in taught]):
                         loss, seen = self._loss(packed, batch, minibatch)
                         loss.backward()
                         total += loss.detach()
                         metrics.add(seen)
                         trained += packed.input_ids.numel()
-                    with torch.no_grad():
-                        for packed in self._packs(batch, [index for index in minibatch if index not in taught]):
-                            loss, seen = self._loss(packed, batch, minibatch)
-                            total += loss
-                            metrics.add(seen)
-                    norms.append(self._step(lr, float(total), batch, minibatch))
-        row = metrics.means(len(norms)) | row
+                    norms.append(self._step(lr, float(self.ranks.sum(total)), batch, minibatch))
+        row = metrics.means(len(norms), self.ranks) | row
         if norms:
             row["grad_norm"] = sum(norms) / len(norms)
-        return row | {"learning_rate": lr, "tokens/trained": trained}
+        return row | {"learning_rate": lr, "tokens/trained": int(self.ranks.sum(torch.tensor(trained)))}
 
     def _teaching(self, batch: StepBatch) -> list[bool]:
         """Which samples have a gradient. Without an advantage there is none: their pass only counts for metrics."""
@@ -91,8 +99,10 @@ class Learner:
         try:
             if not math.isfinite(loss):
                 raise NotFinite(f"the loss is {loss}")
+            self.ranks.sum_gradients(self.policy.model)
             norm = self.optimizer.step(lr)
             if self.critic is not None:
+                self.ranks.sum_gradients(self.critic)
                 self.critic.step(lr)
             return norm
         except NotFinite as error:
@@ -108,18 +118,20 @@ class Learner:
                 p.grad = None
             loss, _ = self._loss(pack(batch.answers, [index]).to(self.policy.device), batch, minibatch)
             loss.backward()
-            if not all(bool(x.isfinite().all()) for x in [loss, *(p.grad for p in params if p.grad is not None)]):
+            seen = [loss, *(local(p.grad) for p in params if p.grad is not None)]
+            if self.ranks.any(not all(bool(x.isfinite().all()) for x in seen)):
                 found.append(index)
         for p in params:
             p.grad = None
         return found
 
     def _packs(self, batch: StepBatch, samples: Sequence[int]) -> Iterator[Packed]:
-        """The micro-batches of these samples."""
+        """This rank's micro-batches of these samples."""
         optimizer = self.config.optimizer
-        share = optimizer.share_prefixes
-        for part in micro_batches(batch.answers, samples, optimizer.micro_batch_tokens, share=share):
-            yield pack(batch.answers, part, share=share).to(self.policy.device)
+        share, longest = optimizer.share_prefixes, optimizer.micro_batch_tokens
+        for part, counts in self.ranks.micro_batches(batch.answers, samples, longest, share=share):
+            packed = pack(batch.answers, part, share=share)
+            yield (packed if counts else packed.without_tokens()).to(self.policy.device)
 
     @torch.no_grad()
     def _look_before(self, batch: StepBatch, *, several: bool) -> None:
@@ -143,6 +155,9 @@ class Learner:
             with reference.packed_attention():
                 for packed in self._packs(batch, range(len(lengths))):
                     batch.reference.put(packed, reference.score(packed, temperature)[0])
+        for recorded in (batch.old, batch.values, batch.reference):
+            if recorded is not None:
+                recorded.flat = self.ranks.merge(recorded.flat)
 
     def _minibatches(self, rollouts: Sequence[Rollout]) -> list[list[int]]:
         """Sample indices per optimizer step; the samples of a group stay side by side, groups of like length too."""
@@ -161,14 +176,21 @@ class Learner:
     def state_dict(self) -> dict[str, Any]:
         """Weights and moments."""
         return {
-            "model": self.policy.model.state_dict(),
+            "model": self._weights(),
             "optimizer": self.optimizer.state_dict(),
             "critic": self.critic.checkpoint() if self.critic else None,
         }
 
+    def _weights(self) -> dict[str, Any]:
+        """By name; where adapters are all that changes, theirs alone."""
+        weights = self.policy.model.state_dict()
+        return {name: w for name, w in weights.items() if is_adapter(name)} if self.policy.adapted else weights
+
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Undoes :meth:`state_dict`; raises RuntimeError or KeyError for those of another model."""
-        self.policy.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
+        """Undoes :meth:`state_dict`, of whatever precision or shards; RuntimeError or KeyError for another model's."""
+        if self.policy.adapted and saved["model"].keys() != self._weights().keys():
+            raise KeyError("adapters of other layers, or none")
+        load_weights(self.policy.model, saved["model"], partly=self.policy.adapted)
+        self.optimizer.load_state_dict(saved["optimizer"], saved["model"])
         if self.critic is not None:
             self.critic.restore(saved["critic"])

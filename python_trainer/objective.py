@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,6 +25,9 @@ from python_trainer.algorithms import (
 )
 from python_trainer.config import AlgorithmConfig, Config
 from python_trainer.packing import Answer, Packed
+
+if TYPE_CHECKING:
+    from python_trainer.parallel import Alone
 
 
 class Ragged:
@@ -265,22 +269,24 @@ class Objective:
 class MetricSums:
     """Adds up what :meth:`Objective.loss` counted, over all micro-batches of a step, without waiting for the device."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.rows: list[torch.Tensor] = []
 
     def add(self, metrics: torch.Tensor) -> None:
         self.rows.append(metrics)
 
-    def means(self, optimizer_steps: int) -> dict[str, float]:
+    def means(self, optimizer_steps: int, ranks: "Alone") -> dict[str, float]:
         """Metrics of the step: means over tokens, the loss as a mean over optimizer steps."""
-        if not self.rows:
+        if not optimizer_steps:
             return {}
-        table = torch.stack(self.rows)
-        sums = dict(zip(SUMS, table[:, : len(SUMS)].sum(0).tolist()))
-        maxima = dict(zip(MAXIMA, table[:, len(SUMS) :].amax(0).tolist()))
+        # of a step with a single sample, other ranks have seen nothing
+        table = torch.stack(self.rows) if self.rows else torch.zeros(1, len(SUMS) + len(MAXIMA), device=self.device)
+        sums = dict(zip(SUMS, ranks.sum(table[:, : len(SUMS)].sum(0)).tolist()))
+        maxima = dict(zip(MAXIMA, ranks.max(table[:, len(SUMS) :].amax(0)).tolist()))
         tokens, sampled = max(sums["tokens"], 1.0), max(sums["sampled"], 1.0)
         row = {
-            "loss": sums["loss"] / max(optimizer_steps, 1),
+            "loss": sums["loss"] / optimizer_steps,
             "entropy": sums["entropy"] / tokens,
             "kl": sums["kl"] / tokens,
             "clip_ratio/low_mean": sums["clip_low"] / tokens,

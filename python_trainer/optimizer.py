@@ -8,6 +8,7 @@ import torch
 
 from python_trainer.config import OptimizerConfig
 from python_trainer.errors import NotFinite
+from python_trainer.tensors import full, like
 
 
 def learning_rate(config: OptimizerConfig, step: int, max_steps: int) -> float:
@@ -62,7 +63,7 @@ class PolicyOptimizer:
             master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
             master.grad = None if param.grad is None else param.grad.float()
             param.grad = None
-        norm = float(torch.nn.utils.clip_grad_norm_(self.masters.values(), self.config.max_grad_norm))
+        norm = float(full(torch.nn.utils.clip_grad_norm_(self.masters.values(), self.config.max_grad_norm)))
         if not math.isfinite(norm):
             self.adamw.zero_grad()
             raise NotFinite(f"the norm of the gradient is {norm}")
@@ -111,12 +112,12 @@ class PolicyOptimizer:
                 state[name]["master"] = master.detach()
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> None:
+        """Undoes :meth:`state_dict`; ``weights`` are those of the model, for whom no master was saved."""
         with torch.no_grad():
             for name, master in self.masters.items():
                 values = dict(state[name])
-                if "master" in values:
-                    master.copy_(values.pop("master"))
+                master.copy_(like(values.pop("master", weights[name]), master))
                 self.adamw.state[master] = {
-                    key: value if key == "step" else value.to(master.device) for key, value in values.items()
+                    key: value if key == "step" else like(value, master) for key, value in values.items()
                 }

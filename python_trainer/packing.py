@@ -6,7 +6,7 @@ prefix exist once, and all samples of the group refer to them, so their gradient
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, compress
 
 import torch
@@ -50,6 +50,10 @@ class Packed:
     def to(self, device: torch.device) -> "Packed":
         moved = (x.to(device, non_blocking=True) for x in (self.rows, self.targets, self.place, self.mask))
         return Packed(self.samples, self.input_ids.to(device), self.layout, *moved)
+
+    def without_tokens(self) -> "Packed":
+        """The same computation, of which nothing counts."""
+        return replace(self, mask=torch.zeros_like(self.mask))
 
     def spread(self, pairs: torch.Tensor) -> torch.Tensor:
         """Values of the pairs [R] -> [B, L], 0 where there is no scored response token."""
@@ -111,6 +115,30 @@ def pack(answers: Sequence[Answer], samples: Sequence[int], *, share: bool = Tru
     )  # fmt: skip
 
 
+def _tokens(answers: Sequence[Answer], index: int, share: bool) -> tuple[tuple, int, int]:
+    """What a sample may share, how many tokens that is, and how many are its own."""
+    key = _beginning(answers, index, share)
+    return key, len(key[0]) + len(key[1]), max(len(answers[index].response_ids) - len(key[1]) - 1, 0)
+
+
+def split_evenly(
+    answers: Sequence[Answer], samples: Sequence[int], parts: int, *, share: bool = True
+) -> list[list[int]]:
+    """Cuts the samples, in order, into ``parts`` stretches of about as many packed tokens; some may be empty."""
+    seen: set[tuple] = set()
+    middles, total = [], 0
+    for index in samples:
+        key, shared, own = _tokens(answers, index, share)
+        needed = max(own if key in seen else own + shared, 1)
+        seen.add(key)
+        middles.append(2 * total + needed)  # halves of tokens before the middle of this sample
+        total += needed
+    split: list[list[int]] = [[] for _ in range(parts)]
+    for index, middle in zip(samples, middles):
+        split[middle * parts // (2 * total)].append(index)
+    return split
+
+
 def micro_batches(
     answers: Sequence[Answer], samples: Sequence[int], max_tokens: int, *, share: bool = True
 ) -> Iterator[list[int]]:
@@ -119,9 +147,7 @@ def micro_batches(
     seen: set[tuple] = set()
     tokens = 0
     for index in samples:
-        key = _beginning(answers, index, share)
-        shared = len(key[0]) + len(key[1])
-        own = max(len(answers[index].response_ids) - len(key[1]) - 1, 0)
+        key, shared, own = _tokens(answers, index, share)
         needed = own if key in seen else own + shared
         if part and tokens + needed > max_tokens:
             yield part

@@ -21,9 +21,11 @@ from python_trainer.attention import IMPLEMENTATION
 from python_trainer.config import ModelConfig
 from python_trainer.errors import UserError
 from python_trainer.fused import FusedDecoder, supports
-from python_trainer.packing import Packed
+from python_trainer.lora import add_adapters, merged_weights, without_adapters
+from python_trainer.packing import Answer, Packed, pack
 from python_trainer.rollout.engine import fusible
 from python_trainer.tasks import Example
+from python_trainer.tensors import full
 from rlkernels import linear_token_logprobs, token_logprobs
 
 # bytes of logits in a micro-batch; more are not held but computed block by block, twice
@@ -51,14 +53,18 @@ class Policy:
     """A model with its tokenizer.
 
     Attributes:
-        model: in evaluation mode (no dropout), parameters requiring gradients.
+        model: what is trained; in evaluation mode (no dropout).
+        whole: the plain model for generation and export: ``model`` itself, or a copy where the weights of ``model``
+            are in shards or adapters, which :meth:`update_whole` brings up to date.
+        adapted: whether only adapters train (``model.lora``).
         eos_token_ids: every token that ends an answer, from the generation config, the config and the tokenizer.
         max_length: most tokens of prompt and answer together.
         fused: :class:`FusedDecoder` computes what the model computes.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, name: str):
-        self.model, self.tokenizer, self.name = model, tokenizer, name
+        self.model, self.whole, self.tokenizer, self.name = model, model, tokenizer, name
+        self.adapted = False
         self.device = next(model.parameters()).device
         self.eos_token_ids = find_eos(model, tokenizer, name)
         config = model.config.get_text_config()
@@ -135,9 +141,7 @@ class Policy:
         if size > LARGEST_LOGITS and self._plain_head is not False:
             first, states = self._run(packed, 1)
             if self._plain_head is None:
-                self._plain_head = torch.equal(
-                    first, torch.nn.functional.linear(states[None, :1], head.weight, head.bias)
-                )
+                self._plain_head = self._is_plain(first, states)
             if self._plain_head:
                 logprobs, entropy = linear_token_logprobs(
                     states, head.weight, packed.targets, bias=head.bias, temperature=temperature, return_entropy=True
@@ -146,6 +150,16 @@ class Policy:
         logits, states = self._run(packed)
         logprobs, entropy = token_logprobs(logits[0], packed.targets, temperature=temperature, return_entropy=True)
         return packed.spread(logprobs), packed.spread(entropy), states
+
+    def _is_plain(self, first: torch.Tensor, states: torch.Tensor) -> bool:
+        head = self.model.get_output_embeddings()
+        return torch.equal(first, torch.nn.functional.linear(states[None, :1], head.weight, head.bias))
+
+    @torch.no_grad()
+    def look_at_head(self) -> None:
+        """Finds out at once what :meth:`score` would otherwise find out when it needs to, by a pass of its own."""
+        with self.packed_attention():
+            self._plain_head = self._is_plain(*self._run(pack([Answer([0], [0, 0])], [0]).to(self.device), 1))
 
     def _run(self, packed: Packed, predict: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [1, R, V] of the R pairs, or of so many of them, and their last hidden states [R, H]."""
@@ -175,15 +189,38 @@ class Policy:
         return logits, states[0]
 
     def frozen_copy(self) -> "Policy":
-        """The same policy with weights of its own that do not train."""
+        """The policy as it is, with weights of its own that do not train; with adapters: as it was without them."""
+        if self.adapted:
+            return Unadapted(self)
         frozen = copy.copy(self)
-        frozen.model = copy.deepcopy(self.model).requires_grad_(False)
+        frozen.model = frozen.whole = copy.deepcopy(self.model).requires_grad_(False)
         return frozen
+
+    @torch.no_grad()
+    def update_whole(self) -> None:
+        """Gives ``whole`` the weights of ``model``; where those are sharded all ranks must call this together."""
+        if self.whole is not self.model:
+            targets = dict(self.whole.named_parameters())
+            trained = ((name, full(p)) for name, p in self.model.named_parameters() if p.requires_grad)
+            for name, value in merged_weights(self.model) if self.adapted else trained:
+                targets[name].copy_(value)
 
     def save(self, folder: Path) -> None:
         """Writes model and tokenizer in Hugging Face format."""
-        self.model.save_pretrained(folder)
+        self.whole.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
+
+
+class Unadapted(Policy):
+    """A policy with its adapters off: what it began as, in the same memory."""
+
+    def __init__(self, policy: Policy):
+        super().__init__(policy.model, policy.tokenizer, name=policy.name)
+        self._plain_head = policy._plain_head
+
+    def score_with_states(self, packed: Packed, temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        with without_adapters(self.model):
+            return super().score_with_states(packed, temperature)
 
 
 def find_eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> list[int]:
@@ -227,6 +264,8 @@ def load_policy(config: ModelConfig) -> Policy:
             f"model.path: the tokenizer of {folder} has {len(tokenizer)} tokens, "
             f"more than the {model.get_input_embeddings().num_embeddings} that its model knows"
         )
+    if config.lora is not None:
+        add_adapters(policy, config.lora)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         for module in model.modules():  # checkpointing looks at the mode of its own layer only; dropout stays off

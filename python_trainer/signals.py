@@ -12,14 +12,16 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class StopSignal:
     """Within it the first signal is noted; the next raises KeyboardInterrupt, as Ctrl-C does without it.
 
-    Signals reach the main thread only; in any other one this does nothing.
+    Signals reach the main thread only; in any other one this does nothing. ``loud`` says on standard error that one
+    came.
 
     Attributes:
         name: of the signal that came, None before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, loud: bool = True) -> None:
         self.name: str | None = None
+        self.loud = loud
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignal":
@@ -35,4 +37,5 @@ class StopSignal:
         if self.name is not None:
             raise KeyboardInterrupt
         self.name = signal.Signals(number).name
-        print(f"{self.name}: finishing the step, then saving; once more stops at once", file=sys.stderr)
+        if self.loud:
+            print(f"{self.name}: finishing the step, then saving; once more stops at once", file=sys.stderr)

@@ -12,13 +12,15 @@ from typing import Any
 from rich.console import Console
 
 from python_trainer.accelerators import PlannedGroup, Rollout, RunContext, StepContext, make_accelerators
-from python_trainer.checkpoint import list_checkpoints, load_checkpoint, publish, save_checkpoint, write_text
+from python_trainer.checkpoint import list_checkpoints, load_checkpoint, publish, write_text
 from python_trainer.config import Config, dump_config
 from python_trainer.errors import Interrupted, NotFinite, UserError
 from python_trainer.evaluation import save_evaluation
 from python_trainer.keyed import keyed_seed, prompt_order
 from python_trainer.learner import Learner
 from python_trainer.objective import shaped_rewards
+from python_trainer.parallel import Alone
+from python_trainer.parallel.shards import read_shards
 from python_trainer.policy import load_policy, set_matmul_precision
 from python_trainer.progress import Progress, device_name, summarise
 from python_trainer.refill import Refill
@@ -26,7 +28,6 @@ from python_trainer.rollout import Completion, Request, SamplingParams
 from python_trainer.rollout.make import make_engine
 from python_trainer.signals import StopSignal
 from python_trainer.tasks import load_task
-from python_trainer.tasks.rewards import score
 from python_trainer.telemetry import Clock, Telemetry, choose_samples, read_metrics, rollout_statistics
 
 
@@ -36,6 +37,7 @@ class Trainer:
     Args:
         config: all settings.
         output_dir: the run directory; made when it does not exist.
+        ranks: the processes that share the run, by :func:`python_trainer.parallel.start`.
         resume: go on from the newest checkpoint in it, if there is one.
         timer: the clock that all seconds are read from; ``time.process_time`` counts the work of this program alone.
 
@@ -44,15 +46,30 @@ class Trainer:
     """
 
     def __init__(self, config: Config, output_dir: Path, *, resume: bool = False, label: str = "train",
-                 console: Console | None = None, timer: Callable[[], float] = time.perf_counter):  # fmt: skip
-        self.config, self.output_dir, self.label, self.console = config, output_dir, label, console
-        self.timer = timer
-        checkpoints = list_checkpoints(output_dir / "checkpoints")
+                 console: Console | None = None, timer: Callable[[], float] = time.perf_counter,
+                 ranks: Alone | None = None):  # fmt: skip
+        self.config, self.label, self.timer, self.ranks = config, label, timer, ranks or Alone()
+        self.output_dir, self.console = self.ranks.folder(output_dir), self.ranks.console(console)
+        self.checkpoints = output_dir / "checkpoints"
+        with self.ranks.together():
+            saved = self._load(output_dir, resume)
+        self.learner = Learner(self.policy, config, self.ranks)
+        self.accelerators = make_accelerators(config.accelerators)
+        self.progress = Progress()
+        if saved is not None:
+            self._restore(saved)
+
+    # set-up --------------------------------------------------------------------------------------------------
+
+    def _load(self, output_dir: Path, resume: bool) -> dict[str, Any] | None:
+        """Task, policy and engine -> what the newest checkpoint holds, if there is one to go on from."""
+        config = self.config
+        checkpoints = list_checkpoints(self.checkpoints)
         if output_dir.exists() and not output_dir.is_dir():
             raise UserError(f"--output-dir must be a folder, but {output_dir} is a file")
         if not resume and (checkpoints or read_metrics(output_dir)):
             raise UserError(f"{output_dir} already holds a run: add --resume to go on, or choose another --output-dir")
-        saved = load_checkpoint(checkpoints[-1]) if resume and checkpoints else None
+        saved = load_checkpoint(checkpoints[-1], shards=False) if resume and checkpoints else None
         set_matmul_precision("highest")  # until the engine has checked the model
         self.task = load_task(config.task)
         self.policy = load_policy(config.model)
@@ -61,15 +78,10 @@ class Trainer:
             self._prompts(split)
         if not self.prompts["train"]:
             raise UserError("the task has no training prompts")
-        self.engine = make_engine(config, self.policy, output_dir)
+        self.ranks.prepare(self.policy)
+        self.engine = self.ranks.engine(make_engine(config, self.policy, output_dir), self.policy)
         set_matmul_precision(config.model.matmul_precision)
-        self.learner = Learner(self.policy, config)
-        self.accelerators = make_accelerators(config.accelerators)
-        self.progress = Progress()
-        if saved is not None:
-            self._restore(saved)
-
-    # set-up --------------------------------------------------------------------------------------------------
+        return saved
 
     def _prompts(self, split: str) -> list[list[int]]:
         """Token ids of the prompts of a split."""
@@ -85,6 +97,8 @@ class Trainer:
             raise UserError(
                 f"{self.output_dir} was run with the accelerators {sorted(saved['accelerators'])}, not {sorted(names)}"
             )
+        if "model" not in saved:
+            saved |= read_shards(list_checkpoints(self.checkpoints)[-1], self.learner.state_dict())
         if (self.learner.critic is None) != (saved["critic"] is None):
             raise UserError(f"{self.output_dir} was run {'without' if saved['critic'] is None else 'with'} a critic")
         self.progress = Progress(**saved["progress"])
@@ -115,18 +129,18 @@ class Trainer:
             self._begin()
         with (
             closing(self.engine),
-            StopSignal() as stop,
+            StopSignal(loud=self.ranks.rank == 0) as stop,
             Telemetry(
                 self.output_dir, config.max_steps, label=self.label, after_step=resumed_at, console=self.console
             ) as telemetry,
         ):
             if resumed_at is None:
                 telemetry.log(0, self._evaluation_row(config.evaluation.eval_limit, "start") | self._clock_row())
-            done = self._finished()
+            done = self.ranks.first(self._finished())
             while not done:
                 row, samples = self.step(progress.step + 1)
                 progress.step += 1
-                done = self._finished()
+                done = self.ranks.first(self._finished())
                 if not done and self._evaluation_due():
                     row |= self._evaluation_row(config.evaluation.eval_limit_during)
                     done = config.evaluation.stop_at_target and progress.seconds_to_target is not None
@@ -134,12 +148,13 @@ class Trainer:
                     row |= self._evaluation_row(config.evaluation.eval_limit, "final")
                 telemetry.log(progress.step, row | self._clock_row(), left=self._seconds_left())
                 telemetry.log_samples(progress.step, samples)
-                if done or stop.name or self._save_due():
+                stopped = self.ranks.any(stop.name)
+                if done or stopped or self._save_due():
                     with self.clock.measure("checkpoint"):
                         self._save()
-                if stop.name and not done:
-                    raise Interrupted(f"{stop.name}: stopped after step {progress.step}, which is saved")
-        if config.save.save_model:
+                if stopped and not done:
+                    raise Interrupted(f"{stopped}: stopped after step {progress.step}, which is saved")
+        if config.save.save_model and self.ranks.rank == 0:
             aside = self.output_dir / ".model.tmp"
             self.policy.save(aside)
             publish(aside, self.output_dir / "model")
@@ -154,6 +169,7 @@ class Trainer:
         context = RunContext(
             output_dir=self.output_dir, tokenizer=self.policy.tokenizer, prompts=self.prompts["train"],
             answer=self._answer_once, seed=self.config.seed, console=self.console or Console(stderr=True),
+            writes=self.ranks.rank == 0,
         )  # fmt: skip
         for accelerator in self.accelerators:
             with self.clock.measure(f"accelerator/{accelerator.name}"):
@@ -204,7 +220,7 @@ class Trainer:
             path = self.output_dir / f"not-finite-step-{number:06d}.json"
             chosen = error.samples or range(len(rollouts))
             write_text(path, json.dumps([{"sample": i, **asdict(rollouts[i])} for i in chosen], indent=1) + "\n")
-            checkpoints = list_checkpoints(self.output_dir / "checkpoints")
+            checkpoints = list_checkpoints(self.checkpoints)
             newest = f"the newest checkpoint, from before, is {checkpoints[-1]}" if checkpoints else "no checkpoint yet"
             raise UserError(
                 f"step {number}: {error}, and the run ends; {path} has the {len(chosen)} answers that "
@@ -258,7 +274,7 @@ class Trainer:
         owners = [(number, group) for number, group in enumerate(groups) for _ in range(group.num_samples)]
         responses = [[*group.prefix_ids, *c.ids] for (_, group), c in zip(owners, completions, strict=True)]
         texts = [self.policy.decode(ids) for ids in responses]
-        scores = score(self.task, [group.example for _, group in owners], texts, responses)
+        scores = self.ranks.score(self.task, [group.example for _, group in owners], texts, responses)
         rewards = shaped_rewards(scores.total, responses, self.config)
         return [
             Rollout(
@@ -287,7 +303,7 @@ class Trainer:
         sampling = SamplingParams(seed=keyed_seed(self.config.seed, "evaluate", split), stop=tuple(rollout.stop))
         ids = [completion.ids for completion in self.engine.generate(requests, sampling)]
         texts = [self.policy.decode(row) for row in ids]
-        return score(self.task, getattr(self.task, split)[rows.start : rows.stop], texts, ids).accuracy
+        return self.ranks.score(self.task, getattr(self.task, split)[rows.start : rows.stop], texts, ids).accuracy
 
     def _evaluation_row(self, limit: int | None, name: str | None = None) -> dict[str, float]:
         """Evaluates on the test split, and notes when the target was reached; with a name, each result is kept."""
@@ -342,10 +358,8 @@ class Trainer:
     def _save(self) -> None:
         progress = self.progress
         progress.wall_s, progress.seconds = self._wall_seconds(), dict(self.clock.seconds)
-        state = {
-            "progress": asdict(progress),
-            **self.learner.state_dict(),
-            "accelerators": {accelerator.name: accelerator.state_dict() for accelerator in self.accelerators},
-            "lengths": self.engine.lengths.state_dict() if self.engine.lengths else None,
-        }
-        save_checkpoint(self.output_dir / "checkpoints", progress.step, state, keep=self.config.save.save_total_limit)
+        states = {accelerator.name: accelerator.state_dict() for accelerator in self.accelerators}
+        lengths = self.engine.lengths.state_dict() if self.engine.lengths else None
+        state = {"progress": asdict(progress), "accelerators": states, "lengths": lengths}
+        keep = self.config.save.save_total_limit
+        self.ranks.save(self.checkpoints, progress.step, state, self.learner.state_dict(), keep=keep)

@@ -91,6 +91,7 @@ class RunContext:
     # (prompt keys, number of the attempt) -> one whole answer each by the policy, scored
     seed: int
     console: "Console"
+    writes: bool = True  # whether this process writes what all ranks share
 
 
 class Settings(BaseModel):
@@ -103,6 +104,7 @@ class Accelerator:
     """Optional hooks, called in this order within a step. Subclasses override what they need."""
 
     name = ""
+    divisible = False  # whether several ranks, each of which generates a part of the answers, can run it side by side
     Settings: ClassVar[type[Settings]] = Settings
 
     def __init__(self, settings: Any):

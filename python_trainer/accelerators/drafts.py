@@ -34,6 +34,7 @@ class Drafts(Accelerator):
     """A history of all answers, by prompt; an answer's epoch is the number of earlier visits to its prompt."""
 
     name = "drafts"
+    divisible = True
     Settings = DraftsSettings
     settings: DraftsSettings
 

@@ -90,6 +90,7 @@ class RPO(Accelerator):
     """
 
     name = "rpo"
+    divisible = True
     Settings = RPOSettings
     settings: RPOSettings
 
@@ -107,10 +108,11 @@ class RPO(Accelerator):
             run.console.print(f"rpo: {len(self.answers)} remembered answers from {path}", highlight=False)
         elif self.settings.fill:
             self.fill(run)
-            save_answers(
-                Path(path) if path else run.output_dir / "rpo_answers.safetensors",
-                self.answers, run.prompts, run.tokenizer,
-            )  # fmt: skip
+            if run.writes:
+                save_answers(
+                    Path(path) if path else run.output_dir / "rpo_answers.safetensors",
+                    self.answers, run.prompts, run.tokenizer,
+                )  # fmt: skip
         self.shortest = {key: len(answer) for key, answer in self.answers.items()}
 
     def fill(self, run: RunContext) -> None:

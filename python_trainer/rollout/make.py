@@ -27,16 +27,16 @@ def make_engine(config: Config, policy: Policy, output_dir: Path) -> Engine:
         from python_trainer.rollout.vllm_server import Server
 
         if rollout.vllm_server is not None:
-            server = Server(policy.model, rollout.vllm_server, output_dir / ".vllm")
-            return VLLMEngine(policy.model, server, **options)
+            server = Server(policy.whole, rollout.vllm_server, output_dir / ".vllm")
+            return VLLMEngine(policy.whole, server, **options)
         trust = config.model.trust_remote_code
-        in_process = InProcess(policy.model, policy.name, trust_remote_code=trust, **sizes)
-        return VLLMEngine(policy.model, in_process, **options)
+        in_process = InProcess(policy.whole, policy.name, trust_remote_code=trust, **sizes)
+        return VLLMEngine(policy.whole, in_process, **options)
     if rollout.workers > 1:
         from python_trainer.rollout.workers import WorkerPool
 
         precision = config.model.matmul_precision
-        return WorkerPool(policy.model, workers=rollout.workers, matmul_precision=precision, **sizes, **options)
+        return WorkerPool(policy.whole, workers=rollout.workers, matmul_precision=precision, **sizes, **options)
     from python_trainer.rollout.engine import PagedEngine
 
-    return PagedEngine(policy.model, **sizes, **options)
+    return PagedEngine(policy.whole, **sizes, **options)

@@ -46,7 +46,7 @@ def test_exponents_without_a_dot_are_numbers(tmp_path):
     ("override", "message"),
     [
         ("max_step=3", "max_step: unknown setting; known here: seed, max_steps"),
-        ("rollout.n=3", "rollout.n: unknown setting; known here: prompts_per_step"),
+        ("rollout.n=3", "rollout.n: unknown setting; known here: engine"),
         ("accelerators.rpo.cut=3", "accelerators.rpo.cut: unknown setting; known here: cut_share"),
         ("optimizer.learning_rate=-1", "optimizer.learning_rate: .*greater than 0, got -1"),
         ("optimizer.learning_rate=.nan", "optimizer.learning_rate: .*, got nan"),

@@ -1,0 +1,87 @@
+"""Weights and moments in shards, by torch.distributed.checkpoint: written by some processes, read by any number."""
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from python_trainer.checkpoint import SHARDS
+from python_trainer.errors import UserError
+
+State = Mapping[str, Any]
+
+
+def flatten(state: State, prefix: str = "") -> dict[str, torch.Tensor]:
+    """The tensors of nested dictionaries by path, such as ``optimizer/NAME/exp_avg``; None is left out."""
+    flat: dict[str, torch.Tensor] = {}
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}/")
+        elif value is not None:
+            flat[prefix + key] = value
+    return flat
+
+
+def unflatten(flat: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Undoes :func:`flatten`."""
+    state: dict[str, Any] = {}
+    for path, value in flat.items():
+        *outer, last = path.split("/")
+        inner = state
+        for key in outer:
+            inner = inner.setdefault(key, {})
+        inner[last] = value
+    return state
+
+
+def write_shards(checkpoint: Path, state: State) -> None:
+    """Writes what ``Learner.state_dict`` gives; all ranks must call this together."""
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save(flatten(state), checkpoint_id=checkpoint / SHARDS)
+
+
+def read_shards(checkpoint: Path, present: State) -> dict[str, Any]:
+    """Undoes :func:`write_shards`.
+
+    Args:
+        present: the same state as it is now: what is sharded in it is read in the same shards, its moments too.
+            Everything else is read whole, in any process.
+
+    Raises:
+        UserError: files are missing or damaged.
+    """
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    own, flat = flatten(present), dict[str, torch.Tensor]()
+    try:
+        index = dcp.FileSystemReader(checkpoint / SHARDS).read_metadata()
+        for path, entry in index.state_dict_metadata.items():
+            assert isinstance(entry, TensorStorageMetadata)
+            weight = own.get(weight_of(path))
+            if hasattr(weight, "to_local") and weight is not None and weight.shape == entry.size:
+                flat[path] = torch.empty_like(weight, dtype=entry.properties.dtype)
+            else:
+                flat[path] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process may read as well
+            dcp.load(flat, checkpoint_id=checkpoint / SHARDS, no_dist=not dist.is_initialized())
+    except (OSError, ValueError, RuntimeError, EOFError, CheckpointException) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"checkpoint {checkpoint} is damaged ({reason}); remove it to go on from the one before"
+        ) from error
+    return {"critic": None} | unflatten(flat)
+
+
+def weight_of(path: str) -> str:
+    """The path of the weight that a moment or master weight belongs to; of a weight, its own."""
+    parts = path.split("/")
+    if "optimizer" not in parts:
+        return path
+    return "/".join(["model" if part == "optimizer" else part for part in parts[:-1]])

@@ -1,0 +1,50 @@
+"""Runs a function, or a training, in two processes that are connected by gloo."""
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from rich.console import Console
+from safetensors.torch import save_file
+
+from python_trainer.config import check_config
+from python_trainer.parallel.ranks import Replicated
+from python_trainer.parallel.sharded import Sharded
+from python_trainer.trainer import Trainer
+
+KINDS = {"ddp": Replicated, "fsdp2": Sharded}
+
+
+def _enter(rank, size, threads, rendezvous, function, args):
+    torch.set_num_threads(threads)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
+    try:
+        function(*args)
+    finally:
+        dist.destroy_process_group()
+
+
+def run_on_ranks(folder: Path, function, *args, size: int = 2) -> None:
+    """Calls ``function(*args)``, of a module, once in each process; their exceptions come out here."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    arguments = size, torch.get_num_threads(), folder / "rendezvous", function, args
+    mp.spawn(_enter, arguments, nprocs=size)
+
+
+def merged(settings: dict, changes: dict) -> dict:
+    """Settings with other values in some sections."""
+    return settings | {k: {**settings.get(k, {}), **v} if isinstance(v, dict) else v for k, v in changes.items()}
+
+
+def train(settings: dict, folder: Path, parallel: str | None = None, *, resume: bool = False) -> Trainer:
+    """Trains, in the processes of the default group where ``parallel`` is given; leaves ``weights.safetensors``."""
+    ranks = None if parallel is None else KINDS[parallel]()
+    config = check_config(settings | {"parallel": parallel or "none"}, source="test")
+    trainer = Trainer(config, folder, console=Console(quiet=True), ranks=ranks, resume=resume)
+    trainer.run()
+    if trainer.ranks.rank == 0:
+        weights = {name: p.detach().clone() for name, p in trainer.policy.whole.named_parameters()}
+        save_file(weights, folder / "weights.safetensors")
+    return trainer

@@ -1,0 +1,151 @@
+"""Adapters: only they train, everybody else sees a plain model."""
+
+import sys
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from python_trainer.checkpoint import list_checkpoints, load_checkpoint
+from python_trainer.config import ModelConfig
+from python_trainer.errors import UserError
+from python_trainer.lora import adapted_layers, is_adapter, merged_weights
+from python_trainer.packing import pack
+from python_trainer.policy import Policy, load_policy
+from python_trainer.telemetry import read_metrics
+from python_trainer.trainer import Trainer
+
+QUIET = Console(quiet=True)
+LORA = {"r": 4, "alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+
+
+def train(config, folder, **options):
+    trainer = Trainer(config, folder, console=QUIET, **options)
+    trainer.run()
+    return trainer
+
+
+def plain_name(name):
+    return name.replace(".base_layer.", ".")
+
+
+def stir(policy):
+    """Adapters that matter, where they have not been trained."""
+    gen = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, p in policy.model.named_parameters():
+            if is_adapter(name):
+                p.copy_(torch.randn(p.shape, generator=gen) * 0.2)
+
+
+def scores(policy, answers):
+    with torch.no_grad(), policy.packed_attention():
+        return policy.score(pack(answers, range(len(answers))), 1.0)[0]
+
+
+def test_learns_and_leaves_a_plain_model(make_config, tmp_path, tiny_policy, answers):
+    config = make_config(
+        max_steps=20, model={"lora": LORA}, optimizer={"learning_rate": 0.05}, save={"save_model": True}
+    )
+    trainer = train(config, tmp_path / "run")
+    rows = read_metrics(tmp_path / "run")
+    assert rows[-1]["reward"] > rows[1]["reward"] + 0.2
+    assert all(row["sampling/logp_difference/max"] < 1e-3 for row in rows[1:])
+    start = dict(AutoModelForCausalLM.from_pretrained(tiny_policy).named_parameters())
+    frozen = [(plain_name(n), p) for n, p in trainer.policy.model.named_parameters() if not is_adapter(n)]
+    assert len(frozen) == len(start) and all(torch.equal(p, start[name]) for name, p in frozen)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    merged = dict(merged_weights(trainer.policy.model))
+    assert sorted(merged) == sorted(
+        f"model.layers.{i}.{m}.weight"
+        for i in range(2)
+        for m in ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
+    )
+    for name, p in exported.named_parameters():
+        assert torch.equal(p, merged.get(name, start[name])), name
+        assert torch.equal(p, start[name]) == (name not in merged), name
+    again = Policy(exported, trainer.policy.tokenizer, name="exported")
+    torch.testing.assert_close(scores(again, answers), scores(trainer.policy, answers), rtol=1e-4, atol=1e-4)
+
+
+def test_adapters_share_the_frozen_weights(tiny_policy):
+    policy = load_policy(ModelConfig(path=str(tiny_policy), device="cpu", lora=LORA))
+    own = {p.data_ptr() for p in policy.model.parameters()}
+    apart = [name for name, p in policy.whole.named_parameters() if p.data_ptr() not in own]
+    assert sorted(apart) == sorted(f"{name}.weight" for name, _ in adapted_layers(policy.model)) and len(apart) == 6
+    assert not any(p.requires_grad for p in policy.whole.parameters())
+
+
+def test_reference_is_the_policy_without_adapters(tiny_policy, answers):
+    plain = load_policy(ModelConfig(path=str(tiny_policy), device="cpu"))
+    plain.fused = False  # with adapters the model's own forward runs, whose numbers are rounded elsewhere
+    policy = load_policy(ModelConfig(path=str(tiny_policy), device="cpu", lora=LORA))
+    reference = policy.frozen_copy()
+    assert torch.equal(scores(policy, answers), scores(plain, answers))
+    stir(policy)
+    before = scores(policy, answers)
+    assert (before - scores(plain, answers)).abs().max() > 0.1
+    assert torch.equal(scores(reference, answers), scores(plain, answers))
+    assert torch.equal(scores(policy, answers), before)
+    assert reference.model is policy.model
+
+
+def test_kl_holds_the_adapters_back(make_config, tmp_path):
+    kl = {}
+    for beta in (1e-6, 10.0):
+        options = {"model": {"lora": LORA}, "algorithm": {"beta": beta}, "optimizer": {"learning_rate": 0.02}}
+        train(make_config(max_steps=8, **options), tmp_path / str(beta))
+        rows = read_metrics(tmp_path / str(beta))
+        assert rows[1]["kl"] == pytest.approx(0, abs=1e-6)
+        kl[beta] = rows[-1]["kl"]
+    assert 0 < kl[10.0] < kl[1e-6] / 2, kl
+
+
+@pytest.mark.parametrize("algorithm", [{}, {"advantage": "gae"}])
+def test_resume_is_exact_and_checkpoints_hold_adapters_alone(make_config, tmp_path, algorithm):
+    options = {"model": {"lora": LORA, "gradient_checkpointing": True}, "algorithm": algorithm}
+    whole = train(make_config(max_steps=4, **options), tmp_path / "whole")
+    train(make_config(max_steps=2, **options), tmp_path / "parts")
+    parts = train(make_config(max_steps=4, **options), tmp_path / "parts", resume=True)
+    for trainer in (whole, parts):
+        saved = load_checkpoint(list_checkpoints(trainer.checkpoints)[-1])
+        assert len(saved["model"]) == 12 and all(is_adapter(name) for name in saved["model"])
+    for first, second in ((whole.policy.model, parts.policy.model), (whole.policy.whole, parts.policy.whole)):
+        others = dict(second.named_parameters())
+        assert all(torch.equal(p, others[name]) for name, p in first.named_parameters())
+
+
+def test_low_precision_adapters_have_float32_masters(make_config, tmp_path):
+    config = make_config(max_steps=3, model={"lora": LORA, "dtype": "bfloat16"}, optimizer={"learning_rate": 0.02})
+    trainer = train(config, tmp_path)
+    masters = trainer.learner.optimizer.masters
+    assert masters and all(is_adapter(name) and m.dtype == torch.float32 for name, m in masters.items())
+    targets = dict(trainer.policy.whole.named_parameters())
+    for name, value in merged_weights(trainer.policy.model):
+        assert targets[name].dtype == torch.bfloat16 and torch.equal(targets[name], value.bfloat16())
+
+
+def test_a_checkpoint_of_other_layers_is_refused(make_config, tmp_path):
+    train(make_config(max_steps=1), tmp_path / "plain")
+    with pytest.raises(UserError, match="is of another model than the settings"):
+        Trainer(make_config(model={"lora": LORA}), tmp_path / "plain", resume=True, console=QUIET)
+    train(make_config(max_steps=1, model={"lora": LORA}), tmp_path / "adapters")
+    for other in ({"lora": LORA | {"target_modules": ["q_proj"]}}, {"lora": LORA | {"r": 2}}, {}):
+        with pytest.raises(UserError, match="is of another model than the settings"):
+            Trainer(make_config(model={"lora": None} | other), tmp_path / "adapters", resume=True, console=QUIET)
+
+
+def test_bad_settings_are_named(make_config, tiny_policy, monkeypatch):
+    for modules, message in ((["nothing"], "fits no layers"), (["embed_tokens"], "must name linear layers"),
+                             (["lm_head"], "must not name the output layer")):  # fmt: skip
+        config = ModelConfig(path=str(tiny_policy), device="cpu", lora=LORA | {"target_modules": modules})
+        with pytest.raises(UserError, match=f"model.lora.target_modules.*{message}"):
+            load_policy(config)
+    with pytest.raises(UserError, match="alpha follows whole weight matrices"):
+        make_config(model={"lora": LORA}, accelerators={"enabled": ["alpha"]})
+    with pytest.raises(UserError, match=r"model.lora.rank: unknown setting; known here: r, alpha, target_modules"):
+        make_config(model={"lora": {"rank": 4}})
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(UserError, match=r"model.lora needs PEFT .*pip install 'rlkernels\[peft\]'"):
+        load_policy(ModelConfig(path=str(tiny_policy), device="cpu", lora=LORA))

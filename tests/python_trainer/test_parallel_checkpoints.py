@@ -1,0 +1,162 @@
+"""Checkpoints written by any number of processes are read by any other; what fails in one process ends all."""
+
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import run_settings
+from gloo import merged, run_on_ranks, train
+from rich.console import Console
+from safetensors.torch import load_file
+
+from python_trainer.checkpoint import SHARDS, list_checkpoints, load_checkpoint
+from python_trainer.config import check_config
+from python_trainer.errors import UserError
+from python_trainer.objective import Objective
+from python_trainer.parallel import start
+from python_trainer.telemetry import read_metrics
+from python_trainer.trainer import Trainer
+
+SETTINGS = {
+    "max_steps": 4,
+    # as in test_parallel: Adam must not divide rounding errors by their size
+    "optimizer": {"learning_rate": 1e-3, "adam_epsilon": 1e-4, "micro_batch_tokens": 40},
+    "algorithm": {"advantage": "gae"},
+    "accelerators": {"enabled": ["rpo"]},
+}
+HALF = {"max_steps": 2}
+LOW_PRECISION = {"model": {"dtype": "bfloat16"}, "algorithm": {"advantage": "group"}, "max_steps": 2}
+
+
+def no_verdict(prompts, completions, completion_ids, **columns):
+    """Fails in the second process; the first knows nothing of it."""
+    if dist.get_rank() == 1:
+        raise ValueError("no verdict")
+    return [0.0] * len(prompts)
+
+
+def fail(settings, folder, name):
+    """The error that ends a run, as each process sees it."""
+    with pytest.raises(UserError) as caught:
+        train(settings, folder / name, "fsdp2")
+    (folder / f"{name}-{dist.get_rank()}.txt").write_text(str(caught.value))
+
+
+def nan_in_the_second_process(settings, folder):
+    original = Objective.loss
+
+    def loss(self, *args, **options):
+        value, metrics = original(self, *args, **options)
+        return value * (torch.nan if dist.get_rank() == 1 else 1.0), metrics
+
+    Objective.loss = loss
+    try:
+        fail(settings, folder, "nan")
+    finally:
+        Objective.loss = original
+
+
+def several(settings, folder):
+    """All that two processes do here."""
+    train(settings | HALF, folder / "sharded half", "fsdp2")
+    train(merged(settings, LOW_PRECISION), folder / "low precision", "fsdp2")
+    if dist.get_rank() == 0:
+        shutil.copytree(folder / "sharded half", folder / "sharded to ddp")
+        shutil.copytree(folder / "sharded half", folder / "sharded to sharded")
+    dist.barrier()
+    train(settings, folder / "sharded to ddp", "ddp", resume=True)
+    train(settings, folder / "sharded to sharded", "fsdp2", resume=True)
+    train(settings, folder / "one to sharded", "fsdp2", resume=True)
+    train(settings, folder / "sharded", "fsdp2")
+    fail(merged(settings, {"task": {"reward": f"{__name__}:no_verdict"}}), folder, "reward")
+    nan_in_the_second_process(settings, folder)
+
+
+@pytest.fixture(scope="module")
+def settings(tiny_policy, jsonl_files):
+    return merged(run_settings(tiny_policy, jsonl_files), SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, settings):
+    folder = tmp_path_factory.mktemp("runs")
+    train(settings, folder / "one")
+    train(settings | HALF, folder / "one to sharded")
+    run_on_ranks(folder, several, settings, folder)
+    shutil.copytree(folder / "sharded half", folder / "sharded to one")
+    train(settings, folder / "sharded to one", resume=True)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["one to sharded", "sharded to one", "sharded to ddp", "sharded to sharded"])
+def test_a_run_goes_on_with_another_number_of_processes(runs, name):
+    assert [row["step"] for row in read_metrics(runs / name)] == list(range(5))
+    whole, parts = (load_file(runs / folder / "weights.safetensors") for folder in ("one", name))
+    for key, value in whole.items():
+        torch.testing.assert_close(parts[key], value, rtol=1e-5, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
+    saved = [load_checkpoint(list_checkpoints(runs / folder / "checkpoints")[-1]) for folder in ("one", name)]
+    for part in ("model", "optimizer"):
+        assert saved[0][part].keys() == saved[1][part].keys() and saved[0]["critic"].keys() == saved[1]["critic"].keys()
+
+
+def test_resume_is_exact_in_the_same_processes(runs):
+    whole, parts = (load_file(runs / name / "weights.safetensors") for name in ("sharded", "sharded to sharded"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_only_shards_of_the_weights_are_written(runs):
+    newest = list_checkpoints(runs / "sharded" / "checkpoints")[-1]
+    assert sorted(path.name for path in (newest / SHARDS).glob("*.distcp")) == ["__0_0.distcp", "__1_0.distcp"]
+    assert "model" not in load_checkpoint(newest, shards=False)
+    sizes = [path.stat().st_size for path in (newest / SHARDS).glob("*.distcp")]
+    assert max(sizes) < 1.2 * min(sizes)
+
+
+def test_low_precision_models_resume_from_float32_shards(runs, settings):
+    """One process keeps a bfloat16 model and float32 masters; shards are float32 only."""
+    config = check_config(merged(settings, LOW_PRECISION), source="test")
+    saved = load_checkpoint(list_checkpoints(runs / "low precision" / "checkpoints")[-1])
+    trainer = Trainer(config, runs / "low precision", resume=True, console=Console(quiet=True))
+    optimizer = trainer.learner.optimizer
+    for name, master in optimizer.masters.items():
+        assert torch.equal(master, saved["model"][name]) and master.dtype == torch.float32
+        assert torch.equal(optimizer.params[name], master.bfloat16()), name
+        assert torch.equal(optimizer.adamw.state[master]["exp_avg"], saved["optimizer"][name]["exp_avg"])
+    exported = load_file(runs / "low precision" / "weights.safetensors")
+    assert all(torch.equal(exported[name], p) for name, p in optimizer.params.items())
+    assert any(not torch.equal(master, master.bfloat16().float()) for master in optimizer.masters.values())
+
+
+def test_damaged_shards_are_named(runs, settings, tmp_path):
+    shutil.copytree(runs / "sharded half", tmp_path / "run")
+    newest = list_checkpoints(tmp_path / "run" / "checkpoints")[-1]
+    (newest / SHARDS / "__1_0.distcp").unlink()
+    with pytest.raises(UserError, match="step-000002 is damaged"):
+        load_checkpoint(newest)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("reward", "reward function no_verdict raised ValueError: no verdict"), ("nan", "step 1: the loss is nan")],
+)
+def test_what_fails_in_one_process_ends_all_of_them(runs, name, message):
+    first, second = ((runs / f"{name}-{rank}.txt").read_text() for rank in range(2))
+    assert message in first and message in second
+    if name == "reward":
+        assert first.startswith("process 1 of 2: ")
+
+
+def test_the_number_of_processes_must_fit_the_settings(settings, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with (
+        pytest.raises(UserError, match="parallel is none, but torchrun started 2 processes"),
+        start(check_config(settings, source="test")),
+    ):
+        pass
+    changes = {"parallel": "ddp", "accelerators": {"enabled": ["rpo", "alpha"]}}
+    with (
+        pytest.raises(UserError, match="accelerators.enabled: alpha needs parallel=none, got ddp, which allows rpo"),
+        start(check_config(merged(settings, changes), source="test")),
+    ):
+        pass

@@ -1,0 +1,58 @@
+"""The command line under torchrun."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from python_trainer.checkpoint import list_checkpoints
+from python_trainer.telemetry import read_lines, read_metrics
+
+HERE = Path(__file__).parent
+TRAIN = ["-m", "python_trainer", "train"]
+
+
+def environment():
+    return {**os.environ, "PYTHONPATH": f"{HERE.parents[1]}:{HERE.parent}:{HERE}", "OMP_NUM_THREADS": "1"}
+
+
+def children(pid):
+    return [int(x) for x in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.slow
+def test_two_processes_stop_together_and_one_goes_on(settings, tmp_path):
+    """SIGTERM to one of two; then the same run in a single process, to an exported model."""
+    run, config = tmp_path / "run", tmp_path / "config.yaml"
+    settings |= {"max_steps": 100_000, "parallel": "fsdp2", "save": {"save_steps": 0, "save_model": True}}
+    config.write_text(yaml.safe_dump(settings))
+    arguments = [*TRAIN, "--config", str(config), "--output-dir", str(run)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
+    process = subprocess.Popen(torchrun, env=environment(), stderr=subprocess.PIPE, text=True)
+    try:
+        deadline, metrics = time.monotonic() + 300, run / "metrics.jsonl"
+        while not (metrics.exists() and len(read_lines(metrics)) > 2):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(children(process.pid)[-1], signal.SIGTERM)
+        errors = process.communicate(timeout=120)[1]
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors
+    steps = [row["step"] for row in read_metrics(run)]
+    assert steps == list(range(len(steps)))
+    assert errors.count(f"SIGTERM: stopped after step {steps[-1]}, which is saved") == 1
+    assert [path.name for path in list_checkpoints(run / "checkpoints")] == [f"step-{steps[-1]:06d}"]
+
+    arguments += ["--resume", "--set", f"max_steps={steps[-1] + 1}"]
+    subprocess.run([sys.executable, *arguments], env=environment(), check=True)
+    assert [row["step"] for row in read_metrics(run)] == [*steps, steps[-1] + 1]
+    assert (run / "report.html").exists()
+    model = AutoModelForCausalLM.from_pretrained(run / "model")
+    assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(run / "model")) == 64
