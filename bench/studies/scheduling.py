@@ -171,6 +171,7 @@ def measure(folder: Path, workload: str, counts: Sequence[int]) -> list[dict[str
             overhead = measured_overhead(pool)
         pool._overhead = overhead  # one figure for all
         pool.drafter = Drafter(history, pass_overhead=overhead) if drafted else None
+        pool.policy_updated()  # prompts are computed again, as in training
         requests, moved, started = requests_of(prompts, step, size), pool.moved, time.perf_counter()
         answers = pool.generate(requests, SamplingParams(seed=keyed_seed("second visit", step)))
         wall = time.perf_counter() - started

@@ -20,25 +20,21 @@ POLICIES = ("fifo", "balance", "history")  # in turn; by expected length; the sa
 class Cost:
     """Seconds of one worker."""
 
-    call: float  # for being asked
     a_pass: float
-    a_token: float  # that is drawn
-    a_prompt_token: float
+    a_token: float  # of a prompt, or drawn
 
     @property
     def overhead(self) -> float:
         """Of a pass, in tokens."""
         return self.a_pass / self.a_token
 
-    def seconds(self, passes: float, tokens: float, prompt_tokens: float) -> float:
-        return self.call + passes * self.a_pass + tokens * self.a_token + prompt_tokens * self.a_prompt_token
+    def seconds(self, passes: float, tokens: float) -> float:
+        return passes * self.a_pass + tokens * self.a_token
 
 
-def fit(rows: Sequence[tuple[float, float, float]], seconds: Sequence[float]) -> Cost:
-    """Least squares on relative errors, no coefficient below 0; rows are (passes, tokens, prompt tokens)."""
-    wanted = np.array(seconds)
-    columns = np.concatenate([np.ones((len(rows), 1)), np.array(rows)], 1) / wanted[:, None]
-    found, _ = nnls(columns, np.ones(len(rows)))
+def fit(rows: Sequence[tuple[float, float]], seconds: Sequence[float]) -> Cost:
+    """Least squares on relative errors, no coefficient below 0; rows are (passes, tokens)."""
+    found, _ = nnls(np.array(rows) / np.array(seconds)[:, None], np.ones(len(rows)))
     return Cost(*found.tolist())
 
 
@@ -84,13 +80,13 @@ class Station:
     moved: int = 0  # answers that it took over
 
     def begin(self, groups: Sequence[Group]) -> None:
-        self._spend(self.cost.call + self.cost.a_prompt_token * sum(group.prompt for group in groups))
+        self._spend(self.cost.a_token * sum(group.prompt for group in groups))
         self.answers = [Answer(g.prompt, length, g.expected, g.spread) for g in groups for length in g.lengths]
 
     def take(self, answers: list[Answer], clock: float) -> None:
         """What another worker gave away at this time; all of its tokens are computed again."""
         self.clock = max(self.clock, clock)
-        self._spend(self.cost.a_prompt_token * sum(answer.prompt + answer.done for answer in answers))
+        self._spend(self.cost.a_token * sum(answer.prompt + answer.done for answer in answers))
         self.answers += answers
         self.moved += len(answers)
         for answer in answers:

@@ -110,7 +110,7 @@ def fitted(rows: Iterable[Row]) -> Cost:
     """From the even steps: CPU seconds of each worker by passes, tokens and prompt tokens."""
     reports = [worker for row in plain_rows(rows, odd=False) for worker in row["workers_did"] if worker["answers"]]
     counts = [
-        (one["stats"]["forward_passes"], one["stats"]["sample_steps"], one["stats"]["prefill_tokens"])
+        (one["stats"]["forward_passes"], one["stats"]["sample_steps"] + one["stats"]["prefill_tokens"])
         for one in reports
     ]
     return fit(counts, [one["cpu_s"] for one in reports])
@@ -129,9 +129,9 @@ def checked(rows: Iterable[Row], cost: Cost) -> list[Row]:
 
 def cost_lines(cost: Cost, checks: Sequence[Row], even: Sequence[Row]) -> list[str]:
     lines = [
-        f"Seconds of a call on one worker: {cost.call * 1e3:.1f} ms + {cost.a_pass * 1e6:.0f} us a pass + "
-        f"{cost.a_token * 1e6:.1f} us a drawn token + {cost.a_prompt_token * 1e6:.1f} us a prompt token, fitted to "
-        f"{len(even)} of the calls (even steps), so a pass costs as much as {cost.overhead:.0f} tokens.", "",
+        f"CPU seconds of a worker: {cost.a_pass * 1e6:.0f} us a pass + {cost.a_token * 1e6:.1f} us a token of prompts "
+        f"and answers, fitted to {len(even)} calls (even steps); a pass costs as much as {cost.overhead:.0f} tokens.",
+        "",
         "| prompts | workers | | slowest worker, CPU s, measured | simulated | mean error of a step | largest |",
         "|---|---|---|---|---|---|---|",
     ]  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 from bench.studies import scheduling, scheduling_report
 from bench.studies.scheduling_model import POLICIES, Cost, Group, end, fit, pipelined, run, simulate
 
-COST = Cost(call=0.5, a_pass=2.0, a_token=0.25, a_prompt_token=0.125)
+COST = Cost(a_pass=2.0, a_token=0.25)
 
 
 def random_groups(count=24, samples=4, seed=0, error=0.0) -> list[Group]:
@@ -24,7 +24,7 @@ def random_groups(count=24, samples=4, seed=0, error=0.0) -> list[Group]:
 def test_one_worker_by_hand():
     (station,) = simulate([Group(8, (3, 5), 4.0), Group(4, (5,), 4.0)], 1, "fifo", COST)
     # 5 passes; 3 of them draw 3 tokens, 2 draw 2
-    assert station.clock == station.busy == pytest.approx(0.5 + 12 * 0.125 + 5 * 2.0 + 13 * 0.25)
+    assert station.clock == station.busy == pytest.approx(5 * 2.0 + (12 + 13) * 0.25)
     assert station.finished == 3 and station.moved == 0
 
 
@@ -42,18 +42,18 @@ def test_all_answers_are_finished_and_no_plan_beats_the_bounds(policy, workers):
 
 def test_moving_helps_a_worker_that_got_all_the_long_answers():
     groups = [Group(2, (200,) * 8, 200.0)] * 4 + [Group(2, (5,) * 8, 5.0)] * 4
-    plan, cheap = [[0, 1, 2, 3], [4, 5, 6, 7]], Cost(0.0, 0.1, 1.0, 0.5)
+    plan, cheap = [[0, 1, 2, 3], [4, 5, 6, 7]], Cost(0.1, 1.0)
     alone, helped = (run(groups, plan, cheap, moving=moving) for moving in (False, True))
     assert end(helped) < 0.7 * end(alone) and 8 <= helped[1].moved <= 24 and helped[0].moved == 0
     # where passes are all that costs, moving cannot help
-    assert sum(station.moved for station in run(groups, plan, Cost(0.0, 1.0, 1e-6, 1e-6), moving=True)) == 0
+    assert sum(station.moved for station in run(groups, plan, Cost(1.0, 1e-6), moving=True)) == 0
 
 
 def test_fit_finds_the_cost_that_made_the_seconds():
     rng = np.random.default_rng(0)
-    rows = [tuple(row) for row in rng.integers(1, 400, (12, 3)).tolist()]
+    rows = [tuple(row) for row in rng.integers(1, 400, (12, 2)).tolist()]
     found = fit(rows, [COST.seconds(*row) for row in rows])
-    assert [found.call, found.a_pass, found.a_token, found.a_prompt_token] == pytest.approx([0.5, 2.0, 0.25, 0.125])
+    assert [found.a_pass, found.a_token, found.overhead] == pytest.approx([2.0, 0.25, 8.0])
 
 
 def test_working_ahead_is_no_slower_than_a_barrier():
@@ -86,7 +86,7 @@ def test_tables_of_rows_that_the_model_made(tmp_path, capsys):
                 for station in plan:
                     tokens = 100.0 * (1 + station.finished)
                     read = float(rng.integers(1, 500))
-                    rest = station.busy - COST.call - read * COST.a_prompt_token - tokens * COST.a_token
+                    rest = station.busy - (read + tokens) * COST.a_token
                     stats = {"forward_passes": rest / COST.a_pass, "sample_steps": tokens, "prefill_tokens": read,
                              "generated_tokens": tokens}  # fmt: skip
                     did.append({"answers": station.finished, "stats": stats, "cpu_s": station.busy, "busy_s": 1.0})
