@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from scipy.optimize import nnls
 
-from python_trainer.rollout.ordering import Work, alternate, balance, in_turn, left, share
+from python_trainer.rollout.ordering import Work, alternate, balance, in_turn, left, share, trusted
 
 POLICIES = ("fifo", "balance", "history")  # in turn; by expected length; the same, and idle workers take over work
 
@@ -131,7 +131,10 @@ class Station:
 def simulate(groups: Sequence[Group], workers: int, policy: str, cost: Cost) -> list[Station]:
     """One step -> the workers at its end; the step takes as long as the latest clock."""
     works = [group.work for group in groups]
-    plan = in_turn(len(groups), workers) if policy == "fifo" else balance(works, workers, cost.overhead)
+    if policy == "fifo":
+        plan = in_turn(len(groups), workers)
+    else:
+        plan = balance(works, workers, trusted(cost.overhead, groups[0].spread))
     return run(groups, plan, cost, moving=policy == "history")
 
 

@@ -16,6 +16,7 @@ from python_trainer.rollout.types import Completion, Request
 NEWEST = 0.5  # weight of a prompt's newest visit in its mean
 SPREAD = 0.25  # of answers about their expected length, before any have been seen, as a share of it
 LAST_VISITS = 64  # to prompts, that the spread is averaged over
+SURE = 0.1  # spread up to which the longest answer of a part can be told beforehand
 GAIN = 0.1  # least share of a worker's time that moving answers away from it must save
 
 
@@ -102,6 +103,15 @@ def balance(works: Sequence[Work], workers: int, overhead: float) -> list[list[i
     given = [sorted(part, key=order.index) for part in in_turn(len(works), workers)]
     plans = [_greedy(works, order, workers, overhead), _runs(works, order, workers, overhead), given]
     return min(plans, key=lambda plan: makespan(works, plan, overhead))
+
+
+def trusted(overhead: float, spread: float) -> float:
+    """The overhead to plan parts with, where single answers stray so far from what is expected.
+
+    Grouping answers of one length saves passes only if the longest of a part is as expected; where that is anybody's
+    guess, workers with many short answers are just overloaded, and tokens alone are balanced.
+    """
+    return overhead if spread <= SURE else 0.0
 
 
 def makespan(works: Sequence[Work], plan: Sequence[Sequence[int]], overhead: float) -> float:

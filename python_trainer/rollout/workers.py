@@ -29,6 +29,7 @@ from python_trainer.rollout.ordering import (
     in_turn,
     longest_sequence,
     remember,
+    trusted,
 )
 from python_trainer.rollout.shared_weights import SharedWeights
 from python_trainer.rollout.types import Completion, Request, SamplingParams
@@ -253,7 +254,10 @@ class Call:
             number += request.num_samples
         parts = list(bundles.values())
         totals = [sum((work for _, work in part), Work()) for part in parts]
-        plan = balance(totals, pool.workers, overhead) if pool.lengths else in_turn(len(parts), pool.workers)
+        if pool.lengths:
+            plan = balance(totals, pool.workers, trusted(overhead, pool.lengths.spread))
+        else:
+            plan = in_turn(len(parts), pool.workers)
         for worker, chosen in enumerate(plan):
             self.loads[worker] = sum((totals[i] for i in chosen), Work())
         return [[piece for i in chosen for piece, _ in parts[i]] for chosen in plan]

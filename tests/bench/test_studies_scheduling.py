@@ -1,6 +1,7 @@
 """The simulation of workers against cases worked out by hand, and the tables of the study."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -47,6 +48,16 @@ def test_moving_helps_a_worker_that_got_all_the_long_answers():
     assert end(helped) < 0.7 * end(alone) and 8 <= helped[1].moved <= 24 and helped[0].moved == 0
     # where passes are all that costs, moving cannot help
     assert sum(station.moved for station in run(groups, plan, Cost(1.0, 1e-6), moving=True)) == 0
+
+
+def test_lengths_that_cannot_be_told_do_no_harm():
+    """Expected lengths that are off by half: no slower than in turn, over some steps, with spread as it then is."""
+    slow, turn, scheduled = Cost(20.0, 0.25), 0.0, 0.0
+    for seed in range(8):
+        groups = [replace(group, spread=0.5) for group in random_groups(64, samples=1, seed=seed, error=0.6)]
+        turn += end(simulate(groups, 4, "fifo", slow))
+        scheduled += end(simulate(groups, 4, "balance", slow))
+    assert scheduled < 1.02 * turn
 
 
 def test_fit_finds_the_cost_that_made_the_seconds():

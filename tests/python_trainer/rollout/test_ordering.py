@@ -18,6 +18,7 @@ from python_trainer.rollout.ordering import (
     makespan,
     remember,
     share,
+    trusted,
 )
 from python_trainer.rollout.types import Completion, Request
 
@@ -122,6 +123,10 @@ def test_balance_by_hand():
     plan = balance(items, 2, 5.0)
     assert [4] in plan and makespan(items, plan, 5.0) == 600 < makespan(items, in_turn(9, 2), 5.0) == 640
     assert balance([], 3, 30.0) == [[], [], []] and balance([group(5)], 3, 30.0).count([]) == 2
+
+
+def test_passes_are_planned_only_where_lengths_can_be_told():
+    assert trusted(30.0, spread=0.05) == 30.0 and trusted(30.0, spread=0.3) == 0.0
 
 
 def test_long_answers_get_more_workers_than_short_ones():
