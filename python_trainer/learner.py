@@ -61,7 +61,6 @@ class Learner:
                     # one sample at least, so that there is a gradient, be it 0
                     taught = {index for index in minibatch if teaches[index]} or {minibatch[0]}
                     rest = [index for index in minibatch if index not in taught]
-                    # first: shards of weights come home after a backward pass
                     with torch.no_grad():
                         for packed in self._packs(batch, rest) if rest else ():
                             loss, seen = self._loss(packed, batch, minibatch)

@@ -54,7 +54,10 @@ class Sharded(Replicated):
                     part.set_force_sum_reduction_for_comms(True)
 
     def sum_gradients(self, module: torch.nn.Module) -> None:
-        """The backward pass has."""
+        """The backward pass has; a pass without one may have left weights gathered, which are old after an update."""
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
 
     def save(self, folder: Path, step: int, state: Mapping[str, Any], learned: Mapping[str, Any], *, keep: int) -> None:
         """Every rank writes its shards; the first writes the rest and publishes all of it."""
