@@ -54,7 +54,7 @@ VARIANTS: dict[str, tuple[str | None, list[str]]] = {
     "grpo+rpo, short cuts": ("grpo", RPO + GRPO + SHORT),
     "dapo+rpo+length": ("dapo", RPO + DAPO + LENGTH),
 }
-MAIN = ("grpo", "grpo+rpo", "dapo", "dapo+rpo")
+MAIN = ("grpo", "grpo+rpo", "grpo+rpo+length", "dapo", "dapo+rpo", "dapo+rpo+length")
 # the first steps of grpo+rpo again, each answer with its own copy of the prefix in training
 UNSHARED = "grpo+rpo, prefixes repeated"
 UNSHARED_STEPS = 12
@@ -68,12 +68,11 @@ def settings(variant: str, seed: int) -> Config:
 
 
 def order(seeds: int) -> list[tuple[str, int]]:
-    """All runs, so that a study that ends early has two seeds of the main variants and one of most others."""
+    """All runs, most important first: a study that ends early has whole seeds of the main variants."""
     main = [(variant, seed) for seed in range(seeds) for variant in MAIN]
     names = [name for name in VARIANTS if name not in MAIN]
     others = [(UNSHARED, 0), *((variant, seed) for seed in range(seeds) for variant in names)]
-    early, one_each = 2 * len(MAIN), len(names)
-    return main[:early] + others[:one_each] + main[early:] + others[one_each:]
+    return main + others
 
 
 def train(variant: str, seed: int, folder: Path) -> None:
