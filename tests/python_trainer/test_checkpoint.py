@@ -138,8 +138,11 @@ def test_a_kill_at_any_moment_loses_nothing(settings, make_config, tmp_path):
     config.write_text(yaml.safe_dump(settings))
     command = [sys.executable, "-m", "python_trainer", "train", "--config", str(config), "--resume"]
     command += ["--output-dir", str(tmp_path / "killed")]
-    paths = f"{HERE.parents[1]}:{HERE.parent}:{HERE}"
-    env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    env = {
+        **os.environ,
+        "PYTHONPATH": f"{HERE.parents[1]}:{HERE}:{HERE.parent}",
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),
+    }
     rng, kills = random.Random(0), 0
     for _ in range(13 * wanted):
         process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)

@@ -38,6 +38,10 @@ CASES = {
     },
     "rpo and drafts": {"accelerators": {"enabled": ["rpo", "drafts"], "rpo": {"keep": "any"}}},
     "adapters": {"model": {"lora": {"r": 4, "alpha": 16}}, "algorithm": {"beta": 0.05}, "optimizer": MANY},
+    "some answers teach nothing": {
+        "task": {"reward": "conftest:even"}, "algorithm": {"num_minibatches": 2}, "optimizer": MANY,
+        "rollout": {"num_generations": 2},
+    },
     "logits in blocks": {"optimizer": MANY},
     "recomputed activations": {"model": {"gradient_checkpointing": True}, "optimizer": MANY},
 }  # fmt: skip
@@ -82,3 +86,8 @@ def test_same_weights_and_metrics_as_one_process(runs, name, parallel):
         assert known <= set(second)
         for key in known - {"tokens/trained", "tokens/prefill", "tokens/cached"}:  # of prompts that both compute
             assert second[key] == pytest.approx(first[key], rel=1e-5, abs=2e-6), key
+
+
+def test_some_answers_have_no_advantage(runs):
+    rows = read_metrics(runs / "none" / "some answers teach nothing")[1:]
+    assert all(0 < row["frac_reward_zero_std"] < 1 for row in rows)

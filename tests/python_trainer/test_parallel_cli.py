@@ -19,7 +19,7 @@ TRAIN = ["-m", "python_trainer", "train"]
 
 
 def environment():
-    return {**os.environ, "PYTHONPATH": f"{HERE.parents[1]}:{HERE.parent}:{HERE}", "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "PYTHONPATH": f"{HERE.parents[1]}:{HERE}:{HERE.parent}", "OMP_NUM_THREADS": "1"}
 
 
 def children(pid):
