@@ -20,6 +20,7 @@ from itertools import takewhile
 from typing import Any
 
 import numpy as np
+import torch
 import vllm
 
 from rlkernels.history import RolloutHistory
@@ -56,6 +57,29 @@ class _Tracked:
     draft: list[int] = field(default_factory=list)  # the last one, not judged yet
 
 
+def _expand(x: torch.Tensor, ends: torch.Tensor, total: int, replace_from: float = 0, replace_to: float = 0
+            ) -> torch.Tensor:  # fmt: skip
+    """A number of each of B sequences [B] -> of each of their tokens [total]; ``ends`` [B] are sums of their counts."""
+    counts = torch.diff(ends, prepend=ends.new_zeros(1)).long()
+    expanded = x.repeat_interleave(counts, output_size=total)
+    return expanded.masked_fill(expanded == replace_from, replace_to)
+
+
+def _mend_temperatures() -> None:
+    """Replaces a function of vLLM where it is wrong.
+
+    On a CPU vLLM 0.32 writes the temperature and top-p of verified tokens into a copy that it throws away, and samples
+    with what the memory held before, whatever made the drafts.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.sample import rejection_sampler
+
+    if current_platform.is_cpu():
+        asked = torch.tensor([0.25, 0.0, 4.0]), torch.tensor([2, 3, 6]), 6, 0, 1
+        if not torch.equal(rejection_sampler.expand_batch_to_tokens(*asked), _expand(*asked)):
+            rejection_sampler.expand_batch_to_tokens = _expand
+
+
 class HistoryProposer:
     """Continues sequences as :class:`rlkernels.RolloutHistory` remembers them; vLLM verifies what it proposes.
 
@@ -81,6 +105,7 @@ class HistoryProposer:
                 f"no history: pass additional_config={{{HISTORY!r}: path}} to vLLM, or call share_history(history) in "
                 "the process of the engine first"
             )
+        _mend_temperatures()
         self._limit: int = vllm_config.speculative_config.num_speculative_tokens
         self._max_length: int = vllm_config.model_config.max_model_len
         self._vocab_size: int = vllm_config.model_config.get_vocab_size()

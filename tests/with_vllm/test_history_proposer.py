@@ -177,12 +177,12 @@ def test_version_is_checked(monkeypatch):
         importlib.reload(module)
 
 
-def greedy(llm) -> list[list[int]]:
+def greedy(llm, temperature: float = 0.0) -> list[list[int]]:
     from vllm import SamplingParams
 
     outputs = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in PROMPTS],
-        SamplingParams(temperature=0, max_tokens=80, ignore_eos=True, detokenize=False),
+        SamplingParams(temperature=temperature, max_tokens=80, ignore_eos=True, detokenize=False),
         use_tqdm=False,
     )
     return [list(output.outputs[0].token_ids) for output in outputs]
@@ -233,3 +233,4 @@ def test_shares_a_history_that_grows(make_llm):
     after = counters(llm)
     print("first visit:", before, "second:", after)
     assert after["accepted_tokens"] - before["accepted_tokens"] > 150
+    assert greedy(llm, temperature=0.01) == first, "sampled by the distribution that was asked for"
