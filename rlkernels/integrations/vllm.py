@@ -15,6 +15,7 @@ Needs vllm 0.32 or newer.
 
 import logging
 import os
+import sys
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -72,9 +73,10 @@ def _mend_temperatures() -> None:
     with what the memory held before, whatever made the drafts.
     """
     from vllm.platforms import current_platform
-    from vllm.v1.sample import rejection_sampler
 
-    if current_platform.is_cpu():
+    # an engine has imported it; by itself it can not be imported on a CPU
+    rejection_sampler: Any = sys.modules.get("vllm.v1.sample.rejection_sampler")
+    if current_platform.is_cpu() and rejection_sampler is not None:
         asked = torch.tensor([0.25, 0.0, 4.0]), torch.tensor([2, 3, 6]), 6, 0, 1
         if not torch.equal(rejection_sampler.expand_batch_to_tokens(*asked), _expand(*asked)):
             rejection_sampler.expand_batch_to_tokens = _expand
