@@ -57,22 +57,15 @@ class Learner:
                 for minibatch in minibatches:
                     if not batch.loss_tokens[minibatch].any():
                         continue  # every answer was truncated and is masked
-                    total = torch.zeros((), device=self.policy.device)
                     # one sample at least, so that there is a gradient, be it 0
                     taught = {index for index in minibatch if teaches[index]} or {minibatch[0]}
-                    rest = [index for index in minibatch if index not in taught]
                     with torch.no_grad():
-                        for packed in self._packs(batch, rest) if rest else ():
-                            loss, seen = self._loss(packed, batch, minibatch)
-                            total += loss
-                            metrics.add(seen)
-                    for packed in self._packs(batch, [index for index in minibatch if index in taught]):
-                        loss, seen = self._loss(packed, batch, minibatch)
-                        loss.backward()
-                        total += loss.detach()
-                        metrics.add(seen)
-                        trained += packed.input_ids.numel()
-                    norms.append(self._step(lr, float(self.ranks.sum(total)), batch, minibatch))
+                        rest = [index for index in minibatch if index not in taught]
+                        total, _ = self._pass(batch, minibatch, rest, metrics)
+                    learns = [index for index in minibatch if index in taught]
+                    loss, tokens = self._pass(batch, minibatch, learns, metrics)
+                    trained += tokens
+                    norms.append(self._step(lr, float(self.ranks.sum(total + loss)), batch, minibatch))
         row = metrics.means(len(norms), self.ranks) | row
         if norms:
             row["grad_norm"] = sum(norms) / len(norms)
@@ -86,6 +79,19 @@ class Learner:
             return [True] * len(batch.answers)
         assert batch.advantages is not None
         return ((batch.advantages.padded() != 0).any(1) & batch.in_loss).tolist()
+
+    def _pass(self, batch: StepBatch, minibatch: Sequence[int], samples: Sequence[int], metrics: MetricSums
+              ) -> tuple[torch.Tensor, int]:  # fmt: skip
+        """Samples of a minibatch, backwards too where gradients are on -> their share of the loss, their tokens."""
+        total, tokens = torch.zeros((), device=self.policy.device), 0
+        for packed in self._packs(batch, samples) if samples else ():
+            loss, seen = self._loss(packed, batch, minibatch)
+            if torch.is_grad_enabled():
+                loss.backward()
+            total += loss.detach()
+            metrics.add(seen)
+            tokens += packed.input_ids.numel()
+        return total, tokens
 
     def _loss(self, packed: Packed, batch: StepBatch, minibatch: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss and metrics of a micro-batch, from one forward pass."""

@@ -31,6 +31,11 @@ from python_trainer.tasks import load_task
 from python_trainer.telemetry import Clock, Telemetry, choose_samples, read_metrics, rollout_statistics
 
 
+def first_rows(limit: int | None) -> range | None:
+    """Numbers of the first prompts of a split; None: all of them."""
+    return None if limit is None else range(limit)
+
+
 class Trainer:
     """One training run in one directory.
 
@@ -291,7 +296,7 @@ class Trainer:
 
     def evaluate(self, split: str, limit: int | None = None) -> float:
         """Accuracy of one answer per prompt, as of :meth:`evaluate_each`."""
-        return fmean(self.evaluate_each(split, range(limit) if limit is not None else None))
+        return fmean(self.evaluate_each(split, first_rows(limit)))
 
     def evaluate_each(self, split: str, rows: range | None = None) -> list[float]:
         """1 for every prompt answered right, else 0: one answer each, at temperature 1, always with the same noise."""
@@ -312,7 +317,7 @@ class Trainer:
             return {}
         seconds = self._training_seconds()
         with self.clock.measure("eval"):
-            correct = self.evaluate_each("test", range(limit) if limit is not None else None)
+            correct = self.evaluate_each("test", first_rows(limit))
             if name is not None:
                 save_evaluation(self.output_dir, name, correct)
         accuracy = fmean(correct)

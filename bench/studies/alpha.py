@@ -33,7 +33,7 @@ from python_trainer.checkpoint import load_checkpoint, write_text
 from python_trainer.config import Config, load_config
 from python_trainer.evaluation import load_evaluations
 from python_trainer.telemetry import read_metrics
-from python_trainer.trainer import Trainer
+from python_trainer.trainer import Trainer, first_rows
 from rlkernels.rank1 import PREDICTORS, Limits
 from rlkernels.rank1.predictors import linearity
 from rlkernels.rank1.trajectory import leading_factors
@@ -257,7 +257,7 @@ def cut_down(config: Config, part: Part, step: int, scan_prompts: int, *, more: 
         values = dict(final if rest == "trained" else first) | modules
         trainer.learner.optimizer.write(values)
         trainer.engine.policy_updated()
-        return trainer.evaluate_each("test", range(prompts) if prompts is not None else None)
+        return trainer.evaluate_each("test", first_rows(prompts))
 
     def update(rank: int, scale: Callable[[str], float]) -> dict[str, torch.Tensor]:
         return {n: base + scale(n) * low[rank][n] for n, base in tracked.base.items()}

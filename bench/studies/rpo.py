@@ -20,6 +20,7 @@ import numpy
 import torch
 from rich.console import Console
 
+from bench._markdown import table_lines
 from bench._runner import commit
 from python_trainer.compare import check_same, finished
 from python_trainer.config import Config, load_config
@@ -151,7 +152,7 @@ def table(by_variant: dict[str, list[Run]], found: dict[str, dict[str, Any]]) ->
     targets = [f"{what} to {t}" for t in TARGETS for what in ("seconds", "generated tokens")]
     head = ["", "seeds", "steps", "tokens per answer", "s per step", *targets, "accuracy", "minus plain, paired 95 %",
             "generation / training / rpo", "informative groups"]  # fmt: skip
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    rows = []
     for name, own in found.items():
         plain = VARIANTS[name][0] or name
         cells, same_seeds = [f"**{name}**"], by_variant.get(plain, [])[: own["seeds"]]
@@ -172,8 +173,8 @@ def table(by_variant: dict[str, list[Run]], found: dict[str, dict[str, Any]]) ->
         share = own["share"]
         cells += [difference, " / ".join(f"{100 * share[part]:.0f}" for part in ("rollout", "train", "rpo")) + " %",
                   f"{100 * own['informative']:.0f} %"]  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return "\n".join(table_lines(head, rows))
 
 
 def repeated_prefixes(output_dir: Path) -> dict[str, Any]:

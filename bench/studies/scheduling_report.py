@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from bench._markdown import table_lines
 from bench._runner import commit
 from bench.studies.scheduling_model import POLICIES, Cost, Group, end, fit, pipelined, simulate
 from python_trainer.progress import device_name
@@ -43,16 +44,13 @@ def oracle(groups: Sequence[Group]) -> list[Group]:
 
 
 def correlation_lines(correlations: dict[str, list[Row]]) -> list[str]:
-    return [
-        "| answers | visit | spread of prompts | Spearman | Kendall | mean error | Spearman of prompt length |",
-        "|---|---|---|---|---|---|---|",
-        *(
-            f"| {name} | {row['visit']} | {row['spread']:.0%} | {row['spearman']:.3f} | {row['kendall']:.3f} | "
-            f"{row['error']:.1%} | {row['prompt_spearman']:.3f} |"
-            for name, found in correlations.items()
-            for row in found
-        ),
-    ]
+    head = ["answers", "visit", "spread of prompts", "Spearman", "Kendall", "mean error", "Spearman of prompt length"]
+    rows = [
+        [name, row["visit"], f"{row['spread']:.0%}", f"{row['spearman']:.3f}", f"{row['kendall']:.3f}",
+         f"{row['error']:.1%}", f"{row['prompt_spearman']:.3f}"]
+        for name, found in correlations.items() for row in found
+    ]  # fmt: skip
+    return table_lines(head, rows)
 
 
 # measured ------------------------------------------------------------------------------------------------------
@@ -80,23 +78,21 @@ def measured_table(rows: Sequence[Row]) -> list[Row]:
 
 
 def measured_lines(table: Sequence[Row]) -> list[str]:
-    lines = [
-        "| prompts | workers | | slowest worker, CPU s | times faster than in turn | all workers, CPU s | "
-        "busiest over mean | wall s | passes | answers moved |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    head = ["prompts", "workers", "", "slowest worker, CPU s", "times faster than in turn", "all workers, CPU s",
+            "busiest over mean", "wall s", "passes", "answers moved"]  # fmt: skip
+    rows = []
     for row in table:
         plain = next(
             other for other in table
             if (other["workload"], other["workers"], other["variant"]) == (row["workload"], row["workers"], "in turn")
         )  # fmt: skip
-        lines.append(
-            f"| {row['workload']} | {row['workers']} | {row['variant']} | {row['slowest_cpu_s']:.2f} | "
-            f"{plain['slowest_cpu_s'] / row['slowest_cpu_s']:.2f} | {row['all_cpu_s']:.2f} | "
-            f"{row['slowest_cpu_s'] * row['workers'] / row['all_cpu_s']:.2f} | {row['wall_s']:.1f} | "
-            f"{row['passes']:.0f} | {row['moved']} |"
-        )
-    return lines
+        rows.append([
+            row["workload"], row["workers"], row["variant"], f"{row['slowest_cpu_s']:.2f}",
+            f"{plain['slowest_cpu_s'] / row['slowest_cpu_s']:.2f}", f"{row['all_cpu_s']:.2f}",
+            f"{row['slowest_cpu_s'] * row['workers'] / row['all_cpu_s']:.2f}", f"{row['wall_s']:.1f}",
+            f"{row['passes']:.0f}", row["moved"],
+        ])  # fmt: skip
+    return table_lines(head, rows)
 
 
 # cost model ----------------------------------------------------------------------------------------------------
@@ -128,22 +124,21 @@ def checked(rows: Iterable[Row], cost: Cost) -> list[Row]:
 
 
 def cost_lines(cost: Cost, checks: Sequence[Row], even: Sequence[Row]) -> list[str]:
-    lines = [
+    before = [
         f"CPU seconds of a worker: {cost.a_pass * 1e6:.0f} us a pass + {cost.a_token * 1e6:.1f} us a token of prompts "
         f"and answers, fitted to {len(even)} calls (even steps); a pass costs as much as {cost.overhead:.0f} tokens.",
         "",
-        "| prompts | workers | | slowest worker, CPU s, measured | simulated | mean error of a step | largest |",
-        "|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
+    ]
+    head = ["prompts", "workers", "", "slowest worker, CPU s, measured", "simulated", "mean error of a step", "largest"]
+    rows = []
     for key in dict.fromkeys((row["workload"], row["workers"], row["variant"]) for row in checks):
         chosen = [row for row in checks if (row["workload"], row["workers"], row["variant"]) == key]
         errors = [abs(row["simulated"] / row["measured"] - 1) for row in chosen]
-        lines.append(
-            f"| {key[0]} | {key[1]} | {key[2]} | {sum(r['measured'] for r in chosen):.2f} | "
-            f"{sum(r['simulated'] for r in chosen):.2f} | {fmean(errors):.1%} | {max(errors):.1%} |"
-        )
+        sums = (f"{sum(row[name] for row in chosen):.2f}" for name in ("measured", "simulated"))
+        rows.append([*key, *sums, f"{fmean(errors):.1%}", f"{max(errors):.1%}"])
     errors = [abs(row["simulated"] / row["measured"] - 1) for row in checks]
-    return [*lines, "", f"All {len(checks)} steps: mean error {fmean(errors):.1%}, largest {max(errors):.1%}."]
+    after = f"All {len(checks)} steps: mean error {fmean(errors):.1%}, largest {max(errors):.1%}."
+    return [*before, *table_lines(head, rows), "", after]
 
 
 # simulated -----------------------------------------------------------------------------------------------------
@@ -166,14 +161,17 @@ def simulated_rows(name: str, steps: Sequence[Sequence[Group]], cost: Cost) -> l
 
 
 def simulated_lines(rows: Sequence[Row]) -> list[str]:
-    lines = [
-        "| lengths of | pass costs, tokens | workers | in turn, s | balanced | balanced and moved | lengths known |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        gains = " | ".join(f"{row['fifo'] / row[policy]:.2f}" for policy in ("balance", "history", "oracle"))
-        lines.append(f"| {row['trace']} | {row['overhead']:.0f} | {row['workers']} | {row['fifo']:.2f} | {gains} |")
-    return lines
+    head = ["lengths of", "pass costs, tokens", "workers", "in turn, s", "balanced", "balanced and moved",
+            "lengths known"]  # fmt: skip
+    return table_lines(head, (
+        [row["trace"], f"{row['overhead']:.0f}", row["workers"], *gains(row, ("balance", "history", "oracle"))]
+        for row in rows
+    ))  # fmt: skip
+
+
+def gains(row: Row, policies: Sequence[str]) -> list[str]:
+    """Seconds in turn, and how many times faster each policy is."""
+    return [f"{row['fifo']:.2f}", *(f"{row['fifo'] / row[policy]:.2f}" for policy in policies)]
 
 
 def pipelined_rows(name: str, steps: Sequence[Sequence[Group]], cost: Cost) -> list[Row]:
@@ -189,14 +187,17 @@ def pipelined_rows(name: str, steps: Sequence[Sequence[Group]], cost: Cost) -> l
 
 
 def pipelined_lines(rows: Sequence[Row]) -> list[str]:
-    lines = [
-        "| lengths of | workers | in turn, s | scheduled | one step ahead, in turn | one step ahead, alternating |",
-        "|---|---|---|---|---|---|",
+    head = [
+        "lengths of",
+        "workers",
+        "in turn, s",
+        "scheduled",
+        "one step ahead, in turn",
+        "one step ahead, alternating",
     ]
-    for row in rows:
-        gains = " | ".join(f"{row['fifo'] / row[name]:.2f}" for name in ("history", "ahead", "alternating"))
-        lines.append(f"| {row['trace']} | {row['workers']} | {row['fifo']:.2f} | {gains} |")
-    return lines
+    return table_lines(head, (
+        [row["trace"], row["workers"], *gains(row, ("history", "ahead", "alternating"))] for row in rows
+    ))  # fmt: skip
 
 
 # all of it -----------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from bench._markdown import table_lines
 from bench._runner import commit, cpu_model
 from bench._trl import TRL_BATCH, Generation, make_grpo_trainer
 from bench.studies.rpo import reached
@@ -109,38 +110,38 @@ def train_trl(config: Config, folder: Path) -> None:
     write_text(folder / "summary.json", json.dumps(summary) + "\n")
 
 
-def line(variant: str, seed: int, folder: Path, baseline: float | None) -> str:
+def row_of(variant: str, seed: int, folder: Path, baseline: float | None) -> list[object]:
+    """A line of the table."""
     rows = [row for row in read_metrics(folder) if "eval/accuracy" in row]
     last = rows[-1]
     seconds, tokens = (reached(folder, TARGET, key) for key in ("time/training_s", "total/generated_tokens"))
     name = f"TRL {version('trl')}" if variant == "TRL" else variant
     ratio = "-" if seconds is None or baseline is None else f"{baseline / seconds:.2f}x"
-    return (
-        f"| {name} | {seed} | {rows[0]['eval/accuracy']:.3f} | {last['step']:.0f} | "
-        f"{last['time/training_s'] / last['step']:.2f} | {'not reached' if seconds is None else f'{seconds:.1f}'} | "
-        f"{ratio} | {'-' if tokens is None else f'{tokens:,.0f}'} | {last['eval/accuracy']:.3f} |"
-    )
+    return [
+        name, seed, f"{rows[0]['eval/accuracy']:.3f}", f"{last['step']:.0f}",
+        f"{last['time/training_s'] / last['step']:.2f}", "not reached" if seconds is None else f"{seconds:.1f}",
+        ratio, "-" if tokens is None else f"{tokens:,.0f}", f"{last['eval/accuracy']:.3f}",
+    ]  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    lines = []
+    head = ["", "seed", "accuracy before", "steps", "CPU s per step", f"CPU s to {TARGET}", "times TRL",
+            f"tokens to {TARGET}", "accuracy at the end"]  # fmt: skip
+    rows = []
     for seed in range(args.seeds):
         folders = {variant: args.output_dir / f"{variant.replace(', ', '-').replace(' ', '-')}-{seed}"
                    for variant in VARIANTS}  # fmt: skip
         for variant, folder in folders.items():
             train(variant, seed, folder)
         baseline = reached(folders["TRL"], TARGET, "time/training_s")
-        lines += [line(variant, seed, folder, baseline) for variant, folder in folders.items()]
+        rows += [row_of(variant, seed, folder, baseline) for variant, folder in folders.items()]
     text = "\n".join([
         f"Arithmetic, short sums, 1024 test prompts in every evaluation. {cpu_model()}, 1 thread, torch "
         f"{torch.__version__}, Python {platform.python_version()}, commit {commit()}. Accuracies between evaluations "
         "are on a straight line.",
         "",
-        f"|  | seed | accuracy before | steps | CPU s per step | CPU s to {TARGET} | times TRL | tokens to {TARGET} | "
-        "accuracy at the end |",
-        "|---|---|---|---|---|---|---|---|---|",
-        *lines,
+        *table_lines(head, rows),
     ])  # fmt: skip
     print(text)
     args.results.mkdir(parents=True, exist_ok=True)

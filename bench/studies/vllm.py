@@ -18,6 +18,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from bench._markdown import table_lines
+
 PROPOSER = "rlkernels.integrations.vllm.HistoryProposer"
 EPOCHS, PROMPTS, SAMPLES, LONGEST = 3, 32, 8, 128
 MODES = ("plain", "drafts")
@@ -71,17 +73,16 @@ def table(runs: list[dict[str, Any]]) -> str:
     """Markdown, one line per seed and epoch."""
     head = ["seed", "epoch", "plain, CPU s", "drafts, CPU s", "tokens per step of a sample", "offered", "accepted",
             "right, plain", "right, drafts"]  # fmt: skip
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    rows = []
     for seed in sorted({run["seed"] for run in runs}):
         both = {run["mode"]: run["epochs"] for run in runs if run["seed"] == seed}
         for epoch, (plain, ours) in enumerate(zip(*(both.get(mode, []) for mode in MODES))):
             accepted = ours["accepted"] / max(ours["offered"], 1)
-            cells = [
+            rows.append([
                 *(seed, epoch + 1, f"{plain['cpu_s']:.1f}", f"{ours['cpu_s']:.1f}", f"{ours['tokens_per_step']:.2f}"),
                 *(f"{ours['offered']:.0f}", f"{accepted:.0%}", f"{plain['right']:.3f}", f"{ours['right']:.3f}"),
-            ]
-            lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
+            ])  # fmt: skip
+    return "\n".join(table_lines(head, rows))
 
 
 def main() -> None:
