@@ -1,7 +1,8 @@
 """The same training with different accelerators: ``python -m python_trainer compare``."""
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -9,6 +10,7 @@ from rich.console import Console
 from python_trainer.accelerators import ACCELERATORS
 from python_trainer.config import Config, check_config, dump_config
 from python_trainer.errors import UserError
+from python_trainer.evaluation import load_evaluations
 from python_trainer.report import BASELINE, report
 from python_trainer.trainer import Trainer
 
@@ -27,11 +29,12 @@ def enabled_in(variant: str) -> list[str]:
     return names
 
 
-def compare(config: Config, output_dir: Path, *, variants: Sequence[str], seeds: int,
-            console: Console | None = None) -> None:  # fmt: skip
+def compare(config: Config, output_dir: Path, *, variants: Sequence[str], seeds: int, console: Console | None = None,
+            timer: Callable[[], float] = time.perf_counter) -> None:  # fmt: skip
     """Trains every variant on seeds 0 .. ``seeds`` - 1 and reports.
 
-    A finished run is kept, an interrupted one goes on from its newest checkpoint.
+    A finished run is kept, an interrupted one goes on from its newest checkpoint. All variants of a seed begin with the
+    same policy, prompts and noise, so the evaluation before the first step is done once per seed.
 
     Raises:
         UserError: an unknown variant, or a run in ``output_dir`` that was made with other settings.
@@ -40,7 +43,7 @@ def compare(config: Config, output_dir: Path, *, variants: Sequence[str], seeds:
         raise UserError(f"--seeds must be at least 1, got {seeds}")
     if config.parallel != "none":
         raise UserError(f"compare runs in one process: parallel must be none, got {config.parallel}")
-    plans = []
+    plans: list[tuple[str, Path, Config]] = []
     for seed in range(seeds):
         for variant in dict.fromkeys(variants):
             values = config.model_dump(mode="json")
@@ -53,7 +56,9 @@ def compare(config: Config, output_dir: Path, *, variants: Sequence[str], seeds:
     for number, (variant, folder, wanted) in enumerate(plans):
         label = f"{variant} (seed {wanted.seed}, run {number + 1} of {len(plans)})"
         if not finished(folder):
-            Trainer(wanted, folder, resume=True, label=label, console=console).run()
+            siblings = [load_evaluations(other) for _, other, plan in plans if plan.seed == wanted.seed]
+            start = next((found["start"].tolist() for found in siblings if "start" in found), None)
+            Trainer(wanted, folder, resume=True, label=label, console=console, timer=timer, start=start).run()
     report([output_dir])
 
 

@@ -42,6 +42,7 @@ class Trainer:
     Args:
         config: all settings.
         output_dir: the run directory; made when it does not exist.
+        start: what the first evaluation finds, where a run of the same policy, task and seed has it already.
         ranks: the processes that share the run, by :func:`python_trainer.parallel.start`.
         resume: go on from the newest checkpoint in it, if there is one.
         timer: the clock that all seconds are read from; ``time.process_time`` counts the work of this program alone.
@@ -52,10 +53,10 @@ class Trainer:
 
     def __init__(self, config: Config, output_dir: Path, *, resume: bool = False, label: str = "train",
                  console: Console | None = None, timer: Callable[[], float] = time.perf_counter,
-                 ranks: Alone | None = None):  # fmt: skip
+                 start: Sequence[float] | None = None, ranks: Alone | None = None):  # fmt: skip
         self.config, self.label, self.timer, self.ranks = config, label, timer, ranks or Alone()
         self.output_dir, self.console = self.ranks.folder(output_dir), self.ranks.console(console)
-        self.checkpoints = output_dir / "checkpoints"
+        self.checkpoints, self.start = output_dir / "checkpoints", start
         with self.ranks.together():
             saved = self._load(output_dir, resume)
         self.learner = Learner(self.policy, config, self.ranks)
@@ -140,7 +141,8 @@ class Trainer:
             ) as telemetry,
         ):
             if resumed_at is None:
-                telemetry.log(0, self._evaluation_row(config.evaluation.eval_limit, "start") | self._clock_row())
+                row = self._evaluation_row(config.evaluation.eval_limit, "start", known=self.start)
+                telemetry.log(0, row | self._clock_row())
             done = self.ranks.first(self._finished())
             while not done:
                 row, samples = self.step(progress.step + 1)
@@ -310,14 +312,15 @@ class Trainer:
         texts = [self.policy.decode(row) for row in ids]
         return self.ranks.score(self.task, getattr(self.task, split)[rows.start : rows.stop], texts, ids).accuracy
 
-    def _evaluation_row(self, limit: int | None, name: str | None = None) -> dict[str, float]:
+    def _evaluation_row(self, limit: int | None, name: str | None = None, known: Sequence[float] | None = None
+                        ) -> dict[str, float]:  # fmt: skip
         """Evaluates on the test split, and notes when the target was reached; with a name, each result is kept."""
         progress, target = self.progress, self.config.evaluation.target_accuracy
         if not self.prompts["test"]:
             return {}
         seconds = self._training_seconds()
         with self.clock.measure("eval"):
-            correct = self.evaluate_each("test", first_rows(limit))
+            correct = self.evaluate_each("test", first_rows(limit)) if known is None else known
             if name is not None:
                 save_evaluation(self.output_dir, name, correct)
         accuracy = fmean(correct)

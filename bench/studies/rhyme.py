@@ -53,10 +53,10 @@ def rhyme(history: str = "qwen2", **settings: Any) -> list[str]:
 VARIANTS: dict[str, list[str]] = {
     "baseline": [],
     "fresh-4": ["rollout.num_generations=4"],
-    "rhyme": rhyme(),
+    "rhyme": rhyme(history_ratio=0.34),
     "ratio-1": rhyme(history_ratio=1.0),
     "rescue only": rhyme(history_ratio=0.0),
-    "own answers": ["accelerators.enabled=[rhyme]"],
+    "own answers": ["accelerators.enabled=[rhyme]", "accelerators.rhyme.history_ratio=0.34"],
     "fraction 5 %": rhyme(history_ratio=1.0, fraction=0.05),
     "fraction 10 %": rhyme(history_ratio=1.0, fraction=0.1),
     "fraction 40 %": rhyme(history_ratio=1.0, fraction=0.4),

@@ -36,7 +36,7 @@ class AlphaSettings(Settings):
 
     track_steps: int = Field(2, ge=1)
     """Keep rank-4 factors of the update every so many steps."""
-    first_step: int = Field(20, ge=1)
+    first_step: int = Field(6, ge=1)
     """First step after which to extrapolate. When it is refused, the next tracked step tries again."""
     every: int = Field(20, ge=0)
     """Steps from one decision of the gate to the next attempt; 0: one decision in a run."""
@@ -172,6 +172,7 @@ class Alpha(Accelerator):
             with self._clock(context, "gate"):
                 event |= self._try(context)
             self.next_attempt = context.step + self.settings.every if self.settings.every else 1 << 60
+            context.telemetry["alpha/tried"] = float(len(event["tries"]))
             context.telemetry["alpha/accepted"] = float(event["accepted"])
             context.telemetry["alpha/gate_accuracy"] = event["tries"][-1]["after"]
         self.events.append(event)

@@ -79,6 +79,7 @@ class Drafts(Accelerator):
             "drafts/tokens_per_step": spent["generated_tokens"] / max(spent["sample_steps"], 1),
             "drafts/acceptance": spent["accepted_tokens"] / max(spent["draft_tokens"], 1),
             "drafts/offered_tokens": spent["draft_tokens"],
+            "drafts/accepted_tokens": spent["accepted_tokens"],
             "drafts/off_share": 1 - spent["draft_steps"] / max(spent["sample_steps"], 1),
             "drafts/forward_passes": spent["forward_passes"],
             "drafts/pass_overhead": self.pass_overhead or 0.0,

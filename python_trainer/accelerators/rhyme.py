@@ -47,9 +47,9 @@ class RhymeSettings(Settings):
     """Write this run into the database."""
     max_database_bytes: int = Field(1 << 30, ge=1)
     """Bound on the database; beyond it the worst, then the oldest answers go."""
-    history_ratio: float = Field(0.34, ge=0)
-    """Stored answers per fresh one, at most: with 0.34 a group of 8 has 6 fresh ones, and up to 2 stored ones, where
-    there are any; otherwise 8 fresh ones. 0: only rescue."""
+    history_ratio: float = Field(1.0, ge=0)
+    """Stored answers per fresh one, at most: with 1 a group of 8 has 4 fresh ones, and up to 4 stored ones, where there
+    are any; otherwise 8 fresh ones. 0: only rescue."""
     rescue: bool = True
     """Give a group in which every fresh answer failed a stored one, whatever the ratio."""
     fraction: float = Field(0.2, gt=0, le=1)
@@ -139,6 +139,7 @@ class Rhyme(Accelerator):
         self.fingerprint = ""
         self.curve = curve_of(0, [])
         self.history: list[Curve] = []
+        self.earlier_tokens = 0  # what the runs of that history generated
         self.bank = SampleBank(settings.bank_per_prompt, settings.bank_size)
         self.matches = Matches([], threshold=settings.threshold, lookahead=settings.lookahead)
         self.retrodictor = Retrodictor(0)
@@ -189,7 +190,9 @@ class Rhyme(Accelerator):
                 self.bank.add(sample, fresh=False)
         runs = sorted({sample.run_id for sample in self.bank} - {self.run_id})
         low, high = self.settings.reward_range
-        self.history = [curve_of(run, self.database.trajectory(run), low, high) for run in runs]
+        trajectories = {run: self.database.trajectory(run) for run in runs}
+        self.history = [curve_of(run, records, low, high) for run, records in trajectories.items()]
+        self.earlier_tokens = sum(record.generated_tokens for records in trajectories.values() for record in records)
 
     # before generation: stage 1 ------------------------------------------------------------------------------
 
@@ -242,6 +245,7 @@ class Rhyme(Accelerator):
             self._remember(context, list(groups.values()))
         failed = {number for number, fresh in groups.items() if all(r.accuracy <= 0.5 for r in fresh)}
         context.telemetry |= {
+            "rhyme/stored_answers": context.telemetry.get("rhyme/stored_answers", 0.0) + len(mixed) - len(rollouts),
             "rhyme/stored_share": 1 - len(rollouts) / len(mixed),
             "rhyme/failed_groups": len(failed) / len(groups),
             "rhyme/rescued_groups": len(failed & chosen.keys()) / len(groups),
@@ -407,7 +411,7 @@ class Rhyme(Accelerator):
         fresh = [rollout for group in self.seen for rollout in group]
         record = StepRecord(
             context.step, fresh[0].policy_version, sum(r.reward for r in fresh) / len(fresh),
-            sum(r.accuracy for r in fresh) / len(fresh), sketch_of(self.seen),
+            sum(r.accuracy for r in fresh) / len(fresh), sketch_of(self.seen), sum(len(r.logprobs) for r in fresh),
         )  # fmt: skip
         self.curve = self.curve.extended(record, *self.settings.reward_range)
         kept = self._right_answers(context, groups)
@@ -432,11 +436,16 @@ class Rhyme(Accelerator):
                 ))  # fmt: skip
         return kept
 
+    def summary(self) -> dict[str, Any]:
+        """The runs that answers were taken from, and what those had cost."""
+        return {"earlier_runs": len(self.history), "earlier_generated_tokens": self.earlier_tokens}
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "run_id": self.run_id,
             "curve": curve_state(self.curve),
             "history": [curve_state(curve) for curve in self.history],
+            "earlier_tokens": self.earlier_tokens,
             "bank": self.bank.state_dict(),
             "retrodictor": self.retrodictor.state_dict(),
             "last_gradient": self.last_gradient,
@@ -445,6 +454,7 @@ class Rhyme(Accelerator):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.run_id, self.last_gradient = state["run_id"], state["last_gradient"]
         self.curve, self.history = Curve(**state["curve"]), [Curve(**curve) for curve in state["history"]]
+        self.earlier_tokens = state["earlier_tokens"]
         self.bank.load_state_dict(state["bank"])
         self.retrodictor.load_state_dict(state["retrodictor"])
         if self.database is not None and self.settings.record and self.run_id is not None:

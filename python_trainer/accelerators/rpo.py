@@ -191,6 +191,7 @@ class RPO(Accelerator):
         """Of one step, over all rounds of dynamic sampling. A group is informative if its raw accuracies differ."""
         counts, size = self.counts, max(self.counts["groups"], 1)
         return {f"rpo/{name}": float(count) for name, count in counts.items() if "_cut_" in name} | {
+            "rpo/given_tokens": float(counts["given"]),
             "rpo/hit_rate": counts["continued"] / size,
             "rpo/prefix_share": counts["given"] / max(counts["tokens"], 1),
             "rpo/prefix_tokens": counts["prefix_tokens"] / size,

@@ -55,15 +55,16 @@ def history(url: str, *, run: int | None = None, picture: Path | None = None, wi
 
 def run_table(runs: list[StoredRun]) -> Table:
     table = Table()
-    for name in ("run", "begun", "model", "parameters", "task", "algorithm", "seed", "steps", "last reward", "answers"):
+    for name in ("run", "begun", "model", "parameters", "task", "algorithm", "seed", "steps", "tokens",
+                 "last reward", "answers"):  # fmt: skip
         table.add_column(name, justify="left" if name in ("begun", "model", "task", "algorithm") else "right")
     for stored in runs:
         facts = stored.facts
         table.add_row(
             str(stored.id), f"{datetime.fromtimestamp(stored.created):%Y-%m-%d %H:%M}", facts.family,
             f"{facts.parameters:,}", facts.task, facts.algorithm, str(facts.settings.get("seed", "-")),
-            str(stored.steps), "-" if stored.last_reward is None else f"{stored.last_reward:.3f}",
-            f"{stored.rollouts:,}",
+            str(stored.steps), f"{stored.generated_tokens:,}",
+            "-" if stored.last_reward is None else f"{stored.last_reward:.3f}", f"{stored.rollouts:,}",
         )  # fmt: skip
     return table
 

@@ -132,7 +132,8 @@ class RetrospectiveDatabase:
             connection.execute(
                 schema.steps.insert().values(
                     run_id=run_id, step=record.step, policy_version=record.policy_version, reward=record.reward,
-                    accuracy=record.accuracy, rollouts=len(rows), sketch=sketch, bytes=len(sketch) + ROW_BYTES,
+                    accuracy=record.accuracy, generated_tokens=record.generated_tokens, rollouts=len(rows),
+                    sketch=sketch, bytes=len(sketch) + ROW_BYTES,
                 )
             )  # fmt: skip
             if rows:
@@ -188,18 +189,21 @@ class RetrospectiveDatabase:
     def runs(self) -> list[StoredRun]:
         """All runs, oldest first."""
         runs, steps, rollouts = schema.runs, schema.steps, schema.rollouts
-        counts = [
-            sa.select(sa.func.count()).where(table.c.run_id == runs.c.id).scalar_subquery()
-            for table in (steps, rollouts)
-        ]
+        totals = [
+            sa.select(total).where(table.c.run_id == runs.c.id).scalar_subquery()
+            for table, total in (
+                (steps, sa.func.count()), (rollouts, sa.func.count()),
+                (steps, sa.cast(sa.func.coalesce(sa.func.sum(steps.c.generated_tokens), 0), sa.BigInteger)),
+            )
+        ]  # fmt: skip
         last = sa.select(steps.c.reward).where(steps.c.run_id == runs.c.id).order_by(steps.c.step.desc()).limit(1)
         with self._transaction(write=False) as connection:
-            rows = connection.execute(sa.select(runs, *counts, last.scalar_subquery()).order_by(runs.c.id)).all()
+            rows = connection.execute(sa.select(runs, *totals, last.scalar_subquery()).order_by(runs.c.id)).all()
         return [
             StoredRun(
                 row.id, row.created,
                 RunFacts(row.family, row.parameters, row.tokenizer, row.task, row.algorithm, json.loads(row.settings)),
-                *row[-3:],
+                *row[-4:],
             )
             for row in rows
         ]  # fmt: skip
@@ -210,7 +214,9 @@ class RetrospectiveDatabase:
         with self._transaction(write=False) as connection:
             rows = connection.execute(sa.select(table).where(table.c.run_id == run_id).order_by(table.c.step)).all()
         return [
-            StepRecord(row.step, row.policy_version, row.reward, row.accuracy, unpack_tensors(row.sketch))
+            StepRecord(
+                row.step, row.policy_version, row.reward, row.accuracy, unpack_tensors(row.sketch), row.generated_tokens
+            )
             for row in rows
         ]
 

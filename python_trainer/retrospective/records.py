@@ -30,6 +30,7 @@ class StoredRun:
     facts: RunFacts
     steps: int
     rollouts: int
+    generated_tokens: int
     last_reward: float | None
 
 
@@ -42,6 +43,7 @@ class StepRecord:
     reward: float  # mean over the fresh answers, on the task's scale
     accuracy: float
     sketch: dict[str, torch.Tensor]
+    generated_tokens: int = 0
 
 
 @dataclass

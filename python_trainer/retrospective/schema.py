@@ -4,7 +4,7 @@ import sqlalchemy as sa
 
 APPLICATION = "rlkernels retrospective database"
 APPLICATION_ID = 0x524C4B52  # "RLKR", in the header of SQLite files
-VERSION = 1
+VERSION = 2
 
 metadata = sa.MetaData()
 
@@ -35,6 +35,7 @@ steps = sa.Table(
     sa.Column("policy_version", sa.Integer, nullable=False),
     sa.Column("reward", sa.Float, nullable=False),  # mean, on the task's scale
     sa.Column("accuracy", sa.Float, nullable=False),
+    sa.Column("generated_tokens", sa.BigInteger, nullable=False),  # what the step cost
     sa.Column("rollouts", sa.Integer, nullable=False),  # how many were stored with this step
     sa.Column("sketch", sa.LargeBinary, nullable=False),  # safetensors
     sa.Column("bytes", sa.Integer, nullable=False),

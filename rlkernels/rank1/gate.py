@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-LOOKS = (8, 4, 2, 1)  # judged after an eighth of the prompts, a quarter, half, all
+LOOKS = (2, 4, 8, 12, 16, 24, 32, 48, 64)  # judged after so many 64ths of the prompts
+HOPE = 8  # from here on it matters whether the rest of the prompts could still be enough
 
 
 def improvement_e_value(gained: int, lost: int) -> float:
@@ -59,8 +60,9 @@ class Gate:
     """Accepts what is shown to answer more prompts right.
 
     Prompts that both sets of weights answer with the same noise are compared in growing parts, see
-    :func:`improvement_e_value`. It ends as soon as the evidence suffices, or as the rest of the prompts would not
-    change the verdict if they went like those seen so far. Candidate number k of a run needs evidence of
+    :func:`improvement_e_value`. It ends as soon as the evidence suffices, or as there is as much against an improvement
+    as the level asks for, or, from an eighth of the prompts on, as the rest of them would not change the verdict if
+    they went like those seen so far. Candidate number k of a run needs evidence of
     ``k (k + 1) / level``, so the chance that a run ever accepts weights that are no better stays below ``level``,
     however many candidates there are. That holds for prompts in random order, and for each attempt by itself; later
     attempts of a run begin with prompts that earlier ones have not used, as long as there are any.
@@ -90,6 +92,11 @@ class Gate:
         needed = self.comparisons * (self.comparisons + 1) / self.level
         return Comparison(*means, len(after), e_value, needed, e_value >= needed)
 
+    def _harms(self, after: Sequence[float], before: Sequence[float]) -> bool:
+        """Whether there is evidence that more prompts are lost than gained."""
+        gained, lost = count_changes(after, before)
+        return improvement_e_value(lost, gained) >= 1 / self.level
+
     def _hopeless(self, after: Sequence[float], before: Sequence[float], prompts: int, needed: float) -> bool:
         """Whether prompts that go on like this would not be enough."""
         gained, lost = (round(count * prompts / len(after)) for count in count_changes(after, before))
@@ -104,11 +111,13 @@ class Gate:
             prompts: how many there are.
         """
         self.comparisons += 1
-        for part in LOOKS:
-            count = -(-prompts // part)
-            answers = before(count), after(count)
-            found = self._judge(answers[1], answers[0])
-            if found.accepted or self._hopeless(answers[1], answers[0], prompts, found.needed):
+        for look in LOOKS:
+            count = -(-prompts * look // LOOKS[-1])
+            seen = before(count), after(count)
+            found = self._judge(seen[1], seen[0])
+            if found.accepted or self._harms(seen[1], seen[0]):
+                break
+            if look >= HOPE and self._hopeless(seen[1], seen[0], prompts, found.needed):
                 break
         return found
 

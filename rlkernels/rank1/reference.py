@@ -7,6 +7,7 @@ the next block. The native and Triton kernels replace ``read``; everything else 
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 
@@ -44,8 +45,9 @@ def delta_stats(weight: torch.Tensor, base: torch.Tensor) -> tuple[float, float,
     return math.sqrt(square), changed / weight.numel(), largest
 
 
+@lru_cache(maxsize=64)
 def random_block(n: int, columns: int, seed: int, device: torch.device) -> torch.Tensor:
-    """float64 [n, columns] in (-1/2, 1/2), keyed by (seed, column, row): the same on every device."""
+    """float64 [n, columns] in (-1/2, 1/2), keyed by (seed, column, row), the same on every device; read only."""
     rows = torch.arange(n, device=device).repeat(columns)
     ids = torch.arange(columns, device=device).repeat_interleave(n)
     return (keyed_uniform(seed, ids, rows) - 0.5).view(columns, n).T.double()
@@ -53,17 +55,11 @@ def random_block(n: int, columns: int, seed: int, device: torch.device) -> torch
 
 def orthonormal(block: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
     """Orthonormal columns (float64) for what ``block`` [n, k] adds to ``basis`` [n, K]; fewer where it adds nothing."""
-    out: list[torch.Tensor] = []
-    for column in block.T:
-        before = column.norm()
-        for _ in range(2):
-            column = column - basis @ (basis.T @ column)
-            for done in out:
-                column = column - done * (done @ column)
-        length = column.norm()
-        if length > DROP * before:
-            out.append(column / length)
-    return torch.stack(out, 1) if out else block[:, :0]
+    before = block.norm(dim=0)
+    for _ in range(2):
+        block = block - basis @ (basis.T @ block)
+    q, r = torch.linalg.qr(block)
+    return q[:, r.diagonal().abs() > DROP * before[: q.shape[1]]]
 
 
 def hidden_floor(random_columns: int, n: int) -> float:

@@ -69,20 +69,24 @@ def leading_factors(weight: torch.Tensor, base: torch.Tensor, *, rank: int = 4, 
     return (y @ ritz).float(), (q @ ritz).float()
 
 
-def storage_noise(weight: torch.Tensor, base: torch.Tensor) -> float:
+def storage_noise(weight: torch.Tensor, base: torch.Tensor, frobenius: float) -> float:
     """Spectral norm that rounding ``weight`` to its dtype adds to the delta, as for independent errors.
 
     An entry that changed is off by up to half its spacing (variance spacing^2 / 12). One that did not change lost what
     it should have moved: the same, or the root mean square of the delta where that is less. A random [m, n] matrix
     with root mean square r has a spectral norm near r (sqrt(m) + sqrt(n)).
+
+    Args:
+        frobenius: norm of the delta.
     """
-    count = weight.numel()
-    moved = reference.delta_stats(weight, base)[0] ** 2 / count
+    count, eps = weight.numel(), torch.finfo(weight.dtype).eps
+    moved = frobenius**2 / count / (eps**2 / 12)  # in the unit of the squares below
     total = 0.0
     for w, b in zip(weight.split(reference.ROWS), base.split(reference.ROWS)):
-        spacing = torch.ldexp(torch.full_like(w, torch.finfo(w.dtype).eps, dtype=torch.float64), torch.frexp(w)[1] - 1)
-        error = spacing.square() / 12
-        total += float(torch.where(w != b, error, error.clamp_max(moved)).sum())
+        # 2^exponent: a float32 without sign and mantissa; its square is exact, and 0 where it would be below 2^-149
+        power = (w.float().view(torch.int32) & 0x7F800000).view(torch.float32).square_()
+        total += float(torch.where(w != b, power, power.clamp_max(moved)).sum(dtype=torch.float64))
+    total *= eps**2 / 12
     return math.sqrt(total / count) * (math.sqrt(weight.shape[0]) + math.sqrt(weight.shape[1]))
 
 
@@ -145,7 +149,9 @@ class RankOneTrajectory:
             self._left[name].append(left)
             self._right[name].append(right)
             facts = (update.sigma, update.frobenius, update.gap, update.angle_bound, update.changed)
-            self._facts[name].append([*facts, storage_noise(*pairs[name]), STATUSES.index(update.status)])
+            self._facts[name].append(
+                [*facts, storage_noise(*pairs[name], update.frobenius), STATUSES.index(update.status)]
+            )
         self.steps.append(step)
         self.accuracy.append(float(accuracy))
 

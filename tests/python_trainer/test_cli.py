@@ -15,7 +15,9 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from python_trainer.__main__ import main
+from python_trainer.evaluation import load_evaluations
 from python_trainer.report import find_runs, make_table, summary_columns
+from python_trainer.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 
@@ -199,6 +201,14 @@ def test_output_dir_that_is_a_file(run, tmp_path):
 
 def test_compare_skips_what_is_finished_and_reports(run, tmp_path, capsys, monkeypatch):
     arguments = ("--variants", "baseline,rpo,all", "--seeds", "2")
+    started, evaluate_each = [], Trainer.evaluate_each
+
+    def evaluate(trainer, split, rows=None):
+        if split == "test" and trainer.progress.step == 0:
+            started.append(trainer.output_dir)
+        return evaluate_each(trainer, split, rows)
+
+    monkeypatch.setattr(Trainer, "evaluate_each", evaluate)
     gate = {"task": {"gate_size": 2}, "accelerators": {"alpha": {"gate_prompts": 2}}}
     code, error = run({"max_steps": 2, "evaluation": {"target_accuracy": 0.9}} | gate, *arguments, command="compare")
     assert code == 0, error
@@ -206,12 +216,20 @@ def test_compare_skips_what_is_finished_and_reports(run, tmp_path, capsys, monke
     assert folders == [f"{v}/seed-{s}" for v in ("all", "baseline", "rpo") for s in (0, 1)]
     assert (tmp_path / "run" / "accuracy.png").stat().st_size > 5000
     assert yaml.safe_load((tmp_path / "run" / "rpo" / "seed-1" / "config.yaml").read_text())["seed"] == 1
+    assert sorted(started) == [tmp_path / "run" / "baseline" / f"seed-{s}" for s in (0, 1)], "once per seed"
+    starts = [load_evaluations(tmp_path / "run" / folder)["start"].tolist() for folder in folders]
+    assert starts[0] == starts[2] == starts[4] and starts[1] == starts[3] == starts[5]
     monkeypatch.setattr("python_trainer.compare.Trainer", None)  # nothing is trained again
     assert run({}, *arguments, command="compare")[0] == 0
     code, error = run({"max_steps": 3}, *arguments, command="compare")
     assert code == 2 and "holds a run with other settings" in error
+    with (tmp_path / "run" / "rpo" / "seed-1" / "metrics.jsonl").open("a") as rows:
+        rows.write('{"step": 3, "rpo/given_tokens": 3000.0}\n')
+    columns = summary_columns(find_runs([tmp_path / "run"]))
+    given = {name: column["tokens given, not generated (rpo)"] for name, column in columns.items()}
+    assert given["baseline"] == "0" and given["rpo"] == "1,500", "sums over steps, means over seeds"
     console = Console(file=io.StringIO(), width=100)
-    console.print(make_table(summary_columns(find_runs([tmp_path / "run"]))))
+    console.print(make_table(columns))
     text = console.file.getvalue()
     for words in (
         "baseline",
@@ -221,8 +239,10 @@ def test_compare_skips_what_is_finished_and_reports(run, tmp_path, capsys, monke
         "share of training",
         "times baseline",
         "minus baseline",
+        "tokens given, not generated",
     ):
         assert words in text
+    assert "earlier runs" not in text, "a counter that is 0 everywhere is left out"
     assert main(["report", str(tmp_path / "run" / "rpo"), str(tmp_path / "run" / "all")]) == 0
     assert (tmp_path / "run" / "rpo" / "accuracy.png").exists()
 

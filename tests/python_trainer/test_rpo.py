@@ -158,7 +158,7 @@ def test_metrics_count_informative_groups_by_cut():
     assert seen.telemetry == {
         "rpo/groups_cut_10": 2, "rpo/informative_cut_10": 1, "rpo/groups_cut_80": 1, "rpo/informative_cut_80": 1,
         "rpo/groups_cut_100": 1, "rpo/informative_cut_100": 0, "rpo/hit_rate": 0.75, "rpo/informative": 0.5,
-        "rpo/prefix_share": 42 / 80, "rpo/prefix_tokens": 42 / 4, "rpo/remembered": 4,
+        "rpo/prefix_share": 42 / 80, "rpo/prefix_tokens": 42 / 4, "rpo/given_tokens": 84, "rpo/remembered": 4,
     }  # fmt: skip
 
 
@@ -171,11 +171,11 @@ def test_report_draws_informative_groups_against_the_cut(tmp_path):
         folder = tmp_path / "rpo" / f"seed-{seed}"
         folder.mkdir(parents=True)
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    runs = [Run("rpo", tmp_path / "rpo" / f"seed-{seed}", {}, []) for seed in range(2)]
+    runs = [Run("rpo", tmp_path / "rpo" / f"seed-{seed}", {}, [], {}) for seed in range(2)]
     assert informative_by_cut(runs[0].folder) == {10: (3, 1)}
     assert informative_by_cut(runs[1].folder) == {10: (1, 0), 100: (4, 4)}
     assert draw_informative(runs, tmp_path / "cut.png") and (tmp_path / "cut.png").stat().st_size > 5000
-    plain = Run("baseline", tmp_path, {}, [])
+    plain = Run("baseline", tmp_path, {}, [], {})
     assert not draw_informative([plain], tmp_path / "none.png") and not (tmp_path / "none.png").exists()
 
 

@@ -5,7 +5,7 @@ import pytest
 from scipy.integrate import quad
 
 from python_trainer.evaluation import load_evaluations, save_evaluation
-from python_trainer.statistics import paired_difference, resampled_means, share_of_gain
+from python_trainer.statistics import difference_of_runs, paired_difference, resampled_means, share_of_gain
 from rlkernels.rank1.gate import count_changes, improvement_e_value
 
 
@@ -53,6 +53,19 @@ def test_runs_are_averaged_over_the_same_prompts():
     assert means.shape == (10_000, 2)
     assert means[:, 0].std() == pytest.approx(runs.mean(0).std() / 500**0.5, rel=0.05)
     assert paired_difference(runs, [before] * 3).value == pytest.approx(runs.mean() - before.mean())
+
+
+def test_difference_of_runs_is_about_other_seeds_too():
+    before = [answers(4000, 0.5, seed) for seed in range(8)]
+    after = [answers(4000, 0.5 + shift, seed) for seed, shift in enumerate([0.0, 0.3] * 4)]  # the same noise
+    found = difference_of_runs(after, before)
+    gains = numpy.mean(after, axis=1) - numpy.mean(before, axis=1)
+    assert found.value == pytest.approx(gains.mean())
+    assert found.high - found.low == pytest.approx(2 * 1.96 * gains.std() / 8**0.5, rel=0.1), "seeds decide the width"
+    alone, paired = difference_of_runs(after[1:2], before[1:2]), paired_difference(after[1], before[1])
+    assert (alone.value, alone.low, alone.high) == pytest.approx((paired.value, paired.low, paired.high), abs=2e-3)
+    with pytest.raises(ValueError):
+        difference_of_runs(after, before[:2])
 
 
 def test_share_of_the_gain():

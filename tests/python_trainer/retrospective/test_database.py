@@ -28,7 +28,9 @@ def test_round_trip(database, url):
     again = RetrospectiveDatabase(url, create=False)
     (stored,) = again.runs()
     assert (stored.facts, stored.steps, stored.rollouts, stored.last_reward) == (FACTS, 2, 1, 0.75)
+    assert stored.generated_tokens == 300
     first, second = again.trajectory(run)
+    assert (first.generated_tokens, second.generated_tokens) == (100, 200)
     assert (first.step, first.reward, second.reward) == (1, 0.25, 0.75)
     assert torch.equal(first.sketch["ngrams"], torch.arange(4.0)) and second.sketch["lengths"].tolist() == [2]
     (back,) = again.samples()

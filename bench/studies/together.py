@@ -1,0 +1,102 @@
+"""All accelerators: each alone, in pairs, all four; what they are worth, and what they do to each other.
+
+    python -m bench.studies together --output-dir runs/studies/together
+    python -m bench.studies together --output-dir runs/studies/together --parts short --seeds 0   # a part of it
+    python -m bench.studies together --output-dir runs/studies/together --report-only
+
+The parts: `short` and `long` are what ``compare`` runs with its defaults on either variant of the task; `pairs` are all
+pairs, on short sums; `history` gives `rhyme` and `all` a database of an earlier run of the policy `small`, whose cost
+is reported beside; `control` is plain training with half the prompts in a step. Seconds are CPU seconds of one
+thread from the first step on, with all that accelerators do (filling caches, tracking, the gate, the database) and
+without evaluations. Runs that are finished are kept, so that seeds and parts may run side by side. Writes
+bench/studies/results/together.md and .png.
+"""
+
+import argparse
+import time
+from itertools import combinations
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from bench.studies.together_report import write
+from python_trainer.accelerators import ACCELERATORS
+from python_trainer.compare import check_same, enabled_in, finished
+from python_trainer.config import Config, load_config
+from python_trainer.evaluation import load_evaluations
+from python_trainer.trainer import Trainer
+
+SINGLE = ["baseline", *ACCELERATORS, "all"]
+PAIRS = ["+".join(pair) for pair in combinations(ACCELERATORS, 2)]
+COMMON = ["save.save_steps=10", "save.save_total_limit=1", "save.save_model=false"]
+SHORT = ["max_steps=40", "evaluation.eval_steps=4", "evaluation.eval_limit_during=1024"]
+LONG = ["max_steps=25", "evaluation.eval_steps=5", "evaluation.eval_limit=null", "evaluation.eval_limit_during=512"]
+FILL = ["model.path=small", "max_steps=60", "evaluation.eval_limit=1024", "accelerators.enabled=[rhyme]",
+        "accelerators.rhyme.history_ratio=0", "accelerators.rhyme.rescue=false"]  # fmt: skip
+
+# part -> (folder, variants); all but `long` are on short sums
+PARTS: dict[str, tuple[str, list[str]]] = {
+    "short": ("short", SINGLE),
+    "long": ("long", SINGLE),
+    "pairs": ("short", PAIRS),
+    "history": ("short", ["rhyme, database", "all, database"]),
+    "control": ("short", ["baseline, half the prompts"]),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART",
+                        help=f"{', '.join(PARTS)}; default: all, in this order")  # fmt: skip
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
+    parser.add_argument("--report-only", action="store_true", help="train nothing, report what is there")
+
+
+def settings(folder: str, variant: str, seed: int, database: Path) -> Config:
+    """Of one run; a variant is a name of ``compare``, perhaps with what is special about it after a comma."""
+    names, _, special = variant.partition(", ")
+    config = ["configs/arithmetic_long.yaml", *LONG] if folder == "long" else ["configs/arithmetic.yaml", *SHORT]
+    more = {
+        "": [],
+        "database": [f"accelerators.rhyme.database={database}", "accelerators.rhyme.record=false"],
+        "half the prompts": ["rollout.prompts_per_step=16"],
+    }[special]
+    enabled = f"accelerators.enabled=[{', '.join(enabled_in(names))}]"
+    return load_config(config[0], [*COMMON, *config[1:], enabled, *more, f"seed={seed}"])
+
+
+def fill(database: Path, folder: Path) -> None:
+    """The earlier run whose answers the database holds."""
+    config = load_config("configs/arithmetic.yaml", [*COMMON, *FILL, f"accelerators.rhyme.database={database}"])
+    train(config, folder, [], "earlier run of small")
+
+
+def train(config: Config, folder: Path, siblings: list[Path], label: str) -> None:
+    """One run, unless it is there already; the evaluation before it comes from a sibling of the same seed."""
+    check_same(folder, config)
+    if not finished(folder):
+        starts = [found["start"].tolist() for found in map(load_evaluations, siblings) if "start" in found]
+        Trainer(config, folder, resume=True, label=label, timer=time.process_time, console=Console(),
+                start=starts[0] if starts else None).run()  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    database = args.output_dir / "earlier" / "history.db"
+    for part in args.parts if not args.report_only else ():
+        if part == "history":
+            fill(database, args.output_dir / "earlier" / "run")
+        home, variants = PARTS[part]
+        for seed in args.seeds:
+            folders = {variant: args.output_dir / home / folder_name(variant) / f"seed-{seed}"
+                       for variant in SINGLE + variants}  # fmt: skip
+            for variant in variants:
+                config = settings(home, variant, seed, database)
+                train(config, folders[variant], list(folders.values()), f"{home}, {variant} (seed {seed})")
+    write(args.output_dir, args.results)
+
+
+def folder_name(variant: str) -> str:
+    return variant.replace(", ", "-").replace(" ", "-")
