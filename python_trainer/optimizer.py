@@ -118,6 +118,8 @@ class PolicyOptimizer:
             for name, master in self.masters.items():
                 values = dict(state[name])
                 master.copy_(like(values.pop("master", weights[name]), master))
+                # the fused step wants its count beside the weights; it is one number, never sharded
                 self.adamw.state[master] = {
-                    key: value if key == "step" else like(value, master) for key, value in values.items()
+                    key: value.to(master.device) if key == "step" else like(value, master)
+                    for key, value in values.items()
                 }

@@ -16,12 +16,16 @@ import torch
 from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
 
+import rlkernels.backend
+from python_trainer.attention import PaddedRows, padded_attention
 from python_trainer.errors import UserError
 from rlkernels import PagedKVCache, paged_attention, shared_prefix_attention, write_kv
 
 IMPLEMENTATION = "rlkernels_packed"
 # Arguments of attention functions that change the result and that the paged kernels do not know.
 UNSUPPORTED = ("softcap", "s_aux", "sinks", "position_bias")
+# scores of a pass over padded rows, all heads: 1 GiB of float32, and a few times that in the making
+LARGEST_SCORES = 1 << 28
 
 
 @dataclass
@@ -38,6 +42,7 @@ class Paging:
     seq_lens: torch.Tensor  # int32 [B]
     query_starts: torch.Tensor  # int32 [B + 1]
     groups: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # tables, lengths, starts
+    rows: PaddedRows | None = None  # made by the first layer that needs them, the same for all
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float,
                window: int | None) -> torch.Tensor:  # fmt: skip
@@ -45,12 +50,42 @@ class Paging:
         key_cache, value_cache = self.cache.key_cache[layer], self.cache.value_cache[layer]
         write_kv(key, value, key_cache, value_cache, self.slots)
         sequences = self.block_tables, self.seq_lens, self.query_starts
+        if self.groups is None and self.is_padded(query):
+            self.rows = self.rows or padded_rows(*sequences, self.cache.block_size)
+            caches = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
+            return padded_attention(query.to(key_cache.dtype), *caches, self.rows, scale).to(query.dtype)
         if self.groups is None:
             out = paged_attention(query, key_cache, value_cache, *sequences, scale=scale)
         else:
             out = shared_prefix_attention(query, key_cache, value_cache, *self.groups, *sequences, scale=scale)
         assert isinstance(out, torch.Tensor)
         return out
+
+    def is_padded(self, query: torch.Tensor) -> bool:
+        """Whether a GPU has no proven kernel, whose stand-in loops over sequences, and padded rows are not too many."""
+        if query.device.type == "cpu" or rlkernels.backend.choose("paged_attention", query.device) != "torch":
+            return False
+        if self.rows is None:
+            longest = int(self.query_starts.diff().max()) * int(self.seq_lens.max())
+            return len(self.seq_lens) * longest * query.shape[1] <= LARGEST_SCORES
+        return True
+
+
+def padded_rows(block_tables: torch.Tensor, seq_lens: torch.Tensor, query_starts: torch.Tensor,
+                block_size: int) -> PaddedRows:  # fmt: skip
+    """Sequences, given as to ``paged_attention``, as padded rows whose keys are slots of the cache."""
+    device, query_lens = seq_lens.device, query_starts.diff()
+    q = torch.arange(int(query_lens.max()), device=device)
+    k = torch.arange(int(seq_lens.max()), device=device)
+    has_query = q < query_lens[:, None]  # [R, Q]
+    slots = block_tables.long()[:, k // block_size] * block_size + k % block_size  # [R, K]
+    # what lies beyond a sequence is masked, but must be a number: its own first key is written
+    slots = torch.where(k < seq_lens[:, None], slots, slots[:, :1])
+    visible = k <= ((seq_lens - query_lens)[:, None] + q)[..., None]  # [R, Q, K]
+    return PaddedRows(
+        torch.where(has_query, query_starts[:-1, None] + q, 0), slots, torch.where(visible, 0.0, -torch.inf),
+        has_query.flatten().nonzero().flatten(),
+    )  # fmt: skip
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """Sums of two-digit numbers with every partial sum written out.
 
 Prompt ``12+34+56=``, answer ``12+34=46\\n46+56=102\\nA:102``. The short variant has 2 to 10 terms, mostly few;
-the long variant 20 to 24, which makes answers of 200 tokens and more. Terms of one prompt are distinct.
+the long variant 20 to 24, which makes answers of 200 tokens and more; the longest 40 to 48, with answers of about 500.
+Terms of one prompt are distinct.
 """
 
 import random
@@ -11,12 +12,13 @@ from typing import Literal
 
 from python_trainer.tasks.base import Example, Task
 
-Variant = Literal["short", "long"]
+Variant = Literal["short", "long", "longest"]
 
 # Number of terms -> weight. Short: about 33 answer tokens in the mean, from 14 to about 105.
 TERMS: dict[Variant, dict[int, float]] = {
     "short": {2: 0.34, 3: 0.26, 4: 0.16, 5: 0.10, 6: 0.06, 7: 0.03, 8: 0.02, 9: 0.015, 10: 0.015},
     "long": {20: 0.2, 21: 0.2, 22: 0.2, 23: 0.2, 24: 0.2},
+    "longest": {n: 1.0 for n in range(40, 49)},
 }
 SIZES = {"train": 512, "gate": 2048, "test": 8192}
 

@@ -22,8 +22,8 @@ class TaskConfig(BaseModel):
 
     name: Literal["arithmetic", "gsm8k", "jsonl"] = "arithmetic"
     """arithmetic ships with the package; gsm8k and jsonl read the files below."""
-    variant: Literal["short", "long"] = "short"
-    """arithmetic: 2 to 10 terms, or 20 to 24 terms with answers of 200 tokens and more."""
+    variant: Literal["short", "long", "longest"] = "short"
+    """arithmetic: 2 to 10 terms, 20 to 24 with answers of 200 tokens and more, or 40 to 48 with about 500."""
     seed: int = 0
     """Draws arithmetic's prompts; for files, picks the gate examples when they come from the training file."""
     train_size: Size | None = None

@@ -1,6 +1,8 @@
 """PagedEngine against ``model.generate`` and plain forward passes, under every kind of batching."""
 
 import copy
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from python_trainer.errors import UserError
 from python_trainer.rollout import PagedEngine, Request, SamplingParams, attention
 from python_trainer.rollout import engine as engine_module
 from python_trainer.rollout.ordering import LengthHistory
+from rlkernels import backend
 
 VOCAB = 61
 SIZES = {
@@ -467,6 +470,41 @@ def test_long_prefixes_are_read_once_per_group(monkeypatch, options):
     calls.clear()
     engine.generate(requests[1:2], sampling)
     assert not calls  # nothing long enough to share
+
+
+def test_padded_rows_give_the_same_answers(monkeypatch):
+    """What a GPU without a proven attention kernel does: prompts in chunks, decoding and drafts, all in one pass."""
+    requests = [Request(ids, num_samples=n, max_new_tokens=12) for ids, n in zip(prompts([3, 17, 1, 40]), [2, 1, 3, 2])]
+    sampling = SamplingParams(temperature=0.8, seed=3)
+
+    def answers(padded):
+        used = []
+
+        def is_padded(self, query):
+            used.append(padded)
+            return padded
+
+        monkeypatch.setattr(attention.Paging, "is_padded", is_padded)
+        engine = engine_for(make(), fused=False, max_sequences=6, max_batch_tokens=16)
+        out = engine.generate(requests, sampling)
+        assert used and any(used) == padded
+        return out
+
+    for plain, padded in zip(answers(False), answers(True), strict=True):
+        assert plain.ids == padded.ids
+        torch.testing.assert_close(torch.tensor(plain.logprobs), torch.tensor(padded.logprobs), atol=1e-5, rtol=1e-4)
+
+
+def test_padded_rows_are_for_gpus_without_a_kernel(monkeypatch):
+    lens = torch.tensor([5, 7], dtype=torch.int32)
+    paging = attention.Paging(None, None, None, lens, torch.tensor([0, 1, 4], dtype=torch.int32))
+    there = [SimpleNamespace(device=torch.device(name), shape=(4, 2, 8)) for name in ("cpu", "cuda")]
+    assert [paging.is_padded(query) for query in there] == [False, True]
+    monkeypatch.setattr(attention, "LARGEST_SCORES", 2 * 3 * 7 * 2 - 1)
+    assert not paging.is_padded(there[1])
+    monkeypatch.undo()
+    monkeypatch.setitem(backend.OPS, "paged_attention", replace(backend.OPS["paged_attention"], proven=("triton",)))
+    assert not paging.is_padded(there[1])
 
 
 def test_long_answers_first_are_the_same_answers_in_fewer_passes():

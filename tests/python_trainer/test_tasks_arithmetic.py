@@ -1,3 +1,4 @@
+import hashlib
 import re
 import statistics
 
@@ -34,6 +35,8 @@ def test_a_seed_always_gives_the_same_prompts():
     assert first.train != other.train
     # the prompts themselves are part of every published figure
     assert load_task(TaskConfig()).train[0].prompt == "46+99+48="
+    long = hashlib.sha256("".join(e.prompt for e in load_task(TaskConfig(variant="long")).test).encode())
+    assert long.hexdigest()[:12] == "23df7ecd1e0a"
 
 
 def test_lengths_spread():
@@ -43,6 +46,7 @@ def test_lengths_spread():
     assert 28 <= statistics.mean(lengths["short"]) <= 40
     assert max(lengths["short"]) >= 5 * min(lengths["short"])
     assert min(lengths["long"]) >= 200
+    assert 450 <= min(lengths["longest"]) and max(lengths["longest"]) <= 620
 
 
 @given(terms_lists)

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -6,8 +7,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import python_trainer.tasks
 from python_trainer.rollout import PagedEngine, Request, SamplingParams
-from python_trainer.tasks import TaskConfig, load_task
-from python_trainer.tasks.pretrain import ALL, SHORT, Corpus, Phase, byte_tokenizer, new_policy, save, train
+from python_trainer.tasks import TaskConfig, load_task, pretrain
+from python_trainer.tasks.pretrain import ALL, SHORT, Aim, Corpus, Phase, byte_tokenizer, new_policy, save, train
 from python_trainer.tasks.rewards import score
 
 POLICIES = Path(python_trainer.tasks.__file__).parent / "policies"
@@ -76,3 +77,63 @@ def test_pretraining_gives_the_same_policy_twice(tmp_path):
         return (tmp_path / name / "model.safetensors").read_bytes()
 
     assert made("first") == made("second")
+
+
+def test_large_has_20_to_50_million_parameters():
+    with torch.device("meta"):
+        policy = new_policy("large")
+    assert 20e6 <= policy.num_parameters() <= 50e6
+    assert policy.config.num_hidden_layers == len(policy.config.layer_types) == 8
+
+
+def test_time_ends_a_phase_with_the_rate_at_zero(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(pretrain.time, "monotonic", lambda: now[0])
+    rates = []
+
+    def learn(policy, chunks):
+        now[0] += 10.0
+        for parameter in policy.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        return torch.zeros(())
+
+    monkeypatch.setattr(pretrain, "learn", learn)
+    step = torch.optim.AdamW.step
+    monkeypatch.setattr(
+        torch.optim.AdamW, "step", lambda self: (rates.append(self.param_groups[0]["lr"]), step(self))[1]
+    )
+    phase = Phase("timed", SHORT, False, 1000, 1e-3, 1.0, seconds=100)
+    assert train(new_policy("tiny"), phase, Corpus(0, phase), 1) == 10
+    assert rates[1:] == sorted(rates[1:], reverse=True)[:9] and rates[-1] == pytest.approx(0.1 * 0.7e-3)
+
+
+def test_shares_of_slips_are_settled_by_what_is_measured(monkeypatch):
+    measured = iter([0.9, 0.9, 0.2, 0.8, 0.5, 0.9])  # sampled and greedy, three times
+    monkeypatch.setattr(pretrain, "sampled_accuracy", lambda *_: next(measured))
+    shares = []
+    monkeypatch.setattr(pretrain, "train", lambda policy, phase, *_: shares.append(phase.mixture[-1].slip_share))
+    phase = Phase("slips", [pretrain.Part(1.0, {2: 1.0}, 0.5)], True, 1, 1e-3, 1.0)
+    found = pretrain.settle(None, phase, Aim("short", 4), 0, 4)
+    assert [round(row["sampled"], 3) for row in found] == [0.9, 0.2, 0.5]
+    assert shares[0] == pytest.approx(1 - 0.5 * 0.5 / 0.9)  # fewer slips were learnt than shown: show more
+    assert shares[1] == pytest.approx(1 - (1 - shares[0]) * 0.5 / 0.2)
+
+
+def test_tiny_goes_the_whole_way(tmp_path):
+    pretrain.main(["--size", "tiny", "--output", str(tmp_path)])
+    facts = json.loads((tmp_path / pretrain.FACTS).read_text())
+    assert facts["parameters"] == AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters()
+    assert facts["steps"] == {"short sums": 2, "slips": 1} and len(facts["settled"]) == 2
+    assert all(0 <= row[name] <= 1 for row in facts["settled"] for name in ("sampled", "greedy", "slip_share"))
+
+
+def test_a_missing_gpu_is_named(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        pretrain.main(["--device", "cuda", "--output", str(tmp_path)])
+    assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_accuracy_of_samples_is_that_of_the_task():
+    policy = AutoModelForCausalLM.from_pretrained(POLICIES / "main", dtype=torch.float32)
+    assert pretrain.sampled_accuracy(policy, "short", 128, 0.0) == sampled_accuracy("main", "short", 128, 0.0)
