@@ -36,7 +36,7 @@ class Record:
     def __init__(self, path: Path, **facts: Any):
         self.path, self.start = path, time.monotonic()
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        self.data: dict[str, Any] = {"started": now, **facts, "finished": False, "checks": [], "timings": []}
+        self.data: dict[str, Any] = {"started": now, **facts, "finished": False}
         path.parent.mkdir(parents=True, exist_ok=True)
         self.save()
 
@@ -220,7 +220,9 @@ def main(argv: list[str] | None = None) -> int:
     deadline = start + args.budget_seconds
     facts = {**_runner.stamp(), **({"commit": args.commit} if args.commit else {})}
     name = (facts["gpu"] or "cpu").replace(" ", "-")
-    record = Record(args.output or ROOT / f"bench/gpu/records/{name}-{facts['commit']}.json", **facts)
+    record = Record(
+        args.output or ROOT / f"bench/gpu/records/{name}-{facts['commit']}.json", **facts, checks=[], timings=[]
+    )
     console.print(f"record: {record.path}")
     env = {**os.environ, "TRITON_INTERPRET": "1" if args.device == "cpu" else "0"}
     if not args.no_build:

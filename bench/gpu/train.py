@@ -1,0 +1,308 @@
+"""``python -m bench.gpu.train``: a full training on a GPU, in calls of limited time that go on where the last stopped.
+
+Makes the base policy ``large``, then trains it on long answers with each accelerator, all and none, and writes one
+JSON record. Everything to go on from lies in the folder ``--work-dir``. Exit code 1 when something failed.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bench import _runner
+from bench.gpu.__main__ import ROOT, Record, build
+from bench.gpu.proven import passed, read_checks
+from bench.gpu.trainee import FACTS, STOPPED
+from python_trainer.compare import enabled_in, finished
+from python_trainer.config import Config, check_config, load_config
+from python_trainer.errors import UserError
+from python_trainer.tasks import pretrain
+from python_trainer.telemetry import read_metrics
+from rlkernels import backend as backends
+
+VARIANTS = ("baseline", "all", "rpo", "drafts", "rhyme", "alpha")  # the most telling first
+PARTS = "parts.json"  # of a run: what each process that worked on it did
+POLL_S = 0.05
+MOST_FAILURES = 2  # of a run; the second is without proven backends
+now = time.monotonic  # the clock of the budget
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What differs between the training and its dry run."""
+
+    policy: str  # size, as pretrain has it
+    policy_s: float  # least time to begin to make it
+    run_s: float  # least time to begin a run
+    grace_s: float  # for the step that is under way when the time is up, and its checkpoint
+    settings: tuple[str, ...] = ()
+
+
+# an answer takes more than 500 passes: a step may take half a minute, where attention has no kernel
+CUDA = Scale("large", 420, 90, 60)
+CPU = Scale("tiny", 0, 15, 20, (
+    "max_steps=3", "task.variant=short", "task.train_size=8", "task.gate_size=8", "task.test_size=8",
+    "rollout.prompts_per_step=4", "rollout.num_generations=2", "rollout.max_completion_length=16", "save.save_steps=1",
+    "accelerators.alpha.first_step=2", "accelerators.alpha.track_steps=1", "accelerators.alpha.gate_prompts=8",
+    "accelerators.rpo.fill=1",
+))  # fmt: skip
+
+
+def child(command: Sequence[str], stop_at: float, kill_at: float) -> tuple[int, str]:
+    """Runs Python with these arguments; SIGTERM and SIGKILL at these times of ``now`` -> (exit code, how it ended)."""
+    env = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+    process = subprocess.Popen([sys.executable, *command], cwd=ROOT, env=env)
+    ended = ""
+    try:
+        while process.poll() is None:
+            if now() >= kill_at:
+                ended = "killed at the end of the budget"
+                process.kill()
+                break
+            if not ended and now() >= stop_at:
+                ended = "stopped by the budget"
+                process.send_signal(signal.SIGTERM)
+            time.sleep(POLL_S)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        code = process.wait()
+    return code, ended
+
+
+def make_policy(work: Path, scale: Scale, device: str, deadline: float) -> dict[str, Any]:
+    """Makes the base policy where there is none yet -> what ``pretrain`` found; ``failed`` says why there is none."""
+    folder, aside = work / "policy", work / ".policy.tmp"
+    if not (folder / pretrain.FACTS).exists():
+        shutil.rmtree(aside, ignore_errors=True)
+        arguments = ["--size", scale.policy, "--device", device, "--output", str(aside)]
+        code, ended = child(["-m", "python_trainer.tasks.pretrain", *arguments], deadline, deadline)
+        if code:
+            return {"failed": ended or f"python_trainer.tasks.pretrain ended with code {code}"}
+        aside.replace(folder)
+    return json.loads((folder / pretrain.FACTS).read_text())
+
+
+def variant_config(base: Config, variant: str, policy: Path, device: str) -> Config:
+    values = base.model_dump(mode="json")
+    values["model"] |= {"path": str(policy.resolve()), "device": device}
+    values["accelerators"]["enabled"] = enabled_in(variant)
+    return check_config(values, source=f"variant {variant}")
+
+
+def check_same(folder: Path, wanted: Config) -> None:
+    """Raises UserError where the folder holds a run with other settings; the policy may lie elsewhere by now."""
+    path = folder / "config.yaml"
+    if path.exists():
+        found = load_config(path)
+        found.model.path = wanted.model.path
+        if found != wanted:
+            raise UserError(f"{folder} holds a run with other settings: choose another --work-dir, or remove it")
+
+
+def read_parts(folder: Path) -> list[dict[str, Any]]:
+    return json.loads((folder / PARTS).read_text()) if (folder / PARTS).exists() else []
+
+
+def run_variant(config: Config, folder: Path, label: str, proven: dict[str, Any], commit: str, stop_at: float,
+                kill_at: float) -> dict[str, Any]:  # fmt: skip
+    """Trains, or goes on, in a process of its own -> what that did, which is also noted in the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / FACTS).unlink(missing_ok=True)
+    job = {"config": config.model_dump(mode="json"), "folder": str(folder), "label": label, "proven": proven}
+    start, date = now(), _runner.stamp()["date"]
+    code, ended = child(["-m", "bench.gpu.trainee", json.dumps(job)], stop_at, kill_at)
+    how = {0: "finished", STOPPED: "stopped by the budget"}.get(code, ended or "failed")
+    part = {"end": how, "date": date, "commit": commit, "seconds": round(now() - start, 1)}
+    if (folder / FACTS).exists():
+        part |= json.loads((folder / FACTS).read_text())
+    elif how == "failed":
+        part["message"] = f"the process died with code {code}"
+    (folder / PARTS).write_text(json.dumps([*read_parts(folder), part], indent=1) + "\n")
+    return part
+
+
+def failures(folder: Path) -> int:
+    return sum(part["end"] == "failed" for part in read_parts(folder))
+
+
+def train(config: Config, folder: Path, label: str, proven: dict[str, Any], commit: str, deadline: float, scale: Scale
+          ) -> bool:  # fmt: skip
+    """One variant as far as the time reaches; after a failure once more, without proven backends -> finished."""
+    while not finished(folder) and failures(folder) < MOST_FAILURES and deadline - now() >= scale.run_s:
+        trusted = {} if failures(folder) else proven
+        part = run_variant(config, folder, label, trusted, commit, deadline - scale.grace_s, deadline)
+        if part["end"] != "failed":
+            break
+    return finished(folder)
+
+
+def warm_up(config: Config, proven: dict[str, Any], commit: str, deadline: float, scale: Scale) -> None:
+    """One step of the first run, once on a machine: the first run should not pay for compiling Triton's kernels."""
+    marker = Path(tempfile.gettempdir()) / f"rlkernels-warm-{commit}-{os.getuid()}"
+    if proven and not marker.exists() and deadline - now() >= 2 * scale.run_s:
+        values = config.model_dump(mode="json")
+        values["max_steps"], values["evaluation"]["eval_limit"] = 1, 8
+        with tempfile.TemporaryDirectory() as aside:
+            run_variant(check_config(values, source="the warm-up"), Path(aside) / "run", "warm-up", proven, commit,
+                        deadline - scale.grace_s, deadline)  # fmt: skip
+        marker.touch()
+
+
+def figures(folder: Path) -> dict[str, Any]:
+    """What a run has come to: its summary, or the last row of its metrics; its parts; rates."""
+    parts, rows = read_parts(folder), read_metrics(folder)
+    steps = [row for row in rows if row["step"] > 0]
+    out: dict[str, Any] = {"finished": finished(folder), "steps": steps[-1]["step"] if steps else 0, "parts": parts}
+    if out["finished"]:
+        out["summary"] = json.loads((folder / "summary.json").read_text())
+    elif rows:
+        out["last_row"] = rows[-1]
+    totals = {name: sum(row.get(f"time/{name}_s", 0.0) for row in steps) for name in ("rollout", "train")}
+    # answers outside of steps, such as those that rpo begins with, are in the first two only
+    tokens, training = (rows[-1][key] if rows else 0 for key in ("total/generated_tokens", "time/training_s"))
+    in_steps = sum(row.get("tokens/generated", 0) for row in steps)
+    if steps:
+        out |= {"generated_tokens": tokens, "training_s": training}
+        out |= {f"{name}_s": seconds for name, seconds in totals.items()}
+        out["tokens_per_second"] = tokens / max(training, 1e-9)
+        out["rollout_tokens_per_second"] = in_steps / max(totals["rollout"], 1e-9)
+        out["rollout_share"] = totals["rollout"] / max(training, 1e-9)
+    out["accuracies"] = [[row["step"], row["eval/accuracy"]] for row in rows if "eval/accuracy" in row]
+    peaks = [part["peak_gpu_bytes"] for part in parts if "peak_gpu_bytes" in part]
+    return out | ({"peak_gpu_bytes": max(peaks)} if peaks else {})
+
+
+def show(runs: dict[str, dict[str, Any]], console: Console) -> None:
+    columns = ("steps", "accuracy", "training s", "rollout s", "update s", "tokens", "tokens/s in rollouts")
+    table = Table("run", *columns, box=None)
+    for name, run in runs.items():
+        if "rollout_s" in run:
+            accuracy = " → ".join(f"{value:.3f}" for _, value in run["accuracies"])
+            seconds = [f"{run[key]:.1f}" for key in ("training_s", "rollout_s", "train_s")]
+            rates = [f"{run['generated_tokens']:,}", f"{run['rollout_tokens_per_second']:,.0f}"]
+            table.add_row(name, str(run["steps"]), accuracy, *seconds, *rates)
+    console.print(table)
+
+
+def versions() -> dict[str, str | None]:
+    out: dict[str, str | None] = {"python": sys.version.split()[0], "cuda": torch.version.cuda}
+    for name in ("torch", "triton", "transformers"):
+        try:
+            out[name] = version(name)
+        except PackageNotFoundError:
+            out[name] = None
+    return out
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu.train", description=__doc__)
+    parser.add_argument("--work-dir", type=Path, required=True, help="what was made so far, and what to go on from")
+    parser.add_argument("--budget-seconds", type=float, default=540, help="end after this long (default 540)")
+    parser.add_argument("--output", type=Path, help="the record (default bench/gpu/records/DEVICE-COMMIT-train.json)")
+    parser.add_argument("--checks", type=Path, metavar="RECORD",
+                        help="what passed (default bench/gpu/records/DEVICE-COMMIT.json)")  # fmt: skip
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run of seconds")
+    parser.add_argument("--variants", default=",".join(VARIANTS), metavar="A,B,...", help="runs, in this order")
+    parser.add_argument("--set", dest="overrides", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
+                        help="change settings of bench/gpu/train.yaml")  # fmt: skip
+    parser.add_argument("--commit", help="what the record names where there is no git repository")
+    args = parser.parse_args(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("this machine has no CUDA device; --device cpu is a dry run")
+    if args.checks is not None and not args.checks.is_file():
+        parser.error(f"--checks: there is no file {args.checks}")
+    return args
+
+
+def trusted_backends(args: argparse.Namespace, device: str, commit: str, console: Console) -> dict[str, Any]:
+    """What passed its checks on this device at this commit; nothing where there is no record of them."""
+    path = args.checks or ROOT / f"bench/gpu/records/{device.replace(' ', '-')}-{commit}.json"
+    if not path.is_file():
+        console.print(f"[yellow]no record {path}: plain torch everywhere; run python -m bench.gpu first[/yellow]")
+        return {}
+    try:
+        found = passed(read_checks(path, device, commit))
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    console.print(f"passed, and not slower than plain torch: {found}", highlight=False)
+    return {op: list(names) for op, names in found.items()}
+
+
+def work(args: argparse.Namespace, console: Console) -> int:
+    deadline = now() + args.budget_seconds
+    scale = CUDA if args.device == "cuda" else CPU
+    grace = min(scale.grace_s, args.budget_seconds / 4)
+    scale = Scale(scale.policy, scale.policy_s, scale.run_s, grace, scale.settings)
+    facts = {**_runner.stamp(), **({"commit": args.commit} if args.commit else {})}
+    device = facts["gpu"] or "cpu"
+    base = load_config(ROOT / "bench/gpu/train.yaml", [*scale.settings, *args.overrides])
+    folder, policy = args.work_dir.resolve(), args.work_dir.resolve() / "policy"
+    plans = {v: variant_config(base, v, policy, args.device) for v in args.variants.split(",")}
+    for variant, config in plans.items():
+        check_same(folder / "runs" / variant, config)
+    proven = trusted_backends(args, device, facts["commit"], console)
+    name = f"{device.replace(' ', '-')}-{facts['commit']}-train.json"
+    record = Record(
+        args.output or ROOT / "bench/gpu/records" / name, **facts, device=device, versions=versions(),
+        settings=base.model_dump(mode="json"), proven=proven, policy={}, runs={}, left_out=[], failed=[],
+    )  # fmt: skip
+    console.print(f"record: {record.path}; budget: {args.budget_seconds:.0f} s", highlight=False)
+    if backends.extension_error():
+        record.data["build"] = build("cpu")  # what trains on a GPU needs of the extension is its host part
+        record.save()
+
+    left_out, failed = record.data["left_out"], record.data["failed"]
+    if not (policy / pretrain.FACTS).exists() and deadline - now() < scale.policy_s:
+        left_out.append("policy")
+    else:
+        record.data["policy"] = make_policy(folder, scale, args.device, deadline)
+        if "failed" in record.data["policy"]:
+            failed.append("policy")
+    record.save()
+    ready = (policy / pretrain.FACTS).exists()
+    if ready and any(not finished(folder / "runs" / variant) for variant in plans):
+        warm_up(next(iter(plans.values())), proven, facts["commit"], deadline, scale)
+    for number, (variant, config) in enumerate(plans.items()):
+        run, label = folder / "runs" / variant, f"{variant} (run {number + 1} of {len(plans)})"
+        if not (ready and train(config, run, label, proven, facts["commit"], deadline, scale)):
+            (failed if failures(run) >= MOST_FAILURES else left_out).append(variant)
+        record.data["runs"][variant] = figures(run)
+        record.save()
+    record.data["finished"] = not left_out and not failed
+    record.save()
+    show(record.data["runs"], console)
+    for line in [*(f"failed: {x}" for x in failed), *(f"left out: {x}" for x in left_out)]:
+        console.print(line, highlight=False)
+    return 1 if failed else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line and returns its exit code; 2 after one line on what the user can fix."""
+    args = parse(argv)
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    try:
+        args.work_dir.mkdir(parents=True, exist_ok=True)
+        return work(args, console)
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the run that is under way, too
+    raise SystemExit(main())

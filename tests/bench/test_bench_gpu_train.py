@@ -1,0 +1,200 @@
+"""The training on a GPU, as far as it runs without one."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bench.gpu import train
+from bench.gpu.proven import passed, prove, read_checks
+from python_trainer.config import dump_config, load_config
+from python_trainer.errors import UserError
+from python_trainer.tasks import TaskConfig, load_task, pretrain
+from python_trainer.telemetry import read_metrics
+from rlkernels.backend import OPS, choose
+
+CUDA = torch.device("cuda")
+SETTINGS = train.ROOT / "bench/gpu/train.yaml"
+
+
+def check(op, backend, ok=True):
+    return {"op": op, "backend": backend, "case": "small", "ok": ok}
+
+
+def row(op, provider, shape, seconds):
+    return {"op": op, "provider": provider, "shape": shape, "median_s": seconds}
+
+
+def a_record(**more):
+    checks = [
+        check("paged_attention", "triton"), check("paged_attention", "torch"),
+        check("write_kv", "triton"), check("write_kv", "triton", False),
+        check("dtw", "cuda"), check("dtw", "triton"),
+        check("token_logprobs", "triton"),
+    ]  # fmt: skip
+    timings = [
+        row("dtw", "cuda", "a", 3.0), row("dtw", "triton", "a", 1.0), row("dtw", "torch", "a", 9.0),
+        row("token_logprobs", "triton", "a", 1.0), row("token_logprobs", "triton", "b", 5.0),
+        row("token_logprobs", "torch", "a", 2.0), row("token_logprobs", "torch", "b", 3.0),
+        row("token_logprobs", "torch", "c", 90.0), {**row("dtw", "torch", "b", None), "missing": "no memory"},
+    ]  # fmt: skip
+    return {"commit": "abc", "device": {"name": "NVIDIA X"}, "checks": checks, "timings": timings} | more
+
+
+@pytest.fixture
+def dry(tmp_path):
+    """Runs the dry run -> (exit code, record)."""
+
+    def run(*arguments, folder="work"):
+        record = tmp_path / "record.json"
+        options = ["--device", "cpu", "--work-dir", str(tmp_path / folder), "--output", str(record)]
+        code = train.main([*options, *arguments])
+        return code, json.loads(record.read_text()) if record.exists() else None
+
+    return run
+
+
+def test_what_passed_is_what_auto_takes_on_a_gpu(monkeypatch):
+    # token_logprobs is right and slow, write_kv is wrong in one case, paged_attention was not timed
+    found = passed(a_record())
+    assert found == {"dtw": ("triton", "cuda"), "paged_attention": ("triton",)}
+    for op in found:
+        monkeypatch.setitem(OPS, op, replace(OPS[op], proven=()))
+    assert choose("paged_attention", CUDA) == "torch"
+    prove(found)
+    assert choose("paged_attention", CUDA) == choose("dtw", CUDA) == "triton"
+    assert choose("write_kv", CUDA) == "torch" and choose("paged_attention", torch.device("cpu")) == "cpu"
+
+
+def test_checks_must_be_of_this_device_and_commit(tmp_path):
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(a_record()))
+    assert read_checks(path, "NVIDIA X", "abc")["checks"]
+    for device, commit in (("NVIDIA Y", "abc"), ("NVIDIA X", "abd")):
+        with pytest.raises(ValueError, match="is of NVIDIA X at abc, not of"):
+            read_checks(path, device, commit)
+    for text in ("{", "[]", '{"commit": "abc", "device": "NVIDIA X"}'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="is no record of python -m bench.gpu"):
+            read_checks(path, "NVIDIA X", "abc")
+
+
+def test_settings_fit_task_and_policy():
+    config = load_config(SETTINGS)
+    task, longest = load_task(config.task), config.rollout.max_completion_length
+    with torch.device("meta"):
+        room = pretrain.new_policy(train.CUDA.policy).config.max_position_embeddings
+    for example in [*task.train, *task.gate, *task.test]:
+        terms = [int(term) for term in example.prompt[:-1].split("+")]
+        assert len(pretrain.solution(terms)) < longest and len(example.prompt) + longest <= room
+    # what pretraining keeps away from holds all that is asked here
+    shipped = load_task(TaskConfig(variant=config.task.variant))
+    kept = {example.prompt for example in [*shipped.train, *shipped.gate, *shipped.test]}
+    assert {example.prompt for example in [*task.train, *task.gate, *task.test]} <= kept
+    assert config.accelerators.alpha.gate_prompts <= len(task.gate)
+    assert config.accelerators.alpha.first_step < config.max_steps
+
+
+@pytest.mark.slow
+def test_dry_run_stops_goes_on_and_ends(dry, tmp_path, monkeypatch, capsys):
+    settings = ["--variants", "baseline,all", "--set", "max_steps=40"]
+    baseline = tmp_path / "work/runs/baseline"
+
+    # the time is up as soon as two steps are logged
+    monkeypatch.setattr(train, "now", lambda: 90.0 if len(read_metrics(baseline)) > 2 else 0.0)
+    code, record = dry(*settings, "--budget-seconds", "100")
+    assert code == 0 and not record["finished"] and record["left_out"] == ["baseline", "all"] and not record["failed"]
+    stopped = record["runs"]["baseline"]
+    assert 2 <= stopped["steps"] < 40 and [part["end"] for part in stopped["parts"]] == ["stopped by the budget"]
+    assert stopped["last_row"]["step"] == stopped["steps"] and not stopped["finished"]
+    assert record["policy"]["parameters"] > 0 and len(record["policy"]["settled"]) >= 1
+
+    monkeypatch.undo()
+    (tmp_path / "work").rename(tmp_path / "moved")
+    code, record = dry(*settings, "--budget-seconds", "500", folder="moved")
+    assert code == 0 and record["finished"] and not record["left_out"]
+    first, second = record["runs"]["baseline"]["parts"]
+    assert second["from_step"] == first["to_step"] == stopped["steps"] and second["to_step"] == 40
+    assert second["backends"]["paged_attention"] == second["backends"]["block_pool"] == "cpu"
+    assert second["commit"] == first["commit"] == record["commit"] and second["end"] == "finished"
+    for name, accelerators in (("baseline", set()), ("all", {"rhyme", "rpo", "drafts", "alpha"})):
+        run = record["runs"][name]
+        assert run["finished"] and run["steps"] == run["summary"]["steps"] == 40
+        assert run["summary"]["accelerators"].keys() == accelerators
+        assert run["generated_tokens"] == run["summary"]["generated_tokens"] > 0
+        assert run["rollout_s"] == pytest.approx(run["summary"]["rollout_s"], rel=0.01)
+        assert 0 < run["rollout_share"] < 1 and run["rollout_tokens_per_second"] > run["tokens_per_second"] > 0
+        assert run["tokens_per_second"] == pytest.approx(run["generated_tokens"] / run["training_s"])
+        assert [step for step, _ in run["accuracies"]] == [0, 40]
+    assert record["device"] == "cpu" and record["versions"]["torch"] == torch.__version__
+    assert record["settings"]["max_steps"] == 40 and record["proven"] == {}
+    assert "plain torch everywhere" in capsys.readouterr().out
+
+    # the record is made of what lies in the folder: nothing is left to train
+    monkeypatch.setattr(train, "child", None)
+    assert dry(*settings, folder="moved")[1]["runs"] == record["runs"]
+    assert dry("--variants", "baseline", folder="moved")[0] == 2
+    assert "holds a run with other settings" in capsys.readouterr().err
+
+
+def test_a_failed_run_is_tried_once_more_without_proven_backends(tmp_path, monkeypatch):
+    trusted = []
+
+    def child(command, stop_at, kill_at):
+        trusted.append(json.loads(command[-1])["proven"])
+        return -11, ""
+
+    monkeypatch.setattr(train, "child", child)
+    config = load_config(SETTINGS)
+    arguments = (config, tmp_path, "all", {"paged_attention": ["triton"]}, "abc", train.now() + 1000, train.CUDA)
+    assert not train.train(*arguments)
+    assert not train.train(*arguments)  # and no third time
+    assert trusted == [{"paged_attention": ["triton"]}, {}]
+    parts = train.figures(tmp_path)["parts"]
+    assert [part["message"] for part in parts] == ["the process died with code -11"] * 2
+
+
+def test_too_little_time_leaves_everything_out(dry, monkeypatch):
+    monkeypatch.setattr(train, "child", lambda *_: (-9, "killed at the end of the budget"))
+    code, record = dry("--budget-seconds", "1", "--variants", "baseline,rpo")
+    assert code == 1 and record["failed"] == ["policy"] and record["left_out"] == ["baseline", "rpo"]
+    assert record["policy"] == {"failed": "killed at the end of the budget"}
+    monkeypatch.setattr(train, "CPU", replace(train.CPU, policy_s=5))
+    code, record = dry("--budget-seconds", "1", "--variants", "baseline")
+    assert code == 0 and record["left_out"] == ["policy", "baseline"] and not record["finished"]
+
+
+def test_child_that_ignores_the_signal_is_killed():
+    script = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    code, ended = train.child(["-c", script], train.now() + 0.5, train.now() + 1.5)
+    assert code == -9 and ended == "killed at the end of the budget"
+
+
+def test_bad_arguments_are_named(dry, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for arguments, message in (
+        (["--work-dir", "w"], "no CUDA device; --device cpu is a dry run"),
+        (["--work-dir", "w", "--device", "cpu", "--checks", "none.json"], "there is no file none.json"),
+        ([], "--work-dir"),
+    ):
+        with pytest.raises(SystemExit):
+            train.main(arguments)
+        assert message in capsys.readouterr().err
+    (tmp_path / "checks.json").write_text(json.dumps(a_record()))
+    for arguments, message in (
+        (["--variants", "baseline,fast"], "must hold names out of"),
+        (["--set", "max_steps=0"], "max_steps"),
+        (["--checks", str(tmp_path / "checks.json")], "is of NVIDIA X at abc, not of cpu"),
+    ):
+        assert dry(*arguments)[0] == 2
+        assert message in capsys.readouterr().err
+
+
+def test_other_settings_in_the_folder_are_refused(tmp_path):
+    config = load_config(SETTINGS)
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    elsewhere = train.variant_config(config, "baseline", tmp_path, "auto")
+    train.check_same(tmp_path, elsewhere)
+    with pytest.raises(UserError, match="other settings"):
+        train.check_same(tmp_path, train.variant_config(config, "rpo", tmp_path, "auto"))
