@@ -38,7 +38,7 @@ COMMON = [
     "evaluation.eval_limit_during=256", "evaluation.target_accuracy=null", "save.save_model=false",
     "save.save_steps=10",
 ]  # fmt: skip
-RPO = ["accelerators.enabled=[rpo]"]
+RPO = ["accelerators.enabled=[rpo]", "accelerators.rpo.fill=4"]
 GRPO = ["algorithm.loss_type=grpo"]
 DAPO = ["algorithm.loss_type=dapo", "algorithm.epsilon_high=0.28", "rollout.dynamic_sampling=true"]
 LENGTH = ["accelerators.rpo.length_reward=correct"]

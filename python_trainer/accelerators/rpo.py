@@ -49,8 +49,9 @@ class RPOSettings(Settings):
     """The longest cut is multiplied by a factor that goes linearly from 1 to this over `cut_schedule_steps`."""
     cut_schedule_steps: int = Field(0, ge=0)
     """Steps of that schedule; 0 for none."""
-    fill: int = Field(4, ge=0)
-    """Before the first step, tries of the first policy at every prompt until there is an answer to `keep`; 0: none."""
+    fill: int = Field(0, ge=0)
+    """Before the first step, tries of the first policy at every prompt until there is an answer to `keep` (the paper);
+    0: none, the first visit to a prompt is answered from its start."""
     keep: Literal["right", "any"] = "right"
     """Remember right answers only (a prompt without one is answered from its start), or any (the paper)."""
     epsilon: float = Field(0.5, ge=0, le=1)
