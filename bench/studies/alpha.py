@@ -78,11 +78,8 @@ class Timed(Trainer):
 
     evaluating = 0.0
     gating = 0.0  # of it, at the gate
-    start_known: list[float] | None = None  # answers of the policy before the first step, from another algorithm's run
 
     def evaluate_each(self, split: str, rows: range | None = None) -> list[float]:
-        if self.start_known is not None and self.progress.step == 0:
-            return self.start_known
         start = time.process_time()
         try:
             return super().evaluate_each(split, rows)
@@ -122,8 +119,8 @@ def train(config: Config, part: Part, name: str, *, folder: str = "run", start: 
     if name in part.answers:
         return
     run = part.folder / folder
-    trainer = Timed(config, run, resume=True, label=f"{part.folder.parent.name}, {part.folder.name}, {name}")
-    trainer.start_known = start
+    label = f"{part.folder.parent.name}, {part.folder.name}, {name}"
+    trainer = Timed(config, run, resume=True, label=label, start=start)
     before, began = trainer.progress.step, time.process_time()
     alpha = alpha_of(trainer)
     tracking = track_timed(alpha)
