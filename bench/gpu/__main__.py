@@ -113,21 +113,21 @@ class Worker:
             self.process = None
 
 
-def build(device: str) -> dict[str, Any]:
+def build(device: str, *, with_cuda: bool = True) -> dict[str, Any]:
     """Compiles the extension for this device; without its CUDA part when that fails, so that the rest goes on."""
     env = dict(os.environ)
     if device == "cuda":
         env.setdefault("TORCH_CUDA_ARCH_LIST", "{}.{}".format(*torch.cuda.get_device_capability()))
     out: dict[str, Any] = {}
     attempts: tuple[dict[str, str], ...] = ({}, {"RLKERNELS_NO_CUDA": "1"})
-    for attempt in attempts:
+    for attempt in attempts if with_cuda else attempts[1:]:
         start = time.monotonic()
         done = subprocess.run(
             [sys.executable, "setup.py", "build_ext", "--inplace"], cwd=ROOT, env={**env, **attempt}, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
         )  # fmt: skip
         result: dict[str, Any] = {"ok": done.returncode == 0, "seconds": round(time.monotonic() - start, 1)}
-        if not attempt:
+        if attempt is attempts[0] or not with_cuda:
             out = result if result["ok"] else {**result, "log": done.stdout[-4000:]}
         else:
             out["without_cuda"] = result

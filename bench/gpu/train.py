@@ -27,6 +27,7 @@ from bench import _runner
 from bench.gpu.__main__ import ROOT, Record, build
 from bench.gpu.proven import passed, read_checks
 from bench.gpu.trainee import FACTS, STOPPED
+from python_trainer.checkpoint import list_checkpoints
 from python_trainer.compare import enabled_in, finished
 from python_trainer.config import Config, check_config, load_config
 from python_trainer.errors import UserError
@@ -38,6 +39,8 @@ VARIANTS = ("baseline", "all", "rpo", "drafts", "rhyme", "alpha")  # the most te
 PARTS = "parts.json"  # of a run: what each process that worked on it did
 POLL_S = 0.05
 MOST_FAILURES = 2  # of a run; the second is without proven backends
+PATIENCE_S = 240.0  # without a step, after which a run hangs; what comes before the first is the longest
+HUNG = "killed because no step came"
 now = time.monotonic  # the clock of the budget
 
 
@@ -62,15 +65,22 @@ CPU = Scale("tiny", 0, 15, 20, (
 ))  # fmt: skip
 
 
-def child(command: Sequence[str], stop_at: float, kill_at: float) -> tuple[int, str]:
-    """Runs Python with these arguments; SIGTERM and SIGKILL at these times of ``now`` -> (exit code, how it ended)."""
+def child(command: Sequence[str], stop_at: float, kill_at: float, watched: Path | None = None) -> tuple[int, str]:
+    """Runs Python with these arguments; SIGTERM and SIGKILL at these times of ``now`` -> (exit code, how it ended).
+
+    It is also killed where ``watched`` is a file that has not changed for too long.
+    """
     env = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
     process = subprocess.Popen([sys.executable, *command], cwd=ROOT, env=env)
-    ended = ""
+    ended, changed, seen = "", now(), None
     try:
         while process.poll() is None:
-            if now() >= kill_at:
-                ended = "killed at the end of the budget"
+            stamp = watched.stat().st_mtime_ns if watched is not None and watched.exists() else None
+            if stamp != seen:
+                changed, seen = now(), stamp
+            hangs = watched is not None and now() - changed >= PATIENCE_S
+            if hangs or now() >= kill_at:
+                ended = f"{HUNG}, for {PATIENCE_S:.0f} s" if hangs else "killed at the end of the budget"
                 process.kill()
                 break
             if not ended and now() >= stop_at:
@@ -124,16 +134,23 @@ def run_variant(config: Config, folder: Path, label: str, proven: dict[str, Any]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / FACTS).unlink(missing_ok=True)
     job = {"config": config.model_dump(mode="json"), "folder": str(folder), "label": label, "proven": proven}
-    start, date = now(), _runner.stamp()["date"]
-    code, ended = child(["-m", "bench.gpu.trainee", json.dumps(job)], stop_at, kill_at)
+    start, date, saved = now(), _runner.stamp()["date"], [-1, *map(step_of, list_checkpoints(folder / "checkpoints"))]
+    code, ended = child(["-m", "bench.gpu.trainee", json.dumps(job)], stop_at, kill_at, folder / "metrics.jsonl")
     how = {0: "finished", STOPPED: "stopped by the budget"}.get(code, ended or "failed")
     part = {"end": how, "date": date, "commit": commit, "seconds": round(now() - start, 1)}
-    if (folder / FACTS).exists():
+    steps = [row["step"] for row in read_metrics(folder)]
+    if how.startswith(HUNG) or (how.startswith("killed") and max(steps, default=-1) <= saved[-1]):
+        part |= {"end": "failed", "message": how}
+    elif (folder / FACTS).exists():
         part |= json.loads((folder / FACTS).read_text())
     elif how == "failed":
         part["message"] = f"the process died with code {code}"
     (folder / PARTS).write_text(json.dumps([*read_parts(folder), part], indent=1) + "\n")
     return part
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def failures(folder: Path) -> int:
@@ -263,7 +280,7 @@ def work(args: argparse.Namespace, console: Console) -> int:
     )  # fmt: skip
     console.print(f"record: {record.path}; budget: {args.budget_seconds:.0f} s", highlight=False)
     if backends.extension_error():
-        record.data["build"] = build("cpu")  # what trains on a GPU needs of the extension is its host part
+        record.data["build"] = build("cpu", with_cuda=False)  # of the extension, training needs the host part
         record.save()
 
     left_out, failed = record.data["left_out"], record.data["failed"]
@@ -277,10 +294,13 @@ def work(args: argparse.Namespace, console: Console) -> int:
     ready = (policy / pretrain.FACTS).exists()
     if ready and any(not finished(folder / "runs" / variant) for variant in plans):
         warm_up(next(iter(plans.values())), proven, facts["commit"], deadline, scale)
+    hopeless = 0  # runs that never came to a step: the next would not either
     for number, (variant, config) in enumerate(plans.items()):
         run, label = folder / "runs" / variant, f"{variant} (run {number + 1} of {len(plans)})"
-        if not (ready and train(config, run, label, proven, facts["commit"], deadline, scale)):
+        begin = ready and hopeless < 2
+        if not (begin and train(config, run, label, proven, facts["commit"], deadline, scale)):
             (failed if failures(run) >= MOST_FAILURES else left_out).append(variant)
+            hopeless += failures(run) >= MOST_FAILURES and not read_metrics(run)
         record.data["runs"][variant] = figures(run)
         record.save()
     record.data["finished"] = not left_out and not failed

@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -96,6 +97,23 @@ def test_dead_and_hanging_workers_are_reported_and_replaced():
     hung = worker.ask({"kind": "facts", "device": "cpu"}, 0.01)
     assert not hung["ok"] and "hung" in hung["message"]
     worker.close()
+
+
+@pytest.mark.parametrize(("with_cuda", "codes", "ok"), [(True, [0], [True]), (True, [1, 0], [False, True]),
+                                                        (False, [0], [True]), (False, [1], [False])])  # fmt: skip
+def test_build_goes_on_without_the_cuda_part(monkeypatch, with_cuda, codes, ok):
+    without = []
+
+    def run(arguments, env, **_):
+        without.append(env.get("RLKERNELS_NO_CUDA") == "1")
+        return SimpleNamespace(returncode=codes[len(without) - 1], stdout="what the compiler said")
+
+    monkeypatch.delenv("RLKERNELS_NO_CUDA", raising=False)
+    monkeypatch.setattr(command.subprocess, "run", run)
+    out = command.build("cpu", with_cuda=with_cuda)
+    assert without == ([False, True] if with_cuda else [True])[: len(codes)]
+    assert [out["ok"], *([out["without_cuda"]["ok"]] if "without_cuda" in out else [])] == ok
+    assert out["ok"] or out["log"] == "what the compiler said"
 
 
 def test_unknown_op_and_missing_gpu_are_named(capsys):

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -141,7 +142,7 @@ def test_dry_run_stops_goes_on_and_ends(dry, tmp_path, monkeypatch, capsys):
 def test_a_failed_run_is_tried_once_more_without_proven_backends(tmp_path, monkeypatch):
     trusted = []
 
-    def child(command, stop_at, kill_at):
+    def child(command, *_):
         trusted.append(json.loads(command[-1])["proven"])
         return -11, ""
 
@@ -153,6 +154,40 @@ def test_a_failed_run_is_tried_once_more_without_proven_backends(tmp_path, monke
     assert trusted == [{"paged_attention": ["triton"]}, {}]
     parts = train.figures(tmp_path)["parts"]
     assert [part["message"] for part in parts] == ["the process died with code -11"] * 2
+
+
+@pytest.mark.parametrize(("ended", "end"), [
+    ("killed at the end of the budget", "failed"),  # without a step since the start
+    ("stopped by the budget", "stopped by the budget"),
+    (train.HUNG, "failed"),
+])  # fmt: skip
+def test_what_counts_as_a_failure(tmp_path, monkeypatch, ended, end):
+    monkeypatch.setattr(train, "child", lambda *_: (-9, ended))
+    config = load_config(SETTINGS)
+    assert train.run_variant(config, tmp_path, "rpo", {}, "abc", 0, 0)["end"] == end
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "time/training_s": 0, "total/generated_tokens": 0}\n')
+    progressed = train.run_variant(config, tmp_path, "rpo", {}, "abc", 0, 0)["end"]
+    assert progressed == ("failed" if ended == train.HUNG else ended)
+    (tmp_path / "checkpoints/step-000005").mkdir(parents=True)  # of an earlier call, and nothing since
+    assert train.run_variant(config, tmp_path, "rpo", {}, "abc", 0, 0)["end"] == end
+
+
+def test_runs_that_never_come_to_a_step_end_the_rest(dry, tmp_path, monkeypatch):
+    tried = []
+
+    def child(command, *_):
+        tried.append(command)
+        if "python_trainer.tasks.pretrain" in command:
+            folder = Path(command[-1])
+            folder.mkdir(parents=True)
+            (folder / pretrain.FACTS).write_text("{}")
+            return 0, ""
+        return 1, ""
+
+    monkeypatch.setattr(train, "child", child)
+    code, record = dry()
+    assert code == 1 and len(tried) == 1 + 2 * 2
+    assert record["failed"] == list(train.VARIANTS[:2]) and record["left_out"] == list(train.VARIANTS[2:])
 
 
 def test_too_little_time_leaves_everything_out(dry, monkeypatch):
@@ -169,6 +204,14 @@ def test_child_that_ignores_the_signal_is_killed():
     script = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
     code, ended = train.child(["-c", script], train.now() + 0.5, train.now() + 1.5)
     assert code == -9 and ended == "killed at the end of the budget"
+
+
+def test_child_that_hangs_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "PATIENCE_S", 3.0)
+    file = tmp_path / "metrics.jsonl"
+    script = f"import time; time.sleep(0.3); open({str(file)!r}, 'w').close(); time.sleep(60)"
+    code, ended = train.child(["-c", script], train.now() + 30, train.now() + 40, file)
+    assert code == -9 and ended.startswith(train.HUNG) and file.exists()
 
 
 def test_bad_arguments_are_named(dry, monkeypatch, capsys, tmp_path):

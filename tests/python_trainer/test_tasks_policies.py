@@ -119,7 +119,8 @@ def test_shares_of_slips_are_settled_by_what_is_measured(monkeypatch):
     assert shares[1] == pytest.approx(1 - (1 - shares[0]) * 0.5 / 0.2)
 
 
-def test_tiny_goes_the_whole_way(tmp_path):
+def test_tiny_goes_the_whole_way(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)  # other tests need theirs
     pretrain.main(["--size", "tiny", "--output", str(tmp_path)])
     facts = json.loads((tmp_path / pretrain.FACTS).read_text())
     assert facts["parameters"] == AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters()
