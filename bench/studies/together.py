@@ -31,7 +31,7 @@ SINGLE = ["baseline", *ACCELERATORS, "all"]
 PAIRS = ["+".join(pair) for pair in combinations(ACCELERATORS, 2)]
 COMMON = ["save.save_steps=10", "save.save_total_limit=1", "save.save_model=false"]
 SHORT = ["max_steps=40", "evaluation.eval_steps=4", "evaluation.eval_limit_during=1024"]
-LONG = ["max_steps=25", "evaluation.eval_steps=5", "evaluation.eval_limit=null", "evaluation.eval_limit_during=512"]
+LONG = ["max_steps=24", "evaluation.eval_steps=6", "evaluation.eval_limit=null", "evaluation.eval_limit_during=512"]
 FILL = ["model.path=small", "max_steps=60", "evaluation.eval_limit=1024", "accelerators.enabled=[rhyme]",
         "accelerators.rhyme.history_ratio=0", "accelerators.rhyme.rescue=false"]  # fmt: skip
 
