@@ -9,6 +9,7 @@ STUDIES = {
     "drafts": "lossless drafts: forward passes and rollout seconds by epoch, and that training does not change",
     "scheduling": "rollouts over several workers: how well lengths are predicted, what balancing by them saves",
     "trl": "this trainer against TRL's: seconds to the same accuracy",
+    "profile": "where the seconds of a training step go, operation by operation",
     "together": "every accelerator, in pairs and all together: what they are worth, what they do to each other",
     "rhyme": "training guided by history: what a database of a small policy's run saves, and what does not help",
 }

@@ -140,7 +140,7 @@ def write(output_dir: Path, results: Path) -> None:
     ]
     results.mkdir(parents=True, exist_ok=True)
     for name, targets in TARGETS.items():
-        if not (output_dir / name).is_dir():
+        if not any((output_dir / name).rglob("summary.json")):
             continue
         groups = grouped(output_dir / name)
         if BASELINE not in groups:

@@ -1,0 +1,101 @@
+"""The study of all accelerators: its runs, and its tables from runs made up by hand."""
+
+import json
+from pathlib import Path
+
+import numpy
+import pytest
+from safetensors.numpy import save_file
+
+from bench.studies import together, together_report
+from bench.studies.profile import OTHER, kind_of
+from python_trainer.accelerators import ACCELERATORS
+
+PROMPTS = 400
+
+
+def make_run(folder: Path, name: str, seed: int, *, seconds: float, right: float, accelerators=()) -> None:
+    """A run of four steps whose accuracy goes straight from 0.5 to 0.9."""
+    home = folder / name / f"seed-{seed}"
+    home.mkdir(parents=True)
+    rows = [
+        {"step": step, "eval/accuracy": 0.5 + 0.1 * step, "time/training_s": step * seconds,
+         "total/generated_tokens": 1000.0 * step, "rhyme/stored_answers": 2.0 * ("rhyme" in accelerators)}
+        for step in range(5)
+    ]  # fmt: skip
+    (home / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    summary = {
+        "steps": 4, "training_s": 4 * seconds, "rollout_s": 2 * seconds, "train_s": seconds,
+        "accelerator_s": {name: 0.5 * seconds for name in accelerators}, "target_accuracy": 0.85,
+        "accelerators": {"rhyme": {"earlier_generated_tokens": 5000}} if "rhyme" in accelerators else {},
+    }  # fmt: skip
+    (home / "summary.json").write_text(json.dumps(summary))
+    answers = numpy.arange(PROMPTS) < right * PROMPTS
+    save_file({"final": answers.astype(numpy.uint8)}, home / "eval_test.safetensors")
+
+
+@pytest.fixture
+def runs(tmp_path):
+    for seed in range(2):
+        make_run(tmp_path / "short", "baseline", seed, seconds=10.0, right=0.9)
+        make_run(tmp_path / "short", "rpo", seed, seconds=5.0, right=0.85, accelerators=["rpo"])
+        make_run(tmp_path / "short", "rhyme", seed, seconds=8.0, right=0.9, accelerators=["rhyme"])
+        make_run(tmp_path / "short", "rhyme+rpo", seed, seconds=4.0, right=0.8, accelerators=["rhyme", "rpo"])
+    return tmp_path
+
+
+def cells(lines, start):
+    (line,) = (line for line in lines if line.startswith(f"| **{start}**"))
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_outcomes_compare_with_plain_training(runs):
+    groups = together_report.grouped(runs / "short")
+    assert list(groups) == ["baseline", "rhyme", "rpo", "rhyme+rpo"]
+    lines = together_report.outcome_lines(groups, [0.85])
+    assert cells(lines, "baseline")[:7] == ["**baseline**", "2", "10.00", "1.00x", "35.0", "1.00x", "3,500"]
+    assert cells(lines, "rpo")[2:6] == ["5.00", "2.00x", "17.5", "2.00x"]
+    assert cells(lines, "rpo")[-2] == "0.8500" and cells(lines, "rpo")[-1].startswith("-0.0500 [")
+    assert cells(lines, "rhyme")[-1].endswith("not resolved")
+    never = cells(together_report.outcome_lines(groups, [0.95]), "rpo")
+    assert never[4:7] == ["0 of 2 seeds", "-", "-"]
+
+
+def test_pairs_are_held_against_the_sum_of_their_parts(runs):
+    lines = together_report.pair_lines(together_report.grouped(runs / "short"))
+    found = cells(lines, "rhyme+rpo")
+    assert found[1:4] == ["1.25x and 2.00x", "2.50x", "2.50x"]
+    assert found[4:7] == ["+0.0000 and -0.0500", "-0.0500", "-0.1000"] and found[7].startswith("-0.0500 [")
+    assert len(lines) == 3, "only pairs whose parts are there"
+
+
+def test_time_and_counters_are_means_over_seeds(runs):
+    found = cells(together_report.time_lines(together_report.grouped(runs / "short")), "rhyme")
+    assert found[1:4] == ["50 %", "25 %", "12 %"] and found[8] == "10" and found[-1] == "5,000"
+
+
+def test_report_of_what_there_is(runs, capsys):
+    together_report.write(runs, runs / "results")
+    text = (runs / "results" / "together.md").read_text()
+    assert "## Short sums, pairs" in text and "Long sums" not in text
+    assert (runs / "results" / "together_short.png").stat().st_size > 5000
+
+
+def test_settings_of_every_run():
+    configs = {
+        (home, variant): together.settings(home, variant, 1, Path("history.db"))
+        for home, variants in together.PARTS.values()
+        for variant in variants
+    }
+    assert all(config.seed == 1 for config in configs.values())
+    assert configs["short", "all"].accelerators.enabled == list(ACCELERATORS)
+    assert configs["long", "all"].task.variant == "long"
+    assert configs["short", "all, database"].accelerators.rhyme.database == "history.db"
+    assert configs["short", "baseline, half the prompts"].rollout.prompts_per_step == 16
+    names = [together.folder_name(variant) for _, variant in configs]
+    assert len(set(names)) == len(set(variant for _, variant in configs))
+
+
+def test_kinds_of_operations():
+    assert kind_of("aten::addmm") == "matrix products" and kind_of("rlkernels::paged_attention") == "attention"
+    assert kind_of("rlkernels::silu_mul_backward") == "norms, rotary, SwiGLU" and kind_of("aten::copy_") == OTHER
