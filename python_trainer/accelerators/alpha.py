@@ -52,8 +52,9 @@ class AlphaSettings(Settings):
     """Keep what the update holds beyond its leading direction; false drops it, as AlphaRL does."""
     smoothing: int = Field(5, ge=1)
     """Steps over which the training accuracy is averaged."""
-    gate_prompts: int = Field(2048, ge=1)
-    """Held-out prompts of the paired comparison, at most; the task must have as many."""
+    gate_prompts: int = Field(512, ge=1)
+    """Held-out prompts of the paired comparison, at most; the task must have as many. More find smaller gains, and
+    cost more than those are worth where a step has few answers."""
     gate_level: float = Field(0.05, gt=0, lt=1)
     """Chance per run of accepting weights that are no better, at most."""
     max_tries: int = Field(3, ge=1)
