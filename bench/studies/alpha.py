@@ -45,6 +45,7 @@ SETTINGS = [
     "optimizer.learning_rate=3e-5", "max_seconds=null", "evaluation.eval_steps=0", "evaluation.eval_limit=null",
     "evaluation.target_accuracy=null", "save.save_steps=0", "save.save_total_limit=9", "save.save_model=false",
     "accelerators.enabled=[alpha]", "accelerators.alpha.first_step=1000000", "accelerators.alpha.track_steps=2",
+    "accelerators.alpha.gate_prompts=2048",
     f"accelerators.alpha.horizon={1 / SHARE}",
 ]  # fmt: skip
 ALGORITHMS = {
