@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-LOOKS = (2, 4, 8, 12, 16, 24, 32, 48, 64)  # judged after so many 64ths of the prompts
-HOPE = 8  # from here on it matters whether the rest of the prompts could still be enough
+# Judged after so many eighths of the prompts. A look costs the passes of the longest answer in it, however few answers
+# there are, so fewer prompts than an eighth would be hardly cheaper.
+LOOKS = (1, 2, 3, 4, 6, 8)
 
 
 def improvement_e_value(gained: int, lost: int) -> float:
@@ -60,9 +61,8 @@ class Gate:
     """Accepts what is shown to answer more prompts right.
 
     Prompts that both sets of weights answer with the same noise are compared in growing parts, see
-    :func:`improvement_e_value`. It ends as soon as the evidence suffices, or as there is as much against an improvement
-    as the level asks for, or, from an eighth of the prompts on, as the rest of them would not change the verdict if
-    they went like those seen so far. Candidate number k of a run needs evidence of
+    :func:`improvement_e_value`. It ends as soon as the evidence suffices, or as the rest of the prompts would not
+    change the verdict if they went like those seen so far. Candidate number k of a run needs evidence of
     ``k (k + 1) / level``, so the chance that a run ever accepts weights that are no better stays below ``level``,
     however many candidates there are. That holds for prompts in random order, and for each attempt by itself; later
     attempts of a run begin with prompts that earlier ones have not used, as long as there are any.
@@ -92,11 +92,6 @@ class Gate:
         needed = self.comparisons * (self.comparisons + 1) / self.level
         return Comparison(*means, len(after), e_value, needed, e_value >= needed)
 
-    def _harms(self, after: Sequence[float], before: Sequence[float]) -> bool:
-        """Whether there is evidence that more prompts are lost than gained."""
-        gained, lost = count_changes(after, before)
-        return improvement_e_value(lost, gained) >= 1 / self.level
-
     def _hopeless(self, after: Sequence[float], before: Sequence[float], prompts: int, needed: float) -> bool:
         """Whether prompts that go on like this would not be enough."""
         gained, lost = (round(count * prompts / len(after)) for count in count_changes(after, before))
@@ -115,9 +110,7 @@ class Gate:
             count = -(-prompts * look // LOOKS[-1])
             seen = before(count), after(count)
             found = self._judge(seen[1], seen[0])
-            if found.accepted or self._harms(seen[1], seen[0]):
-                break
-            if look >= HOPE and self._hopeless(seen[1], seen[0], prompts, found.needed):
+            if found.accepted or self._hopeless(seen[1], seen[0], prompts, found.needed):
                 break
         return found
 
