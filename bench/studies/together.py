@@ -69,6 +69,7 @@ def settings(folder: str, variant: str, seed: int, database: Path) -> Config:
 
 def fill(database: Path, folder: Path) -> None:
     """The earlier run whose answers the database holds."""
+    database.parent.mkdir(parents=True, exist_ok=True)
     config = load_config("configs/arithmetic.yaml", [*COMMON, *FILL, f"accelerators.rhyme.database={database}"])
     train(config, folder, [], "earlier run of small")
 

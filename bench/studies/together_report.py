@@ -55,13 +55,20 @@ def to_target(group: Group, target: float, key: str) -> float | None:
     return mean([reached(run.folder, target, key) for run in group.values()])
 
 
+def same_seeds(groups: dict[str, Group], names: Sequence[str]) -> list[Group]:
+    """These variants, cut down to the seeds that all of them have."""
+    seeds = set.intersection(*(set(groups[name]) for name in names))
+    return [{seed: run for seed, run in groups[name].items() if seed in seeds} for name in names]
+
+
 def outcome_lines(groups: dict[str, Group], targets: Sequence[float]) -> list[str]:
-    """What each variant was worth."""
+    """What each variant was worth; ratios are to the plain runs of the same seeds."""
     head = ["", "seeds", "s per step", "steps per s"]
     head += [f"{what} to {target}" for target in targets for what in ("s", "speed", "tokens")]
     head += ["accuracy at the end", "minus plain, 95 %"]
-    plain, rows = groups[BASELINE], []
-    for name, group in groups.items():
+    rows = []
+    for name in groups:
+        group, plain = same_seeds(groups, [name, BASELINE])
         row = [f"**{name}**", len(group), f"{seconds_per_step(group):.2f}",
                times(seconds_per_step(group), seconds_per_step(plain))]  # fmt: skip
         for target in targets:
@@ -70,23 +77,18 @@ def outcome_lines(groups: dict[str, Group], targets: Sequence[float]) -> list[st
             row += [f"{count} of {len(group)} seeds" if seconds is None else f"{seconds:.1f}",
                     times(seconds, to_target(plain, target, "time/training_s")),
                     "-" if tokens is None else f"{tokens:,.0f}"]  # fmt: skip
-        change = "" if name == BASELINE else words(contrast([group], [plain]))
+        change = "" if name == BASELINE else str(contrast([group], [plain]))
         row += [f"{fmean(float(answers(run).mean()) for run in group.values()):.4f}", change]
         rows.append(row)
     return table_lines(head, rows)
 
 
-def contrast(plus: Sequence[Group], minus: Sequence[Group]) -> Interval | None:
-    """Sum of accuracies of some variants minus those of others, over the seeds that all of them have."""
-    seeds = sorted(set.intersection(*(set(group) for group in (*plus, *minus))))
-    if not seeds:
-        return None
-    after, before = ([sum(answers(group[seed]) for group in side) for seed in seeds] for side in (plus, minus))
+def contrast(plus: Sequence[Group], minus: Sequence[Group]) -> Interval:
+    """Sum of accuracies of some variants minus that of others, all of them with the same seeds."""
+    after, before = (
+        [sum(answers(group[seed]) for group in side) for seed in sorted(side[0])] for side in (plus, minus)
+    )
     return difference_of_runs(after, before)
-
-
-def words(change: Interval | None) -> str:
-    return "-" if change is None else str(change)
 
 
 def time_lines(groups: dict[str, Group]) -> list[str]:
@@ -111,21 +113,20 @@ def time_lines(groups: dict[str, Group]) -> list[str]:
 
 def pair_lines(groups: dict[str, Group]) -> list[str]:
     """What two accelerators do to each other: the pair, against what each of them alone would add up to."""
-    head = ["pair", "steps per s of each", "product", "together", "accuracy of each, minus plain", "sum",
+    head = ["pair", "seeds", "steps per s of each", "product", "together", "accuracy of each, minus plain", "sum",
             "together, minus plain", "together minus sum, 95 %"]  # fmt: skip
-    plain, rows = groups[BASELINE], []
-    for name, group in groups.items():
+    rows = []
+    for name in groups:
         pair = name.split("+")
         if len(pair) != 2 or any(one not in groups for one in pair):
             continue
-        speeds = [seconds_per_step(plain) / seconds_per_step(groups[one]) for one in pair]
-        gains = [float(change.value) for one in pair if (change := contrast([groups[one]], [plain])) is not None]
-        whole = contrast([group], [plain])
+        group, plain, *parts = same_seeds(groups, [name, BASELINE, *pair])
+        speeds = [seconds_per_step(plain) / seconds_per_step(part) for part in parts]
+        gains = [contrast([part], [plain]).value for part in parts]
         rows.append([
-            f"**{name}**", " and ".join(f"{speed:.2f}x" for speed in speeds), f"{speeds[0] * speeds[1]:.2f}x",
+            f"**{name}**", len(group), " and ".join(f"{speed:.2f}x" for speed in speeds), f"{speeds[0] * speeds[1]:.2f}x",
             times(seconds_per_step(group), seconds_per_step(plain)), " and ".join(f"{gain:+.4f}" for gain in gains),
-            f"{sum(gains):+.4f}", "-" if whole is None else f"{whole.value:+.4f}",
-            words(contrast([group, plain], [groups[one] for one in pair])),
+            f"{sum(gains):+.4f}", f"{contrast([group], [plain]).value:+.4f}", str(contrast([group, plain], parts)),
         ])  # fmt: skip
     return table_lines(head, rows)
 

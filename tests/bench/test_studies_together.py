@@ -64,9 +64,15 @@ def test_outcomes_compare_with_plain_training(runs):
 def test_pairs_are_held_against_the_sum_of_their_parts(runs):
     lines = together_report.pair_lines(together_report.grouped(runs / "short"))
     found = cells(lines, "rhyme+rpo")
-    assert found[1:4] == ["1.25x and 2.00x", "2.50x", "2.50x"]
-    assert found[4:7] == ["+0.0000 and -0.0500", "-0.0500", "-0.1000"] and found[7].startswith("-0.0500 [")
+    assert found[1:5] == ["2", "1.25x and 2.00x", "2.50x", "2.50x"]
+    assert found[5:8] == ["+0.0000 and -0.0500", "-0.0500", "-0.1000"] and found[8].startswith("-0.0500 [")
     assert len(lines) == 3, "only pairs whose parts are there"
+
+
+def test_ratios_are_of_the_same_seeds(runs):
+    make_run(runs / "short", "baseline", 2, seconds=100.0, right=0.1)
+    lines = together_report.outcome_lines(together_report.grouped(runs / "short"), [0.85])
+    assert cells(lines, "rpo")[3] == "2.00x" and cells(lines, "rpo")[-1].startswith("-0.0500 [")
 
 
 def test_time_and_counters_are_means_over_seeds(runs):
