@@ -124,7 +124,8 @@ def pair_lines(groups: dict[str, Group]) -> list[str]:
         speeds = [seconds_per_step(plain) / seconds_per_step(part) for part in parts]
         gains = [contrast([part], [plain]).value for part in parts]
         rows.append([
-            f"**{name}**", len(group), " and ".join(f"{speed:.2f}x" for speed in speeds), f"{speeds[0] * speeds[1]:.2f}x",
+            f"**{name}**", len(group), " and ".join(f"{speed:.2f}x" for speed in speeds),
+            f"{speeds[0] * speeds[1]:.2f}x",
             times(seconds_per_step(group), seconds_per_step(plain)), " and ".join(f"{gain:+.4f}" for gain in gains),
             f"{sum(gains):+.4f}", f"{contrast([group], [plain]).value:+.4f}", str(contrast([group, plain], parts)),
         ])  # fmt: skip
