@@ -47,9 +47,9 @@ class RhymeSettings(Settings):
     """Write this run into the database."""
     max_database_bytes: int = Field(1 << 30, ge=1)
     """Bound on the database; beyond it the worst, then the oldest answers go."""
-    history_ratio: float = Field(1.0, ge=0)
-    """Stored answers per fresh one, at most: with 1 a group of 8 has 4 fresh ones, and up to 4 stored ones, where there
-    are any; otherwise 8 fresh ones. 0: only rescue."""
+    history_ratio: float = Field(0.34, ge=0)
+    """Stored answers per fresh one, at most: with 0.34 a group of 8 has 6 fresh ones, and up to 2 stored ones, where
+    there are any; otherwise 8 fresh ones. 0: only rescue."""
     rescue: bool = True
     """Give a group in which every fresh answer failed a stored one, whatever the ratio."""
     fraction: float = Field(0.2, gt=0, le=1)
