@@ -55,11 +55,17 @@ def random_block(n: int, columns: int, seed: int, device: torch.device) -> torch
 
 def orthonormal(block: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
     """Orthonormal columns (float64) for what ``block`` [n, k] adds to ``basis`` [n, K]; fewer where it adds nothing."""
-    before = block.norm(dim=0)
-    for _ in range(2):
-        block = block - basis @ (basis.T @ block)
-    q, r = torch.linalg.qr(block)
-    return q[:, r.diagonal().abs() > DROP * before[: q.shape[1]]]
+    out: list[torch.Tensor] = []
+    for column in block.T:
+        before = column.norm()
+        for _ in range(2):
+            column = column - basis @ (basis.T @ column)
+            for done in out:
+                column = column - done * (done @ column)
+        length = column.norm()
+        if length > DROP * before:
+            out.append(column / length)
+    return torch.stack(out, 1) if out else block[:, :0]
 
 
 def hidden_floor(random_columns: int, n: int) -> float:

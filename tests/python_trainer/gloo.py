@@ -1,6 +1,7 @@
 """Runs a function, or a training, in two processes that are connected by gloo."""
 
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -29,6 +30,8 @@ def _enter(rank, size, threads, rendezvous, function, args):
 def run_on_ranks(folder: Path, function, *args, size: int = 2) -> None:
     """Calls ``function(*args)``, of a module, once in each process; their exceptions come out here."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    here = str(Path(__file__).parent)  # they import conftest by its name, and other folders have one too
+    sys.path[:] = [here, *(path for path in sys.path if path != here)]
     arguments = size, torch.get_num_threads(), folder / "rendezvous", function, args
     mp.spawn(_enter, arguments, nprocs=size)
 

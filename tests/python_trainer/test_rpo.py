@@ -257,7 +257,7 @@ def test_filling_tries_again_what_found_no_answer(tmp_path):
 
 def test_file_of_answers_is_read_instead_of_filling(make_config, tmp_path):
     path = tmp_path / "answers" / "first.safetensors"
-    config = rpo_config(make_config, max_steps=1, rpo={"cache_path": str(path)})
+    config = rpo_config(make_config, max_steps=1, rpo={"cache_path": str(path), "fill": 4})
     runs = []
     for name in ("a", "b"):
         trainer = Trainer(config, tmp_path / name, console=Console(quiet=True))
