@@ -19,6 +19,7 @@ PAGES = [
         "docs/prefix_cache.md",
         "docs/scale.md",
         "docs/speed.md",
+        "docs/together.md",
         "docs/vllm.md",
         "CONTRIBUTING.md",
         "bench/README.md",
