@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from paged import GREEDY, MODELS, VOCAB, assert_same, engine_for, make, mixed_requests, prompts
 from rich.console import Console
 from scipy import stats
-from test_paged_engine import GREEDY, MODELS, VOCAB, assert_same, engine_for, make, mixed_requests, prompts
 
 from python_trainer.accelerators.drafts import Drafts
 from python_trainer.errors import UserError

@@ -1,101 +1,27 @@
 """PagedEngine against ``model.generate`` and plain forward passes, under every kind of batching."""
 
 import copy
-from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
-from scipy import stats
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
+from paged import (
+    GREEDY,
+    MODELS,
+    SIZES,
+    VOCAB,
+    assert_same,
+    engine_for,
+    full_logits,
+    make,
+    mixed_requests,
+    own_greedy,
+    prompts,
 )
+from scipy import stats
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from python_trainer.errors import UserError
-from python_trainer.rollout import PagedEngine, Request, SamplingParams, attention
-from python_trainer.rollout import engine as engine_module
+from python_trainer.rollout import Request, SamplingParams
 from python_trainer.rollout.ordering import LengthHistory
-from rlkernels import backend
-
-VOCAB = 61
-SIZES = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 160, "initializer_range": 0.3,
-    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
-MODELS = {
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16)),
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
-}
-GREEDY = SamplingParams(temperature=0.0)
-
-
-def make(name: str = "qwen2") -> torch.nn.Module:
-    torch.manual_seed(1)
-    return MODELS[name]()
-
-
-def engine_for(model: torch.nn.Module, *, eos=(), blocks: int = 512, block_size: int = 4, **kwargs) -> PagedEngine:
-    config = model.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * model.dtype.itemsize
-    return PagedEngine(
-        model, eos_token_ids=eos, memory_bytes=blocks * block_size * token, block_size=block_size, **kwargs
-    )
-
-
-def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in lengths]
-
-
-def mixed_requests(**changes) -> list[Request]:
-    """Several lengths; some share a beginning, some have prefixes, some have several samples."""
-    a, b, c = prompts([19, 6, 1])
-    settings = [
-        {"prompt_ids": a, "num_samples": 3},
-        {"prompt_ids": b},
-        {"prompt_ids": [*a[:10], *b], "prefix_ids": b, "num_samples": 2},
-        {"prompt_ids": c, "prefix_ids": a, "num_samples": 4},
-        {"prompt_ids": a, "prefix_ids": c, "num_samples": 2},
-    ]
-    return [
-        Request(**{"max_new_tokens": 20 + 3 * i, "sample_id": 10 * i, **one, **changes})
-        for i, one in enumerate(settings)
-    ]
-
-
-def own_greedy(model, prompt: list[int], count: int, eos=None) -> list[int]:
-    ids = torch.tensor([prompt])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count,
-                         eos_token_id=eos or None, pad_token_id=0)  # fmt: skip
-    return out[0, len(prompt) :].tolist()
-
-
-def assert_same(got, expected):
-    assert [c.ids for c in got] == [c.ids for c in expected]
-    for one, other in zip(got, expected):
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
-
-
-@torch.no_grad()
-def full_logits(model, ids: list[int]) -> torch.Tensor:
-    model.eval()
-    return model(input_ids=torch.tensor([ids])).logits[0].float()
 
 
 def kept_logprobs(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
@@ -383,128 +309,6 @@ def test_hooks_are_run():
     hook.remove()
     engine.policy_updated()
     assert_same(engine.generate([request], GREEDY), plain)
-
-
-def test_absolute_positions_and_sliding_window():
-    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=2,
-                                      initializer_range=0.3, bos_token_id=None, eos_token_id=None)).eval()  # fmt: skip
-    request = Request(prompts([11])[0], max_new_tokens=10)
-    got = PagedEngine(gpt2, eos_token_ids=(), memory_bytes=1 << 20).generate([request], GREEDY)[0]
-    assert got.ids == own_greedy(gpt2, request.prompt_ids, 10)
-    # inside its window a sliding layer attends to everything; the engine stops there
-    windowed = engine_for(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=24)))
-    assert len(windowed.generate([Request(prompts([20])[0], max_new_tokens=10)], GREEDY)[0].ids) == 4
-
-
-def test_models_it_cannot_run():
-    mamba = MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=32, state_size=4, num_hidden_layers=2))
-    with pytest.raises(UserError, match="MambaForCausalLM"):
-        PagedEngine(mamba, eos_token_ids=())
-    gemma = Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8))
-    with pytest.raises(UserError, match="softcap"):
-        PagedEngine(gemma, eos_token_ids=())
-    assert gemma.config._attn_implementation != "rlkernels_packed"
-
-
-@pytest.mark.parametrize(
-    ("request_", "sampling", "message"),
-    [
-        (Request([1] * 161), GREEDY, "161 tokens, more than the model's limit of 160"),
-        (Request([1] * 150, [2] * 20), GREEDY, "170 tokens"),
-        (Request([]), GREEDY, "empty"),
-        (Request([1, VOCAB]), GREEDY, "between 0 and 60, got 1 .. 61"),
-        (Request([-1]), GREEDY, "got -1"),
-        (Request([1], num_samples=-2), GREEDY, "num_samples.* -2"),
-        (Request([1], max_new_tokens=-1), GREEDY, "max_new_tokens.* -1"),
-        (Request([1]), SamplingParams(temperature=-0.5), "temperature.*-0.5"),
-        (Request([1]), SamplingParams(temperature=float("nan")), "temperature.*nan"),
-        (Request([1]), SamplingParams(top_p=0.0), "top_p.*0.0"),
-        (Request([1]), SamplingParams(top_k=-1), "top_k.*-1"),
-        (Request([1]), SamplingParams(stop=("x",)), "tokenizer"),
-        (Request([1] * 40, max_new_tokens=60), GREEDY, "100 tokens do not fit.*memory_bytes"),
-    ],
-)
-def test_bad_requests(request_, sampling, message):
-    engine = engine_for(make(), blocks=20)
-    with pytest.raises(UserError, match=message):
-        engine.generate([request_], sampling)
-
-
-@pytest.mark.parametrize("name", ["block_size", "max_sequences", "max_batch_tokens"])
-def test_bad_settings(name):
-    with pytest.raises(UserError, match=f"{name} must be at least 1, got 0"):
-        PagedEngine(make(), eos_token_ids=(), **{name: 0})
-
-
-def test_too_little_memory():
-    with pytest.raises(UserError, match="memory_bytes must be at least"):
-        PagedEngine(make(), eos_token_ids=(), memory_bytes=10)
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"fused": False}, {"max_batch_tokens": 40, "max_sequences": 12}, {"blocks": 75}]
-)
-def test_long_prefixes_are_read_once_per_group(monkeypatch, options):
-    """The same tokens as without; in chunks, when preempted, and with short neighbours in between."""
-    options = {"blocks": 512} | options
-    calls = []
-    plain = attention.shared_prefix_attention
-    monkeypatch.setattr(attention, "shared_prefix_attention", lambda *a, **k: calls.append(a[4]) or plain(*a, **k))
-    model = make()
-    monkeypatch.setattr(engine_module, "MIN_SHARED_TOKENS", 128)
-    a, b, c = prompts([132, 9, 128])
-    requests = [
-        Request(a, num_samples=4, max_new_tokens=20, sample_id=0),
-        Request(b, num_samples=3, max_new_tokens=25, sample_id=10),
-        Request(c[:100], prefix_ids=c[100:], num_samples=2, max_new_tokens=30, sample_id=20),
-        Request(a, num_samples=1, max_new_tokens=12, sample_id=30),
-    ]
-    sampling = SamplingParams(seed=3)
-    expected = engine_for(model, **options | {"share_reads": False}).generate(requests, sampling)
-    assert not calls
-    engine = engine_for(model, **options)
-    got = engine.generate(requests, sampling)
-    assert_same(got, expected)
-    assert calls and max(int(lens.max()) for lens in calls) >= 128
-    assert (engine.stats["preemptions"] > 0) == (options["blocks"] == 75)
-    calls.clear()
-    engine.generate(requests[1:2], sampling)
-    assert not calls  # nothing long enough to share
-
-
-def test_padded_rows_give_the_same_answers(monkeypatch):
-    """What a GPU without a proven attention kernel does: prompts in chunks, decoding and drafts, all in one pass."""
-    requests = [Request(ids, num_samples=n, max_new_tokens=12) for ids, n in zip(prompts([3, 17, 1, 40]), [2, 1, 3, 2])]
-    sampling = SamplingParams(temperature=0.8, seed=3)
-
-    def answers(padded):
-        used = []
-
-        def is_padded(self, query):
-            used.append(padded)
-            return padded
-
-        monkeypatch.setattr(attention.Paging, "is_padded", is_padded)
-        engine = engine_for(make(), fused=False, max_sequences=6, max_batch_tokens=16)
-        out = engine.generate(requests, sampling)
-        assert used and any(used) == padded
-        return out
-
-    for plain, padded in zip(answers(False), answers(True), strict=True):
-        assert plain.ids == padded.ids
-        torch.testing.assert_close(torch.tensor(plain.logprobs), torch.tensor(padded.logprobs), atol=1e-5, rtol=1e-4)
-
-
-def test_padded_rows_are_for_gpus_without_a_kernel(monkeypatch):
-    lens = torch.tensor([5, 7], dtype=torch.int32)
-    paging = attention.Paging(None, None, None, lens, torch.tensor([0, 1, 4], dtype=torch.int32))
-    there = [SimpleNamespace(device=torch.device(name), shape=(4, 2, 8)) for name in ("cpu", "cuda")]
-    assert [paging.is_padded(query) for query in there] == [False, True]
-    monkeypatch.setattr(attention, "LARGEST_SCORES", 2 * 3 * 7 * 2 - 1)
-    assert not paging.is_padded(there[1])
-    monkeypatch.undo()
-    monkeypatch.setitem(backend.OPS, "paged_attention", replace(backend.OPS["paged_attention"], proven=("triton",)))
-    assert not paging.is_padded(there[1])
 
 
 def test_long_answers_first_are_the_same_answers_in_fewer_passes():

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from paged import GREEDY, assert_same, engine_for, make, mixed_requests, prompts
 from rich.console import Console
 from test_drafts import fed
-from test_paged_engine import GREEDY, assert_same, engine_for, make, mixed_requests, prompts
 
 from python_trainer.errors import UserError
 from python_trainer.rollout import Request, SamplingParams, workers

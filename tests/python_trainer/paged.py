@@ -1,0 +1,74 @@
+"""Tiny models of three families, an engine for them, and requests of every kind: what tests of the engine share."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from python_trainer.rollout import PagedEngine, Request, SamplingParams
+
+VOCAB = 61
+SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 160, "initializer_range": 0.3,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+MODELS = {
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+}
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def make(name: str = "qwen2") -> torch.nn.Module:
+    torch.manual_seed(1)
+    return MODELS[name]()
+
+
+def engine_for(model: torch.nn.Module, *, eos=(), blocks: int = 512, block_size: int = 4, **kwargs) -> PagedEngine:
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * model.dtype.itemsize
+    return PagedEngine(
+        model, eos_token_ids=eos, memory_bytes=blocks * block_size * token, block_size=block_size, **kwargs
+    )
+
+
+def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in lengths]
+
+
+def mixed_requests(**changes) -> list[Request]:
+    """Several lengths; some share a beginning, some have prefixes, some have several samples."""
+    a, b, c = prompts([19, 6, 1])
+    settings = [
+        {"prompt_ids": a, "num_samples": 3},
+        {"prompt_ids": b},
+        {"prompt_ids": [*a[:10], *b], "prefix_ids": b, "num_samples": 2},
+        {"prompt_ids": c, "prefix_ids": a, "num_samples": 4},
+        {"prompt_ids": a, "prefix_ids": c, "num_samples": 2},
+    ]
+    return [
+        Request(**{"max_new_tokens": 20 + 3 * i, "sample_id": 10 * i, **one, **changes})
+        for i, one in enumerate(settings)
+    ]
+
+
+def own_greedy(model, prompt: list[int], count: int, eos=None) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count,
+                         eos_token_id=eos or None, pad_token_id=0)  # fmt: skip
+    return out[0, len(prompt) :].tolist()
+
+
+def assert_same(got, expected):
+    assert [c.ids for c in got] == [c.ids for c in expected]
+    for one, other in zip(got, expected):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+@torch.no_grad()
+def full_logits(model, ids: list[int]) -> torch.Tensor:
+    model.eval()
+    return model(input_ids=torch.tensor([ids])).logits[0].float()

@@ -1,0 +1,73 @@
+"""Models, requests and settings that the engine cannot run, and those it runs up to a limit."""
+
+import pytest
+from paged import GREEDY, SIZES, VOCAB, engine_for, make, own_greedy, prompts
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
+
+from python_trainer.errors import UserError
+from python_trainer.rollout import PagedEngine, Request, SamplingParams
+
+
+def test_absolute_positions_and_sliding_window():
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=2,
+                                      initializer_range=0.3, bos_token_id=None, eos_token_id=None)).eval()  # fmt: skip
+    request = Request(prompts([11])[0], max_new_tokens=10)
+    got = PagedEngine(gpt2, eos_token_ids=(), memory_bytes=1 << 20).generate([request], GREEDY)[0]
+    assert got.ids == own_greedy(gpt2, request.prompt_ids, 10)
+    # inside its window a sliding layer attends to everything; the engine stops there
+    windowed = engine_for(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=24)))
+    assert len(windowed.generate([Request(prompts([20])[0], max_new_tokens=10)], GREEDY)[0].ids) == 4
+
+
+def test_models_it_cannot_run():
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=32, state_size=4, num_hidden_layers=2))
+    with pytest.raises(UserError, match="MambaForCausalLM"):
+        PagedEngine(mamba, eos_token_ids=())
+    gemma = Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8))
+    with pytest.raises(UserError, match="softcap"):
+        PagedEngine(gemma, eos_token_ids=())
+    assert gemma.config._attn_implementation != "rlkernels_packed"
+
+
+@pytest.mark.parametrize(
+    ("request_", "sampling", "message"),
+    [
+        (Request([1] * 161), GREEDY, "161 tokens, more than the model's limit of 160"),
+        (Request([1] * 150, [2] * 20), GREEDY, "170 tokens"),
+        (Request([]), GREEDY, "empty"),
+        (Request([1, VOCAB]), GREEDY, "between 0 and 60, got 1 .. 61"),
+        (Request([-1]), GREEDY, "got -1"),
+        (Request([1], num_samples=-2), GREEDY, "num_samples.* -2"),
+        (Request([1], max_new_tokens=-1), GREEDY, "max_new_tokens.* -1"),
+        (Request([1]), SamplingParams(temperature=-0.5), "temperature.*-0.5"),
+        (Request([1]), SamplingParams(temperature=float("nan")), "temperature.*nan"),
+        (Request([1]), SamplingParams(top_p=0.0), "top_p.*0.0"),
+        (Request([1]), SamplingParams(top_k=-1), "top_k.*-1"),
+        (Request([1]), SamplingParams(stop=("x",)), "tokenizer"),
+        (Request([1] * 40, max_new_tokens=60), GREEDY, "100 tokens do not fit.*memory_bytes"),
+    ],
+)
+def test_bad_requests(request_, sampling, message):
+    engine = engine_for(make(), blocks=20)
+    with pytest.raises(UserError, match=message):
+        engine.generate([request_], sampling)
+
+
+@pytest.mark.parametrize("name", ["block_size", "max_sequences", "max_batch_tokens"])
+def test_bad_settings(name):
+    with pytest.raises(UserError, match=f"{name} must be at least 1, got 0"):
+        PagedEngine(make(), eos_token_ids=(), **{name: 0})
+
+
+def test_too_little_memory():
+    with pytest.raises(UserError, match="memory_bytes must be at least"):
+        PagedEngine(make(), eos_token_ids=(), memory_bytes=10)
