@@ -4,8 +4,12 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from python_trainer.errors import Interrupted, UserError
+
+if TYPE_CHECKING:
+    from python_trainer.config import Config
 
 EPILOG = """\
 examples:
@@ -145,10 +149,23 @@ def run(args: argparse.Namespace) -> None:
     from python_trainer.report import report
     from python_trainer.trainer import Trainer
 
+    if args.resume:
+        tell_of_resuming(args.output_dir, config)
     with start(config) as ranks:
         Trainer(config, args.output_dir, resume=args.resume, ranks=ranks).run()
     if ranks.rank == 0:
         report([args.output_dir])
+
+
+def tell_of_resuming(folder: Path, config: "Config") -> None:
+    """What a mistyped folder or a forgotten setting would hide."""
+    from python_trainer.checkpoint import list_checkpoints
+    from python_trainer.config import changed_settings
+
+    if not list_checkpoints(folder / "checkpoints"):
+        tell(f"{folder} has no checkpoint to resume: training begins with the first step")
+    elif changed := changed_settings(folder, config):
+        tell(f"resumed with other settings than before: {', '.join(changed)}")
 
 
 def how_to_go_on(args: argparse.Namespace) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from python_trainer.accelerators import ACCELERATORS
-from python_trainer.config import Config, check_config, dump_config
+from python_trainer.config import Config, changed_settings, check_config, dump_config
 from python_trainer.errors import UserError
 from python_trainer.evaluation import load_evaluations
 from python_trainer.report import BASELINE, report
@@ -72,4 +72,7 @@ def check_same(folder: Path, wanted: Config) -> None:
     """Raises when the folder holds a run with other settings."""
     path = folder / "config.yaml"
     if path.exists() and path.read_text(encoding="utf-8") != dump_config(wanted):
-        raise UserError(f"{folder} holds a run with other settings: choose another --output-dir, or remove it")
+        changed = ", ".join(changed_settings(folder, wanted)) or "made by another version"
+        raise UserError(
+            f"{folder} holds a run with other settings ({changed}): choose another --output-dir, or remove it"
+        )

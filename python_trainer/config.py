@@ -3,8 +3,9 @@
 Option names are TRL's wherever TRL has the option. ``python -m python_trainer train --help`` prints all of them.
 """
 
+import json
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -347,6 +348,27 @@ def section_of(path: Sequence[str | int]) -> type[BaseModel] | None:
 def dump_config(config: Config) -> str:
     """The resolved settings as YAML that :func:`load_config` reads back."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Dotted name -> value, as ``--set`` takes them."""
+    flat: dict[str, str] = {}
+    for key, value in settings.items():
+        name = f"{prefix}{key}"
+        flat |= flatten(value, f"{name}.") if isinstance(value, Mapping) and value else {name: json.dumps(value)}
+    return flat
+
+
+def settings_used(folder: Path) -> dict[str, str]:
+    """Dotted name -> value of the run in a folder; empty where there is none."""
+    path = folder / "config.yaml"
+    return flatten(yaml.safe_load(path.read_text(encoding="utf-8")) or {}) if path.exists() else {}
+
+
+def changed_settings(folder: Path, config: Config) -> list[str]:
+    """What differs between the run in a folder and these settings: ``name: value there -> value here``."""
+    there, here = settings_used(folder), flatten(config.model_dump(mode="json"))
+    return [f"{name}: {there[name]} -> {value}" for name, value in here.items() if there.get(name, value) != value]
 
 
 def describe_settings(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, str, str, str]]:

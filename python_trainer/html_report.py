@@ -2,7 +2,6 @@
 
 import base64
 import io
-import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -10,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
 from python_trainer.checkpoint import write_text
+from python_trainer.config import settings_used
 from python_trainer.telemetry import read_metrics, read_samples
 
 if TYPE_CHECKING:
@@ -181,19 +180,10 @@ def draw_split(runs: Sequence["Run"]) -> Markup:
             left = [a + b for a, b in zip(left, seconds)]
         axes.set_yticks(range(len(runs)), [run.label for run in runs])
         axes.invert_yaxis()
-        axes.set_xlabel("seconds")
+        axes.set_xlabel("seconds of wall time, evaluations (eval) among them")
         axes.figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=8)
 
     return drawn(paint, label="Where the time went", height=1.3 + 0.3 * len(runs), flexible=True)
-
-
-def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Dotted name -> value, as ``--set`` takes them."""
-    flat: dict[str, str] = {}
-    for key, value in settings.items():
-        name = f"{prefix}{key}"
-        flat |= flatten(value, f"{name}.") if isinstance(value, Mapping) and value else {name: json.dumps(value)}
-    return flat
 
 
 def compare_rows(columns: Sequence[Mapping[str, str]]) -> tuple[list[tuple], list[tuple]]:
@@ -201,11 +191,6 @@ def compare_rows(columns: Sequence[Mapping[str, str]]) -> tuple[list[tuple], lis
     names = list(dict.fromkeys(name for column in columns for name in column))
     rows = [(name, *(column.get(name, "-") for column in columns)) for name in names]
     return [row for row in rows if len(set(row[1:])) > 1], [row for row in rows if len(set(row[1:])) == 1]
-
-
-def settings_of(run: "Run") -> dict[str, str]:
-    path = run.folder / "config.yaml"
-    return flatten(yaml.safe_load(path.read_text(encoding="utf-8")) or {}) if path.exists() else {}
 
 
 def samples_of(run: "Run") -> list[tuple[int, list[dict[str, Any]]]]:
@@ -233,7 +218,7 @@ def write_page(runs: Sequence["Run"], columns: Mapping[str, Mapping[str, str]], 
     rows = [(colours[run.name], read_metrics(run.folder)) for run in runs]
     groups = all_charts({key for _, table in rows for row in table for key in row})
     charts = {name: [(chart, draw_chart(chart, rows, target)) for chart in group] for name, group in groups.items()}
-    differing, same = compare_rows([settings_of(run) for run in runs])
+    differing, same = compare_rows([settings_used(run.folder) for run in runs])
     made = compare_rows([{"device": run.summary["device"], **run.summary["versions"]} for run in runs])
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True

@@ -73,7 +73,7 @@ class Trainer:
         checkpoints = list_checkpoints(self.checkpoints)
         if output_dir.exists() and not output_dir.is_dir():
             raise UserError(f"--output-dir must be a folder, but {output_dir} is a file")
-        if not resume and (checkpoints or read_metrics(output_dir)):
+        if not resume and (checkpoints or any(row["step"] for row in read_metrics(output_dir))):
             raise UserError(f"{output_dir} already holds a run: add --resume to go on, or choose another --output-dir")
         saved = load_checkpoint(checkpoints[-1], shards=False) if resume and checkpoints else None
         set_matmul_precision("highest")  # until the engine has checked the model

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -15,9 +16,9 @@ import rlkernels.backend
 ROOT = Path(__file__).parents[1]
 
 
-def setup(*command: str, **env: str) -> None:
+def setup(*command: str, cwd: Path = ROOT, **env: str) -> None:
     done = subprocess.run(
-        [sys.executable, "setup.py", *command], cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True,
+        [sys.executable, "setup.py", *command], cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
@@ -49,8 +50,6 @@ def python_in(site: Path, code: str) -> str:
 
 CODE = """
 import sys
-# an editable install of the checkout must not lend its modules to the copy
-sys.meta_path = [f for f in sys.meta_path if "__editable__" not in getattr(f, "__module__", "")]
 import torch, rlkernels
 assert rlkernels.__file__.startswith({site!r}), rlkernels.__file__
 ids = torch.arange(3)
@@ -66,6 +65,26 @@ def test_wheel_without_the_extension(tmp_path):
     assert not any(name.endswith(".so") or name.startswith(("tests/", "bench/", "csrc/")) for name in names)
     zipfile.ZipFile(path).extractall(tmp_path / "site")
     assert "extension is missing" in python_in(tmp_path / "site", CODE.format(site=str(tmp_path / "site")))
+
+
+def test_a_script_beside_the_clone_imports_the_package(tmp_path):
+    """The clone has the name of the package: in the folder that holds it, Python sees a folder ``rlkernels`` first."""
+    clone = tmp_path / "rlkernels"
+    shutil.copytree(ROOT / "rlkernels", clone / "rlkernels", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    shutil.copytree(ROOT / "python_trainer", clone / "python_trainer", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, clone)
+    setup("editable_wheel", "--dist-dir", str(tmp_path), cwd=clone, RLKERNELS_NO_EXTENSION="1")
+    zipfile.ZipFile(next(tmp_path.glob("*.whl"))).extractall(tmp_path / "site")
+    code = "import site, sys; sys.path[:] = [p for p in sys.path if p != {root!r}]; site.addsitedir({site!r})\n"
+    code += "import rlkernels; print(rlkernels.__file__)"
+    code = code.format(root=str(ROOT), site=str(tmp_path / "site"))
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(clone / "rlkernels" / "__init__.py")
 
 
 def test_wheel_with_the_extension(tmp_path):

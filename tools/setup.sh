@@ -42,5 +42,5 @@ pip install $terse ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '^torch=='
 pip install -qq -c constraints.txt setuptools wheel ninja || fail "the build tools could not be installed"
 echo "installing the other packages"
 # The extension is compiled in place afterwards, so that later changes recompile only what they touch.
-RLKERNELS_NO_EXTENSION=1 pip install -qq --no-build-isolation -c constraints.txt -e '.[train,triton,test]' ||
+RLKERNELS_NO_EXTENSION=1 pip install $terse --no-build-isolation -c constraints.txt -e '.[train,triton,test]' ||
   fail "the packages of pyproject.toml could not be installed"

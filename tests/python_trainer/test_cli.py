@@ -147,10 +147,14 @@ def raises(**_): raise RuntimeError("the judge is asleep")
 def short(completions, **_): return [1.0] * (len(completions) - 1)
 def nan(completions, **_): return [math.nan] * len(completions)
 def text(completions, **_): return ["good"] * len(completions)
-def late(completions, **_):
-    late.calls = getattr(late, "calls", 0) + 1
-    if late.calls == 4: raise ValueError("went away")
+calls = 0
+def fails_at(call, completions):
+    global calls
+    calls += 1
+    if calls == call: raise ValueError("went away")
     return [float(len(c)) for c in completions]
+def early(completions, **_): return fails_at(2, completions)
+def late(completions, **_): return fails_at(4, completions)
 """
 
 
@@ -183,6 +187,30 @@ def test_reward_that_fails_later_leaves_a_run_that_resumes(run, tmp_path, bad_re
     assert code == 0, error
     steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert steps == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_run_that_ended_before_its_first_step_does_not_hold_its_folder(run, tmp_path, bad_rewards):
+    changes = {"task": {"reward": "bad_rewards:early"}, "max_steps": 1}
+    code, error = run(changes)
+    assert code == 2 and "went away" in error
+    assert [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").open()] == [0]
+    code, error = run()
+    assert code == 0, error
+
+
+def test_resume_tells_of_a_missing_checkpoint_and_of_changed_settings(run, tmp_path):
+    assert "has no checkpoint to resume" in run({"max_steps": 1}, "--resume")[1]
+    assert "resumed with" not in run({}, "--resume")[1]
+    _, error = run({"max_steps": 2, "optimizer": {"learning_rate": 0.25}}, "--resume")
+    assert "resumed with other settings than before: max_steps: 1 -> 2, optimizer.learning_rate: " in error
+    assert "-> 0.25" in error
+
+
+def test_an_accelerator_without_anything_to_do_is_named(run, tmp_path, capsys):
+    assert run({"max_steps": 1, "accelerators": {"enabled": ["rpo"]}})[0] == 0
+    capsys.readouterr()
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert "rpo had nothing to do in run: no answer was begun from a remembered one" in capsys.readouterr().out
 
 
 def test_a_finished_run_is_not_overwritten(run, tmp_path):
@@ -222,7 +250,7 @@ def test_compare_skips_what_is_finished_and_reports(run, tmp_path, capsys, monke
     monkeypatch.setattr("python_trainer.compare.Trainer", None)  # nothing is trained again
     assert run({}, *arguments, command="compare")[0] == 0
     code, error = run({"max_steps": 3}, *arguments, command="compare")
-    assert code == 2 and "holds a run with other settings" in error
+    assert code == 2 and "holds a run with other settings (max_steps: 2 -> 3)" in error
     with (tmp_path / "run" / "rpo" / "seed-1" / "metrics.jsonl").open("a") as rows:
         rows.write('{"step": 3, "rpo/given_tokens": 3000.0}\n')
     columns = summary_columns(find_runs([tmp_path / "run"]))

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from python_trainer.accelerators import ACCELERATORS, make_accelerators
-from python_trainer.config import Config, check_config, describe_settings, dump_config, load_config
+from python_trainer.config import Config, check_config, describe_settings, dump_config, flatten, load_config
 from python_trainer.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -122,11 +122,3 @@ def test_shipped_configs_are_valid(path):
     known = {key for key, *_ in describe_settings()}
     flat = flatten(yaml.safe_load(path.read_text()))
     assert set(flat) <= known
-
-
-def flatten(values, prefix=""):
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"

@@ -10,7 +10,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from python_trainer import telemetry as telemetry_module
 from python_trainer.accelerators.base import Rollout
-from python_trainer.html_report import all_charts, compare_rows, flatten, printable, smooth
+from python_trainer.config import flatten
+from python_trainer.html_report import all_charts, compare_rows, printable, smooth
 from python_trainer.report import report
 from python_trainer.telemetry import Telemetry, choose_samples, read_metrics, read_samples, thin_samples
 from python_trainer.trainer import Trainer
