@@ -5,17 +5,21 @@ import importlib
 import inspect
 import math
 import os
+import re
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from python_trainer.errors import UserError
 from python_trainer.tasks.base import Example, RewardFunction, Task
 from python_trainer.tasks.mathematics import math_reward
 
+PACKAGE = Path(__file__).parents[1]
 BUILT_IN: dict[str, RewardFunction] = {"math": math_reward}
 
 
@@ -109,7 +113,7 @@ def _call_all(functions: dict[str, RewardFunction], arguments: dict[str, Any], l
     for name, function in functions.items():
         if not _is_async(function):
             try:
-                found[name] = list(_within(limit, partial(function, **arguments)))
+                found[name] = _within(limit, partial(_as_list, function, arguments))
             except Exception as error:
                 found[name] = error
     waiting = {name: function for name, function in functions.items() if name not in found}
@@ -118,16 +122,48 @@ def _call_all(functions: dict[str, RewardFunction], arguments: dict[str, Any], l
     return {name: found[name] for name in functions}
 
 
+def _as_list(function: RewardFunction, arguments: dict[str, Any]) -> Any:
+    """What the function returns; of whatever can be iterated, a list."""
+    found = function(**arguments)
+    return list(found) if isinstance(found, Iterable) else found
+
+
 def _is_async(function: Any) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-def _checked(name: str, found: Any, count: int, limit: float | None) -> list[float | None]:
-    """The values of one function for ``count`` completions, or a message about it."""
+def _place(function: Any, error: Exception) -> str:
+    """Of the lines of the function's own file that the error came through, the innermost: `` (my_rewards.py:7)``.
+
+    A function that was never entered is named by its first line; one of this package, or in C, not at all.
+    """
+    while isinstance(function, partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    code = getattr(function, "__code__", None) or getattr(getattr(function, "__call__", None), "__code__", None)  # noqa: B004
+    if code is None or PACKAGE in Path(code.co_filename).parents:
+        return ""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == code.co_filename]
+    path = Path(code.co_filename)
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f" ({shown}:{lines[-1] if lines else code.co_firstlineno})"
+
+
+def _given(error: Exception, names: Iterable[str]) -> str:
+    """Where the error looks like a column that is not there or not expected: what a reward function is given."""
+    call = isinstance(error, TypeError) and re.search(r"unexpected keyword argument|missing \d+ required", str(error))
+    return f"; it is given {', '.join(names)}" if call or isinstance(error, KeyError) else ""
+
+
+def _checked(name: str, function: RewardFunction, arguments: dict[str, Any], found: Any, limit: float | None
+             ) -> list[float | None]:  # fmt: skip
+    """The values of one function for all completions, or a message about it."""
+    count = len(arguments["completions"])
     if isinstance(found, _TooLong):
         raise UserError(f"reward function {name} took longer than task.reward_timeout, {limit:g} s") from found
     if isinstance(found, Exception):
-        raise UserError(f"reward function {name} raised {type(found).__name__}: {found}") from found
+        about = _place(function, found) + _given(found, arguments)
+        raise UserError(f"reward function {name} raised {type(found).__name__}: {found}{about}") from found
     if not isinstance(found, Sequence) or len(found) != count:
         size = len(found) if isinstance(found, Sequence) else type(found).__name__
         raise UserError(f"reward function {name} returned {size} values for {count} completions")
@@ -156,7 +192,10 @@ def score(
     arguments = {"prompts": prompts, "completions": said, "completion_ids": ids, **columns}
     limit = task.reward_timeout
     found = _call_all(task.reward_functions, arguments, limit)
-    rewards = {name: _checked(name, values, len(texts), limit) for name, values in found.items()}
+    rewards = {
+        name: _checked(name, function, arguments, found[name], limit)
+        for name, function in task.reward_functions.items()
+    }
 
     total: list[float] = []
     for row in range(len(texts)):

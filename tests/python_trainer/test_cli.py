@@ -168,8 +168,8 @@ def bad_rewards(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("raises", ["RuntimeError", "the judge is asleep"]), ("short", ["5 values for 6"]), ("nan", ["nan"]),
-     ("text", ["'good'"]), ("nothing", ["no function nothing"])],
+    [("raises", ["RuntimeError: the judge is asleep (", "bad_rewards.py:3)"]), ("short", ["5 values for 6"]),
+     ("nan", ["nan"]), ("text", ["'good'"]), ("nothing", ["no function nothing"])],
 )  # fmt: skip
 def test_bad_reward_functions(run, tmp_path, bad_rewards, name, words):
     one_clear_line(run({"task": {"reward": f"bad_rewards:{name}"}}), tmp_path, name, *words)
@@ -182,7 +182,7 @@ def test_reward_module_that_is_not_there(run, tmp_path):
 def test_reward_that_fails_later_leaves_a_run_that_resumes(run, tmp_path, bad_rewards):
     changes = {"task": {"reward": "bad_rewards:late"}, "max_steps": 5, "save": {"save_steps": 1}}
     code, error = run(changes)
-    assert code == 2 and "error: reward function late raised ValueError: went away\n" in error
+    assert code == 2 and "error: reward function late raised ValueError: went away (" in error
     code, error = run({}, "--resume")  # call 4 is over
     assert code == 0, error
     steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

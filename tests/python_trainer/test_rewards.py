@@ -1,6 +1,7 @@
 """Reward functions by TRL's signature: async ones, None, and a limit on how long a call may take."""
 
 import asyncio
+import sys
 import threading
 import time
 
@@ -9,7 +10,7 @@ import pytest
 from python_trainer.config import check_config
 from python_trainer.errors import UserError
 from python_trainer.tasks.base import Example, Task
-from python_trainer.tasks.rewards import score
+from python_trainer.tasks.rewards import import_reward, score
 
 
 def judge(limit=None, **functions):
@@ -68,6 +69,67 @@ def test_a_function_that_hangs_is_named(kind):
         judge(0.05, plain=plain, bad=hangs if kind == "plain" else waits)
     release.set()
     assert time.monotonic() - start < 15
+
+
+OWN = """
+import functools, json
+
+def right(completions, total, **columns):
+    return [deeper(text) for text in completions]
+
+def deeper(text):
+    return json.loads(text)
+
+def asks(completions, **columns):
+    return [float(columns["total"])] * 2
+
+async def later(answer, **columns):
+    return answer.strip()
+
+def narrow(completions):
+    return [1.0, 1.0]
+
+class Judge:
+    def __call__(self, answer, **columns):
+        return 1 / 0
+
+judge = functools.partial(Judge(), more=1)
+"""
+
+
+@pytest.mark.parametrize("limit", [None, 5.0])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("right", r"right raised TypeError: right\(\) missing 1 required positional argument: 'total' "
+         r"\(own_rewards.py:4\); it is given prompts, completions, completion_ids, answer$"),
+        ("deeper", r"deeper raised TypeError: .*unexpected keyword .* \(own_rewards.py:7\); it is given prompts, "),
+        ("narrow", r"narrow raised TypeError: .*unexpected .* \(own_rewards.py:16\); it is given .*, answer$"),
+        ("asks", r"asks raised KeyError: 'total' \(own_rewards.py:11\); it is given prompts, .*, answer$"),
+        ("later", r"later raised AttributeError: .* 'strip' \(own_rewards.py:14\)$"),
+        ("judge", r"judge raised ZeroDivisionError: division by zero \(own_rewards.py:21\)$"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_place_and_what_was_given(tmp_path, monkeypatch, limit, name, message):
+    (tmp_path / "own_rewards.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    function = import_reward(f"own_rewards:{name}")
+    sys.modules.pop("own_rewards")
+    with pytest.raises(UserError, match=message):
+        judge(limit, **{name: function})
+
+
+def test_the_innermost_line_of_the_own_module_is_named(tmp_path, monkeypatch):
+    """Not the line in the library that it calls."""
+    (tmp_path / "own_rewards.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    function = import_reward("own_rewards:right")
+    sys.modules.pop("own_rewards")
+    task = Task("t", [], [], {"right": function}, accuracy="right")
+    with pytest.raises(UserError, match=r"right raised JSONDecodeError: .* \(own_rewards.py:8\)$"):
+        score(task, [Example("p", {"total": 1})], ["no JSON"], [[1]])
 
 
 @pytest.mark.parametrize("limit", [None, 5.0])
