@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from python_trainer.errors import UserError
@@ -37,18 +38,41 @@ def import_reward(spec: str) -> RewardFunction:
     if spec in BUILT_IN:
         return BUILT_IN[spec]
     module_name, _, function_name = spec.partition(":")
-    if not module_name or not function_name.isidentifier():
-        raise UserError(f'reward {spec!r} is neither {", ".join(BUILT_IN)} nor of the form "module:function"')
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise UserError(f"reward {spec!r}: importing {module_name} failed: {type(error).__name__}: {error}") from error
+    if not module_name or module_name.endswith(".py") or not function_name.isidentifier():
+        built_in, instead = ", ".join(BUILT_IN), _instead(spec, module_name, function_name)
+        raise UserError(f'reward {spec!r} is neither {built_in} nor of the form "module:function"{instead}')
+    module = _import(spec, module_name)
     function = getattr(module, function_name, None)
     if not callable(function):
         raise UserError(f"reward {spec!r}: module {module_name} ({module.__file__}) has no function {function_name}")
     return function
+
+
+def _import(spec: str, name: str) -> ModuleType:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise UserError(f"reward {spec!r}: importing {name} failed: {type(error).__name__}: {error}") from error
+
+
+def _instead(spec: str, name: str, function: str) -> str:
+    """What to write for a file name, or for a module without a function; nothing for what is no module at all."""
+    file = name.endswith(".py")
+    name = ".".join(Path(name).with_suffix("").parts) if file else name
+    if not all(map(str.isidentifier, name.split("."))):
+        return "; name a module of the current folder, without .py" if file else ""
+    if function.isidentifier():
+        return f"; write {name}:{function}"
+    try:
+        found = vars(_import(spec, name)).items()
+    except UserError as error:
+        if isinstance(error.__cause__, ModuleNotFoundError) and error.__cause__.name == name:
+            return ""
+        raise
+    own = [key for key, f in found if inspect.isfunction(f) and f.__module__ == name and not key.startswith("_")]
+    return "; write " + " or ".join(f"{name}:{key}" for key in own or ["function"])
 
 
 def _value(value: object, name: str, row: int) -> float | None:

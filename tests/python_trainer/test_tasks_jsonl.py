@@ -8,6 +8,10 @@ from python_trainer.tasks import Example, Task, TaskConfig, load_task
 from python_trainer.tasks.rewards import import_reward, score
 
 REWARDS = """
+from json import dumps
+
+def _inner(): pass
+
 def contains(prompts, completions, completion_ids, word, **_):
     return [float(w in c) for c, w in zip(completions, word)]
 
@@ -115,6 +119,30 @@ def test_a_module_that_fails_on_import_is_named(folder):
     (folder / f"broken_{folder.name}.py").write_text("1 / 0")
     with pytest.raises(UserError, match="ZeroDivisionError"):
         import_reward(f"broken_{folder.name}:f")
+
+
+FORM = 'neither math nor of the form "module:function"; '
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("MODULE.py:contains", f"{FORM}write MODULE:contains$"),
+        ("./MODULE.py:contains", f"{FORM}write MODULE:contains$"),
+        ("inner/own.py:score", f"{FORM}write inner.own:score$"),
+        ("../own.py:score", f"{FORM}name a module of the current folder, without .py$"),
+        ("MODULE", f"{FORM}write MODULE:contains or MODULE:brevity$"),
+        ("MODULE:", f"{FORM}write MODULE:contains or MODULE:brevity$"),
+        ("MODULE.py", f"{FORM}write MODULE:contains or MODULE:brevity$"),
+        ("broken", "reward 'broken': importing broken failed: ZeroDivisionError"),
+        ("no_such_module", 'of the form "module:function"$'),
+    ],
+)
+def test_a_file_or_a_bare_module_is_told_what_to_write(folder, spec, message):
+    (folder / "broken.py").write_text("1 / 0")
+    module = f"rewards_{folder.name}"
+    with pytest.raises(UserError, match=message.replace("MODULE", module)):
+        import_reward(spec.replace("MODULE", module))
 
 
 def one_reward(function):
