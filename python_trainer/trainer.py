@@ -55,7 +55,8 @@ class Trainer:
                  console: Console | None = None, timer: Callable[[], float] = time.perf_counter,
                  start: Sequence[float] | None = None, ranks: Alone | None = None):  # fmt: skip
         self.config, self.label, self.timer, self.ranks = config, label, timer, ranks or Alone()
-        self.output_dir, self.console = self.ranks.folder(output_dir), self.ranks.console(console)
+        self.output_dir = self.ranks.folder(output_dir)
+        self.console = self.ranks.console(console) or Console(stderr=True)
         self.checkpoints, self.start = output_dir / "checkpoints", start
         with self.ranks.together():
             saved = self._load(output_dir, resume)
@@ -78,6 +79,8 @@ class Trainer:
         saved = load_checkpoint(checkpoints[-1], shards=False) if resume and checkpoints else None
         set_matmul_precision("highest")  # until the engine has checked the model
         self.task = load_task(config.task)
+        for text in self.task.notes:
+            self._note(text)
         self.policy = load_policy(config.model)
         self.prompts: dict[str, list[list[int]]] = {}
         for split in ("train", "test"):
@@ -88,6 +91,10 @@ class Trainer:
         self.engine = self.ranks.engine(make_engine(config, self.policy, output_dir), self.policy)
         set_matmul_precision(config.model.matmul_precision)
         return saved
+
+    def _note(self, text: str) -> None:
+        """A line for the user, about what is no error but may not be meant so."""
+        self.console.print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
 
     def _prompts(self, split: str) -> list[list[int]]:
         """Token ids of the prompts of a split."""
@@ -175,7 +182,7 @@ class Trainer:
         """Lets the accelerators prepare, on the run's clock and token counts."""
         context = RunContext(
             output_dir=self.output_dir, tokenizer=self.policy.tokenizer, prompts=self.prompts["train"],
-            answer=self._answer_once, seed=self.config.seed, console=self.console or Console(stderr=True),
+            answer=self._answer_once, seed=self.config.seed, console=self.console,
             writes=self.ranks.rank == 0,
         )  # fmt: skip
         for accelerator in self.accelerators:

@@ -31,6 +31,7 @@ class Task:
     # raw task accuracy of one completion is reward_functions[accuracy] > 0.5
     accuracy: str = "accuracy"
     reward_timeout: float | None = None  # seconds for one call of a reward function
+    notes: Sequence[str] = ()  # what the user may want to know about the files
 
 
 def completion_text(completion: str | Messages) -> str:

@@ -1,6 +1,7 @@
 """Reads JSONL files with prompts; every problem names the file, the line and what is allowed."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,12 @@ def is_chat(value: Any) -> bool:
     )
 
 
-def read_prompts(path: Path, prompt_column: str | None) -> list[Example]:
-    """Examples from lines with a prompt (string or chat messages); the other columns go to the reward functions."""
-    examples = []
+def read_prompts(path: Path, prompt_column: str | None) -> tuple[list[Example], list[str]]:
+    """Examples from lines with a prompt (string or chat messages), and what the user may want to know about them.
+
+    The other columns go to the reward functions.
+    """
+    examples, numbers = [], []
     for number, row in read_rows(path):
         candidates = (prompt_column,) if prompt_column else PROMPT_COLUMNS
         column = next((name for name in candidates if name in row), None)
@@ -71,4 +75,18 @@ def read_prompts(path: Path, prompt_column: str | None) -> list[Example]:
                 f"{path}:{number}: column {min(reserved)!r} has a name that reward functions get from the trainer"
             )
         examples.append(Example(prompt, columns))
-    return examples
+        numbers.append(number)
+    return examples, _gaps(path, numbers, examples)
+
+
+def _gaps(path: Path, numbers: Sequence[int], examples: Sequence[Example]) -> list[str]:
+    """One note for each column that some lines have and others lack."""
+    notes = []
+    for column in dict.fromkeys(name for example in examples for name in example.columns):
+        without = [number for number, example in zip(numbers, examples) if column not in example.columns]
+        if without:
+            notes.append(
+                f"{path}: column {column!r} is missing on {len(without)} of {len(examples)} lines, the first is line "
+                f"{without[0]}; reward functions get None there"
+            )
+    return notes

@@ -27,18 +27,22 @@ def load_task(settings: TaskConfig) -> Task:
     accuracy = settings.accuracy or next(iter(rewards))
     if accuracy not in rewards:
         raise UserError(f"accuracy {accuracy!r} is no reward function; allowed: {', '.join(rewards)}")
-    train, gate = _train_and_gate(settings)
-    test = _limited(_read(settings, settings.test_path), settings.test_size, settings.test_path, "test_size")
+    notes: list[str] = []
+    train, gate = _train_and_gate(settings, notes)
+    test = _limited(_read(settings, settings.test_path, notes), settings.test_size, settings.test_path, "test_size")
     weights = dict(zip(rewards, settings.reward_weights or [1.0] * len(rewards), strict=True))
-    return Task(settings.name, train, test, rewards, gate, weights, accuracy, settings.reward_timeout)
+    notes = list(dict.fromkeys(notes))  # one file may serve twice
+    return Task(settings.name, train, test, rewards, gate, weights, accuracy, settings.reward_timeout, notes)
 
 
-def _read(settings: TaskConfig, path: Path | None) -> list[Example]:
+def _read(settings: TaskConfig, path: Path | None, notes: list[str]) -> list[Example]:
+    """The examples of a file; adds to the notes what the user may want to know about it."""
     assert path is not None  # TaskConfig sees to it
     if settings.name == "gsm8k":
         examples = gsm8k.read_problems(path, settings.prompt_template)
     else:
-        examples = jsonl.read_prompts(path, settings.prompt_column)
+        examples, found = jsonl.read_prompts(path, settings.prompt_column)
+        notes += found
     return [_as_chat(example) for example in examples] if settings.chat else examples
 
 
@@ -48,10 +52,10 @@ def _as_chat(example: Example) -> Example:
     return example
 
 
-def _train_and_gate(settings: TaskConfig) -> tuple[Sequence[Example], Sequence[Example]]:
-    train = _read(settings, settings.train_path)
+def _train_and_gate(settings: TaskConfig, notes: list[str]) -> tuple[Sequence[Example], Sequence[Example]]:
+    train = _read(settings, settings.train_path, notes)
     if settings.gate_path:
-        gate = _limited(_read(settings, settings.gate_path), settings.gate_size, settings.gate_path, "gate_size")
+        gate = _limited(_read(settings, settings.gate_path, notes), settings.gate_size, settings.gate_path, "gate_size")
     else:
         size = settings.gate_size or 0
         if size >= len(train):

@@ -141,6 +141,15 @@ def test_missing_jsonl(run, tmp_path):
     one_clear_line(run({"task": {"train_path": "/nowhere.jsonl"}}), tmp_path, "/nowhere.jsonl")
 
 
+def test_columns_that_some_lines_lack_are_noted(run, tmp_path):
+    path = tmp_path / "[red]gaps.jsonl"  # no markup
+    path.write_text('{"prompt": "A", "answer": 1}\n{"prompt": "B"}\n')
+    code, error = run({"task": {"train_path": str(path)}, "max_steps": 1})
+    assert code == 0
+    note = f"note: {path}: column 'answer' is missing on 1 of 2 lines, the first is line 2; reward functions get None"
+    assert [line for line in error.splitlines() if "missing" in line] == [f"{note} there"]
+
+
 REWARDS = """
 import math
 def raises(**_): raise RuntimeError("the judge is asleep")

@@ -67,6 +67,23 @@ def test_gate_from_its_own_file(folder):
     assert [example.prompt for example in task.gate] == ["g"] and len(task.train) == 2
 
 
+def test_columns_that_some_lines_lack_are_noted_once(folder):
+    whole, hint, word = (
+        '{"prompt": "a", "word": "b", "hint": 1}',
+        '{"prompt": "a", "hint": 2}',
+        '{"prompt": "a", "word": "b"}',
+    )
+    task = task_of([whole, "", hint, word, hint], folder)  # train and test are one file
+    assert task.notes == [
+        "data.jsonl: column 'word' is missing on 2 of 4 lines, the first is line 3; reward functions get None there",
+        "data.jsonl: column 'hint' is missing on 1 of 4 lines, the first is line 4; reward functions get None there",
+    ]
+    (folder / "gate.jsonl").write_text(f"{hint}\n{word}\n")
+    notes = task_of([whole] * 2, folder, gate_path="gate.jsonl").notes
+    assert [note.split(" is")[0] for note in notes] == ["gate.jsonl: column 'hint'", "gate.jsonl: column 'word'"]
+    assert task_of([whole] * 2, folder).notes == []
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
