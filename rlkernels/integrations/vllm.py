@@ -43,8 +43,13 @@ def share_history(history: RolloutHistory | None) -> None:
 
     Only an engine in this process sees it (``VLLM_ENABLE_V1_MULTIPROCESSING=0``); others read a file. Call it before
     the engine is made.
+
+    Raises:
+        TypeError: not a RolloutHistory.
     """
     global _shared
+    if not isinstance(history, RolloutHistory | None):
+        raise TypeError(f"history must be a RolloutHistory or None, got {history!r}")
     _shared = history
 
 
@@ -96,16 +101,22 @@ class HistoryProposer:
 
     Raises:
         ValueError: no history was given, or the file is damaged.
+        TypeError: what was given is not a path.
         OSError: the file cannot be read.
     """
 
     def __init__(self, vllm_config: Any) -> None:
-        additional = vllm_config.additional_config
-        self._path: str | None = additional.get(HISTORY) if isinstance(additional, dict) else None
+        additional = vllm_config.additional_config if isinstance(vllm_config.additional_config, dict) else {}
+        self._path: str | os.PathLike[str] | None = additional.get(HISTORY)
         if self._path is None and _shared is None:
             raise ValueError(
-                f"no history: pass additional_config={{{HISTORY!r}: path}} to vLLM, or call share_history(history) in "
-                "the process of the engine first"
+                f"no history: pass additional_config={{{HISTORY!r}: path}} to vLLM (it has {sorted(additional)}), or "
+                "call share_history(history) first, in the process of the engine (VLLM_ENABLE_V1_MULTIPROCESSING=0)"
+            )
+        if not isinstance(self._path, str | os.PathLike | None):
+            raise TypeError(
+                f"additional_config[{HISTORY!r}] must be the path of a file that RolloutHistory.save wrote, got "
+                f"{self._path!r}"
             )
         _mend_temperatures()
         self._limit: int = vllm_config.speculative_config.num_speculative_tokens
@@ -116,9 +127,17 @@ class HistoryProposer:
         self._present: list[_Tracked] = []
         self._absent: list[_Tracked] = []  # longest absent first
         self._stamp = self._file_stamp()
-        history = _shared if self._path is None else RolloutHistory.load(self._path)
-        assert history is not None
-        self._history = history
+        self._history = self._first_history()
+
+    def _first_history(self) -> RolloutHistory:
+        if self._path is None:
+            assert _shared is not None
+            return _shared
+        try:
+            return RolloutHistory.load(self._path)
+        except OSError as error:
+            said = f"additional_config[{HISTORY!r}] must be a file that RolloutHistory.save wrote: {error.strerror}"
+            raise type(error)(error.errno, said, os.fspath(self._path)) from error
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Part of vLLM's interface: there is no model to load."""

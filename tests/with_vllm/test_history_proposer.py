@@ -159,10 +159,19 @@ def test_reads_a_file_again_when_it_is_replaced(tmp_path, caplog):
 
 
 def test_needs_a_history(tmp_path):
-    with pytest.raises(ValueError, match="no history: pass additional_config"):
-        proposer()
-    with pytest.raises(FileNotFoundError):
+    from rlkernels.integrations.vllm import share_history
+
+    with pytest.raises(ValueError, match=r"no history: pass additional_config=.* \(it has \['rlkernel_history'\]\)"):
+        proposer(rlkernel_history="history.bin")
+    named = r"additional_config\['rlkernels_history'\] must be "
+    with pytest.raises(FileNotFoundError, match=f"{named}a file that RolloutHistory.save wrote: No such .*missing'"):
         proposer(rlkernels_history=str(tmp_path / "missing"))
+    with pytest.raises(IsADirectoryError, match=named):
+        proposer(rlkernels_history=tmp_path)
+    with pytest.raises(TypeError, match=f"{named}the path of a file .* got <.*RolloutHistory"):
+        proposer(rlkernels_history=remembering())
+    with pytest.raises(TypeError, match="history must be a RolloutHistory or None, got 'history.bin'"):
+        share_history("history.bin")
 
 
 def test_version_is_checked(monkeypatch):
