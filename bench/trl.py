@@ -130,7 +130,7 @@ def rows(work: Workload, taken: dict[str, list[Step]]) -> Iterator[list[Row]]:
                 extra=f"{tokens / median(values):.0f} tokens/s",
             ))  # fmt: skip
     if find_spec("trl") is None:
-        tables["training step"].append(Row("training step", "TRL", shape, missing="pip install 'rlkernels[trl]'"))
+        tables["training step"].append(Row("training step", "TRL", shape, missing="pip install trl"))
     yield from tables.values()
 
 

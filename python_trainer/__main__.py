@@ -1,6 +1,7 @@
 """The command line: ``python -m python_trainer train | compare | report | extrapolate | history``."""
 
 import argparse
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -26,9 +27,32 @@ examples:
   python -m python_trainer history runs/history.db --run 1
 """
 
+# modules of the extra "train"; some are used at the end of a run only, which is too late to miss them
+NEEDED = (
+    "jinja2",
+    "matplotlib",
+    "pydantic",
+    "rich",
+    "safetensors",
+    "sqlalchemy",
+    "tensorboard",
+    "transformers",
+    "yaml",
+)
+
+
+def check_packages() -> None:
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"python_trainer needs packages that {sys.executable} lacks: {', '.join(missing)}; in the clone "
+            "`pip install --no-build-isolation '.[train]'` brings them"
+        )
+
 
 def settings_help() -> str:
     """All settings, from the configuration's own documentation."""
+    check_packages()
     from python_trainer.config import describe_settings
 
     lines = ["settings (in the YAML file, or by --set key=value; values are YAML):"]
@@ -39,7 +63,10 @@ def settings_help() -> str:
 
 class SettingsHelp(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *args: object) -> None:
-        print(settings_help())
+        try:
+            print(settings_help())
+        except UserError as error:
+            parser.error(str(error))
         parser.exit()
 
 
@@ -123,6 +150,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> None:
+    check_packages()
     if args.command == "report":
         from python_trainer.report import report
 

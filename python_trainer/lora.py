@@ -42,7 +42,7 @@ def add_adapters(policy: "Policy", settings: LoraSettings) -> None:
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
-        raise UserError(f"model.lora needs PEFT ({error}): pip install 'rlkernels[peft]'") from error
+        raise UserError(f"model.lora needs PEFT ({error}): pip install peft") from error
     model, whole = policy.model, copy.deepcopy(policy.model).requires_grad_(False)
     wanted = LoraConfig(r=settings.r, lora_alpha=settings.alpha, target_modules=settings.target_modules)  # type: ignore[arg-type]
     with torch.random.fork_rng():

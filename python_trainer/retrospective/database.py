@@ -280,7 +280,7 @@ def make_engine(url: sa.URL, is_sqlite: bool) -> sa.Engine:
         engine = sa.create_engine(url, poolclass=sa.NullPool, **options)
     except (ImportError, NoSuchModuleError) as error:
         missing = getattr(error, "name", None) or error
-        raise UserError(f"{url.drivername} needs {missing}: pip install 'rlkernels[postgres]'") from error
+        raise UserError(f"{url.drivername} needs {missing}: pip install 'psycopg[binary]'") from error
     if is_sqlite:
 
         @event.listens_for(engine, "connect")

@@ -46,7 +46,7 @@ class TaskConfig(BaseModel):
     """gsm8k, jsonl: give a prompt that is a string as one user message through the tokenizer's chat template."""
     reward: str | list[str] = []
     """jsonl: reward functions as "module:function"; the module may lie in the current folder. "math" compares the value
-    of an answer with column answer by math-verify (pip install 'rlkernels[math]')."""
+    of an answer with column answer by math-verify (pip install math-verify)."""
     reward_weights: list[float] | None = None
     """jsonl: one weight for each reward function. None: 1 each."""
     accuracy: str | None = None

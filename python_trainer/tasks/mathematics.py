@@ -47,7 +47,7 @@ class Verifier:
 
     def _start(self) -> "subprocess.Popen[str]":
         if importlib.util.find_spec("math_verify") is None:
-            raise UserError("reward math needs the package math-verify: pip install 'rlkernels[math]'")
+            raise UserError("reward math needs the package math-verify: pip install math-verify")
         # a session of its own: Ctrl-C is for the trainer, which still judges what it has begun
         worker = subprocess.Popen(
             [sys.executable, "-P", "-W", "ignore", str(WORKER), str(self.seconds)], stdin=subprocess.PIPE,

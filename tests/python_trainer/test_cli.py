@@ -1,10 +1,12 @@
 """The command line: help that teaches, bad input that is named, comparisons that go on where they stopped."""
 
+import importlib.util
 import io
 import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from conftest import save_tiny_policy
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from python_trainer.__main__ import main
+from python_trainer.__main__ import NEEDED, main
 from python_trainer.evaluation import load_evaluations
 from python_trainer.report import find_runs, make_table, summary_columns
 from python_trainer.trainer import Trainer
@@ -310,3 +312,20 @@ def test_as_a_program(settings, tmp_path):
     command += ["--set", "model.path=gone"]
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stderr.startswith("error: ") and "Traceback" not in done.stderr
+
+
+def test_missing_packages_are_named_at_once(run, monkeypatch, capsys):
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["train"]
+    assert {name.partition(">=")[0].replace("pyyaml", "yaml") for name in extra} == set(NEEDED)
+    found = importlib.util.find_spec
+
+    def find(name, *rest):
+        return None if name in ("matplotlib", "sqlalchemy") else found(name, *rest)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find)
+    code, said = run()
+    assert code == 2 and said.count("\n") == 1
+    assert "lacks: matplotlib, sqlalchemy; in the clone `pip install --no-build-isolation '.[train]'`" in said
+    with pytest.raises(SystemExit):
+        main(["train", "--help-settings"])
+    assert "matplotlib, sqlalchemy" in capsys.readouterr().err

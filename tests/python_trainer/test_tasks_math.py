@@ -115,5 +115,5 @@ def test_without_the_library(task, monkeypatch):
     monkeypatch.setattr(mathematics, "_verifier", mathematics.Verifier())
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     made = task("18")
-    with pytest.raises(UserError, match=r"needs the package math-verify: pip install 'rlkernels\[math\]'"):
+    with pytest.raises(UserError, match=r"needs the package math-verify: pip install math-verify"):
         score(made, made.train, ["18"], [[1]])
