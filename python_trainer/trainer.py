@@ -58,6 +58,7 @@ class Trainer:
         self.output_dir = self.ranks.folder(output_dir)
         self.console = self.ranks.console(console) or Console(stderr=True)
         self.checkpoints, self.start = output_dir / "checkpoints", start
+        self._accuracy_chosen = config.task.name != "jsonl" or config.task.accuracy is not None
         with self.ranks.together():
             saved = self._load(output_dir, resume)
         self.learner = Learner(self.policy, config, self.ranks)
@@ -317,7 +318,21 @@ class Trainer:
         sampling = SamplingParams(seed=keyed_seed(self.config.seed, "evaluate", split), stop=tuple(rollout.stop))
         ids = [completion.ids for completion in self.engine.generate(requests, sampling)]
         texts = [self.policy.decode(row) for row in ids]
-        return self.ranks.score(self.task, getattr(self.task, split)[rows.start : rows.stop], texts, ids).accuracy
+        scores = self.ranks.score(self.task, getattr(self.task, split)[rows.start : rows.stop], texts, ids)
+        self._note_partial(scores.rewards[self.task.accuracy])
+        return scores.accuracy
+
+    def _note_partial(self, rewards: Sequence[float | None]) -> None:
+        """Says once what counts as right, where nobody chose it and the rewards do not make it plain."""
+        partial = [reward for reward in rewards if reward is not None and reward > 0 and reward != 1]
+        if self._accuracy_chosen or not partial:
+            return
+        self._accuracy_chosen = True
+        self._note(
+            f"task.accuracy is not set, so an answer counts as right where {self.task.accuracy} gives more than 0.5, "
+            f"and to {len(partial)} of {len(rewards)} answers it gave neither 0 nor 1 but {partial[0]:.3g} and the "
+            "like; task.accuracy may name a reward function that gives 0 or 1 (weight 0 leaves the reward as it is)"
+        )
 
     def _evaluation_row(self, limit: int | None, name: str | None = None, known: Sequence[float] | None = None
                         ) -> dict[str, float]:  # fmt: skip

@@ -152,6 +152,36 @@ def test_columns_that_some_lines_lack_are_noted(run, tmp_path):
     assert [line for line in error.splitlines() if "missing" in line] == [f"{note} there"]
 
 
+PARTIAL = """
+def partial(completions, **_): return [None, 0.6] + [0.0] * (len(completions) - 2)
+def clear(completions, **_): return [-1.0, 1.0] + [0.0] * (len(completions) - 2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("task", "notes"),
+    [
+        ({"reward": ["part_rewards:partial", "part_rewards:clear"]}, 1),
+        ({"reward": ["part_rewards:partial", "part_rewards:clear"], "accuracy": "partial"}, 0),
+        ({"reward": "part_rewards:clear"}, 0),
+        ({"reward": ["part_rewards:partial", "part_rewards:clear"], "reward_weights": [1, 0], "accuracy": "clear"}, 0),
+        ({"reward": ["part_rewards:clear", "part_rewards:partial"]}, 0),
+    ],
+)
+def test_partial_rewards_that_count_as_right_are_noted_once(run, tmp_path, monkeypatch, task, notes):
+    (tmp_path / "part_rewards.py").write_text(PARTIAL)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "part_rewards", raising=False)
+    code, error = run({"task": task, "max_steps": 2, "evaluation": {"eval_steps": 1}})
+    sys.modules.pop("part_rewards")
+    assert code == 0, error
+    found = [line for line in error.splitlines() if line.startswith("note: ")]
+    assert len(found) == notes
+    for line in found:
+        assert line.startswith("note: task.accuracy is not set, so an answer counts as right where partial gives more")
+        assert "to 1 of 6 answers it gave neither 0 nor 1 but 0.6 and the like" in line
+
+
 REWARDS = """
 import math
 def raises(**_): raise RuntimeError("the judge is asleep")
@@ -307,7 +337,10 @@ def test_as_a_program(settings, tmp_path):
     command = [sys.executable, "-m", "python_trainer", "train", "--config", str(path), "--output-dir", "run"]
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    lines = done.stderr.splitlines()
+    note, *lines = done.stderr.splitlines()
+    assert note.startswith(
+        "note: task.accuracy is not set, so an answer counts as right where digits gives more than 0.5"
+    )
     assert [line.split("  ")[0] for line in lines] == ["train 0/1", "train 1/1"] and "accuracy after" in done.stdout
     command += ["--set", "model.path=gone"]
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
