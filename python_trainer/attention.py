@@ -14,7 +14,7 @@ from rlkernels.prefix_cache import GroupedLayout
 from rlkernels.prefix_cache.layout import Lengths
 
 IMPLEMENTATION = "rlkernels_grouped"
-# arguments of attention functions that change the result and that grouped attention does not know
+# arguments of attention functions that change the result and that neither grouped nor paged attention knows
 UNSUPPORTED = ("softcap", "s_aux", "sinks", "position_bias")
 
 

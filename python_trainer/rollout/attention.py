@@ -17,13 +17,11 @@ from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
 
 import rlkernels.backend
-from python_trainer.attention import PaddedRows, padded_attention
+from python_trainer.attention import UNSUPPORTED, PaddedRows, padded_attention
 from python_trainer.errors import UserError
 from rlkernels import PagedKVCache, paged_attention, shared_prefix_attention, write_kv
 
 IMPLEMENTATION = "rlkernels_packed"
-# Arguments of attention functions that change the result and that the paged kernels do not know.
-UNSUPPORTED = ("softcap", "s_aux", "sinks", "position_bias")
 # scores of a pass over padded rows, all heads: 1 GiB of float32, and a few times that in the making
 LARGEST_SCORES = 1 << 28
 
