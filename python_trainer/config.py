@@ -10,18 +10,13 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from python_trainer.accelerators import AcceleratorsConfig
 from python_trainer.errors import UserError
 from python_trainer.lora import LoraSettings
+from python_trainer.settings import Section
 from python_trainer.tasks import TaskConfig
-
-
-class Section(BaseModel):
-    """Unknown keys are errors, and the text under a field is its documentation."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
@@ -67,7 +62,7 @@ class RolloutConfig(Section):
     """Drop prompts whose answers are all right or all wrong, and draw others until the step is full (DAPO)."""
     max_sampling_rounds: int = Field(4, ge=1)
     """Rounds of dynamic_sampling; if the step is not full then, dropped prompts fill it up."""
-    stop: list[str] = []
+    stop: list[str] = Field([])
     """Strings that end an answer, next to the model's end-of-sequence tokens."""
     workers: int = Field(1, ge=1)
     """Processes that generate; above 1 on a CPU only. `memory_bytes` is for each. Answers stay the same."""

@@ -6,10 +6,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from python_trainer.errors import UserError
 from python_trainer.keyed import keyed_seed
+from python_trainer.settings import Section
 from python_trainer.tensors import full
 
 if TYPE_CHECKING:
@@ -18,10 +19,8 @@ if TYPE_CHECKING:
 ADAPTER = "default"
 
 
-class LoraSettings(BaseModel):
+class LoraSettings(Section):
     """Low-rank adapters."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     r: int = Field(16, ge=1)
     """Rank of the update of each weight matrix."""

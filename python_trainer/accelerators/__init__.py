@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator
+from pydantic import Field, create_model, field_validator
 
 from python_trainer.accelerators.alpha import Alpha
 from python_trainer.accelerators.base import Accelerator, PlannedGroup, Rollout, RunContext, Settings, StepContext
@@ -10,6 +10,7 @@ from python_trainer.accelerators.drafts import Drafts
 from python_trainer.accelerators.rhyme import Rhyme
 from python_trainer.accelerators.rpo import RPO
 from python_trainer.errors import UserError
+from python_trainer.settings import Section
 
 __all__ = [
     "ACCELERATORS",
@@ -28,10 +29,8 @@ __all__ = [
 ACCELERATORS: dict[str, type[Accelerator]] = {kind.name: kind for kind in (Rhyme, RPO, Drafts, Alpha)}
 
 
-class _Enabled(BaseModel):
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
-
-    enabled: list[str] = []
+class _Enabled(Section):
+    enabled: list[str] = Field([])
     """Which of them take part; their order does not matter."""
 
     @field_validator("enabled")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from python_trainer.settings import Section
 
 if TYPE_CHECKING:
     import torch
@@ -94,10 +94,8 @@ class RunContext:
     writes: bool = True  # whether this process writes what all ranks share
 
 
-class Settings(BaseModel):
+class Settings(Section):
     """Settings of an accelerator: the section ``accelerators.NAME`` of a configuration."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class Accelerator:
