@@ -1,7 +1,7 @@
 """Several processes (ranks), each with all weights: ``parallel: ddp``."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -47,11 +47,8 @@ class Replicated(Alone):
         dist.all_gather_object(found, value)
         return found
 
-    def together(self) -> AbstractContextManager[None]:
-        return self._together()
-
     @contextmanager
-    def _together(self) -> Iterator[None]:
+    def together(self) -> Iterator[None]:
         problem: Exception | None = None
         try:
             yield
