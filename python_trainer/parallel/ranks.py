@@ -140,12 +140,14 @@ class Replicated(Alone):
         # a rank without samples has no gradients at all, a parameter that nothing uses has none anywhere
         used = self.max(torch.tensor([float(p.grad is not None) for p in params], device=params[0].device))
         bucket: list[torch.nn.Parameter] = []
+        elements = 0
         for p, has in zip(params, used.tolist()):
             if has:
                 bucket.append(p)
-            if sum(x.numel() for x in bucket) >= BUCKET_ELEMENTS:
+                elements += p.numel()
+            if elements >= BUCKET_ELEMENTS:
                 self._sum_bucket(bucket)
-                bucket = []
+                bucket, elements = [], 0
         self._sum_bucket(bucket)
 
     def _sum_bucket(self, params: Sequence[torch.nn.Parameter]) -> None:
