@@ -49,15 +49,17 @@ def run_settings(tiny_policy, jsonl_files):
     }
 
 
+def merged(settings, changes):
+    """Settings with other values in some sections."""
+    return settings | {k: {**settings.get(k, {}), **v} if isinstance(v, dict) else v for k, v in changes.items()}
+
+
 @pytest.fixture
 def make_config(settings):
     """Config from those settings with changes: ``make_config(max_steps=2, algorithm={"beta": 0.1})``."""
 
     def make(**changes):
-        values = dict(settings)
-        for key, value in changes.items():
-            values[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
-        return check_config(values, source="test")
+        return check_config(merged(settings, changes), source="test")
 
     return make
 

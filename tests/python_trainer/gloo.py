@@ -36,11 +36,6 @@ def run_on_ranks(folder: Path, function, *args, size: int = 2) -> None:
     mp.spawn(_enter, arguments, nprocs=size)
 
 
-def merged(settings: dict, changes: dict) -> dict:
-    """Settings with other values in some sections."""
-    return settings | {k: {**settings.get(k, {}), **v} if isinstance(v, dict) else v for k, v in changes.items()}
-
-
 def train(settings: dict, folder: Path, parallel: str | None = None, *, resume: bool = False) -> Trainer:
     """Trains, in the processes of the default group where ``parallel`` is given; leaves ``weights.safetensors``."""
     ranks = None if parallel is None else KINDS[parallel]()

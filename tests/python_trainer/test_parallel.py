@@ -4,8 +4,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import run_settings
-from gloo import KINDS, merged, run_on_ranks, train
+from conftest import merged, run_settings
+from gloo import KINDS, run_on_ranks, train
 from safetensors.torch import load_file
 
 from python_trainer import policy

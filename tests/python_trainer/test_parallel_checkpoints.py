@@ -5,8 +5,8 @@ import shutil
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import run_settings
-from gloo import merged, run_on_ranks, train
+from conftest import merged, run_settings
+from gloo import run_on_ranks, train
 from rich.console import Console
 from safetensors.torch import load_file
 
