@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from python_trainer.accelerators import AcceleratorsConfig
+from python_trainer.accelerators import ACCELERATORS, AcceleratorsConfig
 from python_trainer.errors import UserError
 from python_trainer.lora import LoraSettings
 from python_trainer.settings import Section
@@ -260,6 +260,20 @@ class Config(Section):
                 f"algorithm.num_minibatches must be <= rollout.prompts_per_step ({self.rollout.prompts_per_step}), "
                 f"got {self.algorithm.num_minibatches}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def processes_can_share(self) -> "Config":
+        if self.parallel != "none":
+            able = [name for name, kind in ACCELERATORS.items() if kind.divisible]
+            for name in self.accelerators.enabled:
+                if name not in able:
+                    raise ValueError(
+                        f"accelerators.enabled: {name} needs parallel=none, got {self.parallel}, which allows "
+                        f"{', '.join(able)}"
+                    )
+            if self.rollout.engine == "vllm":
+                raise ValueError(f"rollout.engine vllm needs parallel=none, got {self.parallel}")
         return self
 
 

@@ -9,7 +9,6 @@ from python_trainer.accelerators.base import Accelerator, PlannedGroup, Rollout,
 from python_trainer.accelerators.drafts import Drafts
 from python_trainer.accelerators.rhyme import Rhyme
 from python_trainer.accelerators.rpo import RPO
-from python_trainer.errors import UserError
 from python_trainer.settings import Section
 
 __all__ = [
@@ -21,7 +20,6 @@ __all__ = [
     "RunContext",
     "Settings",
     "StepContext",
-    "check_divisible",
     "make_accelerators",
 ]
 
@@ -52,14 +50,6 @@ else:
     AcceleratorsConfig = create_model(
         "AcceleratorsConfig", __base__=_Enabled, __doc__="Which accelerators run, and their settings.", **_sections
     )
-
-
-def check_divisible(names: list[str], parallel: str) -> None:
-    """Raises UserError where one of these accelerators does not run in several processes."""
-    for name in names:
-        if not ACCELERATORS[name].divisible:
-            able = ", ".join(name for name, kind in ACCELERATORS.items() if kind.divisible)
-            raise UserError(f"accelerators.enabled: {name} needs parallel=none, got {parallel}, which allows {able}")
 
 
 def make_accelerators(config: AcceleratorsConfig) -> list[Accelerator]:

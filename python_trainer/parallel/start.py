@@ -6,7 +6,6 @@ from contextlib import contextmanager
 
 import torch
 
-from python_trainer.accelerators import check_divisible
 from python_trainer.config import Config
 from python_trainer.errors import UserError
 from python_trainer.parallel.alone import Alone
@@ -18,8 +17,7 @@ def start(config: Config) -> Iterator[Alone]:
     """All processes of a run, within it; a group of one where torchrun started none.
 
     Raises:
-        UserError: torchrun started several, but ``parallel`` is none; an accelerator or engine cannot run in several;
-            there are more processes than GPUs.
+        UserError: torchrun started several, but ``parallel`` is none; there are more processes than GPUs.
     """
     size = int(os.environ.get("WORLD_SIZE", 1))
     if config.parallel == "none":
@@ -27,9 +25,6 @@ def start(config: Config) -> Iterator[Alone]:
             raise UserError(f"parallel is none, but torchrun started {size} processes: set parallel=ddp or fsdp2")
         yield Alone()
         return
-    check_divisible(config.accelerators.enabled, config.parallel)
-    if config.rollout.engine == "vllm":
-        raise UserError(f"rollout.engine vllm needs parallel=none, got {config.parallel}")
     import torch.distributed as dist
 
     from python_trainer.parallel.ranks import Replicated

@@ -83,6 +83,23 @@ def test_one_answer_per_prompt_where_nothing_is_compared_within_groups(kind):
         load_config(None, ["rollout.num_generations=1", "algorithm.advantage=rloo"])
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "accelerators.enabled=[rpo, alpha]",
+            "accelerators.enabled: alpha needs parallel=none, got ddp, which allows rpo",
+        ),
+        ("rollout.engine=vllm", "rollout.engine vllm needs parallel=none, got ddp"),
+    ],
+)
+def test_what_several_processes_cannot_share_is_named(override, message):
+    load_config(None, [override])
+    load_config(None, ["parallel=ddp", "accelerators.enabled=[rpo]"])
+    with pytest.raises(UserError, match=message):
+        load_config(None, ["parallel=ddp", override])
+
+
 def test_all_problems_are_reported_at_once():
     with pytest.raises(UserError, match="max_steps.*rollout.top_p"):
         load_config(None, ["max_steps=0", "rollout.top_p=2"])

@@ -154,9 +154,3 @@ def test_the_number_of_processes_must_fit_the_settings(settings, monkeypatch):
         start(check_config(settings, source="test")),
     ):
         pass
-    changes = {"parallel": "ddp", "accelerators": {"enabled": ["rpo", "alpha"]}}
-    with (
-        pytest.raises(UserError, match="accelerators.enabled: alpha needs parallel=none, got ddp, which allows rpo"),
-        start(check_config(merged(settings, changes), source="test")),
-    ):
-        pass
