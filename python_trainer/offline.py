@@ -173,7 +173,7 @@ def pass_gate(config: Config, base: Path, last: Weights, predicted: dict[str, to
     accelerators = config.accelerators.model_copy(update={"enabled": []})
     algorithm = config.algorithm.model_copy(update={"beta": 0.0, "advantage": "group"})  # neither reference nor critic
     with TemporaryDirectory() as folder:
-        changes = {"model": model, "accelerators": accelerators, "algorithm": algorithm}
+        changes = {"model": model, "accelerators": accelerators, "algorithm": algorithm, "parallel": "none"}
         trainer = Trainer(config.model_copy(update=changes), Path(folder), console=Console(quiet=True))
     settings.check_gate(len(trainer.task.gate))
     put(trainer.policy.model, last)

@@ -43,7 +43,7 @@ class Trainer:
         config: all settings.
         output_dir: the run directory; made when it does not exist.
         start: what the first evaluation finds, where a run of the same policy, task and seed has it already.
-        ranks: the processes that share the run, by :func:`python_trainer.parallel.start`.
+        ranks: the processes that share the run, by :func:`python_trainer.parallel.start`; None: this one alone.
         resume: go on from the newest checkpoint in it, if there is one.
         timer: the clock that all seconds are read from; ``time.process_time`` counts the work of this program alone.
 
@@ -55,6 +55,11 @@ class Trainer:
                  console: Console | None = None, timer: Callable[[], float] = time.perf_counter,
                  start: Sequence[float] | None = None, ranks: Alone | None = None):  # fmt: skip
         self.config, self.label, self.timer, self.ranks = config, label, timer, ranks or Alone()
+        if config.parallel != self.ranks.name:
+            raise UserError(
+                f"ranks must be of the kind that config.parallel names ({config.parallel}), got {self.ranks.name}: "
+                "use `with python_trainer.parallel.start(config) as ranks`, in processes that torchrun started"
+            )
         self.output_dir = self.ranks.folder(output_dir)
         self.console = self.ranks.console(console) or Console(stderr=True)
         self.checkpoints, self.start = output_dir / "checkpoints", start

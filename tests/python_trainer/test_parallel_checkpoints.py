@@ -154,3 +154,17 @@ def test_the_number_of_processes_must_fit_the_settings(settings, monkeypatch):
         start(check_config(settings, source="test")),
     ):
         pass
+
+
+def test_processes_must_be_shared_as_the_settings_say(settings, tmp_path):
+    """A Trainer that is given none would train in one process, each of several the same run."""
+    config = check_config(settings | {"parallel": "ddp"}, source="test")
+    with pytest.raises(UserError, match=r"kind that config.parallel names \(ddp\), got none: use .*parallel.start"):
+        Trainer(config, tmp_path / "run")
+    config = check_config(settings, source="test")
+    with (
+        start(check_config(settings | {"parallel": "ddp"}, source="test")) as ranks,
+        pytest.raises(UserError, match=r"kind that config.parallel names \(none\), got ddp"),
+    ):
+        Trainer(config, tmp_path / "run", ranks=ranks)
+    assert not (tmp_path / "run").exists()
