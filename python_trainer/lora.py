@@ -42,7 +42,8 @@ def add_adapters(policy: "Policy", settings: LoraSettings) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise UserError(f"model.lora needs PEFT ({error}): pip install peft") from error
-    model, whole = policy.model, copy.deepcopy(policy.model).requires_grad_(False)
+    model = policy.model
+    whole = copy.deepcopy(model, {id(p): p for p in model.parameters()})  # modules of its own around the same weights
     wanted = LoraConfig(r=settings.r, lora_alpha=settings.alpha, target_modules=settings.target_modules)  # type: ignore[arg-type]
     with torch.random.fork_rng():
         torch.manual_seed(keyed_seed("lora"))  # the same in every process
@@ -57,14 +58,9 @@ def add_adapters(policy: "Policy", settings: LoraSettings) -> None:
             raise UserError(f"model.lora.target_modules must name linear layers, {name} is none")
     if hasattr(model.get_output_embeddings(), "lora_A"):
         raise UserError("model.lora.target_modules must not name the output layer")
-    trained: dict[str, Any] = dict(model.named_modules())
-    for name, module in whole.named_modules():
-        same = trained[name]
-        for key in module._parameters:
-            if not hasattr(same, "lora_A"):
-                module._parameters[key] = same._parameters[key]
-            elif key == "bias":
-                module._parameters[key] = same.base_layer._parameters[key]
+    for name, layer in adapted_layers(model):
+        own = layer.base_layer.weight.detach().clone()
+        whole.get_submodule(name).weight = torch.nn.Parameter(own, requires_grad=False)
     policy.whole, policy.adapted = whole, True
 
 
