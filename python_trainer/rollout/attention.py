@@ -39,6 +39,8 @@ class Paging:
     block_tables: torch.Tensor  # int32 [B, max_blocks]
     seq_lens: torch.Tensor  # int32 [B]
     query_starts: torch.Tensor  # int32 [B + 1]
+    longest_query: int  # of a sequence; the device knows these two, but would have to be waited for
+    longest_key: int  # of a sequence, the prefix of its group included
     groups: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # tables, lengths, starts
     rows: PaddedRows | None = None  # made by the first layer that needs them, the same for all
 
@@ -49,7 +51,7 @@ class Paging:
         write_kv(key, value, key_cache, value_cache, self.slots)
         sequences = self.block_tables, self.seq_lens, self.query_starts
         if self.groups is None and self.is_padded(query):
-            self.rows = self.rows or padded_rows(*sequences, self.cache.block_size)
+            self.rows = self.rows or self.padded_rows()
             caches = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
             return padded_attention(query.to(key_cache.dtype), *caches, self.rows, scale).to(query.dtype)
         if self.groups is None:
@@ -63,27 +65,22 @@ class Paging:
         """Whether a GPU has no proven kernel, whose stand-in loops over sequences, and padded rows are not too many."""
         if query.device.type == "cpu" or rlkernels.backend.choose("paged_attention", query.device) != "torch":
             return False
-        if self.rows is None:
-            longest = int(self.query_starts.diff().max()) * int(self.seq_lens.max())
-            return len(self.seq_lens) * longest * query.shape[1] <= LARGEST_SCORES
-        return True
+        return len(self.seq_lens) * self.longest_query * self.longest_key * query.shape[1] <= LARGEST_SCORES
 
-
-def padded_rows(block_tables: torch.Tensor, seq_lens: torch.Tensor, query_starts: torch.Tensor,
-                block_size: int) -> PaddedRows:  # fmt: skip
-    """Sequences, given as to ``paged_attention``, as padded rows whose keys are slots of the cache."""
-    device, query_lens = seq_lens.device, query_starts.diff()
-    q = torch.arange(int(query_lens.max()), device=device)
-    k = torch.arange(int(seq_lens.max()), device=device)
-    has_query = q < query_lens[:, None]  # [R, Q]
-    slots = block_tables.long()[:, k // block_size] * block_size + k % block_size  # [R, K]
-    # what lies beyond a sequence is masked, but must be a number: its own first key is written
-    slots = torch.where(k < seq_lens[:, None], slots, slots[:, :1])
-    visible = k <= ((seq_lens - query_lens)[:, None] + q)[..., None]  # [R, Q, K]
-    return PaddedRows(
-        torch.where(has_query, query_starts[:-1, None] + q, 0), slots, torch.where(visible, 0.0, -torch.inf),
-        has_query.flatten().nonzero().flatten(),
-    )  # fmt: skip
+    def padded_rows(self) -> PaddedRows:
+        """The sequences as padded rows whose keys are slots of the cache."""
+        device, block_size, query_lens = self.seq_lens.device, self.cache.block_size, self.query_starts.diff()
+        q, k = torch.arange(self.longest_query, device=device), torch.arange(self.longest_key, device=device)
+        has_query = q < query_lens[:, None]  # [R, Q]
+        slots = self.block_tables.long()[:, k // block_size] * block_size + k % block_size  # [R, K]
+        # what lies beyond a sequence is masked, but must be a number: its own first key is written
+        slots = torch.where(k < self.seq_lens[:, None], slots, slots[:, :1])
+        visible = k <= ((self.seq_lens - query_lens)[:, None] + q)[..., None]  # [R, Q, K]
+        return PaddedRows(
+            torch.where(has_query, self.query_starts[:-1, None] + q, 0), slots,
+            torch.where(visible, 0.0, -torch.inf),
+            has_query.flatten().nonzero_static(size=len(self.slots)).flatten(),
+        )  # fmt: skip
 
 
 @dataclass

@@ -174,6 +174,7 @@ class PagedEngine:
 
     def _paging(self, step: Step, query_starts: torch.Tensor, share: bool) -> Paging:
         seq_lens = torch.tensor(step.seq_lens, dtype=torch.int32, device=self.device)
+        longest = max(step.query_lens), max(step.seq_lens)
         if share:
             prefix_tables, group_lens, group_starts, tables, _ = self.cache.group(
                 step.sequences, min_tokens=MIN_SHARED_TOKENS
@@ -182,8 +183,8 @@ class PagedEngine:
                 # of a prompt that is computed in chunks, this pass sees less than the cache knows
                 own_lens = seq_lens - group_lens.repeat_interleave(group_starts.diff())
                 groups = prefix_tables, group_lens, group_starts
-                return Paging(self.cache, step.slots, tables, own_lens, query_starts, groups)
-        return Paging(self.cache, step.slots, self.cache.tables(step.sequences)[0], seq_lens, query_starts)
+                return Paging(self.cache, step.slots, tables, own_lens, query_starts, *longest, groups)
+        return Paging(self.cache, step.slots, self.cache.tables(step.sequences)[0], seq_lens, query_starts, *longest)
 
     def _draw(self, step: Step, logits: torch.Tensor, sampling: SamplingParams, stop: StopStrings | None
               ) -> list[Sample]:  # fmt: skip

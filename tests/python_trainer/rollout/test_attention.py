@@ -68,7 +68,7 @@ def test_padded_rows_give_the_same_answers(monkeypatch):
 
 def test_padded_rows_are_for_gpus_without_a_kernel(monkeypatch):
     lens = torch.tensor([5, 7], dtype=torch.int32)
-    paging = attention.Paging(None, None, None, lens, torch.tensor([0, 1, 4], dtype=torch.int32))
+    paging = attention.Paging(None, None, None, lens, torch.tensor([0, 1, 4], dtype=torch.int32), 3, 7)
     there = [SimpleNamespace(device=torch.device(name), shape=(4, 2, 8)) for name in ("cpu", "cuda")]
     assert [paging.is_padded(query) for query in there] == [False, True]
     monkeypatch.setattr(attention, "LARGEST_SCORES", 2 * 3 * 7 * 2 - 1)
