@@ -29,8 +29,9 @@ def enabled_in(variant: str) -> list[str]:
     return names
 
 
-def compare(config: Config, output_dir: Path, *, variants: Sequence[str], seeds: int, console: Console | None = None,
-            timer: Callable[[], float] = time.perf_counter) -> None:  # fmt: skip
+def compare(
+    config: Config, output_dir: Path, *, variants: Sequence[str], seeds: int, console: Console | None = None
+) -> None:
     """Trains every variant on seeds 0 .. ``seeds`` - 1 and reports.
 
     A finished run is kept, an interrupted one goes on from its newest checkpoint. All variants of a seed begin with the
@@ -55,11 +56,27 @@ def compare(config: Config, output_dir: Path, *, variants: Sequence[str], seeds:
         check_same(folder, wanted)
     for number, (variant, folder, wanted) in enumerate(plans):
         label = f"{variant} (seed {wanted.seed}, run {number + 1} of {len(plans)})"
-        if not finished(folder):
-            siblings = [load_evaluations(other) for _, other, plan in plans if plan.seed == wanted.seed]
-            start = next((found["start"].tolist() for found in siblings if "start" in found), None)
-            Trainer(wanted, folder, resume=True, label=label, console=console, timer=timer, start=start).run()
+        siblings = [other for _, other, plan in plans if plan.seed == wanted.seed]
+        train_once(wanted, folder, siblings, label=label, console=console)
     report([output_dir])
+
+
+def train_once(config: Config, folder: Path, siblings: Sequence[Path], *, label: str, console: Console | None = None,
+               timer: Callable[[], float] = time.perf_counter) -> None:  # fmt: skip
+    """One run, unless it is finished; an interrupted one goes on from its newest checkpoint.
+
+    Args:
+        siblings: folders of runs with the same policy, task and seed, finished or not; the evaluation before the first
+            step is taken from one that has it.
+        timer: the clock of :class:`~python_trainer.trainer.Trainer`.
+
+    Raises:
+        UserError: ``folder`` holds a run with other settings.
+    """
+    check_same(folder, config)
+    if not finished(folder):
+        starts = (found["start"].tolist() for found in map(load_evaluations, siblings) if "start" in found)
+        Trainer(config, folder, resume=True, label=label, console=console, timer=timer, start=next(starts, None)).run()
 
 
 def finished(folder: Path) -> bool:

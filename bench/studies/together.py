@@ -22,10 +22,8 @@ from rich.console import Console
 
 from bench.studies.together_report import write
 from python_trainer.accelerators import ACCELERATORS
-from python_trainer.compare import check_same, enabled_in, finished
+from python_trainer.compare import enabled_in, train_once
 from python_trainer.config import Config, load_config
-from python_trainer.evaluation import load_evaluations
-from python_trainer.trainer import Trainer
 
 SINGLE = ["baseline", *ACCELERATORS, "all"]
 PAIRS = ["+".join(pair) for pair in combinations(ACCELERATORS, 2)]
@@ -71,16 +69,7 @@ def fill(database: Path, folder: Path) -> None:
     """The earlier run whose answers the database holds."""
     database.parent.mkdir(parents=True, exist_ok=True)
     config = load_config("configs/arithmetic.yaml", [*COMMON, *FILL, f"accelerators.rhyme.database={database}"])
-    train(config, folder, [], "earlier run of small")
-
-
-def train(config: Config, folder: Path, siblings: list[Path], label: str) -> None:
-    """One run, unless it is there already; the evaluation before it comes from a sibling of the same seed."""
-    check_same(folder, config)
-    if not finished(folder):
-        starts = [found["start"].tolist() for found in map(load_evaluations, siblings) if "start" in found]
-        Trainer(config, folder, resume=True, label=label, timer=time.process_time, console=Console(),
-                start=starts[0] if starts else None).run()  # fmt: skip
+    train_once(config, folder, [], label="earlier run of small", console=Console(), timer=time.process_time)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -95,7 +84,8 @@ def run(args: argparse.Namespace) -> None:
                        for variant in SINGLE + variants}  # fmt: skip
             for variant in variants:
                 config = settings(home, variant, seed, database)
-                train(config, folders[variant], list(folders.values()), f"{home}, {variant} (seed {seed})")
+                train_once(config, folders[variant], list(folders.values()), label=f"{home}, {variant} (seed {seed})",
+                           console=Console(), timer=time.process_time)  # fmt: skip
     write(args.output_dir, args.results)
 
 
