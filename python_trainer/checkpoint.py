@@ -119,7 +119,12 @@ def save_checkpoint(
 def list_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
     found = [path for path in folder.glob("step-*") if PATTERN.fullmatch(path.name)] if folder.is_dir() else []
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step after which it was saved."""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def load_checkpoint(path: Path, *, shards: bool = True) -> Any:

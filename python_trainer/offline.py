@@ -11,7 +11,7 @@ from rich.console import Console
 
 from python_trainer.accelerators.alpha import Alpha, AlphaSettings
 from python_trainer.accelerators.gate import try_candidates
-from python_trainer.checkpoint import list_checkpoints, load_checkpoint, publish
+from python_trainer.checkpoint import list_checkpoints, load_checkpoint, publish, step_of
 from python_trainer.config import Config, load_config
 from python_trainer.errors import UserError
 from python_trainer.policy import SHIPPED, Policy, load_policy
@@ -72,7 +72,7 @@ def find(folders: Sequence[Path], base: Path | None, accuracy: Sequence[float] |
     if len(folders) == 1 and (folders[0] / "config.yaml").is_file():
         config = load_config(folders[0] / "config.yaml")
         found = list_checkpoints(folders[0] / "checkpoints")
-        steps = [int(path.name.removeprefix("step-")) for path in found]
+        steps = [step_of(path) for path in found]
         rows = {row["step"]: row["accuracy"] for row in read_metrics(folders[0]) if "accuracy" in row}
         smooth = [[rows[s] for s in range(step - 4, step + 1) if s in rows] for step in steps]
         known = [sum(window) / len(window) for window in smooth] if all(smooth) else None

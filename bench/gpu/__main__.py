@@ -47,6 +47,16 @@ class Record:
         draft.replace(self.path)
 
 
+def run_facts(commit: str | None) -> dict[str, Any]:
+    """What a record says about the run as a whole; ``commit`` for where there is no git repository."""
+    return {**_runner.stamp(), **({"commit": commit} if commit else {})}
+
+
+def record_path(facts: dict[str, Any], ending: str = "") -> Path:
+    """Where the record of these ``run_facts`` is looked for, and goes, unless an option says otherwise."""
+    return ROOT / f"bench/gpu/records/{(facts['gpu'] or 'cpu').replace(' ', '-')}-{facts['commit']}{ending}.json"
+
+
 class Worker:
     """A process that does jobs one by one, started again after it died or hung."""
 
@@ -218,11 +228,8 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 120)
     start = time.monotonic()
     deadline = start + args.budget_seconds
-    facts = {**_runner.stamp(), **({"commit": args.commit} if args.commit else {})}
-    name = (facts["gpu"] or "cpu").replace(" ", "-")
-    record = Record(
-        args.output or ROOT / f"bench/gpu/records/{name}-{facts['commit']}.json", **facts, checks=[], timings=[]
-    )
+    facts = run_facts(args.commit)
+    record = Record(args.output or record_path(facts), **facts, checks=[], timings=[])
     console.print(f"record: {record.path}")
     env = {**os.environ, "TRITON_INTERPRET": "1" if args.device == "cpu" else "0"}
     if not args.no_build:

@@ -14,8 +14,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,14 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import _runner
-from bench.gpu.__main__ import ROOT, Record, build
+from bench.gpu.__main__ import ROOT, Record, build, record_path, run_facts
 from bench.gpu.proven import passed, read_checks
 from bench.gpu.trainee import FACTS, STOPPED
-from python_trainer.checkpoint import list_checkpoints
+from python_trainer.checkpoint import list_checkpoints, step_of
 from python_trainer.compare import enabled_in, finished
 from python_trainer.config import Config, check_config, load_config
 from python_trainer.errors import UserError
+from python_trainer.progress import versions
 from python_trainer.tasks import pretrain
 from python_trainer.telemetry import read_metrics
 from rlkernels import backend as backends
@@ -149,10 +151,6 @@ def run_variant(config: Config, folder: Path, label: str, proven: dict[str, Any]
     return part
 
 
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step-"))
-
-
 def failures(folder: Path) -> int:
     return sum(part["end"] == "failed" for part in read_parts(folder))
 
@@ -216,16 +214,6 @@ def show(runs: dict[str, dict[str, Any]], console: Console) -> None:
     console.print(table)
 
 
-def versions() -> dict[str, str | None]:
-    out: dict[str, str | None] = {"python": sys.version.split()[0], "cuda": torch.version.cuda}
-    for name in ("torch", "triton", "transformers"):
-        try:
-            out[name] = version(name)
-        except PackageNotFoundError:
-            out[name] = None
-    return out
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu.train", description=__doc__)
     parser.add_argument("--work-dir", type=Path, required=True, help="what was made so far, and what to go on from")
@@ -246,9 +234,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def trusted_backends(args: argparse.Namespace, device: str, commit: str, console: Console) -> dict[str, Any]:
+def trusted_backends(path: Path, device: str, commit: str, console: Console) -> dict[str, Any]:
     """What passed its checks on this device at this commit; nothing where there is no record of them."""
-    path = args.checks or ROOT / f"bench/gpu/records/{device.replace(' ', '-')}-{commit}.json"
     if not path.is_file():
         console.print(f"[yellow]no record {path}: plain torch everywhere; run python -m bench.gpu first[/yellow]")
         return {}
@@ -264,19 +251,20 @@ def work(args: argparse.Namespace, console: Console) -> int:
     deadline = now() + args.budget_seconds
     scale = CUDA if args.device == "cuda" else CPU
     grace = min(scale.grace_s, args.budget_seconds / 4)
-    scale = Scale(scale.policy, scale.policy_s, scale.run_s, grace, scale.settings)
-    facts = {**_runner.stamp(), **({"commit": args.commit} if args.commit else {})}
+    scale = replace(scale, grace_s=grace)
+    facts = run_facts(args.commit)
     device = facts["gpu"] or "cpu"
     base = load_config(ROOT / "bench/gpu/train.yaml", [*scale.settings, *args.overrides])
     folder, policy = args.work_dir.resolve(), args.work_dir.resolve() / "policy"
     plans = {v: variant_config(base, v, policy, args.device) for v in args.variants.split(",")}
     for variant, config in plans.items():
         check_same(folder / "runs" / variant, config)
-    proven = trusted_backends(args, device, facts["commit"], console)
-    name = f"{device.replace(' ', '-')}-{facts['commit']}-train.json"
+    proven = trusted_backends(args.checks or record_path(facts), device, facts["commit"], console)
+    triton = version("triton") if find_spec("triton") else None
     record = Record(
-        args.output or ROOT / "bench/gpu/records" / name, **facts, device=device, versions=versions(),
-        settings=base.model_dump(mode="json"), proven=proven, policy={}, runs={}, left_out=[], failed=[],
+        args.output or record_path(facts, "-train"), **facts, device=device,
+        versions={**versions(), "cuda": torch.version.cuda, "triton": triton}, settings=base.model_dump(mode="json"),
+        proven=proven, policy={}, runs={}, left_out=[], failed=[],
     )  # fmt: skip
     console.print(f"record: {record.path}; budget: {args.budget_seconds:.0f} s", highlight=False)
     if backends.extension_error():
