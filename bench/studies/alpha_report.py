@@ -8,6 +8,7 @@ from typing import Any
 import numpy
 from safetensors.numpy import load_file
 
+from bench._markdown import table_lines
 from python_trainer.statistics import Interval, paired_difference, share_of_gain
 
 Row = dict[str, Any]
@@ -54,11 +55,6 @@ def percent(interval: Interval | None) -> str:
     return f"{100 * interval.value:.1f} % [{100 * interval.low:.1f}, {100 * interval.high:.1f}]"
 
 
-def table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [" | ".join(head), " | ".join("---" for _ in head), *(" | ".join(row) for row in rows)]
-    return "\n".join(f"| {line} |" for line in lines) + "\n"
-
-
 def outcome(event: Row | None) -> str:
     """What became of one attempt, in words."""
     if event is None:
@@ -78,7 +74,7 @@ def predictors(found: Found) -> list[str]:
     ]
 
 
-def headline(found: Found, cut: int, steps: int) -> str:
+def headline(found: Found, cut: int, steps: int) -> list[str]:
     rows = []
     names = [("start", "base"), (f"after {cut} of {steps} steps", "cut")]
     names += [(f"{name}, {kind}", f"{kind} {name}") for kind in ("gated", "ungated") for name in predictors(found)]
@@ -100,10 +96,10 @@ def headline(found: Found, cut: int, steps: int) -> str:
         f"minus {cut} steps",
         "minus full",
     ]
-    return table(head, rows)
+    return table_lines(head, rows)
 
 
-def decisions(found: Found) -> str:
+def decisions(found: Found) -> list[str]:
     rows = []
     for name in predictors(found):
         for seed, numbers, answers in zip(found.seeds, found.numbers, found.answers):
@@ -111,10 +107,10 @@ def decisions(found: Found) -> str:
             if event is not None:
                 change = paired_difference(answers[f"ungated {name}"], answers["cut"])
                 rows.append([name, seed, outcome(event), str(change)])
-    return table(["predictor", "seed", "decision", "test accuracy without refusals and gate, minus before"], rows)
+    return table_lines(["predictor", "seed", "decision", "test accuracy without refusals and gate, minus before"], rows)
 
 
-def costs(found: Found, cut: int, steps: int) -> str:
+def costs(found: Found, cut: int, steps: int) -> list[str]:
     rows = []
     for seed, numbers in zip(found.seeds, found.numbers):
         if "cut_cost" not in numbers or "full_cost" not in numbers:
@@ -129,10 +125,10 @@ def costs(found: Found, cut: int, steps: int) -> str:
                 rows.append([seed, name, *spent, f"{whole / ours:.2f}x"])
     head = ["seed", "predictor", f"{cut} steps with tracking, s", "of it tracking, s", "attempt with gate, s",
             f"{steps} plain steps, s", "cheaper"]  # fmt: skip
-    return table(head, rows)
+    return table_lines(head, rows)
 
 
-def jumps(found: Found) -> str:
+def jumps(found: Found) -> list[str]:
     """What the accelerator did in a whole run, and what that cost."""
     rows = []
     for seed, numbers in zip(found.seeds, found.numbers):
@@ -144,23 +140,23 @@ def jumps(found: Found) -> str:
         spent = [f"{s:.1f}" for s in (ours["cpu_s"], ours["track_cpu_s"], ours["gate_cpu_s"], plain)]
         rows.append([seed, events, *spent])
     head = ["seed", "attempts", "all, s", "of it tracking, s", "of it gate, s", "plain, s"]
-    return table(head, rows)
+    return table_lines(head, rows)
 
 
 RANKS = ("rank 1, scale a, rest trained", "rank 1, scale 1, rest trained", "rank 4, scale 1, rest trained",
          "rank 16, scale 1, rest trained", "rank 1, scale a, rest base", "modules whole, rest base")  # fmt: skip
 
 
-def ranks(found: Found) -> str:
+def ranks(found: Found) -> list[str]:
     rows = [
         [name, found.accuracies(name), percent(found.gain(name)), str(found.change(name, "full") or "-")]
         for name in RANKS
         if found.has(name)
     ]
-    return table(["update", f"accuracy, seeds {', '.join(found.seeds)}", "share of the gain", "minus full"], rows)
+    return table_lines(["update", f"accuracy, seeds {', '.join(found.seeds)}", "share of the gain", "minus full"], rows)
 
 
-def shapes(all_found: list[Found]) -> str:
+def shapes(all_found: list[Found]) -> list[str]:
     rows = []
     for found in all_found:
         for seed, numbers, answers in zip(found.seeds, found.numbers, found.answers):
@@ -177,7 +173,7 @@ def shapes(all_found: list[Found]) -> str:
                 rows.append([found.name, f"{prompts:,}", *ends, percent(gain), *spread])
     head = ["algorithm", "test prompts", "start", "full", "share of the gain at rank 1, scale a", "sigma1 / norm",
             "gap", "R^2", "cosine to half-way"]  # fmt: skip
-    return table(head, rows)
+    return table_lines(head, rows)
 
 
 def draw(all_found: list[Found], path: Path) -> None:
@@ -254,14 +250,15 @@ def write(folder: Path, results: Path, cut: int, steps: int) -> None:
         text += [
             f"Algorithm {found.name}, {prompts:,} test prompts, one sampled answer each, commit {', '.join(commits)}. "
             "Intervals: 95 %, paired bootstrap over prompts, seeds averaged.\n",
-            f"## {cut} steps, a prediction, {steps} steps\n", headline(found, cut, steps),
-            "## What the gate did\n", decisions(found),
-            "## What it costs\n", "Seconds of processor time, one thread, without tests.\n", costs(found, cut, steps),
-            "## A whole run with jumps\n", "Tests left out.\n", jumps(found),
-            "## The update at low rank\n", ranks(found),
+            f"## {cut} steps, a prediction, {steps} steps\n", *headline(found, cut, steps), "",
+            "## What the gate did\n", *decisions(found), "",
+            "## What it costs\n", "Seconds of processor time, one thread, without tests.\n",
+            *costs(found, cut, steps), "",
+            "## A whole run with jumps\n", "Tests left out.\n", *jumps(found), "",
+            "## The update at low rank\n", *ranks(found), "",
         ]  # fmt: skip
         draw_headline(found, cut, steps, results / "alpha_accuracy.png")
-    text += ["## Algorithms\n", "Median over modules, the lowest in brackets; first seed.\n", shapes(all_found)]
+    text += ["## Algorithms\n", "Median over modules, the lowest in brackets; first seed.\n", *shapes(all_found), ""]
     (results / "alpha.md").write_text("\n".join(text))
     numbers = {f.name: {s: n | {"accuracy": {k: float(v.mean()) for k, v in a.items()}}
                         for s, n, a in zip(f.seeds, f.numbers, f.answers)} for f in all_found}  # fmt: skip

@@ -4,7 +4,7 @@
 
 The same run with and without drafts, in float32 (matmul_precision highest), on one thread; 16 steps are one visit to
 each of the 512 prompts. Seconds are CPU seconds of that thread, so other programs on the machine count little. Runs
-that are finished are kept. Prints a table as Markdown.
+that are finished are kept. Prints a table as Markdown for each seed.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from bench._markdown import table_lines
 from python_trainer.config import load_config
 from python_trainer.telemetry import read_metrics
 from python_trainer.trainer import Trainer
@@ -53,12 +54,13 @@ def learning(folder: Path) -> list[dict[str, float]]:
 
 def run(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    print("| seed | epoch | rollout CPU s, plain | drafts | tokens per sample and pass | offered | accepted | off | ")
-    print("|---|---|---|---|---|---|---|---|")
+    head = ["seed", "epoch", "rollout CPU s, plain", "drafts", "tokens per sample and pass", "offered", "accepted",
+            "off"]  # fmt: skip
     for seed in range(args.seeds):
         folders = {variant: args.output_dir / f"{variant}-{seed}" for variant in VARIANTS}
         for variant, folder in folders.items():
             train(folder, variant, seed, args.epochs)
+        table = []
         plain, drafts = (read_metrics(folder)[1:] for folder in folders.values())
         for epoch in range(args.epochs):
             before, after = (rows[epoch * EPOCH : (epoch + 1) * EPOCH] for rows in (plain, drafts))
@@ -69,10 +71,11 @@ def run(args: argparse.Namespace) -> None:
             off = sum(row["drafts/off_share"] for row in after) / len(after)
             spent = [sum(row["time/rollout_s"] for row in rows) for rows in (before, after)]
             own = sum(row["time/accelerator/drafts_s"] for row in after)
-            print(
-                f"| {seed} | {epoch + 1} | {spent[0]:.2f} | {spent[1]:.2f} + {own:.2f} | {generated / steps:.2f} | "
-                f"{offered:.0f} | {accepted / max(offered, 1):.0%} | {off:.0%} |"
-            )
+            table.append([
+                seed, epoch + 1, f"{spent[0]:.2f}", f"{spent[1]:.2f} + {own:.2f}", f"{generated / steps:.2f}",
+                f"{offered:.0f}", f"{accepted / max(offered, 1):.0%}", f"{off:.0%}",
+            ])  # fmt: skip
+        print("\n".join(table_lines(head, table)))
         same = [ours == wanted for ours, wanted in zip(*(learning(folder) for folder in folders.values()), strict=True)]
         where = "all metrics of learning are equal to the bit" if all(same) else f"row {same.index(False)} differs"
         passes = [json.loads((f / "engine.json").read_text())["forward_passes"] for f in folders.values()]
