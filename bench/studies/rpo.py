@@ -11,7 +11,7 @@ a core of its own. Writes bench/studies/results/rpo.md, .json and .png.
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -25,7 +25,7 @@ from bench._runner import commit
 from python_trainer.compare import check_same, finished
 from python_trainer.config import Config, load_config
 from python_trainer.evaluation import load_evaluations, save_evaluation
-from python_trainer.report import Run, find_runs, informative_by_cut
+from python_trainer.report import Run, find_runs, informative_by_cut, mean
 from python_trainer.statistics import paired_difference
 from python_trainer.telemetry import read_metrics
 from python_trainer.trainer import Trainer
@@ -88,10 +88,15 @@ def train(variant: str, seed: int, folder: Path) -> None:
     save_evaluation(folder, "test", trainer.evaluate_each("test", range(TEST_PROMPTS)))
 
 
-def reached(folder: Path, target: float, key: str) -> float | None:
-    """Where the accuracy crosses the target on the way up, on a straight line between evaluations."""
+def reached(rows: Iterable[dict[str, float]], target: float, key: str) -> float | None:
+    """Where the accuracy crosses the target on the way up, on a straight line between evaluations.
+
+    Args:
+        rows: of metrics.jsonl.
+        key: what is counted up to there.
+    """
     before: tuple[float, float] | None = None
-    for row in read_metrics(folder):
+    for row in rows:
         if "eval/accuracy" in row:
             now = (row[key], row["eval/accuracy"])
             if now[1] >= target:
@@ -105,14 +110,15 @@ def reached(folder: Path, target: float, key: str) -> float | None:
 def facts(runs: Sequence[Run]) -> dict[str, Any]:
     """Means over the seeds of a variant, and each seed's own figures where they matter."""
     summaries = [run.summary for run in runs]
-    answers = [[row for row in read_metrics(run.folder) if "accuracy" in row] for run in runs]
+    metrics = [read_metrics(run.folder) for run in runs]
+    answers = [[row for row in rows if "accuracy" in row] for rows in metrics]
     spent = fmean(s["training_s"] for s in summaries)
     out: dict[str, Any] = {
         "seeds": len(runs),
         "steps": fmean(s["steps"] for s in summaries),
         "seconds_per_step": fmean(sum(r["time/rollout_s"] + r["time/train_s"] for r in a) / len(a) for a in answers),
         "training_s": spent,
-        "fill_s": fmean(fill_seconds(run.folder) for run in runs),
+        "fill_s": fmean(rows[0]["time/training_s"] for rows in metrics),  # before the first step: filling the cache
         "generated_tokens": fmean(s["generated_tokens"] for s in summaries),
         "generated_per_answer": fmean(fmean(r["completions/generated_length"] for r in a) for a in answers),
         "answer_length": fmean(fmean(r["completions/mean_length"] for r in a) for a in answers),
@@ -124,19 +130,9 @@ def facts(runs: Sequence[Run]) -> dict[str, Any]:
         } | {"rpo": fmean(s["accelerator_s"].get("rpo", 0.0) for s in summaries) / spent},
     }  # fmt: skip
     for target in TARGETS:
-        out[f"seconds_to_{target}"] = [reached(run.folder, target, "time/training_s") for run in runs]
-        out[f"tokens_to_{target}"] = [reached(run.folder, target, "total/generated_tokens") for run in runs]
+        out[f"seconds_to_{target}"] = [reached(rows, target, "time/training_s") for rows in metrics]
+        out[f"tokens_to_{target}"] = [reached(rows, target, "total/generated_tokens") for rows in metrics]
     return out
-
-
-def fill_seconds(folder: Path) -> float:
-    """Before the first step: filling the cache."""
-    return read_metrics(folder)[0]["time/training_s"]
-
-
-def mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known and len(known) == len(values) else None
 
 
 def versus(ours: Sequence[float | None], plain: Sequence[float | None], form: str) -> str:
@@ -245,13 +241,16 @@ def write(output_dir: Path, results: Path) -> None:
     twice = repeated_prefixes(output_dir)
     results.mkdir(parents=True, exist_ok=True)
     text = table(by_variant, found)
+    prefixes = table_lines(
+        ["", "generation, s per step", "training, s per step", "tokens in forward-backward passes"],
+        [[name, f"{v['rollout_s']:.2f}", f"{v['train_s']:.2f}", f"{v['trained_tokens']:,.0f}"]
+         for name, v in twice.items() if v],
+    )  # fmt: skip
     lines = [
         f"{TEST_PROMPTS} test prompts in the last evaluation, {runs[0].summary['device']}, commit {commit()}.",
         "", text, "",
         "The same first steps of `grpo+rpo` with every prefix computed once per group and once per answer:", "",
-        "| | generation, s per step | training, s per step | tokens in forward-backward passes |", "|---|---|---|---|",
-        *(f"| {name} | {v['rollout_s']:.2f} | {v['train_s']:.2f} | {v['trained_tokens']:,.0f} |"
-          for name, v in twice.items() if v),
+        *prefixes,
     ]  # fmt: skip
     (results / "rpo.md").write_text("\n".join(lines) + "\n")
     record = {"commit": commit(), "versions": runs[0].summary["versions"], "device": runs[0].summary["device"],

@@ -23,6 +23,7 @@ from bench._markdown import table_lines
 from bench._runner import commit, cpu_model
 from bench._trl import TRL_BATCH, Generation, make_grpo_trainer
 from bench.studies.rpo import reached
+from bench.studies.together import folder_name
 from python_trainer.checkpoint import write_text
 from python_trainer.compare import check_same, finished
 from python_trainer.config import Config, dump_config, load_config
@@ -114,7 +115,7 @@ def row_of(variant: str, seed: int, folder: Path, baseline: float | None) -> lis
     """A line of the table."""
     rows = [row for row in read_metrics(folder) if "eval/accuracy" in row]
     last = rows[-1]
-    seconds, tokens = (reached(folder, TARGET, key) for key in ("time/training_s", "total/generated_tokens"))
+    seconds, tokens = (reached(rows, TARGET, key) for key in ("time/training_s", "total/generated_tokens"))
     name = f"TRL {version('trl')}" if variant == "TRL" else variant
     ratio = "-" if seconds is None or baseline is None else f"{baseline / seconds:.2f}x"
     return [
@@ -130,11 +131,10 @@ def run(args: argparse.Namespace) -> None:
             f"tokens to {TARGET}", "accuracy at the end"]  # fmt: skip
     rows = []
     for seed in range(args.seeds):
-        folders = {variant: args.output_dir / f"{variant.replace(', ', '-').replace(' ', '-')}-{seed}"
-                   for variant in VARIANTS}  # fmt: skip
+        folders = {variant: args.output_dir / f"{folder_name(variant)}-{seed}" for variant in VARIANTS}
         for variant, folder in folders.items():
             train(variant, seed, folder)
-        baseline = reached(folders["TRL"], TARGET, "time/training_s")
+        baseline = reached(read_metrics(folders["TRL"]), TARGET, "time/training_s")
         rows += [row_of(variant, seed, folder, baseline) for variant, folder in folders.items()]
     text = "\n".join([
         f"Arithmetic, short sums, 1024 test prompts in every evaluation. {cpu_model()}, 1 thread, torch "

@@ -37,12 +37,12 @@ def test_study_writes_its_results_and_does_nothing_twice(tmp_path, monkeypatch):
     rpo.run(args)
 
 
-def test_target_is_crossed_between_evaluations(tmp_path):
-    rows = [(0, 0.5), (10, 0.6), (20, 0.9), (30, 0.7)]
-    text = "".join(json.dumps({"time/training_s": s, "eval/accuracy": a}) + "\n" for s, a in rows)
-    (tmp_path / "metrics.jsonl").write_text(text)
-    assert rpo.reached(tmp_path, 0.75, "time/training_s") == pytest.approx(15)
-    assert rpo.reached(tmp_path, 0.4, "time/training_s") == 0
-    assert rpo.reached(tmp_path, 0.95, "time/training_s") is None
+def test_target_is_crossed_between_evaluations():
+    evaluations = [(0, 0.5), (10, 0.6), (20, 0.9), (30, 0.7)]
+    rows = [{"time/training_s": s, "eval/accuracy": a} for s, a in evaluations]
+    rows.insert(2, {"time/training_s": 12, "accuracy": 0.8})  # a step without an evaluation
+    assert rpo.reached(rows, 0.75, "time/training_s") == pytest.approx(15)
+    assert rpo.reached(rows, 0.4, "time/training_s") == 0
+    assert rpo.reached(rows, 0.95, "time/training_s") is None
     assert rpo.versus([1.0, 3.0], [4.0, 4.0], "{:.0f}") == "2 (-50 %)"
     assert rpo.versus([1.0, None], [4.0, 4.0], "{:.0f}") == "1 of 2 seeds"
