@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import trl
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import IntervalStrategy
 
 from rlkernels import _check
 from rlkernels.rank1 import Gate, Limits, RankOneTrajectory, Target, extrapolate, refusal
@@ -59,6 +60,7 @@ class SuffixRollouts:
         self.cut_share, self.right, self.seed = cut_share, right, seed
         self.answers: dict[str, list[int]] = {}
         self.continued = 0
+        self._watching = False
         self._step: int | None = None  # of the last rollouts for training; None: they were for evaluation
         self._ends: frozenset[int] = frozenset()
 
@@ -74,8 +76,11 @@ class SuffixRollouts:
         """Answers of TRL's own generation (``generate``, vLLM) to each prompt and its beginning.
 
         Raises:
-            ValueError: a process that holds a part of a group only, prompts with images, or tools.
+            ValueError: a process that holds a part of a group only, prompts with images, tools, or no watched reward
+                function and no ``answers``.
         """
+        if not (self._watching or self.answers):
+            raise ValueError("reward_funcs must hold the function that watch(reward) of these SuffixRollouts returned")
         training = trainer.model.training
         size = trainer.num_generations if training else trainer.num_generations_eval
         if any(prompts[i] != prompts[i - i % size] for i in range(len(prompts))) or len(prompts) % size:
@@ -112,6 +117,8 @@ class SuffixRollouts:
         if inspect.iscoroutinefunction(reward):
             raise TypeError(f"reward must be a plain function, got {reward!r}, which is async")
 
+        self._watching = True
+
         @functools.wraps(reward)
         def watched(*, prompts: list, completion_ids: list, **columns: Any) -> Sequence[float | None]:
             values = reward(prompts=prompts, completion_ids=completion_ids, **columns)
@@ -139,7 +146,8 @@ class GatedExtrapolation(TrainerCallback):
     accepts them; otherwise candidates nearer to the present weights are tried, and at last the present ones are put
     back bit for bit.
 
-    For one process and weights that are trained whole (no LoRA). Set ``logging_steps=1``: accuracy comes from the logs.
+    For one process and weights that are trained whole (no LoRA). Set ``logging_steps=1``: accuracy comes from the logs,
+    at least one for ``track_steps`` steps.
 
     Args:
         evaluate: model, range of numbers -> 0 or 1 for each of these held-out prompts. It is called in evaluation mode,
@@ -186,6 +194,12 @@ class GatedExtrapolation(TrainerCallback):
                        ) -> None:  # fmt: skip
         if args.world_size > 1:
             raise ValueError(f"GatedExtrapolation needs one process, got {args.world_size}")
+        strategy, every = IntervalStrategy(args.logging_strategy).value, state.logging_steps
+        if strategy != "steps" or self.track_steps % every:
+            raise ValueError(
+                f"logging_steps must divide track_steps {self.track_steps} of GatedExtrapolation, which reads "
+                f"rewards from the logs, got {every} with logging_strategy {strategy!r}"
+            )
         named = kwargs["model"].named_parameters()
         self._weights = {n: p for n, p in named if p.requires_grad and p.ndim == 2 and default_filter(n)}
         if not self._weights or any("lora_" in name for name in self._weights):
@@ -195,7 +209,11 @@ class GatedExtrapolation(TrainerCallback):
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl,
                logs: dict[str, Any] | None = None, **kwargs: Any) -> None:  # fmt: skip
         """After each training step, where its reward is known."""
-        if logs is None or self.metric not in logs or self.trajectory is None:
+        if logs is None or self.trajectory is None:
+            return
+        if self.metric not in logs:
+            if "loss" in logs:  # of a step, not of an evaluation or the whole run
+                raise ValueError(f"metric must be one of {sorted(logs)}, which TRL logs, got {self.metric!r}")
             return
         self._rewards.append(float(logs[self.metric]))
         step = state.global_step

@@ -53,7 +53,7 @@ def make_trainer(ours, policy, tmp_path, monkeypatch):
             output_dir=str(tmp_path), per_device_train_batch_size=2 * SIZE, num_generations=SIZE,
             max_completion_length=LONGEST, max_steps=steps, learning_rate=1e-2, bf16=False, use_cpu=True, report_to=[],
             save_strategy="no", disable_tqdm=True, gradient_checkpointing=False, lr_scheduler_type="constant",
-            logging_steps=1, beta=0.0, **dict(settings),
+            beta=0.0, **{"logging_steps": 1, **dict(settings)},
         )  # fmt: skip
         data = datasets.Dataset.from_dict({"prompt": list(prompts)})
         return trl.GRPOTrainer(model=str(policy), args=args, train_dataset=data, reward_funcs=reward, **parts)
@@ -192,37 +192,35 @@ def test_refusals_are_noted(ours, make_trainer):
     assert [e["refused"].split(" (")[0] for e in callback.events] == ["few points"] * 2
 
 
-def test_the_recipe_of_the_page_runs(ours, policy, tmp_path, monkeypatch, lenient):
-    """With a model that it does not name and an extrapolation that is tried within its few steps."""
+@pytest.mark.slow
+def test_the_script_of_the_page_runs(ours, tmp_path, monkeypatch, lenient, capsys):
+    """With limits by which its extrapolation is tried."""
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[2] / "docs/other_trainers.md").read_text()
-    (recipe,) = (b for b in re.findall(r"```python\n(.*?)```", page, re.S) if "GRPOTrainer" in b)
+    (script,) = re.findall(r"^```python\n(# sums.py\n.*?)^```", page, re.S | re.M)
     made = ours.GatedExtrapolation
-    soon = {"track_steps": 1, "first_step": 3, "limits": lenient}
-    monkeypatch.setattr(ours, "GatedExtrapolation", lambda *args, **settings: made(*args, **settings | soon))
-    transformers, datasets = importlib.import_module("transformers"), importlib.import_module("datasets")
-    asked = []
+    monkeypatch.setattr(ours, "GatedExtrapolation", lambda *args, **kwargs: made(*args, **kwargs, limits=lenient))
+    names: dict = {"__name__": "__main__"}
+    exec(compile(script, "sums.py", "exec"), names)
+    printed = capsys.readouterr().out
+    before, after = re.search(r"prompts: (0\.\d\d) before, (\d\.\d\d) after", printed).groups()
+    assert 0.4 < float(before) < 0.7 and float(after) > float(before) + 0.1
+    assert names["suffixes"].continued > 0 and len(names["suffixes"].answers) > 16
+    assert names["extrapolation"].events[0]["tries"] and "'accepted'" in printed
 
-    def reward(prompts, completions, completion_ids, answer, **columns):
-        asked.append(list(prompts))
-        return digits(prompts, completion_ids)
 
-    rows = {"prompt": ["ABC", "DE"], "answer": ["1", "2"]}
-    names = {
-        "model": transformers.AutoModelForCausalLM.from_pretrained(policy),
-        "tokenizer": transformers.AutoTokenizer.from_pretrained(policy),
-        "dataset": datasets.Dataset.from_dict(rows),
-        "held_out": [{"prompt": "F", "answer": "3"}, {"prompt": "GHI", "answer": "4"}],
-        "reward": reward,
-        "settings": {
-            "output_dir": str(tmp_path), "per_device_train_batch_size": 2 * SIZE, "num_generations": SIZE,
-            "max_completion_length": LONGEST, "max_steps": 3, "learning_rate": 1e-2, "bf16": False, "use_cpu": True,
-            "report_to": [], "save_strategy": "no", "disable_tqdm": True, "gradient_checkpointing": False,
-        },
-    }  # fmt: skip
-    exec(compile(recipe, "docs/other_trainers.md", "exec"), names)
-    assert asked.count(["F"]) >= 2 and names["extrapolation"].events[0]["tries"]
-    assert set(names["suffixes"].answers) <= {"ABC", "DE"} and names["suffixes"]._step == 2
+def test_what_the_parts_are_given_is_checked(ours, make_trainer):
+    with pytest.raises(
+        ValueError, match="logging_steps must divide track_steps 2 .* got 3 with logging_strategy 'steps'"
+    ):
+        make_trainer(callbacks=[ours.GatedExtrapolation(print, 80)], settings={"logging_steps": 3}).train()
+    with pytest.raises(ValueError, match="got 1 with logging_strategy 'epoch'"):
+        make_trainer(callbacks=[ours.GatedExtrapolation(print, 80)], settings={"logging_strategy": "epoch"}).train()
+    with pytest.raises(ValueError, match="metric must be one of .*'rewards/digits/mean'.* got 'accuracy'"):
+        make_trainer(callbacks=[ours.GatedExtrapolation(print, 80, metric="accuracy")]).train()
+    with pytest.raises(ValueError, match=r"reward_funcs must hold the function that watch\(reward\)"):
+        make_trainer(digits, rollout_func=ours.SuffixRollouts()).train()
 
 
 @pytest.mark.parametrize(
