@@ -19,8 +19,8 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -37,6 +37,7 @@ from python_trainer.tasks.arithmetic import (
     prompt_of,
     solution,
 )
+from python_trainer.tasks.base import Example
 
 PAD, START, EOS = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 PAD_ID, START_ID, EOS_ID = 256, 257, 258
@@ -56,6 +57,7 @@ SHAPES: dict[str, dict[str, float]] = {
 BATCH = {"main": 64, "small": 64, "large": 256, "tiny": 4}  # examples a step
 CHUNK_TOKENS = {"cpu": 1536, "cuda": 32768}  # in one forward and backward pass, padding included
 SLIPS = (-10, -1, 1, 10)
+RIGHT = (0.35, 0.65)  # share of its sampled answers that are to be right, where a policy is measured
 FACTS = "pretrain.json"  # beside the weights of a policy that was measured: steps, seconds, accuracies
 
 
@@ -98,13 +100,11 @@ class Phase:
 
 @dataclass(frozen=True)
 class Aim:
-    """How many sampled answers are to be right, and how often to learn on until they are."""
+    """What a policy is measured on, and how often it learns on until as many answers are right as should be."""
 
     variant: Variant
     prompts: int  # of the test split that are answered for it
     rounds: int = 2  # of learning on, at most
-    low: float = 0.35
-    high: float = 0.65
 
 
 PHASES = {
@@ -165,14 +165,19 @@ def new_policy(size: str) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
+@cache
+def shipped(variant: Variant) -> list[list[Example]]:
+    """Training, gate and test examples of the shipped task."""
+    return draw_examples(variant, 0, tuple(SIZES.values()))
+
+
 class Corpus:
     """Endless sums that are no prompt of the shipped task, as (token ids, prompt length)."""
 
     def __init__(self, seed: int, phase: Phase):
         self.rng = random.Random(f"pretrain/{seed}/{phase.name}")
         self.phase = phase
-        splits = [split for variant in TERMS for split in draw_examples(variant, 0, tuple(SIZES.values()))]
-        self.held_out = {example.prompt for split in splits for example in split}
+        self.held_out = {example.prompt for variant in TERMS for split in shipped(variant) for example in split}
 
     def example(self) -> tuple[list[int], int]:
         while True:
@@ -186,7 +191,7 @@ class Corpus:
         answer = solution(terms, slip_step, self.rng.choice(SLIPS))
         return [*(prompt + answer).encode(), EOS_ID], len(prompt)
 
-    def batch(self, size: int, chunk_tokens: int = 1536) -> Iterator[tuple[Tensor, Tensor]]:
+    def batch(self, size: int, chunk_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
         """``size`` examples as (ids, labels) chunks [B, T], sorted by length; labels: -100 on prompt and padding."""
         examples = sorted((self.example() for _ in range(size)), key=lambda e: len(e[0]), reverse=True)
         while examples:
@@ -262,20 +267,27 @@ def train(policy: Qwen2ForCausalLM, phase: Phase, corpus: Corpus, batch: int) ->
     return phase.steps
 
 
-def sampled_accuracy(policy: Qwen2ForCausalLM, variant: Variant, prompts: int, temperature: float) -> float:
-    """Share of the first test prompts of the shipped task that are answered right, one answer each."""
+def right_answers(policy: Qwen2ForCausalLM, variant: Variant, prompts: int) -> dict[str, float]:
+    """Share of the first test prompts of the shipped task that are answered right, one answer each.
+
+    Returns:
+        ``sampled``: at temperature 1; ``greedy``.
+    """
     from python_trainer.rollout import PagedEngine, Request, SamplingParams  # the trainer's engine, slow to import
 
-    *_, test = draw_examples(variant, 0, tuple(SIZES.values()))
+    *_, test = shipped(variant)
     asked = [str(example.prompt) for example in test[:prompts]]
     longest = max(len(solution([int(term) for term in prompt[:-1].split("+")])) for prompt in asked) + 2
     engine = PagedEngine(policy, eos_token_ids=EOS_ID)
     requests = [Request([*prompt.encode()], sample_id=i, max_new_tokens=longest) for i, prompt in enumerate(asked)]
-    right = 0
-    for example, answer in zip(test, engine.generate(requests, SamplingParams(temperature=temperature))):
-        text = bytes(token for token in answer.ids if token < PAD_ID).decode(errors="replace")
-        right += answer.finish_reason == "stop" and final_answer(text) == example.columns["answer"]
-    return right / len(asked)
+    found = {}
+    for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):
+        right = 0
+        for example, answer in zip(test, engine.generate(requests, SamplingParams(temperature=temperature))):
+            text = bytes(token for token in answer.ids if token < PAD_ID).decode(errors="replace")
+            right += answer.finish_reason == "stop" and final_answer(text) == example.columns["answer"]
+        found[name] = right / len(asked)
+    return found
 
 
 def settle(policy: Qwen2ForCausalLM, phase: Phase, aim: Aim, seed: int, batch: int) -> list[dict[str, float]]:
@@ -287,15 +299,16 @@ def settle(policy: Qwen2ForCausalLM, phase: Phase, aim: Aim, seed: int, batch: i
     Returns:
         What was measured each time: ``sampled`` and ``greedy`` accuracy, ``slip_share`` of the phase before.
     """
-    found = []
+    found, (low, high) = [], RIGHT
     for number in range(aim.rounds + 1):
-        sampled, greedy = (sampled_accuracy(policy, aim.variant, aim.prompts, t) for t in (1.0, 0.0))
-        found.append({"sampled": sampled, "greedy": greedy, "slip_share": phase.mixture[-1].slip_share})
-        print(f"right answers, {aim.variant} sums: {sampled:.1%} sampled, {greedy:.1%} greedy", flush=True)
-        if aim.low <= sampled <= aim.high or number == aim.rounds:
+        right = right_answers(policy, aim.variant, aim.prompts)
+        found.append({**right, "slip_share": phase.mixture[-1].slip_share})
+        shares = ", ".join(f"{share:.1%} {name}" for name, share in right.items())
+        print(f"right answers, {aim.variant} sums: {shares}", flush=True)
+        if low <= right["sampled"] <= high or number == aim.rounds:
             break
         # as if (1 - slip share) x what else is right had been measured
-        factor = (aim.low + aim.high) / 2 / max(sampled, 0.05)
+        factor = (low + high) / 2 / max(right["sampled"], 0.05)
         mixture = [replace(p, slip_share=min(max(1 - (1 - p.slip_share) * factor, 0.0), 0.9)) for p in phase.mixture]
         phase = replace(phase, name=f"slips, round {number + 2}", mixture=mixture)
         train(policy, phase, Corpus(seed, phase), batch)
@@ -331,13 +344,14 @@ def main(argv: list[str] | None = None) -> None:
     steps, phases = {}, [replace(p, steps=max(1, round(p.steps * args.steps_scale))) for p in PHASES[args.size]]
     for phase in phases:
         steps[phase.name] = train(policy, phase, Corpus(args.seed, phase), batch)
-    facts: dict[str, Any] = {"size": args.size, "parameters": policy.num_parameters(), "steps": steps, "batch": batch}
-    if args.size in AIMS:
-        facts["settled"] = settle(policy, phases[-1], AIMS[args.size], args.seed, batch)
-        facts["seconds"] = round(time.monotonic() - start, 1)
+    if args.size not in AIMS:
+        save(policy, args.output)
+        return
+    settled = settle(policy, phases[-1], AIMS[args.size], args.seed, batch)
+    facts = {"size": args.size, "parameters": policy.num_parameters(), "steps": steps, "batch": batch,
+             "settled": settled, "seconds": round(time.monotonic() - start, 1)}  # fmt: skip
     save(policy, args.output)
-    if args.size in AIMS:
-        (args.output / FACTS).write_text(json.dumps(facts, indent=1) + "\n")
+    (args.output / FACTS).write_text(json.dumps(facts, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -108,8 +108,8 @@ def test_time_ends_a_phase_with_the_rate_at_zero(monkeypatch):
 
 
 def test_shares_of_slips_are_settled_by_what_is_measured(monkeypatch):
-    measured = iter([0.9, 0.9, 0.2, 0.8, 0.5, 0.9])  # sampled and greedy, three times
-    monkeypatch.setattr(pretrain, "sampled_accuracy", lambda *_: next(measured))
+    measured = iter([(0.9, 0.9), (0.2, 0.8), (0.5, 0.9)])
+    monkeypatch.setattr(pretrain, "right_answers", lambda *_: dict(zip(("sampled", "greedy"), next(measured))))
     shares = []
     monkeypatch.setattr(pretrain, "train", lambda policy, phase, *_: shares.append(phase.mixture[-1].slip_share))
     phase = Phase("slips", [pretrain.Part(1.0, {2: 1.0}, 0.5)], True, 1, 1e-3, 1.0)
@@ -137,4 +137,5 @@ def test_a_missing_gpu_is_named(monkeypatch, capsys, tmp_path):
 
 def test_accuracy_of_samples_is_that_of_the_task():
     policy = AutoModelForCausalLM.from_pretrained(POLICIES / "main", dtype=torch.float32)
-    assert pretrain.sampled_accuracy(policy, "short", 128, 0.0) == sampled_accuracy("main", "short", 128, 0.0)
+    wanted = {name: sampled_accuracy("main", "short", 128, t) for name, t in (("sampled", 1.0), ("greedy", 0.0))}
+    assert pretrain.right_answers(policy, "short", 128) == wanted
