@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from scipy.optimize import nnls
 
-from python_trainer.rollout.ordering import Work, alternate, balance, in_turn, left, share, trusted
+from python_trainer.rollout.ordering import Work, alternate, balance, in_turn, left, share
 
 POLICIES = ("fifo", "balance", "history")  # in turn; by expected length; the same, and idle workers take over work
 
@@ -134,7 +134,7 @@ def simulate(groups: Sequence[Group], workers: int, policy: str, cost: Cost) -> 
     if policy == "fifo":
         plan = in_turn(len(groups), workers)
     else:
-        plan = balance(works, workers, trusted(cost.overhead, groups[0].spread))
+        plan = balance(works, workers, cost.overhead, groups[0].spread)
     return run(groups, plan, cost, moving=policy == "history")
 
 

@@ -93,25 +93,22 @@ def in_turn(count: int, workers: int) -> list[list[int]]:
     return [list(range(start, end)) for start, end in itertools.pairwise(bounds)]
 
 
-def balance(works: Sequence[Work], workers: int, overhead: float) -> list[list[int]]:
+def balance(works: Sequence[Work], workers: int, overhead: float, spread: float = 0.0) -> list[list[int]]:
     """Spreads works over workers so that the last one to finish finishes early -> indices by worker, longest first.
 
     The best of three: each work, longest first, to the worker that would then finish first (LPT); runs of works of
     similar length, where long ones get more workers and a worker of short ones needs fewer passes; :func:`in_turn`.
+
+    Args:
+        spread: how far single answers stray from what is expected, as a share of it. Grouping answers of one length
+            saves passes only if the longest of a part is as expected; where that is anybody's guess, workers with many
+            short answers are just overloaded, and above ``SURE`` tokens alone are balanced.
     """
+    overhead = overhead if spread <= SURE else 0.0
     order = longest_first(works)
     given = [sorted(part, key=order.index) for part in in_turn(len(works), workers)]
     plans = [_greedy(works, order, workers, overhead), _runs(works, order, workers, overhead), given]
     return min(plans, key=lambda plan: makespan(works, plan, overhead))
-
-
-def trusted(overhead: float, spread: float) -> float:
-    """The overhead to plan parts with, where single answers stray so far from what is expected.
-
-    Grouping answers of one length saves passes only if the longest of a part is as expected; where that is anybody's
-    guess, workers with many short answers are just overloaded, and tokens alone are balanced.
-    """
-    return overhead if spread <= SURE else 0.0
 
 
 def makespan(works: Sequence[Work], plan: Sequence[Sequence[int]], overhead: float) -> float:

@@ -29,7 +29,6 @@ from python_trainer.rollout.ordering import (
     in_turn,
     longest_sequence,
     remember,
-    trusted,
 )
 from python_trainer.rollout.shared_weights import SharedWeights
 from python_trainer.rollout.types import Completion, Request, SamplingParams
@@ -255,7 +254,7 @@ class Call:
         parts = list(bundles.values())
         totals = [sum((work for _, work in part), Work()) for part in parts]
         if pool.lengths:
-            plan = balance(totals, pool.workers, trusted(overhead, pool.lengths.spread))
+            plan = balance(totals, pool.workers, overhead, pool.lengths.spread)
         else:
             plan = in_turn(len(parts), pool.workers)
         for worker, chosen in enumerate(plan):

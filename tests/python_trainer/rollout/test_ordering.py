@@ -18,7 +18,6 @@ from python_trainer.rollout.ordering import (
     makespan,
     remember,
     share,
-    trusted,
 )
 from python_trainer.rollout.types import Completion, Request
 
@@ -126,7 +125,9 @@ def test_balance_by_hand():
 
 
 def test_passes_are_planned_only_where_lengths_can_be_told():
-    assert trusted(30.0, spread=0.05) == 30.0 and trusted(30.0, spread=0.3) == 0.0
+    items = [Work(n, n) for n in (100, *[10] * 12)]  # by tokens alone a short one goes along with the long one
+    sure, tokens = balance(items, 2, 5.0), balance(items, 2, 0.0)
+    assert balance(items, 2, 5.0, spread=0.05) == sure != tokens == balance(items, 2, 5.0, spread=0.3)
 
 
 def test_long_answers_get_more_workers_than_short_ones():

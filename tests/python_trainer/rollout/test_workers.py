@@ -63,7 +63,7 @@ def test_same_tokens_when_answers_move_in_their_midst(model, monkeypatch):
     wanted = engine_for(model).generate(requests, SAMPLED)
     pool = WorkerPool(model, workers=2, lengths=LengthHistory(), eos_token_ids=(), memory_bytes=1 << 20, block_size=4)
     pool._overhead = 0.0  # every token that goes elsewhere helps
-    monkeypatch.setattr(workers, "balance", lambda works, count, overhead: workers.in_turn(len(works), count))
+    monkeypatch.setattr(workers, "balance", lambda works, count, *_: workers.in_turn(len(works), count))
     assert_same(pool.generate(requests, SAMPLED), wanted)
     assert 0 < pool.moved < 10 and [report.answers for report in pool.reports] == [10 - pool.moved, 10 + pool.moved]
     computed_anew = pool.stats["prefill_tokens"] - sum(len(request.prompt_ids) for request in requests)
