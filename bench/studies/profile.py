@@ -5,6 +5,7 @@
 Runs the shipped task without accelerators (``--accelerators all`` or names), lets the first steps pass unmeasured, and
 traces the steps after them with torch's profiler, on one thread. Tracing itself costs some per cent. The least time of
 the matrix products is their operations over the rate that this machine reaches on large ones of the same precision.
+Prints the table and writes it to bench/studies/results/profile_ACCELERATORS.md.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from bench import _limits
 from bench._markdown import table_lines
 from bench._runner import commit, cpu_model
 from python_trainer.accelerators import PlannedGroup, Rollout
+from python_trainer.checkpoint import write_text
 from python_trainer.compare import enabled_in
 from python_trainer.config import Config, load_config
 from python_trainer.rollout import Completion
@@ -48,6 +50,7 @@ KINDS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--accelerators", default="baseline", help="as a variant of compare: rhyme+drafts, all, ...")
     parser.add_argument("--skip", type=int, default=20, help="steps that are not measured (default: %(default)s)")
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", metavar="DIR")
     parser.add_argument("--steps", type=int, default=4, help="steps that are (default: %(default)s)")
 
 
@@ -92,7 +95,10 @@ def run(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         trainer = Traced(config, Path(folder) / "run", args.skip)
         trainer.run()
-    print("\n".join(report(trainer, args)))
+    text = "\n".join(report(trainer, args)) + "\n"
+    print(text, end="")
+    args.results.mkdir(parents=True, exist_ok=True)
+    write_text(args.results / f"profile_{args.accelerators}.md", text)
 
 
 def report(trainer: Traced, args: argparse.Namespace) -> list[str]:
