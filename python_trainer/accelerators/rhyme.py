@@ -262,6 +262,7 @@ class Rhyme(Accelerator):
             for place in [self.places[fresh[0].prompt_key]]
             for sample in place.candidates
             if any(rollout.reward != sample.reward for rollout in fresh)  # otherwise the group teaches nothing
+            and begins_with(sample.response_ids, fresh[0].response_ids[: fresh[0].prefix_len])
         ]  # fmt: skip
         if not candidates:
             return {}
@@ -391,10 +392,12 @@ class Rhyme(Accelerator):
         return found
 
     def _as_rollout(self, candidate: Candidate) -> Rollout:
+        """A stored answer as one of its group; what the group was given counts as given to it too."""
         sample, asked = candidate.sample, candidate.fresh[0]
         return Rollout(
             prompt_key=asked.prompt_key, group=candidate.group, prompt_ids=asked.prompt_ids,
-            response_ids=list(sample.response_ids), prefix_len=0, logprobs=list(sample.logprobs),
+            response_ids=list(sample.response_ids), prefix_len=asked.prefix_len,
+            logprobs=list(sample.logprobs[asked.prefix_len :]),
             finish_reason="stop" if sample.finished else "length", text=sample.text, reward=sample.reward, rewards={},
             accuracy=1.0, policy_version=sample.policy_version, importance_cap=self.settings.importance_cap,
         )  # fmt: skip
@@ -459,6 +462,11 @@ class Rhyme(Accelerator):
         self.retrodictor.load_state_dict(state["retrodictor"])
         if self.database is not None and self.settings.record and self.run_id is not None:
             self.database.cut_run(self.run_id, int(self.curve.steps[-1]) if len(self.curve) else 0)
+
+
+def begins_with(response_ids: list[int], prefix_ids: list[int]) -> bool:
+    """Whether an answer goes on from a beginning: only then can it be judged against others that do."""
+    return len(response_ids) > len(prefix_ids) and response_ids[: len(prefix_ids)] == prefix_ids
 
 
 def open_database(url: str, max_bytes: int) -> "RetrospectiveDatabase":

@@ -182,9 +182,10 @@ class RPO(Accelerator):
             cut_share = 1 - prefix / len(answer) if prefix and answer else 1.0
             upper = 100 // CUT_BINS * max(math.ceil(cut_share * CUT_BINS), 1)  # of its bin, in %
             informative = len({rollout.accuracy for rollout in group}) > 1
+            fresh = [rollout for rollout in group if rollout.importance_cap is None]  # others come from a store
             self.counts.update({
                 "groups": 1, "informative": int(informative), "continued": int(prefix > 0), "prefix_tokens": prefix,
-                "given": prefix * len(group), "tokens": sum(len(rollout.response_ids) for rollout in group),
+                "given": prefix * len(fresh), "tokens": sum(len(rollout.response_ids) for rollout in fresh),
                 f"groups_cut_{upper}": 1, f"informative_cut_{upper}": int(informative),
             })  # fmt: skip
 

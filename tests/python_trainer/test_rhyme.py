@@ -11,7 +11,9 @@ from rich.console import Console
 from test_checkpoint import assert_same_run
 
 from python_trainer.accelerators import Rollout
-from python_trainer.accelerators.rhyme import RhymeSettings
+from python_trainer.accelerators import rhyme as rhyme_module
+from python_trainer.accelerators.base import by_group
+from python_trainer.accelerators.rhyme import RhymeSettings, begins_with
 from python_trainer.config import check_config
 from python_trainer.errors import UserError
 from python_trainer.keyed import prompt_order
@@ -216,6 +218,33 @@ def test_hindsight_ranks_perfectly(filled, rhyme_config, tmp_path):
     trainer, _, rows = train(rhyme_config(filled, {**TRUST_ALL, "selection": "oracle"}, max_steps=4), tmp_path / "run")
     assert any(row["rhyme/stored_share"] > 0 for row in rows)
     assert any("rhyme/alignment" in row for row in rows) and trainer.accelerators[0].last_gradient is not None
+
+
+def test_stored_answers_join_a_group_only_from_where_it_begins(make_config, tmp_path, monkeypatch):
+    """Answers of a group are compared with each other, so all of them go on from the same tokens."""
+    config = make_config(max_steps=12, accelerators={"enabled": ["rhyme", "rpo"], "rpo": {"cut_share": 0.7}})
+    trainer = Trainer(config, tmp_path / "run", console=QUIET)
+    update, stored, offered = trainer.learner.update, [], []
+
+    def spy(rollouts, number):
+        for members in by_group(rollouts).values():
+            given = members[0].response_ids[: members[0].prefix_len]
+            for r in members:
+                assert r.prefix_len == len(given) and r.response_ids[: r.prefix_len] == given
+                assert len(r.response_ids) == r.prefix_len + len(r.logprobs) and r.logprobs
+            stored.extend(r.prefix_len for r in members if r.importance_cap is not None)
+        return update(rollouts, number)
+
+    def begins(response_ids, prefix_ids):
+        offered.append(begins_with(response_ids, prefix_ids))
+        return offered[-1]
+
+    monkeypatch.setattr(trainer.learner, "update", spy)
+    monkeypatch.setattr(rhyme_module, "begins_with", begins)
+    trainer.run()
+    assert 0 in stored and max(stored) > 0, "groups with and without a beginning"
+    assert False in offered and True in offered
+    assert not begins_with([1, 2], [1, 2]) and begins_with([1, 2], []) and not begins_with([1, 3, 2], [1, 2])
 
 
 def test_with_suffix_rollouts(filled, rhyme_config, tmp_path):
