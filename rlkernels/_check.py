@@ -1,24 +1,61 @@
 """Argument checks that name the argument, its value and what is allowed."""
 
+import math
+import operator
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 
 
 def one_of(name: str, value: object, allowed: Collection[object]) -> None:
     """Raises ValueError unless ``value`` is one of ``allowed``."""
-    if value not in allowed:
+    if value not in tuple(allowed):  # a dictionary would raise for what it cannot hash
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
+def number(name: str, value: Any) -> None:
+    """Raises TypeError unless ``value`` is a number, of Python or of a kind that turns into a float (not a bool)."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return
+    try:
+        if not isinstance(value, bool):
+            math.isnan(value)  # turns it into a float as float() does, but takes no strings
+            return
+    except (TypeError, ValueError, RuntimeError):  # the last two: several numbers
+        pass
+    raise TypeError(f"{name} must be a number, got {value!r}")
+
+
+def integer(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
+    """Raises unless ``value`` is an integer (not a bool) in the range; returns it as int."""
+    try:
+        found = value if isinstance(value, int) else operator.index(value)
+    except TypeError:
+        found = True
+    if isinstance(found, bool):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if (low is not None and found < low) or (high is not None and found > high):
+        allowed = f">= {low}" if high is None else f"between {low} and {high}"
+        raise ValueError(f"{name} must be {allowed}, got {found}")
+    return found
+
+
+def seed(value: Any) -> int:
+    """Raises unless ``value`` is an integer; returns it modulo 2**64 as a signed number, as kernels take it."""
+    return (integer("seed", value) + 2**63) % 2**64 - 2**63
+
+
 def positive(name: str, value: float, *, zero: bool = False) -> None:
-    """Raises ValueError unless ``value`` is above 0, or at 0 where ``zero`` is allowed."""
+    """Raises unless ``value`` is a number above 0, or at 0 where ``zero`` is allowed."""
+    number(name, value)
     if not (value > 0 or (zero and value == 0)):  # also refuses NaN
         raise ValueError(f"{name} must be {'>= 0' if zero else '> 0'}, got {value!r}")
 
 
 def in_range(name: str, value: float, low: float, high: float) -> None:
-    """Raises ValueError unless ``low <= value <= high``."""
+    """Raises unless ``value`` is a number and ``low <= value <= high``."""
+    number(name, value)
     if not low <= value <= high:
         raise ValueError(f"{name} must be between {low} and {high}, got {value!r}")
 

@@ -38,9 +38,9 @@ class RolloutHistory:
         self, *, max_tokens: int | None = None, token_cost: float = 0.02, depth: int = 24, backend: str = "auto"
     ) -> None:
         if max_tokens is not None:
-            _check.positive("max_tokens", max_tokens)
+            max_tokens = _check.integer("max_tokens", max_tokens, 1)
         _check.in_range("token_cost", token_cost, 0.0, 1.0)
-        _check.in_range("depth", depth, max(reference.SHARED_GRAMS), 64)
+        depth = _check.integer("depth", depth, max(reference.SHARED_GRAMS), 64)
         self._core = _implementation(backend)(max_tokens, token_cost, depth)
 
     def add(self, prompt_ids: Ids, response_ids: Ids, *, reward: float = 0.0, epoch: int = 0) -> None:
@@ -52,10 +52,12 @@ class RolloutHistory:
             reward: finite, any scale; only the order and the spread within a prompt matter.
             epoch: pass over the data or policy version, any integer that grows with time.
         """
+        _check.number("reward", reward)
         reward = float(reward)
         if not abs(reward) < float("inf"):
             raise ValueError(f"reward must be finite, got {reward}")
-        self._core.add(_ids("prompt_ids", prompt_ids), _ids("response_ids", response_ids), reward, int(epoch))
+        epoch = _check.integer("epoch", epoch)
+        self._core.add(_ids("prompt_ids", prompt_ids), _ids("response_ids", response_ids), reward, epoch)
 
     def draft(
         self, prompt_ids_list: Sequence[Ids], generated_ids_list: Sequence[Ids], *, max_tokens: int
@@ -70,7 +72,7 @@ class RolloutHistory:
         Returns:
             B drafts of 0 .. max_tokens tokens; empty where nothing is known.
         """
-        _check.positive("max_tokens", max_tokens, zero=True)
+        max_tokens = _check.integer("max_tokens", max_tokens, 0)
         if len(prompt_ids_list) != len(generated_ids_list):
             raise ValueError(
                 f"generated_ids_list must have one entry per prompt, {len(prompt_ids_list)}, got "
@@ -87,7 +89,7 @@ class RolloutHistory:
 
     def extend(self, handle: int, ids: Ids) -> None:
         """Tells that ``ids`` were generated (accepted draft tokens included)."""
-        self._core.extend(handle, _ids("ids", ids))
+        self._core.extend(_handle(handle), _ids("ids", ids))
 
     def extend_tracked(self, handles: Ids, ids: Ids, lengths: Ids) -> None:
         """:meth:`extend` of B sequences in one call.
@@ -121,7 +123,7 @@ class RolloutHistory:
         Raises:
             ValueError: a handle that is not tracked.
         """
-        _check.positive("max_tokens", max_tokens, zero=True)
+        max_tokens = _check.integer("max_tokens", max_tokens, 0)
         if token_cost is not None:
             _check.in_range("token_cost", token_cost, 0.0, 1.0)
         ids, lengths = self._core.draft_tracked(_ids("handles", handles, np.int64), max_tokens, token_cost)
@@ -152,7 +154,7 @@ class RolloutHistory:
 
     def release(self, handle: int) -> None:
         """Forgets a tracked sequence."""
-        self._core.release(handle)
+        self._core.release(_handle(handle))
 
     def longest_prompt(self, ids: Ids) -> int:
         """How many tokens of ``ids`` are a prompt with answers: the longest one that they begin with; 0 where none is.
@@ -202,6 +204,10 @@ def _implementation(backend: str) -> Any:
 
         return _C.RolloutHistory
     return reference.History
+
+
+def _handle(handle: int) -> int:
+    return _check.integer("handle", handle)
 
 
 def _ids(name: str, value: Ids, dtype: type = np.int32) -> np.ndarray:

@@ -99,7 +99,7 @@ def linear_token_logprobs(
     _check.shape("ids", ids, hidden.shape[:-1])
     _check.positive("temperature", temperature)
     if chunk is not None:
-        _check.positive("chunk", chunk)
+        chunk = _check.integer("chunk", chunk, 1)
     chosen = _backend.choose("linear_token_logprobs", hidden.device, backend)
     if hidden.dtype not in (torch.float32, torch.bfloat16):
         chosen = "torch"

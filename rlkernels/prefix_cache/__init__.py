@@ -292,6 +292,7 @@ def _check_heads(query: torch.Tensor, kv_heads: int) -> None:
 
 
 def _check_scale(scale: float) -> None:
+    _check.number("scale", scale)
     if not abs(float(scale)) < float("inf"):
         raise ValueError(f"scale must be finite, got {scale!r}")
 

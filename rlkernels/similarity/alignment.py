@@ -92,7 +92,7 @@ def dtw_topk(
         TypeError, ValueError: a wrong type, dtype, rank, shape, device or value, named in the message.
     """
     arguments.series(x, y)
-    k = arguments.integer("k", k, 0, y.shape[0])
+    k = _check.integer("k", k, 0, y.shape[0])
     band = arguments.band(band)
     chosen = _backend.choose("dtw_topk", x.device, backend)
     x_lengths = arguments.lengths("x_lengths", x_lengths, x, in_kernel=chosen == "cpu")

@@ -1,7 +1,5 @@
 """Argument checks that the functions of this package share."""
 
-import operator
-
 import torch
 
 from rlkernels import _check
@@ -37,17 +35,6 @@ def lengths(name: str, value: torch.Tensor | None, x: torch.Tensor, *, in_kernel
     return value.long().contiguous()
 
 
-def integer(name: str, value: object, low: int, high: int | None = None) -> int:
-    """Raises unless ``value`` is an integer (not a bool) in the range; returns it as int."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    number = operator.index(value)
-    if number < low or (high is not None and number > high):
-        allowed = f">= {low}" if high is None else f"between {low} and {high}"
-        raise ValueError(f"{name} must be {allowed}, got {number}")
-    return number
-
-
 def band(value: int | None) -> int | None:
     """A Sakoe-Chiba radius: an integer >= 0 or None. Radii that no trajectory reaches come back as 2**31."""
-    return None if value is None else min(integer("band", value, 0), 2**31)
+    return None if value is None else min(_check.integer("band", value, 0), 2**31)

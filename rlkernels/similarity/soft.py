@@ -91,8 +91,6 @@ def soft_dtw(
     """
     arguments.series(x, y)
     _check.shape("y", y, (x.shape[0], *[None] * (y.ndim - 1)))
-    if not isinstance(gamma, (int, float)) or isinstance(gamma, bool):
-        raise TypeError(f"gamma must be a number, got {gamma!r}")
     _check.positive("gamma", gamma)
     band = arguments.band(band)
     _backend.choose("soft_dtw", x.device, backend)

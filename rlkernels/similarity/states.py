@@ -45,8 +45,8 @@ def state_similarity(
     _check.tensor("y", y, ndim=ndim, dtype=arguments.FLOATS, device=x.device)
     _check.shape("y", y, (None, *x.shape[1:]))
     _check.positive("scale", scale)
-    projections = arguments.integer("projections", projections, 1)
-    seed = arguments.integer("seed", seed, 0)
+    projections = _check.integer("projections", projections, 1)
+    seed = _check.integer("seed", seed, 0)
     if metric == "hellinger":
         for name, value in (("x", x), ("y", y)):
             if bool((value < 0).any()):

@@ -144,7 +144,7 @@ def rhyme_topk(
         k = math.ceil(round(fraction * len(bank), 9))  # 0.07 * 100 is 7.000000000000001
         k = max(k, min(1, len(bank)))
     else:
-        k = arguments.integer("k", k, 0, len(bank))
+        k = _check.integer("k", k, 0, len(bank))
     score = rhyme_similarity(query, bank, backend=backend, **settings)
     negative, index = reference.smallest(-score, k)
     return -negative, index

@@ -376,7 +376,15 @@ def test_threads_share_a_history(implementation):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda h: rlkernels.RolloutHistory(max_tokens=0), ValueError, "max_tokens must be > 0, got 0"),
+        (lambda h: rlkernels.RolloutHistory(max_tokens=0), ValueError, "max_tokens must be >= 1, got 0"),
+        (lambda h: rlkernels.RolloutHistory(max_tokens=2.5), TypeError, "max_tokens must be an integer, got 2.5"),
+        (lambda h: rlkernels.RolloutHistory(depth=5.5), TypeError, "depth must be an integer, got 5.5"),
+        (lambda h: rlkernels.RolloutHistory(token_cost="0"), TypeError, "token_cost must be a number, got '0'"),
+        (lambda h: h.draft([[1]], [[]], max_tokens=1.5), TypeError, "max_tokens must be an integer, got 1.5"),
+        (lambda h: h.draft_tracked([], max_tokens=1.5), TypeError, "max_tokens must be an integer, got 1.5"),
+        (lambda h: h.add([1], [1], epoch=1.5), TypeError, "epoch must be an integer, got 1.5"),
+        (lambda h: h.add([1], [1], reward="1"), TypeError, "reward must be a number, got '1'"),
+        (lambda h: h.release("a"), TypeError, "handle must be an integer, got 'a'"),
         (lambda h: rlkernels.RolloutHistory(token_cost=2), ValueError, "token_cost must be between 0.0 and 1.0"),
         (lambda h: rlkernels.RolloutHistory(depth=4), ValueError, "depth must be between 5 and 64, got 4"),
         (lambda h: h.add([1], [-1]), ValueError, r"response_ids must be between 0 and 2\*\*31 - 1, got -1"),

@@ -171,6 +171,8 @@ def test_wrong_types_and_shapes_are_named():
         rlkernels.paged_attention(
             p.query, p.key_cache, p.value_cache, p.block_tables.long(), p.seq_lens, p.query_starts, scale=1.0
         )
+    with pytest.raises(TypeError, match="scale must be a number, got '1'"):
+        rlkernels.paged_attention(*p.args(), scale="1")
     with pytest.raises(ValueError, match="scale must be finite"):
         rlkernels.paged_attention(*p.args(), scale=float("nan"))
     with pytest.raises(ValueError, match="slots must be between 0 and 31, got -1"):

@@ -241,6 +241,7 @@ ONE = torch.ones(2, 3)
         (lambda: rlkernels.dtw_topk(ONE, ONE, 3), ValueError, "k must be between 0 and 2, got 3"),
         (lambda: rlkernels.dtw_topk(ONE, ONE, True), TypeError, "k must be an integer, got True"),
         (lambda: rlkernels.soft_dtw(ONE, ONE, gamma=0), ValueError, "gamma must be > 0, got 0"),
+        (lambda: rlkernels.soft_dtw(ONE, ONE, gamma="1"), TypeError, "gamma must be a number, got '1'"),
         (lambda: rlkernels.soft_dtw(ONE, ONE, gamma=NAN), ValueError, "gamma must be > 0, got nan"),
         (lambda: rlkernels.soft_dtw(ONE, ONE[:1]), ValueError, r"y must have shape \[2, any\], got \[1, 3\]"),
         (lambda: rlkernels.state_similarity(ONE, ONE), ValueError, "x must have 3 dimensions"),
@@ -251,6 +252,11 @@ ONE = torch.ones(2, 3)
             "x must hold histograms >= 0, got -1",
         ),
         (lambda: rlkernels.state_similarity(ONE, ONE, metric="cosine", scale=0), ValueError, "scale must be > 0"),
+        (
+            lambda: rlkernels.state_similarity(ONE, ONE, metric="cosine", scale=None),
+            TypeError,
+            "scale must be a number",
+        ),
         (lambda: Trajectories(ONE[0]), ValueError, "rewards must have 2 dimensions"),
         (lambda: Trajectories(ONE, ONE[:1]), ValueError, r"states must have shape \[2, any\]"),
         (lambda: Trajectories(ONE, None, torch.tensor([9, 1])), ValueError, "lengths must lie between 0 and 3"),
@@ -259,6 +265,16 @@ ONE = torch.ones(2, 3)
             lambda: rlkernels.rhyme_similarity(Trajectories(ONE), Trajectories(ONE), reward_weight=2),
             ValueError,
             "reward_weight must be between 0 and 1",
+        ),
+        (
+            lambda: rlkernels.rhyme_similarity(Trajectories(ONE), Trajectories(ONE), reward_weight="1"),
+            TypeError,
+            "reward_weight must be a number, got '1'",
+        ),
+        (
+            lambda: rlkernels.rhyme_topk(Trajectories(ONE), Trajectories(ONE), fraction=None),
+            TypeError,
+            "fraction must be a number, got None",
         ),
         (
             lambda: rlkernels.rhyme_topk(Trajectories(ONE), Trajectories(ONE), fraction=0),
