@@ -1,7 +1,9 @@
 """Keyed random numbers, token sampling and exact draft verification."""
 
+import math
+import operator
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 
@@ -35,7 +37,7 @@ def keyed_uniform(
     _check.tensor("sample_ids", sample_ids, ndim=1, dtype=torch.int64)
     _check.tensor("positions", positions, ndim=1, dtype=torch.int64, device=sample_ids.device)
     _check.shape("positions", positions, sample_ids.shape)
-    seed = (int(seed) + 2**63) % 2**64 - 2**63  # as a signed 64-bit number
+    seed = _check.seed(seed)
     if _backend.choose("keyed_uniform", sample_ids.device, backend) == "cpu":
         return torch.ops.rlkernels.keyed_uniform(seed, sample_ids.contiguous(), positions.contiguous())
     return reference.keyed_uniform(seed, sample_ids, positions)
@@ -89,7 +91,7 @@ def sample_tokens(
     else:
         ids, logprobs = reference.sample_tokens(logits, uniforms, *settings)
     if validate:
-        _raise_bad_rows(logprobs)
+        _raise_bad_rows(logprobs, logits, uniforms)
     return ids, logprobs
 
 
@@ -146,7 +148,7 @@ def verify_drafts(
     else:
         accepted, ids, logprobs = reference.verify_drafts(logits, flat, starts, uniforms, *settings)
     if validate:
-        _raise_bad_rows(logprobs)
+        _raise_bad_rows(logprobs, logits, uniforms)
     return accepted, ids, logprobs
 
 
@@ -186,10 +188,14 @@ def _settings(
             _check.shape(name, value, [rows])
         return value.to(dtype).expand(rows).contiguous()
 
+    if not isinstance(top_k, torch.Tensor):
+        top_k = min(_check.integer("top_k", top_k, 0), MAX_VOCABULARY)
     for name, value in (("temperature", temperature), ("top_p", top_p), ("top_k", top_k)):
         # Tensors on a GPU are not read back: that would wait for it
         if isinstance(value, torch.Tensor) and (value.device.type != "cpu" or value.numel() == 0):
             continue
+        if not isinstance(value, torch.Tensor):
+            _check.number(name, value)
         low, high = (float(value.min()), float(value.max())) if isinstance(value, torch.Tensor) else (value, value)
         if name == "top_p":
             if not (low > 0 and high <= 1):
@@ -209,7 +215,10 @@ def _drafts(
     drafts: Sequence[Sequence[int]] | torch.Tensor, starts: torch.Tensor | Sequence[int], logits: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Drafts concatenated [R - B] and starts [B + 1], both int64 on the device of the logits, checked against R."""
-    bounds = [int(s) for s in starts]
+    if isinstance(starts, torch.Tensor):
+        bounds = _check.tensor("starts", starts, ndim=1, dtype=(torch.int64, torch.int32)).tolist()
+    else:
+        bounds = [_check.integer("an entry of starts", start) for start in starts]
     if len(bounds) < 1 or bounds[0] != 0 or bounds[-1] != logits.shape[0]:
         raise ValueError(f"starts must run from 0 to the number of rows, {logits.shape[0]}, got {bounds}")
     lengths = [after - before - 1 for before, after in pairwise(bounds)]
@@ -223,15 +232,25 @@ def _drafts(
         given = [len(draft) for draft in drafts]
         if given != lengths:
             raise ValueError(f"drafts must have the lengths {lengths} that starts leaves room for, got {given}")
-        flat = torch.tensor([int(t) for draft in drafts for t in draft], dtype=torch.int64, device=logits.device)
+        try:
+            ids = [operator.index(token) for draft in drafts for token in draft]
+        except TypeError:
+            for token in chain.from_iterable(drafts):
+                _check.integer("an entry of drafts", token)
+            raise
+        flat = torch.tensor(ids, dtype=torch.int64, device=logits.device)
     return flat.contiguous(), torch.tensor(bounds, dtype=torch.int64, device=logits.device)
 
 
-def _raise_bad_rows(logprobs: torch.Tensor) -> None:
+def _raise_bad_rows(logprobs: torch.Tensor, logits: torch.Tensor, uniforms: torch.Tensor) -> None:
     bad = logprobs.isnan()
     if bad.any():
         row = int(bad.nonzero()[0, 0])
-        raise ValueError(
-            f"logits must hold finite numbers or -inf, with one finite number a row at least, and uniforms must lie in "
-            f"[0, 1); row {row} does not ({int(bad.sum())} such rows)"
-        )
+        where = f"in row {row} ({int(bad.sum())} bad rows)"
+        uniform, largest = float(uniforms[row]), float(logits[row].float().max())
+        if not 0 <= uniform < 1:
+            raise ValueError(f"uniforms must lie in [0, 1), got {uniform} {where}")
+        if not math.isfinite(largest):
+            found = "nothing but -inf" if largest == -math.inf else largest
+            raise ValueError(f"logits must be finite or -inf, one of a row finite at least, got {found} {where}")
+        raise ValueError(f"temperature must be >= 0, top_p > 0 and <= 1, top_k >= 0, got others {where}")

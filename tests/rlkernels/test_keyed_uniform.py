@@ -54,3 +54,9 @@ def test_uniform_along_every_part_of_the_key(vary):
 def test_bad_arguments(ids, positions, error, message):
     with pytest.raises(error, match=message):
         rlkernels.keyed_uniform(0, ids, positions)
+
+
+@pytest.mark.parametrize("seed", ["3", 1.5, None])
+def test_bad_seeds(seed):
+    with pytest.raises(TypeError, match=f"seed must be an integer, got {seed!r}"):
+        rlkernels.keyed_uniform(seed, torch.zeros(1).long(), torch.zeros(1).long())

@@ -170,11 +170,12 @@ def test_tokens_ruled_out_are_never_drawn():
 def test_rows_without_a_distribution(value):
     logits, u = torch.randn(4, 9), uniforms(4)
     logits[2] = value
-    with pytest.raises(ValueError, match=r"row 2 does not \(1 such rows\)"):
+    found = {math.nan: "nan", math.inf: "inf", -math.inf: "nothing but -inf"}[value]
+    with pytest.raises(ValueError, match=rf"logits must be .*, got {found} in row 2 \(1 bad rows\)"):
         rlkernels.sample_tokens(logits, u)
     ids, logprobs = rlkernels.sample_tokens(logits, u, validate=False)
     assert ids[2] == -1 and logprobs[2].isnan() and logprobs.isnan().sum() == 1
-    with pytest.raises(ValueError, match="uniforms must lie in"):
+    with pytest.raises(ValueError, match=r"uniforms must lie in \[0, 1\), got 1.0 in row 1"):
         rlkernels.sample_tokens(torch.randn(2, 3), torch.tensor([0.5, 1.0]))
 
 
@@ -327,6 +328,9 @@ def test_acceptance_rate_is_the_probability_of_the_draft():
         ({"top_p": 0.0}, ValueError, "top_p must be > 0 and <= 1, got 0.0"),
         ({"top_p": torch.tensor([0.5, 1.5])}, ValueError, "top_p must be > 0 and <= 1, got 1.5"),
         ({"top_k": -1}, ValueError, "top_k must be >= 0, got -1"),
+        ({"temperature": "1"}, TypeError, "temperature must be a number, got '1'"),
+        ({"top_p": None}, TypeError, "top_p must be a number, got None"),
+        ({"top_k": 2.5}, TypeError, "top_k must be an integer, got 2.5"),
         ({"top_k": torch.ones(2)}, TypeError, "top_k must have an integer dtype, got torch.float32"),
         ({"logits": torch.zeros(2, 4, dtype=torch.int64)}, TypeError, "logits must be floating point"),
         ({"logits": torch.zeros(2, 0)}, ValueError, "the vocabulary, .* must be between 1 and 1048576, got 0"),
@@ -352,3 +356,22 @@ def test_bad_arguments(change, error, message):
 def test_bad_drafts(drafts, starts, message):
     with pytest.raises(ValueError, match=message):
         rlkernels.verify_drafts(torch.zeros(3, 4), drafts, starts, torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("drafts", "starts", "message"),
+    [
+        ([[1.5], []], [0, 2, 3], "an entry of drafts must be an integer, got 1.5"),
+        ([[1], []], [0, 2.5, 3], "an entry of starts must be an integer, got 2.5"),
+        ([[1], []], torch.tensor([0.0, 2.0, 3.0]), "starts must have dtype .* got torch.float32"),
+    ],
+)
+def test_fractions_in_drafts(drafts, starts, message):
+    with pytest.raises(TypeError, match=message):
+        rlkernels.verify_drafts(torch.zeros(3, 4), drafts, starts, torch.zeros(3))
+
+
+def test_top_k_beyond_the_vocabulary_is_off():
+    logits, u = torch.randn(6, 9), uniforms(6)
+    wanted = rlkernels.sample_tokens(logits, u)
+    assert all(map(torch.equal, rlkernels.sample_tokens(logits, u, top_k=2**70), wanted))
