@@ -17,7 +17,15 @@ from dataclasses import dataclass
 
 import torch
 
+from rlkernels import _check
+
 Key = tuple[int, tuple[int, ...]]  # (parent block, or -1 - version for a first block; tokens of the block)
+
+
+def integers(token_ids: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Lists of token ids as int; raises TypeError or ValueError for one that is no integer of 32 bits."""
+    name, low, high = "an entry of token_ids", -(2**31), 2**31 - 1
+    return [[_check.integer(name, token, low, high) for token in tokens] for tokens in token_ids]
 
 
 class OutOfBlocks(RuntimeError):
@@ -54,6 +62,7 @@ class BlockPool:
     # Sequences ---------------------------------------------------------------------------------------------------
     def open_many(self, prompts: Sequence[Sequence[int]]) -> list[int]:
         """Opens all or none. A block that several prompts begin with is taken once, by the first of them."""
+        prompts = integers(prompts)
         plans: list[list[int]] = []  # per prompt: block >= 0 found in the tree, or -1 - n for the n-th new block
         found: set[int] = set()  # unpinned blocks among those found
         cached = []
@@ -98,7 +107,7 @@ class BlockPool:
 
     def append(self, handles: Sequence[int], tokens: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
         """Appends to all of the sequences or none -> blocks (from, to) whose contents must be copied first."""
-        sequences = [self._sequences[h] for h in handles]
+        sequences, tokens = [self._sequences[h] for h in handles], integers(tokens)
         need = 0
         writers: dict[int, int] = {}  # how many of these sequences write into a block that they share
         for sequence, more in zip(sequences, tokens):

@@ -1,5 +1,6 @@
 """The paged key/value cache: tensors of blocks, and the sequences that use them."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 
 from rlkernels import _check
 from rlkernels import backend as _backend
-from rlkernels.prefix_cache.block_pool import BlockPool, OutOfBlocks
+from rlkernels.prefix_cache.block_pool import BlockPool, OutOfBlocks, integers
 
 __all__ = ["OutOfBlocks", "PagedKVCache", "Sequence"]
 
@@ -26,22 +27,22 @@ class Sequence:
     @property
     def length(self) -> int:
         """Number of tokens."""
-        return self._cache._pool.length(self._handle)
+        return self._cache._pool.length(self._cache._open_handle(self))
 
     @property
     def num_cached(self) -> int:
         """Leading tokens whose keys and values were there when the sequence was opened or forked."""
-        return self._cache._pool.num_cached(self._handle)
+        return self._cache._pool.num_cached(self._cache._open_handle(self))
 
     @property
     def num_computed(self) -> int:
         """Leading tokens known to be written: ``num_cached``, and all of them after a commit."""
-        return self._cache._pool.computed(self._handle)
+        return self._cache._pool.computed(self._cache._open_handle(self))
 
     @property
     def token_ids(self) -> list[int]:
         """The tokens, as a new list."""
-        return self._cache._pool.token_ids(self._handle)
+        return self._cache._pool.token_ids(self._cache._open_handle(self))
 
     @property
     def slots(self) -> torch.Tensor:
@@ -54,6 +55,8 @@ class Sequence:
         return self._cache.tables([self])[0][0]
 
     def __repr__(self) -> str:
+        if self._handle < 0:
+            return "Sequence(closed)"
         return f"Sequence(length={self.length}, num_cached={self.num_cached})"
 
 
@@ -86,7 +89,7 @@ class PagedKVCache:
                  device: torch.device | str = "cpu", backend: str = "auto"):  # fmt: skip
         sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "block_size": block_size}
         for name, size in sizes.items():
-            _check.positive(name, size)
+            _check.integer(name, size, 1)
         _check.one_of("dtype", dtype, (torch.float32, torch.bfloat16, torch.float16, torch.float64))
         if (num_blocks is None) == (memory_bytes is None):
             raise ValueError(
@@ -94,10 +97,10 @@ class PagedKVCache:
             )
         self.block_bytes = 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
         if num_blocks is None:
-            num_blocks = int(memory_bytes or 0) // self.block_bytes
+            num_blocks = _check.integer("memory_bytes", memory_bytes) // self.block_bytes
             if num_blocks < 1:
                 raise ValueError(f"memory_bytes must be at least {self.block_bytes} (one block), got {memory_bytes}")
-        _check.positive("num_blocks", num_blocks)
+        num_blocks = _check.integer("num_blocks", num_blocks, 1)
         self.num_blocks, self.block_size, self.device = num_blocks, block_size, torch.device(device)
         shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
         self.key_cache = torch.empty(shape, dtype=dtype, device=device)
@@ -130,7 +133,7 @@ class PagedKVCache:
         Raises:
             OutOfBlocks: nothing has been changed.
         """
-        return [Sequence(self, handle) for handle in self._pool.open_many([_ids(prompt) for prompt in prompts])]
+        return [Sequence(self, handle) for handle in _with_ids(self._pool.open_many, prompts)]
 
     def append(self, seq: Sequence, token_ids: Seq[int]) -> torch.Tensor:
         """Adds tokens -> their slots, int64. A last block that others use too is copied first.
@@ -151,9 +154,11 @@ class PagedKVCache:
         if len(handles) != len(token_ids):
             raise ValueError(f"token_ids must have one list per sequence ({len(handles)}), got {len(token_ids)}")
         if len(set(handles)) < len(handles):
-            raise ValueError("sequences must be different ones, got one of them twice")
+            again = next(i for i, handle in enumerate(handles) if handle in handles[:i])
+            first = handles.index(handles[again])
+            raise ValueError(f"sequences must be different ones, got one of them twice, as number {first} and {again}")
         starts = [self._pool.length(h) for h in handles]
-        copies = self._pool.append(handles, [_ids(tokens) for tokens in token_ids])
+        copies = _with_ids(lambda lists: self._pool.append(handles, lists), token_ids)
         if copies:
             source, target = torch.tensor(copies, device=self.device).T
             for blocks in (*self.key_cache, *self.value_cache):
@@ -162,8 +167,8 @@ class PagedKVCache:
 
     def truncate(self, seq: Sequence, length: int) -> None:
         """Drops all tokens from ``length`` on and the blocks they alone used."""
-        _check.in_range("length", length, 0, seq.length)
-        self._pool.truncate(self._handles([seq])[0], length)
+        handle = self._open_handle(seq)
+        self._pool.truncate(handle, _check.integer("length", length, 0, self._pool.length(handle)))
 
     def fork(self, seq: Sequence, n: int) -> list[Sequence]:
         """``n`` new sequences with the same tokens in the same blocks; ``seq`` stays valid.
@@ -171,8 +176,8 @@ class PagedKVCache:
         The keys and values of ``seq`` must be written before any of them is appended to: the first append to a
         partly filled last block copies it.
         """
-        _check.positive("n", n, zero=True)
-        return [Sequence(self, handle) for handle in self._pool.fork(self._handles([seq])[0], n)]
+        handle = self._open_handle(seq)
+        return [Sequence(self, child) for child in self._pool.fork(handle, _check.integer("n", n, 0))]
 
     def commit(self, seq: Sequence) -> None:
         """Declares all keys and values of ``seq`` written, so that others may share its full blocks.
@@ -180,11 +185,11 @@ class PagedKVCache:
         Where another sequence has committed the same tokens before, its blocks replace those of ``seq``. A sequence
         opened before ``advance_version`` shares nothing.
         """
-        self._pool.commit(self._handles([seq])[0])
+        self._pool.commit(self._open_handle(seq))
 
     def close(self, seq: Sequence) -> None:
         """Ends the sequence. What it committed stays cached until the space is needed."""
-        self._pool.close(self._handles([seq])[0])
+        self._pool.close(self._open_handle(seq))
         seq._handle = -1
 
     def advance_version(self) -> None:
@@ -214,7 +219,7 @@ class PagedKVCache:
             int32 tensors: group_tables [G, most shared blocks], group_lens [G] in tokens, group_starts [G + 1],
             block_tables [B, most blocks] and seq_lens [B] of what each sequence has beyond the shared part.
         """
-        handles = self._handles(sequences)
+        handles, min_tokens = self._handles(sequences), _check.integer("min_tokens", min_tokens, 0)
         tables, lengths = map(torch.as_tensor, self._pool.tables(handles))
         size = self.block_size
         own = torch.tensor([self._pool.computed(h) for h in handles], dtype=torch.int32)
@@ -246,18 +251,44 @@ class PagedKVCache:
     def _tensor(self, values: Any) -> torch.Tensor:
         return torch.as_tensor(values, device=self.device)
 
+    def _open_handle(self, seq: Sequence, name: str = "seq") -> int:
+        if not isinstance(seq, Sequence):
+            raise TypeError(f"{name} must be a Sequence of this cache, got {seq!r}")
+        if seq._cache is not self or seq._handle < 0:
+            other = "a closed one" if seq._handle < 0 else "one of another cache"
+            raise ValueError(f"{name} must be an open sequence of this cache, got {other}")
+        return seq._handle
+
     def _handles(self, sequences: Seq[Sequence]) -> list[int]:
-        for seq in sequences:
-            if seq._cache is not self or seq._handle < 0:
-                other = "a closed one" if seq._handle < 0 else "one of another cache"
-                raise ValueError(f"seq must be an open sequence of this cache, got {other}")
+        if isinstance(sequences, Sequence):
+            raise TypeError(f"sequences must be a list of Sequences, got {sequences!r}")
+        for i, seq in enumerate(sequences):
+            if not isinstance(seq, Sequence) or seq._cache is not self or seq._handle < 0:
+                self._open_handle(seq, f"sequences[{i}]")
         return [seq._handle for seq in sequences]
+
+
+def _with_ids(call: Callable[[list[list[int]]], Any], token_ids: Seq[Seq[int]]) -> Any:
+    """A call of the pool with lists of token ids; where it refuses one, the error names it."""
+    lists = [_ids(ids) for ids in token_ids]
+    try:
+        return call(lists)
+    except (TypeError, OverflowError) as error:
+        refused = error
+    integers(lists)
+    raise refused
 
 
 def _ids(token_ids: Any) -> list[int]:
     if isinstance(token_ids, list):
         return token_ids
-    return token_ids.tolist() if hasattr(token_ids, "tolist") else list(token_ids)
+    try:
+        ids = token_ids.tolist() if hasattr(token_ids, "tolist") else list(token_ids)
+    except TypeError:
+        ids = None
+    if not isinstance(ids, list):
+        raise TypeError(f"token_ids must be a list or a tensor [L] of integers, got {token_ids!r}")
+    return ids
 
 
 def _neighbours(tables: torch.Tensor, limits: list[int], least: int) -> tuple[list[int], list[int]]:

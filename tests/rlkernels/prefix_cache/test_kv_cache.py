@@ -199,8 +199,31 @@ def test_memory_bytes_and_wrong_sizes():
         rlkernels.PagedKVCache(2, 2, 8, memory_bytes=100, block_size=4, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="exactly one of num_blocks and memory_bytes"):
         rlkernels.PagedKVCache(2, 2, 8)
-    with pytest.raises(ValueError, match="head_dim must be > 0, got 0"):
+    with pytest.raises(ValueError, match="head_dim must be >= 1, got 0"):
         rlkernels.PagedKVCache(2, 2, 0, num_blocks=1)
+    for name, bad in (("num_blocks", 2.5), ("block_size", "4"), ("memory_bytes", 1e9)):
+        with pytest.raises(TypeError, match=f"{name} must be an integer, got {bad!r}"):
+            rlkernels.PagedKVCache(2, 2, 8, **({"num_blocks": 1} if name == "block_size" else {}) | {name: bad})
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "message"),
+    [
+        (["a"], TypeError, "an entry of token_ids must be an integer, got 'a'"),
+        (torch.ones(2), TypeError, "an entry of token_ids must be an integer, got 1.0"),
+        ([[1, 2]], TypeError, r"an entry of token_ids must be an integer, got \[1, 2\]"),
+        ([2**70], ValueError, f"an entry of token_ids must be between -2147483648 and 2147483647, got {2**70}"),
+        (5, TypeError, r"token_ids must be a list or a tensor \[L\] of integers, got 5"),
+        (torch.tensor(5), TypeError, r"token_ids must be a list .* got tensor\(5\)"),
+    ],
+)
+def test_wrong_tokens(bad, error, message):
+    cache = make()
+    seq = cache.open([1])
+    for call in (lambda: cache.open(bad), lambda: cache.open_many([[1], bad]), lambda: cache.append(seq, bad)):
+        with pytest.raises(error, match=message):
+            call()
+    assert cache.stats["blocks_pinned"] == 1 and seq.token_ids == [1]
 
 
 def test_wrong_sequences():
@@ -210,8 +233,25 @@ def test_wrong_sequences():
         cache.truncate(seq, 3)
     with pytest.raises(ValueError, match="one of another cache"):
         make().append(seq, [1])
-    with pytest.raises(ValueError, match="got one of them twice"):
-        cache.append_many([seq, seq], [[1], [2]])
+    with pytest.raises(ValueError, match="got one of them twice, as number 1 and 2"):
+        cache.append_many([cache.open([7]), seq, seq], [[0], [1], [2]])
+    with pytest.raises(TypeError, match="length must be an integer, got 1.5"):
+        cache.truncate(seq, 1.5)
+    with pytest.raises(TypeError, match="n must be an integer, got '2'"):
+        cache.fork(seq, "2")
+    with pytest.raises(TypeError, match="min_tokens must be an integer, got 0.5"):
+        cache.group([seq], min_tokens=0.5)
+    with pytest.raises(TypeError, match="seq must be a Sequence of this cache, got None"):
+        cache.commit(None)
+    with pytest.raises(TypeError, match=r"sequences\[1\] must be a Sequence of this cache, got 3"):
+        cache.tables([seq, 3])
+    with pytest.raises(TypeError, match=r"sequences must be a list of Sequences, got Sequence\(length=2"):
+        cache.tables(seq)
     cache.close(seq)
-    with pytest.raises(ValueError, match="a closed one"):
-        cache.close(seq)
+    closed = "seq must be an open sequence of this cache, got a closed one"
+    for call in (cache.close, lambda seq: cache.truncate(seq, 1), lambda seq: seq.length, lambda seq: seq.token_ids):
+        with pytest.raises(ValueError, match=closed):
+            call(seq)
+    with pytest.raises(ValueError, match=r"sequences\[0\] must be an open sequence of this cache, got a closed one"):
+        cache.slots([seq])
+    assert repr(seq) == "Sequence(closed)"
