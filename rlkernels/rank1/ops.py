@@ -42,17 +42,12 @@ def _check_start(name: str, start: torch.Tensor | None, n: int, device: torch.de
         raise ValueError(f"{name} must be finite, got NaN or infinite entries")
 
 
-def _check_settings(tol: float, max_passes: int, seed: int) -> None:
+def check_settings(tol: float, max_passes: int, seed: int) -> _Settings:
+    """The settings of a solver, the seed as a signed 64-bit number; raises where one is out of range."""
+    _check.number("tol", tol)
     if not 0 < tol < math.pi / 2:
         raise ValueError(f"tol must be between 0 and pi / 2 (radians, exclusive), got {tol!r}")
-    for name, value in (("max_passes", max_passes), ("seed", seed)):
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    _check.positive("max_passes", max_passes)
-
-
-def _signed(seed: int) -> int:
-    return (seed + 2**63) % 2**64 - 2**63
+    return {"tol": tol, "max_passes": _check.integer("max_passes", max_passes, 1), "seed": _check.seed(seed)}
 
 
 def _rows(matrix: torch.Tensor) -> torch.Tensor:
@@ -74,8 +69,8 @@ def _native(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], starts: Sequence
     for i, (u, v, row) in enumerate(zip(us, vs, facts.tolist())):
         sigma, frobenius, gap, residual, bound, passes, changed, status = row
         if status == len(STATUSES):
-            label = f"{names[i]!r}: " if names else ""
-            raise ValueError(f"{label}weight - base holds NaN or infinite entries")
+            problem = reference.not_finite(*pairs[i])
+            raise ValueError(f"{names[i]!r}: {problem}") if names else problem
         out.append(
             Rank1Update(u, sigma, v, frobenius, gap, residual, bound, int(passes), changed, STATUSES[int(status)])
         )
@@ -125,8 +120,7 @@ def top1_delta(weight: torch.Tensor, base: torch.Tensor, *, start: torch.Tensor 
     """
     _check_pair(weight, base)
     _check_start("start", start, weight.shape[1], weight.device)
-    _check_settings(tol, max_passes, seed)
-    settings: _Settings = {"tol": tol, "max_passes": max_passes, "seed": _signed(seed)}
+    settings = check_settings(tol, max_passes, seed)
     chosen = _backend.choose("top1_delta", weight.device, backend)
     if chosen in _SOLVERS:
         return _SOLVERS[chosen]([(weight, base)], [start], **settings)[0]
@@ -158,10 +152,9 @@ def top1_deltas(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], *,
     for name, (weight, base) in pairs.items():
         _check_pair(weight, base, f" of {name!r}")
         _check_start(f"start of {name!r}", starts.get(name), weight.shape[1], weight.device)
-    _check_settings(tol, max_passes, seed)
+    settings = check_settings(tol, max_passes, seed)
     if not pairs:
         return {}
-    settings: _Settings = {"tol": tol, "max_passes": max_passes, "seed": _signed(seed)}
     guesses = [starts.get(name) for name in pairs]
     chosen = _backend.choose("top1_deltas", devices.pop(), backend)
     if chosen in _SOLVERS:
@@ -221,7 +214,8 @@ def add_rank1_(weight: torch.Tensor, u: torch.Tensor, v: torch.Tensor, scale: fl
     _check.tensor("weight", weight, ndim=2, dtype=DTYPES)
     _check_vector("u", u, weight.shape[0], weight.device)
     _check_vector("v", v, weight.shape[1], weight.device)
-    scale = float(scale)
+    _check.number("scale", scale)
+    scale, seed = float(scale), _check.seed(seed)
     if not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale!r}")
     if weight.requires_grad and not weight.is_leaf:
@@ -230,11 +224,12 @@ def add_rank1_(weight: torch.Tensor, u: torch.Tensor, v: torch.Tensor, scale: fl
     with torch.no_grad():
         if chosen == "cpu" and weight.numel() and weight.stride(1) == 1:
             left = _vector(u) * scale
-            torch.ops.rlkernels.add_rank1_(weight, left, _vector(v), stochastic_rounding, _signed(seed))
+            torch.ops.rlkernels.add_rank1_(weight, left, _vector(v), stochastic_rounding, seed)
             return weight
         if chosen == "triton" and weight.stride(1) == 1:
             from rlkernels.rank1 import triton_kernels
 
-            return triton_kernels.add_rank1_(weight, _vector(u), _vector(v), scale,
-                                             stochastic_rounding=stochastic_rounding, seed=_signed(seed))  # fmt: skip
-        return reference.add_rank1_(weight, u, v, scale, stochastic_rounding=stochastic_rounding, seed=_signed(seed))
+            return triton_kernels.add_rank1_(
+                weight, _vector(u), _vector(v), scale, stochastic_rounding=stochastic_rounding, seed=seed
+            )
+        return reference.add_rank1_(weight, u, v, scale, stochastic_rounding=stochastic_rounding, seed=seed)

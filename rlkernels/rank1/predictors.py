@@ -137,7 +137,7 @@ def skill(trajectory: RankOneTrajectory, predictor: str | Predictor, *, holdout:
         predictor has too few points or finds none.
     """
     predictor = _predictor(predictor)
-    _check.positive("holdout", holdout)
+    holdout = _check.integer("holdout", holdout, 1)
     if len(trajectory) <= holdout:
         return -math.inf
     wrong = moved = 0.0

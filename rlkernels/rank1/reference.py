@@ -160,13 +160,20 @@ def angle_bound(theta: torch.Tensor, residual: float, first: torch.Tensor, last:
     return min(math.pi / 2, math.asin(min(1.0, (residual + 4 * EPS) / distance)) + EPS)
 
 
+def not_finite(weight: torch.Tensor, base: torch.Tensor) -> ValueError:
+    """The error for NaN or infinity in one of the two: which it is, and where."""
+    name, matrix = ("base", base) if weight.isfinite().all() else ("weight", weight)
+    i, j = (~matrix.isfinite()).nonzero()[0].tolist()
+    return ValueError(f"{name} must be finite, got {float(matrix[i, j])} at [{i}, {j}]")
+
+
 def top1_delta(weight: torch.Tensor, base: torch.Tensor, *, start: torch.Tensor | None = None, tol: float = 1e-2,
                max_passes: int = 12, seed: int = 0, read: Read | None = None) -> Rank1Update:  # fmt: skip
     """See :func:`rlkernels.top1_delta`. ``read`` replaces :func:`delta_read`, for kernels that supply their own."""
     m, n = weight.shape
     frobenius, changed, largest = delta_stats(weight, base)
     if not math.isfinite(largest):
-        raise ValueError("weight - base holds NaN or infinite entries")
+        raise not_finite(weight, base)
     zeros = torch.zeros(m, device=weight.device), torch.zeros(n, device=weight.device)
     if largest == 0:
         return Rank1Update(zeros[0], 0.0, zeros[1], 0.0, 0.0, 0.0, math.pi / 2, 1, 0.0, "zero")

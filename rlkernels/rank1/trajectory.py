@@ -13,7 +13,7 @@ import torch
 
 from rlkernels import _check
 from rlkernels.rank1 import reference
-from rlkernels.rank1.ops import delta_matvec, top1_deltas
+from rlkernels.rank1.ops import DTYPES, check_settings, delta_matvec, top1_deltas
 from rlkernels.rank1.update import STATUSES
 
 FACTS = ("sigma", "frobenius", "gap", "angle_bound", "changed", "noise", "status")
@@ -109,9 +109,13 @@ class RankOneTrajectory:
         if not base:
             raise ValueError("base must hold at least one module, got none")
         for name, tensor in base.items():
-            _check.tensor(f"base of {name!r}", tensor, ndim=2, floating=True)
-        _check.positive("rank", rank)
-        self.base, self.rank, self.tol, self.seed = dict(base), rank, tol, seed
+            _check.tensor(f"base of {name!r}", tensor, ndim=2, dtype=DTYPES)
+            if tensor.numel() == 0:
+                raise ValueError(
+                    f"base of {name!r} must have at least one row and one column, got shape {list(tensor.shape)}"
+                )
+        check_settings(tol, 1, seed)
+        self.base, self.rank, self.tol, self.seed = dict(base), _check.integer("rank", rank, 1), tol, seed
         self.steps: list[int] = []
         self.accuracy: list[float] = []
         self._left: dict[str, list[torch.Tensor]] = {name: [] for name in base}  # T of [m, k]

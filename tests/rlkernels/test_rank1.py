@@ -115,10 +115,11 @@ def test_same_seed_same_bits_and_seeds_agree():
 def test_nan_and_infinity_raise(bad, dtype):
     weight, base = planted(33, 65, 1e-3, dtype=dtype)
     weight[32, 64] = bad
-    for pair in ((weight, base), (base, weight), (weight, weight)):
-        with pytest.raises(ValueError, match="NaN or infinite"):
+    found = rf"must be finite, got {bad} at \[32, 64\]"
+    for pair, name in (((weight, base), "weight"), ((base, weight), "base"), ((weight, weight), "weight")):
+        with pytest.raises(ValueError, match=f"^{name} {found}"):
             rlkernels.top1_delta(*pair)
-    with pytest.raises(ValueError, match="'layer.1': .*NaN or infinite"):
+    with pytest.raises(ValueError, match=f"'layer.1': weight {found}"):
         rlkernels.top1_deltas({"layer.0": (base, base), "layer.1": (weight, base)})
 
 
@@ -214,13 +215,16 @@ GOOD = torch.zeros(3, 4)
         (lambda: rlkernels.top1_delta(GOOD, GOOD, start=torch.full((4,), math.nan)), ValueError, "start must be fin"),
         (lambda: rlkernels.top1_delta(GOOD, GOOD, tol=0.0), ValueError, "tol must be between 0 and pi / 2 .* got 0.0"),
         (lambda: rlkernels.top1_delta(GOOD, GOOD, tol=math.nan), ValueError, "tol must be .* got nan"),
-        (lambda: rlkernels.top1_delta(GOOD, GOOD, max_passes=0), ValueError, "max_passes must be > 0, got 0"),
-        (lambda: rlkernels.top1_delta(GOOD, GOOD, max_passes=2.5), TypeError, "max_passes must be an int, got float"),
-        (lambda: rlkernels.top1_delta(GOOD, GOOD, seed="a"), TypeError, "seed must be an int, got str"),
+        (lambda: rlkernels.top1_delta(GOOD, GOOD, tol=None), TypeError, "tol must be a number, got None"),
+        (lambda: rlkernels.top1_delta(GOOD, GOOD, max_passes=0), ValueError, "max_passes must be >= 1, got 0"),
+        (lambda: rlkernels.top1_delta(GOOD, GOOD, max_passes=2.5), TypeError, "max_passes must be an integer, got 2.5"),
+        (lambda: rlkernels.top1_delta(GOOD, GOOD, seed="a"), TypeError, "seed must be an integer, got 'a'"),
         (lambda: rlkernels.top1_deltas({"q": (GOOD, GOOD[:2])}), ValueError, r"base of 'q' must have shape \[3, 4\]"),
         (lambda: rlkernels.top1_deltas({"q": (GOOD, GOOD)}, starts={"k": GOOD[0]}), ValueError, "starts .* got 'k'"),
         (lambda: rlkernels.delta_matvec(GOOD, GOOD, GOOD[:, 0]), ValueError, r"v must have shape \[4\], got \[3\]"),
         (lambda: rlkernels.add_rank1_(GOOD, GOOD[:, 0], GOOD[0], math.inf), ValueError, "scale .* got inf"),
+        (lambda: rlkernels.add_rank1_(GOOD, GOOD[:, 0], GOOD[0], "1"), TypeError, "scale must be a number, got '1'"),
+        (lambda: rlkernels.add_rank1_(GOOD, GOOD[:, 0], GOOD[0], 1, seed=0.5), TypeError, "seed must be an integer"),
         (lambda: rlkernels.add_rank1_(GOOD, GOOD[0], GOOD[0], 1.0), ValueError, r"u must have shape \[3\], got \[4\]"),
         (lambda: rlkernels.top1_delta(GOOD, GOOD, backend="gpu"), ValueError, "backend must be one of"),
     ],

@@ -246,7 +246,10 @@ def test_state_comes_back_bit_for_bit():
     [
         ({"step": 8}, "step must be above 8"),
         ({"weights": {}}, "'a' is missing"),
-        ({"weights": {"a": torch.full((M, N), math.nan), "b": torch.zeros(M, N)}}, "'a'.*NaN"),
+        (
+            {"weights": {"a": torch.full((M, N), math.nan), "b": torch.zeros(M, N)}},
+            r"'a': weight must be finite, got nan at \[0, 0\]",
+        ),
     ],
 )
 def test_bad_tracking_is_named(change, message):
@@ -261,5 +264,30 @@ def test_bad_bases_are_named():
         rlkernels.RankOneTrajectory({})
     with pytest.raises(ValueError, match="'a' must have 2 dimensions"):
         rlkernels.RankOneTrajectory({"a": torch.zeros(3)})
-    with pytest.raises(ValueError, match="rank must be > 0"):
-        rlkernels.RankOneTrajectory({"a": torch.zeros(3, 3)}, rank=0)
+    with pytest.raises(TypeError, match="base of 'a' must have dtype .* got torch.float64"):
+        rlkernels.RankOneTrajectory({"a": torch.zeros(3, 3).double()})
+    with pytest.raises(ValueError, match=r"base of 'a' must have at least one row and one column, got shape \[0, 3\]"):
+        rlkernels.RankOneTrajectory({"a": torch.zeros(0, 3)})
+
+
+@pytest.mark.parametrize(
+    ("setting", "error", "message"),
+    [
+        ({"rank": 0}, ValueError, "rank must be >= 1, got 0"),
+        ({"rank": 1.5}, TypeError, "rank must be an integer, got 1.5"),
+        ({"tol": 2}, ValueError, "tol must be between 0 and pi / 2 .* got 2"),
+        ({"tol": "1"}, TypeError, "tol must be a number, got '1'"),
+        ({"seed": None}, TypeError, "seed must be an integer, got None"),
+    ],
+)
+def test_bad_settings_are_named(setting, error, message):
+    with pytest.raises(error, match=message):
+        rlkernels.RankOneTrajectory({"a": torch.zeros(3, 3)}, **setting)
+
+
+def test_bad_holdouts_and_predictors_are_named():
+    trajectory, _ = run(line, steps=(4, 8))
+    with pytest.raises(TypeError, match="holdout must be an integer, got 1.5"):
+        skill(trajectory, "secant", holdout=1.5)
+    with pytest.raises(ValueError, match="predictor must be one of .* got \\['pls'\\]"):
+        skill(trajectory, ["pls"])
