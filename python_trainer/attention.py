@@ -62,8 +62,11 @@ class PackedLayout(GroupedLayout):
         Raises:
             UserError: sequences beyond a sliding window.
         """
-        if window is not None and int(self.position_ids.max()) >= window:
-            raise UserError(f"cannot train on answers beyond the model's sliding window of {window} tokens")
+        if window is not None and (longest := int(self.position_ids.max()) + 1) > window:
+            raise UserError(
+                f"prompt and answer must be within the model's sliding window of {window} tokens, got {longest}: "
+                "rollout.max_completion_length must be lower"
+            )
         if rlkernels.backend.choose("grouped_attention", query.device) == "torch":
             if query.device not in self._padded:  # the same for all layers
                 self._padded[query.device] = PaddedRows.of(self, query.device)

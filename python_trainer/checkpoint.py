@@ -55,6 +55,22 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
+def check_output_dir(folder: Path) -> None:
+    """Raises UserError where ``folder`` is no folder, or one that cannot be made or written; makes nothing."""
+    try:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        problem = f"{there} is a file" if not there.is_dir() else f"{there} is not writable"
+        usable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    except OSError as error:
+        raise unusable_output_dir(folder, error.strerror) from error
+    if not usable:
+        raise unusable_output_dir(folder, problem)
+
+
+def unusable_output_dir(folder: Path, problem: str | None) -> UserError:
+    return UserError(f"--output-dir must be a folder that can be written, got {folder}: {problem}")
+
+
 def write_text(path: Path, text: str) -> None:
     """Replaces a file in one step: readers see the old text or the new one."""
     write_bytes(path, text.encode())

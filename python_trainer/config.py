@@ -238,7 +238,10 @@ class Config(Section):
                 f"others of its group, got {self.rollout.num_generations}"
             )
         if self.rollout.dynamic_sampling and self.rollout.num_generations < 2:
-            raise ValueError("rollout.dynamic_sampling needs rollout.num_generations >= 2: one answer has no spread")
+            raise ValueError(
+                "rollout.dynamic_sampling needs rollout.num_generations >= 2: one answer has no spread, got "
+                f"{self.rollout.num_generations}"
+            )
         if self.rollout.vllm_server is not None and self.rollout.engine != "vllm":
             raise ValueError(f"rollout.vllm_server needs rollout.engine vllm, got {self.rollout.engine}")
         if self.rollout.engine == "vllm" and self.rollout.workers > 1:
@@ -249,7 +252,10 @@ class Config(Section):
                 "rlkernels.integrations.vllm.HistoryProposer (docs/vllm.md)"
             )
         if self.model.lora is not None and "alpha" in self.accelerators.enabled:
-            raise ValueError("accelerators.enabled: alpha follows whole weight matrices, model.lora must be null")
+            raise ValueError(
+                "accelerators.enabled: alpha follows whole weight matrices, model.lora must be null, got "
+                f"{self.model.lora.model_dump()}"
+            )
         cache, longest = self.algorithm.overlong_cache, self.rollout.max_completion_length
         if cache is not None and cache > longest:
             raise ValueError(

@@ -57,7 +57,7 @@ def add_adapters(policy: "Policy", settings: LoraSettings) -> None:
         if not isinstance(layer.base_layer, torch.nn.Linear):
             raise UserError(f"model.lora.target_modules must name linear layers, {name} is none")
     if hasattr(model.get_output_embeddings(), "lora_A"):
-        raise UserError("model.lora.target_modules must not name the output layer")
+        raise UserError(f"model.lora.target_modules must not name the output layer, got {settings.target_modules!r}")
     for name, layer in adapted_layers(model):
         own = layer.base_layer.weight.detach().clone()
         whole.get_submodule(name).weight = torch.nn.Parameter(own, requires_grad=False)

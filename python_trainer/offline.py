@@ -11,7 +11,14 @@ from rich.console import Console
 
 from python_trainer.accelerators.alpha import Alpha, AlphaSettings
 from python_trainer.accelerators.gate import try_candidates
-from python_trainer.checkpoint import list_checkpoints, load_checkpoint, publish, step_of
+from python_trainer.checkpoint import (
+    check_output_dir,
+    list_checkpoints,
+    load_checkpoint,
+    publish,
+    step_of,
+    unusable_output_dir,
+)
 from python_trainer.config import Config, load_config
 from python_trainer.errors import UserError
 from python_trainer.policy import SHIPPED, Policy, load_policy
@@ -131,6 +138,7 @@ def extrapolate_folders(folders: Sequence[Path], output_dir: Path, *, base: Path
         UserError: refused, rejected by the gate, or an input that is no good; nothing is written then.
     """
     console = console or Console()
+    check_output_dir(output_dir)
     if output_dir.exists() and any(output_dir.iterdir()):
         raise UserError(f"--output-dir {output_dir} already holds files")
     saved = find(folders, base, accuracy)
@@ -161,7 +169,10 @@ def extrapolate_folders(folders: Sequence[Path], output_dir: Path, *, base: Path
     else:
         policy = load_policy(config.model.model_copy(update={"path": str(saved.base), "device": "cpu"}))
         put(policy.model, dict(last) | predicted)
-    save(policy, output_dir)
+    try:
+        save(policy, output_dir)
+    except OSError as error:
+        raise unusable_output_dir(output_dir, error.strerror) from error
     console.print(f"written to {output_dir}", highlight=False)
 
 

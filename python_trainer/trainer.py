@@ -12,7 +12,14 @@ from typing import Any
 from rich.console import Console
 
 from python_trainer.accelerators import PlannedGroup, Rollout, RunContext, StepContext, make_accelerators
-from python_trainer.checkpoint import list_checkpoints, load_checkpoint, publish, write_text
+from python_trainer.checkpoint import (
+    check_output_dir,
+    list_checkpoints,
+    load_checkpoint,
+    publish,
+    unusable_output_dir,
+    write_text,
+)
 from python_trainer.config import Config, dump_config
 from python_trainer.errors import Interrupted, NotFinite, UserError
 from python_trainer.evaluation import save_evaluation
@@ -77,9 +84,8 @@ class Trainer:
     def _load(self, output_dir: Path, resume: bool) -> dict[str, Any] | None:
         """Task, policy and engine -> what the newest checkpoint holds, if there is one to go on from."""
         config = self.config
+        check_output_dir(output_dir)
         checkpoints = list_checkpoints(self.checkpoints)
-        if output_dir.exists() and not output_dir.is_dir():
-            raise UserError(f"--output-dir must be a folder, but {output_dir} is a file")
         if not resume and (checkpoints or any(row["step"] for row in read_metrics(output_dir))):
             raise UserError(f"{output_dir} already holds a run: add --resume to go on, or choose another --output-dir")
         saved = load_checkpoint(checkpoints[-1], shards=False) if resume and checkpoints else None
@@ -92,7 +98,7 @@ class Trainer:
         for split in ("train", "test"):
             self._prompts(split)
         if not self.prompts["train"]:
-            raise UserError("the task has no training prompts")
+            raise self._no_prompts("train")
         self.ranks.prepare(self.policy)
         self.engine = self.ranks.engine(make_engine(config, self.policy, output_dir), self.policy)
         set_matmul_precision(config.model.matmul_precision)
@@ -110,6 +116,12 @@ class Trainer:
             self.prompts[split] = self.policy.encode_split(split, examples, length)
         return self.prompts[split]
 
+    def _no_prompts(self, split: str) -> UserError:
+        size, path = (getattr(self.config.task, f"{split}_{kind}") for kind in ("size", "path"))
+        return UserError(
+            f"the task must have {split} prompts: task.{split}_size and task.{split}_path decide, got {size} and {path}"
+        )
+
     def _restore(self, saved: dict[str, Any]) -> None:
         names = {accelerator.name for accelerator in self.accelerators}
         if set(saved["accelerators"]) != names:
@@ -119,7 +131,11 @@ class Trainer:
         if "model" not in saved:
             saved |= read_shards(list_checkpoints(self.checkpoints)[-1], self.learner.state_dict())
         if (self.learner.critic is None) != (saved["critic"] is None):
-            raise UserError(f"{self.output_dir} was run {'without' if saved['critic'] is None else 'with'} a critic")
+            had, wanted = ("without", "not be gae") if saved["critic"] is None else ("with", "be gae")
+            raise UserError(
+                f"{self.output_dir} was run {had} a critic: algorithm.advantage must {wanted}, got "
+                f"{self.config.algorithm.advantage}"
+            )
         self.progress = Progress(**saved["progress"])
         try:
             self.learner.load_state_dict(saved)
@@ -139,8 +155,12 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Trains, and returns what is in summary.json."""
         config, progress = self.config, self.progress
-        self.output_dir.mkdir(parents=True, exist_ok=True)
-        write_text(self.output_dir / "config.yaml", dump_config(config))
+        with self.ranks.together():
+            try:
+                self.output_dir.mkdir(parents=True, exist_ok=True)
+                write_text(self.output_dir / "config.yaml", dump_config(config))
+            except OSError as error:
+                raise unusable_output_dir(self.output_dir, error.strerror) from error
         self.clock = Clock(progress.seconds, self.timer)
         self.started = self.timer() - progress.wall_s
         resumed_at = progress.step or None
@@ -317,7 +337,7 @@ class Trainer:
         """1 for every prompt answered right, else 0: one answer each, at temperature 1, always with the same noise."""
         prompts, rollout = self._prompts(split), self.config.rollout
         if not prompts:
-            raise UserError(f"the task has no {split} prompts")
+            raise self._no_prompts(split)
         rows = range(len(prompts))[rows.start : rows.stop] if rows is not None else range(len(prompts))
         requests = [Request(prompts[i], max_new_tokens=rollout.max_completion_length, sample_id=i) for i in rows]
         sampling = SamplingParams(seed=keyed_seed(self.config.seed, "evaluate", split), stop=tuple(rollout.stop))

@@ -17,7 +17,7 @@ def check_sampling(sampling: SamplingParams, *, has_tokenizer: bool) -> None:
     if sampling.stop and not has_tokenizer:
         raise UserError(f"stop strings {sampling.stop!r} need a tokenizer: make the engine with tokenizer=...")
     if "" in sampling.stop:
-        raise UserError("stop must not hold an empty string")
+        raise UserError(f"stop must not hold an empty string, got {sampling.stop!r}")
 
 
 def check_requests(requests: Sequence[Request], *, max_positions: int, vocab_size: int, room: int) -> None:

@@ -17,6 +17,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from python_trainer.__main__ import NEEDED, main
+from python_trainer.errors import UserError
 from python_trainer.evaluation import load_evaluations
 from python_trainer.report import find_runs, make_table, summary_columns
 from python_trainer.trainer import Trainer
@@ -266,6 +267,25 @@ def test_output_dir_that_is_a_file(run, tmp_path):
     (tmp_path / "run").write_text("")
     code, error = run()
     assert code == 2 and "output-dir" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("folder", ["file/run", "n" * 300, "unwritable"])
+def test_output_dir_that_cannot_be_made(run, tmp_path, monkeypatch, folder):
+    (tmp_path / "file").write_text("")
+    if folder == "unwritable":
+        monkeypatch.setattr(os, "access", lambda *_: False)
+    result = run(folder=folder)
+    reason = {"file/run": "file is a file", "unwritable": "is not writable"}.get(folder, "File name too long")
+    one_clear_line(
+        result, tmp_path, f"--output-dir must be a folder that can be written, got {tmp_path / folder}", reason
+    )
+
+
+def test_output_dir_that_fails_only_when_it_is_written(make_config, tmp_path):
+    trainer = Trainer(make_config(), tmp_path / "run", console=Console(quiet=True))
+    (tmp_path / "run").write_text("")
+    with pytest.raises(UserError, match="--output-dir must be a folder that can be written, got .*run: File exists"):
+        trainer.run()
 
 
 def test_compare_skips_what_is_finished_and_reports(run, tmp_path, capsys, monkeypatch):

@@ -151,7 +151,7 @@ def test_long_answers_lose_reward_but_not_accuracy(make_config, tmp_path):
 def test_settings_that_cannot_be(make_config):
     with pytest.raises(UserError, match="overlong_cache must be <= rollout.max_completion_length .12., got 13"):
         make_config(algorithm={"overlong_cache": 13})
-    with pytest.raises(UserError, match="dynamic_sampling needs rollout.num_generations >= 2"):
+    with pytest.raises(UserError, match="dynamic_sampling needs rollout.num_generations >= 2: .*, got 1"):
         make_config(rollout={"dynamic_sampling": True, "num_generations": 1}, algorithm={"advantage": "gae"})
 
 

@@ -138,11 +138,11 @@ def test_a_checkpoint_of_other_layers_is_refused(make_config, tmp_path):
 
 def test_bad_settings_are_named(make_config, tiny_policy, monkeypatch):
     for modules, message in ((["nothing"], "fits no layers"), (["embed_tokens"], "must name linear layers"),
-                             (["lm_head"], "must not name the output layer")):  # fmt: skip
+                             (["lm_head"], r"must not name the output layer, got \['lm_head'\]")):  # fmt: skip
         config = ModelConfig(path=str(tiny_policy), device="cpu", lora=LORA | {"target_modules": modules})
         with pytest.raises(UserError, match=f"model.lora.target_modules.*{message}"):
             load_policy(config)
-    with pytest.raises(UserError, match="alpha follows whole weight matrices"):
+    with pytest.raises(UserError, match="alpha follows whole weight matrices, model.lora must be null, got {'r': "):
         make_config(model={"lora": LORA}, accelerators={"enabled": ["alpha"]})
     with pytest.raises(UserError, match=r"model.lora.rank: unknown setting; known here: r, alpha, target_modules"):
         make_config(model={"lora": {"rank": 4}})

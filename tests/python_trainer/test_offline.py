@@ -53,6 +53,8 @@ def test_folders_in_hugging_face_format(checkpoints, tmp_path, capsys):
     assert (out / "tokenizer.json").exists()
     code, said = call(capsys, *folders, "--base", base, "--output-dir", out, "--no-gate")
     assert code == 2 and "already holds files" in said.err
+    code, said = call(capsys, *folders, "--base", base, "--output-dir", out / "config.json", "--no-gate")
+    assert code == 2 and f"--output-dir must be a folder that can be written, got {out / 'config.json'}" in said.err
 
 
 @pytest.fixture

@@ -282,11 +282,11 @@ def test_resume_refuses_a_change_of_critic(make_config, tmp_path):
     Trainer(make_config(max_steps=1, algorithm=PPO), tmp_path / "run", console=QUIET).run()
     saved = load_checkpoint(list_checkpoints(tmp_path / "run" / "checkpoints")[-1])
     assert set(saved["critic"]["model"]) == {"head.weight", "head.bias"}
-    with pytest.raises(UserError, match="was run with a critic"):
+    with pytest.raises(UserError, match="was run with a critic: algorithm.advantage must be gae, got group"):
         Trainer(make_config(), tmp_path / "run", resume=True, console=QUIET)
     changed = make_config(algorithm=PPO, critic={"separate": True})
     with pytest.raises(UserError, match="is of another model than"):
         Trainer(changed, tmp_path / "run", resume=True, console=QUIET)
     Trainer(make_config(max_steps=1), tmp_path / "plain", console=QUIET).run()
-    with pytest.raises(UserError, match="was run without a critic"):
+    with pytest.raises(UserError, match="was run without a critic: algorithm.advantage must not be gae, got gae"):
         Trainer(make_config(algorithm=PPO), tmp_path / "plain", resume=True, console=QUIET)

@@ -15,6 +15,7 @@ from transformers import (
 
 from python_trainer.errors import UserError
 from python_trainer.rollout import PagedEngine, Request, SamplingParams
+from python_trainer.rollout.checks import check_sampling
 
 
 def test_absolute_positions_and_sliding_window():
@@ -60,6 +61,11 @@ def test_bad_requests(request_, sampling, message):
     engine = engine_for(make(), blocks=20)
     with pytest.raises(UserError, match=message):
         engine.generate([request_], sampling)
+
+
+def test_empty_stop_strings():
+    with pytest.raises(UserError, match=r"stop must not hold an empty string, got \('x', ''\)"):
+        check_sampling(SamplingParams(stop=("x", "")), has_tokenizer=True)
 
 
 @pytest.mark.parametrize("name", ["block_size", "max_sequences", "max_batch_tokens"])
