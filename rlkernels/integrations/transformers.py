@@ -263,7 +263,10 @@ class PagedCache(Cache):
                ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Hands the new keys and values on to the attention function, which writes them."""
         if self._step is None:
-            raise ValueError("past_key_values must be a PagedCache of a model prepared by paged_kv_cache(model, ...)")
+            raise ValueError(
+                "past_key_values must be a PagedCache of a model prepared by paged_kv_cache(model, ...), got one in a "
+                "forward pass of another model"
+            )
         self._waiting.add(layer_idx)
         return key_states, value_states
 
@@ -308,8 +311,13 @@ def _unpadded(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> t
         raise ValueError(f"attention_mask must have shape {list(input_ids.shape)}, got {list(attention_mask.shape)}")
     real = attention_mask.bool().cpu()
     pads = (~real).sum(1).tolist()
-    if not torch.equal(real, torch.arange(real.shape[1]) >= torch.tensor(pads)[:, None]):
-        raise ValueError("attention_mask must be 0 on the left only (tokenizer.padding_side = 'left')")
+    early = real & (torch.arange(real.shape[1]) < torch.tensor(pads)[:, None])  # tokens with padding after them
+    if early.any():
+        row, column = early.nonzero()[0].tolist()
+        raise ValueError(
+            "attention_mask must be 0 on the left only (tokenizer.padding_side = 'left'), got "
+            f"{int(attention_mask[row, column])} at [{row}, {column}] and 0 to the right of it"
+        )
     if any(pad == real.shape[1] for pad in pads):
         raise ValueError(
             f"input_ids must have a token in every row, got only padding in row {pads.index(real.shape[1])}"
@@ -323,7 +331,7 @@ def _before_forward(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any])
         return args, kwargs
     input_ids = args[0] if args else kwargs.get("input_ids")
     if input_ids is None:
-        raise ValueError("input_ids must be given: a PagedCache finds shared beginnings by their tokens")
+        raise ValueError("input_ids must be given, got None: a PagedCache finds shared beginnings by their tokens")
     cache.begin(input_ids, kwargs.get("attention_mask"))
     return args, {**kwargs, "paging": cache}
 
@@ -339,7 +347,9 @@ def _attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch
                sliding_window: int | None = None, **kwargs: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
     """The attention function that Transformers calls: [B, H, q, d] each -> [B, q, Hq, d]."""
     if paging is None:
-        raise ValueError(f"attn_implementation={IMPLEMENTATION!r} needs past_key_values=PagedCache(...)")
+        raise ValueError(
+            f"attn_implementation={IMPLEMENTATION!r} needs past_key_values=PagedCache(...), got no such cache"
+        )
     for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ValueError(f"{type(module).__name__} uses {name}, which paged attention does not know")

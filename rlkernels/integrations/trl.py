@@ -55,6 +55,7 @@ class SuffixRollouts:
     """
 
     def __init__(self, *, cut_share: float = 1.0, right: float = 0.5, seed: int = 0):
+        _check.number("cut_share", cut_share)
         if not 0 < cut_share <= 1:
             raise ValueError(f"cut_share must be above 0 and at most 1, got {cut_share!r}")
         self.cut_share, self.right, self.seed = cut_share, right, seed
@@ -89,8 +90,10 @@ class SuffixRollouts:
                 f"{len(prompts)} whose groups are split"
             )
         prompt_ids, images, multimodal = trainer._tokenize_prompts(prompts)
-        if images or multimodal or trainer.tools:
-            raise ValueError("SuffixRollouts needs prompts of text alone and no tools")
+        if images or multimodal:
+            raise ValueError(f"prompts must be of text alone for SuffixRollouts, got {prompts[0]!r:.200}")
+        if trainer.tools:
+            raise ValueError(f"tools must be None for SuffixRollouts, got {trainer.tools!r:.200}")
         step, longest = trainer.state.global_step, trainer.max_completion_length
         self._step, self._ends = (step if training else None), frozenset(trainer.eos_token_ids)
         given = [self.beginning(prompt, step, longest) if training else [] for prompt in prompts]
@@ -172,10 +175,12 @@ class GatedExtrapolation(TrainerCallback):
                  metric: str = "reward", smoothing: int = 5):  # fmt: skip
         for name, value in (("prompts", prompts), ("track_steps", track_steps), ("first_step", first_step),
                             ("every", every), ("max_tries", max_tries), ("smoothing", smoothing)):  # fmt: skip
-            _check.positive(name, value)
+            _check.integer(name, value, 1)
+        _check.number("horizon", horizon)
         if not horizon > 1:
             raise ValueError(f"horizon must be above 1, got {horizon!r}")
         for name, share in (("level", level), ("shrink", shrink)):
+            _check.number(name, share)
             if not 0 < share < 1:
                 raise ValueError(f"{name} must be between 0 and 1, got {share!r}")
         self.evaluate, self.prompts = evaluate, prompts
@@ -203,7 +208,11 @@ class GatedExtrapolation(TrainerCallback):
         named = kwargs["model"].named_parameters()
         self._weights = {n: p for n, p in named if p.requires_grad and p.ndim == 2 and default_filter(n)}
         if not self._weights or any("lora_" in name for name in self._weights):
-            raise ValueError("GatedExtrapolation needs a model whose 2-D projections are trained, themselves, not LoRA")
+            found = next((name for name in self._weights if "lora_" in name), "none that is trained")
+            raise ValueError(
+                f"model must have 2-D projections that GatedExtrapolation can follow, trained themselves, not by LoRA; "
+                f"got {type(kwargs['model']).__name__} with {found}"
+            )
         self._restart(state.global_step)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl,

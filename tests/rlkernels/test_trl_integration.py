@@ -236,5 +236,7 @@ def test_what_the_parts_are_given_is_checked(ours, make_trainer):
 def test_bad_settings_are_named(ours, settings, message):
     with pytest.raises(ValueError, match=message):
         ours.GatedExtrapolation(len, **{"prompts": 80} | settings)
+    with pytest.raises(TypeError, match=f"{message} must be a"):
+        ours.GatedExtrapolation(len, **{"prompts": 80} | dict.fromkeys(settings, "1"))
     with pytest.raises(ValueError, match="cut_share"):
         ours.SuffixRollouts(cut_share=0)
