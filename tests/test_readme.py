@@ -12,12 +12,17 @@ PAGES = [
     ROOT / name
     for name in (
         "README.md",
+        "docs/algorithms.md",
         "docs/alpha.md",
         "docs/guide.md",
         "docs/history.md",
         "docs/other_trainers.md",
         "docs/prefix_cache.md",
+        "docs/rank1.md",
+        "docs/rhyme.md",
+        "docs/rpo.md",
         "docs/scale.md",
+        "docs/similarity.md",
         "docs/speed.md",
         "docs/together.md",
         "docs/vllm.md",
@@ -30,7 +35,13 @@ PAGES = [
 
 @pytest.mark.parametrize(
     ("page", "count"),
-    [("README.md", 5), ("docs/prefix_cache.md", 1), ("docs/alpha.md", 1), ("docs/other_trainers.md", 6)],
+    [
+        ("README.md", 5),
+        ("docs/prefix_cache.md", 1),
+        ("docs/rank1.md", 1),
+        ("docs/alpha.md", 1),
+        ("docs/other_trainers.md", 6),
+    ],
 )
 def test_python_examples_run(page, count):
     """Of a page in docs the first ones: others download models, or have a test of their own."""
