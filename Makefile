@@ -18,7 +18,7 @@ help:
 	@echo 'make train   set up, train the arithmetic task with plain GRPO and with the accelerators, compare ($(RUN))'
 	@echo 'make test    set up, then lint, types and every test; names what this machine lacks'
 	@echo 'make test-vllm   the tests inside vLLM for the CPU, in an environment of its own ($(VENV)-vllm, about 3 GB)'
-	@echo 'make bench   set up, then every benchmark (BENCH="--quick dtw" for less)'
+	@echo 'make bench   set up, then every benchmark (BENCH="--quick similarity" for less)'
 	@echo 'make build   set up and compile the extension'
 	@echo 'make lint    ruff and mypy'
 	@echo 'make docs    the API reference as web pages: site/index.html'

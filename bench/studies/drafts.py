@@ -31,7 +31,7 @@ OTHER = ("time/", "drafts/", "tokens_per_second", "rollout_tokens_per_second", "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/studies/drafts"), metavar="DIR")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=3)
 

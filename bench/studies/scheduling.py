@@ -39,7 +39,7 @@ Lengths = dict[int, list[list[int]]]  # by prompt: answers of each visit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/studies/scheduling"), metavar="DIR")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", metavar="DIR")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
 

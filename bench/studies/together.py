@@ -44,8 +44,8 @@ PARTS: dict[str, tuple[str, list[str]]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output-dir", type=Path, required=True)
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/studies/together"), metavar="DIR")
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", metavar="DIR")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART",
                         help=f"{', '.join(PARTS)}; default: all, in this order")  # fmt: skip
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")

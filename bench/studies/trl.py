@@ -44,8 +44,8 @@ VARIANTS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output-dir", type=Path, required=True)
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/studies/trl"), metavar="DIR")
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", metavar="DIR")
     parser.add_argument("--seeds", type=int, default=1)
 
 
