@@ -1,6 +1,6 @@
 """Settings of a run: a YAML file, checked, with overrides from the command line.
 
-Option names are TRL's wherever TRL has the option. ``python -m python_trainer train --help-settings`` prints all of them.
+Option names are TRL's wherever TRL has the option. ``python -m python_trainer train --help-settings`` prints all.
 """
 
 import json
