@@ -21,9 +21,11 @@ examples:
       --output-dir runs/compare
   python -m python_trainer report runs/compare
   python -m python_trainer report runs/first runs/rpo
-  python -m python_trainer extrapolate runs/first --output-dir runs/first/extrapolated
+  python -m python_trainer train --config configs/arithmetic.yaml --output-dir runs/kept \\
+      --set save.save_steps=5 save.save_total_limit=12
+  python -m python_trainer extrapolate runs/kept --output-dir runs/kept/extrapolated
   python -m python_trainer extrapolate out/checkpoint-10 out/checkpoint-20 out/checkpoint-30 --base models/base \\
-      --config configs/gsm8k.yaml --output-dir out/extrapolated
+      --config configs/gsm8k.yaml --set task.gate_path=gate.jsonl --output-dir out/extrapolated
   python -m python_trainer history runs/history.db --run 1
 """
 
@@ -120,8 +122,9 @@ def make_parser() -> argparse.ArgumentParser:
         "extrapolate", formatter_class=raw, help="predict weights from checkpoints, behind a gate", epilog=EPILOG,
         description="Follows the weights over checkpoints, predicts where they are heading (AlphaRL), and writes the "
         "prediction if it answers\nsignificantly more of the task's held-out gate prompts right than the last "
-        "checkpoint. The settings are those of the\naccelerator alpha: --set accelerators.alpha.predictor=full "
-        "accelerators.alpha.horizon=1.5, for example.",
+        "checkpoint. Three checkpoints are needed at\nleast (a run keeps save.save_total_limit), and prompts that "
+        "training has not seen (task.gate_path; the arithmetic task\nhas them). The settings are those of the "
+        "accelerator alpha, for example:\n--set accelerators.alpha.predictor=full accelerators.alpha.horizon=1.5",
     )  # fmt: skip
     offline.add_argument("folders", nargs="+", type=Path, metavar="DIR",
                          help="a run directory, or checkpoints in Hugging Face format, oldest first")  # fmt: skip

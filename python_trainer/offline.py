@@ -74,7 +74,7 @@ def find(folders: Sequence[Path], base: Path | None, accuracy: Sequence[float] |
     """The checkpoints of a run directory, or folders in Hugging Face format in the order given.
 
     Raises:
-        UserError: a folder without checkpoints, no base, a number of accuracies that does not fit.
+        UserError: no base, a number of accuracies that does not fit.
     """
     if len(folders) == 1 and (folders[0] / "config.yaml").is_file():
         config = load_config(folders[0] / "config.yaml")
@@ -97,9 +97,6 @@ def find(folders: Sequence[Path], base: Path | None, accuracy: Sequence[float] |
         if len(accuracy) != len(saved.folders):
             raise UserError(f"--accuracy needs one number for each of {len(saved.folders)} checkpoints, got {accuracy}")
         saved.accuracy = list(accuracy)
-    if len(saved.folders) < 2:
-        found_count = f"got {len(saved.folders)}; a run keeps save.save_total_limit of them"
-        raise UserError(f"at least two checkpoints are needed, {found_count}")
     return saved
 
 
@@ -154,7 +151,10 @@ def extrapolate_folders(folders: Sequence[Path], output_dir: Path, *, base: Path
     limits = settings.limits(holdout=1)
     objection = refusal(trajectory, settings.predictor, limits)
     if objection is not None:
-        raise UserError(f"refused: {objection}")
+        more = ""
+        if saved.from_run and objection.reason == "few points":
+            more = "; to keep more checkpoints, train with a larger save.save_total_limit or a smaller save.save_steps"
+        raise UserError(f"refused: {objection}{more}")
     target = Target(settings.horizon * saved.steps[-1], settings.target_accuracy)
     last = saved.weights(len(saved.steps) - 1)
     exact = trajectory.exact_points(saved.weights(index) for index in range(len(saved.steps)))

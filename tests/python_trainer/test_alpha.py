@@ -322,5 +322,5 @@ def test_an_interrupted_run_resumes_to_the_same_weights(alpha_config, tmp_path):
 
 def test_too_few_gate_prompts_are_named(alpha_config, tmp_path):
     trainer = Trainer(alpha_config(alpha={"gate_prompts": 7}), tmp_path / "run", console=QUIET)
-    with pytest.raises(UserError, match=r"gate_prompts: 7 .* the task has 6"):
+    with pytest.raises(UserError, match=r"gate_prompts: 7 .* the task has 6; .*task\.gate_path.*task\.gate_size"):
         trainer.run()

@@ -1,5 +1,7 @@
 """Extrapolation of checkpoints on disk, by the command line."""
 
+import shutil
+
 import pytest
 import torch
 import yaml
@@ -8,6 +10,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from python_trainer.__main__ import main
+from python_trainer.checkpoint import list_checkpoints
 from python_trainer.trainer import Trainer
 from rlkernels.rank1 import Comparison, Gate
 
@@ -84,6 +87,17 @@ def test_a_run_directory_knows_its_task(run, capsys, monkeypatch, accepted):
         assert code == 2 and "the gate rejected all 3 candidates" in said.err and not out.exists()
 
 
+def test_a_run_without_gate_prompts_or_with_few_checkpoints_names_the_settings(run, capsys):
+    asked = run, "--output-dir", run / "extrapolated", "--set", *ANYTHING, "task.gate_path=null"
+    code, said = call(capsys, *asked)
+    assert code == 2 and "the task has 0; name a file of them in task.gate_path" in said.err
+    for path in list_checkpoints(run / "checkpoints")[:2]:
+        shutil.rmtree(path)
+    code, said = call(capsys, *asked, "--no-gate")
+    assert code == 2 and "few points (full needs 3 tracked steps, there are 2); to keep more" in said.err
+    assert "save.save_total_limit" in said.err and "save.save_steps" in said.err and said.err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -106,4 +120,4 @@ def test_what_is_missing_is_named(checkpoints, tmp_path, capsys, change, words):
 def test_one_checkpoint_is_not_enough(checkpoints, tmp_path, capsys):
     base, folders = checkpoints
     code, said = call(capsys, folders[0], "--base", base, "--no-gate", "--output-dir", tmp_path / "out")
-    assert code == 2 and "at least two checkpoints are needed, got 1" in said.err
+    assert code == 2 and "refused: few points (full needs 3 tracked steps, there are 1)\n" in said.err
