@@ -68,20 +68,19 @@ def states(n: int, m: int, shape: tuple[int, ...], metric: str, on: Device) -> P
     return Problem(
         lambda backend: rlkernels.state_similarity(x, y, metric=metric, backend=backend),
         lambda: reference.state_similarity(x.double(), y.double(), metric=metric),
+        nbytes=x.nbytes + y.nbytes + 4 * n * m,
     )
 
 
-def rhyme(n: int, m: int, steps: int, k: int, on: Device) -> Problem:
-    """Scores of the best k; the indices follow from them."""
+def rhyme(n: int, m: int, steps: int, k: int | None, on: Device) -> Problem:
+    """All similarities, or with ``k`` the scores of the best; their indices follow from them."""
     query, bank = (
         rlkernels.Trajectories(torch.rand(count, steps, device=on), torch.rand(count, 16, device=on))
         for count in (n, m)
     )
-    return Problem(
-        lambda backend: [rlkernels.rhyme_similarity(query, bank, backend=backend),
-                         rlkernels.rhyme_topk(query, bank, k=k, backend=backend)[0]],
-        floor=1e-5,
-    )  # fmt: skip
+    if k is None:
+        return Problem(lambda backend: rlkernels.rhyme_similarity(query, bank, backend=backend), floor=1e-5)
+    return Problem(lambda backend: rlkernels.rhyme_topk(query, bank, k=k, backend=backend)[0], floor=1e-5)
 
 
 CASES = [
@@ -94,11 +93,14 @@ CASES = [
     GpuCase("state_similarity", "5 x 7, Wasserstein", partial(states, 5, 7, (33, 3), "sliced_wasserstein")),
     GpuCase("state_similarity", "5 x 7, Hellinger", partial(states, 5, 7, (31,), "hellinger")),
     GpuCase("state_similarity", "5 x 7, cosine", partial(states, 5, 7, (31,), "cosine")),
-    GpuCase("rhyme_similarity", "5 x 23, 31 steps", partial(rhyme, 5, 23, 31, 4)),
+    GpuCase("rhyme_similarity", "5 x 23, 31 steps", partial(rhyme, 5, 23, 31, None)),
     GpuCase("rhyme_topk", "3 x 17, 9 steps", partial(rhyme, 3, 17, 9, 5)),
     GpuCase("dtw", "512 x 512, length 512", partial(warp, 512, 512, 512, 1, "full", None, False), timed=True),
     GpuCase("dtw", "64 x 64, length 512 x 16 dimensions", partial(warp, 64, 64, 512, 16, "full", None, False), True),
     GpuCase("dtw_topk", "64 x 4096, length 256, k 16", partial(topk, 64, 4096, 256, 16), timed=True),
     GpuCase("soft_dtw", "256 pairs, 256 x 4", partial(soft, 256, 256, 4), timed=True),
-    GpuCase("rhyme_similarity", "64 x 4096, 128 steps", partial(rhyme, 64, 4096, 128, 16), timed=True),
-]
+    GpuCase("state_similarity", "64 x 4096, Wasserstein", partial(states, 64, 4096, (128, 16), "sliced_wasserstein"),
+            timed=True),
+    GpuCase("rhyme_similarity", "64 x 4096, 128 steps", partial(rhyme, 64, 4096, 128, None), timed=True),
+    GpuCase("rhyme_topk", "64 x 4096, 128 steps, k 16", partial(rhyme, 64, 4096, 128, 16), timed=True),
+]  # fmt: skip
