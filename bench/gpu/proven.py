@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench.gpu.cases import CASES
 from rlkernels.backend import OPS
 
 GPU_BACKENDS = ("cuda", "triton")
@@ -21,7 +22,7 @@ def read_checks(path: Path, device: str, commit: str) -> dict[str, Any]:
     """
     try:
         record = json.loads(path.read_text())
-        found = record["device"].get("name"), record["commit"]
+        found = record["gpu"] or "cpu", record["commit"]
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"--checks {path} is no record of python -m bench.gpu: {error!r}") from error
     if found != (device, commit):
@@ -30,17 +31,26 @@ def read_checks(path: Path, device: str, commit: str) -> dict[str, Any]:
 
 
 def passed(record: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Op -> the GPU backends that passed all their checks, quickest first.
+    """Op -> the GPU backends that passed all checks there are, quickest first.
 
-    One that took longer than plain torch on the timed cases is left out; one that was not timed is not.
+    One that took longer than plain torch on the timed cases, or failed on one of them, is left out; one that was not
+    timed is not. Where a timing failed as a whole, nobody knows by whose fault: none of that op's is taken.
     """
-    verdicts: dict[tuple[str, str], list[bool]] = defaultdict(list)
+    wanted: dict[str, set[str]] = defaultdict(set)
+    for case in CASES:
+        if not case.timed:
+            wanted[case.op].add(case.label)
+    right, wrong = defaultdict[tuple[str, str], set[str]](set), set[tuple[str, str]]()
     for check in record.get("checks", []):
-        verdicts[check["op"], check["backend"]].append(bool(check["ok"]))
+        if check["ok"]:
+            right[check["op"], check["backend"]].add(check["case"])
     seconds: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
     for row in record.get("timings", []):
         if row.get("median_s"):
             seconds[row["op"], row["provider"]][row["shape"]] = row["median_s"]
+        if row.get("missing") or row.get("match") == "differs":
+            wrong.add((row["op"], row["provider"]))
+    wrong |= {(failed["op"], backend) for failed in record.get("failed_timings", []) for backend in GPU_BACKENDS}
 
     def share(op: str, backend: str) -> float:
         """Time over that of plain torch, on the cases that both have; 1 where there is none."""
@@ -50,7 +60,8 @@ def passed(record: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
 
     out = {}
     for op in OPS:
-        good = [b for b in GPU_BACKENDS if verdicts.get((op, b)) and all(verdicts[op, b]) and share(op, b) <= 1]
+        proved = [b for b in GPU_BACKENDS if wanted[op] and right[op, b] >= wanted[op] and (op, b) not in wrong]
+        good = [b for b in proved if share(op, b) <= 1]
         if good:
             out[op] = tuple(sorted(good, key=lambda backend: share(op, backend)))
     return out
