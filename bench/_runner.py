@@ -51,7 +51,9 @@ def _error(out: Any, reference: Any) -> float:
         return max(map(_error, out, reference), default=0.0) if same else math.inf
     if isinstance(reference, (str, type(None))):
         return 0.0 if out == reference else math.inf
-    a, b = (torch.as_tensor(x).detach().cpu() for x in (out, reference))
+    a, b = (torch.as_tensor(x).detach() for x in (out, reference))
+    if a.device != b.device:
+        a, b = a.cpu(), b.cpu()
     if a.shape != b.shape:
         return math.inf
     if not b.dtype.is_floating_point:

@@ -16,14 +16,6 @@ def pytest_configure(config):
     torch.set_num_threads(max(2, (os.cpu_count() or 1) // workers))  # never 1: what differs between threads must show
 
 
-def pytest_collection_modifyitems(items):
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="this machine lacks a CUDA device"))
-
-
 def pytest_terminal_summary(terminalreporter):
     reasons = Counter(
         report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else str(report.longrepr)

@@ -1,8 +1,8 @@
 """``python -m bench.gpu``: on a GPU machine, builds the extension, checks every op on every GPU backend against the
-reference, times them against the device's own limits, runs the GPU tests, and writes one JSON record.
+reference, times them against the device's own limits, runs the tests of the Triton kernels, and writes one JSON record.
 
-Needs no network. The record is written after every step, so a cut leaves what was done until then. Exit code 1
-when the build, a check or a test failed.
+Needs no network. The record is written after every step, and the next call does what it lacks. Exit code 1 when the
+build, a check, a timing or a test failed.
 """
 
 import argparse
@@ -10,51 +10,29 @@ import json
 import os
 import re
 import selectors
+import signal
 import subprocess
 import sys
+import threading
 import time
-from datetime import UTC, datetime
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 
 from bench import _runner
 from bench.gpu.cases import CASES
 from bench.gpu.problem import GpuCase
+from bench.gpu.record import ROOT, Job, Record, earlier, record_path, run_facts
 from rlkernels.backend import OPS
 
-ROOT = Path(__file__).parents[2]
 LIMITS_S = {"facts": 120, "check": 120, "time": 180}  # a job that takes longer hangs
-
-
-class Record:
-    """What has been found so far; every change is on disk at once."""
-
-    def __init__(self, path: Path, **facts: Any):
-        self.path, self.start = path, time.monotonic()
-        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        self.data: dict[str, Any] = {"started": now, **facts, "finished": False}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.save()
-
-    def save(self) -> None:
-        self.data["seconds"] = round(time.monotonic() - self.start, 1)
-        draft = self.path.with_suffix(".tmp")
-        draft.write_text(json.dumps(self.data, indent=1) + "\n")
-        draft.replace(self.path)
-
-
-def run_facts(commit: str | None) -> dict[str, Any]:
-    """What a record says about the run as a whole; ``commit`` for where there is no git repository."""
-    return {**_runner.stamp(), **({"commit": commit} if commit else {})}
-
-
-def record_path(facts: dict[str, Any], ending: str = "") -> Path:
-    """Where the record of these ``run_facts`` is looked for, and goes, unless an option says otherwise."""
-    return ROOT / f"bench/gpu/records/{(facts['gpu'] or 'cpu').replace(' ', '-')}-{facts['commit']}{ending}.json"
+LEAST_S = 5.0  # to begin a job
+TESTS_S = 20.0  # to begin a file of tests
 
 
 class Worker:
@@ -71,11 +49,14 @@ class Worker:
                 command, cwd=ROOT, env=self.env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             )  # fmt: skip
         assert self.process.stdin and self.process.stdout
-        self.process.stdin.write(json.dumps(job).encode() + b"\n")
-        self.process.stdin.flush()
-        answer = self._read(self.process, time.monotonic() + seconds)
+        try:
+            self.process.stdin.write(json.dumps(job).encode() + b"\n")
+            self.process.stdin.flush()
+            answer = self._read(self.process, time.monotonic() + seconds)
+        except BrokenPipeError:  # it died after its last answer
+            answer = None
         if answer is None:
-            answer = {"ok": False, "message": self._end(self.process, seconds)}
+            answer = {"ok": False, **self._end(self.process, seconds)}
         elif "traceback" in answer:  # the worker leaves after an exception
             self.close()
         return answer
@@ -104,7 +85,7 @@ class Worker:
                             return json.loads(line[1:])
         return None
 
-    def _end(self, process: subprocess.Popen[bytes], seconds: float) -> str:
+    def _end(self, process: subprocess.Popen[bytes], seconds: float) -> dict[str, Any]:
         hung = False
         try:
             process.wait(timeout=2)
@@ -114,7 +95,9 @@ class Worker:
         code = process.wait()
         said = self.noise.decode(errors="replace").strip()
         self.close()
-        return f"hung for {seconds:.0f} s and was killed" if hung else f"the process died with code {code}: {said}"
+        if hung:
+            return {"hung": True, "message": f"hung for {seconds:.0f} s and was killed"}
+        return {"message": f"the process died with code {code}: {said}"}
 
     def close(self) -> None:
         if self.process:
@@ -123,89 +106,121 @@ class Worker:
             self.process = None
 
 
-def build(device: str, *, with_cuda: bool = True) -> dict[str, Any]:
+def build(device: str, seconds: float, *, with_cuda: bool = True) -> dict[str, Any]:
     """Compiles the extension for this device; without its CUDA part when that fails, so that the rest goes on."""
     env = dict(os.environ)
     if device == "cuda":
         env.setdefault("TORCH_CUDA_ARCH_LIST", "{}.{}".format(*torch.cuda.get_device_capability()))
     out: dict[str, Any] = {}
     attempts: tuple[dict[str, str], ...] = ({}, {"RLKERNELS_NO_CUDA": "1"})
+    start = time.monotonic()
     for attempt in attempts if with_cuda else attempts[1:]:
-        start = time.monotonic()
-        done = subprocess.run(
-            [sys.executable, "setup.py", "build_ext", "--inplace"], cwd=ROOT, env={**env, **attempt}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
-        )  # fmt: skip
-        result: dict[str, Any] = {"ok": done.returncode == 0, "seconds": round(time.monotonic() - start, 1)}
+        before = time.monotonic()
+        code, said = run(
+            [sys.executable, "setup.py", "build_ext", "--inplace"], {**env, **attempt}, seconds - (before - start)
+        )
+        result: dict[str, Any] = {"ok": code == 0, "seconds": round(time.monotonic() - before, 1)}
         if attempt is attempts[0] or not with_cuda:
-            out = result if result["ok"] else {**result, "log": done.stdout[-4000:]}
+            out = result if result["ok"] else {**result, "log": said[-4000:]}
         else:
             out["without_cuda"] = result
-        if result["ok"]:
+        if result["ok"] or code is None:
             break
     return out
 
 
-def run_tests(env: dict[str, str], deadline: float) -> dict[str, Any]:
-    """The tests marked ``gpu``, and those of the Triton kernels, compiled."""
-    out: dict[str, Any] = {"ok": True}
-    for name, selection in (("triton", ["tests/rlkernels/triton"]), ("gpu", ["tests", "-m", "gpu"])):
-        command = [sys.executable, "-m", "pytest", *selection, "--maxfail=20"]
-        left = max(deadline - time.monotonic(), 1)
+def run(command: list[str], env: dict[str, str], seconds: float) -> tuple[int | None, str]:
+    """Runs a command and all that it starts for at most so long -> (exit code, None where it was cut; what it said)."""
+    with subprocess.Popen(
+        command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0
+    ) as process:
         try:
-            done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=left, check=False)
+            said, _ = process.communicate(timeout=max(seconds, 0.0))
         except subprocess.TimeoutExpired:
-            out[name] = f"cut after {left:.0f} s"
-            continue
-        lines = done.stdout.strip().splitlines() or [done.stderr[-500:]]
-        failures = [line for line in lines if re.match(r"(FAILED|ERROR) ", line)]
-        out[name] = {"closing": lines[-1], "failures": failures}
-        if done.returncode not in (0, 5):  # 5: nothing was selected
-            out["ok"], out[name]["log"] = False, done.stdout[-6000:]
-    return out
+            return None, f"cut after {seconds:.0f} s"
+        finally:
+            if process.returncode is None:  # its compilers go with it
+                os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, said
 
 
-def plan(device: str, ops: list[str], seconds: float) -> list[dict[str, Any]]:
+def test_files() -> list[str]:
+    """The tests that run on a GPU where there is one: those of the Triton kernels."""
+    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/rlkernels/triton").glob("test_*.py"))
+
+
+def run_tests(record: Record, env: dict[str, str], deadline: float) -> None:
+    """The files of tests that the record lacks, side by side: most of their time goes into compiling kernels."""
+
+    def run_file(file: str) -> None:
+        left = deadline - time.monotonic()
+        if left < TESTS_S:
+            return
+        code, said = run([sys.executable, "-m", "pytest", file, "--maxfail=20"], env, left)
+        if code is None:
+            return
+        lines = said.strip().splitlines() or [""]
+        ok = code in (0, 5)  # 5: nothing was selected
+        found = {"ok": ok, "closing": lines[-1], "failures": [x for x in lines if re.match(r"(FAILED|ERROR) ", x)]}
+        with lock:
+            record.data["tests"][file] = found if ok else {**found, "log": said[-6000:]}
+            record.save()
+
+    lock = threading.Lock()
+    with ThreadPoolExecutor(max((os.cpu_count() or 1) // 2, 1)) as pool:
+        list(pool.map(run_file, [file for file in test_files() if file not in record.data["tests"]]))
+
+
+def plan(device: str, seconds: float) -> list[Job]:
     """All checks, then all timings, in the order of the cases."""
     names = ("cuda", "triton") if device == "cuda" else ("cpu", "triton")
-    wanted = [case for case in CASES if not ops or case.op in ops]
-    jobs: list[dict[str, Any]] = []
-    for case in wanted:
+    jobs: list[Job] = []
+    for case in CASES:
         if not case.timed:
             for backend in [*(b for b in names if getattr(OPS[case.op], b)), "torch"]:
                 jobs.append({"kind": "check", "op": case.op, "case": case.label, "backend": backend})
     # large cases are for a GPU; elsewhere the first small one of each op shows that timing works
     first: dict[str, GpuCase] = {}
-    for case in wanted:
+    for case in CASES:
         if not case.timed:
             first.setdefault(case.op, case)
-    for case in [c for c in wanted if c.timed] if device == "cuda" else first.values():
+    for case in [c for c in CASES if c.timed] if device == "cuda" else first.values():
         jobs.append({"kind": "time", "op": case.op, "case": case.label, "seconds": seconds})
     return [{**job, "device": device} for job in jobs]
 
 
-def run_jobs(record: Record, jobs: list[dict[str, Any]], worker: Worker, deadline: float, console: Console) -> None:
-    for i, job in enumerate(track(jobs, "checks and timings", console=console)):
-        left = deadline - time.monotonic()
-        if left < 5:
-            record.data["left_out"] = [f"{j['kind']} {j['op']}: {j['case']}" for j in jobs[i:]]
+def named(job: Job) -> str:
+    return f"{job['kind']} {job['op']}{' on ' + job['backend'] if 'backend' in job else ''}: {job['case']}"
+
+
+def answered(worker: Worker, job: Job, deadline: float) -> dict[str, Any] | None:
+    """What the worker found; None where it was the end of the budget that cut it, and not its own limit."""
+    left, longest = deadline - time.monotonic(), LIMITS_S[job["kind"]]
+    if left < LEAST_S:
+        return None
+    answer = worker.ask(job, min(longest, left))
+    return None if answer.get("hung") and left < longest else answer
+
+
+def run_jobs(record: Record, jobs: list[Job], worker: Worker, deadline: float, console: Console) -> None:
+    for job in track(jobs, "checks and timings", console=console):
+        answer = answered(worker, job, deadline)
+        if answer is None:
             break
-        answer = worker.ask(job, min(LIMITS_S[job["kind"]], left))
-        rows = answer.pop("rows", None)
-        if rows is not None:
-            record.data["timings"] += rows
-            console.print(_runner.table([_runner.Row(**row) for row in rows]))
+        if "rows" in answer:
+            record.data["timings"] += answer["rows"]
+            console.print(_runner.table([_runner.Row(**row) for row in answer["rows"]]))
         else:
             entry = {**{k: v for k, v in job.items() if k not in ("device", "seconds")}, **answer}
-            record.data["checks"].append(entry)
+            record.data["checks" if job["kind"] == "check" else "failed_timings"].append(entry)
             if not answer["ok"]:
-                console.print(f"[red]FAILED[/red] {entry}", highlight=False)
+                console.print(f"[red]FAILED[/red] {escape(str(entry))}", highlight=False)
         record.save()
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
-    parser.add_argument("--budget-seconds", type=float, default=1200, help="stop after this long (default 1200)")
+    parser.add_argument("--budget-seconds", type=float, default=540, help="stop after this long (default 540)")
     parser.add_argument("--output", type=Path, help="the record (default bench/gpu/records/DEVICE-COMMIT.json)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run, Triton interpreted")
     parser.add_argument("--ops", nargs="+", default=[], metavar="OP", help="these ops only")
@@ -222,37 +237,53 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def close(record: Record, jobs: list[Job], console: Console) -> int:
+    """Notes what is left, and prints what it came to -> exit code."""
+    data = record.data
+    left = [named(job) for job in jobs if not record.has(job)]
+    files = [f"tests {file}" for file in test_files() if file not in data["tests"]]
+    data["left_out"], data["finished"] = left + files, not left + files
+    record.save()
+    failed = [named(found) for found in [*data["checks"], *data["failed_timings"]] if not found["ok"]]
+    failed += [f"tests {file}: {found['closing']}" for file, found in data["tests"].items() if not found["ok"]]
+    failed += [part for part in ("build", "device") if data.get(part, {}).get("ok") is False]
+    for line in failed:
+        console.print(f"failed: {escape(line)}", highlight=False)
+    counts = f"{len(data['checks'])} checks, {len(data['timings'])} timed rows, {len(data['tests'])} files of tests"
+    console.print(f"{counts}; {len(failed)} failed", highlight=False)
+    if left or files:
+        console.print(
+            f"left out: {len(left)} checks and timings, {len(files)} files of tests; the same command goes on"
+        )
+    return 1 if failed else 0
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
     args = parse(argv)
     console = Console(width=None if sys.stdout.isatty() else 120)
-    start = time.monotonic()
-    deadline = start + args.budget_seconds
+    deadline = time.monotonic() + args.budget_seconds
     facts = run_facts(args.commit)
-    record = Record(args.output or record_path(facts), **facts, checks=[], timings=[])
-    console.print(f"record: {record.path}")
+    path = args.output or record_path(facts)
+    before = earlier(path, facts)
+    record = Record(path, **{**facts, "checks": [], "timings": [], "failed_timings": [], "tests": {}, **before})
+    console.print(f"record: {path}{', which goes on' if before else ''}")
     env = {**os.environ, "TRITON_INTERPRET": "1" if args.device == "cpu" else "0"}
     if not args.no_build:
-        record.data["build"] = build(args.device)
+        record.data["build"] = build(args.device, args.budget_seconds)
         record.save()
-        console.print(f"build: {record.data['build']}", highlight=False)
+        console.print(escape(f"build: {record.data['build']}"), highlight=False)
     worker = Worker(env)
-    record.data["device"] = worker.ask({"kind": "facts", "device": args.device}, LIMITS_S["facts"])
+    found = answered(worker, {"kind": "facts", "device": args.device}, deadline)
+    record.data["device"] = found or record.data.get("device", {})
     record.save()
-    run_jobs(record, plan(args.device, args.ops, args.seconds), worker, deadline, console)
+    jobs = plan(args.device, args.seconds)
+    wanted = [job for job in jobs if not record.has(job) and job["op"] in (args.ops or OPS)]
+    run_jobs(record, wanted, worker, deadline, console)
     worker.close()
-    if not args.no_tests and deadline - time.monotonic() > 20:
-        record.data["tests"] = run_tests(env, deadline)
-    record.data["finished"] = "left_out" not in record.data
-    record.save()
-    failed = [f"{c['op']} on {c['backend']}: {c['case']}" for c in record.data["checks"] if not c["ok"]]
-    parts = [part for part in ("build", "tests", "device") if record.data.get(part, {}).get("ok") is False]
-    console.print(
-        f"{len(record.data['checks'])} checks, {len(failed)} failed; {len(record.data['timings'])} timed rows"
-    )
-    for line in [*parts, *failed, *(f"left out: {x}" for x in record.data.get("left_out", []))]:
-        console.print(line, highlight=False)
-    return 1 if failed or parts else 0
+    if not args.no_tests:
+        run_tests(record, env, deadline)
+    return close(record, jobs, console)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import _runner
-from bench.gpu.__main__ import ROOT, Record, build, record_path, run_facts
+from bench.gpu.__main__ import build
 from bench.gpu.proven import passed, read_checks
+from bench.gpu.record import ROOT, Record, record_path, run_facts
 from bench.gpu.trainee import FACTS, STOPPED
 from python_trainer.checkpoint import list_checkpoints, step_of
 from python_trainer.compare import enabled_in, finished
@@ -268,7 +269,7 @@ def work(args: argparse.Namespace, console: Console) -> int:
     )  # fmt: skip
     console.print(f"record: {record.path}; budget: {args.budget_seconds:.0f} s", highlight=False)
     if backends.extension_error():
-        record.data["build"] = build("cpu", with_cuda=False)  # of the extension, training needs the host part
+        record.data["build"] = build("cpu", deadline - now(), with_cuda=False)  # of the extension, training needs the host part
         record.save()
 
     left_out, failed = record.data["left_out"], record.data["failed"]

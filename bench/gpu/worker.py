@@ -8,6 +8,7 @@ import json
 import sys
 import time
 import traceback
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -51,16 +52,28 @@ def limit(problem: Problem, device: torch.device) -> tuple[str, float] | None:
     return ("copy bandwidth", memory) if memory >= compute else ("matrix rate", compute)
 
 
-def rivals(problem: Problem) -> dict[str, Provider]:
-    """The problem's rivals, ready to be called; one that fails is named with its reason."""
+def ready(makers: Mapping[str, Callable[[], Callable[[], Any]]], device: torch.device) -> dict[str, Provider]:
+    """What to time, called once; one that fails is named with its reason.
+
+    Raises:
+        RuntimeError: it has broken the device, on which nothing in this process runs any more.
+    """
     out: dict[str, Provider] = {}
-    for name, make in problem.rivals.items():
+    for name, make in makers.items():
         try:
-            out[name] = make()
-            out[name]()  # type: ignore[operator]
+            call = out[name] = make()
+            call()
+            settled(device)
         except Exception as error:
             out[name] = Missing(f"{type(error).__name__}: {error}"[:200])
+            settled(device)
     return out
+
+
+def settled(device: torch.device) -> None:
+    """Waits for the kernels that were started, and raises where one failed."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def compare(out: Any, reference: Any) -> str:
@@ -76,13 +89,17 @@ def run_timing(case: GpuCase, device: torch.device, seconds: float) -> list[dict
     problem = case.make(device)
     names = ("cuda", "triton") if device.type == "cuda" else ("cpu", "triton")
     working = [b for b in names if getattr(backends.OPS[case.op], b) and not backends.unavailable(case.op, b, device)]
+    own = {backend: partial(partial, problem.call, backend) for backend in [*working, "torch"]}
+    providers = ready({**own, **problem.rivals}, device)
+    # what changes its inputs gives another result every time
+    compared = not problem.reset and not isinstance(providers["torch"], Missing)
     timed = Case(
         op=case.op,
         shape=case.label,
-        providers={backend: partial(problem.call, backend) for backend in [*working, "torch"]} | rivals(problem),
+        providers=providers,
         dtype=str(problem.dtype).removeprefix("torch."),
         device=str(device),
-        reference=None if problem.reset else "torch",  # what changes its inputs gives another result every time
+        reference="torch" if compared else None,
         limit=limit(problem, device),
         compare=compare,
     )
