@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from bench._case import Case, Missing, Row
@@ -234,7 +235,7 @@ def table(rows: Sequence[Row]) -> Table:
         style = "bold" if row.median_s is not None and row.median_s == best else ""
         view.add_row(row.provider, median, spread, peak, row.match, of_limit, row.extra, style=style)
     missing = [f"{row.provider}: {row.missing}" for row in rows if row.missing]
-    view.caption = "\n".join(f"missing: {line}" for line in missing) or None
+    view.caption = escape("\n".join(f"missing: {line}" for line in missing)) or None  # a reason may hold brackets
     return view
 
 

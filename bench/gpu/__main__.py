@@ -209,13 +209,14 @@ def run_jobs(record: Record, jobs: list[Job], worker: Worker, deadline: float, c
             break
         if "rows" in answer:
             record.data["timings"] += answer["rows"]
+            record.save()
             console.print(_runner.table([_runner.Row(**row) for row in answer["rows"]]))
-        else:
-            entry = {**{k: v for k, v in job.items() if k not in ("device", "seconds")}, **answer}
-            record.data["checks" if job["kind"] == "check" else "failed_timings"].append(entry)
-            if not answer["ok"]:
-                console.print(f"[red]FAILED[/red] {escape(str(entry))}", highlight=False)
+            continue
+        entry = {**{k: v for k, v in job.items() if k not in ("device", "seconds")}, **answer}
+        record.data["checks" if job["kind"] == "check" else "failed_timings"].append(entry)
         record.save()
+        if not answer["ok"]:
+            console.print(f"[red]FAILED[/red] {escape(str(entry))}", highlight=False)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -87,8 +87,8 @@ def test_command_line(tmp_path, capsys):
 
 
 def test_missing_provider_is_named_in_the_table(capsys):
-    _runner.Console(width=120).print(_runner.table([Row("op", "peer", "n=1", missing="peer is not installed")]))
-    assert "missing: peer: peer is not installed" in capsys.readouterr().out
+    _runner.Console(width=120).print(_runner.table([Row("op", "peer", "n=1", missing="no file [/lib/peer]")]))
+    assert "missing: peer: no file [/lib/peer]" in capsys.readouterr().out
     assert Missing("x").reason == "x"
 
 
