@@ -142,7 +142,8 @@ def run_variant(config: Config, folder: Path, label: str, proven: dict[str, Any]
     how = {0: "finished", STOPPED: "stopped by the budget"}.get(code, ended or "failed")
     part = {"end": how, "date": date, "commit": commit, "seconds": round(now() - start, 1)}
     steps = [row["step"] for row in read_metrics(folder)]
-    if how.startswith(HUNG) or (how.startswith("killed") and max(steps, default=-1) <= saved[-1]):
+    idle = max(steps, default=-1) <= saved[-1] and part["seconds"] >= PATIENCE_S  # less says nothing about the run
+    if how.startswith(HUNG) or (how.startswith("killed") and idle):
         part |= {"end": "failed", "message": how}
     elif (folder / FACTS).exists():
         part |= json.loads((folder / FACTS).read_text())

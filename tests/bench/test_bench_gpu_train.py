@@ -173,13 +173,20 @@ def test_a_failed_run_is_tried_once_more_without_proven_backends(tmp_path, monke
 ])  # fmt: skip
 def test_what_counts_as_a_failure(tmp_path, monkeypatch, ended, end):
     monkeypatch.setattr(train, "child", lambda *_: (-9, ended))
+    monkeypatch.setattr(train, "PATIENCE_S", 0.0)
     config = load_config(SETTINGS)
-    assert train.run_variant(config, tmp_path, "rpo", {}, "abc", 0, 0)["end"] == end
+
+    def run():
+        return train.run_variant(config, tmp_path, "rpo", {}, "abc", 0, 0)["end"]
+
+    assert run() == end
+    monkeypatch.setattr(train, "PATIENCE_S", 240.0)  # what little time there was says nothing
+    assert run() == ("failed" if ended == train.HUNG else ended)
+    monkeypatch.setattr(train, "PATIENCE_S", 0.0)
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "time/training_s": 0, "total/generated_tokens": 0}\n')
-    progressed = train.run_variant(config, tmp_path, "rpo", {}, "abc", 0, 0)["end"]
-    assert progressed == ("failed" if ended == train.HUNG else ended)
+    assert run() == ("failed" if ended == train.HUNG else ended)
     (tmp_path / "checkpoints/step-000005").mkdir(parents=True)  # of an earlier call, and nothing since
-    assert train.run_variant(config, tmp_path, "rpo", {}, "abc", 0, 0)["end"] == end
+    assert run() == end
 
 
 def test_runs_that_never_come_to_a_step_end_the_rest(dry, tmp_path, monkeypatch):
