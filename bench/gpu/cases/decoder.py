@@ -29,13 +29,17 @@ def rotated(rows: int, heads: tuple[int, int, int], dtype: torch.dtype, on: Devi
     q_heads, kv_heads, dim = heads
     angle = torch.randn(4096, dim // 2, device=on).repeat(1, 2)
     shapes = ((rows, (q_heads + 2 * kv_heads) * dim), (dim,), (dim,))
-    x, *weights = (torch.randn(shape, device=on).to(dtype) for shape in shapes)
+    x, q_weight, k_weight = (torch.randn(shape, device=on).to(dtype) for shape in shapes)
     cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
     positions, counts = torch.randint(0, 4096, (rows,)).to(on), (q_heads, q_heads + kv_heads)
-    x64, cos64, sin64, *weights64 = (t.double() for t in (x, cos, sin, *weights))
+
+    def exact() -> torch.Tensor:
+        x64, cos64, sin64, q64, k64 = (t.double() for t in (x, cos, sin, q_weight, k_weight))
+        return reference.rope(x64, positions, cos64, sin64, *counts, q64, k64, EPS)
+
     return Problem(
-        lambda backend: decoder.rope(x, positions, cos, sin, *counts, *weights, EPS, backend=backend),
-        lambda: reference.rope(x64, positions, cos64, sin64, *counts, *weights64, EPS),
+        lambda backend: decoder.rope(x, positions, cos, sin, *counts, q_weight, k_weight, EPS, backend=backend),
+        exact,
         nbytes=2 * x.nbytes + positions.nbytes + 2 * rows * dim * x.element_size(),
         dtype=dtype,
     )
