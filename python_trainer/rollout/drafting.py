@@ -23,7 +23,8 @@ class Answer(NamedTuple):
 class Drafter:
     """Guesses the next tokens of running samples, and learns from what came of it.
 
-    Drafts change the number of forward passes, never the tokens.
+    Drafts change the number of forward passes, never the tokens. Samples of prompts without earlier answers are left
+    alone: what other prompts suggest shortens too few passes to pay for looking it up.
 
     Args:
         history: earlier answers; filled by the caller.
@@ -46,29 +47,35 @@ class Drafter:
     def start(self, samples: Sequence[Sample]) -> None:
         """Follows samples that begin, or come from another engine; those that go on after a preemption are known."""
         for sample in samples:
-            if sample not in self.handles:
-                prompt, prefix = sample.context[: sample.prompt_length], sample.context[sample.prompt_length :]
+            if sample in self.handles:
+                continue
+            prompt, prefix = sample.context[: sample.prompt_length], sample.context[sample.prompt_length :]
+            if self.history.longest_prompt(prompt) == len(prompt):
                 handle = self.handles[sample] = self.history.track(prompt)
                 self.history.extend(handle, [*prefix, *sample.out.ids])
 
     def draft(self, samples: Sequence[Sample], budget: int) -> None:
         """Gives every sample a draft, of ``budget`` tokens together at most."""
-        if not samples:
+        followed = [sample for sample in samples if sample in self.handles]
+        if not followed:
             return
         longest, cost = min(self.max_tokens, budget // len(samples)), self.token_cost(len(samples))
         if longest <= 0 or cost >= WORTHLESS:
             return
-        handles = [self.handles[sample] for sample in samples]
+        handles = [self.handles[sample] for sample in followed]
         ids, lengths = self.history.draft_tracked(handles, max_tokens=longest, token_cost=cost)
-        for sample, row, length in zip(samples, ids.tolist(), lengths.tolist()):
+        for sample, row, length in zip(followed, ids.tolist(), lengths.tolist()):
             # the pass itself draws one token more
             sample.draft = row[: min(length, sample.max_new_tokens - len(sample.out.ids) - 1)]
 
     def learn(self, samples: Sequence[Sample], accepted: Sequence[int], new: Sequence[Sequence[int]]) -> None:
         """Tells how many tokens of each draft were right, and which tokens each sample has got."""
-        handles = [self.handles[sample] for sample in samples]
-        self.history.observe(handles, [len(sample.draft) for sample in samples], accepted)
-        self.history.extend_tracked(handles, [token for ids in new for token in ids], [len(ids) for ids in new])
+        followed = [i for i, sample in enumerate(samples) if sample in self.handles]
+        if not followed:
+            return
+        handles = [self.handles[samples[i]] for i in followed]
+        self.history.observe(handles, [len(samples[i].draft) for i in followed], [accepted[i] for i in followed])
+        self.history.extend_tracked(handles, [t for i in followed for t in new[i]], [len(new[i]) for i in followed])
 
     def stop(self, samples: Sequence[Sample]) -> None:
         for sample in samples:

@@ -65,6 +65,21 @@ def test_same_tokens_with_a_good_and_a_bad_history(name, sampling, fused):
         assert engine.cache.stats["blocks_pinned"] == 0 and engine.drafter.history.stats["handles"] == 0
 
 
+def test_prompts_without_answers_are_left_alone():
+    """Looking up what other prompts suggest would cost more than the few passes that it saves."""
+    model, requests = make(), mixed_requests()
+    wanted = engine_for(model).generate(requests, GREEDY)
+    engine = engine_for(model)
+    engine.drafter = drafter()
+    for request, completion in zip(requests, wanted):  # the right answers, under another prompt
+        engine.drafter.history.add([*request.prompt_ids, 1], completion.ids)
+    assert_same(engine.generate(requests, GREEDY), wanted)
+    assert engine.stats["draft_tokens"] == 0 and not engine.drafter.handles
+    engine.drafter.history.add(requests[0].prompt_ids, wanted[0].ids)
+    assert_same(engine.generate(requests, GREEDY), wanted)
+    assert engine.stats["accepted_tokens"] > 0 and engine.drafter.history.stats["handles"] == 0
+
+
 @pytest.mark.parametrize("sampling", SETTINGS)
 @pytest.mark.parametrize("rule", ["right", "wrong", "constant", "half"])
 def test_same_tokens_whatever_the_drafts(sampling, rule):
