@@ -1,7 +1,7 @@
 """Tables and pictures of finished runs."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -149,11 +149,17 @@ def target_of(runs: Sequence[Run]) -> float | None:
     return next((run.summary["target_accuracy"] for run in runs if run.summary["target_accuracy"]), None)
 
 
+def by_variant(runs: Iterable[Run]) -> dict[str, list[Run]]:
+    """The runs of each variant, in their order."""
+    variants: dict[str, list[Run]] = {}
+    for run in runs:
+        variants.setdefault(run.name, []).append(run)
+    return variants
+
+
 def summary_columns(runs: Sequence[Run]) -> dict[str, dict[str, str]]:
     """Variant -> what the table says about it, by row; ratios compare with the plain run."""
-    of_variant: dict[str, list[Run]] = {}
-    for run in runs:
-        of_variant.setdefault(run.name, []).append(run)
+    of_variant = by_variant(runs)
     variants = {name: [run.summary for run in mine] for name, mine in of_variant.items()}
     names = sorted(variants, key=lambda name: name != BASELINE)
     columns = {name: facts(of_variant[name], target_of(runs)) for name in names}
@@ -181,18 +187,13 @@ def summary_columns(runs: Sequence[Run]) -> dict[str, dict[str, str]]:
 
 def idle_accelerators(runs: Sequence[Run]) -> list[str]:
     """A line on each accelerator that was on and did nothing in all runs of a variant."""
-    idle: dict[str, dict[str, bool]] = {}
-    for run in runs:
-        for counter in IDLE:
-            if counter.partition("/")[0] in run.summary["accelerators"]:
-                seen = idle.setdefault(counter, {})
-                seen[run.name] = seen.get(run.name, True) and not run.counters[counter]
-    return [
-        f"{counter.partition('/')[0]} had nothing to do in {name}: {IDLE[counter]}"
-        for counter, seen in idle.items()
-        for name, nothing in seen.items()
-        if nothing
-    ]
+    lines = []
+    for counter, advice in IDLE.items():
+        accelerator = counter.partition("/")[0]
+        for name, mine in by_variant(run for run in runs if accelerator in run.summary["accelerators"]).items():
+            if not any(run.counters[counter] for run in mine):
+                lines.append(f"{accelerator} had nothing to do in {name}: {advice}")
+    return lines
 
 
 def counter_rows() -> list[str]:
