@@ -36,7 +36,7 @@ TARGETS = (0.55, 0.6)  # accuracies to which seconds and tokens are counted
 COMMON = [
     "task.train_size=128", "max_steps=25", "evaluation.eval_steps=5", "evaluation.eval_limit=256",
     "evaluation.eval_limit_during=256", "evaluation.target_accuracy=null", "save.save_model=false",
-    "save.save_steps=10",
+    "save.save_steps=10", "optimizer.learning_rate=2e-4",
 ]  # fmt: skip
 RPO = ["accelerators.enabled=[rpo]", "accelerators.rpo.fill=4"]
 GRPO = ["algorithm.loss_type=grpo"]

@@ -31,7 +31,10 @@ from python_trainer.keyed import keyed_seed
 from python_trainer.rollout import Request, SamplingParams
 from python_trainer.rollout.ordering import LengthHistory, remember
 
-TRACE = ["task.train_size=128", "max_steps=40", "save.save_model=false", "evaluation.eval_limit=1"]
+TRACE = [
+    "task.train_size=128", "max_steps=40", "optimizer.learning_rate=2e-4", "save.save_model=false",
+    "evaluation.eval_limit=1",
+]  # fmt: skip
 WORKLOADS = {"long": 16, "long and short": 32}  # prompts of a step
 SAMPLES, STEPS = 8, 8
 MAX_NEW = 320
