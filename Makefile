@@ -1,9 +1,9 @@
 # Set-up, tests, training and benchmarks. `make help` lists the targets.
 #
-# PYTHON=python3.12      the interpreter for the virtual environment (default: the first of python3, python3.13,
-#                        python3.12, python3.11 that is recent enough)
+# PYTHON=python3.12      the interpreter for the virtual environment (default: the first one from 3.11 to 3.13)
 # VENV=.venv             where the environment goes
 # TORCH_INDEX=URL        where pip gets torch, e.g. https://download.pytorch.org/whl/cpu for the small CPU build
+# RUN=runs/train         where `make train` puts its runs
 # TRAIN=... TEST=... BENCH=...   further arguments of the three commands
 
 VENV ?= .venv
@@ -15,16 +15,16 @@ RUN ?= runs/train
 .DEFAULT_GOAL := help
 
 help:
-	@echo 'make train   set up, train the arithmetic task with plain GRPO and with the accelerators, compare ($(RUN))'
+	@echo 'make train   set up, train the arithmetic task without and with the accelerators, compare ($(RUN))'
 	@echo 'make test    set up, then lint, types and every test; names what this machine lacks'
 	@echo 'make test-vllm   the tests inside vLLM for the CPU, in an environment of its own ($(VENV)-vllm, about 3 GB)'
 	@echo 'make bench   set up, then every benchmark (BENCH="--quick similarity" for less)'
-	@echo 'make build   set up and compile the extension'
+	@echo 'make setup   set up and compile the extension (also: make build)'
 	@echo 'make lint    ruff and mypy'
 	@echo 'make docs    the API reference as web pages: site/index.html'
 	@echo 'make smoke   train for a few steps'
 	@echo 'make clean   remove $(VENV) and everything that was built'
-	@sed -n 's/^# \([A-Z]*=\)/  \1/p' Makefile
+	@sed -n 's/^# \([A-Z_]*=\)/  \1/p' Makefile
 
 # The packages, then the extension: each again only when what it depends on has changed.
 $(VENV)/.packages: tools/setup.sh constraints.txt pyproject.toml

@@ -16,7 +16,8 @@ EPILOG = """\
 examples:
   python -m python_trainer train --config configs/arithmetic.yaml --output-dir runs/first
   python -m python_trainer train --config configs/arithmetic.yaml --output-dir runs/rpo --set accelerators.enabled=[rpo]
-  python -m python_trainer train --config configs/arithmetic.yaml --output-dir runs/first --resume --set max_steps=400
+  python -m python_trainer train --config configs/arithmetic.yaml --output-dir runs/first --resume \\
+      --set max_steps=120 max_seconds=null
   python -m python_trainer compare --config configs/arithmetic.yaml --variants baseline,rpo,all --seeds 3 \\
       --output-dir runs/compare
   python -m python_trainer report runs/compare
@@ -105,9 +106,12 @@ def make_parser() -> argparse.ArgumentParser:
     train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in OUTPUT_DIR")
     compare.add_argument(
         "--variants", default="baseline,all", metavar="A,B,...",
-        help="baseline (no accelerator), accelerators by name, all; baseline,all by default",
+        help="comma-separated: baseline (no accelerator), rhyme, rpo, drafts, alpha, all, or several joined by + "
+             "(rhyme+drafts); default: baseline,all",
     )  # fmt: skip
-    compare.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds 0 to N - 1 (default: 1)")
+    compare.add_argument(
+        "--seeds", type=int, default=1, metavar="N", help="that many, from the config's seed on (default: 1)"
+    )
 
     report = commands.add_parser(
         "report", formatter_class=raw, help="table, curves and answers of finished runs", epilog=EPILOG,

@@ -194,7 +194,8 @@ def pass_gate(config: Config, base: Path, last: Weights, predicted: dict[str, to
     trainer.engine.policy_updated()
     accepted, tries = try_candidates(
         trainer.learner.optimizer, trainer.engine, lambda rows: trainer.evaluate_each("gate", rows), moved,
-        Gate(settings.gate_level), prompts=settings.gate_prompts, max_tries=settings.max_tries, shrink=settings.shrink,
+        Gate(settings.gate_level), prompts=settings.gate_prompts, available=len(trainer.task.gate),
+        max_tries=settings.max_tries, shrink=settings.shrink,
     )  # fmt: skip
     for one in tries:
         console.print(

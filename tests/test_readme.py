@@ -24,6 +24,7 @@ PAGES = [
         "docs/scale.md",
         "docs/similarity.md",
         "docs/speed.md",
+        "docs/task.md",
         "docs/together.md",
         "docs/vllm.md",
         "CONTRIBUTING.md",

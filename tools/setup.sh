@@ -17,7 +17,7 @@ else
     if recent_enough "$candidate"; then python=$candidate; break; fi
   done
   [ -n "$python" ] || fail "no Python 3.11, 3.12 or 3.13 was found (python3 is $(python3 --version 2>&1 || echo absent));
-install one and give its path: make PYTHON=/path/to/python3.12"
+install one and give its path: make setup PYTHON=/path/to/python3.12"
 fi
 
 "$python" -c 'import venv, ensurepip' 2>/dev/null ||

@@ -223,7 +223,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="the record (default bench/gpu/records/DEVICE-COMMIT-train.json)")
     parser.add_argument("--checks", type=Path, metavar="RECORD",
                         help="what passed (default bench/gpu/records/DEVICE-COMMIT.json)")  # fmt: skip
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run of seconds")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run, about a minute")
     parser.add_argument("--variants", default=",".join(VARIANTS), metavar="A,B,...", help="runs, in this order")
     parser.add_argument("--set", dest="overrides", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
                         help="change settings of bench/gpu/train.yaml")  # fmt: skip

@@ -114,8 +114,9 @@ class Alpha(Accelerator):
     def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
         if not self.answered or self.answered[-1][0] != context.step:
             self.answered.append([context.step, 0, 0])
-        self.answered[-1][1] += sum(rollout.accuracy for rollout in rollouts)
-        self.answered[-1][2] += len(rollouts)  # dynamic sampling comes in several rounds
+        fresh = [rollout.accuracy for rollout in rollouts if rollout.importance_cap is None]  # not stored right ones
+        self.answered[-1][1] += sum(fresh)
+        self.answered[-1][2] += len(fresh)  # dynamic sampling comes in several rounds
         return rollouts
 
     def after_update(self, context: StepContext) -> None:
@@ -184,7 +185,8 @@ class Alpha(Accelerator):
         settings, predicted = self.settings, self.predict(context)
         accepted, tries = try_candidates(
             context.optimizer, context.engine, lambda rows: context.evaluate_each("gate", rows), predicted, self.gate,
-            prompts=settings.gate_prompts, max_tries=settings.max_tries, shrink=settings.shrink,
+            prompts=settings.gate_prompts, available=context.gate_size, max_tries=settings.max_tries,
+            shrink=settings.shrink,
         )  # fmt: skip
         if accepted:
             context.optimizer.forget_momentum(predicted)

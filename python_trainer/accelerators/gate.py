@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 def try_candidates(optimizer: "PolicyOptimizer", engine: "Engine", evaluate: Callable[[range], Sequence[float]],
-                   predicted: Mapping[str, torch.Tensor], gate: Gate, *, prompts: int, max_tries: int, shrink: float,
-                   ) -> tuple[bool, list[dict[str, Any]]]:  # fmt: skip
+                   predicted: Mapping[str, torch.Tensor], gate: Gate, *, prompts: int, available: int, max_tries: int,
+                   shrink: float) -> tuple[bool, list[dict[str, Any]]]:  # fmt: skip
     """Writes candidates until the gate accepts one; otherwise the weights end up as they were, bit for bit.
 
     Args:
         evaluate: numbers of gate prompts -> 0 or 1 for each, with the weights as they are.
         predicted: name -> weights, float32. Candidate k takes the share shrink^k of the way to them.
-        prompts: how many gate prompts there are.
+        prompts, available: how many gate prompts are looked at for a candidate, at most, and how many there are.
 
     Returns:
         Whether one was accepted; a dictionary for each that was tried.
@@ -36,7 +36,7 @@ def try_candidates(optimizer: "PolicyOptimizer", engine: "Engine", evaluate: Cal
     accepted = False
     try:
         tries = try_each(gate, present, predicted, write=write, evaluate=evaluate, prompts=prompts,
-                         max_tries=max_tries, shrink=shrink)  # fmt: skip
+                         available=available, max_tries=max_tries, shrink=shrink)  # fmt: skip
         accepted = tries[-1]["accepted"]
     finally:
         if not accepted:

@@ -18,8 +18,8 @@ class PolicyEngine:
 
     Args:
         engine: one that runs ``policy.whole``.
-        ranks: who shares the work: rank r answers every r-th request and all get the answers of all. Noise is keyed
-            by sample, so answers do not depend on who gives them. None: one process.
+        ranks: who shares the work: of n ranks, r answers requests r, r + n, ... and all get the answers of all. Noise
+            is keyed by sample, so answers do not depend on who gives them. None: one process.
 
     ``stats`` counts for all ranks together.
     """

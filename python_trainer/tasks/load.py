@@ -55,16 +55,19 @@ def _as_chat(example: Example) -> Example:
 def _train_and_gate(settings: TaskConfig, notes: list[str]) -> tuple[Sequence[Example], Sequence[Example]]:
     train = _read(settings, settings.train_path, notes)
     if settings.gate_path:
-        gate = _limited(_read(settings, settings.gate_path, notes), settings.gate_size, settings.gate_path, "gate_size")
+        gate = _read(settings, settings.gate_path, notes)
+        random.Random(f"gate order/{settings.seed}").shuffle(gate)  # the gate's bound holds for prompts in random order
+        gate = _limited(gate, settings.gate_size, settings.gate_path, "gate_size")
     else:
         size = settings.gate_size or 0
         if size >= len(train):
             raise UserError(
                 f"gate_size {size} leaves nothing of {settings.train_path}, which has {len(train)} examples"
             )
-        held_out = set(random.Random(f"gate/{settings.seed}").sample(range(len(train)), size))
-        gate = [example for index, example in enumerate(train) if index in held_out]
-        train = [example for index, example in enumerate(train) if index not in held_out]
+        held_out = random.Random(f"gate/{settings.seed}").sample(range(len(train)), size)
+        gate = [train[index] for index in held_out]  # in this order, which is random
+        rest = sorted(set(range(len(train))) - set(held_out))
+        train = [train[index] for index in rest]
     return _limited(train, settings.train_size, settings.train_path, "train_size"), gate
 
 

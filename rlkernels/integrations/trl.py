@@ -269,7 +269,7 @@ class GatedExtrapolation(TrainerCallback):
         try:
             tries = try_candidates(
                 self.gate, present, predicted, write=write, evaluate=functools.partial(self._answers, model),
-                prompts=self.prompts, max_tries=self.max_tries, shrink=self.shrink,
+                prompts=self.prompts, available=self.prompts, max_tries=self.max_tries, shrink=self.shrink,
             )  # fmt: skip
             accepted = tries[-1]["accepted"]
         finally:

@@ -24,11 +24,15 @@ def improvement_e_value(gained: int, lost: int) -> float:
         lost: the other way round.
 
     Returns:
-        ``sum_{k <= gained} C(n + 1, k) / ((n + 1) C(n, gained))`` with ``n = gained + lost``; 1 when nothing changed.
+        ``sum_{k <= gained} C(n + 1, k) / ((n + 1) C(n, gained))`` with ``n = gained + lost``; 1 when nothing changed,
+        infinity beyond what a float holds.
     """
     changed = gained + lost
     tail = sum(math.comb(changed + 1, k) for k in range(gained + 1))
-    return tail / ((changed + 1) * math.comb(changed, gained))
+    try:
+        return tail / ((changed + 1) * math.comb(changed, gained))
+    except OverflowError:  # of integers of any length
+        return math.inf
 
 
 def count_changes(after: Sequence[float], before: Sequence[float]) -> tuple[int, int]:
@@ -118,14 +122,14 @@ class Gate:
 class Answers:
     """Right or wrong for the first prompts from ``position`` on, asked for only as far as they are needed."""
 
-    def __init__(self, evaluate: Callable[[range], Sequence[float]], prompts: int, position: int):
-        self.evaluate, self.prompts, self.position = evaluate, prompts, position
+    def __init__(self, evaluate: Callable[[range], Sequence[float]], available: int, position: int):
+        self.evaluate, self.available, self.position = evaluate, available, position
         self.known: list[float] = []
 
     def __call__(self, count: int) -> list[float]:
         while len(self.known) < count:
-            first = (self.position + len(self.known)) % self.prompts
-            rows = range(first, min(first + count - len(self.known), self.prompts))
+            first = (self.position + len(self.known)) % self.available
+            rows = range(first, min(first + count - len(self.known), self.available))
             found = list(self.evaluate(rows))
             if len(found) != len(rows):
                 raise ValueError(f"evaluate must return one number for each of {len(rows)} prompts, got {len(found)}")
@@ -135,7 +139,7 @@ class Answers:
 
 def try_candidates(gate: Gate, present: Mapping[str, torch.Tensor], predicted: Mapping[str, torch.Tensor], *,
                    write: Callable[[Mapping[str, torch.Tensor]], None], evaluate: Callable[[range], Sequence[float]],
-                   prompts: int, max_tries: int, shrink: float) -> list[dict[str, Any]]:  # fmt: skip
+                   prompts: int, available: int, max_tries: int, shrink: float) -> list[dict[str, Any]]:  # fmt: skip
     """Writes candidates until the gate accepts one. What was there before is for the caller to put back.
 
     Args:
@@ -143,7 +147,7 @@ def try_candidates(gate: Gate, present: Mapping[str, torch.Tensor], predicted: M
         predicted: name -> weights, float32. Candidate k takes the share shrink^k of the way to them.
         write: puts weights into the model.
         evaluate: numbers of gate prompts -> 0 or 1 for each, with the weights that the model has.
-        prompts: how many gate prompts there are.
+        prompts, available: how many gate prompts are looked at for a candidate, at most, and how many there are.
 
     Returns:
         A dictionary for each that was tried: its ``factor`` and the fields of :class:`Comparison`.
@@ -158,7 +162,7 @@ def try_candidates(gate: Gate, present: Mapping[str, torch.Tensor], predicted: M
                 inside = weights
             return evaluate(rows)
 
-        return Answers(answer, prompts, gate.position)
+        return Answers(answer, available, gate.position)
 
     before, tries = with_weights(present), list[dict[str, Any]]()
     while len(tries) < max_tries and not (tries and tries[-1]["accepted"]):
@@ -166,5 +170,5 @@ def try_candidates(gate: Gate, present: Mapping[str, torch.Tensor], predicted: M
         candidate = {name: torch.lerp(present[name].float(), weight, factor) for name, weight in predicted.items()}
         found = gate.compare_in_parts(with_weights(candidate), before, prompts)  # asks for those of `before` first
         tries.append({"factor": factor, **asdict(found)})
-    gate.position = (gate.position + len(before.known)) % prompts
+    gate.position = (gate.position + len(before.known)) % available
     return tries

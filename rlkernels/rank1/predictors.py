@@ -224,7 +224,7 @@ def refusal(trajectory: RankOneTrajectory, predictor: str | Predictor, limits: L
         return Refusal("few points", f"{predictor.name} needs {needed} tracked steps, there are {len(trajectory)}")
     third = len(trajectory) // 3
     rise = sum(trajectory.accuracy[-third:]) / third - sum(trajectory.accuracy[:third]) / third
-    if rise < limits.min_rise:
+    if not rise >= limits.min_rise:
         return Refusal("flat accuracy", f"rose by {rise:.3f}, less than {limits.min_rise:g}")
     squares: dict[str | None, float] = {}
     for name in trajectory.base:

@@ -117,7 +117,7 @@ def stream_top1(base_dir: str | Path, checkpoint_dir: str | Path, *, wanted: Cal
                 starts: dict[str, torch.Tensor] | None = None, tol: float = 1e-2, max_passes: int = 12, seed: int = 0,
                 device: str | torch.device = "cpu", backend: str = "auto", progress: bool = False,
                 ) -> Iterator[ModuleUpdate]:  # fmt: skip
-    """Leading singular triplet of every two-dimensional tensor that changed between two checkpoints.
+    """Leading singular triplet of every two-dimensional tensor's change between two checkpoints.
 
     Both folders hold ``*.safetensors`` files, sharded (with ``model.safetensors.index.json``) or not; the two may be
     sharded differently and differ in dtype. One pair of tensors is in memory at a time. Tied weights, stored under

@@ -17,7 +17,7 @@ class Trajectories:
     """A batch of N trajectories, as :func:`rhyme_similarity` takes them.
 
     Args:
-        rewards: floating point [N, T], on the task's own scale, mapped to [0, 1]. Never divide a curve by its own
+        rewards: floating point [N, T], mapped linearly from the task's range to [0, 1]. Never divide a curve by its own
             maximum: a run at 30 % accuracy would match a finished one.
         states: samples [N, S, E] or histograms [N, B]; None when only rewards count.
         lengths: integers [N] in 0..T, steps of each reward curve; None for T everywhere. What lies beyond is never

@@ -1,6 +1,7 @@
 """Gated extrapolation: what the gate accepts, what a rejection leaves behind, what a resumed run repeats."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -158,11 +159,13 @@ def test_refusals_cost_no_evaluation_and_are_tried_again():
     assert [e["step"] for e in alpha.events] == [9, 10, 11] and alpha.next_attempt == 61
 
 
-def test_rounds_of_one_step_count_as_one():
+def test_rounds_of_one_step_count_as_one_and_stored_answers_do_not():
+    """Stored answers are right ones only: they would pass for a rise of the accuracy."""
     alpha, context, _ = trained(lambda p: 0.5)
-    for accuracies in ([1.0, 0.0], [1.0, 1.0]):
-        alpha.collect(context, [type("Rollout", (), {"accuracy": a})() for a in accuracies])
-    assert alpha.answered[-1][0] == 12 and alpha.answered[-1][2] == 1 + 4 and len(alpha.answered) == 12
+    right = alpha.answered[-1][1]
+    for accuracies, cap in (([1.0, 0.0], None), ([1.0, 1.0], None), ([1.0] * 9, 2.0)):
+        alpha.collect(context, [SimpleNamespace(accuracy=a, importance_cap=cap) for a in accuracies])
+    assert alpha.answered[-1] == [12, right + 3, 1 + 4] and len(alpha.answered) == 12
 
 
 def test_masters_follow_the_edit_and_training_goes_on_from_it():
@@ -220,10 +223,11 @@ def test_the_gate_looks_no_further_than_it_must():
     assert compare(0.5, 0.515)[1] > 256, "not yet enough, and on the way to it"
 
 
-@pytest.mark.parametrize("prompts", [1, 6, 7, 800])
-def test_candidates_share_the_answers_of_the_present_weights(prompts):
-    """Weights in the model are always those that answer; an attempt begins where the one before it ended."""
-    gate, inside, asked = Gate(0.05, position=prompts - 1), {"w": 0.0}, []
+@pytest.mark.parametrize(("prompts", "available"), [(1, 1), (6, 6), (7, 7), (800, 800), (80, 85), (512, 2048)])
+def test_candidates_share_the_answers_of_the_present_weights(prompts, available):
+    """Weights in the model are always those that answer; an attempt begins where the one before it ended, and goes on
+    over all that are available."""
+    gate, inside, asked = Gate(0.05, position=available - 1), {"w": 0.0}, []
 
     def write(weights):
         inside["w"] = weights["w"].item()
@@ -234,14 +238,15 @@ def test_candidates_share_the_answers_of_the_present_weights(prompts):
 
     weights = {"w": torch.tensor(0.0)}, {"w": torch.tensor(8.0)}
     options = {"write": write, "evaluate": evaluate, "prompts": prompts, "max_tries": 3, "shrink": 0.5}
+    options["available"] = available
     tries = try_candidates(gate, *weights, **options)
     assert [t["factor"] for t in tries] == [1.0, 0.5, 0.25] and gate.comparisons == 3
     count = -(-prompts // 8)
-    rows = [(prompts - 1 + i) % prompts for i in range(count)]
+    rows = [(available - 1 + i) % available for i in range(count)]
     assert {w: [row for inside, row in asked if inside == w] for w, _ in asked} == dict.fromkeys(
         (0.0, 8.0, 4.0, 2.0), rows
     )
-    assert gate.position == (prompts - 1 + count) % prompts
+    assert gate.position == (available - 1 + count) % available
     with pytest.raises(ValueError, match="one number for each"):
         try_candidates(gate, *weights, **options | {"evaluate": lambda rows: [1.0] * (len(rows) + 1)})
 

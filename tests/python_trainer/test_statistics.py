@@ -1,11 +1,14 @@
 """Paired intervals against known values, and the evidence that the gate asks for."""
 
+import math
+
 import numpy
 import pytest
 from scipy.integrate import quad
 
 from python_trainer.evaluation import load_evaluations, save_evaluation
 from python_trainer.statistics import difference_of_runs, paired_difference, resampled_means, share_of_gain
+from rlkernels.rank1 import Gate
 from rlkernels.rank1.gate import count_changes, improvement_e_value
 
 
@@ -84,6 +87,10 @@ def test_evidence_is_the_averaged_likelihood_ratio(gained, lost):
     before = [0] * gained + [1] * lost + [1] * 40 + [0] * 40
     after = [1] * gained + [0] * lost + [1] * 40 + [0] * 40
     assert count_changes(after, before) == (gained, lost)
+
+
+def test_evidence_beyond_a_float_is_infinite():
+    assert improvement_e_value(2000, 0) == math.inf and Gate(0.05).compare([1.0] * 2000, [0.0] * 2000).accepted
 
 
 @pytest.mark.parametrize("pair", [([], []), ([1, 0], [1, 0, 1])])

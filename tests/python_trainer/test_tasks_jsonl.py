@@ -67,6 +67,19 @@ def test_gate_from_its_own_file(folder):
     assert [example.prompt for example in task.gate] == ["g"] and len(task.train) == 2
 
 
+@pytest.mark.parametrize("own_file", [True, False])
+def test_gate_prompts_come_in_random_order(folder, own_file):
+    """Files are sorted by subject or level, and the gate looks at some prompts first."""
+    rows = [f'{{"prompt": "{i}", "word": "g"}}' for i in range(200)]
+    (folder / "gate.jsonl").write_text("\n".join(rows))
+    settings = {"gate_path": "gate.jsonl", "gate_size": 100} if own_file else {"gate_size": 100}
+    first, again, other = (
+        [int(example.prompt) for example in task_of(rows, folder, seed=seed, **settings).gate] for seed in (0, 0, 1)
+    )
+    assert first == again != other and len(set(first)) == 100
+    assert sum(number < 100 for number in first[:50]) in range(10, 41)
+
+
 def test_columns_that_some_lines_lack_are_noted_once(folder):
     whole, hint, word = (
         '{"prompt": "a", "word": "b", "hint": 1}',

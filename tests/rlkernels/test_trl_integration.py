@@ -193,16 +193,15 @@ def test_refusals_are_noted(ours, make_trainer):
 
 
 @pytest.mark.slow
-def test_the_script_of_the_page_runs(ours, tmp_path, monkeypatch, lenient, capsys):
+def test_the_example_runs(ours, tmp_path, monkeypatch, lenient, capsys):
     """With limits by which its extrapolation is tried."""
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parents[2] / "docs/other_trainers.md").read_text()
-    (script,) = re.findall(r"^```python\n(# sums.py\n.*?)^```", page, re.S | re.M)
+    script = (Path(__file__).parents[2] / "examples/trl_sums.py").read_text()
     made = ours.GatedExtrapolation
     monkeypatch.setattr(ours, "GatedExtrapolation", lambda *args, **kwargs: made(*args, **kwargs, limits=lenient))
     names: dict = {"__name__": "__main__"}
-    exec(compile(script, "sums.py", "exec"), names)
+    exec(compile(script, "trl_sums.py", "exec"), names)
     printed = capsys.readouterr().out
     before, after = re.search(r"prompts: (0\.\d\d) before, (\d\.\d\d) after", printed).groups()
     assert 0.4 < float(before) < 0.7 and float(after) > float(before) + 0.1
