@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 EPILOG = """\
 examples:
   python -m python_trainer train --config configs/arithmetic.yaml --output-dir runs/first
-  python -m python_trainer train --config configs/arithmetic.yaml --output-dir runs/rpo --set accelerators.enabled=[rpo]
+  python -m python_trainer train --config configs/arithmetic.yaml --output-dir runs/rpo \\
+      --set 'accelerators.enabled=[rpo]'
   python -m python_trainer train --config configs/arithmetic.yaml --output-dir runs/first --resume \\
       --set max_steps=120 max_seconds=null
   python -m python_trainer compare --config configs/arithmetic.yaml --variants baseline,rpo,all --seeds 3 \\
