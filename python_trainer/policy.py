@@ -59,6 +59,7 @@ class Policy:
         adapted: whether only adapters train (``model.lora``).
         eos_token_ids: every token that ends an answer, from the generation config, the config and the tokenizer.
         max_length: most tokens of prompt and answer together.
+        limited_by: what that limit is, for messages.
         fused: :class:`FusedDecoder` computes what the model computes.
     """
 
@@ -69,6 +70,7 @@ class Policy:
         self.eos_token_ids = find_eos(model, tokenizer, name)
         config = model.config.get_text_config()
         self.max_length: int = getattr(config, "max_position_embeddings", None) or 1 << 30
+        self.limited_by = "the model's limit"
         # whether logits are the product of states and output matrix, not scaled or capped; None: not known yet
         self._plain_head: bool | None = None
         model.eval()
@@ -94,23 +96,28 @@ class Policy:
         """Token ids of the prompts of a split.
 
         Raises:
-            UserError: names a prompt that is empty, or too long for the model together with its answer.
+            UserError: as of :meth:`check_room`.
         """
+        encoded = self.encode([example.prompt for example in examples])
+        self.check_room(split, examples, encoded, max_completion_length)
+        return encoded
+
+    def check_room(self, split: str, examples: Sequence[Example], encoded: Sequence[Sequence[int]],
+                   max_completion_length: int) -> None:  # fmt: skip
+        """Raises UserError that names a prompt which is empty, or together with its answer beyond ``max_length``."""
         room = self.max_length - max_completion_length
         if room < 1:
             raise UserError(
-                f"rollout.max_completion_length {max_completion_length} leaves no room for a prompt: the model's limit "
+                f"rollout.max_completion_length {max_completion_length} leaves no room for a prompt: {self.limited_by} "
                 f"is {self.max_length} tokens, prompt and answer together"
             )
-        encoded = self.encode([example.prompt for example in examples])
         for index, ids in enumerate(encoded):
             if not 0 < len(ids) <= room:
                 raise UserError(
                     f"prompt {index} of the {split} split has {len(ids)} tokens; with rollout.max_completion_length "
-                    f"{max_completion_length} and the model's limit of {self.max_length} tokens it may have 1 to "
+                    f"{max_completion_length} and {self.limited_by} of {self.max_length} tokens it may have 1 to "
                     f"{room}: {str(examples[index].prompt)[:60]!r}"
                 )
-        return encoded
 
     def decode(self, response_ids: Sequence[int]) -> str:
         """The text of an answer, without special tokens."""

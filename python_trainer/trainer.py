@@ -101,6 +101,7 @@ class Trainer:
             raise self._no_prompts("train")
         self.ranks.prepare(self.policy)
         self.engine = self.ranks.engine(make_engine(config, self.policy, output_dir), self.policy)
+        self._heed_limit_of_engine()
         set_matmul_precision(config.model.matmul_precision)
         return saved
 
@@ -115,6 +116,15 @@ class Trainer:
             length = self.config.rollout.max_completion_length
             self.prompts[split] = self.policy.encode_split(split, examples, length)
         return self.prompts[split]
+
+    def _heed_limit_of_engine(self) -> None:
+        """Where it is below the model's, answers would otherwise end early without a word."""
+        policy, engine = self.policy, self.engine
+        if engine.max_positions < policy.max_length:
+            policy.max_length, policy.limited_by = engine.max_positions, engine.limited_by
+            length = self.config.rollout.max_completion_length
+            for split, encoded in self.prompts.items():
+                policy.check_room(split, getattr(self.task, split), encoded, length)
 
     def _no_prompts(self, split: str) -> UserError:
         size, path = (getattr(self.config.task, f"{split}_{kind}") for kind in ("size", "path"))

@@ -45,6 +45,14 @@ class PolicyEngine:
         self.inner.lengths = lengths
 
     @property
+    def max_positions(self) -> int:
+        return self.inner.max_positions
+
+    @property
+    def limited_by(self) -> str:
+        return self.inner.limited_by
+
+    @property
     def stats(self) -> dict[str, float]:
         return {name: count + self._others[name] for name, count in self.inner.stats.items()}
 

@@ -86,7 +86,8 @@ class PagedEngine:
         found = probe(model)
         self.fused = fused and fusible(model)
         heads, dim, _ = found.shapes[0]
-        self.max_positions = _max_positions(model, found.window)
+        self.max_positions, reason = _max_positions(model, found.window)
+        self.limited_by = f"the limit of rollout.engine paged ({reason})"
         self.vocab_size: int = model.config.get_text_config().vocab_size
         token_bytes = 2 * len(found.shapes) * heads * dim * model.dtype.itemsize
         if memory_bytes is None:
@@ -328,15 +329,19 @@ def fusible(model: PreTrainedModel) -> bool:
     return True
 
 
-def _max_positions(model: PreTrainedModel, window: int | None) -> int:
-    """Longest sequence that the engine computes as the model would."""
+def _max_positions(model: PreTrainedModel, window: int | None) -> tuple[int, str]:
+    """Longest sequence that the engine computes as the model would, and what of the model says so."""
     config = model.config.get_text_config()
-    limits = [getattr(config, "max_position_embeddings", None), window]
+    limits = [
+        (getattr(config, "max_position_embeddings", None), "max_position_embeddings of the model"),
+        (window, "the model's sliding window"),
+    ]
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
         if parameters.get("rope_type") in ROPE_BY_LENGTH:
-            limits.append(parameters.get("original_max_position_embeddings"))
-    return min((limit for limit in limits if limit), default=1 << 20)
+            original = parameters.get("original_max_position_embeddings")
+            limits.append((original, "original_max_position_embeddings of the model"))
+    return min(((n, reason) for n, reason in limits if n), default=(1 << 20, "of its own"), key=lambda limit: limit[0])
 
 
 def memory_limit(device: torch.device) -> int:

@@ -94,6 +94,7 @@ class Ended:
 @dataclass(frozen=True)
 class Ready:
     max_positions: int
+    limited_by: str  # as of ``Engine``
     vocab_size: int
     room: int  # tokens in the KV cache
 

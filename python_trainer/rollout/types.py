@@ -52,6 +52,16 @@ class Engine(Protocol):
     lengths: "LengthHistory | None"
     """How long earlier answers were, which decides the order of work; None: the order of the requests."""
 
+    @property
+    def max_positions(self) -> int:
+        """Most tokens of a sequence, prompt and answer together: an answer that comes so far ends there."""
+        ...
+
+    @property
+    def limited_by(self) -> str:
+        """What that limit is, for messages: "the limit of ..."."""
+        ...
+
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
         """Completions in the order of the requests, the samples of one request side by side."""
         ...

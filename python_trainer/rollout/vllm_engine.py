@@ -49,6 +49,7 @@ class Backend(Protocol):
     """Where vLLM runs."""
 
     max_positions: int
+    limited_by: str  # as of ``Engine``
 
     def load(self, model: PreTrainedModel) -> None:
         """Gives vLLM the weights of the model."""
@@ -84,7 +85,7 @@ class VLLMEngine:
         self.model, self.backend, self.tokenizer = model, backend, tokenizer
         self.eos_token_ids = sorted(eos_token_ids)
         self.vocab_size: int = model.config.get_text_config().vocab_size
-        self.max_positions = backend.max_positions
+        self.max_positions, self.limited_by = backend.max_positions, backend.limited_by
         self.drafter: Drafter | None = None
         self.lengths = lengths
         self._name = uuid4().hex  # of this run: a server may have served others
@@ -246,6 +247,7 @@ class InProcess:
         finally:
             torch.set_num_threads = set_threads  # on a CPU vLLM takes it away
         self.max_positions: int = self._llm.model_config.max_model_len
+        self.limited_by = "the limit of rollout.engine vllm (the model's, or what rollout.memory_bytes has room for)"
 
     def load(self, model: PreTrainedModel) -> None:
         self._llm.collective_rpc("load_policy", args=(checkpoint_weights(model),))

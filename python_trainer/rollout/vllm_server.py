@@ -53,6 +53,7 @@ class Server:
                     f"is {getattr(config, name)}"
                 )
         self.max_positions: int = settings["max_model_len"]
+        self.limited_by = f"the limit of the vLLM server {self.url} (--max-model-len)"
 
     def load(self, model: PreTrainedModel) -> None:
         try:

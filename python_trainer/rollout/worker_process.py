@@ -42,7 +42,7 @@ def serve(connection: Connection, setup: Setup) -> None:
         set_matmul_precision("highest")  # until the engine has checked the model
         engine = PagedEngine(setup.weights.attach(), **setup.engine)
         set_matmul_precision(setup.matmul_precision)
-        connection.send(m.Ready(engine.max_positions, engine.vocab_size, engine.room))
+        connection.send(m.Ready(engine.max_positions, engine.limited_by, engine.vocab_size, engine.room))
         Worker(connection, engine).run()
     except (EOFError, ConnectionError):
         pass  # the trainer has ended

@@ -153,6 +153,14 @@ class WorkerPool:
         """Sums over all workers, of what ``PagedEngine.stats`` counts."""
         return dict(self._stats)
 
+    @property
+    def max_positions(self) -> int:
+        return self.limits.max_positions
+
+    @property
+    def limited_by(self) -> str:
+        return self.limits.limited_by
+
     def policy_updated(self) -> None:
         """The weights have changed: the workers get them, and use nothing computed before."""
         self.weights.push()

@@ -11,6 +11,7 @@ import python_trainer.accelerators as accelerators
 from python_trainer.accelerators.base import Accelerator
 from python_trainer.checkpoint import load_checkpoint
 from python_trainer.config import check_config
+from python_trainer.errors import UserError
 from python_trainer.evaluation import load_evaluations
 from python_trainer.objective import make_batch
 from python_trainer.packing import pack
@@ -245,6 +246,30 @@ def test_several_eos_tokens_end_answers_and_count_in_the_loss(make_config, tmp_p
     batch = make_batch(rollouts, trainer.config.algorithm, trainer.policy.device)
     packed = pack(batch.answers, range(len(rollouts)))
     assert int(packed.mask.sum()) == int(batch.loss_tokens.sum()) == sum(len(r.response_ids) for r in rollouts)
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 4}])
+@pytest.mark.parametrize(
+    ("window", "message"),
+    [
+        (12, "rollout.max_completion_length 12 leaves no room for a prompt: {} is 12 tokens"),
+        (13, r"prompt \d+ of the train split has \d tokens; .* and {} of 13 tokens it may have 1 to 1:"),
+    ],
+)
+def test_the_limit_of_the_engine_counts_like_that_of_the_model(make_config, tmp_path, lora, window, message):
+    options = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
+    folder = save_tiny_policy(tmp_path / "policy", **options)
+    limit = r"the limit of rollout.engine paged \(the model's sliding window\)"
+    with pytest.raises(UserError, match=message.format(limit)):
+        Trainer(make_config(model={"path": str(folder), "lora": lora}), tmp_path / "run", console=QUIET)
+    assert not (tmp_path / "run").exists()
+
+
+def test_answers_may_fill_a_sliding_window(make_config, tmp_path):
+    options = {"use_sliding_window": True, "sliding_window": 18, "max_window_layers": 0}
+    folder = save_tiny_policy(tmp_path / "policy", **options)
+    trainer = train(make_config(max_steps=1, model={"path": str(folder)}), tmp_path / "run")
+    assert trainer.policy.max_length == 18 and read_metrics(tmp_path / "run")[1]["completions/max_length"] == 12
 
 
 def test_three_steps_on_gsm8k(make_config, tmp_path, gsm8k_dir):

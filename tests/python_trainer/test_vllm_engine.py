@@ -35,6 +35,7 @@ class Recorder:
     """A backend that answers with 1 2 3 ... and remembers what it was asked."""
 
     max_positions = LIMIT
+    limited_by = "the limit of the recorder"
 
     def __init__(self):
         self.loads, self.asked, self.prompt_tokens = 0, [], 0
@@ -229,6 +230,28 @@ def fake():
     server.shutdown()
     thread.join()
     server.server_close()
+
+
+class FakeLLM:
+    """What vLLM tells before it generates."""
+
+    def __init__(self, folder, **options):
+        self.model_config = SimpleNamespace(max_model_len=12)
+
+    def get_metrics(self):
+        return [SimpleNamespace(name=name, value=0.0) for name in COUNTERS.values()]
+
+
+@pytest.mark.parametrize("on_server", [False, True])
+def test_the_limit_of_vllm_counts_like_that_of_the_model(make_config, tmp_path, monkeypatch, fake, on_server):
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL"):
+        monkeypatch.setenv(name, "0")  # so that what is set comes undone
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0", LLM=FakeLLM))
+    fake.settings["max_model_len"] = 12
+    rollout = {"engine": "vllm", "vllm_server": fake.url if on_server else None}
+    source = r"the vLLM server http.* \(--max-model-len\)" if on_server else "rollout.engine vllm .*memory_bytes.*"
+    with pytest.raises(UserError, match=f"leaves no room for a prompt: the limit of {source} is 12 tokens"):
+        Trainer(make_config(rollout=rollout), tmp_path / "run")
 
 
 def test_a_server_gets_weights_by_file_and_prompts_by_token(fake, model, tmp_path):

@@ -7,6 +7,8 @@ from transformers import (
     Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     MistralConfig,
@@ -27,6 +29,14 @@ def test_absolute_positions_and_sliding_window():
     # inside its window a sliding layer attends to everything; the engine stops there
     windowed = engine_for(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=24)))
     assert len(windowed.generate([Request(prompts([20])[0], max_new_tokens=10)], GREEDY)[0].ids) == 4
+    assert windowed.max_positions == 24 and windowed.limited_by.endswith("(the model's sliding window)")
+
+
+def test_angles_that_depend_on_the_longest_sequence():
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 40}
+    engine = engine_for(LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=rope)))
+    assert engine.max_positions == 40 and "original_max_position_embeddings" in engine.limited_by
+    assert engine_for(make()).max_positions == 160
 
 
 def test_models_it_cannot_run():

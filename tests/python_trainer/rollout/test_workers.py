@@ -50,6 +50,7 @@ def test_same_tokens_for_any_number_of_workers(pool, model, sampling, schedule):
     pool.lengths = LengthHistory() if schedule == "history" else None
     wanted = engine_for(model).generate(mixed_requests(), sampling)
     before = pool.stats
+    assert (pool.max_positions, pool.limited_by) == (160, engine_for(model).limited_by)
     for _ in range(2):  # without lengths in the history, and with
         assert_same(pool.generate(mixed_requests(), sampling), wanted)
     assert pool.stats["generated_tokens"] - before["generated_tokens"] == 2 * sum(len(c.ids) for c in wanted)
