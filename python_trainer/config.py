@@ -184,7 +184,15 @@ class EvaluationConfig(Section):
     target_accuracy: float | None = Field(None, gt=0, le=1)
     """Note when an evaluation reaches this accuracy: seconds_to_target, tokens_to_target."""
     stop_at_target: bool = False
-    """End the run there."""
+    """End the run there; needs target_accuracy and eval_steps."""
+
+    @model_validator(mode="after")
+    def target_is_looked_for(self) -> "EvaluationConfig":
+        if self.stop_at_target and self.target_accuracy is None:
+            raise ValueError("stop_at_target needs target_accuracy, got null")
+        if self.stop_at_target and not self.eval_steps:
+            raise ValueError("stop_at_target needs eval_steps above 0, got 0")
+        return self
 
 
 class SaveConfig(Section):

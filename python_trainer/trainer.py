@@ -147,6 +147,9 @@ class Trainer:
                 f"{self.config.algorithm.advantage}"
             )
         self.progress = Progress(**saved["progress"])
+        target = self.config.evaluation.target_accuracy
+        if target is None or all(accuracy < target for _, accuracy in self.progress.evaluations):
+            self.progress.seconds_to_target = self.progress.tokens_to_target = None  # those of a lower target
         try:
             self.learner.load_state_dict(saved)
         except (RuntimeError, KeyError) as error:
@@ -185,6 +188,8 @@ class Trainer:
         ):
             if resumed_at is None:
                 row = self._evaluation_row(config.evaluation.eval_limit, "start", known=self.start)
+                if self._ended_by_target():
+                    row |= self._evaluation_row(config.evaluation.eval_limit, "final")
                 telemetry.log(0, row | self._clock_row())
             done = self.ranks.first(self._finished())
             while not done:
@@ -193,7 +198,7 @@ class Trainer:
                 done = self.ranks.first(self._finished())
                 if not done and self._evaluation_due():
                     row |= self._evaluation_row(config.evaluation.eval_limit_during)
-                    done = config.evaluation.stop_at_target and progress.seconds_to_target is not None
+                    done = self._ended_by_target()
                 if done:
                     row |= self._evaluation_row(config.evaluation.eval_limit, "final")
                 telemetry.log(progress.step, row | self._clock_row(), left=self._seconds_left())
@@ -405,7 +410,11 @@ class Trainer:
 
     def _finished(self) -> bool:
         late = self.config.max_seconds is not None and self._training_seconds() >= self.config.max_seconds
-        return self.progress.step >= self.config.max_steps or (late and self.progress.step > 0)
+        ended = self.progress.step >= self.config.max_steps or self._ended_by_target()
+        return ended or (late and self.progress.step > 0)
+
+    def _ended_by_target(self) -> bool:
+        return self.config.evaluation.stop_at_target and self.progress.seconds_to_target is not None
 
     def _seconds_left(self) -> float:
         """By the mean step so far, or until max_seconds."""

@@ -118,6 +118,15 @@ def test_wrong_files_are_named(tmp_path, text, message):
     assert str(path) in str(error.value)
 
 
+def test_a_target_to_stop_at_must_be_looked_for():
+    stop, target = "evaluation.stop_at_target=true", "evaluation.target_accuracy=0.9"
+    assert load_config(None, [stop, target, "evaluation.eval_steps=5"]).evaluation.stop_at_target
+    with pytest.raises(UserError, match="evaluation: stop_at_target needs target_accuracy, got null"):
+        load_config(None, [stop, "evaluation.eval_steps=5"])
+    with pytest.raises(UserError, match="evaluation: stop_at_target needs eval_steps above 0, got 0"):
+        load_config(None, [stop, target])
+
+
 def test_missing_file_is_named(tmp_path):
     with pytest.raises(UserError, match="cannot read the config file .*nowhere.yaml: No such file"):
         load_config(tmp_path / "nowhere.yaml")

@@ -15,6 +15,7 @@ from python_trainer.errors import UserError
 from python_trainer.evaluation import load_evaluations
 from python_trainer.objective import make_batch
 from python_trainer.packing import pack
+from python_trainer.report import report
 from python_trainer.tasks.pretrain import byte_tokenizer
 from python_trainer.telemetry import read_metrics
 from python_trainer.trainer import Trainer
@@ -208,6 +209,34 @@ def test_target_is_noted_and_can_end_the_run(make_config, tmp_path):
     ).run()
     assert summary["steps"] < 50 and summary["tokens_to_target"] <= summary["generated_tokens"]
     assert 0 <= summary["seconds_to_target"] <= summary["wall_s"]
+
+
+def test_a_run_that_ended_at_its_target_goes_on_for_a_higher_one_only(make_config, tmp_path):
+    evaluation = {"eval_steps": 1, "target_accuracy": 0.01, "stop_at_target": True}
+    options = {"optimizer": {"learning_rate": 0.03}, "save": {"save_steps": 0}}
+    config = make_config(max_steps=50, evaluation=evaluation, **options)
+    summary = Trainer(config, tmp_path / "run", console=QUIET).run()
+    assert 0 < summary["steps"] < 50
+    again = Trainer(config, tmp_path / "run", resume=True, console=QUIET).run()
+    assert [again[key] for key in ("steps", "seconds_to_target")] == [summary["steps"], summary["seconds_to_target"]]
+    higher = make_config(max_steps=summary["steps"] + 1, evaluation=evaluation | {"target_accuracy": 1.0}, **options)
+    further = Trainer(higher, tmp_path / "run", resume=True, console=QUIET).run()
+    assert further["steps"] == summary["steps"] + 1
+    assert (further["seconds_to_target"] is None) == (further["eval_accuracy_final"] < 1)
+
+
+def test_a_run_that_begins_at_its_target_trains_nothing(make_config, tmp_path):
+    evaluation = {"eval_steps": 2, "target_accuracy": 0.01, "stop_at_target": True}
+    config = make_config(task={"reward": "conftest:even"}, evaluation=evaluation, save={"save_model": True})
+    trainer = Trainer(config, tmp_path / "run", console=QUIET)
+    before, summary = weights_of(trainer), trainer.run()
+    assert summary["steps"] == 0 and summary["generated_tokens"] == 0
+    assert summary["eval_accuracy_final"] == summary["eval_accuracy_start"] >= 0.01
+    assert_same_weights(before, weights_of(trainer))
+    found = load_evaluations(tmp_path / "run")
+    assert found["start"].tolist() == found["final"].tolist()
+    report([tmp_path / "run"], console=QUIET)
+    assert (tmp_path / "run" / "report.html").exists()
 
 
 def test_a_batch_that_is_masked_entirely_changes_nothing(make_config, tmp_path):
