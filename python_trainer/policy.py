@@ -158,6 +158,16 @@ class Policy:
         logprobs, entropy = token_logprobs(logits[0], packed.targets, temperature=temperature, return_entropy=True)
         return packed.spread(logprobs), packed.spread(entropy), states
 
+    def mean_prediction(self, states: torch.Tensor, table: torch.Tensor, temperature: float) -> torch.Tensor:
+        """sum_v p(v) ``table[v]`` [R, K] float32, p being what states [R, H] predict by the output layer alone.
+
+        Args:
+            table: float32 [V, K].
+        """
+        head = self.model.get_output_embeddings()
+        rows = max(LARGEST_LOGITS // (table.element_size() * len(table)), 1)
+        return torch.cat([(head(part).float() / temperature).softmax(-1) @ table for part in states.split(rows)])
+
     def _is_plain(self, first: torch.Tensor, states: torch.Tensor) -> bool:
         head = self.model.get_output_embeddings()
         return torch.equal(first, torch.nn.functional.linear(states[None, :1], head.weight, head.bias))

@@ -6,10 +6,11 @@ signs, which keeps inner products in expectation (Johnson and Lindenstrauss), do
 side that is no longer than that stays as it is.
 """
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -51,35 +52,31 @@ def examine(policy: "Policy", answers: Sequence[Answer], behaviour: Sequence[Seq
         max_tokens: of a micro-batch.
         gradients: also make the gradient sketches.
     """
-    head = policy.model.get_output_embeddings()
-    seen: dict[str, Any] = {}
-    handle = head.register_forward_hook(lambda module, args, out: seen.update(hidden=args[0], logits=out))
     count = len(answers)
     logprobs: list[torch.Tensor] = [torch.empty(0)] * count
     entropy, weights = torch.zeros(count), torch.zeros(count)
     sketches = torch.zeros(count, SIZE * SIZE) if gradients else None
-    try:
-        with policy.packed_attention():
-            for part in micro_batches(answers, range(count), max_tokens):
-                packed = pack(answers, part).to(policy.device)
-                values, entropies = policy.score(packed, temperature)  # [B, L]
-                rows = [torch.tensor(behaviour[i], dtype=torch.float32) for i in packed.samples]
-                known = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(values)
-                ratio = torch.exp(torch.where(packed.mask, (values - known).nan_to_num(0.0), 0.0)).clamp(max=cap)
-                ratio = ratio * packed.mask
-                lengths = packed.mask.sum(1).clamp(min=1)
-                for row, i in enumerate(packed.samples):
-                    logprobs[i] = values[row][packed.mask[row]].cpu()
-                entropy[packed.samples] = (entropies.sum(1) / lengths).float().cpu()
-                weights[packed.samples] = (ratio.sum(1) / lengths).float().cpu()
-                if sketches is not None:
-                    hidden, logits = seen["hidden"].flatten(0, -2).float(), seen["logits"].flatten(0, -2).float()
-                    h = hidden @ signs(hidden.shape[1], 1, hidden.device)  # [R, SIZE]
-                    s = signs(logits.shape[1], 2, logits.device)
-                    r = s[packed.targets] - (logits / temperature).softmax(-1) @ s  # [R, SIZE]
-                    left, right = (x[packed.place] for x in (h, r))  # [B, L, SIZE]
-                    sketch = torch.einsum("bl,blj,blk->bjk", ratio, left, right)
-                    sketches[packed.samples] = sketch.flatten(1).cpu()
-    finally:
-        handle.remove()
+    policy = copy.copy(policy)
+    policy.fused = False  # rounded as the model's own pass, whose likelihoods earlier runs have ranked by
+    vocab, width = policy.model.get_output_embeddings().weight.shape
+    with policy.packed_attention():
+        for part in micro_batches(answers, range(count), max_tokens):
+            packed = pack(answers, part).to(policy.device)
+            values, entropies, states = policy.score_with_states(packed, temperature)  # [B, L] twice, [R, H]
+            rows = [torch.tensor(behaviour[i], dtype=torch.float32) for i in packed.samples]
+            known = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(values)
+            ratio = torch.exp(torch.where(packed.mask, (values - known).nan_to_num(0.0), 0.0)).clamp(max=cap)
+            ratio = ratio * packed.mask
+            lengths = packed.mask.sum(1).clamp(min=1)
+            for row, i in enumerate(packed.samples):
+                logprobs[i] = values[row][packed.mask[row]].cpu()
+            entropy[packed.samples] = (entropies.sum(1) / lengths).float().cpu()
+            weights[packed.samples] = (ratio.sum(1) / lengths).float().cpu()
+            if sketches is not None:
+                h = states.float() @ signs(width, 1, states.device)  # [R, SIZE]
+                s = signs(vocab, 2, states.device)
+                r = s[packed.targets] - policy.mean_prediction(states, s, temperature)  # [R, SIZE]
+                left, right = (x[packed.place] for x in (h, r))  # [B, L, SIZE]
+                sketch = torch.einsum("bl,blj,blk->bjk", ratio, left, right)
+                sketches[packed.samples] = sketch.flatten(1).cpu()
     return Evidence(logprobs, entropy, weights, sketches)

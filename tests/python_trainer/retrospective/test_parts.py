@@ -8,6 +8,7 @@ from conftest import save_tiny_policy
 from scipy.stats import spearmanr
 from torch.nn.functional import cosine_similarity
 
+import python_trainer.policy
 from python_trainer.accelerators import Rollout
 from python_trainer.config import ModelConfig
 from python_trainer.packing import Answer
@@ -192,6 +193,22 @@ def test_gradient_sketches_keep_the_angles_of_last_layer_gradients(tmp_path, voc
     assert found.gradients.shape == (4, SIZE * SIZE) and found.weights.tolist() == [1.0] * 4
     angles = cosine_similarity(found.gradients[:, None], found.gradients[None], dim=2)
     torch.testing.assert_close(angles, cosine_similarity(exact[:, None], exact[None], dim=2), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("limit", [0, 4 * 300 * 7])
+def test_more_logits_than_are_held_at_once_change_nothing(tmp_path, monkeypatch, limit):
+    """One row at a time, and seven of fifteen."""
+    policy = load_policy(ModelConfig(path=str(save_tiny_policy(tmp_path / "p", vocab=300)), device="cpu"))
+    answers = [Answer([20, 21, 22], ids) for ids in ([1, 2, 3], [1, 2, 4, 9], [30, 31], [5] * 6)]
+    behaviour = [[-5.0] * len(a.response_ids) for a in answers]
+    settings = {"temperature": 0.7, "cap": 1.0, "max_tokens": 99}
+    whole = examine(policy, answers, behaviour, **settings)
+    monkeypatch.setattr(python_trainer.policy, "LARGEST_LOGITS", limit)
+    blocks = examine(policy, answers, behaviour, **settings)
+    torch.testing.assert_close(blocks.logprobs, whole.logprobs, rtol=1e-5, atol=1e-5)
+    for name in ("entropy", "weights", "gradients"):
+        torch.testing.assert_close(getattr(blocks, name), getattr(whole, name), rtol=1e-4, atol=1e-5)
+    assert whole.gradients.norm(dim=1).min() > 0.1
 
 
 def test_importance_weights_are_truncated_and_unknown_ones_are_left_out(tiny_policy):
