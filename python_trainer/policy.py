@@ -232,8 +232,9 @@ class Unadapted(Policy):
     """A policy with its adapters off: what it began as, in the same memory."""
 
     def __init__(self, policy: Policy):
-        super().__init__(policy.model, policy.tokenizer, name=policy.name)
-        self._plain_head = policy._plain_head
+        # not set up anew, which would put the model that both share, and its checkpointing, out of their modes
+        vars(self).update(vars(policy))
+        self.whole, self.adapted = policy.model, False
 
     def score_with_states(self, packed: Packed, temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         with without_adapters(self.model):
@@ -284,8 +285,14 @@ def load_policy(config: ModelConfig) -> Policy:
     if config.lora is not None:
         add_adapters(policy, config.lora)
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        for module in model.modules():  # checkpointing looks at the mode of its own layer only; dropout stays off
-            if isinstance(module, GradientCheckpointingLayer):
-                module.training = True
+        for one in {policy.model, policy.whole}:  # a critic is a copy of the second
+            recompute_activations(one)
     return policy
+
+
+def recompute_activations(model: Any) -> None:
+    """Switches gradient checkpointing on, while dropout stays off."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in model.modules():  # checkpointing looks at the mode of its own layer only
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True

@@ -102,6 +102,24 @@ def test_kl_holds_the_adapters_back(make_config, tmp_path):
     assert 0 < kl[10.0] < kl[1e-6] / 2, kl
 
 
+def test_activations_are_recomputed_beside_a_reference_and_in_a_separate_critic(make_config, tmp_path):
+    config = make_config(
+        max_steps=1, model={"lora": LORA, "gradient_checkpointing": True}, critic={"separate": True},
+        algorithm={"advantage": "gae", "beta": 0.1}, optimizer={"micro_batch_tokens": 100_000},
+    )  # fmt: skip
+    trainer = Trainer(config, tmp_path, console=QUIET)
+    assert trainer.learner.reference.model is trainer.policy.model
+    passes = {}
+    for name, body in (("policy", trainer.policy.model.model), ("critic", trainer.learner.critic.body)):
+
+        def count(*_, name=name):
+            passes[name] = passes.get(name, 0) + torch.is_grad_enabled()
+
+        body.layers[0].self_attn.register_forward_hook(count)
+    trainer.run()
+    assert passes == {"policy": 2, "critic": 2}  # forwards, and once more in the backward pass
+
+
 @pytest.mark.parametrize("algorithm", [{}, {"advantage": "gae"}])
 def test_resume_is_exact_and_checkpoints_hold_adapters_alone(make_config, tmp_path, algorithm):
     options = {"model": {"lora": LORA, "gradient_checkpointing": True}, "algorithm": algorithm}
