@@ -116,7 +116,7 @@ class PolicyOptimizer:
         """Undoes :meth:`state_dict`; ``weights`` are those of the model, for whom no master was saved."""
         with torch.no_grad():
             for name, master in self.masters.items():
-                values = dict(state[name])
+                values = dict(state.get(name, {}))  # without moments where no gradient has come yet
                 master.copy_(like(values.pop("master", weights[name]), master))
                 # the fused step wants its count beside the weights; it is one number, never sharded
                 self.adamw.state[master] = {

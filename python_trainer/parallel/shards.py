@@ -76,7 +76,11 @@ def read_shards(checkpoint: Path, present: State) -> dict[str, Any]:
         raise UserError(
             f"checkpoint {checkpoint} is damaged ({reason}); remove it to go on from the one before"
         ) from error
-    return {"critic": None} | unflatten(flat)
+    state: dict[str, Any] = {"critic": None} | unflatten(flat)
+    for part in (state, state["critic"]):
+        if part is not None:
+            part.setdefault("optimizer", {})  # before the first optimizer step there is nothing in it to write
+    return state
 
 
 def weight_of(path: str) -> str:

@@ -1,6 +1,7 @@
 """Checkpoints written by any number of processes are read by any other; what fails in one process ends all."""
 
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from python_trainer.config import check_config
 from python_trainer.errors import UserError
 from python_trainer.objective import Objective
 from python_trainer.parallel import start
+from python_trainer.parallel.shards import read_shards, write_shards
 from python_trainer.telemetry import read_metrics
 from python_trainer.trainer import Trainer
 
@@ -126,6 +128,20 @@ def test_low_precision_models_resume_from_float32_shards(runs, settings):
     exported = load_file(runs / "low precision" / "weights.safetensors")
     assert all(torch.equal(exported[name], p) for name, p in optimizer.params.items())
     assert any(not torch.equal(master, master.bfloat16().float()) for master in optimizer.masters.values())
+
+
+def test_shards_that_were_written_before_the_first_optimizer_step(settings, tmp_path):
+    """There are no moments yet; of some parameters there may never be any."""
+    first, second = (Trainer(check_config(settings, source="test"), tmp_path / name) for name in ("a", "b"))
+    with torch.no_grad():
+        for p in (*first.policy.model.parameters(), *first.learner.critic.parameters()):
+            p.add_(1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # there is one process
+        write_shards(tmp_path, first.learner.state_dict())
+    second.learner.load_state_dict(read_shards(tmp_path, second.learner.state_dict()))
+    for modules in zip((first.policy.model, first.learner.critic), (second.policy.model, second.learner.critic)):
+        assert all(torch.equal(a, b) for a, b in zip(*(module.parameters() for module in modules)))
 
 
 def test_damaged_shards_are_named(runs, settings, tmp_path):
