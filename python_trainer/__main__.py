@@ -205,8 +205,15 @@ def tell_of_resuming(folder: Path, config: "Config") -> None:
 
 
 def how_to_go_on(args: argparse.Namespace) -> str:
-    how = " with --resume" if args.command == "train" and not args.resume else ""
-    return f"the same command{how} goes on from the newest checkpoint"
+    """What becomes of a run that was interrupted; empty for commands that have none."""
+    if args.command == "compare":
+        return "; the same command keeps what is finished and goes on with the rest"
+    if args.command != "train":
+        return ""
+    # list_checkpoints would import torch, and that may be what was interrupted
+    if not any((args.output_dir / "checkpoints").glob("step-*")):
+        return "; there is no checkpoint to go on from"
+    return f"; the same command{'' if args.resume else ' with --resume'} goes on from the newest checkpoint"
 
 
 def tell(message: str) -> None:
@@ -225,9 +232,9 @@ def main(argv: list[str] | None = None) -> int:
         tell(f"error: {' '.join(str(error).split())}")
         return 2
     except Interrupted as stopped:
-        tell(f"{stopped}; {how_to_go_on(args)}")
+        tell(f"{stopped}{how_to_go_on(args)}")
     except KeyboardInterrupt:
-        print(f"interrupted within a step; {how_to_go_on(args)}", file=sys.stderr)
+        print(f"interrupted{how_to_go_on(args)}", file=sys.stderr)
         return 130
     return 0
 

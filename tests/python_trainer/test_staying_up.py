@@ -106,6 +106,27 @@ def test_a_signal_saves_and_the_run_goes_on_to_the_same_weights(make_config, tmp
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
+def test_after_ctrl_c_the_command_says_what_is_true(tmp_path, monkeypatch, capsys):
+    def interrupt(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("python_trainer.__main__.run", interrupt)
+    run = ["--config", "settings.yaml", "--output-dir", str(tmp_path)]
+
+    def said(*command):
+        assert main([*command]) == 130
+        return capsys.readouterr().err
+
+    assert said("report", str(tmp_path)) == said("history", "history.db") == "interrupted\n"
+    assert said("train", *run) == "interrupted; there is no checkpoint to go on from\n"
+    (tmp_path / "checkpoints" / ".step-000002.tmp").mkdir(parents=True)  # was not finished
+    assert "no checkpoint" in said("train", *run, "--resume")
+    (tmp_path / "checkpoints" / "step-000002").mkdir()
+    assert said("train", *run).endswith("; the same command with --resume goes on from the newest checkpoint\n")
+    assert said("train", *run, "--resume").endswith("; the same command goes on from the newest checkpoint\n")
+    assert said("compare", *run).endswith("; the same command keeps what is finished and goes on with the rest\n")
+
+
 def test_the_command_ends_with_0_and_says_how_to_go_on(make_config, tmp_path, monkeypatch, capsys):
     path = tmp_path / "settings.yaml"
     path.write_text(dump_config(make_config(max_steps=4)))
