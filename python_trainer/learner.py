@@ -52,7 +52,8 @@ class Learner:
         with self.policy.packed_attention():
             self._look_before(batch, several=algorithm.num_iterations * len(minibatches) > 1)
             row = set_advantages(batch, algorithm)
-            teaches = self._teaching(batch)
+            # of one rank: sums on a GPU have no order, and all must cut the step into the same micro-batches
+            teaches = self.ranks.first(self._teaching(batch))
             for _ in range(algorithm.num_iterations):
                 for minibatch in minibatches:
                     if not batch.loss_tokens[minibatch].any():

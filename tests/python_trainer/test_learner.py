@@ -9,6 +9,7 @@ import python_trainer.policy
 from python_trainer.accelerators import Rollout
 from python_trainer.config import ModelConfig
 from python_trainer.packing import Answer, pack
+from python_trainer.parallel import Alone
 from python_trainer.policy import Policy, load_policy
 from python_trainer.trainer import Trainer
 
@@ -113,6 +114,20 @@ def test_answers_without_advantage_change_nothing_and_are_not_differentiated(mak
             assert key == "tokens/trained" or found[key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
     for (name, a), b in zip(trainers[0].policy.model.named_parameters(), trainers[1].policy.model.parameters()):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_all_ranks_teach_what_the_first_one_does(make_config, tmp_path):
+    """On a GPU sums have no order: an advantage can be 0 on one rank and 1e-8 on another."""
+
+    class Second(Alone):
+        def first(self, value):
+            return [True] * 8 + [False] * 8
+
+    trainer = Trainer(make_config(), tmp_path, console=QUIET)
+    trainer.learner.ranks = Second()
+    steps = rollouts(MIXED)
+    answers = [Answer(rollout.prompt_ids, rollout.response_ids) for rollout in steps]
+    assert trainer.learner.update(steps, 1)["tokens/trained"] == pack(answers, range(8)).input_ids.numel()
 
 
 @pytest.mark.parametrize("algorithm", [{"entropy_coef": 0.1}, {"beta": 0.1}, {"advantage": "gae"}])
