@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -25,6 +26,7 @@ from pydantic import Field, model_validator
 from python_trainer.accelerators.base import Accelerator, PlannedGroup, Rollout, Settings, StepContext, by_group
 from python_trainer.keyed import keyed_seed, keyed_unit
 from python_trainer.packing import Answer
+from python_trainer.retrospective.attempts import begin_run
 from python_trainer.retrospective.bank import SampleBank, for_tokenizer
 from python_trainer.retrospective.matching import Curve, Matches, curve_of, rhyming_stages
 from python_trainer.retrospective.records import RunFacts, Sample, StepRecord, prompt_key, tokenizer_fingerprint
@@ -32,6 +34,7 @@ from python_trainer.retrospective.retrodiction import Retrodictor, alignments, r
 from python_trainer.retrospective.sketch import sketch_of
 
 if TYPE_CHECKING:
+    from python_trainer.accelerators.base import RunContext
     from python_trainer.retrospective.database import RetrospectiveDatabase
     from python_trainer.retrospective.probe import Evidence
 
@@ -135,6 +138,7 @@ class Rhyme(Accelerator):
         self.database: RetrospectiveDatabase | None = None
         if settings.database is not None:
             self.database = open_database(settings.database, settings.max_database_bytes)
+        self.folder = Path()  # of this run
         self.run_id: int | None = None  # None until the first step; 0 without a database
         self.fingerprint = ""
         self.curve = curve_of(0, [])
@@ -150,15 +154,20 @@ class Rhyme(Accelerator):
 
     # history -------------------------------------------------------------------------------------------------
 
+    def begin(self, run: "RunContext") -> None:
+        self.folder = run.output_dir
+
     def _begin(self, context: StepContext) -> None:
         """At the first step of a process: who this run is, and what there is to learn from."""
         if not self.fingerprint:
             self.fingerprint = tokenizer_fingerprint(context.tokenizer)
+            if self.run_id is not None:  # resumed, maybe with other rewards
+                self.bank.fill(self._judged(context, list(self.bank)))
         if self.run_id is None:
             self.run_id = 0
             if self.database is not None:
                 if self.settings.record:
-                    self.run_id = self.database.add_run(self._facts(context))
+                    self.run_id = begin_run(self.database, self._facts(context), self.folder)
                 self._read_history(context)
         elif self.database is not None and self._refresh_due(context.step):
             self._read_history(context)
@@ -184,15 +193,20 @@ class Rhyme(Accelerator):
         assert self.database is not None
         keys = [prompt_key(example.prompt) for example in context.task.train]
         found = self.database.samples(prompt_keys=keys, limit=self.settings.bank_size, without_run=self.run_id)
-        tokenizer, longest = context.tokenizer, context.config.rollout.max_completion_length
-        for sample in for_tokenizer(found, tokenizer, self.fingerprint):
-            if len(sample.response_ids) <= longest:
-                self.bank.add(sample, fresh=False)
+        news = [s for s in for_tokenizer(found, context.tokenizer, self.fingerprint) if not self.bank.knows(s)]
+        for sample in sorted(self._judged(context, news), key=lambda s: -s.reward):
+            self.bank.add(sample, fresh=False)
         runs = sorted({sample.run_id for sample in self.bank} - {self.run_id})
         low, high = self.settings.reward_range
         trajectories = {run: self.database.trajectory(run) for run in runs}
         self.history = [curve_of(run, records, low, high) for run, records in trajectories.items()]
         self.earlier_tokens = sum(record.generated_tokens for records in trajectories.values() for record in records)
+
+    @staticmethod
+    def _judged(context: StepContext, samples: list[Sample]) -> list[Sample]:
+        from python_trainer.retrospective.judging import judged  # imports the settings, of which those above are a part
+
+        return judged(samples, context.task, context.config)
 
     # before generation: stage 1 ------------------------------------------------------------------------------
 
@@ -446,8 +460,8 @@ class Rhyme(Accelerator):
     def state_dict(self) -> dict[str, Any]:
         return {
             "run_id": self.run_id,
-            "curve": curve_state(self.curve),
-            "history": [curve_state(curve) for curve in self.history],
+            "curve": dict(vars(self.curve)),
+            "history": [dict(vars(curve)) for curve in self.history],
             "earlier_tokens": self.earlier_tokens,
             "bank": self.bank.state_dict(),
             "retrodictor": self.retrodictor.state_dict(),
@@ -473,10 +487,6 @@ def open_database(url: str, max_bytes: int) -> "RetrospectiveDatabase":
     from python_trainer.retrospective.database import RetrospectiveDatabase  # imports sqlalchemy
 
     return RetrospectiveDatabase(url, max_bytes=max_bytes)
-
-
-def curve_state(curve: Curve) -> dict[str, Any]:
-    return {"run_id": curve.run_id, "steps": curve.steps, "rewards": curve.rewards, "counts": curve.counts}
 
 
 @contextmanager

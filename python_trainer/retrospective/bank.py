@@ -30,9 +30,7 @@ class SampleBank:
     def add(self, sample: Sample, *, fresh: bool) -> None:
         """A fresh answer goes in front of equally good ones, a historical one behind them; the last may fall out."""
         here = self.by_prompt.setdefault(sample.prompt_key, [])
-        place = (sample.run_id, sample.step, sample.text)
-        known = any((other.run_id, other.step, other.text) == place for other in here)
-        if known or (not fresh and self.count >= self.size):
+        if self.knows(sample) or (not fresh and self.count >= self.size):
             return
         better = sum(other.reward > sample.reward or (other.reward == sample.reward and not fresh) for other in here)
         here.insert(better, sample)
@@ -41,6 +39,24 @@ class SampleBank:
             here.pop()
             self.count -= 1
         if self.count > self.size:
+            self._drop_one()
+
+    def knows(self, sample: Sample) -> bool:
+        """Whether it is here: this text, of this step of this run."""
+        place = (sample.run_id, sample.step, sample.text)
+        here = self.by_prompt.get(sample.prompt_key, ())
+        return any((other.run_id, other.step, other.text) == place for other in here)
+
+    def fill(self, samples: Sequence[Sample]) -> None:
+        """These and no others, equally good ones in their order, as far as there is room for them."""
+        self.by_prompt = {}
+        for sample in samples:
+            self.by_prompt.setdefault(sample.prompt_key, []).append(sample)
+        for here in self.by_prompt.values():
+            here.sort(key=lambda sample: -sample.reward)
+            del here[self.per_prompt :]
+        self.count = sum(map(len, self.by_prompt.values()))
+        while self.count > self.size:
             self._drop_one()
 
     def _drop_one(self) -> None:
@@ -71,14 +87,14 @@ class SampleBank:
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.by_prompt, self.count = {}, 0
+        """Undoes :meth:`state_dict`, within the bounds of this bank."""
         lengths = [row[7] for row in state["rows"]]
         ids, logprobs = (state[name].split(lengths) for name in ("response_ids", "logprobs"))
+        samples = []
         for row, own_ids, own_logprobs in zip(state["rows"], ids, logprobs):
             facts = (*row[:7], own_ids.tolist(), own_logprobs.tolist(), row[8])
-            sample = Sample(*facts)
-            self.by_prompt.setdefault(sample.prompt_key, []).append(sample)
-            self.count += 1
+            samples.append(Sample(*facts))
+        self.fill(samples)
 
 
 def for_tokenizer(

@@ -99,10 +99,10 @@ class RetrospectiveDatabase:
 
     # writing -------------------------------------------------------------------------------------------------
 
-    def add_run(self, facts: RunFacts) -> int:
-        """Begins a run -> its id."""
+    def add_run(self, facts: RunFacts, *, created: float | None = None) -> int:
+        """Begins a run -> its id. ``created``: when, in seconds since 1970; None: now."""
         values = {name: getattr(facts, name) for name in ("family", "parameters", "tokenizer", "task", "algorithm")}
-        values |= {"created": time.time(), "settings": json.dumps(facts.settings)}
+        values |= {"created": time.time() if created is None else created, "settings": json.dumps(facts.settings)}
         with self._transaction() as connection:
             return int(connection.execute(schema.runs.insert().values(values).returning(schema.runs.c.id)).scalar_one())
 
@@ -145,6 +145,12 @@ class RetrospectiveDatabase:
         with self._transaction() as connection:
             for table in (schema.rollouts, schema.steps):
                 connection.execute(table.delete().where(table.c.run_id == run_id, table.c.step > after_step))
+
+    def remove_run(self, run_id: int, *, created: float) -> None:
+        """Forgets a run and all that it stored, if it is still the one that was created then."""
+        table = schema.runs
+        with self._transaction() as connection:
+            connection.execute(table.delete().where(table.c.id == run_id, table.c.created == created))
 
     def _retain(self, connection: sa.Connection, writing: int) -> None:
         """The retention rule of the class."""

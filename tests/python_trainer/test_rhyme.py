@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import run_settings
+from conftest import digits, even, run_settings
 from rich.console import Console
 from test_checkpoint import assert_same_run
 
@@ -302,3 +302,72 @@ def test_bad_settings_are_named(rhyme_config, tmp_path):
     with pytest.raises(UserError, match="no SQLite file"):
         Trainer(rhyme_config(tmp_path / "notes.txt"), tmp_path / "run", console=QUIET)
     assert not (tmp_path / "run").exists() and RhymeSettings().database is None
+
+
+OTHER_REWARDS = {
+    "weights": ({"task": {"reward_weights": [10.0]}}, lambda s: 10 * digits([], [], [s.response_ids])[0]),
+    "penalty": (
+        {"algorithm": {"overlong_cache": 12, "overlong_penalty": 0.25}},
+        lambda s: digits([], [], [s.response_ids])[0] - 0.25 * len(s.response_ids) / 12,
+    ),
+    "function": ({"task": {"reward": "conftest:even"}}, lambda s: even([], [], [s.response_ids])[0]),
+}
+
+
+@pytest.mark.parametrize("other", OTHER_REWARDS)
+def test_stored_answers_are_worth_what_fresh_ones_are(filled, rhyme_config, tmp_path, other):
+    """Whatever the run that found them thought of them; those that are wrong now are not used."""
+    changes, worth = OTHER_REWARDS[other]
+    before = RetrospectiveDatabase(str(filled)).samples()
+    trainer = Trainer(rhyme_config(filled, TRUST_ALL, max_steps=6, seed=1, **changes), tmp_path / "run", console=QUIET)
+    update, stored = trainer.learner.update, []
+
+    def spy(rollouts, number):
+        stored.extend(r for r in rollouts if r.importance_cap is not None)
+        return update(rollouts, number)
+
+    trainer.learner.update = spy
+    trainer.run()
+    assert stored and [r.reward for r in stored] == pytest.approx([worth(r) for r in stored])
+    bank = [sample for sample in trainer.accelerators[0].bank if sample.run_id == 1]
+    assert bank and [s.reward for s in bank] == pytest.approx([worth(s) for s in bank])
+    dropped = len({(s.step, s.text, s.prompt_key) for s in before}) - len(bank)
+    assert (dropped > 0) == (other == "function") and all(worth(s) > 0 for s in bank)
+
+
+def test_a_resumed_run_may_have_other_rewards(rhyme_config, tmp_path):
+    train(rhyme_config(None, max_steps=8), tmp_path / "run")
+    config = rhyme_config(None, {"bank_per_prompt": 1}, max_steps=10, task={"reward_weights": [10.0]})
+    trainer = Trainer(config, tmp_path / "run", resume=True, console=QUIET)
+    bank = trainer.accelerators[0].bank
+    old = {(s.step, s.text) for s in bank}
+    assert old and max(len(here) for here in bank.by_prompt.values()) == 1
+    trainer.run()
+    assert old & {(s.step, s.text) for s in bank}, "some are still there"
+    assert [s.reward for s in bank] == pytest.approx([10 * digits([], [], [s.response_ids])[0] for s in bank])
+
+
+def test_an_attempt_that_was_killed_before_its_first_checkpoint_is_no_history(filled, rhyme_config, tmp_path):
+    copies = [Path(shutil.copy(filled, tmp_path / f"copy{i}.db")) for i in range(2)]
+    configs = [rhyme_config(copy, TRUST_ALL, max_steps=6, save={"save_steps": 6}) for copy in copies]
+    whole = train(configs[0], tmp_path / "whole")[0]
+    part = Trainer(configs[1], tmp_path / "parts", console=QUIET)
+    original = part.step
+
+    def killed(number):
+        if number == 5:
+            raise KeyboardInterrupt
+        return original(number)
+
+    part.step = killed
+    with pytest.raises(KeyboardInterrupt):
+        part.run()
+    database = RetrospectiveDatabase(str(copies[1]))
+    assert [run.steps for run in database.runs()] == [9, 4] and not (tmp_path / "parts" / "checkpoints").exists()
+    again = train(configs[1], tmp_path / "parts", resume=True)[0]
+    assert [run.steps for run in database.runs()] == [9, 6]
+    assert [curve.run_id for curve in again.accelerators[0].history] == [1]
+    for a, b in zip(whole.policy.model.parameters(), again.policy.model.parameters()):
+        assert torch.equal(a, b)
+    train(rhyme_config(copies[1], TRUST_ALL, max_steps=8), tmp_path / "parts", resume=True)
+    assert [run.steps for run in database.runs()] == [9, 8], "with a checkpoint it goes on"
