@@ -35,11 +35,12 @@ void make_room(std::vector<T>& v, size_t more) {
   if (v.size() + more > v.capacity()) v.reserve(std::max(v.size() + more, v.capacity() + v.capacity() / 8 + 64));
 }
 
-bool goes_later(int64_t epoch_a, double reward_a, uint32_t a, int64_t epoch_b, double reward_b, uint32_t b) {
-  if (epoch_a != epoch_b) return epoch_a > epoch_b;
-  if (reward_a != reward_b) return reward_a > reward_b;
-  return a > b;
-}
+// Orders victims for a heap whose top goes first.
+constexpr auto stays_longer = [](const auto& a, const auto& b) {
+  if (a.epoch != b.epoch) return a.epoch > b.epoch;
+  if (a.reward != b.reward) return a.reward > b.reward;
+  return a.rollout > b.rollout;
+};
 
 }  // namespace
 
@@ -143,28 +144,34 @@ void RolloutHistory::add(Ids prompt, Ids response, double reward, int64_t epoch)
   if (max_tokens_ < 0) return;
   make_room(heap_, 1);
   heap_.push_back({epoch, reward, uint32_t(rollouts_.size() - 1)});
-  const auto later = [](const Victim& a, const Victim& b) {
-    return goes_later(a.epoch, a.reward, a.rollout, b.epoch, b.reward, b.rollout);
-  };
-  std::push_heap(heap_.begin(), heap_.end(), later);
-  while (live_tokens_ > max_tokens_) {
-    std::pop_heap(heap_.begin(), heap_.end(), later);
-    evict();
-  }
-  if (dead_tokens_ > live_tokens_ / 4) pack();
+  std::push_heap(heap_.begin(), heap_.end(), stays_longer);
+  evict_surplus();
 }
 
-// Drops the rollout at the end of the heap.
-void RolloutHistory::evict() {
-  Rollout& victim = rollouts_[heap_.back().rollout];
-  heap_.pop_back();
-  victim.alive = false;
-  live_tokens_ -= victim.length;
-  dead_tokens_ += victim.length;
-  --live_rollouts_;
-  ++evicted_;
-  --prompts_[victim.prompt].rollouts;
-  drop_if_unused(victim.prompt);
+void RolloutHistory::resize(int64_t max_tokens) {
+  const std::lock_guard lock(mutex_);
+  if (max_tokens == max_tokens_) return;
+  max_tokens_ = max_tokens;
+  if (max_tokens < 0) return;
+  pack();  // makes the heap, which an unbounded history does without
+  evict_surplus();
+}
+
+// Drops rollouts, those at the top of the heap first, until what is left fits.
+void RolloutHistory::evict_surplus() {
+  while (live_tokens_ > max_tokens_) {
+    std::pop_heap(heap_.begin(), heap_.end(), stays_longer);
+    Rollout& victim = rollouts_[heap_.back().rollout];
+    heap_.pop_back();
+    victim.alive = false;
+    live_tokens_ -= victim.length;
+    dead_tokens_ += victim.length;
+    --live_rollouts_;
+    ++evicted_;
+    --prompts_[victim.prompt].rollouts;
+    drop_if_unused(victim.prompt);
+  }
+  if (dead_tokens_ > live_tokens_ / 4) pack();
 }
 
 // Stores and indexes again what is alive.
@@ -185,9 +192,7 @@ void RolloutHistory::pack() {
     store(r.prompt, {tokens.data() + r.start, r.length}, r.reward, r.epoch);
     heap_.push_back({r.epoch, r.reward, uint32_t(rollouts_.size() - 1)});
   }
-  std::make_heap(heap_.begin(), heap_.end(), [](const Victim& a, const Victim& b) {
-    return goes_later(a.epoch, a.reward, a.rollout, b.epoch, b.reward, b.rollout);
-  });
+  std::make_heap(heap_.begin(), heap_.end(), stays_longer);
   dead_tokens_ = 0;
 }
 

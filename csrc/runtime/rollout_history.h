@@ -32,6 +32,7 @@ class RolloutHistory {
   RolloutHistory(int64_t max_tokens, double token_cost, int depth);
 
   void add(Ids prompt, Ids response, double reward, int64_t epoch);
+  void resize(int64_t max_tokens);  // another bound, for what is there too; < 0: unbounded
   std::vector<int32_t> draft(Ids prompt, Ids generated, int64_t limit);
   int64_t track(Ids prompt);
   void extend(int64_t handle, Ids ids);
@@ -94,7 +95,7 @@ class RolloutHistory {
   void grow(Chain chain);
   void index(uint32_t rollout);
   void store(uint32_t prompt, Ids response, double reward, int64_t epoch);
-  void evict();
+  void evict_surplus();
   void pack();
   uint32_t owner(uint32_t position) const;
   uint32_t intern(Ids prompt);
@@ -106,7 +107,7 @@ class RolloutHistory {
   int64_t follow(uint32_t prompt, const OwnText& text, double token_cost, int64_t limit, int32_t* out);
   Handle& handle_of(int64_t handle);
 
-  const int64_t max_tokens_;
+  int64_t max_tokens_;
   const double token_cost_;
   const int depth_;
   std::mutex mutex_;

@@ -53,6 +53,8 @@ void bind_rollout_history(py::module_& m) {
            [](History& h, const IdArray& prompt, const IdArray& response, double reward, int64_t epoch) {
              unlocked([&] { h.add(view(prompt), view(response), reward, epoch); });
            })
+      .def("resize",
+           [](History& h, std::optional<int64_t> max_tokens) { unlocked([&] { h.resize(max_tokens.value_or(-1)); }); })
       .def("draft",
            [](History& h, const IdArray& prompt, const IdArray& generated, int64_t limit) {
              return unlocked([&] { return h.draft(view(prompt), view(generated), limit); });

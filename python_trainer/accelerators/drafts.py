@@ -44,7 +44,8 @@ class Drafts(Accelerator):
         self.visits: dict[int, int] = {}  # prompt key -> steps that it was part of
         self.pass_overhead = settings.pass_overhead
         self.news: list[Answer] = []  # answers since the drafter before
-        self.before: dict[str, float] = {}  # the engine's counters when the step began
+        self.counted_step = 0
+        self.before: dict[str, float] = {}  # the engine's counters when that step began
 
     def plan(self, context: StepContext, groups: list[PlannedGroup]) -> list[PlannedGroup]:
         from python_trainer.rollout.drafting import Drafter, pass_overhead
@@ -52,7 +53,8 @@ class Drafts(Accelerator):
         engine = context.engine
         if self.pass_overhead is None:
             self.pass_overhead = pass_overhead({n * t: engine.pass_seconds(n, t) for n, t in MEASURED_PASSES})
-        self.before = engine.stats
+        if context.step != self.counted_step:  # not a further round of dynamic sampling
+            self.counted_step, self.before = context.step, engine.stats
         engine.drafter = Drafter(
             self.history, max_tokens=self.settings.max_draft_tokens, pass_overhead=self.pass_overhead, news=self.news
         )
@@ -98,4 +100,7 @@ class Drafts(Accelerator):
             self.history = RolloutHistory.from_bytes(state["history"])
         except ValueError as error:
             raise UserError(f"the drafts of the checkpoint cannot be read: {error}") from error
-        self.visits, self.pass_overhead = state["visits"], state["pass_overhead"]
+        self.history.resize(self.settings.history_tokens)
+        self.visits = state["visits"]
+        if self.settings.pass_overhead is None:
+            self.pass_overhead = state["pass_overhead"]

@@ -37,11 +37,9 @@ class RolloutHistory:
     def __init__(
         self, *, max_tokens: int | None = None, token_cost: float = 0.02, depth: int = 24, backend: str = "auto"
     ) -> None:
-        if max_tokens is not None:
-            max_tokens = _check.integer("max_tokens", max_tokens, 1)
         _check.in_range("token_cost", token_cost, 0.0, 1.0)
         depth = _check.integer("depth", depth, max(reference.SHARED_GRAMS), 64)
-        self._core = _implementation(backend)(max_tokens, token_cost, depth)
+        self._core = _implementation(backend)(_bound(max_tokens), token_cost, depth)
 
     def add(self, prompt_ids: Ids, response_ids: Ids, *, reward: float = 0.0, epoch: int = 0) -> None:
         """Stores a finished response, its end-of-sequence token included if drafts should end sequences.
@@ -58,6 +56,14 @@ class RolloutHistory:
             raise ValueError(f"reward must be finite, got {reward}")
         epoch = _check.integer("epoch", epoch)
         self._core.add(_ids("prompt_ids", prompt_ids), _ids("response_ids", response_ids), reward, epoch)
+
+    def resize(self, max_tokens: int | None) -> None:
+        """Sets another bound; what is beyond it goes, in the order that ``max_tokens`` of the class names.
+
+        Args:
+            max_tokens: most response tokens kept from now on; None is unbounded.
+        """
+        self._core.resize(_bound(max_tokens))
 
     def draft(
         self, prompt_ids_list: Sequence[Ids], generated_ids_list: Sequence[Ids], *, max_tokens: int
@@ -204,6 +210,10 @@ def _implementation(backend: str) -> Any:
 
         return _C.RolloutHistory
     return reference.History
+
+
+def _bound(max_tokens: int | None) -> int | None:
+    return None if max_tokens is None else _check.integer("max_tokens", max_tokens, 1)
 
 
 def _handle(handle: int) -> int:

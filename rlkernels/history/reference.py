@@ -79,6 +79,13 @@ class History:
         self.rollouts[new.serial] = new
         self.tokens += len(response)
         self._index(new)
+        self._evict()
+
+    def resize(self, max_tokens: int | None) -> None:
+        self.max_tokens = max_tokens
+        self._evict()
+
+    def _evict(self) -> None:
         while self.max_tokens is not None and self.tokens > self.max_tokens:
             victim = min(self.rollouts.values(), key=lambda r: (r.epoch, r.reward, r.serial))
             self.tokens -= len(victim.tokens)

@@ -235,6 +235,53 @@ def test_resumed_run_with_drafts_repeats(make_config, tmp_path):
     assert drafts[0] == drafts[1] and drafts[0][-1]["drafts/offered_tokens"] > 0
 
 
+def test_settings_that_changed_win_over_the_checkpoint():
+    before = Drafts(Drafts.Settings(pass_overhead=7.0))
+    for epoch in range(4):
+        before.history.add([epoch], [1] * 10, epoch=epoch)
+    state = before.state_dict()
+
+    def loaded(**settings):
+        accelerator = Drafts(Drafts.Settings(**settings))
+        accelerator.load_state_dict(state)
+        return accelerator
+
+    assert loaded().pass_overhead == 7.0 and loaded(pass_overhead=0.0).pass_overhead == 0.0
+    assert torch.equal(loaded().history.to_bytes(), state["history"])
+    small = loaded(history_tokens=25).history
+    assert small.stats["tokens"] == 20 and [small.longest_prompt([epoch]) for epoch in range(4)] == [0, 0, 1, 1]
+    for _ in range(3):
+        small.add([9], [2] * 10, epoch=9)
+    assert small.stats["tokens"] == 20, "also later on"
+
+
+def test_metrics_are_of_all_rounds_of_a_step(make_config, tmp_path):
+    """Groups of one sort only: dynamic sampling goes on to its last round."""
+    options = {"enabled": ["drafts"], "drafts": {"pass_overhead": 1e6}}
+    rollout = {"dynamic_sampling": True, "max_sampling_rounds": 3}
+    config = make_config(max_steps=3, rollout=rollout, task={"reward": "test_dynamic_sampling:always"},
+                         accelerators=options)  # fmt: skip
+    trainer = Trainer(config, tmp_path / "run", console=Console(quiet=True))
+    generate, seen = trainer._generate, []
+
+    def spy(groups, seed):
+        before = trainer.engine.stats
+        found = generate(groups, seed)
+        seen.append({name: count - before[name] for name, count in trainer.engine.stats.items()})
+        return found
+
+    trainer._generate = spy
+    trainer.run()
+    rows = read_metrics(tmp_path / "run")[1:]
+    assert len(seen) == 9 and all(row["sampling/rounds"] == 3 for row in rows)
+    for i, row in enumerate(rows):
+        rounds = seen[3 * i : 3 * i + 3]
+        for name in ("forward_passes", "accepted_tokens"):
+            assert row[f"drafts/{name}"] == sum(spent[name] for spent in rounds)
+        assert row["drafts/offered_tokens"] == sum(spent["draft_tokens"] for spent in rounds)
+    assert rows[-1]["drafts/offered_tokens"] > 0
+
+
 def test_cost_is_measured_once(make_config, tmp_path):
     trainer = Trainer(
         make_config(max_steps=2, accelerators={"enabled": ["drafts"]}), tmp_path / "run", console=Console(quiet=True)

@@ -208,6 +208,26 @@ def test_evicts_lowest_epoch_then_lowest_reward_then_oldest():
     assert history.stats["tokens"] == 30 and history.stats["rollouts"] == 1  # cut to what fits
 
 
+def test_another_bound_holds_for_what_is_there():
+    history = rlkernels.RolloutHistory()
+    for i, (reward, epoch) in enumerate([(1.0, 0), (0.0, 1), (0.5, 1), (0.0, 2)]):
+        history.add([i], [10 * i + j for j in range(10)], reward=reward, epoch=epoch)
+
+    def kept():
+        return [i for i in range(4) if history.longest_prompt([i])]
+
+    for bound, expected in [(40, [0, 1, 2, 3]), (29, [2, 3]), (None, [2, 3]), (19, [3])]:
+        history.resize(bound)
+        assert kept() == expected and history.stats["tokens"] == 10 * len(expected)
+        assert history.draft([[3]], [[30, 31]], max_tokens=2) == [[32, 33]]
+        again = rlkernels.RolloutHistory.from_bytes(history.to_bytes())  # the bound is kept, too
+        for i in range(9):
+            again.add([9], [90 + i] * 5, epoch=9)
+        assert again.stats["tokens"] == 65 if bound is None else 10 < again.stats["tokens"] <= bound
+    with pytest.raises(ValueError, match="max_tokens must be >= 1, got 0"):
+        history.resize(0)
+
+
 def test_save_and_load(tmp_path):
     history = rlkernels.RolloutHistory(max_tokens=5000, token_cost=0.03, depth=16)
     for i in range(30):
@@ -268,6 +288,7 @@ actions = st.lists(
         st.tuples(st.just("extend"), st.integers(0, 3), tokens),
         st.tuples(st.just("step"), st.integers(0, 6), st.integers(0, 6)),
         st.tuples(st.just("release"), st.integers(0, 3)),
+        st.tuples(st.just("resize"), st.sampled_from([None, 1, 9, 40])),
     ),
     min_size=20,
     max_size=60,
@@ -293,6 +314,8 @@ def play(history: rlkernels.RolloutHistory, script: list[tuple]) -> list:
             history.observe(handles, lengths, lengths.clamp(max=arguments[1]))
         elif name == "extend" and handles:
             history.extend(handles[arguments[0] % len(handles)], arguments[1])
+        elif name == "resize":
+            history.resize(arguments[0])
         elif name == "release" and handles:
             history.release(handles.pop(arguments[0] % len(handles)))
     stats = history.stats
