@@ -157,7 +157,8 @@ def extrapolate_folders(folders: Sequence[Path], output_dir: Path, *, base: Path
         raise UserError(f"refused: {objection}{more}")
     target = Target(settings.horizon * saved.steps[-1], settings.target_accuracy)
     last = saved.weights(len(saved.steps) - 1)
-    exact = trajectory.exact_points(saved.weights(index) for index in range(len(saved.steps)))
+    kept = set(trajectory.steps)
+    exact = trajectory.exact_points(saved.weights(index) for index, step in enumerate(saved.steps) if step in kept)
     predicted = extrapolate(trajectory, last, target, predictor=settings.predictor, scale=settings.scale,
                             keep_rest=settings.keep_rest, limits=limits, points=exact)  # fmt: skip
     console.print(

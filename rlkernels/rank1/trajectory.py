@@ -16,6 +16,7 @@ from rlkernels.rank1 import reference
 from rlkernels.rank1.ops import DTYPES, check_settings, delta_matvec, top1_deltas
 from rlkernels.rank1.update import STATUSES
 
+MAX_POINTS = 64  # tracked steps that are kept: factors of every projection of a model, each
 FACTS = ("sigma", "frobenius", "gap", "angle_bound", "changed", "noise", "status")
 
 
@@ -91,7 +92,10 @@ def storage_noise(weight: torch.Tensor, base: torch.Tensor, frobenius: float) ->
 
 
 class RankOneTrajectory:
-    """Factors of every tracked update of some modules, and their trajectories along the latest direction.
+    """Factors of the tracked updates of some modules, and their trajectories along the latest direction.
+
+    64 tracked steps are kept. When there are more, the one goes whose neighbours lie closest together, so that they
+    stay spread over all of training; the first and the latest stay.
 
     Args:
         base: name -> W_0 [m, n], bfloat16, float16 or float32; kept by reference and must not change.
@@ -102,7 +106,7 @@ class RankOneTrajectory:
         TypeError, ValueError: a tensor or setting that :func:`rlkernels.top1_delta` would not take.
 
     Attributes:
-        steps, accuracy: of the tracked steps, oldest first.
+        steps, accuracy: of the tracked steps that are kept, oldest first.
     """
 
     def __init__(self, base: Mapping[str, torch.Tensor], *, rank: int = 4, tol: float = 1e-2, seed: int = 0) -> None:
@@ -130,12 +134,14 @@ class RankOneTrajectory:
 
         Args:
             weights: name -> W_t, at least the names of ``base``.
-            step: higher than all before.
+            step: an integer, higher than all before.
             accuracy: of the policy with these weights, as far as it is known.
 
         Raises:
+            TypeError: a step that is no integer.
             ValueError: a step that is not later, a module that is missing, NaN or infinite weights.
         """
+        step = _check.integer("step", step)
         if self.steps and step <= self.steps[-1]:
             raise ValueError(f"step must be above {self.steps[-1]}, the last one tracked, got {step}")
         if missing := sorted(set(self.base) - set(weights)):
@@ -158,6 +164,16 @@ class RankOneTrajectory:
             )
         self.steps.append(step)
         self.accuracy.append(float(accuracy))
+        while len(self) > MAX_POINTS:
+            self._thin()
+
+    def _thin(self) -> None:
+        """Forgets the point whose neighbours lie closest together, the oldest of equals."""
+        gone = min(range(1, len(self) - 1), key=lambda i: self.steps[i + 1] - self.steps[i - 1])
+        del self.steps[gone], self.accuracy[gone]
+        for rows in (self._left, self._right, self._facts):
+            for of_module in rows.values():
+                del of_module[gone]
 
     def facts(self, name: str, index: int = -1) -> dict[str, float]:
         """Numbers of one tracked step: sigma, frobenius, gap, angle_bound, changed, noise (see ``storage_noise``)."""
@@ -172,7 +188,7 @@ class RankOneTrajectory:
         return self._right[name][index][:, 0]
 
     def points(self, name: str, *, at: int = -1) -> Points:
-        """All tracked steps, from their factors, projected on the direction of number ``at`` (default: the latest)."""
+        """The tracked steps, from their factors, projected on the direction of number ``at`` (default: the latest)."""
         v = self.direction(name, at)
         shadows = [right.T @ v for right in self._right[name]]  # [k]
         x = torch.stack([left @ shadow for left, shadow in zip(self._left[name], shadows)])
@@ -190,7 +206,7 @@ class RankOneTrajectory:
         """Like :meth:`points` for every module, with x_t read again from the weights of the tracked steps.
 
         Args:
-            checkpoints: the weights of all tracked steps, oldest first; one of them is held at a time.
+            checkpoints: the weights of all of ``steps``, oldest first; one of them is held at a time.
         """
         found: dict[str, list[torch.Tensor]] = {name: [] for name in self.base}
         for weights in checkpoints:
@@ -225,7 +241,12 @@ class RankOneTrajectory:
         return state
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Undoes :meth:`state_dict`, for a trajectory with the same modules."""
+        """Undoes :meth:`state_dict`, for a trajectory with the same modules.
+
+        Raises:
+            ValueError: a state of other modules; nothing is changed then.
+        """
+        self._check_state(state)
         self.steps, self.accuracy = state["steps"].tolist(), state["accuracy"].tolist()
         for name, base in self.base.items():
             if not self.steps:
@@ -235,3 +256,18 @@ class RankOneTrajectory:
             self._left[name] = list(state[f"{name}/left"].to(base.device).split(ranks, 1))
             self._right[name] = list(state[f"{name}/right"].to(base.device).split(ranks, 1))
             self._facts[name] = state[f"{name}/facts"].tolist()
+
+    def _check_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        count = len(state.get("steps", ()))
+        expected = {"steps": [count], "accuracy": [count]}
+        for name, base in self.base.items() if count else ():
+            ranks = state.get(f"{name}/ranks")
+            width = 0 if ranks is None else int(ranks.sum())
+            expected |= {
+                f"{name}/ranks": [count], f"{name}/left": [base.shape[0], width],
+                f"{name}/right": [base.shape[1], width], f"{name}/facts": [count, len(FACTS)],
+            }  # fmt: skip
+        for key in {**expected, **state}:
+            wanted, found = expected.get(key, "none"), list(state[key].shape) if key in state else "none"
+            if wanted != found:
+                raise ValueError(f"state must be of the same modules, {key!r} of shape {wanted}, got {found}")

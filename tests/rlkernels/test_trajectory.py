@@ -241,6 +241,53 @@ def test_state_comes_back_bit_for_bit():
     assert len(again) == 0 and again.state_dict()["steps"].numel() == 0
 
 
+@pytest.mark.parametrize("every", [1, 3])
+def test_beyond_64_steps_points_stay_spread_over_all_of_training(every):
+    """The predictors look at half of the steps and at thirds of the points, so all parts of training must stay."""
+    trajectory, weights = run(line, steps=range(1, 64 * every + 1, every), accuracy=lambda s: s / 1000)
+    assert trajectory.steps == list(range(1, 64 * every + 1, every)), "up to here all are kept"
+    for step in range(64 * every + 1, 200 * every, every):
+        weights = {name: base + line(step, i) for i, (name, base) in enumerate(trajectory.base.items())}
+        trajectory.track(weights, step=step, accuracy=step / 1000)
+        gaps = [b - a for a, b in zip(trajectory.steps, trajectory.steps[1:])]
+        assert len(trajectory) == 64 and trajectory.steps[0] == 1 and trajectory.steps[-1] == step
+        assert max(gaps) <= 2 * step / 63 + every
+    assert trajectory.accuracy[-9:] == [s / 1000 for s in trajectory.steps[-9:]]
+    for i, name in enumerate(trajectory.base):
+        points = trajectory.points(name)
+        truth = torch.stack([line(s, i) @ points.v for s in trajectory.steps])
+        assert torch.allclose(points.x, truth, atol=1e-5), "each point kept what belongs to it"
+        assert torch.allclose(points.frobenius, 1e-3 * points.steps, rtol=1e-3)
+    assert refusal(trajectory, "secant") is None and skill(trajectory, "secant", holdout=21) > 0.99
+    again = rlkernels.RankOneTrajectory(trajectory.base)
+    again.load_state_dict(trajectory.state_dict())
+    for t in (trajectory, again):
+        t.track(weights, step=999, accuracy=0.9)
+    for name, value in trajectory.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": None}, r"'steps' of shape \[0\], got none"),
+        ({"accuracy": torch.zeros(3)}, r"'accuracy' of shape \[2\], got \[3\]"),
+        ({"b/left": None}, r"'b/left' of shape \[24, \d\], got none"),
+        ({"b/ranks": None}, r"'b/ranks' of shape \[2\], got none"),
+        ({"a/right": torch.zeros(9, 2)}, r"'a/right' of shape \[40, \d\], got \[9, 2\]"),
+        ({"a/facts": torch.zeros(2, 3)}, r"'a/facts' of shape \[2, 7\], got \[2, 3\]"),
+        ({"c/facts": torch.zeros(2, 7)}, r"'c/facts' of shape none, got \[2, 7\]"),
+    ],
+)
+def test_states_of_other_modules_are_named(change, message):
+    trajectory, _ = run(line, steps=(4, 8))
+    state = {name: value for name, value in (trajectory.state_dict() | change).items() if value is not None}
+    again = rlkernels.RankOneTrajectory(trajectory.base)
+    with pytest.raises(ValueError, match="^state must be of the same modules, " + message):
+        again.load_state_dict(state)
+    assert len(again) == 0
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -256,6 +303,14 @@ def test_bad_tracking_is_named(change, message):
     trajectory, weights = run(line, steps=(4, 8))
     with pytest.raises(ValueError, match=message):
         trajectory.track(**{"weights": weights, "step": 12, "accuracy": 0.5} | change)
+    assert len(trajectory) == 2
+
+
+@pytest.mark.parametrize("step", [12.5, "12", True])
+def test_steps_are_integers(step):
+    trajectory, weights = run(line, steps=(4, 8))
+    with pytest.raises(TypeError, match="step must be an integer, got"):
+        trajectory.track(weights, step=step, accuracy=0.5)
     assert len(trajectory) == 2
 
 
