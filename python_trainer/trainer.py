@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from python_trainer.accelerators import PlannedGroup, Rollout, RunContext, StepContext, make_accelerators
+from python_trainer.accelerators.alpha import Alpha
 from python_trainer.checkpoint import (
     check_output_dir,
     list_checkpoints,
@@ -93,9 +94,13 @@ class Trainer:
         self.task = load_task(config.task)
         for text in self.task.notes:
             self._note(text)
+        splits = ["train", "test"]
+        if Alpha.name in config.accelerators.enabled:
+            getattr(config.accelerators, Alpha.name).check_gate(len(self.task.gate))
+            splits.append("gate")
         self.policy = load_policy(config.model)
         self.prompts: dict[str, list[list[int]]] = {}
-        for split in ("train", "test"):
+        for split in splits:
             self._prompts(split)
         if not self.prompts["train"]:
             raise self._no_prompts("train")

@@ -105,7 +105,6 @@ class Alpha(Accelerator):
 
     def plan(self, context: StepContext, groups: list[PlannedGroup]) -> list[PlannedGroup]:
         if self.trajectory is None:
-            self.settings.check_gate(context.gate_size)
             self.restart(context, context.step - 1)
         else:  # a resumed run was loaded on the CPU
             self.trajectory.to(next(iter(context.optimizer.masters.values())).device)

@@ -325,7 +325,20 @@ def test_an_interrupted_run_resumes_to_the_same_weights(alpha_config, tmp_path):
         assert torch.equal(value, theirs["trajectory"][name]), name
 
 
-def test_too_few_gate_prompts_are_named(alpha_config, tmp_path):
-    trainer = Trainer(alpha_config(alpha={"gate_prompts": 7}), tmp_path / "run", console=QUIET)
+def test_too_few_gate_prompts_are_named_before_anything_is_loaded(alpha_config, tmp_path):
+    config = alpha_config(alpha={"gate_prompts": 7}, model={"path": str(tmp_path / "nowhere")})
     with pytest.raises(UserError, match=r"gate_prompts: 7 .* the task has 6; .*task\.gate_path.*task\.gate_size"):
-        trainer.run()
+        Trainer(config, tmp_path / "run", console=QUIET)
+
+
+def test_gate_prompts_that_are_too_long_are_named_before_the_run(alpha_config, jsonl_files, tmp_path):
+    lines = jsonl_files[1].read_text().splitlines()
+    lines[3] = '{"prompt": "' + "A" * 117 + '"}'  # of 128 tokens 12 are for the answer
+    (tmp_path / "gate.jsonl").write_text("\n".join(lines) + "\n")
+    config = alpha_config()
+    config = config.model_copy(update={"task": config.task.model_copy(update={"gate_path": tmp_path / "gate.jsonl"})})
+    with pytest.raises(UserError, match="of the gate split has 117 tokens"):
+        Trainer(config, tmp_path / "run", console=QUIET)
+    assert not (tmp_path / "run").exists()
+    off = config.accelerators.model_copy(update={"enabled": []})
+    Trainer(config.model_copy(update={"accelerators": off}), tmp_path / "run", console=QUIET)  # nobody asks the gate
