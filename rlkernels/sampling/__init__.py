@@ -43,6 +43,7 @@ def keyed_uniform(
     return reference.keyed_uniform(seed, sample_ids, positions)
 
 
+@torch.no_grad()
 def sample_tokens(
     logits: torch.Tensor,
     uniforms: torch.Tensor,
@@ -69,7 +70,8 @@ def sample_tokens(
         validate: False leaves bad rows to the caller (id -1, log-probability NaN) and on a GPU waits for nothing.
 
     Returns:
-        ids int64 [T] and logprobs float32 [T], natural log, of the distribution sampled from (0 when greedy).
+        ids int64 [T] and logprobs float32 [T], natural log, of the distribution sampled from (0 when greedy). Not
+        differentiable: for a gradient take :func:`rlkernels.token_logprobs` of the ids.
 
     Raises:
         ValueError: a setting out of range, or a row with NaN, with +inf, with nothing but -inf, or with a uniform
@@ -95,6 +97,7 @@ def sample_tokens(
     return ids, logprobs
 
 
+@torch.no_grad()
 def verify_drafts(
     logits: torch.Tensor,
     drafts: Sequence[Sequence[int]] | torch.Tensor,
@@ -125,7 +128,7 @@ def verify_drafts(
     Returns:
         accepted int64 [B], number of draft tokens accepted; ids int64 [R] and logprobs float32 [R], of which
         ``starts[b] .. starts[b] + accepted[b]`` (inclusive) are the new tokens of sequence b. The other rows were
-        conditioned on a rejected token: -1 and 0.
+        conditioned on a rejected token: -1 and 0. Not differentiable, as in :func:`sample_tokens`.
 
     Raises:
         ValueError, TypeError: as :func:`sample_tokens`; starts that do not fit the drafts.

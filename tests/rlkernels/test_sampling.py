@@ -371,6 +371,18 @@ def test_fractions_in_drafts(drafts, starts, message):
         rlkernels.verify_drafts(torch.zeros(3, 4), drafts, starts, torch.zeros(3))
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_no_gradient_is_recorded(backend):
+    logits = torch.randn(3, 9, requires_grad=True)
+    ids, logprobs = rlkernels.sample_tokens(logits, uniforms(3), backend=backend)
+    assert not logprobs.requires_grad
+    accepted, verified, of_verified = rlkernels.verify_drafts(
+        logits, [[int(ids[0])], []], [0, 2, 3], uniforms(3), backend=backend
+    )
+    assert not of_verified.requires_grad and accepted[0] == 1
+    assert torch.equal(verified, ids) and torch.equal(of_verified, logprobs)
+
+
 def test_top_k_beyond_the_vocabulary_is_off():
     logits, u = torch.randn(6, 9), uniforms(6)
     wanted = rlkernels.sample_tokens(logits, u)

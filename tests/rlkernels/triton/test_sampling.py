@@ -48,3 +48,10 @@ def test_verification_equals_the_reference():
     )
     torch.testing.assert_close(ours, wanted, atol=2e-7, rtol=2e-7)
     assert ours[0][1] >= 1
+
+
+def test_no_gradient_is_recorded():
+    logits, u = torch.randn(3, 9, requires_grad=True), torch.full((3,), 0.5)
+    assert not rlkernels.sample_tokens(logits, u, backend="triton")[1].requires_grad
+    drafts, starts = torch.tensor([1]), torch.tensor([0, 2, 3])
+    assert not rlkernels.verify_drafts(logits, drafts, starts, u, backend="triton")[2].requires_grad
