@@ -28,6 +28,11 @@ def _gradient(op: str, ctx: Any, grad_logprobs: Any, grad_entropies: Any, _: Any
     return grad, None, None, None
 
 
+def _second_gradient(*_: Any) -> tuple:
+    raise RuntimeError("token_logprobs is compiled here and its gradient has no gradient; backend='torch' has one")
+
+
 def register(op: str) -> None:
-    """Gives ``op``, which must be loaded, its gradient; the op ``{op}_backward`` computes it."""
+    """Gives ``op``, which must be loaded, its gradient; the op ``{op}_backward`` computes it and has none."""
     torch.library.register_autograd(op, functools.partial(_gradient, op), setup_context=_setup_context)
+    torch.library.register_autograd(f"{op}_backward", _second_gradient)

@@ -144,6 +144,23 @@ def test_compiles_into_one_graph():
     torch.testing.assert_close(grad, wanted)
 
 
+def test_gradient_of_the_gradient_raises_where_there_is_none():
+    logits, ids = torch.randn(3, 9, requires_grad=True), torch.tensor([1, 0, 8])
+
+    def gradient(x, **options):
+        (grad,) = torch.autograd.grad(rlkernels.token_logprobs(x, ids, **options).exp().sum(), x, create_graph=True)
+        return grad
+
+    grad = gradient(logits)
+    torch.testing.assert_close(grad, gradient(logits, backend="torch"))
+    with pytest.raises(RuntimeError, match="its gradient has no gradient; backend='torch' has one"):
+        grad.square().sum().backward()
+    (second,) = torch.autograd.grad(gradient(logits, backend="torch").square().sum(), logits)
+    exact = logits.detach().double().requires_grad_()
+    (wanted,) = torch.autograd.grad(gradient(exact).square().sum(), exact)
+    torch.testing.assert_close(second.double(), wanted, atol=1e-6, rtol=1e-5)
+
+
 def test_gradient_holds_no_copy_of_the_logits_in_float32():
     logits = torch.randn(8, 1000, dtype=torch.bfloat16, requires_grad=True)
     saved = []

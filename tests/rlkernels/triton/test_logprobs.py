@@ -47,6 +47,14 @@ def test_opcheck():
     torch.library.opcheck(torch.ops.rlkernels.token_logprobs_triton.default, (logits, ids, 0.8, True))
 
 
+def test_gradient_of_the_gradient_raises():
+    logits = torch.randn(3, 33, requires_grad=True)
+    logprobs = rlkernels.token_logprobs(logits, torch.zeros(3).long(), backend="triton")
+    (grad,) = torch.autograd.grad(logprobs.exp().sum(), logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="its gradient has no gradient"):
+        grad.square().sum().backward()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("vocab", "chunk"), [(17, 5), (1023, 400)])
 def test_from_hidden_states(vocab, chunk, dtype):
