@@ -78,6 +78,12 @@ def triton_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def mark_written(*tensors: torch.Tensor) -> None:
+    """Tells autograd of tensors that a kernel wrote to, so that it does not differentiate through their old values."""
+    if not torch.compiler.is_compiling():  # the compiler does it by the schemas of the ops
+        torch.autograd.graph.increment_version(tensors)
+
+
 def unavailable(op: str, backend: str, device: torch.device) -> str | None:
     """Why ``backend`` cannot run ``op`` on ``device``; None when it can."""
     written = OPS[op]

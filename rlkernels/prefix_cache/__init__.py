@@ -35,7 +35,7 @@ def write_kv(
     *,
     backend: str = "auto",
 ) -> None:
-    """Writes the keys and values of new tokens into their places in the cache.
+    """Writes the keys and values of new tokens into their places in the cache; for generation, without gradients.
 
     Args:
         key, value: [T, Hk, d], converted to the dtype of the cache.
@@ -43,7 +43,8 @@ def write_kv(
         slots: int64 [T], block * block_size + offset, all different.
 
     Raises:
-        TypeError, ValueError: wrong shapes, dtypes or devices, or (on a CPU) a slot outside the cache.
+        TypeError, ValueError: wrong shapes, dtypes or devices, or (on a CPU) a slot outside the cache; a tensor that
+            requires grad, where gradients are enabled.
     """
     _check_cache(key_cache, value_cache)
     for name, t in (("key", key), ("value", value)):
@@ -51,13 +52,16 @@ def write_kv(
         _check.shape(name, t, (key.shape[0], *key_cache.shape[2:]))
     _check.tensor("slots", slots, ndim=1, dtype=torch.int64, device=key_cache.device)
     _check.shape("slots", slots, (key.shape[0],))
+    _check_no_gradient("write_kv", key=key, value=value, key_cache=key_cache, value_cache=value_cache)
     chosen = _choose("write_kv", backend, key_cache, key, value)
     if chosen == "cpu":
-        return torch.ops.rlkernels.write_kv(key, value, key_cache, value_cache, slots.contiguous())
+        torch.ops.rlkernels.write_kv(key, value, key_cache, value_cache, slots.contiguous())
+        _backend.mark_written(key_cache, value_cache)
+        return
     total = key_cache.shape[0] * key_cache.shape[1]
     if slots.numel() and slots.device.type == "cpu" and not (slots.min() >= 0 and slots.max() < total):
         raise ValueError(f"slots must be between 0 and {total - 1}, got {slots.min()} .. {slots.max()}")
-    return _kernels(chosen).write_kv(key, value, key_cache, value_cache, slots.contiguous())
+    _kernels(chosen).write_kv(key, value, key_cache, value_cache, slots.contiguous())
 
 
 def paged_attention(
@@ -75,7 +79,8 @@ def paged_attention(
     """Causal attention of new tokens over the paged keys and values of their sequences, which hold their own too.
 
     Any number of queries per sequence: decoding (1), prefill of a suffix, verification of drafts. Query i of a
-    sequence sits at position seq_len - q_len + i and sees the keys up to there.
+    sequence sits at position seq_len - q_len + i and sees the keys up to there. For generation: it has no gradient;
+    for training there is :func:`grouped_attention`.
 
     Args:
         query: [T, Hq, d], the queries of all sequences one after the other; Hq a multiple of Hk.
@@ -92,9 +97,10 @@ def paged_attention(
 
     Raises:
         TypeError, ValueError: wrong shapes, dtypes or devices; (on a CPU) also a sequence with more queries than
-            keys or than its block table covers, or a block outside the cache.
+            keys or than its block table covers, or a block outside the cache; a tensor that requires grad, where
+            gradients are enabled.
     """
-    _check_attention(query, key_cache, value_cache, scale)
+    _check_attention("paged_attention", query, key_cache, value_cache, scale)
     sequences = _ragged(query.device, block_tables=block_tables, seq_lens=seq_lens, query_starts=query_starts)
     args = (query, key_cache, value_cache, *sequences.values(), float(scale))
     chosen = _choose("paged_attention", backend, query, key_cache)
@@ -141,7 +147,7 @@ def shared_prefix_attention(
     Raises:
         ValueError, TypeError: as :func:`paged_attention`.
     """
-    _check_attention(query, key_cache, value_cache, scale)
+    _check_attention("shared_prefix_attention", query, key_cache, value_cache, scale)
     groups = _ragged(query.device, group_tables=group_tables, group_lens=group_lens, group_starts=group_starts)
     sequences = _ragged(query.device, block_tables=block_tables, seq_lens=seq_lens, query_starts=query_starts)
     args = (query, key_cache, value_cache, *groups.values(), *sequences.values(), float(scale))
@@ -159,7 +165,7 @@ def shared_prefix_attention(
 def merge_attention(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor, *, backend: str = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the union of two disjoint sets of keys, from the attention over each.
+    """Attention over the union of two disjoint sets of keys, from the attention over each; without gradients.
 
     Args:
         out_a, out_b: [T, H, d].
@@ -169,7 +175,8 @@ def merge_attention(
         out [T, H, d] in the dtype of ``out_a`` and lse float32 [T, H]; 0 and -inf where neither saw a key.
 
     Raises:
-        TypeError, ValueError: wrong shapes, dtypes or devices.
+        TypeError, ValueError: wrong shapes, dtypes or devices; a tensor that requires grad, where gradients are
+            enabled.
     """
     _check.tensor("out_a", out_a, ndim=3, floating=True)
     _check.tensor("out_b", out_b, ndim=3, dtype=out_a.dtype, device=out_a.device)
@@ -178,6 +185,7 @@ def merge_attention(
     for name, t in (("lse_a", lse_a), ("lse_b", lse_b)):
         _check.tensor(name, t, ndim=2, dtype=lse_dtypes, device=out_a.device)
         _check.shape(name, t, out_a.shape[:2])
+    _check_no_gradient("merge_attention", out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     chosen = _choose("merge_attention", backend, out_a)
     parts = tuple(t.contiguous() for t in (out_a, lse_a, out_b, lse_b))
     return torch.ops.rlkernels.merge_attention(*parts) if chosen == "cpu" else _kernels(chosen).merge_attention(*parts)
@@ -297,12 +305,26 @@ def _check_scale(scale: float) -> None:
         raise ValueError(f"scale must be finite, got {scale!r}")
 
 
-def _check_attention(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float) -> None:
+def _check_attention(
+    op: str, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float
+) -> None:
     _check_cache(key_cache, value_cache)
     _check.tensor("query", query, ndim=3, floating=True, device=key_cache.device)
     _check.shape("query", query, (None, None, key_cache.shape[3]))
     _check_heads(query, key_cache.shape[2])
     _check_scale(scale)
+    _check_no_gradient(op, query=query, key_cache=key_cache, value_cache=value_cache)
+
+
+def _check_no_gradient(op: str, **tensors: torch.Tensor) -> None:
+    """Raises where autograd would have to record the op, which has no gradient: losing it would go unnoticed."""
+    if torch.is_grad_enabled():
+        for name, t in tensors.items():
+            if t.requires_grad:
+                raise ValueError(
+                    f"{name} must not require grad, because {op} has no gradient: generate under torch.no_grad(), "
+                    "train with grouped_attention or torch's own attention"
+                )
 
 
 def _ragged(device: torch.device, **named: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -60,6 +60,14 @@ def _vector(v: torch.Tensor) -> torch.Tensor:
     return v.detach().float().contiguous()
 
 
+def _overlaps(matrix: torch.Tensor) -> bool:
+    """Whether two entries share a place in memory, as in an expanded row."""
+    (m, n), (down, right) = matrix.shape, matrix.stride()
+    # the nearest two entries that can: right / step rows and down / step columns apart
+    step = math.gcd(down, right) or 1
+    return matrix.numel() > 1 and right // step < m and down // step < n
+
+
 def _native(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], starts: Sequence[torch.Tensor | None], *, tol: float,
             max_passes: int, seed: int, names: Sequence[str] | None = None) -> list[Rank1Update]:  # fmt: skip
     weights, bases = [_rows(w) for w, _ in pairs], [_rows(b) for _, b in pairs]
@@ -198,8 +206,8 @@ def add_rank1_(weight: torch.Tensor, u: torch.Tensor, v: torch.Tensor, scale: fl
     """``weight += scale * outer(u, v)`` in place, in float32 arithmetic, rounded once to the dtype of weight.
 
     Args:
-        weight: [m, n], bfloat16, float16 or float32; may be a view.
-        u, v: [m] and [n], floating point.
+        weight: [m, n], bfloat16, float16 or float32; may be a view, but not one with several entries in one place.
+        u, v: [m] and [n], floating point; may be parts of the weight.
         scale: finite number.
         stochastic_rounding: round up or down at random so that the expected result is the exact float32 value; an
             update far below the spacing of bfloat16 survives on average. No effect on float32 weights.
@@ -209,9 +217,15 @@ def add_rank1_(weight: torch.Tensor, u: torch.Tensor, v: torch.Tensor, scale: fl
         ``weight``.
 
     Raises:
-        TypeError, ValueError: a wrong dtype, rank, shape or device; a scale that is not finite.
+        TypeError, ValueError: a wrong dtype, rank, shape or device; a scale that is not finite; a weight whose entries
+            overlap or that autograd has computed.
     """
     _check.tensor("weight", weight, ndim=2, dtype=DTYPES)
+    if not weight.is_contiguous() and _overlaps(weight):
+        raise ValueError(
+            f"weight must have a place in memory for every entry, got strides {weight.stride()} for shape "
+            f"{list(weight.shape)}"
+        )
     _check_vector("u", u, weight.shape[0], weight.device)
     _check_vector("v", v, weight.shape[1], weight.device)
     _check.number("scale", scale)
@@ -222,14 +236,16 @@ def add_rank1_(weight: torch.Tensor, u: torch.Tensor, v: torch.Tensor, scale: fl
         raise ValueError("weight must not be the result of a differentiable computation, got a non-leaf tensor")
     chosen = _backend.choose("add_rank1_", weight.device, backend)
     with torch.no_grad():
-        if chosen == "cpu" and weight.numel() and weight.stride(1) == 1:
-            left = _vector(u) * scale
-            torch.ops.rlkernels.add_rank1_(weight, left, _vector(v), stochastic_rounding, seed)
-            return weight
-        if chosen == "triton" and weight.stride(1) == 1:
-            from rlkernels.rank1 import triton_kernels
+        if chosen in ("cpu", "triton") and weight.numel() and weight.stride(1) == 1:
+            left, right = _vector(u).clone(), _vector(v).clone()  # parts of the weight would change under way
+            if chosen == "cpu":
+                torch.ops.rlkernels.add_rank1_(weight, left * scale, right, stochastic_rounding, seed)
+            else:
+                from rlkernels.rank1 import triton_kernels
 
-            return triton_kernels.add_rank1_(
-                weight, _vector(u), _vector(v), scale, stochastic_rounding=stochastic_rounding, seed=seed
-            )
+                triton_kernels.add_rank1_(
+                    weight, left, right, scale, stochastic_rounding=stochastic_rounding, seed=seed
+                )
+            _backend.mark_written(weight)
+            return weight
         return reference.add_rank1_(weight, u, v, scale, stochastic_rounding=stochastic_rounding, seed=seed)

@@ -121,3 +121,20 @@ def test_token_logprobs_compiles_into_one_graph():
     (grad,) = torch.autograd.grad(out.sum(), logits)
     (wanted,) = torch.autograd.grad(rlkernels.token_logprobs(logits, ids, temperature=0.7).sum(), logits)
     torch.testing.assert_close(grad, wanted)
+
+
+def test_what_compiled_graphs_write_counts_as_a_change():
+    keys, values, weight = torch.zeros(3, 4, 1, 8), torch.zeros(3, 4, 1, 8), torch.zeros(3, 4)
+    new, slots, u, v = torch.randn(2, 1, 8), torch.tensor([3, 9]), torch.randn(3), torch.randn(4)
+
+    def write(keys, values, weight):
+        rlkernels.write_kv(new, -new, keys, values, slots)
+        rlkernels.add_rank1_(weight, u, v, 2.0)
+
+    tensors = keys, values, weight
+    versions = [t._version for t in tensors]
+    torch.compiler.reset()
+    torch.compile(write, fullgraph=True, backend="aot_eager")(*tensors)
+    assert torch.equal(keys.flatten(0, 1)[slots], new) and torch.equal(values.flatten(0, 1)[slots], -new)
+    torch.testing.assert_close(weight, 2 * torch.outer(u, v))
+    assert all(t._version > version for t, version in zip(tensors, versions))

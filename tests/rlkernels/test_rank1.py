@@ -1,5 +1,6 @@
 """Conventions of the rank-1 ops: meaning of every field, statuses, errors, rounding."""
 
+import itertools
 import math
 
 import pytest
@@ -160,6 +161,46 @@ def test_add_rank1_rounds_once_and_works_on_views(dtype):
     gold = before[5:, 1::2].double() + 0.37 * torch.outer(u.double(), v)
     assert (weight.double() - gold).abs().max() <= 0.502 * torch.finfo(dtype).eps * gold.abs().max()
     assert torch.equal(storage[:5], before[:5]) and torch.equal(storage[:, ::2], before[:, ::2])
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_add_rank1_takes_rows_and_columns_of_the_weight(backend):
+    weight = torch.randn(30, 40)
+    before = weight.clone()
+    rlkernels.add_rank1_(weight, weight[:, 7], weight[11], 0.5, backend=backend)
+    torch.testing.assert_close(weight, before + 0.5 * torch.outer(before[:, 7], before[11]))
+    vector = torch.randn(40)
+    before = vector.clone()
+    rlkernels.add_rank1_(vector[:, None], vector, torch.ones(1), 0.5, backend=backend)
+    torch.testing.assert_close(vector, 1.5 * before)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_autograd_knows_that_add_rank1_changed_the_weight(backend):
+    weight, x = torch.randn(3, 4), torch.randn(2, 3, requires_grad=True)
+    y = x @ weight
+    version = weight._version
+    rlkernels.add_rank1_(weight, torch.ones(3), torch.ones(4), 1.0, backend=backend)
+    assert weight._version > version
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    with torch.inference_mode():
+        weight = torch.zeros(3, 4)  # has no version, and needs none
+        assert (rlkernels.add_rank1_(weight, torch.ones(3), torch.ones(4), 1.0, backend=backend) == 1).all()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 4), (4, 1), (2, 2), (2, 3), (3, 2), (4, 3)])
+def test_add_rank1_refuses_overlapping_entries_and_nothing_else(shape):
+    for strides in itertools.product(range(6), repeat=2):
+        storage = torch.zeros(30)
+        weight = storage.as_strided(shape, strides)
+        places = {i * strides[0] + j * strides[1] for i in range(shape[0]) for j in range(shape[1])}
+        if len(places) == weight.numel():
+            rlkernels.add_rank1_(weight, torch.ones(shape[0]), torch.ones(shape[1]), 1.0)
+            assert {i for i, x in enumerate(storage.tolist()) if x} == places
+        else:
+            with pytest.raises(ValueError, match="weight must have a place in memory for every entry, got strides"):
+                rlkernels.add_rank1_(weight, torch.ones(shape[0]), torch.ones(shape[1]), 1.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -141,6 +141,15 @@ def test_write_only_the_slots(dtype):
     rlkernels.write_kv(key[:0], value[:0], *caches, slots[:0], backend="triton")
 
 
+def test_writing_counts_as_a_change():
+    caches, new = torch.zeros(2, 5, 4, 3, 20), torch.randn(2, 1, 3, 20)
+    version = caches._version
+    rlkernels.write_kv(*new, *caches, torch.tensor([7]), backend="triton")
+    assert caches._version > version
+    with pytest.raises(ValueError, match="key must not require grad, because write_kv has no gradient"):
+        rlkernels.write_kv(new[0].requires_grad_(), new[1], *caches, torch.tensor([7]), backend="triton")
+
+
 def test_no_queries():
     key, value, tables = pages([5], 2, 16, 4, torch.float32)
     args = (torch.randn(0, 4, 16), key, value, tables, ints([5]), ints([0, 0]))

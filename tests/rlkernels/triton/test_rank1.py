@@ -166,3 +166,11 @@ def test_add_rank1(dtype, stochastic):
     spacing = torch.finfo(dtype).eps * plain.abs().clamp_min(torch.finfo(dtype).smallest_normal)
     assert ((ours - plain).abs()[finite] <= (3e-7 * plain.abs() + spacing)[finite]).all()
     assert torch.equal(ours.isfinite(), finite)
+
+
+def test_add_rank1_takes_a_row_of_the_weight_and_counts_as_a_change():
+    weight = torch.randn(40, 50)
+    before, version = weight.clone(), weight._version
+    rlkernels.add_rank1_(weight, weight[:, 3], weight[1], 0.5, backend="triton")
+    torch.testing.assert_close(weight, before + 0.5 * torch.outer(before[:, 3], before[1]))
+    assert weight._version > version
