@@ -8,7 +8,9 @@ that cannot work raises and says why. The environment variable ``RLKERNELS_BACKE
 import functools
 import importlib.util
 import os
+import warnings
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -58,12 +60,24 @@ OPS: dict[str, Op] = {
 
 @functools.cache
 def extension_error() -> str | None:
-    """Loads ``rlkernels._C``. None when that worked, otherwise the reason in one line."""
+    """Loads ``rlkernels._C``. None when that worked, otherwise the reason in one line.
+
+    One that is there but does not load is warned of: what depends on it would only become slow.
+    """
     try:
         import rlkernels._C
         import rlkernels._fakes  # noqa: F401
     except ImportError as error:
-        return f"the compiled extension is missing ({error}); build it with `pip install --no-build-isolation -e .`"
+        how = "with `pip install --no-build-isolation -e .`"
+        built = sorted(path.name for path in Path(__file__).parent.glob("_C.*") if path.suffix in (".so", ".pyd"))
+        if not built:
+            return f"the compiled extension is missing ({error}); build it {how}"
+        reason = (
+            f"the compiled extension {', '.join(built)} does not load ({error}); it fits the torch and the Python that "
+            f"it was built with: build it again {how}"
+        )
+        warnings.warn(f"rlkernels works without its compiled code, more slowly: {reason}", RuntimeWarning, stacklevel=2)
+        return reason
     return None
 
 

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,18 @@ ids = torch.arange(3)
 print(rlkernels.keyed_uniform(1, ids, ids).tolist() != [], rlkernels.info()["ops"]["keyed_uniform"]["cpu"])
 """
     assert run_python(code) == "True torch"
+
+
+def test_an_extension_that_does_not_load_is_warned_of(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "rlkernels._C", None)
+    monkeypatch.setattr(backend, "__file__", str(tmp_path / "backend.py"))
+    load = backend.extension_error.__wrapped__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "the compiled extension is missing" in load()
+    (tmp_path / "_C.cpython-39-x86_64-linux-gnu.so").touch()
+    with pytest.warns(RuntimeWarning, match=r"compiled code.* _C\.cpython-39\S* does not load .*build it again"):
+        assert "does not load" in load()
 
 
 def test_kernels_leave_no_weak_symbols():
