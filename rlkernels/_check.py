@@ -79,6 +79,14 @@ def tensor(name: str, value: object, *, ndim: int | tuple[int, ...] | None = Non
     return value
 
 
+def indices(name: str, value: torch.Tensor, size: int) -> None:
+    """Raises ValueError for an entry outside ``[0, size)``; does not look on a GPU, which it would have to wait for."""
+    if value.device.type == "cpu" and value.numel() and not torch.compiler.is_compiling():
+        low, high = int(value.min()), int(value.max())
+        if low < 0 or high >= size:
+            raise ValueError(f"{name} must be between 0 and {size - 1}, got {low if low < 0 else high}")
+
+
 def shape(name: str, value: torch.Tensor, expected: Sequence[int | None]) -> None:
     """Raises unless ``value`` has this shape; None stands for any size."""
     if len(value.shape) != len(expected) or any(e is not None and e != s for s, e in zip(value.shape, expected)):

@@ -7,7 +7,6 @@ import torch
 from rlkernels import _check
 from rlkernels import backend as _backend
 from rlkernels.logprobs import _autograd, reference
-from rlkernels.logprobs._ids import check_ids
 from rlkernels.logprobs.linear import linear_token_logprobs
 
 __all__ = ["linear_token_logprobs", "token_logprobs"]
@@ -69,7 +68,7 @@ def token_logprobs(
     if chosen != "torch" and logits.dtype != torch.float64:
         logprobs, entropy = _fused(chosen, logits, ids, float(temperature), return_entropy)
     else:
-        check_ids(ids, logits.shape[-1])
+        _check.indices("ids", ids, logits.shape[-1])
         logprobs, entropy = reference.token_logprobs(logits, ids, temperature)
     return (logprobs, entropy) if return_entropy else logprobs
 
@@ -81,7 +80,7 @@ def _fused(
     if chosen == "triton":
         from rlkernels.logprobs import triton_kernels
 
-        check_ids(ids, logits.shape[-1])
+        _check.indices("ids", ids, logits.shape[-1])
         logprobs, entropy, _ = triton_kernels.forward(rows.contiguous(), flat, temperature, with_entropy)
     else:
         rows = rows if rows.dtype in (torch.float32, torch.bfloat16) else rows.float()

@@ -15,7 +15,6 @@ import torch
 
 from rlkernels import _check
 from rlkernels import backend as _backend
-from rlkernels.logprobs._ids import check_ids
 
 ROWS = 8192  # tokens whose block summaries are held at one time
 BLOCK = 1 << 22  # logits in a block, where the vocabulary allows it: 16 MiB in float32
@@ -181,7 +180,7 @@ def forward(
     with_entropy: bool, chunk: int, backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """hidden [N, H], ids int64 [N] -> logprobs [N], entropies [N] or [0], stats [N, 2] for the gradient."""
-    check_ids(ids, weight.shape[0])
+    _check.indices("ids", ids, weight.shape[0])
     logprobs, entropies, stats = _empty_outputs(hidden, with_entropy)
     for start in range(0, hidden.shape[0], ROWS):
         rows = slice(start, start + ROWS)
