@@ -263,7 +263,7 @@ int RolloutHistory::places(Chain chain, uint32_t prompt, const int32_t* context,
       }
     }
     longest = std::max(longest, match);
-    const int age = int(std::min<int64_t>(newest_epoch_ - r.epoch, 64));
+    const int age = int(std::min<uint64_t>(uint64_t(newest_epoch_) - uint64_t(r.epoch), 64));  // never negative
     const double weight = std::ldexp(1.0, match - age - (chain == kLocal ? 0 : kElsewhere));
     out[found] = {&tokens_[p], tokens_.data() + r.start + r.length, weight};
     rewards[found++] = r.reward;

@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <cstring>
 #include <memory>
+#include <random>
 #include <stdexcept>
 #include <system_error>
 
@@ -46,10 +47,14 @@ void append_ids(std::string& out, Ids ids) { out.append(reinterpret_cast<const c
 
 [[noreturn]] void fail(const std::string& path) { throw std::system_error(errno, std::generic_category(), path); }
 
-// Writes a file next to `path` and renames it into place, so that a crash leaves the old file or the new one.
+// Writes a file next to `path` and renames it into place, so that a crash leaves the old file or the new one. Its name
+// is random: threads, and processes with equal numbers on different machines, may save to the same path at once.
 void write_atomically(const std::string& path, const std::string& data) {
-  const std::string temporary = path + ".tmp" + std::to_string(getpid());
-  const int file = open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+  std::random_device word;
+  char suffix[24];
+  std::snprintf(suffix, sizeof suffix, ".tmp%08x%08x", word(), word());
+  const std::string temporary = path + suffix;
+  const int file = open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
   if (file < 0) fail(path);
   size_t done = 0;
   bool ok = true;

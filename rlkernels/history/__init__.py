@@ -14,6 +14,7 @@ from rlkernels.history import reference
 __all__ = ["RolloutHistory"]
 
 Ids = Sequence[int] | np.ndarray | torch.Tensor
+INT64 = -(2**63), 2**63 - 1
 
 
 class RolloutHistory:
@@ -24,7 +25,8 @@ class RolloutHistory:
     later epochs and better rewards weigh more. A draft ends where the next token is no longer likely enough to be
     worth verifying. Verify drafts with :func:`rlkernels.verify_drafts`; wrong ones cost time, never correctness.
 
-    Thread-safe, except on the "torch" backend.
+    Thread-safe, except on the "torch" backend. Copies and pickles hold what :meth:`save` writes: the rollouts and the
+    settings, no handles.
 
     Args:
         max_tokens: most response tokens kept; None is unbounded. Out go the lowest epoch first, within it the lowest
@@ -48,13 +50,13 @@ class RolloutHistory:
             prompt_ids: integers [P].
             response_ids: integers [L]; an empty response stores nothing.
             reward: finite, any scale; only the order and the spread within a prompt matter.
-            epoch: pass over the data or policy version, any integer that grows with time.
+            epoch: pass over the data or policy version, a 64-bit integer that grows with time.
         """
         _check.number("reward", reward)
         reward = float(reward)
         if not abs(reward) < float("inf"):
             raise ValueError(f"reward must be finite, got {reward}")
-        epoch = _check.integer("epoch", epoch)
+        epoch = _check.integer("epoch", epoch, *INT64)
         self._core.add(_ids("prompt_ids", prompt_ids), _ids("response_ids", response_ids), reward, epoch)
 
     def resize(self, max_tokens: int | None) -> None:
@@ -170,7 +172,7 @@ class RolloutHistory:
         return self._core.longest_prompt(_ids("ids", ids))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the rollouts (not the handles) to one file, whole or not at all."""
+        """Writes the rollouts (not the handles) to one file, whole or not at all, even if others save to it too."""
         self._core.save(os.fspath(path))
 
     @classmethod
@@ -192,9 +194,11 @@ class RolloutHistory:
     def from_bytes(cls, data: torch.Tensor, *, backend: str = "auto") -> "RolloutHistory":
         """Undoes :meth:`to_bytes`; raises ValueError as :meth:`load` does."""
         _check.tensor("data", data, ndim=1, dtype=torch.uint8)
-        history = cls.__new__(cls)
-        history._core = _implementation(backend).from_bytes(data.numpy(force=True))
-        return history
+        return _restored(cls, data.numpy(force=True), backend)
+
+    def __reduce__(self) -> Any:
+        backend = "torch" if isinstance(self._core, reference.History) else "auto"
+        return _restored, (type(self), self._core.to_bytes(), backend)
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -202,6 +206,12 @@ class RolloutHistory:
         facts: dict[str, Any] = self._core.stats()
         facts["bytes_per_token"] = facts["bytes"] / max(facts["tokens"], 1)
         return facts
+
+
+def _restored(kind: type[RolloutHistory], data: np.ndarray, backend: str) -> RolloutHistory:
+    history = kind.__new__(kind)
+    history._core = _implementation(backend).from_bytes(data)
+    return history
 
 
 def _implementation(backend: str) -> Any:
@@ -217,7 +227,7 @@ def _bound(max_tokens: int | None) -> int | None:
 
 
 def _handle(handle: int) -> int:
-    return _check.integer("handle", handle)
+    return _check.integer("handle", handle, *INT64)
 
 
 def _ids(name: str, value: Ids, dtype: type = np.int32) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Rollout history in plain Python: the single source of truth for tests, and the fallback without the extension."""
 
 import os
+import secrets
 import struct
 import zlib
 from dataclasses import dataclass, field
@@ -255,16 +256,17 @@ class History:
         return np.frombuffer(bytearray(whole), np.uint8)
 
     def save(self, path: str) -> None:
-        temporary = f"{path}.tmp{os.getpid()}"
-        try:
-            with open(temporary, "wb") as file:
-                file.write(self.to_bytes().tobytes())
+        data = self.to_bytes().tobytes()
+        temporary = f"{path}.tmp{secrets.token_hex(8)}"
+        with open(temporary, "xb") as file:
+            try:
+                file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            if os.path.exists(temporary):
+                os.replace(temporary, path)
+            except BaseException:
                 os.unlink(temporary)
+                raise
 
     @classmethod
     def load(cls, path: str) -> "History":

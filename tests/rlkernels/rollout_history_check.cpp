@@ -1,4 +1,5 @@
 // Exercises csrc/runtime/rollout_history.cpp without Python; test_history.py builds and runs it under sanitizers.
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -28,12 +29,16 @@ Tokens random_tokens(std::mt19937& rng, int longest, int vocabulary) {
   return out;
 }
 
-// Random use by one thread; several run at once on the same history.
-void use(RolloutHistory& history, unsigned seed) {
+// Random use by one thread; several run at once on the same history and save it to the same file.
+void use(RolloutHistory& history, const std::string& path, unsigned seed) {
   std::mt19937 rng(seed);
   std::vector<int64_t> handles;
   for (int step = 0; step < 3000; ++step) {
     const Tokens prompt{int32_t(rng() % 5)};
+    if (step % 500 == 499) {
+      history.save(path);
+      CHECK(std::unique_ptr<RolloutHistory>(RolloutHistory::load(path))->stats().tokens > 0);
+    }
     switch (rng() % 6) {
       case 0:
         history.add(prompt, random_tokens(rng, 60, 4), double(rng() % 3), step / 500);
@@ -67,7 +72,7 @@ int main(int, char** argv) {
   for (int64_t limit : {int64_t(-1), int64_t(500)}) {
     RolloutHistory history(limit, 0.02, 24);
     std::vector<std::thread> threads;
-    for (unsigned seed = 0; seed < 4; ++seed) threads.emplace_back(use, std::ref(history), seed);
+    for (unsigned seed = 0; seed < 4; ++seed) threads.emplace_back(use, std::ref(history), path, seed);
     for (std::thread& thread : threads) thread.join();
     const auto stats = history.stats();
     CHECK(stats.handles == 0 && stats.tokens > 0 && (limit < 0 || stats.tokens <= limit));
@@ -80,6 +85,9 @@ int main(int, char** argv) {
       CHECK(history.draft(prompt, generated, 8) == again->draft(prompt, generated, 8));
     }
   }
+  RolloutHistory ages(-1, 0.02, 24);  // as far apart as epochs can be
+  for (int64_t epoch : {INT64_MIN, INT64_MAX}) ages.add(Tokens{1}, Tokens{5, 6, epoch < 0 ? 7 : 8}, 0, epoch);
+  CHECK(ages.draft(Tokens{1}, Tokens{5, 6}, 1) == Tokens{8});
   // whatever byte of the file is wrong: an error, never a crash
   std::ifstream in(path, std::ios::binary);
   const std::string data((std::istreambuf_iterator<char>(in)), {});

@@ -1,4 +1,7 @@
+import copy
 import math
+import os
+import pickle
 import shutil
 import subprocess
 import threading
@@ -133,6 +136,10 @@ def test_votes_by_match_reward_and_epoch():
     assert history.draft([[1]], [[5, 6, 7]], max_tokens=1) == [[200]]  # the later epoch
     history.add([1], [4, 4, 4, 5, 6, 7, 300], reward=0.0, epoch=3)
     assert history.draft([[1]], [[4, 4, 5, 6, 7]], max_tokens=1) == [[300]]  # the longer match
+    history = rlkernels.RolloutHistory()
+    for token, epoch in ((100, -(2**63)), (200, 2**63 - 1)):
+        history.add([1], [5, 6, 7, token], epoch=epoch)
+    assert history.draft([[1]], [[5, 6, 7]], max_tokens=1) == [[200]]  # however far apart
 
 
 def test_tracked_drafts_equal_one_off_drafts():
@@ -247,6 +254,51 @@ def test_save_and_load(tmp_path):
         prompt, generated = [i % 4, 1], torch.randint(20, (i % 9,)).tolist()
         assert history.draft([prompt], [generated], max_tokens=8) == again.draft([prompt], [generated], max_tokens=8)
     assert list(tmp_path.iterdir()) and len(list(tmp_path.iterdir())) == 2  # no temporary file left
+
+
+def test_savers_of_one_path_do_not_meet(tmp_path):
+    path, errors, start = tmp_path / "h.bin", [], threading.Barrier(6)
+    rlkernels.RolloutHistory().save(path)
+
+    def save(seed):
+        try:
+            history = rlkernels.RolloutHistory()
+            start.wait()
+            for i in range(12):
+                history.add([seed], range(300 * (i % 3), 500))
+                history.save(path)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=save, args=(seed,)) for seed in range(6)]
+    before = os.umask(0o002)
+    try:
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            rlkernels.RolloutHistory.load(path)
+    finally:
+        os.umask(before)
+        for thread in threads:
+            thread.join()
+    assert not errors and rlkernels.RolloutHistory.load(path).stats["rollouts"] > 0
+    assert path.stat().st_mode & 0o777 == 0o664  # as any new file
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError):
+        rlkernels.RolloutHistory().save(tmp_path / "folder")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "h.bin"]  # no temporary file left
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda h: pickle.loads(pickle.dumps(h))])
+def test_copies_and_pickles(duplicate):
+    history = rlkernels.RolloutHistory(max_tokens=100, token_cost=0.03, depth=16)
+    history.add([1], range(80), reward=0.5, epoch=3)
+    history.track([1])
+    again = duplicate(history)
+    assert type(again._core) is type(history._core) and again.stats["handles"] == 0
+    assert torch.equal(again.to_bytes(), history.to_bytes())  # the settings are in it
+    history.add([1], range(10))
+    assert (again.stats["rollouts"], history.stats["rollouts"]) == (1, 2)
 
 
 @pytest.mark.parametrize("damage", ["empty", "magic", "version", "cut", "longer", "flip"])
@@ -406,6 +458,8 @@ def test_threads_share_a_history(implementation):
         (lambda h: h.draft([[1]], [[]], max_tokens=1.5), TypeError, "max_tokens must be an integer, got 1.5"),
         (lambda h: h.draft_tracked([], max_tokens=1.5), TypeError, "max_tokens must be an integer, got 1.5"),
         (lambda h: h.add([1], [1], epoch=1.5), TypeError, "epoch must be an integer, got 1.5"),
+        (lambda h: h.add([1], [1], epoch=2**63), ValueError, "epoch must be between .* got 9223372036854775808"),
+        (lambda h: h.release(2**63), ValueError, "handle must be between .* got 9223372036854775808"),
         (lambda h: h.add([1], [1], reward="1"), TypeError, "reward must be a number, got '1'"),
         (lambda h: h.release("a"), TypeError, "handle must be an integer, got 'a'"),
         (lambda h: rlkernels.RolloutHistory(token_cost=2), ValueError, "token_cost must be between 0.0 and 1.0"),
