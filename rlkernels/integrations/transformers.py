@@ -141,7 +141,7 @@ class PagedCache(Cache):
         """Prepares a forward pass on the next columns [B, q] of the batch."""
         batch, new = input_ids.shape
         if not self._started:
-            self._start(batch, attention_mask)
+            self._start(batch)
         elif batch != len(self._sequences):
             raise ValueError(f"input_ids must have {len(self._sequences)} rows, got {batch}")
         end = self._columns + new
@@ -150,6 +150,8 @@ class PagedCache(Cache):
                 f"input_ids must hold all {self._width - self._columns} columns that are not cached, got {new}; "
                 "prefill_chunk_size is not supported"
             )
+        if attention_mask is not None:
+            self._check_mask(attention_mask, end)
         if end > self._width:
             self.kv.append_many(self._sequences, input_ids[:, self._width - end :].tolist())
             self._width = end
@@ -175,7 +177,7 @@ class PagedCache(Cache):
         )
         self._end = end
 
-    def _start(self, batch: int, attention_mask: torch.Tensor | None) -> None:
+    def _start(self, batch: int) -> None:
         rows = len(self._sequences)
         if batch % rows:
             raise ValueError(f"input_ids must have {rows} rows or a multiple (samples or beams), got {batch}")
@@ -183,14 +185,21 @@ class PagedCache(Cache):
         if batch > rows:
             self._open(batch // rows)
             assert self._columns == before
-        if attention_mask is not None:
-            pads = (attention_mask[:, : self._width] == 0).sum(1).tolist()
-            if pads != self._pads:
-                raise ValueError(
-                    f"attention_mask must be the one that the PagedCache was opened with ({self._pads} columns of "
-                    f"padding), got {pads}"
-                )
         self._started = True
+
+    def _check_mask(self, mask: torch.Tensor, end: int) -> None:
+        """Raises unless the columns before ``end`` are 0 for the padding known since the start, and 1 after it."""
+        rows = len(self._sequences)
+        if mask.ndim != 2 or mask.shape[0] != rows or mask.shape[1] < end:
+            raise ValueError(f"attention_mask must have shape [{rows}, {end}], got {list(mask.shape)}")
+        pads = torch.tensor(self._pads, device=mask.device)
+        wrong = (mask[:, :end] != 0) != (torch.arange(end, device=mask.device) >= pads[:, None])
+        if wrong.any():
+            row, column = wrong.nonzero()[0].tolist()
+            raise ValueError(
+                f"attention_mask must be the one that the PagedCache was opened with ({self._pads} columns of padding "
+                f"on the left), then 1 for every new column, got {int(mask[row, column])} at [{row}, {column}]"
+            )
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float,
                window: int | None) -> torch.Tensor:  # fmt: skip
@@ -290,7 +299,7 @@ class PagedCache(Cache):
         self._pick([i for i in range(len(self._sequences)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._pick(torch.arange(len(self._sequences))[indices.cpu()].tolist())
+        self._pick(torch.arange(len(self._sequences), device="cpu")[indices.cpu()].tolist())
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drops the last ``-tokens_to_remove`` columns."""
@@ -311,7 +320,8 @@ def _unpadded(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> t
         raise ValueError(f"attention_mask must have shape {list(input_ids.shape)}, got {list(attention_mask.shape)}")
     real = attention_mask.bool().cpu()
     pads = (~real).sum(1).tolist()
-    early = real & (torch.arange(real.shape[1]) < torch.tensor(pads)[:, None])  # tokens with padding after them
+    place = torch.arange(real.shape[1], device="cpu")
+    early = real & (place < torch.tensor(pads, device="cpu")[:, None])  # tokens with padding after them
     if early.any():
         row, column = early.nonzero()[0].tolist()
         raise ValueError(

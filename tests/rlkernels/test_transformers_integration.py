@@ -137,6 +137,32 @@ def test_crop_and_continue(model):
         assert torch.equal(generate(model, longer, cache)[:, : plain.shape[1]], plain)
 
 
+def test_a_second_turn_in_the_same_cache(model):
+    inputs = padded(9, 6)
+    kv = paged_kv_cache(model, num_blocks=64, block_size=4)
+    with PagedCache(kv, **inputs) as cache:
+        ids = torch.cat([generate(model, inputs, cache), torch.randint(1, 61, (2, 5))], 1)
+        mask = torch.cat([inputs["attention_mask"], torch.ones(2, 14, dtype=torch.int64)], 1)
+        for row, column in ((1, 12), (0, 18)):  # behind the first answers: one that had ended, a shorter question
+            gap = mask.clone()
+            gap[row, column] = 0
+            with pytest.raises(ValueError, match=rf"then 1 for every new column, got 0 at \[{row}, {column}\]"):
+                generate(model, {"input_ids": ids, "attention_mask": gap}, cache)
+        with pytest.raises(ValueError, match=r"attention_mask must have shape \[2, 23\], got \[2, 22\]"):
+            model(ids[:, cache.get_seq_length() :], attention_mask=mask[:, :-1], past_key_values=cache)
+        second = {"input_ids": ids, "attention_mask": mask}
+        paged = generate(model, second, cache)
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(paged, generate(model, second))
+
+
+def test_another_default_device(model):
+    inputs = padded(6, 5)
+    kv = paged_kv_cache(model, num_blocks=8, block_size=4)
+    with torch.device("meta"), PagedCache(kv, **inputs) as cache:
+        assert cache.num_cached == [0, 0]
+
+
 def test_assisted_generation(model):
     inputs, assistant = padded(9), build(num_hidden_layers=1)
     plain, paged, _ = both(model, inputs, assistant_model=assistant)
