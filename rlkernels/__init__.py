@@ -1,6 +1,20 @@
 """Kernels that make reinforcement learning of language models cheaper.
 
-``import rlkernels`` needs torch and numpy only; every name below is loaded on first use.
+- Similar runs: ``dtw``, ``dtw_topk``, ``soft_dtw``, ``state_similarity``, and ``rhyme_similarity``, ``rhyme_topk`` of
+  ``Trajectories``.
+- Weight updates of rank 1: ``top1_delta``, ``top1_deltas`` and ``stream_top1`` find a ``Rank1Update``, ``add_rank1_``
+  applies one, ``export_peft`` saves it; ``delta_matvec`` multiplies by a whole one. ``RankOneTrajectory`` follows
+  updates, ``refusal`` tells why they lead nowhere, ``extrapolate`` takes them to a ``Target``, a ``Gate`` judges that.
+- Prompts with a common beginning, for generation: ``PagedKVCache`` (``OutOfBlocks``), ``write_kv``,
+  ``paged_attention``, ``shared_prefix_attention``, ``merge_attention``; for training: ``grouped_attention`` over a
+  ``GroupedLayout``.
+- Drafts from earlier answers: ``RolloutHistory``, ``verify_drafts``; sampling that can be repeated: ``keyed_uniform``,
+  ``sample_tokens``.
+- Losses: ``token_logprobs``, and ``linear_token_logprobs`` without the logits.
+- ``info``: what is compiled, and what runs where; ``python -m rlkernels info`` prints it.
+
+``rlkernels.integrations`` has the parts for Transformers, TRL and vLLM. ``import rlkernels`` needs torch and numpy
+only; every name is loaded on first use.
 """
 
 import importlib
@@ -10,12 +24,15 @@ __version__ = "0.1.0"
 
 # public name -> module that defines it
 _EXPORTS = {
+    "Gate": "rlkernels.rank1",
     "Rank1Update": "rlkernels.rank1",
     "RankOneTrajectory": "rlkernels.rank1",
+    "Target": "rlkernels.rank1",
     "add_rank1_": "rlkernels.rank1",
     "delta_matvec": "rlkernels.rank1",
     "export_peft": "rlkernels.rank1",
     "extrapolate": "rlkernels.rank1",
+    "refusal": "rlkernels.rank1",
     "stream_top1": "rlkernels.rank1",
     "top1_delta": "rlkernels.rank1",
     "top1_deltas": "rlkernels.rank1",
@@ -58,12 +75,15 @@ if TYPE_CHECKING:
     from rlkernels.prefix_cache import paged_attention as paged_attention
     from rlkernels.prefix_cache import shared_prefix_attention as shared_prefix_attention
     from rlkernels.prefix_cache import write_kv as write_kv
+    from rlkernels.rank1 import Gate as Gate
     from rlkernels.rank1 import Rank1Update as Rank1Update
     from rlkernels.rank1 import RankOneTrajectory as RankOneTrajectory
+    from rlkernels.rank1 import Target as Target
     from rlkernels.rank1 import add_rank1_ as add_rank1_
     from rlkernels.rank1 import delta_matvec as delta_matvec
     from rlkernels.rank1 import export_peft as export_peft
     from rlkernels.rank1 import extrapolate as extrapolate
+    from rlkernels.rank1 import refusal as refusal
     from rlkernels.rank1 import stream_top1 as stream_top1
     from rlkernels.rank1 import top1_delta as top1_delta
     from rlkernels.rank1 import top1_deltas as top1_deltas

@@ -47,6 +47,7 @@ def test_every_exported_name_is_documented():
     for name in rlkernels.__all__:
         if name != "__version__":
             assert (getattr(rlkernels, name).__doc__ or "").strip(), name
+            assert f"``{name}``" in rlkernels.__doc__
 
 
 def test_info_is_json_and_covers_every_op():
