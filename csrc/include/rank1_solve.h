@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <vector>
 
 #include "philox.h"
@@ -58,7 +59,7 @@ class Solver {
     if (!(square >= 1e-24 && square <= 1e24) && !(square == 0 && total_.changed == 0)) {
       double exact = 0;  // squares leave float32, or something is not finite: look closely, then scale
       const double largest = RLK_DISPATCH(rank1_largest)(pair_, &exact);
-      if (!std::isfinite(largest)) return out.status = Status::not_finite, out;
+      if (!(largest <= std::numeric_limits<float>::max())) return out.status = Status::not_finite, out;
       int exponent;
       std::frexp(largest, &exponent);
       scale = std::ldexp(1.0, std::clamp(-exponent, -126, 126));

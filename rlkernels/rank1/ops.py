@@ -34,12 +34,16 @@ def _check_vector(name: str, value: torch.Tensor, length: int, device: torch.dev
     _check.shape(name, value, (length,))
 
 
-def _check_start(name: str, start: torch.Tensor | None, n: int, device: torch.device) -> None:
+def _float_start(name: str, start: torch.Tensor | None, n: int, device: torch.device) -> torch.Tensor | None:
+    """A start as float32, checked; None where it is none or holds nothing but zeros."""
     if start is None:
-        return
+        return None
     _check_vector(name, start, n, device)
-    if not start.isfinite().all():
-        raise ValueError(f"{name} must be finite, got NaN or infinite entries")
+    found = _vector(start)
+    if not found.isfinite().all():
+        what = "entries that float32 does not hold" if start.isfinite().all() else "NaN or infinite entries"
+        raise ValueError(f"{name} must be finite, got {what}")
+    return found if found.any() else None
 
 
 def check_settings(tol: float, max_passes: int, seed: int) -> _Settings:
@@ -71,8 +75,7 @@ def _overlaps(matrix: torch.Tensor) -> bool:
 def _native(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], starts: Sequence[torch.Tensor | None], *, tol: float,
             max_passes: int, seed: int, names: Sequence[str] | None = None) -> list[Rank1Update]:  # fmt: skip
     weights, bases = [_rows(w) for w, _ in pairs], [_rows(b) for _, b in pairs]
-    guesses = [None if s is None or not s.any() else _vector(s) for s in starts]
-    us, vs, facts = torch.ops.rlkernels.top1_deltas(weights, bases, guesses, tol, max_passes, seed)
+    us, vs, facts = torch.ops.rlkernels.top1_deltas(weights, bases, starts, tol, max_passes, seed)
     out = []
     for i, (u, v, row) in enumerate(zip(us, vs, facts.tolist())):
         sigma, frobenius, gap, residual, bound, passes, changed, status = row
@@ -89,10 +92,9 @@ def _triton(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], starts: Sequence
             max_passes: int, seed: int, names: Sequence[str] | None = None) -> list[Rank1Update]:  # fmt: skip
     from rlkernels.rank1 import grouped
 
-    guesses = [None if s is None or not s.any() else s for s in starts]
     out = []
     found = grouped.top1_deltas(
-        [(_rows(w), _rows(b)) for w, b in pairs], guesses, tol=tol, max_passes=max_passes, seed=seed
+        [(_rows(w), _rows(b)) for w, b in pairs], starts, tol=tol, max_passes=max_passes, seed=seed
     )
     for i, update in enumerate(found):
         if isinstance(update, ValueError):
@@ -114,7 +116,7 @@ def top1_delta(weight: torch.Tensor, base: torch.Tensor, *, start: torch.Tensor 
     Args:
         weight, base: [m, n], bfloat16, float16 or float32 in any mix, m and n >= 1.
         start: [n], a guess for v such as that of the previous training step; zeros count as none. Saves reads when
-            good and cannot mislead the certificate when bad.
+            good and cannot mislead the certificate when bad. Used in float32.
         tol: radians; stop as soon as v is known this well.
         max_passes: reads of both matrices at most.
         seed: of the random start. The same seed gives the same bits on any number of threads.
@@ -124,10 +126,11 @@ def top1_delta(weight: torch.Tensor, base: torch.Tensor, *, start: torch.Tensor 
         "ill_defined" (gap below 1 %: v is any vector near the leading pair) or "not_converged".
 
     Raises:
-        TypeError, ValueError: a wrong dtype, rank, shape, device or setting; NaN or infinite entries.
+        TypeError, ValueError: a wrong dtype, rank, shape, device or setting; entries that are NaN or infinite, or
+            whose difference is beyond float32.
     """
     _check_pair(weight, base)
-    _check_start("start", start, weight.shape[1], weight.device)
+    start = _float_start("start", start, weight.shape[1], weight.device)
     settings = check_settings(tol, max_passes, seed)
     chosen = _backend.choose("top1_delta", weight.device, backend)
     if chosen in _SOLVERS:
@@ -157,13 +160,13 @@ def top1_deltas(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], *,
     devices = {weight.device for weight, _ in pairs.values() if isinstance(weight, torch.Tensor)}
     if len(devices) > 1:
         raise ValueError(f"pairs must be on one device, got {', '.join(sorted(map(str, devices)))}")
+    guesses = []
     for name, (weight, base) in pairs.items():
         _check_pair(weight, base, f" of {name!r}")
-        _check_start(f"start of {name!r}", starts.get(name), weight.shape[1], weight.device)
+        guesses.append(_float_start(f"start of {name!r}", starts.get(name), weight.shape[1], weight.device))
     settings = check_settings(tol, max_passes, seed)
     if not pairs:
         return {}
-    guesses = [starts.get(name) for name in pairs]
     chosen = _backend.choose("top1_deltas", devices.pop(), backend)
     if chosen in _SOLVERS:
         return dict(zip(pairs, _SOLVERS[chosen](list(pairs.values()), guesses, names=list(pairs), **settings)))

@@ -161,10 +161,15 @@ def angle_bound(theta: torch.Tensor, residual: float, first: torch.Tensor, last:
 
 
 def not_finite(weight: torch.Tensor, base: torch.Tensor) -> ValueError:
-    """The error for NaN or infinity in one of the two: which it is, and where."""
-    name, matrix = ("base", base) if weight.isfinite().all() else ("weight", weight)
-    i, j = (~matrix.isfinite()).nonzero()[0].tolist()
-    return ValueError(f"{name} must be finite, got {float(matrix[i, j])} at [{i}, {j}]")
+    """The error for NaN or infinity in one of the two, or in their difference: which it is, and where."""
+    for name, matrix in (("weight", weight), ("base", base)):
+        if not matrix.isfinite().all():
+            i, j = (~matrix.isfinite()).nonzero()[0].tolist()
+            return ValueError(f"{name} must be finite, got {float(matrix[i, j])} at [{i}, {j}]")
+    i, j = ((weight.double() - base.double()).abs() > torch.finfo(torch.float32).max).nonzero()[0].tolist()
+    return ValueError(
+        f"weight - base must fit float32, got {float(weight[i, j]):g} - {float(base[i, j]):g} at [{i}, {j}]"
+    )
 
 
 def top1_delta(weight: torch.Tensor, base: torch.Tensor, *, start: torch.Tensor | None = None, tol: float = 1e-2,
@@ -172,14 +177,14 @@ def top1_delta(weight: torch.Tensor, base: torch.Tensor, *, start: torch.Tensor 
     """See :func:`rlkernels.top1_delta`. ``read`` replaces :func:`delta_read`, for kernels that supply their own."""
     m, n = weight.shape
     frobenius, changed, largest = delta_stats(weight, base)
-    if not math.isfinite(largest):
+    if not largest <= torch.finfo(torch.float32).max:
         raise not_finite(weight, base)
     zeros = torch.zeros(m, device=weight.device), torch.zeros(n, device=weight.device)
     if largest == 0:
         return Rank1Update(zeros[0], 0.0, zeros[1], 0.0, 0.0, 0.0, math.pi / 2, 1, 0.0, "zero")
     if start is not None and not start.any():
         start = None
-    scale = 2.0 ** -math.frexp(largest)[1]  # squares of tiny or huge deltas stay within float32
+    scale = 2.0 ** min(max(-math.frexp(largest)[1], -126), 126)  # squares of tiny or huge deltas stay within float32
 
     def scaled(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y, z = delta_read(weight, base, q * scale) if read is None else read(q * scale)

@@ -124,6 +124,30 @@ def test_nan_and_infinity_raise(bad, dtype):
         rlkernels.top1_deltas({"layer.0": (base, base), "layer.1": (weight, base)})
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_a_difference_beyond_float32_raises(backend, dtype):
+    weight, base = torch.zeros(33, 65, dtype=dtype), torch.zeros(33, 65, dtype=dtype)
+    weight[32, 64] = 2.0**127
+    assert rlkernels.top1_delta(weight, base, backend=backend).status == "ok"  # the largest that fits
+    base[32, 64] = -weight[32, 64]
+    with pytest.raises(ValueError, match=r"^weight - base must fit float32, got 1.70141e\+38 - -1.70141e\+38 at \[32"):
+        rlkernels.top1_delta(weight, base, backend=backend)
+    with pytest.raises(ValueError, match="'b': weight - base must fit float32"):
+        rlkernels.top1_deltas({"a": (weight, weight), "b": (base, weight)}, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_starts_far_from_one(backend):
+    weight, base = planted(40, 30, 1e-3)
+    cold = rlkernels.top1_delta(weight, base, backend=backend)
+    for scale in (1e-300, 1e-30, 1e30):  # the first is zero in float32: no start
+        got = rlkernels.top1_delta(weight, base, start=cold.v.double() * scale, backend=backend)
+        assert got.status == "ok" and angle(got.v, cold.v) < 2e-2
+    with pytest.raises(ValueError, match="start must be finite, got entries that float32 does not hold"):
+        rlkernels.top1_delta(weight, base, start=cold.v.double() * 1e300, backend=backend)
+
+
 def test_grouped_equals_single_calls():
     shapes = [(64, 64), (1, 9), (200, 31), (64, 64), (5, 300)]
     pairs = {f"m{i}": planted(m, n, 1e-3, seed=i) for i, (m, n) in enumerate(shapes)}
