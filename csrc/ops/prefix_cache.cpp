@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <memory>
 #include <vector>
 
 #ifdef __linux__
@@ -35,6 +36,7 @@ constexpr int64_t kMaxDim = 512;
 constexpr int64_t kStretchKeys = 1024, kStretchQueries = 64;
 constexpr int64_t kSpanFloats = 32768;  // queries of all heads that are worked on together: they stay in the L2 cache
 constexpr int64_t kSpanRows = 128;      // of one KV head, where they do not
+constexpr int64_t kKeptFloats = 1 << 20;   // scratch up to this size is kept for the next call
 
 Float float_type(const at::Tensor& t, const char* name) {
   switch (t.scalar_type()) {
@@ -51,17 +53,23 @@ Pages pages(const at::Tensor& cache, const char* name) {
   return {cache.data_ptr(), cache.stride(0), cache.stride(1), cache.stride(2)};
 }
 
-// Runs work(i, scratch) for i < count on all threads, in small batches as threads come free.
+// Runs work(i, scratch) for i < count on all threads, in small batches as threads come free. Scratch that is small, as
+// in decoding, stays with its thread; large scratch, of a training step, is given back.
 template <class F>
 void run_parallel(int64_t count, int64_t floats, bool serial, const F& work) {
   const int64_t threads = serial ? 1 : std::min<int64_t>(at::get_num_threads(), count);
   const int64_t batch = std::max<int64_t>(1, count / (threads * 16));
   std::atomic<int64_t> next{0};
   const auto worker = [&](int64_t, int64_t) {
-    static thread_local std::vector<float> scratch;
-    if (scratch.size() < size_t(floats)) scratch.resize(floats);
+    static thread_local std::vector<float> kept;
+    std::unique_ptr<float[]> own;
+    if (floats > kKeptFloats)
+      own = std::make_unique_for_overwrite<float[]>(floats);
+    else if (kept.size() < size_t(floats))
+      kept.resize(floats);
+    float* const scratch = own ? own.get() : kept.data();
     for (int64_t i = next.fetch_add(batch); i < count; i = next.fetch_add(batch))
-      for (int64_t j = i; j < std::min(i + batch, count); ++j) work(j, scratch.data());
+      for (int64_t j = i; j < std::min(i + batch, count); ++j) work(j, scratch);
   };
   if (threads <= 1)
     worker(0, 1);

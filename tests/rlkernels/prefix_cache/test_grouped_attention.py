@@ -1,5 +1,8 @@
 """Grouped attention for training: outputs and gradients against the reference, which is tested on its own."""
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from paged_problems import DTYPES, assert_close_as_plain
@@ -71,6 +74,21 @@ def test_non_contiguous():
         torch.float32,
         lambda t: t.transpose(0, 2).contiguous().transpose(0, 2),
     )
+
+
+def test_large_scratch_is_right_and_given_back():
+    check(rlkernels.GroupedLayout([500], [100, 90], [0, 2]), 4, 1, 128, torch.float32)  # 1.4 million floats
+    groups, suffixes, heads, dim = 2, 4000, 16, 128  # 107 MB of scratch for each group
+    query, key = torch.zeros(groups * suffixes, heads, dim), torch.zeros(groups * suffixes, 1, dim)
+    lens = torch.zeros(groups, dtype=torch.int64), torch.ones(groups * suffixes, dtype=torch.int64)
+    starts, lse = torch.arange(groups + 1) * suffixes, torch.zeros(groups * suffixes, heads)
+
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    before = resident()
+    torch.ops.rlkernels.grouped_attention_backward(query, query, key, key, query, lse, *lens, starts, 1.0)
+    assert resident() - before < 50 << 20
 
 
 def test_nothing():
