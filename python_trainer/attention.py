@@ -34,16 +34,16 @@ class PaddedRows:
         own_starts = torch.cat([layout.prefix_starts, layout.suffix_starts])
         before_lens = torch.cat([torch.zeros_like(layout.prefix_lens), layout.prefix_lens[layout.suffix_groups]])
         before_starts = torch.cat([layout.prefix_starts, layout.prefix_starts[layout.suffix_groups]])
-        q = torch.arange(int(own_lens.max()) if len(own_lens) else 0)
-        k = torch.arange(int((before_lens + own_lens).max()) if len(own_lens) else 0)
+        q = torch.arange(int(own_lens.max()) if len(own_lens) else 0, device="cpu")
+        k = torch.arange(int((before_lens + own_lens).max()) if len(own_lens) else 0, device="cpu")
         has_query = q < own_lens[:, None]  # [R, Q]
         has_key = k < (before_lens + own_lens)[:, None]  # [R, K]
         query_index = torch.where(has_query, own_starts[:, None] + q, 0)
         own_key = own_starts[:, None] + k - before_lens[:, None]
         key_index = torch.where(k < before_lens[:, None], before_starts[:, None] + k, own_key)
         visible = k <= (before_lens[:, None] + q)[..., None]  # [R, Q, K]
-        row_of = torch.empty(layout.num_tokens, dtype=torch.int64)
-        row_of[query_index[has_query]] = torch.arange(has_query.numel()).view_as(has_query)[has_query]
+        row_of = torch.empty(layout.num_tokens, dtype=torch.int64, device="cpu")
+        row_of[query_index[has_query]] = torch.arange(has_query.numel(), device="cpu").view_as(has_query)[has_query]
         tables = query_index, torch.where(has_key, key_index, 0), torch.where(visible, 0.0, -torch.inf), row_of
         return cls(*(table.to(device) for table in tables))
 

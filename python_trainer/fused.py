@@ -76,7 +76,7 @@ class FusedDecoder:
         self.embed, self.head, self.norm = base.embed_tokens, model.lm_head, base.norm.weight
         self.eps = base.norm.variance_epsilon
         self.layers = [_layer(layer) for layer in base.layers]
-        cos, sin = base.rotary_emb(self.norm, torch.arange(longest)[None])
+        cos, sin = base.rotary_emb(self.norm, torch.arange(longest, device=self.norm.device)[None])
         self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()  # [longest, d]
 
     def __call__(

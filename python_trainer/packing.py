@@ -7,6 +7,7 @@ prefix exist once, and all samples of the group refer to them, so their gradient
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, compress
 
 import torch
@@ -102,17 +103,15 @@ def pack(answers: Sequence[Answer], samples: Sequence[int], *, share: bool = Tru
             places.append(pairs)
         order += members
         group_starts.append(len(order))
-    lengths = torch.tensor([len(place) for place in places], dtype=torch.int64)
+    long = partial(torch.tensor, dtype=torch.int64, device="cpu")  # whatever the default device is
+    lengths = long([len(place) for place in places])
     longest = int(lengths.max()) if len(places) else 0
-    place = torch.full((len(places), longest), -1, dtype=torch.int64)
-    has_token = torch.arange(longest) < lengths[:, None]
-    place[has_token] = torch.tensor([pair for row in places for pair in row], dtype=torch.int64)
+    place = torch.full((len(places), longest), -1, dtype=torch.int64, device="cpu")
+    has_token = torch.arange(longest, device="cpu") < lengths[:, None]
+    place[has_token] = long([pair for row in places for pair in row])
     mask = place >= 0
     layout = PackedLayout(prefix_lens, suffix_lens, group_starts)
-    return Packed(
-        order, torch.tensor(ids, dtype=torch.int64), layout, torch.tensor(rows, dtype=torch.int64),
-        torch.tensor(targets, dtype=torch.int64), place.clamp(min=0), mask,
-    )  # fmt: skip
+    return Packed(order, long(ids), layout, long(rows), long(targets), place.clamp(min=0), mask)
 
 
 def _tokens(answers: Sequence[Answer], index: int, share: bool) -> tuple[tuple, int, int]:

@@ -68,7 +68,7 @@ def _(z):
 @torch.library.register_fake("rlkernels::top1_deltas")
 def _(weights, bases, *_):
     us, vs = ([w.new_empty(w.shape[i], dtype=torch.float32) for w in weights] for i in (0, 1))
-    return us, vs, torch.empty(len(weights), 8, dtype=torch.float64)
+    return us, vs, torch.empty(len(weights), 8, dtype=torch.float64, device="cpu")
 
 
 @torch.library.register_fake("rlkernels::delta_matvec")

@@ -164,8 +164,8 @@ class PagedEngine:
     def _forward(self, run: Forward, step: Step, share: bool) -> torch.Tensor:
         """Logits [R, V], one row per entry of ``step.rows``."""
         self._stats["forward_passes"] += 1
-        starts = torch.zeros(len(step.query_lens) + 1, dtype=torch.int32)
-        torch.cumsum(torch.tensor(step.query_lens, dtype=torch.int32), 0, out=starts[1:])
+        starts = torch.zeros(len(step.query_lens) + 1, dtype=torch.int32, device="cpu")
+        torch.cumsum(torch.tensor(step.query_lens, dtype=torch.int32, device="cpu"), 0, out=starts[1:])
         paging = self._paging(step, starts.to(self.device), share)
         ids, positions, rows = (
             torch.tensor(values, dtype=torch.int64, device=self.device)

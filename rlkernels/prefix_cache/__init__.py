@@ -357,7 +357,7 @@ def _check_values(ragged: dict[str, torch.Tensor], total: int, key_cache: torch.
     limit = tables.shape[1] * size
     if len(lens) and not (lens.min() >= 0 and lens.max() <= limit):
         raise ValueError(f"{lens_name} must be between 0 and {limit} ({name} x block size), got {lens.tolist()}")
-    used = torch.arange(tables.shape[1]) * size < lens[:, None]
+    used = torch.arange(tables.shape[1], device=lens.device) * size < lens[:, None]
     wrong = used & ((tables < 0) | (tables >= num_blocks))
     if wrong.any():
         row, column = wrong.nonzero()[0].tolist()

@@ -200,17 +200,17 @@ class BlockPool:
     def tables(self, handles: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Block tables int32 [B, most blocks], filled up with -1, and lengths int32 [B]."""
         tables = [self._sequences[h].table for h in handles]
-        out = torch.full((len(tables), max(map(len, tables), default=0)), -1, dtype=torch.int32)
+        out = torch.full((len(tables), max(map(len, tables), default=0)), -1, dtype=torch.int32, device="cpu")
         for row, table in zip(out, tables):
-            row[: len(table)] = torch.tensor(table, dtype=torch.int32)
-        return out, torch.tensor([self.length(h) for h in handles], dtype=torch.int32)
+            row[: len(table)] = torch.tensor(table, dtype=torch.int32, device="cpu")
+        return out, torch.tensor([self.length(h) for h in handles], dtype=torch.int32, device="cpu")
 
     def slots(self, handles: Sequence[int], starts: Sequence[int]) -> torch.Tensor:
         """Slots of the tokens of each sequence from its start on, one after the other, int64 [T]."""
-        parts = [torch.empty(0, dtype=torch.int64)]
+        parts = [torch.empty(0, dtype=torch.int64, device="cpu")]
         for handle, start in zip(handles, starts):
-            position = torch.arange(start, self.length(handle))
-            table = torch.tensor(self._sequences[handle].table, dtype=torch.int64)
+            position = torch.arange(start, self.length(handle), device="cpu")
+            table = torch.tensor(self._sequences[handle].table, dtype=torch.int64, device="cpu")
             parts.append(table[position // self.block_size] * self.block_size + position % self.block_size)
         return torch.cat(parts)
 

@@ -220,24 +220,29 @@ class PagedKVCache:
             block_tables [B, most blocks] and seq_lens [B] of what each sequence has beyond the shared part.
         """
         handles, min_tokens = self._handles(sequences), _check.integer("min_tokens", min_tokens, 0)
-        tables, lengths = map(torch.as_tensor, self._pool.tables(handles))
-        size = self.block_size
-        own = torch.tensor([self._pool.computed(h) for h in handles], dtype=torch.int32)
+        cpu, size = torch.device("cpu"), self.block_size  # the default device may be another one
+        tables, lengths = (torch.as_tensor(values, device=cpu) for values in self._pool.tables(handles))
+        own = torch.tensor([self._pool.computed(h) for h in handles], dtype=torch.int32, device=cpu)
         limits = (torch.minimum(own, lengths - 1) // size).clamp(min=0).tolist()
         starts, shared = _neighbours(tables, limits, max(1, -(-min_tokens // size)))
-        counts = torch.tensor([*starts, len(handles)], dtype=torch.int64).diff()
-        skip = torch.tensor(shared, dtype=torch.int64).repeat_interleave(counts)  # [B], in blocks
+        group_starts = torch.tensor([*starts, len(handles)], dtype=torch.int32, device=cpu)
+        blocks = torch.tensor(shared, dtype=torch.int64, device=cpu)  # [G]
+        skip = blocks.repeat_interleave(group_starts.diff())  # [B]
         lens = lengths - skip.int() * size
         width = int((-(-lens // size)).max()) if handles else 0
-        column = torch.arange(width) + skip[:, None]  # [B, width]
+        column = torch.arange(width, device=cpu) + skip[:, None]  # [B, width]
         inside = column < tables.shape[1]
         own_tables = tables.gather(1, column.clamp(max=max(tables.shape[1] - 1, 0))).masked_fill(~inside, -1)
         group_tables = tables[starts, : max(shared, default=0)]
-        beyond = torch.arange(group_tables.shape[1]) >= torch.tensor(shared, dtype=torch.int64)[:, None]
-        group_lens = torch.tensor(shared, dtype=torch.int32) * size
-        group_starts = torch.tensor([*starts, len(handles)], dtype=torch.int32)
-        result = (group_tables.masked_fill(beyond, -1), group_lens, group_starts, own_tables, lens)
+        beyond = torch.arange(group_tables.shape[1], device=cpu) >= blocks[:, None]
+        result = (group_tables.masked_fill(beyond, -1), blocks.int() * size, group_starts, own_tables, lens)
         return tuple(t.to(self.device) for t in result)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a PagedKVCache holds the memory of a device and open sequences: it cannot be copied or pickled, make a "
+            "new one"
+        )
 
     @property
     def stats(self) -> dict[str, int]:

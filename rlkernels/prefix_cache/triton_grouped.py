@@ -165,7 +165,7 @@ def query_tiles(layout: GroupedLayout, block: int) -> torch.Tensor:
             before = (prefix.start, prefix.start) if part is prefix else (prefix.start, prefix.stop)
             rows += [(first, part.stop, part.start, *before) for first in range(part.start, part.stop, block)]
     rows.sort(key=lambda r: r[2] - r[0] + r[3] - r[4])
-    return torch.tensor(rows, dtype=torch.int32).view(-1, 5)
+    return torch.tensor(rows, dtype=torch.int32, device="cpu").view(-1, 5)
 
 
 def key_tiles(layout: GroupedLayout, block: int) -> torch.Tensor:
@@ -177,7 +177,7 @@ def key_tiles(layout: GroupedLayout, block: int) -> torch.Tensor:
             end = group_end if part is prefix else part.stop
             rows += [(first, part.stop, end) for first in range(part.start, part.stop, block)]
     rows.sort(key=lambda r: r[0] - r[2])
-    return torch.tensor(rows, dtype=torch.int32).view(-1, 3)
+    return torch.tensor(rows, dtype=torch.int32, device="cpu").view(-1, 3)
 
 
 def _tiles(layout: GroupedLayout, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -193,13 +193,13 @@ class RankOneTrajectory:
         shadows = [right.T @ v for right in self._right[name]]  # [k]
         x = torch.stack([left @ shadow for left, shadow in zip(self._left[name], shadows)])
         return Points(
-            steps=torch.tensor(self.steps, dtype=torch.float64),
-            accuracy=torch.tensor(self.accuracy, dtype=torch.float64),
+            steps=torch.tensor(self.steps, dtype=torch.float64, device="cpu"),
+            accuracy=torch.tensor(self.accuracy, dtype=torch.float64, device="cpu"),
             x=x,
             v=v,
-            captured=torch.tensor([float(s.norm()) for s in shadows], dtype=torch.float64),
-            cosine=torch.tensor([float(s[0].abs()) for s in shadows], dtype=torch.float64),
-            frobenius=torch.tensor([row[1] for row in self._facts[name]], dtype=torch.float64),
+            captured=torch.tensor([float(s.norm()) for s in shadows], dtype=torch.float64, device="cpu"),
+            cosine=torch.tensor([float(s[0].abs()) for s in shadows], dtype=torch.float64, device="cpu"),
+            frobenius=torch.tensor([row[1] for row in self._facts[name]], dtype=torch.float64, device="cpu"),
         )
 
     def exact_points(self, checkpoints: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, Points]:
@@ -216,7 +216,7 @@ class RankOneTrajectory:
             raise ValueError(
                 f"checkpoints must be the {len(self)} tracked steps, got {len(next(iter(found.values())))}"
             )
-        ones = torch.ones(len(self), dtype=torch.float64)
+        ones = torch.ones(len(self), dtype=torch.float64, device="cpu")
         return {name: replace(self.points(name), x=torch.stack(rows), captured=ones) for name, rows in found.items()}
 
     def to(self, device: torch.device) -> None:
@@ -229,15 +229,15 @@ class RankOneTrajectory:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Everything that was tracked, as tensors; ``base`` is not in it."""
         state = {
-            "steps": torch.tensor(self.steps, dtype=torch.int64),
-            "accuracy": torch.tensor(self.accuracy, dtype=torch.float64),
+            "steps": torch.tensor(self.steps, dtype=torch.int64, device="cpu"),
+            "accuracy": torch.tensor(self.accuracy, dtype=torch.float64, device="cpu"),
         }
         for name in self.base if self.steps else ():
             ranks = [left.shape[1] for left in self._left[name]]
-            state[f"{name}/ranks"] = torch.tensor(ranks, dtype=torch.int64)
+            state[f"{name}/ranks"] = torch.tensor(ranks, dtype=torch.int64, device="cpu")
             state[f"{name}/left"] = torch.cat(self._left[name], 1)
             state[f"{name}/right"] = torch.cat(self._right[name], 1)
-            state[f"{name}/facts"] = torch.tensor(self._facts[name], dtype=torch.float64)
+            state[f"{name}/facts"] = torch.tensor(self._facts[name], dtype=torch.float64, device="cpu")
         return state
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:

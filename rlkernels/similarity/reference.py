@@ -115,7 +115,7 @@ def dtw(x, y, *, x_lengths=None, y_lengths=None, band=None, mode="full"):
     x_lengths, y_lengths = full_lengths(x, x_lengths), full_lengths(y, y_lengths)
     (x, x_bad), (y, y_bad) = blank_padding(x, x_lengths), blank_padding(y, y_lengths)
     shape = (x.shape[0], y.shape[0])
-    pairs = torch.cartesian_prod(torch.arange(shape[0]), torch.arange(shape[1])).reshape(-1, 2).to(x.device)
+    pairs = torch.cartesian_prod(*(torch.arange(n, device=x.device) for n in shape)).reshape(-1, 2)
     parts = []
     for chunk in pairs.split(max(1, _PAIR_CELLS // (x.shape[1] * x.shape[2] + 1))):
         a, b = chunk.unbind(1)
@@ -175,8 +175,8 @@ def _squared_distances(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def project_and_sort(samples: torch.Tensor, projections: int, seed: int) -> torch.Tensor:
     """samples [N, S, E] on random unit vectors, sorted along S: float64 [N, S * projections], scaled so that
     Euclidean distances are sliced 2-Wasserstein distances (Bonneel et al., 2015)."""
-    generator = torch.Generator().manual_seed(seed)
-    directions = torch.randn(samples.shape[2], projections, dtype=torch.float64, generator=generator)
+    generator, size = torch.Generator("cpu").manual_seed(seed), (samples.shape[2], projections)
+    directions = torch.randn(size, dtype=torch.float64, generator=generator, device="cpu")  # the same on every device
     directions = (directions / directions.norm(dim=0)).to(samples.device)
     projected = (samples.double() @ directions).sort(dim=1).values
     return projected.flatten(1) / (projected.shape[1] * projections) ** 0.5

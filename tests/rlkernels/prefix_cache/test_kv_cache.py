@@ -1,5 +1,8 @@
 """What PagedKVCache promises about sequences, sharing and versions."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -224,6 +227,12 @@ def test_wrong_tokens(bad, error, message):
         with pytest.raises(error, match=message):
             call()
     assert cache.stats["blocks_pinned"] == 1 and seq.token_ids == [1]
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_cache_is_not_copied(duplicate):
+    with pytest.raises(TypeError, match="it cannot be copied or pickled"):
+        duplicate(make())
 
 
 def test_wrong_sequences():

@@ -125,12 +125,6 @@ def test_layout():
     assert rlkernels.GroupedLayout([], [], [0]).num_tokens == 0
 
 
-def test_layout_stays_on_the_cpu_where_another_device_is_the_default():
-    with torch.device("meta"):
-        layout = rlkernels.GroupedLayout(*LAYOUT)
-        assert {t.device.type for t in (layout.position_ids, *layout.paged)} == {"cpu"}
-
-
 def test_write_kv_writes_only_its_slots():
     caches = torch.full((2, 3, 4, 2, 8), torch.nan, dtype=torch.bfloat16)
     key, value = torch.randn(2, 5, 2, 16)[..., ::2]
