@@ -37,14 +37,17 @@ class Kernel:
         constexprs: value of every constexpr argument.
         divisible_by_16: arguments known to be multiples of 16 (pointers count as such in real launches).
             None: all pointers.
+        varying: arguments that differ from launch to launch; specialising on one would compile the kernel again.
     """
 
     name: str
     signature: dict[str, str]
     constexprs: dict[str, Any] = field(default_factory=dict)
     divisible_by_16: Sequence[str] | None = None
+    varying: Sequence[str] = ()
     num_warps: int = 4
     num_stages: int = 3
+    enable_fp_fusion: bool = True
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,8 @@ class Built:
 
 
 def compile_for(kernels: Sequence[Kernel], targets: Sequence[int] = TARGETS) -> list[Built]:
-    """Compiles every kernel for every target. Fails with the compiler's message when one does not compile."""
+    """Compiles every kernel for every target. Fails with the compiler's message when one does not compile, and when one
+    copies over what asynchronous products may still read."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), env.get("PYTHONPATH", "")])
     order = json.dumps({"kernels": [asdict(k) for k in kernels], "targets": list(targets)})
@@ -83,6 +87,9 @@ def _compile(kernel: Kernel, arch: int) -> Built:
     unknown = sorted((kernel.signature.keys() | kernel.constexprs.keys()) ^ set(order))
     if unknown:
         raise TypeError(f"{kernel.name}({', '.join(order)}): {', '.join(unknown)} must be in both or in neither")
+    special = sorted(set(kernel.varying) - {p.name for p in jit.params if p.do_not_specialize})
+    if special:
+        raise TypeError(f"{kernel.name} must have do_not_specialize={special}: they vary")
     aligned = kernel.divisible_by_16
     if aligned is None:
         aligned = [name for name, kind in kernel.signature.items() if kind.startswith("*")]
@@ -92,13 +99,33 @@ def _compile(kernel: Kernel, arch: int) -> Built:
         constexprs={(order.index(name),): value for name, value in kernel.constexprs.items()},
         attrs={(order.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    options = {"num_warps": kernel.num_warps, "num_stages": kernel.num_stages}
+    options = {name: getattr(kernel, name) for name in ("num_warps", "num_stages", "enable_fp_fusion")}
     try:
         built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     except Exception as error:
         raise RuntimeError(f"{kernel.name} does not compile for sm_{arch}: {error}") from error
+    if early := overtakes(built.asm["ptx"]):
+        raise RuntimeError(f"{kernel.name}, sm_{arch}: products under way may read what this overwrites: {early}")
     registers, stack = _resources(built.asm["cubin"])
     return Built(kernel.name, arch, built.metadata.shared, registers, stack)
+
+
+def overtakes(ptx: str) -> str | None:
+    """The first copy to shared memory, in a loop, after a wait that leaves groups of wgmma running, or None. They may
+    read what is copied over; where it is another buffer, this is stricter than it must be."""
+    lines = ptx.splitlines()
+    labels = {line.split(":")[0]: i for i, line in enumerate(lines) if line.startswith("$")}
+    for end, line in enumerate(lines):
+        jump = re.search(r"\bbra(?:\.uni)?\s+(\$\w+)", line)
+        if jump is None or labels[jump[1]] > end:
+            continue
+        running = 0
+        for step in lines[labels[jump[1]] : end] * 2:  # twice: what the end leaves behind meets the beginning
+            if wait := re.search(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)", step):
+                running = int(wait[1])
+            elif running and re.search(r"\bcp\.async\.\S*shared", step):
+                return step.strip()
+    return None
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:

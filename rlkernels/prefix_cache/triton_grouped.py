@@ -215,6 +215,8 @@ def backward(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: 
         shared = (query, key, value, grad, lse, delta)
         sizes = {"GROUP": heads // kv_heads, **_blocks(query)}
         _query_kernel[(len(queries), heads)](*shared, grads[0], queries, heads, kv_heads, scale, **sizes)
-        sizes["BLOCK_M"] = max(16, sizes["BLOCK_M"] // 2)  # two accumulators leave registers for fewer queries
+        # two accumulators leave registers for fewer queries; products with them are asynchronous on sm_90 and would
+        # still read what a second stage copies over
+        sizes |= {"BLOCK_M": max(16, sizes["BLOCK_M"] // 2), "num_stages": 1}
         _key_kernel[(len(keys), kv_heads)](*shared, grads[1], grads[2], keys, heads, kv_heads, scale, **sizes)
     return tuple(t.to(query.dtype) for t in grads)

@@ -47,7 +47,8 @@ def _finish(largest, total, acc):
     return acc / divisor[:, None], tl.where(total == 0, -float("inf"), (largest + tl.log2(divisor)) * LN2)
 
 
-@triton.jit
+# what grows and shrinks from call to call is not specialised on: each kind of value would be compiled anew
+@triton.jit(do_not_specialize=["sources", "part_rows", "table_width"])
 def _attend_kernel(
     query, key_cache, value_cache, tables, lens, bounds, out, lse,
     sources, heads, part_rows, scale, split_keys, table_width,
@@ -121,7 +122,7 @@ def _attend_kernel(
     tl.store(lse + to, natural, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "rest"])
 def _merge_kernel(
     first_out, first_lse, rest_out, rest_lse, out, lse, rows, rest,
     DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -148,7 +149,7 @@ def _merge_kernel(
     tl.store(lse + row, natural, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "total"])
 def _write_kernel(
     rows, cache, slots, count, heads, total,
     row_token, row_head, row_dim, cache_block, cache_slot, cache_head, cache_dim,

@@ -1,6 +1,7 @@
 """The Triton kernels of paged attention compile for GPUs that are not here."""
 
 import importlib.util
+import itertools
 
 import pytest
 from support import lacks
@@ -25,7 +26,8 @@ def attend(dim, block_m, block_n, dtype="*bf16", warps=4, stages=3, **settings):
     constexprs = {"CAUSAL": True, "GROUP": 6, "BLOCK_SIZE": 16, "UPCAST": False, **tile, **UNIT, **settings}
     signature = ATTEND | dict.fromkeys(FLOATS, dtype)
     aligned = [name for name in signature if signature[name].startswith("*") or name in STRIDES]
-    return Kernel(f"{MODULE}_attend_kernel", signature, constexprs, aligned, num_warps=warps, num_stages=stages)
+    return Kernel(f"{MODULE}_attend_kernel", signature, constexprs, aligned, ["sources", "part_rows", "table_width"],
+                  num_warps=warps, num_stages=stages)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -53,14 +55,15 @@ def test_training_compiles_ahead_of_time():
     common = ("query", "key", "value", "lse", "tiles", "heads", "kv_heads", "scale")
     arguments = {"forward": ("out",), "query": ("grad", "delta", "grad_query"),
                  "key": ("grad", "delta", "grad_key", "grad_value")}  # fmt: skip
-    tile = {"GROUP": 4, "DIM": 128, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 128, "UPCAST": False}
-    kernels = [
-        Kernel(f"rlkernels.prefix_cache.triton_grouped:_{name}_kernel", {n: kinds[n] for n in (*common, *own)},
-               tile | ({"BLOCK_M": 32} if name == "key" else {}), num_warps=8, num_stages=2)
-        for name, own in arguments.items()
-    ]  # fmt: skip
+    kernels = []
+    for (name, own), (dim, warps) in itertools.product(arguments.items(), [(64, 4), (128, 8)]):
+        block_m, stages = (32, 1) if name == "key" else (64, 2)
+        tile = {"GROUP": 4, "DIM": dim, "BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_D": dim, "UPCAST": False}
+        signature = {n: kinds[n] for n in (*common, *own)}
+        kernels.append(Kernel(f"rlkernels.prefix_cache.triton_grouped:_{name}_kernel", signature, tile,
+                              num_warps=warps, num_stages=stages))  # fmt: skip
     built = compile_for(kernels)
-    assert len(built) == 6 and all(b.shared_bytes <= 160 * 1024 for b in built), built
+    assert len(built) == 12 and all(b.shared_bytes <= 160 * 1024 for b in built), built
     assert all(b.stack_bytes == 0 for b in built), built
 
 
@@ -76,7 +79,8 @@ def test_merging_and_writing_compile_ahead_of_time():
     }
     units = {"row_dim": 1, "cache_dim": 1}
     built = compile_for([
-        Kernel(f"{MODULE}_merge_kernel", merge, {"DIM": 80, "BLOCK_R": 8, "BLOCK_D": 128}),
-        Kernel(f"{MODULE}_write_kernel", write, {"DIM": 80, "BLOCK_SIZE": 16, "BLOCK_R": 16, "BLOCK_D": 128, **units}),
+        Kernel(f"{MODULE}_merge_kernel", merge, {"DIM": 80, "BLOCK_R": 8, "BLOCK_D": 128}, varying=["rows", "rest"]),
+        Kernel(f"{MODULE}_write_kernel", write, {"DIM": 80, "BLOCK_SIZE": 16, "BLOCK_R": 16, "BLOCK_D": 128, **units},
+               varying=["count", "total"]),
     ])  # fmt: skip
     assert len(built) == 4 and all(b.stack_bytes == 0 for b in built), built
