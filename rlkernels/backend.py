@@ -9,11 +9,15 @@ import functools
 import importlib.util
 import os
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
+P = ParamSpec("P")
+R = TypeVar("R")
 BACKENDS = ("auto", "cuda", "triton", "cpu", "torch")
 
 
@@ -96,6 +100,17 @@ def mark_written(*tensors: torch.Tensor) -> None:
     """Tells autograd of tensors that a kernel wrote to, so that it does not differentiate through their old values."""
     if not torch.compiler.is_compiling():  # the compiler does it by the schemas of the ops
         torch.autograd.graph.increment_version(tensors)
+
+
+def on_its_device(function: Callable[Concatenate[torch.Tensor, P], R]) -> Callable[Concatenate[torch.Tensor, P], R]:
+    """``function`` with the GPU of its first argument as the current one, which is where Triton launches kernels."""
+
+    @functools.wraps(function)
+    def run(first: torch.Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.cuda.device(first.get_device()):  # -1, which changes nothing, on a CPU
+            return function(first, *args, **kwargs)
+
+    return run
 
 
 def unavailable(op: str, backend: str, device: torch.device) -> str | None:

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rlkernels.backend import triton_interpreted
+from rlkernels.backend import on_its_device, triton_interpreted
 from rlkernels.logprobs import _autograd
 
 
@@ -72,6 +72,7 @@ def _backward_kernel(
 
 
 @torch.library.custom_op("rlkernels::token_logprobs_triton", mutates_args=())
+@on_its_device
 def forward(
     logits: torch.Tensor, ids: torch.Tensor, temperature: float, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -98,6 +99,7 @@ def _(logits, ids, temperature, with_entropy):
 
 
 @torch.library.custom_op("rlkernels::token_logprobs_triton_backward", mutates_args=())
+@on_its_device
 def backward(
     logits: torch.Tensor, ids: torch.Tensor, stats: torch.Tensor, entropies: torch.Tensor,
     grad_logprobs: torch.Tensor, grad_entropies: torch.Tensor, temperature: float,

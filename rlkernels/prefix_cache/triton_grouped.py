@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rlkernels.backend import triton_interpreted
+from rlkernels.backend import on_its_device, triton_interpreted
 from rlkernels.prefix_cache.layout import GroupedLayout
 
 LOG2_E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
@@ -188,6 +188,7 @@ def _tiles(layout: GroupedLayout, query: torch.Tensor) -> tuple[torch.Tensor, to
     return layout.tiles[place]
 
 
+@on_its_device
 def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: GroupedLayout, scale: float
             ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Contiguous query [T, Hq, d], key and value [T, Hk, d] -> out [T, Hq, d], lse float32 [T, Hq]."""
@@ -203,6 +204,7 @@ def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout:
     return out.to(query.dtype), lse
 
 
+@on_its_device
 def backward(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
              lse: torch.Tensor, layout: GroupedLayout, scale: float) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """-> gradients of query, key and value."""

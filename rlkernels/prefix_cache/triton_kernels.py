@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rlkernels.backend import triton_interpreted
+from rlkernels.backend import on_its_device, triton_interpreted
 
 LN2 = tl.constexpr(0.6931471805599453)
 MIN_SPLIT_KEYS = 256  # a split reads at least so many keys: its partial result is written and read again
@@ -259,6 +259,7 @@ def _nothing(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @torch.library.custom_op("rlkernels::paged_attention_triton", mutates_args=())
+@on_its_device
 def paged_attention(
     query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, block_tables: torch.Tensor,
     seq_lens: torch.Tensor, query_starts: torch.Tensor, scale: float,
@@ -273,6 +274,7 @@ def paged_attention(
 
 
 @torch.library.custom_op("rlkernels::shared_prefix_attention_triton", mutates_args=())
+@on_its_device
 def shared_prefix_attention(
     query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, group_tables: torch.Tensor,
     group_lens: torch.Tensor, group_starts: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor,
@@ -297,6 +299,7 @@ def _(query, *_):
 
 
 @torch.library.custom_op("rlkernels::merge_attention_triton", mutates_args=())
+@on_its_device
 def merge_attention(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -312,6 +315,7 @@ def _(out_a, lse_a, out_b, lse_b):
 
 
 @torch.library.custom_op("rlkernels::write_kv_triton", mutates_args=("key_cache", "value_cache"))
+@on_its_device
 def write_kv(
     key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
 ) -> None:

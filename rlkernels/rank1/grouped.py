@@ -375,9 +375,10 @@ class Solver:
 def top1_deltas(pairs: Sequence[Pair], starts: Sequence[torch.Tensor | None], *, tol: float, max_passes: int, seed: int,
                 tiling: Tiling | None = None) -> list[Rank1Update | ValueError]:  # fmt: skip
     """The updates of all pairs, or the error that ``reference.top1_delta`` raises for one; starts are not all zero."""
-    solver = Solver(pairs, starts, tol=tol, max_passes=max_passes, seed=seed, tiling=tiling or Tiling())
+    with torch.cuda.device(pairs[0][0].get_device()):  # as rlkernels.backend.on_its_device
+        updates = Solver(pairs, starts, tol=tol, max_passes=max_passes, seed=seed, tiling=tiling or Tiling()).solve()
     out: list[Rank1Update | ValueError] = []
-    for (weight, base), start, update in zip(pairs, starts, solver.solve()):
+    for (weight, base), start, update in zip(pairs, starts, updates):
         if update is None:  # tiny, huge, NaN or infinite: rare, and the reference takes care
             try:
                 update = reference.top1_delta(weight, base, start=start, tol=tol, max_passes=max_passes, seed=seed)

@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from rlkernels.backend import on_its_device
+
 COLUMNS = 1024  # of a work item of the dense kernels
 
 
@@ -440,6 +442,7 @@ def stored(matrix: torch.Tensor) -> torch.Tensor:
     return matrix.view(torch.int16) if matrix.dtype == torch.bfloat16 else matrix
 
 
+@on_its_device
 def delta_matvec(weight: torch.Tensor, base: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """As ``reference.delta_matvec``; rows must be contiguous."""
     m, n = weight.shape
@@ -452,6 +455,7 @@ def delta_matvec(weight: torch.Tensor, base: torch.Tensor, v: torch.Tensor) -> t
     return out
 
 
+@on_its_device
 def add_rank1_(weight: torch.Tensor, u: torch.Tensor, v: torch.Tensor, scale: float, *, stochastic_rounding: bool,
                seed: int) -> torch.Tensor:  # fmt: skip
     """As ``reference.add_rank1_``, for contiguous rows; the same random bits."""

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from rlkernels.backend import on_its_device
 from rlkernels.sampling import reference
 
 LOG2_E = tl.constexpr(reference.LOG2_E)
@@ -141,6 +142,7 @@ def _sample_kernel(
 
 
 def sample_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor,
+@on_its_device
                   top_k: torch.Tensor, *, filtered: bool = True) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """As ``reference.sample_tokens``; filtered: some row may have top_k or top_p on."""
     rows, vocab = logits.shape

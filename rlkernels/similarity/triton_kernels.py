@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from rlkernels.backend import on_its_device
+
 
 @triton.jit
 def _shift(values, border, ROWS: tl.constexpr):
@@ -101,6 +103,7 @@ def _dtw_kernel(
             tl.store(end + pair, best_end)
 
 
+@on_its_device
 def dtw_pairs(x, y, x_lengths, y_lengths, band, subsequence):
     """Costs of all pairs of x [N, L, D] and y [M, K, D] without an empty trajectory (and starts and ends)."""
     n, m, columns = x.shape[0], y.shape[0], y.shape[1]
