@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from triton.compiler import max_shared_mem
 
 from rlkernels.rank1 import reference
 from rlkernels.rank1 import triton_kernels as kernels
@@ -19,6 +20,7 @@ from rlkernels.rank1.triton_kernels import Module
 from rlkernels.rank1.update import GAP_FLOOR, Rank1Update
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+SCRATCH = 2048  # bytes of shared memory that sums over a program take at most
 STEPS = 50  # places between the two leading Ritz values where the certificate looks
 
 
@@ -37,8 +39,21 @@ class Tiling:
         """Rows of a slot, which holds one partial Z [4, n]."""
         return 256 if m * n >= 2**25 else 64
 
+    def block(self, row_bytes: int, shared: int) -> tuple[int, int]:
+        """Rows of a block that lies in registers, and stages: all but one of them are in ``shared`` bytes of memory."""
+        rows = self.held
+        stages = 3 if rows * row_bytes <= 2**16 else 2
+        while rows * row_bytes * (stages - 1) > shared - SCRATCH:
+            rows, stages = (rows if stages > 2 else rows // 2), 2
+        return rows, stages
+
     def panel_rows(self, n: int, entry_bytes: int) -> int:
         return max(self.panel_bytes // (n * entry_bytes) // self.rows, 1) * self.rows
+
+
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that a program may have: 99 KiB on many GPUs; without end where kernels are interpreted."""
+    return max_shared_mem(device.index) if device.type == "cuda" else 2**40
 
 
 @dataclass
@@ -235,10 +250,11 @@ class Solver:
             weight, base = map(kernels.stored, group.pair)
             tables = (weight, base, layout.table, group.table, self.active, q, y, self.partial, self.stats)
             if group.wide:
-                held = t.held * group.wide * (weight.element_size() + base.element_size())
+                row_bytes = group.wide * (weight.element_size() + base.element_size())
+                held, stages = t.block(row_bytes, shared_bytes(self.device))
                 kernels._rows_kernel[(len(group.table),)](
-                    *tables, layout.rows, layout.columns, **common, ROWS=t.held, WIDE=group.wide,
-                    STAGES=3 if held <= 2**16 else 2, num_warps=max(4, group.wide // 256),
+                    *tables, layout.rows, layout.columns, **common, ROWS=held, WIDE=group.wide, STAGES=stages,
+                    num_warps=max(4, group.wide // 256),
                 )  # fmt: skip
             else:
                 kernels._panel_kernel[(len(group.table),)](
