@@ -64,6 +64,7 @@ def _sample_kernel(
 ):  # fmt: skip
     program = tl.program_id(0)
     row = logits + program.to(tl.int64) * row_stride
+    size = tl.full([], 0, tl.int64) + vocab  # a vocabulary of 1 is a constant, which has no .to
     uniform, temperature = tl.load(uniforms + program), tl.load(temperatures + program)
     top_p, top_k = tl.load(top_ps + program), tl.load(top_ks + program)
 
@@ -83,7 +84,7 @@ def _sample_kernel(
 
     # The tokens kept: those with a key above `cut`, and the first `ties` of those whose key is `cut`
     cut = tl.full([], -1, tl.int64)
-    ties = vocab.to(tl.int64)
+    ties = size
     total = _measure(row, vocab, largest, inverse, cut, True, BLOCK)
     if FILTER:
         if (top_k > 0) & (top_k < vocab):
@@ -116,7 +117,7 @@ def _sample_kernel(
             total = above + weight * ties
 
     target = _scaled_share(tl.where(invalid, 0.0, uniform), total)
-    found = vocab.to(tl.int64)
+    found = size
     before = tl.zeros([], tl.int64)  # weight of what was kept in the blocks before
     tied = tl.zeros([], tl.int64)
     for start in range(0, vocab, BLOCK):
@@ -129,7 +130,7 @@ def _sample_kernel(
         weights = tl.where(kept, _weights(x, largest, inverse), 0)
         cumulative = before + tl.cumsum(weights, 0)
         hit = tl.where(greedy, x == largest, cumulative > target) & (ids < vocab)
-        found = tl.minimum(found, tl.min(tl.where(hit, ids.to(tl.int64), vocab.to(tl.int64))))
+        found = tl.minimum(found, tl.min(tl.where(hit, ids.to(tl.int64), size)))
         before += tl.sum(weights)
         tied += tl.sum(equals)
 
@@ -141,8 +142,8 @@ def _sample_kernel(
     tl.store(out_logprobs + program, tl.where(invalid, float("nan"), logprob))
 
 
-def sample_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor,
 @on_its_device
+def sample_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor,
                   top_k: torch.Tensor, *, filtered: bool = True) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """As ``reference.sample_tokens``; filtered: some row may have top_k or top_p on."""
     rows, vocab = logits.shape

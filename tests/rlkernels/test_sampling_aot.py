@@ -5,6 +5,7 @@ import importlib.util
 from support import lacks
 from triton_aot import Kernel, compile_for
 
+SAMPLER = "rlkernels.sampling.triton_kernels:_sample_kernel"
 SAMPLE = {
     "logits": "*bf16", "uniforms": "*fp32", "temperatures": "*fp32", "top_ps": "*fp32", "top_ks": "*i64",
     "out_ids": "*i64", "out_logprobs": "*fp32", "vocab": "i32", "row_stride": "i32",
@@ -21,10 +22,24 @@ def test_compiles_ahead_of_time():
     kernels = [
         Kernel(f"{logprobs}_forward_kernel", FORWARD, {"ENTROPY": True, "BLOCK": 4096}, num_warps=8),
         Kernel(f"{logprobs}_backward_kernel", BACKWARD, {"ENTROPY": True, "BLOCK": 4096}, num_warps=8),
-        Kernel(
-            "rlkernels.sampling.triton_kernels:_sample_kernel", SAMPLE, {"FILTER": True, "BLOCK": 4096}, num_warps=8
-        ),
+        Kernel(SAMPLER, SAMPLE, {"FILTER": True, "BLOCK": 4096}, num_warps=8, enable_fp_fusion=False),
     ]
     built = compile_for(kernels)
     assert len(built) == 6 and all(b.shared_bytes <= 48 * 1024 for b in built), built
     assert all(b.stack_bytes == 0 for b in built), built
+
+
+def test_a_vocabulary_of_one_compiles_ahead_of_time():
+    """A launch makes a constant of an argument that is 1."""
+    if importlib.util.find_spec("triton") is None:
+        lacks("triton")
+
+    def one(name, signature, **constexprs):
+        rest = {n: kind for n, kind in signature.items() if n not in ("vocab", "row_stride")}
+        fused = name != SAMPLER
+        return Kernel(name, rest, {"vocab": 1, "row_stride": 1, "BLOCK": 1, **constexprs}, enable_fp_fusion=fused)
+
+    logprobs = "rlkernels.logprobs.triton_kernels:"
+    kernels = [one(SAMPLER, SAMPLE, FILTER=True), one(f"{logprobs}_forward_kernel", FORWARD, ENTROPY=True),
+               one(f"{logprobs}_backward_kernel", BACKWARD, ENTROPY=True)]  # fmt: skip
+    assert len(compile_for(kernels)) == 6
