@@ -158,11 +158,8 @@ def _summary(
         _, entropy, stats = _fused(backend)[0](logits, anything, temperature, with_entropy)
         top, log_sum = stats.unbind(1)
         entropy = entropy if with_entropy else top
-    if bool((top == -torch.inf).any()):
-        nothing = (logits == -torch.inf).all(1)
-        top, log_sum = (torch.where(nothing, -torch.inf, x) for x in (top, log_sum))
-        entropy = torch.where(nothing, 0.0, entropy)
-    return top, log_sum, entropy
+    nothing = top == -torch.inf  # all of them: a row with NaN has NaN there
+    return top, torch.where(nothing, -torch.inf, log_sum), torch.where(nothing, 0.0, entropy)
 
 
 def _fused(backend: str) -> tuple[Any, Any]:

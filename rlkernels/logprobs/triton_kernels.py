@@ -32,11 +32,11 @@ def _forward_kernel(
             weighted = tl.where(scale > 0, scale * (weighted - shift * exps), 0.0) + e * z
         exps = exps * scale + e
         largest = new
-    top = tl.max(largest)
+    top = tl.where(tl.max(nan_seen) == 0, tl.max(largest), float("nan"))
     shift = tl.where(largest == -float("inf"), 200.0, (top - largest) * inverse)
     scale = tl.exp(-shift)
     total = tl.sum(exps * scale)
-    valid = (tl.max(nan_seen) == 0) & (top > -float("inf")) & (top < float("inf"))
+    valid = (top > -float("inf")) & (top < float("inf"))
     log_sum = tl.where(valid, tl.log(total), float("nan"))
     tl.store(stats + 2 * program, top)
     tl.store(stats + 2 * program + 1, log_sum)

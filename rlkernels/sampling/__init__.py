@@ -123,7 +123,7 @@ def verify_drafts(
         starts: [B + 1], first row of each sequence; ``starts[B] == R``.
         uniforms: float32 [R].
         temperature, top_p, top_k: as in :func:`sample_tokens`, number or [B].
-        validate: as in :func:`sample_tokens`.
+        validate: as in :func:`sample_tokens`; on a GPU ``starts``, and lists of drafts, are waited for all the same.
 
     Returns:
         accepted int64 [B], number of draft tokens accepted; ids int64 [R] and logprobs float32 [R], of which

@@ -95,7 +95,7 @@ def verify_drafts(logits: torch.Tensor, drafts: torch.Tensor, starts: torch.Tens
                   ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """See :func:`rlkernels.verify_drafts`; drafts are concatenated, int64 [R - B], settings are tensors [B]."""
     lengths = starts.diff()  # [B], the token after the draft included
-    owner = torch.repeat_interleave(torch.arange(len(lengths), device=logits.device), lengths)  # [R]
+    owner = torch.repeat_interleave(lengths, output_size=len(logits))  # [R]
     ids, logprobs = sample_tokens(logits, uniforms, temperature[owner], top_p[owner], top_k[owner])
     return accept(ids, logprobs, drafts, starts, owner)
 
@@ -104,12 +104,10 @@ def accept(ids: torch.Tensor, logprobs: torch.Tensor, drafts: torch.Tensor, star
            owner: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The results of verify_drafts from a sample of every row; owner [R]: the sequence of each row."""
     last = starts[1:] - 1
-    expected = torch.full_like(ids, -2)  # the row after a draft can match nothing
-    is_draft = torch.ones_like(ids, dtype=torch.bool)
-    is_draft[last] = False
-    expected[is_draft] = drafts
     row = torch.arange(len(ids), device=ids.device)
-    first_miss = torch.where(ids == expected, last[owner], row)
+    # of the rows before, one per sequence has no draft token; what stands after the last one is never compared
+    expected = torch.nn.functional.pad(drafts, (0, 1))[row - owner]
+    first_miss = torch.where((row < last[owner]) & (ids == expected), last[owner], row)
     first_miss = last.scatter_reduce(0, owner, first_miss, "amin")  # [B]
     used = row <= first_miss[owner]
     return first_miss - starts[:-1], torch.where(used, ids, -1), torch.where(used, logprobs, 0.0)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import WaitsForNothing
 
 import rlkernels
 from rlkernels import linear_token_logprobs
@@ -106,6 +107,16 @@ def test_blocks_and_rows_that_are_ruled_out(backend):
         torch.testing.assert_close(value[some], gold)
     nothing = linear_token_logprobs(hidden, weight, ids, bias=torch.full((40,), -torch.inf), chunk=10, backend=backend)
     assert nothing.isnan().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_block_is_summed_up_without_waiting_for_it(backend):
+    logits = torch.randn(4, 9)
+    logits[1], logits[2, 0], logits[3], logits[3, 5] = -torch.inf, -torch.inf, -torch.inf, torch.nan
+    with WaitsForNothing():
+        top, log_sum, entropy = linear._summary(logits, 0.7, True, backend)
+    assert (top[1], log_sum[1], entropy[1]) == (-torch.inf, -torch.inf, 0)
+    assert log_sum.isfinite().tolist() == [True, False, True, False] and log_sum[3].isnan() and entropy[3].isnan()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from scipy import stats
+from support import WaitsForNothing
 
 import rlkernels
 from rlkernels.sampling import reference
@@ -306,6 +307,14 @@ def test_ragged_batch_equals_one_sequence_at_a_time():
         )
         assert alone[0].item() == accepted[b]
         assert torch.equal(alone[1], ids[rows]) and torch.equal(alone[2], logprobs[rows])
+
+
+def test_verification_without_validation_waits_for_nothing():
+    drafts, logits, u = torch.tensor([3, 4, 5, 6, 7, 8]), torch.randn(9, 20), uniforms(9)
+    wanted = rlkernels.verify_drafts(logits, drafts, [0, 1, 4, 9], u)
+    with WaitsForNothing():
+        got = rlkernels.verify_drafts(logits, drafts, [0, 1, 4, 9], u, validate=False, backend="torch")
+    torch.testing.assert_close(got, wanted, atol=2e-7, rtol=2e-7)
 
 
 def test_acceptance_rate_is_the_probability_of_the_draft():

@@ -41,6 +41,20 @@ def test_log_probabilities_alone_and_rows_without_a_distribution():
     assert logits.grad.isnan().all(1).tolist() == [False, True, True, False]
 
 
+def test_blocks_of_hidden_states_ruled_out_and_with_nan():
+    hidden, weight, bias = torch.randn(3, 8), torch.randn(20, 8), torch.zeros(20)
+    bias[:7], hidden[2, 0] = -torch.inf, torch.nan
+    ids = torch.tensor([7, 3, 9])
+    options = {"bias": bias, "chunk": 5, "backend": "triton"}
+    found = rlkernels.linear_token_logprobs(hidden, weight, ids, return_entropy=True, **options)
+    wanted = reference.linear_token_logprobs(hidden, weight, ids, 1.0, bias)
+    assert wanted[0][1] == -torch.inf and wanted[0].isnan().tolist() == [False, False, True]
+    torch.testing.assert_close(found, wanted, equal_nan=True)
+    bias[:] = -torch.inf
+    bias[4] = torch.nan  # the only entry of its block that is not ruled out
+    assert rlkernels.linear_token_logprobs(hidden, weight, ids, **options).isnan().all()
+
+
 def test_opcheck():
     logits, ids = torch.randn(3, 33, requires_grad=True), torch.randint(33, (3,))
     rlkernels.token_logprobs(logits, ids, backend="triton")
