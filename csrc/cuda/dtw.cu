@@ -89,26 +89,33 @@ Kernel pick_mode(const DtwProblem& p) {
                                                    : dtw_kernel<K, kOneFeature, false, false>;
 }
 
-// Few enough rows a lane that short trajectories still fill the warp.
+// Few enough that short trajectories still fill the warp.
+int rows_per_lane(const DtwProblem& p) {
+  if (p.dims > 1) return 4;
+  return p.rows <= 2 * kWarp ? 2 : p.rows <= 4 * kWarp ? 4 : 8;
+}
+
 Kernel pick(const DtwProblem& p) {
   if (p.dims > 1) return pick_mode<4, false>(p);
-  if (p.rows <= 2 * kWarp) return pick_mode<2, true>(p);
-  if (p.rows <= 4 * kWarp) return pick_mode<4, true>(p);
-  return pick_mode<8, true>(p);
+  const int rows = rows_per_lane(p);
+  return rows == 2 ? pick_mode<2, true>(p) : rows == 4 ? pick_mode<4, true>(p) : pick_mode<8, true>(p);
 }
 
 }  // namespace
 
-int64_t dtw_warps(const DtwProblem& problem, int device) {
+int dtw_warps(const DtwProblem& problem, int device, int64_t* warps) {
   int blocks = 0, processors = 0;
-  if (cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, pick(problem), kWarp * kWarpsPerBlock, 0) != cudaSuccess ||
-      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess)
-    return 0;
+  cudaError_t error =
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, pick(problem), kWarp * kWarpsPerBlock, 0);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) cudaGetLastError();  // nobody else is to find it
   const int64_t resident = int64_t(blocks) * processors * kWarpsPerBlock, pairs = problem.n * problem.m;
-  return pairs < resident ? pairs : resident;
+  *warps = pairs < resident ? pairs : resident;
+  return int(error);
 }
 
 int64_t dtw_scratch_bytes(const DtwProblem& problem, int64_t warps) {
+  if (problem.rows <= kWarp * rows_per_lane(problem)) return 0;  // one strip has no border
   return warps * problem.columns * int64_t(sizeof(float) + (problem.subsequence ? sizeof(int) : 0));
 }
 

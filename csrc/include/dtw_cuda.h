@@ -17,10 +17,10 @@ struct DtwProblem {
   void* scratch;     // dtw_scratch_bytes
 };
 
-// How many warps run at a time on `device`, and the scratch that they need: O(columns) each.
-int64_t dtw_warps(const DtwProblem& problem, int device);
+// dtw_warps and dtw return a CUDA error code, 0 for success.
+// How many warps run at a time on `device`, and the scratch that they need: O(columns) each, or none.
+int dtw_warps(const DtwProblem& problem, int device, int64_t* warps);
 int64_t dtw_scratch_bytes(const DtwProblem& problem, int64_t warps);
-// Returns a CUDA error code, 0 for success.
 int dtw(const DtwProblem& problem, int64_t warps, cudaStream_t stream);
 
 }  // namespace rlk::cuda

@@ -49,13 +49,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> dtw_warps(const at::Tensor& x, co
   problem.radius = band < 0 ? rlk::kNoBand : band, problem.subsequence = subsequence;
   problem.cost = cost.mutable_data_ptr<float>();
   problem.start = start.mutable_data_ptr<int64_t>(), problem.end = end.mutable_data_ptr<int64_t>();
-  const int64_t warps = rlk::cuda::dtw_warps(problem, x.get_device());
+  int64_t warps = 0;
+  C10_CUDA_CHECK(static_cast<cudaError_t>(rlk::cuda::dtw_warps(problem, x.get_device(), &warps)));
   TORCH_CHECK(warps > 0, "the dtw kernel does not fit on CUDA device ", x.get_device());
   const at::Tensor scratch =
       at::empty({rlk::cuda::dtw_scratch_bytes(problem, warps)}, x.options().dtype(at::kByte));
   problem.scratch = scratch.mutable_data_ptr();
-  const int error = rlk::cuda::dtw(problem, warps, c10::cuda::getCurrentCUDAStream());
-  C10_CUDA_CHECK(static_cast<cudaError_t>(error));
+  C10_CUDA_CHECK(static_cast<cudaError_t>(rlk::cuda::dtw(problem, warps, c10::cuda::getCurrentCUDAStream())));
   return {cost, start, end};
 }
 

@@ -14,10 +14,10 @@ def _shift(values, border, ROWS: tl.constexpr):
     return tl.where(row == 0, border, tl.gather(values, tl.maximum(row - 1, 0), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "m", "columns"])
 def _dtw_kernel(
     x, y, x_lengths, y_lengths, cost, start, end, border, border_start, pairs, m, columns, x_stride, y_stride, radius,
-    DIMS: tl.constexpr, ROWS: tl.constexpr, BAND: tl.constexpr, SUBSEQUENCE: tl.constexpr,
+    dims, ROWS: tl.constexpr, BAND: tl.constexpr, SUBSEQUENCE: tl.constexpr,
 ):  # fmt: skip
     """Programs take pairs (n, m) with a fixed stride. A strip of ROWS rows of x advances along y, row i one column
     behind row i - 1; the last row of a strip is the border [programs, columns] of the next."""
@@ -62,9 +62,9 @@ def _dtw_kernel(
                 if step == 0:
                     corner = tl.where(row == 0, corner_border, corner)
                 distance = tl.zeros((ROWS,), tl.float32)
-                for d in tl.static_range(DIMS):
-                    a = tl.load(x_row + i.to(tl.int64) * DIMS + d, mask=i < n_rows, other=0.0)
-                    b = tl.load(y_row + j.to(tl.int64) * DIMS + d, mask=inside, other=0.0)
+                for d in range(dims):  # 1 is a constant to the compiler, and no loop is left
+                    a = tl.load(x_row + i.to(tl.int64) * dims + d, mask=i < n_rows, other=0.0)
+                    b = tl.load(y_row + j.to(tl.int64) * dims + d, mask=inside, other=0.0)
                     distance += (b - a) * (b - a)
                 before = tl.minimum(corner, above)
                 if SUBSEQUENCE:  # ties: the first of above, corner, left has the highest start
@@ -111,12 +111,13 @@ def dtw_pairs(x, y, x_lengths, y_lengths, band, subsequence):
     start, end = (x_lengths.new_empty(n, m) if subsequence else x_lengths.new_empty(0) for _ in range(2))
     rows = min(128, max(32, triton.next_power_of_2(x.shape[1])))
     programs = min(n * m, 4096)
-    border = x.new_empty(programs, columns)
-    border_start = torch.empty_like(border, dtype=torch.int32) if subsequence else x_lengths.new_empty(0).int()
+    shape = (programs, columns) if x.shape[1] > rows else (1,)  # one strip has no border
+    border = x.new_empty(shape)
+    border_start = border.new_empty(shape if subsequence else (1,), dtype=torch.int32)
     if programs:
         _dtw_kernel[(programs,)](
             x, y, x_lengths, y_lengths, cost, start, end, border, border_start, n * m, m, columns, x.stride(0),
-            y.stride(0), 0 if band is None else band, DIMS=x.shape[2], ROWS=rows, BAND=band is not None,
+            y.stride(0), 0 if band is None else band, x.shape[2], ROWS=rows, BAND=band is not None,
             SUBSEQUENCE=subsequence, num_warps=1,
         )  # fmt: skip
     return cost, start, end
