@@ -1,6 +1,6 @@
 # Set-up, tests, training and benchmarks. `make help` lists the targets.
 #
-# PYTHON=python3.12      the interpreter for the virtual environment (default: the first one from 3.11 to 3.13)
+# PYTHON=python3.12      the interpreter for the virtual environment (default: python3, or another of 3.11 to 3.13)
 # VENV=.venv             where the environment goes
 # TORCH_INDEX=URL        where pip gets torch, e.g. https://download.pytorch.org/whl/cpu for the small CPU build
 # RUN=runs/train         where `make train` puts its runs

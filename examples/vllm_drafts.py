@@ -29,7 +29,7 @@ def engine(**drafts):
 
 
 def count(drafting, name):
-    return sum(metric.value for metric in llm.get_metrics() if metric.name == f"vllm:spec_decode_num_{name}")
+    return sum(metric.value for metric in drafting.get_metrics() if metric.name == f"vllm:spec_decode_num_{name}")
 
 
 if __name__ == "__main__":  # vLLM's processes, where it makes some, import this file

@@ -10,7 +10,7 @@ from python_trainer.config import CriticConfig, OptimizerConfig
 from python_trainer.optimizer import PolicyOptimizer
 from python_trainer.packing import Packed
 from python_trainer.parallel import Alone
-from python_trainer.policy import Policy
+from python_trainer.policy import Policy, recompute_activations
 from python_trainer.tensors import load_weights
 
 
@@ -28,6 +28,8 @@ class Critic(torch.nn.Module):
         if config.separate:
             self.body = copy.deepcopy(policy.whole.base_model).requires_grad_(True)
             self.body.set_attn_implementation(IMPLEMENTATION)
+            if policy.model.is_gradient_checkpointing:  # not so what adapters were merged into, which only generates
+                recompute_activations(self.body)
         self.head = torch.nn.Linear(width, 1, device=policy.device, dtype=torch.float32)
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)

@@ -285,8 +285,7 @@ def load_policy(config: ModelConfig) -> Policy:
     if config.lora is not None:
         add_adapters(policy, config.lora)
     if config.gradient_checkpointing:
-        for one in {policy.model, policy.whole}:  # a critic is a copy of the second
-            recompute_activations(one)
+        recompute_activations(policy.model)
     return policy
 
 

@@ -76,7 +76,7 @@ class Trainer:
             saved = self._load(output_dir, resume)
         self.learner = Learner(self.policy, config, self.ranks)
         self.accelerators = make_accelerators(config.accelerators)
-        self.progress = Progress()
+        self.progress = Progress(target=config.evaluation.target_accuracy)
         if saved is not None:
             self._restore(saved)
 
@@ -152,9 +152,7 @@ class Trainer:
                 f"{self.config.algorithm.advantage}"
             )
         self.progress = Progress(**saved["progress"])
-        target = self.config.evaluation.target_accuracy
-        if target is None or all(accuracy < target for _, accuracy in self.progress.evaluations):
-            self.progress.seconds_to_target = self.progress.tokens_to_target = None  # those of a lower target
+        self._look_back_for_target()
         try:
             self.learner.load_state_dict(saved)
         except (RuntimeError, KeyError) as error:
@@ -167,6 +165,18 @@ class Trainer:
         if self.engine.lengths and saved.get("lengths"):
             self.engine.lengths.load_state_dict(saved["lengths"])
         self.engine.policy_updated()
+
+    def _look_back_for_target(self) -> None:
+        """Where the target is another one than before, an evaluation of before may have reached it."""
+        progress, target = self.progress, self.config.evaluation.target_accuracy
+        if progress.target == target:
+            return
+        progress.target, progress.seconds_to_target, progress.tokens_to_target = target, None, None
+        for row in read_metrics(self.output_dir) if target is not None else ():
+            if row["step"] <= progress.step and row.get("eval/accuracy", -1.0) >= target:
+                progress.seconds_to_target = row["time/training_s"]
+                progress.tokens_to_target = int(row["total/generated_tokens"])
+                break
 
     # the loop ------------------------------------------------------------------------------------------------
 

@@ -137,10 +137,13 @@ class Rhyme(Accelerator):
         super().__init__(settings)
         self.database: RetrospectiveDatabase | None = None
         if settings.database is not None:
-            self.database = open_database(settings.database, settings.max_database_bytes)
+            from python_trainer.retrospective import database  # imports sqlalchemy
+
+            self.database = database.RetrospectiveDatabase(settings.database, max_bytes=settings.max_database_bytes)
         self.folder = Path()  # of this run
         self.run_id: int | None = None  # None until the first step; 0 without a database
         self.fingerprint = ""
+        self.rules: dict[str, Any] | None = None  # by which the answers in the bank were judged
         self.curve = curve_of(0, [])
         self.history: list[Curve] = []
         self.earlier_tokens = 0  # what the runs of that history generated
@@ -159,10 +162,14 @@ class Rhyme(Accelerator):
 
     def _begin(self, context: StepContext) -> None:
         """At the first step of a process: who this run is, and what there is to learn from."""
+        from python_trainer.retrospective import judging  # imports the settings, of which those above are a part
+
         if not self.fingerprint:
             self.fingerprint = tokenizer_fingerprint(context.tokenizer)
-            if self.run_id is not None:  # resumed, maybe with other rewards
-                self.bank.fill(self._judged(context, list(self.bank)))
+            rules = judging.reward_rules(context.config)
+            if self.run_id is not None and self.rules != rules:  # resumed with other rewards
+                self.bank.fill(judging.judged(list(self.bank), context.task, context.config))
+            self.rules = rules
         if self.run_id is None:
             self.run_id = 0
             if self.database is not None:
@@ -190,23 +197,19 @@ class Rhyme(Accelerator):
 
     def _read_history(self, context: StepContext) -> None:
         """Good answers to the prompts of this task, and the trajectories of the runs that found them."""
+        from python_trainer.retrospective import judging
+
         assert self.database is not None
         keys = [prompt_key(example.prompt) for example in context.task.train]
         found = self.database.samples(prompt_keys=keys, limit=self.settings.bank_size, without_run=self.run_id)
         news = [s for s in for_tokenizer(found, context.tokenizer, self.fingerprint) if not self.bank.knows(s)]
-        for sample in sorted(self._judged(context, news), key=lambda s: -s.reward):
+        for sample in sorted(judging.judged(news, context.task, context.config), key=lambda s: -s.reward):
             self.bank.add(sample, fresh=False)
         runs = sorted({sample.run_id for sample in self.bank} - {self.run_id})
         low, high = self.settings.reward_range
         trajectories = {run: self.database.trajectory(run) for run in runs}
         self.history = [curve_of(run, records, low, high) for run, records in trajectories.items()]
         self.earlier_tokens = sum(record.generated_tokens for records in trajectories.values() for record in records)
-
-    @staticmethod
-    def _judged(context: StepContext, samples: list[Sample]) -> list[Sample]:
-        from python_trainer.retrospective.judging import judged  # imports the settings, of which those above are a part
-
-        return judged(samples, context.task, context.config)
 
     # before generation: stage 1 ------------------------------------------------------------------------------
 
@@ -460,6 +463,7 @@ class Rhyme(Accelerator):
     def state_dict(self) -> dict[str, Any]:
         return {
             "run_id": self.run_id,
+            "rules": self.rules,
             "curve": dict(vars(self.curve)),
             "history": [dict(vars(curve)) for curve in self.history],
             "earlier_tokens": self.earlier_tokens,
@@ -469,7 +473,8 @@ class Rhyme(Accelerator):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.run_id, self.last_gradient = state["run_id"], state["last_gradient"]
+        self.run_id, self.rules = state["run_id"], state.get("rules")
+        self.last_gradient = state["last_gradient"]
         self.curve, self.history = Curve(**state["curve"]), [Curve(**curve) for curve in state["history"]]
         self.earlier_tokens = state["earlier_tokens"]
         self.bank.load_state_dict(state["bank"])
@@ -481,12 +486,6 @@ class Rhyme(Accelerator):
 def begins_with(response_ids: list[int], prefix_ids: list[int]) -> bool:
     """Whether an answer goes on from a beginning: only then can it be judged against others that do."""
     return len(response_ids) > len(prefix_ids) and response_ids[: len(prefix_ids)] == prefix_ids
-
-
-def open_database(url: str, max_bytes: int) -> "RetrospectiveDatabase":
-    from python_trainer.retrospective.database import RetrospectiveDatabase  # imports sqlalchemy
-
-    return RetrospectiveDatabase(url, max_bytes=max_bytes)
 
 
 @contextmanager

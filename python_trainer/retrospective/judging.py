@@ -1,12 +1,19 @@
 """Stored answers, judged by the rewards of the present run."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from python_trainer.config import Config
 from python_trainer.objective import shaped_rewards
 from python_trainer.retrospective.records import Sample, prompt_key
 from python_trainer.tasks import Task
 from python_trainer.tasks.rewards import score
+
+
+def reward_rules(config: Config) -> dict[str, Any]:
+    """What decides the reward of an answer, and whether it is right."""
+    algorithm = {name: getattr(config.algorithm, name) for name in ("overlong_cache", "overlong_penalty")}
+    return {"task": config.task.model_dump(mode="json"), "longest": config.rollout.max_completion_length, **algorithm}
 
 
 def judged(samples: Sequence[Sample], task: Task, config: Config) -> list[Sample]:

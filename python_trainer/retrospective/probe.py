@@ -57,7 +57,7 @@ def examine(policy: "Policy", answers: Sequence[Answer], behaviour: Sequence[Seq
     entropy, weights = torch.zeros(count), torch.zeros(count)
     sketches = torch.zeros(count, SIZE * SIZE) if gradients else None
     policy = copy.copy(policy)
-    policy.fused = False  # rounded as the model's own pass, whose likelihoods earlier runs have ranked by
+    policy.fused = False  # the fused pass rounds differently, which could change the ranking and so a repeated run
     vocab, width = policy.model.get_output_embeddings().weight.shape
     with policy.packed_attention():
         for part in micro_batches(answers, range(count), max_tokens):

@@ -151,7 +151,7 @@ class PagedCache(Cache):
                 "prefill_chunk_size is not supported"
             )
         if attention_mask is not None:
-            self._check_mask(attention_mask, end)
+            self._check_mask(attention_mask, end, first=self._columns if self._step is not None else 0)
         if end > self._width:
             self.kv.append_many(self._sequences, input_ids[:, self._width - end :].tolist())
             self._width = end
@@ -187,15 +187,20 @@ class PagedCache(Cache):
             assert self._columns == before
         self._started = True
 
-    def _check_mask(self, mask: torch.Tensor, end: int) -> None:
-        """Raises unless the columns before ``end`` are 0 for the padding known since the start, and 1 after it."""
+    def _check_mask(self, mask: torch.Tensor, end: int, *, first: int) -> None:
+        """Raises unless columns ``first`` to ``end`` are 0 for the padding known since the start, and 1 after it."""
         rows = len(self._sequences)
         if mask.ndim != 2 or mask.shape[0] != rows or mask.shape[1] < end:
             raise ValueError(f"attention_mask must have shape [{rows}, {end}], got {list(mask.shape)}")
-        pads = torch.tensor(self._pads, device=mask.device)
-        wrong = (mask[:, :end] != 0) != (torch.arange(end, device=mask.device) >= pads[:, None])
+        if first < max(self._pads):
+            pads = torch.tensor(self._pads, device=mask.device)
+            wanted = torch.arange(first, end, device=mask.device) >= pads[:, None]
+            wrong = (mask[:, first:end] != 0) != wanted
+        else:
+            wrong = mask[:, first:end] == 0
         if wrong.any():
             row, column = wrong.nonzero()[0].tolist()
+            column += first
             raise ValueError(
                 f"attention_mask must be the one that the PagedCache was opened with ({self._pads} columns of padding "
                 f"on the left), then 1 for every new column, got {int(mask[row, column])} at [{row}, {column}]"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from triton.compiler import max_shared_mem
+from triton.compiler.compiler import max_shared_mem
 
 from rlkernels.rank1 import reference
 from rlkernels.rank1 import triton_kernels as kernels

@@ -109,6 +109,7 @@ def test_activations_are_recomputed_beside_a_reference_and_in_a_separate_critic(
     )  # fmt: skip
     trainer = Trainer(config, tmp_path, console=QUIET)
     assert trainer.learner.reference.model is trainer.policy.model
+    assert not trainer.policy.whole.is_gradient_checkpointing, "that one generates, token by token"
     passes = {}
     for name, body in (("policy", trainer.policy.model.model), ("critic", trainer.learner.critic.body)):
 
