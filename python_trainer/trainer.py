@@ -12,7 +12,6 @@ from typing import Any
 from rich.console import Console
 
 from python_trainer.accelerators import PlannedGroup, Rollout, RunContext, StepContext, make_accelerators
-from python_trainer.accelerators.alpha import Alpha
 from python_trainer.checkpoint import (
     check_output_dir,
     list_checkpoints,
@@ -95,9 +94,8 @@ class Trainer:
         for text in self.task.notes:
             self._note(text)
         splits = ["train", "test"]
-        if Alpha.name in config.accelerators.enabled:
-            getattr(config.accelerators, Alpha.name).check_gate(len(self.task.gate))
-            splits.append("gate")
+        for name in config.accelerators.enabled:
+            splits += getattr(config.accelerators, name).splits(self.task)
         self.policy = load_policy(config.model)
         self.prompts: dict[str, list[list[int]]] = {}
         for split in splits:

@@ -270,9 +270,8 @@ def work(args: argparse.Namespace, console: Console) -> int:
     )  # fmt: skip
     console.print(f"record: {record.path}; budget: {args.budget_seconds:.0f} s", highlight=False)
     if backends.extension_error():
-        record.data["build"] = build(
-            "cpu", deadline - now(), with_cuda=False
-        )  # of the extension, training needs the host part
+        # of the extension, training needs the host part
+        record.data["build"] = build("cpu", deadline - now(), with_cuda=False)
         record.save()
 
     left_out, failed = record.data["left_out"], record.data["failed"]

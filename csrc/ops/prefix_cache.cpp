@@ -36,7 +36,7 @@ constexpr int64_t kMaxDim = 512;
 constexpr int64_t kStretchKeys = 1024, kStretchQueries = 64;
 constexpr int64_t kSpanFloats = 32768;  // queries of all heads that are worked on together: they stay in the L2 cache
 constexpr int64_t kSpanRows = 128;      // of one KV head, where they do not
-constexpr int64_t kKeptFloats = 1 << 20;   // scratch up to this size is kept for the next call
+constexpr int64_t kKeptFloats = 1 << 20;  // scratch up to this size is kept for the next call
 
 Float float_type(const at::Tensor& t, const char* name) {
   switch (t.scalar_type()) {

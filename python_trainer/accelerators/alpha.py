@@ -18,7 +18,7 @@ there.
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pydantic import Field
@@ -29,6 +29,9 @@ from python_trainer.errors import UserError
 from rlkernels import RankOneTrajectory
 from rlkernels.rank1 import Gate, Limits, Target, extrapolate, refusal
 from rlkernels.rank1.stream import default_filter
+
+if TYPE_CHECKING:
+    from python_trainer.tasks import Task
 
 
 class AlphaSettings(Settings):
@@ -74,6 +77,10 @@ class AlphaSettings(Settings):
         """When to refuse; ``holdout`` points are left out in the back-test."""
         return Limits(min_gap=self.min_gap, min_rise=self.min_rise, min_cosine=self.min_cosine,
                       min_skill=self.min_skill, holdout=holdout)  # fmt: skip
+
+    def splits(self, task: "Task") -> list[str]:
+        self.check_gate(len(task.gate))
+        return ["gate"]
 
     def check_gate(self, size: int) -> None:
         """Raises UserError where the task has fewer gate prompts than are asked for."""

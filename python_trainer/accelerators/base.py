@@ -97,6 +97,14 @@ class RunContext:
 class Settings(Section):
     """Settings of an accelerator: the section ``accelerators.NAME`` of a configuration."""
 
+    def splits(self, task: "Task") -> list[str]:
+        """Splits of the task that the accelerator asks, beside train and test.
+
+        Raises:
+            UserError: one of them does not hold what it needs.
+        """
+        return []
+
 
 class Accelerator:
     """Optional hooks, called in this order within a step. Subclasses override what they need."""
