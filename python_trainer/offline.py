@@ -25,7 +25,7 @@ from python_trainer.policy import SHIPPED, Policy, load_policy
 from python_trainer.telemetry import read_metrics
 from python_trainer.trainer import Trainer
 from rlkernels import RankOneTrajectory
-from rlkernels.rank1 import Gate, Target, extrapolate, refusal, skill
+from rlkernels.extrapolation import Gate, Target, extrapolate, refusal, skill
 from rlkernels.rank1.stream import Folder, default_filter
 
 Weights = Mapping[str, torch.Tensor]

@@ -24,15 +24,15 @@ __version__ = "0.1.0"
 
 # public name -> module that defines it
 _EXPORTS = {
-    "Gate": "rlkernels.rank1",
+    "Gate": "rlkernels.extrapolation",
     "Rank1Update": "rlkernels.rank1",
-    "RankOneTrajectory": "rlkernels.rank1",
-    "Target": "rlkernels.rank1",
+    "RankOneTrajectory": "rlkernels.extrapolation",
+    "Target": "rlkernels.extrapolation",
     "add_rank1_": "rlkernels.rank1",
     "delta_matvec": "rlkernels.rank1",
     "export_peft": "rlkernels.rank1",
-    "extrapolate": "rlkernels.rank1",
-    "refusal": "rlkernels.rank1",
+    "extrapolate": "rlkernels.extrapolation",
+    "refusal": "rlkernels.extrapolation",
     "stream_top1": "rlkernels.rank1",
     "top1_delta": "rlkernels.rank1",
     "top1_deltas": "rlkernels.rank1",
@@ -64,6 +64,11 @@ __all__ = ["__version__", *_EXPORTS]
 
 if TYPE_CHECKING:
     from rlkernels._info import info as info
+    from rlkernels.extrapolation import Gate as Gate
+    from rlkernels.extrapolation import RankOneTrajectory as RankOneTrajectory
+    from rlkernels.extrapolation import Target as Target
+    from rlkernels.extrapolation import extrapolate as extrapolate
+    from rlkernels.extrapolation import refusal as refusal
     from rlkernels.history import RolloutHistory as RolloutHistory
     from rlkernels.logprobs import linear_token_logprobs as linear_token_logprobs
     from rlkernels.logprobs import token_logprobs as token_logprobs
@@ -75,15 +80,10 @@ if TYPE_CHECKING:
     from rlkernels.prefix_cache import paged_attention as paged_attention
     from rlkernels.prefix_cache import shared_prefix_attention as shared_prefix_attention
     from rlkernels.prefix_cache import write_kv as write_kv
-    from rlkernels.rank1 import Gate as Gate
     from rlkernels.rank1 import Rank1Update as Rank1Update
-    from rlkernels.rank1 import RankOneTrajectory as RankOneTrajectory
-    from rlkernels.rank1 import Target as Target
     from rlkernels.rank1 import add_rank1_ as add_rank1_
     from rlkernels.rank1 import delta_matvec as delta_matvec
     from rlkernels.rank1 import export_peft as export_peft
-    from rlkernels.rank1 import extrapolate as extrapolate
-    from rlkernels.rank1 import refusal as refusal
     from rlkernels.rank1 import stream_top1 as stream_top1
     from rlkernels.rank1 import top1_delta as top1_delta
     from rlkernels.rank1 import top1_deltas as top1_deltas

@@ -34,9 +34,9 @@ from python_trainer.config import Config, load_config
 from python_trainer.evaluation import load_evaluations
 from python_trainer.telemetry import read_metrics
 from python_trainer.trainer import Trainer, first_rows
-from rlkernels.rank1 import PREDICTORS, Limits
-from rlkernels.rank1.predictors import linearity
-from rlkernels.rank1.trajectory import leading_factors
+from rlkernels.extrapolation import PREDICTORS, Limits
+from rlkernels.extrapolation.predictors import linearity
+from rlkernels.extrapolation.trajectory import leading_factors
 
 CONFIG = Path("configs/arithmetic.yaml")
 SHARE = 0.4

@@ -3,9 +3,8 @@
 After arXiv 2510.00553, whose prediction divides by the slope of the accuracy and has no acceptance test. What differs:
 
 - Predicted weights stay only if they answer significantly more held-out prompts right than the present ones (see
-  ``rlkernels.rank1.Gate``); they are pulled towards the present weights a few times, then everything is put back bit
-  for bit.
-- Nothing is tried without a reason to: see ``rlkernels.rank1.refusal``.
+  ``rlkernels.Gate``); they are pulled towards the present weights a few times, then everything is put back bit for bit.
+- Nothing is tried without a reason to: see ``rlkernels.refusal``.
 - Only 2-D projections of attention and MLP are changed, as in the paper. Embeddings, norms, biases and head keep
   their trained values.
 - Low-precision models: float32 master weights are tracked and changed, and the model gets them rounded.
@@ -27,7 +26,7 @@ from python_trainer.accelerators.base import Accelerator, PlannedGroup, Rollout,
 from python_trainer.accelerators.gate import try_candidates
 from python_trainer.errors import UserError
 from rlkernels import RankOneTrajectory
-from rlkernels.rank1 import Gate, Limits, Target, extrapolate, refusal
+from rlkernels.extrapolation import Gate, Limits, Target, extrapolate, refusal
 from rlkernels.rank1.stream import default_filter
 
 if TYPE_CHECKING:

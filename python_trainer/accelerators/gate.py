@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlkernels.rank1 import Gate
-from rlkernels.rank1.gate import try_candidates as try_each
+from rlkernels.extrapolation import Gate
+from rlkernels.extrapolation.gate import try_candidates as try_each
 
 if TYPE_CHECKING:
     from python_trainer.optimizer import PolicyOptimizer

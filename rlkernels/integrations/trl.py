@@ -21,8 +21,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import IntervalStrategy
 
 from rlkernels import _check
-from rlkernels.rank1 import Gate, Limits, RankOneTrajectory, Target, extrapolate, refusal
-from rlkernels.rank1.gate import try_candidates
+from rlkernels.extrapolation import Gate, Limits, RankOneTrajectory, Target, extrapolate, refusal
+from rlkernels.extrapolation.gate import try_candidates
 from rlkernels.rank1.stream import default_filter
 
 __all__ = ["GatedExtrapolation", "SuffixRollouts"]
@@ -144,10 +144,9 @@ class GatedExtrapolation(TrainerCallback):
     """Weights go on along the direction in which training moved them, if a paired test on held-out prompts says so.
 
     After AlphaRL (arXiv 2510.00553). Every ``track_steps`` steps the update is added to a
-    :class:`rlkernels.RankOneTrajectory`. Where :func:`rlkernels.rank1.refusal` has nothing against it, predicted
-    weights are written, ``evaluate`` answers the held-out prompts, and they stay only if :class:`rlkernels.rank1.Gate`
-    accepts them; otherwise candidates nearer to the present weights are tried, and at last the present ones are put
-    back bit for bit.
+    :class:`rlkernels.RankOneTrajectory`. Where :func:`rlkernels.refusal` has nothing against it, predicted weights are
+    written, ``evaluate`` answers the held-out prompts, and they stay only if :class:`rlkernels.Gate` accepts them;
+    otherwise candidates nearer to the present weights are tried, and at last the present ones are put back bit for bit.
 
     For one process and weights that are trained whole (no LoRA). Set ``logging_steps=1``: accuracy comes from the logs,
     at least one for ``track_steps`` steps.
@@ -159,7 +158,8 @@ class GatedExtrapolation(TrainerCallback):
             by a part of them.
         track_steps: keep factors of the update every so many steps.
         first_step, every: first attempt, and steps from one decision to the next attempt.
-        predictor, horizon: as in :data:`rlkernels.rank1.PREDICTORS`; the target is this many times the tracked steps.
+        predictor, horizon: one of ``rlkernels.extrapolation.PREDICTORS``; the target is this many times the tracked
+            steps.
         level: chance per run of accepting weights that are no better, at most.
         max_tries, shrink: candidates in one attempt; each takes this share of the way of the one before.
         limits: when to refuse. None: rlkernels' own.

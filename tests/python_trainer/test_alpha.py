@@ -14,8 +14,8 @@ from python_trainer.errors import UserError
 from python_trainer.optimizer import PolicyOptimizer
 from python_trainer.telemetry import read_metrics
 from python_trainer.trainer import Trainer
-from rlkernels.rank1 import PREDICTORS, Gate
-from rlkernels.rank1.gate import try_candidates
+from rlkernels.extrapolation import PREDICTORS, Gate
+from rlkernels.extrapolation.gate import try_candidates
 
 QUIET = Console(quiet=True)
 GATE = 800

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import rlkernels
-from rlkernels.rank1 import PREDICTORS, Limits, Target, extrapolate, refusal, skill
-from rlkernels.rank1.predictors import linearity
-from rlkernels.rank1.trajectory import leading_factors, storage_noise
+from rlkernels.extrapolation import PREDICTORS, Limits, Target, extrapolate, refusal, skill
+from rlkernels.extrapolation.predictors import linearity
+from rlkernels.extrapolation.trajectory import leading_factors, storage_noise
 
 M, N = 24, 40
 LINES = sorted(PREDICTORS)
@@ -94,7 +94,7 @@ def test_checkpoints_give_x_exactly():
 def test_signs_of_singular_vectors_do_not_matter(monkeypatch):
     plain, weights = run(noisy)
     flips = iter([1, -1, -1, 1, -1, -1] * 10)
-    import rlkernels.rank1.trajectory as module
+    import rlkernels.extrapolation.trajectory as module
 
     def flipped(*args, **options):
         left, right = leading_factors(*args, **options)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from rlkernels import _check
-from rlkernels.rank1.trajectory import Points, RankOneTrajectory
+from rlkernels.extrapolation.trajectory import Points, RankOneTrajectory
 from rlkernels.rank1.update import GAP_FLOOR
 
 
