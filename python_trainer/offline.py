@@ -10,7 +10,6 @@ import torch
 from rich.console import Console
 
 from python_trainer.accelerators.alpha import Alpha, AlphaSettings
-from python_trainer.accelerators.gate import try_candidates
 from python_trainer.checkpoint import (
     check_output_dir,
     list_checkpoints,
@@ -25,7 +24,7 @@ from python_trainer.policy import SHIPPED, Policy, load_policy
 from python_trainer.telemetry import read_metrics
 from python_trainer.trainer import Trainer
 from rlkernels import RankOneTrajectory
-from rlkernels.extrapolation import Gate, Target, extrapolate, refusal, skill
+from rlkernels.extrapolation import Gate, skill
 from rlkernels.rank1.stream import Folder, default_filter
 
 Weights = Mapping[str, torch.Tensor]
@@ -148,19 +147,17 @@ def extrapolate_folders(folders: Sequence[Path], output_dir: Path, *, base: Path
     if settings.predictor == "pls" and saved.accuracy is None:
         raise UserError("predictor pls goes by accuracy: give --accuracy, one number for each checkpoint")
     trajectory = track(saved)
-    limits = settings.limits(holdout=1)
-    objection = refusal(trajectory, settings.predictor, limits)
+    rules = settings.rules(holdout=1)
+    objection = rules.refusal(trajectory)
     if objection is not None:
         more = ""
         if saved.from_run and objection.reason == "few points":
             more = "; to keep more checkpoints, train with a larger save.save_total_limit or a smaller save.save_steps"
         raise UserError(f"refused: {objection}{more}")
-    target = Target(settings.horizon * saved.steps[-1], settings.target_accuracy)
     last = saved.weights(len(saved.steps) - 1)
     kept = set(trajectory.steps)
     exact = trajectory.exact_points(saved.weights(index) for index, step in enumerate(saved.steps) if step in kept)
-    predicted = extrapolate(trajectory, last, target, predictor=settings.predictor, scale=settings.scale,
-                            keep_rest=settings.keep_rest, limits=limits, points=exact)  # fmt: skip
+    predicted = rules.predict(trajectory, last, points=exact)
     console.print(
         f"{len(saved.steps)} checkpoints, {len(predicted)} of {len(trajectory.base)} modules, predictor "
         f"{settings.predictor}, back-test skill {skill(trajectory, settings.predictor):.2f}"
@@ -191,19 +188,20 @@ def pass_gate(config: Config, base: Path, last: Weights, predicted: dict[str, to
     put(trainer.policy.model, last)
     device = trainer.policy.device
     moved = {name: value.to(device) for name, value in predicted.items()}
-    trainer.learner.optimizer.write({name: last[name].to(device).float() for name in moved})
-    trainer.engine.policy_updated()
-    accepted, tries = try_candidates(
-        trainer.learner.optimizer, trainer.engine, lambda rows: trainer.evaluate_each("gate", rows), moved,
-        Gate(settings.gate_level), prompts=settings.gate_prompts, available=len(trainer.task.gate),
-        max_tries=settings.max_tries, shrink=settings.shrink,
+    optimizer, engine = trainer.learner.optimizer, trainer.engine
+    optimizer.write({name: last[name].to(device).float() for name in moved})
+    engine.policy_updated()
+    tries = settings.rules(holdout=1).judge(
+        Gate(settings.gate_level), moved, {name: optimizer.places(name) for name in moved},
+        lambda rows: trainer.evaluate_each("gate", rows), available=len(trainer.task.gate),
+        changed=engine.policy_updated,
     )  # fmt: skip
     for one in tries:
         console.print(
             f"factor {one['factor']:g}: {one['before']:.4f} -> {one['after']:.4f} on {one['prompts']} gate prompts, "
             f"evidence {one['e_value']:.3g} (needs {one['needed']:.3g})", highlight=False,
         )  # fmt: skip
-    if not accepted:
+    if not tries[-1]["accepted"]:
         raise UserError(f"the gate rejected all {len(tries)} candidates; nothing was written")
     return trainer.policy
 

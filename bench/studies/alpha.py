@@ -17,6 +17,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -205,13 +206,9 @@ def attempts(config: Config, part: Part, cut: int) -> None:
 
 
 def predict_anyway(alpha: Alpha, context: StepContext) -> dict[str, torch.Tensor]:
-    alpha_limits = alpha.limits
-    anyway = Limits(min_gap=0.0, noise_factor=0.0, min_cosine=0.0)
-    try:
-        alpha.limits = lambda: anyway  # type: ignore[method-assign]
-        return alpha.predict(context)
-    finally:
-        alpha.limits = alpha_limits  # type: ignore[method-assign]
+    assert alpha.trajectory is not None
+    rules = replace(alpha.rules(), limits=Limits(min_gap=0.0, noise_factor=0.0, min_cosine=0.0))
+    return rules.predict(alpha.trajectory, alpha.weights(context))
 
 
 def same_cost(config: Config, part: Part, cut: int) -> None:

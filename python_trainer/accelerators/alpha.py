@@ -23,10 +23,9 @@ import torch
 from pydantic import Field
 
 from python_trainer.accelerators.base import Accelerator, PlannedGroup, Rollout, Settings, StepContext
-from python_trainer.accelerators.gate import try_candidates
 from python_trainer.errors import UserError
 from rlkernels import RankOneTrajectory
-from rlkernels.extrapolation import Gate, Limits, Target, extrapolate, refusal
+from rlkernels.extrapolation import Attempt, Gate, Limits
 from rlkernels.rank1.stream import default_filter
 
 if TYPE_CHECKING:
@@ -72,10 +71,13 @@ class AlphaSettings(Settings):
     min_skill: float = 0.0
     """Refuse when the back-test on the last third of the tracked steps does no better than this."""
 
-    def limits(self, holdout: int) -> Limits:
-        """When to refuse; ``holdout`` points are left out in the back-test."""
-        return Limits(min_gap=self.min_gap, min_rise=self.min_rise, min_cosine=self.min_cosine,
-                      min_skill=self.min_skill, holdout=holdout)  # fmt: skip
+    def rules(self, holdout: int) -> Attempt:
+        """Of an attempt; ``holdout`` points are left out in the back-test."""
+        limits = Limits(min_gap=self.min_gap, min_rise=self.min_rise, min_cosine=self.min_cosine,
+                        min_skill=self.min_skill, holdout=holdout)  # fmt: skip
+        return Attempt(predictor=self.predictor, horizon=self.horizon, accuracy=self.target_accuracy, scale=self.scale,
+                       keep_rest=self.keep_rest, limits=limits, prompts=self.gate_prompts, max_tries=self.max_tries,
+                       shrink=self.shrink)  # fmt: skip
 
     def splits(self, task: "Task") -> list[str]:
         self.check_gate(len(task.gate))
@@ -149,28 +151,21 @@ class Alpha(Accelerator):
         """Adds the weights as they are to the trajectory, with the smoothed training accuracy."""
         assert self.trajectory is not None
         window = [right / answers for _, right, answers in self.answered[-self.settings.smoothing :]]
-        weights = {name: context.optimizer.masters[name] for name in self.trajectory.base}
-        self.trajectory.track(weights, step=context.step - self.anchor, accuracy=sum(window) / len(window))
+        accuracy = sum(window) / len(window)
+        self.trajectory.track(self.weights(context), step=context.step - self.anchor, accuracy=accuracy)
 
-    def target(self) -> Target:
+    def weights(self, context: StepContext) -> dict[str, torch.Tensor]:
+        """Those that are tracked, as precise as they are trained."""
         assert self.trajectory is not None
-        return Target(self.settings.horizon * self.trajectory.steps[-1], self.settings.target_accuracy)
+        return {name: context.optimizer.masters[name] for name in self.trajectory.base}
 
-    def limits(self) -> Limits:
-        return self.settings.limits(holdout=max(len(self.trajectory or ()) // 3, 1))
-
-    def predict(self, context: StepContext) -> dict[str, torch.Tensor]:
-        """Predicted weights by name, float32; the model is not changed."""
-        assert self.trajectory is not None
-        weights = {name: context.optimizer.masters[name] for name in self.trajectory.base}
-        s = self.settings
-        return extrapolate(self.trajectory, weights, self.target(), predictor=s.predictor, scale=s.scale,
-                           keep_rest=s.keep_rest, limits=self.limits())  # fmt: skip
+    def rules(self) -> Attempt:
+        return self.settings.rules(holdout=max(len(self.trajectory or ()) // 3, 1))
 
     def attempt(self, context: StepContext) -> dict[str, Any]:
         """One attempt, from the refusals to the gate -> what became of it, which is also noted in ``events``."""
         assert self.trajectory is not None
-        objection = refusal(self.trajectory, self.settings.predictor, self.limits())
+        objection = self.rules().refusal(self.trajectory)
         event: dict[str, Any] = {"step": context.step, "accepted": False}
         if objection is not None:
             event |= {"refused": objection.reason, "detail": objection.detail}
@@ -187,14 +182,17 @@ class Alpha(Accelerator):
 
     def _try(self, context: StepContext) -> dict[str, Any]:
         """Asks the gate; an accepted jump begins a new trajectory."""
-        settings, predicted = self.settings, self.predict(context)
-        accepted, tries = try_candidates(
-            context.optimizer, context.engine, lambda rows: context.evaluate_each("gate", rows), predicted, self.gate,
-            prompts=settings.gate_prompts, available=context.gate_size, max_tries=settings.max_tries,
-            shrink=settings.shrink,
+        assert self.trajectory is not None
+        rules, optimizer = self.rules(), context.optimizer
+        predicted = rules.predict(self.trajectory, self.weights(context))
+        tries = rules.judge(
+            self.gate, predicted, {name: optimizer.places(name) for name in predicted},
+            lambda rows: context.evaluate_each("gate", rows), available=context.gate_size,
+            changed=context.engine.policy_updated,
         )  # fmt: skip
+        accepted = tries[-1]["accepted"]
         if accepted:
-            context.optimizer.forget_momentum(predicted)
+            optimizer.forget_momentum(predicted)
             self.restart(context, context.step)
         return {"accepted": accepted, "modules": len(predicted), "tries": tries}
 

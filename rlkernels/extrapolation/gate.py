@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from rlkernels import _check
+
 # Judged after so many eighths of the prompts. A look costs the passes of the longest answer in it, however few answers
 # there are, so fewer prompts than an eighth would be hardly cheaper.
 LOOKS = (1, 2, 3, 4, 6, 8)
@@ -74,11 +76,15 @@ class Gate:
     Args:
         level: that chance, between 0 and 1.
 
+    Raises:
+        TypeError, ValueError: a level that is no number between the two.
+
     Attributes:
         comparisons, position: how many there were, and the prompt that the next attempt begins with: its state.
     """
 
     def __init__(self, level: float, comparisons: int = 0, position: int = 0):
+        _check.share("level", level)
         self.level, self.comparisons, self.position = level, comparisons, position
 
     def compare(self, after: Sequence[float], before: Sequence[float]) -> Comparison:

@@ -116,7 +116,8 @@ class FullDelta(Predictor):
 PREDICTORS: dict[str, Predictor] = {p.name: p for p in (PLS(), Secant(), TemporalRank1(), FullDelta())}
 
 
-def _predictor(predictor: str | Predictor) -> Predictor:
+def find_predictor(predictor: str | Predictor) -> Predictor:
+    """One of ``PREDICTORS`` by its name, or the predictor itself; raises ValueError for another name."""
     if isinstance(predictor, Predictor):
         return predictor
     _check.one_of("predictor", predictor, PREDICTORS)
@@ -141,7 +142,7 @@ def skill(trajectory: RankOneTrajectory, predictor: str | Predictor, *, holdout:
         1 - sum |prediction - x_T|^2 / sum |x_(T - holdout) - x_T|^2 over all modules, at most 1; -inf where the
         predictor has too few points or finds none.
     """
-    predictor = _predictor(predictor)
+    predictor = find_predictor(predictor)
     holdout = _check.integer("holdout", holdout, 1)
     if len(trajectory) <= holdout:
         return -math.inf
@@ -223,7 +224,7 @@ def refusal(trajectory: RankOneTrajectory, predictor: str | Predictor, limits: L
     Raises:
         ValueError: an unknown predictor.
     """
-    predictor, limits = _predictor(predictor), limits or Limits()
+    predictor, limits = find_predictor(predictor), limits or Limits()
     needed = max(predictor.min_points + limits.holdout, 3)
     if len(trajectory) < needed:
         return Refusal("few points", f"{predictor.name} needs {needed} tracked steps, there are {len(trajectory)}")
@@ -269,7 +270,7 @@ def extrapolate(trajectory: RankOneTrajectory, weights: Mapping[str, torch.Tenso
     Raises:
         ValueError: an unknown predictor or scale; a prediction that is not finite.
     """
-    predictor = _predictor(predictor)
+    predictor = find_predictor(predictor)
     if scale != "alpha" and not (isinstance(scale, int | float) and math.isfinite(scale)):
         raise ValueError(f"scale must be 'alpha' or a finite number, got {scale!r}")
     out = {}
