@@ -5,13 +5,14 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <functional>
 #include <limits>
 #include <vector>
 
+#include "aligned.h"
 #include "philox.h"
 #include "rank1.h"
 #include "rank1_small.h"
+#include "threads.h"
 
 namespace rlk::rank1 {
 
@@ -29,23 +30,10 @@ struct Result {
   Status status = Status::zero;
 };
 
-// Calls body(i) for i in [0, count), on several threads or one.
-using Parallel = std::function<void(int64_t count, const std::function<void(int64_t)>& body)>;
-
-// Floats that start on a cache line.
-class Aligned {
- public:
-  explicit Aligned(size_t size) : memory_(size + 16) {}
-  float* data() { return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory_.data()) + 63) / 64 * 64); }
-
- private:
-  std::vector<float> memory_;
-};
-
 class Solver {
  public:
-  Solver(const DeltaPair& pair, const Settings& settings, const Parallel& parallel)
-      : pair_(pair), settings_(settings), parallel_(parallel), m_(pair.m), n_(pair.n),
+  Solver(const DeltaPair& pair, const Settings& settings, const Threads& threads)
+      : pair_(pair), settings_(settings), threads_(threads), m_(pair.m), n_(pair.n),
         slots_(int(std::clamp<int64_t>(pair.m / 64, 1, 16))), panel_floats_(RLK_DISPATCH(rank1_panel_floats)(pair.n)),
         panels_(panel_floats_), partial_(size_t(panel_floats_) * slots_), work_(size_t(kBlock) * n_) {}
 
@@ -101,7 +89,7 @@ class Solver {
     RLK_DISPATCH(rank1_to_panels)(pair_, q_.data() + size_t(before) * n_, columns, float(scale), panels_.data());
     std::vector<DeltaStats> parts(slots_, DeltaStats{0, 0});
     const auto kernel = RLK_DISPATCH(rank1_read);
-    parallel_(slots_, [&](int64_t s) {
+    hand_out(threads_, slots_, [&](int64_t s) {
       kernel(pair_, panels_.data(), columns, m_ * s / slots_, m_ * (s + 1) / slots_, y,
              partial_.data() + size_t(s) * panel_floats_, stats ? &parts[s] : nullptr);
     });
@@ -218,7 +206,7 @@ class Solver {
 
   const DeltaPair& pair_;
   const Settings& settings_;
-  const Parallel& parallel_;
+  const Threads& threads_;
   const int64_t m_, n_;
   const int slots_;
   const int64_t panel_floats_;

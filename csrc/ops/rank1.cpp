@@ -4,11 +4,11 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
-#include <atomic>
 #include <tuple>
 
 #include "check.h"
 #include "rank1_solve.h"
+#include "torch_threads.h"
 
 namespace {
 
@@ -46,18 +46,6 @@ const float* vector_data(const at::Tensor& t, int64_t size) {
   return t.const_data_ptr<float>();
 }
 
-void serial(int64_t count, const std::function<void(int64_t)>& body) {
-  for (int64_t i = 0; i < count; ++i) body(i);
-}
-
-// Threads take the next item as they become free.
-void threaded(int64_t count, const std::function<void(int64_t)>& body) {
-  std::atomic<int64_t> next{0};
-  at::parallel_for(0, std::min<int64_t>(count, at::get_num_threads()), 1, [&](int64_t, int64_t) {
-    for (int64_t i; (i = next.fetch_add(1)) < count;) body(i);
-  });
-}
-
 // -> u and v of every pair, and [pairs, 8] float64: sigma, frobenius, gap, residual, angle bound, passes, changed,
 // status
 std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>, at::Tensor> top1_deltas(
@@ -80,19 +68,20 @@ std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>, at::Tensor> top1_de
       held.push_back(*start);
     }
   }
-  const auto solve = [&](int64_t i, const rlk::rank1::Parallel& parallel) {
-    rlk::rank1::Solver solver(pairs[i], settings, parallel);
+  const auto solve = [&](int64_t i, const rlk::Threads& threads) {
+    rlk::rank1::Solver solver(pairs[i], settings, threads);
     const auto r = solver.solve(start_data[i], us[i].mutable_data_ptr<float>(), vs[i].mutable_data_ptr<float>());
     const double row[] = {r.sigma,       r.frobenius,      r.gap,     r.residual,
                           r.angle_bound, double(r.passes), r.changed, double(r.status)};
     std::copy(std::begin(row), std::end(row), facts.mutable_data_ptr<double>() + i * 8);
   };
+  const rlk::Threads threads = rlk::torch_threads();
   std::vector<int64_t> small;
   for (int64_t i = 0; i < count; ++i) {
     if (count > 1 && pairs[i].m * pairs[i].n < kSmall) small.push_back(i);
-    else solve(i, threaded);
+    else solve(i, threads);
   }
-  threaded(int64_t(small.size()), [&](int64_t i) { solve(small[i], serial); });
+  rlk::hand_out(threads, int64_t(small.size()), [&](int64_t i) { solve(small[i], rlk::one_thread()); });
   return {us, vs, facts};
 }
 

@@ -5,13 +5,10 @@
 
 #include <algorithm>
 
-#include "../runtime/row_sampler.h"
 #include "check.h"
-#include "dispatch.h"
-#include "token_weights.h"
+#include "row_sampler.h"
 
 RLK_DECLARE_KERNEL(void, keyed_uniform, uint64_t, const int64_t*, const int64_t*, float*, int64_t)
-RLK_DECLARE_KERNEL(void, logit_weights, const void*, bool, int64_t, float, float, int64_t*)
 
 namespace {
 

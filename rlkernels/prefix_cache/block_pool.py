@@ -14,6 +14,7 @@ of cached blocks never has a child in the tree: what is evicted is always a leaf
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -30,6 +31,14 @@ def integers(token_ids: Sequence[Sequence[int]]) -> list[list[int]]:
 
 class OutOfBlocks(RuntimeError):
     """The cache has too few free or evictable blocks for what was asked; nothing has been changed."""
+
+
+def compiled_pool(num_blocks: int, block_size: int) -> Any:
+    """The compiled pool, with the calls of :class:`BlockPool`; what it raises is this module's :class:`OutOfBlocks`."""
+    from rlkernels import _C
+
+    _C.OutOfBlocks = OutOfBlocks
+    return _C.BlockPool(num_blocks, block_size)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support import lacks
 
 from rlkernels import backend
-from rlkernels.prefix_cache.block_pool import BlockPool, OutOfBlocks
+from rlkernels.prefix_cache.block_pool import BlockPool, OutOfBlocks, compiled_pool
 
 ROOT = Path(__file__).parents[3]
 
@@ -24,9 +24,7 @@ class Pair:
     def __init__(self, num_blocks, block_size):
         if backend.extension_error():
             lacks("the compiled extension")
-        from rlkernels import _C
-
-        self.pools = BlockPool(num_blocks, block_size), _C.BlockPool(num_blocks, block_size)
+        self.pools = BlockPool(num_blocks, block_size), compiled_pool(num_blocks, block_size)
         self.open: list[tuple[int, int]] = []
         self.refused = 0
 

@@ -3,25 +3,24 @@
 // For each query: (1) the lower bound of every candidate; (2) the cost of the 2 k candidates with the lowest bounds,
 // whose k-th lowest cost is a ceiling of the true k-th lowest; (3) the cost of every other candidate whose bound is
 // not above the ceiling. A candidate left out costs more than k others, so the result is exact, ties included.
-#include <ATen/ops/empty.h>
-
+#pragma once
 #include <algorithm>
+#include <bit>
 #include <cfloat>
 #include <cmath>
-#include <cstring>
+#include <cstdint>
 #include <memory>
+#include <vector>
 
-#include "check.h"
-#include "dtw_kernels.h"
+#include "dtw_series.h"
 
-namespace rlk {
-namespace {
+namespace rlk::dtw_topk {
 
 constexpr int64_t kQueryBlock = 64;  // queries that share one packing of the bank in step (1)
 
 // Smallest and largest x_i with |i - j| <= radius for every column j: lower, upper [columns, dims]. Columns that no row
 // reaches are left alone.
-void envelope(const DtwRow& x, int64_t dims, int64_t radius, int64_t columns, float* lower, float* upper) {
+inline void envelope(const DtwRow& x, int64_t dims, int64_t radius, int64_t columns, float* lower, float* upper) {
   std::vector<int64_t> low(x.length), high(x.length);  // rows in the window that can still be an extreme
   for (int64_t d = 0; d < dims; ++d) {
     const auto value = [&](int64_t i) { return x.values[i * dims + d]; };
@@ -40,27 +39,19 @@ void envelope(const DtwRow& x, int64_t dims, int64_t radius, int64_t columns, fl
 }
 
 // Order of costs as unsigned integers, NaN last, ties by lower index.
-uint64_t key(float cost, int64_t index) {
-  uint32_t bits;
-  std::memcpy(&bits, &cost, sizeof bits);
-  return uint64_t(std::isnan(cost) ? UINT32_MAX : bits) << 32 | uint32_t(index);
+inline uint64_t key(float cost, int64_t index) {
+  return uint64_t(std::isnan(cost) ? UINT32_MAX : std::bit_cast<uint32_t>(cost)) << 32 | uint32_t(index);
 }
 
 // A value that at least `wanted` of the n values >= 0 do not exceed, and few others: the edge of a histogram bin
 // of 1/32 of a power of two.
-float rough_quantile(const float* values, int64_t n, int64_t wanted) {
+inline float rough_quantile(const float* values, int64_t n, int64_t wanted) {
   constexpr int kShift = 18;
   std::vector<int32_t> bins(1 << (31 - kShift));
-  for (int64_t i = 0; i < n; ++i) {
-    uint32_t bits;
-    std::memcpy(&bits, values + i, sizeof bits);
-    ++bins[bits >> kShift];
-  }
+  for (int64_t i = 0; i < n; ++i) ++bins[std::bit_cast<uint32_t>(values[i]) >> kShift];
   uint32_t bin = 0;
   for (int64_t seen = bins[0]; seen < wanted; seen += bins[bin]) ++bin;
-  const uint32_t bits = ((bin + 1) << kShift) - 1;
-  float edge;
-  std::memcpy(&edge, &bits, sizeof edge);
+  const float edge = std::bit_cast<float>(((bin + 1) << kShift) - 1);
   return std::isnan(edge) ? INFINITY : edge;
 }
 
@@ -73,15 +64,16 @@ struct Query {
 
 class Search {
  public:
-  Search(const Series& x, const Series& y, int64_t k, int64_t radius)
-      : x_(x), y_(y), k_(k), radius_(radius), lanes_(RLK_DISPATCH(dtw_tile_lanes)()), size_(y.active.size()) {}
+  Search(const Series& x, const Series& y, int64_t k, int64_t radius, const Threads& threads)
+      : x_(x), y_(y), threads_(threads), k_(k), radius_(radius), lanes_(RLK_DISPATCH(dtw_tile_lanes)()), size_(y.active.size()) {}
 
+  // -> cost and index [x.count, k]
   void run(float* cost, int64_t* index) {
     for (int64_t first = 0; first < x_.count; first += kQueryBlock) {
       std::vector<Query> queries;
       for (int64_t i = first; i < std::min(first + kQueryBlock, x_.count); ++i) queries.push_back({i, {}, {}, 0});
       answer(queries);
-      at::parallel_for(0, queries.size(), 1, [&](int64_t begin, int64_t end) {
+      threads_.split(queries.size(), 1, [&](int64_t begin, int64_t end) {
         for (int64_t q = begin; q < end; ++q) finish(queries[q], cost, index);
       });
     }
@@ -96,8 +88,8 @@ class Search {
       for (Query* q : active) q->pending = y_.active;
       return compute(active);
     }
-    const at::Tensor all_bounds = lower_bounds(active);  // [queries, active y]
-    const float* bounds = all_bounds.const_data_ptr<float>();
+    Aligned all_bounds = lower_bounds(active);  // [queries, active y]
+    const float* bounds = all_bounds.data();
     each(active, [&](Query& q, int64_t row) {
       const float* bound = bounds + row * size_;
       q.rough = rough_quantile(bound, size_, 2 * k_);
@@ -120,8 +112,8 @@ class Search {
   }
 
   template <class F>
-  static void each(const std::vector<Query*>& queries, F f) {
-    at::parallel_for(0, queries.size(), 1, [&](int64_t begin, int64_t end) {
+  void each(const std::vector<Query*>& queries, F f) const {
+    threads_.split(queries.size(), 1, [&](int64_t begin, int64_t end) {
       for (int64_t q = begin; q < end; ++q) f(*queries[q], q);
     });
   }
@@ -140,16 +132,13 @@ class Search {
     if (k_ == 0) return -1;
     std::vector<uint64_t> keys = q.found;
     std::nth_element(keys.begin(), keys.begin() + k_ - 1, keys.end());
-    const uint32_t bits = uint32_t(keys[k_ - 1] >> 32);
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
+    return std::bit_cast<float>(uint32_t(keys[k_ - 1] >> 32));
   }
 
   // [queries, active y] in the order of y_.active.
-  at::Tensor lower_bounds(const std::vector<Query*>& queries) const {
-    const at::Tensor result = at::empty({int64_t(queries.size()), size_}, at::kFloat);
-    float* bounds = result.mutable_data_ptr<float>();
+  Aligned lower_bounds(const std::vector<Query*>& queries) const {
+    Aligned result(queries.size() * size_);
+    float* bounds = result.data();
     const int64_t columns = y_.lengths[y_.active[0]], width = columns * y_.dims;
     struct Scratch {
       PackedTile packed;
@@ -160,7 +149,7 @@ class Search {
       return Scratch{{y_, false, true}, std::vector<float>(queries.size() * 2 * width), std::vector<int64_t>(queries.size(), -1)};
     };
     const auto kernel = RLK_DISPATCH(dtw_bound);
-    parallel_tasks((size_ + lanes_ - 1) / lanes_, make, [&](int64_t tile, Scratch& s) {
+    hand_out(threads_, (size_ + lanes_ - 1) / lanes_, make, [&](int64_t tile, Scratch& s) {
       const int64_t first = tile * lanes_, count = std::min<int64_t>(lanes_, size_ - first);
       s.packed.pack(y_.active.data() + first, int(count));
       const int64_t shortest = y_.lengths[y_.active[first + count - 1]];
@@ -192,7 +181,7 @@ class Search {
     }
     const auto kernel = RLK_DISPATCH(dtw_tile);
     const auto make = [&] { return PackedTile(y_, false, false); };
-    parallel_tasks(tasks.size(), make, [&](int64_t t, PackedTile& packed) {
+    hand_out(threads_, tasks.size(), make, [&](int64_t t, PackedTile& packed) {
       const Task& task = tasks[t];
       const std::vector<int64_t>& pending = task.query->pending;
       const size_t end = std::min(pending.size(), task.first + kTiles * lanes_);
@@ -221,32 +210,17 @@ class Search {
     std::nth_element(q.found.begin(), middle, q.found.end());
     std::sort(q.found.begin(), middle);
     for (int64_t i = 0; i < k_; ++i) {
-      const uint32_t bits = uint32_t(q.found[i] >> 32);
-      std::memcpy(cost + q.index * k_ + i, &bits, sizeof bits);  // the key of NaN is a NaN
+      cost[q.index * k_ + i] = std::bit_cast<float>(uint32_t(q.found[i] >> 32));  // the key of NaN is a NaN
       index[q.index * k_ + i] = int64_t(uint32_t(q.found[i]));
     }
     q = {};
   }
 
   const Series &x_, &y_;
+  const Threads& threads_;
   const int64_t k_, radius_;
   const int lanes_;
   const int64_t size_;  // active y
 };
 
-}  // namespace
-
-std::tuple<at::Tensor, at::Tensor> dtw_topk(const at::Tensor& x_values, const at::Tensor& y_values, int64_t k,
-                                            const std::optional<at::Tensor>& x_lengths,
-                                            const std::optional<at::Tensor>& y_lengths, std::optional<int64_t> band) {
-  const Series x = read_series("x", x_values, x_lengths), y = read_series("y", y_values, y_lengths);
-  TORCH_CHECK_VALUE(x.dims == y.dims, "x and y must have equally many features, got ", x.dims, " and ", y.dims);
-  TORCH_CHECK_VALUE(k >= 0 && k <= y.count, "k must be between 0 and ", y.count, ", got ", k);
-  TORCH_CHECK_VALUE(y.count <= UINT32_MAX, "y must hold at most ", UINT32_MAX, " trajectories, got ", y.count);
-  at::Tensor cost = at::empty({x.count, k}, x_values.options());
-  at::Tensor index = at::empty({x.count, k}, x_values.options().dtype(at::kLong));
-  Search(x, y, k, band.value_or(kNoBand)).run(cost.mutable_data_ptr<float>(), index.mutable_data_ptr<int64_t>());
-  return {cost, index};
-}
-
-}  // namespace rlk
+}  // namespace rlk::dtw_topk

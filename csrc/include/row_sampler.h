@@ -1,53 +1,98 @@
-#include "row_sampler.h"
-
+// Draws a token from one row of logits. See rlkernels.sample_tokens for the definition.
+#pragma once
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <cstdint>
+#include <functional>
 #include <limits>
+#include <vector>
 
 #include "dispatch.h"
 #include "token_weights.h"
 
+// csrc/cpu/sample_tokens.cpp
 RLK_DECLARE_KERNEL(bool, logit_maxima, const void*, bool, int64_t, float*)
 RLK_DECLARE_KERNEL(void, logit_weights, const void*, bool, int64_t, float, float, int64_t*)
 RLK_DECLARE_KERNEL(void, logit_weight_sums, const void*, bool, int64_t, float, float, int64_t*)
 RLK_DECLARE_KERNEL(int64_t, collect_logits, const void*, bool, int64_t, float, int32_t*, float*)
 
 namespace rlk {
-namespace {
 
-constexpr int64_t kBlock = 1024;
-constexpr int64_t kGroups = 16;  // groups of logits per block, see logit_maxima
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
+struct SamplingSettings {
+  float temperature;  // 0: greedy
+  float top_p;        // 1: off
+  int64_t top_k;      // 0: off
+};
 
-// Orders tokens by logit, then by lower id; -0 equals 0.
-uint64_t rank_of(float logit, int32_t id) {
-  const uint32_t bits = std::bit_cast<uint32_t>(logit + 0.0f);
-  const uint32_t ascending = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-  return uint64_t(ascending) << 32 | uint32_t(~id);
-}
+struct Drawn {
+  int64_t id;     // -1 when the row has no distribution
+  float logprob;  // NaN then
+};
 
-int64_t blocks_of(int64_t n) { return (n + kBlock - 1) / kBlock; }
+// Holds scratch memory for rows of one vocabulary; one per thread.
+class RowSampler {
+ public:
+  RowSampler(int64_t vocabulary, bool bf16);
+  Drawn draw(const void* row, float uniform, const SamplingSettings& settings);
 
-}  // namespace
+ private:
+  static constexpr int64_t kBlock = 1024;
+  static constexpr int64_t kGroups = 16;  // groups of logits per block, see logit_maxima
+  static constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  static int64_t blocks_of(int64_t n) { return (n + kBlock - 1) / kBlock; }
 
-RowSampler::RowSampler(int64_t vocabulary, bool bf16)
+  // Orders tokens by logit, then by lower id; -0 equals 0.
+  static uint64_t rank_of(float logit, int32_t id) {
+    const uint32_t bits = std::bit_cast<uint32_t>(logit + 0.0f);
+    const uint32_t ascending = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    return uint64_t(ascending) << 32 | uint32_t(~id);
+  }
+
+  struct Ranked {
+    uint64_t rank;  // larger logits first, then lower ids
+    int64_t weight;
+  };
+  const void* at(const void* row, int64_t i) const;
+  float logit(const void* row, int64_t i) const;
+  int64_t first_of(const void* row, float value) const;
+  void collect(const void* row, float cut);
+  void collect_top_k(const void* row, int64_t k);
+  void collect_nucleus(const void* row, float top_p, float temperature);
+  int64_t nucleus_weight_and_cut(int64_t needed, uint64_t& cut);
+  Drawn draw_whole(const void* row, float uniform);
+  Drawn draw_filtered(const void* row, float uniform, const SamplingSettings& settings);
+  Drawn finish(int64_t id, float logit, int64_t total) const;
+
+  const int64_t vocabulary_;
+  const bool bf16_;
+  float largest_ = 0, inverse_ = 1;
+  int64_t found_ = 0;               // candidates
+  std::vector<float> maxima_;       // of groups of logits
+  std::vector<int64_t> sums_;       // weights of blocks of 1024
+  std::vector<int64_t> weights_;    // of one block, or of the candidates
+  std::vector<int32_t> ids_;        // of the candidates, ascending
+  std::vector<float> logits_;       // of the candidates
+  std::vector<Ranked> ranked_;
+};
+
+inline RowSampler::RowSampler(int64_t vocabulary, bool bf16)
     : vocabulary_(vocabulary),
       bf16_(bf16),
       maxima_(2 * kGroups * blocks_of(vocabulary)),  // and a copy to select from
       sums_(blocks_of(vocabulary)),
       weights_(kBlock) {}
 
-const void* RowSampler::at(const void* row, int64_t i) const {
+inline const void* RowSampler::at(const void* row, int64_t i) const {
   return static_cast<const char*>(row) + i * (bf16_ ? 2 : 4);
 }
 
-float RowSampler::logit(const void* row, int64_t i) const {
+inline float RowSampler::logit(const void* row, int64_t i) const {
   if (!bf16_) return *static_cast<const float*>(at(row, i));
   return std::bit_cast<float>(uint32_t(*static_cast<const uint16_t*>(at(row, i))) << 16);
 }
 
-Drawn RowSampler::draw(const void* row, float uniform, const SamplingSettings& settings) {
+inline Drawn RowSampler::draw(const void* row, float uniform, const SamplingSettings& settings) {
   const bool nan = RLK_DISPATCH(logit_maxima)(row, bf16_, vocabulary_, maxima_.data());
   largest_ = *std::max_element(maxima_.begin(), maxima_.begin() + kGroups * sums_.size());
   if (nan || !std::isfinite(largest_) || !(uniform >= 0 && uniform < 1))
@@ -59,7 +104,7 @@ Drawn RowSampler::draw(const void* row, float uniform, const SamplingSettings& s
 }
 
 // First id whose logit equals `value`, which the maxima hold.
-int64_t RowSampler::first_of(const void* row, float value) const {
+inline int64_t RowSampler::first_of(const void* row, float value) const {
   for (size_t block = 0; block < sums_.size(); ++block) {
     const float* groups = maxima_.data() + block * kGroups;
     if (std::find(groups, groups + kGroups, value) == groups + kGroups) continue;
@@ -70,12 +115,12 @@ int64_t RowSampler::first_of(const void* row, float value) const {
   return -1;
 }
 
-Drawn RowSampler::finish(int64_t id, float logit, int64_t total) const {
+inline Drawn RowSampler::finish(int64_t id, float logit, int64_t total) const {
   const float z = (logit - largest_) * inverse_;
   return {id, float(double(z) - std::log(std::ldexp(double(total), -kWeightBits)))};
 }
 
-Drawn RowSampler::draw_whole(const void* row, float uniform) {
+inline Drawn RowSampler::draw_whole(const void* row, float uniform) {
   RLK_DISPATCH(logit_weight_sums)(row, bf16_, vocabulary_, largest_, inverse_, sums_.data());
   int64_t total = 0;
   for (int64_t sum : sums_) total += sum;
@@ -89,7 +134,7 @@ Drawn RowSampler::draw_whole(const void* row, float uniform) {
   return finish(begin + i, logit(row, begin + i), total);
 }
 
-void RowSampler::collect(const void* row, float cut) {
+inline void RowSampler::collect(const void* row, float cut) {
   ids_.resize(vocabulary_ + 1);
   logits_.resize(vocabulary_ + 1);
   found_ = RLK_DISPATCH(collect_logits)(row, bf16_, vocabulary_, cut, ids_.data(), logits_.data());
@@ -98,7 +143,7 @@ void RowSampler::collect(const void* row, float cut) {
 }
 
 // Candidates that hold the k largest: the k-th largest of the groups' maxima is a lower bound of the k-th largest.
-void RowSampler::collect_top_k(const void* row, int64_t k) {
+inline void RowSampler::collect_top_k(const void* row, int64_t k) {
   const int64_t groups = kGroups * sums_.size();
   float cut = -kInfinity;
   if (k <= groups) {
@@ -112,7 +157,7 @@ void RowSampler::collect_top_k(const void* row, int64_t k) {
 
 // Candidates that hold the nucleus. Tokens below (1 - top_p) total / V cannot belong to it: together they weigh less
 // than what is left out. A 64 times higher cut is tried first, and is right when enough weight lies above it.
-void RowSampler::collect_nucleus(const void* row, float top_p, float temperature) {
+inline void RowSampler::collect_nucleus(const void* row, float top_p, float temperature) {
   RLK_DISPATCH(logit_weight_sums)(row, bf16_, vocabulary_, largest_, inverse_, sums_.data());
   int64_t total = 0;
   for (int64_t sum : sums_) total += sum;
@@ -135,7 +180,7 @@ void RowSampler::collect_nucleus(const void* row, float top_p, float temperature
 }
 
 // Of ranked_, in any order: the weight and the lowest rank of the shortest descending run that weighs `needed`.
-int64_t RowSampler::nucleus_weight_and_cut(int64_t needed, uint64_t& cut) {
+inline int64_t RowSampler::nucleus_weight_and_cut(int64_t needed, uint64_t& cut) {
   auto begin = ranked_.begin(), end = ranked_.end();
   int64_t before = 0;  // weight of what ranks above [begin, end)
   const auto higher = [](const Ranked& a, const Ranked& b) { return a.rank > b.rank; };
@@ -155,7 +200,7 @@ int64_t RowSampler::nucleus_weight_and_cut(int64_t needed, uint64_t& cut) {
   return before + begin->weight;
 }
 
-Drawn RowSampler::draw_filtered(const void* row, float uniform, const SamplingSettings& settings) {
+inline Drawn RowSampler::draw_filtered(const void* row, float uniform, const SamplingSettings& settings) {
   const int64_t k = settings.top_k == 0 ? vocabulary_ : std::min(settings.top_k, vocabulary_);
   if (k < vocabulary_)
     collect_top_k(row, k);

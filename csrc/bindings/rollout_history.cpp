@@ -1,12 +1,13 @@
 // rlkernels._C.RolloutHistory: arrays in, arrays out; the interpreter lock is released while the index works.
+#include "../runtime/rollout_history.h"
+
 #include <pybind11/numpy.h>
-#include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <memory>
 #include <system_error>
 
-#include "rollout_history.h"
+#include "bindings.h"
 
 namespace py = pybind11;
 

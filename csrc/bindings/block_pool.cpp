@@ -2,15 +2,16 @@
 #include "../runtime/block_pool.h"
 
 #include <pybind11/numpy.h>
-#include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
 #include <limits>
 
-namespace py = pybind11;
-using rlk::BlockPool;
+#include "bindings.h"
 
+namespace py = pybind11;
+
+namespace rlk {
 namespace {
 
 using Tokens = std::vector<BlockPool::Token>;
@@ -85,13 +86,15 @@ py::array_t<int64_t> slots(const BlockPool& pool, const Handles& handles, const 
 
 }  // namespace
 
+// Python puts its own exception in the place of the module's OutOfBlocks.
 void bind_block_pool(py::module_& m) {
+  static const py::handle module = m;
+  m.attr("OutOfBlocks") = py::handle(PyExc_RuntimeError);
   py::register_local_exception_translator([](std::exception_ptr error) {
     try {
       if (error) std::rethrow_exception(error);
-    } catch (const rlk::OutOfBlocks& e) {
-      const auto type = py::module_::import("rlkernels.prefix_cache.block_pool").attr("OutOfBlocks");
-      PyErr_SetString(type.ptr(), e.what());
+    } catch (const OutOfBlocks& e) {
+      PyErr_SetString(py::object(module.attr("OutOfBlocks")).ptr(), e.what());
     }
   });
   py::class_<BlockPool>(m, "BlockPool")
@@ -125,3 +128,5 @@ void bind_block_pool(py::module_& m) {
       .def_property_readonly("misses", &BlockPool::misses)
       .def_property_readonly("evictions", &BlockPool::evictions);
 }
+
+}  // namespace rlk
