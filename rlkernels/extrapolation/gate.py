@@ -107,8 +107,9 @@ class Gate:
         gained, lost = (round(count * prompts / len(after)) for count in count_changes(after, before))
         return improvement_e_value(gained, lost) < needed
 
-    def compare_in_parts(self, after: Callable[[int], Sequence[float]], before: Callable[[int], Sequence[float]],
-                         prompts: int) -> Comparison:  # fmt: skip
+    def compare_in_parts(
+        self, after: Callable[[int], Sequence[float]], before: Callable[[int], Sequence[float]], prompts: int
+    ) -> Comparison:
         """Judges one candidate, looking at no more prompts than it takes.
 
         Args:

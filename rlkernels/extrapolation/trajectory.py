@@ -264,9 +264,11 @@ class RankOneTrajectory:
             ranks = state.get(f"{name}/ranks")
             width = 0 if ranks is None else int(ranks.sum())
             expected |= {
-                f"{name}/ranks": [count], f"{name}/left": [base.shape[0], width],
-                f"{name}/right": [base.shape[1], width], f"{name}/facts": [count, len(FACTS)],
-            }  # fmt: skip
+                f"{name}/ranks": [count],
+                f"{name}/left": [base.shape[0], width],
+                f"{name}/right": [base.shape[1], width],
+                f"{name}/facts": [count, len(FACTS)],
+            }
         for key in {**expected, **state}:
             wanted, found = expected.get(key, "none"), list(state[key].shape) if key in state else "none"
             if wanted != found:

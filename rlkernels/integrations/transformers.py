@@ -206,8 +206,9 @@ class PagedCache(Cache):
                 f"on the left), then 1 for every new column, got {int(mask[row, column])} at [{row}, {column}]"
             )
 
-    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float,
-               window: int | None) -> torch.Tensor:  # fmt: skip
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
+    ) -> torch.Tensor:
         """query [B, Hq, q, d], key and value [B, Hk, q, d] -> [B, q, Hq, d], zeros for padding."""
         step, kv = self._step, self.kv
         assert step is not None
@@ -273,8 +274,9 @@ class PagedCache(Cache):
         self._sequences = sequences
         self._pads, self._cached = ([values[i] for i in rows] for values in (self._pads, self._cached))
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-               ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Hands the new keys and values on to the attention function, which writes them."""
         if self._step is None:
             raise ValueError(

@@ -186,8 +186,9 @@ class GatedExtrapolation(TrainerCallback):
         self._anchor = 0
         self._rewards: list[float] = []
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-                       ) -> None:  # fmt: skip
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if args.world_size > 1:
             raise ValueError(f"GatedExtrapolation needs one process, got {args.world_size}")
         strategy, every = IntervalStrategy(args.logging_strategy).value, state.logging_steps

@@ -68,7 +68,6 @@ class BlockPool:
         # becomes somebody else's parent while a child of its old life can be found under it
         self._stale: list[OrderedDict[int, None]] = []
 
-    # Sequences ---------------------------------------------------------------------------------------------------
     def open_many(self, prompts: Sequence[Sequence[int]]) -> list[int]:
         """Opens all or none. A block that several prompts begin with is taken once, by the first of them."""
         prompts = integers(prompts)
@@ -193,7 +192,6 @@ class BlockPool:
         self._stale = [*filter(None, self._stale), self._cached]
         self._cached = OrderedDict()
 
-    # Looking at them ---------------------------------------------------------------------------------------------
     def length(self, handle: int) -> int:
         return len(self._sequences[handle].tokens)
 
@@ -228,7 +226,6 @@ class BlockPool:
         free = len(self._free) + sum(map(len, self._stale))
         return free, len(self._cached), self.num_blocks - free - len(self._cached)
 
-    # Blocks ------------------------------------------------------------------------------------------------------
     def _blocks(self, length: int) -> int:
         return -(-length // self.block_size)
 

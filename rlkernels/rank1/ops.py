@@ -198,9 +198,9 @@ def delta_matvec(weight: torch.Tensor, base: torch.Tensor, v: torch.Tensor, *, b
     if chosen == "cpu":
         return torch.ops.rlkernels.delta_matvec(_rows(weight), _rows(base), _vector(v))
     if chosen == "triton":
-        from rlkernels.rank1 import triton_kernels
+        from rlkernels.rank1 import triton_update
 
-        return triton_kernels.delta_matvec(_rows(weight), _rows(base), _vector(v))
+        return triton_update.delta_matvec(_rows(weight), _rows(base), _vector(v))
     return reference.delta_matvec(weight, base, v)
 
 
@@ -244,11 +244,9 @@ def add_rank1_(weight: torch.Tensor, u: torch.Tensor, v: torch.Tensor, scale: fl
             if chosen == "cpu":
                 torch.ops.rlkernels.add_rank1_(weight, left * scale, right, stochastic_rounding, seed)
             else:
-                from rlkernels.rank1 import triton_kernels
+                from rlkernels.rank1 import triton_update
 
-                triton_kernels.add_rank1_(
-                    weight, left, right, scale, stochastic_rounding=stochastic_rounding, seed=seed
-                )
+                triton_update.add_rank1_(weight, left, right, scale, stochastic_rounding=stochastic_rounding, seed=seed)
             _backend.mark_written(weight)
             return weight
         return reference.add_rank1_(weight, u, v, scale, stochastic_rounding=stochastic_rounding, seed=seed)

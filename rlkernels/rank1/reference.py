@@ -106,8 +106,9 @@ def second_eigenvalue(theta: torch.Tensor, first: torch.Tensor, last: torch.Tens
     return bound
 
 
-def solve(read: Read, m: int, n: int, start: torch.Tensor | None, tol: float, max_passes: int, seed: int,
-          device: torch.device) -> tuple[torch.Tensor, float, torch.Tensor, float, float, float, int, str]:  # fmt: skip
+def solve(
+    read: Read, m: int, n: int, start: torch.Tensor | None, tol: float, max_passes: int, seed: int, device: torch.device
+) -> tuple[torch.Tensor, float, torch.Tensor, float, float, float, int, str]:
     """Block Krylov iteration -> u, sigma, v, gap, residual, angle bound, passes, status. The delta is not zero."""
     width = min(BLOCK, n)
     randoms = width - (start is not None and n > 1)

@@ -83,3 +83,22 @@ def test_rlkernels_imports_none_of_those_above():
             assert not integration or "integrations" in path.parts, f"{path} imports {name}"
             above = name.startswith(("rlkernels.extrapolation", "rlkernels.integrations"))
             assert not above or path.parent.name in ("extrapolation", "integrations"), f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("folder", [CSRC, PACKAGE])
+def test_files_are_short_and_without_banners(folder):
+    for path in folder.rglob("*.*"):
+        if path.suffix in (".py", ".pyi", ".cpp", ".h", ".cu"):
+            lines = path.read_text().splitlines()
+            assert len(lines) <= 400, f"{path} has {len(lines)} lines"
+            banners = [line for line in lines if re.match(r"\s*(#|//).*[-=]{8,}$", line)]
+            assert not banners, f"{path}: {banners[0]}"
+
+
+def test_a_class_name_is_used_once():
+    found: dict[str, Path] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                assert node.name not in found, f"{node.name}: {path} and {found[node.name]}"
+                found[node.name] = path

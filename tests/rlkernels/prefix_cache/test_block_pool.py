@@ -146,7 +146,7 @@ def test_wrong_tokens():
 def test_under_sanitizers(tmp_path):
     compiler = shutil.which("g++") or lacks("g++")
     program = tmp_path / "fuzz"
-    sources = [ROOT / "tests/cpp/block_pool_fuzz.cpp", ROOT / "csrc/runtime/block_pool.cpp"]
+    sources = [ROOT / "tests/cpp/block_pool_fuzz.cpp", *sorted((ROOT / "csrc/runtime").glob("block_*.cpp"))]
     flags = ["-std=c++20", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     built = subprocess.run(
         [compiler, *flags, f"-I{ROOT / 'csrc/runtime'}", *map(str, sources), "-o", str(program)],

@@ -9,7 +9,7 @@ from rank1_cases import angle, exact, planted, with_spectrum
 
 import rlkernels
 from rlkernels.rank1 import grouped, reference
-from rlkernels.rank1.grouped import Tiling
+from rlkernels.rank1.layout import Tiling
 
 # Rows of more than 8 columns go through the panel kernel: chunks, strips and panels of a few entries
 SMALL = Tiling(widest=8, chunk=32, strip=32, rows=8, panel_bytes=2048)
