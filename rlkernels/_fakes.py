@@ -94,9 +94,10 @@ def _(logits, *_):
 
 
 @torch.library.register_fake("rlkernels::top1_deltas")
-def _(weights, bases, *_):
-    us, vs = ([w.new_empty(w.shape[i], dtype=torch.float32) for w in weights] for i in (0, 1))
-    return us, vs, torch.empty(len(weights), 8, dtype=torch.float64, device="cpu")
+def _(weights, bases, starts, tol, max_passes, min_passes, rank, seed):
+    us, vs = ([w.new_empty(rank, w.shape[i], dtype=torch.float32) for w in weights] for i in (0, 1))
+    sigmas, facts = (torch.empty(len(weights), k, dtype=torch.float64, device="cpu") for k in (rank, 7))
+    return us, vs, sigmas, facts
 
 
 @torch.library.register_fake("rlkernels::delta_matvec")

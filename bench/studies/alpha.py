@@ -37,7 +37,7 @@ from python_trainer.telemetry import read_metrics
 from python_trainer.trainer import Trainer, first_rows
 from rlkernels.extrapolation import PREDICTORS, Limits
 from rlkernels.extrapolation.predictors import linearity
-from rlkernels.extrapolation.trajectory import leading_factors
+from rlkernels.rank1.ops import leading_deltas
 
 CONFIG = Path("configs/arithmetic.yaml")
 SHARE = 0.4
@@ -245,8 +245,9 @@ def cut_down(config: Config, part: Part, step: int, scan_prompts: int, *, more: 
     sizes = {name: float(delta.norm()) for name, delta in deltas.items()}
     low: dict[int, dict[str, torch.Tensor]] = {}
     for rank in (1, 4, 16):
-        factors = {n: leading_factors(final[n], b, rank=rank, passes=4) for n, b in tracked.base.items()}
-        low[rank] = {name: left @ right.T for name, (left, right) in factors.items()}
+        pairs = {name: (final[name], base) for name, base in tracked.base.items()}
+        found = leading_deltas(pairs, rank=rank, min_passes=8)  # reads enough for the last of 16 directions
+        low[rank] = {name: left @ right.T for name, (_, left, right) in found.items()}
 
     def test(modules: dict[str, torch.Tensor], rest: str, prompts: int | None = None) -> list[float]:
         values = dict(final if rest == "trained" else first) | modules

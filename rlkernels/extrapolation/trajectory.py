@@ -13,7 +13,7 @@ import torch
 
 from rlkernels import _check
 from rlkernels.rank1 import reference
-from rlkernels.rank1.ops import DTYPES, check_settings, delta_matvec, top1_deltas
+from rlkernels.rank1.ops import DTYPES, check_settings, delta_matvec, leading_deltas
 from rlkernels.rank1.update import STATUSES
 
 MAX_POINTS = 64  # tracked steps that are kept: factors of every projection of a model, each
@@ -36,38 +36,6 @@ class Points:
         """The first ``count`` steps; ``v`` stays."""
         rows = {name: getattr(self, name)[:count] for name in ("steps", "accuracy", "x", "captured", "cosine")}
         return replace(self, **rows, frobenius=self.frobenius[:count])
-
-
-def leading_factors(weight: torch.Tensor, base: torch.Tensor, *, rank: int = 4, start: torch.Tensor | None = None,
-                    passes: int = 3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Rank-k approximation ``left @ right.T`` of ``weight - base`` by block Krylov iteration.
-
-    Args:
-        weight, base: [m, n] floating point; the delta is taken ``reference.ROWS`` rows at a time.
-        start: [n], a guess for the leading right singular vector.
-        passes: reads of both matrices; the basis has ``rank * passes`` columns.
-
-    Returns:
-        left [m, k] = (weight - base) @ right and right [n, k] with orthonormal columns, float32, by descending
-        singular value; k is smaller than ``rank`` where the delta has no more directions.
-    """
-    n, width = weight.shape[1], min(rank, *weight.shape)
-    columns = reference.random_block(n, width, seed, weight.device)
-    if start is not None and start.any():
-        columns = torch.cat([start.double()[:, None], columns[:, 1:]], 1)
-    q = torch.empty(n, 0, dtype=torch.float64, device=weight.device)
-    y = torch.empty(weight.shape[0], 0, dtype=torch.float64, device=weight.device)
-    block = reference.orthonormal(columns, q)
-    for _ in range(passes):
-        block = block.float()
-        image, back = reference.delta_read(weight, base, block)
-        q, y = torch.cat([q, block], 1), torch.cat([y, image], 1)  # promoted to float64
-        block = reference.orthonormal(back.double(), q)
-        if block.shape[1] == 0:  # the basis is invariant
-            break
-    theta, ritz = torch.linalg.eigh(y.T @ y)
-    ritz = ritz.flip(1)[:, : min(width, int((theta > 1e-14 * theta[-1]).sum()))]
-    return (y @ ritz).float(), (q @ ritz).float()
 
 
 def storage_noise(weight: torch.Tensor, base: torch.Tensor, frobenius: float) -> float:
@@ -148,14 +116,8 @@ class RankOneTrajectory:
             raise ValueError(f"weights must hold every tracked module, but {missing[0]!r} is missing")
         starts = {name: rows[-1][:, 0] for name, rows in self._right.items() if rows and rows[-1].shape[1]}
         pairs = {name: (weights[name].detach(), base) for name, base in self.base.items()}
-        updates = top1_deltas(pairs, starts=starts, tol=self.tol, seed=self.seed)
-        for name, update in updates.items():
-            if update.status == "zero":
-                left, right = update.u[:, None], update.v[:, None]
-            else:
-                left, right = leading_factors(*pairs[name], rank=self.rank, start=update.v, seed=self.seed)
-                sign = torch.where(right[:, 0] @ update.v < 0, -1.0, 1.0)
-                left, right = left * sign, right * sign
+        found = leading_deltas(pairs, rank=self.rank, starts=starts, tol=self.tol, seed=self.seed)
+        for name, (update, left, right) in found.items():
             self._left[name].append(left)
             self._right[name].append(right)
             facts = (update.sigma, update.frobenius, update.gap, update.angle_bound, update.changed)

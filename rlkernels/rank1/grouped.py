@@ -9,6 +9,7 @@ module has the same K. The small matrices are float64 [modules, ...] on the devi
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from rlkernels.rank1 import reference, triton_kernels, triton_vectors
 from rlkernels.rank1.layout import Layout, Pair, Tiling, shared_bytes
 from rlkernels.rank1.reference import BLOCK, DROP, EPS
 from rlkernels.rank1.triton_kernels import Module
-from rlkernels.rank1.update import GAP_FLOOR, Rank1Update
+from rlkernels.rank1.update import GAP_FLOOR, Leading, Rank1Update, factors
 
 STEPS = 50  # places between the two leading Ritz values where the certificate looks
 
@@ -66,32 +67,34 @@ def angle_bound(theta: torch.Tensor, ritz: torch.Tensor, first: torch.Tensor, re
 
 @dataclass
 class Found:
-    """What is known of every module, each [B] float64 but for ``leading`` [B, K]; frozen when it is done."""
+    """What is known of every module, each [B] float64 but for the two whose shape is given; frozen when it is done."""
 
-    theta: torch.Tensor
+    theta: torch.Tensor  # [B, R], of the leading directions
+    leading: torch.Tensor  # [B, K, R], their coordinates in the basis
     gap: torch.Tensor
     residual: torch.Tensor
     bound: torch.Tensor
     passes: torch.Tensor
-    leading: torch.Tensor
 
-    def update(self, active: torch.Tensor, theta: torch.Tensor, gap: torch.Tensor, residual: torch.Tensor,
-               bound: torch.Tensor, passes: int, leading: torch.Tensor) -> None:  # fmt: skip
-        self.theta = torch.where(active, theta, self.theta)
+    def update(self, active: torch.Tensor, theta: torch.Tensor, ritz: torch.Tensor, gap: torch.Tensor,
+               residual: torch.Tensor, bound: torch.Tensor, passes: int) -> None:  # fmt: skip
+        """theta [B, K] descending, ritz [B, K, K]: all of the basis as it is."""
+        k, r = theta.shape[1], min(theta.shape[1], self.theta.shape[1])
+        self.theta[:, :r] = torch.where(active[:, None], theta[:, :r], self.theta[:, :r])
+        self.leading[:, :k, :r] = torch.where(active[:, None, None], ritz[:, :, :r], self.leading[:, :k, :r])
         self.gap = torch.where(active, gap, self.gap)
         self.residual = torch.where(active, residual, self.residual)
         self.bound = torch.where(active, bound, self.bound)
         self.passes = torch.where(active, passes, self.passes)
-        k = leading.shape[1]
-        self.leading[:, :k] = torch.where(active[:, None], leading, self.leading[:, :k])
 
 
 class Solver:
-    """One call of ``top1_deltas``. Rows of the matrices must be contiguous."""
+    """One call of ``leading_deltas``. Rows of the matrices must be contiguous."""
 
     def __init__(self, pairs: Sequence[Pair], starts: Sequence[torch.Tensor | None], *, tol: float, max_passes: int,
-                 seed: int, tiling: Tiling) -> None:  # fmt: skip
+                 min_passes: int, rank: int, seed: int, tiling: Tiling) -> None:  # fmt: skip
         self.pairs, self.tol, self.max_passes, self.seed = pairs, tol, max_passes, seed
+        self.min_passes, self.rank = min_passes, rank
         given = [s is not None and w.shape[1] > 1 for s, (w, _) in zip(starts, pairs)]
         self.layout = layout = Layout(pairs, given, tiling)
         self.device, self.count = pairs[0][0].device, len(pairs)
@@ -216,12 +219,13 @@ class Solver:
         triton_kernels._sum_stats_kernel[(self.count,)](self.layout.table, self.stats, out, BLOCK=256)
         return out.cpu()
 
-    def solve(self) -> list[Rank1Update | None]:
-        """The updates; None for modules that float32 squares do not suit or that are not finite."""
+    def solve(self) -> list[Leading | None]:
+        """What was found; None for modules that float32 squares do not suit or that are not finite."""
         self._start()
         flat = torch.zeros(self.count, dtype=torch.float64, device=self.device)
-        found = Found(flat, flat, flat, flat + math.pi / 2, flat + 1,
-                      self._zeros(self.count, BLOCK * self.max_passes, dtype=torch.float64))  # fmt: skip
+        theta = self._zeros(self.count, self.rank, dtype=torch.float64)
+        leading = self._zeros(self.count, BLOCK * self.max_passes, self.rank, dtype=torch.float64)
+        found = Found(theta, leading, flat, flat, flat + math.pi / 2, flat + 1)
         for step in range(self.max_passes):
             old, k = BLOCK * step, BLOCK * (step + 1)
             self._read(old, statistics=step == 0)
@@ -235,61 +239,65 @@ class Solver:
             self.gram[:, :k, old:k], self.gram[:, old:k, :k] = dots, dots.mT
             theta, ritz = torch.linalg.eigh(self.gram[:, :k, :k])
             theta, ritz = theta.flip(1).clamp_min(0), ritz.flip(2)
-            top, leading = theta[:, 0], ritz[:, :, 0]
+            top = theta[:, 0]
             safe = top.where(top > 0, 1)
-            residual = self._residual(k, leading, safe).where(top > 0, math.inf)
+            residual = self._residual(k, ritz[:, :, 0], safe).where(top > 0, math.inf)
             gap = torch.where(top > 0, 1 - (theta[:, 1] / safe).sqrt(), 0)
             rest, lengths = self._rest(old)
             bound = angle_bound(theta, ritz, self.first, rest, residual, self.floor)
-            found.update(self.active, top, gap, residual, bound, step + 1, leading)
-            flat_top = (gap < GAP_FLOOR) & (residual <= self.tol * GAP_FLOOR) & (top > 0)
-            self.active = self.active & ~flat_top & ~(bound <= self.tol)
+            found.update(self.active, theta, ritz, gap, residual, bound, step + 1)
+            if step + 1 >= self.min_passes:
+                flat_top = (gap < GAP_FLOOR) & (residual <= self.tol * GAP_FLOOR) & (top > 0)
+                self.active = self.active & ~flat_top & ~(bound <= self.tol)
             if step + 1 == self.max_passes or not self.active.any().item():
                 break
             self.active = self.active & (self._extend(k, rest, DROP * lengths) > 0)
         return self._finish(found, statistics)
 
-    def _finish(self, found: Found, statistics: torch.Tensor) -> list[Rank1Update | None]:
+    def _finish(self, found: Found, statistics: torch.Tensor) -> list[Leading | None]:
         layout = self.layout
         self.active = torch.ones_like(self.active)
-        leading = found.leading[:, :, None]
-        v = torch.empty(1, layout.columns, dtype=torch.float64, device=self.device)
-        u = torch.empty(1, layout.rows, dtype=torch.float64, device=self.device)
-        sigma = found.theta.sqrt()
-        self._combine(self.q, leading, v)
-        self._combine(self.y, leading / sigma.where(sigma > 0, 1)[:, None, None], u, rows=True)
-        facts = torch.stack([sigma, found.gap, found.residual, found.bound, found.passes], 1).tolist()
+        v = torch.empty(self.rank, layout.columns, dtype=torch.float64, device=self.device)
+        u = torch.empty(self.rank, layout.rows, dtype=torch.float64, device=self.device)
+        sigma = found.theta.sqrt()  # [B, R]
+        self._combine(self.q, found.leading, v)
+        self._combine(self.y, found.leading / sigma.where(sigma > 0, 1)[:, None], u, rows=True)
+        facts = torch.stack([found.gap, found.residual, found.bound, found.passes], 1).tolist()
         shapes = [weight.shape for weight, _ in self.pairs]
-        rights, lefts = v[0].split([n for _, n in shapes]), u[0].split([m for m, _ in shapes])
-        out: list[Rank1Update | None] = []
-        for shape, left, right, row, stats in zip(shapes, lefts, rights, facts, statistics.tolist()):
-            (sigma_, gap, residual, bound, passes), (square, changed) = row, stats
-            if changed == 0 and square == 0:
-                nothing = left.float().zero_(), right.float().zero_()
-                update = Rank1Update(nothing[0], 0.0, nothing[1], 0.0, 0.0, 0.0, math.pi / 2, 1, 0.0, "zero")
-            elif not 1e-24 <= square <= 1e24:
-                update = None
-            else:
-                sign = right.gather(0, right.abs().argmax(0, keepdim=True)).sign()
-                status = "ill_defined" if gap < GAP_FLOOR else "ok" if bound <= self.tol else "not_converged"
-                update = Rank1Update((left * sign).float(), sigma_, (right * sign).float(), math.sqrt(square), gap,
-                                     residual, bound, int(passes), changed / shape.numel(), status)  # fmt: skip
-            out.append(update)
-        return out
+        vectors = u.split([m for m, _ in shapes], 1), v.split([n for _, n in shapes], 1)
+        return [self._leading(*parts) for parts in zip(shapes, *vectors, sigma.tolist(), facts, statistics.tolist())]
+
+    def _leading(self, shape: torch.Size, left: torch.Tensor, right: torch.Tensor, sigma: list[float],
+                 facts: list[float], statistics: list[float]) -> Leading | None:  # fmt: skip
+        """Of one module: left [R, m], right [R, n]."""
+        (gap, residual, bound, passes), (square, changed) = facts, statistics
+        if changed == 0 and square == 0:
+            u, v = left[0].float().zero_(), right[0].float().zero_()
+            update = Rank1Update(u, 0.0, v, 0.0, 0.0, 0.0, math.pi / 2, 1, 0.0, "zero")
+            return Leading(update, u[:, None], v[:, None])
+        if not 1e-24 <= square <= 1e24:
+            return None
+        sign = right.gather(1, right.abs().argmax(1, keepdim=True)).sign()
+        u, v = (left * sign).float(), (right * sign).float()
+        status = "ill_defined" if gap < GAP_FLOOR else "ok" if bound <= self.tol else "not_converged"
+        update = Rank1Update(u[0], sigma[0], v[0], math.sqrt(square), gap, residual, bound, int(passes),
+                             changed / shape.numel(), status)  # fmt: skip
+        return Leading(update, *factors(u, sigma, v))
 
 
-def top1_deltas(pairs: Sequence[Pair], starts: Sequence[torch.Tensor | None], *, tol: float, max_passes: int, seed: int,
-                tiling: Tiling | None = None) -> list[Rank1Update | ValueError]:  # fmt: skip
-    """The updates of all pairs, or the error that ``reference.top1_delta`` raises for one; starts are not all zero."""
+def leading_deltas(pairs: Sequence[Pair], starts: Sequence[torch.Tensor | None], *, tiling: Tiling | None = None,
+                   **settings: Any) -> list[Leading | ValueError]:  # fmt: skip
+    """What is found for all pairs, or the error that ``reference.leading_delta`` raises for one; settings as there,
+    starts are not all zero."""
     with torch.cuda.device(pairs[0][0].get_device()):  # as rlkernels.backend.on_its_device
-        updates = Solver(pairs, starts, tol=tol, max_passes=max_passes, seed=seed, tiling=tiling or Tiling()).solve()
-    out: list[Rank1Update | ValueError] = []
-    for (weight, base), start, update in zip(pairs, starts, updates):
-        if update is None:  # tiny, huge, NaN or infinite: rare, and the reference takes care
+        found = Solver(pairs, starts, tiling=tiling or Tiling(), **settings).solve()
+    out: list[Leading | ValueError] = []
+    for (weight, base), start, leading in zip(pairs, starts, found):
+        if leading is None:  # tiny, huge, NaN or infinite: rare, and the reference takes care
             try:
-                update = reference.top1_delta(weight, base, start=start, tol=tol, max_passes=max_passes, seed=seed)
+                leading = reference.leading_delta(weight, base, start=start, **settings)
             except ValueError as error:
                 out.append(error)
                 continue
-        out.append(update)
+        out.append(leading)
     return out

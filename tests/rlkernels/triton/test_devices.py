@@ -66,7 +66,8 @@ def updates():
     rlkernels.delta_matvec(*pairs[0], torch.randn(8), backend="triton")
     rlkernels.add_rank1_(pairs[0][0], torch.randn(6), torch.randn(8), 1e-3, backend="triton")
     tiling = Tiling(widest=16, chunk=16, strip=16, rows=8, panel_bytes=2048)
-    grouped.top1_deltas(pairs, [None, None], tol=1e-2, max_passes=2, seed=0, tiling=tiling)
+    settings = {"tol": 1e-2, "max_passes": 2, "min_passes": 1, "rank": 1, "seed": 0}
+    grouped.leading_deltas(pairs, [None, None], tiling=tiling, **settings)
 
 
 def test_every_kernel_is_launched_on_the_device_of_its_tensors(launched):
