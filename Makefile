@@ -20,7 +20,7 @@ help:
 	@echo 'make test-vllm   the tests inside vLLM for the CPU, in an environment of its own ($(VENV)-vllm, about 3 GB)'
 	@echo 'make bench   set up, then every benchmark (BENCH="--quick similarity" for less)'
 	@echo 'make setup   set up and compile the extension (also: make build)'
-	@echo 'make lint    ruff and mypy'
+	@echo 'make lint    ruff, mypy and the layers of the packages (import-linter)'
 	@echo 'make docs    the API reference as web pages: site/index.html'
 	@echo 'make smoke   train for a few steps'
 	@echo 'make clean   remove $(VENV) and everything that was built'
@@ -57,9 +57,7 @@ test-vllm: $(VENV)/.built $(VENV)-vllm/.packages
 	$(VENV)-vllm/bin/python -m pytest tests/with_vllm -rA $(TEST)
 
 lint: $(VENV)/.packages
-	$(PY) -m ruff check .
-	$(PY) -m ruff format --check .
-	$(PY) -m mypy
+	@$(PY) tools/run_tests.py --checks
 
 bench: $(VENV)/.built
 	$(PY) -m bench $(BENCH)

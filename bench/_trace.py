@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from python_trainer.accelerators import Accelerator, Rollout, Settings, StepContext
+from python_trainer.accelerators import Accelerator, StepContext
+from python_trainer.accelerators.settings import Settings
 from python_trainer.config import Config, load_config
+from python_trainer.data import Rollout
 from python_trainer.trainer import Trainer
 
 DEFAULTS = ["max_seconds=null", "evaluation.eval_steps=0", "evaluation.eval_limit=1", "save.save_steps=0"]

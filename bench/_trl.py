@@ -16,7 +16,7 @@ from rich.console import Console
 
 from bench._runner import reset_resident_peak, resident_peak
 from python_trainer.config import Config
-from python_trainer.policy import SHIPPED, set_matmul_precision
+from python_trainer.model.policy import SHIPPED, set_matmul_precision
 from python_trainer.tasks import load_task
 from python_trainer.telemetry import Clock
 from python_trainer.trainer import Trainer

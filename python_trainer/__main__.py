@@ -160,18 +160,18 @@ def make_parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> None:
     check_packages()
     if args.command == "report":
-        from python_trainer.report import report
+        from python_trainer.report.tables import report
 
         return report(args.folders)
     if args.command == "extrapolate":
-        from python_trainer.offline import extrapolate_folders
+        from python_trainer.extrapolate import extrapolate_folders
 
         return extrapolate_folders(
             args.folders, args.output_dir, base=args.base, accuracy=args.accuracy, config_path=args.config,
             overrides=args.overrides, gated=not args.no_gate,
         )  # fmt: skip
     if args.command == "history":
-        from python_trainer.retrospective.browse import history
+        from python_trainer.accelerators.rhyme.browse import history
 
         return history(args.url, run=args.run, picture=args.picture, window=args.window)
     from python_trainer.config import load_config
@@ -181,8 +181,8 @@ def run(args: argparse.Namespace) -> None:
         from python_trainer.compare import compare
 
         return compare(config, args.output_dir, variants=args.variants.split(","), seeds=args.seeds)
-    from python_trainer.parallel import start
-    from python_trainer.report import report
+    from python_trainer.distributed import start
+    from python_trainer.report.tables import report
     from python_trainer.trainer import Trainer
 
     if args.resume:

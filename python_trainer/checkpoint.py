@@ -3,7 +3,6 @@ but for the index of what several processes wrote together (``parallel: fsdp2``)
 """
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from python_trainer.errors import UserError
+from python_trainer.files import publish
 
 PATTERN = re.compile(r"step-(\d+)")
 SHARDS = "shards"  # folder in a checkpoint with what several processes wrote together
@@ -44,61 +44,6 @@ def decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
             return tensors[value["tensor"]]
         return {decode(k, tensors): decode(v, tensors) for k, v in value["items"]}
     return value
-
-
-def flush(path: Path) -> None:
-    """Waits until a file or folder is on disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def check_output_dir(folder: Path) -> None:
-    """Raises UserError where ``folder`` is no folder, or one that cannot be made or written; makes nothing."""
-    try:
-        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        problem = f"{there} is a file" if not there.is_dir() else f"{there} is not writable"
-        usable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
-    except OSError as error:
-        raise unusable_output_dir(folder, error.strerror) from error
-    if not usable:
-        raise unusable_output_dir(folder, problem)
-
-
-def unusable_output_dir(folder: Path, problem: str | None) -> UserError:
-    return UserError(f"--output-dir must be a folder that can be written, got {folder}: {problem}")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replaces a file in one step: readers see the old text or the new one."""
-    write_bytes(path, text.encode())
-
-
-def write_bytes(path: Path, data: bytes) -> None:
-    """Like :func:`write_text`."""
-    aside = path.with_name(f".{path.name}.tmp")
-    aside.write_bytes(data)
-    flush(aside)
-    aside.replace(path)
-    flush(path.parent)
-
-
-def publish(aside: Path, target: Path) -> None:
-    """Flushes a folder that is complete and renames it to ``target``, which is replaced."""
-    for path in sorted(aside.rglob("*"), reverse=True):
-        flush(path)
-    flush(aside)
-    if target.exists():
-        old = target.with_name(f".old-{target.name}")
-        shutil.rmtree(old, ignore_errors=True)
-        target.rename(old)
-        aside.rename(target)
-        shutil.rmtree(old)
-    else:
-        aside.rename(target)
-    flush(target.parent)
 
 
 def aside_for(folder: Path, step: int) -> Path:
@@ -155,7 +100,7 @@ def load_checkpoint(path: Path, *, shards: bool = True) -> Any:
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise UserError(f"checkpoint {path} is damaged ({error}); remove it to go on from the one before") from error
     if shards and (path / SHARDS).is_dir():
-        from python_trainer.parallel.shards import read_shards  # takes a while to import
+        from python_trainer.distributed.shard_files import read_shards  # takes a while to import
 
         state |= read_shards(path, {})
     return state

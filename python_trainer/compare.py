@@ -10,8 +10,8 @@ from rich.console import Console
 from python_trainer.accelerators import ACCELERATORS
 from python_trainer.config import Config, changed_settings, check_config, dump_config
 from python_trainer.errors import UserError
-from python_trainer.evaluation import load_evaluations
-from python_trainer.report import BASELINE, report
+from python_trainer.evaluations import load_evaluations
+from python_trainer.report.tables import BASELINE, report
 from python_trainer.trainer import Trainer
 
 

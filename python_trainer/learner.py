@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 
-from python_trainer.accelerators.base import Rollout
 from python_trainer.config import Config
-from python_trainer.critic import Critic
+from python_trainer.data import Rollout
+from python_trainer.distributed import Alone
 from python_trainer.errors import NotFinite
-from python_trainer.lora import is_adapter
+from python_trainer.model.critic import Critic
+from python_trainer.model.lora import is_adapter
+from python_trainer.model.optimizer import PolicyOptimizer, learning_rate
+from python_trainer.model.packing import Packed, pack
+from python_trainer.model.policy import Policy
+from python_trainer.model.tensors import load_weights, local
 from python_trainer.objective import MetricSums, Objective, Ragged, StepBatch, make_batch, set_advantages
-from python_trainer.optimizer import PolicyOptimizer, learning_rate
-from python_trainer.packing import Packed, pack
-from python_trainer.parallel import Alone
-from python_trainer.policy import Policy
-from python_trainer.tensors import load_weights, local
 
 
 class Learner:

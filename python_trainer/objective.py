@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from python_trainer.accelerators.base import Rollout
 from python_trainer.algorithms import (
     LOSS_TYPES,
     explained_variance,
@@ -23,11 +22,13 @@ from python_trainer.algorithms import (
     value_loss,
     whiten,
 )
-from python_trainer.config import AlgorithmConfig, Config
-from python_trainer.packing import Answer, Packed
+from python_trainer.algorithms.settings import AlgorithmConfig
+from python_trainer.config import Config
+from python_trainer.data import Rollout
+from python_trainer.model.packing import Answer, Packed
 
 if TYPE_CHECKING:
-    from python_trainer.parallel import Alone
+    from python_trainer.distributed import Alone
 
 
 class Ragged:

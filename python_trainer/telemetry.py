@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
-from python_trainer.accelerators.base import Rollout
 from python_trainer.algorithms import group_statistics
-from python_trainer.checkpoint import write_text
+from python_trainer.data import Rollout
+from python_trainer.files import write_text
+from python_trainer.run_directory import lines_until
 
 LINE_SECONDS = 10.0  # between lines where the output is no terminal
 SAMPLES = 4  # answers of a step in samples.jsonl
@@ -210,29 +211,3 @@ class Telemetry:
 def finite(value: float) -> float | None:
     """JSON has no NaN."""
     return float(value) if math.isfinite(value) else None
-
-
-def read_lines(path: Path) -> list[str]:
-    """Lines that were written to their end; a kill can leave half of one."""
-    text = path.read_text(encoding="utf-8")
-    return text[: text.rfind("\n") + 1].splitlines()
-
-
-def lines_until(path: Path, step: int | None) -> list[str]:
-    """Lines of a file of rows up to a step; none for step None or a file that is not there."""
-    if step is None or not path.exists():
-        return []
-    return [line for line in read_lines(path) if json.loads(line)["step"] <= step]
-
-
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """All rows of a run."""
-    path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in read_lines(path)] if path.exists() else []
-
-
-def read_samples(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """Step -> the answers kept of it, as :func:`choose_samples` gives them; empty where a run has none."""
-    path = folder / "samples.jsonl"
-    rows = map(json.loads, read_lines(path)) if path.exists() else ()
-    return {row["step"]: row["samples"] for row in rows}

@@ -11,31 +11,27 @@ from typing import Any
 
 from rich.console import Console
 
-from python_trainer.accelerators import PlannedGroup, Rollout, RunContext, StepContext, make_accelerators
-from python_trainer.checkpoint import (
-    check_output_dir,
-    list_checkpoints,
-    load_checkpoint,
-    publish,
-    unusable_output_dir,
-    write_text,
-)
+from python_trainer.accelerators import RunContext, StepContext, make_accelerators
+from python_trainer.checkpoint import list_checkpoints, load_checkpoint
 from python_trainer.config import Config, dump_config
+from python_trainer.data import Completion, PlannedGroup, Rollout
+from python_trainer.distributed import Alone
+from python_trainer.distributed.shard_files import read_shards
+from python_trainer.dynamic_sampling import Refill
 from python_trainer.errors import Interrupted, NotFinite, UserError
-from python_trainer.evaluation import save_evaluation
+from python_trainer.evaluations import save_evaluation
+from python_trainer.files import check_output_dir, publish, unusable_output_dir, write_text
 from python_trainer.keyed import keyed_seed, prompt_order
 from python_trainer.learner import Learner
+from python_trainer.model.policy import load_policy, set_matmul_precision
 from python_trainer.objective import shaped_rewards
-from python_trainer.parallel import Alone
-from python_trainer.parallel.shards import read_shards
-from python_trainer.policy import load_policy, set_matmul_precision
-from python_trainer.progress import Progress, device_name, summarise
-from python_trainer.refill import Refill
-from python_trainer.rollout import Completion, Request, SamplingParams
+from python_trainer.rollout import Request, SamplingParams
 from python_trainer.rollout.make import make_engine
+from python_trainer.run_directory import read_metrics
+from python_trainer.run_state import Progress, device_name, summarise
 from python_trainer.signals import StopSignal
 from python_trainer.tasks import load_task
-from python_trainer.telemetry import Clock, Telemetry, choose_samples, read_metrics, rollout_statistics
+from python_trainer.telemetry import Clock, Telemetry, choose_samples, rollout_statistics
 
 
 def first_rows(limit: int | None) -> range | None:
@@ -50,7 +46,7 @@ class Trainer:
         config: all settings.
         output_dir: the run directory; made when it does not exist.
         start: what the first evaluation finds, where a run of the same policy, task and seed has it already.
-        ranks: the processes that share the run, by :func:`python_trainer.parallel.start`; None: this one alone.
+        ranks: the processes that share the run, by :func:`python_trainer.distributed.start`; None: this one alone.
         resume: go on from the newest checkpoint in it, if there is one.
         timer: the clock that all seconds are read from; ``time.process_time`` counts the work of this program alone.
 
@@ -65,7 +61,7 @@ class Trainer:
         if config.parallel != self.ranks.name:
             raise UserError(
                 f"ranks must be of the kind that config.parallel names ({config.parallel}), got {self.ranks.name}: "
-                "use `with python_trainer.parallel.start(config) as ranks`, in processes that torchrun started"
+                "use `with python_trainer.distributed.start(config) as ranks`, in processes that torchrun started"
             )
         self.output_dir = self.ranks.folder(output_dir)
         self.console = self.ranks.console(console) or Console(stderr=True)

@@ -1,4 +1,6 @@
-"""Lint, types, CUDA check and all tests; ends with one summary. ``make test`` runs it; arguments go to pytest.
+"""Lint, types, layers, CUDA check and all tests; ends with one summary. Arguments go to pytest.
+
+``make test`` and CI run it; ``make lint`` runs the checks alone (``--checks``).
 
 The Triton kernels run through Triton's interpreter, which is chosen when triton is imported, so they get a pytest
 process of their own with TRITON_INTERPRET=1. The tests inside vLLM run in the environment that ``make test-vllm`` made
@@ -53,6 +55,17 @@ class Step:
         self.result = f"FAILED with exit code {code} ({said})" if self.failed else f"passed ({said})"
 
 
+def checks() -> list[Step]:
+    """What looks at the code without running it."""
+    python = sys.executable
+    return [
+        Step("lint", [python, "-m", "ruff", "check", "."]),
+        Step("format", [python, "-m", "ruff", "format", "--check", "."]),
+        Step("types", [python, "-m", "mypy"]),
+        Step("layers", [python, str(Path(python).with_name("lint-imports"))]),
+    ]
+
+
 def steps(pytest_arguments: list[str]) -> list[Step]:
     python, workers = sys.executable, str(min(os.cpu_count() or 1, 8))
     # Threads that wait must sleep: the workers' threads together are more than there are cores.
@@ -63,9 +76,7 @@ def steps(pytest_arguments: list[str]) -> list[Step]:
     no_vllm = "" if vllm.exists() else "an environment with vLLM (make test-vllm makes it and runs the tests)"
     no_nvcc = "" if shutil.which("nvcc") else "nvcc (the CUDA sources were not compiled)"
     return [
-        Step("lint", [python, "-m", "ruff", "check", "."]),
-        Step("format", [python, "-m", "ruff", "format", "--check", "."]),
-        Step("types", [python, "-m", "mypy"]),
+        *checks(),
         Step("CUDA sources", [python, "setup.py", "check_cuda"], missing=no_nvcc),
         Step("Triton kernels", [*pytest, TRITON_TESTS], {**quiet, "TRITON_INTERPRET": "1"}, missing=no_triton),
         Step("vLLM", [str(vllm), "-m", "pytest", *pytest_arguments, VLLM_TESTS], missing=no_vllm),
@@ -74,7 +85,7 @@ def steps(pytest_arguments: list[str]) -> list[Step]:
 
 
 def main(pytest_arguments: list[str]) -> int:
-    done = steps(pytest_arguments)
+    done = checks() if pytest_arguments == ["--checks"] else steps(pytest_arguments)
     for step in done:
         step.run()
     print("\n=== summary")
@@ -84,7 +95,8 @@ def main(pytest_arguments: list[str]) -> int:
     print("not run here:   " + ("; ".join(lacks) if lacks else "nothing, this machine has all that the tests need"))
     failed = [step.name for step in done if step.failed]
     print(f"FAILED: {', '.join(failed)}" if failed else "all passed")
-    print(done[-1].closing)
+    if done[-1].closing:
+        print(done[-1].closing)
     return 1 if failed else 0
 
 

@@ -33,10 +33,10 @@ from python_trainer.checkpoint import list_checkpoints, step_of
 from python_trainer.compare import enabled_in, finished
 from python_trainer.config import Config, check_config, load_config
 from python_trainer.errors import UserError
-from python_trainer.progress import versions
-from python_trainer.tasks import pretrain
-from python_trainer.telemetry import read_metrics
+from python_trainer.run_directory import read_metrics
+from python_trainer.run_state import versions
 from rlkernels import backend as backends
+from tools.policies import arithmetic as pretrain
 
 VARIANTS = ("baseline", "all", "rpo", "drafts", "rhyme", "alpha")  # the most telling first
 PARTS = "parts.json"  # of a run: what each process that worked on it did
@@ -103,9 +103,9 @@ def make_policy(work: Path, scale: Scale, device: str, deadline: float) -> dict[
     if not (folder / pretrain.FACTS).exists():
         shutil.rmtree(aside, ignore_errors=True)
         arguments = ["--size", scale.policy, "--device", device, "--output", str(aside)]
-        code, ended = child(["-m", "python_trainer.tasks.pretrain", *arguments], deadline, deadline)
+        code, ended = child(["-m", "tools.policies.arithmetic", *arguments], deadline, deadline)
         if code:
-            return {"failed": ended or f"python_trainer.tasks.pretrain ended with code {code}"}
+            return {"failed": ended or f"tools.policies.arithmetic ended with code {code}"}
         aside.replace(folder)
     return json.loads((folder / pretrain.FACTS).read_text())
 

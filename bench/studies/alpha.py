@@ -28,11 +28,12 @@ from safetensors.numpy import load_file, save_file
 from bench._runner import commit
 from bench.studies import alpha_report
 from python_trainer.accelerators import StepContext
-from python_trainer.accelerators.alpha import Alpha
-from python_trainer.checkpoint import load_checkpoint, write_text
+from python_trainer.accelerators.alpha.accelerator import Alpha
+from python_trainer.checkpoint import load_checkpoint
 from python_trainer.config import Config, load_config
-from python_trainer.evaluation import load_evaluations
-from python_trainer.telemetry import read_metrics
+from python_trainer.evaluations import load_evaluations
+from python_trainer.files import write_text
+from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer, first_rows
 from rlkernels.rank1 import PREDICTORS, Limits
 from rlkernels.rank1.predictors import linearity

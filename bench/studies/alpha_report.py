@@ -9,7 +9,7 @@ import numpy
 from safetensors.numpy import load_file
 
 from bench._markdown import table_lines
-from python_trainer.statistics import Interval, paired_difference, share_of_gain
+from python_trainer.report.intervals import Interval, paired_difference, share_of_gain
 
 Row = dict[str, Any]
 

@@ -22,11 +22,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from bench import _limits
 from bench._markdown import table_lines
 from bench._runner import commit, cpu_model
-from python_trainer.accelerators import PlannedGroup, Rollout
-from python_trainer.checkpoint import write_text
 from python_trainer.compare import enabled_in
 from python_trainer.config import Config, load_config
-from python_trainer.rollout import Completion
+from python_trainer.data import Completion, PlannedGroup, Rollout
+from python_trainer.files import write_text
 from python_trainer.trainer import Trainer
 
 CONFIG = "configs/arithmetic.yaml"

@@ -24,10 +24,10 @@ from bench._markdown import table_lines
 from bench._runner import commit
 from python_trainer.compare import check_same, finished
 from python_trainer.config import Config, load_config
-from python_trainer.evaluation import load_evaluations, save_evaluation
-from python_trainer.report import Run, find_runs, informative_by_cut, mean
-from python_trainer.statistics import paired_difference
-from python_trainer.telemetry import read_metrics
+from python_trainer.evaluations import load_evaluations, save_evaluation
+from python_trainer.report.intervals import paired_difference
+from python_trainer.report.tables import Run, find_runs, informative_by_cut, mean
+from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 
 CONFIG = Path("configs/arithmetic_long.yaml")

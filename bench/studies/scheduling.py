@@ -146,10 +146,10 @@ def measure(folder: Path, workload: str, counts: Sequence[int]) -> list[dict[str
     wanted = [(n, v, s) for s in range(STEPS) for n in counts for v in VARIANTS]
     if set(wanted) <= done:
         return rows
-    from python_trainer.config import ModelConfig
-    from python_trainer.policy import load_policy
+    from python_trainer.model.policy import load_policy
+    from python_trainer.model.settings import ModelConfig
     from python_trainer.rollout.drafting import Drafter
-    from python_trainer.rollout.workers import WorkerPool
+    from python_trainer.rollout.workers.pool import WorkerPool
     from rlkernels import RolloutHistory
 
     policy = load_policy(ModelConfig(path="main", device="cpu"))
@@ -201,6 +201,6 @@ def measure(folder: Path, workload: str, counts: Sequence[int]) -> list[dict[str
 def measured_overhead(pool: Any) -> float:
     """What a pass costs on top of its tokens: the quickest of some passes, as the pool itself would measure it."""
     from python_trainer.rollout.drafting import pass_overhead
-    from python_trainer.rollout.workers import MEASURED_SEQUENCES
+    from python_trainer.rollout.workers.pool import MEASURED_SEQUENCES
 
     return pass_overhead({n: min(pool.pass_seconds(n, 1) for _ in range(5)) for n in MEASURED_SEQUENCES})

@@ -12,8 +12,8 @@ import torch
 from bench._markdown import table_lines
 from bench._runner import commit
 from bench.studies.scheduling_model import POLICIES, Cost, Group, end, fit, pipelined, simulate
-from python_trainer.progress import device_name
 from python_trainer.rollout.ordering import LengthHistory
+from python_trainer.run_state import device_name
 
 Row = dict[str, Any]
 SIMULATED = (8, 16, 32, 64)  # workers; fewer would have more answers than places

@@ -13,11 +13,20 @@ from bench._markdown import table_lines
 from bench._runner import commit, cpu_model
 from bench.studies.rpo import reached
 from python_trainer.accelerators import ACCELERATORS
-from python_trainer.checkpoint import write_text
-from python_trainer.evaluation import load_evaluations
-from python_trainer.report import BASELINE, COUNTERS, Run, draw, earlier_tokens, find_runs, mean, seconds_per_step
-from python_trainer.statistics import Interval, difference_of_runs
-from python_trainer.telemetry import read_metrics
+from python_trainer.evaluations import load_evaluations
+from python_trainer.files import write_text
+from python_trainer.report.intervals import Interval, difference_of_runs
+from python_trainer.report.tables import (
+    BASELINE,
+    COUNTERS,
+    Run,
+    draw,
+    earlier_tokens,
+    find_runs,
+    mean,
+    seconds_per_step,
+)
+from python_trainer.run_directory import read_metrics
 
 TARGETS = {"short": (0.85, 0.92), "long": (0.6, 0.65)}
 TITLES = {"short": "Short sums", "long": "Long sums"}

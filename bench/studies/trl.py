@@ -24,10 +24,10 @@ from bench._runner import commit, cpu_model
 from bench._trl import TRL_BATCH, Generation, make_grpo_trainer
 from bench.studies.rpo import reached
 from bench.studies.together import folder_name
-from python_trainer.checkpoint import write_text
 from python_trainer.compare import check_same, finished
 from python_trainer.config import Config, dump_config, load_config
-from python_trainer.telemetry import read_metrics
+from python_trainer.files import write_text
+from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 
 TARGET = 0.85

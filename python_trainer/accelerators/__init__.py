@@ -4,11 +4,13 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, create_model, field_validator
 
-from python_trainer.accelerators.alpha import Alpha
-from python_trainer.accelerators.base import Accelerator, PlannedGroup, Rollout, RunContext, Settings, StepContext
-from python_trainer.accelerators.drafts import Drafts
-from python_trainer.accelerators.rhyme import Rhyme
-from python_trainer.accelerators.rpo import RPO
+from python_trainer.accelerators.alpha.accelerator import Alpha
+from python_trainer.accelerators.base import Accelerator, RunContext, StepContext
+from python_trainer.accelerators.drafts.accelerator import Drafts
+from python_trainer.accelerators.rhyme.accelerator import Rhyme
+from python_trainer.accelerators.rpo.accelerator import RPO
+from python_trainer.accelerators.settings import Settings
+from python_trainer.data import PlannedGroup, Rollout
 from python_trainer.settings import Section
 
 __all__ = [

@@ -1,56 +1,22 @@
 """The one interface of everything that makes training cheaper."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from python_trainer.settings import Section
+from python_trainer.accelerators.settings import Settings
+from python_trainer.data import PlannedGroup, Rollout
 
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
     from python_trainer.config import Config
-    from python_trainer.optimizer import PolicyOptimizer
-    from python_trainer.policy import Policy
+    from python_trainer.model.optimizer import PolicyOptimizer
+    from python_trainer.model.policy import Policy
     from python_trainer.rollout import Engine
-    from python_trainer.tasks.base import Example, Task
-
-
-@dataclass
-class PlannedGroup:
-    """One prompt of a step and how its group of answers is to be generated."""
-
-    example: "Example"
-    prompt_key: int  # index of the prompt in the task's training set
-    prompt_ids: list[int]
-    num_samples: int
-    max_new_tokens: int  # new tokens, after the prefix
-    sample_id: int  # noise key of the first sample; sample j uses sample_id + j
-    prefix_ids: list[int] = field(default_factory=list)  # the start of the answer, shared by the whole group
-
-
-@dataclass
-class Rollout:
-    """One answer, scored."""
-
-    prompt_key: int
-    group: int  # index of its group in the step
-    prompt_ids: list[int]
-    response_ids: list[int]  # prefix and generated tokens
-    prefix_len: int  # how many of response_ids were given, not generated
-    logprobs: list[float]  # sampler's log-probabilities of the generated tokens: response_ids[prefix_len:]
-    finish_reason: str
-    text: str  # the decoded response
-    reward: float  # shaped reward that advantages are made of
-    rewards: dict[str, float | None]  # raw value of every reward function
-    accuracy: float  # raw task accuracy, 0 or 1; filters use this, never the shaped reward
-    policy_version: int = 0
-    importance_cap: float | None = None  # of a stored answer: truncates its importance weights; None: fresh
-    # False for each token of response_ids that others wrote (tool output, the user's next turn): context and nothing
-    # else, whatever stands in logprobs for it; None: all tokens are the policy's. Accelerators do not keep it.
-    response_mask: list[bool] | None = None
+    from python_trainer.tasks.base import Task
 
 
 @dataclass
@@ -72,14 +38,6 @@ class StepContext:
     scorer: "Policy" = None  # type: ignore[assignment]  # log-probabilities of answers by the current policy
 
 
-def by_group(rollouts: Iterable[Rollout]) -> dict[int, list[Rollout]]:
-    """The answers of each group, in their order."""
-    groups: dict[int, list[Rollout]] = {}
-    for rollout in rollouts:
-        groups.setdefault(rollout.group, []).append(rollout)
-    return groups
-
-
 @dataclass
 class RunContext:
     """What an accelerator may see and use before the first step of a run."""
@@ -92,18 +50,6 @@ class RunContext:
     seed: int
     console: "Console"
     writes: bool = True  # whether this process writes what all ranks share
-
-
-class Settings(Section):
-    """Settings of an accelerator: the section ``accelerators.NAME`` of a configuration."""
-
-    def splits(self, task: "Task") -> list[str]:
-        """Splits of the task that the accelerator asks, beside train and test.
-
-        Raises:
-            UserError: one of them does not hold what it needs.
-        """
-        return []
 
 
 class Accelerator:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from python_trainer.errors import UserError
-from python_trainer.rollout.types import Request, SamplingParams
+from python_trainer.rollout.engine import Request, SamplingParams
 
 
 def check_sampling(sampling: SamplingParams, *, has_tokenizer: bool) -> None:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from python_trainer.rollout.scheduler import Sample
+from python_trainer.rollout.paged.scheduler import Sample
 from rlkernels import RolloutHistory
 
 WORTHLESS = 0.95  # no draft token is trusted more than this

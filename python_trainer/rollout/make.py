@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from python_trainer.config import Config
-from python_trainer.policy import Policy
+from python_trainer.model.policy import Policy
+from python_trainer.rollout.engine import Engine
 from python_trainer.rollout.ordering import LengthHistory
-from python_trainer.rollout.types import Engine
 
 
 def make_engine(config: Config, policy: Policy, output_dir: Path) -> Engine:
@@ -23,8 +23,8 @@ def make_engine(config: Config, policy: Policy, output_dir: Path) -> Engine:
     }
     sizes: dict[str, Any] = {"memory_bytes": rollout.memory_bytes, "block_size": rollout.block_size}
     if rollout.engine == "vllm":
-        from python_trainer.rollout.vllm_engine import InProcess, VLLMEngine
-        from python_trainer.rollout.vllm_server import Server
+        from python_trainer.rollout.vllm.engine import InProcess, VLLMEngine
+        from python_trainer.rollout.vllm.server import Server
 
         if rollout.vllm_server is not None:
             server = Server(policy.whole, rollout.vllm_server, output_dir / ".vllm")
@@ -33,10 +33,10 @@ def make_engine(config: Config, policy: Policy, output_dir: Path) -> Engine:
         in_process = InProcess(policy.whole, policy.name, trust_remote_code=trust, **sizes)
         return VLLMEngine(policy.whole, in_process, **options)
     if rollout.workers > 1:
-        from python_trainer.rollout.workers import WorkerPool
+        from python_trainer.rollout.workers.pool import WorkerPool
 
         precision = config.model.matmul_precision
         return WorkerPool(policy.whole, workers=rollout.workers, matmul_precision=precision, **sizes, **options)
-    from python_trainer.rollout.engine import PagedEngine
+    from python_trainer.rollout.paged.engine import PagedEngine
 
     return PagedEngine(policy.whole, **sizes, **options)

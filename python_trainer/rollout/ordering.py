@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from python_trainer.rollout.types import Completion, Request
+from python_trainer.data import Completion
+from python_trainer.rollout.engine import Request
 
 NEWEST = 0.5  # weight of a prompt's newest visit in its mean
 SPREAD = 0.25  # of answers about their expected length, before any have been seen, as a share of it

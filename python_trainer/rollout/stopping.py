@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from python_trainer.rollout.scheduler import Sample
+from python_trainer.rollout.paged.scheduler import Sample
 
 
 class StopStrings:

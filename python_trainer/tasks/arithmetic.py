@@ -10,7 +10,8 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from python_trainer.tasks.base import Example, Task
+from python_trainer.data import Example
+from python_trainer.tasks.base import Task
 
 Variant = Literal["short", "long", "longest"]
 

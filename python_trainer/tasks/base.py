@@ -4,18 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from python_trainer.data import Example, Messages
+
 # TRL's signature, f(prompts, completions, completion_ids, **dataset_columns) -> list[float | None], one per completion;
 # it may be async. Of a prompt that is a list of messages the completion is one too.
 RewardFunction = Callable[..., Any]
-Messages = list[dict[str, str]]  # {"role": "user", "content": "..."}
-
-
-@dataclass(frozen=True)
-class Example:
-    """One prompt and whatever columns its reward functions need."""
-
-    prompt: str | Messages  # plain text, or chat messages for the tokenizer's template
-    columns: dict[str, Any] = field(default_factory=dict)  # answer, difficulty, ...
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
+from python_trainer.data import Example, Messages
 from python_trainer.errors import UserError
-from python_trainer.tasks.base import Example, Messages, completion_text
+from python_trainer.tasks.base import completion_text
 from python_trainer.tasks.jsonl import read_rows, text_column
 
 # The final answer stands after the last "####" (gold answers) or at the start of the last line "A:" (model solutions).

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from python_trainer.data import Example
 from python_trainer.errors import UserError
-from python_trainer.tasks.base import Example
 
 PROMPT_COLUMNS = ("prompt", "messages")
 

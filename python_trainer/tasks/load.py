@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from python_trainer.data import Example
 from python_trainer.errors import UserError
 from python_trainer.tasks import gsm8k, jsonl
 from python_trainer.tasks.arithmetic import SIZES, arithmetic_task
-from python_trainer.tasks.base import Example, Task
-from python_trainer.tasks.config import TaskConfig
+from python_trainer.tasks.base import Task
 from python_trainer.tasks.rewards import import_reward
+from python_trainer.tasks.settings import TaskConfig
 
 
 def load_task(settings: TaskConfig) -> Task:

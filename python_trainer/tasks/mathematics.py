@@ -13,8 +13,9 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from python_trainer.data import Messages
 from python_trainer.errors import UserError
-from python_trainer.tasks.base import Messages, completion_text
+from python_trainer.tasks.base import completion_text
 
 ANSWER_SECONDS = 5.0  # of processor time for one answer, which then counts as wrong
 WORKER = Path(__file__).with_name("math_worker.py")

@@ -16,8 +16,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from python_trainer.data import Example
 from python_trainer.errors import UserError
-from python_trainer.tasks.base import Example, RewardFunction, Task
+from python_trainer.tasks.base import RewardFunction, Task
 from python_trainer.tasks.mathematics import math_reward
 
 PACKAGE = Path(__file__).parents[1]

@@ -12,9 +12,10 @@ from bench.gpu.cases import CASES
 from bench.gpu.proven import passed, prove, read_checks
 from python_trainer.config import dump_config, load_config
 from python_trainer.errors import UserError
-from python_trainer.tasks import TaskConfig, load_task, pretrain
-from python_trainer.telemetry import read_metrics
+from python_trainer.run_directory import read_metrics
+from python_trainer.tasks import TaskConfig, load_task
 from rlkernels.backend import OPS, choose
+from tools.policies import arithmetic as pretrain
 
 CUDA = torch.device("cuda")
 SETTINGS = train.ROOT / "bench/gpu/train.yaml"
@@ -194,7 +195,7 @@ def test_runs_that_never_come_to_a_step_end_the_rest(dry, tmp_path, monkeypatch)
 
     def child(command, *_):
         tried.append(command)
-        if "python_trainer.tasks.pretrain" in command:
+        if "tools.policies.arithmetic" in command:
             folder = Path(command[-1])
             folder.mkdir(parents=True)
             (folder / pretrain.FACTS).write_text("{}")

@@ -11,7 +11,7 @@ from bench import _trl, trl
 from bench._trl import Step
 from bench.studies import trl as study
 from python_trainer.config import load_config
-from python_trainer.telemetry import read_metrics
+from python_trainer.run_directory import read_metrics
 
 SMALL = ["model.path=small", "task.train_size=8", "rollout.prompts_per_step=2", "rollout.num_generations=4",
          "rollout.max_completion_length=16", "task.test_size=8"]  # fmt: skip

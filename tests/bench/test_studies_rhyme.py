@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from bench.studies import rhyme
-from python_trainer.tasks import pretrain
+from tools.policies import arithmetic as pretrain
 
 TINY = [
     "rollout.prompts_per_step=4", "rollout.num_generations=4", "rollout.max_completion_length=24", "model.path=small",

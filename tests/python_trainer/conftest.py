@@ -8,7 +8,7 @@ import torch
 from tiny import digits, save_tiny_policy  # noqa: F401
 
 from python_trainer.config import check_config
-from python_trainer.packing import Answer
+from python_trainer.model.packing import Answer
 
 
 def even(prompts, completions, completion_ids, **columns):

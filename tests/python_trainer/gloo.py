@@ -11,8 +11,8 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from python_trainer.config import check_config
-from python_trainer.parallel.ranks import Replicated
-from python_trainer.parallel.sharded import Sharded
+from python_trainer.distributed.replicated import Replicated
+from python_trainer.distributed.sharded import Sharded
 from python_trainer.trainer import Trainer
 
 KINDS = {"ddp": Replicated, "fsdp2": Sharded}

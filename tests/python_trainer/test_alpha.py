@@ -7,12 +7,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from python_trainer.accelerators.alpha import Alpha, AlphaSettings
+from python_trainer.accelerators.alpha.accelerator import Alpha
+from python_trainer.accelerators.alpha.settings import AlphaSettings
 from python_trainer.checkpoint import load_checkpoint
-from python_trainer.config import OptimizerConfig
 from python_trainer.errors import UserError
-from python_trainer.optimizer import PolicyOptimizer
-from python_trainer.telemetry import read_metrics
+from python_trainer.model.optimizer import PolicyOptimizer
+from python_trainer.model.settings import OptimizerConfig
+from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 from rlkernels.rank1 import PREDICTORS, Gate
 from rlkernels.rank1.gate import try_candidates

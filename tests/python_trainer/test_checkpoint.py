@@ -15,7 +15,7 @@ from rich.console import Console
 
 from python_trainer.checkpoint import decode, encode, list_checkpoints, load_checkpoint, save_checkpoint
 from python_trainer.errors import UserError
-from python_trainer.telemetry import read_metrics
+from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 
 QUIET = Console(quiet=True)

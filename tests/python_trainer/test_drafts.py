@@ -6,11 +6,11 @@ from paged import GREEDY, MODELS, VOCAB, assert_same, engine_for, make, mixed_re
 from rich.console import Console
 from scipy import stats
 
-from python_trainer.accelerators.drafts import Drafts
+from python_trainer.accelerators.drafts.accelerator import Drafts
 from python_trainer.errors import UserError
 from python_trainer.rollout import Request, SamplingParams
 from python_trainer.rollout.drafting import Drafter, pass_overhead
-from python_trainer.telemetry import read_metrics
+from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 from rlkernels import RolloutHistory
 

@@ -5,12 +5,12 @@ import torch
 from rich.console import Console
 
 import python_trainer.trainer
-from python_trainer.accelerators import Rollout
 from python_trainer.algorithms import has_spread, overlong_penalties
+from python_trainer.data import Rollout
+from python_trainer.dynamic_sampling import Refill
 from python_trainer.errors import UserError
 from python_trainer.keyed import prompt_order
-from python_trainer.refill import Refill
-from python_trainer.telemetry import read_metrics
+from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 
 QUIET = Console(quiet=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 from rich.console import Console
 
 from python_trainer.config import load_config
-from python_trainer.report import COUNTERS, find_runs
+from python_trainer.report.tables import COUNTERS, find_runs
 from python_trainer.trainer import Trainer
 
 SMOKE = Path(__file__).parents[2] / "configs" / "smoke.yaml"

@@ -9,11 +9,12 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from python_trainer import telemetry as telemetry_module
-from python_trainer.accelerators.base import Rollout
 from python_trainer.config import flatten
-from python_trainer.html_report import all_charts, compare_rows, printable, smooth
-from python_trainer.report import report
-from python_trainer.telemetry import Telemetry, choose_samples, read_metrics, read_samples, thin_samples
+from python_trainer.data import Rollout
+from python_trainer.report.page import all_charts, compare_rows, printable, smooth
+from python_trainer.report.tables import report
+from python_trainer.run_directory import read_metrics, read_samples
+from python_trainer.telemetry import Telemetry, choose_samples, thin_samples
 from python_trainer.trainer import Trainer
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}

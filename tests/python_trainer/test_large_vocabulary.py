@@ -5,10 +5,10 @@ import torch
 from conftest import save_tiny_policy
 from transformers import GraniteConfig, GraniteForCausalLM
 
-import python_trainer.policy
-from python_trainer.config import ModelConfig
-from python_trainer.packing import pack
-from python_trainer.policy import Policy, load_policy
+import python_trainer.model.policy
+from python_trainer.model.packing import pack
+from python_trainer.model.policy import Policy, load_policy
+from python_trainer.model.settings import ModelConfig
 
 
 def scored(policy, packed):
@@ -23,14 +23,14 @@ def scored(policy, packed):
 @pytest.fixture
 def blocks(monkeypatch):
     """Counts how often log-probabilities were computed block by block, for any number of logits."""
-    monkeypatch.setattr(python_trainer.policy, "LARGEST_LOGITS", 0)
-    original, calls = python_trainer.policy.linear_token_logprobs, []
+    monkeypatch.setattr(python_trainer.model.policy, "LARGEST_LOGITS", 0)
+    original, calls = python_trainer.model.policy.linear_token_logprobs, []
 
     def count(*args, **options):
         calls.append(len(args[0]))
         return original(*args, chunk=10, **options)
 
-    monkeypatch.setattr(python_trainer.policy, "linear_token_logprobs", count)
+    monkeypatch.setattr(python_trainer.model.policy, "linear_token_logprobs", count)
     return calls
 
 
@@ -41,7 +41,7 @@ def test_the_same_scores_and_gradients(answers, blocks, tied, tmp_path, monkeypa
     packed = pack(answers, range(len(answers)))
     found = scored(policy, packed)
     assert blocks == [packed.rows.numel()]
-    monkeypatch.setattr(python_trainer.policy, "LARGEST_LOGITS", 1 << 20)
+    monkeypatch.setattr(python_trainer.model.policy, "LARGEST_LOGITS", 1 << 20)
     for a, b in zip(found, scored(policy, packed), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
     assert len(blocks) == 1
@@ -57,6 +57,6 @@ def test_a_model_that_scales_its_logits_keeps_them(answers, blocks, tiny_policy,
     packed = pack(answers, range(len(answers)))
     found = scored(policy, packed)
     assert not blocks
-    monkeypatch.setattr(python_trainer.policy, "LARGEST_LOGITS", 1 << 20)
+    monkeypatch.setattr(python_trainer.model.policy, "LARGEST_LOGITS", 1 << 20)
     for a, b in zip(found, scored(policy, packed), strict=True):
         torch.testing.assert_close(a, b)

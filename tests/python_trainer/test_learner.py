@@ -5,12 +5,12 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import python_trainer.policy
-from python_trainer.accelerators import Rollout
-from python_trainer.config import ModelConfig
-from python_trainer.packing import Answer, pack
-from python_trainer.parallel import Alone
-from python_trainer.policy import Policy, load_policy
+import python_trainer.model.policy
+from python_trainer.data import Rollout
+from python_trainer.distributed import Alone
+from python_trainer.model.packing import Answer, pack
+from python_trainer.model.policy import Policy, load_policy
+from python_trainer.model.settings import ModelConfig
 from python_trainer.trainer import Trainer
 
 QUIET = Console(quiet=True)
@@ -67,7 +67,7 @@ def test_hooks_and_checkpointing_take_the_model_itself(tiny_policy, monkeypatch)
     def none_wanted(*args):
         raise AssertionError("the model's own forward was to run")
 
-    monkeypatch.setattr(python_trainer.policy, "FusedDecoder", none_wanted)
+    monkeypatch.setattr(python_trainer.model.policy, "FusedDecoder", none_wanted)
     packed = pack([Answer([1, 2], [3, 4])], [0])
     policy = make_policy("qwen2", tiny_policy)
     with policy.packed_attention():

@@ -8,12 +8,12 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint
-from python_trainer.config import ModelConfig
 from python_trainer.errors import UserError
-from python_trainer.lora import adapted_layers, is_adapter, merged_weights
-from python_trainer.packing import pack
-from python_trainer.policy import Policy, load_policy
-from python_trainer.telemetry import read_metrics
+from python_trainer.model.lora import adapted_layers, is_adapter, merged_weights
+from python_trainer.model.packing import pack
+from python_trainer.model.policy import Policy, load_policy
+from python_trainer.model.settings import ModelConfig
+from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 
 QUIET = Console(quiet=True)

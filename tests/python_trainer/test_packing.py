@@ -4,11 +4,11 @@ import pytest
 import torch
 from conftest import save_tiny_policy
 
-from python_trainer.attention import PackedLayout
-from python_trainer.config import ModelConfig
 from python_trainer.errors import UserError
-from python_trainer.packing import Answer, micro_batches, pack
-from python_trainer.policy import load_policy
+from python_trainer.model.packed_attention import PackedLayout
+from python_trainer.model.packing import Answer, micro_batches, pack
+from python_trainer.model.policy import load_policy
+from python_trainer.model.settings import ModelConfig
 
 
 @pytest.fixture(scope="module")

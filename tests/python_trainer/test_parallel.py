@@ -8,8 +8,8 @@ from conftest import merged, run_settings
 from gloo import KINDS, run_on_ranks, train
 from safetensors.torch import load_file
 
-from python_trainer import policy
-from python_trainer.telemetry import read_metrics
+from python_trainer.model import policy
+from python_trainer.run_directory import read_metrics
 
 MANY = {"micro_batch_tokens": 30}  # several micro-batches for each process, and not the same number
 # sections of settings by name of the case

@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 
 from python_trainer.checkpoint import SHARDS, list_checkpoints, load_checkpoint
 from python_trainer.config import check_config
+from python_trainer.distributed import start
+from python_trainer.distributed.shard_files import read_shards, write_shards
 from python_trainer.errors import UserError
 from python_trainer.objective import Objective
-from python_trainer.parallel import start
-from python_trainer.parallel.shards import read_shards, write_shards
-from python_trainer.telemetry import read_metrics
+from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 
 SETTINGS = {

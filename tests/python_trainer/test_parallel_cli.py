@@ -12,7 +12,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from python_trainer.checkpoint import list_checkpoints
-from python_trainer.telemetry import read_lines, read_metrics
+from python_trainer.run_directory import read_lines, read_metrics
 
 HERE = Path(__file__).parent
 TRAIN = ["-m", "python_trainer", "train"]

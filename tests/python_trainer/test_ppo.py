@@ -8,14 +8,15 @@ from conftest import save_tiny_policy
 from rich.console import Console
 
 from python_trainer.algorithms import explained_variance
+from python_trainer.algorithms.settings import AlgorithmConfig
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint
-from python_trainer.config import AlgorithmConfig, CriticConfig, ModelConfig, OptimizerConfig
-from python_trainer.critic import Critic
 from python_trainer.errors import UserError
+from python_trainer.model.critic import Critic
+from python_trainer.model.packing import Answer, micro_batches, pack
+from python_trainer.model.policy import load_policy
+from python_trainer.model.settings import CriticConfig, ModelConfig, OptimizerConfig
 from python_trainer.objective import Ragged, StepBatch, set_advantages
-from python_trainer.packing import Answer, micro_batches, pack
-from python_trainer.policy import load_policy
-from python_trainer.telemetry import read_metrics
+from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 
 QUIET = Console(quiet=True)

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from python_trainer.accelerators import Rollout
-from python_trainer.config import AlgorithmConfig
+from python_trainer.algorithms.settings import AlgorithmConfig
+from python_trainer.data import Rollout
 from python_trainer.learner import Learner
+from python_trainer.model.packing import Answer, pack
+from python_trainer.model.policy import load_policy
 from python_trainer.objective import Objective, Ragged, make_batch, set_advantages
-from python_trainer.packing import Answer, pack
-from python_trainer.policy import load_policy
 
 CPU = torch.device("cpu")
 FORMS = {

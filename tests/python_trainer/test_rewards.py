@@ -8,8 +8,9 @@ import time
 import pytest
 
 from python_trainer.config import check_config
+from python_trainer.data import Example
 from python_trainer.errors import UserError
-from python_trainer.tasks.base import Example, Task
+from python_trainer.tasks.base import Task
 from python_trainer.tasks.rewards import import_reward, score
 
 

@@ -10,19 +10,19 @@ from conftest import digits, even, run_settings
 from rich.console import Console
 from test_checkpoint import assert_same_run
 
-from python_trainer.accelerators import Rollout
-from python_trainer.accelerators import rhyme as rhyme_module
-from python_trainer.accelerators.base import by_group
-from python_trainer.accelerators.rhyme import RhymeSettings, begins_with
+from python_trainer.accelerators.rhyme import accelerator as rhyme_module
+from python_trainer.accelerators.rhyme.accelerator import begins_with
+from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
+from python_trainer.accelerators.rhyme.records import Sample, prompt_key
+from python_trainer.accelerators.rhyme.settings import RhymeSettings
 from python_trainer.config import check_config
+from python_trainer.data import Rollout, by_group
 from python_trainer.errors import UserError
 from python_trainer.keyed import prompt_order
+from python_trainer.model.packing import pack
 from python_trainer.objective import Objective, make_batch, set_advantages
-from python_trainer.packing import pack
-from python_trainer.report import report
-from python_trainer.retrospective.database import RetrospectiveDatabase
-from python_trainer.retrospective.records import Sample, prompt_key
-from python_trainer.telemetry import read_metrics
+from python_trainer.report.tables import report
+from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 
 QUIET = Console(quiet=True)

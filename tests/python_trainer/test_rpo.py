@@ -8,14 +8,16 @@ import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
-from python_trainer.accelerators import PlannedGroup, Rollout, RunContext, StepContext
-from python_trainer.accelerators.answers import load_answers, save_answers
-from python_trainer.accelerators.rpo import RPO, RPOSettings, length_reward
+from python_trainer.accelerators import RunContext, StepContext
+from python_trainer.accelerators.rpo.accelerator import RPO, length_reward
+from python_trainer.accelerators.rpo.answers import load_answers, save_answers
+from python_trainer.accelerators.rpo.settings import RPOSettings
 from python_trainer.config import check_config
+from python_trainer.data import PlannedGroup, Rollout
 from python_trainer.errors import UserError
 from python_trainer.objective import make_batch
-from python_trainer.report import Run, draw_informative, informative_by_cut
-from python_trainer.telemetry import read_metrics
+from python_trainer.report.tables import Run, draw_informative, informative_by_cut
+from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 
 

@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from python_trainer.accelerators import Rollout
 from python_trainer.algorithms import importance_weights, kl_estimate, policy_loss, token_weights
-from python_trainer.config import AlgorithmConfig, ModelConfig
+from python_trainer.algorithms.settings import AlgorithmConfig
+from python_trainer.data import Rollout
+from python_trainer.model.packing import micro_batches, pack
+from python_trainer.model.policy import load_policy
+from python_trainer.model.settings import ModelConfig
 from python_trainer.objective import Objective, Ragged, make_batch, set_advantages
-from python_trainer.packing import micro_batches, pack
-from python_trainer.policy import load_policy
 
 MAX_LENGTH = 24
 FORMS = {

@@ -6,8 +6,8 @@ import numpy
 import pytest
 from scipy.integrate import quad
 
-from python_trainer.evaluation import load_evaluations, save_evaluation
-from python_trainer.statistics import difference_of_runs, paired_difference, resampled_means, share_of_gain
+from python_trainer.evaluations import load_evaluations, save_evaluation
+from python_trainer.report.intervals import difference_of_runs, paired_difference, resampled_means, share_of_gain
 from rlkernels.rank1 import Gate
 from rlkernels.rank1.gate import count_changes, improvement_e_value
 

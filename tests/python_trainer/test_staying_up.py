@@ -11,11 +11,12 @@ from test_checkpoint import assert_same_run
 
 from python_trainer.__main__ import main
 from python_trainer.checkpoint import list_checkpoints
-from python_trainer.config import OptimizerConfig, dump_config
+from python_trainer.config import dump_config
 from python_trainer.errors import Interrupted, NotFinite, UserError
-from python_trainer.optimizer import PolicyOptimizer
+from python_trainer.model.optimizer import PolicyOptimizer
+from python_trainer.model.settings import OptimizerConfig
+from python_trainer.run_directory import read_metrics
 from python_trainer.signals import SIGNALS, StopSignal
-from python_trainer.telemetry import read_metrics
 from python_trainer.trainer import Trainer
 
 QUIET = Console(quiet=True)

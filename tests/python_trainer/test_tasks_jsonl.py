@@ -3,8 +3,9 @@ import math
 import pytest
 import torch
 
+from python_trainer.data import Example
 from python_trainer.errors import UserError
-from python_trainer.tasks import Example, Task, TaskConfig, load_task
+from python_trainer.tasks import Task, TaskConfig, load_task
 from python_trainer.tasks.rewards import import_reward, score
 
 REWARDS = """

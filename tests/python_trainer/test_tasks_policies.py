@@ -7,9 +7,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import python_trainer.tasks
 from python_trainer.rollout import PagedEngine, Request, SamplingParams
-from python_trainer.tasks import TaskConfig, load_task, pretrain
-from python_trainer.tasks.pretrain import ALL, SHORT, Aim, Corpus, Phase, byte_tokenizer, new_policy, save, train
+from python_trainer.tasks import TaskConfig, load_task
 from python_trainer.tasks.rewards import score
+from tools.policies import arithmetic as pretrain
+from tools.policies.arithmetic import ALL, SHORT, Aim, Corpus, Phase, byte_tokenizer, new_policy, save, train
 
 POLICIES = Path(python_trainer.tasks.__file__).parent / "policies"
 SHIPPED = sorted(folder.name for folder in POLICIES.iterdir())

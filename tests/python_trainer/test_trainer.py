@@ -12,13 +12,13 @@ from python_trainer.accelerators.base import Accelerator
 from python_trainer.checkpoint import load_checkpoint
 from python_trainer.config import check_config
 from python_trainer.errors import UserError
-from python_trainer.evaluation import load_evaluations
+from python_trainer.evaluations import load_evaluations
+from python_trainer.model.packing import pack
 from python_trainer.objective import make_batch
-from python_trainer.packing import pack
-from python_trainer.report import report
-from python_trainer.tasks.pretrain import byte_tokenizer
-from python_trainer.telemetry import read_metrics
+from python_trainer.report.tables import report
+from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
+from tools.policies.arithmetic import byte_tokenizer
 
 QUIET = Console(quiet=True)
 

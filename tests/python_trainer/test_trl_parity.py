@@ -12,9 +12,9 @@ from conftest import digits
 from rich.console import Console
 from support import lacks
 
-from python_trainer.accelerators import Rollout
+from python_trainer.data import Rollout
+from python_trainer.model.packing import micro_batches, pack
 from python_trainer.objective import Objective, make_batch, set_advantages
-from python_trainer.packing import micro_batches, pack
 from python_trainer.trainer import Trainer
 
 QUIET = Console(quiet=True)

@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from python_trainer.data import Completion
 from python_trainer.errors import UserError
-from python_trainer.rollout import Completion, Request, SamplingParams, VLLMEngine
+from python_trainer.rollout import Request, SamplingParams, VLLMEngine
 from python_trainer.rollout.ordering import LengthHistory
-from python_trainer.rollout.vllm_engine import COUNTERS, InProcess, checkpoint_weights, import_vllm
-from python_trainer.rollout.vllm_server import Server
+from python_trainer.rollout.vllm.engine import COUNTERS, InProcess, checkpoint_weights, import_vllm
+from python_trainer.rollout.vllm.server import Server
 from python_trainer.trainer import Trainer
 
 LIMIT = 128

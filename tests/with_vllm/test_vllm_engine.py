@@ -17,9 +17,10 @@ from tiny import save_tiny_policy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from python_trainer.config import check_config
+from python_trainer.data import Completion
 from python_trainer.errors import UserError
-from python_trainer.rollout import Completion, PagedEngine, Request, SamplingParams
-from python_trainer.telemetry import read_metrics
+from python_trainer.rollout import PagedEngine, Request, SamplingParams
+from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 
 MEMORY = 8 << 20
@@ -48,7 +49,7 @@ def load(folder):
 @pytest.fixture(scope="module")
 def in_process(folder):
     """vLLM's backend, started once."""
-    from python_trainer.rollout.vllm_engine import InProcess
+    from python_trainer.rollout.vllm.engine import InProcess
 
     set_threads = torch.set_num_threads
     backend = InProcess(load(folder), folder, memory_bytes=MEMORY)
@@ -102,7 +103,7 @@ def answers(url):
 def backend(request, folder, tmp_path):
     if request.param == "in_process":
         return request.getfixturevalue("in_process")
-    from python_trainer.rollout.vllm_server import Server
+    from python_trainer.rollout.vllm.server import Server
 
     return Server(load(folder), request.getfixturevalue("address"), tmp_path / "weights")
 

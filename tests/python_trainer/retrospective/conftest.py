@@ -8,8 +8,8 @@ import pytest
 import torch
 from support import lacks
 
-from python_trainer.retrospective.database import RetrospectiveDatabase
-from python_trainer.retrospective.records import RunFacts, Sample, StepRecord
+from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
+from python_trainer.accelerators.rhyme.records import RunFacts, Sample, StepRecord
 
 FACTS = RunFacts("qwen2", 1000, "tok", "arithmetic-short", "group", {"learning_rate": 1e-4})
 

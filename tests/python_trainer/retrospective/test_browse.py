@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from python_trainer.__main__ import main
-from python_trainer.retrospective.database import RetrospectiveDatabase
-from python_trainer.retrospective.records import StepRecord
-from python_trainer.retrospective.sketch import PARTS
+from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
+from python_trainer.accelerators.rhyme.records import StepRecord
+from python_trainer.accelerators.rhyme.sketch import PARTS
 
 from .conftest import FACTS, make_sample
 

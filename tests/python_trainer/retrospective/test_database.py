@@ -12,10 +12,10 @@ import pytest
 import sqlalchemy as sa
 import torch
 
+from python_trainer.accelerators.rhyme import schema
+from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
+from python_trainer.accelerators.rhyme.records import prompt_key
 from python_trainer.errors import UserError
-from python_trainer.retrospective import schema
-from python_trainer.retrospective.database import RetrospectiveDatabase
-from python_trainer.retrospective.records import prompt_key
 
 from .conftest import FACTS, make_sample, make_step
 

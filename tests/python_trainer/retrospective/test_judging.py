@@ -5,13 +5,14 @@ import shutil
 
 import pytest
 
+from python_trainer.accelerators.rhyme.attempts import NOTE, begin_run
+from python_trainer.accelerators.rhyme.bank import SampleBank
+from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
+from python_trainer.accelerators.rhyme.judging import judged
+from python_trainer.accelerators.rhyme.records import prompt_key
+from python_trainer.data import Example
 from python_trainer.errors import UserError
-from python_trainer.retrospective.attempts import NOTE, begin_run
-from python_trainer.retrospective.bank import SampleBank
-from python_trainer.retrospective.database import RetrospectiveDatabase
-from python_trainer.retrospective.judging import judged
-from python_trainer.retrospective.records import prompt_key
-from python_trainer.tasks import Example, Task
+from python_trainer.tasks import Task
 
 from .conftest import FACTS, make_sample, make_step
 

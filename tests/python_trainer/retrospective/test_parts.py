@@ -8,18 +8,18 @@ from conftest import save_tiny_policy
 from scipy.stats import spearmanr
 from torch.nn.functional import cosine_similarity
 
-import python_trainer.policy
-from python_trainer.accelerators import Rollout
-from python_trainer.config import ModelConfig
-from python_trainer.packing import Answer
-from python_trainer.policy import load_policy
-from python_trainer.retrospective.bank import SampleBank, for_tokenizer
-from python_trainer.retrospective.matching import Curve, Matches, Stage, align, curve_of, rhyming_stages
-from python_trainer.retrospective.probe import SIZE, examine
-from python_trainer.retrospective.records import StepRecord, prompt_key, tokenizer_fingerprint
-from python_trainer.retrospective.retrodiction import FEATURES, Retrodictor, alignments, rank_correlation
-from python_trainer.retrospective.sketch import PARTS, byte_trigrams, histogram, sketch_of, stack
-from python_trainer.tasks.pretrain import byte_tokenizer
+import python_trainer.model.policy
+from python_trainer.accelerators.rhyme.bank import SampleBank, for_tokenizer
+from python_trainer.accelerators.rhyme.evidence import SIZE, examine
+from python_trainer.accelerators.rhyme.matching import Curve, Matches, Stage, align, curve_of, rhyming_stages
+from python_trainer.accelerators.rhyme.records import StepRecord, prompt_key, tokenizer_fingerprint
+from python_trainer.accelerators.rhyme.retrodiction import FEATURES, Retrodictor, alignments, rank_correlation
+from python_trainer.accelerators.rhyme.sketch import PARTS, byte_trigrams, histogram, sketch_of, stack
+from python_trainer.data import Rollout
+from python_trainer.model.packing import Answer
+from python_trainer.model.policy import load_policy
+from python_trainer.model.settings import ModelConfig
+from tools.policies.arithmetic import byte_tokenizer
 
 from .conftest import make_sample
 
@@ -203,7 +203,7 @@ def test_more_logits_than_are_held_at_once_change_nothing(tmp_path, monkeypatch,
     behaviour = [[-5.0] * len(a.response_ids) for a in answers]
     settings = {"temperature": 0.7, "cap": 1.0, "max_tokens": 99}
     whole = examine(policy, answers, behaviour, **settings)
-    monkeypatch.setattr(python_trainer.policy, "LARGEST_LOGITS", limit)
+    monkeypatch.setattr(python_trainer.model.policy, "LARGEST_LOGITS", limit)
     blocks = examine(policy, answers, behaviour, **settings)
     torch.testing.assert_close(blocks.logprobs, whole.logprobs, rtol=1e-5, atol=1e-5)
     for name in ("entropy", "weights", "gradients"):

@@ -7,8 +7,9 @@ import pytest
 import torch
 from paged import assert_same, engine_for, make, prompts
 
-from python_trainer.rollout import Request, SamplingParams, attention
-from python_trainer.rollout import engine as engine_module
+from python_trainer.model import paged_attention as attention
+from python_trainer.rollout import Request, SamplingParams
+from python_trainer.rollout.paged import engine as engine_module
 from rlkernels import backend
 
 

@@ -4,6 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from python_trainer.data import Completion
+from python_trainer.rollout.engine import Request
 from python_trainer.rollout.ordering import (
     NOTHING,
     LengthHistory,
@@ -19,7 +21,6 @@ from python_trainer.rollout.ordering import (
     remember,
     share,
 )
-from python_trainer.rollout.types import Completion, Request
 
 works = st.lists(
     st.tuples(st.integers(1, 500), st.integers(1, 16)).map(lambda pair: Work(pair[0], pair[0] * pair[1])), max_size=40

@@ -14,11 +14,12 @@ from rich.console import Console
 from test_drafts import fed
 
 from python_trainer.errors import UserError
-from python_trainer.rollout import Request, SamplingParams, workers
+from python_trainer.rollout import Request, SamplingParams
 from python_trainer.rollout.drafting import Answer, Drafter
 from python_trainer.rollout.ordering import LengthHistory
-from python_trainer.rollout.workers import WorkerPool
-from python_trainer.telemetry import read_metrics
+from python_trainer.rollout.workers import pool as workers
+from python_trainer.rollout.workers.pool import WorkerPool
+from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 
 SAMPLED = SamplingParams(seed=3)

@@ -1,0 +1,183 @@
+"""AlphaRL: weights are extrapolated along the direction in which training moved them, behind a gate.
+
+After arXiv 2510.00553, whose prediction divides by the slope of the accuracy and has no acceptance test. What differs:
+
+- Predicted weights stay only if they answer significantly more held-out prompts right than the present ones (see
+  ``rlkernels.rank1.Gate``); they are pulled towards the present weights a few times, then everything is put back bit
+  for bit.
+- Nothing is tried without a reason to: see ``rlkernels.rank1.refusal``.
+- Only 2-D projections of attention and MLP are changed, as in the paper. Embeddings, norms, biases and head keep
+  their trained values.
+- Low-precision models: float32 master weights are tracked and changed, and the model gets them rounded.
+
+An accepted jump leaves Adam with a mean gradient of where the weights were: it is set to 0 for the weights that
+jumped. The mean of its square stays, as the scale of the gradients does not change much. Tracking starts again from
+there.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from python_trainer.accelerators.alpha.gate import try_candidates
+from python_trainer.accelerators.alpha.settings import AlphaSettings
+from python_trainer.accelerators.base import Accelerator, StepContext
+from python_trainer.data import PlannedGroup, Rollout
+from python_trainer.errors import UserError
+from rlkernels import RankOneTrajectory
+from rlkernels.rank1 import Gate, Limits, Target, extrapolate, refusal
+from rlkernels.rank1.stream import default_filter
+
+if TYPE_CHECKING:
+    pass
+
+
+class Alpha(Accelerator):
+    """Tracks, extrapolates and asks the gate."""
+
+    name = "alpha"
+    Settings = AlphaSettings
+    settings: AlphaSettings
+
+    def __init__(self, settings: AlphaSettings):
+        super().__init__(settings)
+        self.trajectory: RankOneTrajectory | None = None
+        self.anchor = 0  # the step whose weights are the base of the trajectory
+        self.answered: list[list[float]] = []  # [step, right answers, answers] of every step since the anchor
+        self.next_attempt = settings.first_step
+        self.gate = Gate(settings.gate_level)
+        self.events: list[dict[str, Any]] = []  # one for every attempt
+        self.seconds = {"track": 0.0, "gate": 0.0}
+
+    # hooks -------------------------------------------------------------------------------------------------------
+
+    def plan(self, context: StepContext, groups: list[PlannedGroup]) -> list[PlannedGroup]:
+        if self.trajectory is None:
+            self.restart(context, context.step - 1)
+        else:  # a resumed run was loaded on the CPU
+            self.trajectory.to(next(iter(context.optimizer.masters.values())).device)
+        return groups
+
+    def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
+        if not self.answered or self.answered[-1][0] != context.step:
+            self.answered.append([context.step, 0, 0])
+        fresh = [rollout.accuracy for rollout in rollouts if rollout.importance_cap is None]  # not stored right ones
+        self.answered[-1][1] += sum(fresh)
+        self.answered[-1][2] += len(fresh)  # dynamic sampling comes in several rounds
+        return rollouts
+
+    def after_update(self, context: StepContext) -> None:
+        if context.step % self.settings.track_steps == 0:
+            with self._clock(context, "track"):
+                self.track(context)
+            if context.step >= self.next_attempt:
+                self.attempt(context)
+
+    # parts -------------------------------------------------------------------------------------------------------
+
+    def restart(self, context: StepContext, step: int) -> None:
+        """The weights as they are, after ``step`` steps, become the base of a new trajectory."""
+        base = {}
+        for name, master in context.optimizer.masters.items():
+            if master.ndim == 2 and default_filter(name):
+                stored = context.optimizer.params[name].detach()
+                # the model's own precision is enough where it holds the master exactly
+                base[name] = stored.clone() if torch.equal(stored.float(), master) else master.detach().clone()
+        if not base:
+            raise UserError("accelerator alpha: the model has no trainable 2-D projection to extrapolate")
+        self.trajectory, self.anchor, self.answered = RankOneTrajectory(base), step, []
+
+    def track(self, context: StepContext) -> None:
+        """Adds the weights as they are to the trajectory, with the smoothed training accuracy."""
+        assert self.trajectory is not None
+        window = [right / answers for _, right, answers in self.answered[-self.settings.smoothing :]]
+        weights = {name: context.optimizer.masters[name] for name in self.trajectory.base}
+        self.trajectory.track(weights, step=context.step - self.anchor, accuracy=sum(window) / len(window))
+
+    def target(self) -> Target:
+        assert self.trajectory is not None
+        return Target(self.settings.horizon * self.trajectory.steps[-1], self.settings.target_accuracy)
+
+    def limits(self) -> Limits:
+        return self.settings.limits(holdout=max(len(self.trajectory or ()) // 3, 1))
+
+    def predict(self, context: StepContext) -> dict[str, torch.Tensor]:
+        """Predicted weights by name, float32; the model is not changed."""
+        assert self.trajectory is not None
+        weights = {name: context.optimizer.masters[name] for name in self.trajectory.base}
+        s = self.settings
+        return extrapolate(self.trajectory, weights, self.target(), predictor=s.predictor, scale=s.scale,
+                           keep_rest=s.keep_rest, limits=self.limits())  # fmt: skip
+
+    def attempt(self, context: StepContext) -> dict[str, Any]:
+        """One attempt, from the refusals to the gate -> what became of it, which is also noted in ``events``."""
+        assert self.trajectory is not None
+        objection = refusal(self.trajectory, self.settings.predictor, self.limits())
+        event: dict[str, Any] = {"step": context.step, "accepted": False}
+        if objection is not None:
+            event |= {"refused": objection.reason, "detail": objection.detail}
+            context.telemetry["alpha/refused"] = 1.0
+        else:
+            with self._clock(context, "gate"):
+                event |= self._try(context)
+            self.next_attempt = context.step + self.settings.every if self.settings.every else 1 << 60
+            context.telemetry["alpha/tried"] = float(len(event["tries"]))
+            context.telemetry["alpha/accepted"] = float(event["accepted"])
+            context.telemetry["alpha/gate_accuracy"] = event["tries"][-1]["after"]
+        self.events.append(event)
+        return event
+
+    def _try(self, context: StepContext) -> dict[str, Any]:
+        """Asks the gate; an accepted jump begins a new trajectory."""
+        settings, predicted = self.settings, self.predict(context)
+        accepted, tries = try_candidates(
+            context.optimizer, context.engine, lambda rows: context.evaluate_each("gate", rows), predicted, self.gate,
+            prompts=settings.gate_prompts, available=context.gate_size, max_tries=settings.max_tries,
+            shrink=settings.shrink,
+        )  # fmt: skip
+        if accepted:
+            context.optimizer.forget_momentum(predicted)
+            self.restart(context, context.step)
+        return {"accepted": accepted, "modules": len(predicted), "tries": tries}
+
+    @contextmanager
+    def _clock(self, context: StepContext, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - start
+            self.seconds[name] += spent
+            context.telemetry[f"alpha/{name}_s"] = spent
+
+    # what remains ------------------------------------------------------------------------------------------------
+
+    def summary(self) -> dict[str, Any]:
+        """Seconds spent on tracking and at the gate, and all attempts."""
+        return {f"{name}_s": seconds for name, seconds in self.seconds.items()} | {"attempts": self.events}
+
+    def state_dict(self) -> dict[str, Any]:
+        tracked = self.trajectory
+        return {
+            "base": tracked.base if tracked else None,
+            "trajectory": tracked.state_dict() if tracked else None,
+            "anchor": self.anchor,
+            "answered": self.answered,
+            "next_attempt": self.next_attempt,
+            "gate": [self.gate.comparisons, self.gate.position],
+            "events": self.events,
+            "seconds": self.seconds,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.trajectory = None
+        if state["base"] is not None:
+            self.trajectory = RankOneTrajectory(state["base"])
+            self.trajectory.load_state_dict(state["trajectory"])
+        self.anchor, self.answered = state["anchor"], [list(row) for row in state["answered"]]
+        self.next_attempt, self.events = state["next_attempt"], list(state["events"])
+        self.gate = Gate(self.settings.gate_level, *state["gate"])
+        self.seconds = dict(state["seconds"])

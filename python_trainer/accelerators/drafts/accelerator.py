@@ -1,0 +1,95 @@
+"""Drafts: earlier answers guess the new ones, and a forward pass verifies many tokens of an answer at once.
+
+Lossless, after RhymeRL's HistoSpec (arXiv 2508.18588): the noise of every position is keyed, so the tokens are those
+that plain decoding draws, and training is what it is without drafts. Only the number of forward passes changes.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from python_trainer.accelerators.base import Accelerator, StepContext
+from python_trainer.accelerators.drafts.settings import DraftsSettings
+from python_trainer.data import PlannedGroup, Rollout
+from python_trainer.errors import UserError
+from python_trainer.rollout.engine import Engine
+from rlkernels import RolloutHistory
+
+if TYPE_CHECKING:
+    from python_trainer.rollout.drafting import Answer
+
+MEASURED_PASSES = ((8, 1), (8, 8), (32, 8))  # sequences, tokens of each
+
+
+class Drafts(Accelerator):
+    """A history of all answers, by prompt; an answer's epoch is the number of earlier visits to its prompt."""
+
+    name = "drafts"
+    divisible = True
+    Settings = DraftsSettings
+    settings: DraftsSettings
+
+    def __init__(self, settings: DraftsSettings):
+        super().__init__(settings)
+        self.history = RolloutHistory(max_tokens=settings.history_tokens)
+        self.visits: dict[int, int] = {}  # prompt key -> steps that it was part of
+        self.pass_overhead = settings.pass_overhead
+        self.news: list[Answer] = []  # answers since the drafter before
+        self.counted_step = 0
+        self.before: dict[str, float] = {}  # the engine's counters when that step began
+
+    def plan(self, context: StepContext, groups: list[PlannedGroup]) -> list[PlannedGroup]:
+        from python_trainer.rollout.drafting import Drafter, pass_overhead
+
+        engine = context.engine
+        if self.pass_overhead is None:
+            self.pass_overhead = pass_overhead({n * t: engine.pass_seconds(n, t) for n, t in MEASURED_PASSES})
+        if context.step != self.counted_step:  # not a further round of dynamic sampling
+            self.counted_step, self.before = context.step, engine.stats
+        engine.drafter = Drafter(
+            self.history, max_tokens=self.settings.max_draft_tokens, pass_overhead=self.pass_overhead, news=self.news
+        )
+        self.news = []
+        return groups
+
+    def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
+        from python_trainer.rollout.drafting import Answer
+
+        context.engine.drafter = None  # evaluations have prompts of their own
+        for rollout in rollouts:
+            epoch = self.visits.get(rollout.prompt_key, 0)
+            answer = Answer(rollout.prompt_ids, rollout.response_ids, rollout.reward, epoch)
+            self.history.add(answer.prompt_ids, answer.response_ids, reward=answer.reward, epoch=epoch)
+            self.news.append(answer)
+        for key in {rollout.prompt_key for rollout in rollouts}:
+            self.visits[key] = self.visits.get(key, 0) + 1
+        self._report(context.engine, context.telemetry)
+        return rollouts
+
+    def _report(self, engine: Engine, telemetry: dict[str, float]) -> None:
+        spent = {name: count - self.before[name] for name, count in engine.stats.items()}
+        telemetry |= {
+            "drafts/tokens_per_step": spent["generated_tokens"] / max(spent["sample_steps"], 1),
+            "drafts/acceptance": spent["accepted_tokens"] / max(spent["draft_tokens"], 1),
+            "drafts/offered_tokens": spent["draft_tokens"],
+            "drafts/accepted_tokens": spent["accepted_tokens"],
+            "drafts/off_share": 1 - spent["draft_steps"] / max(spent["sample_steps"], 1),
+            "drafts/forward_passes": spent["forward_passes"],
+            "drafts/pass_overhead": self.pass_overhead or 0.0,
+            "drafts/history_tokens": self.history.stats["tokens"],
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "history": self.history.to_bytes(),
+            "visits": self.visits,
+            "pass_overhead": self.pass_overhead,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        try:
+            self.history = RolloutHistory.from_bytes(state["history"])
+        except ValueError as error:
+            raise UserError(f"the drafts of the checkpoint cannot be read: {error}") from error
+        self.history.resize(self.settings.history_tokens)
+        self.visits = state["visits"]
+        if self.settings.pass_overhead is None:
+            self.pass_overhead = state["pass_overhead"]

@@ -1,0 +1,34 @@
+"""One run of the database for one folder: what a kill before the first checkpoint leaves behind is no history."""
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from python_trainer.accelerators.rhyme.records import RunFacts
+from python_trainer.files import write_text
+
+if TYPE_CHECKING:
+    from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
+
+NOTE = "rhyme_run.json"
+
+
+def begin_run(database: "RetrospectiveDatabase", facts: RunFacts, folder: Path) -> int:
+    """Adds a run that begins in a folder to the database -> its id.
+
+    An earlier attempt in the same folder leaves the database with all that it stored: the run that takes its place
+    would find itself there. Which one that was is in ``rhyme_run.json``. Ids are used again, so the moment at which
+    the run began must agree; a copy of the folder has no claim on the run.
+    """
+    note, here, created = folder / NOTE, str(folder.resolve()), time.time()
+    try:
+        before = json.loads(note.read_text())
+        attempt = (int(before["run"]), float(before["created"])) if before["folder"] == here else None
+    except (OSError, ValueError, KeyError, TypeError):  # none there, or not one of ours
+        attempt = None
+    if attempt is not None:
+        database.remove_run(attempt[0], created=attempt[1])
+    run_id = database.add_run(facts, created=created)
+    write_text(note, json.dumps({"folder": here, "run": run_id, "created": created}) + "\n")
+    return run_id

@@ -1,0 +1,167 @@
+"""Several processes (ranks), each with all weights: ``parallel: ddp``."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from python_trainer.checkpoint import save_checkpoint
+from python_trainer.data import Example
+from python_trainer.distributed.alone import Alone
+from python_trainer.distributed.ranked_engine import PolicyEngine
+from python_trainer.errors import UserError
+from python_trainer.model.packing import Answer, micro_batches, split_evenly
+from python_trainer.model.policy import Policy
+from python_trainer.rollout.engine import Engine
+from python_trainer.tasks import Task
+from python_trainer.tasks.rewards import Scores, score
+
+T = TypeVar("T")
+
+BUCKET_ELEMENTS = 1 << 24  # gradients that are sent at once
+
+
+class Replicated(Alone):
+    """The ranks of the default process group; all end an update with the same weights, to the bit.
+
+    Every rank knows all answers of a step and computes the advantages of all of them. It trains on a stretch of the
+    samples, with the weights that their tokens have in the whole batch; gradients are added up in float32.
+    """
+
+    name = "ddp"
+    lockstep = False  # whether all ranks must compute as many micro-batches
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._aside: TemporaryDirectory[str] | None = None
+
+    # agreement ---------------------------------------------------------------------------------------------------
+
+    def gather(self, value: T) -> list[T]:
+        """What every rank says, by rank."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        problem: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            problem = error
+        said = self.gather(problem if problem is None else f"{type(problem).__name__}: {problem}")
+        if problem is not None:
+            raise problem
+        for rank, text in enumerate(said):
+            if text is not None:
+                raise UserError(f"process {rank} of {self.size}: {text.removeprefix('UserError: ')}")
+
+    def first(self, value: T) -> T:
+        return self.gather(value)[0]
+
+    def any(self, value: T) -> T:
+        said = self.gather(value)
+        return next((x for x in said if x), said[0])
+
+    # where results go --------------------------------------------------------------------------------------------
+
+    def folder(self, output_dir: Path) -> Path:
+        """The run directory is written by the first rank; others write into a folder that goes when they end."""
+        if self.rank == 0:
+            return output_dir
+        self._aside = self._aside or TemporaryDirectory(prefix="rlkernels-rank-")
+        return Path(self._aside.name)
+
+    def console(self, console: Console | None) -> Console | None:
+        return console if self.rank == 0 else Console(quiet=True)
+
+    # work that is divided ----------------------------------------------------------------------------------------
+
+    def engine(self, engine: Engine, policy: Policy) -> Engine:
+        return PolicyEngine(engine, policy, self)
+
+    def score(self, task: Task, examples: Sequence[Example], texts: Sequence[str], ids: Sequence[Sequence[int]]
+              ) -> Scores:  # fmt: skip
+        bounds = [self._group_start(examples, rank * len(texts) // self.size) for rank in range(self.size + 1)]
+        part = slice(bounds[self.rank], bounds[self.rank + 1])
+        scores = None
+        with self.together():
+            if texts[part]:
+                scores = score(task, examples[part], texts[part], ids[part])
+        found = [scores for scores in self.gather(scores) if scores is not None]
+        return Scores(
+            {name: [x for scores in found for x in scores.rewards[name]] for name in task.reward_functions},
+            [x for scores in found for x in scores.total],
+            [x for scores in found for x in scores.accuracy],
+        )
+
+    @staticmethod
+    def _group_start(examples: Sequence[Example], index: int) -> int:
+        """From ``index`` on, the first answer to another example: answers to one are judged by one rank."""
+        while 0 < index < len(examples) and examples[index] is examples[index - 1]:
+            index += 1
+        return index
+
+    def micro_batches(self, answers: Sequence[Answer], samples: Sequence[int], max_tokens: int, *, share: bool
+                      ) -> Iterator[tuple[list[int], bool]]:  # fmt: skip
+        stretches = split_evenly(answers, samples, self.size, share=share)
+        parts = [list(micro_batches(answers, stretch, max_tokens, share=share)) for stretch in stretches]
+        yield from ((part, True) for part in parts[self.rank])
+        if self.lockstep:
+            shortest = min(samples, key=lambda index: len(answers[index].prompt_ids) + len(answers[index].response_ids))
+            yield from [([shortest], False)] * (max(map(len, parts)) - len(parts[self.rank]))
+
+    # sums --------------------------------------------------------------------------------------------------------
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._reduced(tensor, dist.ReduceOp.SUM)
+
+    def max(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._reduced(tensor, dist.ReduceOp.MAX)
+
+    def _reduced(self, tensor: torch.Tensor, operation: Any) -> torch.Tensor:
+        reduced = tensor.detach().clone()
+        dist.all_reduce(reduced, operation)
+        return reduced
+
+    def merge(self, values: torch.Tensor) -> torch.Tensor:
+        known = ~values.isnan()
+        total = self.sum(torch.where(known, values, 0.0))
+        return torch.where(self.max(known.float()) > 0, total, torch.nan)
+
+    @torch.no_grad()
+    def sum_gradients(self, module: torch.nn.Module) -> None:
+        params = [p for p in module.parameters() if p.requires_grad]
+        # a rank without samples has no gradients at all, a parameter that nothing uses has none anywhere
+        used = self.max(torch.tensor([float(p.grad is not None) for p in params], device=params[0].device))
+        bucket: list[torch.nn.Parameter] = []
+        elements = 0
+        for p, has in zip(params, used.tolist()):
+            if has:
+                bucket.append(p)
+                elements += p.numel()
+            if elements >= BUCKET_ELEMENTS:
+                self._sum_bucket(bucket)
+                bucket, elements = [], 0
+        self._sum_bucket(bucket)
+
+    def _sum_bucket(self, params: Sequence[torch.nn.Parameter]) -> None:
+        if not params:
+            return
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+        flat = torch.cat([g.float().flatten() for g in gradients])
+        dist.all_reduce(flat)
+        for p, total in zip(params, flat.split([p.numel() for p in params])):
+            p.grad = total.view_as(p).to(p.dtype)
+
+    # checkpoints -------------------------------------------------------------------------------------------------
+
+    def save(self, folder: Path, step: int, state: Mapping[str, Any], learned: Mapping[str, Any], *, keep: int) -> None:
+        if self.rank == 0:
+            save_checkpoint(folder, step, {**state, **learned}, keep=keep)

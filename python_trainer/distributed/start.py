@@ -1,0 +1,54 @@
+"""Joins the processes that torchrun started."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from python_trainer.config import Config
+from python_trainer.distributed.alone import Alone
+from python_trainer.errors import UserError
+from python_trainer.model.policy import choose_device
+
+
+@contextmanager
+def start(config: Config) -> Iterator[Alone]:
+    """All processes of a run, within it; a group of one where torchrun started none.
+
+    Raises:
+        UserError: torchrun started several, but ``parallel`` is none; there are more processes than GPUs.
+    """
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    if config.parallel == "none":
+        if size > 1:
+            raise UserError(f"parallel is none, but torchrun started {size} processes: set parallel=ddp or fsdp2")
+        yield Alone()
+        return
+    import torch.distributed as dist
+
+    from python_trainer.distributed.replicated import Replicated
+    from python_trainer.distributed.sharded import Sharded
+
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ranks = Replicated() if config.parallel == "ddp" else Sharded()
+        with ranks.together():
+            if choose_device(config.model.device).type == "cuda":
+                _choose_gpu(int(os.environ.get("LOCAL_RANK", 0)))
+        yield ranks
+    finally:
+        dist.destroy_process_group()
+
+
+def _choose_gpu(number: int) -> None:
+    if number >= torch.cuda.device_count():
+        raise UserError(
+            f"--nproc-per-node of torchrun must be at most {torch.cuda.device_count()}, the number of GPUs here; there "
+            f"is none for process {number}"
+        )
+    torch.cuda.set_device(number)

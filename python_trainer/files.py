@@ -1,0 +1,62 @@
+"""Files that a kill cannot damage: written aside, flushed, then renamed into place."""
+
+import os
+import shutil
+from pathlib import Path
+
+from python_trainer.errors import UserError
+
+
+def flush(path: Path) -> None:
+    """Waits until a file or folder is on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def check_output_dir(folder: Path) -> None:
+    """Raises UserError where ``folder`` is no folder, or one that cannot be made or written; makes nothing."""
+    try:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        problem = f"{there} is a file" if not there.is_dir() else f"{there} is not writable"
+        usable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    except OSError as error:
+        raise unusable_output_dir(folder, error.strerror) from error
+    if not usable:
+        raise unusable_output_dir(folder, problem)
+
+
+def unusable_output_dir(folder: Path, problem: str | None) -> UserError:
+    return UserError(f"--output-dir must be a folder that can be written, got {folder}: {problem}")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces a file in one step: readers see the old text or the new one."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Like :func:`write_text`."""
+    aside = path.with_name(f".{path.name}.tmp")
+    aside.write_bytes(data)
+    flush(aside)
+    aside.replace(path)
+    flush(path.parent)
+
+
+def publish(aside: Path, target: Path) -> None:
+    """Flushes a folder that is complete and renames it to ``target``, which is replaced."""
+    for path in sorted(aside.rglob("*"), reverse=True):
+        flush(path)
+    flush(aside)
+    if target.exists():
+        old = target.with_name(f".old-{target.name}")
+        shutil.rmtree(old, ignore_errors=True)
+        target.rename(old)
+        aside.rename(target)
+        shutil.rmtree(old)
+    else:
+        aside.rename(target)
+    flush(target.parent)

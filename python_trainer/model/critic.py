@@ -1,0 +1,65 @@
+"""The critic of PPO: the reward that is still to come, predicted before every response token."""
+
+import copy
+from typing import Any
+
+import torch
+
+from python_trainer.distributed import Alone
+from python_trainer.model.optimizer import PolicyOptimizer
+from python_trainer.model.packed_attention import IMPLEMENTATION
+from python_trainer.model.packing import Packed
+from python_trainer.model.policy import Policy, recompute_activations
+from python_trainer.model.settings import CriticConfig, OptimizerConfig
+from python_trainer.model.tensors import load_weights
+
+
+class Critic(torch.nn.Module):
+    """Values of packed answers: a linear layer, at first all zeros, on the last hidden states.
+
+    They are the hidden states of the policy's own pass, whose weights then also learn to foresee rewards; or, with
+    ``separate``, those of a second model that starts as a copy of the policy and shares nothing with it afterwards.
+    """
+
+    def __init__(self, policy: Policy, config: CriticConfig, optimizer: OptimizerConfig, ranks: Alone | None = None):
+        super().__init__()
+        width = policy.model.get_output_embeddings().weight.shape[1]
+        self.body: Any = None
+        if config.separate:
+            self.body = copy.deepcopy(policy.whole.base_model).requires_grad_(True)
+            self.body.set_attn_implementation(IMPLEMENTATION)
+            if policy.model.is_gradient_checkpointing:  # not so what adapters were merged into, which only generates
+                recompute_activations(self.body)
+        self.head = torch.nn.Linear(width, 1, device=policy.device, dtype=torch.float32)
+        torch.nn.init.zeros_(self.head.weight)
+        torch.nn.init.zeros_(self.head.bias)
+        ranks = ranks or Alone()
+        if self.body is not None:
+            ranks.shard(self.body)
+        ranks.shard(self)
+        self.optimizer = PolicyOptimizer(self, optimizer)
+        self.rate = config.learning_rate / optimizer.learning_rate  # of the policy's
+
+    def forward(self, packed: Packed, states: torch.Tensor) -> torch.Tensor:
+        """Values [B, L] float32, 0 where masked; ``states`` [R, H] come from ``Policy.score_with_states``."""
+        if self.body is not None:
+            states = self.body(
+                input_ids=packed.input_ids[None],
+                position_ids=packed.layout.position_ids.to(packed.input_ids.device)[None],
+                use_cache=False,
+                layout=packed.layout,
+            ).last_hidden_state[0, packed.rows]
+        return packed.spread(self.head(states.float())[:, 0])
+
+    def step(self, policy_learning_rate: float) -> float:
+        """One update of the critic's own weights -> gradient norm before clipping."""
+        return self.optimizer.step(policy_learning_rate * self.rate)
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Weights and moments, for :meth:`restore`."""
+        return {"model": self.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Undoes :meth:`checkpoint`."""
+        load_weights(self, saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"], saved["model"])

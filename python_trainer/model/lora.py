@@ -1,0 +1,85 @@
+"""Low-rank adapters by PEFT: the model stays as it is, and what trains is a product of two thin matrices per layer."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from python_trainer.errors import UserError
+from python_trainer.keyed import keyed_seed
+from python_trainer.model.settings import LoraSettings
+from python_trainer.model.tensors import full
+
+if TYPE_CHECKING:
+    from python_trainer.model.policy import Policy
+
+ADAPTER = "default"
+
+
+def add_adapters(policy: "Policy", settings: LoraSettings) -> None:
+    """Freezes ``policy.model`` and adds adapters, which change nothing yet.
+
+    ``policy.whole`` becomes a copy with weights of its own where there are adapters; the others are shared.
+
+    Raises:
+        UserError: PEFT is not installed, or the model has no such layers.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise UserError(f"model.lora needs PEFT ({error}): pip install peft") from error
+    model = policy.model
+    whole = copy.deepcopy(model, {id(p): p for p in model.parameters()})  # modules of its own around the same weights
+    wanted = LoraConfig(r=settings.r, lora_alpha=settings.alpha, target_modules=settings.target_modules)  # type: ignore[arg-type]
+    with torch.random.fork_rng():
+        torch.manual_seed(keyed_seed("lora"))  # the same in every process
+        try:
+            inject_adapter_in_model(wanted, model, ADAPTER)
+        except (ValueError, NotImplementedError) as error:
+            raise UserError(
+                f"model.lora.target_modules: {settings.target_modules!r} fits no layers: {error}"
+            ) from error
+    for name, layer in adapted_layers(model):
+        if not isinstance(layer.base_layer, torch.nn.Linear):
+            raise UserError(f"model.lora.target_modules must name linear layers, {name} is none")
+    if hasattr(model.get_output_embeddings(), "lora_A"):
+        raise UserError(f"model.lora.target_modules must not name the output layer, got {settings.target_modules!r}")
+    for name, layer in adapted_layers(model):
+        own = layer.base_layer.weight.detach().clone()
+        whole.get_submodule(name).weight = torch.nn.Parameter(own, requires_grad=False)
+    policy.whole, policy.adapted = whole, True
+
+
+def adapted_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Name and layer, wherever there is an adapter."""
+    return ((name, module) for name, module in model.named_modules() if hasattr(module, "lora_A"))
+
+
+def merged_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name in the plain model and weight [out, in], float32, wherever there is an adapter."""
+    for name, layer in adapted_layers(model):
+        down, up, base = (
+            full(part.weight) for part in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER], layer.base_layer)
+        )
+        yield f"{name}.weight", base.float() + layer.scaling[ADAPTER] * (up.float() @ down.float())
+
+
+def is_adapter(parameter: str) -> bool:
+    """Whether a parameter, by its name, is part of an adapter."""
+    return ".lora_" in parameter
+
+
+@contextmanager
+def without_adapters(model: torch.nn.Module) -> Iterator[None]:
+    """Within it the model computes what it did at first."""
+    layers: Sequence[Any] = [layer for _, layer in adapted_layers(model)]
+    before = [layer.scaling[ADAPTER] for layer in layers]
+    try:
+        for layer in layers:
+            layer.scaling[ADAPTER] = 0.0
+        yield
+    finally:
+        for layer, scale in zip(layers, before):
+            layer.scaling[ADAPTER] = scale

@@ -1,0 +1,125 @@
+"""AdamW with a schedule, gradient clipping, and float32 master weights for low-precision models."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from python_trainer.errors import NotFinite
+from python_trainer.model.settings import OptimizerConfig
+from python_trainer.model.tensors import full, like
+
+
+def learning_rate(config: OptimizerConfig, step: int, max_steps: int) -> float:
+    """Learning rate of training step ``step``, counted from 1."""
+    if step <= config.warmup_steps:
+        return config.learning_rate * step / config.warmup_steps
+    done = (step - 1 - config.warmup_steps) / max(max_steps - config.warmup_steps, 1)  # 0 at the first step after it
+    done = min(max(done, 0.0), 1.0)
+    shape = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}
+    return config.learning_rate * shape[config.lr_scheduler_type]
+
+
+class PolicyOptimizer:
+    """Updates the trainable parameters of a model.
+
+    Parameters that are not float32 get a float32 master copy, which AdamW updates and which is rounded back after
+    each step. Whoever changes the model's weights in between is heard: where they no longer are the rounded master,
+    the master follows.
+
+    Attributes:
+        adamw: the underlying ``torch.optim.AdamW``.
+    """
+
+    def __init__(self, model: torch.nn.Module, config: OptimizerConfig):
+        self.config = config
+        self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.masters = {
+            name: p if p.dtype == torch.float32 else p.detach().float().requires_grad_()
+            for name, p in self.params.items()
+        }
+        decayed = [p for p in self.masters.values() if p.ndim >= 2]
+        others = [p for p in self.masters.values() if p.ndim < 2]
+        self.adamw = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
+            lr=config.learning_rate,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_epsilon,
+            fused=True,
+        )
+
+    @torch.no_grad()
+    def step(self, lr: float) -> float:
+        """One update with the gradients that are there, which are then gone -> their norm before clipping.
+
+        Raises:
+            NotFinite: the norm is NaN or infinite; no weight has changed then.
+        """
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        low_precision = [(self.params[n], m) for n, m in self.masters.items() if m is not self.params[n]]
+        for param, master in low_precision:
+            master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
+            master.grad = None if param.grad is None else param.grad.float()
+            param.grad = None
+        norm = float(full(torch.nn.utils.clip_grad_norm_(self.masters.values(), self.config.max_grad_norm)))
+        if not math.isfinite(norm):
+            self.adamw.zero_grad()
+            raise NotFinite(f"the norm of the gradient is {norm}")
+        self.adamw.step()
+        self.adamw.zero_grad()
+        for param, master in low_precision:
+            param.copy_(master)
+        return norm
+
+    @torch.no_grad()
+    def write(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Sets weights by parameter name, master copies included, in the precision of the masters."""
+        for name, value in values.items():
+            self.masters[name].copy_(value)
+            if self.masters[name] is not self.params[name]:
+                self.params[name].copy_(self.masters[name])
+
+    def snapshot(self, names: Iterable[str]) -> dict[str, list[torch.Tensor]]:
+        """Copies of these weights for :meth:`restore`."""
+        return {name: [t.detach().clone() for t in self._weights(name)] for name in names}
+
+    @torch.no_grad()
+    def restore(self, saved: Mapping[str, list[torch.Tensor]]) -> None:
+        """Puts back the weights of a snapshot, bit for bit."""
+        for name, tensors in saved.items():
+            for weight, value in zip(self._weights(name), tensors, strict=True):
+                weight.copy_(value)
+
+    def forget_momentum(self, names: Iterable[str]) -> None:
+        """Sets the gradient's mean of these parameters to 0; the mean of its square and the step count stay."""
+        for name in names:
+            state = self.adamw.state.get(self.masters[name], {})
+            if "exp_avg" in state:
+                state["exp_avg"].zero_()
+
+    def _weights(self, name: str) -> list[torch.Tensor]:
+        param, master = self.params[name], self.masters[name]
+        return [param] if master is param else [param, master]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments and, where they are not the model's own parameters, master weights, all by parameter name."""
+        state = {}
+        for name, master in self.masters.items():
+            state[name] = dict(self.adamw.state.get(master, {}))
+            if master is not self.params[name]:
+                state[name]["master"] = master.detach()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> None:
+        """Undoes :meth:`state_dict`; ``weights`` are those of the model, for whom no master was saved."""
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                values = dict(state.get(name, {}))  # without moments where no gradient has come yet
+                master.copy_(like(values.pop("master", weights[name]), master))
+                # the fused step wants its count beside the weights; it is one number, never sharded
+                self.adamw.state[master] = {
+                    key: value.to(master.device) if key == "step" else like(value, master)
+                    for key, value in values.items()
+                }

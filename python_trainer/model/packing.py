@@ -1,0 +1,158 @@
+"""Answers of a step as rows of tokens without padding, in which each prompt and shared prefix stands once.
+
+A group of samples is packed as [prompt + prefix | suffix 1 | suffix 2 | ...]. Every log-probability that the loss
+needs is a *pair*: a position whose hidden state predicts, and the token it should predict. The pairs of a shared
+prefix exist once, and all samples of the group refer to them, so their gradients add up by themselves.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, compress
+
+import torch
+
+from python_trainer.model.packed_attention import PackedLayout
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a sample is made of.
+
+    The first ``shared`` response tokens are the same for its whole group; the first ``unscored`` of those are context
+    only: nothing is computed for them but what later tokens see of them. So are those that are False in ``mask``
+    (bool, one for each response token): what a tool or the other side of a conversation said.
+    """
+
+    prompt_ids: Sequence[int]
+    response_ids: Sequence[int]
+    shared: int = 0
+    unscored: int = 0
+    mask: Sequence[bool] | None = None
+
+    def scored(self) -> list[bool]:
+        """Which response tokens are more than context."""
+        own = [True] * len(self.response_ids) if self.mask is None else self.mask
+        return [False] * self.unscored + list(own[self.unscored :])
+
+
+@dataclass
+class Packed:
+    """One micro-batch of B samples with longest response L, T tokens, R pairs."""
+
+    samples: list[int]  # [B] index of each sample in the step
+    input_ids: torch.Tensor  # int64 [T]
+    layout: PackedLayout
+    rows: torch.Tensor  # int64 [R] position that predicts
+    targets: torch.Tensor  # int64 [R] token to be predicted
+    place: torch.Tensor  # int64 [B, L] the pair of each response token; 0 where there is none
+    mask: torch.Tensor  # bool [B, L] response tokens that are scored
+
+    def to(self, device: torch.device) -> "Packed":
+        moved = (x.to(device, non_blocking=True) for x in (self.rows, self.targets, self.place, self.mask))
+        return Packed(self.samples, self.input_ids.to(device), self.layout, *moved)
+
+    def without_tokens(self) -> "Packed":
+        """The same computation, of which nothing counts."""
+        return replace(self, mask=torch.zeros_like(self.mask))
+
+    def spread(self, pairs: torch.Tensor) -> torch.Tensor:
+        """Values of the pairs [R] -> [B, L], 0 where there is no scored response token."""
+        if not pairs.numel():
+            return pairs.new_zeros(self.place.shape)
+        return torch.where(self.mask, pairs[self.place], 0.0)
+
+
+def _beginning(answers: Sequence[Answer], index: int, share: bool) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Prompt and shared prefix of a sample, and what tells them apart from equal ones that are not to be shared."""
+    answer = answers[index]
+    return tuple(answer.prompt_ids), tuple(answer.response_ids[: answer.shared]), -1 if share else index
+
+
+def pack(answers: Sequence[Answer], samples: Sequence[int], *, share: bool = True) -> Packed:
+    """Packs the answers with these indices; samples with the same prompt and shared prefix need not be neighbours.
+
+    With ``share`` False every sample brings its own copy of them: the plain, slower form.
+    """
+    groups: dict[tuple, list[int]] = {}
+    for index in samples:
+        groups.setdefault(_beginning(answers, index, share), []).append(index)
+    ids: list[int] = []
+    rows: list[int] = []
+    targets: list[int] = []
+    places: list[list[int]] = []
+    prefix_lens, suffix_lens, group_starts, order = [], [], [0], []
+    for (prompt, prefix, _), members in groups.items():
+        start, shared_pairs = len(ids), len(targets)
+        skipped = min(answers[index].unscored for index in members)
+        ids += [*prompt, *prefix]
+        end = len(ids) - 1  # the last shared token predicts the first of every suffix
+        rows += range(start + len(prompt) - 1 + skipped, end)
+        targets += prefix[skipped:]
+        prefix_lens.append(len(prompt) + len(prefix))
+        for index in members:
+            suffix, scored = answers[index].response_ids[len(prefix) :], answers[index].scored()
+            pairs = [shared_pairs + t - skipped if scored[t] else -1 for t in range(len(prefix))]
+            if len(suffix):
+                own = scored[len(prefix) :]
+                pairs += [pair if s else -1 for pair, s in zip(accumulate(own, initial=len(targets)), own)]
+                rows += compress([end, *range(len(ids), len(ids) + len(suffix) - 1)], own)
+                targets += compress(suffix, own)
+                ids += suffix[:-1]  # nothing is predicted from the last token
+            suffix_lens.append(max(len(suffix) - 1, 0))
+            places.append(pairs)
+        order += members
+        group_starts.append(len(order))
+    long = partial(torch.tensor, dtype=torch.int64, device="cpu")  # whatever the default device is
+    lengths = long([len(place) for place in places])
+    longest = int(lengths.max()) if len(places) else 0
+    place = torch.full((len(places), longest), -1, dtype=torch.int64, device="cpu")
+    has_token = torch.arange(longest, device="cpu") < lengths[:, None]
+    place[has_token] = long([pair for row in places for pair in row])
+    mask = place >= 0
+    layout = PackedLayout(prefix_lens, suffix_lens, group_starts)
+    return Packed(order, long(ids), layout, long(rows), long(targets), place.clamp(min=0), mask)
+
+
+def _tokens(answers: Sequence[Answer], index: int, share: bool) -> tuple[tuple, int, int]:
+    """What a sample may share, how many tokens that is, and how many are its own."""
+    key = _beginning(answers, index, share)
+    return key, len(key[0]) + len(key[1]), max(len(answers[index].response_ids) - len(key[1]) - 1, 0)
+
+
+def split_evenly(
+    answers: Sequence[Answer], samples: Sequence[int], parts: int, *, share: bool = True
+) -> list[list[int]]:
+    """Cuts the samples, in order, into ``parts`` stretches of about as many packed tokens; some may be empty."""
+    seen: set[tuple] = set()
+    middles, total = [], 0
+    for index in samples:
+        key, shared, own = _tokens(answers, index, share)
+        needed = max(own if key in seen else own + shared, 1)
+        seen.add(key)
+        middles.append(2 * total + needed)  # halves of tokens before the middle of this sample
+        total += needed
+    split: list[list[int]] = [[] for _ in range(parts)]
+    for index, middle in zip(samples, middles):
+        split[middle * parts // (2 * total)].append(index)
+    return split
+
+
+def micro_batches(
+    answers: Sequence[Answer], samples: Sequence[int], max_tokens: int, *, share: bool = True
+) -> Iterator[list[int]]:
+    """Splits the samples, in order, into parts of at most ``max_tokens`` packed tokens (one sample may be longer)."""
+    part: list[int] = []
+    seen: set[tuple] = set()
+    tokens = 0
+    for index in samples:
+        key, shared, own = _tokens(answers, index, share)
+        needed = own if key in seen else own + shared
+        if part and tokens + needed > max_tokens:
+            yield part
+            part, seen, tokens, needed = [], set(), 0, own + shared
+        part.append(index)
+        seen.add(key)
+        tokens += needed
+    if part:
+        yield part

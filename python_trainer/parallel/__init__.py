@@ -1,6 +1,0 @@
-"""One process or several: how training is shared among the processes that torchrun started."""
-
-from python_trainer.parallel.alone import Alone
-from python_trainer.parallel.start import start
-
-__all__ = ["Alone", "start"]

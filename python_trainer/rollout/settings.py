@@ -1,0 +1,43 @@
+"""Settings of generation."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from python_trainer.settings import Section
+
+
+class RolloutConfig(Section):
+    """How answers are generated."""
+
+    engine: Literal["paged", "vllm"] = "paged"
+    """`paged`: the trainer's own engine; `vllm`: vLLM 0.32 or newer, on the device of the model or on a server."""
+    vllm_server: str | None = Field(None, pattern=r"^https?://[^/]+(/.*)?$")
+    """URL of a server for engine vllm, started as docs/vllm.md says; it reads weights from OUTPUT_DIR."""
+    prompts_per_step: int = Field(32, ge=1)
+    """Prompts in one training step."""
+    num_generations: int = Field(8, ge=1)
+    """Answers sampled for each prompt: the group."""
+    max_completion_length: int = Field(256, ge=1)
+    """Most tokens of an answer, end token included."""
+    temperature: float = Field(1.0, gt=0)
+    """Softmax temperature of sampling; log-probabilities in the loss use the same."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the smallest set of tokens with this much probability."""
+    top_k: int = Field(0, ge=0)
+    """Sample from this many most likely tokens; 0 for all."""
+    dynamic_sampling: bool = False
+    """Drop prompts whose answers are all right or all wrong, and draw others until the step is full (DAPO)."""
+    max_sampling_rounds: int = Field(4, ge=1)
+    """Rounds of dynamic_sampling; if the step is not full then, dropped prompts fill it up."""
+    stop: list[str] = Field([])
+    """Strings that end an answer, next to the model's end-of-sequence tokens."""
+    workers: int = Field(1, ge=1)
+    """Processes that generate; above 1 on a CPU only. `memory_bytes` is for each. Answers stay the same."""
+    schedule: Literal["fifo", "history"] = "fifo"
+    """history: predict lengths from earlier answers, begin with the longest, balance workers and move work between
+    them. Answers stay the same."""
+    memory_bytes: int | None = Field(None, ge=1)
+    """Size of the KV cache; null chooses by model and device."""
+    block_size: int = Field(16, ge=1)
+    """Tokens in a block of the KV cache."""

@@ -1,0 +1,117 @@
+"""A vLLM server as the backend of :class:`VLLMEngine`. It may run anywhere that can read the folder of the weights."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request as HTTPRequest
+from urllib.request import urlopen
+
+from transformers import PreTrainedModel
+
+from python_trainer.data import Completion
+from python_trainer.errors import UserError
+from python_trainer.rollout.vllm.engine import COUNTERS, WORKER, Job, check_version
+
+CONNECTIONS = 64  # vLLM batches what it is asked at the same time
+TIMEOUT_S = 3600
+START = f"VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --worker-extension-cls {WORKER}"
+
+
+class Server:
+    """A server that was started as ``START`` says, for one trainer at a time.
+
+    Weights go through files: the server must see ``folder`` by the same absolute path.
+
+    Args:
+        model: what the server should be serving.
+        url: where it listens, e.g. http://localhost:8000.
+        folder: for the weights; made for each transfer and removed after it.
+
+    Raises:
+        UserError: nothing answers there, vLLM is too old, was not started that way, or serves another model.
+    """
+
+    def __init__(self, model: PreTrainedModel, url: str, folder: Path):
+        self.url, self.folder = url.rstrip("/"), folder.absolute()
+        check_version(self._ask("/version")["version"], f"the server {self.url}")
+        self._served: str = self._ask("/v1/models")["data"][0]["id"]
+        settings = self._rpc("policy_settings")
+        if settings["logprobs_mode"] != "processed_logprobs":
+            raise UserError(
+                f"the vLLM server {self.url} gives {settings['logprobs_mode']}, not those of the distribution that it "
+                f"samples from; start it with: {START}"
+            )
+        config = model.config.get_text_config()
+        for name in ("model_type", "vocab_size"):
+            if settings[name] != getattr(config, name):
+                raise UserError(
+                    f"the vLLM server {self.url} serves {self._served}, whose {name} is {settings[name]}; the policy's "
+                    f"is {getattr(config, name)}"
+                )
+        self.max_positions: int = settings["max_model_len"]
+        self.limited_by = f"the limit of the vLLM server {self.url} (--max-model-len)"
+
+    def load(self, model: PreTrainedModel) -> None:
+        try:
+            model.save_pretrained(self.folder)
+            self._rpc("load_policy", str(self.folder))
+        finally:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def complete(self, jobs: Sequence[Job], settings: dict[str, Any], salt: str) -> list[list[Completion]]:
+        common = settings | {"model": self._served, "cache_salt": salt, "return_token_ids": True}
+        bodies = [
+            common | {"prompt": job.ids, "n": job.n, "max_tokens": job.max_tokens, "seed": job.seed} for job in jobs
+        ]
+        with ThreadPoolExecutor(CONNECTIONS) as pool:
+            return list(pool.map(self._complete, bodies))
+
+    def _complete(self, body: dict[str, Any]) -> list[Completion]:
+        choices = sorted(self._ask("/v1/completions", body)["choices"], key=lambda choice: choice["index"])
+        return [
+            Completion(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"])
+            for choice in choices
+        ]
+
+    def counters(self) -> dict[str, float]:
+        sums: dict[str, float] = {}
+        for line in self._read("/metrics").splitlines():
+            if not line.startswith("#"):
+                name, _, rest = line.partition("{")  # one line for each engine of the server
+                sums[name] = sums.get(name, 0.0) + float(rest.rpartition(" ")[2] or 0)
+        return {
+            name: sums.get(f"{theirs}_count", sums.get(f"{theirs}_total", 0.0)) for name, theirs in COUNTERS.items()
+        }
+
+    def _rpc(self, method: str, *args: str) -> Any:
+        """What the first worker answers."""
+        try:
+            return self._ask("/collective_rpc", {"method": method, "args": args})["results"][0]
+        except HTTPFailure as error:
+            raise UserError(
+                f"the vLLM server {self.url} does not take weights ({method}: {error}); start it with: {START}"
+            ) from error
+
+    def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        return json.loads(self._read(path, body))
+
+    def _read(self, path: str, body: dict[str, Any] | None = None) -> str:
+        data = None if body is None else json.dumps(body).encode()
+        request = HTTPRequest(self.url + path, data, {"Content-Type": "application/json"})
+        try:
+            with urlopen(request, timeout=TIMEOUT_S) as response:
+                return str(response.read().decode())
+        except HTTPError as error:
+            text = " ".join(error.read().decode(errors="replace").split())
+            raise HTTPFailure(f"{path} of the vLLM server {self.url} answers {error.code}: {text[:300]}") from error
+        except (URLError, OSError) as error:
+            reason = getattr(error, "reason", error)
+            raise UserError(f"rollout.vllm_server: no vLLM server answers at {self.url}: {reason}") from error
+
+
+class HTTPFailure(UserError):
+    """The server is there and refuses."""
