@@ -31,7 +31,7 @@ class Learner:
         self.policy, self.config, self.ranks = policy, config, ranks or Alone()
         self.reference = policy.frozen_copy() if config.algorithm.beta else None
         ppo = config.algorithm.advantage == "gae"
-        self.critic = Critic(policy, config.critic, config.optimizer, self.ranks) if ppo else None
+        self.critic = Critic(policy, config.critic, config.optimizer, self.ranks.shard) if ppo else None
         self.ranks.shard(policy.model)
         if self.reference is not None:
             self.ranks.shard(self.reference.model)

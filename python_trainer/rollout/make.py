@@ -36,7 +36,8 @@ def make_engine(config: Config, policy: Policy, output_dir: Path) -> Engine:
         from python_trainer.rollout.workers.pool import WorkerPool
 
         precision = config.model.matmul_precision
-        return WorkerPool(policy.whole, workers=rollout.workers, matmul_precision=precision, **sizes, **options)
+        options |= sizes | {"traits": policy.traits}
+        return WorkerPool(policy.whole, workers=rollout.workers, matmul_precision=precision, **options)
     from python_trainer.rollout.paged.engine import PagedEngine
 
-    return PagedEngine(policy.whole, **sizes, **options)
+    return PagedEngine(policy.whole, traits=policy.traits, **sizes, **options)

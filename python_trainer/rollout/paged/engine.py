@@ -13,8 +13,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import rlkernels.backend
 from python_trainer.data import Completion
 from python_trainer.errors import UserError
+from python_trainer.model.flat_forward import Forward, evaluation_mode, flat_attention, forward
 from python_trainer.model.fused import FusedDecoder, supports
-from python_trainer.model.paged_attention import Forward, Paging, forward, paged_mode, probe
+from python_trainer.model.paged_attention import Paging
+from python_trainer.model.traits import ModelTraits, find_traits
 from python_trainer.rollout.checks import check_requests, check_sampling
 from python_trainer.rollout.drafting import Drafter
 from python_trainer.rollout.engine import Request, SamplingParams
@@ -63,6 +65,7 @@ class PagedEngine:
             numbers in fewer calls. False: always the model's own forward.
         lengths: of earlier answers; with it, prompts of long answers go first where not all fit into a pass. None: in
             the order of the requests.
+        traits: of the model, where they are known; None: found here.
 
     Raises:
         UserError: the model is not one that this engine can run, or a setting is out of range.
@@ -71,7 +74,7 @@ class PagedEngine:
     def __init__(self, model: PreTrainedModel, *, eos_token_ids: int | Sequence[int], memory_bytes: int | None = None,
                  block_size: int = 16, tokenizer: PreTrainedTokenizerBase | None = None, max_sequences: int = 256,
                  max_batch_tokens: int = 8192, share_reads: bool = True, fused: bool = True,
-                 lengths: LengthHistory | None = None):  # fmt: skip
+                 lengths: LengthHistory | None = None, traits: ModelTraits | None = None):  # fmt: skip
         sizes = {"block_size": block_size, "max_sequences": max_sequences, "max_batch_tokens": max_batch_tokens}
         for name, value in sizes.items():
             if value < 1:
@@ -84,20 +87,19 @@ class PagedEngine:
         self.eos_token_ids = frozenset([eos_token_ids] if isinstance(eos_token_ids, int) else eos_token_ids)
         has_kernel = rlkernels.backend.choose("shared_prefix_attention", self.device) != "torch"
         self.share_reads = share_reads and has_kernel
-        found = probe(model)
-        self.fused = fused and fusible(model)
-        heads, dim, _ = found.shapes[0]
-        self.max_positions, reason = _max_positions(model, found.window)
+        traits = traits or find_traits(model)
+        self.fused = fused and traits.fusible
+        self.max_positions, reason = _max_positions(model, traits.window)
         self.limited_by = f"the limit of rollout.engine paged ({reason})"
         self.vocab_size: int = model.config.get_text_config().vocab_size
-        token_bytes = 2 * len(found.shapes) * heads * dim * model.dtype.itemsize
+        token_bytes = 2 * traits.layers * traits.kv_heads * traits.head_dim * model.dtype.itemsize
         if memory_bytes is None:
             wanted = max_sequences * (self.max_positions + block_size) * token_bytes
             memory_bytes = min(wanted, memory_limit(self.device))
         if memory_bytes < block_size * token_bytes:
             raise UserError(f"memory_bytes must be at least {block_size * token_bytes} (one block), got {memory_bytes}")
         self.cache = PagedKVCache(
-            len(found.shapes), heads, dim,
+            traits.layers, traits.kv_heads, traits.head_dim,
             memory_bytes=memory_bytes, block_size=block_size, dtype=model.dtype, device=self.device,
         )  # fmt: skip
         self.room = self.cache.num_blocks * self.cache.block_size
@@ -152,7 +154,7 @@ class PagedEngine:
         """
         scheduler = Scheduler(self.cache, self.max_sequences, self.max_batch_tokens, self._stats, self.drafter)
         try:
-            with paged_mode(self.model):
+            with evaluation_mode(self.model), flat_attention(self.model):
                 yield Session(self, scheduler, sampling, self._runner(longest))
         finally:
             scheduler.close()
@@ -261,7 +263,7 @@ class PagedEngine:
             slots = self.cache.append_many(opened, [[0] * tokens] * sequences)
             step = Step([0] * (sequences * tokens), [*range(context, length)] * sequences, slots, opened,
                         [length] * sequences, [tokens] * sequences, list(range(sequences * tokens)))  # fmt: skip
-            with paged_mode(self.model):
+            with evaluation_mode(self.model), flat_attention(self.model):
                 run = self._runner(length)
                 for _ in range(repeats):
                     before = time.perf_counter()
@@ -316,18 +318,6 @@ class Session:
 
 def _shares(request: Request) -> bool:
     return request.num_samples > 1 and len(request.prompt_ids) + len(request.prefix_ids) >= MIN_SHARED_TOKENS
-
-
-def fusible(model: PreTrainedModel) -> bool:
-    """True where :class:`FusedDecoder` computes what the model computes, by the look of a few tokens."""
-    if not supports(model):
-        return False
-    try:
-        with torch.no_grad():
-            probe(model, FusedDecoder(model, 2))
-    except UserError:  # a model of a known type whose configuration adds something
-        return False
-    return True
 
 
 def _max_positions(model: PreTrainedModel, window: int | None) -> tuple[int, str]:
