@@ -119,7 +119,8 @@ def _layer(layer: Any) -> FusedLayer:
         gate_up_bias=gate_up_bias,
         down=mlp.down_proj,
         scale=attention.scaling,
-        window=getattr(attention, "sliding_window", None),
+        # of Mistral it is in the config only
+        window=getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None)),
     )
 
 

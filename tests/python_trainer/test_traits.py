@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from python_trainer.errors import UserError
+from python_trainer.model.packing import Answer, pack
 from python_trainer.model.policy import Policy, load_policy
 from python_trainer.model.settings import ModelConfig
 from python_trainer.model.traits import ModelTraits, find_traits
@@ -68,7 +69,8 @@ def test_traits_of_models():
     found = find_traits(make())
     assert found == ModelTraits(layers=3, kv_heads=2, head_dim=8, window=None, plain_head=True, fusible=True)
     assert not find_traits(make().bfloat16()).fusible
-    assert find_traits(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=24))).window == 24
+    windowed = find_traits(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=24)))
+    assert windowed.window == 24 and windowed.fusible
 
 
 @pytest.mark.parametrize("lora", [None, {"r": 4}])
@@ -80,3 +82,15 @@ def test_an_engine_of_a_policy_does_not_look_again(make_config, tmp_path, monkey
     monkeypatch.setattr(engine_module, "find_traits", None)
     engine = make_engine(config, policy, tmp_path)
     assert engine.fused and engine.cache.key_cache.shape[3:] == (policy.traits.kv_heads, policy.traits.head_dim)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_answers_beyond_the_window_of_mistral_are_refused(tiny_policy, fused):
+    tokenizer = load_policy(ModelConfig(path=str(tiny_policy), device="cpu")).tokenizer
+    policy = Policy(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5)), tokenizer, name="mistral")
+    assert policy.fused
+    policy.fused = fused
+    with policy.packed_attention():
+        policy.score(pack([Answer([1, 2], [3, 4, 5, 6])], [0]), 1.0)  # of the last token nothing is asked
+        with pytest.raises(UserError, match="sliding window of 5 tokens, got 6"):
+            policy.score(pack([Answer([1, 2], [3, 4, 5, 6, 7])], [0]), 1.0)
