@@ -217,7 +217,7 @@ def test_errors_inside_a_worker_come_out():
 SCRIPT = """
 import os, signal, sys
 from transformers import Qwen2Config, Qwen2ForCausalLM
-from python_trainer.rollout.workers import WorkerPool
+from python_trainer.rollout.workers.pool import WorkerPool
 sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
 pool = WorkerPool(Qwen2ForCausalLM(Qwen2Config(**sizes, num_key_value_heads=1)), workers=2, eos_token_ids=())
 print(*[process.pid for process in pool._processes], flush=True)
