@@ -11,20 +11,21 @@ from python_trainer.accelerators import ACCELERATORS
 from python_trainer.config import Config, changed_settings, check_config, dump_config
 from python_trainer.errors import UserError
 from python_trainer.evaluations import load_evaluations
-from python_trainer.report.tables import BASELINE, report
+from python_trainer.report.runs import BASELINE
+from python_trainer.report.write import report
 from python_trainer.trainer import Trainer
 
 
 def enabled_in(variant: str) -> list[str]:
-    """Names of the accelerators of a variant: ``baseline``, ``all``, one name, or several joined by ``+``."""
+    """Accelerators of a variant: ``baseline``, ``all``, or names and ``module:Class`` joined by ``+``."""
     if variant == BASELINE:
         return []
     if variant == "all":
-        return list(ACCELERATORS)
+        return ACCELERATORS.names()
     names = variant.split("+")
     for name in names:
-        if name not in ACCELERATORS:
-            allowed = ", ".join([BASELINE, *ACCELERATORS, "all"])
+        if name not in ACCELERATORS.names() and ":" not in name:  # whose module is looked for with the settings
+            allowed = ", ".join([BASELINE, *ACCELERATORS.names(), ACCELERATORS.form, "all"])
             raise UserError(f"--variants must hold names out of {allowed} (or several joined by +), got {name!r}")
     return names
 

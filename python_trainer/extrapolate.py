@@ -1,5 +1,6 @@
 """Gated extrapolation of checkpoints on disk: ``python -m python_trainer extrapolate``."""
 
+import argparse
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,14 +10,15 @@ from tempfile import TemporaryDirectory
 import torch
 from rich.console import Console
 
-from python_trainer.accelerators.alpha.accelerator import Alpha
+from python_trainer.accelerators.alpha.accelerator import limits_of
 from python_trainer.accelerators.alpha.gate import try_candidates
 from python_trainer.accelerators.alpha.settings import AlphaSettings
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint, step_of
 from python_trainer.config import Config, load_config
 from python_trainer.errors import UserError
 from python_trainer.files import check_output_dir, publish, unusable_output_dir
-from python_trainer.model.policy import SHIPPED, Policy, load_policy
+from python_trainer.model.policy import Policy, load_policy
+from python_trainer.model.shipped import policy_folder
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 from rlkernels import RankOneTrajectory
@@ -78,8 +80,7 @@ def find(folders: Sequence[Path], base: Path | None, accuracy: Sequence[float] |
         rows = {row["step"]: row["accuracy"] for row in read_metrics(folders[0]) if "accuracy" in row}
         smooth = [[rows[s] for s in range(step - 4, step + 1) if s in rows] for step in steps]
         known = [sum(window) / len(window) for window in smooth] if all(smooth) else None
-        home = SHIPPED / config.model.path if config.model.path in ("main", "small") else Path(config.model.path)
-        saved = Saved(base or home, found, steps, known, True)
+        saved = Saved(base or policy_folder(config.model.path), found, steps, known, True)
     else:
         if base is None:
             raise UserError("--base is needed: the folder of the model that training began with")
@@ -139,11 +140,11 @@ def extrapolate_folders(folders: Sequence[Path], output_dir: Path, *, base: Path
     if gated and config_path is None:
         raise UserError("the gate needs the task: give --config, or --no-gate to write weights that nothing has tested")
     config = load_config(config_path, overrides)
-    settings: AlphaSettings = getattr(config.accelerators, Alpha.name)
+    settings: AlphaSettings = getattr(config.accelerators, AlphaSettings.name)
     if settings.predictor == "pls" and saved.accuracy is None:
         raise UserError("predictor pls goes by accuracy: give --accuracy, one number for each checkpoint")
     trajectory = track(saved)
-    limits = settings.limits(holdout=1)
+    limits = limits_of(settings, holdout=1)
     objection = refusal(trajectory, settings.predictor, limits)
     if objection is not None:
         more = ""
@@ -172,10 +173,16 @@ def extrapolate_folders(folders: Sequence[Path], output_dir: Path, *, base: Path
     console.print(f"written to {output_dir}", highlight=False)
 
 
+def run(args: argparse.Namespace) -> None:
+    """What the command line asks for."""
+    extrapolate_folders(args.folders, args.output_dir, base=args.base, accuracy=args.accuracy, config_path=args.config,
+                        overrides=args.overrides, gated=not args.no_gate)  # fmt: skip
+
+
 def pass_gate(config: Config, base: Path, last: Weights, predicted: dict[str, torch.Tensor], console: Console
               ) -> Policy:  # fmt: skip
     """The policy with the weights that the gate accepted."""
-    settings: AlphaSettings = getattr(config.accelerators, Alpha.name)
+    settings: AlphaSettings = getattr(config.accelerators, AlphaSettings.name)
     model = config.model.model_copy(update={"path": str(base)})
     accelerators = config.accelerators.model_copy(update={"enabled": []})
     algorithm = config.algorithm.model_copy(update={"beta": 0.0, "advantage": "group"})  # neither reference nor critic

@@ -24,14 +24,14 @@ class Learner:
 
     Attributes:
         reference: the policy as it was at the start, with ``algorithm.beta``.
-        critic: with ``algorithm.advantage`` gae.
+        critic: where ``algorithm.advantage`` needs one.
     """
 
     def __init__(self, policy: Policy, config: Config, ranks: Alone | None = None):
         self.policy, self.config, self.ranks = policy, config, ranks or Alone()
         self.reference = policy.frozen_copy() if config.algorithm.beta else None
-        ppo = config.algorithm.advantage == "gae"
-        self.critic = Critic(policy, config.critic, config.optimizer, self.ranks) if ppo else None
+        needed = config.algorithm.judge.critic
+        self.critic = Critic(policy, config.critic, config.optimizer, self.ranks) if needed else None
         self.ranks.shard(policy.model)
         if self.reference is not None:
             self.ranks.shard(self.reference.model)

@@ -7,22 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from python_trainer.algorithms import (
-    LOSS_TYPES,
-    explained_variance,
-    gae,
-    group_advantages,
-    importance_weights,
-    kl_estimate,
-    overlong_penalties,
-    policy_loss,
-    rloo_advantages,
-    token_rewards,
-    token_weights,
-    value_loss,
-    whiten,
-)
-from python_trainer.algorithms.settings import AlgorithmConfig
+from python_trainer.algorithms.advantages import StepRewards, explained_variance, overlong_penalties
+from python_trainer.algorithms.kl import kl_estimate
+from python_trainer.algorithms.losses import Aggregation, importance_weights, policy_loss, value_loss
+from python_trainer.algorithms.settings import LOSS_TYPES, AlgorithmConfig
 from python_trainer.config import Config
 from python_trainer.data import Rollout
 from python_trainer.model.packing import Answer, Packed
@@ -157,8 +145,8 @@ def _check_lengths(index: int, rollout: Rollout) -> None:
 def set_advantages(batch: StepBatch, config: AlgorithmConfig) -> dict[str, float]:
     """Advantages (and returns, for a critic) of the whole step, from what was recorded before the update -> metrics.
 
-    The KL penalty goes where the reward is: per token for ``gae`` and ``reinforce++``, which look at what comes after
-    a token; as a sum per answer for ``group`` and ``rloo``, which compare answers.
+    The KL penalty goes where the reward is: per token for what looks at what comes after a token, as a sum per answer
+    for what compares answers.
     """
     mask = batch.scored
     in_loss = mask & batch.in_loss[:, None]
@@ -168,27 +156,17 @@ def set_advantages(batch: StepBatch, config: AlgorithmConfig) -> dict[str, float
         kl = kl_estimate(batch.old.padded(), batch.reference.padded(), mask, config.kl_estimator)
         penalty = config.beta * kl
         metrics["kl"] = float(kl.sum() / mask.sum().clamp(min=1))
-    if config.advantage in ("group", "rloo"):
-        rewards = batch.rewards - penalty.sum(1)
-        if config.advantage == "rloo":
-            advantages = rloo_advantages(rewards, batch.groups)
-        else:
-            advantages = group_advantages(rewards, batch.groups, scale_rewards=config.scale_rewards)
-        batch.advantages = batch.sampler.like(advantages[:, None].expand(mask.shape))
-        return metrics
-    rewards = token_rewards(batch.rewards, mask, penalty)
-    if batch.values is None:  # reinforce++: what comes after a token, without a baseline
-        advantages, _ = gae(rewards, torch.zeros_like(rewards), mask, gamma=config.gamma, lam=1.0)
-    else:
-        values = batch.values.padded()
-        advantages, returns = gae(rewards, values, mask, gamma=config.gamma, lam=config.lam)
-        batch.returns = batch.sampler.like(returns)
-        metrics["explained_variance"] = explained_variance(values, returns, in_loss)
-        for name, table in (("values", values), ("returns", returns)):
-            metrics[f"{name}/mean"] = float(table[in_loss].mean()) if in_loss.any() else 0.0
-    if config.whiten_advantages:
-        advantages = whiten(advantages, in_loss)
+    step = StepRewards(
+        batch.rewards, batch.groups, mask, in_loss, penalty, None if batch.values is None else batch.values.padded()
+    )
+    advantages, returns = config.judge(step, config)
+    advantages = advantages[:, None].expand(mask.shape) if advantages.ndim == 1 else advantages
     batch.advantages = batch.sampler.like(advantages)
+    if step.values is not None and returns is not None:
+        batch.returns = batch.sampler.like(returns)
+        metrics["explained_variance"] = explained_variance(step.values, returns, in_loss)
+        for name, table in (("values", step.values), ("returns", returns)):
+            metrics[f"{name}/mean"] = float(table[in_loss].mean()) if in_loss.any() else 0.0
     return metrics
 
 
@@ -203,7 +181,7 @@ class Objective:
 
     def __init__(self, config: AlgorithmConfig, max_completion_length: int):
         self.config = config
-        self.aggregation = LOSS_TYPES.get(config.loss_type, config.loss_type)
+        self.weigh: Aggregation = LOSS_TYPES.resolve(config.loss_type)
         self.max_length = max_completion_length
 
     def loss(
@@ -222,10 +200,8 @@ class Objective:
         rows = torch.tensor(packed.samples, device=logprobs.device)
         mask = packed.mask & batch.in_loss[rows, None]
         num_tokens = int(batch.loss_tokens[list(minibatch)].sum())
-        weight = token_weights(
-            mask, self.aggregation, num_tokens=num_tokens, num_sequences=len(minibatch), max_length=self.max_length,
-            lengths=batch.lengths[rows],
-        )  # fmt: skip
+        weight = self.weigh(mask, num_tokens=num_tokens, num_sequences=len(minibatch), max_length=self.max_length,
+                            lengths=batch.lengths[rows])  # fmt: skip
         old = logprobs.detach() if batch.old is None else batch.old.get(packed)
         sampler = batch.sampler.get(packed)
         sampled = mask & ~sampler.isnan()

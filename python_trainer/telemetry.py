@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
-from python_trainer.algorithms import group_statistics
+from python_trainer.algorithms.advantages import group_statistics
 from python_trainer.data import Rollout
 from python_trainer.files import write_text
 from python_trainer.run_directory import lines_until

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from python_trainer.accelerators import RunContext, StepContext, make_accelerators
+from python_trainer.accelerators.base import Accelerator, RunContext, StepContext
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint
 from python_trainer.config import Config, dump_config
 from python_trainer.data import Completion, PlannedGroup, Rollout
@@ -30,7 +30,6 @@ from python_trainer.rollout.make import make_engine
 from python_trainer.run_directory import read_metrics
 from python_trainer.run_state import Progress, device_name, summarise
 from python_trainer.signals import StopSignal
-from python_trainer.tasks import load_task
 from python_trainer.telemetry import Clock, Telemetry, choose_samples, rollout_statistics
 
 
@@ -66,11 +65,10 @@ class Trainer:
         self.output_dir = self.ranks.folder(output_dir)
         self.console = self.ranks.console(console) or Console(stderr=True)
         self.checkpoints, self.start = output_dir / "checkpoints", start
-        self._accuracy_chosen = config.task.name != "jsonl" or config.task.accuracy is not None
         with self.ranks.together():
             saved = self._load(output_dir, resume)
         self.learner = Learner(self.policy, config, self.ranks)
-        self.accelerators = make_accelerators(config.accelerators)
+        self.accelerators: list[Accelerator] = [settings.make() for settings in config.accelerators.chosen()]
         self.progress = Progress(target=config.evaluation.target_accuracy)
         if saved is not None:
             self._restore(saved)
@@ -86,12 +84,13 @@ class Trainer:
             raise UserError(f"{output_dir} already holds a run: add --resume to go on, or choose another --output-dir")
         saved = load_checkpoint(checkpoints[-1], shards=False) if resume and checkpoints else None
         set_matmul_precision("highest")  # until the engine has checked the model
-        self.task = load_task(config.task)
+        self.task = config.task.load()
+        self._accuracy_chosen = self.task.accuracy_chosen
         for text in self.task.notes:
             self._note(text)
         splits = ["train", "test"]
-        for name in config.accelerators.enabled:
-            splits += getattr(config.accelerators, name).splits(self.task)
+        for settings in config.accelerators.chosen():
+            splits += settings.splits(self.task)
         self.policy = load_policy(config.model)
         self.prompts: dict[str, list[list[int]]] = {}
         for split in splits:
@@ -126,7 +125,7 @@ class Trainer:
                 policy.check_room(split, getattr(self.task, split), encoded, length)
 
     def _no_prompts(self, split: str) -> UserError:
-        size, path = (getattr(self.config.task, f"{split}_{kind}") for kind in ("size", "path"))
+        size, path = (getattr(self.config.task, f"{split}_{kind}", None) for kind in ("size", "path"))
         return UserError(
             f"the task must have {split} prompts: task.{split}_size and task.{split}_path decide, got {size} and {path}"
         )

@@ -115,11 +115,11 @@ def correlations(prompts: Sequence[int], lengths: Lengths) -> list[dict[str, flo
 
 def prompts_of(workload: str, policy: Any) -> list[list[int]]:
     """Token ids; every step of the second kind has as many long sums as short ones."""
-    from python_trainer.tasks import TaskConfig, load_task
+    from python_trainer.tasks.arithmetic import ArithmeticSettings
 
     sizes = {"long": ["long"], "long and short": ["long", "short"]}[workload]
     count = STEPS * WORKLOADS[workload] // len(sizes)
-    tasks = [load_task(TaskConfig(name="arithmetic", variant=size, train_size=count)) for size in sizes]  # type: ignore[arg-type]
+    tasks = [ArithmeticSettings(variant=size, train_size=count).load() for size in sizes]  # type: ignore[arg-type]
     encoded = [policy.encode([example.prompt for example in task.train]) for task in tasks]
     order = np.random.default_rng(0).permutation(STEPS * WORKLOADS[workload])
     together = [prompt for rows in zip(*encoded) for prompt in rows]

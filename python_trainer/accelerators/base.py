@@ -3,9 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from python_trainer.accelerators.settings import Settings
 from python_trainer.data import PlannedGroup, Rollout
 
 if TYPE_CHECKING:
@@ -55,12 +54,12 @@ class RunContext:
 class Accelerator:
     """Optional hooks, called in this order within a step. Subclasses override what they need."""
 
-    name = ""
-    divisible = False  # whether several ranks, each of which generates a part of the answers, can run it side by side
-    Settings: ClassVar[type[Settings]] = Settings
-
     def __init__(self, settings: Any):
         self.settings = settings
+
+    @property
+    def name(self) -> str:
+        return self.settings.name
 
     def begin(self, run: RunContext) -> None:
         """Before the first step of a new run, on its clock; a resumed run calls :meth:`load_state_dict` instead."""

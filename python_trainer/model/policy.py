@@ -24,13 +24,13 @@ from python_trainer.model.lora import add_adapters, merged_weights, without_adap
 from python_trainer.model.packed_attention import IMPLEMENTATION
 from python_trainer.model.packing import Answer, Packed, pack
 from python_trainer.model.settings import ModelConfig
+from python_trainer.model.shipped import policy_folder, shipped_policies
 from python_trainer.model.tensors import full
 from python_trainer.rollout.paged.engine import fusible
 from rlkernels import linear_token_logprobs, token_logprobs
 
 # bytes of logits in a micro-batch; more are not held but computed block by block, twice
 LARGEST_LOGITS = 1 << 28
-SHIPPED = Path(__file__).parents[1] / "tasks" / "policies"
 
 
 def set_matmul_precision(precision: str) -> None:
@@ -258,9 +258,12 @@ def load_policy(config: ModelConfig) -> Policy:
     Raises:
         UserError: there is no such folder, or no model or tokenizer in it, or no end-of-sequence token.
     """
-    folder = SHIPPED / config.path if config.path in ("main", "small") else Path(config.path)
+    folder = policy_folder(config.path)
     if not folder.is_dir():
-        raise UserError(f"model.path: there is no folder {folder}; give a folder in Hugging Face format, main or small")
+        shipped = ", ".join(shipped_policies())
+        raise UserError(
+            f"model.path: there is no folder {folder}; give a folder in Hugging Face format, or one of {shipped}"
+        )
     disable_progress_bar()
     set_verbosity_error()  # what matters is checked here
     options = {"trust_remote_code": config.trust_remote_code, "local_files_only": True}

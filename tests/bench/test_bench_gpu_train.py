@@ -13,7 +13,7 @@ from bench.gpu.proven import passed, prove, read_checks
 from python_trainer.config import dump_config, load_config
 from python_trainer.errors import UserError
 from python_trainer.run_directory import read_metrics
-from python_trainer.tasks import TaskConfig, load_task
+from python_trainer.tasks.arithmetic import ArithmeticSettings
 from rlkernels.backend import OPS, choose
 from tools.policies import arithmetic as pretrain
 
@@ -94,14 +94,14 @@ def test_checks_must_be_of_this_device_and_commit(tmp_path):
 
 def test_settings_fit_task_and_policy():
     config = load_config(SETTINGS)
-    task, longest = load_task(config.task), config.rollout.max_completion_length
+    task, longest = config.task.load(), config.rollout.max_completion_length
     with torch.device("meta"):
         room = pretrain.new_policy(train.CUDA.policy).config.max_position_embeddings
     for example in [*task.train, *task.gate, *task.test]:
         terms = [int(term) for term in example.prompt[:-1].split("+")]
         assert len(pretrain.solution(terms)) < longest and len(example.prompt) + longest <= room
     # what pretraining keeps away from holds all that is asked here
-    shipped = load_task(TaskConfig(variant=config.task.variant))
+    shipped = ArithmeticSettings(variant=config.task.variant).load()
     kept = {example.prompt for example in [*shipped.train, *shipped.gate, *shipped.test]}
     assert {example.prompt for example in [*task.train, *task.gate, *task.test]} <= kept
     assert config.accelerators.alpha.gate_prompts <= len(task.gate)

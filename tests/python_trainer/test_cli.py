@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from python_trainer.__main__ import NEEDED, main
 from python_trainer.errors import UserError
 from python_trainer.evaluations import load_evaluations
-from python_trainer.report.tables import find_runs, make_table, summary_columns
+from python_trainer.report.runs import find_runs
+from python_trainer.report.tables import make_table, summary_columns
 from python_trainer.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]

@@ -7,6 +7,7 @@ from rich.console import Console
 from scipy import stats
 
 from python_trainer.accelerators.drafts.accelerator import Drafts
+from python_trainer.accelerators.drafts.settings import DraftsSettings
 from python_trainer.errors import UserError
 from python_trainer.rollout import Request, SamplingParams
 from python_trainer.rollout.drafting import Drafter, pass_overhead
@@ -236,13 +237,13 @@ def test_resumed_run_with_drafts_repeats(make_config, tmp_path):
 
 
 def test_settings_that_changed_win_over_the_checkpoint():
-    before = Drafts(Drafts.Settings(pass_overhead=7.0))
+    before = Drafts(DraftsSettings(pass_overhead=7.0))
     for epoch in range(4):
         before.history.add([epoch], [1] * 10, epoch=epoch)
     state = before.state_dict()
 
     def loaded(**settings):
-        accelerator = Drafts(Drafts.Settings(**settings))
+        accelerator = Drafts(DraftsSettings(**settings))
         accelerator.load_state_dict(state)
         return accelerator
 
@@ -294,7 +295,7 @@ def test_cost_is_measured_once(make_config, tmp_path):
 
 
 def test_damaged_history_in_a_checkpoint():
-    accelerator = Drafts(Drafts.Settings())
+    accelerator = Drafts(DraftsSettings())
     accelerator.history.add([1], [2, 3])
     state = accelerator.state_dict()
     state["history"][-1] ^= 1

@@ -5,7 +5,7 @@ import torch
 from rich.console import Console
 
 import python_trainer.trainer
-from python_trainer.algorithms import has_spread, overlong_penalties
+from python_trainer.algorithms.advantages import has_spread, overlong_penalties
 from python_trainer.data import Rollout
 from python_trainer.dynamic_sampling import Refill
 from python_trainer.errors import UserError

@@ -7,7 +7,7 @@ import torch
 from conftest import save_tiny_policy
 from rich.console import Console
 
-from python_trainer.algorithms import explained_variance
+from python_trainer.algorithms.advantages import explained_variance
 from python_trainer.algorithms.settings import AlgorithmConfig
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint
 from python_trainer.errors import UserError

@@ -21,7 +21,7 @@ from python_trainer.errors import UserError
 from python_trainer.keyed import prompt_order
 from python_trainer.model.packing import pack
 from python_trainer.objective import Objective, make_batch, set_advantages
-from python_trainer.report.tables import report
+from python_trainer.report.write import report
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 

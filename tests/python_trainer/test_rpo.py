@@ -8,15 +8,15 @@ import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
-from python_trainer.accelerators import RunContext, StepContext
+from python_trainer.accelerators.base import RunContext, StepContext
 from python_trainer.accelerators.rpo.accelerator import RPO, length_reward
 from python_trainer.accelerators.rpo.answers import load_answers, save_answers
+from python_trainer.accelerators.rpo.picture import draw_informative, informative_by_cut
 from python_trainer.accelerators.rpo.settings import RPOSettings
 from python_trainer.config import check_config
 from python_trainer.data import PlannedGroup, Rollout
 from python_trainer.errors import UserError
 from python_trainer.objective import make_batch
-from python_trainer.report.tables import Run, draw_informative, informative_by_cut
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 
@@ -173,12 +173,13 @@ def test_report_draws_informative_groups_against_the_cut(tmp_path):
         folder = tmp_path / "rpo" / f"seed-{seed}"
         folder.mkdir(parents=True)
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    runs = [Run("rpo", tmp_path / "rpo" / f"seed-{seed}", {}, [], {}) for seed in range(2)]
-    assert informative_by_cut(runs[0].folder) == {10: (3, 1)}
-    assert informative_by_cut(runs[1].folder) == {10: (1, 0), 100: (4, 4)}
-    assert draw_informative(runs, tmp_path / "cut.png") and (tmp_path / "cut.png").stat().st_size > 5000
-    plain = Run("baseline", tmp_path, {}, [], {})
-    assert not draw_informative([plain], tmp_path / "none.png") and not (tmp_path / "none.png").exists()
+    runs = [tmp_path / "rpo" / f"seed-{seed}" for seed in range(2)]
+    assert informative_by_cut(runs[0]) == {10: (3, 1)}
+    assert informative_by_cut(runs[1]) == {10: (1, 0), 100: (4, 4)}
+    assert draw_informative({"rpo": runs}, tmp_path / "cut.png") and (tmp_path / "cut.png").stat().st_size > 5000
+    assert (
+        not draw_informative({"baseline": [tmp_path]}, tmp_path / "none.png") and not (tmp_path / "none.png").exists()
+    )
 
 
 def test_state_round_trip():

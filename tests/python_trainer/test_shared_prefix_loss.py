@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from python_trainer.algorithms import importance_weights, kl_estimate, policy_loss, token_weights
+from python_trainer.algorithms.kl import kl_estimate
+from python_trainer.algorithms.losses import importance_weights, policy_loss
 from python_trainer.algorithms.settings import AlgorithmConfig
 from python_trainer.data import Rollout
 from python_trainer.model.packing import micro_batches, pack
@@ -114,9 +115,8 @@ def plain(policy, rollouts, batch, config):
         kl = kl_estimate(logprobs, columns["reference"], mask, config.kl_estimator)
         loss = loss + config.beta * (kl * out.ratio if config.use_bias_correction_kl else kl)
     loss = loss - config.entropy_coef * torch.where(mask, entropy, 0.0)
-    aggregation = Objective(config, MAX_LENGTH).aggregation
-    return (loss * token_weights(
-        mask, aggregation, num_tokens=int(mask.sum()), num_sequences=len(rollouts), max_length=MAX_LENGTH,
+    return (loss * Objective(config, MAX_LENGTH).weigh(
+        mask, num_tokens=int(mask.sum()), num_sequences=len(rollouts), max_length=MAX_LENGTH,
         lengths=torch.tensor([len(rollout.response_ids) for rollout in rollouts]),
     )).sum()  # fmt: skip
 

@@ -7,15 +7,15 @@ import torch
 from conftest import save_tiny_policy
 from rich.console import Console
 
-import python_trainer.accelerators as accelerators
 from python_trainer.accelerators.base import Accelerator
+from python_trainer.accelerators.settings import AcceleratorSettings
 from python_trainer.checkpoint import load_checkpoint
 from python_trainer.config import check_config
 from python_trainer.errors import UserError
 from python_trainer.evaluations import load_evaluations
 from python_trainer.model.packing import pack
 from python_trainer.objective import make_batch
-from python_trainer.report.tables import report
+from python_trainer.report.write import report
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 from tools.policies.arithmetic import byte_tokenizer
@@ -153,15 +153,23 @@ def test_same_seed_same_weights_other_seed_other_weights(make_config, tmp_path):
     assert not torch.equal(runs[0]["model.embed_tokens.weight"], runs[2]["model.embed_tokens.weight"])
 
 
-class Spy(Accelerator):
-    """Notes what it is called with, and pushes every weight a little."""
+class SpySettings(AcceleratorSettings):
+    """An accelerator of somebody else."""
 
     name = "spy"
+    accelerator = "test_trainer:Spy"
+    depth: int = 3
+    """Tokens that are given."""
+
+
+class Spy(Accelerator):
+    """Notes what it is called with, and gives every answer of a group the same beginning."""
+
     calls: list = []  # noqa: RUF012
 
     def plan(self, context, groups):
         self.calls.append(("plan", context.step, len(groups)))
-        groups[0].prefix_ids = [1, 2, 3]
+        groups[0].prefix_ids = [1, 2, 3, 4, 5][: self.settings.depth]
         groups[0].max_new_tokens -= 3
         return groups[::-1]
 
@@ -181,10 +189,9 @@ class Spy(Accelerator):
 
 
 def test_accelerators_are_called_in_order_and_their_state_is_saved(make_config, tmp_path, monkeypatch):
-    monkeypatch.setitem(accelerators.ACCELERATORS, "spy", Spy)
+    """One of somebody else's, by its module, with a section of its own."""
     monkeypatch.setattr(Spy, "calls", [])
-    monkeypatch.setattr("python_trainer.trainer.make_accelerators", lambda config: [Spy(None)])
-    trainer = train(make_config(max_steps=2), tmp_path / "run")
+    trainer = train(make_config(max_steps=2, accelerators={"enabled": ["test_trainer:SpySettings"]}), tmp_path / "run")
     names = [(name, step) for name, step, _ in Spy.calls]
     assert names == [(name, step) for step in (1, 2) for name in ("plan", "collect", "after")]
     assert read_metrics(tmp_path / "run")[-1]["spy/calls"] == 6

@@ -18,7 +18,7 @@ there.
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -31,15 +31,16 @@ from rlkernels import RankOneTrajectory
 from rlkernels.rank1 import Gate, Limits, Target, extrapolate, refusal
 from rlkernels.rank1.stream import default_filter
 
-if TYPE_CHECKING:
-    pass
+
+def limits_of(settings: AlphaSettings, holdout: int) -> Limits:
+    """When to refuse; ``holdout`` points are left out in the back-test."""
+    return Limits(min_gap=settings.min_gap, min_rise=settings.min_rise, min_cosine=settings.min_cosine,
+                  min_skill=settings.min_skill, holdout=holdout)  # fmt: skip
 
 
 class Alpha(Accelerator):
     """Tracks, extrapolates and asks the gate."""
 
-    name = "alpha"
-    Settings = AlphaSettings
     settings: AlphaSettings
 
     def __init__(self, settings: AlphaSettings):
@@ -102,7 +103,7 @@ class Alpha(Accelerator):
         return Target(self.settings.horizon * self.trajectory.steps[-1], self.settings.target_accuracy)
 
     def limits(self) -> Limits:
-        return self.settings.limits(holdout=max(len(self.trajectory or ()) // 3, 1))
+        return limits_of(self.settings, holdout=max(len(self.trajectory or ()) // 3, 1))
 
     def predict(self, context: StepContext) -> dict[str, torch.Tensor]:
         """Predicted weights by name, float32; the model is not changed."""

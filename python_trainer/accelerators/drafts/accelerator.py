@@ -22,9 +22,6 @@ MEASURED_PASSES = ((8, 1), (8, 8), (32, 8))  # sequences, tokens of each
 class Drafts(Accelerator):
     """A history of all answers, by prompt; an answer's epoch is the number of earlier visits to its prompt."""
 
-    name = "drafts"
-    divisible = True
-    Settings = DraftsSettings
     settings: DraftsSettings
 
     def __init__(self, settings: DraftsSettings):

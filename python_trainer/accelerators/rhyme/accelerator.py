@@ -30,6 +30,7 @@ from python_trainer.accelerators.rhyme.records import RunFacts, Sample, StepReco
 from python_trainer.accelerators.rhyme.retrodiction import Retrodictor, alignments, rank_correlation
 from python_trainer.accelerators.rhyme.settings import RhymeSettings
 from python_trainer.accelerators.rhyme.sketch import sketch_of
+from python_trainer.algorithms.advantages import group_advantages
 from python_trainer.data import PlannedGroup, Rollout, by_group
 from python_trainer.keyed import keyed_seed, keyed_unit
 from python_trainer.model.packing import Answer
@@ -67,8 +68,6 @@ class Candidate:
 class Rhyme(Accelerator):
     """A sample bank of good answers, and where in the history this run is."""
 
-    name = "rhyme"
-    Settings = RhymeSettings
     settings: RhymeSettings
 
     def __init__(self, settings: RhymeSettings):
@@ -340,9 +339,8 @@ class Rhyme(Accelerator):
         evidence = self._examine(context, taken, samples, gradients=True)
         assert evidence.gradients is not None
         found: dict[int, torch.Tensor] = {}
-        for rollout, gradient in zip(taken, evidence.gradients):
-            rewards = torch.tensor([r.reward for r in groups[rollout.group]])
-            advantage = float((rollout.reward - rewards.mean()) / (rewards.std() + 1e-4))
+        rewards, owners = torch.tensor([r.reward for r in taken]), torch.tensor([r.group for r in taken])
+        for rollout, advantage, gradient in zip(taken, group_advantages(rewards, owners).tolist(), evidence.gradients):
             found[rollout.group] = found.get(rollout.group, 0.0) + advantage * gradient
         return found
 

@@ -1,5 +1,6 @@
 """Looks into a retrospective database: ``python -m python_trainer history URL``."""
 
+import argparse
 from datetime import datetime
 from pathlib import Path
 
@@ -51,6 +52,11 @@ def history(url: str, *, run: int | None = None, picture: Path | None = None, wi
         picture = picture or folder / "rhyme.png"
         draw_heatmap(curves, window, picture)
         console.print(f"how stages of {window} steps rhyme: {picture}", highlight=False, soft_wrap=True)
+
+
+def run(args: argparse.Namespace) -> None:
+    """What the command line asks for."""
+    history(args.url, run=args.run, picture=args.picture, window=args.window)
 
 
 def run_table(runs: list[StoredRun]) -> Table:

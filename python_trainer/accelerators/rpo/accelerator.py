@@ -49,9 +49,6 @@ class RPO(Accelerator):
         shortest: length of the shortest answer of the group that it comes from.
     """
 
-    name = "rpo"
-    divisible = True
-    Settings = RPOSettings
     settings: RPOSettings
 
     def __init__(self, settings: RPOSettings):
