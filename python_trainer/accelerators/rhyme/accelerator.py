@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
     from python_trainer.accelerators.rhyme.evidence import Evidence
 
+FIRST_STEPS = 2  # of a run, before any stage is trusted
+STORED_OF_GROUP = 2  # most right answers of a group that are stored at each visit
 GRADIENT_MEMORY = 0.7  # how much of the remembered held-out gradient stays when a new one comes
 
 
@@ -156,7 +158,7 @@ class Rhyme(Accelerator):
             self._begin(context)
         with timed(context, "similarity"):
             stages = []
-            if len(self.curve) >= settings.min_steps:
+            if len(self.curve) >= FIRST_STEPS:
                 stages = rhyming_stages(
                     self.curve.last(settings.window), self.history, window=settings.window,
                     fraction=settings.fraction, reward_weight=settings.reward_weight,
@@ -384,7 +386,7 @@ class Rhyme(Accelerator):
             right = {r.text: r for r in fresh if r.accuracy > 0.5 and r.response_ids}
             draw = {text: keyed_seed(context.seed, "rhyme store", number, text) for text in right}
             order = sorted(right, key=lambda text: (-right[text].reward, draw[text]))
-            for rollout in (right[text] for text in order[: self.settings.store_per_group]):
+            for rollout in (right[text] for text in order[: STORED_OF_GROUP]):
                 kept.append(Sample(
                     self.run_id or 0, context.step, rollout.policy_version, self.places[rollout.prompt_key].key,
                     rollout.text, rollout.finish_reason == "stop", rollout.reward, list(rollout.response_ids),

@@ -44,8 +44,6 @@ class RhymeSettings(AcceleratorSettings):
     """Steps of this run that are compared; stages are sought in stretches of twice as many."""
     lookahead: int = Field(4, ge=0)
     """Steps just beyond a stage whose answers are candidates too."""
-    min_steps: int = Field(2, ge=1)
-    """Steps of this run before any stage is trusted."""
     reward_weight: float = Field(0.5, ge=0, le=1)
     """Share of the reward curves in C_rhyme; the rest is what the policy did (text, lengths, entropy, success)."""
     reward_scale: float = Field(0.25, gt=0)
@@ -70,8 +68,6 @@ class RhymeSettings(AcceleratorSettings):
     """Most stored answers in memory (and in a checkpoint)."""
     bank_per_prompt: int = Field(16, ge=1)
     """Most of them for one prompt."""
-    store_per_group: int = Field(2, ge=1)
-    """Most right answers of a group that are stored at each visit."""
     refresh_steps: int = Field(0, ge=0)
     """Read the database again every so many steps, to see what other trainers write meanwhile; 0: only at the start."""
 
