@@ -50,7 +50,7 @@ def compare(
         for variant in dict.fromkeys(variants):
             values = config.model_dump(mode="json")
             values["seed"] = config.seed + seed
-            values["accelerators"]["enabled"] = enabled_in(variant)
+            values["accelerators"] = config.accelerators.with_enabled(enabled_in(variant))
             folder = output_dir / variant / f"seed-{config.seed + seed}"
             plans.append((variant, folder, check_config(values, source=f"variant {variant}")))
     for _, folder, wanted in plans:

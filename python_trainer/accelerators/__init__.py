@@ -49,6 +49,12 @@ class AcceleratorsConfig(Section):
         enabled = values.get("enabled")
         return with_sections((*registered(), *others(enabled if isinstance(enabled, list) else [])))
 
+    def with_enabled(self, enabled: Sequence[str]) -> dict[str, Any]:
+        """These settings as values, with others enabled; only enabled and registered plug-ins have sections."""
+        known = AcceleratorsConfig.fitting({"enabled": list(enabled)}).model_fields
+        sections = {name: values for name, values in self.model_dump(mode="json").items() if name in known}
+        return sections | {"enabled": list(enabled)}
+
     def chosen(self) -> list[AcceleratorSettings]:
         """Settings of the enabled ones, in the order in which they run."""
         return [getattr(self, ACCELERATORS.resolve(name).name) for name in self.enabled]

@@ -386,7 +386,7 @@ class Rhyme(Accelerator):
             right = {r.text: r for r in fresh if r.accuracy > 0.5 and r.response_ids}
             draw = {text: keyed_seed(context.seed, "rhyme store", number, text) for text in right}
             order = sorted(right, key=lambda text: (-right[text].reward, draw[text]))
-            for rollout in (right[text] for text in order[: STORED_OF_GROUP]):
+            for rollout in (right[text] for text in order[:STORED_OF_GROUP]):
                 kept.append(Sample(
                     self.run_id or 0, context.step, rollout.policy_version, self.places[rollout.prompt_key].key,
                     rollout.text, rollout.finish_reason == "stop", rollout.reward, list(rollout.response_ids),
