@@ -33,6 +33,7 @@ from rlkernels.backend import OPS
 LEAST_S = 5.0  # to begin a job
 LEAST_TESTS_S = 20.0  # to begin a file of tests
 LEAST_SANITIZED_S = 60.0
+BUILD_S = 240.0  # of a call, after which nobody waits for the build any more
 ROW_FIELDS = Row.__dataclass_fields__
 SPINNING_TESTS = ("tests/rlkernels/triton/test_rank1.py",)
 
@@ -43,6 +44,7 @@ class Session:
     def __init__(self, args: argparse.Namespace, cases: str, console: Console):
         self.args, self.cases, self.console = args, cases, console
         self.end = time.monotonic() + args.budget_seconds
+        self.build_end = time.monotonic() + min(BUILD_S, args.budget_seconds / 2)
         facts = call_facts(args.commit)
         self.journal = Journal(args.output or record_path(facts), facts)
         self.journal.add("call", **facts, device=args.device, budget_s=args.budget_seconds, sources=sources())
@@ -74,7 +76,7 @@ class Session:
             if self.left() < LEAST_S:
                 return
             if job["kind"] not in ("check", "time") or job["op"] not in FIRST:
-                self.built(self.left() - LEAST_S)
+                self.built()
             if job["kind"] == "sanitize":
                 self.sanitize(job)
             elif job["kind"] in ("check", "device"):
@@ -82,9 +84,9 @@ class Session:
             else:
                 self.rows(job)
 
-    def built(self, seconds: float) -> None:
-        """Waits for the build; a worker that began without the extension is started anew."""
-        if self.build and self.build.done(max(seconds, 0.0)):
+    def built(self) -> None:
+        """Waits for the build while there is time for it; a worker that began without the extension starts anew."""
+        if self.build and self.build.done(max(self.build_end - time.monotonic(), 0.0)):
             self.journal.add("build", **self.build.found)
             self.console.print(escape(f"build: {self.build.found}"), highlight=False)
             self.build.stop()
@@ -163,7 +165,7 @@ class Session:
         """The files of tests that the record lacks, side by side: most of their time goes into compiling kernels."""
         if self.args.no_tests:
             return
-        self.built(self.left() - LEAST_TESTS_S)
+        self.built()
         self.worker.close()
         lock = threading.Lock()
 

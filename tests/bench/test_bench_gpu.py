@@ -249,6 +249,36 @@ def test_build_that_is_not_done_in_time_is_ended(tmp_path, monkeypatch):
     assert build.process.poll() is not None
 
 
+@pytest.mark.parametrize("done", [True, False])
+def test_a_slow_build_is_waited_for_half_of_the_time_at_most(tmp_path, monkeypatch, done):
+    waited = []
+
+    class Slow:
+        found = {"ok": True, "seconds": 1.0}  # noqa: RUF012
+
+        def __init__(self, device):
+            assert device == "cpu"
+
+        def done(self, seconds):
+            waited.append(seconds)
+            return done
+
+        def stop(self):
+            waited.append("stop")
+
+    worker = Answers(time=[ROW])
+    monkeypatch.setattr(command, "Build", Slow)
+    monkeypatch.setattr(command, "Worker", worker)
+    path = tmp_path / "record.jsonl"
+    options = ["--device", "cpu", "--no-tests", "--output", str(path), "--commit", "abc", "--budget-seconds", "100"]
+    command.main([*options, "--ops", "write_kv", "silu_mul"])
+    assert waited[-1] == "stop" and all(0 <= s <= 50 for s in waited[:-1]) and len(waited) == (2 if done else 4)
+    assert len(of(read(path), "build")) == done
+    # what needs no extension did not wait
+    assert [job["op"] for job in worker.asked if job["kind"] == "check"][:3] == ["write_kv"] * 3
+    assert {job["op"] for job in worker.asked if job["kind"] == "time"} == {"write_kv", "silu_mul"}
+
+
 def test_a_command_is_cut_with_all_that_it_started(tmp_path):
     mark = tmp_path / "late"
     script = f"(sleep 1; touch {mark}) & echo begun; wait"
