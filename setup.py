@@ -1,8 +1,8 @@
 """Builds ``rlkernels._C``: torch ops and host data structures from ``csrc``.
 
-Everything about flags lives here. The sources fall into four groups:
+Everything about flags lives here. The sources fall into three groups:
 
-* ``csrc/ops``, ``csrc/runtime``, ``csrc/module.cpp``: ordinary extension sources.
+* ``csrc/ops``, ``csrc/runtime``, ``csrc/bindings``, ``csrc/module.cpp``: ordinary extension sources.
 * ``csrc/cpu``: compiled once per instruction set (``ISA_FLAGS``) by this script, because one extension
   cannot give two sets of flags to one file. ``csrc/include/dispatch.h`` picks the copy to run.
 * ``csrc/cuda``: compiled by nvcc and linked only into a CUDA build of torch. Elsewhere
@@ -146,7 +146,9 @@ class CheckCuda(Command):
 
 
 def extension() -> CppExtension:
-    sources = [*(CSRC / "ops").glob("*.cpp"), *(CSRC / "runtime").glob("*.cpp"), CSRC / "module.cpp"]
+    sources = [CSRC / "module.cpp"]
+    for folder in ("ops", "runtime", "bindings"):
+        sources += (CSRC / folder).glob("*.cpp")
     macros = [(f"RLK_HAVE_{isa.upper()}", "1") for isa in ISA_FLAGS]
     include, library, link = [], [], ["-fopenmp"]
     if WITH_CUDA:

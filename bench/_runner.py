@@ -34,9 +34,6 @@ def find() -> list[str]:
     return sorted(p.stem for p in FOLDER.glob("*.py") if not p.stem.startswith("_"))
 
 
-# ---- match against the reference ------------------------------------------------------------------------------
-
-
 def match(out: Any, reference: Any) -> str:
     """ "exact", or max |out - reference| / max |reference| over every tensor and number inside; NaN matches NaN."""
     error = _error(out, reference)
@@ -67,9 +64,6 @@ def _error(out: Any, reference: Any) -> float:
     if not torch.equal(a.isfinite(), finite) or not equal[~finite].all():
         return math.inf
     return ((a - b)[finite].abs().max() / b[finite].abs().max().clamp(min=1e-300)).item()
-
-
-# ---- time and memory ------------------------------------------------------------------------------------------
 
 
 def _resident_peak(device: str, call: Callable[[], Any]) -> tuple[Any, int | None]:
@@ -197,9 +191,6 @@ def _fill(row: Row, case: Case, timed: _Timed, reference: Any) -> None:
 
 def quantile(samples: Sequence[float], q: float) -> float:
     return torch.tensor(samples, dtype=torch.float64).quantile(q).item()
-
-
-# ---- output ---------------------------------------------------------------------------------------------------
 
 
 def _si(value: float) -> str:

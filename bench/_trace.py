@@ -10,22 +10,24 @@ from typing import Any
 
 import numpy as np
 
-from python_trainer.accelerators import Accelerator, StepContext
-from python_trainer.accelerators.settings import Settings
+from python_trainer.accelerators.base import Accelerator, StepContext
+from python_trainer.accelerators.settings import AcceleratorSettings
 from python_trainer.config import Config, load_config
 from python_trainer.data import Rollout
-from python_trainer.trainer import Trainer
+from python_trainer.run import Trainer
 
 DEFAULTS = ["max_seconds=null", "evaluation.eval_steps=0", "evaluation.eval_limit=1", "save.save_steps=0"]
+
+
+class RecorderSettings(AcceleratorSettings):
+    name = "recorder"
 
 
 class Recorder(Accelerator):
     """Keeps every rollout and changes nothing."""
 
-    name = "recorder"
-
     def __init__(self) -> None:
-        super().__init__(Settings())
+        super().__init__(RecorderSettings())
         self.rollouts: list[tuple[int, Rollout]] = []
 
     def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:

@@ -16,10 +16,10 @@ from rich.console import Console
 
 from bench._runner import reset_resident_peak, resident_peak
 from python_trainer.config import Config
-from python_trainer.model.policy import SHIPPED, set_matmul_precision
-from python_trainer.tasks import load_task
-from python_trainer.telemetry import Clock
-from python_trainer.trainer import Trainer
+from python_trainer.model.policy import set_matmul_precision
+from python_trainer.model.shipped import policy_folder
+from python_trainer.run import Trainer
+from python_trainer.run_state import Clock
 
 TRL_BATCH = 32  # answers in a forward and backward pass: the fastest of 32, 64, 128 for TRL on both workloads
 
@@ -45,7 +45,7 @@ def make_grpo_trainer(config: Config, folder: Path, *, batch: int, callbacks: Se
 
     rollout, algorithm, optimizer = config.rollout, config.algorithm, config.optimizer
     answers = rollout.prompts_per_step * rollout.num_generations
-    task, path = load_task(config.task), SHIPPED / config.model.path
+    task, path = config.task.load(), policy_folder(config.model.path)
     arguments = GRPOConfig(
         output_dir=str(folder), seed=config.seed, max_steps=config.max_steps,
         per_device_train_batch_size=batch, gradient_accumulation_steps=answers // batch,

@@ -18,7 +18,6 @@ from python_trainer.config import load_config
 from python_trainer.model.policy import load_policy
 from python_trainer.rollout import PagedEngine, Request, SamplingParams
 from python_trainer.rollout.drafting import Drafter, pass_overhead
-from python_trainer.tasks import load_task
 from rlkernels import RolloutHistory
 
 VOCAB, SAMPLES = 300, 8
@@ -109,7 +108,7 @@ def drafts_case(quick: bool) -> Case:
     config = load_config("configs/arithmetic.yaml")
     policy = load_policy(config.model)
     engine = PagedEngine(policy.model, eos_token_ids=policy.eos_token_ids)
-    examples = load_task(config.task).train[: 8 if quick else 32]
+    examples = config.task.load().train[: 8 if quick else 32]
     prompts = policy.encode_split("train", examples, 128)
     requests = [Request(ids, (), SAMPLES, 128, SAMPLES * i) for i, ids in enumerate(prompts)]
     history = RolloutHistory()

@@ -24,7 +24,7 @@ from bench import Row
 from bench._runner import quantile
 from bench._trl import TRL_BATCH, Step, Worker, run_ours, run_trl
 from python_trainer.config import Config, load_config
-from python_trainer.model.policy import SHIPPED
+from python_trainer.model.shipped import SHIPPED
 
 WARM_UP = 3  # steps; accelerators have seen every prompt by then
 STEPS = 10

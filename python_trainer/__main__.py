@@ -1,35 +1,30 @@
-"""The command line: ``python -m python_trainer train | compare | report | extrapolate | history``."""
+"""The command line: ``python -m python_trainer train | compare | report``, and the commands of accelerators."""
 
 import argparse
 import importlib.util
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from python_trainer.errors import Interrupted, UserError
+from python_trainer.registry import load
 
 if TYPE_CHECKING:
     from python_trainer.config import Config
 
-EPILOG = """\
-examples:
-  python -m python_trainer train --config configs/arithmetic.yaml --output-dir runs/first
-  python -m python_trainer train --config configs/arithmetic.yaml --output-dir runs/rpo \\
-      --set 'accelerators.enabled=[rpo]'
-  python -m python_trainer train --config configs/arithmetic.yaml --output-dir runs/first --resume \\
-      --set max_steps=120 max_seconds=null
-  python -m python_trainer compare --config configs/arithmetic.yaml --variants baseline,rpo,all --seeds 3 \\
-      --output-dir runs/compare
-  python -m python_trainer report runs/compare
-  python -m python_trainer report runs/first runs/rpo
-  python -m python_trainer train --config configs/arithmetic.yaml --output-dir runs/kept \\
-      --set save.save_steps=5 save.save_total_limit=12
-  python -m python_trainer extrapolate runs/kept --output-dir runs/kept/extrapolated
-  python -m python_trainer extrapolate out/checkpoint-10 out/checkpoint-20 out/checkpoint-30 --base models/base \\
-      --config configs/gsm8k.yaml --set task.gate_path=gate.jsonl --output-dir out/extrapolated
-  python -m python_trainer history runs/history.db --run 1
-"""
+PROGRAM = "python -m python_trainer"
+EXAMPLES = [
+    "train --config configs/arithmetic.yaml --output-dir runs/first",
+    "train --config configs/arithmetic.yaml --output-dir runs/{name} \\\n      --set 'accelerators.enabled=[{name}]'",
+    "train --config configs/arithmetic.yaml --output-dir runs/first --resume \\\n"
+    "      --set max_steps=120 max_seconds=null",
+    "compare --config configs/arithmetic.yaml --variants baseline,{name},all --seeds 3 \\\n"
+    "      --output-dir runs/compare",
+    "report runs/compare",
+    "report runs/first runs/{name}",
+]
 
 # modules of the extra "train"; some are used at the end of a run only, which is too late to miss them
 NEEDED = (
@@ -45,8 +40,8 @@ NEEDED = (
 )
 
 
-def check_packages() -> None:
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+def check_packages(needed: Sequence[str] = NEEDED) -> None:
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(
             f"python_trainer needs packages that {sys.executable} lacks: {', '.join(missing)}; in the clone "
@@ -74,120 +69,128 @@ class SettingsHelp(argparse.Action):
         parser.exit()
 
 
-def make_parser() -> argparse.ArgumentParser:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="python -m python_trainer", formatter_class=raw, epilog=EPILOG,
-        description="Trains language models on tasks with checkable answers (GRPO and relatives).",
-    )  # fmt: skip
-    commands = parser.add_subparsers(
-        dest="command", required=True, metavar="train | compare | report | extrapolate | history"
-    )
+class Parsers:
+    """The parser of the command line, to which commands are added one by one, each with its examples."""
 
-    train = commands.add_parser(
-        "train", formatter_class=raw, help="one training run", epilog=EPILOG,
+    def __init__(self) -> None:
+        self.whole = argparse.ArgumentParser(
+            prog=PROGRAM,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            description="Trains language models on tasks with checkable answers (GRPO and relatives).",
+        )
+        self._commands = self.whole.add_subparsers(dest="command", required=True)
+        self._examples: list[str] = []
+
+    def add(self, name: str, *, examples: Sequence[str] = (), **options: Any) -> argparse.ArgumentParser:
+        """The parser of a command; ``examples`` are what comes after the name of the program."""
+        self._examples += [f"  {PROGRAM} {example}" for example in examples]
+        return self._commands.add_parser(name, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def finished(self) -> argparse.ArgumentParser:
+        """With the names of all commands, and all examples under the help of each."""
+        self._commands.metavar = " | ".join(self._commands.choices)
+        for parser in (self.whole, *self._commands.choices.values()):
+            parser.epilog = "\n".join(["examples:", *self._examples])
+        return self.whole
+
+
+def make_parser() -> argparse.ArgumentParser:
+    check_packages(["pydantic"])
+    from python_trainer.accelerators import ACCELERATORS, registered
+
+    names = ACCELERATORS.names()
+    parsers = Parsers()
+    add_own_commands(parsers, names)
+    for accelerator in registered():
+        if accelerator.command is not None:
+            load(accelerator.command)(parsers.add)
+    return parsers.finished()
+
+
+def add_own_commands(parsers: Parsers, names: Sequence[str]) -> None:
+    """``train``, ``compare`` and ``report``, for accelerators of these names."""
+    examples = [example.format(name=names[0]) for example in EXAMPLES]
+    train = parsers.add(
+        "train",
+        examples=examples,
+        help="one training run",
         description="One training run. OUTPUT_DIR gets config.yaml (all settings as used), metrics.jsonl (one row a "
         "step), samples.jsonl\n(a few answers of some steps), summary.json, report.html, checkpoints/, tensorboard/ "
         "and model/ (the trained policy,\nHugging Face format).",
-    )  # fmt: skip
-    compare = commands.add_parser(
-        "compare", formatter_class=raw, help="the same training with and without accelerators", epilog=EPILOG,
+    )
+    compare = parsers.add(
+        "compare",
+        help="the same training with and without accelerators",
         description="Trains every variant on every seed, one after the other, into OUTPUT_DIR/VARIANT/seed-N; then "
         "prints a table and\ndraws accuracy over wall time. What is finished is not run again, what was interrupted "
         "goes on.",
-    )  # fmt: skip
+    )
     for command in (train, compare):
         command.add_argument(
             "--config", required=True, metavar="FILE.yaml", help="settings; what is not in it is default"
         )
-        command.add_argument("--set", dest="overrides", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
-                             help="change settings, for example optimizer.learning_rate=1e-5")  # fmt: skip
+        command.add_argument(
+            "--set",
+            dest="overrides",
+            nargs="+",
+            action="extend",
+            default=[],
+            metavar="KEY=VALUE",
+            help="change settings, for example optimizer.learning_rate=1e-5",
+        )
         command.add_argument("--output-dir", required=True, type=Path, metavar="DIR", help="where the results go")
         command.add_argument("--help-settings", nargs=0, action=SettingsHelp, help="list all settings, and leave")
+    train.set_defaults(call=run_train)
+    compare.set_defaults(call=run_compare)
     train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in OUTPUT_DIR")
     compare.add_argument(
-        "--variants", default="baseline,all", metavar="A,B,...",
-        help="comma-separated: baseline (no accelerator), rhyme, rpo, drafts, alpha, all, or several joined by + "
-             "(rhyme+drafts); default: baseline,all",
-    )  # fmt: skip
+        "--variants",
+        default="baseline,all",
+        metavar="A,B,...",
+        help=f"comma-separated: baseline (no accelerator), {', '.join(names)}, all, or several joined by + "
+        f"({'+'.join(names[:2])}); default: baseline,all",
+    )
     compare.add_argument(
         "--seeds", type=int, default=1, metavar="N", help="that many, from the config's seed on (default: 1)"
     )
 
-    report = commands.add_parser(
-        "report", formatter_class=raw, help="table, curves and answers of finished runs", epilog=EPILOG,
+    report = parsers.add(
+        "report",
+        help="table, curves and answers of finished runs",
         description="Prints the table of all runs under the folders, draws accuracy.png in the first, and writes "
         "report.html in each: one page\nwith the table, settings that differ, curves of every metric, sample answers "
         "and versions, all runs side by side. It\nopens in any browser and needs no network: copy or mail the file. "
         "To compare runs, name them: report runs/a runs/b.",
-    )  # fmt: skip
+    )
     report.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a run, or a folder with runs in it")
-
-    offline = commands.add_parser(
-        "extrapolate", formatter_class=raw, help="predict weights from checkpoints, behind a gate", epilog=EPILOG,
-        description="Follows the weights over checkpoints, predicts where they are heading (AlphaRL), and writes the "
-        "prediction if it answers\nsignificantly more of the task's held-out gate prompts right than the last "
-        "checkpoint. Three checkpoints are needed at\nleast (a run keeps save.save_total_limit), and prompts that "
-        "training has not seen (task.gate_path; the arithmetic task\nhas them). The settings are those of the "
-        "accelerator alpha, for example:\n--set accelerators.alpha.predictor=full accelerators.alpha.horizon=1.5",
-    )  # fmt: skip
-    offline.add_argument("folders", nargs="+", type=Path, metavar="DIR",
-                         help="a run directory, or checkpoints in Hugging Face format, oldest first")  # fmt: skip
-    offline.add_argument("--base", type=Path, metavar="DIR", help="the model that training began with (not for a run)")
-    offline.add_argument("--accuracy", type=float, nargs="+", metavar="A", help="of each checkpoint (not for a run)")
-    offline.add_argument(
-        "--config", type=Path, metavar="FILE.yaml", help="task and generation for the gate (not for a run)"
-    )
-    offline.add_argument("--set", dest="overrides", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
-                         help="change settings")  # fmt: skip
-    offline.add_argument("--no-gate", action="store_true", help="write the prediction although nothing has tested it")
-    offline.add_argument(
-        "--output-dir", required=True, type=Path, metavar="DIR", help="new folder, Hugging Face format"
-    )
-
-    history = commands.add_parser(
-        "history", formatter_class=raw, help="look into a retrospective database", epilog=EPILOG,
-        description="Lists the runs in the database that accelerators.rhyme.database names, draws how their stages "
-        "rhyme, and\nshows the best matches of one run.",
-    )  # fmt: skip
-    history.add_argument("url", metavar="URL", help="a path, sqlite:/// or postgresql:// URL")
-    history.add_argument("--run", type=int, metavar="ID", help="show what each stage of this run rhymes with")
-    history.add_argument("--picture", type=Path, metavar="FILE.png", help="default: rhyme.png beside a SQLite file")
-    history.add_argument("--window", type=int, default=8, metavar="N", help="steps of a stage (default: 8)")
-    return parser
+    report.set_defaults(call=run_report)
 
 
-def run(args: argparse.Namespace) -> None:
-    check_packages()
-    if args.command == "report":
-        from python_trainer.report.tables import report
+def run_report(args: argparse.Namespace) -> None:
+    from python_trainer.report.write import report
 
-        return report(args.folders)
-    if args.command == "extrapolate":
-        from python_trainer.extrapolate import extrapolate_folders
+    report(args.folders)
 
-        return extrapolate_folders(
-            args.folders, args.output_dir, base=args.base, accuracy=args.accuracy, config_path=args.config,
-            overrides=args.overrides, gated=not args.no_gate,
-        )  # fmt: skip
-    if args.command == "history":
-        from python_trainer.accelerators.rhyme.browse import history
 
-        return history(args.url, run=args.run, picture=args.picture, window=args.window)
+def run_compare(args: argparse.Namespace) -> None:
+    from python_trainer.compare import compare
     from python_trainer.config import load_config
 
     config = load_config(args.config, args.overrides)
-    if args.command == "compare":
-        from python_trainer.compare import compare
+    compare(config, args.output_dir, variants=args.variants.split(","), seeds=args.seeds)
 
-        return compare(config, args.output_dir, variants=args.variants.split(","), seeds=args.seeds)
+
+def run_train(args: argparse.Namespace) -> None:
+    from python_trainer.config import load_config
+
+    config = load_config(args.config, args.overrides)  # before torch, which takes seconds
     from python_trainer.distributed import start
-    from python_trainer.report.tables import report
-    from python_trainer.trainer import Trainer
+    from python_trainer.report.write import report
+    from python_trainer.run import Trainer
 
     if args.resume:
         tell_of_resuming(args.output_dir, config)
-    with start(config) as ranks:
+    with start(config.parallel, config.model.device) as ranks:
         Trainer(config, args.output_dir, resume=args.resume, ranks=ranks).run()
     if ranks.rank == 0:
         report([args.output_dir])
@@ -224,10 +227,13 @@ def tell(message: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0, also for a run that was asked to stop and has saved; 2 after one line on what the user can fix."""
-    args = make_parser().parse_args(argv)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    args = argparse.Namespace(command=None)
     try:
-        run(args)
+        make_parser().parse_args(argv, args)
+        check_packages()
+        call = load(args.call) if isinstance(args.call, str) else args.call
+        call(args)
     except UserError as error:
         tell(f"error: {' '.join(str(error).split())}")
         return 2

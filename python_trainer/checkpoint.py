@@ -88,19 +88,14 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def load_checkpoint(path: Path, *, shards: bool = True) -> Any:
-    """The state that was saved; without ``shards``, weights and moments that were saved in shards are left out.
+def load_checkpoint(path: Path) -> Any:
+    """The state that was saved; what several processes wrote in shards is left out (``distributed.shard_files``).
 
     Raises:
         UserError: files are missing or damaged.
     """
     try:
         tensors = load_file(path / "tensors.safetensors")
-        state = decode(json.loads((path / "state.json").read_text(encoding="utf-8")), tensors)
+        return decode(json.loads((path / "state.json").read_text(encoding="utf-8")), tensors)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise UserError(f"checkpoint {path} is damaged ({error}); remove it to go on from the one before") from error
-    if shards and (path / SHARDS).is_dir():
-        from python_trainer.distributed.shard_files import read_shards  # takes a while to import
-
-        state |= read_shards(path, {})
-    return state

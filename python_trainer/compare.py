@@ -10,21 +10,22 @@ from rich.console import Console
 from python_trainer.accelerators import ACCELERATORS
 from python_trainer.config import Config, changed_settings, check_config, dump_config
 from python_trainer.errors import UserError
-from python_trainer.evaluations import load_evaluations
-from python_trainer.report.tables import BASELINE, report
-from python_trainer.trainer import Trainer
+from python_trainer.report.runs import BASELINE
+from python_trainer.report.write import report
+from python_trainer.run import Trainer
+from python_trainer.run_directory import load_evaluations
 
 
 def enabled_in(variant: str) -> list[str]:
-    """Names of the accelerators of a variant: ``baseline``, ``all``, one name, or several joined by ``+``."""
+    """Accelerators of a variant: ``baseline``, ``all``, or names and ``module:Class`` joined by ``+``."""
     if variant == BASELINE:
         return []
     if variant == "all":
-        return list(ACCELERATORS)
+        return ACCELERATORS.names()
     names = variant.split("+")
     for name in names:
-        if name not in ACCELERATORS:
-            allowed = ", ".join([BASELINE, *ACCELERATORS, "all"])
+        if name not in ACCELERATORS.names() and ":" not in name:  # whose module is looked for with the settings
+            allowed = ", ".join([BASELINE, *ACCELERATORS.names(), ACCELERATORS.form, "all"])
             raise UserError(f"--variants must hold names out of {allowed} (or several joined by +), got {name!r}")
     return names
 
@@ -32,7 +33,7 @@ def enabled_in(variant: str) -> list[str]:
 def compare(
     config: Config, output_dir: Path, *, variants: Sequence[str], seeds: int, console: Console | None = None
 ) -> None:
-    """Trains every variant on seeds 0 .. ``seeds`` - 1 and reports.
+    """Trains every variant on as many seeds, from the configuration's own on, and reports.
 
     A finished run is kept, an interrupted one goes on from its newest checkpoint. All variants of a seed begin with the
     same policy, prompts and noise, so the evaluation before the first step is done once per seed.
@@ -49,7 +50,7 @@ def compare(
         for variant in dict.fromkeys(variants):
             values = config.model_dump(mode="json")
             values["seed"] = config.seed + seed
-            values["accelerators"]["enabled"] = enabled_in(variant)
+            values["accelerators"] = config.accelerators.with_enabled(enabled_in(variant))
             folder = output_dir / variant / f"seed-{config.seed + seed}"
             plans.append((variant, folder, check_config(values, source=f"variant {variant}")))
     for _, folder, wanted in plans:
@@ -61,8 +62,15 @@ def compare(
     report([output_dir])
 
 
-def train_once(config: Config, folder: Path, siblings: Sequence[Path], *, label: str, console: Console | None = None,
-               timer: Callable[[], float] = time.perf_counter) -> None:  # fmt: skip
+def train_once(
+    config: Config,
+    folder: Path,
+    siblings: Sequence[Path],
+    *,
+    label: str,
+    console: Console | None = None,
+    timer: Callable[[], float] = time.perf_counter,
+) -> None:
     """One run, unless it is finished; an interrupted one goes on from its newest checkpoint.
 
     Args:

@@ -7,18 +7,18 @@ import json
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from python_trainer.accelerators import ACCELERATORS, AcceleratorsConfig
+from python_trainer.accelerators import AcceleratorsConfig, registered
 from python_trainer.algorithms.settings import AlgorithmConfig
 from python_trainer.errors import UserError
 from python_trainer.model.settings import CriticConfig, ModelConfig, OptimizerConfig
 from python_trainer.rollout.settings import RolloutConfig
-from python_trainer.settings import Section
-from python_trainer.tasks import TaskConfig
+from python_trainer.settings import Fitted, Plugin, Section
+from python_trainer.tasks.settings import TaskSettings
 
 
 class EvaluationConfig(Section):
@@ -67,7 +67,7 @@ class Config(Section):
     answers; `fsdp2`: weights, gradients and moments are sharded too."""
     max_seconds: float | None = Field(None, gt=0)
     """Stop after the step in which this much wall time, evaluations not counted, has passed."""
-    task: TaskConfig = TaskConfig()
+    task: Fitted[TaskSettings] = Field(default_factory=lambda: TaskSettings.fitting({}).model_validate({}))
     """Prompts and rewards."""
     model: ModelConfig = ModelConfig()
     """The policy."""
@@ -83,16 +83,15 @@ class Config(Section):
     """Accuracy on the test set."""
     save: SaveConfig = SaveConfig()
     """Checkpoints."""
-    accelerators: AcceleratorsConfig = AcceleratorsConfig()
+    accelerators: Fitted[AcceleratorsConfig] = Field(default_factory=lambda: AcceleratorsConfig.fitting({})())
     """What makes training cheaper."""
 
     @model_validator(mode="after")
     def groups_are_comparable(self) -> "Config":
-        kind = self.algorithm.advantage
-        if kind in ("group", "rloo") and self.rollout.num_generations < 2:
+        if self.algorithm.judge.compares and self.rollout.num_generations < 2:
             raise ValueError(
-                f"rollout.num_generations must be >= 2 with algorithm.advantage {kind}: an answer is judged against "
-                f"others of its group, got {self.rollout.num_generations}"
+                f"rollout.num_generations must be >= 2 with algorithm.advantage {self.algorithm.advantage}: an answer "
+                f"is judged against others of its group, got {self.rollout.num_generations}"
             )
         if self.rollout.dynamic_sampling and self.rollout.num_generations < 2:
             raise ValueError(
@@ -103,16 +102,6 @@ class Config(Section):
             raise ValueError(f"rollout.vllm_server needs rollout.engine vllm, got {self.rollout.engine}")
         if self.rollout.engine == "vllm" and self.rollout.workers > 1:
             raise ValueError(f"rollout.workers must be 1 with rollout.engine vllm, got {self.rollout.workers}")
-        if self.rollout.engine == "vllm" and "drafts" in self.accelerators.enabled:
-            raise ValueError(
-                "the accelerator drafts needs rollout.engine paged, got vllm; vLLM itself drafts from a history by "
-                "rlkernels.integrations.vllm.HistoryProposer (docs/vllm.md)"
-            )
-        if self.model.lora is not None and "alpha" in self.accelerators.enabled:
-            raise ValueError(
-                "accelerators.enabled: alpha follows whole weight matrices, model.lora must be null, got "
-                f"{self.model.lora.model_dump()}"
-            )
         cache, longest = self.algorithm.overlong_cache, self.rollout.max_completion_length
         if cache is not None and cache > longest:
             raise ValueError(
@@ -126,14 +115,21 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def accelerators_fit(self) -> "Config":
+        for accelerator in self.accelerators.chosen():
+            if (conflict := accelerator.conflicts(self)) is not None:
+                raise ValueError(conflict)
+        return self
+
+    @model_validator(mode="after")
     def processes_can_share(self) -> "Config":
         if self.parallel != "none":
-            able = [name for name, kind in ACCELERATORS.items() if kind.divisible]
-            for name in self.accelerators.enabled:
-                if name not in able:
+            for accelerator in self.accelerators.chosen():
+                if not accelerator.divisible:
+                    able = ", ".join(kind.name for kind in registered() if kind.divisible)
                     raise ValueError(
-                        f"accelerators.enabled: {name} needs parallel=none, got {self.parallel}, which allows "
-                        f"{', '.join(able)}"
+                        f"accelerators.enabled: {accelerator.name} needs parallel=none, got {self.parallel}, which "
+                        f"allows {able}"
                     )
             if self.rollout.engine == "vllm":
                 raise ValueError(f"rollout.engine vllm needs parallel=none, got {self.parallel}")
@@ -187,16 +183,16 @@ def check_config(values: dict[str, Any], *, source: str) -> Config:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        problems = [describe_problem(problem) for problem in error.errors()]
+        problems = [describe_problem(problem, values) for problem in error.errors()]
         raise UserError(f"{source}: {'; '.join(problems)}") from error
 
 
-def describe_problem(problem: Any) -> str:
-    """One pydantic error as: key, what is wrong, value."""
+def describe_problem(problem: Any, values: Mapping[str, Any]) -> str:
+    """One pydantic error about these values as: key, what is wrong, value."""
     key = ".".join(str(part) for part in problem["loc"]) or "settings"
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "extra_forbidden":
-        section = section_of(problem["loc"][:-1])
+        section = section_of(problem["loc"][:-1], values)
         known = f"; known here: {', '.join(section.model_fields)}" if section else ""
         return f"{key}: unknown setting{known}"
     if problem["type"] == "value_error":
@@ -204,17 +200,23 @@ def describe_problem(problem: Any) -> str:
     return f"{key}: {message[0].lower() + message[1:]}, got {problem['input']!r}"
 
 
-def section_of(path: Sequence[str | int]) -> type[BaseModel] | None:
-    """The model class that holds the settings at a path of keys."""
-    section: type[BaseModel] = Config
+def section_of(path: Sequence[str | int], values: Any) -> type[Section] | None:
+    """The class that holds the settings at a path of keys into these values."""
+    section: type[Section] = Config
     for key in path:
         field = section.model_fields.get(str(key))
-        options = [] if field is None else [field.annotation, *get_args(field.annotation)]
-        inner = next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), None)
+        inner = None if field is None else section_in(field.annotation)
         if inner is None:
             return None
-        section = inner
+        values = values.get(key) if isinstance(values, Mapping) else None
+        section = inner.fitting(values) if isinstance(values, Mapping) else inner
     return section
+
+
+def section_in(annotation: Any) -> type[Section] | None:
+    """The section that a setting is, or that it may be."""
+    options = [annotation, *get_args(annotation)]
+    return next((o for o in options if isinstance(o, type) and issubclass(o, Section)), None)
 
 
 def dump_config(config: Config) -> str:
@@ -243,28 +245,44 @@ def changed_settings(folder: Path, config: Config) -> list[str]:
     return [f"{name}: {there[name]} -> {value}" for name, value in here.items() if there.get(name, value) != value]
 
 
-def describe_settings(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
+def describe_settings(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
     """(key, type, default, documentation) of every setting, in order."""
     for name, field in section.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from describe_settings(kind, f"{prefix}{name}.")
-        else:
-            default = field.get_default(call_default_factory=True)
-            yield f"{prefix}{name}", type_name(kind), yaml.safe_dump(default).split("\n")[0], field.description or ""
-            for inner in get_args(kind):  # of a section that may be null
-                if isinstance(inner, type) and issubclass(inner, BaseModel):
-                    yield from describe_settings(inner, f"{prefix}{name}.")
+        inner = section_in(field.annotation)
+        if inner is not field.annotation:
+            default = section.fitting({}).model_fields[name].get_default(call_default_factory=True)
+            shown = yaml.safe_dump(default).split("\n")[0]
+            yield f"{prefix}{name}", type_name(field.annotation, field.metadata), shown, field.description or ""
+        if inner is not None:
+            yield from describe_settings(inner if inner.kinds() else inner.fitting({}), f"{prefix}{name}.")
+            yield from describe_kinds(inner, f"{prefix}{name}.")
 
 
-def type_name(kind: Any) -> str:
-    """``int | null``, ``group | rloo`` and the like."""
+def describe_kinds(section: type[Section], prefix: str) -> Iterator[tuple[str, str, str, str]]:
+    """Settings that only some kinds of a section have, each once, with the names of those kinds."""
+    owners: dict[tuple[str, str, str, str], list[str]] = {}
+    for name, kind in section.kinds().items():
+        for row in describe_settings(kind, prefix):
+            if row[0].removeprefix(prefix).partition(".")[0] not in section.model_fields:
+                owners.setdefault(row, []).append(name)
+    for (key, kind_name, default, text), names in owners.items():
+        yield key, kind_name, default, f"{', '.join(names)}: {text}"
+
+
+def type_name(kind: Any, metadata: Sequence[Any] = ()) -> str:
+    """``int | null``, ``group | rloo | module:function`` and the like."""
+    plugin = next((item for item in metadata if isinstance(item, Plugin)), None)
+    if plugin is not None:
+        several = f"list of {plugin.choices}" if get_origin(kind) is list else plugin.choices
+        return f"{several} | list" if any(get_origin(part) is list for part in get_args(kind)) else several
+    if get_origin(kind) is Annotated:
+        return type_name(get_args(kind)[0], get_args(kind)[1:])
     if kind is None or kind is type(None):
         return "null"
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return "section"
     if get_origin(kind) is Literal:
         return " | ".join(map(str, get_args(kind)))
-    if get_origin(kind) in (types.UnionType, __import__("typing").Union):
+    if get_origin(kind) in (types.UnionType, Union):
         return " | ".join(type_name(part) for part in get_args(kind))
     return getattr(kind, "__name__", str(kind))

@@ -1,6 +1,6 @@
-"""What a training step is made of, as plain data: prompts, groups of answers to come, completions, scored answers."""
+"""What a training step is made of, as plain data: prompts, groups of answers to come, answers."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,47 +16,60 @@ class Example:
 
 
 @dataclass
-class PlannedGroup:
-    """One prompt of a step and how its group of answers is to be generated."""
+class Request:
+    """One prompt to continue, ``num_samples`` times.
+
+    Sample ``j`` draws its noise with sample id ``sample_id + j``, so give requests ids ``num_samples`` apart.
+    """
+
+    prompt_ids: Sequence[int]
+    prefix_ids: Sequence[int] = field(default_factory=list)  # the start of the answer, kept as it is
+    num_samples: int = 1
+    max_new_tokens: int = 256  # after the prefix
+    sample_id: int = 0
+
+
+@dataclass(kw_only=True)
+class Group(Request):
+    """A request for the answers to one prompt of a step, which are judged against each other."""
 
     example: Example
     prompt_key: int  # index of the prompt in the task's training set
-    prompt_ids: list[int]
-    num_samples: int
-    max_new_tokens: int  # new tokens, after the prefix
-    sample_id: int  # noise key of the first sample; sample j uses sample_id + j
-    prefix_ids: list[int] = field(default_factory=list)  # the start of the answer, shared by the whole group
-
-
-@dataclass
-class Completion:
-    """The tokens that were generated for one sample, the EOS token included when there is one."""
-
-    ids: list[int]
-    logprobs: list[float]  # log-probability of each token under the distribution it was sampled from
-    finish_reason: str  # "stop" (EOS or stop string) or "length"
 
 
 @dataclass
 class Rollout:
-    """One answer, scored."""
+    """One answer, from the engine to the loss.
 
-    prompt_key: int
-    group: int  # index of its group in the step
-    prompt_ids: list[int]
-    response_ids: list[int]  # prefix and generated tokens
-    prefix_len: int  # how many of response_ids were given, not generated
-    logprobs: list[float]  # sampler's log-probabilities of the generated tokens: response_ids[prefix_len:]
-    finish_reason: str
-    text: str  # the decoded response
-    reward: float  # shaped reward that advantages are made of
-    rewards: dict[str, float | None]  # raw value of every reward function
-    accuracy: float  # raw task accuracy, 0 or 1; filters use this, never the shaped reward
-    policy_version: int = 0
-    importance_cap: float | None = None  # of a stored answer: truncates its importance weights; None: fresh
+    An engine makes it and fills the first part; the trainer fills the second when it has scored the answer.
+    """
+
+    prompt_ids: Sequence[int]
+    response_ids: list[int]  # the given prefix, then what was generated, the end token included when there is one
+    prefix_len: int = 0  # how many of response_ids were given
+    logprobs: list[float] = field(default_factory=list)  # of the generated tokens, where they were drawn from
+    finish_reason: str = ""  # "stop" (end token or stop string) or "length"; empty while it is being generated
+    policy_version: int = 0  # of the engine, when the answer was begun
     # False for each token of response_ids that others wrote (tool output, the user's next turn): context and nothing
     # else, whatever stands in logprobs for it; None: all tokens are the policy's. Accelerators do not keep it.
     response_mask: list[bool] | None = None
+
+    prompt_key: int = -1  # as of its Group
+    group: int = 0  # index of its group in the step
+    text: str = ""  # the decoded response
+    reward: float = 0.0  # shaped reward that advantages are made of
+    rewards: dict[str, float | None] = field(default_factory=dict)  # raw value of every reward function
+    accuracy: float = 0.0  # raw task accuracy, 0 or 1; filters use this, never the shaped reward
+    importance_cap: float | None = None  # of a stored answer: truncates its importance weights; None: fresh
+
+    @property
+    def ids(self) -> list[int]:
+        """The generated tokens."""
+        return self.response_ids[self.prefix_len :]
+
+    def become(self, copy: "Rollout") -> None:
+        """Takes over what another process has generated in its copy."""
+        self.response_ids, self.logprobs, self.finish_reason = copy.response_ids, copy.logprobs, copy.finish_reason
 
 
 def by_group(rollouts: Iterable[Rollout]) -> dict[int, list[Rollout]]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from python_trainer.algorithms import has_spread
+from python_trainer.algorithms.advantages import has_spread
 from python_trainer.data import Rollout, by_group
 
 

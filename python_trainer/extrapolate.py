@@ -1,5 +1,6 @@
 """Gated extrapolation of checkpoints on disk: ``python -m python_trainer extrapolate``."""
 
+import argparse
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,18 +10,18 @@ from tempfile import TemporaryDirectory
 import torch
 from rich.console import Console
 
-from python_trainer.accelerators.alpha.accelerator import Alpha
-from python_trainer.accelerators.alpha.gate import try_candidates
 from python_trainer.accelerators.alpha.settings import AlphaSettings
-from python_trainer.checkpoint import list_checkpoints, load_checkpoint, step_of
+from python_trainer.checkpoint import list_checkpoints, step_of
 from python_trainer.config import Config, load_config
+from python_trainer.distributed.shard_files import load_whole
 from python_trainer.errors import UserError
 from python_trainer.files import check_output_dir, publish, unusable_output_dir
-from python_trainer.model.policy import SHIPPED, Policy, load_policy
+from python_trainer.model.policy import Policy, load_policy
+from python_trainer.model.shipped import policy_folder
+from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
-from python_trainer.trainer import Trainer
 from rlkernels import RankOneTrajectory
-from rlkernels.rank1 import Gate, Target, extrapolate, refusal, skill
+from rlkernels.extrapolation import Gate, skill
 from rlkernels.rank1.stream import Folder, default_filter
 
 Weights = Mapping[str, torch.Tensor]
@@ -60,7 +61,7 @@ class Saved:
         folder = self.folders[index]
         if not self.from_run:
             return Stored(folder)
-        state = load_checkpoint(folder)
+        state = load_whole(folder)
         masters = {name: values["master"] for name, values in state["optimizer"].items() if "master" in values}
         return state["model"] | masters
 
@@ -78,8 +79,7 @@ def find(folders: Sequence[Path], base: Path | None, accuracy: Sequence[float] |
         rows = {row["step"]: row["accuracy"] for row in read_metrics(folders[0]) if "accuracy" in row}
         smooth = [[rows[s] for s in range(step - 4, step + 1) if s in rows] for step in steps]
         known = [sum(window) / len(window) for window in smooth] if all(smooth) else None
-        home = SHIPPED / config.model.path if config.model.path in ("main", "small") else Path(config.model.path)
-        saved = Saved(base or home, found, steps, known, True)
+        saved = Saved(base or policy_folder(config.model.path), found, steps, known, True)
     else:
         if base is None:
             raise UserError("--base is needed: the folder of the model that training began with")
@@ -112,10 +112,17 @@ def track(saved: Saved) -> RankOneTrajectory:
     return trajectory
 
 
-def extrapolate_folders(folders: Sequence[Path], output_dir: Path, *, base: Path | None = None,
-                        accuracy: Sequence[float] | None = None, config_path: Path | None = None,
-                        overrides: Sequence[str] = (), gated: bool = True,
-                        console: Console | None = None) -> None:  # fmt: skip
+def extrapolate_folders(
+    folders: Sequence[Path],
+    output_dir: Path,
+    *,
+    base: Path | None = None,
+    accuracy: Sequence[float] | None = None,
+    config_path: Path | None = None,
+    overrides: Sequence[str] = (),
+    gated: bool = True,
+    console: Console | None = None,
+) -> None:
     """Writes extrapolated weights in Hugging Face format to ``output_dir``, if nothing speaks against them.
 
     Args:
@@ -139,23 +146,21 @@ def extrapolate_folders(folders: Sequence[Path], output_dir: Path, *, base: Path
     if gated and config_path is None:
         raise UserError("the gate needs the task: give --config, or --no-gate to write weights that nothing has tested")
     config = load_config(config_path, overrides)
-    settings: AlphaSettings = getattr(config.accelerators, Alpha.name)
+    settings: AlphaSettings = getattr(config.accelerators, AlphaSettings.name)
     if settings.predictor == "pls" and saved.accuracy is None:
         raise UserError("predictor pls goes by accuracy: give --accuracy, one number for each checkpoint")
     trajectory = track(saved)
-    limits = settings.limits(holdout=1)
-    objection = refusal(trajectory, settings.predictor, limits)
+    rules = settings.rules(holdout=1)
+    objection = rules.refusal(trajectory)
     if objection is not None:
         more = ""
         if saved.from_run and objection.reason == "few points":
             more = "; to keep more checkpoints, train with a larger save.save_total_limit or a smaller save.save_steps"
         raise UserError(f"refused: {objection}{more}")
-    target = Target(settings.horizon * saved.steps[-1], settings.target_accuracy)
     last = saved.weights(len(saved.steps) - 1)
     kept = set(trajectory.steps)
     exact = trajectory.exact_points(saved.weights(index) for index, step in enumerate(saved.steps) if step in kept)
-    predicted = extrapolate(trajectory, last, target, predictor=settings.predictor, scale=settings.scale,
-                            keep_rest=settings.keep_rest, limits=limits, points=exact)  # fmt: skip
+    predicted = rules.predict(trajectory, last, points=exact)
     console.print(
         f"{len(saved.steps)} checkpoints, {len(predicted)} of {len(trajectory.base)} modules, predictor "
         f"{settings.predictor}, back-test skill {skill(trajectory, settings.predictor):.2f}"
@@ -172,10 +177,24 @@ def extrapolate_folders(folders: Sequence[Path], output_dir: Path, *, base: Path
     console.print(f"written to {output_dir}", highlight=False)
 
 
-def pass_gate(config: Config, base: Path, last: Weights, predicted: dict[str, torch.Tensor], console: Console
-              ) -> Policy:  # fmt: skip
+def run(args: argparse.Namespace) -> None:
+    """What the command line asks for."""
+    extrapolate_folders(
+        args.folders,
+        args.output_dir,
+        base=args.base,
+        accuracy=args.accuracy,
+        config_path=args.config,
+        overrides=args.overrides,
+        gated=not args.no_gate,
+    )
+
+
+def pass_gate(
+    config: Config, base: Path, last: Weights, predicted: dict[str, torch.Tensor], console: Console
+) -> Policy:
     """The policy with the weights that the gate accepted."""
-    settings: AlphaSettings = getattr(config.accelerators, Alpha.name)
+    settings: AlphaSettings = getattr(config.accelerators, AlphaSettings.name)
     model = config.model.model_copy(update={"path": str(base)})
     accelerators = config.accelerators.model_copy(update={"enabled": []})
     algorithm = config.algorithm.model_copy(update={"beta": 0.0, "advantage": "group"})  # neither reference nor critic
@@ -186,19 +205,24 @@ def pass_gate(config: Config, base: Path, last: Weights, predicted: dict[str, to
     put(trainer.policy.model, last)
     device = trainer.policy.device
     moved = {name: value.to(device) for name, value in predicted.items()}
-    trainer.learner.optimizer.write({name: last[name].to(device).float() for name in moved})
-    trainer.engine.policy_updated()
-    accepted, tries = try_candidates(
-        trainer.learner.optimizer, trainer.engine, lambda rows: trainer.evaluate_each("gate", rows), moved,
-        Gate(settings.gate_level), prompts=settings.gate_prompts, available=len(trainer.task.gate),
-        max_tries=settings.max_tries, shrink=settings.shrink,
-    )  # fmt: skip
+    optimizer, engine = trainer.learner.optimizer, trainer.engine
+    optimizer.write({name: last[name].to(device).float() for name in moved})
+    engine.policy_updated()
+    tries = settings.rules(holdout=1).judge(
+        Gate(settings.gate_level),
+        moved,
+        {name: optimizer.places(name) for name in moved},
+        lambda rows: trainer.evaluate_each("gate", rows),
+        available=len(trainer.task.gate),
+        changed=engine.policy_updated,
+    )
     for one in tries:
         console.print(
             f"factor {one['factor']:g}: {one['before']:.4f} -> {one['after']:.4f} on {one['prompts']} gate prompts, "
-            f"evidence {one['e_value']:.3g} (needs {one['needed']:.3g})", highlight=False,
-        )  # fmt: skip
-    if not accepted:
+            f"evidence {one['e_value']:.3g} (needs {one['needed']:.3g})",
+            highlight=False,
+        )
+    if not tries[-1]["accepted"]:
         raise UserError(f"the gate rejected all {len(tries)} candidates; nothing was written")
     return trainer.policy
 

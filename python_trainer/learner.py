@@ -6,15 +6,16 @@ from typing import Any
 
 import torch
 
-from python_trainer.config import Config
+from python_trainer.algorithms.settings import AlgorithmConfig
 from python_trainer.data import Rollout
-from python_trainer.distributed import Alone
+from python_trainer.distributed import RankGroup
 from python_trainer.errors import NotFinite
 from python_trainer.model.critic import Critic
 from python_trainer.model.lora import is_adapter
 from python_trainer.model.optimizer import PolicyOptimizer, learning_rate
-from python_trainer.model.packing import Packed, pack
+from python_trainer.model.packing import Packed
 from python_trainer.model.policy import Policy
+from python_trainer.model.settings import CriticConfig, OptimizerConfig
 from python_trainer.model.tensors import load_weights, local
 from python_trainer.objective import MetricSums, Objective, Ragged, StepBatch, make_batch, set_advantages
 
@@ -22,21 +23,38 @@ from python_trainer.objective import MetricSums, Objective, Ragged, StepBatch, m
 class Learner:
     """Everything that training changes, and how.
 
+    Args:
+        algorithm, optimizer, critic: those sections of the settings.
+        temperature: of the sampler; log-probabilities are of the same distribution.
+        max_completion_length: most tokens of an answer.
+        max_steps: of the run, for the learning rate's schedule.
+
     Attributes:
         reference: the policy as it was at the start, with ``algorithm.beta``.
-        critic: with ``algorithm.advantage`` gae.
+        critic: where the advantages need one.
     """
 
-    def __init__(self, policy: Policy, config: Config, ranks: Alone | None = None):
-        self.policy, self.config, self.ranks = policy, config, ranks or Alone()
-        self.reference = policy.frozen_copy() if config.algorithm.beta else None
-        ppo = config.algorithm.advantage == "gae"
-        self.critic = Critic(policy, config.critic, config.optimizer, self.ranks) if ppo else None
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        algorithm: AlgorithmConfig,
+        optimizer: OptimizerConfig,
+        critic: CriticConfig,
+        temperature: float,
+        max_completion_length: int,
+        max_steps: int,
+        ranks: RankGroup | None = None,
+    ):
+        self.policy, self.ranks = policy, ranks or RankGroup()
+        self.algorithm, self.settings, self.temperature, self.max_steps = algorithm, optimizer, temperature, max_steps
+        self.reference = policy.frozen_copy() if algorithm.beta else None
+        self.critic = Critic(policy, critic, optimizer, self.ranks.shard) if algorithm.judge.critic else None
         self.ranks.shard(policy.model)
         if self.reference is not None:
             self.ranks.shard(self.reference.model)
-        self.optimizer = PolicyOptimizer(policy.model, config.optimizer)
-        self.objective = Objective(config.algorithm, config.rollout.max_completion_length)
+        self.optimizer = PolicyOptimizer(policy.model, optimizer)
+        self.objective = Objective(algorithm, max_completion_length)
 
     def update(self, rollouts: Sequence[Rollout], number: int) -> dict[str, float]:
         """All optimizer steps on the answers of step ``number`` -> metrics.
@@ -44,10 +62,10 @@ class Learner:
         Raises:
             NotFinite: NaN or infinity in loss or gradients.
         """
-        config, algorithm = self.config, self.config.algorithm
+        algorithm = self.algorithm
         batch = make_batch(rollouts, algorithm, self.policy.device)
         minibatches = self._minibatches(rollouts)
-        lr = learning_rate(config.optimizer, number, config.max_steps)
+        lr = learning_rate(self.settings, number, self.max_steps)
         metrics, norms, trained = MetricSums(batch.rewards.device), list[float](), 0
         with self.policy.packed_attention():
             self._look_before(batch, several=algorithm.num_iterations * len(minibatches) > 1)
@@ -74,15 +92,16 @@ class Learner:
 
     def _teaching(self, batch: StepBatch) -> list[bool]:
         """Which samples have a gradient. Without an advantage there is none: their pass only counts for metrics."""
-        algorithm = self.config.algorithm
+        algorithm = self.algorithm
         kl_in_loss = self.reference is not None and not algorithm.use_kl_in_reward
         if self.critic is not None or algorithm.entropy_coef or kl_in_loss:
-            return [True] * len(batch.answers)
+            return [True] * len(batch.rollouts)
         assert batch.advantages is not None
         return ((batch.advantages.padded() != 0).any(1) & batch.in_loss).tolist()
 
-    def _pass(self, batch: StepBatch, minibatch: Sequence[int], samples: Sequence[int], metrics: MetricSums
-              ) -> tuple[torch.Tensor, int]:  # fmt: skip
+    def _pass(
+        self, batch: StepBatch, minibatch: Sequence[int], samples: Sequence[int], metrics: MetricSums
+    ) -> tuple[torch.Tensor, int]:
         """Samples of a minibatch, backwards too where gradients are on -> their share of the loss, their tokens."""
         total, tokens = torch.zeros((), device=self.policy.device), 0
         for packed in self._packs(batch, samples) if samples else ():
@@ -96,7 +115,7 @@ class Learner:
 
     def _loss(self, packed: Packed, batch: StepBatch, minibatch: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss and metrics of a micro-batch, from one forward pass."""
-        logprobs, entropy, states = self.policy.score_with_states(packed, self.config.rollout.temperature)
+        logprobs, entropy, states = self.policy.score_with_states(packed, self.temperature)
         values = self.critic(packed, states) if self.critic else None
         return self.objective.loss(packed, logprobs, entropy, batch, minibatch, values)
 
@@ -122,7 +141,7 @@ class Learner:
         for index in minibatch:
             for p in params:
                 p.grad = None
-            loss, _ = self._loss(pack(batch.answers, [index]).to(self.policy.device), batch, minibatch)
+            loss, _ = self._loss(batch.pack([index]).to(self.policy.device), batch, minibatch)
             loss.backward()
             seen = [loss, *(local(p.grad) for p in params if p.grad is not None)]
             if self.ranks.any(not all(bool(x.isfinite().all()) for x in seen)):
@@ -133,10 +152,9 @@ class Learner:
 
     def _packs(self, batch: StepBatch, samples: Sequence[int]) -> Iterator[Packed]:
         """This rank's micro-batches of these samples."""
-        optimizer = self.config.optimizer
-        share, longest = optimizer.share_prefixes, optimizer.micro_batch_tokens
-        for part, counts in self.ranks.micro_batches(batch.answers, samples, longest, share=share):
-            packed = pack(batch.answers, part, share=share)
+        share, longest = self.settings.share_prefixes, self.settings.micro_batch_tokens
+        for part, counts in self.ranks.micro_batches(batch.rollouts, samples, longest, share=share):
+            packed = batch.pack(part, share=share)
             yield (packed if counts else packed.without_tokens()).to(self.policy.device)
 
     @torch.no_grad()
@@ -146,9 +164,9 @@ class Learner:
         Before a single optimizer step the log-probabilities are those of its own pass, unless something else needs
         them earlier.
         """
-        temperature, reference = self.config.rollout.temperature, self.reference
-        lengths = [len(answer.response_ids) for answer in batch.answers]
-        if several or self.critic is not None or self.config.algorithm.use_kl_in_reward:
+        temperature, reference = self.temperature, self.reference
+        lengths = [len(rollout.response_ids) for rollout in batch.rollouts]
+        if several or self.critic is not None or self.algorithm.use_kl_in_reward:
             batch.old = Ragged(lengths, self.policy.device)
             batch.values = Ragged(lengths, self.policy.device) if self.critic is not None else None
             for packed in self._packs(batch, range(len(lengths))):
@@ -174,7 +192,7 @@ class Learner:
         def longest(group: list[int]) -> int:
             return max(len(rollouts[index].response_ids) for index in group)
 
-        parts = self.config.algorithm.num_minibatches
+        parts = self.algorithm.num_minibatches
         members = list(groups.values())
         split = [sorted(members[part::parts], key=longest) for part in range(parts)]
         return [[index for group in part for index in group] for part in split if part]

@@ -3,32 +3,16 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-from python_trainer.algorithms import (
-    LOSS_TYPES,
-    explained_variance,
-    gae,
-    group_advantages,
-    importance_weights,
-    kl_estimate,
-    overlong_penalties,
-    policy_loss,
-    rloo_advantages,
-    token_rewards,
-    token_weights,
-    value_loss,
-    whiten,
-)
-from python_trainer.algorithms.settings import AlgorithmConfig
-from python_trainer.config import Config
+from python_trainer.algorithms.advantages import StepRewards, explained_variance, overlong_penalties
+from python_trainer.algorithms.kl import kl_estimate
+from python_trainer.algorithms.losses import Aggregation, importance_weights, policy_loss, value_loss
+from python_trainer.algorithms.settings import LOSS_TYPES, AlgorithmConfig
 from python_trainer.data import Rollout
-from python_trainer.model.packing import Answer, Packed
-
-if TYPE_CHECKING:
-    from python_trainer.distributed import Alone
+from python_trainer.distributed import RankGroup
+from python_trainer.model.packing import Packed, pack, scored_tokens
 
 
 class Ragged:
@@ -74,7 +58,7 @@ class Ragged:
 class StepBatch:
     """Everything the update of one step needs, B samples."""
 
-    answers: list[Answer]
+    rollouts: Sequence[Rollout]
     rewards: torch.Tensor  # float32 [B]
     groups: torch.Tensor  # int64 [B]
     in_loss: torch.Tensor  # bool [B]
@@ -89,15 +73,22 @@ class StepBatch:
     values: Ragged | None = None  # what the critic predicted before the update
     advantages: Ragged | None = None  # from here on by set_advantages
     returns: Ragged | None = None  # what the critic should have predicted
+    score_prefix: bool = True  # whether given prefixes are in the loss
+
+    def pack(self, samples: Sequence[int], *, share: bool = True) -> Packed:
+        """These samples as a micro-batch."""
+        return pack(self.rollouts, samples, share=share, score_prefix=self.score_prefix)
 
 
-def shaped_rewards(rewards: Sequence[float], responses: Sequence[Sequence[int]], config: Config) -> list[float]:
-    """Rewards as the advantages see them: less what answers lose that come near the longest allowed."""
-    cache, longest = config.algorithm.overlong_cache, config.rollout.max_completion_length
+def shaped_rewards(
+    rewards: Sequence[float], responses: Sequence[Sequence[int]], config: AlgorithmConfig, longest: int
+) -> list[float]:
+    """Rewards as the advantages see them: less what answers lose that come near the ``longest`` allowed."""
+    cache = config.overlong_cache
     if cache is None:
         return list(rewards)
     penalties = overlong_penalties(torch.tensor([len(ids) for ids in responses]), max_length=longest, cache=cache)
-    return [r + config.algorithm.overlong_penalty * p for r, p in zip(rewards, penalties.tolist(), strict=True)]
+    return [r + config.overlong_penalty * p for r, p in zip(rewards, penalties.tolist(), strict=True)]
 
 
 def make_batch(rollouts: Sequence[Rollout], config: AlgorithmConfig, device: torch.device) -> StepBatch:
@@ -108,10 +99,6 @@ def make_batch(rollouts: Sequence[Rollout], config: AlgorithmConfig, device: tor
     """
     for index, r in enumerate(rollouts):
         _check_lengths(index, r)
-    unscored = [0 if config.prefix_in_loss else rollout.prefix_len for rollout in rollouts]
-    answers = [
-        Answer(r.prompt_ids, r.response_ids, r.prefix_len, skip, r.response_mask) for r, skip in zip(rollouts, unscored)
-    ]
     in_loss = torch.tensor(
         [not (config.mask_truncated_completions and rollout.finish_reason == "length") for rollout in rollouts]
     )
@@ -123,11 +110,12 @@ def make_batch(rollouts: Sequence[Rollout], config: AlgorithmConfig, device: tor
         for value, mine in zip([torch.nan] * r.prefix_len + list(r.logprobs), row)
     ]
     sampler.flat = torch.tensor(recorded, dtype=torch.float32, device=device)
-    flags = [answer.scored() for answer in answers]
+    flags = [scored_tokens(rollout, score_prefix=config.prefix_in_loss) for rollout in rollouts]
     mask = sampler.mask()
     scored = torch.tensor([flag for row in flags for flag in row], dtype=torch.bool, device=device)
     return StepBatch(
-        answers=answers,
+        rollouts=rollouts,
+        score_prefix=config.prefix_in_loss,
         rewards=torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32, device=device),
         groups=torch.tensor([rollout.group for rollout in rollouts], device=device),
         in_loss=in_loss.to(device),
@@ -157,8 +145,8 @@ def _check_lengths(index: int, rollout: Rollout) -> None:
 def set_advantages(batch: StepBatch, config: AlgorithmConfig) -> dict[str, float]:
     """Advantages (and returns, for a critic) of the whole step, from what was recorded before the update -> metrics.
 
-    The KL penalty goes where the reward is: per token for ``gae`` and ``reinforce++``, which look at what comes after
-    a token; as a sum per answer for ``group`` and ``rloo``, which compare answers.
+    The KL penalty goes where the reward is: per token for what looks at what comes after a token, as a sum per answer
+    for what compares answers.
     """
     mask = batch.scored
     in_loss = mask & batch.in_loss[:, None]
@@ -168,27 +156,17 @@ def set_advantages(batch: StepBatch, config: AlgorithmConfig) -> dict[str, float
         kl = kl_estimate(batch.old.padded(), batch.reference.padded(), mask, config.kl_estimator)
         penalty = config.beta * kl
         metrics["kl"] = float(kl.sum() / mask.sum().clamp(min=1))
-    if config.advantage in ("group", "rloo"):
-        rewards = batch.rewards - penalty.sum(1)
-        if config.advantage == "rloo":
-            advantages = rloo_advantages(rewards, batch.groups)
-        else:
-            advantages = group_advantages(rewards, batch.groups, scale_rewards=config.scale_rewards)
-        batch.advantages = batch.sampler.like(advantages[:, None].expand(mask.shape))
-        return metrics
-    rewards = token_rewards(batch.rewards, mask, penalty)
-    if batch.values is None:  # reinforce++: what comes after a token, without a baseline
-        advantages, _ = gae(rewards, torch.zeros_like(rewards), mask, gamma=config.gamma, lam=1.0)
-    else:
-        values = batch.values.padded()
-        advantages, returns = gae(rewards, values, mask, gamma=config.gamma, lam=config.lam)
-        batch.returns = batch.sampler.like(returns)
-        metrics["explained_variance"] = explained_variance(values, returns, in_loss)
-        for name, table in (("values", values), ("returns", returns)):
-            metrics[f"{name}/mean"] = float(table[in_loss].mean()) if in_loss.any() else 0.0
-    if config.whiten_advantages:
-        advantages = whiten(advantages, in_loss)
+    step = StepRewards(
+        batch.rewards, batch.groups, mask, in_loss, penalty, None if batch.values is None else batch.values.padded()
+    )
+    advantages, returns = config.judge(step, config)
+    advantages = advantages[:, None].expand(mask.shape) if advantages.ndim == 1 else advantages
     batch.advantages = batch.sampler.like(advantages)
+    if step.values is not None and returns is not None:
+        batch.returns = batch.sampler.like(returns)
+        metrics["explained_variance"] = explained_variance(step.values, returns, in_loss)
+        for name, table in (("values", step.values), ("returns", returns)):
+            metrics[f"{name}/mean"] = float(table[in_loss].mean()) if in_loss.any() else 0.0
     return metrics
 
 
@@ -203,13 +181,18 @@ class Objective:
 
     def __init__(self, config: AlgorithmConfig, max_completion_length: int):
         self.config = config
-        self.aggregation = LOSS_TYPES.get(config.loss_type, config.loss_type)
+        self.weigh: Aggregation = LOSS_TYPES.resolve(config.loss_type)
         self.max_length = max_completion_length
 
     def loss(
-        self, packed: Packed, logprobs: torch.Tensor, entropy: torch.Tensor, batch: StepBatch, minibatch: Sequence[int],
+        self,
+        packed: Packed,
+        logprobs: torch.Tensor,
+        entropy: torch.Tensor,
+        batch: StepBatch,
+        minibatch: Sequence[int],
         values: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss (a scalar to call backward on) and metrics [len(SUMS) + len(MAXIMA)], detached.
 
         Args:
@@ -222,10 +205,13 @@ class Objective:
         rows = torch.tensor(packed.samples, device=logprobs.device)
         mask = packed.mask & batch.in_loss[rows, None]
         num_tokens = int(batch.loss_tokens[list(minibatch)].sum())
-        weight = token_weights(
-            mask, self.aggregation, num_tokens=num_tokens, num_sequences=len(minibatch), max_length=self.max_length,
+        weight = self.weigh(
+            mask,
+            num_tokens=num_tokens,
+            num_sequences=len(minibatch),
+            max_length=self.max_length,
             lengths=batch.lengths[rows],
-        )  # fmt: skip
+        )
         old = logprobs.detach() if batch.old is None else batch.old.get(packed)
         sampler = batch.sampler.get(packed)
         sampled = mask & ~sampler.isnan()
@@ -239,9 +225,16 @@ class Objective:
         stored = importance_weights(old, sampler, sampled, mode="truncate", cap=caps)
         correction = torch.where(caps.isnan(), 1.0 if correction is None else correction, stored)
         out = policy_loss(
-            logprobs, old, batch.advantages.get(packed), mask, epsilon=config.epsilon, epsilon_high=config.epsilon_high,
-            delta=config.delta, weights=correction, level=config.importance_sampling_level,
-        )  # fmt: skip
+            logprobs,
+            old,
+            batch.advantages.get(packed),
+            mask,
+            epsilon=config.epsilon,
+            epsilon_high=config.epsilon_high,
+            delta=config.delta,
+            weights=correction,
+            level=config.importance_sampling_level,
+        )
         per_token = out.loss
         kl = torch.zeros_like(logprobs)
         if batch.reference is not None and not config.use_kl_in_reward:
@@ -277,7 +270,7 @@ class MetricSums:
     def add(self, metrics: torch.Tensor) -> None:
         self.rows.append(metrics)
 
-    def means(self, optimizer_steps: int, ranks: "Alone") -> dict[str, float]:
+    def means(self, optimizer_steps: int, ranks: RankGroup) -> dict[str, float]:
         """Metrics of the step: means over tokens, the loss as a mean over optimizer steps."""
         if not optimizer_steps:
             return {}

@@ -1,7 +1,9 @@
-"""How far a run has come, and what it says about itself at the end."""
+"""How far a run has come, where its time went, and what it says about itself at the end."""
 
 import platform
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,12 +16,12 @@ TOKENS = ("generated_tokens", "prefill_tokens", "cached_tokens", "trained_tokens
 
 
 @dataclass
-class Progress:
+class RunState:
     """What a run has done so far; saved with every checkpoint."""
 
     step: int = 0
     prompts: int = 0  # drawn so far
-    policy_version: int = 0
+    policy_version: int = 0  # of the engine
     wall_s: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)  # by part of the loop
     counts: dict[str, int] = field(default_factory=dict)  # of TOKENS
@@ -32,7 +34,27 @@ class Progress:
         self.counts[name] = self.counts.get(name, 0) + int(amount)
 
 
-def summarise(progress: Progress, seconds: Mapping[str, float], *, wall_s: float) -> dict[str, Any]:
+class Clock:
+    """Seconds by name. Nested stretches count for the inner name only. ``timer`` tells the time."""
+
+    def __init__(self, seconds: dict[str, float] | None = None, timer: Callable[[], float] = time.perf_counter):
+        self.seconds: dict[str, float] = dict(seconds or {})
+        self._timer = timer
+        self._inner = [0.0]
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        start = self._timer()
+        self._inner.append(0.0)
+        try:
+            yield
+        finally:
+            spent = self._timer() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + spent - self._inner.pop()
+            self._inner[-1] += spent
+
+
+def summarise(state: RunState, seconds: Mapping[str, float], *, wall_s: float) -> dict[str, Any]:
     """The main part of summary.json.
 
     ``wall_s`` covers everything from the first evaluation to the last; ``training_s`` is the same without
@@ -40,18 +62,18 @@ def summarise(progress: Progress, seconds: Mapping[str, float], *, wall_s: float
     of ``training_s``.
     """
     prefix = "accelerator/"
-    accuracies = [accuracy for _, accuracy in progress.evaluations]
+    accuracies = [accuracy for _, accuracy in state.evaluations]
     return {
-        "steps": progress.step,
+        "steps": state.step,
         "wall_s": wall_s,
         "training_s": wall_s - seconds.get("eval", 0.0),
         **{f"{part}_s": seconds.get(part, 0.0) for part in ("rollout", "train", "reward", "eval", "checkpoint")},
         "accelerator_s": {name.removeprefix(prefix): s for name, s in seconds.items() if name.startswith(prefix)},
-        **{name: progress.counts.get(name, 0) for name in TOKENS},
+        **{name: state.counts.get(name, 0) for name in TOKENS},
         "eval_accuracy_start": accuracies[0] if accuracies else None,
         "eval_accuracy_final": accuracies[-1] if accuracies else None,
-        "seconds_to_target": progress.seconds_to_target,
-        "tokens_to_target": progress.tokens_to_target,
+        "seconds_to_target": state.seconds_to_target,
+        "tokens_to_target": state.tokens_to_target,
         "versions": versions(),
     }
 

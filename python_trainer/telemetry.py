@@ -3,8 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
-from python_trainer.algorithms import group_statistics
+from python_trainer.algorithms.advantages import group_statistics
 from python_trainer.data import Rollout
 from python_trainer.files import write_text
 from python_trainer.run_directory import lines_until
@@ -22,26 +21,6 @@ LINE_SECONDS = 10.0  # between lines where the output is no terminal
 SAMPLES = 4  # answers of a step in samples.jsonl
 SAMPLE_CHARACTERS = 4000  # of a prompt or an answer there
 SAMPLE_STEPS = 64  # steps left there when it is thinned out, at twice as many
-
-
-class Clock:
-    """Seconds by name. Nested stretches count for the inner name only. ``timer`` tells the time."""
-
-    def __init__(self, seconds: dict[str, float] | None = None, timer: Callable[[], float] = time.perf_counter):
-        self.seconds: dict[str, float] = dict(seconds or {})
-        self._timer = timer
-        self._inner = [0.0]
-
-    @contextmanager
-    def measure(self, name: str) -> Iterator[None]:
-        start = self._timer()
-        self._inner.append(0.0)
-        try:
-            yield
-        finally:
-            spent = self._timer() - start
-            self.seconds[name] = self.seconds.get(name, 0.0) + spent - self._inner.pop()
-            self._inner[-1] += spent
 
 
 def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
@@ -128,8 +107,15 @@ class Telemetry:
         console: where progress goes; None for standard error, ``Console(quiet=True)`` for nowhere.
     """
 
-    def __init__(self, folder: Path, max_steps: int, *, label: str = "train", after_step: int | None = None,
-                 console: Console | None = None):  # fmt: skip
+    def __init__(
+        self,
+        folder: Path,
+        max_steps: int,
+        *,
+        label: str = "train",
+        after_step: int | None = None,
+        console: Console | None = None,
+    ):
         self.folder, self.max_steps, self.label = folder, max_steps, label
         self.console = console or Console(stderr=True)
         self.path = folder / "metrics.jsonl"

@@ -17,86 +17,21 @@
 only; every name is loaded on first use.
 """
 
+import ast
 import importlib
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 __version__ = "0.1.0"
 
-# public name -> module that defines it
+# public name -> module that defines it: the imports of the stub, which type checkers read too
 _EXPORTS = {
-    "Gate": "rlkernels.rank1",
-    "Rank1Update": "rlkernels.rank1",
-    "RankOneTrajectory": "rlkernels.rank1",
-    "Target": "rlkernels.rank1",
-    "add_rank1_": "rlkernels.rank1",
-    "delta_matvec": "rlkernels.rank1",
-    "export_peft": "rlkernels.rank1",
-    "extrapolate": "rlkernels.rank1",
-    "refusal": "rlkernels.rank1",
-    "stream_top1": "rlkernels.rank1",
-    "top1_delta": "rlkernels.rank1",
-    "top1_deltas": "rlkernels.rank1",
-    "info": "rlkernels._info",
-    "keyed_uniform": "rlkernels.sampling",
-    "Trajectories": "rlkernels.similarity",
-    "dtw": "rlkernels.similarity",
-    "dtw_topk": "rlkernels.similarity",
-    "rhyme_similarity": "rlkernels.similarity",
-    "rhyme_topk": "rlkernels.similarity",
-    "soft_dtw": "rlkernels.similarity",
-    "state_similarity": "rlkernels.similarity",
-    "GroupedLayout": "rlkernels.prefix_cache",
-    "OutOfBlocks": "rlkernels.prefix_cache",
-    "PagedKVCache": "rlkernels.prefix_cache",
-    "grouped_attention": "rlkernels.prefix_cache",
-    "merge_attention": "rlkernels.prefix_cache",
-    "paged_attention": "rlkernels.prefix_cache",
-    "shared_prefix_attention": "rlkernels.prefix_cache",
-    "write_kv": "rlkernels.prefix_cache",
-    "sample_tokens": "rlkernels.sampling",
-    "verify_drafts": "rlkernels.sampling",
-    "RolloutHistory": "rlkernels.history",
-    "linear_token_logprobs": "rlkernels.logprobs",
-    "token_logprobs": "rlkernels.logprobs",
+    alias.name: str(node.module)
+    for node in ast.parse(Path(__file__).with_suffix(".pyi").read_text()).body
+    if isinstance(node, ast.ImportFrom)
+    for alias in node.names
 }
-
 __all__ = ["__version__", *_EXPORTS]
-
-if TYPE_CHECKING:
-    from rlkernels._info import info as info
-    from rlkernels.history import RolloutHistory as RolloutHistory
-    from rlkernels.logprobs import linear_token_logprobs as linear_token_logprobs
-    from rlkernels.logprobs import token_logprobs as token_logprobs
-    from rlkernels.prefix_cache import GroupedLayout as GroupedLayout
-    from rlkernels.prefix_cache import OutOfBlocks as OutOfBlocks
-    from rlkernels.prefix_cache import PagedKVCache as PagedKVCache
-    from rlkernels.prefix_cache import grouped_attention as grouped_attention
-    from rlkernels.prefix_cache import merge_attention as merge_attention
-    from rlkernels.prefix_cache import paged_attention as paged_attention
-    from rlkernels.prefix_cache import shared_prefix_attention as shared_prefix_attention
-    from rlkernels.prefix_cache import write_kv as write_kv
-    from rlkernels.rank1 import Gate as Gate
-    from rlkernels.rank1 import Rank1Update as Rank1Update
-    from rlkernels.rank1 import RankOneTrajectory as RankOneTrajectory
-    from rlkernels.rank1 import Target as Target
-    from rlkernels.rank1 import add_rank1_ as add_rank1_
-    from rlkernels.rank1 import delta_matvec as delta_matvec
-    from rlkernels.rank1 import export_peft as export_peft
-    from rlkernels.rank1 import extrapolate as extrapolate
-    from rlkernels.rank1 import refusal as refusal
-    from rlkernels.rank1 import stream_top1 as stream_top1
-    from rlkernels.rank1 import top1_delta as top1_delta
-    from rlkernels.rank1 import top1_deltas as top1_deltas
-    from rlkernels.sampling import keyed_uniform as keyed_uniform
-    from rlkernels.sampling import sample_tokens as sample_tokens
-    from rlkernels.sampling import verify_drafts as verify_drafts
-    from rlkernels.similarity import Trajectories as Trajectories
-    from rlkernels.similarity import dtw as dtw
-    from rlkernels.similarity import dtw_topk as dtw_topk
-    from rlkernels.similarity import rhyme_similarity as rhyme_similarity
-    from rlkernels.similarity import rhyme_topk as rhyme_topk
-    from rlkernels.similarity import soft_dtw as soft_dtw
-    from rlkernels.similarity import state_similarity as state_similarity
 
 
 def __getattr__(name: str) -> Any:

@@ -60,6 +60,13 @@ def in_range(name: str, value: float, low: float, high: float) -> None:
         raise ValueError(f"{name} must be between {low} and {high}, got {value!r}")
 
 
+def share(name: str, value: float) -> None:
+    """Raises unless ``value`` is a number and ``0 < value < 1``."""
+    number(name, value)
+    if not 0 < value < 1:
+        raise ValueError(f"{name} must be between 0 and 1 (exclusive), got {value!r}")
+
+
 def tensor(name: str, value: object, *, ndim: int | tuple[int, ...] | None = None,
            dtype: torch.dtype | Collection[torch.dtype] | None = None, floating: bool = False,
            device: torch.device | None = None) -> torch.Tensor:  # fmt: skip

@@ -1,6 +1,6 @@
 """What the compiled ops return, as shapes and dtypes only: for torch.compile and torch.export.
 
-Imported with the extension. Sampling and log-probabilities have theirs in C++ (csrc/ops).
+Imported with the extension, and the one place for them: ops of csrc/ops have no meta kernels in C++.
 """
 
 import torch
@@ -65,10 +65,39 @@ def _(z):
     return torch.empty_like(z, dtype=torch.int64)
 
 
+@torch.library.register_fake("rlkernels::keyed_uniform")
+def _(seed, sample_ids, positions):
+    return torch.empty_like(sample_ids, dtype=torch.float32)
+
+
+@torch.library.register_fake("rlkernels::sample_tokens")
+def _(logits, uniforms, *_):
+    return torch.empty_like(uniforms, dtype=torch.int64), torch.empty_like(uniforms)
+
+
+@torch.library.register_fake("rlkernels::verify_drafts")
+def _(logits, drafts, starts, uniforms, temperature, *_):
+    accepted, ids = (torch.empty_like(t, dtype=torch.int64) for t in (temperature, uniforms))
+    return accepted, ids, torch.empty_like(uniforms)
+
+
+@torch.library.register_fake("rlkernels::token_logprobs")
+def _(logits, ids, temperature, with_entropy):
+    rows = logits.shape[0]
+    shapes = (rows,), (rows if with_entropy else 0,), (rows, 2)
+    return tuple(logits.new_empty(shape, dtype=torch.float32) for shape in shapes)
+
+
+@torch.library.register_fake("rlkernels::token_logprobs_backward")
+def _(logits, *_):
+    return torch.empty_like(logits)
+
+
 @torch.library.register_fake("rlkernels::top1_deltas")
-def _(weights, bases, *_):
-    us, vs = ([w.new_empty(w.shape[i], dtype=torch.float32) for w in weights] for i in (0, 1))
-    return us, vs, torch.empty(len(weights), 8, dtype=torch.float64, device="cpu")
+def _(weights, bases, starts, tol, max_passes, min_passes, rank, seed):
+    us, vs = ([w.new_empty(rank, w.shape[i], dtype=torch.float32) for w in weights] for i in (0, 1))
+    sigmas, facts = (torch.empty(len(weights), k, dtype=torch.float64, device="cpu") for k in (rank, 7))
+    return us, vs, sigmas, facts
 
 
 @torch.library.register_fake("rlkernels::delta_matvec")

@@ -7,6 +7,7 @@ that cannot work raises and says why. The environment variable ``RLKERNELS_BACKE
 
 import functools
 import importlib.util
+import json
 import os
 import warnings
 from collections.abc import Callable
@@ -23,13 +24,18 @@ BACKENDS = ("auto", "cuda", "triton", "cpu", "torch")
 
 @dataclass(frozen=True)
 class Op:
-    """What has been written for an op. ``proven`` holds the backends that passed their tests on a real GPU."""
+    """What has been written for an op. ``proven``: in order of preference, what ``auto`` takes on a GPU; None: what
+    the records of its architecture say, see :func:`proven`."""
 
     cpu: bool = False
     triton: bool = False
     cuda: bool = False
-    proven: tuple[str, ...] = ()  # in order of preference; auto on a GPU takes only these
+    proven: tuple[str, ...] | None = None
 
+
+# Compute capability ("9.0") -> op -> backends that won on such a GPU, best first. `python -m bench.gpu.proven` writes
+# it from the records in bench/gpu/records, which a wheel does not hold.
+PROVEN: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("proven.json").read_text())["won"]
 
 # One line per op of the public contract.
 OPS: dict[str, Op] = {
@@ -133,6 +139,18 @@ def unavailable(op: str, backend: str, device: torch.device) -> str | None:
     return extension_error() or (None if built_with_cuda() else "the extension was built without CUDA")
 
 
+def proven(op: str, device: torch.device) -> tuple[str, ...]:
+    """The backends that ``auto`` may take for ``op`` on this GPU, in order of preference.
+
+    On an architecture without a record these are none: nothing of ours that has never run there is the default.
+    """
+    own = OPS[op].proven
+    if own is not None or not PROVEN or device.type != "cuda" or not torch.cuda.is_available():
+        return own or ()
+    found = torch.cuda.get_device_properties(device)
+    return tuple(PROVEN.get(f"{found.major}.{found.minor}", {}).get(op, ()))
+
+
 def choose(op: str, device: torch.device, backend: str = "auto") -> str:
     """The backend that runs ``op`` on tensors of ``device``.
 
@@ -150,5 +168,5 @@ def choose(op: str, device: torch.device, backend: str = "auto") -> str:
             raise ValueError(f"backend={backend!r} cannot run {op} here: {reason}")
         if reason is None:
             return backend
-    candidates = ("cpu",) if device.type == "cpu" else OPS[op].proven
+    candidates = ("cpu",) if device.type == "cpu" else proven(op, device)
     return next((b for b in candidates if unavailable(op, b, device) is None), "torch")

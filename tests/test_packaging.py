@@ -61,7 +61,7 @@ print(rlkernels.info()["extension"])
 def test_wheel_without_the_extension(tmp_path):
     path = wheel(tmp_path, RLKERNELS_NO_EXTENSION="1")
     names = set(zipfile.ZipFile(path).namelist())
-    assert packages("**/*.py", "**/py.typed") <= names
+    assert packages("**/*.py", "**/*.pyi", "**/py.typed", "proven.json") <= names
     assert not any(name.endswith(".so") or name.startswith(("tests/", "bench/", "csrc/")) for name in names)
     zipfile.ZipFile(path).extractall(tmp_path / "site")
     assert "extension is missing" in python_in(tmp_path / "site", CODE.format(site=str(tmp_path / "site")))

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 TARGETS = (80, 90)  # sm_80 (A100), sm_90 (H100, H200)
+SHARED_BYTES = {80: 164 * 1024, 90: 228 * 1024}  # of a multiprocessor
 ROOT = Path(__file__).parents[1]
 
 
@@ -52,20 +53,40 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Built:
-    """What came out. ``stack_bytes`` above 0 means that registers were spilled."""
+    """What came out.
+
+    Attributes:
+        stack_bytes: per thread; above 0 means that registers were spilled.
+        blocks: how many programs fit on a multiprocessor.
+        wgmma, mma: asynchronous matrix products of sm_90 in the machine code, and those of one warp.
+        wide_copies: asynchronous copies of 16 bytes from global to shared memory.
+        wide_loads: loads of 16 bytes from global memory.
+    """
 
     name: str
     arch: int
+    warps: int
     shared_bytes: int
     registers: int
     stack_bytes: int
+    wgmma: int = 0
+    mma: int = 0
+    wide_copies: int = 0
+    wide_loads: int = 0
+
+    @property
+    def blocks(self) -> int:
+        """By the registers (in pieces of 256 a warp), shared memory (1 KiB a block is the system's) and threads."""
+        by_registers = 65536 // (-(-self.registers * 32 // 256) * 256) // self.warps
+        by_memory = SHARED_BYTES[self.arch] // (self.shared_bytes + 1024)
+        return min(by_registers, by_memory, 64 // self.warps, 32)
 
 
-def compile_for(kernels: Sequence[Kernel], targets: Sequence[int] = TARGETS) -> list[Built]:
+def compile_for(kernels: Sequence[Kernel], targets: Sequence[int] = TARGETS, triton: str = "") -> list[Built]:
     """Compiles every kernel for every target. Fails with the compiler's message when one does not compile, and when one
-    copies over what asynchronous products may still read."""
+    copies over what asynchronous products may still read. ``triton``: a folder with another version of it."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), env.get("PYTHONPATH", "")])
+    env["PYTHONPATH"] = os.pathsep.join([triton, str(ROOT), str(ROOT / "tests"), env.get("PYTHONPATH", "")]).lstrip(":")
     order = json.dumps({"kernels": [asdict(k) for k in kernels], "targets": list(targets)})
     command = [sys.executable, __file__]
     done = subprocess.run(command, input=order, capture_output=True, text=True, env=env, cwd=ROOT, check=False)
@@ -106,8 +127,9 @@ def _compile(kernel: Kernel, arch: int) -> Built:
         raise RuntimeError(f"{kernel.name} does not compile for sm_{arch}: {error}") from error
     if early := overtakes(built.asm["ptx"]):
         raise RuntimeError(f"{kernel.name}, sm_{arch}: products under way may read what this overwrites: {early}")
-    registers, stack = _resources(built.asm["cubin"])
-    return Built(kernel.name, arch, built.metadata.shared, registers, stack)
+    registers, stack, code = _resources(built.asm["cubin"])
+    counts = {name: len(re.findall(pattern, code)) for name, pattern in INSTRUCTIONS.items()}
+    return Built(kernel.name, arch, built.metadata.num_warps, built.metadata.shared, registers, stack, **counts)
 
 
 def overtakes(ptx: str) -> str | None:
@@ -128,17 +150,26 @@ def overtakes(ptx: str) -> str | None:
     return None
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers per thread and bytes of stack per thread, read by the cuobjdump that comes with Triton."""
+# in the machine code: what Built counts
+INSTRUCTIONS = {
+    "wgmma": r"\bHGMMA\.",
+    "mma": r"\bHMMA\.",
+    "wide_copies": r"\bLDGSTS\.\S*128\b",
+    "wide_loads": r"\bLDG\.\S*128\b",
+}
+
+
+def _resources(cubin: bytes) -> tuple[int, int, str]:
+    """Registers and bytes of stack per thread, and the machine code, read by the cuobjdump that comes with Triton."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        listing = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+        listing = subprocess.run([tool, "-res-usage", "-sass", file.name], capture_output=True, text=True, check=True)
     usage = dict(re.findall(r"\b(REG|STACK):(\d+)", listing.stdout + listing.stderr))
-    return int(usage["REG"]), int(usage["STACK"])
+    return int(usage["REG"]), int(usage["STACK"]), listing.stdout
 
 
 if __name__ == "__main__":

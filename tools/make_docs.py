@@ -6,7 +6,19 @@ import sys
 from pathlib import Path
 
 # of the trainer, what a loop of your own is made of
-TRAINER = ("policy", "learner", "algorithms", "accelerators.base", "rollout", "tasks")
+TRAINER = (
+    "data",
+    "run",
+    "learner",
+    "algorithms.advantages",
+    "algorithms.losses",
+    "model.policy",
+    "rollout.engine",
+    "tasks.base",
+    "tasks.settings",
+    "accelerators.base",
+    "accelerators.settings",
+)
 
 
 def public_modules() -> list[str]:

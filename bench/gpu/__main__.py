@@ -1,147 +1,224 @@
-"""``python -m bench.gpu``: on a GPU machine, builds the extension, checks every op on every GPU backend against the
-reference, times them against the device's own limits, runs the tests of the Triton kernels, and writes one JSON record.
+"""``python -m bench.gpu``: on a GPU machine, finds out what of ours is right there and what is quick, most important
+first, and writes one record. Needs no network; builds the extension meanwhile.
 
-Needs no network. The record is written after every step, and the next call does what it lacks. Exit code 1 when the
-build, a check, a timing or a test failed.
+Every finding is in the record as soon as it is known, and the next call does what is not there yet. Exit code 1 when
+the build, a check, a timed row, the sanitizer or a test failed.
 """
 
 import argparse
-import json
+import importlib
 import os
-import re
-import selectors
+import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import track
 
-from bench import _runner
-from bench.gpu.cases import CASES
-from bench.gpu.problem import GpuCase
-from bench.gpu.record import ROOT, Job, Record, earlier, record_path, run_facts
+from bench._case import Row
+from bench._runner import table
+from bench.gpu.build import Build
+from bench.gpu.journal import ROOT, Journal, call_facts, name_of, record_path
+from bench.gpu.plan import FIRST, LIMITS_S, SANITIZED, Job, plan
+from bench.gpu.process import DeviceLost, Message, Worker, run
+from bench.gpu.proven import passed, sources
 from rlkernels.backend import OPS
 
-LIMITS_S = {"facts": 120, "check": 120, "time": 180}  # a job that takes longer hangs
 LEAST_S = 5.0  # to begin a job
-TESTS_S = 20.0  # to begin a file of tests
+LEAST_TESTS_S = 20.0  # to begin a file of tests
+LEAST_SANITIZED_S = 60.0
+BUILD_S = 240.0  # of a call, after which nobody waits for the build any more
+ROW_FIELDS = Row.__dataclass_fields__
+SPINNING_TESTS = ("tests/rlkernels/triton/test_rank1.py",)
 
 
-class Worker:
-    """A process that does jobs one by one, started again after it died or hung."""
+class Session:
+    """One call: what has been found, and how to find out more until the time is up."""
 
-    def __init__(self, env: dict[str, str]):
-        self.env, self.noise = env, b""
-        self.process: subprocess.Popen[bytes] | None = None
+    def __init__(self, args: argparse.Namespace, cases: str, console: Console):
+        self.args, self.cases, self.console = args, cases, console
+        self.end = time.monotonic() + args.budget_seconds
+        self.build_end = time.monotonic() + min(BUILD_S, args.budget_seconds / 2)
+        facts = call_facts(args.commit)
+        self.journal = Journal(args.output or record_path(facts), facts)
+        self.journal.add("call", **facts, device=args.device, budget_s=args.budget_seconds, sources=sources())
+        self.env = {**os.environ, "TRITON_INTERPRET": "1" if args.device == "cpu" else "0"}
+        self.worker = Worker(self.env, cases)
+        self.build: Build | None = None
 
-    def ask(self, job: dict[str, Any], seconds: float) -> dict[str, Any]:
-        if self.process is None:
-            command = [sys.executable, "-m", "bench.gpu.worker"]
-            self.process = subprocess.Popen(
-                command, cwd=ROOT, env=self.env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            )  # fmt: skip
-        assert self.process.stdin and self.process.stdout
+    def left(self) -> float:
+        return self.end - time.monotonic()
+
+    def work(self, jobs: Sequence[Job]) -> None:
+        """Raises DeviceLost."""
+        if not self.args.no_build:
+            self.build = Build(self.args.device)
         try:
-            self.process.stdin.write(json.dumps(job).encode() + b"\n")
-            self.process.stdin.flush()
-            answer = self._read(self.process, time.monotonic() + seconds)
-        except BrokenPipeError:  # it died after its last answer
-            answer = None
-        if answer is None:
-            answer = {"ok": False, **self._end(self.process, seconds)}
-        elif "traceback" in answer:  # the worker leaves after an exception
-            self.close()
-        return answer
-
-    def _read(self, process: subprocess.Popen[bytes], end: float) -> dict[str, Any] | None:
-        """The next answer; None when the process died or the time is up. Reads bytes as they come, lines may wait."""
-        assert process.stdout and process.stderr
-        pending, self.noise = b"", b""
-        with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ)
-            selector.register(process.stderr, selectors.EVENT_READ)
-            while (left := end - time.monotonic()) > 0:
-                for key, _ in selector.select(left):
-                    data = os.read(key.fd, 65536)
-                    if key.fileobj is process.stderr:
-                        self.noise = (self.noise + data)[-2000:]
-                        if not data:
-                            selector.unregister(key.fileobj)
-                        continue
-                    if not data:
-                        return None
-                    pending += data
-                    *lines, pending = pending.split(b"\n")
-                    for line in lines:
-                        if line.startswith(b"@"):
-                            return json.loads(line[1:])
-        return None
-
-    def _end(self, process: subprocess.Popen[bytes], seconds: float) -> dict[str, Any]:
-        hung = False
-        try:
-            process.wait(timeout=2)
-        except subprocess.TimeoutExpired:
-            hung = True
-            process.kill()
-        code = process.wait()
-        said = self.noise.decode(errors="replace").strip()
-        self.close()
-        if hung:
-            return {"hung": True, "message": f"hung for {seconds:.0f} s and was killed"}
-        return {"message": f"the process died with code {code}: {said}"}
-
-    def close(self) -> None:
-        if self.process:
-            self.process.kill()
-            self.process.communicate()
-            self.process = None
-
-
-def build(device: str, seconds: float, *, with_cuda: bool = True) -> dict[str, Any]:
-    """Compiles the extension for this device; without its CUDA part when that fails, so that the rest goes on."""
-    env = dict(os.environ)
-    if device == "cuda":
-        env.setdefault("TORCH_CUDA_ARCH_LIST", "{}.{}".format(*torch.cuda.get_device_capability()))
-    out: dict[str, Any] = {}
-    attempts: tuple[dict[str, str], ...] = ({}, {"RLKERNELS_NO_CUDA": "1"})
-    start = time.monotonic()
-    for attempt in attempts if with_cuda else attempts[1:]:
-        before = time.monotonic()
-        code, said = run(
-            [sys.executable, "setup.py", "build_ext", "--inplace"], {**env, **attempt}, seconds - (before - start)
-        )
-        result: dict[str, Any] = {"ok": code == 0, "seconds": round(time.monotonic() - before, 1)}
-        if attempt is attempts[0] or not with_cuda:
-            out = result if result["ok"] else {**result, "log": said[-4000:]}
-        else:
-            out["without_cuda"] = result
-        if result["ok"] or code is None:
-            break
-    return out
-
-
-def run(command: list[str], env: dict[str, str], seconds: float) -> tuple[int | None, str]:
-    """Runs a command and all that it starts for at most so long -> (exit code, None where it was cut; what it said)."""
-    with subprocess.Popen(
-        command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0
-    ) as process:
-        try:
-            said, _ = process.communicate(timeout=max(seconds, 0.0))
-        except subprocess.TimeoutExpired:
-            return None, f"cut after {seconds:.0f} s"
+            if not self.journal.last("device").get("ok"):
+                self.one({"kind": "device", "device": self.args.device})
+            self.run([job for job in jobs if not job.get("spins")])
+            self.test([file for file in test_files() if file not in SPINNING_TESTS])
+            self.run([job for job in jobs if job.get("spins")])
+            self.test(SPINNING_TESTS)
         finally:
-            if process.returncode is None:  # its compilers go with it
-                os.killpg(process.pid, signal.SIGKILL)
-    return process.returncode, said
+            self.worker.close()
+            if self.build:
+                self.build.stop()
+
+    def run(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            if self.left() < LEAST_S:
+                return
+            if job["kind"] not in ("check", "time") or job["op"] not in FIRST:
+                self.built()
+            if job["kind"] == "sanitize":
+                self.sanitize(job)
+            elif job["kind"] in ("check", "device"):
+                self.one(job)
+            else:
+                self.rows(job)
+
+    def built(self) -> None:
+        """Waits for the build while there is time for it; a worker that began without the extension starts anew."""
+        if self.build and self.build.done(max(self.build_end - time.monotonic(), 0.0)):
+            self.journal.add("build", **self.build.found)
+            self.console.print(escape(f"build: {self.build.found}"), highlight=False)
+            self.build.stop()
+            self.build = None
+            self.worker.close()
+
+    def one(self, job: Job) -> None:
+        """A job with one answer."""
+        answer = self.worker.ask(job, LIMITS_S[job["kind"]], self.end, lambda message: None)
+        if answer.get("cut"):
+            return
+        if job["kind"] == "device":
+            self.journal.add("device", **answer)
+            return
+        self.journal.add("check", **{k: job[k] for k in ("op", "case", "backend")}, **answer)
+        self.finish(job)
+        if not answer["ok"]:
+            self.console.print(f"[red]FAILED[/red] {escape(name_of(job) + ': ' + str(answer))}", highlight=False)
+
+    def rows(self, job: Job) -> None:
+        """A job that gives rows; whoever takes the process along, or hangs, gets one that says so; the others go on."""
+        here = []
+        while self.left() >= LEAST_S:
+            begun = [""]
+
+            def hear(message: Message, begun: list[str] = begun) -> None:
+                begun[0] = message.get("begin", begun[0])
+                if "row" in message:
+                    here.append(self.journal.add("row", of=job["kind"], **message["row"]))
+
+            known = [e for e in self.journal.of("row") if (e["of"], e["op"], e["shape"]) == places(job)]
+            without = [e["provider"] for e in known]
+            answer = self.worker.ask({**job, "without": without}, LIMITS_S[job["kind"]], self.end, hear)
+            if answer.get("cut"):
+                break
+            if answer["ok"]:
+                self.finish(job)
+                break
+            named = bool(begun[0]) and begun[0] not in [e["provider"] for e in here]
+            provider = begun[0] if named else "the inputs and the reference"
+            row = {"op": job["op"], "provider": provider, "shape": job["case"], "ok": False}
+            here.append(self.journal.add("row", of=job["kind"], **row, missing=answer["message"][:300]))
+            if provider not in ("the inputs and the reference",):
+                continue
+            self.finish(job)  # nobody else would fare better
+            break
+        self.show(here)
+
+    def finish(self, job: Job) -> None:
+        self.journal.add("done", job=name_of(job))
+
+    def show(self, rows: Sequence[Message]) -> None:
+        if rows:
+            self.console.print(table([Row(**{k: v for k, v in row.items() if k in ROW_FIELDS}) for row in rows]))
+        for row in rows:
+            if not row["ok"]:
+                self.console.print(f"[red]FAILED[/red] {escape(told(row))}", highlight=False)
+
+    def sanitize(self, job: Job) -> None:
+        if self.left() < LEAST_SANITIZED_S:
+            return
+        self.worker.close()  # its memory would be in the way
+        command = ["compute-sanitizer", "--tool", job["case"], "--error-exitcode", "9", sys.executable]
+        command += ["-m", "bench.gpu.sanitized", self.cases, *SANITIZED[job["op"]]]
+        limit = min(LIMITS_S["sanitize"], self.left())
+        code, said = run(command, {**self.env, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, limit)
+        if code is None and limit < LIMITS_S["sanitize"]:
+            return
+        how = "clean" if code == 0 else "hung" if code is None else f"exit code {code}"
+        log = {} if code == 0 else {"log": said[-4000:]}
+        closing = (said.strip().splitlines() or [""])[-1]
+        self.journal.add("sanitize", op=job["op"], case=job["case"], ok=code == 0, message=f"{how}: {closing}", **log)
+        self.finish(job)
+
+    def test(self, files: Sequence[str]) -> None:
+        """The files of tests that the record lacks, side by side: most of their time goes into compiling kernels."""
+        if self.args.no_tests:
+            return
+        self.built()
+        self.worker.close()
+        lock = threading.Lock()
+
+        def one(file: str) -> None:
+            limit = min(LIMITS_S["tests"], self.left())
+            if limit < LEAST_TESTS_S:
+                return
+            code, said = run([sys.executable, "-m", "pytest", file, "--maxfail=20"], self.env, limit)
+            if code is None and limit < LIMITS_S["tests"]:
+                return
+            lines, ok = said.strip().splitlines() or [""], code in (0, 5)  # 5: nothing was selected
+            failures = [x for x in lines if x.startswith(("FAILED ", "ERROR "))]
+            log = {} if ok else {"failures": failures, "log": said[-6000:]}
+            with lock:
+                self.journal.add("tests", file=file, ok=ok, closing=lines[-1], **log)
+
+        done = {e["file"] for e in self.journal.of("tests")}
+        with ThreadPoolExecutor(max((os.cpu_count() or 1) // 2, 1)) as pool:
+            list(pool.map(one, [file for file in files if file not in done]))
+
+    def close(self, jobs: Sequence[Job], lost: str) -> int:
+        """Notes what is left, and prints what it came to -> exit code."""
+        left = [name_of(job) for job in jobs if not self.journal.done(job)]
+        tested = {e["file"] for e in self.journal.of("tests")}
+        left += [f"tests {file}" for file in test_files() if file not in tested]
+        failed = [told(e) for e in self.journal.entries if e.get("ok") is False and e["kind"] != "build"]
+        failed += ["build"] if self.journal.last("build").get("ok") is False else []
+        failed += [f"device lost: {lost}"] if lost else []
+        proved = {op: list(names) for op, names in passed(self.journal.entries).items()}
+        self.journal.add("end", left_out=left, failed=failed, lost=lost, finished=not left, proved=proved)
+        for line in failed:
+            self.console.print(f"failed: {escape(line)}", highlight=False)
+        rows = sum(1 for e in self.journal.of("row") if e["ok"])
+        counts = f"{sum(1 for _ in self.journal.of('check'))} checks, {rows} rows, {len(tested)} files of tests"
+        self.console.print(f"{counts}; {len(failed)} failed; {len(left)} left out", highlight=False)
+        self.console.print(f"right, and quicker than all else: {proved or 'nothing'}", highlight=False)
+        if left:
+            self.console.print("the same command goes on")
+        return 1 if failed else 0
+
+
+def places(job: Job) -> tuple[str, str, str]:
+    return job["kind"], job["op"], job["case"]
+
+
+def told(entry: Message) -> str:
+    """A failure in one line."""
+    who = entry.get("provider") or entry.get("backend") or entry.get("file") or ""
+    why = entry.get("missing") or entry.get("message") or entry.get("closing")
+    if not why:
+        why = f"error {entry.get('error')}, allowed {entry.get('allowed')}"
+    where = " ".join(str(entry[name]) for name in ("op", "case", "shape") if name in entry)
+    return f"{entry.get('of', entry['kind'])} {where} {who}: {why}".replace("  ", " ")
 
 
 def test_files() -> list[str]:
@@ -149,143 +226,43 @@ def test_files() -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/rlkernels/triton").glob("test_*.py"))
 
 
-def run_tests(record: Record, env: dict[str, str], deadline: float) -> None:
-    """The files of tests that the record lacks, side by side: most of their time goes into compiling kernels."""
-
-    def run_file(file: str) -> None:
-        left = deadline - time.monotonic()
-        if left < TESTS_S:
-            return
-        code, said = run([sys.executable, "-m", "pytest", file, "--maxfail=20"], env, left)
-        if code is None:
-            return
-        lines = said.strip().splitlines() or [""]
-        ok = code in (0, 5)  # 5: nothing was selected
-        found = {"ok": ok, "closing": lines[-1], "failures": [x for x in lines if re.match(r"(FAILED|ERROR) ", x)]}
-        with lock:
-            record.data["tests"][file] = found if ok else {**found, "log": said[-6000:]}
-            record.save()
-
-    lock = threading.Lock()
-    with ThreadPoolExecutor(max((os.cpu_count() or 1) // 2, 1)) as pool:
-        list(pool.map(run_file, [file for file in test_files() if file not in record.data["tests"]]))
-
-
-def plan(device: str, seconds: float) -> list[Job]:
-    """All checks, then all timings, in the order of the cases."""
-    names = ("cuda", "triton") if device == "cuda" else ("cpu", "triton")
-    jobs: list[Job] = []
-    for case in CASES:
-        if not case.timed:
-            for backend in [*(b for b in names if getattr(OPS[case.op], b)), "torch"]:
-                jobs.append({"kind": "check", "op": case.op, "case": case.label, "backend": backend})
-    # large cases are for a GPU; elsewhere the first small one of each op shows that timing works
-    first: dict[str, GpuCase] = {}
-    for case in CASES:
-        if not case.timed:
-            first.setdefault(case.op, case)
-    for case in [c for c in CASES if c.timed] if device == "cuda" else first.values():
-        jobs.append({"kind": "time", "op": case.op, "case": case.label, "seconds": seconds})
-    return [{**job, "device": device} for job in jobs]
-
-
-def named(job: Job) -> str:
-    return f"{job['kind']} {job['op']}{' on ' + job['backend'] if 'backend' in job else ''}: {job['case']}"
-
-
-def answered(worker: Worker, job: Job, deadline: float) -> dict[str, Any] | None:
-    """What the worker found; None where it was the end of the budget that cut it, and not its own limit."""
-    left, longest = deadline - time.monotonic(), LIMITS_S[job["kind"]]
-    if left < LEAST_S:
-        return None
-    answer = worker.ask(job, min(longest, left))
-    return None if answer.get("hung") and left < longest else answer
-
-
-def run_jobs(record: Record, jobs: list[Job], worker: Worker, deadline: float, console: Console) -> None:
-    for job in track(jobs, "checks and timings", console=console):
-        answer = answered(worker, job, deadline)
-        if answer is None:
-            break
-        if "rows" in answer:
-            record.data["timings"] += answer["rows"]
-            record.save()
-            console.print(_runner.table([_runner.Row(**row) for row in answer["rows"]]))
-            continue
-        entry = {**{k: v for k, v in job.items() if k not in ("device", "seconds")}, **answer}
-        record.data["checks" if job["kind"] == "check" else "failed_timings"].append(entry)
-        record.save()
-        if not answer["ok"]:
-            console.print(f"[red]FAILED[/red] {escape(str(entry))}", highlight=False)
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
     parser.add_argument("--budget-seconds", type=float, default=540, help="stop after this long (default 540)")
-    parser.add_argument("--output", type=Path, help="the record (default bench/gpu/records/DEVICE-COMMIT.json)")
+    parser.add_argument("--output", type=Path, help="the record (default bench/gpu/records/DEVICE-COMMIT.jsonl)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run, Triton interpreted")
-    parser.add_argument("--ops", nargs="+", default=[], metavar="OP", help="these ops only")
-    parser.add_argument("--seconds", type=float, default=0.5, help="time budget per provider and timed case")
+    parser.add_argument("--ops", nargs="+", default=[], metavar="OP", help="these ops only, and decode, train")
+    parser.add_argument("--seconds", type=float, default=0.5, help="time budget per timed row")
     parser.add_argument("--commit", help="what the record names where there is no git repository")
     parser.add_argument("--no-build", action="store_true", help="use the extension as it is")
     parser.add_argument("--no-tests", action="store_true", help="leave out pytest")
     args = parser.parse_args(argv)
-    unknown = [op for op in args.ops if op not in OPS]
+    known = [*OPS, *SANITIZED, "decode", "train"]
+    unknown = [op for op in args.ops if op not in known]
     if unknown:
-        parser.error(f"no op named {', '.join(unknown)}; there are {', '.join(OPS)}")
+        parser.error(f"no op named {', '.join(unknown)}; there are {', '.join(known)}")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("this machine has no CUDA device; --device cpu is a dry run")
     return args
 
 
-def close(record: Record, jobs: list[Job], console: Console) -> int:
-    """Notes what is left, and prints what it came to -> exit code."""
-    data = record.data
-    left = [named(job) for job in jobs if not record.has(job)]
-    files = [f"tests {file}" for file in test_files() if file not in data["tests"]]
-    data["left_out"], data["finished"] = left + files, not left + files
-    record.save()
-    failed = [named(found) for found in [*data["checks"], *data["failed_timings"]] if not found["ok"]]
-    failed += [f"tests {file}: {found['closing']}" for file, found in data["tests"].items() if not found["ok"]]
-    failed += [part for part in ("build", "device") if data.get(part, {}).get("ok") is False]
-    for line in failed:
-        console.print(f"failed: {escape(line)}", highlight=False)
-    counts = f"{len(data['checks'])} checks, {len(data['timings'])} timed rows, {len(data['tests'])} files of tests"
-    console.print(f"{counts}; {len(failed)} failed", highlight=False)
-    if left or files:
-        console.print(
-            f"left out: {len(left)} checks and timings, {len(files)} files of tests; the same command goes on"
-        )
-    return 1 if failed else 0
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command line and returns its exit code."""
+def main(argv: list[str] | None = None, cases: str = "bench.gpu.cases") -> int:
+    """Runs the command line with the cases of a module and returns its exit code."""
     args = parse(argv)
     console = Console(width=None if sys.stdout.isatty() else 120)
-    deadline = time.monotonic() + args.budget_seconds
-    facts = run_facts(args.commit)
-    path = args.output or record_path(facts)
-    before = earlier(path, facts)
-    record = Record(path, **{**facts, "checks": [], "timings": [], "failed_timings": [], "tests": {}, **before})
-    console.print(f"record: {path}{', which goes on' if before else ''}")
-    env = {**os.environ, "TRITON_INTERPRET": "1" if args.device == "cpu" else "0"}
-    if not args.no_build:
-        record.data["build"] = build(args.device, args.budget_seconds)
-        record.save()
-        console.print(escape(f"build: {record.data['build']}"), highlight=False)
-    worker = Worker(env)
-    found = answered(worker, {"kind": "facts", "device": args.device}, deadline)
-    record.data["device"] = found or record.data.get("device", {})
-    record.save()
-    jobs = plan(args.device, args.seconds)
-    wanted = [job for job in jobs if not record.has(job) and job["op"] in (args.ops or OPS)]
-    run_jobs(record, wanted, worker, deadline, console)
-    worker.close()
-    if not args.no_tests:
-        run_tests(record, env, deadline)
-    return close(record, jobs, console)
+    session = Session(args, cases, console)
+    console.print(f"record: {session.journal.path}{', which goes on' if session.journal.goes_on else ''}")
+    sanitizer = args.device == "cuda" and shutil.which("compute-sanitizer") is not None
+    jobs = plan(importlib.import_module(cases).CASES, args.device, args.seconds, sanitizer)
+    wanted = [job for job in jobs if not session.journal.done(job) and (not args.ops or job["op"] in args.ops)]
+    lost = ""
+    try:
+        session.work(wanted)
+    except DeviceLost as error:
+        lost = str(error)
+    return session.close(jobs, lost)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends worker and build, too
     raise SystemExit(main())

@@ -1,73 +1,208 @@
-"""From a record of ``python -m bench.gpu`` to what ``auto`` takes in this process."""
+"""``python -m bench.gpu.proven``: from the records in bench/gpu/records to what ``auto`` takes on a GPU.
 
+Writes rlkernels/proven.json, which a wheel brings along, and says of every backend that is not in it why. A backend of
+an op has to pass all checks, timings, tests and the sanitizer, and to be at least as quick as the default and every
+rival that is right; what has changed in its source since the record was made counts as never run.
+"""
+
+import ast
+import functools
+import hashlib
 import json
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.cases import CASES
+import rlkernels
+from bench.gpu.cases import CASES, TESTS
+from bench.gpu.journal import RECORDS, ROOT, Entry, read
+from bench.gpu.plan import MODEL_OPS, SANITIZED
 from rlkernels.backend import OPS
 
 GPU_BACKENDS = ("cuda", "triton")
+RESULT = ROOT / "rlkernels/proven.json"
 
 
-def read_checks(path: Path, device: str, commit: str) -> dict[str, Any]:
+def sources() -> dict[str, dict[str, str]]:
+    """Op -> GPU backend -> what its kernels are made of, as a hash that comments and layout do not change."""
+    out: dict[str, dict[str, str]] = {}
+    for op, written in OPS.items():
+        found = {b: source(op, b) for b in GPU_BACKENDS if getattr(written, b)}
+        if found:
+            out[op] = found
+    return out
+
+
+def source(op: str, backend: str) -> str:
+    if backend == "cuda":
+        folders = (ROOT / "csrc/cuda", ROOT / "csrc/include")
+        texts = [path.read_text() for folder in folders for path in sorted(folder.rglob("*.*"))]
+    else:
+        folder = ROOT.joinpath(*getattr(rlkernels, op).__module__.split(".")[:2])
+        files = [text for path in sorted(folder.rglob("*.py")) if "import triton" in (text := path.read_text())]
+        texts = [outline(text) for text in files]
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def outline(text: str) -> str:
+    return structure(ast.parse(text))
+
+
+def structure(node: Any) -> str:
+    """A syntax tree as text, the same in every version of Python: fields that are empty may be missing in another."""
+    if isinstance(node, list):
+        return f"[{','.join(map(structure, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = (f"{name}={structure(value)}" for name, value in ast.iter_fields(node) if value not in (None, []))
+    return f"{type(node).__name__}({','.join(fields)})"
+
+
+def read_record(path: Path, device: str, commit: str) -> list[Entry]:
     """A record, if it is of this device and commit.
 
     Raises:
         ValueError: it is not; the message says what it is of.
         OSError: it cannot be read.
     """
-    try:
-        record = json.loads(path.read_text())
-        found = record["gpu"] or "cpu", record["commit"]
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"--checks {path} is no record of python -m bench.gpu: {error!r}") from error
+    entries = read(path)
+    if not entries:
+        raise ValueError(f"{path} is empty")
+    found = entries[0]["gpu"] or "cpu", entries[0]["commit"]
     if found != (device, commit):
-        raise ValueError(f"--checks {path} is of {found[0]} at {found[1]}, not of {device} at {commit}")
-    return record
+        raise ValueError(f"{path} is of {found[0]} at {found[1]}, not of {device} at {commit}")
+    return entries
 
 
-def passed(record: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Op -> the GPU backends that passed all checks there are, quickest first.
+def objections(entries: Sequence[Entry], op: str, backend: str) -> list[str]:
+    """Why a record does not prove a backend of an op; empty where it does."""
+    return [
+        *_unchecked(entries, op, backend), *_beaten(entries, op, backend), *_untested(entries, op, backend),
+        *_slower_in_a_model(entries, op, backend),
+    ]  # fmt: skip
 
-    One that took longer than plain torch on the timed cases, or failed on one of them, is left out; one that was not
-    timed is not. Where a timing failed as a whole, nobody knows by whose fault: none of that op's is taken.
-    """
-    wanted: dict[str, set[str]] = defaultdict(set)
+
+def _unchecked(entries: Sequence[Entry], op: str, backend: str) -> Iterator[str]:
+    checks = {e["case"]: e["ok"] for e in entries if e["kind"] == "check" and (e["op"], e["backend"]) == (op, backend)}
     for case in CASES:
-        if not case.timed:
-            wanted[case.op].add(case.label)
-    right, wrong = defaultdict[tuple[str, str], set[str]](set), set[tuple[str, str]]()
-    for check in record.get("checks", []):
-        if check["ok"]:
-            right[check["op"], check["backend"]].add(check["case"])
-    seconds: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
-    for row in record.get("timings", []):
-        if row.get("median_s"):
-            seconds[row["op"], row["provider"]][row["shape"]] = row["median_s"]
-        if row.get("missing") or row.get("match") == "differs":
-            wrong.add((row["op"], row["provider"]))
-    wrong |= {(failed["op"], backend) for failed in record.get("failed_timings", []) for backend in GPU_BACKENDS}
+        if case.op == op and not case.timed and not checks.get(case.label):
+            yield f"check {case.label}: {'wrong' if case.label in checks else 'not done'}"
 
-    def share(op: str, backend: str) -> float:
-        """Time over that of plain torch, on the cases that both have; 1 where there is none."""
-        own, plain = seconds[op, backend], seconds[op, "torch"]
-        both = own.keys() & plain.keys()
-        return sum(own[shape] for shape in both) / sum(plain[shape] for shape in both) if both else 1.0
+
+def _beaten(entries: Sequence[Entry], op: str, backend: str) -> Iterator[str]:
+    """Timed cases that the backend did not win."""
+    rows: dict[str, dict[str, Entry]] = {}
+    for e in entries:
+        if e["kind"] == "row" and e["of"] == "time" and e["op"] == op:
+            rows.setdefault(e["shape"], {})[e["provider"]] = e
+    done = {e["job"] for e in entries if e["kind"] == "done"}
+    for case in CASES:
+        if case.op != op or not case.timed:
+            continue
+        here = rows.get(case.label, {})
+        ours = here.get(backend)
+        others = {name: row for name, row in here.items() if name not in GPU_BACKENDS and row.get("median_s")}
+        if f"time {op}: {case.label}" not in done:
+            yield f"{case.label}: not timed to its end"
+        elif ours is None or not ours["ok"]:
+            yield f"{case.label}: {(ours or {}).get('missing') or 'wrong'}"
+        elif not others:
+            yield f"{case.label}: nobody to compare with"
+        else:
+            best = min(others, key=lambda name: others[name]["median_s"])
+            times = ours["median_s"] / others[best]["median_s"]
+            if times > 1:
+                yield f"{case.label}: {times:.2f} times as long as {best}"
+
+
+def _untested(entries: Sequence[Entry], op: str, backend: str) -> Iterator[str]:
+    tests = {e["file"]: e["ok"] for e in entries if e["kind"] == "tests"}
+    for file in TESTS[op]:
+        if not tests.get(file):
+            yield f"{file}: {'failed' if file in tests else 'not run'}"
+    for e in entries:
+        if e["kind"] == "sanitize" and op in SANITIZED[e["op"]] and not e["ok"]:
+            yield f"{e['case']}: {e['message'][-200:]}"
+
+
+def _slower_in_a_model(entries: Sequence[Entry], op: str, backend: str) -> Iterator[str]:
+    """The real default is a path through a whole model, not the op alone."""
+    for part, ops in MODEL_OPS.items():
+        if op not in ops or backend != "triton":
+            continue
+        rows = {e["provider"]: e for e in entries if e["kind"] == "row" and e["of"] == "model" and e["op"] == part}
+        ours, default = rows.get("triton"), rows.get("default")
+        if ours and ours.get("median_s") and "OutOfMemory" in (default or {}).get("missing", ""):
+            continue  # where the default does not fit
+        if not (ours and default and ours.get("median_s") and default.get("median_s")):
+            yield f"model, {part}: not measured"
+        elif ours["median_s"] > default["median_s"]:
+            yield f"model, {part}: {ours['median_s'] / default['median_s']:.2f} times as long as the default"
+
+
+def passed(entries: Sequence[Entry]) -> dict[str, tuple[str, ...]]:
+    """Op -> the GPU backends that a record proves, quickest first."""
+
+    def seconds(op: str, backend: str) -> float:
+        rows = (e for e in entries if e["kind"] == "row" and e["of"] == "time" and e["op"] == op)
+        return sum(e.get("median_s") or 0.0 for e in rows if e["provider"] == backend)
 
     out = {}
-    for op in OPS:
-        proved = [b for b in GPU_BACKENDS if wanted[op] and right[op, b] >= wanted[op] and (op, b) not in wrong]
-        good = [b for b in proved if share(op, b) <= 1]
+    for op, written in OPS.items():
+        good = [b for b in GPU_BACKENDS if getattr(written, b) and not objections(entries, op, b)]
         if good:
-            out[op] = tuple(sorted(good, key=lambda backend: share(op, backend)))
+            out[op] = tuple(sorted(good, key=lambda backend: seconds(op, backend)))
     return out
 
 
 def prove(backends: Mapping[str, Sequence[str]]) -> None:
-    """From here on ``auto`` takes these on a GPU, in this process."""
-    for op, names in backends.items():
-        OPS[op] = replace(OPS[op], proven=tuple(names))
+    """From here on ``auto`` takes these on a GPU, and no others, in this process."""
+    for op in OPS:
+        OPS[op] = replace(OPS[op], proven=tuple(backends.get(op, ())))
+
+
+def compose(records: Iterable[Path]) -> tuple[dict[str, Any], list[str]]:
+    """What rlkernels/proven.json should hold, and why other backends are not in it.
+
+    For each architecture and op the newest record of the present source decides.
+    """
+    now, loaded = sources(), []
+    for path in records:
+        entries = read(path)
+        calls = [e for e in entries if e["kind"] == "call"]
+        device = next((e for e in reversed(entries) if e["kind"] == "device" and e["ok"]), None)
+        if calls and device and "capability" in device:
+            loaded.append((calls[-1]["date"], path.name, device["capability"], calls[-1]["sources"], entries))
+    won: dict[str, dict[str, tuple[str, ...]]] = {}
+    used, complaints = set(), []
+    for _, name, capability, made_of, entries in sorted(loaded, key=lambda record: record[0]):
+        good = passed(entries)
+        for op, present in now.items():
+            current = {b for b in present if made_of.get(op, {}).get(b) == present[b]}
+            if not current:
+                continue
+            won.setdefault(capability, {})[op] = tuple(b for b in good.get(op, ()) if b in current)
+            used.add(name)
+            complaints += [f"{capability} {op} {b}: {why}" for b in current for why in objections(entries, op, b)]
+    kept = {arch: {op: list(names) for op, names in ops.items() if names} for arch, ops in won.items()}
+    return {"won": {arch: ops for arch, ops in kept.items() if ops}, "records": sorted(used)}, complaints
+
+
+def main() -> int:
+    """Writes rlkernels/proven.json -> exit code."""
+    try:
+        found, complaints = compose(sorted(RECORDS.glob("*.jsonl")))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    RESULT.write_text(json.dumps(found, indent=1) + "\n")
+    print("\n".join(complaints))
+    print(f"{RESULT.relative_to(ROOT)}: {found['won'] or 'nothing proven'} from {found['records'] or 'no records'}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -25,9 +25,11 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import _runner
-from bench.gpu.__main__ import build
-from bench.gpu.proven import passed, read_checks
-from bench.gpu.record import ROOT, Record, record_path, run_facts
+from bench.gpu.build import Build
+from bench.gpu.journal import ROOT, call_facts, record_path
+from bench.gpu.process import AFTER_KILL_S
+from bench.gpu.proven import passed, read_record
+from bench.gpu.record import Record
 from bench.gpu.trainee import FACTS, STOPPED
 from python_trainer.checkpoint import list_checkpoints, step_of
 from python_trainer.compare import enabled_in, finished
@@ -93,7 +95,7 @@ def child(command: Sequence[str], stop_at: float, kill_at: float, watched: Path 
     finally:
         if process.poll() is None:
             process.kill()
-        code = process.wait()
+        code = process.wait(timeout=AFTER_KILL_S)  # what outlives SIGKILL sits in the driver: nothing else would run
     return code, ended
 
 
@@ -222,7 +224,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget-seconds", type=float, default=540, help="end after this long (default 540)")
     parser.add_argument("--output", type=Path, help="the record (default bench/gpu/records/DEVICE-COMMIT-train.json)")
     parser.add_argument("--checks", type=Path, metavar="RECORD",
-                        help="what passed (default bench/gpu/records/DEVICE-COMMIT.json)")  # fmt: skip
+                        help="what passed (default bench/gpu/records/DEVICE-COMMIT.jsonl)")  # fmt: skip
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run, about a minute")
     parser.add_argument("--variants", default=",".join(VARIANTS), metavar="A,B,...", help="runs, in this order")
     parser.add_argument("--set", dest="overrides", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
@@ -242,10 +244,10 @@ def trusted_backends(path: Path, device: str, commit: str, console: Console) -> 
         console.print(f"[yellow]no record {path}: plain torch everywhere; run python -m bench.gpu first[/yellow]")
         return {}
     try:
-        found = passed(read_checks(path, device, commit))
+        found = passed(read_record(path, device, commit))
     except ValueError as error:
-        raise UserError(str(error)) from error
-    console.print(f"passed, and not slower than plain torch: {found}", highlight=False)
+        raise UserError(f"--checks: {error}") from error
+    console.print(f"right, and quicker than all else: {found}", highlight=False)
     return {op: list(names) for op, names in found.items()}
 
 
@@ -254,7 +256,7 @@ def work(args: argparse.Namespace, console: Console) -> int:
     scale = CUDA if args.device == "cuda" else CPU
     grace = min(scale.grace_s, args.budget_seconds / 4)
     scale = replace(scale, grace_s=grace)
-    facts = run_facts(args.commit)
+    facts = call_facts(args.commit)
     device = facts["gpu"] or "cpu"
     base = load_config(ROOT / "bench/gpu/train.yaml", [*scale.settings, *args.overrides])
     folder, policy = args.work_dir.resolve(), args.work_dir.resolve() / "policy"
@@ -264,14 +266,16 @@ def work(args: argparse.Namespace, console: Console) -> int:
     proven = trusted_backends(args.checks or record_path(facts), device, facts["commit"], console)
     triton = version("triton") if find_spec("triton") else None
     record = Record(
-        args.output or record_path(facts, "-train"), **facts, device=device,
+        args.output or record_path(facts, "-train.json"), **facts, device=device,
         versions={**versions(), "cuda": torch.version.cuda, "triton": triton}, settings=base.model_dump(mode="json"),
         proven=proven, policy={}, runs={}, left_out=[], failed=[],
     )  # fmt: skip
     console.print(f"record: {record.path}; budget: {args.budget_seconds:.0f} s", highlight=False)
     if backends.extension_error():
         # of the extension, training needs the host part
-        record.data["build"] = build("cpu", deadline - now(), with_cuda=False)
+        build = Build("cpu", with_cuda=False)
+        record.data["build"] = build.found if build.done(deadline - now()) else {"ok": False, "log": "not done in time"}
+        build.stop()
         record.save()
 
     left_out, failed = record.data["left_out"], record.data["failed"]
@@ -309,7 +313,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         args.work_dir.mkdir(parents=True, exist_ok=True)
         return work(args, console)
-    except (UserError, OSError) as error:
+    except (UserError, OSError, subprocess.TimeoutExpired) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

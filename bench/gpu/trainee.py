@@ -16,7 +16,7 @@ from bench.gpu.cases import HOST_ONLY
 from bench.gpu.proven import prove
 from python_trainer.config import check_config
 from python_trainer.errors import Interrupted
-from python_trainer.trainer import Trainer
+from python_trainer.run import Trainer
 from rlkernels.backend import OPS, choose, extension_error
 
 FACTS = "facts.json"
@@ -30,7 +30,7 @@ def run(job: dict[str, Any], facts: dict[str, Any]) -> int:
     trainer = Trainer(check_config(job["config"], source="the job"), Path(job["folder"]), resume=True,
                       label=job["label"])  # fmt: skip
     device = trainer.policy.device
-    facts |= {"from_step": trainer.progress.step, "load_s": round(time.monotonic() - start, 1)}
+    facts |= {"from_step": trainer.state.step, "load_s": round(time.monotonic() - start, 1)}
     facts["backends"] = {op: choose(op, CPU if op in HOST_ONLY else device) for op in OPS}
     facts["extension"] = extension_error() or "loaded"
     try:
@@ -39,7 +39,7 @@ def run(job: dict[str, Any], facts: dict[str, Any]) -> int:
         facts["message"] = str(stopped)
         return STOPPED
     finally:
-        facts["to_step"] = trainer.progress.step
+        facts["to_step"] = trainer.state.step
         if device.type == "cuda":
             facts["peak_gpu_bytes"] = torch.cuda.max_memory_allocated(device)
     return 0

@@ -1,38 +1,46 @@
-"""Does the jobs given on standard input, one JSON line each, and answers with one line each on standard output.
+"""Does the jobs given on standard input, one line of JSON each, and answers on standard output.
 
-A process of its own, because a kernel that goes astray takes its process with it. Started by bench/gpu/__main__.py.
+What a job finds goes out as soon as it is known, and what is begun is named first, so that the other side knows who it
+was where this process dies or hangs. The last message about a job has ``ok``. A process of its own, because a kernel
+that goes astray takes its process with it; started by bench/gpu/process.py with the module that holds the cases.
 """
 
+import ctypes
 import dataclasses
+import importlib
 import json
+import math
+import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
-from bench import Case, Missing, _limits, _runner
-from bench._case import Provider
-from bench.gpu.cases import CASES
-from bench.gpu.problem import GpuCase, Problem, check
+from bench import Case, _limits, _runner
+from bench.gpu.problem import Gate, GpuCase, Problem, Rival, check
 from rlkernels import backend as backends
 
+Message = dict[str, Any]
+Say = Callable[[Message], None]
+Contestant = tuple[Callable[[], Callable[[], Any]], Rival | None]  # makes the call; None: a backend of the op itself
 
-def find(op: str, label: str) -> GpuCase:
-    return next(case for case in CASES if (case.op, case.label) == (op, label))
+
+def verdict(error: float, allowed: float) -> Message:
+    """For the record; an ``error`` of None: shapes, dtypes, integers, NaN or infinities differ."""
+    return {"ok": error <= allowed, "error": error if math.isfinite(error) else None, "allowed": allowed}
 
 
-def run_check(case: GpuCase, backend: str, device: torch.device) -> dict[str, Any]:
+def run_check(case: GpuCase, backend: str, device: torch.device) -> Message:
     """The verdict on one backend."""
     reason = backends.unavailable(case.op, backend, device)
     if reason:
         return {"ok": False, "message": f"written, but cannot run: {reason}"}
     torch.manual_seed(0)
-    error, allowed = check(case.make(device), backend, device)
-    return {"ok": error <= allowed, "error": error, "allowed": allowed}
+    return verdict(*check(case.make(device), backend, device))
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -52,73 +60,82 @@ def limit(problem: Problem, device: torch.device) -> tuple[str, float] | None:
     return ("copy bandwidth", memory) if memory >= compute else ("matrix rate", compute)
 
 
-def ready(makers: Mapping[str, Callable[[], Callable[[], Any]]], device: torch.device) -> dict[str, Provider]:
-    """What to time, called once; one that fails is named with its reason.
-
-    Raises:
-        RuntimeError: it has broken the device, on which nothing in this process runs any more.
-    """
-    out: dict[str, Provider] = {}
-    for name, make in makers.items():
-        try:
-            call = out[name] = make()
-            call()
-            settled(device)
-        except Exception as error:
-            out[name] = Missing(f"{type(error).__name__}: {error}"[:200])
-            settled(device)
-    return out
-
-
 def settled(device: torch.device) -> None:
     """Waits for the kernels that were started, and raises where one failed."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def compare(out: Any, reference: Any) -> str:
-    if out is None:
-        return ""
-    alone = isinstance(out, torch.Tensor) and isinstance(reference, (list, tuple))
-    return _runner.match(out, reference[0] if alone else reference)
-
-
-def run_timing(case: GpuCase, device: torch.device, seconds: float) -> list[dict[str, Any]]:
-    """Rows of the benchmark runner: every GPU backend and plain torch, on the same inputs."""
-    torch.manual_seed(0)
-    problem = case.make(device)
+def contestants(case: GpuCase, problem: Problem, device: torch.device) -> dict[str, Contestant]:
+    """The op's GPU backends, what ``auto`` takes where nothing is proven, plain torch, and the rivals."""
     names = ("cuda", "triton") if device.type == "cuda" else ("cpu", "triton")
-    working = [b for b in names if getattr(backends.OPS[case.op], b) and not backends.unavailable(case.op, b, device)]
-    own = {backend: partial(partial, problem.call, backend) for backend in [*working, "torch"]}
-    providers = ready({**own, **problem.rivals}, device)
-    # what changes its inputs gives another result every time
-    compared = not problem.reset and not isinstance(providers["torch"], Missing)
+    written = [b for b in names if getattr(backends.OPS[case.op], b)]
+    default = backends.choose(case.op, device)
+    own: dict[str, Contestant] = {
+        b: (partial(partial, problem.call, b), None) for b in dict.fromkeys([*written, default, "torch"])
+    }
+    return own | {name: (rival.make, rival) for name, rival in problem.rivals.items()}
+
+
+def timed_row(case: GpuCase, name: str, problem: Problem, call: Callable[[], Any], device: torch.device,
+              seconds: float) -> Message:  # fmt: skip
     timed = Case(
-        op=case.op,
-        shape=case.label,
-        providers=providers,
-        dtype=str(problem.dtype).removeprefix("torch."),
-        device=str(device),
-        reference="torch" if compared else None,
-        limit=limit(problem, device),
-        compare=compare,
-    )
-    return [dataclasses.asdict(row) for row in _runner.run_case(timed, seconds)]
+        op=case.op, shape=case.label, providers={name: call}, dtype=str(problem.dtype).removeprefix("torch."),
+        device=str(device), reference=None, limit=limit(problem, device),
+    )  # fmt: skip
+    (row,) = _runner.run_case(timed, seconds)
+    return dataclasses.asdict(row)
 
 
-def do(job: dict[str, Any]) -> dict[str, Any]:
-    device = torch.device(job["device"])
-    if job["kind"] == "facts":
-        return facts(device)
-    case = find(job["op"], job["case"])
-    if job["kind"] == "check":
-        return run_check(case, job["backend"], device)
-    return {"rows": run_timing(case, device, job["seconds"])}
+def contest(gate: Gate, contestant: Contestant, device: torch.device) -> tuple[Callable[[], Any], Message]:
+    """The call of a contestant, made once, and the verdict on what it returned."""
+    make, rival = contestant
+    call = make()
+    if gate.problem.reset:
+        gate.problem.reset()
+    returned = call()
+    settled(device)
+    return call, verdict(*(gate.rival(rival, returned) if rival else gate.own(returned)))
 
 
-def facts(device: torch.device) -> dict[str, Any]:
+def run_contest(
+    case: GpuCase,
+    device: torch.device,
+    seconds: float,
+    without: list[str],
+    say: Say,
+    entrants: Callable[[GpuCase, Problem, torch.device], dict[str, Contestant]] = contestants,
+) -> Message:
+    """A row for everybody who is not in ``without``: right or not, and the time; wrong ones are not timed.
+
+    Raises:
+        RuntimeError: the device is broken, on which nothing in this process runs any more.
+    """
+    torch.manual_seed(0)
+    say({"begin": "the inputs and the reference"})
+    problem = case.make(device)
+    gate = Gate(problem)
+    settled(device)
+    for name, contestant in entrants(case, problem, device).items():
+        if name in without:
+            continue
+        say({"begin": name})
+        row: Message = {"op": case.op, "provider": name, "shape": case.label}
+        try:
+            call, found = contest(gate, contestant, device)
+            row |= found
+            if found["ok"]:
+                row |= timed_row(case, name, problem, call, device, seconds)
+        except Exception as error:
+            row |= {"ok": False, "missing": f"{type(error).__name__}: {error}"[:300]}
+            settled(device)
+        say({"row": row})
+    return {"ok": True}
+
+
+def facts(device: torch.device) -> Message:
     """The device and what it can do."""
-    out: dict[str, Any] = {"name": "cpu", "torch": torch.__version__, "python": sys.version.split()[0]}
+    out: Message = {"ok": True, "name": "cpu", "torch": torch.__version__, "python": sys.version.split()[0]}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         out |= {
@@ -134,24 +151,54 @@ def facts(device: torch.device) -> dict[str, Any]:
         out["triton"] = triton.__version__
     except ImportError:
         out["triton"] = None
-    out["extension"] = backends.extension_error() or "loaded"
-    out["extension_with_cuda"] = backends.built_with_cuda()
     out["copy_bandwidth_bytes_s"] = copy_bandwidth(device)
     for dtype in (torch.bfloat16, torch.float32):
         out[f"matmul_{str(dtype).removeprefix('torch.')}_flops_s"] = matmul_rate(dtype, device)
     return out
 
 
+def do(job: Message, cases: list[GpuCase], say: Say) -> Message:
+    device, kind = torch.device(job["device"]), job["kind"]
+    if kind == "device":
+        return facts(device)
+    if kind == "model":
+        from bench.gpu import model  # needs Transformers and the trainer
+
+        return model.run(job["op"], job["case"], device, job["without"], say)
+    case = next(case for case in cases if (case.op, case.label) == (job["op"], job["case"]))
+    if kind == "check":
+        return run_check(case, job["backend"], device)
+    if kind == "sweep":
+        from bench.gpu import sweeps
+
+        return run_contest(case, device, job["seconds"], job["without"], say, sweeps.tiles)
+    return run_contest(case, device, job["seconds"], job["without"], say)
+
+
+def die_with_parent() -> None:
+    """A kernel that hangs would otherwise keep the device from the next call, where this one was killed (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def main() -> None:
+    die_with_parent()
+    cases: list[GpuCase] = importlib.import_module(sys.argv[1]).CASES
+    # whatever was recorded earlier: here `auto` means the default
+    backends.OPS.update({op: dataclasses.replace(facts, proven=()) for op, facts in backends.OPS.items()})
+
+    def say(message: Message) -> None:
+        print("@" + json.dumps(message), flush=True)
+
+    say({"ok": True})  # ready
     for line in sys.stdin:
         start, failed = time.perf_counter(), False
         try:
-            answer = do(json.loads(line))
+            answer = do(json.loads(line), cases, say)
         except Exception as error:
             failed, text = True, f"{type(error).__name__}: {error}"
             answer = {"ok": False, "message": text[:500], "traceback": traceback.format_exc()[-3000:]}
-        answer["wall_s"] = round(time.perf_counter() - start, 3)
-        print("@" + json.dumps(answer), flush=True)
+        say({**answer, "wall_s": round(time.perf_counter() - start, 3)})
         if failed:  # a CUDA error spoils everything that follows in this process
             return
 

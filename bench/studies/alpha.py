@@ -17,6 +17,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +28,16 @@ from safetensors.numpy import load_file, save_file
 
 from bench._runner import commit
 from bench.studies import alpha_report
-from python_trainer.accelerators import StepContext
 from python_trainer.accelerators.alpha.accelerator import Alpha
+from python_trainer.accelerators.base import StepContext
 from python_trainer.checkpoint import load_checkpoint
 from python_trainer.config import Config, load_config
-from python_trainer.evaluations import load_evaluations
 from python_trainer.files import write_text
-from python_trainer.run_directory import read_metrics
-from python_trainer.trainer import Trainer, first_rows
-from rlkernels.rank1 import PREDICTORS, Limits
-from rlkernels.rank1.predictors import linearity
-from rlkernels.rank1.trajectory import leading_factors
+from python_trainer.run import Trainer, first_rows
+from python_trainer.run_directory import load_evaluations, read_metrics
+from rlkernels.extrapolation import PREDICTORS, Limits
+from rlkernels.extrapolation.predictors import linearity
+from rlkernels.rank1.ops import leading_deltas
 
 CONFIG = Path("configs/arithmetic.yaml")
 SHARE = 0.4
@@ -123,7 +123,7 @@ def train(config: Config, part: Part, name: str, *, folder: str = "run", start: 
     run = part.folder / folder
     label = f"{part.folder.parent.name}, {part.folder.name}, {name}"
     trainer = Timed(config, run, resume=True, label=label, start=start)
-    before, began = trainer.progress.step, time.process_time()
+    before, began = trainer.state.step, time.process_time()
     alpha = alpha_of(trainer)
     tracking = track_timed(alpha)
     trainer.run()
@@ -131,7 +131,7 @@ def train(config: Config, part: Part, name: str, *, folder: str = "run", start: 
         spent = time.process_time() - began - trainer.evaluating + trainer.gating
         part.note(f"{name}_cost", {
             "steps": config.max_steps - before, "cpu_s": spent,
-            "track_cpu_s": tracking["seconds"], "gate_cpu_s": trainer.gating, "counts": trainer.progress.counts,
+            "track_cpu_s": tracking["seconds"], "gate_cpu_s": trainer.gating, "counts": trainer.state.counts,
             "attempts": alpha.events,
         })  # fmt: skip
     found = load_evaluations(run)
@@ -166,8 +166,7 @@ def at(part: Part, config: Config, step: int) -> Timed:
 
 
 def context_of(trainer: Timed, step: int) -> StepContext:
-    return StepContext(step, trainer.policy.model, trainer.learner.optimizer, trainer.engine, trainer.policy.tokenizer,
-                       trainer.evaluate, trainer.evaluate_each, 0, {}, len(trainer.task.gate))  # fmt: skip
+    return trainer.context(step)
 
 
 def with_alpha(config: Config, **changes: Any) -> Config:
@@ -206,13 +205,9 @@ def attempts(config: Config, part: Part, cut: int) -> None:
 
 
 def predict_anyway(alpha: Alpha, context: StepContext) -> dict[str, torch.Tensor]:
-    alpha_limits = alpha.limits
-    anyway = Limits(min_gap=0.0, noise_factor=0.0, min_cosine=0.0)
-    try:
-        alpha.limits = lambda: anyway  # type: ignore[method-assign]
-        return alpha.predict(context)
-    finally:
-        alpha.limits = alpha_limits  # type: ignore[method-assign]
+    assert alpha.trajectory is not None
+    rules = replace(alpha.rules(), limits=Limits(min_gap=0.0, noise_factor=0.0, min_cosine=0.0))
+    return rules.predict(alpha.trajectory, alpha.weights(context))
 
 
 def same_cost(config: Config, part: Part, cut: int) -> None:
@@ -249,8 +244,9 @@ def cut_down(config: Config, part: Part, step: int, scan_prompts: int, *, more: 
     sizes = {name: float(delta.norm()) for name, delta in deltas.items()}
     low: dict[int, dict[str, torch.Tensor]] = {}
     for rank in (1, 4, 16):
-        factors = {n: leading_factors(final[n], b, rank=rank, passes=4) for n, b in tracked.base.items()}
-        low[rank] = {name: left @ right.T for name, (left, right) in factors.items()}
+        pairs = {name: (final[name], base) for name, base in tracked.base.items()}
+        found = leading_deltas(pairs, rank=rank, min_passes=8)  # reads enough for the last of 16 directions
+        low[rank] = {name: left @ right.T for name, (_, left, right) in found.items()}
 
     def test(modules: dict[str, torch.Tensor], rest: str, prompts: int | None = None) -> list[float]:
         values = dict(final if rest == "trained" else first) | modules

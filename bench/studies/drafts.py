@@ -17,8 +17,8 @@ from rich.console import Console
 
 from bench._markdown import table_lines
 from python_trainer.config import load_config
+from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
-from python_trainer.trainer import Trainer
 
 EPOCH = 16  # steps
 COMMON = [

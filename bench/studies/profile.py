@@ -11,7 +11,7 @@ Prints the table and writes it to bench/studies/results/profile_ACCELERATORS.md.
 import argparse
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,9 @@ from bench._markdown import table_lines
 from bench._runner import commit, cpu_model
 from python_trainer.compare import enabled_in
 from python_trainer.config import Config, load_config
-from python_trainer.data import Completion, PlannedGroup, Rollout
+from python_trainer.data import Request, Rollout
 from python_trainer.files import write_text
-from python_trainer.trainer import Trainer
+from python_trainer.run import Trainer
 
 CONFIG = "configs/arithmetic.yaml"
 PARTS = ("generation", "update")
@@ -67,14 +67,14 @@ class Traced(Trainer):
         self.seconds: dict[str, dict[str, float]] = {part: defaultdict(float) for part in PARTS}
         self.flops = dict.fromkeys(PARTS, 0.0)
 
-    def _generate(self, groups: list[PlannedGroup], seed: int) -> list[Completion]:
-        return self._trace("generation", lambda: super(Traced, self)._generate(groups, seed))
+    def generate(self, requests: Sequence[Request], seed: int) -> list[Rollout]:
+        return self._trace("generation", lambda: super(Traced, self).generate(requests, seed))
 
-    def _learn(self, rollouts: list[Rollout], number: int) -> dict[str, float]:
-        return self._trace("update", lambda: super(Traced, self)._learn(rollouts, number))
+    def update(self, rollouts: list[Rollout], number: int) -> dict[str, float]:
+        return self._trace("update", lambda: super(Traced, self).update(rollouts, number))
 
     def _trace(self, part: str, call: Callable[[], Any]) -> Any:
-        if self.progress.step < self.skip:
+        if self.state.step < self.skip:
             return call()
         with profile(activities=[ProfilerActivity.CPU], with_flops=True) as found, record_function("all"):
             out = call()

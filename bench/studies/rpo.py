@@ -22,13 +22,14 @@ from rich.console import Console
 
 from bench._markdown import table_lines
 from bench._runner import commit
+from python_trainer.accelerators.rpo.picture import informative_by_cut
 from python_trainer.compare import check_same, finished
 from python_trainer.config import Config, load_config
-from python_trainer.evaluations import load_evaluations, save_evaluation
 from python_trainer.report.intervals import paired_difference
-from python_trainer.report.tables import Run, find_runs, informative_by_cut, mean
-from python_trainer.run_directory import read_metrics
-from python_trainer.trainer import Trainer
+from python_trainer.report.runs import Run, find_runs
+from python_trainer.report.tables import mean
+from python_trainer.run import Trainer
+from python_trainer.run_directory import load_evaluations, read_metrics, save_evaluation
 
 CONFIG = Path("configs/arithmetic_long.yaml")
 TEST_PROMPTS = 1024  # of the last evaluation; the ones in between use 256

@@ -57,9 +57,6 @@ def run(args: argparse.Namespace) -> None:
     write(args.results, known, {name: correlations(*trace) for name, trace in known.items()}, rows)
 
 
-# lengths -------------------------------------------------------------------------------------------------------
-
-
 def long_trace(folder: Path) -> tuple[list[int], Lengths]:
     """Tokens of the prompts, and of the answers in training; recorded when it is not there."""
     from bench._trace import DEFAULTS, record
@@ -110,16 +107,13 @@ def correlations(prompts: Sequence[int], lengths: Lengths) -> list[dict[str, flo
     return found
 
 
-# measured ------------------------------------------------------------------------------------------------------
-
-
 def prompts_of(workload: str, policy: Any) -> list[list[int]]:
     """Token ids; every step of the second kind has as many long sums as short ones."""
-    from python_trainer.tasks import TaskConfig, load_task
+    from python_trainer.tasks.arithmetic import ArithmeticSettings
 
     sizes = {"long": ["long"], "long and short": ["long", "short"]}[workload]
     count = STEPS * WORKLOADS[workload] // len(sizes)
-    tasks = [load_task(TaskConfig(name="arithmetic", variant=size, train_size=count)) for size in sizes]  # type: ignore[arg-type]
+    tasks = [ArithmeticSettings(variant=size, train_size=count).load() for size in sizes]  # type: ignore[arg-type]
     encoded = [policy.encode([example.prompt for example in task.train]) for task in tasks]
     order = np.random.default_rng(0).permutation(STEPS * WORKLOADS[workload])
     together = [prompt for rows in zip(*encoded) for prompt in rows]

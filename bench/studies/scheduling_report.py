@@ -53,9 +53,6 @@ def correlation_lines(correlations: dict[str, list[Row]]) -> list[str]:
     return table_lines(head, rows)
 
 
-# measured ------------------------------------------------------------------------------------------------------
-
-
 def slowest(row: Row) -> float:
     return max(worker["cpu_s"] for worker in row["workers_did"])
 
@@ -93,9 +90,6 @@ def measured_lines(table: Sequence[Row]) -> list[str]:
             f"{row['passes']:.0f}", row["moved"],
         ])  # fmt: skip
     return table_lines(head, rows)
-
-
-# cost model ----------------------------------------------------------------------------------------------------
 
 
 def plain_rows(rows: Iterable[Row], odd: bool) -> list[Row]:
@@ -139,9 +133,6 @@ def cost_lines(cost: Cost, checks: Sequence[Row], even: Sequence[Row]) -> list[s
     errors = [abs(row["simulated"] / row["measured"] - 1) for row in checks]
     after = f"All {len(checks)} steps: mean error {fmean(errors):.1%}, largest {max(errors):.1%}."
     return [*before, *table_lines(head, rows), "", after]
-
-
-# simulated -----------------------------------------------------------------------------------------------------
 
 
 def simulated_rows(name: str, steps: Sequence[Sequence[Group]], cost: Cost) -> list[Row]:
@@ -198,9 +189,6 @@ def pipelined_lines(rows: Sequence[Row]) -> list[str]:
     return table_lines(head, (
         [row["trace"], row["workers"], *gains(row, ("history", "ahead", "alternating"))] for row in rows
     ))  # fmt: skip
-
-
-# all of it -----------------------------------------------------------------------------------------------------
 
 
 def cut(groups: Sequence[Group], size: int) -> list[list[Group]]:

@@ -25,8 +25,8 @@ from python_trainer.accelerators import ACCELERATORS
 from python_trainer.compare import enabled_in, train_once
 from python_trainer.config import Config, load_config
 
-SINGLE = ["baseline", *ACCELERATORS, "all"]
-PAIRS = ["+".join(pair) for pair in combinations(ACCELERATORS, 2)]
+SINGLE = ["baseline", *ACCELERATORS.names(), "all"]
+PAIRS = ["+".join(pair) for pair in combinations(ACCELERATORS.names(), 2)]
 COMMON = ["save.save_steps=10", "save.save_total_limit=1", "save.save_model=false"]
 SHORT = ["max_steps=40", "evaluation.eval_steps=4", "evaluation.eval_limit_during=1024"]
 LONG = ["max_steps=24", "evaluation.eval_steps=6", "evaluation.eval_limit=null", "evaluation.eval_limit_during=512"]

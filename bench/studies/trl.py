@@ -27,8 +27,8 @@ from bench.studies.together import folder_name
 from python_trainer.compare import check_same, finished
 from python_trainer.config import Config, dump_config, load_config
 from python_trainer.files import write_text
+from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
-from python_trainer.trainer import Trainer
 
 TARGET = 0.85
 COMMON = [

@@ -32,7 +32,7 @@ def measure(mode: str, seed: int) -> dict[str, Any]:
     import vllm
 
     import rlkernels
-    from python_trainer.model.policy import SHIPPED
+    from python_trainer.model.shipped import SHIPPED
     from python_trainer.tasks.arithmetic import accuracy, arithmetic_task
     from rlkernels.integrations.vllm import share_history
 

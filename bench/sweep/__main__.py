@@ -18,7 +18,7 @@ import torch
 
 from bench._runner import commit
 from python_trainer.config import load_config
-from python_trainer.trainer import Trainer
+from python_trainer.run import Trainer
 
 CSV = Path(__file__).parent / "results.csv"
 
@@ -33,7 +33,7 @@ def run(config_path: Path, overrides: list[str], folder: Path) -> dict[str, Any]
     reached = next((step for step, accuracy in evaluations if target is not None and accuracy >= target), None)
     return {
         "policy": config.model.path,
-        "variant": config.task.variant,
+        "variant": getattr(config.task, "variant", ""),
         "prompts": config.rollout.prompts_per_step,
         "samples": config.rollout.num_generations,
         "learning_rate": f"{config.optimizer.learning_rate:g}",

@@ -1,4 +1,4 @@
-// Passes over one row of logits; csrc/ops/sampling.cpp puts them together.
+// Passes over one row of logits; csrc/include/row_sampler.h puts them together.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC optimize("fp-contract=off")  // a fused multiply-add would round differently from the other backends
 #else

@@ -1,4 +1,4 @@
-// Attention over paged keys and values on the CPU: what csrc/ops asks of the kernels in csrc/cpu.
+// Attention over paged keys and values on the CPU: what is asked of the kernels in csrc/cpu.
 #pragma once
 #include <cstdint>
 

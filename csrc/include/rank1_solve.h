@@ -1,17 +1,18 @@
-// Leading singular triplet of a weight delta by block Krylov iteration; rlkernels/rank1/reference.py is the same
+// Leading singular triplets of a weight delta by block Krylov iteration; rlkernels/rank1/reference.py is the same
 // algorithm in torch. Row slots are fixed by the shape and reduced in order, everything else runs on one thread:
 // the same bits for any number of threads.
 #pragma once
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <functional>
 #include <limits>
 #include <vector>
 
+#include "aligned.h"
 #include "philox.h"
 #include "rank1.h"
 #include "rank1_small.h"
+#include "threads.h"
 
 namespace rlk::rank1 {
 
@@ -19,38 +20,27 @@ enum class Status : int { ok = 0, zero, ill_defined, not_converged, not_finite }
 
 struct Settings {
   double tol;
-  int64_t max_passes;
+  int64_t max_passes, min_passes;
+  int64_t rank;  // directions that are wanted
   uint64_t seed;
 };
 
 struct Result {
-  double sigma = 0, frobenius = 0, gap = 0, residual = 0, angle_bound = kHalfPi, changed = 0;
+  double frobenius = 0, gap = 0, residual = 0, angle_bound = kHalfPi, changed = 0;
   int64_t passes = 1;
   Status status = Status::zero;
 };
 
-// Calls body(i) for i in [0, count), on several threads or one.
-using Parallel = std::function<void(int64_t count, const std::function<void(int64_t)>& body)>;
-
-// Floats that start on a cache line.
-class Aligned {
- public:
-  explicit Aligned(size_t size) : memory_(size + 16) {}
-  float* data() { return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory_.data()) + 63) / 64 * 64); }
-
- private:
-  std::vector<float> memory_;
-};
-
 class Solver {
  public:
-  Solver(const DeltaPair& pair, const Settings& settings, const Parallel& parallel)
-      : pair_(pair), settings_(settings), parallel_(parallel), m_(pair.m), n_(pair.n),
+  Solver(const DeltaPair& pair, const Settings& settings, const Threads& threads)
+      : pair_(pair), settings_(settings), threads_(threads), m_(pair.m), n_(pair.n),
         slots_(int(std::clamp<int64_t>(pair.m / 64, 1, 16))), panel_floats_(RLK_DISPATCH(rank1_panel_floats)(pair.n)),
         panels_(panel_floats_), partial_(size_t(panel_floats_) * slots_), work_(size_t(kBlock) * n_) {}
 
-  // u [m] and v [n] must hold zeros; start [n] may be null.
-  Result solve(const float* start, float* u, float* v) {
+  // -> u [rank, m], v [rank, n] and sigma [rank], by descending sigma; they must hold zeros, and keep them where the
+  // basis has no more directions. start [n] may be null.
+  Result solve(const float* start, float* u, float* v, double* sigma) {
     start_block(start);
     Result out;
     double scale = 1;
@@ -72,7 +62,7 @@ class Solver {
     out.changed = double(total_.changed) / (double(m_) * double(n_));
     if (total_.changed == 0) return out;
     iterate(out, scale);
-    finish(out, scale, u, v);
+    finish(out, scale, u, v, sigma);
     return out;
   }
 
@@ -101,7 +91,7 @@ class Solver {
     RLK_DISPATCH(rank1_to_panels)(pair_, q_.data() + size_t(before) * n_, columns, float(scale), panels_.data());
     std::vector<DeltaStats> parts(slots_, DeltaStats{0, 0});
     const auto kernel = RLK_DISPATCH(rank1_read);
-    parallel_(slots_, [&](int64_t s) {
+    hand_out(threads_, slots_, [&](int64_t s) {
       kernel(pair_, panels_.data(), columns, m_ * s / slots_, m_ * (s + 1) / slots_, y,
              partial_.data() + size_t(s) * panel_floats_, stats ? &parts[s] : nullptr);
     });
@@ -145,8 +135,14 @@ class Solver {
     gram_ = next;
     symmetric_eigen(next, k, theta_, ritz_);
     for (double& t : theta_) t = std::max(t, 0.0);
-    leading_.resize(k);
-    for (int a = 0; a < k; ++a) leading_[a] = ritz_[a * k];
+  }
+
+  // Coordinates of a Ritz vector in the basis.
+  std::vector<double> coordinates(int column) const {
+    const int k = size();
+    std::vector<double> out(k);
+    for (int a = 0; a < k; ++a) out[a] = ritz_[a * k + column];
+    return out;
   }
 
   // work_ <- newest Z minus its part in the basis; returns the lengths of Z's columns.
@@ -166,9 +162,10 @@ class Solver {
   // |D^T u - sigma v| / sigma of the leading Ritz pair, from Z.
   double residual() {
     const int k = size();
+    const std::vector<double> leading = coordinates(0);
     std::vector<double> image(n_), vector(n_);
-    RLK_DISPATCH(rank1_combine)(z_.data(), k, leading_.data(), n_, image.data());
-    RLK_DISPATCH(rank1_combine)(q_.data(), k, leading_.data(), n_, vector.data());
+    RLK_DISPATCH(rank1_combine)(z_.data(), k, leading.data(), n_, image.data());
+    RLK_DISPATCH(rank1_combine)(q_.data(), k, leading.data(), n_, vector.data());
     double sum = 0;
     for (int64_t i = 0; i < n_; ++i) {
       const double r = image[i] / theta_[0] - vector[i];
@@ -189,7 +186,8 @@ class Solver {
         out.angle_bound =
             Certificate{theta_, ritz_, rest, first_, first_ + randoms_, new_columns_, floor_}.angle_bound(out.residual);
         const bool flat = out.gap < kGapFloor && out.residual <= settings_.tol * kGapFloor;
-        if (flat || out.angle_bound <= settings_.tol || out.passes >= settings_.max_passes) return;
+        const bool known = flat || out.angle_bound <= settings_.tol;
+        if ((known && out.passes >= settings_.min_passes) || out.passes >= settings_.max_passes) return;
       }
       extend(rest, least.data());
       if (new_columns_ == 0 || out.passes >= settings_.max_passes) return;  // the basis is invariant
@@ -198,33 +196,39 @@ class Solver {
     }
   }
 
-  void finish(Result& out, double scale, float* u, float* v) {
-    const double sigma = std::sqrt(theta_[0]);
+  void finish(Result& out, double scale, float* u, float* v, double* sigma) {
+    const int64_t found = std::min<int64_t>(settings_.rank, size());
+    for (int r = 0; r < found; ++r) sigma[r] = direction(r, u + r * m_, v + r * n_) / scale;
+    out.status = out.gap < kGapFloor                  ? Status::ill_defined
+                 : out.angle_bound <= settings_.tol ? Status::ok
+                                                    : Status::not_converged;
+  }
+
+  // Ritz vector number r; the entry of v largest in magnitude is positive -> its singular value.
+  double direction(int r, float* u, float* v) {
+    const double sigma = std::sqrt(theta_[r]);
+    const std::vector<double> mix = coordinates(r);
     std::vector<double> right(n_), left(m_);
-    const int k = int(leading_.size());
-    RLK_DISPATCH(rank1_combine)(q_.data(), k, leading_.data(), n_, right.data());
-    RLK_DISPATCH(rank1_combine)(y_.data(), k, leading_.data(), m_, left.data());
+    RLK_DISPATCH(rank1_combine)(q_.data(), size(), mix.data(), n_, right.data());
+    RLK_DISPATCH(rank1_combine)(y_.data(), size(), mix.data(), m_, left.data());
     int64_t peak = 0;
     for (int64_t i = 1; i < n_; ++i)
       if (std::fabs(right[i]) > std::fabs(right[peak])) peak = i;
     const double sign = right[peak] < 0 ? -1 : 1;
     for (int64_t i = 0; i < n_; ++i) v[i] = float(sign * right[i]);
     for (int64_t i = 0; i < m_; ++i) u[i] = sigma > 0 ? float(sign * left[i] / sigma) : 0.0f;
-    out.sigma = sigma / scale;
-    out.status = out.gap < kGapFloor                  ? Status::ill_defined
-                 : out.angle_bound <= settings_.tol ? Status::ok
-                                                    : Status::not_converged;
+    return sigma;
   }
 
   const DeltaPair& pair_;
   const Settings& settings_;
-  const Parallel& parallel_;
+  const Threads& threads_;
   const int64_t m_, n_;
   const int slots_;
   const int64_t panel_floats_;
   Aligned panels_, partial_;
   std::vector<float> q_, y_, z_;  // q_, z_: [columns][n]; y_: [columns][m]
-  std::vector<double> work_, gram_, theta_, ritz_, leading_;
+  std::vector<double> work_, gram_, theta_, ritz_;
   DeltaStats total_{0, 0};
   int new_columns_ = 0, randoms_ = 0, first_ = 0;
   double floor_ = 0;

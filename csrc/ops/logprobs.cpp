@@ -98,17 +98,3 @@ TORCH_LIBRARY_IMPL(rlkernels, CPU, m) {
   m.impl("token_logprobs", &token_logprobs);
   m.impl("token_logprobs_backward", &token_logprobs_backward);
 }
-
-// Shapes and dtypes only, for torch.compile.
-TORCH_LIBRARY_IMPL(rlkernels, Meta, m) {
-  m.impl("token_logprobs", [](const at::Tensor& logits, const at::Tensor& ids, double, bool with_entropy) {
-    const auto options = logits.options().dtype(at::kFloat);
-    const c10::SymInt rows = logits.sym_size(0);
-    return std::make_tuple(at::empty_symint({rows}, options),
-                           at::empty_symint({with_entropy ? rows : c10::SymInt(0)}, options),
-                           at::empty_symint({rows, 2}, options));
-  });
-  m.impl("token_logprobs_backward",
-         [](const at::Tensor& logits, const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-            const at::Tensor&, double) { return at::empty_like(logits); });
-}

@@ -5,20 +5,16 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <atomic>
-#include <memory>
 #include <vector>
 
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
 
-#include "attention.h"
+#include "attention_plan.h"
 #include "check.h"
-#include "dispatch.h"
+#include "torch_threads.h"
 
-RLK_DECLARE_KERNEL(void, attend_span, const Attention&, const AttentionSpan&, float*)
-RLK_DECLARE_KERNEL(void, merge_parts, const Attention&, int64_t, const AttentionParts*, int)
 RLK_DECLARE_KERNEL(void, merge_pairs, Float, const void*, const float*, const void*, const float*, void*, float*,
                    int64_t, int64_t)
 RLK_DECLARE_KERNEL(void, copy_to_pages, const void*, Float, int64_t, int64_t, const Pages&, Float, int64_t,
@@ -31,12 +27,6 @@ namespace {
 using namespace rlk;
 
 constexpr int64_t kMaxDim = 512;
-// Long sequences are cut into stretches of this many keys whatever the batch and the number of threads, so that
-// neither changes a result. Not for long prefills, which have enough work in their queries.
-constexpr int64_t kStretchKeys = 1024, kStretchQueries = 64;
-constexpr int64_t kSpanFloats = 32768;  // queries of all heads that are worked on together: they stay in the L2 cache
-constexpr int64_t kSpanRows = 128;      // of one KV head, where they do not
-constexpr int64_t kKeptFloats = 1 << 20;  // scratch up to this size is kept for the next call
 
 Float float_type(const at::Tensor& t, const char* name) {
   switch (t.scalar_type()) {
@@ -51,30 +41,6 @@ Pages pages(const at::Tensor& cache, const char* name) {
   TORCH_CHECK(cache.is_cpu() && cache.dim() == 4 && (cache.stride(3) == 1 || cache.size(3) == 1), name,
               " must be a CPU tensor of rank 4 whose last dimension is contiguous");
   return {cache.data_ptr(), cache.stride(0), cache.stride(1), cache.stride(2)};
-}
-
-// Runs work(i, scratch) for i < count on all threads, in small batches as threads come free. Scratch that is small, as
-// in decoding, stays with its thread; large scratch, of a training step, is given back.
-template <class F>
-void run_parallel(int64_t count, int64_t floats, bool serial, const F& work) {
-  const int64_t threads = serial ? 1 : std::min<int64_t>(at::get_num_threads(), count);
-  const int64_t batch = std::max<int64_t>(1, count / (threads * 16));
-  std::atomic<int64_t> next{0};
-  const auto worker = [&](int64_t, int64_t) {
-    static thread_local std::vector<float> kept;
-    std::unique_ptr<float[]> own;
-    if (floats > kKeptFloats)
-      own = std::make_unique_for_overwrite<float[]>(floats);
-    else if (kept.size() < size_t(floats))
-      kept.resize(floats);
-    float* const scratch = own ? own.get() : kept.data();
-    for (int64_t i = next.fetch_add(batch); i < count; i = next.fetch_add(batch))
-      for (int64_t j = i; j < std::min(i + batch, count); ++j) work(j, scratch);
-  };
-  if (threads <= 1)
-    worker(0, 1);
-  else
-    at::parallel_for(0, threads, 1, worker);
 }
 
 // What a batch of sequences, or of groups' prefixes, is described by: int32 tables [N, blocks], lens [N], starts [N + 1].
@@ -111,90 +77,6 @@ struct Ragged {
   }
 };
 
-// One table of keys and the neighbouring queries that look at it.
-struct Source {
-  const int32_t* table;
-  int64_t first_query, queries, keys;
-  bool causal;
-  int64_t stretches;
-  int64_t part;  // first row [heads] of its partial results; -1: goes straight to the output
-};
-
-int64_t stretches(int64_t queries, int64_t keys) {
-  if (queries == 0 || keys == 0) return 0;
-  return queries > kStretchQueries ? 1 : (keys + kStretchKeys - 1) / kStretchKeys;
-}
-
-void add_spans(const Attention& a, const Source& s, float* part_out, float* part_lse,
-               std::vector<AttentionSpan>& spans) {
-  const bool whole = s.queries * a.heads * a.dim <= kSpanFloats;
-  const int64_t heads = whole ? a.kv_heads : 1;
-  const int64_t block = whole ? s.queries : std::max<int64_t>(1, kSpanRows / (a.heads / a.kv_heads));
-  for (int64_t i = 0; i < s.stretches; ++i)
-    for (int64_t h = 0; h < a.kv_heads; h += heads)
-      for (int64_t q = 0; q < s.queries; q += block) {
-        AttentionSpan span;
-        const int64_t queries = std::min(block, s.queries - q);
-        span.table = s.table;
-        span.first_query = s.first_query + q;
-        span.queries = int32_t(queries);
-        span.first_kv_head = int32_t(h);
-        span.kv_heads = int32_t(heads);
-        span.step = s.causal;
-        span.visible = s.causal ? s.keys - s.queries + q + 1 : s.keys;
-        const int64_t seen = s.causal ? span.visible + queries - 1 : s.keys;
-        const int64_t begin = i * kStretchKeys, end = i + 1 == s.stretches ? seen : std::min(seen, begin + kStretchKeys);
-        span.first_key = int32_t(begin);
-        span.last_key = int32_t(std::max(begin, end));
-        const int64_t row = (s.part + i * s.queries + q) * a.heads;
-        span.part_out = s.part < 0 ? nullptr : part_out + row * a.dim;
-        span.part_lse = s.part < 0 ? nullptr : part_lse + row;
-        span.next = nullptr;
-        spans.push_back(span);
-      }
-}
-
-void attend_sources(const Attention& a, std::vector<Source>& prefixes, std::vector<Source>& own,
-                    const std::vector<int32_t>& group_of, const at::Tensor& like) {
-  int64_t parts = 0, work = 0, most = 0;
-  const auto place = [&](Source& s, bool alone) {
-    s.part = alone ? -1 : parts;
-    if (!alone) parts += s.stretches * s.queries;
-    work += s.queries * s.keys * a.heads * a.dim;
-  };
-  for (Source& s : prefixes) place(s, false);
-  for (size_t b = 0; b < own.size(); ++b)
-    place(own[b], own[b].stretches == 1 && (prefixes.empty() || prefixes[group_of[b]].stretches == 0));
-  const auto options = like.options().dtype(at::kFloat);
-  const at::Tensor part_out = at::empty({parts * a.heads * a.dim}, options);
-  const at::Tensor part_lse = at::empty({parts * a.heads}, options);
-  float *out = part_out.mutable_data_ptr<float>(), *lse = part_lse.mutable_data_ptr<float>();
-  std::vector<AttentionSpan> spans;
-  for (auto* sources : {&prefixes, &own})
-    for (const Source& s : *sources) add_spans(a, s, out, lse, spans);
-  for (size_t i = 1; i < spans.size(); ++i) spans[i - 1].next = &spans[i];
-  for (const AttentionSpan& s : spans)
-    most = std::max(most, attention_scratch(s.queries, s.kv_heads, a.heads / a.kv_heads, a.dim));
-  const auto attend = RLK_DISPATCH(attend_span);
-  const bool serial = work < (1 << 16);
-  run_parallel(spans.size(), most, serial, [&](int64_t i, float* scratch) { attend(a, spans[i], scratch); });
-  if (parts == 0) return;
-  const auto merge = RLK_DISPATCH(merge_parts);
-  run_parallel(own.size(), 0, serial, [&](int64_t b, float*) {
-    if (own[b].part < 0) return;
-    for (int64_t q = 0; q < own[b].queries; ++q) {
-      AttentionParts lists[2];
-      int count = 0;
-      for (const Source* s : {prefixes.empty() ? nullptr : &prefixes[group_of[b]], &own[b]}) {
-        if (!s || s->stretches == 0) continue;
-        const int64_t row = (s->part + own[b].first_query + q - s->first_query) * a.heads, stride = s->queries * a.heads;
-        lists[count++] = {out + row * a.dim, lse + row, stride * a.dim, stride, int32_t(s->stretches)};
-      }
-      merge(a, own[b].first_query + q, lists, count);
-    }
-  });
-}
-
 struct Call {
   Attention a;
   at::Tensor query, out, lse;
@@ -229,14 +111,14 @@ Call prepare(const at::Tensor& query, const at::Tensor& key_cache, const at::Ten
   return c;
 }
 
-std::vector<Source> own_sources(const at::Tensor& query, const at::Tensor& key_cache, const Ragged& sequences) {
+std::vector<KeySource> own_sources(const at::Tensor& query, const at::Tensor& key_cache, const Ragged& sequences) {
   sequences.check(query.size(0), key_cache);
-  std::vector<Source> sources(sequences.count());
+  std::vector<KeySource> sources(sequences.count());
   for (int64_t b = 0; b < sequences.count(); ++b) {
     const int64_t first = sequences.start(b), queries = sequences.start(b + 1) - first, keys = sequences.len(b);
     TORCH_CHECK_VALUE(queries <= keys, "seq_lens must count the queries too, got ", keys, " keys for ", queries,
                       " queries of sequence ", b);
-    sources[b] = {sequences.table(b), first, queries, keys, true, stretches(queries, keys), -1};
+    sources[b] = {sequences.table(b), first, queries, keys, true, key_stretches(queries, keys), -1};
   }
   return sources;
 }
@@ -247,8 +129,8 @@ std::tuple<at::Tensor, at::Tensor> paged_attention(const at::Tensor& query, cons
                                                    double scale) {
   Call c = prepare(query, key_cache, value_cache, scale);
   const Ragged sequences{"block_tables", "seq_lens", "query_starts", block_tables, seq_lens, query_starts};
-  std::vector<Source> own = own_sources(query, key_cache, sequences), none;
-  attend_sources(c.a, none, own, {}, query);
+  std::vector<KeySource> own = own_sources(query, key_cache, sequences), none;
+  attend_sources(c.a, none, own, {}, torch_threads());
   return {c.out, c.lse};
 }
 
@@ -259,17 +141,17 @@ std::tuple<at::Tensor, at::Tensor> shared_prefix_attention(
   Call c = prepare(query, key_cache, value_cache, scale);
   const Ragged sequences{"block_tables", "seq_lens", "query_starts", block_tables, seq_lens, query_starts};
   const Ragged groups{"group_tables", "group_lens", "group_starts", group_tables, group_lens, group_starts};
-  std::vector<Source> own = own_sources(query, key_cache, sequences);
+  std::vector<KeySource> own = own_sources(query, key_cache, sequences);
   groups.check(int64_t(own.size()), key_cache);
-  std::vector<Source> prefixes(groups.count());
+  std::vector<KeySource> prefixes(groups.count());
   std::vector<int32_t> group_of(own.size());
   for (int64_t g = 0; g < groups.count(); ++g) {
     const int64_t keys = groups.len(g), first = sequences.start(groups.start(g));
     const int64_t queries = sequences.start(groups.start(g + 1)) - first;
-    prefixes[g] = {groups.table(g), first, queries, keys, false, stretches(queries, keys), -1};
+    prefixes[g] = {groups.table(g), first, queries, keys, false, key_stretches(queries, keys), -1};
     std::fill(group_of.begin() + groups.start(g), group_of.begin() + groups.start(g + 1), int32_t(g));
   }
-  attend_sources(c.a, prefixes, own, group_of, query);
+  attend_sources(c.a, prefixes, own, group_of, torch_threads());
   return {c.out, c.lse};
 }
 
@@ -360,7 +242,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> grouped_attention_backward(
                           grad_key.mutable_data_ptr(), grad_value.mutable_data_ptr(), float_type(query, "query"),
                           int32_t(heads), int32_t(kv_heads), int32_t(dim), float(scale)};
   const auto kernel = RLK_DISPATCH(grouped_backward);
-  run_parallel(groups * kv_heads, grouped_scratch(longest, heads / kv_heads, dim), groups * kv_heads < 2,
+  with_scratch(torch_threads(), groups * kv_heads, grouped_scratch(longest, heads / kv_heads, dim), groups * kv_heads < 2,
                [&](int64_t i, float* scratch) {
                  const int64_t g = i / kv_heads;
                  kernel(a, first[g], prefix[g], suffix + members[g], members[g + 1] - members[g], int(i % kv_heads),

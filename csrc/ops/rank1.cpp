@@ -4,11 +4,11 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
-#include <atomic>
 #include <tuple>
 
 #include "check.h"
 #include "rank1_solve.h"
+#include "torch_threads.h"
 
 namespace {
 
@@ -46,54 +46,45 @@ const float* vector_data(const at::Tensor& t, int64_t size) {
   return t.const_data_ptr<float>();
 }
 
-void serial(int64_t count, const std::function<void(int64_t)>& body) {
-  for (int64_t i = 0; i < count; ++i) body(i);
-}
-
-// Threads take the next item as they become free.
-void threaded(int64_t count, const std::function<void(int64_t)>& body) {
-  std::atomic<int64_t> next{0};
-  at::parallel_for(0, std::min<int64_t>(count, at::get_num_threads()), 1, [&](int64_t, int64_t) {
-    for (int64_t i; (i = next.fetch_add(1)) < count;) body(i);
-  });
-}
-
-// -> u and v of every pair, and [pairs, 8] float64: sigma, frobenius, gap, residual, angle bound, passes, changed,
-// status
-std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>, at::Tensor> top1_deltas(
+// -> u [rank, m] and v [rank, n] of every pair, sigma [pairs, rank] float64, and [pairs, 7] float64: frobenius, gap,
+// residual, angle bound, passes, changed, status
+std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>, at::Tensor, at::Tensor> top1_deltas(
     const std::vector<at::Tensor>& weights, const std::vector<at::Tensor>& bases,
-    const c10::List<std::optional<at::Tensor>>& starts, double tol, int64_t max_passes, int64_t seed) {
+    const c10::List<std::optional<at::Tensor>>& starts, double tol, int64_t max_passes, int64_t min_passes,
+    int64_t rank, int64_t seed) {
   const int64_t count = int64_t(weights.size());
   TORCH_CHECK(bases.size() == weights.size() && starts.size() == weights.size(), "lists must have the same length");
-  const rlk::rank1::Settings settings{tol, max_passes, static_cast<uint64_t>(seed)};
+  TORCH_CHECK(rank >= 1, "rank must be >= 1, got ", rank);
+  const rlk::rank1::Settings settings{tol, max_passes, min_passes, rank, static_cast<uint64_t>(seed)};
   std::vector<DeltaPair> pairs;
   std::vector<const float*> start_data(count, nullptr);
   std::vector<at::Tensor> us, vs, held;
-  at::Tensor facts = at::zeros({count, 8}, at::kDouble);
+  at::Tensor sigmas = at::zeros({count, rank}, at::kDouble), facts = at::zeros({count, 7}, at::kDouble);
   for (int64_t i = 0; i < count; ++i) {
     pairs.push_back(pair_of(weights[i], bases[i]));
-    us.push_back(at::zeros({pairs[i].m}, at::kFloat));
-    vs.push_back(at::zeros({pairs[i].n}, at::kFloat));
+    us.push_back(at::zeros({rank, pairs[i].m}, at::kFloat));
+    vs.push_back(at::zeros({rank, pairs[i].n}, at::kFloat));
     const std::optional<at::Tensor> start = starts.get(i);
     if (start.has_value()) {
       start_data[i] = vector_data(*start, pairs[i].n);
       held.push_back(*start);
     }
   }
-  const auto solve = [&](int64_t i, const rlk::rank1::Parallel& parallel) {
-    rlk::rank1::Solver solver(pairs[i], settings, parallel);
-    const auto r = solver.solve(start_data[i], us[i].mutable_data_ptr<float>(), vs[i].mutable_data_ptr<float>());
-    const double row[] = {r.sigma,       r.frobenius,      r.gap,     r.residual,
-                          r.angle_bound, double(r.passes), r.changed, double(r.status)};
-    std::copy(std::begin(row), std::end(row), facts.mutable_data_ptr<double>() + i * 8);
+  const auto solve = [&](int64_t i, const rlk::Threads& threads) {
+    rlk::rank1::Solver solver(pairs[i], settings, threads);
+    const auto r = solver.solve(start_data[i], us[i].mutable_data_ptr<float>(), vs[i].mutable_data_ptr<float>(),
+                                sigmas.mutable_data_ptr<double>() + i * rank);
+    const double row[] = {r.frobenius, r.gap, r.residual, r.angle_bound, double(r.passes), r.changed, double(r.status)};
+    std::copy(std::begin(row), std::end(row), facts.mutable_data_ptr<double>() + i * std::size(row));
   };
+  const rlk::Threads threads = rlk::torch_threads();
   std::vector<int64_t> small;
   for (int64_t i = 0; i < count; ++i) {
     if (count > 1 && pairs[i].m * pairs[i].n < kSmall) small.push_back(i);
-    else solve(i, threaded);
+    else solve(i, threads);
   }
-  threaded(int64_t(small.size()), [&](int64_t i) { solve(small[i], serial); });
-  return {us, vs, facts};
+  rlk::hand_out(threads, int64_t(small.size()), [&](int64_t i) { solve(small[i], rlk::one_thread()); });
+  return {us, vs, sigmas, facts};
 }
 
 at::Tensor delta_matvec(const at::Tensor& weight, const at::Tensor& base, const at::Tensor& v) {
@@ -126,8 +117,8 @@ void add_rank1_(at::Tensor& weight, const at::Tensor& u, const at::Tensor& v, bo
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(rlkernels, m) {
-  m.def("top1_deltas(Tensor[] weights, Tensor[] bases, Tensor?[] starts, float tol, int max_passes, int seed)"
-        " -> (Tensor[], Tensor[], Tensor)");
+  m.def("top1_deltas(Tensor[] weights, Tensor[] bases, Tensor?[] starts, float tol, int max_passes, int min_passes,"
+        " int rank, int seed) -> (Tensor[], Tensor[], Tensor, Tensor)");
   m.def("delta_matvec(Tensor weight, Tensor base, Tensor v) -> Tensor");
   m.def("add_rank1_(Tensor(a!) weight, Tensor u, Tensor v, bool stochastic, int seed) -> ()");
 }

@@ -5,13 +5,10 @@
 
 #include <algorithm>
 
-#include "../runtime/row_sampler.h"
 #include "check.h"
-#include "dispatch.h"
-#include "token_weights.h"
+#include "row_sampler.h"
 
 RLK_DECLARE_KERNEL(void, keyed_uniform, uint64_t, const int64_t*, const int64_t*, float*, int64_t)
-RLK_DECLARE_KERNEL(void, logit_weights, const void*, bool, int64_t, float, float, int64_t*)
 
 namespace {
 
@@ -136,8 +133,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> verify_drafts(const at::Tensor& l
   return {accepted, ids, logprobs};
 }
 
-at::Tensor like(const at::Tensor& t, at::ScalarType type) { return at::empty_symint(t.sym_sizes(), t.options().dtype(type)); }
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(rlkernels, m) {
@@ -154,15 +149,4 @@ TORCH_LIBRARY_IMPL(rlkernels, CPU, m) {
   m.impl("token_weights", &token_weights);
   m.impl("sample_tokens", &sample_tokens);
   m.impl("verify_drafts", &verify_drafts);
-}
-
-// Shapes and dtypes only, for torch.compile.
-TORCH_LIBRARY_IMPL(rlkernels, Meta, m) {
-  m.impl("keyed_uniform", [](int64_t, const at::Tensor& ids, const at::Tensor&) { return like(ids, at::kFloat); });
-  m.impl("sample_tokens", [](const at::Tensor&, const at::Tensor& u, const at::Tensor&, const at::Tensor&,
-                             const at::Tensor&) { return std::make_tuple(like(u, at::kLong), like(u, at::kFloat)); });
-  m.impl("verify_drafts", [](const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor& u,
-                             const at::Tensor& temperature, const at::Tensor&, const at::Tensor&) {
-    return std::make_tuple(like(temperature, at::kLong), like(u, at::kLong), like(u, at::kFloat));
-  });
 }

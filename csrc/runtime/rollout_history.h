@@ -56,6 +56,7 @@ class RolloutHistory {
   double token_cost() const { return token_cost_; }
 
  private:
+  static constexpr uint32_t kNone = ~uint32_t(0);
   struct Rollout {
     uint32_t start, length;  // of its tokens
     uint32_t prompt;

@@ -1,59 +1,89 @@
-"""What makes training cheaper, by name. To add one: a module, and a line in ``ACCELERATORS``."""
+"""What makes training cheaper, by name. To add one: a file or folder, and a line in ``ACCELERATORS``.
 
-from typing import TYPE_CHECKING, Any
+One of somebody else's is a module with a subclass of ``AcceleratorSettings`` and a subclass of
+``python_trainer.accelerators.base.Accelerator``, and ``accelerators.enabled: [module:Class]`` names the first.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from typing import Annotated, Any
 
 from pydantic import Field, create_model, field_validator
 
-from python_trainer.accelerators.alpha.accelerator import Alpha
-from python_trainer.accelerators.base import Accelerator, RunContext, StepContext
-from python_trainer.accelerators.drafts.accelerator import Drafts
-from python_trainer.accelerators.rhyme.accelerator import Rhyme
-from python_trainer.accelerators.rpo.accelerator import RPO
-from python_trainer.accelerators.settings import Settings
-from python_trainer.data import PlannedGroup, Rollout
-from python_trainer.settings import Section
+from python_trainer.accelerators.settings import AcceleratorSettings
+from python_trainer.registry import PluginError, Registry
+from python_trainer.settings import Plugin, Section
 
-__all__ = [
-    "ACCELERATORS",
-    "Accelerator",
-    "AcceleratorsConfig",
-    "PlannedGroup",
-    "Rollout",
-    "RunContext",
-    "Settings",
-    "StepContext",
-    "make_accelerators",
-]
-
-# In the order in which they run within a step: rhyme, rpo, drafts, alpha.
-ACCELERATORS: dict[str, type[Accelerator]] = {kind.name: kind for kind in (Rhyme, RPO, Drafts, Alpha)}
+HOME = "python_trainer.accelerators"
+# in the order in which they run within a step
+ACCELERATORS: Registry[type[AcceleratorSettings]] = Registry(
+    "accelerator",
+    {
+        "rhyme": f"{HOME}.rhyme.settings:RhymeSettings",
+        "rpo": f"{HOME}.rpo.settings:RPOSettings",
+        "drafts": f"{HOME}.drafts.settings:DraftsSettings",
+        "alpha": f"{HOME}.alpha.settings:AlphaSettings",
+    },
+    what="class",
+    of=AcceleratorSettings,
+)
 
 
-class _Enabled(Section):
-    enabled: list[str] = Field([])
-    """Which of them take part; their order does not matter."""
+class AcceleratorsConfig(Section):
+    """Which accelerators run, and their settings."""
+
+    enabled: Annotated[list[str], Plugin(ACCELERATORS)] = Field([])
+    """Which of them take part. The order of the registered ones does not matter; others run after them."""
 
     @field_validator("enabled")
     @classmethod
-    def known_names(cls, names: list[str]) -> list[str]:
-        for name in names:
-            if name not in ACCELERATORS:
-                raise ValueError(f"must hold names out of {', '.join(ACCELERATORS)}, got {name!r}")
-        return [name for name in ACCELERATORS if name in names]
+    def in_their_order(cls, enabled: list[str]) -> list[str]:
+        names = ACCELERATORS.names()
+        ordered = [name for name in names if name in enabled]
+        return ordered + [name for name in dict.fromkeys(enabled) if name not in names]
+
+    @classmethod
+    def fitting(cls, values: Mapping[str, Any]) -> type["AcceleratorsConfig"]:
+        """With a section for each registered plug-in, and for others that are enabled."""
+        enabled = values.get("enabled")
+        return with_sections((*registered(), *others(enabled if isinstance(enabled, list) else [])))
+
+    def with_enabled(self, enabled: Sequence[str]) -> dict[str, Any]:
+        """These settings as values, with others enabled; only enabled and registered plug-ins have sections."""
+        known = AcceleratorsConfig.fitting({"enabled": list(enabled)}).model_fields
+        sections = {name: values for name, values in self.model_dump(mode="json").items() if name in known}
+        return sections | {"enabled": list(enabled)}
+
+    def chosen(self) -> list[AcceleratorSettings]:
+        """Settings of the enabled ones, in the order in which they run."""
+        return [getattr(self, ACCELERATORS.resolve(name).name) for name in self.enabled]
 
 
-if TYPE_CHECKING:
-    AcceleratorsConfig = _Enabled
-else:
-    _sections: dict[str, Any] = {
-        name: (kind.Settings, Field(default=kind.Settings(), description=(kind.Settings.__doc__ or "").strip()))
-        for name, kind in ACCELERATORS.items()
-    }
-    AcceleratorsConfig = create_model(
-        "AcceleratorsConfig", __base__=_Enabled, __doc__="Which accelerators run, and their settings.", **_sections
-    )
+def registered() -> list[type[AcceleratorSettings]]:
+    return [ACCELERATORS.resolve(name) for name in ACCELERATORS.names()]
 
 
-def make_accelerators(config: AcceleratorsConfig) -> list[Accelerator]:
-    """The enabled ones, in the order in which they run."""
-    return [ACCELERATORS[name](getattr(config, name)) for name in config.enabled]
+def others(enabled: Sequence[Any]) -> list[type[AcceleratorSettings]]:
+    """Of these plug-ins those that are not registered, but can be used."""
+    found = {}
+    for name in enabled:
+        if isinstance(name, str) and name not in ACCELERATORS.names():
+            with suppress(PluginError):  # the setting's own check says why
+                found[ACCELERATORS.resolve(name)] = name
+    return list(found)
+
+
+@cache
+def with_sections(kinds: tuple[type[AcceleratorSettings], ...]) -> type[AcceleratorsConfig]:
+    """The configuration with a section for each of these."""
+    sections: dict[str, Any] = {}
+    for kind in kinds:
+        name = getattr(kind, "name", None)
+        if not isinstance(name, str) or not name.isidentifier() or name in ("enabled", *sections):
+            raise PluginError(
+                f"{kind.__module__}:{kind.__name__}.name must be an identifier that no accelerator has, got {name!r}"
+            )
+        sections[name] = (kind, Field(default=kind(), description=" ".join((kind.__doc__ or "").split())))
+    doc = AcceleratorsConfig.__doc__
+    return create_model("AcceleratorsConfig", __base__=AcceleratorsConfig, __doc__=doc, **sections)

@@ -1,41 +1,59 @@
 """The one interface of everything that makes training cheaper."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from python_trainer.accelerators.settings import Settings
-from python_trainer.data import PlannedGroup, Rollout
+from python_trainer.data import Example, Group, Rollout
+from python_trainer.rollout.settings import RolloutConfig
+from python_trainer.tasks.base import Task
+from python_trainer.tasks.rewards import Scores
 
 if TYPE_CHECKING:
-    import torch
     from rich.console import Console
 
-    from python_trainer.config import Config
     from python_trainer.model.optimizer import PolicyOptimizer
     from python_trainer.model.policy import Policy
-    from python_trainer.rollout import Engine
-    from python_trainer.tasks.base import Task
+    from python_trainer.rollout.engine import Engine
+
+# examples, texts, token ids -> what each answer is worth to the loss
+Judge = Callable[[Sequence[Example], Sequence[str], Sequence[Sequence[int]]], Scores]
 
 
 @dataclass
 class StepContext:
-    """What an accelerator may see and use in one training step."""
+    """What an accelerator may see and use in one training step.
+
+    Attributes:
+        seed: of this step: keyed by (run seed, step).
+        telemetry: metrics of this step; add your own as "name/metric".
+        evaluate_each: (split, rows) -> for each prompt of "gate" or "test" 1 where it is answered right, else 0; the
+            noise is the same every time.
+        groups_of: numbers of training prompts -> the usual request for answers to each.
+        plain_order: count -> numbers of the next training prompts in plain order, which moves on by them.
+        generation: the section ``rollout`` of the settings.
+        micro_batch_tokens: how many tokens a pass of training may have.
+        facts: what describes the run in a database: ``algorithm``, ``settings`` (without those of accelerators).
+        rules: what decides the reward of an answer; answers judged by other rules have to be judged again.
+    """
 
     step: int
-    policy: "torch.nn.Module"
+    policy: "Policy"
     optimizer: "PolicyOptimizer"
     engine: "Engine"
-    tokenizer: Any
-    evaluate: Any  # evaluate(split: "gate" | "test", limit: int | None) -> accuracy in [0, 1]
-    evaluate_each: Any  # the same, as a list of 0 or 1 for each prompt; the noise is the same every time
-    seed: int  # of this step: keyed by (run seed, step)
-    telemetry: dict[str, float]  # metrics of this step; add your own as "name/metric"
-    gate_size: int = 0  # prompts in the gate split
-    task: "Task" = None  # type: ignore[assignment]
-    config: "Config" = None  # type: ignore[assignment]
-    scorer: "Policy" = None  # type: ignore[assignment]  # log-probabilities of answers by the current policy
+    task: Task
+    seed: int
+    judge: Judge
+    evaluate_each: Callable[[str, range | None], list[float]]
+    groups_of: Callable[[Sequence[int]], list[Group]]
+    plain_order: Callable[[int], list[int]]
+    generation: RolloutConfig
+    micro_batch_tokens: int
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    rules: Mapping[str, Any] = field(default_factory=dict)
+    telemetry: dict[str, float] = field(default_factory=dict)
+    samples: int = 0  # asked for so far, in all rounds of dynamic sampling
 
 
 @dataclass
@@ -55,17 +73,21 @@ class RunContext:
 class Accelerator:
     """Optional hooks, called in this order within a step. Subclasses override what they need."""
 
-    name = ""
-    divisible = False  # whether several ranks, each of which generates a part of the answers, can run it side by side
-    Settings: ClassVar[type[Settings]] = Settings
-
     def __init__(self, settings: Any):
         self.settings = settings
+
+    @property
+    def name(self) -> str:
+        return self.settings.name
 
     def begin(self, run: RunContext) -> None:
         """Before the first step of a new run, on its clock; a resumed run calls :meth:`load_state_dict` instead."""
 
-    def plan(self, context: StepContext, groups: list[PlannedGroup]) -> list[PlannedGroup]:
+    def choose(self, context: StepContext, count: int) -> list[Group] | None:
+        """Which ``count`` prompts come next, where they start and how many answers they get; None: no opinion."""
+        return None
+
+    def plan(self, context: StepContext, groups: list[Group]) -> list[Group]:
         """Before generation: change prefixes, lengths, order."""
         return groups
 

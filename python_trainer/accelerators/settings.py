@@ -1,15 +1,51 @@
-"""What the settings of all accelerators have in common."""
+"""What an accelerator says about itself before anything heavy is loaded: its settings and what belongs to them."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from python_trainer.registry import load
 from python_trainer.settings import Section
 
 if TYPE_CHECKING:
     from python_trainer.tasks.base import Task
 
 
-class Settings(Section):
-    """Settings of an accelerator: the section ``accelerators.NAME`` of a configuration."""
+@dataclass(frozen=True)
+class Picture:
+    """A picture of finished runs."""
+
+    draw: str  # "module:function": (variant -> folders of its runs, path) -> whether there was anything to draw
+    file: str  # name of the PNG
+    words: str  # what it shows
+    metrics: tuple[str, ...] = ()  # beginnings of names of metrics that need no chart beside it
+
+
+class AcceleratorSettings(Section):
+    """Settings of an accelerator: the section ``accelerators.NAME`` of a configuration.
+
+    A subclass is the whole plug-in. It names the class that does the work and imports nothing heavy, so that settings
+    are checked, and finished runs reported, without torch. All settings have defaults.
+    """
+
+    name: ClassVar[str]
+    accelerator: ClassVar[str]
+    """``module:Class`` of an :class:`~python_trainer.accelerators.base.Accelerator`, made with these settings."""
+    divisible: ClassVar[bool] = False
+    """Whether several ranks, each of which generates a part of the answers, can run it side by side."""
+    counters: ClassVar[Mapping[str, str]] = {}
+    """Metrics whose sum over a run shows what was done in it -> the words of their row in tables."""
+    advice: ClassVar[Mapping[str, str]] = {}
+    """Counter -> what to do where it stayed 0 although the accelerator was on."""
+    pictures: ClassVar[tuple[Picture, ...]] = ()
+    command: ClassVar[str | None] = None
+    """``module:function`` that adds a command to the command line. It gets a function that makes the parser,
+    ``add_parser(name, examples=, help=, description=)``, and sets as default ``call`` what takes the parsed arguments:
+    a function, or ``module:function`` where it is slow to import."""
+
+    def conflicts(self, config: Any) -> str | None:
+        """What in the sections of the whole configuration it cannot go with, by name and value; None: nothing."""
+        return None
 
     def splits(self, task: "Task") -> list[str]:
         """Splits of the task that the accelerator asks, beside train and test.
@@ -18,3 +54,12 @@ class Settings(Section):
             UserError: one of them does not hold what it needs.
         """
         return []
+
+    @classmethod
+    def columns(cls, summary: Mapping[str, Any]) -> dict[str, float]:
+        """Further rows of tables, from the summary of any run: words -> number."""
+        return {}
+
+    def make(self) -> Any:
+        """The accelerator."""
+        return load(self.accelerator)(self)

@@ -1,6 +1,61 @@
 """How good each answer was, compared with what was to be expected: advantages from rewards."""
 
+from dataclasses import dataclass
+
 import torch
+
+from python_trainer.algorithms.settings import AlgorithmConfig
+
+
+@dataclass(frozen=True)
+class StepRewards:
+    """What the B answers of a step earned; T is the longest of them."""
+
+    rewards: torch.Tensor  # float32 [B]
+    groups: torch.Tensor  # int64 [B], the group of every answer
+    mask: torch.Tensor  # bool [B, T] response tokens that are judged
+    in_loss: torch.Tensor  # bool [B, T] those of them in the loss
+    penalty: torch.Tensor  # float32 [B, T] to be taken off the reward: beta x KL with use_kl_in_reward, otherwise 0
+    values: torch.Tensor | None = None  # float32 [B, T] what the critic expected
+
+    def answer_rewards(self) -> torch.Tensor:
+        """[B], less the penalties of all tokens: for what compares answers."""
+        return self.rewards - self.penalty.sum(1)
+
+    def token_rewards(self) -> torch.Tensor:
+        """[B, T], less the penalty of each token: for what looks at what comes after a token."""
+        return token_rewards(self.rewards, self.mask, self.penalty)
+
+
+Judged = tuple[torch.Tensor, torch.Tensor | None]  # advantages [B] or [B, T], returns [B, T] or None
+
+
+def against_group(step: StepRewards, settings: AlgorithmConfig) -> Judged:
+    """GRPO and Dr. GRPO."""
+    return group_advantages(step.answer_rewards(), step.groups, scale_rewards=settings.scale_rewards), None
+
+
+def against_others(step: StepRewards, settings: AlgorithmConfig) -> Judged:
+    """REINFORCE leave-one-out."""
+    return rloo_advantages(step.answer_rewards(), step.groups), None
+
+
+def against_critic(step: StepRewards, settings: AlgorithmConfig) -> Judged:
+    """PPO."""
+    assert step.values is not None
+    advantages, returns = gae(step.token_rewards(), step.values, step.mask, gamma=settings.gamma, lam=settings.lam)
+    return _whitened(advantages, step, settings), returns
+
+
+def against_batch(step: StepRewards, settings: AlgorithmConfig) -> Judged:
+    """REINFORCE++ (arXiv 2501.03262): what comes after a token, with no baseline but the mean of the batch."""
+    rewards = step.token_rewards()
+    advantages, _ = gae(rewards, torch.zeros_like(rewards), step.mask, gamma=settings.gamma, lam=1.0)
+    return _whitened(advantages, step, settings), None
+
+
+def _whitened(advantages: torch.Tensor, step: StepRewards, settings: AlgorithmConfig) -> torch.Tensor:
+    return whiten(advantages, step.in_loss) if settings.whiten_advantages else advantages
 
 
 def group_statistics(rewards: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -91,8 +146,8 @@ def gae(
     return advantages, torch.where(mask, advantages + values, 0.0)
 
 
-def whiten(values: torch.Tensor, mask: torch.Tensor, *, shift_mean: bool = True, epsilon: float = 1e-8) -> torch.Tensor:
-    """Scales the unmasked entries to variance 1 and, unless ``shift_mean`` is False, to mean 0.
+def whiten(values: torch.Tensor, mask: torch.Tensor, *, epsilon: float = 1e-8) -> torch.Tensor:
+    """Scales the unmasked entries to mean 0 and variance 1.
 
     Args:
         values: [B, T].
@@ -107,7 +162,7 @@ def whiten(values: torch.Tensor, mask: torch.Tensor, *, shift_mean: bool = True,
         return torch.zeros_like(values)
     variance, mean = torch.var_mean(kept) if kept.numel() > 1 else (torch.ones_like(kept[0]), kept[0])
     scaled = (values - mean) * torch.rsqrt(variance + epsilon)
-    return torch.where(mask, scaled if shift_mean else scaled + mean, 0.0)
+    return torch.where(mask, scaled, 0.0)
 
 
 def token_rewards(scores: torch.Tensor, mask: torch.Tensor, penalty: torch.Tensor | None = None) -> torch.Tensor:

@@ -2,29 +2,39 @@
 
 import torch
 
+from python_trainer.algorithms.settings import KL_ESTIMATORS
+
+
+def k1(r: torch.Tensor) -> torch.Tensor:
+    """Of r = log pi - log pi_ref, as the other ones: r. Unbiased."""
+    return r
+
+
+def k2(r: torch.Tensor) -> torch.Tensor:
+    """r^2 / 2. Less variance and some bias."""
+    return 0.5 * r * r
+
+
+def k3(r: torch.Tensor) -> torch.Tensor:
+    """exp(-r) + r - 1. Unbiased and never negative."""
+    return torch.expm1(-r) + r
+
 
 def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, mask: torch.Tensor, kind: str) -> torch.Tensor:
-    """KL per token, with r = log pi - log pi_ref.
+    """KL per token.
 
-    As a number, ``k1`` = r is unbiased, ``k2`` = r^2 / 2 has less variance and some bias, ``k3`` = exp(-r) + r - 1
-    is unbiased and never negative. As a *loss* the gradient counts: that of ``k1`` is zero in expectation, that of
-    ``k2`` is right on policy, that of ``k3`` leans towards the forward KL.
+    As a *loss* the gradient counts: that of ``k1`` is zero in expectation, that of ``k2`` is right on policy, that of
+    ``k3`` leans towards the forward KL.
 
     Args:
         logprobs: [B, T], differentiable.
         ref_logprobs: [B, T] of the same tokens under the reference.
         mask: bool [B, T]; log-probabilities may be anything, NaN and inf included, where it is False.
-        kind: ``"k1"``, ``"k2"`` or ``"k3"``.
+        kind: a name in ``KL_ESTIMATORS``, or ``module:function`` of r = log pi - log pi_ref, [B, T].
 
     Returns:
         [B, T], 0 where masked.
     """
     mask = mask.bool()
     r = torch.where(mask, logprobs, 0.0) - torch.where(mask, ref_logprobs, 0.0)
-    if kind == "k1":
-        return r
-    if kind == "k2":
-        return 0.5 * r * r
-    if kind == "k3":
-        return torch.expm1(-r) + r
-    raise ValueError(f"kind must be 'k1', 'k2' or 'k3', got {kind!r}")
+    return torch.where(mask, KL_ESTIMATORS.resolve(kind)(r), 0.0)

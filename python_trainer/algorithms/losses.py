@@ -1,53 +1,54 @@
 """Policy and value losses on [batch, time].
 
 A loss is a sum of per-token losses times weights that were computed from the *whole* batch
-(:func:`token_weights`). So micro-batches, ranks, padding and order cannot change it: the sum over the parts is
+(:class:`Aggregation`). So micro-batches, ranks, padding and order cannot change it: the sum over the parts is
 the loss of the whole.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-# how per-token losses become one number, by verl's names; TRL's loss types in terms of them
-AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "constant")
-LOSS_TYPES = {"grpo": "seq-mean-token-mean", "dapo": "token-mean", "dr_grpo": "constant"}
 
-
-def token_weights(
-    mask: torch.Tensor, aggregation: str, *, num_tokens: int, num_sequences: int, max_length: int | None = None,
-    lengths: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """Weight of every token's loss in the loss of the whole batch.
+class Aggregation(Protocol):
+    """How per-token losses become one number: the weight of every token's loss in the loss of the whole batch.
 
     Args:
         mask: bool [B, T] of this part of the batch.
-        aggregation: ``"token-mean"``: 1 / all tokens (DAPO, arXiv 2503.14476). ``"seq-mean-token-sum"``:
-            1 / all sequences. ``"seq-mean-token-mean"``: 1 / (all sequences x tokens of this one) (GRPO).
-            ``"constant"``: 1 / (all sequences x ``max_length``) (Dr. GRPO).
         num_tokens: unmasked tokens of the whole batch, over all micro-batches and ranks.
         num_sequences: sequences of the whole batch.
-        max_length: longest answer that was allowed; for ``"constant"``.
-        lengths: [B] what counts as tokens of a sequence for ``"seq-mean-token-mean"``; by default the unmasked ones.
-            Of answers that continue a masked prefix it should be the whole length: by the suffix alone, the tokens of
-            a short one would outweigh all others.
+        max_length: longest answer that was allowed.
+        lengths: [B] what counts as tokens of a sequence. Of answers that continue a masked prefix it should be the
+            whole length: by the suffix alone, the tokens of a short one would outweigh all others.
 
     Returns:
         float32 [B, T], 0 where masked.
     """
-    weight = mask.float()
-    if aggregation == "token-mean":
-        return weight / max(num_tokens, 1)
-    if aggregation == "seq-mean-token-sum":
-        return weight / max(num_sequences, 1)
-    if aggregation == "seq-mean-token-mean":
-        lengths = weight.sum(1) if lengths is None else lengths
-        return weight / (lengths[:, None].clamp(min=1) * max(num_sequences, 1))
-    if aggregation == "constant":
-        if max_length is None or max_length < 1:
-            raise ValueError(f"max_length must be >= 1 for aggregation 'constant', got {max_length!r}")
-        return weight / (max(num_sequences, 1) * max_length)
-    raise ValueError(f"aggregation must be one of {', '.join(AGGREGATIONS)}, got {aggregation!r}")
+
+    def __call__(
+        self, mask: torch.Tensor, *, num_tokens: int, num_sequences: int, max_length: int, lengths: torch.Tensor
+    ) -> torch.Tensor: ...
+
+
+def token_mean(mask: torch.Tensor, *, num_tokens: int, **_: object) -> torch.Tensor:
+    """1 / all tokens (DAPO, arXiv 2503.14476)."""
+    return mask.float() / max(num_tokens, 1)
+
+
+def sequence_token_sum(mask: torch.Tensor, *, num_sequences: int, **_: object) -> torch.Tensor:
+    """1 / all sequences."""
+    return mask.float() / max(num_sequences, 1)
+
+
+def sequence_token_mean(mask: torch.Tensor, *, num_sequences: int, lengths: torch.Tensor, **_: object) -> torch.Tensor:
+    """1 / (all sequences x tokens of this one) (GRPO, arXiv 2402.03300)."""
+    return mask.float() / (lengths[:, None].clamp(min=1) * max(num_sequences, 1))
+
+
+def constant(mask: torch.Tensor, *, num_sequences: int, max_length: int, **_: object) -> torch.Tensor:
+    """1 / (all sequences x the longest answer allowed) (Dr. GRPO, arXiv 2503.20783)."""
+    return mask.float() / (max(num_sequences, 1) * max_length)
 
 
 @dataclass
@@ -61,10 +62,17 @@ class PolicyLoss:
 
 
 def policy_loss(
-    logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, *,
-    epsilon: float = 0.2, epsilon_high: float | None = None, delta: float | None = None,
-    weights: torch.Tensor | None = None, level: str = "token",
-) -> PolicyLoss:  # fmt: skip
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    delta: float | None = None,
+    weights: torch.Tensor | None = None,
+    level: str = "token",
+) -> PolicyLoss:
     """The clipped surrogate of PPO (arXiv 1707.06347, eq. 7), with a minus sign.
 
     -min(ratio A, clip(ratio, 1 - epsilon, 1 + epsilon_high) A), where ratio = pi / pi_old of the token, or the
@@ -135,9 +143,13 @@ def importance_weights(
 
 
 def value_loss(
-    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, *,
+    values: torch.Tensor,
+    old_values: torch.Tensor,
+    returns: torch.Tensor,
+    mask: torch.Tensor,
+    *,
     clip: float | None = 0.2,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Squared error of the value head, half of it; with ``clip``, the larger of that and the clipped one (PPO).
 
     Args:

@@ -1,21 +1,71 @@
-"""Settings of advantages and loss."""
+"""Settings of advantages and loss, and what can be chosen by name: a function and a line here each."""
 
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from python_trainer.settings import Section
+from python_trainer.registry import Registry, load
+from python_trainer.settings import Plugin, Section
+
+HOME = "python_trainer.algorithms"
+
+
+@dataclass(frozen=True)
+class Advantage:
+    """How much better an answer, or what was done from a token on, was than was to be expected.
+
+    Called with :class:`~python_trainer.algorithms.advantages.StepRewards` and the settings of the algorithm; returns
+    the advantages, [B] of answers or [B, T] of tokens, and what a critic should have predicted, [B, T] or None.
+    """
+
+    function: str | Callable[[Any, "AlgorithmConfig"], tuple[Any, Any]]  # itself, or module:function where it lies
+    compares: bool = False  # the answers of a group: there must be two at least
+    critic: bool = False  # needs the values of one
+
+    def __call__(self, step: Any, settings: "AlgorithmConfig") -> tuple[Any, Any]:
+        function = load(self.function) if isinstance(self.function, str) else self.function
+        return function(step, settings)
+
+
+ADVANTAGES: Registry[Advantage] = Registry(
+    "advantage",
+    {
+        "group": Advantage(f"{HOME}.advantages:against_group", compares=True),
+        "rloo": Advantage(f"{HOME}.advantages:against_others", compares=True),
+        "gae": Advantage(f"{HOME}.advantages:against_critic", critic=True),
+        "reinforce++": Advantage(f"{HOME}.advantages:against_batch"),
+    },
+    what="advantage",
+    of=Advantage,
+)
+# TRL's names, then verl's: each a losses.Aggregation
+LOSS_TYPES: Registry[Callable[..., Any]] = Registry(
+    "loss_type",
+    {
+        "grpo": f"{HOME}.losses:sequence_token_mean",
+        "dapo": f"{HOME}.losses:token_mean",
+        "dr_grpo": f"{HOME}.losses:constant",
+        "token-mean": f"{HOME}.losses:token_mean",
+        "seq-mean-token-sum": f"{HOME}.losses:sequence_token_sum",
+        "seq-mean-token-mean": f"{HOME}.losses:sequence_token_mean",
+    },
+)
+KL_ESTIMATORS: Registry[Callable[..., Any]] = Registry(
+    "kl_estimator", {kind: f"{HOME}.kl:{kind}" for kind in ("k1", "k2", "k3")}
+)
 
 
 class AlgorithmConfig(Section):
     """Advantages and loss."""
 
-    advantage: Literal["group", "rloo", "gae", "reinforce++"] = "group"
+    advantage: Annotated[str, Plugin(ADVANTAGES)] = "group"
     """`group`: reward minus the mean of the group (GRPO); `rloo`: of the others in the group; `gae`: PPO, with a
     critic; `reinforce++`: what comes after a token, whitened over the batch. The last two need no groups."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """What the `group` advantage is divided by: deviation of the group, of the whole batch, or nothing (Dr. GRPO)."""
-    loss_type: Literal["grpo", "dapo", "dr_grpo", "token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "dapo"
+    loss_type: Annotated[str, Plugin(LOSS_TYPES)] = "dapo"
     """How token losses are averaged: grpo is seq-mean-token-mean, dapo token-mean, dr_grpo sum / (B x max length)."""
     epsilon: float = Field(0.2, gt=0, lt=1)
     """Clip range of the probability ratio below 1, and above it unless epsilon_high is set."""
@@ -25,7 +75,7 @@ class AlgorithmConfig(Section):
     """Upper bound of the ratio where the advantage is negative; above 1 + epsilon_high."""
     beta: float = Field(0.0, ge=0)
     """Weight of the KL to the starting policy; 0 loads no reference model."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_estimator: Annotated[str, Plugin(KL_ESTIMATORS)] = "k3"
     """Estimator of that KL."""
     use_bias_correction_kl: bool = False
     """Weigh the KL in the loss by the probability ratio, which makes the gradient of k1 and k3 right too."""
@@ -61,6 +111,10 @@ class AlgorithmConfig(Section):
     """Correct for differences between sampler and trainer, per token: min(ratio, cap), or drop outside [1/cap, cap]."""
     importance_sampling_cap: float = Field(2.0, gt=1)
     """The cap of importance_sampling."""
+
+    @property
+    def judge(self) -> Advantage:
+        return ADVANTAGES.resolve(self.advantage)
 
     @model_validator(mode="after")
     def delta_beyond_clip(self) -> "AlgorithmConfig":

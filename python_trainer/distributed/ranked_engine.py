@@ -1,36 +1,49 @@
 """A rollout engine on weights that are kept elsewhere, whose requests are divided among ranks."""
 
-from collections.abc import Sequence
-from itertools import chain, pairwise
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from itertools import chain
+from typing import Any, Protocol
 
-from python_trainer.data import Completion
+from python_trainer.data import Request, Rollout
 from python_trainer.model.policy import Policy
 from python_trainer.rollout.drafting import Drafter
-from python_trainer.rollout.engine import Engine, Request, SamplingParams
+from python_trainer.rollout.engine import Engine, SamplingParams, new_rollouts
 from python_trainer.rollout.ordering import LengthHistory, remember
 
-if TYPE_CHECKING:
-    from python_trainer.distributed.replicated import Replicated
+
+class Ranks(Protocol):
+    """Who shares the work."""
+
+    rank: int
+    size: int
+
+    def together(self) -> AbstractContextManager[None]: ...
+
+    def gather(self, value: Any) -> list[Any]: ...
 
 
-class PolicyEngine:
+class RankedEngine(Engine):
     """Generates with ``policy.whole``, and brings that up to date when the policy has been updated.
+
+    Of n ranks, r answers requests r, r + n, ... and all get the answers of all. Noise is keyed by sample, so answers do
+    not depend on who gives them. All ranks submit and poll the same; a poll generates all that was submitted.
 
     Args:
         engine: one that runs ``policy.whole``.
-        ranks: who shares the work: of n ranks, r answers requests r, r + n, ... and all get the answers of all. Noise
-            is keyed by sample, so answers do not depend on who gives them. None: one process.
+        ranks: None: one process.
 
     ``stats`` counts for all ranks together.
     """
 
-    def __init__(self, engine: Engine, policy: Policy, ranks: "Replicated | None" = None):
+    def __init__(self, engine: Engine, policy: Policy, ranks: Ranks | None = None):
+        super().__init__()
         self.inner, self.policy, self.ranks = engine, policy, ranks
         self._others = dict.fromkeys(engine.stats, 0.0)  # what the other ranks counted
+        self._waiting: list[tuple[Sequence[Request], SamplingParams, list[Rollout]]] = []
 
     @property
-    def drafter(self) -> Drafter | None:
+    def drafter(self) -> Drafter | None:  # type: ignore[override]
         return self.inner.drafter
 
     @drafter.setter
@@ -38,7 +51,7 @@ class PolicyEngine:
         self.inner.drafter = drafter
 
     @property
-    def lengths(self) -> LengthHistory | None:
+    def lengths(self) -> LengthHistory | None:  # type: ignore[override]
         return self.inner.lengths
 
     @lengths.setter
@@ -46,11 +59,11 @@ class PolicyEngine:
         self.inner.lengths = lengths
 
     @property
-    def max_positions(self) -> int:
+    def max_positions(self) -> int:  # type: ignore[override]
         return self.inner.max_positions
 
     @property
-    def limited_by(self) -> str:
+    def limited_by(self) -> str:  # type: ignore[override]
         return self.inner.limited_by
 
     @property
@@ -58,6 +71,7 @@ class PolicyEngine:
         return {name: count + self._others[name] for name, count in self.inner.stats.items()}
 
     def policy_updated(self) -> None:
+        super().policy_updated()
         self.policy.update_whole()
         self.inner.policy_updated()
 
@@ -67,22 +81,41 @@ class PolicyEngine:
     def pass_seconds(self, sequences: int, tokens: int) -> float:
         return self.inner.pass_seconds(sequences, tokens)
 
-    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
-        ranks = self.ranks
-        if ranks is None:
-            return self.inner.generate(requests, sampling)
-        before, mine, own = self.inner.stats, requests[ranks.rank :: ranks.size], list[Completion]()
+    def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Rollout]:
+        if self.ranks is None:
+            return self.inner.submit(requests, sampling)
+        rollouts = [rollout for request in requests for rollout in new_rollouts(request, self.policy_version)]
+        self._waiting.append((requests, sampling, rollouts))
+        return rollouts
+
+    def _work(self, count: int) -> list[Rollout]:
+        if self.ranks is None:
+            return self.inner.poll(count)
+        submitted, self._waiting = self._waiting, []
+        for part in submitted:
+            self._share(self.ranks, *part)
+        return [rollout for _, _, rollouts in submitted for rollout in rollouts]
+
+    def _share(
+        self, ranks: Ranks, requests: Sequence[Request], sampling: SamplingParams, rollouts: list[Rollout]
+    ) -> None:
+        """Generates this rank's part of a submission, and takes over the others'."""
+        before, own, groups = self.inner.stats, list[Rollout](), list(groups_of(requests, rollouts))
         with ranks.together():
-            own = self.inner.generate(mine, sampling)
+            own = self.inner.generate(requests[ranks.rank :: ranks.size], sampling)
         spent = {name: count - before[name] for name, count in self.inner.stats.items()}
-        ends = [0]
-        for request in mine:
-            ends.append(ends[-1] + request.num_samples)
-        found = ranks.gather(([own[a:b] for a, b in pairwise(ends)], spent))
-        for rank, (answers, counts) in enumerate(found):
+        for rank, (answers, counts) in enumerate(ranks.gather((own, spent))):
+            for rollout, answer in zip(chain.from_iterable(groups[rank :: ranks.size]), answers, strict=True):
+                rollout.become(answer)
             if rank != ranks.rank:
                 self._others = {name: count + counts[name] for name, count in self._others.items()}
                 if self.lengths:  # the engine has seen its own
-                    remember(self.lengths, requests[rank :: ranks.size], list(chain.from_iterable(answers)))
-        groups = [found[i % ranks.size][0][i // ranks.size] for i in range(len(requests))]
-        return [completion for group in groups for completion in group]
+                    remember(self.lengths, requests[rank :: ranks.size], answers)
+
+
+def groups_of(requests: Sequence[Request], rollouts: Sequence[Rollout]) -> Iterator[Sequence[Rollout]]:
+    """The rollouts of each request."""
+    end = 0
+    for request in requests:
+        start, end = end, end + request.num_samples
+        yield rollouts[start:end]

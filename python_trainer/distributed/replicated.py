@@ -11,11 +11,11 @@ import torch.distributed as dist
 from rich.console import Console
 
 from python_trainer.checkpoint import save_checkpoint
-from python_trainer.data import Example
-from python_trainer.distributed.alone import Alone
-from python_trainer.distributed.ranked_engine import PolicyEngine
+from python_trainer.data import Example, Rollout
+from python_trainer.distributed.group import RankGroup
+from python_trainer.distributed.ranked_engine import RankedEngine
 from python_trainer.errors import UserError
-from python_trainer.model.packing import Answer, micro_batches, split_evenly
+from python_trainer.model.packing import micro_batches, split_evenly
 from python_trainer.model.policy import Policy
 from python_trainer.rollout.engine import Engine
 from python_trainer.tasks import Task
@@ -26,7 +26,7 @@ T = TypeVar("T")
 BUCKET_ELEMENTS = 1 << 24  # gradients that are sent at once
 
 
-class Replicated(Alone):
+class Replicated(RankGroup):
     """The ranks of the default process group; all end an update with the same weights, to the bit.
 
     Every rank knows all answers of a step and computes the advantages of all of them. It trains on a stretch of the
@@ -39,8 +39,6 @@ class Replicated(Alone):
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._aside: TemporaryDirectory[str] | None = None
-
-    # agreement ---------------------------------------------------------------------------------------------------
 
     def gather(self, value: T) -> list[T]:
         """What every rank says, by rank."""
@@ -69,8 +67,6 @@ class Replicated(Alone):
         said = self.gather(value)
         return next((x for x in said if x), said[0])
 
-    # where results go --------------------------------------------------------------------------------------------
-
     def folder(self, output_dir: Path) -> Path:
         """The run directory is written by the first rank; others write into a folder that goes when they end."""
         if self.rank == 0:
@@ -81,13 +77,12 @@ class Replicated(Alone):
     def console(self, console: Console | None) -> Console | None:
         return console if self.rank == 0 else Console(quiet=True)
 
-    # work that is divided ----------------------------------------------------------------------------------------
-
     def engine(self, engine: Engine, policy: Policy) -> Engine:
-        return PolicyEngine(engine, policy, self)
+        return RankedEngine(engine, policy, self)
 
-    def score(self, task: Task, examples: Sequence[Example], texts: Sequence[str], ids: Sequence[Sequence[int]]
-              ) -> Scores:  # fmt: skip
+    def score(
+        self, task: Task, examples: Sequence[Example], texts: Sequence[str], ids: Sequence[Sequence[int]]
+    ) -> Scores:
         bounds = [self._group_start(examples, rank * len(texts) // self.size) for rank in range(self.size + 1)]
         part = slice(bounds[self.rank], bounds[self.rank + 1])
         scores = None
@@ -108,16 +103,15 @@ class Replicated(Alone):
             index += 1
         return index
 
-    def micro_batches(self, answers: Sequence[Answer], samples: Sequence[int], max_tokens: int, *, share: bool
-                      ) -> Iterator[tuple[list[int], bool]]:  # fmt: skip
-        stretches = split_evenly(answers, samples, self.size, share=share)
-        parts = [list(micro_batches(answers, stretch, max_tokens, share=share)) for stretch in stretches]
+    def micro_batches(
+        self, rollouts: Sequence[Rollout], samples: Sequence[int], max_tokens: int, *, share: bool
+    ) -> Iterator[tuple[list[int], bool]]:
+        stretches = split_evenly(rollouts, samples, self.size, share=share)
+        parts = [list(micro_batches(rollouts, stretch, max_tokens, share=share)) for stretch in stretches]
         yield from ((part, True) for part in parts[self.rank])
         if self.lockstep:
-            shortest = min(samples, key=lambda index: len(answers[index].prompt_ids) + len(answers[index].response_ids))
+            shortest = min(samples, key=lambda i: len(rollouts[i].prompt_ids) + len(rollouts[i].response_ids))
             yield from [([shortest], False)] * (max(map(len, parts)) - len(parts[self.rank]))
-
-    # sums --------------------------------------------------------------------------------------------------------
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._reduced(tensor, dist.ReduceOp.SUM)
@@ -159,8 +153,6 @@ class Replicated(Alone):
         dist.all_reduce(flat)
         for p, total in zip(params, flat.split([p.numel() for p in params])):
             p.grad = total.view_as(p).to(p.dtype)
-
-    # checkpoints -------------------------------------------------------------------------------------------------
 
     def save(self, folder: Path, step: int, state: Mapping[str, Any], learned: Mapping[str, Any], *, keep: int) -> None:
         if self.rank == 0:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from python_trainer.checkpoint import SHARDS
+from python_trainer.checkpoint import SHARDS, load_checkpoint
 from python_trainer.errors import UserError
 
 State = Mapping[str, Any]
@@ -41,6 +41,12 @@ def write_shards(checkpoint: Path, state: State) -> None:
     import torch.distributed.checkpoint as dcp
 
     dcp.save(flatten(state), checkpoint_id=checkpoint / SHARDS)
+
+
+def load_whole(checkpoint: Path) -> dict[str, Any]:
+    """As :func:`python_trainer.checkpoint.load_checkpoint`, with whatever was written in shards, in any process."""
+    state = load_checkpoint(checkpoint)
+    return state | read_shards(checkpoint, {}) if (checkpoint / SHARDS).is_dir() else state
 
 
 def read_shards(checkpoint: Path, present: State) -> dict[str, Any]:

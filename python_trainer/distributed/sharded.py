@@ -31,7 +31,6 @@ class Sharded(Replicated):
         self.mesh: DeviceMesh | None = None
 
     def prepare(self, policy: Policy) -> None:
-        policy.look_at_head()  # later on the others would not take part in the pass
         policy.whole = copy.deepcopy(policy.whole).requires_grad_(False)
 
     def shard(self, module: torch.nn.Module) -> None:

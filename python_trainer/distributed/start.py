@@ -6,24 +6,27 @@ from contextlib import contextmanager
 
 import torch
 
-from python_trainer.config import Config
-from python_trainer.distributed.alone import Alone
+from python_trainer.distributed.group import RankGroup
 from python_trainer.errors import UserError
 from python_trainer.model.policy import choose_device
 
 
 @contextmanager
-def start(config: Config) -> Iterator[Alone]:
+def start(parallel: str, device: str = "auto") -> Iterator[RankGroup]:
     """All processes of a run, within it; a group of one where torchrun started none.
+
+    Args:
+        parallel: the setting of that name.
+        device: ``model.device`` of the settings.
 
     Raises:
         UserError: torchrun started several, but ``parallel`` is none; there are more processes than GPUs.
     """
     size = int(os.environ.get("WORLD_SIZE", 1))
-    if config.parallel == "none":
+    if parallel == "none":
         if size > 1:
             raise UserError(f"parallel is none, but torchrun started {size} processes: set parallel=ddp or fsdp2")
-        yield Alone()
+        yield RankGroup()
         return
     import torch.distributed as dist
 
@@ -36,9 +39,9 @@ def start(config: Config) -> Iterator[Alone]:
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        ranks = Replicated() if config.parallel == "ddp" else Sharded()
+        ranks = Replicated() if parallel == "ddp" else Sharded()
         with ranks.together():
-            if choose_device(config.model.device).type == "cuda":
+            if choose_device(device).type == "cuda":
                 _choose_gpu(int(os.environ.get("LOCAL_RANK", 0)))
         yield ranks
     finally:

@@ -1,17 +1,18 @@
 """The critic of PPO: the reward that is still to come, predicted before every response token."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from python_trainer.distributed import Alone
+from python_trainer.model.flat_forward import flat_inputs
 from python_trainer.model.optimizer import PolicyOptimizer
-from python_trainer.model.packed_attention import IMPLEMENTATION
 from python_trainer.model.packing import Packed
 from python_trainer.model.policy import Policy, recompute_activations
 from python_trainer.model.settings import CriticConfig, OptimizerConfig
 from python_trainer.model.tensors import load_weights
+from rlkernels.integrations.transformers_attention import IMPLEMENTATION
 
 
 class Critic(torch.nn.Module):
@@ -19,9 +20,18 @@ class Critic(torch.nn.Module):
 
     They are the hidden states of the policy's own pass, whose weights then also learn to foresee rewards; or, with
     ``separate``, those of a second model that starts as a copy of the policy and shares nothing with it afterwards.
+
+    Args:
+        shard: called with that model and with the critic, before optimizers are made of their parameters.
     """
 
-    def __init__(self, policy: Policy, config: CriticConfig, optimizer: OptimizerConfig, ranks: Alone | None = None):
+    def __init__(
+        self,
+        policy: Policy,
+        config: CriticConfig,
+        optimizer: OptimizerConfig,
+        shard: Callable[[torch.nn.Module], None] | None = None,
+    ):
         super().__init__()
         width = policy.model.get_output_embeddings().weight.shape[1]
         self.body: Any = None
@@ -33,22 +43,18 @@ class Critic(torch.nn.Module):
         self.head = torch.nn.Linear(width, 1, device=policy.device, dtype=torch.float32)
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
-        ranks = ranks or Alone()
-        if self.body is not None:
-            ranks.shard(self.body)
-        ranks.shard(self)
+        if shard is not None:
+            for module in (self.body, self) if config.separate else (self,):
+                shard(module)
         self.optimizer = PolicyOptimizer(self, optimizer)
         self.rate = config.learning_rate / optimizer.learning_rate  # of the policy's
 
     def forward(self, packed: Packed, states: torch.Tensor) -> torch.Tensor:
         """Values [B, L] float32, 0 where masked; ``states`` [R, H] come from ``Policy.score_with_states``."""
         if self.body is not None:
-            states = self.body(
-                input_ids=packed.input_ids[None],
-                position_ids=packed.layout.position_ids.to(packed.input_ids.device)[None],
-                use_cache=False,
-                layout=packed.layout,
-            ).last_hidden_state[0, packed.rows]
+            positions = packed.layout.position_ids.to(packed.input_ids.device)
+            inputs = flat_inputs(packed.input_ids, positions, packed.layout)
+            states = self.body(**inputs).last_hidden_state[0, packed.rows]
         return packed.spread(self.head(states.float())[:, 0])
 
     def step(self, policy_learning_rate: float) -> float:

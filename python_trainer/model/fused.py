@@ -5,7 +5,7 @@ Transformers runs about sixty operations per layer; here a layer is four matrix 
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,21 +13,16 @@ from torch.nn.functional import embedding, linear
 
 import rlkernels.backend
 from rlkernels.decoder import add_rms_norm, rope, silu_mul
+from rlkernels.integrations.transformers_attention import Attention
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 MAX_BYTES = 1 << 28  # of weights; in larger models the calls do not count, and joined copies of weights do
 
 
-class Attention(Protocol):
-    """What the tokens of a pass look at."""
-
-    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float,
-               window: int | None) -> torch.Tensor:  # fmt: skip
-        """query [T, Hq, d], key and value [T, Hk, d] -> [T, Hq, d]."""
-
-
 @dataclass
-class Layer:
+class FusedLayer:
+    """The weights of a layer, those of products of the same input joined."""
+
     norms: tuple[torch.Tensor, torch.Tensor]  # before attention and before the MLP
     qkv: torch.Tensor
     qkv_bias: torch.Tensor | None
@@ -41,7 +36,7 @@ class Layer:
 
 
 def supports(model: Any) -> bool:
-    """True for an unmodified float32 model of a known type on a CPU. Its numbers are compared by the engine's probe."""
+    """True for an unmodified float32 model of a known type on a CPU. Its numbers are compared by ``find_traits``."""
     if model.config.model_type not in MODEL_TYPES or not hasattr(model, "lm_head") or not hasattr(model, "model"):
         return False
     parameters = list(model.parameters())
@@ -82,7 +77,7 @@ class FusedDecoder:
     def __call__(
         self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
-        """As :func:`python_trainer.model.paged_attention.forward`."""
+        """As :func:`python_trainer.model.flat_forward.forward`."""
         return self.head(self.states(ids, positions, rows, attention))
 
     def states(
@@ -109,12 +104,12 @@ class FusedDecoder:
         return add_rms_norm(hidden, update, self.norm, self.eps)[1]
 
 
-def _layer(layer: Any) -> Layer:
+def _layer(layer: Any) -> FusedLayer:
     attention, mlp = layer.self_attn, layer.mlp
     qkv, qkv_bias = _joined(attention.q_proj, attention.k_proj, attention.v_proj)
     gate_up, gate_up_bias = _joined(mlp.gate_proj, mlp.up_proj)
     normed = hasattr(attention, "q_norm")
-    return Layer(
+    return FusedLayer(
         norms=(layer.input_layernorm.weight, layer.post_attention_layernorm.weight),
         qkv=qkv,
         qkv_bias=qkv_bias,
@@ -124,7 +119,8 @@ def _layer(layer: Any) -> Layer:
         gate_up_bias=gate_up_bias,
         down=mlp.down_proj,
         scale=attention.scaling,
-        window=getattr(attention, "sliding_window", None),
+        # of Mistral it is in the config only
+        window=getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None)),
     )
 
 

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -12,16 +12,13 @@ from python_trainer.keyed import keyed_seed
 from python_trainer.model.settings import LoraSettings
 from python_trainer.model.tensors import full
 
-if TYPE_CHECKING:
-    from python_trainer.model.policy import Policy
-
 ADAPTER = "default"
 
 
-def add_adapters(policy: "Policy", settings: LoraSettings) -> None:
-    """Freezes ``policy.model`` and adds adapters, which change nothing yet.
+def add_adapters(model: Any, settings: LoraSettings) -> Any:
+    """Freezes the model and adds adapters, which change nothing yet -> the plain model as a copy.
 
-    ``policy.whole`` becomes a copy with weights of its own where there are adapters; the others are shared.
+    The copy has weights of its own where there are adapters; the others are shared.
 
     Raises:
         UserError: PEFT is not installed, or the model has no such layers.
@@ -30,7 +27,6 @@ def add_adapters(policy: "Policy", settings: LoraSettings) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise UserError(f"model.lora needs PEFT ({error}): pip install peft") from error
-    model = policy.model
     whole = copy.deepcopy(model, {id(p): p for p in model.parameters()})  # modules of its own around the same weights
     wanted = LoraConfig(r=settings.r, lora_alpha=settings.alpha, target_modules=settings.target_modules)  # type: ignore[arg-type]
     with torch.random.fork_rng():
@@ -49,7 +45,7 @@ def add_adapters(policy: "Policy", settings: LoraSettings) -> None:
     for name, layer in adapted_layers(model):
         own = layer.base_layer.weight.detach().clone()
         whole.get_submodule(name).weight = torch.nn.Parameter(own, requires_grad=False)
-    policy.whole, policy.adapted = whole, True
+    return whole
 
 
 def adapted_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:

@@ -81,17 +81,6 @@ class PolicyOptimizer:
             if self.masters[name] is not self.params[name]:
                 self.params[name].copy_(self.masters[name])
 
-    def snapshot(self, names: Iterable[str]) -> dict[str, list[torch.Tensor]]:
-        """Copies of these weights for :meth:`restore`."""
-        return {name: [t.detach().clone() for t in self._weights(name)] for name in names}
-
-    @torch.no_grad()
-    def restore(self, saved: Mapping[str, list[torch.Tensor]]) -> None:
-        """Puts back the weights of a snapshot, bit for bit."""
-        for name, tensors in saved.items():
-            for weight, value in zip(self._weights(name), tensors, strict=True):
-                weight.copy_(value)
-
     def forget_momentum(self, names: Iterable[str]) -> None:
         """Sets the gradient's mean of these parameters to 0; the mean of its square and the step count stay."""
         for name in names:
@@ -99,9 +88,10 @@ class PolicyOptimizer:
             if "exp_avg" in state:
                 state["exp_avg"].zero_()
 
-    def _weights(self, name: str) -> list[torch.Tensor]:
+    def places(self, name: str) -> list[torch.Tensor]:
+        """The tensors that hold this weight: its master, then the parameter, where that is rounded from it."""
         param, master = self.params[name], self.masters[name]
-        return [param] if master is param else [param, master]
+        return [param] if master is param else [master, param]
 
     def state_dict(self) -> dict[str, Any]:
         """Moments and, where they are not the model's own parameters, master weights, all by parameter name."""

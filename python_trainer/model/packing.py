@@ -1,4 +1,4 @@
-"""Answers of a step as rows of tokens without padding, in which each prompt and shared prefix stands once.
+"""Rollouts of a step as rows of tokens without padding, in which each prompt and shared prefix stands once.
 
 A group of samples is packed as [prompt + prefix | suffix 1 | suffix 2 | ...]. Every log-probability that the loss
 needs is a *pair*: a position whose hidden state predicts, and the token it should predict. The pairs of a shared
@@ -12,28 +12,15 @@ from itertools import accumulate, compress
 
 import torch
 
+from python_trainer.data import Rollout
 from python_trainer.model.packed_attention import PackedLayout
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a sample is made of.
-
-    The first ``shared`` response tokens are the same for its whole group; the first ``unscored`` of those are context
-    only: nothing is computed for them but what later tokens see of them. So are those that are False in ``mask``
-    (bool, one for each response token): what a tool or the other side of a conversation said.
-    """
-
-    prompt_ids: Sequence[int]
-    response_ids: Sequence[int]
-    shared: int = 0
-    unscored: int = 0
-    mask: Sequence[bool] | None = None
-
-    def scored(self) -> list[bool]:
-        """Which response tokens are more than context."""
-        own = [True] * len(self.response_ids) if self.mask is None else self.mask
-        return [False] * self.unscored + list(own[self.unscored :])
+def scored_tokens(rollout: Rollout, *, score_prefix: bool) -> list[bool]:
+    """Which response tokens are more than context: not what others wrote, and the given prefix only if it counts."""
+    own = [True] * len(rollout.response_ids) if rollout.response_mask is None else rollout.response_mask
+    unscored = 0 if score_prefix else rollout.prefix_len
+    return [False] * unscored + list(own[unscored:])
 
 
 @dataclass
@@ -63,20 +50,24 @@ class Packed:
         return torch.where(self.mask, pairs[self.place], 0.0)
 
 
-def _beginning(answers: Sequence[Answer], index: int, share: bool) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Prompt and shared prefix of a sample, and what tells them apart from equal ones that are not to be shared."""
-    answer = answers[index]
-    return tuple(answer.prompt_ids), tuple(answer.response_ids[: answer.shared]), -1 if share else index
+def _beginning(rollouts: Sequence[Rollout], index: int, share: bool) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Prompt and given prefix of a sample, and what tells them apart from equal ones that are not to be shared."""
+    rollout = rollouts[index]
+    return tuple(rollout.prompt_ids), tuple(rollout.response_ids[: rollout.prefix_len]), -1 if share else index
 
 
-def pack(answers: Sequence[Answer], samples: Sequence[int], *, share: bool = True) -> Packed:
-    """Packs the answers with these indices; samples with the same prompt and shared prefix need not be neighbours.
+def pack(
+    rollouts: Sequence[Rollout], samples: Sequence[int], *, share: bool = True, score_prefix: bool = True
+) -> Packed:
+    """Packs the rollouts with these indices; samples with the same prompt and given prefix need not be neighbours.
 
-    With ``share`` False every sample brings its own copy of them: the plain, slower form.
+    Args:
+        share: False: every sample brings its own copy of prompt and prefix, the plain, slower form.
+        score_prefix: the given prefix is scored too; False: it is context only.
     """
     groups: dict[tuple, list[int]] = {}
     for index in samples:
-        groups.setdefault(_beginning(answers, index, share), []).append(index)
+        groups.setdefault(_beginning(rollouts, index, share), []).append(index)
     ids: list[int] = []
     rows: list[int] = []
     targets: list[int] = []
@@ -84,14 +75,15 @@ def pack(answers: Sequence[Answer], samples: Sequence[int], *, share: bool = Tru
     prefix_lens, suffix_lens, group_starts, order = [], [], [0], []
     for (prompt, prefix, _), members in groups.items():
         start, shared_pairs = len(ids), len(targets)
-        skipped = min(answers[index].unscored for index in members)
+        skipped = 0 if score_prefix else len(prefix)
         ids += [*prompt, *prefix]
         end = len(ids) - 1  # the last shared token predicts the first of every suffix
         rows += range(start + len(prompt) - 1 + skipped, end)
         targets += prefix[skipped:]
         prefix_lens.append(len(prompt) + len(prefix))
         for index in members:
-            suffix, scored = answers[index].response_ids[len(prefix) :], answers[index].scored()
+            suffix = rollouts[index].response_ids[len(prefix) :]
+            scored = scored_tokens(rollouts[index], score_prefix=score_prefix)
             pairs = [shared_pairs + t - skipped if scored[t] else -1 for t in range(len(prefix))]
             if len(suffix):
                 own = scored[len(prefix) :]
@@ -114,20 +106,20 @@ def pack(answers: Sequence[Answer], samples: Sequence[int], *, share: bool = Tru
     return Packed(order, long(ids), layout, long(rows), long(targets), place.clamp(min=0), mask)
 
 
-def _tokens(answers: Sequence[Answer], index: int, share: bool) -> tuple[tuple, int, int]:
+def _tokens(rollouts: Sequence[Rollout], index: int, share: bool) -> tuple[tuple, int, int]:
     """What a sample may share, how many tokens that is, and how many are its own."""
-    key = _beginning(answers, index, share)
-    return key, len(key[0]) + len(key[1]), max(len(answers[index].response_ids) - len(key[1]) - 1, 0)
+    key = _beginning(rollouts, index, share)
+    return key, len(key[0]) + len(key[1]), max(len(rollouts[index].response_ids) - len(key[1]) - 1, 0)
 
 
 def split_evenly(
-    answers: Sequence[Answer], samples: Sequence[int], parts: int, *, share: bool = True
+    rollouts: Sequence[Rollout], samples: Sequence[int], parts: int, *, share: bool = True
 ) -> list[list[int]]:
     """Cuts the samples, in order, into ``parts`` stretches of about as many packed tokens; some may be empty."""
     seen: set[tuple] = set()
     middles, total = [], 0
     for index in samples:
-        key, shared, own = _tokens(answers, index, share)
+        key, shared, own = _tokens(rollouts, index, share)
         needed = max(own if key in seen else own + shared, 1)
         seen.add(key)
         middles.append(2 * total + needed)  # halves of tokens before the middle of this sample
@@ -139,14 +131,14 @@ def split_evenly(
 
 
 def micro_batches(
-    answers: Sequence[Answer], samples: Sequence[int], max_tokens: int, *, share: bool = True
+    rollouts: Sequence[Rollout], samples: Sequence[int], max_tokens: int, *, share: bool = True
 ) -> Iterator[list[int]]:
     """Splits the samples, in order, into parts of at most ``max_tokens`` packed tokens (one sample may be longer)."""
     part: list[int] = []
     seen: set[tuple] = set()
     tokens = 0
     for index in samples:
-        key, shared, own = _tokens(answers, index, share)
+        key, shared, own = _tokens(rollouts, index, share)
         needed = own if key in seen else own + shared
         if part and tokens + needed > max_tokens:
             yield part

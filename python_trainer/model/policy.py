@@ -1,36 +1,30 @@
 """The policy: a causal language model of Transformers, its tokenizer, and log-probabilities of packed answers."""
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from python_trainer.data import Example
 from python_trainer.errors import UserError
+from python_trainer.model.flat_forward import flat_attention, forward_with_states
 from python_trainer.model.fused import FusedDecoder, supports
 from python_trainer.model.lora import add_adapters, merged_weights, without_adapters
-from python_trainer.model.packed_attention import IMPLEMENTATION
-from python_trainer.model.packing import Answer, Packed, pack
+from python_trainer.model.packing import Packed
 from python_trainer.model.settings import ModelConfig
+from python_trainer.model.shipped import policy_folder, shipped_policies
 from python_trainer.model.tensors import full
-from python_trainer.rollout.paged.engine import fusible
+from python_trainer.model.traits import find_traits
 from rlkernels import linear_token_logprobs, token_logprobs
 
-# bytes of logits in a micro-batch; more are not held but computed block by block, twice
-LARGEST_LOGITS = 1 << 28
-SHIPPED = Path(__file__).parents[1] / "tasks" / "policies"
+LARGEST_LOGITS = 1 << 28  # bytes of logits in a micro-batch; more are not held but computed block by block, twice
 
 
 def set_matmul_precision(precision: str) -> None:
@@ -49,6 +43,70 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def load_policy(config: ModelConfig) -> "Policy":
+    """Loads a model folder, or a base policy that ships with the package.
+
+    Raises:
+        UserError: there is no such folder, or no model or tokenizer in it, or as of :class:`Policy`.
+    """
+    folder = policy_folder(config.path)
+    if not folder.is_dir():
+        shipped = ", ".join(shipped_policies())
+        raise UserError(
+            f"model.path: there is no folder {folder}; give a folder in Hugging Face format, or one of {shipped}"
+        )
+    model, tokenizer = _read(folder, config)
+    policy = Policy(model.to(device=choose_device(config.device)), tokenizer, name=str(folder))
+    if config.lora is not None:
+        policy.whole, policy.adapted = add_adapters(policy.model, config.lora), True
+    if config.gradient_checkpointing:
+        recompute_activations(policy.model)
+    return policy
+
+
+def _read(folder: Path, config: ModelConfig) -> tuple[Any, Any]:
+    """Model, on the CPU, and tokenizer; both are complete and fit together."""
+    disable_progress_bar()
+    set_verbosity_error()  # what matters is checked here
+    options = {"trust_remote_code": config.trust_remote_code, "local_files_only": True}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+        dtype = getattr(torch, config.dtype)
+        found: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
+        model, loaded = found
+    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, SafetensorError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"model.path: {folder} holds no causal language model with a tokenizer: {first}") from error
+    if loaded["missing_keys"]:
+        some = ", ".join(sorted(loaded["missing_keys"])[:3])
+        raise UserError(f"model.path: {folder} lacks {len(loaded['missing_keys'])} weights of its model: {some}, ...")
+    if model.get_input_embeddings().num_embeddings < len(tokenizer):
+        raise UserError(
+            f"model.path: the tokenizer of {folder} has {len(tokenizer)} tokens, "
+            f"more than the {model.get_input_embeddings().num_embeddings} that its model knows"
+        )
+    return model, tokenizer
+
+
+def recompute_activations(model: Any) -> None:
+    """Switches gradient checkpointing on, while dropout stays off."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in model.modules():  # checkpointing looks at the mode of its own layer only
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True
+
+
+def find_eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> list[int]:
+    """All end-of-sequence tokens, smallest first."""
+    found: set[int] = set()
+    for source in (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        found |= set([ids] if isinstance(ids, int) else ids or [])
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"the tokenizer of {name} has no EOS token: set eos_token in its tokenizer_config.json")
+    return sorted(found)
+
+
 class Policy:
     """A model with its tokenizer.
 
@@ -56,11 +114,15 @@ class Policy:
         model: what is trained; in evaluation mode (no dropout).
         whole: the plain model for generation and export: ``model`` itself, or a copy where the weights of ``model``
             are in shards or adapters, which :meth:`update_whole` brings up to date.
+        traits: what was found of the plain model.
+        fused: small models may take :class:`FusedDecoder` for passes with gradients.
         adapted: whether only adapters train (``model.lora``).
         eos_token_ids: every token that ends an answer, from the generation config, the config and the tokenizer.
         max_length: most tokens of prompt and answer together.
         limited_by: what that limit is, for messages.
-        fused: :class:`FusedDecoder` computes what the model computes.
+
+    Raises:
+        UserError: the tokenizer has no end-of-sequence token; something but attention mixes the model's tokens.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, name: str):
@@ -71,10 +133,9 @@ class Policy:
         config = model.config.get_text_config()
         self.max_length: int = getattr(config, "max_position_embeddings", None) or 1 << 30
         self.limited_by = "the model's limit"
-        # whether logits are the product of states and output matrix, not scaled or capped; None: not known yet
-        self._plain_head: bool | None = None
         model.eval()
-        self.fused = fusible(model)
+        self.traits = find_traits(model, f"{name} ({type(model).__name__})")
+        self.fused = self.traits.fusible
 
     def encode(self, prompts: Sequence[str | list[dict[str, str]]]) -> list[list[int]]:
         """Token ids of texts, or of chat messages through the tokenizer's template."""
@@ -102,8 +163,9 @@ class Policy:
         self.check_room(split, examples, encoded, max_completion_length)
         return encoded
 
-    def check_room(self, split: str, examples: Sequence[Example], encoded: Sequence[Sequence[int]],
-                   max_completion_length: int) -> None:  # fmt: skip
+    def check_room(
+        self, split: str, examples: Sequence[Example], encoded: Sequence[Sequence[int]], max_completion_length: int
+    ) -> None:
         """Raises UserError that names a prompt which is empty, or together with its answer beyond ``max_length``."""
         room = self.max_length - max_completion_length
         if room < 1:
@@ -123,15 +185,9 @@ class Policy:
         """The text of an answer, without special tokens."""
         return str(self.tokenizer.decode(list(response_ids), skip_special_tokens=True))
 
-    @contextmanager
-    def packed_attention(self) -> Iterator[None]:
+    def packed_attention(self) -> AbstractContextManager[None]:
         """Within it :meth:`score` and its backward pass work; afterwards the model attends as it did before."""
-        before = self.model.config._attn_implementation
-        try:
-            self.model.set_attn_implementation(IMPLEMENTATION)
-            yield
-        finally:
-            self.model.set_attn_implementation(before)
+        return flat_attention(self.model)
 
     def score(self, packed: Packed, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probability and entropy at every response token, [B, L] float32, both differentiable, 0 where masked.
@@ -143,20 +199,27 @@ class Policy:
 
     def score_with_states(self, packed: Packed, temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """:meth:`score`, and the last hidden states [R, H] that its R pairs were predicted from."""
-        head = self.model.get_output_embeddings()
-        size = packed.rows.numel() * head.weight.shape[0] * head.weight.element_size()
-        if size > LARGEST_LOGITS and self._plain_head is not False:
-            first, states = self._run(packed, 1)
-            if self._plain_head is None:
-                self._plain_head = self._is_plain(first, states)
-            if self._plain_head:
-                logprobs, entropy = linear_token_logprobs(
-                    states, head.weight, packed.targets, bias=head.bias, temperature=temperature, return_entropy=True
-                )
-                return packed.spread(logprobs), packed.spread(entropy), states
-        logits, states = self._run(packed)
-        logprobs, entropy = token_logprobs(logits[0], packed.targets, temperature=temperature, return_entropy=True)
+        head, targets = self.model.get_output_embeddings(), packed.targets
+        logits_bytes = targets.numel() * head.weight.shape[0] * head.weight.element_size()
+        options: dict[str, Any] = {"temperature": temperature, "return_entropy": True}
+        if logits_bytes > LARGEST_LOGITS and self.traits.plain_head:
+            _, states = self._run(packed, predict=1)
+            logprobs, entropy = linear_token_logprobs(states, head.weight, targets, bias=head.bias, **options)
+        else:
+            logits, states = self._run(packed)
+            logprobs, entropy = token_logprobs(logits, targets, **options)
         return packed.spread(logprobs), packed.spread(entropy), states
+
+    def _run(self, packed: Packed, predict: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [R, V] of the R pairs, or of the first ``predict`` of them, and all last hidden states [R, H]."""
+        positions = packed.layout.position_ids.to(self.device)
+        inputs = packed.input_ids, positions, packed.rows, packed.layout
+        # a hook or checkpointing may have come since
+        if self.fused and not self.model.is_gradient_checkpointing and supports(self.model):
+            decoder = FusedDecoder(self.model, int(positions.max()) + 1)
+            states = decoder.states(*inputs)
+            return decoder.head(states[:predict]), states
+        return forward_with_states(self.model, *inputs, predict)
 
     def mean_prediction(self, states: torch.Tensor, table: torch.Tensor, temperature: float) -> torch.Tensor:
         """sum_v p(v) ``table[v]`` [R, K] float32, p being what states [R, H] predict by the output layer alone.
@@ -167,43 +230,6 @@ class Policy:
         head = self.model.get_output_embeddings()
         rows = max(LARGEST_LOGITS // (table.element_size() * len(table)), 1)
         return torch.cat([(head(part).float() / temperature).softmax(-1) @ table for part in states.split(rows)])
-
-    def _is_plain(self, first: torch.Tensor, states: torch.Tensor) -> bool:
-        head = self.model.get_output_embeddings()
-        return torch.equal(first, torch.nn.functional.linear(states[None, :1], head.weight, head.bias))
-
-    @torch.no_grad()
-    def look_at_head(self) -> None:
-        """Finds out at once what :meth:`score` would otherwise find out when it needs to, by a pass of its own."""
-        with self.packed_attention():
-            self._plain_head = self._is_plain(*self._run(pack([Answer([0], [0, 0])], [0]).to(self.device), 1))
-
-    def _run(self, packed: Packed, predict: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [1, R, V] of the R pairs, or of so many of them, and their last hidden states [R, H]."""
-        positions = packed.layout.position_ids.to(self.device)
-        # a hook or checkpointing may have come since
-        if self.fused and not self.model.is_gradient_checkpointing and supports(self.model):
-            decoder = FusedDecoder(self.model, int(positions.max()) + 1)
-            found = decoder.states(packed.input_ids, positions, packed.rows, packed.layout)
-            return decoder.head(found[None, :predict]), found
-        states: list[torch.Tensor] = []
-
-        def look(_: Any, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-            states.append(inputs[0][0])
-            return (inputs[0][:, :predict],)
-
-        hook = self.model.get_output_embeddings().register_forward_pre_hook(look)
-        try:
-            logits = self.model(
-                input_ids=packed.input_ids[None],
-                position_ids=positions[None],
-                use_cache=False,
-                layout=packed.layout,
-                logits_to_keep=packed.rows,
-            ).logits
-        finally:
-            hook.remove()
-        return logits, states[0]
 
     def frozen_copy(self) -> "Policy":
         """The policy as it is, with weights of its own that do not train; with adapters: as it was without them."""
@@ -239,59 +265,3 @@ class Unadapted(Policy):
     def score_with_states(self, packed: Packed, temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         with without_adapters(self.model):
             return super().score_with_states(packed, temperature)
-
-
-def find_eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> list[int]:
-    """All end-of-sequence tokens, smallest first."""
-    found: set[int] = set()
-    for source in (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer):
-        ids = getattr(source, "eos_token_id", None)
-        found |= set([ids] if isinstance(ids, int) else ids or [])
-    if tokenizer.eos_token_id is None:
-        raise UserError(f"the tokenizer of {name} has no EOS token: set eos_token in its tokenizer_config.json")
-    return sorted(found)
-
-
-def load_policy(config: ModelConfig) -> Policy:
-    """Loads a model folder, or a base policy that ships with the package.
-
-    Raises:
-        UserError: there is no such folder, or no model or tokenizer in it, or no end-of-sequence token.
-    """
-    folder = SHIPPED / config.path if config.path in ("main", "small") else Path(config.path)
-    if not folder.is_dir():
-        raise UserError(f"model.path: there is no folder {folder}; give a folder in Hugging Face format, main or small")
-    disable_progress_bar()
-    set_verbosity_error()  # what matters is checked here
-    options = {"trust_remote_code": config.trust_remote_code, "local_files_only": True}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-        dtype = getattr(torch, config.dtype)
-        found: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
-        model, loaded = found
-    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, SafetensorError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"model.path: {folder} holds no causal language model with a tokenizer: {first}") from error
-    if loaded["missing_keys"]:
-        some = ", ".join(sorted(loaded["missing_keys"])[:3])
-        raise UserError(f"model.path: {folder} lacks {len(loaded['missing_keys'])} weights of its model: {some}, ...")
-    model = model.to(device=choose_device(config.device))
-    policy = Policy(model, tokenizer, name=str(folder))
-    if model.get_input_embeddings().num_embeddings < len(tokenizer):
-        raise UserError(
-            f"model.path: the tokenizer of {folder} has {len(tokenizer)} tokens, "
-            f"more than the {model.get_input_embeddings().num_embeddings} that its model knows"
-        )
-    if config.lora is not None:
-        add_adapters(policy, config.lora)
-    if config.gradient_checkpointing:
-        recompute_activations(policy.model)
-    return policy
-
-
-def recompute_activations(model: Any) -> None:
-    """Switches gradient checkpointing on, while dropout stays off."""
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    for module in model.modules():  # checkpointing looks at the mode of its own layer only
-        if isinstance(module, GradientCheckpointingLayer):
-            module.training = True

@@ -22,7 +22,7 @@ class ModelConfig(Section):
     """The policy."""
 
     path: str = "main"
-    """Folder of a causal language model in Hugging Face format, or `main` / `small`: the shipped base policies."""
+    """Folder of a causal language model in Hugging Face format, or a shipped base policy by name, such as `main`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights in memory. bfloat16 keeps float32 master weights in the optimizer."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -63,8 +63,9 @@ def _interval(value: float, samples: numpy.ndarray, confidence: float) -> Interv
     return Interval(value, float(low), float(high))
 
 
-def paired_difference(after: Values, before: Values, *, confidence: float = 0.95, resamples: int = 10_000,
-                      seed: int = 0) -> Interval:  # fmt: skip
+def paired_difference(
+    after: Values, before: Values, *, confidence: float = 0.95, resamples: int = 10_000, seed: int = 0
+) -> Interval:
     """Mean of ``after - before`` over prompts, with a paired bootstrap interval.
 
     Several runs are averaged per prompt, so the interval is about other prompts, not about other seeds of training;
@@ -75,8 +76,14 @@ def paired_difference(after: Values, before: Values, *, confidence: float = 0.95
     return _interval(value, means[:, 0] - means[:, 1], confidence)
 
 
-def difference_of_runs(after: Sequence[Values], before: Sequence[Values], *, confidence: float = 0.95,
-                       resamples: int = 10_000, seed: int = 0) -> Interval:  # fmt: skip
+def difference_of_runs(
+    after: Sequence[Values],
+    before: Sequence[Values],
+    *,
+    confidence: float = 0.95,
+    resamples: int = 10_000,
+    seed: int = 0,
+) -> Interval:
     """Mean of ``after - before`` over pairs of runs, with a bootstrap interval about other prompts and other seeds.
 
     Every resample draws prompts, the same for all runs, and pairs of runs, each with replacement. Few pairs show little
@@ -92,8 +99,9 @@ def difference_of_runs(after: Sequence[Values], before: Sequence[Values], *, con
     return _interval(float(numpy.mean(values)), (means * weights).sum(1), confidence)
 
 
-def share_of_gain(part: Values, full: Values, start: Values, *, confidence: float = 0.95, resamples: int = 10_000,
-                  seed: int = 0) -> Interval:  # fmt: skip
+def share_of_gain(
+    part: Values, full: Values, start: Values, *, confidence: float = 0.95, resamples: int = 10_000, seed: int = 0
+) -> Interval:
     """(part - start) / (full - start) of the mean accuracies, with a paired bootstrap interval.
 
     NaN where the full run gained nothing.

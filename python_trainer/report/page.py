@@ -14,12 +14,12 @@ from markupsafe import Markup
 
 from python_trainer.config import settings_used
 from python_trainer.files import write_text
+from python_trainer.report.runs import Run, accelerators_of
+from python_trainer.report.tables import printable
 from python_trainer.run_directory import read_metrics, read_samples
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-    from python_trainer.report.tables import Run
 
 COLOURS = ("#3b82f6", "#e8731a", "#16a37a", "#d6409f", "#8b5cf6", "#a3860b", "#0ea5b7", "#ef4444")  # light and dark
 STYLES = ("-", "--", ":", "-.")
@@ -91,14 +91,18 @@ GROUPS: dict[str, list[Chart]] = {
 }  # fmt: skip
 SPLIT = ("rollout", "train", "reward", "checkpoint", "eval")  # parts of summary.json, in seconds
 HOMES = {"rewards": "Reward functions", "time": "Speed", "tokens": "Speed"}
-DRAWN_ELSEWHERE = re.compile(r"rpo/(groups|informative)_cut_|time/(wall|training|eval|checkpoint)_s|total/|step$")
+DRAWN_ELSEWHERE = ("time/wall_s", "time/training_s", "time/eval_s", "time/checkpoint_s", "total/")
 
 
-def all_charts(keys: set[str]) -> dict[str, list[Chart]]:
-    """Group -> charts that have something to show; metrics named nowhere above get a chart each, by their prefix."""
+def all_charts(keys: set[str], elsewhere: tuple[str, ...] = ()) -> dict[str, list[Chart]]:
+    """Group -> charts that have something to show; metrics named nowhere above get a chart each, by their prefix.
+
+    Args:
+        elsewhere: beginnings of names of metrics that other pictures show.
+    """
     groups = {name: [chart for chart in charts if keys & set(chart.keys)] for name, charts in GROUPS.items()}
-    rest = keys - {key for charts in GROUPS.values() for chart in charts for key in chart.keys}
-    for key in sorted(key for key in rest if not DRAWN_ELSEWHERE.match(key)):
+    rest = keys - {STEP} - {key for charts in GROUPS.values() for chart in charts for key in chart.keys}
+    for key in sorted(key for key in rest if not key.startswith((*DRAWN_ELSEWHERE, *elsewhere))):
         prefix, _, name = key.removeprefix("time/accelerator/").partition("/")
         if key.startswith("time/accelerator/"):
             groups.setdefault(prefix.removesuffix("_s"), []).append(Chart("Seconds of a step", (key,)))
@@ -151,8 +155,16 @@ def draw_chart(chart: Chart, curves: Sequence[tuple[str, list[dict[str, Any]]]],
     def paint(axes: "Axes") -> None:
         for colour, style, x, y in lines:
             long = len(x) >= SMOOTH_FROM
-            axes.plot(x, y, style, color=colour, linewidth=0.8 if long else 1.5, alpha=0.35 if long else 1,
-                      marker="." if len(x) <= 12 else "", markersize=5)  # fmt: skip
+            axes.plot(
+                x,
+                y,
+                style,
+                color=colour,
+                linewidth=0.8 if long else 1.5,
+                alpha=0.35 if long else 1,
+                marker="." if len(x) <= 12 else "",
+                markersize=5,
+            )
             if long:
                 axes.plot(x, smooth(y), style, color=colour, linewidth=1.6)
         if target is not None and chart.keys == ("eval/accuracy",):
@@ -166,7 +178,7 @@ def draw_chart(chart: Chart, curves: Sequence[tuple[str, list[dict[str, Any]]]],
     return drawn(paint, label=chart.title)
 
 
-def draw_split(runs: Sequence["Run"]) -> Markup:
+def draw_split(runs: Sequence[Run]) -> Markup:
     """Where the time went: one bar per run."""
     parts = {part: [run.summary.get(f"{part}_s") or 0.0 for run in runs] for part in SPLIT}
     parts["accelerators"] = [sum(run.summary["accelerator_s"].values()) for run in runs]
@@ -193,20 +205,21 @@ def compare_rows(columns: Sequence[Mapping[str, str]]) -> tuple[list[tuple], lis
     return [row for row in rows if len(set(row[1:])) > 1], [row for row in rows if len(set(row[1:])) == 1]
 
 
-def samples_of(run: "Run") -> list[tuple[int, list[dict[str, Any]]]]:
+def samples_of(run: Run) -> list[tuple[int, list[dict[str, Any]]]]:
     """(step, answers) of up to SHOWN_STEPS steps, evenly spread, the last among them."""
     found = sorted(read_samples(run.folder).items())
     count = min(len(found), SHOWN_STEPS)
     return [found[round(i * (len(found) - 1) / max(count - 1, 1))] for i in range(count)] if count > 1 else found
 
 
-def printable(text: str) -> str:
-    """Control characters as escapes, so that no answer can move a cursor or end a document."""
-    return "".join(c if c in "\n\t" or c.isprintable() or c == " " else repr(c)[1:-1] for c in text)
-
-
-def write_page(runs: Sequence["Run"], columns: Mapping[str, Mapping[str, str]], pages: Sequence[Path], *,
-               pictures: Mapping[str, Path], target: float | None) -> None:  # fmt: skip
+def write_page(
+    runs: Sequence[Run],
+    columns: Mapping[str, Mapping[str, str]],
+    pages: Sequence[Path],
+    *,
+    pictures: Mapping[str, Path],
+    target: float | None,
+) -> None:
     """Writes the page of these runs to every path of ``pages``.
 
     Args:
@@ -216,7 +229,9 @@ def write_page(runs: Sequence["Run"], columns: Mapping[str, Mapping[str, str]], 
     """
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(columns)}
     rows = [(colours[run.name], read_metrics(run.folder)) for run in runs]
-    groups = all_charts({key for _, table in rows for row in table for key in row})
+    pictured = [picture for kind in accelerators_of(run.folder for run in runs) for picture in kind.pictures]
+    elsewhere = tuple(beginning for picture in pictured for beginning in picture.metrics)
+    groups = all_charts({key for _, table in rows for row in table for key in row}, elsewhere)
     charts = {name: [(chart, draw_chart(chart, rows, target)) for chart in group] for name, group in groups.items()}
     differing, same = compare_rows([settings_used(run.folder) for run in runs])
     made = compare_rows([{"device": run.summary["device"], **run.summary["versions"]} for run in runs])
@@ -225,10 +240,17 @@ def write_page(runs: Sequence["Run"], columns: Mapping[str, Mapping[str, str]], 
     )
     environment.filters["printable"] = printable
     text = environment.get_template("report.html.jinja").render(
-        title=", ".join(columns), runs=runs, colours=colours, charts=charts, split=draw_split(runs),
+        title=", ".join(columns),
+        runs=runs,
+        colours=colours,
+        charts=charts,
+        split=draw_split(runs),
         summary=[(row, [column[row] for column in columns.values()]) for row in next(iter(columns.values()))],
-        differing=differing, same=same, made=[*made[1], *made[0]], steps=[(run, samples_of(run)) for run in runs],
+        differing=differing,
+        same=same,
+        made=[*made[1], *made[0]],
+        steps=[(run, samples_of(run)) for run in runs],
         pictures={words: base64.b64encode(path.read_bytes()).decode() for words, path in pictures.items()},
-    )  # fmt: skip
+    )
     for page in pages:
         write_text(page, text.encode("utf-8", "replace").decode("utf-8"))

@@ -1,17 +1,17 @@
-"""Drafts for the samples of an engine, from a rollout history."""
+"""Drafts for the rollouts that an engine is generating, from a rollout history."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from python_trainer.rollout.paged.scheduler import Sample
+from python_trainer.rollout.decoding import Decoding
 from rlkernels import RolloutHistory
 
 WORTHLESS = 0.95  # no draft token is trusted more than this
 
 
-class Answer(NamedTuple):
+class HistoryEntry(NamedTuple):
     """What a rollout history is fed."""
 
     prompt_ids: Sequence[int]
@@ -34,27 +34,28 @@ class Drafter:
         news: what was added to the history since the drafter before this one: for engines with copies of it.
     """
 
-    def __init__(self, history: RolloutHistory, *, max_tokens: int = 16, pass_overhead: float,
-                 news: Sequence[Answer] = ()):  # fmt: skip
+    def __init__(
+        self, history: RolloutHistory, *, max_tokens: int = 16, pass_overhead: float, news: Sequence[HistoryEntry] = ()
+    ):
         self.history, self.max_tokens, self.pass_overhead = history, max_tokens, pass_overhead
         self.news = news
-        self.handles: dict[Sample, int] = {}
+        self.handles: dict[Decoding, int] = {}
 
     def token_cost(self, samples: int) -> float:
         """Time of one more draft token, as a share of a sample's decode step."""
         return samples / (samples + self.pass_overhead)
 
-    def start(self, samples: Sequence[Sample]) -> None:
-        """Follows samples that begin, or come from another engine; those that go on after a preemption are known."""
+    def start(self, samples: Sequence[Decoding]) -> None:
+        """Follows rollouts that begin, or come from another engine; those that go on after a preemption are known."""
         for sample in samples:
             if sample in self.handles:
                 continue
-            prompt, prefix = sample.context[: sample.prompt_length], sample.context[sample.prompt_length :]
+            prompt = sample.rollout.prompt_ids
             if self.history.longest_prompt(prompt) == len(prompt):
                 handle = self.handles[sample] = self.history.track(prompt)
-                self.history.extend(handle, [*prefix, *sample.out.ids])
+                self.history.extend(handle, sample.rollout.response_ids)
 
-    def draft(self, samples: Sequence[Sample], budget: int) -> None:
+    def draft(self, samples: Sequence[Decoding], budget: int) -> None:
         """Gives every sample a draft, of ``budget`` tokens together at most."""
         followed = [sample for sample in samples if sample in self.handles]
         if not followed:
@@ -66,9 +67,9 @@ class Drafter:
         ids, lengths = self.history.draft_tracked(handles, max_tokens=longest, token_cost=cost)
         for sample, row, length in zip(followed, ids.tolist(), lengths.tolist()):
             # the pass itself draws one token more
-            sample.draft = row[: min(length, sample.max_new_tokens - len(sample.out.ids) - 1)]
+            sample.draft = row[: min(length, sample.max_new_tokens - sample.drawn - 1)]
 
-    def learn(self, samples: Sequence[Sample], accepted: Sequence[int], new: Sequence[Sequence[int]]) -> None:
+    def learn(self, samples: Sequence[Decoding], accepted: Sequence[int], new: Sequence[Sequence[int]]) -> None:
         """Tells how many tokens of each draft were right, and which tokens each sample has got."""
         followed = [i for i, sample in enumerate(samples) if sample in self.handles]
         if not followed:
@@ -77,7 +78,7 @@ class Drafter:
         self.history.observe(handles, [len(samples[i].draft) for i in followed], [accepted[i] for i in followed])
         self.history.extend_tracked(handles, [t for i in followed for t in new[i]], [len(new[i]) for i in followed])
 
-    def stop(self, samples: Sequence[Sample]) -> None:
+    def stop(self, samples: Sequence[Decoding]) -> None:
         for sample in samples:
             if sample in self.handles:  # one that was withdrawn may not have begun
                 self.history.release(self.handles.pop(sample))

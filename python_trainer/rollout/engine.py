@@ -1,14 +1,13 @@
-"""What goes into a rollout engine and what comes out."""
+"""The interface of everything that generates answers with the current policy."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
 
-from python_trainer.data import Completion
-
-if TYPE_CHECKING:
-    from python_trainer.rollout.drafting import Drafter
-    from python_trainer.rollout.ordering import LengthHistory
+from python_trainer.data import Request, Rollout
+from python_trainer.errors import UserError
+from python_trainer.rollout.drafting import Drafter
+from python_trainer.rollout.ordering import LengthHistory
 
 
 @dataclass(frozen=True)
@@ -22,56 +21,130 @@ class SamplingParams:
     stop: tuple[str, ...] = ()  # stop strings; need the engine's tokenizer
 
 
-@dataclass(frozen=True)
-class Request:
-    """One prompt to continue, ``num_samples`` times.
+class Engine(ABC):
+    """Answers requests: :meth:`submit` queues them, :meth:`poll` works and hands out what is finished.
 
-    Sample ``j`` draws its noise with sample id ``sample_id + j``, so give requests ids ``num_samples`` apart.
+    Attributes:
+        max_positions: most tokens of a sequence, prompt and answer together: an answer that comes so far ends there.
+        limited_by: what that limit is, for messages: "the limit of ...".
+        policy_version: how often the weights have changed; every rollout carries the one that it was begun with.
+        drafter: guesses tokens that the engine then verifies; None: no drafts.
+        lengths: how long earlier answers were, which decides the order of work; None: the order of the requests.
     """
 
-    prompt_ids: Sequence[int]
-    prefix_ids: Sequence[int] = ()  # the start of the answer, kept as it is; not part of the completion
-    num_samples: int = 1
-    max_new_tokens: int = 256
-    sample_id: int = 0
+    max_positions: int
+    limited_by: str
+    policy_version = 0
+    drafter: Drafter | None = None
+    lengths: LengthHistory | None = None
 
-
-class Engine(Protocol):
-    """Generates completions with the current policy."""
-
-    drafter: "Drafter | None"
-    """Guesses tokens that the engine then verifies; None: no drafts."""
-
-    lengths: "LengthHistory | None"
-    """How long earlier answers were, which decides the order of work; None: the order of the requests."""
+    def __init__(self) -> None:
+        self._ready: list[Rollout] = []  # finished, and not handed out yet
 
     @property
-    def max_positions(self) -> int:
-        """Most tokens of a sequence, prompt and answer together: an answer that comes so far ends there."""
-        ...
+    @abstractmethod
+    def stats(self) -> dict[str, float]:
+        """Counters since the engine was made: generated_tokens, prefill_tokens, cached_tokens, forward_passes, ..."""
 
-    @property
-    def limited_by(self) -> str:
-        """What that limit is, for messages: "the limit of ..."."""
-        ...
+    @abstractmethod
+    def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Rollout]:
+        """Queues requests -> the rollouts that :meth:`poll` will fill, the samples of one request side by side.
 
-    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
-        """Completions in the order of the requests, the samples of one request side by side."""
-        ...
+        More may be submitted while others are being generated, with the same ``sampling``.
 
-    def pass_seconds(self, sequences: int, tokens: int) -> float:
-        """Time of a forward pass over so many new tokens of each of so many sequences."""
-        ...
+        Raises:
+            UserError: a request or setting is out of range. Nothing has been queued then.
+        """
+
+    @abstractmethod
+    def _work(self, count: int) -> list[Rollout]:
+        """Generates until at least ``count`` rollouts are finished, or all -> those."""
+
+    def poll(self, at_least: int = 1) -> list[Rollout]:
+        """Generates until so many rollouts are finished, or all -> those, each once; empty where nothing is left."""
+        found, self._ready = self._ready, []
+        return found + self._work(at_least - len(found)) if len(found) < at_least else found
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Rollout]:
+        """Submits, and polls until all is there -> finished rollouts, in the order of the requests.
+
+        Raises:
+            UserError: as of :meth:`submit`.
+        """
+        rollouts = self.submit(requests, sampling)
+        missing = {id(rollout) for rollout in rollouts}
+        others: list[Rollout] = []  # of earlier submissions, whoever waits for them
+        while missing:
+            for rollout in self.poll(len(missing)):
+                if id(rollout) not in missing:
+                    others.append(rollout)
+                missing.discard(id(rollout))
+        self._ready += others
+        return rollouts
 
     def policy_updated(self) -> None:
-        """The weights have changed: nothing computed with the old ones may be used again."""
-        ...
+        """The weights have changed: nothing computed with the old ones is used again.
 
-    def close(self) -> None:
+        An answer that is being generated goes on from the tokens that it has, with the new weights.
+        """
+        self.policy_version += 1
+
+    def pass_seconds(self, sequences: int, tokens: int) -> float:
+        """Time of a forward pass over so many new tokens of each of so many sequences.
+
+        Raises:
+            UserError: the engine does not tell.
+        """
+        raise UserError(f"{type(self).__name__} does not tell what a forward pass costs")
+
+    def close(self) -> None:  # noqa: B027
         """Lets go of processes that the engine has started; a later call starts them again."""
-        ...
 
-    @property
-    def stats(self) -> dict[str, float]:
-        """Counters since the engine was made: generated_tokens, prefill_tokens, forward_passes, ..."""
-        ...
+
+def new_rollouts(request: Request, policy_version: int) -> list[Rollout]:
+    """What an engine fills for a request: one rollout a sample, which begins with the given prefix."""
+    return [
+        Rollout(request.prompt_ids, list(request.prefix_ids), len(request.prefix_ids), policy_version=policy_version)
+        for _ in range(request.num_samples)
+    ]
+
+
+def check_sampling(sampling: SamplingParams, *, has_tokenizer: bool) -> None:
+    """Raises UserError for a setting that is out of range."""
+    if not sampling.temperature >= 0:
+        raise UserError(f"temperature must be >= 0, got {sampling.temperature}")
+    if not 0 < sampling.top_p <= 1:
+        raise UserError(f"top_p must be above 0 and at most 1, got {sampling.top_p}")
+    if sampling.top_k < 0:
+        raise UserError(f"top_k must be >= 0 (0: off), got {sampling.top_k}")
+    if sampling.stop and not has_tokenizer:
+        raise UserError(f"stop strings {sampling.stop!r} need a tokenizer: make the engine with tokenizer=...")
+    if "" in sampling.stop:
+        raise UserError(f"stop must not hold an empty string, got {sampling.stop!r}")
+
+
+def check_requests(requests: Sequence[Request], *, max_positions: int, vocab_size: int, room: int) -> None:
+    """Raises UserError for a request that is out of range; ``room`` is what the KV cache holds, in tokens."""
+    for i, request in enumerate(requests):
+        if request.num_samples < 0 or request.max_new_tokens < 0:
+            raise UserError(
+                f"request {i}: num_samples and max_new_tokens must be >= 0, got {request.num_samples} and "
+                f"{request.max_new_tokens}"
+            )
+        context = [*request.prompt_ids, *request.prefix_ids]
+        if not context:
+            raise UserError(f"request {i}: the prompt is empty; give it at least a BOS token")
+        if len(context) > max_positions:
+            raise UserError(
+                f"request {i}: prompt and prefix have {len(context)} tokens, more than the model's "
+                f"limit of {max_positions} positions"
+            )
+        if min(context) < 0 or max(context) >= vocab_size:
+            raise UserError(
+                f"request {i}: token ids must be between 0 and {vocab_size - 1}, got {min(context)} .. {max(context)}"
+            )
+        longest = min(len(context) + request.max_new_tokens, max_positions)
+        if longest > room:
+            raise UserError(
+                f"request {i}: {longest} tokens do not fit into a KV cache of {room} tokens; raise memory_bytes"
+            )

@@ -1,21 +1,21 @@
-"""The engine that a configuration asks for."""
+"""The engine that the settings ask for."""
 
 from pathlib import Path
 from typing import Any
 
-from python_trainer.config import Config
 from python_trainer.model.policy import Policy
+from python_trainer.model.settings import ModelConfig
 from python_trainer.rollout.engine import Engine
 from python_trainer.rollout.ordering import LengthHistory
+from python_trainer.rollout.settings import RolloutConfig
 
 
-def make_engine(config: Config, policy: Policy, output_dir: Path) -> Engine:
+def make_engine(rollout: RolloutConfig, model: ModelConfig, policy: Policy, output_dir: Path) -> Engine:
     """An engine for the policy; what a server has to read goes through a folder of ``output_dir``.
 
     Raises:
         UserError: the engine cannot run this model, or not in as many processes, or vLLM is not there as it must be.
     """
-    rollout = config.rollout
     options: dict[str, Any] = {
         "eos_token_ids": policy.eos_token_ids,
         "tokenizer": policy.tokenizer,
@@ -29,14 +29,15 @@ def make_engine(config: Config, policy: Policy, output_dir: Path) -> Engine:
         if rollout.vllm_server is not None:
             server = Server(policy.whole, rollout.vllm_server, output_dir / ".vllm")
             return VLLMEngine(policy.whole, server, **options)
-        trust = config.model.trust_remote_code
+        trust = model.trust_remote_code
         in_process = InProcess(policy.whole, policy.name, trust_remote_code=trust, **sizes)
         return VLLMEngine(policy.whole, in_process, **options)
     if rollout.workers > 1:
         from python_trainer.rollout.workers.pool import WorkerPool
 
-        precision = config.model.matmul_precision
-        return WorkerPool(policy.whole, workers=rollout.workers, matmul_precision=precision, **sizes, **options)
+        precision = model.matmul_precision
+        options |= sizes | {"traits": policy.traits}
+        return WorkerPool(policy.whole, workers=rollout.workers, matmul_precision=precision, **options)
     from python_trainer.rollout.paged.engine import PagedEngine
 
-    return PagedEngine(policy.whole, **sizes, **options)
+    return PagedEngine(policy.whole, traits=policy.traits, **sizes, **options)

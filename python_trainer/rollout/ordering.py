@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from python_trainer.data import Completion
-from python_trainer.rollout.engine import Request
+from python_trainer.data import Request, Rollout
 
 NEWEST = 0.5  # weight of a prompt's newest visit in its mean
 SPREAD = 0.25  # of answers about their expected length, before any have been seen, as a share of it
@@ -204,13 +203,13 @@ def expectations(history: LengthHistory, requests: Sequence[Request]) -> list[Wo
     ]
 
 
-def remember(history: LengthHistory, requests: Sequence[Request], completions: Iterable[Completion]) -> None:
-    """Notes how long the answers were; ``completions`` in the order of the requests."""
+def remember(history: LengthHistory, requests: Sequence[Request], rollouts: Iterable[Rollout]) -> None:
+    """Notes how long the answers were; ``rollouts`` in the order of the requests."""
     visits: dict[tuple[int, ...], list[int]] = {}
-    answers = iter(completions)
+    answers = iter(rollouts)
     for request in requests:
         lengths = visits.setdefault(tuple(request.prompt_ids), [])
-        lengths += [len(request.prefix_ids) + len(next(answers).ids) for _ in range(request.num_samples)]
+        lengths += [len(next(answers).response_ids) for _ in range(request.num_samples)]
     for prompt, lengths in visits.items():
         history.observe(prompt, lengths)
 

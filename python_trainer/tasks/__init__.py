@@ -2,7 +2,6 @@
 
 from python_trainer.data import Example
 from python_trainer.tasks.base import RewardFunction, Task
-from python_trainer.tasks.load import load_task
-from python_trainer.tasks.settings import TaskConfig
+from python_trainer.tasks.settings import TASKS, TaskSettings
 
-__all__ = ["Example", "RewardFunction", "Task", "TaskConfig", "load_task"]
+__all__ = ["TASKS", "Example", "RewardFunction", "Task", "TaskSettings"]

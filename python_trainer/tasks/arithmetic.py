@@ -12,6 +12,7 @@ from typing import Literal
 
 from python_trainer.data import Example
 from python_trainer.tasks.base import Task
+from python_trainer.tasks.settings import TaskSettings
 
 Variant = Literal["short", "long", "longest"]
 
@@ -85,3 +86,16 @@ def arithmetic_task(variant: Variant, seed: int, *, train_size: int, gate_size: 
     """The task; its training, gate and test prompts are disjoint, and a seed always gives the same ones."""
     train, gate, test = draw_examples(variant, seed, (train_size, gate_size, test_size))
     return Task(f"arithmetic-{variant}", train, test, {"accuracy": accuracy}, gate)
+
+
+class ArithmeticSettings(TaskSettings):
+    """Settings of the task; by default it has 512 training, 2,048 gate and 8,192 test examples."""
+
+    name: str = "arithmetic"
+    variant: Variant = "short"
+    """2 to 10 terms, 20 to 24 with answers of 200 tokens and more, or 40 to 48 with about 500."""
+
+    def load(self) -> Task:
+        chosen = {split: getattr(self, f"{split}_size") for split in SIZES}
+        sizes = {f"{split}_size": SIZES[split] if size is None else size for split, size in chosen.items()}
+        return arithmetic_task(self.variant, self.seed, **sizes)

@@ -25,6 +25,7 @@ class Task:
     accuracy: str = "accuracy"
     reward_timeout: float | None = None  # seconds for one call of a reward function
     notes: Sequence[str] = ()  # what the user may want to know about the files
+    accuracy_chosen: bool = True  # whether somebody said which function decides what is right
 
 
 def completion_text(completion: str | Messages) -> str:

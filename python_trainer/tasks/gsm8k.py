@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
+from pydantic import field_validator
+
 from python_trainer.data import Example, Messages
 from python_trainer.errors import UserError
-from python_trainer.tasks.base import completion_text
-from python_trainer.tasks.jsonl import read_rows, text_column
+from python_trainer.tasks.base import Task, completion_text
+from python_trainer.tasks.files import FileTaskSettings, read_rows, text_column
 
 # The final answer stands after the last "####" (gold answers) or at the start of the last line "A:" (model solutions).
 MARKER = re.compile(r"####|^A:", re.MULTILINE)
@@ -60,3 +62,25 @@ def read_problems(path: Path, template: str) -> list[Example]:
             raise UserError(f"{path}:{number}: answer has no final number; allowed: a last line like '#### 18'")
         examples.append(Example(template.replace("{question}", question), {"question": question, "answer": answer}))
     return examples
+
+
+class GSM8KSettings(FileTaskSettings):
+    """Settings of the task."""
+
+    name: str = "gsm8k"
+    prompt_template: str = "{question}\nReason step by step and end with a line '#### ' and the number.\n"
+    """What the model is given; "{question}" is filled in."""
+
+    @field_validator("prompt_template")
+    @classmethod
+    def _holds_the_question(cls, template: str) -> str:
+        if "{question}" not in template:
+            raise ValueError(f'must contain "{{question}}", got {template!r}')
+        return template
+
+    def read(self, path: Path) -> tuple[list[Example], list[str]]:
+        return read_problems(path, self.prompt_template), []
+
+    def load(self) -> Task:
+        found = self.splits()
+        return Task(self.name, found.train, found.test, {"accuracy": accuracy}, found.gate, notes=found.notes)

@@ -1,45 +1,73 @@
-"""Reads JSONL files with prompts; every problem names the file, the line and what is allowed."""
+"""Prompts from JSONL files, judged by reward functions that the user names."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
 
 from python_trainer.data import Example
 from python_trainer.errors import UserError
+from python_trainer.settings import Plugin
+from python_trainer.tasks.base import Task
+from python_trainer.tasks.files import FileTaskSettings, read_rows
+from python_trainer.tasks.rewards import REWARDS
 
 PROMPT_COLUMNS = ("prompt", "messages")
 
 
-def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """(line number, object) of every line that is not blank."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read as UTF-8 text: {error}") from error
-    rows = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}:{number}: not JSON: {error}; allowed: one JSON object a line") from error
-        if not isinstance(row, dict):
-            raise UserError(f"{path}:{number}: {type(row).__name__} {line[:60]!r}; allowed: one JSON object a line")
-        rows.append((number, row))
-    if not rows:
-        raise UserError(f"{path}: no examples; at least one line with a JSON object is needed")
-    return rows
+class JSONLSettings(FileTaskSettings):
+    """Settings of the task."""
 
+    name: str = "jsonl"
+    prompt_column: str | None = None
+    """Column with the prompt, a string or a list of chat messages; null: "prompt" or "messages"."""
+    reward: Annotated[str | list[str], Plugin(REWARDS, later=True)] = Field([])
+    """Reward functions as "module:function"; the module may lie in the current folder. "math" compares the value of an
+    answer with column answer by math-verify (pip install math-verify)."""
+    reward_weights: list[float] | None = None
+    """One weight for each reward function; null: 1 each."""
+    accuracy: str | None = None
+    """Name of the reward function whose value above 0.5 counts as a right answer; null: the first one."""
+    reward_timeout: Annotated[float, Field(gt=0)] | None = None
+    """Seconds that one call of a reward function may take, for all answers of a step; null for no limit."""
 
-def text_column(path: Path, number: int, row: dict[str, Any], column: str) -> str:
-    """A column that must be a non-empty string."""
-    if column not in row:
-        raise UserError(f"{path}:{number}: no column {column!r}; the line has {', '.join(map(repr, row)) or 'none'}")
-    if not isinstance(row[column], str) or not row[column]:
-        raise UserError(f"{path}:{number}: {column} is {row[column]!r:.80}; allowed: a string that is not empty")
-    return row[column]
+    @property
+    def rewards(self) -> list[str]:
+        return [self.reward] if isinstance(self.reward, str) else self.reward
+
+    @model_validator(mode="after")
+    def _has_rewards(self) -> "JSONLSettings":
+        if not self.rewards:
+            raise ValueError('task jsonl needs reward: "math", "module:function", or a list of them')
+        if self.reward_weights is not None and len(self.reward_weights) != len(self.rewards):
+            raise ValueError(f"reward_weights needs {len(self.rewards)} numbers, got {self.reward_weights}")
+        return self
+
+    def read(self, path: Path) -> tuple[list[Example], list[str]]:
+        return read_prompts(path, self.prompt_column)
+
+    def load(self) -> Task:
+        functions = {spec.rpartition(":")[2]: REWARDS.resolve(spec) for spec in self.rewards}
+        if len(functions) < len(self.rewards):
+            raise UserError(f"reward functions need different names, got {', '.join(self.rewards)}")
+        accuracy = self.accuracy or next(iter(functions))
+        if accuracy not in functions:
+            raise UserError(f"accuracy {accuracy!r} is no reward function; allowed: {', '.join(functions)}")
+        weights = dict(zip(functions, self.reward_weights or [1.0] * len(functions), strict=True))
+        found = self.splits()
+        return Task(
+            self.name,
+            found.train,
+            found.test,
+            functions,
+            found.gate,
+            weights,
+            accuracy,
+            self.reward_timeout,
+            found.notes,
+            accuracy_chosen=self.accuracy is not None,
+        )
 
 
 def is_chat(value: Any) -> bool:

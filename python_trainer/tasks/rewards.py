@@ -1,28 +1,25 @@
 """Calls reward functions and checks what they return."""
 
 import asyncio
-import importlib
 import inspect
 import math
-import os
 import re
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from python_trainer.data import Example
 from python_trainer.errors import UserError
+from python_trainer.registry import Registry
 from python_trainer.tasks.base import RewardFunction, Task
 from python_trainer.tasks.mathematics import math_reward
 
 PACKAGE = Path(__file__).parents[1]
-BUILT_IN: dict[str, RewardFunction] = {"math": math_reward}
+REWARDS: Registry[RewardFunction] = Registry("reward", {"math": math_reward})
 
 
 @dataclass(frozen=True)
@@ -32,48 +29,6 @@ class Scores:
     rewards: dict[str, list[float | None]]  # raw value of every function, N each; None: does not apply
     total: list[float]  # weighted sum over the functions that apply, N
     accuracy: list[float]  # 1.0 where the task's accuracy function gives more than 0.5, else 0.0, N
-
-
-def import_reward(spec: str) -> RewardFunction:
-    """The function ``module:function``, where the module may lie in the current folder, or one of ``BUILT_IN``."""
-    if spec in BUILT_IN:
-        return BUILT_IN[spec]
-    module_name, _, function_name = spec.partition(":")
-    if not module_name or module_name.endswith(".py") or not function_name.isidentifier():
-        built_in, instead = ", ".join(BUILT_IN), _instead(spec, module_name, function_name)
-        raise UserError(f'reward {spec!r} is neither {built_in} nor of the form "module:function"{instead}')
-    module = _import(spec, module_name)
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise UserError(f"reward {spec!r}: module {module_name} ({module.__file__}) has no function {function_name}")
-    return function
-
-
-def _import(spec: str, name: str) -> ModuleType:
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        return importlib.import_module(name)
-    except Exception as error:
-        raise UserError(f"reward {spec!r}: importing {name} failed: {type(error).__name__}: {error}") from error
-
-
-def _instead(spec: str, name: str, function: str) -> str:
-    """What to write for a file name, or for a module without a function; nothing for what is no module at all."""
-    file = name.endswith(".py")
-    name = ".".join(Path(name).with_suffix("").parts) if file else name
-    if not all(map(str.isidentifier, name.split("."))):
-        return "; name a module of the current folder, without .py" if file else ""
-    if function.isidentifier():
-        return f"; write {name}:{function}"
-    try:
-        found = vars(_import(spec, name)).items()
-    except UserError as error:
-        if isinstance(error.__cause__, ModuleNotFoundError) and error.__cause__.name == name:
-            return ""
-        raise
-    own = [key for key, f in found if inspect.isfunction(f) and f.__module__ == name and not key.startswith("_")]
-    return "; write " + " or ".join(f"{name}:{key}" for key in own or ["function"])
 
 
 def _value(value: object, name: str, row: int) -> float | None:
@@ -180,8 +135,9 @@ def _given(error: Exception, names: Iterable[str]) -> str:
     return f"; it is given {', '.join(names)}" if call or isinstance(error, KeyError) else ""
 
 
-def _checked(name: str, function: RewardFunction, arguments: dict[str, Any], found: Any, limit: float | None
-             ) -> list[float | None]:  # fmt: skip
+def _checked(
+    name: str, function: RewardFunction, arguments: dict[str, Any], found: Any, limit: float | None
+) -> list[float | None]:
     """The values of one function for all completions, or a message about it."""
     count = len(arguments["completions"])
     if isinstance(found, _TooLong):

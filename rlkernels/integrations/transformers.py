@@ -14,15 +14,12 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AttentionInterface, Cache, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
+from rlkernels.integrations.transformers_attention import IMPLEMENTATION, other_layers
 from rlkernels.prefix_cache import PagedKVCache, Sequence, paged_attention, write_kv
 
 __all__ = ["IMPLEMENTATION", "PagedCache", "paged_kv_cache"]
-
-IMPLEMENTATION = "rlkernels_paged"
-# Arguments of attention functions that change the result and that the paged kernels do not know.
-UNSUPPORTED = ("softcap", "s_aux", "sinks", "position_bias", "block_table", "cu_seq_lens_q")
 
 if not (5, 19) <= tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (6, 0):
     raise ImportError(
@@ -60,10 +57,8 @@ def paged_kv_cache(
         raise ValueError(f"model must be a decoder, got {name}, an encoder-decoder")
     if getattr(config, "attn_logit_softcapping", None) is not None:
         raise ValueError(f"model must have attention without a soft cap, got {name} with attn_logit_softcapping")
-    layer_types = set(getattr(config, "layer_types", None) or ())
-    unknown = sorted(layer_types - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise ValueError(f"model must have attention in every layer, got {name} with {', '.join(unknown)}")
+    if others := other_layers(config):
+        raise ValueError(f"model must have attention in every layer, got {name} with {', '.join(others)}")
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -206,22 +201,23 @@ class PagedCache(Cache):
                 f"on the left), then 1 for every new column, got {int(mask[row, column])} at [{row}, {column}]"
             )
 
-    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float,
-               window: int | None) -> torch.Tensor:  # fmt: skip
-        """query [B, Hq, q, d], key and value [B, Hk, q, d] -> [B, q, Hq, d], zeros for padding."""
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
+    ) -> torch.Tensor:
+        """query [B * q, Hq, d], key and value [B * q, Hk, d] -> [B * q, Hq, d], zeros for padding."""
+        if torch.is_grad_enabled() and query.requires_grad:
+            raise ValueError("paged attention has no gradient: run the model under torch.no_grad()")
         step, kv = self._step, self.kv
         assert step is not None
-        if layer >= len(kv.key_cache) or value.shape[1::2] != kv.key_cache.shape[3:]:
+        if layer >= len(kv.key_cache) or value.shape[1:] != kv.key_cache.shape[3:]:
             raise ValueError(
                 f"keys and values of layer {layer} must be {list(kv.key_cache.shape[3:])} (heads, dimensions), got "
-                f"{list(value.shape[1::2])}; layers of differing shape are not supported"
+                f"{list(value.shape[1:])}; layers of differing shape are not supported"
             )
         if window is not None and step.longest > window:
             raise ValueError(
                 f"sequences must be at most {window} tokens, the sliding window of layer {layer}, got {step.longest}"
             )
-        shape = (query.shape[0], query.shape[2], *query.shape[1::2])
-        query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))  # [B * q, H, d]
         if step.own is not None:
             key, value = key[step.own], value[step.own]
         write_kv(key, value, kv.key_cache[layer], kv.value_cache[layer], step.slots)
@@ -232,8 +228,8 @@ class PagedCache(Cache):
         assert isinstance(out, torch.Tensor)
         self._waiting.discard(layer)
         if step.queries is None:
-            return out.view(shape)
-        return out.new_zeros(len(query), *shape[2:]).index_put((step.queries,), out).view(shape)
+            return out
+        return out.new_zeros(query.shape).index_put((step.queries,), out)
 
     def finish(self, name: str) -> None:
         """Ends a forward pass, whose keys and values are written now."""
@@ -273,8 +269,9 @@ class PagedCache(Cache):
         self._sequences = sequences
         self._pads, self._cached = ([values[i] for i in rows] for values in (self._pads, self._cached))
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-               ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Hands the new keys and values on to the attention function, which writes them."""
         if self._step is None:
             raise ValueError(
@@ -348,30 +345,10 @@ def _before_forward(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any])
     if input_ids is None:
         raise ValueError("input_ids must be given, got None: a PagedCache finds shared beginnings by their tokens")
     cache.begin(input_ids, kwargs.get("attention_mask"))
-    return args, {**kwargs, "paging": cache}
+    return args, {**kwargs, "attention": cache}
 
 
 def _after_forward(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
     cache = kwargs.get("past_key_values")
     if isinstance(cache, PagedCache):
         cache.finish(type(model).__name__)
-
-
-def _attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-               attention_mask: torch.Tensor | None, scaling: float | None = None, *, paging: PagedCache | None = None,
-               sliding_window: int | None = None, **kwargs: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """The attention function that Transformers calls: [B, H, q, d] each -> [B, q, Hq, d]."""
-    if paging is None:
-        raise ValueError(
-            f"attn_implementation={IMPLEMENTATION!r} needs past_key_values=PagedCache(...), got no such cache"
-        )
-    for name in UNSUPPORTED:
-        if kwargs.get(name) is not None:
-            raise ValueError(f"{type(module).__name__} uses {name}, which paged attention does not know")
-    if torch.is_grad_enabled() and query.requires_grad:
-        raise ValueError("paged attention has no gradient: run the model under torch.no_grad()")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return paging.attend(module.layer_idx, query, key, value, scale, sliding_window), None
-
-
-AttentionInterface.register(IMPLEMENTATION, _attention)

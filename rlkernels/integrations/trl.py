@@ -12,7 +12,7 @@ import functools
 import inspect
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import IntervalStrategy
 
 from rlkernels import _check
-from rlkernels.rank1 import Gate, Limits, RankOneTrajectory, Target, extrapolate, refusal
-from rlkernels.rank1.gate import try_candidates
+from rlkernels.extrapolation import Attempt, Gate, Limits, RankOneTrajectory
 from rlkernels.rank1.stream import default_filter
 
 __all__ = ["GatedExtrapolation", "SuffixRollouts"]
@@ -144,10 +143,9 @@ class GatedExtrapolation(TrainerCallback):
     """Weights go on along the direction in which training moved them, if a paired test on held-out prompts says so.
 
     After AlphaRL (arXiv 2510.00553). Every ``track_steps`` steps the update is added to a
-    :class:`rlkernels.RankOneTrajectory`. Where :func:`rlkernels.rank1.refusal` has nothing against it, predicted
-    weights are written, ``evaluate`` answers the held-out prompts, and they stay only if :class:`rlkernels.rank1.Gate`
-    accepts them; otherwise candidates nearer to the present weights are tried, and at last the present ones are put
-    back bit for bit.
+    :class:`rlkernels.RankOneTrajectory`. Where :func:`rlkernels.refusal` has nothing against it, predicted weights are
+    written, ``evaluate`` answers the held-out prompts, and they stay only if :class:`rlkernels.Gate` accepts them;
+    otherwise candidates nearer to the present weights are tried, and at last the present ones are put back bit for bit.
 
     For one process and weights that are trained whole (no LoRA). Set ``logging_steps=1``: accuracy comes from the logs,
     at least one for ``track_steps`` steps.
@@ -159,7 +157,8 @@ class GatedExtrapolation(TrainerCallback):
             by a part of them.
         track_steps: keep factors of the update every so many steps.
         first_step, every: first attempt, and steps from one decision to the next attempt.
-        predictor, horizon: as in :data:`rlkernels.rank1.PREDICTORS`; the target is this many times the tracked steps.
+        predictor, horizon: one of ``rlkernels.extrapolation.PREDICTORS``; the target is this many times the tracked
+            steps.
         level: chance per run of accepting weights that are no better, at most.
         max_tries, shrink: candidates in one attempt; each takes this share of the way of the one before.
         limits: when to refuse. None: rlkernels' own.
@@ -173,21 +172,13 @@ class GatedExtrapolation(TrainerCallback):
                  first_step: int = 20, every: int = 20, predictor: str = "full", horizon: float = 2.0,
                  level: float = 0.05, max_tries: int = 3, shrink: float = 0.5, limits: Limits | None = None,
                  metric: str = "reward", smoothing: int = 5):  # fmt: skip
-        for name, value in (("prompts", prompts), ("track_steps", track_steps), ("first_step", first_step),
-                            ("every", every), ("max_tries", max_tries), ("smoothing", smoothing)):  # fmt: skip
+        for name, value in (("track_steps", track_steps), ("first_step", first_step), ("every", every),
+                            ("smoothing", smoothing)):  # fmt: skip
             _check.integer(name, value, 1)
-        _check.number("horizon", horizon)
-        if not horizon > 1:
-            raise ValueError(f"horizon must be above 1, got {horizon!r}")
-        for name, share in (("level", level), ("shrink", shrink)):
-            _check.number(name, share)
-            if not 0 < share < 1:
-                raise ValueError(f"{name} must be between 0 and 1, got {share!r}")
-        self.evaluate, self.prompts = evaluate, prompts
-        self.gate, self.limits = Gate(level), limits or Limits()
+        self.rules = Attempt(predictor=predictor, horizon=horizon, limits=limits or Limits(), prompts=prompts,
+                             max_tries=max_tries, shrink=shrink)  # fmt: skip
+        self.evaluate, self.gate = evaluate, Gate(level)
         self.track_steps, self.next_attempt, self.every = track_steps, first_step, every
-        self.predictor, self.horizon = predictor, horizon
-        self.max_tries, self.shrink = max_tries, shrink
         self.metric, self.smoothing = metric, smoothing
         self.events: list[dict[str, Any]] = []
         self.trajectory: RankOneTrajectory | None = None
@@ -195,8 +186,9 @@ class GatedExtrapolation(TrainerCallback):
         self._anchor = 0
         self._rewards: list[float] = []
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-                       ) -> None:  # fmt: skip
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if args.world_size > 1:
             raise ValueError(f"GatedExtrapolation needs one process, got {args.world_size}")
         strategy, every = IntervalStrategy(args.logging_strategy).value, state.logging_steps
@@ -240,13 +232,13 @@ class GatedExtrapolation(TrainerCallback):
 
     def _attempt(self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         assert self.trajectory is not None
-        objection = refusal(self.trajectory, self.predictor, self.limits)
+        objection = self.rules.refusal(self.trajectory)
         if objection is not None:
             self.events.append({"step": step, "accepted": False, "refused": str(objection)})
             return
-        target = Target(self.horizon * self.trajectory.steps[-1])
-        predicted = extrapolate(self.trajectory, self._weights, target, predictor=self.predictor, limits=self.limits)
-        tries = self._try(model, predicted)
+        predicted = self.rules.predict(self.trajectory, self._weights)
+        tries = self.rules.judge(self.gate, predicted, {name: [self._weights[name]] for name in predicted},
+                                 functools.partial(self._answers, model), available=self.rules.prompts)  # fmt: skip
         self.events.append({"step": step, "accepted": tries[-1]["accepted"], "tries": tries})
         self.next_attempt = step + self.every
         if tries[-1]["accepted"]:
@@ -255,27 +247,6 @@ class GatedExtrapolation(TrainerCallback):
                 if mean is not None:
                     mean.zero_()
             self._restart(step)
-
-    @torch.no_grad()
-    def _try(self, model: torch.nn.Module, predicted: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
-        """Writes candidates until the gate accepts one; otherwise the weights end up as they were, bit for bit."""
-        present = {name: self._weights[name].detach().clone() for name in predicted}
-        accepted = False
-
-        def write(weights: Mapping[str, torch.Tensor]) -> None:
-            for name, weight in weights.items():
-                self._weights[name].copy_(weight)
-
-        try:
-            tries = try_candidates(
-                self.gate, present, predicted, write=write, evaluate=functools.partial(self._answers, model),
-                prompts=self.prompts, available=self.prompts, max_tries=self.max_tries, shrink=self.shrink,
-            )  # fmt: skip
-            accepted = tries[-1]["accepted"]
-        finally:
-            if not accepted:
-                write(present)
-        return tries
 
     def _answers(self, model: torch.nn.Module, rows: range) -> Sequence[float]:
         training = model.training

@@ -63,8 +63,9 @@ class _Tracked:
     draft: list[int] = field(default_factory=list)  # the last one, not judged yet
 
 
-def _expand(x: torch.Tensor, ends: torch.Tensor, total: int, replace_from: float = 0, replace_to: float = 0
-            ) -> torch.Tensor:  # fmt: skip
+def _expand(
+    x: torch.Tensor, ends: torch.Tensor, total: int, replace_from: float = 0, replace_to: float = 0
+) -> torch.Tensor:
     """A number of each of B sequences [B] -> of each of their tokens [total]; ``ends`` [B] are sums of their counts."""
     counts = torch.diff(ends, prepend=ends.new_zeros(1)).long()
     expanded = x.repeat_interleave(counts, output_size=total)

@@ -15,8 +15,11 @@ def token_logprobs(
 
 
 def linear_token_logprobs(
-    hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, temperature: float = 1.0,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    temperature: float = 1.0,
     bias: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Both of the logits of hidden [..., H] under weight [V, H] and bias [V], which are all held."""
     return token_logprobs(torch.nn.functional.linear(hidden, weight, bias), ids, temperature)

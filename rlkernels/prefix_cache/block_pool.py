@@ -14,6 +14,7 @@ of cached blocks never has a child in the tree: what is evicted is always a leaf
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -30,6 +31,14 @@ def integers(token_ids: Sequence[Sequence[int]]) -> list[list[int]]:
 
 class OutOfBlocks(RuntimeError):
     """The cache has too few free or evictable blocks for what was asked; nothing has been changed."""
+
+
+def compiled_pool(num_blocks: int, block_size: int) -> Any:
+    """The compiled pool, with the calls of :class:`BlockPool`; what it raises is this module's :class:`OutOfBlocks`."""
+    from rlkernels import _C
+
+    _C.OutOfBlocks = OutOfBlocks
+    return _C.BlockPool(num_blocks, block_size)
 
 
 @dataclass
@@ -59,7 +68,6 @@ class BlockPool:
         # becomes somebody else's parent while a child of its old life can be found under it
         self._stale: list[OrderedDict[int, None]] = []
 
-    # Sequences ---------------------------------------------------------------------------------------------------
     def open_many(self, prompts: Sequence[Sequence[int]]) -> list[int]:
         """Opens all or none. A block that several prompts begin with is taken once, by the first of them."""
         prompts = integers(prompts)
@@ -184,7 +192,6 @@ class BlockPool:
         self._stale = [*filter(None, self._stale), self._cached]
         self._cached = OrderedDict()
 
-    # Looking at them ---------------------------------------------------------------------------------------------
     def length(self, handle: int) -> int:
         return len(self._sequences[handle].tokens)
 
@@ -219,7 +226,6 @@ class BlockPool:
         free = len(self._free) + sum(map(len, self._stale))
         return free, len(self._cached), self.num_blocks - free - len(self._cached)
 
-    # Blocks ------------------------------------------------------------------------------------------------------
     def _blocks(self, length: int) -> int:
         return -(-length // self.block_size)
 

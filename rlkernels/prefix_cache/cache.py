@@ -8,7 +8,7 @@ import torch
 
 from rlkernels import _check
 from rlkernels import backend as _backend
-from rlkernels.prefix_cache.block_pool import BlockPool, OutOfBlocks, integers
+from rlkernels.prefix_cache.block_pool import BlockPool, OutOfBlocks, compiled_pool, integers
 
 __all__ = ["OutOfBlocks", "PagedKVCache", "Sequence"]
 
@@ -107,9 +107,7 @@ class PagedKVCache:
         self.value_cache = torch.empty(shape, dtype=dtype, device=device)
         self._pool: Any = BlockPool(num_blocks, block_size)
         if _backend.choose("block_pool", torch.device("cpu"), backend) == "cpu":
-            from rlkernels import _C
-
-            self._pool = _C.BlockPool(num_blocks, block_size)
+            self._pool = compiled_pool(num_blocks, block_size)
         if self.device.type == "cpu" and _backend.extension_error() is None:
             torch.ops.rlkernels.advise_huge_pages(self.key_cache)
             torch.ops.rlkernels.advise_huge_pages(self.value_cache)

@@ -189,8 +189,9 @@ def _tiles(layout: GroupedLayout, query: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 @on_its_device
-def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: GroupedLayout, scale: float
-            ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: GroupedLayout, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Contiguous query [T, Hq, d], key and value [T, Hk, d] -> out [T, Hq, d], lse float32 [T, Hq]."""
     # Triton's interpreter cuts bfloat16 off instead of rounding it
     out = torch.empty_like(query, dtype=torch.float32 if triton_interpreted() else query.dtype)

@@ -223,8 +223,9 @@ def _merge_parts(out: torch.Tensor, lse: torch.Tensor, dtype: torch.dtype) -> tu
     return _run_merge(out[0], lse[0], out[1:], lse[1:], torch.empty(out.shape[1:], dtype=dtype, device=out.device))
 
 
-def _run_merge(first_out: torch.Tensor, first_lse: torch.Tensor, rest_out: torch.Tensor, rest_lse: torch.Tensor,
-               out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def _run_merge(
+    first_out: torch.Tensor, first_lse: torch.Tensor, rest_out: torch.Tensor, rest_lse: torch.Tensor, out: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     lse = torch.empty_like(first_lse)
     rows, dim = lse.numel(), out.shape[-1]
     if rows:

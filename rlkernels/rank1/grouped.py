@@ -8,135 +8,18 @@ module has the same K. The small matrices are float64 [modules, ...] on the devi
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from triton.compiler.compiler import max_shared_mem
 
-from rlkernels.rank1 import reference
-from rlkernels.rank1 import triton_kernels as kernels
+from rlkernels.rank1 import reference, triton_kernels, triton_vectors
+from rlkernels.rank1.layout import Layout, Pair, Tiling, shared_bytes
 from rlkernels.rank1.reference import BLOCK, DROP, EPS
 from rlkernels.rank1.triton_kernels import Module
-from rlkernels.rank1.update import GAP_FLOOR, Rank1Update
+from rlkernels.rank1.update import GAP_FLOOR, Leading, Rank1Update, factors
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-SCRATCH = 2048  # bytes of shared memory that sums over a program take at most
 STEPS = 50  # places between the two leading Ritz values where the certificate looks
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """How work is cut up; depends on the shape of a module alone, so its result does not depend on its company."""
-
-    widest: int = 4096  # columns of a row that fits in one program's registers
-    held: int = 4  # rows there
-    chunk: int = 1024  # columns of a product with Q in the panel kernel
-    strip: int = 256  # columns of a product with Y there
-    rows: int = 16  # rows of a block there
-    panel_bytes: int = 2**23  # of both matrices: with those under way it stays in the second-level cache
-
-    def slot_rows(self, m: int, n: int) -> int:
-        """Rows of a slot, which holds one partial Z [4, n]."""
-        return 256 if m * n >= 2**25 else 64
-
-    def block(self, row_bytes: int, shared: int) -> tuple[int, int]:
-        """Rows of a block that lies in registers, and stages: all but one of them are in ``shared`` bytes of memory."""
-        rows = self.held
-        stages = 3 if rows * row_bytes <= 2**16 else 2
-        while rows * row_bytes * (stages - 1) > shared - SCRATCH:
-            rows, stages = (rows if stages > 2 else rows // 2), 2
-        return rows, stages
-
-    def panel_rows(self, n: int, entry_bytes: int) -> int:
-        return max(self.panel_bytes // (n * entry_bytes) // self.rows, 1) * self.rows
-
-
-def shared_bytes(device: torch.device) -> int:
-    """Shared memory that a program may have: 99 KiB on many GPUs; without end where kernels are interpreted."""
-    return max_shared_mem(device.index) if device.type == "cuda" else 2**40
-
-
-@dataclass
-class Group:
-    """Modules that one launch reads: of the same dtypes, alignment and width class."""
-
-    pair: Pair  # its first; the others are addressed from there
-    aligned: bool
-    wide: int  # columns held in registers; 0: the panel kernel
-    items: list[list[int]] = field(default_factory=list)
-    late: list[list[int]] = field(default_factory=list)  # second uses of the panel before
-    chunks: int = 1
-    counters: int = 1  # the first is the ticket
-    y_partial: int = 0
-    table: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-
-
-def _is_aligned(matrix: torch.Tensor) -> bool:
-    return matrix.data_ptr() % 16 == 0 and matrix.stride(0) % 16 == 0 and matrix.shape[1] % 16 == 0
-
-
-def _distance(to: torch.Tensor, start: torch.Tensor) -> int:
-    """In elements."""
-    return (to.data_ptr() - start.data_ptr()) // to.element_size()
-
-
-class Layout:
-    """Tables that describe the modules and the work."""
-
-    def __init__(self, pairs: Sequence[Pair], given: Sequence[bool], tiling: Tiling) -> None:
-        self.tiling, self.groups = tiling, dict[tuple[object, ...], Group]()
-        self.rows = self.columns = self.partial = self.stats = 0
-        device, table = pairs[0][0].device, []
-        for i, (weight, base) in enumerate(pairs):
-            m, n = weight.shape
-            wide = max(16, 1 << (n - 1).bit_length())
-            key = (weight.dtype, base.dtype, _is_aligned(weight) and _is_aligned(base),
-                   (1024 if wide <= 1024 else wide) if wide <= tiling.widest else 0)  # fmt: skip
-            group = self.groups.setdefault(key, Group((weight, base), key[2], key[3]))
-            row = {
-                Module.WEIGHT: _distance(weight, group.pair[0]), Module.BASE: _distance(base, group.pair[1]),
-                Module.WEIGHT_STRIDE: weight.stride(0), Module.BASE_STRIDE: base.stride(0), Module.M: m, Module.N: n,
-                Module.Y: self.rows, Module.Q: self.columns, Module.PARTIAL: self.partial, Module.STATS: self.stats,
-                Module.GIVEN: int(given[i]), Module.Y_PARTIAL: group.y_partial, Module.COUNTER: group.counters,
-            }  # fmt: skip
-            if group.wide:
-                self._add_slots(group, i, m, n, row)
-            else:
-                self._add_panels(group, i, m, n, weight.element_size() + base.element_size(), row)
-            self.rows += m
-            self.columns += n
-            table.append([row[column] for column in Module])
-        self.table = torch.tensor(table, dtype=torch.int64, device=device)
-        for group in self.groups.values():
-            group.table = torch.tensor([*group.items, *group.late], dtype=torch.int64, device=device)
-        self.places = kernels.places([w.shape[1] for w, _ in pairs], device)
-        self.row_places = kernels.places([w.shape[0] for w, _ in pairs], device)
-
-    def _add_slots(self, group: Group, i: int, m: int, n: int, row: dict[Module, int]) -> None:
-        height = self.tiling.slot_rows(m, n)
-        for first in range(0, m, height):
-            group.items.append([i, first, min(first + height, m), self.partial, self.stats])
-            self.partial += BLOCK * n
-            self.stats += 1
-        row |= {Module.SLOTS: -(-m // height), Module.ITEMS: -(-m // height), Module.CHUNKS: 0}
-
-    def _add_panels(self, group: Group, i: int, m: int, n: int, entry_bytes: int, row: dict[Module, int]) -> None:
-        """Products with Q of one panel come before the second use of the panel before it."""
-        t = self.tiling
-        height, chunks = t.panel_rows(n, entry_bytes), -(-n // t.chunk)
-        for top in range(0, m, height):
-            bottom = min(top + height, m)
-            for first in range(top, bottom, t.rows):
-                for chunk in range(chunks):
-                    group.items.append([0, i, first, min(first + t.rows, bottom), chunk, 0, self.stats])
-                    self.stats += 1
-            group.items += group.late
-            group.late = [[1, i, top, bottom, strip, self.partial, 0] for strip in range(-(-n // t.strip))]
-            self.partial += BLOCK * n
-        group.counters += -(-m // t.rows)
-        group.y_partial += BLOCK * chunks * m
-        group.chunks = max(group.chunks, chunks)
-        row |= {Module.SLOTS: -(-m // height), Module.ITEMS: -(-m // t.rows) * chunks, Module.CHUNKS: chunks}
 
 
 def cholesky_columns(gram: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
@@ -184,32 +67,34 @@ def angle_bound(theta: torch.Tensor, ritz: torch.Tensor, first: torch.Tensor, re
 
 @dataclass
 class Found:
-    """What is known of every module, each [B] float64 but for ``leading`` [B, K]; frozen when it is done."""
+    """What is known of every module, each [B] float64 but for the two whose shape is given; frozen when it is done."""
 
-    theta: torch.Tensor
+    theta: torch.Tensor  # [B, R], of the leading directions
+    leading: torch.Tensor  # [B, K, R], their coordinates in the basis
     gap: torch.Tensor
     residual: torch.Tensor
     bound: torch.Tensor
     passes: torch.Tensor
-    leading: torch.Tensor
 
-    def update(self, active: torch.Tensor, theta: torch.Tensor, gap: torch.Tensor, residual: torch.Tensor,
-               bound: torch.Tensor, passes: int, leading: torch.Tensor) -> None:  # fmt: skip
-        self.theta = torch.where(active, theta, self.theta)
+    def update(self, active: torch.Tensor, theta: torch.Tensor, ritz: torch.Tensor, gap: torch.Tensor,
+               residual: torch.Tensor, bound: torch.Tensor, passes: int) -> None:  # fmt: skip
+        """theta [B, K] descending, ritz [B, K, K]: all of the basis as it is."""
+        k, r = theta.shape[1], min(theta.shape[1], self.theta.shape[1])
+        self.theta[:, :r] = torch.where(active[:, None], theta[:, :r], self.theta[:, :r])
+        self.leading[:, :k, :r] = torch.where(active[:, None, None], ritz[:, :, :r], self.leading[:, :k, :r])
         self.gap = torch.where(active, gap, self.gap)
         self.residual = torch.where(active, residual, self.residual)
         self.bound = torch.where(active, bound, self.bound)
         self.passes = torch.where(active, passes, self.passes)
-        k = leading.shape[1]
-        self.leading[:, :k] = torch.where(active[:, None], leading, self.leading[:, :k])
 
 
 class Solver:
-    """One call of ``top1_deltas``. Rows of the matrices must be contiguous."""
+    """One call of ``leading_deltas``. Rows of the matrices must be contiguous."""
 
     def __init__(self, pairs: Sequence[Pair], starts: Sequence[torch.Tensor | None], *, tol: float, max_passes: int,
-                 seed: int, tiling: Tiling) -> None:  # fmt: skip
+                 min_passes: int, rank: int, seed: int, tiling: Tiling) -> None:  # fmt: skip
         self.pairs, self.tol, self.max_passes, self.seed = pairs, tol, max_passes, seed
+        self.min_passes, self.rank = min_passes, rank
         given = [s is not None and w.shape[1] > 1 for s, (w, _) in zip(starts, pairs)]
         self.layout = layout = Layout(pairs, given, tiling)
         self.device, self.count = pairs[0][0].device, len(pairs)
@@ -230,13 +115,15 @@ class Solver:
         widths = [min(BLOCK, w.shape[1]) for w, _ in pairs]
         place = range(BLOCK)
         self.first = torch.tensor(
-            [[float(g <= c < width) for c in place] for g, width in zip(given, widths)], dtype=torch.float64,
+            [[float(g <= c < width) for c in place] for g, width in zip(given, widths)],
+            dtype=torch.float64,
             device=self.device,
-        )  # fmt: skip
+        )
         self.floor = torch.tensor(
             [reference.hidden_floor(width - g, w.shape[1]) for g, width, (w, _) in zip(given, widths, pairs)],
-            dtype=torch.float64, device=self.device,
-        )  # fmt: skip
+            dtype=torch.float64,
+            device=self.device,
+        )
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -247,30 +134,30 @@ class Solver:
         q, y, z = self.q[old:], self.y[old:], self.z[old:]
         for group in layout.groups.values():
             common = {"ALIGNED": group.aligned, "STATISTICS": statistics}
-            weight, base = map(kernels.stored, group.pair)
+            weight, base = map(triton_kernels.stored, group.pair)
             tables = (weight, base, layout.table, group.table, self.active, q, y, self.partial, self.stats)
             if group.wide:
                 row_bytes = group.wide * (weight.element_size() + base.element_size())
                 held, stages = t.block(row_bytes, shared_bytes(self.device))
-                kernels._rows_kernel[(len(group.table),)](
+                triton_kernels._rows_kernel[(len(group.table),)](
                     *tables, layout.rows, layout.columns, **common, ROWS=held, WIDE=group.wide, STAGES=stages,
                     num_warps=max(4, group.wide // 256),
                 )  # fmt: skip
             else:
-                kernels._panel_kernel[(len(group.table),)](
+                triton_kernels._panel_kernel[(len(group.table),)](
                     *tables, torch.empty(group.y_partial, device=self.device),
                     torch.zeros(group.counters, dtype=torch.int32, device=self.device), layout.rows, layout.columns,
                     **common, ROWS=t.rows, CHUNK=t.chunk, STRIP=t.strip,
                     MOST_CHUNKS=1 << (group.chunks - 1).bit_length(), num_warps=4,
                 )  # fmt: skip
-        kernels._sum_slots_kernel[(len(layout.places),)](
-            layout.table, layout.places, self.active, self.partial, z, layout.columns, COLUMNS=kernels.COLUMNS
+        triton_kernels._sum_slots_kernel[(len(layout.places),)](
+            layout.table, layout.places, self.active, self.partial, z, layout.columns, COLUMNS=triton_kernels.COLUMNS
         )
 
     def _dots(self, x: torch.Tensor, w: torch.Tensor, rows: bool = False) -> torch.Tensor:
         """x [K, all], w [4, all] -> [B, K, 4] float64."""
         out = self._zeros(self.count, len(x), BLOCK, dtype=torch.float64)
-        kernels._dots_kernel[(self.count, len(x))](
+        triton_vectors._dots_kernel[(self.count, len(x))](
             self.layout.table, self.active, x, w, out, x.stride(0), w.stride(0), len(x),
             LENGTH=int(Module.M if rows else Module.N), OFFSET=int(Module.Y if rows else Module.Q), BLOCK=512,
             num_warps=8,
@@ -282,17 +169,23 @@ class Solver:
         """out [b, all] = sum_a x_a coefficients[B, a, b] (+ add)."""
         layout = self.layout
         places = layout.row_places if rows else layout.places
-        kernels._combine_kernel[(len(places),)](
+        triton_vectors._combine_kernel[(len(places),)](
             layout.table, places, self.active, x, coefficients.contiguous(), out if add is None else add, out,
             x.stride(0), out.stride(0), len(x), ADD=add is not None, WANTED=coefficients.shape[2],
             OFFSET=int(Module.Y if rows else Module.Q), LENGTH=int(Module.M if rows else Module.N),
-            BLOCK=kernels.COLUMNS, num_warps=4,
+            BLOCK=triton_kernels.COLUMNS, num_warps=4,
         )  # fmt: skip
 
     def _start(self) -> None:
         layout = self.layout
-        kernels._start_kernel[(len(layout.places),)](
-            layout.table, layout.places, self.starts, self.work, layout.columns, self.seed, COLUMNS=kernels.COLUMNS
+        triton_vectors._start_kernel[(len(layout.places),)](
+            layout.table,
+            layout.places,
+            self.starts,
+            self.work,
+            layout.columns,
+            self.seed,
+            COLUMNS=triton_kernels.COLUMNS,
         )
         self._extend(0, self._dots(self.work, self.work), torch.zeros_like(self.first))
 
@@ -314,24 +207,25 @@ class Solver:
 
     def _residual(self, k: int, leading: torch.Tensor, theta: torch.Tensor) -> torch.Tensor:
         out = self._zeros(self.count, dtype=torch.float64)
-        kernels._residual_kernel[(self.count,)](
+        triton_vectors._residual_kernel[(self.count,)](
             self.layout.table, self.active, self.q, self.z, leading.contiguous(), theta, out, self.layout.columns, k,
-            BLOCK=kernels.COLUMNS,
+            BLOCK=triton_kernels.COLUMNS,
         )  # fmt: skip
         return out.sqrt()
 
     def _statistics(self) -> torch.Tensor:
         """float64 [B, 2] on the host: squared Frobenius norm, changed entries."""
         out = self._zeros(self.count, 2, dtype=torch.float64)
-        kernels._sum_stats_kernel[(self.count,)](self.layout.table, self.stats, out, BLOCK=256)
+        triton_kernels._sum_stats_kernel[(self.count,)](self.layout.table, self.stats, out, BLOCK=256)
         return out.cpu()
 
-    def solve(self) -> list[Rank1Update | None]:
-        """The updates; None for modules that float32 squares do not suit or that are not finite."""
+    def solve(self) -> list[Leading | None]:
+        """What was found; None for modules that float32 squares do not suit or that are not finite."""
         self._start()
         flat = torch.zeros(self.count, dtype=torch.float64, device=self.device)
-        found = Found(flat, flat, flat, flat + math.pi / 2, flat + 1,
-                      self._zeros(self.count, BLOCK * self.max_passes, dtype=torch.float64))  # fmt: skip
+        theta = self._zeros(self.count, self.rank, dtype=torch.float64)
+        leading = self._zeros(self.count, BLOCK * self.max_passes, self.rank, dtype=torch.float64)
+        found = Found(theta, leading, flat, flat, flat + math.pi / 2, flat + 1)
         for step in range(self.max_passes):
             old, k = BLOCK * step, BLOCK * (step + 1)
             self._read(old, statistics=step == 0)
@@ -345,61 +239,65 @@ class Solver:
             self.gram[:, :k, old:k], self.gram[:, old:k, :k] = dots, dots.mT
             theta, ritz = torch.linalg.eigh(self.gram[:, :k, :k])
             theta, ritz = theta.flip(1).clamp_min(0), ritz.flip(2)
-            top, leading = theta[:, 0], ritz[:, :, 0]
+            top = theta[:, 0]
             safe = top.where(top > 0, 1)
-            residual = self._residual(k, leading, safe).where(top > 0, math.inf)
+            residual = self._residual(k, ritz[:, :, 0], safe).where(top > 0, math.inf)
             gap = torch.where(top > 0, 1 - (theta[:, 1] / safe).sqrt(), 0)
             rest, lengths = self._rest(old)
             bound = angle_bound(theta, ritz, self.first, rest, residual, self.floor)
-            found.update(self.active, top, gap, residual, bound, step + 1, leading)
-            flat_top = (gap < GAP_FLOOR) & (residual <= self.tol * GAP_FLOOR) & (top > 0)
-            self.active = self.active & ~flat_top & ~(bound <= self.tol)
+            found.update(self.active, theta, ritz, gap, residual, bound, step + 1)
+            if step + 1 >= self.min_passes:
+                flat_top = (gap < GAP_FLOOR) & (residual <= self.tol * GAP_FLOOR) & (top > 0)
+                self.active = self.active & ~flat_top & ~(bound <= self.tol)
             if step + 1 == self.max_passes or not self.active.any().item():
                 break
             self.active = self.active & (self._extend(k, rest, DROP * lengths) > 0)
         return self._finish(found, statistics)
 
-    def _finish(self, found: Found, statistics: torch.Tensor) -> list[Rank1Update | None]:
+    def _finish(self, found: Found, statistics: torch.Tensor) -> list[Leading | None]:
         layout = self.layout
         self.active = torch.ones_like(self.active)
-        leading = found.leading[:, :, None]
-        v = torch.empty(1, layout.columns, dtype=torch.float64, device=self.device)
-        u = torch.empty(1, layout.rows, dtype=torch.float64, device=self.device)
-        sigma = found.theta.sqrt()
-        self._combine(self.q, leading, v)
-        self._combine(self.y, leading / sigma.where(sigma > 0, 1)[:, None, None], u, rows=True)
-        facts = torch.stack([sigma, found.gap, found.residual, found.bound, found.passes], 1).tolist()
+        v = torch.empty(self.rank, layout.columns, dtype=torch.float64, device=self.device)
+        u = torch.empty(self.rank, layout.rows, dtype=torch.float64, device=self.device)
+        sigma = found.theta.sqrt()  # [B, R]
+        self._combine(self.q, found.leading, v)
+        self._combine(self.y, found.leading / sigma.where(sigma > 0, 1)[:, None], u, rows=True)
+        facts = torch.stack([found.gap, found.residual, found.bound, found.passes], 1).tolist()
         shapes = [weight.shape for weight, _ in self.pairs]
-        rights, lefts = v[0].split([n for _, n in shapes]), u[0].split([m for m, _ in shapes])
-        out: list[Rank1Update | None] = []
-        for shape, left, right, row, stats in zip(shapes, lefts, rights, facts, statistics.tolist()):
-            (sigma_, gap, residual, bound, passes), (square, changed) = row, stats
-            if changed == 0 and square == 0:
-                nothing = left.float().zero_(), right.float().zero_()
-                update = Rank1Update(nothing[0], 0.0, nothing[1], 0.0, 0.0, 0.0, math.pi / 2, 1, 0.0, "zero")
-            elif not 1e-24 <= square <= 1e24:
-                update = None
-            else:
-                sign = right.gather(0, right.abs().argmax(0, keepdim=True)).sign()
-                status = "ill_defined" if gap < GAP_FLOOR else "ok" if bound <= self.tol else "not_converged"
-                update = Rank1Update((left * sign).float(), sigma_, (right * sign).float(), math.sqrt(square), gap,
-                                     residual, bound, int(passes), changed / shape.numel(), status)  # fmt: skip
-            out.append(update)
-        return out
+        vectors = u.split([m for m, _ in shapes], 1), v.split([n for _, n in shapes], 1)
+        return [self._leading(*parts) for parts in zip(shapes, *vectors, sigma.tolist(), facts, statistics.tolist())]
+
+    def _leading(self, shape: torch.Size, left: torch.Tensor, right: torch.Tensor, sigma: list[float],
+                 facts: list[float], statistics: list[float]) -> Leading | None:  # fmt: skip
+        """Of one module: left [R, m], right [R, n]."""
+        (gap, residual, bound, passes), (square, changed) = facts, statistics
+        if changed == 0 and square == 0:
+            u, v = left[0].float().zero_(), right[0].float().zero_()
+            update = Rank1Update(u, 0.0, v, 0.0, 0.0, 0.0, math.pi / 2, 1, 0.0, "zero")
+            return Leading(update, u[:, None], v[:, None])
+        if not 1e-24 <= square <= 1e24:
+            return None
+        sign = right.gather(1, right.abs().argmax(1, keepdim=True)).sign()
+        u, v = (left * sign).float(), (right * sign).float()
+        status = "ill_defined" if gap < GAP_FLOOR else "ok" if bound <= self.tol else "not_converged"
+        update = Rank1Update(u[0], sigma[0], v[0], math.sqrt(square), gap, residual, bound, int(passes),
+                             changed / shape.numel(), status)  # fmt: skip
+        return Leading(update, *factors(u, sigma, v))
 
 
-def top1_deltas(pairs: Sequence[Pair], starts: Sequence[torch.Tensor | None], *, tol: float, max_passes: int, seed: int,
-                tiling: Tiling | None = None) -> list[Rank1Update | ValueError]:  # fmt: skip
-    """The updates of all pairs, or the error that ``reference.top1_delta`` raises for one; starts are not all zero."""
+def leading_deltas(pairs: Sequence[Pair], starts: Sequence[torch.Tensor | None], *, tiling: Tiling | None = None,
+                   **settings: Any) -> list[Leading | ValueError]:  # fmt: skip
+    """What is found for all pairs, or the error that ``reference.leading_delta`` raises for one; settings as there,
+    starts are not all zero."""
     with torch.cuda.device(pairs[0][0].get_device()):  # as rlkernels.backend.on_its_device
-        updates = Solver(pairs, starts, tol=tol, max_passes=max_passes, seed=seed, tiling=tiling or Tiling()).solve()
-    out: list[Rank1Update | ValueError] = []
-    for (weight, base), start, update in zip(pairs, starts, updates):
-        if update is None:  # tiny, huge, NaN or infinite: rare, and the reference takes care
+        found = Solver(pairs, starts, tiling=tiling or Tiling(), **settings).solve()
+    out: list[Leading | ValueError] = []
+    for (weight, base), start, leading in zip(pairs, starts, found):
+        if leading is None:  # tiny, huge, NaN or infinite: rare, and the reference takes care
             try:
-                update = reference.top1_delta(weight, base, start=start, tol=tol, max_passes=max_passes, seed=seed)
+                leading = reference.leading_delta(weight, base, start=start, **settings)
             except ValueError as error:
                 out.append(error)
                 continue
-        out.append(update)
+        out.append(leading)
     return out

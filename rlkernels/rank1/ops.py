@@ -1,21 +1,24 @@
 """Public functions: argument checks and the choice of the implementation."""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypedDict
 
 import torch
 
 from rlkernels import _check
 from rlkernels import backend as _backend
 from rlkernels.rank1 import reference
-from rlkernels.rank1.update import STATUSES, Rank1Update
+from rlkernels.rank1.update import STATUSES, Leading, Rank1Update, factors
 
 
 class _Settings(TypedDict):
     tol: float
     max_passes: int
     seed: int
+
+
+Pairs = Mapping[str, tuple[torch.Tensor, torch.Tensor]]  # name -> (weight, base)
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -72,38 +75,43 @@ def _overlaps(matrix: torch.Tensor) -> bool:
     return matrix.numel() > 1 and right // step < m and down // step < n
 
 
-def _native(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], starts: Sequence[torch.Tensor | None], *, tol: float,
-            max_passes: int, seed: int, names: Sequence[str] | None = None) -> list[Rank1Update]:  # fmt: skip
+def _native(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], starts: Sequence[torch.Tensor | None], *, rank: int,
+            min_passes: int, tol: float, max_passes: int, seed: int) -> list[Leading | ValueError]:  # fmt: skip
     weights, bases = [_rows(w) for w, _ in pairs], [_rows(b) for _, b in pairs]
-    us, vs, facts = torch.ops.rlkernels.top1_deltas(weights, bases, starts, tol, max_passes, seed)
-    out = []
-    for i, (u, v, row) in enumerate(zip(us, vs, facts.tolist())):
-        sigma, frobenius, gap, residual, bound, passes, changed, status = row
+    us, vs, sigmas, facts = torch.ops.rlkernels.top1_deltas(
+        weights, bases, starts, tol, max_passes, min_passes, rank, seed
+    )
+    out: list[Leading | ValueError] = []
+    for pair, u, v, sigma, row in zip(pairs, us, vs, sigmas.tolist(), facts.tolist()):
+        frobenius, gap, residual, bound, passes, changed, status = row
         if status == len(STATUSES):
-            problem = reference.not_finite(*pairs[i])
-            raise ValueError(f"{names[i]!r}: {problem}") if names else problem
-        out.append(
-            Rank1Update(u, sigma, v, frobenius, gap, residual, bound, int(passes), changed, STATUSES[int(status)])
-        )
+            out.append(reference.not_finite(*pair))
+            continue
+        update = Rank1Update(u[0], sigma[0], v[0], frobenius, gap, residual, bound, int(passes), changed,
+                             STATUSES[int(status)])  # fmt: skip
+        out.append(Leading(update, *factors(u, sigma, v)))
     return out
 
 
-def _triton(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], starts: Sequence[torch.Tensor | None], *, tol: float,
-            max_passes: int, seed: int, names: Sequence[str] | None = None) -> list[Rank1Update]:  # fmt: skip
+def _triton(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], starts: Sequence[torch.Tensor | None],
+            **settings: Any) -> list[Leading | ValueError]:  # fmt: skip
     from rlkernels.rank1 import grouped
 
-    out = []
-    found = grouped.top1_deltas(
-        [(_rows(w), _rows(b)) for w, b in pairs], starts, tol=tol, max_passes=max_passes, seed=seed
-    )
-    for i, update in enumerate(found):
-        if isinstance(update, ValueError):
-            raise ValueError(f"{names[i]!r}: {update}" if names else str(update)) from None
-        out.append(update)
+    return grouped.leading_deltas([(_rows(w), _rows(b)) for w, b in pairs], starts, **settings)
+
+
+def _torch(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], starts: Sequence[torch.Tensor | None],
+           **settings: Any) -> list[Leading | ValueError]:  # fmt: skip
+    out: list[Leading | ValueError] = []
+    for (weight, base), start in zip(pairs, starts):
+        try:
+            out.append(reference.leading_delta(weight, base, start=start, **settings))
+        except ValueError as error:
+            out.append(error)
     return out
 
 
-_SOLVERS = {"cpu": _native, "triton": _triton}
+_SOLVERS: dict[str, Callable[..., list[Leading | ValueError]]] = {"cpu": _native, "triton": _triton, "torch": _torch}
 
 
 def top1_delta(weight: torch.Tensor, base: torch.Tensor, *, start: torch.Tensor | None = None, tol: float = 1e-2,
@@ -132,13 +140,14 @@ def top1_delta(weight: torch.Tensor, base: torch.Tensor, *, start: torch.Tensor 
     _check_pair(weight, base)
     start = _float_start("start", start, weight.shape[1], weight.device)
     settings = check_settings(tol, max_passes, seed)
-    chosen = _backend.choose("top1_delta", weight.device, backend)
-    if chosen in _SOLVERS:
-        return _SOLVERS[chosen]([(weight, base)], [start], **settings)[0]
-    return reference.top1_delta(weight, base, start=start, **settings)
+    solve = _SOLVERS[_backend.choose("top1_delta", weight.device, backend)]
+    (found,) = solve([(weight, base)], [start], rank=1, min_passes=1, **settings)
+    if isinstance(found, ValueError):
+        raise found
+    return found.update
 
 
-def top1_deltas(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], *,
+def top1_deltas(pairs: Pairs, *,
                 starts: Mapping[str, torch.Tensor] | None = None, tol: float = 1e-2, max_passes: int = 12,
                 seed: int = 0, backend: str = "auto") -> dict[str, Rank1Update]:  # fmt: skip
     """:func:`top1_delta` of many modules in one call; on CPUs every result equals that of its own call, bit for bit.
@@ -154,7 +163,37 @@ def top1_deltas(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], *,
     Raises:
         TypeError, ValueError: as for :func:`top1_delta`, naming the module; a start for an unknown name.
     """
-    starts = starts or {}
+    settings = check_settings(tol, max_passes, seed)
+    found = _leading(pairs, starts or {}, backend, rank=1, min_passes=1, **settings)
+    return {name: leading.update for name, leading in found.items()}
+
+
+def leading_deltas(pairs: Pairs, *, rank: int, min_passes: int = 3, starts: Mapping[str, torch.Tensor] | None = None,
+                   tol: float = 1e-2, max_passes: int = 12, seed: int = 0, backend: str = "auto"
+                   ) -> dict[str, Leading]:  # fmt: skip
+    """:func:`top1_deltas` that also returns the rank-k approximation of every delta from the same reads.
+
+    Args:
+        pairs, starts, tol, max_passes, seed: as for :func:`top1_deltas`.
+        rank: of the approximation; less where the delta has no more directions.
+        min_passes: reads at least: the first direction may be good enough before the others are. A read adds four
+            columns to the basis, so ``rank / 4`` are made in any case.
+
+    Returns:
+        name -> :class:`Leading`, in the order of ``pairs``.
+
+    Raises:
+        TypeError, ValueError: as for :func:`top1_deltas`; a rank or number of reads below 1.
+    """
+    settings = check_settings(tol, max_passes, seed)
+    rank, least = _check.integer("rank", rank, 1), _check.integer("min_passes", min_passes, 1)
+    least = max(least, -(-rank // reference.BLOCK))
+    settings["max_passes"] = max(settings["max_passes"], least)
+    return _leading(pairs, starts or {}, backend, rank=rank, min_passes=least, **settings)
+
+
+def _leading(pairs: Pairs, starts: Mapping[str, torch.Tensor], backend: str, **settings: Any) -> dict[str, Leading]:
+    """Checks the matrices and solves; an error names its module."""
     if unknown := sorted(set(starts) - set(pairs)):
         raise ValueError(f"starts must be keyed by names of pairs, got {unknown[0]!r}")
     devices = {weight.device for weight, _ in pairs.values() if isinstance(weight, torch.Tensor)}
@@ -164,18 +203,14 @@ def top1_deltas(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], *,
     for name, (weight, base) in pairs.items():
         _check_pair(weight, base, f" of {name!r}")
         guesses.append(_float_start(f"start of {name!r}", starts.get(name), weight.shape[1], weight.device))
-    settings = check_settings(tol, max_passes, seed)
     if not pairs:
         return {}
-    chosen = _backend.choose("top1_deltas", devices.pop(), backend)
-    if chosen in _SOLVERS:
-        return dict(zip(pairs, _SOLVERS[chosen](list(pairs.values()), guesses, names=list(pairs), **settings)))
+    solve = _SOLVERS[_backend.choose("top1_deltas", devices.pop(), backend)]
     out = {}
-    for (name, (weight, base)), start in zip(pairs.items(), guesses):
-        try:
-            out[name] = reference.top1_delta(weight, base, start=start, **settings)
-        except ValueError as error:
-            raise ValueError(f"{name!r}: {error}") from None
+    for name, found in zip(pairs, solve(list(pairs.values()), guesses, **settings)):
+        if isinstance(found, ValueError):
+            raise ValueError(f"{name!r}: {found}")
+        out[name] = found
     return out
 
 
@@ -198,9 +233,9 @@ def delta_matvec(weight: torch.Tensor, base: torch.Tensor, v: torch.Tensor, *, b
     if chosen == "cpu":
         return torch.ops.rlkernels.delta_matvec(_rows(weight), _rows(base), _vector(v))
     if chosen == "triton":
-        from rlkernels.rank1 import triton_kernels
+        from rlkernels.rank1 import triton_update
 
-        return triton_kernels.delta_matvec(_rows(weight), _rows(base), _vector(v))
+        return triton_update.delta_matvec(_rows(weight), _rows(base), _vector(v))
     return reference.delta_matvec(weight, base, v)
 
 
@@ -244,11 +279,9 @@ def add_rank1_(weight: torch.Tensor, u: torch.Tensor, v: torch.Tensor, scale: fl
             if chosen == "cpu":
                 torch.ops.rlkernels.add_rank1_(weight, left * scale, right, stochastic_rounding, seed)
             else:
-                from rlkernels.rank1 import triton_kernels
+                from rlkernels.rank1 import triton_update
 
-                triton_kernels.add_rank1_(
-                    weight, left, right, scale, stochastic_rounding=stochastic_rounding, seed=seed
-                )
+                triton_update.add_rank1_(weight, left, right, scale, stochastic_rounding=stochastic_rounding, seed=seed)
             _backend.mark_written(weight)
             return weight
         return reference.add_rank1_(weight, u, v, scale, stochastic_rounding=stochastic_rounding, seed=seed)

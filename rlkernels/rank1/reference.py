@@ -8,10 +8,11 @@ the next block. The native and Triton kernels replace ``read``; everything else 
 import math
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
-from rlkernels.rank1.update import GAP_FLOOR, Rank1Update
+from rlkernels.rank1.update import GAP_FLOOR, Leading, Rank1Update, factors
 from rlkernels.sampling.reference import keyed_uniform, philox_word
 
 BLOCK = 4  # columns of the Krylov block
@@ -106,9 +107,24 @@ def second_eigenvalue(theta: torch.Tensor, first: torch.Tensor, last: torch.Tens
     return bound
 
 
-def solve(read: Read, m: int, n: int, start: torch.Tensor | None, tol: float, max_passes: int, seed: int,
-          device: torch.device) -> tuple[torch.Tensor, float, torch.Tensor, float, float, float, int, str]:  # fmt: skip
-    """Block Krylov iteration -> u, sigma, v, gap, residual, angle bound, passes, status. The delta is not zero."""
+class Solved(NamedTuple):
+    """The leading ``rank`` directions of the basis, where it has as many, and what is known of the first."""
+
+    u: torch.Tensor  # [r, m] float32; zeros where sigma is 0
+    sigma: list[float]  # [r], descending
+    v: torch.Tensor  # [r, n] float32
+    gap: float
+    residual: float
+    bound: float
+    passes: int
+
+    def status(self, tol: float) -> str:
+        return "ill_defined" if self.gap < GAP_FLOOR else "ok" if self.bound <= tol else "not_converged"
+
+
+def solve(read: Read, m: int, n: int, start: torch.Tensor | None, *, tol: float, max_passes: int, min_passes: int,
+          rank: int, seed: int, device: torch.device) -> Solved:  # fmt: skip
+    """Block Krylov iteration, ``min_passes`` reads at least. The delta is not zero."""
     width = min(BLOCK, n)
     randoms = width - (start is not None and n > 1)
     columns = random_block(n, randoms, seed, device)
@@ -141,14 +157,15 @@ def solve(read: Read, m: int, n: int, start: torch.Tensor | None, tol: float, ma
             last = root @ ritz[-k:]
             bound = angle_bound(theta, residual, ritz[first], last, floor)
             converged = gap < GAP_FLOOR and residual <= tol * GAP_FLOOR
-            if converged or bound <= tol or passes == max_passes:
+            if passes == max_passes or (passes >= min_passes and (converged or bound <= tol)):
                 break
         block = orthonormal(back.double(), q)
         if block.shape[1] == 0:  # the basis is invariant
             break
-    u, v = y @ coordinates / sigma, q @ coordinates
-    status = "ill_defined" if gap < GAP_FLOOR else "ok" if bound <= tol else "not_converged"
-    return u.float(), sigma, v.float(), gap, residual, bound, passes, status
+    sigmas = theta[:rank].sqrt()
+    leading = ritz[:, :rank].to(device)
+    u, v = y @ leading / sigmas.where(sigmas > 0, 1.0).to(device), q @ leading
+    return Solved(u.T.float(), sigmas.tolist(), v.T.float(), gap, residual, bound, passes)
 
 
 def angle_bound(theta: torch.Tensor, residual: float, first: torch.Tensor, last: torch.Tensor, floor: float) -> float:
@@ -172,27 +189,37 @@ def not_finite(weight: torch.Tensor, base: torch.Tensor) -> ValueError:
     )
 
 
-def top1_delta(weight: torch.Tensor, base: torch.Tensor, *, start: torch.Tensor | None = None, tol: float = 1e-2,
-               max_passes: int = 12, seed: int = 0, read: Read | None = None) -> Rank1Update:  # fmt: skip
-    """See :func:`rlkernels.top1_delta`. ``read`` replaces :func:`delta_read`, for kernels that supply their own."""
+def leading_delta(weight: torch.Tensor, base: torch.Tensor, *, start: torch.Tensor | None = None, tol: float = 1e-2,
+                  max_passes: int = 12, min_passes: int = 1, rank: int = 1, seed: int = 0) -> Leading:  # fmt: skip
+    """See :func:`rlkernels.rank1.ops.leading_deltas`."""
     m, n = weight.shape
     frobenius, changed, largest = delta_stats(weight, base)
     if not largest <= torch.finfo(torch.float32).max:
         raise not_finite(weight, base)
-    zeros = torch.zeros(m, device=weight.device), torch.zeros(n, device=weight.device)
     if largest == 0:
-        return Rank1Update(zeros[0], 0.0, zeros[1], 0.0, 0.0, 0.0, math.pi / 2, 1, 0.0, "zero")
+        u, v = torch.zeros(m, device=weight.device), torch.zeros(n, device=weight.device)
+        update = Rank1Update(u, 0.0, v, 0.0, 0.0, 0.0, math.pi / 2, 1, 0.0, "zero")
+        return Leading(update, u[:, None], v[:, None])
     if start is not None and not start.any():
         start = None
     scale = 2.0 ** min(max(-math.frexp(largest)[1], -126), 126)  # squares of tiny or huge deltas stay within float32
 
     def scaled(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        y, z = delta_read(weight, base, q * scale) if read is None else read(q * scale)
+        y, z = delta_read(weight, base, q * scale)
         return y, z * scale
 
-    u, sigma, v, gap, residual, bound, passes, status = solve(scaled, m, n, start, tol, max_passes, seed, weight.device)
-    sign = 1.0 if v[v.abs().argmax()] >= 0 else -1.0
-    return Rank1Update(u * sign, sigma / scale, v * sign, frobenius, gap, residual, bound, passes, changed, status)
+    found = solve(scaled, m, n, start, tol=tol, max_passes=max_passes, min_passes=min_passes, rank=rank, seed=seed,
+                  device=weight.device)  # fmt: skip
+    sign = torch.where(found.v.gather(1, found.v.abs().argmax(1, keepdim=True)) >= 0, 1.0, -1.0)  # [r, 1]
+    u, v, sigma = found.u * sign, found.v * sign, [s / scale for s in found.sigma]
+    update = Rank1Update(u[0], sigma[0], v[0], frobenius, found.gap, found.residual, found.bound, found.passes, changed,
+                         found.status(tol))  # fmt: skip
+    return Leading(update, *factors(u, sigma, v))
+
+
+def top1_delta(weight: torch.Tensor, base: torch.Tensor, **settings: Any) -> Rank1Update:
+    """See :func:`rlkernels.top1_delta`; settings as for :func:`leading_delta`."""
+    return leading_delta(weight, base, **settings).update
 
 
 def delta_matvec(weight: torch.Tensor, base: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

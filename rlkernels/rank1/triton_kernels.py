@@ -1,4 +1,4 @@
-"""Rank-1 ops in Triton: one read of both matrices per application of D^T D, for many modules in one launch.
+"""The solver's reads in Triton: both matrices once per application of D^T D, for many modules in one launch.
 
 Modules are described by rows of an int64 table (``MODULE``), so that one launch covers matrices anywhere in memory;
 work items by rows of another. Partial results have a place of their own and are added up in a fixed order. bfloat16
@@ -11,8 +11,6 @@ from enum import IntEnum
 import torch
 import triton
 import triton.language as tl
-
-from rlkernels.backend import on_its_device
 
 COLUMNS = 1024  # of a work item of the dense kernels
 
@@ -176,8 +174,11 @@ def _panel_times(
         ready = y + tl.load(facts + Y) + row
         for c in tl.static_range(4):
             parts = y_partial + (c * chunks + some[:, None]) * m + row[None, :]
-            tl.store(ready + c * all_rows, tl.sum(tl.load(parts, mask=mask, other=0.0, cache_modifier=".cg"), 0),
-                     mask=row < end)  # fmt: skip
+            tl.store(
+                ready + c * all_rows,
+                tl.sum(tl.load(parts, mask=mask, other=0.0, cache_modifier=".cg"), 0),
+                mask=row < end,
+            )
         tl.debug_barrier()
         tl.atomic_add(counter, 1, sem="release")  # chunks + 1: the rows are ready
 
@@ -273,200 +274,9 @@ def _sum_stats_kernel(modules, stats, out, BLOCK: tl.constexpr):
     tl.store(out + 2 * module + 1, tl.sum(changed))
 
 
-@triton.jit
-def _start_kernel(modules, places, starts, out, all_columns, seed, COLUMNS: tl.constexpr):
-    """First block: the start, where one is given, then random columns as in ``reference.random_block``."""
-    place = places + tl.program_id(0) * 2
-    facts, _, n = _shape(modules, tl.load(place), False)
-    i = tl.load(place + 1) + tl.arange(0, COLUMNS)
-    given, offset = tl.load(facts + GIVEN), tl.load(facts + Q)
-    low, high = i.to(tl.uint32), (i >> 32).to(tl.uint32)
-    for c in tl.static_range(4):
-        keyed = tl.full([COLUMNS], c, tl.int64) - given
-        word, _, _, _ = tl.philox(seed, keyed.to(tl.uint32), (keyed * 0).to(tl.uint32), low, high)
-        value = ((word >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07 - 0.5
-        if c == 0:
-            value = tl.where(given == 1, tl.load(starts + offset + i, mask=i < n, other=0.0), value)
-        value = tl.where(c < n, value, 0.0)
-        tl.store(out + c * all_columns + offset + i, value.to(tl.float64), mask=i < n)
-
-
-@triton.jit
-def _dots_kernel(modules, active, x, w, out, x_stride, w_stride, k, LENGTH: tl.constexpr, OFFSET: tl.constexpr,
-                 BLOCK: tl.constexpr):  # fmt: skip
-    """out[module, a, b] = x_a . w_b over the module's stretch, in float64; program (module, a), four b."""
-    module, a = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    if tl.load(active + module) == 0:
-        return
-    facts = modules + module * WIDTH
-    length, offset = tl.load(facts + LENGTH), tl.load(facts + OFFSET)
-    x += a * x_stride + offset
-    w += offset
-    s0 = tl.zeros([BLOCK], tl.float64)
-    s1, s2, s3 = s0, s0, s0
-    for start in range(0, length, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        mask = i < length
-        value = tl.load(x + i, mask=mask, other=0.0).to(tl.float64)
-        s0 += value * tl.load(w + i, mask=mask, other=0.0).to(tl.float64)
-        s1 += value * tl.load(w + w_stride + i, mask=mask, other=0.0).to(tl.float64)
-        s2 += value * tl.load(w + 2 * w_stride + i, mask=mask, other=0.0).to(tl.float64)
-        s3 += value * tl.load(w + 3 * w_stride + i, mask=mask, other=0.0).to(tl.float64)
-    out += (module * k + a) * 4
-    tl.store(out, tl.sum(s0))
-    tl.store(out + 1, tl.sum(s1))
-    tl.store(out + 2, tl.sum(s2))
-    tl.store(out + 3, tl.sum(s3))
-
-
-@triton.jit
-def _combine_kernel(modules, places, active, x, coefficients, w, out, x_stride, w_stride, k, ADD: tl.constexpr,
-                    WANTED: tl.constexpr, OFFSET: tl.constexpr, LENGTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """out_b = sum_a x_a coefficients[module, a, b] (+ w_b), in float64. places [P, 2]: module, first entry."""
-    place = places + tl.program_id(0) * 2
-    module = tl.load(place)
-    if tl.load(active + module) == 0:
-        return
-    facts = modules + module * WIDTH
-    i = tl.load(place + 1) + tl.arange(0, BLOCK)
-    mask = i < tl.load(facts + LENGTH)
-    at = tl.load(facts + OFFSET) + i
-    coefficients += module * k * WANTED
-    for b in tl.static_range(WANTED):
-        total = tl.zeros([BLOCK], tl.float64)
-        column = x + at
-        for a in range(k):
-            value = tl.load(column, mask=mask, other=0.0).to(tl.float64)
-            total += value * tl.load(coefficients + a * WANTED + b)
-            column += x_stride
-        if ADD:
-            total += tl.load(w + b * w_stride + at, mask=mask, other=0.0).to(tl.float64)
-        tl.store(out + b * w_stride + at, total.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _residual_kernel(modules, active, q, z, coordinates, theta, out, all_columns, k, BLOCK: tl.constexpr):
-    """out[module] = |Z c / theta - Q c|^2, element by element: nothing cancels."""
-    module = tl.program_id(0).to(tl.int64)
-    if tl.load(active + module) == 0:
-        return
-    facts, _, n = _shape(modules, module, False)
-    q += tl.load(facts + Q)
-    z += tl.load(facts + Q)
-    coordinates += module * k
-    value = tl.load(theta + module)
-    square = tl.zeros([BLOCK], tl.float64)
-    for start in range(0, n, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        image = tl.zeros([BLOCK], tl.float64)
-        vector = tl.zeros([BLOCK], tl.float64)
-        z_column = z + i
-        q_column = q + i
-        for a in range(k):
-            c = tl.load(coordinates + a)
-            image += tl.load(z_column, mask=i < n, other=0.0).to(tl.float64) * c
-            vector += tl.load(q_column, mask=i < n, other=0.0).to(tl.float64) * c
-            z_column += all_columns
-            q_column += all_columns
-        difference = image / value - vector
-        square += difference * difference
-    tl.store(out + module, tl.sum(square))
-
-
-@triton.jit
-def _matvec_kernel(weight, base, v, out, m, n, weight_stride, base_stride,
-                   ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for start in range(0, n, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        w = _raw(weight, weight_stride, row, m, column, n)
-        delta = _float(w) - _float(_raw(base, base_stride, row, m, column, n))
-        total += delta * tl.load(v + column, mask=column < n, other=0.0)[None, :]
-    tl.store(out + row, tl.sum(total, 1), mask=row < m)
-
-
-@triton.jit
-def _bfloat16_bits(x):
-    """The 16 bits of x rounded to the nearest bfloat16, ties to even."""
-    bits = x.to(tl.int32, bitcast=True)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return tl.where(x == x, rounded, 0x7FC0).to(tl.int16)
-
-
-@triton.jit
-def _round_at_random(x, random, BFLOAT16: tl.constexpr):
-    """A neighbour of x in bfloat16 (its bits) or float16, as ``reference.stochastic_round``."""
-    bits = x.to(tl.int32, bitcast=True)
-    finite = (bits & 0x7F800000) != 0x7F800000
-    if BFLOAT16:  # the bits that go are the fraction of the spacing; counted from zero for negative numbers
-        up = tl.where(bits < 0, 0xFFFF - random, random)
-        return tl.where(finite, (bits + up) >> 16, _bfloat16_bits(x).to(tl.int32)).to(tl.int16)
-    else:
-        exponent = (bits >> 23) & 0xFF
-        exponent = tl.where(exponent < 113, 113, exponent)
-        exponent = tl.where(finite, exponent, 113)
-        unit = ((exponent - 10) << 23).to(tl.float32, bitcast=True)
-        inverse = ((264 - exponent) << 23).to(tl.float32, bitcast=True)
-        rounded = tl.floor(x * inverse + (random >> 3).to(tl.float32) * 0.0001220703125) * unit
-        return tl.where(finite, rounded, x).to(tl.float16)
-
-
-@triton.jit
-def _add_kernel(weight, u, v, m, n, stride, scale, seed, STOCHASTIC: tl.constexpr,
-                ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = (row < m)[:, None] & (column < n)[None, :]
-    at = weight + row[:, None] * stride + column[None, :]
-    left = tl.load(u + row, mask=row < m, other=0.0) * scale
-    value = _float(tl.load(at, mask=mask, other=0))
-    value += left[:, None] * tl.load(v + column, mask=column < n, other=0.0)[None, :]
-    if STOCHASTIC:
-        zero = tl.zeros([ROWS, BLOCK], tl.int64)
-        pair = (column >> 1)[None, :] + zero
-        of = row[:, None] + zero
-        word, _, _, _ = tl.philox(seed, of.to(tl.uint32), (of >> 32).to(tl.uint32), pair.to(tl.uint32),
-                                  (pair >> 32).to(tl.uint32))  # fmt: skip
-        random = ((word >> ((column & 1) * 16).to(tl.uint32)[None, :]) & 0xFFFF).to(tl.int32)
-        out = _round_at_random(value, random, weight.dtype.element_ty == tl.int16)
-    elif weight.dtype.element_ty == tl.int16:
-        out = _bfloat16_bits(value)
-    else:
-        out = value.to(weight.dtype.element_ty)
-    tl.store(at, out, mask=mask)
-
-
 def stored(matrix: torch.Tensor) -> torch.Tensor:
     """The matrix as the kernels take it: bfloat16 as its bits."""
     return matrix.view(torch.int16) if matrix.dtype == torch.bfloat16 else matrix
-
-
-@on_its_device
-def delta_matvec(weight: torch.Tensor, base: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """As ``reference.delta_matvec``; rows must be contiguous."""
-    m, n = weight.shape
-    out = torch.empty(m, dtype=torch.float32, device=weight.device)
-    block, rows = min(1024, triton.next_power_of_2(n)), 4
-    _matvec_kernel[(triton.cdiv(m, rows),)](
-        stored(weight), stored(base), v, out, m, n, weight.stride(0), base.stride(0),
-        ROWS=rows, BLOCK=block,
-    )  # fmt: skip
-    return out
-
-
-@on_its_device
-def add_rank1_(weight: torch.Tensor, u: torch.Tensor, v: torch.Tensor, scale: float, *, stochastic_rounding: bool,
-               seed: int) -> torch.Tensor:  # fmt: skip
-    """As ``reference.add_rank1_``, for contiguous rows; the same random bits."""
-    m, n = weight.shape
-    if weight.numel():
-        block, rows = min(1024, triton.next_power_of_2(n)), 4
-        rounded = stochastic_rounding and weight.dtype != torch.float32
-        _add_kernel[(triton.cdiv(m, rows), triton.cdiv(n, block))](
-            stored(weight), u, v, m, n, weight.stride(0), scale, seed, STOCHASTIC=rounded, ROWS=rows, BLOCK=block
-        )
-    return weight
 
 
 def places(lengths: Sequence[int], device: torch.device) -> torch.Tensor:

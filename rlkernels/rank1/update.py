@@ -1,11 +1,14 @@
 """The result type of the top-1 solvers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 STATUSES = ("ok", "zero", "ill_defined", "not_converged")
 GAP_FLOOR = 0.01  # below this relative gap the leading direction is called ill-defined
+LEAST = 1e-7  # of the leading singular value: a direction below it is rounding
 
 
 @dataclass(frozen=True)
@@ -36,3 +39,18 @@ class Rank1Update:
     def alpha(self) -> float:
         """Scale that gives the rank-1 update the norm of the whole delta (AlphaRL, arXiv 2510.00553)."""
         return self.frobenius / self.sigma if self.sigma else 0.0
+
+
+class Leading(NamedTuple):
+    """What a solver finds: the leading triplet, and the rank-k approximation ``left @ right.T`` of the delta."""
+
+    update: Rank1Update
+    left: torch.Tensor  # [m, k] float32, (weight - base) @ right
+    right: torch.Tensor  # [n, k] float32, orthonormal columns by descending singular value, the first one v
+
+
+def factors(u: torch.Tensor, sigma: Sequence[float], v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """left [m, k] and right [n, k] of the directions that are there: of u [r, m], sigma [r] (descending), v [r, n]."""
+    k = max(sum(s > LEAST * sigma[0] for s in sigma), 1)
+    scale = torch.tensor(sigma[:k], dtype=torch.float32, device=u.device)
+    return (u[:k] * scale[:, None]).T, v[:k].T

@@ -57,8 +57,9 @@ def scaled_share(fraction: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     return units * (total >> 24) + ((units * (total & 0xFFFFFF)) >> 24)
 
 
-def sample_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor,
-                  top_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def sample_tokens(
+    logits: torch.Tensor, uniforms: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """See :func:`rlkernels.sample_tokens`; settings are tensors [T], and a row without a distribution gives -1, NaN."""
     rows, vocab = logits.shape
     if rows == 0:
@@ -100,8 +101,9 @@ def verify_drafts(logits: torch.Tensor, drafts: torch.Tensor, starts: torch.Tens
     return accept(ids, logprobs, drafts, starts, owner)
 
 
-def accept(ids: torch.Tensor, logprobs: torch.Tensor, drafts: torch.Tensor, starts: torch.Tensor,
-           owner: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+def accept(
+    ids: torch.Tensor, logprobs: torch.Tensor, drafts: torch.Tensor, starts: torch.Tensor, owner: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The results of verify_drafts from a sample of every row; owner [R]: the sequence of each row."""
     last = starts[1:] - 1
     row = torch.arange(len(ids), device=ids.device)

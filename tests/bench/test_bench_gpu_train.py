@@ -8,48 +8,16 @@ import pytest
 import torch
 
 from bench.gpu import train
-from bench.gpu.cases import CASES
-from bench.gpu.proven import passed, prove, read_checks
+from bench.gpu.proven import prove
 from python_trainer.config import dump_config, load_config
 from python_trainer.errors import UserError
 from python_trainer.run_directory import read_metrics
-from python_trainer.tasks import TaskConfig, load_task
+from python_trainer.tasks.arithmetic import ArithmeticSettings
 from rlkernels.backend import OPS, choose
 from tools.policies import arithmetic as pretrain
 
 CUDA = torch.device("cuda")
 SETTINGS = train.ROOT / "bench/gpu/train.yaml"
-
-
-def checks(op, backend, wrong=()):
-    """Of all small cases of an op; those with these numbers are wrong."""
-    labels = [case.label for case in CASES if case.op == op and not case.timed]
-    return [
-        {"op": op, "backend": backend, "case": label, "ok": i not in wrong} for i, label in enumerate(labels)
-    ]  # fmt: skip
-
-
-def row(op, provider, shape, seconds):
-    return {"op": op, "provider": provider, "shape": shape, "median_s": seconds}
-
-
-def a_record():
-    found = [
-        *checks("paged_attention", "triton"), *checks("paged_attention", "torch"), *checks("dtw", "cuda"),
-        *checks("dtw", "triton"), *checks("token_logprobs", "triton"), *checks("merge_attention", "triton", wrong=[1]),
-        *checks("grouped_attention", "triton")[1:], *checks("sample_tokens", "triton"),
-        *checks("verify_drafts", "triton"), *checks("write_kv", "triton"),
-    ]  # fmt: skip
-    timings = [
-        row("dtw", "cuda", "a", 3.0), row("dtw", "triton", "a", 1.0), row("dtw", "torch", "a", 9.0),
-        row("token_logprobs", "triton", "a", 1.0), row("token_logprobs", "triton", "b", 5.0),
-        row("token_logprobs", "torch", "a", 2.0), row("token_logprobs", "torch", "b", 3.0),
-        row("token_logprobs", "torch", "c", 90.0), {**row("dtw", "torch", "b", None), "missing": "no memory"},
-        {**row("sample_tokens", "triton", "a", None), "missing": "no memory"},
-        {**row("verify_drafts", "triton", "a", 1.0), "match": "differs"}, row("verify_drafts", "torch", "a", 2.0),
-    ]  # fmt: skip
-    failed = [{"kind": "time", "op": "write_kv", "case": "a", "ok": False, "message": "hung"}]
-    return {"commit": "abc", "gpu": "NVIDIA X", "checks": found, "timings": timings, "failed_timings": failed}
 
 
 @pytest.fixture
@@ -66,42 +34,25 @@ def dry(tmp_path):
 
 
 def test_what_passed_is_what_auto_takes_on_a_gpu(monkeypatch):
-    # token_logprobs is right and slow, merge_attention wrong in one case, grouped_attention not checked on all; the
-    # timed case of sample_tokens failed, that of verify_drafts was wrong, that of write_kv took the process with it;
-    # paged_attention was not timed
-    found = passed(a_record())
-    assert found == {"dtw": ("triton", "cuda"), "paged_attention": ("triton",)}
-    for op in found:
-        monkeypatch.setitem(OPS, op, replace(OPS[op], proven=()))
+    found = {"dtw": ("triton", "cuda"), "paged_attention": ("triton",)}
+    for op in OPS:
+        monkeypatch.setitem(OPS, op, OPS[op])
     assert choose("paged_attention", CUDA) == "torch"
     prove(found)
     assert choose("paged_attention", CUDA) == choose("dtw", CUDA) == "triton"
     assert choose("write_kv", CUDA) == "torch" and choose("paged_attention", torch.device("cpu")) == "cpu"
 
 
-def test_checks_must_be_of_this_device_and_commit(tmp_path):
-    path = tmp_path / "record.json"
-    path.write_text(json.dumps(a_record()))
-    assert read_checks(path, "NVIDIA X", "abc")["checks"]
-    for device, commit in (("NVIDIA Y", "abc"), ("NVIDIA X", "abd")):
-        with pytest.raises(ValueError, match="is of NVIDIA X at abc, not of"):
-            read_checks(path, device, commit)
-    for text in ("{", "[]", '{"commit": "abc"}'):
-        path.write_text(text)
-        with pytest.raises(ValueError, match="is no record of python -m bench.gpu"):
-            read_checks(path, "NVIDIA X", "abc")
-
-
 def test_settings_fit_task_and_policy():
     config = load_config(SETTINGS)
-    task, longest = load_task(config.task), config.rollout.max_completion_length
+    task, longest = config.task.load(), config.rollout.max_completion_length
     with torch.device("meta"):
         room = pretrain.new_policy(train.CUDA.policy).config.max_position_embeddings
     for example in [*task.train, *task.gate, *task.test]:
         terms = [int(term) for term in example.prompt[:-1].split("+")]
         assert len(pretrain.solution(terms)) < longest and len(example.prompt) + longest <= room
     # what pretraining keeps away from holds all that is asked here
-    shipped = load_task(TaskConfig(variant=config.task.variant))
+    shipped = ArithmeticSettings(variant=config.task.variant).load()
     kept = {example.prompt for example in [*shipped.train, *shipped.gate, *shipped.test]}
     assert {example.prompt for example in [*task.train, *task.gate, *task.test]} <= kept
     assert config.accelerators.alpha.gate_prompts <= len(task.gate)
@@ -242,11 +193,11 @@ def test_bad_arguments_are_named(dry, monkeypatch, capsys, tmp_path):
         with pytest.raises(SystemExit):
             train.main(arguments)
         assert message in capsys.readouterr().err
-    (tmp_path / "checks.json").write_text(json.dumps(a_record()))
+    (tmp_path / "checks.jsonl").write_text('{"kind": "call", "gpu": "NVIDIA X", "commit": "abc"}\n')
     for arguments, message in (
         (["--variants", "baseline,fast"], "must hold names out of"),
         (["--set", "max_steps=0"], "max_steps"),
-        (["--checks", str(tmp_path / "checks.json")], "is of NVIDIA X at abc, not of cpu"),
+        (["--checks", str(tmp_path / "checks.jsonl")], "is of NVIDIA X at abc, not of cpu"),
     ):
         assert dry(*arguments)[0] == 2
         assert message in capsys.readouterr().err

@@ -94,7 +94,7 @@ def test_settings_of_every_run():
         for variant in variants
     }
     assert all(config.seed == 1 for config in configs.values())
-    assert configs["short", "all"].accelerators.enabled == list(ACCELERATORS)
+    assert configs["short", "all"].accelerators.enabled == ACCELERATORS.names()
     assert configs["long", "all"].task.variant == "long"
     assert configs["short", "all, database"].accelerators.rhyme.database == "history.db"
     assert configs["short", "baseline, half the prompts"].rollout.prompts_per_step == 16

@@ -8,7 +8,7 @@ import torch
 from tiny import digits, save_tiny_policy  # noqa: F401
 
 from python_trainer.config import check_config
-from python_trainer.model.packing import Answer
+from python_trainer.data import Rollout
 
 
 def even(prompts, completions, completion_ids, **columns):
@@ -74,7 +74,7 @@ def answers():
 
     prompts, prefix = [ids(3), ids(7), ids(1)], ids(5)
     return [
-        *(Answer(prompts[0], prefix + ids(n), 5) for n in (4, 0, 9, 1)),
-        *(Answer(prompts[1], ids(n)) for n in (2, 6, 6)),
-        *(Answer(prompts[2], ids(n)) for n in (0, 1, 17)),
+        *(Rollout(prompts[0], prefix + ids(n), 5) for n in (4, 0, 9, 1)),
+        *(Rollout(prompts[1], ids(n)) for n in (2, 6, 6)),
+        *(Rollout(prompts[2], ids(n)) for n in (0, 1, 17)),
     ]

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from python_trainer.config import check_config
 from python_trainer.distributed.replicated import Replicated
 from python_trainer.distributed.sharded import Sharded
-from python_trainer.trainer import Trainer
+from python_trainer.run import Trainer
 
 KINDS = {"ddp": Replicated, "fsdp2": Sharded}
 

@@ -25,17 +25,35 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from python_trainer import algorithms as alg
+from python_trainer.algorithms.advantages import (
+    gae,
+    group_advantages,
+    group_statistics,
+    rloo_advantages,
+    token_rewards,
+    whiten,
+)
+from python_trainer.algorithms.kl import kl_estimate
+from python_trainer.algorithms.losses import importance_weights, policy_loss, value_loss
+from python_trainer.algorithms.settings import LOSS_TYPES
+from python_trainer.registry import PluginError
 
 INF = float("inf")
 GRAD = {"dtype": torch.float64, "requires_grad": True}
 
 
+AGGREGATIONS = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "dr_grpo"]
+
+
+def token_weights(mask, aggregation, *, num_tokens, num_sequences, max_length=1, lengths=None):
+    lengths = mask.sum(1) if lengths is None else lengths
+    return LOSS_TYPES.resolve(aggregation)(
+        mask, num_tokens=num_tokens, num_sequences=num_sequences, max_length=max_length, lengths=lengths
+    )
+
+
 def mask_of(lengths, width):
     return torch.arange(width)[None] < torch.tensor(lengths)[:, None]
-
-
-# advantages ----------------------------------------------------------------------------------------------------
 
 
 def test_group_advantages_known_values():
@@ -45,13 +63,13 @@ def test_group_advantages_known_values():
     plain = torch.tensor([2 / 3, -1 / 3, -1, -1 / 3, 1, 0])
     std = torch.tensor([1 / 3, 1 / 3, 1, 1 / 3, 1, 1])
     std[[0, 1, 3]] = math.sqrt(1 / 3)
-    torch.testing.assert_close(alg.group_advantages(rewards, groups, scale_rewards="none"), plain)
-    torch.testing.assert_close(alg.group_advantages(rewards, groups), plain / (std + 1e-4))
+    torch.testing.assert_close(group_advantages(rewards, groups, scale_rewards="none"), plain)
+    torch.testing.assert_close(group_advantages(rewards, groups), plain / (std + 1e-4))
     # all six: mean 13/6, sum of squares 51 - 6 * (13/6)^2 = 22.8333, / 5 = 4.5667
     batch = plain / (math.sqrt((51 - 169 / 6) / 5) + 1e-4)
-    torch.testing.assert_close(alg.group_advantages(rewards, groups, scale_rewards="batch"), batch)
+    torch.testing.assert_close(group_advantages(rewards, groups, scale_rewards="batch"), batch)
     with pytest.raises(ValueError, match="scale_rewards must be .* got 'std'"):
-        alg.group_advantages(rewards, groups, scale_rewards="std")
+        group_advantages(rewards, groups, scale_rewards="std")
 
 
 def test_equal_rewards_give_exactly_zero_advantage():
@@ -60,39 +78,39 @@ def test_equal_rewards_give_exactly_zero_advantage():
         for n in (1, 3, 7):
             rewards, groups = torch.full((n,), value), torch.zeros(n, dtype=torch.int64)
             for scale in ("group", "batch", "none"):
-                assert torch.equal(alg.group_advantages(rewards, groups, scale_rewards=scale), torch.zeros(n))
-            assert torch.equal(alg.rloo_advantages(rewards, groups), torch.zeros(n))
-            assert torch.equal(alg.group_statistics(rewards, groups)[2], torch.zeros(n))
+                assert torch.equal(group_advantages(rewards, groups, scale_rewards=scale), torch.zeros(n))
+            assert torch.equal(rloo_advantages(rewards, groups), torch.zeros(n))
+            assert torch.equal(group_statistics(rewards, groups)[2], torch.zeros(n))
 
 
 def test_rloo_known_values():
     # others of 1 are (0, 2): mean 1 -> 0; of 0: 1.5 -> -1.5; of 2: 0.5 -> 1.5; alone: nothing to compare with
-    got = alg.rloo_advantages(torch.tensor([1.0, 9.0, 0.0, 2.0]), torch.tensor([0, 1, 0, 0]))
+    got = rloo_advantages(torch.tensor([1.0, 9.0, 0.0, 2.0]), torch.tensor([0, 1, 0, 0]))
     torch.testing.assert_close(got, torch.tensor([0.0, 0.0, -1.5, 1.5]))
 
 
 def test_empty_batch():
     empty, groups = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
-    assert alg.group_advantages(empty, groups).shape == alg.rloo_advantages(empty, groups).shape == (0,)
-    assert alg.whiten(torch.zeros(0, 3), torch.zeros(0, 3)).shape == (0, 3)
+    assert group_advantages(empty, groups).shape == rloo_advantages(empty, groups).shape == (0,)
+    assert whiten(torch.zeros(0, 3), torch.zeros(0, 3)).shape == (0, 3)
 
 
 def test_gae_known_values():
     rewards, values = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.5, 0.4, 0.2]])
     # gamma 0.9, lambda 0.5: last: 1 - 0.2 = 0.8; middle: 0.9 * 0.2 - 0.4 + 0.45 * 0.8 = 0.14;
     # first: 0.9 * 0.4 - 0.5 + 0.45 * 0.14 = -0.077
-    advantages, returns = alg.gae(rewards, values, torch.ones(1, 3), gamma=0.9, lam=0.5)
+    advantages, returns = gae(rewards, values, torch.ones(1, 3), gamma=0.9, lam=0.5)
     torch.testing.assert_close(advantages, torch.tensor([[-0.077, 0.14, 0.8]]))
     torch.testing.assert_close(returns, advantages + values)
 
 
 def test_gae_steps_over_masked_tokens():
     rewards, values = torch.randn(2, 5), torch.randn(2, 5)
-    dense, dense_returns = alg.gae(rewards, values, torch.ones(2, 5), gamma=0.97, lam=0.9)
+    dense, dense_returns = gae(rewards, values, torch.ones(2, 5), gamma=0.97, lam=0.9)
     where = torch.tensor([1, 2, 4, 6, 7])  # masked tokens before, between and after, holding NaN
     wide_rewards, wide_values, mask = torch.full((2, 9), math.nan), torch.full((2, 9), math.nan), torch.zeros(2, 9)
     wide_rewards[:, where], wide_values[:, where], mask[:, where] = rewards, values, 1.0
-    advantages, returns = alg.gae(wide_rewards, wide_values, mask, gamma=0.97, lam=0.9)
+    advantages, returns = gae(wide_rewards, wide_values, mask, gamma=0.97, lam=0.9)
     torch.testing.assert_close(advantages[:, where], dense)
     torch.testing.assert_close(returns[:, where], dense_returns)
     assert torch.equal(advantages[mask == 0], torch.zeros(8))
@@ -100,7 +118,7 @@ def test_gae_steps_over_masked_tokens():
 
 def test_gae_with_lambda_one_is_the_discounted_return():
     rewards, values = torch.randn(3, 6), torch.randn(3, 6)
-    _, returns = alg.gae(rewards, values, torch.ones(3, 6), gamma=0.9, lam=1.0)
+    _, returns = gae(rewards, values, torch.ones(3, 6), gamma=0.9, lam=1.0)
     expected = sum(0.9**k * rewards[:, k] for k in range(6))
     torch.testing.assert_close(returns[:, 0], expected)
 
@@ -111,36 +129,31 @@ def test_whiten():
     # 1, 2, 3, 6: mean 3, variance (4 + 1 + 0 + 9) / 3 = 14/3
     scale = math.sqrt(3 / 14)
     expected = torch.tensor([[-2, -1, 0, 0], [3, 0, 0, 0]]) * scale
-    torch.testing.assert_close(alg.whiten(values, mask), expected)
-    shifted = alg.whiten(values, mask, shift_mean=False)
-    torch.testing.assert_close(shifted, torch.where(mask, expected + 3, 0.0))
+    torch.testing.assert_close(whiten(values, mask), expected)
 
 
 def test_token_rewards_sit_on_the_last_token_whatever_the_padding_side():
     mask = torch.tensor([[1, 1, 0], [0, 1, 1], [0, 0, 0], [1, 0, 1]])
-    got = alg.token_rewards(torch.tensor([1.0, 2.0, 3.0, 4.0]), mask, torch.full((4, 3), 0.5))
+    got = token_rewards(torch.tensor([1.0, 2.0, 3.0, 4.0]), mask, torch.full((4, 3), 0.5))
     expected = torch.tensor([[-0.5, 0.5, 0], [0, -0.5, 1.5], [0, 0, 0], [-0.5, 0, 3.5]])
     torch.testing.assert_close(got, expected)
-
-
-# KL ------------------------------------------------------------------------------------------------------------
 
 
 def test_kl_known_values():
     r = math.log(2.0)
     logprobs, ref, mask = torch.tensor([[r, -INF]]), torch.tensor([[0.0, math.nan]]), torch.tensor([[1, 0]])
-    assert alg.kl_estimate(logprobs, ref, mask, "k1").tolist()[0] == pytest.approx([r, 0])
-    assert alg.kl_estimate(logprobs, ref, mask, "k2").tolist()[0] == pytest.approx([r * r / 2, 0])
+    assert kl_estimate(logprobs, ref, mask, "k1").tolist()[0] == pytest.approx([r, 0])
+    assert kl_estimate(logprobs, ref, mask, "k2").tolist()[0] == pytest.approx([r * r / 2, 0])
     # exp(-ln 2) + ln 2 - 1 = 0.5 + 0.6931 - 1
-    assert alg.kl_estimate(logprobs, ref, mask, "k3").tolist()[0] == pytest.approx([0.5 + r - 1, 0])
-    with pytest.raises(ValueError, match="kind must be .* got 'k4'"):
-        alg.kl_estimate(logprobs, ref, mask, "k4")
+    assert kl_estimate(logprobs, ref, mask, "k3").tolist()[0] == pytest.approx([0.5 + r - 1, 0])
+    with pytest.raises(PluginError, match="kl_estimator 'k4' is neither k1, k2, k3 nor "):
+        kl_estimate(logprobs, ref, mask, "k4")
 
 
 @pytest.mark.parametrize(("kind", "unbiased"), [("k1", True), ("k2", False), ("k3", True)])
 def test_kl_estimates_in_expectation(kind, unbiased):
     p, q = torch.randn(50).log_softmax(0), torch.randn(50).log_softmax(0)
-    expectation = (p.exp() * alg.kl_estimate(p[None], q[None], torch.ones(1, 50), kind)[0]).sum()
+    expectation = (p.exp() * kl_estimate(p[None], q[None], torch.ones(1, 50), kind)[0]).sum()
     true = (p.exp() * (p - q)).sum()
     assert (abs(expectation - true) < 1e-5) == unbiased
 
@@ -151,7 +164,7 @@ def test_kl_gradients_in_expectation():
 
     def gradient(kind):
         p = logits.log_softmax(0)
-        loss = (p.exp().detach() * alg.kl_estimate(p[None], q[None], torch.ones(1, 6), kind)[0]).sum()
+        loss = (p.exp().detach() * kl_estimate(p[None], q[None], torch.ones(1, 6), kind)[0]).sum()
         return torch.autograd.grad(loss, logits)[0]
 
     p = logits.log_softmax(0)
@@ -159,9 +172,6 @@ def test_kl_gradients_in_expectation():
     assert gradient("k1").abs().max() < 1e-12
     torch.testing.assert_close(gradient("k2"), true)
     assert not torch.allclose(gradient("k3"), true, rtol=1e-2)
-
-
-# losses --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -178,7 +188,7 @@ def test_kl_gradients_in_expectation():
     ],
 )
 def test_policy_loss_known_values(ratio, advantage, options, expected):
-    out = alg.policy_loss(
+    out = policy_loss(
         torch.tensor([[math.log(ratio)]]), torch.zeros(1, 1), torch.tensor([advantage]), torch.ones(1, 1), **options
     )
     assert out.loss.item() == pytest.approx(expected, rel=1e-6)
@@ -193,18 +203,18 @@ def test_sequence_ratio_known_values():
     logprobs = torch.tensor([[math.log(2.0), math.log(0.5), math.log(3.375), math.nan]], requires_grad=True)
     mask, advantages = mask_of([3], 4), torch.tensor([1.0])
     # (2 x 0.5 x 3.375)^(1/3) = 1.5: above 1.2, held back at every token, no gradient
-    out = alg.policy_loss(logprobs, torch.zeros(1, 4), advantages, mask, level="sequence")
+    out = policy_loss(logprobs, torch.zeros(1, 4), advantages, mask, level="sequence")
     torch.testing.assert_close(out.ratio.detach(), torch.tensor([[1.5, 1.5, 1.5, 0.0]]))
     torch.testing.assert_close(out.loss.detach(), torch.tensor([[-1.2, -1.2, -1.2, 0.0]]))
     assert out.clipped_high.tolist() == [[True, True, True, False]]
     assert not torch.autograd.grad(out.loss.sum(), logprobs)[0].any()
     # at 0.5 x advantage -1 with epsilon 0.6 nothing is clipped: d(ratio) / d(logprob) = ratio / 3 for each of 3 tokens
     other = torch.full((1, 4), math.log(0.5), requires_grad=True)
-    out = alg.policy_loss(other, torch.zeros(1, 4), -advantages, mask, level="sequence", epsilon=0.6)
+    out = policy_loss(other, torch.zeros(1, 4), -advantages, mask, level="sequence", epsilon=0.6)
     (gradient,) = torch.autograd.grad(out.loss.sum(), other)
     torch.testing.assert_close(gradient, torch.tensor([[0.5, 0.5, 0.5, 0.0]]))
     with pytest.raises(ValueError, match="level must be .* got 'word'"):
-        alg.policy_loss(other, other, advantages, mask, level="word")
+        policy_loss(other, other, advantages, mask, level="word")
 
 
 def test_aggregations_known_values():
@@ -213,34 +223,34 @@ def test_aggregations_known_values():
         "token-mean": 10 / 4,  # (1 + 2 + 3 + 4) / 4 tokens
         "seq-mean-token-sum": 10 / 2,  # (6 + 4) / 2 sequences
         "seq-mean-token-mean": 6 / 2,  # (6 / 3 + 4 / 1) / 2
-        "constant": 10 / 16,  # (6 + 4) / (2 x 8)
+        "dr_grpo": 10 / 16,  # (6 + 4) / (2 x 8)
     }
-    assert set(expected) == set(alg.AGGREGATIONS) and set(alg.LOSS_TYPES.values()) < set(expected)
+    assert set(expected) == set(AGGREGATIONS)
+    expected |= {"grpo": expected["seq-mean-token-mean"], "dapo": expected["token-mean"]}
+    assert set(expected) == set(LOSS_TYPES.names())
     for name, value in expected.items():
-        weights = alg.token_weights(mask, name, num_tokens=4, num_sequences=2, max_length=8)
+        weights = token_weights(mask, name, num_tokens=4, num_sequences=2, max_length=8)
         assert (losses * weights).sum().item() == pytest.approx(value)
-    whole = alg.token_weights(mask, "seq-mean-token-mean", num_tokens=4, num_sequences=2, lengths=torch.tensor([6, 2]))
+    whole = token_weights(mask, "seq-mean-token-mean", num_tokens=4, num_sequences=2, lengths=torch.tensor([6, 2]))
     assert (losses * whole).sum().item() == pytest.approx((6 / 6 + 4 / 2) / 2)
-    with pytest.raises(ValueError, match="aggregation must be one of .* got 'mean'"):
-        alg.token_weights(mask, "mean", num_tokens=4, num_sequences=2)
-    with pytest.raises(ValueError, match="max_length must be >= 1"):
-        alg.token_weights(mask, "constant", num_tokens=4, num_sequences=2)
+    with pytest.raises(PluginError, match="loss_type 'mean' is neither grpo, dapo, "):
+        token_weights(mask, "mean", num_tokens=4, num_sequences=2)
 
 
 def whole_loss(logprobs, old, advantages, mask, aggregation, parts):
     total = 0.0
     for rows in parts:
-        weights = alg.token_weights(
+        weights = token_weights(
             mask[rows], aggregation, num_tokens=int(mask.sum()), num_sequences=len(mask), max_length=9
         )
-        total = total + (alg.policy_loss(logprobs[rows], old[rows], advantages[rows], mask[rows]).loss * weights).sum()
+        total = total + (policy_loss(logprobs[rows], old[rows], advantages[rows], mask[rows]).loss * weights).sum()
     return total
 
 
 @settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 7), min_size=1, max_size=8),
-    aggregation=st.sampled_from(alg.AGGREGATIONS),
+    aggregation=st.sampled_from(AGGREGATIONS),
     split=st.integers(1, 4),
     pad=st.integers(0, 3),
     left=st.booleans(),
@@ -275,13 +285,13 @@ def test_loss_does_not_depend_on_split_order_or_padding(lengths, aggregation, sp
     assert torch.equal(gradient[~wide_mask], torch.zeros_like(gradient[~wide_mask]))
 
 
-@pytest.mark.parametrize("aggregation", alg.AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_descent_follows_the_sign_of_the_advantage(aggregation):
     logits = torch.randn(2, 3, 5, **GRAD)
     ids, mask = torch.randint(5, (2, 3)), mask_of([3, 2], 3)
     logprobs = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-    out = alg.policy_loss(logprobs, logprobs.detach(), torch.tensor([1.0, -1.0]), mask)
-    weights = alg.token_weights(mask, aggregation, num_tokens=5, num_sequences=2, max_length=3)
+    out = policy_loss(logprobs, logprobs.detach(), torch.tensor([1.0, -1.0]), mask)
+    weights = token_weights(mask, aggregation, num_tokens=5, num_sequences=2, max_length=3)
     (gradient,) = torch.autograd.grad((out.loss * weights).sum(), logits)
     after = (logits - 0.1 * gradient).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
     change = (after - logprobs).detach()
@@ -291,7 +301,7 @@ def test_descent_follows_the_sign_of_the_advantage(aggregation):
 def test_first_pass_gradient_is_the_plain_policy_gradient():
     logprobs, mask = torch.randn(3, 4, **GRAD), mask_of([4, 2, 3], 4)
     advantages = torch.tensor([0.5, -2.0, 1.0], dtype=torch.float64)
-    loss = alg.policy_loss(logprobs, logprobs.detach(), advantages, mask).loss.sum()
+    loss = policy_loss(logprobs, logprobs.detach(), advantages, mask).loss.sum()
     (gradient,) = torch.autograd.grad(loss, logprobs)
     torch.testing.assert_close(gradient, -advantages[:, None] * mask)
 
@@ -301,11 +311,11 @@ def test_masked_entries_may_hold_anything():
     bad = torch.tensor([[-0.5, -INF, INF, math.nan]])
     logprobs = bad.clone().requires_grad_()
     mask = torch.tensor([[1, 0, 0, 0]])
-    weights = alg.importance_weights(bad, bad * 2, mask, mode="truncate")
+    weights = importance_weights(bad, bad * 2, mask, mode="truncate")
     torch.testing.assert_close(weights, torch.tensor([[math.exp(0.5), 1.0, 1.0, 1.0]]))
-    out = alg.policy_loss(logprobs, bad.nan_to_num(0) - 99, torch.tensor([1.0]), torch.zeros(1, 4), weights=bad)
-    kl = alg.kl_estimate(logprobs, bad.flip(1), torch.zeros(1, 4), "k3")
-    value = alg.value_loss(logprobs, bad, bad.flip(1), torch.zeros(1, 4))
+    out = policy_loss(logprobs, bad.nan_to_num(0) - 99, torch.tensor([1.0]), torch.zeros(1, 4), weights=bad)
+    kl = kl_estimate(logprobs, bad.flip(1), torch.zeros(1, 4), "k3")
+    value = value_loss(logprobs, bad, bad.flip(1), torch.zeros(1, 4))
     (gradient,) = torch.autograd.grad((out.loss + kl + value).sum(), logprobs)
     assert torch.equal(out.loss + kl + value, torch.zeros(1, 4)) and torch.equal(gradient, torch.zeros(1, 4))
     assert torch.equal(out.ratio, torch.zeros(1, 4)) and not (out.clipped_low | out.clipped_high).any()
@@ -315,22 +325,22 @@ def test_importance_weights_known_values():
     old, mask = torch.tensor([[3.0, 1.5, 0.4]]).log(), torch.tensor([[1, 1, 1]])
     sampler = torch.zeros(1, 3)
     torch.testing.assert_close(
-        alg.importance_weights(old, sampler, mask, mode="truncate", cap=2.0), torch.tensor([[2.0, 1.5, 0.4]])
+        importance_weights(old, sampler, mask, mode="truncate", cap=2.0), torch.tensor([[2.0, 1.5, 0.4]])
     )
     torch.testing.assert_close(
-        alg.importance_weights(old, sampler, mask, mode="mask", cap=2.0), torch.tensor([[0.0, 1.5, 0.0]])
+        importance_weights(old, sampler, mask, mode="mask", cap=2.0), torch.tensor([[0.0, 1.5, 0.0]])
     )
-    prefix = alg.importance_weights(old, torch.full((1, 3), -INF), torch.zeros(1, 3), mode="mask")
+    prefix = importance_weights(old, torch.full((1, 3), -INF), torch.zeros(1, 3), mode="mask")
     assert torch.equal(prefix, torch.ones(1, 3))  # tokens that nobody sampled keep their weight
     with pytest.raises(ValueError, match="mode must be .* got 'drop'"):
-        alg.importance_weights(old, sampler, mask, mode="drop")
+        importance_weights(old, sampler, mask, mode="drop")
 
 
 def test_importance_weights_pass_no_gradient_but_scale_the_loss():
     logprobs = torch.zeros(1, 2, requires_grad=True)
-    weights = alg.importance_weights(logprobs + 0.5, torch.zeros(1, 2), torch.ones(1, 2), mode="truncate")
+    weights = importance_weights(logprobs + 0.5, torch.zeros(1, 2), torch.ones(1, 2), mode="truncate")
     assert not weights.requires_grad
-    loss = alg.policy_loss(logprobs, torch.zeros(1, 2), torch.ones(1), torch.ones(1, 2), weights=weights).loss.sum()
+    loss = policy_loss(logprobs, torch.zeros(1, 2), torch.ones(1), torch.ones(1, 2), weights=weights).loss.sum()
     (gradient,) = torch.autograd.grad(loss, logprobs)
     torch.testing.assert_close(gradient, -torch.full((1, 2), math.exp(0.5)))
 
@@ -339,9 +349,9 @@ def test_value_loss_known_values():
     values = torch.tensor([[1.0, 1.0, 0.0]], requires_grad=True)
     old, returns = torch.tensor([[0.5, 0.9, 0.0]]), torch.tensor([[2.0, 0.0, 9.0]])
     # first: free (1 - 2)^2 = 1, held at 0.7: 1.69 -> 0.845; second: both (1 - 0)^2 -> 0.5; third masked
-    loss = alg.value_loss(values, old, returns, torch.tensor([[1, 1, 0]]), clip=0.2)
+    loss = value_loss(values, old, returns, torch.tensor([[1, 1, 0]]), clip=0.2)
     torch.testing.assert_close(loss, torch.tensor([[0.845, 0.5, 0.0]]))
     (gradient,) = torch.autograd.grad(loss.sum(), values)
     torch.testing.assert_close(gradient, torch.tensor([[0.0, 1.0, 0.0]]))  # the held one no longer moves
-    free = alg.value_loss(values, old, returns, torch.tensor([[1, 1, 0]]), clip=None)
+    free = value_loss(values, old, returns, torch.tensor([[1, 1, 0]]), clip=None)
     torch.testing.assert_close(free, torch.tensor([[0.5, 0.5, 0.0]]))

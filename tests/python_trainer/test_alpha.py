@@ -13,10 +13,10 @@ from python_trainer.checkpoint import load_checkpoint
 from python_trainer.errors import UserError
 from python_trainer.model.optimizer import PolicyOptimizer
 from python_trainer.model.settings import OptimizerConfig
+from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
-from python_trainer.trainer import Trainer
-from rlkernels.rank1 import PREDICTORS, Gate
-from rlkernels.rank1.gate import try_candidates
+from rlkernels.extrapolation import PREDICTORS, Gate
+from rlkernels.extrapolation.gate import try_candidates
 
 QUIET = Console(quiet=True)
 GATE = 800
@@ -46,7 +46,8 @@ class Context:
 
     def __init__(self, model, optimizer, quality):
         self.policy, self.optimizer, self.quality = model, optimizer, quality
-        self.engine, self.telemetry, self.step, self.gate_size = Engine(), {}, 1, GATE
+        self.engine, self.telemetry, self.step = Engine(), {}, 1
+        self.task = SimpleNamespace(gate=range(GATE))
         self.evaluated = []
 
     def evaluate_each(self, split, rows):
@@ -251,8 +252,6 @@ def test_candidates_share_the_answers_of_the_present_weights(prompts, available)
     with pytest.raises(ValueError, match="one number for each"):
         try_candidates(gate, *weights, **options | {"evaluate": lambda rows: [1.0] * (len(rows) + 1)})
 
-
-# in the trainer --------------------------------------------------------------------------------------------------
 
 SETTINGS = {"track_steps": 1, "first_step": 4, "every": 2, "gate_prompts": 6, "min_rise": -1.0, "min_skill": -1e9,
             "min_cosine": 0.0, "gate_level": 0.9}  # fmt: skip

@@ -15,8 +15,8 @@ from rich.console import Console
 
 from python_trainer.checkpoint import decode, encode, list_checkpoints, load_checkpoint, save_checkpoint
 from python_trainer.errors import UserError
+from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
-from python_trainer.trainer import Trainer
 
 QUIET = Console(quiet=True)
 HERE = Path(__file__).parent
@@ -68,7 +68,7 @@ def assert_same_run(a, b):
         assert encode(first[part], tensors) == encode(second[part], others), part
         assert all(torch.equal(tensors[name], others[name]) for name in tensors), part
     for key in ("step", "counts", "evaluations", "policy_version"):
-        assert first["progress"][key] == second["progress"][key], key
+        assert first["state"][key] == second["state"][key], key
     rows = [
         [{k: v for k, v in row.items() if "time/" not in k and "per_second" not in k} for row in read_metrics(folder)]
         for folder in (a, b)
@@ -104,7 +104,7 @@ def test_resume_equals_the_uninterrupted_run(make_config, tmp_path, algorithm, s
         part.run()
     assert len(read_metrics(tmp_path / "parts")) == 4
     resumed = Trainer(config, tmp_path / "parts", resume=True, console=QUIET)
-    assert resumed.progress.step == 2
+    assert resumed.state.step == 2
     resumed.run()
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 

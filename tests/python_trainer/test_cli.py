@@ -18,9 +18,10 @@ from safetensors.torch import load_file, save_file
 
 from python_trainer.__main__ import NEEDED, main
 from python_trainer.errors import UserError
-from python_trainer.evaluations import load_evaluations
-from python_trainer.report.tables import find_runs, make_table, summary_columns
-from python_trainer.trainer import Trainer
+from python_trainer.report.runs import find_runs
+from python_trainer.report.tables import make_table, summary_columns
+from python_trainer.run import Trainer
+from python_trainer.run_directory import load_evaluations
 
 ROOT = Path(__file__).parents[2]
 
@@ -293,8 +294,8 @@ def test_compare_skips_what_is_finished_and_reports(run, tmp_path, capsys, monke
     started, evaluate_each = [], Trainer.evaluate_each
 
     def evaluate(trainer, split, rows=None):
-        if split == "test" and trainer.progress.step == 0:
-            started.append(trainer.output_dir)
+        if split == "test" and trainer.state.step == 0:
+            started.append(trainer.folder)
         return evaluate_each(trainer, split, rows)
 
     monkeypatch.setattr(Trainer, "evaluate_each", evaluate)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from python_trainer.accelerators import ACCELERATORS, make_accelerators
+from python_trainer.accelerators import ACCELERATORS
 from python_trainer.config import Config, check_config, describe_settings, dump_config, flatten, load_config
 from python_trainer.errors import UserError
 
@@ -133,10 +133,11 @@ def test_missing_file_is_named(tmp_path):
 
 
 def test_accelerators_run_in_their_fixed_order_with_their_settings():
-    names = list(ACCELERATORS)
+    names = ACCELERATORS.names()
     assert [n for n in ("rhyme", "rpo", "drafts", "alpha") if n in names] == names
     values = {"accelerators": {"enabled": names[::-1], "rpo": {"cut_tokens": 9}}}
-    made = make_accelerators(check_config(values, source="test").accelerators)
+    chosen = check_config(values, source="test").accelerators.chosen()
+    made = [settings.make() for settings in chosen]
     assert [accelerator.name for accelerator in made] == names
     assert made[names.index("rpo")].settings.cut_tokens == 9
 

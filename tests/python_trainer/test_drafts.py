@@ -7,11 +7,12 @@ from rich.console import Console
 from scipy import stats
 
 from python_trainer.accelerators.drafts.accelerator import Drafts
+from python_trainer.accelerators.drafts.settings import DraftsSettings
 from python_trainer.errors import UserError
 from python_trainer.rollout import Request, SamplingParams
 from python_trainer.rollout.drafting import Drafter, pass_overhead
+from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
-from python_trainer.trainer import Trainer
 from rlkernels import RolloutHistory
 
 SETTINGS = [GREEDY, SamplingParams(seed=3), SamplingParams(temperature=0.7, top_p=0.8, top_k=9, seed=1)]
@@ -42,7 +43,7 @@ class Adversary(Drafter):
 
     def draft(self, samples, budget):
         for i, sample in enumerate(samples):
-            length = min(self.length + i % 3, sample.max_new_tokens - len(sample.out.ids) - 1)
+            length = min(self.length + i % 3, sample.max_new_tokens - sample.drawn - 1)
             sample.draft = [self.rule(sample, j) % VOCAB for j in range(length)]
 
 
@@ -91,7 +92,7 @@ def test_same_tokens_whatever_the_drafts(sampling, rule):
         answers[sample] = completion.ids
 
     def right(sample, j):
-        return answers[sample.sample_id][len(sample.out.ids) + j]
+        return answers[sample.sample_id][sample.drawn + j]
 
     rules = {
         "right": right,
@@ -142,7 +143,7 @@ def test_first_tokens_keep_their_distribution():
     prompt = prompts([6])[0]
     request, sampling = Request(prompt, num_samples=3000, max_new_tokens=3), SamplingParams(temperature=0.8)
     engine = engine_for(model, blocks=8000)
-    engine.drafter = Adversary(1, lambda sample, j: 7 * len(sample.out.ids) + sample.sample_id)
+    engine.drafter = Adversary(1, lambda sample, j: 7 * sample.drawn + sample.sample_id)
     got = engine.generate([request], sampling)
     with torch.no_grad():
         first = (model(input_ids=torch.tensor([prompt])).logits[0, -1] / 0.8).softmax(-1)
@@ -236,13 +237,13 @@ def test_resumed_run_with_drafts_repeats(make_config, tmp_path):
 
 
 def test_settings_that_changed_win_over_the_checkpoint():
-    before = Drafts(Drafts.Settings(pass_overhead=7.0))
+    before = Drafts(DraftsSettings(pass_overhead=7.0))
     for epoch in range(4):
         before.history.add([epoch], [1] * 10, epoch=epoch)
     state = before.state_dict()
 
     def loaded(**settings):
-        accelerator = Drafts(Drafts.Settings(**settings))
+        accelerator = Drafts(DraftsSettings(**settings))
         accelerator.load_state_dict(state)
         return accelerator
 
@@ -262,7 +263,7 @@ def test_metrics_are_of_all_rounds_of_a_step(make_config, tmp_path):
     config = make_config(max_steps=3, rollout=rollout, task={"reward": "test_dynamic_sampling:always"},
                          accelerators=options)  # fmt: skip
     trainer = Trainer(config, tmp_path / "run", console=Console(quiet=True))
-    generate, seen = trainer._generate, []
+    generate, seen = trainer.generate, []
 
     def spy(groups, seed):
         before = trainer.engine.stats
@@ -270,7 +271,7 @@ def test_metrics_are_of_all_rounds_of_a_step(make_config, tmp_path):
         seen.append({name: count - before[name] for name, count in trainer.engine.stats.items()})
         return found
 
-    trainer._generate = spy
+    trainer.generate = spy
     trainer.run()
     rows = read_metrics(tmp_path / "run")[1:]
     assert len(seen) == 9 and all(row["sampling/rounds"] == 3 for row in rows)
@@ -294,7 +295,7 @@ def test_cost_is_measured_once(make_config, tmp_path):
 
 
 def test_damaged_history_in_a_checkpoint():
-    accelerator = Drafts(Drafts.Settings())
+    accelerator = Drafts(DraftsSettings())
     accelerator.history.add([1], [2, 3])
     state = accelerator.state_dict()
     state["history"][-1] ^= 1

@@ -5,13 +5,13 @@ import torch
 from rich.console import Console
 
 import python_trainer.trainer
-from python_trainer.algorithms import has_spread, overlong_penalties
+from python_trainer.algorithms.advantages import has_spread, overlong_penalties
 from python_trainer.data import Rollout
 from python_trainer.dynamic_sampling import Refill
 from python_trainer.errors import UserError
 from python_trainer.keyed import prompt_order
+from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
-from python_trainer.trainer import Trainer
 
 QUIET = Console(quiet=True)
 
@@ -23,7 +23,9 @@ def answers(*accuracies):
     for group, values in enumerate(accuracies):
         answers.key += 1
         for i, value in enumerate(values):
-            out.append(Rollout(answers.key, group, [1], [2], 0, [0.0], "stop", "", 0.1 * i, {}, value))
+            out.append(
+                Rollout([1], [2], 0, [0.0], "stop", prompt_key=answers.key, group=group, reward=0.1 * i, accuracy=value)
+            )
     return out
 
 
@@ -88,14 +90,14 @@ def test_a_step_is_filled_with_prompts_that_teach(dynamic, tmp_path, monkeypatch
     monkeypatch.setattr(python_trainer.trainer, "prompt_order", order)
     config = dynamic(max_steps=3, rollout={"max_sampling_rounds": 30})
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
-    update, generate, ids = trainer.learner.update, trainer._generate, []
+    update, generate, ids = trainer.learner.update, trainer.generate, []
     trainer.learner.update = lambda rollouts, number: seen.append(rollouts) or update(rollouts, number)
 
     def spy(groups, seed):
         ids.append((seed, [group.sample_id for group in groups]))
         return generate(groups, seed)
 
-    trainer._generate = spy
+    trainer.generate = spy
     trainer.run()
     for rollouts in seen:
         assert len(rollouts) == 8 and [r.group for r in rollouts] == [0, 0, 1, 1, 2, 2, 3, 3]
@@ -104,7 +106,7 @@ def test_a_step_is_filled_with_prompts_that_teach(dynamic, tmp_path, monkeypatch
     assert len(calls) > 3  # so that rounds were needed
     ends = [first + count for first, count in calls]
     assert [first for first, _ in calls] == [0, *ends[:-1]]  # no prompt is passed over or drawn twice
-    assert trainer.progress.prompts == ends[-1]
+    assert trainer.state.prompts == ends[-1]
     for seed in {seed for seed, _ in ids}:  # every sample of a step has noise of its own
         used = [sample for other, samples in ids if other == seed for sample in samples]
         assert used == list(range(0, 2 * len(used), 2))
@@ -119,7 +121,7 @@ def test_rounds_are_bounded(dynamic, tmp_path):
     trainer.run()
     row = read_metrics(tmp_path / "run")[1]
     assert row["sampling/rounds"] == 3 and row["sampling/kept_groups"] == 0 and row["frac_reward_zero_std"] == 1
-    assert trainer.progress.prompts == 12 and row["grad_norm"] == 0.0
+    assert trainer.state.prompts == 12 and row["grad_norm"] == 0.0
 
 
 def always(prompts, completions, completion_ids, **columns):
@@ -132,7 +134,7 @@ def test_resume_draws_the_same_prompts(dynamic, tmp_path):
     Trainer(dynamic(max_steps=2), tmp_path / "parts", console=QUIET).run()
     parts = Trainer(dynamic(max_steps=4), tmp_path / "parts", resume=True, console=QUIET)
     parts.run()
-    assert whole.progress.prompts == parts.progress.prompts > 16
+    assert whole.state.prompts == parts.state.prompts > 16
     for a, b in zip(whole.policy.model.parameters(), parts.policy.model.parameters()):
         assert torch.equal(a, b)
 
@@ -140,8 +142,9 @@ def test_resume_draws_the_same_prompts(dynamic, tmp_path):
 def test_long_answers_lose_reward_but_not_accuracy(make_config, tmp_path):
     algorithm = {"overlong_cache": 12, "overlong_penalty": 3.0}
     trainer = Trainer(make_config(algorithm=algorithm), tmp_path / "run", console=QUIET)
-    groups = trainer._draw_prompts(4)
-    rollouts = trainer._score(groups, trainer._generate(groups, 0))
+    groups = trainer.groups_of(trainer.plain_order(4))
+    rollouts = trainer.generate(groups, 0)
+    trainer.score(groups, rollouts)
     assert len({len(r.response_ids) for r in rollouts}) > 1
     for rollout in rollouts:
         assert rollout.reward == pytest.approx(rollout.rewards["digits"] - 3.0 * len(rollout.response_ids) / 12)
@@ -158,5 +161,5 @@ def test_settings_that_cannot_be(make_config):
 def test_without_it_a_step_takes_the_prompts_it_always_took(make_config, tmp_path):
     trainer = Trainer(make_config(max_steps=3), tmp_path / "run", console=QUIET)
     trainer.run()
-    keys = [group.prompt_key for group in trainer._draw_prompts(4)]
-    assert trainer.progress.prompts == 16 and keys == prompt_order(0, 12, 4, 12)
+    keys = trainer.plain_order(4)
+    assert trainer.state.prompts == 16 and keys == prompt_order(0, 12, 4, 12)

@@ -5,8 +5,8 @@ from pathlib import Path
 from rich.console import Console
 
 from python_trainer.config import load_config
-from python_trainer.report.tables import COUNTERS, find_runs
-from python_trainer.trainer import Trainer
+from python_trainer.report.runs import find_runs
+from python_trainer.run import Trainer
 
 SMOKE = Path(__file__).parents[2] / "configs" / "smoke.yaml"
 
@@ -14,6 +14,6 @@ SMOKE = Path(__file__).parents[2] / "configs" / "smoke.yaml"
 def test_all_accelerators_take_part(tmp_path):
     Trainer(load_config(SMOKE), tmp_path / "run", console=Console(quiet=True)).run()
     (run,) = find_runs([tmp_path])
-    idle = [name for name in COUNTERS if not run.counters[name] and name != "alpha/accepted"]
+    idle = [name for name, count in run.counters.items() if not count and name != "alpha/accepted"]
     assert not idle, run.counters
     assert set(run.summary["accelerator_s"]) == {"rhyme", "rpo", "drafts", "alpha"}

@@ -11,11 +11,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from python_trainer import telemetry as telemetry_module
 from python_trainer.config import flatten
 from python_trainer.data import Rollout
-from python_trainer.report.page import all_charts, compare_rows, printable, smooth
-from python_trainer.report.tables import report
+from python_trainer.report.page import all_charts, compare_rows, smooth
+from python_trainer.report.tables import printable
+from python_trainer.report.write import report
+from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics, read_samples
 from python_trainer.telemetry import Telemetry, choose_samples, thin_samples
-from python_trainer.trainer import Trainer
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 EVIL = "<script>alert(1)</script>&<b>\x1b[2J"

@@ -7,11 +7,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import python_trainer.model.policy
 from python_trainer.data import Rollout
-from python_trainer.distributed import Alone
-from python_trainer.model.packing import Answer, pack
+from python_trainer.distributed import RankGroup
+from python_trainer.model.packing import pack
 from python_trainer.model.policy import Policy, load_policy
 from python_trainer.model.settings import ModelConfig
-from python_trainer.trainer import Trainer
+from python_trainer.run import Trainer
 
 QUIET = Console(quiet=True)
 KINDS = {"qwen2": {}, "qwen3": {"head_dim": 8}, "llama": {"attention_bias": True, "mlp_bias": True}}
@@ -51,7 +51,10 @@ def test_fused_pass_has_the_gradients_of_the_model(tiny_policy, kind):
         return torch.randint(0, 60, (n,), generator=gen).tolist()
 
     prefix = ids(3)
-    answers = [Answer([5, 6, 7], prefix + ids(n), 3) for n in (4, 1, 9)] + [Answer(ids(4), ids(6)), Answer([9], ids(1))]
+    answers = [Rollout([5, 6, 7], prefix + ids(n), 3) for n in (4, 1, 9)] + [
+        Rollout(ids(4), ids(6)),
+        Rollout([9], ids(1)),
+    ]
     packed = pack(answers, range(5))
     ours = gradients(policy, packed)
     policy.fused = False
@@ -68,7 +71,7 @@ def test_hooks_and_checkpointing_take_the_model_itself(tiny_policy, monkeypatch)
         raise AssertionError("the model's own forward was to run")
 
     monkeypatch.setattr(python_trainer.model.policy, "FusedDecoder", none_wanted)
-    packed = pack([Answer([1, 2], [3, 4])], [0])
+    packed = pack([Rollout([1, 2], [3, 4])], [0])
     policy = make_policy("qwen2", tiny_policy)
     with policy.packed_attention():
         with pytest.raises(AssertionError, match="own forward"):
@@ -106,7 +109,7 @@ def test_answers_without_advantage_change_nothing_and_are_not_differentiated(mak
     # the second step has nothing to teach: momentum alone moves the weights
     steps = [(rollouts(MIXED), 1), (rollouts([1] * 16), 2)]
     ours = [trainers[0].learner.update(*step) for step in steps]
-    monkeypatch.setattr(type(trainers[1].learner), "_teaching", lambda self, batch: [True] * len(batch.answers))
+    monkeypatch.setattr(type(trainers[1].learner), "_teaching", lambda self, batch: [True] * len(batch.rollouts))
     wanted = [trainers[1].learner.update(*step) for step in steps]
     for found, row in zip(ours, wanted, strict=True):
         assert found["tokens/trained"] < row["tokens/trained"]
@@ -119,14 +122,14 @@ def test_answers_without_advantage_change_nothing_and_are_not_differentiated(mak
 def test_all_ranks_teach_what_the_first_one_does(make_config, tmp_path):
     """On a GPU sums have no order: an advantage can be 0 on one rank and 1e-8 on another."""
 
-    class Second(Alone):
+    class Second(RankGroup):
         def first(self, value):
             return [True] * 8 + [False] * 8
 
     trainer = Trainer(make_config(), tmp_path, console=QUIET)
     trainer.learner.ranks = Second()
     steps = rollouts(MIXED)
-    answers = [Answer(rollout.prompt_ids, rollout.response_ids) for rollout in steps]
+    answers = [Rollout(rollout.prompt_ids, rollout.response_ids) for rollout in steps]
     assert trainer.learner.update(steps, 1)["tokens/trained"] == pack(answers, range(8)).input_ids.numel()
 
 
@@ -134,5 +137,5 @@ def test_all_ranks_teach_what_the_first_one_does(make_config, tmp_path):
 def test_every_answer_counts_where_the_loss_has_other_terms(make_config, tmp_path, algorithm):
     trainer = Trainer(make_config(algorithm=algorithm), tmp_path / "run", console=QUIET)
     steps = rollouts([1] * 16)
-    answers = [Answer(rollout.prompt_ids, rollout.response_ids) for rollout in steps]
+    answers = [Rollout(rollout.prompt_ids, rollout.response_ids) for rollout in steps]
     assert trainer.learner.update(steps, 1)["tokens/trained"] == pack(answers, range(16)).input_ids.numel()

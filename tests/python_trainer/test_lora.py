@@ -13,8 +13,8 @@ from python_trainer.model.lora import adapted_layers, is_adapter, merged_weights
 from python_trainer.model.packing import pack
 from python_trainer.model.policy import Policy, load_policy
 from python_trainer.model.settings import ModelConfig
+from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
-from python_trainer.trainer import Trainer
 
 QUIET = Console(quiet=True)
 LORA = {"r": 4, "alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"]}

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from python_trainer.__main__ import main
 from python_trainer.checkpoint import list_checkpoints
-from python_trainer.trainer import Trainer
-from rlkernels.rank1 import Comparison, Gate
+from python_trainer.run import Trainer
+from rlkernels.extrapolation import Comparison, Gate
 
 ANYTHING = ["accelerators.alpha.gate_prompts=6", "accelerators.alpha.min_rise=-1", "accelerators.alpha.min_cosine=0",
             "accelerators.alpha.min_skill=-1e9", "accelerators.alpha.predictor=full"]  # fmt: skip

@@ -4,9 +4,10 @@ import pytest
 import torch
 from conftest import save_tiny_policy
 
+from python_trainer.data import Rollout
 from python_trainer.errors import UserError
 from python_trainer.model.packed_attention import PackedLayout
-from python_trainer.model.packing import Answer, micro_batches, pack
+from python_trainer.model.packing import micro_batches, pack
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
 
@@ -80,7 +81,7 @@ def test_micro_batches_keep_to_the_budget(answers):
 
 
 def test_pairs_of_a_shared_prefix_exist_once():
-    packed = pack([Answer([1, 2], [5, 6, 7], 1), Answer([1, 2], [5, 8], 1)], [0, 1])
+    packed = pack([Rollout([1, 2], [5, 6, 7], 1), Rollout([1, 2], [5, 8], 1)], [0, 1])
     # [1 2 5 | 6 | ]: 2 -> 5 (shared), 5 -> 6, 6 -> 7 of the first, 5 -> 8 of the second
     assert packed.input_ids.tolist() == [1, 2, 5, 6]
     assert packed.rows.tolist() == [1, 2, 3, 2] and packed.targets.tolist() == [5, 6, 7, 8]

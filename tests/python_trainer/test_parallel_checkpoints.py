@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from python_trainer.checkpoint import SHARDS, list_checkpoints, load_checkpoint
 from python_trainer.config import check_config
 from python_trainer.distributed import start
-from python_trainer.distributed.shard_files import read_shards, write_shards
+from python_trainer.distributed.shard_files import load_whole, read_shards, write_shards
 from python_trainer.errors import UserError
 from python_trainer.objective import Objective
+from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
-from python_trainer.trainer import Trainer
 
 SETTINGS = {
     "max_steps": 4,
@@ -97,7 +97,7 @@ def test_a_run_goes_on_with_another_number_of_processes(runs, name):
     whole, parts = (load_file(runs / folder / "weights.safetensors") for folder in ("one", name))
     for key, value in whole.items():
         torch.testing.assert_close(parts[key], value, rtol=1e-5, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
-    saved = [load_checkpoint(list_checkpoints(runs / folder / "checkpoints")[-1]) for folder in ("one", name)]
+    saved = [load_whole(list_checkpoints(runs / folder / "checkpoints")[-1]) for folder in ("one", name)]
     for part in ("model", "optimizer"):
         assert saved[0][part].keys() == saved[1][part].keys() and saved[0]["critic"].keys() == saved[1]["critic"].keys()
 
@@ -110,7 +110,7 @@ def test_resume_is_exact_in_the_same_processes(runs):
 def test_only_shards_of_the_weights_are_written(runs):
     newest = list_checkpoints(runs / "sharded" / "checkpoints")[-1]
     assert sorted(path.name for path in (newest / SHARDS).glob("*.distcp")) == ["__0_0.distcp", "__1_0.distcp"]
-    assert "model" not in load_checkpoint(newest, shards=False)
+    assert "model" not in load_checkpoint(newest)
     sizes = [path.stat().st_size for path in (newest / SHARDS).glob("*.distcp")]
     assert max(sizes) < 1.2 * min(sizes)
 
@@ -118,7 +118,7 @@ def test_only_shards_of_the_weights_are_written(runs):
 def test_low_precision_models_resume_from_float32_shards(runs, settings):
     """One process keeps a bfloat16 model and float32 masters; shards are float32 only."""
     config = check_config(merged(settings, LOW_PRECISION), source="test")
-    saved = load_checkpoint(list_checkpoints(runs / "low precision" / "checkpoints")[-1])
+    saved = load_whole(list_checkpoints(runs / "low precision" / "checkpoints")[-1])
     trainer = Trainer(config, runs / "low precision", resume=True, console=Console(quiet=True))
     optimizer = trainer.learner.optimizer
     for name, master in optimizer.masters.items():
@@ -149,7 +149,7 @@ def test_damaged_shards_are_named(runs, settings, tmp_path):
     newest = list_checkpoints(tmp_path / "run" / "checkpoints")[-1]
     (newest / SHARDS / "__1_0.distcp").unlink()
     with pytest.raises(UserError, match="step-000002 is damaged"):
-        load_checkpoint(newest)
+        load_whole(newest)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_the_number_of_processes_must_fit_the_settings(settings, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with (
         pytest.raises(UserError, match="parallel is none, but torchrun started 2 processes"),
-        start(check_config(settings, source="test")),
+        start(check_config(settings, source="test").parallel),
     ):
         pass
 
@@ -175,11 +175,11 @@ def test_the_number_of_processes_must_fit_the_settings(settings, monkeypatch):
 def test_processes_must_be_shared_as_the_settings_say(settings, tmp_path):
     """A Trainer that is given none would train in one process, each of several the same run."""
     config = check_config(settings | {"parallel": "ddp"}, source="test")
-    with pytest.raises(UserError, match=r"kind that config.parallel names \(ddp\), got none: use .*parallel.start"):
+    with pytest.raises(UserError, match=r"kind that config.parallel names \(ddp\), got none: use .*distributed.start"):
         Trainer(config, tmp_path / "run")
     config = check_config(settings, source="test")
     with (
-        start(check_config(settings | {"parallel": "ddp"}, source="test")) as ranks,
+        start("ddp") as ranks,
         pytest.raises(UserError, match=r"kind that config.parallel names \(none\), got ddp"),
     ):
         Trainer(config, tmp_path / "run", ranks=ranks)

@@ -7,17 +7,18 @@ import torch
 from conftest import save_tiny_policy
 from rich.console import Console
 
-from python_trainer.algorithms import explained_variance
+from python_trainer.algorithms.advantages import explained_variance
 from python_trainer.algorithms.settings import AlgorithmConfig
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint
+from python_trainer.data import Rollout
 from python_trainer.errors import UserError
 from python_trainer.model.critic import Critic
-from python_trainer.model.packing import Answer, micro_batches, pack
+from python_trainer.model.packing import micro_batches, pack
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import CriticConfig, ModelConfig, OptimizerConfig
 from python_trainer.objective import Ragged, StepBatch, set_advantages
+from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
-from python_trainer.trainer import Trainer
 
 QUIET = Console(quiet=True)
 CPU = torch.device("cpu")
@@ -35,15 +36,12 @@ def step_batch(rewards, lengths, *, groups=None, in_loss=None, unscored=0, **rec
     kept = torch.tensor([True] * len(lengths) if in_loss is None else in_loss, dtype=torch.bool)
     at, counts = torch.arange(max(lengths, default=0)), torch.tensor(lengths, dtype=torch.int64)
     return StepBatch(
-        answers=[Answer([1], [2] * n, unscored, unscored) for n in lengths],
+        rollouts=[Rollout([1], [2] * n, unscored) for n in lengths], score_prefix=not unscored,
         rewards=torch.tensor(rewards), groups=torch.tensor(groups or list(range(len(lengths)))),
         in_loss=kept, loss_tokens=counts * kept, scored=(at >= unscored) & (at < counts[:, None]), lengths=counts,
         sampler=ragged([[0.0] * n for n in lengths]), caps=torch.full((len(lengths),), math.nan),
         **{name: ragged(rows) for name, rows in recorded.items()},
     )  # fmt: skip
-
-
-# advantages of a step ------------------------------------------------------------------------------------------
 
 
 def test_gae_of_a_step_known_values():
@@ -124,9 +122,6 @@ def test_empty_answers_and_an_empty_batch():
         set_advantages(batch, AlgorithmConfig(advantage="gae"))
         assert batch.advantages.flat.shape == batch.returns.flat.shape == (sum(lengths),)
         assert not batch.advantages.flat.isnan().any()
-
-
-# the critic ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -215,9 +210,6 @@ def test_first_step_of_the_policy_ignores_a_separate_critic(make_config, tmp_pat
         runs[kind] = weights_of(trainer.policy.model)
     for name, value in runs["gae"].items():
         torch.testing.assert_close(runs["reinforce++"][name], value, rtol=1e-4, atol=1e-6)
-
-
-# the loop ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("separate", "rate"), [(False, 1e-2), (True, 1e-3)])

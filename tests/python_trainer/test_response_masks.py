@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from python_trainer.algorithms.settings import AlgorithmConfig
 from python_trainer.data import Rollout
-from python_trainer.learner import Learner
-from python_trainer.model.packing import Answer, pack
+from python_trainer.model.packing import pack, scored_tokens
 from python_trainer.model.policy import load_policy
 from python_trainer.objective import Objective, Ragged, make_batch, set_advantages
+from python_trainer.run import make_learner
 
 CPU = torch.device("cpu")
 FORMS = {
@@ -35,17 +35,18 @@ def rollouts_of(masks, *, with_others):
         logprobs = (-1 - torch.rand(len(mask), generator=gen)).tolist()
         kept = [True] * len(mask) if with_others else mask
         own = [x for x, keep in zip(ids, kept) if keep], [x for x, keep in zip(logprobs, kept) if keep]
-        out.append(Rollout(index % 2, index % 2, [1, 2], own[0], 0, own[1], "stop", "", float(index % 3), {}, 0.0,
-                           response_mask=list(mask) if with_others else None))  # fmt: skip
+        out.append(Rollout([1, 2], own[0], 0, own[1], "stop", prompt_key=index % 2, group=index % 2,
+                           reward=float(index % 3), response_mask=list(mask) if with_others else None))  # fmt: skip
     return out
 
 
 def loss_and_gradient(rollouts, config, own, others):
     """Of the log-probabilities of own tokens, given tables of one row of numbers per own token."""
     batch = make_batch(rollouts, config, CPU)
-    packed = pack(batch.answers, range(len(rollouts)))
-    lengths = [len(answer.response_ids) for answer in batch.answers]
-    flags = torch.tensor([flag for answer in batch.answers for flag in answer.scored()], dtype=torch.bool)
+    packed = batch.pack(range(len(rollouts)))
+    lengths = [len(answer.response_ids) for answer in batch.rollouts]
+    scored = [scored_tokens(rollout, score_prefix=batch.score_prefix) for rollout in batch.rollouts]
+    flags = torch.tensor([flag for row in scored for flag in row], dtype=torch.bool)
 
     def table(name):
         return torch.full((len(flags),), others).masked_scatter(flags, own[name])
@@ -95,7 +96,7 @@ def test_a_mask_of_ones_is_no_mask():
     assert masked[0].response_mask == [True] * 3 and plain[0].response_mask is None
     config = AlgorithmConfig(loss_type="grpo")
     batches = [make_batch(r, config, CPU) for r in (masked, plain)]
-    first, second = (pack(batch.answers, range(4)) for batch in batches)
+    first, second = (batch.pack(range(4)) for batch in batches)
     for name in ("input_ids", "rows", "targets", "place", "mask"):
         assert torch.equal(getattr(first, name), getattr(second, name)), name
     for name in ("loss_tokens", "scored", "lengths"):
@@ -108,15 +109,15 @@ def test_pairs_of_a_masked_answer(share):
     mask = [True, False, False, True, True, False, True]
     prefix = [False, True, True, True, True]
     answers = [
-        Answer([5, 6], [10, 11, 12, 13, 14, 15, 16], mask=mask),
-        Answer([5, 6], [20, 21], mask=[False, True]),
-        Answer([7], [30, 31, 32, 33, 34], shared=3, mask=prefix),
-        Answer([7], [30, 31, 32, 35], shared=3),
+        Rollout([5, 6], [10, 11, 12, 13, 14, 15, 16], response_mask=mask),
+        Rollout([5, 6], [20, 21], response_mask=[False, True]),
+        Rollout([7], [30, 31, 32, 33, 34], prefix_len=3, response_mask=prefix),
+        Rollout([7], [30, 31, 32, 35], prefix_len=3),
     ]
     packed = pack(answers, range(4), share=share)
     for row, sample in enumerate(packed.samples):
         answer = answers[sample]
-        assert packed.mask[row, : len(answer.response_ids)].tolist() == answer.scored()
+        assert packed.mask[row, : len(answer.response_ids)].tolist() == scored_tokens(answer, score_prefix=True)
         everything = [*answer.prompt_ids, *answer.response_ids]
         for t in packed.mask[row].nonzero()[:, 0].tolist():
             pair = packed.place[row, t]
@@ -137,7 +138,7 @@ def test_an_update_sees_tokens_of_others_as_context_only(form, make_config):
     def weights_after(change):
         changed = copy.deepcopy(rollouts)
         change(changed[0])
-        learner = Learner(load_policy(config.model), config)
+        learner = make_learner(config, load_policy(config.model))
         learner.update(changed, 1)
         return torch.cat([p.detach().flatten() for p in learner.policy.model.parameters()])
 

@@ -11,7 +11,7 @@ from python_trainer.config import check_config
 from python_trainer.data import Example
 from python_trainer.errors import UserError
 from python_trainer.tasks.base import Task
-from python_trainer.tasks.rewards import import_reward, score
+from python_trainer.tasks.rewards import REWARDS, score
 
 
 def judge(limit=None, **functions):
@@ -115,7 +115,7 @@ def test_errors_name_the_place_and_what_was_given(tmp_path, monkeypatch, limit, 
     (tmp_path / "own_rewards.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    function = import_reward(f"own_rewards:{name}")
+    function = REWARDS.resolve(f"own_rewards:{name}")
     sys.modules.pop("own_rewards")
     with pytest.raises(UserError, match=message):
         judge(limit, **{name: function})
@@ -126,7 +126,7 @@ def test_the_innermost_line_of_the_own_module_is_named(tmp_path, monkeypatch):
     (tmp_path / "own_rewards.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    function = import_reward("own_rewards:right")
+    function = REWARDS.resolve("own_rewards:right")
     sys.modules.pop("own_rewards")
     task = Task("t", [], [], {"right": function}, accuracy="right")
     with pytest.raises(UserError, match=r"right raised JSONDecodeError: .* \(own_rewards.py:8\)$"):

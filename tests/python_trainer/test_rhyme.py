@@ -13,17 +13,16 @@ from test_checkpoint import assert_same_run
 from python_trainer.accelerators.rhyme import accelerator as rhyme_module
 from python_trainer.accelerators.rhyme.accelerator import begins_with
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
-from python_trainer.accelerators.rhyme.records import Sample, prompt_key
+from python_trainer.accelerators.rhyme.records import StoredAnswer, prompt_key
 from python_trainer.accelerators.rhyme.settings import RhymeSettings
 from python_trainer.config import check_config
 from python_trainer.data import Rollout, by_group
 from python_trainer.errors import UserError
 from python_trainer.keyed import prompt_order
-from python_trainer.model.packing import pack
 from python_trainer.objective import Objective, make_batch, set_advantages
-from python_trainer.report.tables import report
+from python_trainer.report.write import report
+from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
-from python_trainer.trainer import Trainer
 
 QUIET = Console(quiet=True)
 TRUST_ALL = {"threshold": 0.0, "fraction": 1.0, "lookahead": 100}
@@ -128,7 +127,7 @@ def any_digit(prompts, completions, completion_ids, **columns):
 
 def stored_answer(trainer, key, ids=(1, 2, 3), logprobs=(-1.0, -1.0, -1.0)):
     prompt = trainer.task.train[key].prompt
-    return Sample(0, 0, 0, prompt_key(prompt), "123", True, 1.0, list(ids), list(logprobs))
+    return StoredAnswer(0, 0, 0, prompt_key(prompt), "123", True, 1.0, list(ids), list(logprobs))
 
 
 def test_groups_in_which_all_failed_are_rescued(rhyme_config, tmp_path):
@@ -173,7 +172,7 @@ def test_a_stored_token_enters_the_loss_with_its_truncated_weight(make_config, r
     batch = make_batch(rollouts, config, torch.device("cpu"))
     set_advantages(batch, config)
     advantages = batch.advantages.padded()[:, 0]
-    packed = pack(batch.answers, [0, 1])
+    packed = batch.pack([0, 1])
     logprobs = now.expand(2, 2).clone().requires_grad_()
     loss, _ = Objective(config, 8).loss(packed, logprobs, torch.zeros(2, 2), batch, [0, 1])
     loss.backward()
@@ -217,7 +216,7 @@ def test_retrodiction_is_measured_before_it_learns(filled, rhyme_config, tmp_pat
 def test_hindsight_ranks_perfectly(filled, rhyme_config, tmp_path):
     trainer, _, rows = train(rhyme_config(filled, {**TRUST_ALL, "selection": "oracle"}, max_steps=4), tmp_path / "run")
     assert any(row["rhyme/stored_share"] > 0 for row in rows)
-    assert any("rhyme/alignment" in row for row in rows) and trainer.accelerators[0].last_gradient is not None
+    assert any("rhyme/alignment" in row for row in rows) and trainer.accelerators[0].ranking.last_gradient is not None
 
 
 def test_stored_answers_join_a_group_only_from_where_it_begins(make_config, tmp_path, monkeypatch):

@@ -2,37 +2,38 @@
 
 import json
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
-from python_trainer.accelerators import RunContext, StepContext
+from python_trainer.accelerators.base import RunContext
 from python_trainer.accelerators.rpo.accelerator import RPO, length_reward
 from python_trainer.accelerators.rpo.answers import load_answers, save_answers
+from python_trainer.accelerators.rpo.picture import draw_informative, informative_by_cut
 from python_trainer.accelerators.rpo.settings import RPOSettings
 from python_trainer.config import check_config
-from python_trainer.data import PlannedGroup, Rollout
+from python_trainer.data import Group, Rollout
 from python_trainer.errors import UserError
 from python_trainer.objective import make_batch
-from python_trainer.report.tables import Run, draw_informative, informative_by_cut
+from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
-from python_trainer.trainer import Trainer
 
 
 def context(seed=0, step=1):
-    return StepContext(step, None, None, None, None, None, None, seed, {})
+    return SimpleNamespace(step=step, seed=seed, telemetry={})
 
 
 def planned(key=4, budget=20):
-    return PlannedGroup(None, key, [1, 2], 3, budget, 0)
+    return Group([1, 2], num_samples=3, max_new_tokens=budget, example=None, prompt_key=key)
 
 
 def answered(rewards, key=4, ids=None):
     ids = ids or [[10 + i] * (i + 2) for i in range(len(rewards))]
     return [
-        Rollout(key, 0, [1, 2], row, 0, [0.0] * len(row), "stop", "", reward, {}, reward)
+        Rollout([1, 2], row, 0, [0.0] * len(row), "stop", prompt_key=key, reward=reward, accuracy=reward)
         for row, reward in zip(ids, rewards)
     ]
 
@@ -173,12 +174,13 @@ def test_report_draws_informative_groups_against_the_cut(tmp_path):
         folder = tmp_path / "rpo" / f"seed-{seed}"
         folder.mkdir(parents=True)
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    runs = [Run("rpo", tmp_path / "rpo" / f"seed-{seed}", {}, [], {}) for seed in range(2)]
-    assert informative_by_cut(runs[0].folder) == {10: (3, 1)}
-    assert informative_by_cut(runs[1].folder) == {10: (1, 0), 100: (4, 4)}
-    assert draw_informative(runs, tmp_path / "cut.png") and (tmp_path / "cut.png").stat().st_size > 5000
-    plain = Run("baseline", tmp_path, {}, [], {})
-    assert not draw_informative([plain], tmp_path / "none.png") and not (tmp_path / "none.png").exists()
+    runs = [tmp_path / "rpo" / f"seed-{seed}" for seed in range(2)]
+    assert informative_by_cut(runs[0]) == {10: (3, 1)}
+    assert informative_by_cut(runs[1]) == {10: (1, 0), 100: (4, 4)}
+    assert draw_informative({"rpo": runs}, tmp_path / "cut.png") and (tmp_path / "cut.png").stat().st_size > 5000
+    assert (
+        not draw_informative({"baseline": [tmp_path]}, tmp_path / "none.png") and not (tmp_path / "none.png").exists()
+    )
 
 
 def test_state_round_trip():
@@ -359,5 +361,5 @@ def test_prefix_tokens_take_part_in_the_loss_where_asked_for(make_config, whole,
     for rollout in rollouts:
         rollout.prefix_len, rollout.logprobs = 2, rollout.logprobs[2:]
     batch = make_batch(rollouts, config.algorithm, torch.device("cpu"))
-    assert batch.loss_tokens.tolist() == tokens and [a.shared for a in batch.answers] == [2, 2]
+    assert batch.loss_tokens.tolist() == tokens and batch.score_prefix is whole
     assert batch.sampler.flat.isnan().tolist() == [True, True, False, True, True, False, False]

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from python_trainer.algorithms import importance_weights, kl_estimate, policy_loss, token_weights
+from python_trainer.algorithms.kl import kl_estimate
+from python_trainer.algorithms.losses import importance_weights, policy_loss
 from python_trainer.algorithms.settings import AlgorithmConfig
 from python_trainer.data import Rollout
-from python_trainer.model.packing import micro_batches, pack
+from python_trainer.model.packing import micro_batches
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
 from python_trainer.objective import Objective, Ragged, make_batch, set_advantages
@@ -61,16 +62,28 @@ def rollouts():
             logprobs = (-4 + torch.rand(count, generator=gen)).tolist()
             reason = "length" if number == 1 else "stop"
             answer = prefix + ids(count)
-            out.append(Rollout(group, group, prompt, answer, prefix_len, logprobs, reason, "", reward, {}, reward))
+            out.append(
+                Rollout(
+                    prompt,
+                    answer,
+                    prefix_len,
+                    logprobs,
+                    reason,
+                    prompt_key=group,
+                    group=group,
+                    reward=reward,
+                    accuracy=reward,
+                )
+            )
     return out
 
 
 def noisy(batch, policy, scale, seed):
     """Log-probabilities of a policy near this one, for every response token."""
     gen = torch.Generator().manual_seed(seed)
-    out = Ragged([len(answer.response_ids) for answer in batch.answers], torch.device("cpu"))
+    out = Ragged([len(answer.response_ids) for answer in batch.rollouts], torch.device("cpu"))
     with torch.no_grad(), policy.packed_attention():
-        packed = pack(batch.answers, range(len(batch.answers)))
+        packed = batch.pack(range(len(batch.rollouts)))
         logprobs, _ = policy.score(packed, 1.0)
         out.put(packed, logprobs + scale * torch.randn(logprobs.shape, generator=gen))
     return out
@@ -114,9 +127,8 @@ def plain(policy, rollouts, batch, config):
         kl = kl_estimate(logprobs, columns["reference"], mask, config.kl_estimator)
         loss = loss + config.beta * (kl * out.ratio if config.use_bias_correction_kl else kl)
     loss = loss - config.entropy_coef * torch.where(mask, entropy, 0.0)
-    aggregation = Objective(config, MAX_LENGTH).aggregation
-    return (loss * token_weights(
-        mask, aggregation, num_tokens=int(mask.sum()), num_sequences=len(rollouts), max_length=MAX_LENGTH,
+    return (loss * Objective(config, MAX_LENGTH).weigh(
+        mask, num_tokens=int(mask.sum()), num_sequences=len(rollouts), max_length=MAX_LENGTH,
         lengths=torch.tensor([len(rollout.response_ids) for rollout in rollouts]),
     )).sum()  # fmt: skip
 
@@ -141,8 +153,8 @@ def test_loss_and_gradients_equal_the_plain_form(policy, rollouts, config):
             policy.model.zero_grad()
             total = tokens[share, budget] = 0
             with policy.packed_attention():
-                for part in micro_batches(batch.answers, everything, budget, share=share):
-                    packed = pack(batch.answers, part, share=share)
+                for part in micro_batches(batch.rollouts, everything, budget, share=share):
+                    packed = batch.pack(part, share=share)
                     loss, _ = objective.loss(packed, *policy.score(packed, 1.0), batch, everything)
                     loss.backward()
                     total += loss.item()
@@ -162,7 +174,7 @@ def test_the_prefix_cancels_under_token_means_on_policy(policy, rollouts):
         batch = make_batch(rollouts, config, torch.device("cpu"))
         set_advantages(batch, config)
         tokens.append(int(batch.loss_tokens.sum()))
-        packed = pack(batch.answers, range(len(rollouts)))
+        packed = batch.pack(range(len(rollouts)))
         with policy.packed_attention():
             scores = policy.score(packed, 1.0)
             loss, _ = Objective(config, MAX_LENGTH).loss(packed, *scores, batch, range(len(rollouts)))
@@ -176,7 +188,7 @@ def test_unscored_prefixes_have_no_pairs(rollouts):
     batch = make_batch(rollouts, config, torch.device("cpu"))
     suffixes = sum(len(r.logprobs) for r in rollouts)
     for share in (True, False):
-        packed = pack(batch.answers, range(len(rollouts)), share=share)
+        packed = batch.pack(range(len(rollouts)), share=share)
         assert len(packed.rows) == len(packed.targets) == suffixes == packed.mask.sum()
     assert batch.loss_tokens.sum() == suffixes
     for row, sample in enumerate(packed.samples):

@@ -6,10 +6,10 @@ import numpy
 import pytest
 from scipy.integrate import quad
 
-from python_trainer.evaluations import load_evaluations, save_evaluation
 from python_trainer.report.intervals import difference_of_runs, paired_difference, resampled_means, share_of_gain
-from rlkernels.rank1 import Gate
-from rlkernels.rank1.gate import count_changes, improvement_e_value
+from python_trainer.run_directory import load_evaluations, save_evaluation
+from rlkernels.extrapolation import Gate
+from rlkernels.extrapolation.gate import count_changes, improvement_e_value
 
 
 def answers(count, rate, seed):

@@ -15,18 +15,15 @@ from python_trainer.config import dump_config
 from python_trainer.errors import Interrupted, NotFinite, UserError
 from python_trainer.model.optimizer import PolicyOptimizer
 from python_trainer.model.settings import OptimizerConfig
+from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
 from python_trainer.signals import SIGNALS, StopSignal
-from python_trainer.trainer import Trainer
 
 QUIET = Console(quiet=True)
 
 
 def weights_of(trainer):
     return [p.detach().clone() for p in trainer.policy.model.parameters()]
-
-
-# not finite ----------------------------------------------------------------------------------------------------
 
 
 def test_an_optimizer_step_that_is_not_finite_changes_nothing():
@@ -73,9 +70,6 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_answers(make_confi
     assert read_metrics(tmp_path / "run")[-1]["step"] == 6
 
 
-# signals -------------------------------------------------------------------------------------------------------
-
-
 def test_the_first_signal_is_noted_and_the_second_interrupts(capsys):
     before = [signal.getsignal(number) for number in SIGNALS]
     with StopSignal() as stop:
@@ -108,10 +102,11 @@ def test_a_signal_saves_and_the_run_goes_on_to_the_same_weights(make_config, tmp
 
 
 def test_after_ctrl_c_the_command_says_what_is_true(tmp_path, monkeypatch, capsys):
-    def interrupt(args):
-        raise KeyboardInterrupt
+    def interrupt(*packages):
+        if not packages:  # when the arguments are known
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr("python_trainer.__main__.run", interrupt)
+    monkeypatch.setattr("python_trainer.__main__.check_packages", interrupt)
     run = ["--config", "settings.yaml", "--output-dir", str(tmp_path)]
 
     def said(*command):

@@ -5,10 +5,10 @@ import statistics
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
-from python_trainer.tasks import TaskConfig, load_task
-from python_trainer.tasks.arithmetic import TERMS, accuracy, final_answer, solution
+from python_trainer.config import check_config
+from python_trainer.errors import UserError
+from python_trainer.tasks.arithmetic import TERMS, ArithmeticSettings, accuracy, final_answer, solution
 
 terms_lists = st.lists(st.integers(10, 99), min_size=2, max_size=24)
 
@@ -19,7 +19,7 @@ def terms_of(prompt):
 
 @pytest.mark.parametrize("variant", TERMS)
 def test_prompts_are_disjoint_and_answers_are_sums(variant):
-    task = load_task(TaskConfig(variant=variant))
+    task = ArithmeticSettings(variant=variant).load()
     assert (len(task.train), len(task.gate), len(task.test)) == (512, 2048, 8192)
     examples = [*task.train, *task.gate, *task.test]
     assert len({example.prompt for example in examples}) == len(examples)
@@ -30,18 +30,18 @@ def test_prompts_are_disjoint_and_answers_are_sums(variant):
 
 
 def test_a_seed_always_gives_the_same_prompts():
-    first, again, other = (load_task(TaskConfig(seed=seed, gate_size=8, test_size=64)) for seed in (3, 3, 4))
+    first, again, other = (ArithmeticSettings(seed=seed, gate_size=8, test_size=64).load() for seed in (3, 3, 4))
     assert first == again
     assert first.train != other.train
     # the prompts themselves are part of every published figure
-    assert load_task(TaskConfig()).train[0].prompt == "46+99+48="
-    long = hashlib.sha256("".join(e.prompt for e in load_task(TaskConfig(variant="long")).test).encode())
+    assert ArithmeticSettings().load().train[0].prompt == "46+99+48="
+    long = hashlib.sha256("".join(e.prompt for e in ArithmeticSettings(variant="long").load().test).encode())
     assert long.hexdigest()[:12] == "23df7ecd1e0a"
 
 
 def test_lengths_spread():
     lengths = {
-        v: [len(solution(terms_of(e.prompt))) + 1 for e in load_task(TaskConfig(variant=v)).train] for v in TERMS
+        v: [len(solution(terms_of(e.prompt))) + 1 for e in ArithmeticSettings(variant=v).load().train] for v in TERMS
     }
     assert 28 <= statistics.mean(lengths["short"]) <= 40
     assert max(lengths["short"]) >= 5 * min(lengths["short"])
@@ -124,5 +124,5 @@ def test_accuracy_judges_each_completion_by_its_own_answer():
     ],
 )
 def test_wrong_settings_are_named(settings, named):
-    with pytest.raises(ValidationError, match=named):
-        TaskConfig(**settings)
+    with pytest.raises(UserError, match=f"task.*{named}"):
+        check_config({"task": settings}, source="test")

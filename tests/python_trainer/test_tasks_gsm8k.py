@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from python_trainer.errors import UserError
-from python_trainer.tasks import TaskConfig, load_task
-from python_trainer.tasks.gsm8k import accuracy, final_number
+from python_trainer.tasks.gsm8k import GSM8KSettings, accuracy, final_number
 
 
 def judge(completion, gold="#### 18"):
@@ -77,7 +76,7 @@ def test_agrees_with_every_label_of_the_model_solutions(gsm8k_dir):
 
 def test_task_from_files(gsm8k_dir):
     paths = {"train_path": gsm8k_dir / "train.jsonl", "test_path": gsm8k_dir / "test.jsonl"}
-    task = load_task(TaskConfig(name="gsm8k", gate_size=100, test_size=50, chat=True, **paths))
+    task = GSM8KSettings(gate_size=100, test_size=50, chat=True, **paths).load()
     assert (len(task.train), len(task.gate), len(task.test)) == (7373, 100, 50)
     questions = {example.columns["question"] for example in task.train}
     assert not questions & {example.columns["question"] for example in task.gate}
@@ -89,4 +88,4 @@ def test_an_answer_without_a_number_is_named(tmp_path):
     file = tmp_path / "problems.jsonl"
     file.write_text('{"question": "1+1?", "answer": "#### 2"}\n\n{"question": "1+2?", "answer": "three"}\n')
     with pytest.raises(UserError, match=r"problems\.jsonl:3: answer has no final number"):
-        load_task(TaskConfig(name="gsm8k", train_path=file, test_path=file))
+        GSM8KSettings(train_path=file, test_path=file).load()

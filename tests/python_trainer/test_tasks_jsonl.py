@@ -5,10 +5,11 @@ import torch
 
 from python_trainer.data import Example
 from python_trainer.errors import UserError
-from python_trainer.tasks import Task, TaskConfig, load_task
-from python_trainer.tasks.rewards import import_reward, score
+from python_trainer.tasks import Task
+from python_trainer.tasks.jsonl import JSONLSettings
+from python_trainer.tasks.rewards import REWARDS, score
 
-REWARDS = """
+SOURCE = """
 from json import dumps
 
 def _inner(): pass
@@ -28,7 +29,7 @@ def folder(tmp_path, monkeypatch):
     """The current folder, with a module of reward functions."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / f"rewards_{tmp_path.name}.py").write_text(REWARDS)
+    (tmp_path / f"rewards_{tmp_path.name}.py").write_text(SOURCE)
     return tmp_path
 
 
@@ -39,7 +40,7 @@ def reward(folder, name):
 def task_of(lines, folder, **settings):
     (folder / "data.jsonl").write_text("\n".join(lines) + "\n")
     settings = {"reward": reward(folder, "contains"), "train_path": "data.jsonl", "test_path": "data.jsonl"} | settings
-    return load_task(TaskConfig(name="jsonl", **settings))
+    return JSONLSettings(**settings).load()
 
 
 def test_strings_and_chat_messages(folder):
@@ -149,7 +150,7 @@ def test_files_that_are_not_text_are_named(folder):
 def test_a_module_that_fails_on_import_is_named(folder):
     (folder / f"broken_{folder.name}.py").write_text("1 / 0")
     with pytest.raises(UserError, match="ZeroDivisionError"):
-        import_reward(f"broken_{folder.name}:f")
+        REWARDS.resolve(f"broken_{folder.name}:f")
 
 
 FORM = 'neither math nor of the form "module:function"; '
@@ -173,7 +174,7 @@ def test_a_file_or_a_bare_module_is_told_what_to_write(folder, spec, message):
     (folder / "broken.py").write_text("1 / 0")
     module = f"rewards_{folder.name}"
     with pytest.raises(UserError, match=message.replace("MODULE", module)):
-        import_reward(spec.replace("MODULE", module))
+        REWARDS.resolve(spec.replace("MODULE", module))
 
 
 def one_reward(function):

@@ -8,7 +8,8 @@ import pytest
 from support import lacks
 
 from python_trainer.errors import UserError
-from python_trainer.tasks import TaskConfig, load_task, mathematics
+from python_trainer.tasks import mathematics
+from python_trainer.tasks.jsonl import JSONLSettings
 from python_trainer.tasks.rewards import score
 
 
@@ -92,7 +93,7 @@ def task(tmp_path):
         path = tmp_path / "data.jsonl"
         path.write_text(json.dumps({"question": "how much?", "answer": gold}))
         files = {"train_path": path, "test_path": path, "prompt_column": "question"}
-        return load_task(TaskConfig(name="jsonl", **files, reward="math", **settings))
+        return JSONLSettings(**files, reward="math", **settings).load()
 
     return make
 

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import python_trainer.tasks
 from python_trainer.rollout import PagedEngine, Request, SamplingParams
-from python_trainer.tasks import TaskConfig, load_task
+from python_trainer.tasks.arithmetic import ArithmeticSettings
 from python_trainer.tasks.rewards import score
 from tools.policies import arithmetic as pretrain
 from tools.policies.arithmetic import ALL, SHORT, Aim, Corpus, Phase, byte_tokenizer, new_policy, save, train
@@ -19,7 +19,7 @@ SHIPPED = sorted(folder.name for folder in POLICIES.iterdir())
 def sampled_accuracy(name, variant, prompts, temperature):
     policy = AutoModelForCausalLM.from_pretrained(POLICIES / name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(POLICIES / name)
-    task = load_task(TaskConfig(variant=variant))
+    task = ArithmeticSettings(variant=variant).load()
     examples = task.test[:prompts]
     engine = PagedEngine(policy, eos_token_ids=tokenizer.eos_token_id)
     requests = [
@@ -64,7 +64,7 @@ def test_tokenizer_is_one_token_a_byte():
 def test_pretraining_never_sees_a_prompt_of_the_task():
     corpus = Corpus(0, Phase("two terms", SHORT, False, 1, 1e-3, 0.0))
     prompts = {bytes(ids[:length]).decode() for ids, length in (corpus.example() for _ in range(5000))}
-    task = load_task(TaskConfig())
+    task = ArithmeticSettings().load()
     assert not prompts & {example.prompt for example in [*task.train, *task.gate, *task.test]}
 
 

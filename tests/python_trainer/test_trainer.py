@@ -7,17 +7,15 @@ import torch
 from conftest import save_tiny_policy
 from rich.console import Console
 
-import python_trainer.accelerators as accelerators
 from python_trainer.accelerators.base import Accelerator
+from python_trainer.accelerators.settings import AcceleratorSettings
 from python_trainer.checkpoint import load_checkpoint
 from python_trainer.config import check_config
 from python_trainer.errors import UserError
-from python_trainer.evaluations import load_evaluations
-from python_trainer.model.packing import pack
 from python_trainer.objective import make_batch
-from python_trainer.report.tables import report
-from python_trainer.run_directory import read_metrics
-from python_trainer.trainer import Trainer
+from python_trainer.report.write import report
+from python_trainer.run import Trainer
+from python_trainer.run_directory import load_evaluations, read_metrics
 from tools.policies.arithmetic import byte_tokenizer
 
 QUIET = Console(quiet=True)
@@ -153,15 +151,23 @@ def test_same_seed_same_weights_other_seed_other_weights(make_config, tmp_path):
     assert not torch.equal(runs[0]["model.embed_tokens.weight"], runs[2]["model.embed_tokens.weight"])
 
 
-class Spy(Accelerator):
-    """Notes what it is called with, and pushes every weight a little."""
+class SpySettings(AcceleratorSettings):
+    """An accelerator of somebody else."""
 
     name = "spy"
+    accelerator = "test_trainer:Spy"
+    depth: int = 3
+    """Tokens that are given."""
+
+
+class Spy(Accelerator):
+    """Notes what it is called with, and gives every answer of a group the same beginning."""
+
     calls: list = []  # noqa: RUF012
 
     def plan(self, context, groups):
         self.calls.append(("plan", context.step, len(groups)))
-        groups[0].prefix_ids = [1, 2, 3]
+        groups[0].prefix_ids = [1, 2, 3, 4, 5][: self.settings.depth]
         groups[0].max_new_tokens -= 3
         return groups[::-1]
 
@@ -172,7 +178,7 @@ class Spy(Accelerator):
         return rollouts
 
     def after_update(self, context):
-        self.calls.append(("after", context.step, context.evaluate("test", 2)))
+        self.calls.append(("after", context.step, sum(context.evaluate_each("test", range(2))) / 2))
         context.telemetry["spy/calls"] = float(len(self.calls))
         context.engine.policy_updated()
 
@@ -181,17 +187,16 @@ class Spy(Accelerator):
 
 
 def test_accelerators_are_called_in_order_and_their_state_is_saved(make_config, tmp_path, monkeypatch):
-    monkeypatch.setitem(accelerators.ACCELERATORS, "spy", Spy)
+    """One of somebody else's, by its module, with a section of its own."""
     monkeypatch.setattr(Spy, "calls", [])
-    monkeypatch.setattr("python_trainer.trainer.make_accelerators", lambda config: [Spy(None)])
-    trainer = train(make_config(max_steps=2), tmp_path / "run")
+    trainer = train(make_config(max_steps=2, accelerators={"enabled": ["test_trainer:SpySettings"]}), tmp_path / "run")
     names = [(name, step) for name, step, _ in Spy.calls]
     assert names == [(name, step) for step in (1, 2) for name in ("plan", "collect", "after")]
     assert read_metrics(tmp_path / "run")[-1]["spy/calls"] == 6
     assert "spy" in json.loads((tmp_path / "run" / "summary.json").read_text())["accelerator_s"]
     saved = load_checkpoint(tmp_path / "run" / "checkpoints" / "step-000002")["accelerators"]["spy"]
     assert saved["count"] == 6 and torch.equal(saved["tensor"], torch.ones(2))
-    assert trainer.progress.step == 2
+    assert trainer.state.step == 2
 
 
 def test_time_limit_ends_after_a_step_with_evaluation_and_checkpoint(make_config, tmp_path):
@@ -267,13 +272,14 @@ def test_several_eos_tokens_end_answers_and_count_in_the_loss(make_config, tmp_p
     folder = save_tiny_policy(tmp_path / "policy", eos_token_id=[63, 5])
     trainer = Trainer(make_config(model={"path": str(folder)}), tmp_path / "run", console=QUIET)
     assert trainer.policy.eos_token_ids == [5, 63]
-    groups = trainer._draw_prompts(4)
-    rollouts = trainer._score(groups, trainer._generate(groups, 0))
+    groups = trainer.groups_of(trainer.plain_order(4))
+    rollouts = trainer.generate(groups, 0)
+    trainer.score(groups, rollouts)
     ended = [r for r in rollouts if r.finish_reason == "stop"]
     assert ended and {r.response_ids[-1] for r in ended} <= {5, 63}
 
     batch = make_batch(rollouts, trainer.config.algorithm, trainer.policy.device)
-    packed = pack(batch.answers, range(len(rollouts)))
+    packed = batch.pack(range(len(rollouts)))
     assert int(packed.mask.sum()) == int(batch.loss_tokens.sum()) == sum(len(r.response_ids) for r in rollouts)
 
 
@@ -320,7 +326,7 @@ def test_schedule_by_history_changes_nothing_that_is_learned_and_resumes(make_co
     fifo = train(make_config(max_steps=5), tmp_path / "fifo")
     config = make_config(max_steps=5, rollout={"schedule": "history"})
     part = Trainer(config, tmp_path / "parts", console=QUIET)
-    part._finished = lambda: part.progress.step >= 4  # stands for a kill
+    part.finished = lambda: part.state.step >= 4  # stands for a kill
     part.run()
     again = Trainer(config, tmp_path / "parts", console=QUIET, resume=True)
     assert again.engine.lengths.means == part.engine.lengths.means != {}

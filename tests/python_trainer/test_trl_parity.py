@@ -13,9 +13,9 @@ from rich.console import Console
 from support import lacks
 
 from python_trainer.data import Rollout
-from python_trainer.model.packing import micro_batches, pack
+from python_trainer.model.packing import micro_batches
 from python_trainer.objective import Objective, make_batch, set_advantages
-from python_trainer.trainer import Trainer
+from python_trainer.run import Trainer
 
 QUIET = Console(quiet=True)
 GROUPS, SIZE, LONGEST = 3, 4, 12
@@ -133,8 +133,8 @@ def test_loss_and_gradients_equal(make_trl, make_config, tmp_path, name):
         batch.old.flat += 0.3 * torch.randn(batch.old.flat.shape)  # ratios from 0.5 to 2: clipped on both sides
         set_advantages(batch, algorithm)
         ours_loss = 0.0
-        for part in micro_batches(batch.answers, range(len(rollouts)), 40):
-            packed = pack(batch.answers, part)
+        for part in micro_batches(batch.rollouts, range(len(rollouts)), 40):
+            packed = batch.pack(part)
             scores = policy.score(packed, 0.8)
             loss, _ = Objective(algorithm, LONGEST).loss(packed, *scores, batch, range(len(rollouts)))
             loss.backward()

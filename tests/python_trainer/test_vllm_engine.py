@@ -11,13 +11,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from python_trainer.data import Completion
 from python_trainer.errors import UserError
 from python_trainer.rollout import Request, SamplingParams, VLLMEngine
 from python_trainer.rollout.ordering import LengthHistory
-from python_trainer.rollout.vllm.engine import COUNTERS, InProcess, checkpoint_weights, import_vllm
+from python_trainer.rollout.vllm.engine import COUNTERS, Drawn, InProcess, checkpoint_weights, import_vllm
 from python_trainer.rollout.vllm.server import Server
-from python_trainer.trainer import Trainer
+from python_trainer.run import Trainer
 
 LIMIT = 128
 
@@ -48,7 +47,7 @@ class Recorder:
         self.asked.append((jobs, settings, salt))
         self.prompt_tokens += sum(job.n * len(job.ids) for job in jobs)
         return [
-            [Completion(list(range(1, 1 + job.max_tokens)), [-1.0] * job.max_tokens, "length") for _ in range(job.n)]
+            [Drawn(list(range(1, 1 + job.max_tokens)), [-1.0] * job.max_tokens, "length") for _ in range(job.n)]
             for job in jobs
         ]
 
@@ -112,7 +111,7 @@ def test_long_answers_are_asked_for_first(model, backend):
 def test_greedy_samples_are_asked_for_one_by_one(engine, backend):
     completions = engine.generate([Request([1], (), 3, 2)], SamplingParams(temperature=0.0))
     assert [(job.n, job.max_tokens) for job in backend.asked[0][0]] == [(1, 2)] * 3
-    assert completions == [Completion([1, 2], [0.0, 0.0], "length")] * 3
+    assert [(c.ids, c.logprobs, c.finish_reason) for c in completions] == [([1, 2], [0.0, 0.0], "length")] * 3
 
 
 def test_stop_strings_that_begin_in_the_prefix(engine, backend):
@@ -265,7 +264,7 @@ def test_a_server_gets_weights_by_file_and_prompts_by_token(fake, model, tmp_pat
     assert server.max_positions == LIMIT
     engine = VLLMEngine(model, server, eos_token_ids=[63])
     got = engine.generate([Request([1, 2], [3], 2, 8, sample_id=4)], SamplingParams(seed=1))
-    assert got == [Completion([i, 63], [-0.5, -1.5], "stop") for i in (0, 1)]
+    assert [(c.ids, c.logprobs, c.finish_reason) for c in got] == [([i, 63], [-0.5, -1.5], "stop") for i in (0, 1)]
     assert set(fake.loaded) == set(dict(checkpoint_weights(model))) and not (tmp_path / "weights").exists()
     path, body = fake.bodies[-1]
     assert path == "/v1/completions" and body["prompt"] == [1, 2, 3] and body["n"] == 2 and body["max_tokens"] == 8

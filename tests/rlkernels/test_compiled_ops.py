@@ -54,7 +54,7 @@ def problems():
         "grouped_attention_backward": (torch.randn(9, 2, 8), *tensors, *lengths, 0.3),
         "write_kv": (new, new, *attention[1:3], slots),
         "advise_huge_pages": (torch.zeros(64),),
-        "top1_deltas": (weights, bases, [torch.randn(7), None], 1e-2, 12, 0),
+        "top1_deltas": (weights, bases, [torch.randn(7), None], 1e-2, 12, 2, 3, 0),
         "delta_matvec": (weights[0], bases[0], torch.randn(7)),
         "add_rank1_": (weights[1], torch.randn(3), torch.randn(4), True, 3),
         "dtw": (x, y, None, None, 2),

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import rlkernels
-from rlkernels.rank1 import PREDICTORS
-from rlkernels.rank1.predictors import linearity
+from rlkernels.extrapolation import PREDICTORS
+from rlkernels.extrapolation.predictors import linearity
 
 
 def layout():

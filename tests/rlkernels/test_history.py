@@ -413,7 +413,7 @@ def test_index_under_sanitizers(implementation, sanitizers, tmp_path):
     if not shutil.which("g++"):
         lacks("g++")
     program = tmp_path / "check"
-    sources = [RUNTIME / "rollout_history.cpp", RUNTIME / "rollout_history_io.cpp"]
+    sources = sorted(RUNTIME.glob("rollout_*.cpp"))
     sources.append(Path(__file__).with_name("rollout_history_check.cpp"))
     command = ["g++", "-std=c++20", "-O1", "-g", "-Wall", "-Wextra", f"-fsanitize={sanitizers}", "-pthread"]
     command += ["-fno-sanitize-recover=all", f"-I{RUNTIME}", *map(str, sources), "-o", str(program)]

@@ -1,7 +1,6 @@
 """The Triton kernels of paged attention compile for GPUs that are not here."""
 
 import importlib.util
-import itertools
 
 import pytest
 from support import lacks
@@ -46,25 +45,6 @@ def test_attention_compiles_ahead_of_time():
     ])  # fmt: skip
     assert len(built) == 10 and all(b.shared_bytes <= 100 * 1024 for b in built), built
     assert all(b.stack_bytes <= (64 if b.arch == 80 else 0) for b in built), built
-
-
-def test_training_compiles_ahead_of_time():
-    floats = ("query", "key", "value", "out", "grad", "grad_query", "grad_key", "grad_value")
-    kinds = {**dict.fromkeys(floats, "*bf16"), **dict.fromkeys(("lse", "delta"), "*fp32"), "tiles": "*i32"}
-    kinds |= {"heads": "i32", "kv_heads": "i32", "scale": "fp32"}
-    common = ("query", "key", "value", "lse", "tiles", "heads", "kv_heads", "scale")
-    arguments = {"forward": ("out",), "query": ("grad", "delta", "grad_query"),
-                 "key": ("grad", "delta", "grad_key", "grad_value")}  # fmt: skip
-    kernels = []
-    for (name, own), (dim, warps) in itertools.product(arguments.items(), [(64, 4), (128, 8)]):
-        block_m, stages = (32, 1) if name == "key" else (64, 2)
-        tile = {"GROUP": 4, "DIM": dim, "BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_D": dim, "UPCAST": False}
-        signature = {n: kinds[n] for n in (*common, *own)}
-        kernels.append(Kernel(f"rlkernels.prefix_cache.triton_grouped:_{name}_kernel", signature, tile,
-                              num_warps=warps, num_stages=stages))  # fmt: skip
-    built = compile_for(kernels)
-    assert len(built) == 12 and all(b.shared_bytes <= 160 * 1024 for b in built), built
-    assert all(b.stack_bytes == 0 for b in built), built
 
 
 def test_merging_and_writing_compile_ahead_of_time():

@@ -12,6 +12,7 @@ from scipy import stats
 
 import rlkernels
 from rlkernels.rank1 import reference
+from rlkernels.rank1.ops import leading_deltas
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -297,3 +298,20 @@ GOOD = torch.zeros(3, 4)
 def test_bad_arguments(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_further_directions_come_from_the_same_reads(backend):
+    pairs = {"a": planted(60, 90, 1e-3), "b": planted(7, 5, 1e-3, seed=1)}
+    alone = rlkernels.top1_deltas(pairs, backend=backend)
+    for name, (update, left, right) in leading_deltas(pairs, rank=4, min_passes=1, backend=backend).items():
+        assert update.passes == alone[name].passes and update.sigma == alone[name].sigma
+        torch.testing.assert_close(update.v, alone[name].v, rtol=0, atol=1e-6)
+        assert torch.equal(right[:, 0], update.v) and left.shape[1] == right.shape[1] == 4
+        torch.testing.assert_close(left[:, 0], update.sigma * update.u)
+    update, left, right = leading_deltas({"a": pairs["a"]}, rank=58, max_passes=1, backend=backend)["a"]
+    assert update.passes == 15 and left.shape == (60, 58), "four columns a read"
+    weight, base = (t.float() for t in pairs["a"])
+    torch.testing.assert_close(left, (weight - base) @ right, rtol=1e-3, atol=1e-5)
+    with pytest.raises(ValueError, match="rank must be >= 1, got 0"):
+        leading_deltas(pairs, rank=0, backend=backend)

@@ -5,7 +5,7 @@ import importlib.util
 from support import lacks
 from triton_aot import Kernel, compile_for
 
-KERNELS = "rlkernels.rank1.triton_kernels:"
+KERNELS, VECTORS, UPDATE = (f"rlkernels.rank1.triton_{part}:" for part in ("kernels", "vectors", "update"))
 TABLES = {"modules": "*i64", "items": "*i64", "active": "*i1"}
 SIZES = {"all_rows": "i32", "all_columns": "i32"}
 READ = {**TABLES, "q": "*fp32", "y": "*fp32", "partial": "*fp32", "stats": "*fp64", **SIZES}
@@ -42,7 +42,7 @@ def test_rows_fit_gpus_with_little_shared_memory():
     """99 KiB for a program on an A10, L4 or RTX; an A100 has 163 KiB, for which nothing is cut down."""
     if importlib.util.find_spec("triton") is None:
         lacks("triton")
-    from rlkernels.rank1.grouped import Tiling
+    from rlkernels.rank1.layout import Tiling
 
     small, large, kernels = 99 * 1024, 163 * 1024, []
     sizes = {"*i16": 2, "*fp32": 4}
@@ -77,9 +77,9 @@ def test_small_kernels_compile_ahead_of_time():
               "weight_stride": "i32", "base_stride": "i32"}  # fmt: skip
     add = {"u": "*fp32", "v": "*fp32", "m": "i32", "n": "i32", "stride": "i32", "scale": "fp32", "seed": "i64"}
     kernels = [
-        Kernel(f"{KERNELS}_dots_kernel", dots, {**stretch, "BLOCK": 512}, num_warps=8),
-        Kernel(f"{KERNELS}_combine_kernel", combine, {**stretch, "ADD": True, "WANTED": 4, "BLOCK": 1024}),
-        Kernel(f"{KERNELS}_residual_kernel", residual, {"BLOCK": 1024}),
+        Kernel(f"{VECTORS}_dots_kernel", dots, {**stretch, "BLOCK": 512}, num_warps=8),
+        Kernel(f"{VECTORS}_combine_kernel", combine, {**stretch, "ADD": True, "WANTED": 4, "BLOCK": 1024}),
+        Kernel(f"{VECTORS}_residual_kernel", residual, {"BLOCK": 1024}),
         Kernel(
             f"{KERNELS}_sum_slots_kernel",
             {**PLACES, "partial": "*fp32", "z": "*fp32", "all_columns": "i32"},
@@ -87,14 +87,14 @@ def test_small_kernels_compile_ahead_of_time():
         ),
         Kernel(f"{KERNELS}_sum_stats_kernel", {"modules": "*i64", "stats": "*fp64", "out": "*fp64"}, {"BLOCK": 256}),
         Kernel(
-            f"{KERNELS}_start_kernel",
+            f"{VECTORS}_start_kernel",
             {"modules": "*i64", "places": "*i64", "starts": "*fp32", "out": "*fp64", "all_columns": "i32",
              "seed": "i64"},
             {"COLUMNS": 1024},
         ),
-        Kernel(f"{KERNELS}_matvec_kernel", matvec, {"ROWS": 4, "BLOCK": 1024}),
+        Kernel(f"{UPDATE}_matvec_kernel", matvec, {"ROWS": 4, "BLOCK": 1024}),
         *(
-            Kernel(f"{KERNELS}_add_kernel", {"weight": weight, **add}, {"STOCHASTIC": weight != "*fp32", "ROWS": 4,
+            Kernel(f"{UPDATE}_add_kernel", {"weight": weight, **add}, {"STOCHASTIC": weight != "*fp32", "ROWS": 4,
                                                                         "BLOCK": 1024})
             for weight in ("*i16", "*fp16", "*fp32")
         ),

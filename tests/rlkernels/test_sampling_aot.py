@@ -15,20 +15,6 @@ FORWARD = STATS | {"logprobs": "*fp32", "inverse": "fp32"}
 BACKWARD = STATS | {"grad_logprobs": "*fp32", "grad_entropies": "*fp32", "grad": "*bf16", "inverse": "fp32"}
 
 
-def test_compiles_ahead_of_time():
-    if importlib.util.find_spec("triton") is None:
-        lacks("triton")
-    logprobs = "rlkernels.logprobs.triton_kernels:"
-    kernels = [
-        Kernel(f"{logprobs}_forward_kernel", FORWARD, {"ENTROPY": True, "BLOCK": 4096}, num_warps=8),
-        Kernel(f"{logprobs}_backward_kernel", BACKWARD, {"ENTROPY": True, "BLOCK": 4096}, num_warps=8),
-        Kernel(SAMPLER, SAMPLE, {"FILTER": True, "BLOCK": 4096}, num_warps=8, enable_fp_fusion=False),
-    ]
-    built = compile_for(kernels)
-    assert len(built) == 6 and all(b.shared_bytes <= 48 * 1024 for b in built), built
-    assert all(b.stack_bytes == 0 for b in built), built
-
-
 def test_a_vocabulary_of_one_compiles_ahead_of_time():
     """A launch makes a constant of an argument that is 1."""
     if importlib.util.find_spec("triton") is None:

@@ -133,7 +133,7 @@ def test_evaluation_answers_from_the_start(ours, make_trainer):
 
 @pytest.fixture
 def lenient():
-    from rlkernels.rank1 import Limits
+    from rlkernels.extrapolation import Limits
 
     return Limits(min_gap=0, noise_factor=0, min_rise=-1, min_cosine=0, min_skill=-math.inf, min_share=0)
 

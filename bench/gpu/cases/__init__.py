@@ -6,3 +6,15 @@ from bench.gpu.problem import GpuCase
 CASES: list[GpuCase] = [*attention.CASES, *logits.CASES, *rank1.CASES, *similarity.CASES, *decoder.CASES]
 # Data structures of the host: nothing of them runs on a GPU.
 HOST_ONLY = ("block_pool", "rollout_history")
+
+_TRITON = "tests/rlkernels/triton"
+# Op -> the files of tests that exercise its GPU kernels: a backend is proven only where they pass.
+TESTS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("write_kv", "paged_attention", "shared_prefix_attention", "merge_attention"),
+                    (f"{_TRITON}/test_prefix_cache.py",)),
+    "grouped_attention": (f"{_TRITON}/test_grouped_attention.py",),
+    **dict.fromkeys(("sample_tokens", "verify_drafts"), (f"{_TRITON}/test_sampling.py",)),
+    **dict.fromkeys(("token_logprobs", "linear_token_logprobs"), (f"{_TRITON}/test_logprobs.py",)),
+    **dict.fromkeys(("top1_delta", "top1_deltas", "delta_matvec", "add_rank1_"), (f"{_TRITON}/test_rank1.py",)),
+    **dict.fromkeys(("dtw", "dtw_topk"), (f"{_TRITON}/test_dtw_triton.py",)),
+}  # fmt: skip

@@ -1,7 +1,8 @@
 """Paged attention and its neighbours."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 import rlkernels
 from bench.gpu.cases import rivals
-from bench.gpu.problem import GpuCase, Problem
+from bench.gpu.problem import GpuCase, Problem, Rival
 from rlkernels.prefix_cache import GroupedLayout, reference
 
 Device = torch.device
@@ -49,9 +50,12 @@ def doubled(tensors: Sequence[torch.Tensor], rest: Sequence[Any]) -> Any:
     return [*(t.double() for t in tensors), *rest]
 
 
-def dense_rows(cache: torch.Tensor, tables: torch.Tensor, length: int) -> torch.Tensor:
-    """[B, length, Hk, d], the pages of every sequence side by side."""
-    return torch.stack([reference.gather(cache, table, length) for table in tables])
+def everybody(query: torch.Tensor, caches: Sequence[torch.Tensor], tables: torch.Tensor, lens: Sequence[int],
+              scale: float) -> rivals.Rivals:  # fmt: skip
+    """query [B * q, Hq, d] of sequences of the same length, B = len(tables) of them."""
+    rows = query.unflatten(0, (len(tables), -1))
+    key, value = (torch.stack([rivals.dense(cache, table, lens[0]) for table in tables]) for cache in caches)
+    return {**rivals.attention(rows, key, value, scale), **rivals.pages(rows, caches, tables, lens, scale)}
 
 
 def _blocks(lens: Sequence[int], size: int) -> int:
@@ -69,10 +73,8 @@ def paged(
     rest: Any = (tables, pages.ints(lens), pages.ints([0, *itertools.accumulate(queries)]))
     scale = dim**-0.5
     args: Any = (query, *pages.finished(), *rest)
-    others: rivals.Makers = {}
-    if len(set(zip(lens, queries))) == 1:
-        key, value = (dense_rows(cache, tables, lens[0]) for cache in args[1:3])
-        others = rivals.attention(query.unflatten(0, (len(lens), -1)), key, value, scale)
+    same = len(set(zip(lens, queries))) == 1
+    others = everybody(query, args[1:3], tables, lens, scale) if same else {}
     pairs = sum(q * n - q * (q - 1) / 2 for n, q in zip(lens, queries))
     return Problem(
         lambda backend: rlkernels.paged_attention(*args, scale=scale, return_lse=True, backend=backend),
@@ -99,19 +101,14 @@ def shared(
     scale = dim**-0.5
     args: Any = (query, *pages.finished(), *rest)
     keys = sum(prefixes) * members + sum(own)
-    others: rivals.Makers = {}
+    others: rivals.Rivals = {}
     if len(set(prefixes)) == len(set(own)) == 1 and prefixes[0] % size == 0:
         # the same blocks, not grouped: what sharing is worth
         whole = torch.cat([groups[0][:, : prefixes[0] // size].repeat_interleave(members, 0), rest[3]], 1)
-        lens = pages.ints([prefixes[0] + own[0]] * count)
-        key, value = (dense_rows(cache, whole, prefixes[0] + own[0]) for cache in args[1:3])
-        unshared: Any = (*args[:3], whole, lens, rest[5])
-        others = {
-            "triton, not shared": lambda: partial(
-                rlkernels.paged_attention, *unshared, scale=scale, return_lse=True, backend="triton"
-            ),
-            **rivals.attention(query.unflatten(0, (count, q_len)), key, value, scale),
-        }  # fmt: skip
+        lens = [prefixes[0] + own[0]] * count
+        unshared: Any = (*args[:3], whole, pages.ints(lens), rest[5])
+        alone = partial(rlkernels.paged_attention, *unshared, scale=scale, return_lse=True, backend="triton")
+        others = {"triton, not shared": Rival(lambda: alone), **everybody(query, args[1:3], whole, lens, scale)}
     return Problem(
         lambda backend: rlkernels.shared_prefix_attention(*args, scale=scale, return_lse=True, backend=backend),
         lambda: reference.shared_prefix_attention(*doubled(args[:3], [*rest, scale])),
@@ -152,6 +149,23 @@ def merge(tokens: int, heads: int, dim: int, dtype: torch.dtype, on: Device) -> 
     )
 
 
+@dataclass
+class Group:
+    """One group of a layout, and which packed tokens are its own."""
+
+    layout: GroupedLayout
+    start: int
+    stop: int
+
+
+def one_group_each(layout: tuple[list[int], list[int], list[int]]) -> Iterator[Group]:
+    prefixes, suffixes, starts = layout
+    at = 0
+    for prefix, (a, b) in zip(prefixes, itertools.pairwise(starts)):
+        own = suffixes[a:b]
+        yield Group(GroupedLayout([prefix], own, [0, len(own)]), at, at := at + prefix + sum(own))
+
+
 def grouped(
     layout: tuple[list[int], list[int], list[int]], heads: tuple[int, int, int], dtype: torch.dtype, on: Device
 ) -> Problem:
@@ -166,10 +180,20 @@ def grouped(
         out = rlkernels.grouped_attention(q, k, v, packed, scale=dim**-0.5, backend=backend)
         return [out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))]
 
+    def exact() -> list[torch.Tensor]:
+        """Group by group, since what autograd keeps of all of them in float64 would not fit."""
+        found = []
+        for part in one_group_each(layout):
+            rows = slice(part.start, part.stop)
+            q, k, v = leaves = [t[rows].double().requires_grad_() for t in qkv]
+            out = reference.grouped_attention(q, k, v, part.layout, dim**-0.5)
+            found.append([out.detach(), *torch.autograd.grad(out, leaves, grad[rows].double())])
+        return [torch.cat(tensors) for tensors in zip(*found)]
+
     same = len(set(layout[0])) == len(set(layout[1])) == 1
     return Problem(
         lambda backend: run(qkv, backend),
-        lambda: run([t.double() for t in qkv], "torch"),
+        exact,
         nbytes=3 * sum(t.nbytes for t in qkv),
         dtype=dtype,
         # in 16 bits the gradients start from the rounded output, where plain torch keeps its weights
@@ -181,7 +205,9 @@ def grouped(
 BF16, F32 = torch.bfloat16, torch.float32
 ODD = ([1, 17, 64, 1023, 130], [1, 0, 5, 1, 130])  # lengths, queries
 LLAMA = (32, 8, 128)  # heads of Llama-3-8B: query, key, dimension
+SMALL = (14, 2, 64)  # of Qwen2.5-0.5B
 TRAIN = ([512] * 8, [512] * 64, list(range(0, 65, 8)))
+SHORT = ([256] * 8, [256] * 64, list(range(0, 65, 8)))
 
 CASES = [
     GpuCase("paged_attention", "odd lengths", partial(paged, *ODD, (8, 2, 64), 16, BF16)),
@@ -198,14 +224,20 @@ CASES = [
             partial(grouped, ([0, 33], [1, 18, 64, 0, 5], [0, 2, 5]), (4, 2, 32), F32)),
     GpuCase("grouped_attention", "odd lengths, heads of 128",
             partial(grouped, ([0, 33], [1, 18, 64, 0, 5], [0, 2, 5]), (4, 2, 128), BF16)),
+    GpuCase("paged_attention", "decode: 256 sequences of 1024, Qwen2.5-0.5B heads",
+            partial(paged, [1024] * 256, [1] * 256, SMALL, 16, BF16), timed=True),
     GpuCase("paged_attention", "decode: 64 sequences of 4096, Llama-3-8B heads",
             partial(paged, [4096] * 64, [1] * 64, LLAMA, 16, BF16), timed=True),
     GpuCase("paged_attention", "suffix prefill: 8 x 512 queries on 2048 keys",
             partial(paged, [2048] * 8, [512] * 8, LLAMA, 16, BF16), timed=True),
     GpuCase("shared_prefix_attention", "decode: 16 prefixes of 2048 x 8 suffixes of 256",
             partial(shared, [2048] * 16, 8, [256], 1, LLAMA, 16, BF16), timed=True),
+    GpuCase("shared_prefix_attention", "decode: 32 prefixes of 512 x 8 suffixes of 512, Qwen2.5-0.5B heads",
+            partial(shared, [512] * 32, 8, [512], 1, SMALL, 16, BF16), timed=True),
     GpuCase("write_kv", "65536 tokens, 8 x 128", partial(write, 65536, (8, 128), 16, BF16), timed=True),
     GpuCase("merge_attention", "16384 x 32 x 128", partial(merge, 16384, 32, 128, BF16), timed=True),
     GpuCase("grouped_attention", "8 prefixes of 512, 8 suffixes of 512 each, forward and backward",
             partial(grouped, TRAIN, LLAMA, BF16), timed=True),
+    GpuCase("grouped_attention", "8 prefixes of 256, 8 suffixes of 256 each, Qwen2.5-0.5B heads, forward and backward",
+            partial(grouped, SHORT, SMALL, BF16), timed=True),
 ]  # fmt: skip

@@ -103,16 +103,22 @@ CASES = [
     GpuCase("top1_delta", "257 x 1023", partial(top1, 257, 1023, BF16)),
     GpuCase("top1_delta", "63 x 31 float32", partial(top1, 63, 31, F32)),
     GpuCase("top1_deltas", "three odd shapes", partial(top1_many, [(65, 33), (1, 19), (127, 257)], BF16)),
-    GpuCase("top1_delta", "40 x 5003, rows beyond one program", partial(top1, 40, 5003, BF16)),
-    GpuCase("top1_deltas", "wide and narrow float16", partial(top1_many, [(64, 4112), (48, 64)], torch.float16)),
+    GpuCase("top1_delta", "40 x 5003, rows beyond one program", partial(top1, 40, 5003, BF16), spins=True),
+    GpuCase(
+        "top1_deltas", "wide and narrow float16", partial(top1_many, [(64, 4112), (48, 64)], torch.float16), spins=True
+    ),
     GpuCase("delta_matvec", "257 x 1023", partial(matvec, 257, 1023, BF16)),
     GpuCase("delta_matvec", "1 x 1 float32", partial(matvec, 1, 1, F32)),
     GpuCase("add_rank1_", "257 x 1023", partial(add, 257, 1023, BF16, False)),
     GpuCase("add_rank1_", "127 x 33, stochastic rounding", partial(add, 127, 33, BF16, True)),
     GpuCase("top1_delta", "14336 x 4096", partial(top1, 14336, 4096, BF16), timed=True),
-    GpuCase("top1_deltas", "the 7 modules of a Llama-3-8B layer", partial(top1_many, MODULES, BF16), timed=True),
-    GpuCase("top1_delta", "4096 x 14336", partial(top1, 4096, 14336, BF16), timed=True),
-    GpuCase("top1_deltas", "the 196 modules of Qwen2.5-7B", partial(top1_many, QWEN * 28, BF16), timed=True),
+    GpuCase(
+        "top1_deltas", "the 7 modules of a Llama-3-8B layer", partial(top1_many, MODULES, BF16), timed=True, spins=True
+    ),
+    GpuCase("top1_delta", "4096 x 14336", partial(top1, 4096, 14336, BF16), timed=True, spins=True),
+    GpuCase(
+        "top1_deltas", "the 196 modules of Qwen2.5-7B", partial(top1_many, QWEN * 28, BF16), timed=True, spins=True
+    ),
     GpuCase("delta_matvec", "14336 x 4096", partial(matvec, 14336, 4096, BF16), timed=True),
     GpuCase("add_rank1_", "14336 x 4096", partial(add, 14336, 4096, BF16, False), timed=True),
 ]

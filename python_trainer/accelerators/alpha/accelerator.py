@@ -3,9 +3,8 @@
 After arXiv 2510.00553, whose prediction divides by the slope of the accuracy and has no acceptance test. What differs:
 
 - Predicted weights stay only if they answer significantly more held-out prompts right than the present ones (see
-  ``rlkernels.rank1.Gate``); they are pulled towards the present weights a few times, then everything is put back bit
-  for bit.
-- Nothing is tried without a reason to: see ``rlkernels.rank1.refusal``.
+  ``rlkernels.Gate``); they are pulled towards the present weights a few times, then everything is put back bit for bit.
+- Nothing is tried without a reason to: see ``rlkernels.refusal``.
 - Only 2-D projections of attention and MLP are changed, as in the paper. Embeddings, norms, biases and head keep
   their trained values.
 - Low-precision models: float32 master weights are tracked and changed, and the model gets them rounded.
@@ -18,28 +17,22 @@ there.
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from python_trainer.accelerators.alpha.gate import try_candidates
 from python_trainer.accelerators.alpha.settings import AlphaSettings
 from python_trainer.accelerators.base import Accelerator, StepContext
-from python_trainer.data import PlannedGroup, Rollout
+from python_trainer.data import Group, Rollout
 from python_trainer.errors import UserError
 from rlkernels import RankOneTrajectory
-from rlkernels.rank1 import Gate, Limits, Target, extrapolate, refusal
+from rlkernels.extrapolation import Attempt, Gate
 from rlkernels.rank1.stream import default_filter
-
-if TYPE_CHECKING:
-    pass
 
 
 class Alpha(Accelerator):
     """Tracks, extrapolates and asks the gate."""
 
-    name = "alpha"
-    Settings = AlphaSettings
     settings: AlphaSettings
 
     def __init__(self, settings: AlphaSettings):
@@ -52,9 +45,7 @@ class Alpha(Accelerator):
         self.events: list[dict[str, Any]] = []  # one for every attempt
         self.seconds = {"track": 0.0, "gate": 0.0}
 
-    # hooks -------------------------------------------------------------------------------------------------------
-
-    def plan(self, context: StepContext, groups: list[PlannedGroup]) -> list[PlannedGroup]:
+    def plan(self, context: StepContext, groups: list[Group]) -> list[Group]:
         if self.trajectory is None:
             self.restart(context, context.step - 1)
         else:  # a resumed run was loaded on the CPU
@@ -76,8 +67,6 @@ class Alpha(Accelerator):
             if context.step >= self.next_attempt:
                 self.attempt(context)
 
-    # parts -------------------------------------------------------------------------------------------------------
-
     def restart(self, context: StepContext, step: int) -> None:
         """The weights as they are, after ``step`` steps, become the base of a new trajectory."""
         base = {}
@@ -94,28 +83,21 @@ class Alpha(Accelerator):
         """Adds the weights as they are to the trajectory, with the smoothed training accuracy."""
         assert self.trajectory is not None
         window = [right / answers for _, right, answers in self.answered[-self.settings.smoothing :]]
-        weights = {name: context.optimizer.masters[name] for name in self.trajectory.base}
-        self.trajectory.track(weights, step=context.step - self.anchor, accuracy=sum(window) / len(window))
+        accuracy = sum(window) / len(window)
+        self.trajectory.track(self.weights(context), step=context.step - self.anchor, accuracy=accuracy)
 
-    def target(self) -> Target:
+    def weights(self, context: StepContext) -> dict[str, torch.Tensor]:
+        """Those that are tracked, as precise as they are trained."""
         assert self.trajectory is not None
-        return Target(self.settings.horizon * self.trajectory.steps[-1], self.settings.target_accuracy)
+        return {name: context.optimizer.masters[name] for name in self.trajectory.base}
 
-    def limits(self) -> Limits:
-        return self.settings.limits(holdout=max(len(self.trajectory or ()) // 3, 1))
-
-    def predict(self, context: StepContext) -> dict[str, torch.Tensor]:
-        """Predicted weights by name, float32; the model is not changed."""
-        assert self.trajectory is not None
-        weights = {name: context.optimizer.masters[name] for name in self.trajectory.base}
-        s = self.settings
-        return extrapolate(self.trajectory, weights, self.target(), predictor=s.predictor, scale=s.scale,
-                           keep_rest=s.keep_rest, limits=self.limits())  # fmt: skip
+    def rules(self) -> Attempt:
+        return self.settings.rules(holdout=max(len(self.trajectory or ()) // 3, 1))
 
     def attempt(self, context: StepContext) -> dict[str, Any]:
         """One attempt, from the refusals to the gate -> what became of it, which is also noted in ``events``."""
         assert self.trajectory is not None
-        objection = refusal(self.trajectory, self.settings.predictor, self.limits())
+        objection = self.rules().refusal(self.trajectory)
         event: dict[str, Any] = {"step": context.step, "accepted": False}
         if objection is not None:
             event |= {"refused": objection.reason, "detail": objection.detail}
@@ -132,14 +114,20 @@ class Alpha(Accelerator):
 
     def _try(self, context: StepContext) -> dict[str, Any]:
         """Asks the gate; an accepted jump begins a new trajectory."""
-        settings, predicted = self.settings, self.predict(context)
-        accepted, tries = try_candidates(
-            context.optimizer, context.engine, lambda rows: context.evaluate_each("gate", rows), predicted, self.gate,
-            prompts=settings.gate_prompts, available=context.gate_size, max_tries=settings.max_tries,
-            shrink=settings.shrink,
-        )  # fmt: skip
+        assert self.trajectory is not None
+        rules, optimizer = self.rules(), context.optimizer
+        predicted = rules.predict(self.trajectory, self.weights(context))
+        tries = rules.judge(
+            self.gate,
+            predicted,
+            {name: optimizer.places(name) for name in predicted},
+            lambda rows: context.evaluate_each("gate", rows),
+            available=len(context.task.gate),
+            changed=context.engine.policy_updated,
+        )
+        accepted = tries[-1]["accepted"]
         if accepted:
-            context.optimizer.forget_momentum(predicted)
+            optimizer.forget_momentum(predicted)
             self.restart(context, context.step)
         return {"accepted": accepted, "modules": len(predicted), "tries": tries}
 
@@ -152,8 +140,6 @@ class Alpha(Accelerator):
             spent = time.perf_counter() - start
             self.seconds[name] += spent
             context.telemetry[f"alpha/{name}_s"] = spent
-
-    # what remains ------------------------------------------------------------------------------------------------
 
     def summary(self) -> dict[str, Any]:
         """Seconds spent on tracking and at the gate, and all attempts."""

@@ -1,19 +1,30 @@
 """Settings of gated extrapolation."""
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from python_trainer.accelerators.settings import Settings
+from python_trainer.accelerators.settings import AcceleratorSettings
 from python_trainer.errors import UserError
-from rlkernels.rank1 import Limits
 
 if TYPE_CHECKING:
     from python_trainer.tasks import Task
+    from rlkernels.extrapolation import Attempt
 
 
-class AlphaSettings(Settings):
+class AlphaSettings(AcceleratorSettings):
     """Gated extrapolation of the weights."""
+
+    name = "alpha"
+    accelerator = "python_trainer.accelerators.alpha.accelerator:Alpha"
+    counters: ClassVar = {
+        "alpha/tried": "extrapolations tried (alpha)",
+        "alpha/accepted": "extrapolations accepted (alpha)",
+    }
+    advice: ClassVar = {
+        "alpha/tried": "no extrapolation was tried: train for more steps than accelerators.alpha.first_step"
+    }
+    command = "python_trainer.accelerators.alpha.command:add"
 
     track_steps: int = Field(2, ge=1)
     """Keep rank-4 factors of the update every so many steps."""
@@ -51,10 +62,36 @@ class AlphaSettings(Settings):
     min_skill: float = 0.0
     """Refuse when the back-test on the last third of the tracked steps does no better than this."""
 
-    def limits(self, holdout: int) -> Limits:
-        """When to refuse; ``holdout`` points are left out in the back-test."""
-        return Limits(min_gap=self.min_gap, min_rise=self.min_rise, min_cosine=self.min_cosine,
-                      min_skill=self.min_skill, holdout=holdout)  # fmt: skip
+    def rules(self, holdout: int) -> "Attempt":
+        """Of an attempt; ``holdout`` points are left out in the back-test."""
+        from rlkernels.extrapolation import Attempt, Limits  # imports torch
+
+        limits = Limits(
+            min_gap=self.min_gap,
+            min_rise=self.min_rise,
+            min_cosine=self.min_cosine,
+            min_skill=self.min_skill,
+            holdout=holdout,
+        )
+        return Attempt(
+            predictor=self.predictor,
+            horizon=self.horizon,
+            accuracy=self.target_accuracy,
+            scale=self.scale,
+            keep_rest=self.keep_rest,
+            limits=limits,
+            prompts=self.gate_prompts,
+            max_tries=self.max_tries,
+            shrink=self.shrink,
+        )
+
+    def conflicts(self, config: Any) -> str | None:
+        if config.model.lora is None:
+            return None
+        return (
+            "accelerators.enabled: alpha follows whole weight matrices, model.lora must be null, got "
+            f"{config.model.lora.model_dump()}"
+        )
 
     def splits(self, task: "Task") -> list[str]:
         self.check_gate(len(task.gate))

@@ -4,17 +4,15 @@ Lossless, after RhymeRL's HistoSpec (arXiv 2508.18588): the noise of every posit
 that plain decoding draws, and training is what it is without drafts. Only the number of forward passes changes.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from python_trainer.accelerators.base import Accelerator, StepContext
 from python_trainer.accelerators.drafts.settings import DraftsSettings
-from python_trainer.data import PlannedGroup, Rollout
+from python_trainer.data import Group, Rollout
 from python_trainer.errors import UserError
+from python_trainer.rollout.drafting import Drafter, HistoryEntry, pass_overhead
 from python_trainer.rollout.engine import Engine
 from rlkernels import RolloutHistory
-
-if TYPE_CHECKING:
-    from python_trainer.rollout.drafting import Answer
 
 MEASURED_PASSES = ((8, 1), (8, 8), (32, 8))  # sequences, tokens of each
 
@@ -22,9 +20,6 @@ MEASURED_PASSES = ((8, 1), (8, 8), (32, 8))  # sequences, tokens of each
 class Drafts(Accelerator):
     """A history of all answers, by prompt; an answer's epoch is the number of earlier visits to its prompt."""
 
-    name = "drafts"
-    divisible = True
-    Settings = DraftsSettings
     settings: DraftsSettings
 
     def __init__(self, settings: DraftsSettings):
@@ -32,13 +27,11 @@ class Drafts(Accelerator):
         self.history = RolloutHistory(max_tokens=settings.history_tokens)
         self.visits: dict[int, int] = {}  # prompt key -> steps that it was part of
         self.pass_overhead = settings.pass_overhead
-        self.news: list[Answer] = []  # answers since the drafter before
+        self.news: list[HistoryEntry] = []  # answers since the drafter before
         self.counted_step = 0
         self.before: dict[str, float] = {}  # the engine's counters when that step began
 
-    def plan(self, context: StepContext, groups: list[PlannedGroup]) -> list[PlannedGroup]:
-        from python_trainer.rollout.drafting import Drafter, pass_overhead
-
+    def plan(self, context: StepContext, groups: list[Group]) -> list[Group]:
         engine = context.engine
         if self.pass_overhead is None:
             self.pass_overhead = pass_overhead({n * t: engine.pass_seconds(n, t) for n, t in MEASURED_PASSES})
@@ -51,12 +44,10 @@ class Drafts(Accelerator):
         return groups
 
     def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
-        from python_trainer.rollout.drafting import Answer
-
         context.engine.drafter = None  # evaluations have prompts of their own
         for rollout in rollouts:
             epoch = self.visits.get(rollout.prompt_key, 0)
-            answer = Answer(rollout.prompt_ids, rollout.response_ids, rollout.reward, epoch)
+            answer = HistoryEntry(rollout.prompt_ids, rollout.response_ids, rollout.reward, epoch)
             self.history.add(answer.prompt_ids, answer.response_ids, reward=answer.reward, epoch=epoch)
             self.news.append(answer)
         for key in {rollout.prompt_key for rollout in rollouts}:

@@ -16,59 +16,38 @@ docs/rhyme.md has the method, its settings and what was measured.
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from python_trainer.accelerators.base import Accelerator, StepContext
 from python_trainer.accelerators.rhyme.attempts import begin_run
 from python_trainer.accelerators.rhyme.bank import SampleBank, for_tokenizer
+from python_trainer.accelerators.rhyme.judging import judged
 from python_trainer.accelerators.rhyme.matching import Curve, Matches, curve_of, rhyming_stages
-from python_trainer.accelerators.rhyme.records import RunFacts, Sample, StepRecord, prompt_key, tokenizer_fingerprint
-from python_trainer.accelerators.rhyme.retrodiction import Retrodictor, alignments, rank_correlation
+from python_trainer.accelerators.rhyme.ranking import Candidate, Ranking, Reservation
+from python_trainer.accelerators.rhyme.records import (
+    RunFacts,
+    StepRecord,
+    StoredAnswer,
+    prompt_key,
+)
 from python_trainer.accelerators.rhyme.settings import RhymeSettings
 from python_trainer.accelerators.rhyme.sketch import sketch_of
-from python_trainer.data import PlannedGroup, Rollout, by_group
-from python_trainer.keyed import keyed_seed, keyed_unit
-from python_trainer.model.packing import Answer
+from python_trainer.data import Group, Rollout, by_group
+from python_trainer.keyed import keyed_seed
+from python_trainer.model.tokenizer import tokenizer_fingerprint
 
 if TYPE_CHECKING:
     from python_trainer.accelerators.base import RunContext
     from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
-    from python_trainer.accelerators.rhyme.evidence import Evidence
 
-GRADIENT_MEMORY = 0.7  # how much of the remembered held-out gradient stays when a new one comes
-
-
-@dataclass
-class Place:
-    """What was planned for a prompt of this step."""
-
-    key: str
-    candidates: list[Sample]
-    reserved: int  # fresh answers that were left out for stored ones
-
-
-@dataclass
-class Candidate:
-    """A stored answer in stage 2."""
-
-    sample: Sample
-    group: int
-    fresh: list[Rollout]  # of its group
-    place: Place
-    score: float = 0.0
-    match: float = 0.0
-    age: float = field(default=0.0)  # steps, of this run's own answers
+FIRST_STEPS = 2  # of a run, before any stage is trusted
+STORED_OF_GROUP = 2  # most right answers of a group that are stored at each visit
 
 
 class Rhyme(Accelerator):
     """A sample bank of good answers, and where in the history this run is."""
 
-    name = "rhyme"
-    Settings = RhymeSettings
     settings: RhymeSettings
 
     def __init__(self, settings: RhymeSettings):
@@ -87,26 +66,21 @@ class Rhyme(Accelerator):
         self.earlier_tokens = 0  # what the runs of that history generated
         self.bank = SampleBank(settings.bank_per_prompt, settings.bank_size)
         self.matches = Matches([], threshold=settings.threshold, lookahead=settings.lookahead)
-        self.retrodictor = Retrodictor(0)
-        self.last_gradient: torch.Tensor | None = None  # running mean of held-out gradients
-        self.places: dict[int, Place] = {}
+        self.ranking = Ranking(settings)
+        self.places: dict[int, Reservation] = {}
         self.seen: list[list[Rollout]] = []  # fresh groups of the current step, over all rounds of dynamic sampling
-        self.kept: list[Sample] = []  # and what was stored of them
-
-    # history -------------------------------------------------------------------------------------------------
+        self.kept: list[StoredAnswer] = []  # and what was stored of them
 
     def begin(self, run: "RunContext") -> None:
         self.folder = run.output_dir
 
     def _begin(self, context: StepContext) -> None:
         """At the first step of a process: who this run is, and what there is to learn from."""
-        from python_trainer.accelerators.rhyme import judging  # imports the settings, of which those above are a part
-
         if not self.fingerprint:
-            self.fingerprint = tokenizer_fingerprint(context.tokenizer)
-            rules = judging.reward_rules(context.config)
+            self.fingerprint = tokenizer_fingerprint(context.policy.tokenizer)
+            rules = dict(context.rules)
             if self.run_id is not None and self.rules != rules:  # resumed with other rewards
-                self.bank.fill(judging.judged(list(self.bank), context.task, context.config))
+                self.bank.fill(judged(list(self.bank), context))
             self.rules = rules
         if self.run_id is None:
             self.run_id = 0
@@ -122,26 +96,21 @@ class Rhyme(Accelerator):
         return every > 0 and step % every == 0
 
     def _facts(self, context: StepContext) -> RunFacts:
-        settings = context.config.model_dump(mode="json")
-        settings["accelerators"] = settings["accelerators"]["enabled"]  # a database URL may hold a password
         return RunFacts(
-            family=str(context.scorer.model.config.model_type),
-            parameters=sum(p.numel() for p in context.policy.parameters()),
+            family=str(context.policy.model.config.model_type),
+            parameters=sum(p.numel() for p in context.policy.model.parameters()),
             tokenizer=self.fingerprint,
             task=context.task.name,
-            algorithm=context.config.algorithm.advantage,
-            settings=settings,
+            **context.facts,
         )
 
     def _read_history(self, context: StepContext) -> None:
         """Good answers to the prompts of this task, and the trajectories of the runs that found them."""
-        from python_trainer.accelerators.rhyme import judging
-
         assert self.database is not None
         keys = [prompt_key(example.prompt) for example in context.task.train]
         found = self.database.samples(prompt_keys=keys, limit=self.settings.bank_size, without_run=self.run_id)
-        news = [s for s in for_tokenizer(found, context.tokenizer, self.fingerprint) if not self.bank.knows(s)]
-        for sample in sorted(judging.judged(news, context.task, context.config), key=lambda s: -s.reward):
+        news = [s for s in for_tokenizer(found, context.policy.tokenizer, self.fingerprint) if not self.bank.knows(s)]
+        for sample in sorted(judged(news, context), key=lambda s: -s.reward):
             self.bank.add(sample, fresh=False)
         runs = sorted({sample.run_id for sample in self.bank} - {self.run_id})
         low, high = self.settings.reward_range
@@ -149,20 +118,21 @@ class Rhyme(Accelerator):
         self.history = [curve_of(run, records, low, high) for run, records in trajectories.items()]
         self.earlier_tokens = sum(record.generated_tokens for records in trajectories.values() for record in records)
 
-    # before generation: stage 1 ------------------------------------------------------------------------------
-
-    def plan(self, context: StepContext, groups: list[PlannedGroup]) -> list[PlannedGroup]:
+    def plan(self, context: StepContext, groups: list[Group]) -> list[Group]:
         settings = self.settings
         with timed(context, "database"):
             self._begin(context)
         with timed(context, "similarity"):
             stages = []
-            if len(self.curve) >= settings.min_steps:
+            if len(self.curve) >= FIRST_STEPS:
                 stages = rhyming_stages(
-                    self.curve.last(settings.window), self.history, window=settings.window,
-                    fraction=settings.fraction, reward_weight=settings.reward_weight,
+                    self.curve.last(settings.window),
+                    self.history,
+                    window=settings.window,
+                    fraction=settings.fraction,
+                    reward_weight=settings.reward_weight,
                     reward_scale=settings.reward_scale,
-                )  # fmt: skip
+                )
             self.matches = Matches(stages, threshold=settings.threshold, lookahead=settings.lookahead)
         share = settings.history_ratio / (1 + settings.history_ratio)
         self.places = {}
@@ -170,7 +140,7 @@ class Rhyme(Accelerator):
             key = prompt_key(group.example.prompt)
             found = self.bank.candidates(key, lambda s: self._worth(s, context.step), settings.candidates)
             reserved = min(round(share * group.num_samples), group.num_samples - 1) if found else 0
-            self.places[group.prompt_key] = Place(key, found, reserved)
+            self.places[group.prompt_key] = Reservation(key, found, reserved)
             group.num_samples -= reserved
         with_candidates = sum(bool(place.candidates) for place in self.places.values())
         context.telemetry |= {
@@ -181,13 +151,11 @@ class Rhyme(Accelerator):
         }
         return groups
 
-    def _worth(self, sample: Sample, step: int) -> float:
+    def _worth(self, sample: StoredAnswer, step: int) -> float:
         """How far a stored answer is to be trusted, in [0, 1]; 0: not a candidate."""
         if sample.run_id == self.run_id:
             return max(1 - (step - sample.step) / (self.settings.max_staleness + 1), 0.0)
         return self.matches.score(sample.run_id, sample.step)
-
-    # after scoring: stage 2 ----------------------------------------------------------------------------------
 
     def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
         groups = by_group(rollouts)
@@ -211,31 +179,19 @@ class Rhyme(Accelerator):
         """The stored answers that join each group."""
         settings = self.settings
         candidates = [
-            Candidate(sample, number, fresh, place, match=self.matches.score(sample.run_id, sample.step),
-                      age=float(context.step - sample.step) if sample.run_id == self.run_id else 0.0)
+            self._candidate(sample, number, fresh, place, context.step)
             for number, fresh in groups.items()
             for place in [self.places[fresh[0].prompt_key]]
             for sample in place.candidates
             if any(rollout.reward != sample.reward for rollout in fresh)  # otherwise the group teaches nothing
             and begins_with(sample.response_ids, fresh[0].response_ids[: fresh[0].prefix_len])
-        ]  # fmt: skip
+        ]
         if not candidates:
             return {}
-        due = settings.retrodiction_steps and context.step % settings.retrodiction_steps == 0
-        hindsight = settings.selection == "oracle"
-        evidence = self._examine(context, [c.fresh[0] for c in candidates], [c.sample for c in candidates],
-                                 gradients=bool(settings.retrodiction_steps) or hindsight)  # fmt: skip
-        scores = self._simple_scores(context, candidates, evidence)
-        features = None
-        if settings.retrodiction_steps:
-            features = self._features(context, candidates, evidence)
-            if self.retrodictor.ready:
-                scores["retrodiction"] = self.retrodictor.predict(features)
-        if due or hindsight:
-            self._look_back(context, candidates, evidence, scores, features, groups)
-        ranking = scores.get(settings.selection, scores["likelihood"])
+        accuracy = float(self.curve.rewards[-1]) if len(self.curve) else 0.0
+        ranking, weights = self.ranking.rank(context, candidates, groups, accuracy)
         chosen: dict[int, list[Candidate]] = {}
-        near = [i for i in range(len(candidates)) if evidence.weights[i] >= settings.min_weight]
+        near = [i for i in range(len(candidates)) if weights[i] >= settings.min_weight]
         for i in sorted(near, key=lambda i: -float(ranking[i])):
             candidate = candidates[i]
             failed = settings.rescue and all(r.accuracy <= 0.5 for r in candidate.fresh)
@@ -246,118 +202,33 @@ class Rhyme(Accelerator):
         context.telemetry |= {
             "rhyme/candidates": len(candidates),
             "rhyme/too_far": 1 - len(near) / len(candidates),
-            "rhyme/weight": float(evidence.weights.mean()),
+            "rhyme/weight": float(weights.mean()),
         }
         return chosen
 
-    def _examine(self, context: StepContext, asked: list[Rollout], samples: list[Sample], *,
-                 gradients: bool) -> "Evidence":  # fmt: skip
-        from python_trainer.accelerators.rhyme.evidence import examine  # imports transformers
-
-        return examine(
-            context.scorer, [Answer(a.prompt_ids, s.response_ids) for a, s in zip(asked, samples)],
-            [s.logprobs for s in samples], temperature=context.config.rollout.temperature,
-            cap=self.settings.importance_cap, max_tokens=context.config.optimizer.micro_batch_tokens,
-            gradients=gradients,
-        )  # fmt: skip
-
-    def _simple_scores(self, context: StepContext, candidates: list[Candidate], evidence: "Evidence"
-                       ) -> dict[str, torch.Tensor]:  # fmt: skip
-        """What else one could rank by, each [N]."""
-        return {
-            "likelihood": torch.stack([values.mean() for values in evidence.logprobs]),
-            "reward": torch.tensor([c.sample.reward for c in candidates]),
-            "recent": torch.tensor([float(c.sample.step - 1e6 * (c.sample.run_id != self.run_id)) for c in candidates]),
-            "random": torch.tensor([keyed_unit(context.seed, "rhyme random", i) for i in range(len(candidates))]),
-        }
-
-    def _features(self, context: StepContext, candidates: list[Candidate], evidence: "Evidence") -> torch.Tensor:
-        """What the retrodiction network sees, [N, len(FEATURES)] in the order of FEATURES."""
-        assert evidence.gradients is not None
-        last = torch.zeros(len(candidates))
-        if self.last_gradient is not None:
-            last = torch.nn.functional.cosine_similarity(evidence.gradients, self.last_gradient[None])
-        norms = evidence.gradients.norm(dim=1).clamp(min=1e-6).log()
-        accuracy = self.curve.rewards[-1] if len(self.curve) else 0.0
-        rows = []
-        for i, candidate in enumerate(candidates):
-            now, then = evidence.logprobs[i], torch.tensor(candidate.sample.logprobs)
-            known = ~then.isnan()
-            behaviour = float(then[known].mean()) if known.any() else 0.0
-            ratio = float((now - then)[known].mean()) if known.any() else 0.0
-            success = sum(r.accuracy for r in candidate.fresh) / len(candidate.fresh)
-            rows.append([
-                float(now.mean()), float(now.min()), float(evidence.entropy[i]), behaviour, ratio,
-                float(evidence.weights[i]), float(known.float().mean()), float(torch.tensor(len(now) + 1.0).log()),
-                candidate.sample.reward, float(candidate.sample.run_id == self.run_id),
-                float(torch.tensor(candidate.age + 1.0).log()), candidate.match, success, float(last[i]),
-                float(norms[i]), float(accuracy),
-            ])  # fmt: skip
-        return torch.tensor(rows)
-
-    def _look_back(self, context: StepContext, candidates: list[Candidate], evidence: "Evidence",
-                   scores: dict[str, torch.Tensor], features: torch.Tensor | None,
-                   groups: dict[int, list[Rollout]]) -> None:  # fmt: skip
-        """Hindsight: how well each candidate's gradient agrees with this step's held-out batch.
-
-        First measures every ranking against it, then lets the network learn from it: each step is held out until it
-        has been predicted.
-        """
-        assert evidence.gradients is not None
-        held_out = self._held_out_gradients(context, groups)
-        owners = torch.tensor([candidate.group for candidate in candidates])
-        truth = alignments(evidence.gradients, owners, held_out)
-        known = ~truth.isnan()
-        if not known.any():
-            return
-        if int(known.sum()) >= 4:
-            for name, values in scores.items():
-                context.telemetry[f"rhyme/rank/{name}"] = rank_correlation(values[known], truth[known])
-        context.telemetry["rhyme/alignment"] = float(truth[known].mean())
-        scores["oracle"] = truth.nan_to_num(-1.0)
-        if features is not None:
-            self.retrodictor.learn(features[known], truth[known])
-        total = torch.stack(list(held_out.values())).sum(0)
-        total = total / total.norm().clamp(min=1e-9)
-        if self.last_gradient is not None:
-            total = GRADIENT_MEMORY * self.last_gradient + (1 - GRADIENT_MEMORY) * total
-        self.last_gradient = total
-
-    def _held_out_gradients(self, context: StepContext, groups: dict[int, list[Rollout]]) -> dict[int, torch.Tensor]:
-        """By group, advantage times gradient summed over fresh answers, of groups that have any spread."""
-        numbers = [number for number, fresh in groups.items() if len({r.reward for r in fresh}) > 1]
-        numbers.sort(key=lambda number: keyed_seed(context.seed, "rhyme held out", number))
-        taken: list[Rollout] = []
-        for number in numbers:
-            if self.settings.selection == "oracle" or len(taken) < self.settings.held_out:
-                taken += groups[number]
-        if not taken:
-            return {}
-        samples = [
-            Sample(0, 0, 0, "", r.text, True, r.reward, r.response_ids, [float("nan")] * len(r.response_ids))
-            for r in taken
-        ]
-        evidence = self._examine(context, taken, samples, gradients=True)
-        assert evidence.gradients is not None
-        found: dict[int, torch.Tensor] = {}
-        for rollout, gradient in zip(taken, evidence.gradients):
-            rewards = torch.tensor([r.reward for r in groups[rollout.group]])
-            advantage = float((rollout.reward - rewards.mean()) / (rewards.std() + 1e-4))
-            found[rollout.group] = found.get(rollout.group, 0.0) + advantage * gradient
-        return found
+    def _candidate(
+        self, sample: StoredAnswer, group: int, fresh: list[Rollout], place: Reservation, step: int
+    ) -> Candidate:
+        own, match = sample.run_id == self.run_id, self.matches.score(sample.run_id, sample.step)
+        return Candidate(sample, group, fresh, place, match=match, own=own, age=float(step - sample.step) if own else 0)
 
     def _as_rollout(self, candidate: Candidate) -> Rollout:
         """A stored answer as one of its group; what the group was given counts as given to it too."""
         sample, asked = candidate.sample, candidate.fresh[0]
         return Rollout(
-            prompt_key=asked.prompt_key, group=candidate.group, prompt_ids=asked.prompt_ids,
-            response_ids=list(sample.response_ids), prefix_len=asked.prefix_len,
+            prompt_key=asked.prompt_key,
+            group=candidate.group,
+            prompt_ids=asked.prompt_ids,
+            response_ids=list(sample.response_ids),
+            prefix_len=asked.prefix_len,
             logprobs=list(sample.logprobs[asked.prefix_len :]),
-            finish_reason="stop" if sample.finished else "length", text=sample.text, reward=sample.reward, rewards={},
-            accuracy=1.0, policy_version=sample.policy_version, importance_cap=self.settings.importance_cap,
-        )  # fmt: skip
-
-    # memory --------------------------------------------------------------------------------------------------
+            finish_reason="stop" if sample.finished else "length",
+            text=sample.text,
+            reward=sample.reward,
+            accuracy=1.0,
+            policy_version=sample.policy_version,
+            importance_cap=self.settings.importance_cap,
+        )
 
     def _remember(self, context: StepContext, groups: list[list[Rollout]]) -> None:
         """The step goes into this run's trajectory, its right answers into the bank, all of it into the database."""
@@ -368,9 +239,13 @@ class Rhyme(Accelerator):
         self.seen += groups
         fresh = [rollout for group in self.seen for rollout in group]
         record = StepRecord(
-            context.step, fresh[0].policy_version, sum(r.reward for r in fresh) / len(fresh),
-            sum(r.accuracy for r in fresh) / len(fresh), sketch_of(self.seen), sum(len(r.logprobs) for r in fresh),
-        )  # fmt: skip
+            context.step,
+            fresh[0].policy_version,
+            sum(r.reward for r in fresh) / len(fresh),
+            sum(r.accuracy for r in fresh) / len(fresh),
+            sketch_of(self.seen),
+            sum(len(r.logprobs) for r in fresh),
+        )
         self.curve = self.curve.extended(record, *self.settings.reward_range)
         kept = self._right_answers(context, groups)
         for sample in kept:
@@ -379,19 +254,28 @@ class Rhyme(Accelerator):
         if self.database is not None and self.settings.record:
             self.database.add_step(self.run_id or 0, record, self.kept)
 
-    def _right_answers(self, context: StepContext, groups: list[list[Rollout]]) -> list[Sample]:
+    def _right_answers(self, context: StepContext, groups: list[list[Rollout]]) -> list[StoredAnswer]:
         """Of each group a few different right ones, by raw accuracy; best reward first, then at random."""
         kept = []
         for number, fresh in enumerate(groups):
             right = {r.text: r for r in fresh if r.accuracy > 0.5 and r.response_ids}
             draw = {text: keyed_seed(context.seed, "rhyme store", number, text) for text in right}
             order = sorted(right, key=lambda text: (-right[text].reward, draw[text]))
-            for rollout in (right[text] for text in order[: self.settings.store_per_group]):
-                kept.append(Sample(
-                    self.run_id or 0, context.step, rollout.policy_version, self.places[rollout.prompt_key].key,
-                    rollout.text, rollout.finish_reason == "stop", rollout.reward, list(rollout.response_ids),
-                    [float("nan")] * rollout.prefix_len + list(rollout.logprobs), self.fingerprint,
-                ))  # fmt: skip
+            for rollout in (right[text] for text in order[:STORED_OF_GROUP]):
+                kept.append(
+                    StoredAnswer(
+                        self.run_id or 0,
+                        context.step,
+                        rollout.policy_version,
+                        self.places[rollout.prompt_key].key,
+                        rollout.text,
+                        rollout.finish_reason == "stop",
+                        rollout.reward,
+                        list(rollout.response_ids),
+                        [float("nan")] * rollout.prefix_len + list(rollout.logprobs),
+                        self.fingerprint,
+                    )
+                )
         return kept
 
     def summary(self) -> dict[str, Any]:
@@ -406,17 +290,15 @@ class Rhyme(Accelerator):
             "history": [dict(vars(curve)) for curve in self.history],
             "earlier_tokens": self.earlier_tokens,
             "bank": self.bank.state_dict(),
-            "retrodictor": self.retrodictor.state_dict(),
-            "last_gradient": self.last_gradient,
+            "ranking": self.ranking.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.run_id, self.rules = state["run_id"], state.get("rules")
-        self.last_gradient = state["last_gradient"]
         self.curve, self.history = Curve(**state["curve"]), [Curve(**curve) for curve in state["history"]]
         self.earlier_tokens = state["earlier_tokens"]
         self.bank.load_state_dict(state["bank"])
-        self.retrodictor.load_state_dict(state["retrodictor"])
+        self.ranking.load_state_dict(state["ranking"])
         if self.database is not None and self.settings.record and self.run_id is not None:
             self.database.cut_run(self.run_id, int(self.curve.steps[-1]) if len(self.curve) else 0)
 

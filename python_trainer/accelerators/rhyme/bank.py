@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from python_trainer.accelerators.rhyme.records import Sample
+from python_trainer.accelerators.rhyme.records import StoredAnswer
 
 
 class SampleBank:
@@ -18,16 +18,16 @@ class SampleBank:
 
     def __init__(self, per_prompt: int, size: int):
         self.per_prompt, self.size = per_prompt, size
-        self.by_prompt: dict[str, list[Sample]] = {}
+        self.by_prompt: dict[str, list[StoredAnswer]] = {}
         self.count = 0
 
     def __len__(self) -> int:
         return self.count
 
-    def __iter__(self) -> Iterator[Sample]:
+    def __iter__(self) -> Iterator[StoredAnswer]:
         return (sample for samples in self.by_prompt.values() for sample in samples)
 
-    def add(self, sample: Sample, *, fresh: bool) -> None:
+    def add(self, sample: StoredAnswer, *, fresh: bool) -> None:
         """A fresh answer goes in front of equally good ones, a historical one behind them; the last may fall out."""
         here = self.by_prompt.setdefault(sample.prompt_key, [])
         if self.knows(sample) or (not fresh and self.count >= self.size):
@@ -41,13 +41,13 @@ class SampleBank:
         if self.count > self.size:
             self._drop_one()
 
-    def knows(self, sample: Sample) -> bool:
+    def knows(self, sample: StoredAnswer) -> bool:
         """Whether it is here: this text, of this step of this run."""
         place = (sample.run_id, sample.step, sample.text)
         here = self.by_prompt.get(sample.prompt_key, ())
         return any((other.run_id, other.step, other.text) == place for other in here)
 
-    def fill(self, samples: Sequence[Sample]) -> None:
+    def fill(self, samples: Sequence[StoredAnswer]) -> None:
         """These and no others, equally good ones in their order, as far as there is room for them."""
         self.by_prompt = {}
         for sample in samples:
@@ -65,10 +65,10 @@ class SampleBank:
         longest.pop()
         self.count -= 1
 
-    def candidates(self, prompt_key: str, worth: Callable[[Sample], float], limit: int) -> list[Sample]:
+    def candidates(self, prompt_key: str, worth: Callable[[StoredAnswer], float], limit: int) -> list[StoredAnswer]:
         """At most ``limit`` different answers of a prompt for which ``worth`` is positive, those worth most first."""
         scored = [(worth(sample), sample) for sample in self.by_prompt.get(prompt_key, ())]
-        distinct: dict[str, Sample] = {}
+        distinct: dict[str, StoredAnswer] = {}
         for value, sample in sorted(scored, key=lambda pair: -pair[0]):
             if value > 0:
                 distinct.setdefault(sample.text, sample)
@@ -93,15 +93,15 @@ class SampleBank:
         samples = []
         for row, own_ids, own_logprobs in zip(state["rows"], ids, logprobs):
             facts = (*row[:7], own_ids.tolist(), own_logprobs.tolist(), row[8])
-            samples.append(Sample(*facts))
+            samples.append(StoredAnswer(*facts))
         self.fill(samples)
 
 
 def for_tokenizer(
-    samples: Sequence[Sample],
+    samples: Sequence[StoredAnswer],
     tokenizer: Any,
     fingerprint: str,
-) -> list[Sample]:
+) -> list[StoredAnswer]:
     """Stored answers in the tokens of this tokenizer.
 
     Those of another tokenizer are encoded again. Nobody sampled these tokens, so their log-probabilities are unknown

@@ -1,5 +1,6 @@
 """Looks into a retrospective database: ``python -m python_trainer history URL``."""
 
+import argparse
 from datetime import datetime
 from pathlib import Path
 
@@ -17,8 +18,9 @@ from rlkernels import Trajectories, rhyme_similarity
 MOST_STAGES = 240  # in the picture; of more runs the newest are drawn
 
 
-def history(url: str, *, run: int | None = None, picture: Path | None = None, window: int = 8,
-            console: Console | None = None) -> None:  # fmt: skip
+def history(
+    url: str, *, run: int | None = None, picture: Path | None = None, window: int = 8, console: Console | None = None
+) -> None:
     """Lists the runs, draws how their stages rhyme, and shows the best matches of one run.
 
     Args:
@@ -53,19 +55,42 @@ def history(url: str, *, run: int | None = None, picture: Path | None = None, wi
         console.print(f"how stages of {window} steps rhyme: {picture}", highlight=False, soft_wrap=True)
 
 
+def run(args: argparse.Namespace) -> None:
+    """What the command line asks for."""
+    history(args.url, run=args.run, picture=args.picture, window=args.window)
+
+
 def run_table(runs: list[StoredRun]) -> Table:
     table = Table()
-    for name in ("run", "begun", "model", "parameters", "task", "algorithm", "seed", "steps", "tokens",
-                 "last reward", "answers"):  # fmt: skip
+    for name in (
+        "run",
+        "begun",
+        "model",
+        "parameters",
+        "task",
+        "algorithm",
+        "seed",
+        "steps",
+        "tokens",
+        "last reward",
+        "answers",
+    ):
         table.add_column(name, justify="left" if name in ("begun", "model", "task", "algorithm") else "right")
     for stored in runs:
         facts = stored.facts
         table.add_row(
-            str(stored.id), f"{datetime.fromtimestamp(stored.created):%Y-%m-%d %H:%M}", facts.family,
-            f"{facts.parameters:,}", facts.task, facts.algorithm, str(facts.settings.get("seed", "-")),
-            str(stored.steps), f"{stored.generated_tokens:,}",
-            "-" if stored.last_reward is None else f"{stored.last_reward:.3f}", f"{stored.rollouts:,}",
-        )  # fmt: skip
+            str(stored.id),
+            f"{datetime.fromtimestamp(stored.created):%Y-%m-%d %H:%M}",
+            facts.family,
+            f"{facts.parameters:,}",
+            facts.task,
+            facts.algorithm,
+            str(facts.settings.get("seed", "-")),
+            str(stored.steps),
+            f"{stored.generated_tokens:,}",
+            "-" if stored.last_reward is None else f"{stored.last_reward:.3f}",
+            f"{stored.rollouts:,}",
+        )
     return table
 
 

@@ -19,8 +19,8 @@ from sqlalchemy.exc import ArgumentError, DatabaseError, NoSuchModuleError, SQLA
 from python_trainer.accelerators.rhyme import schema
 from python_trainer.accelerators.rhyme.records import (
     RunFacts,
-    Sample,
     StepRecord,
+    StoredAnswer,
     StoredRun,
     pack_tensors,
     unpack_tensors,
@@ -97,8 +97,6 @@ class RetrospectiveDatabase:
         except SQLAlchemyError as error:
             raise UserError(f"retrospective database {self.name}: {' '.join(str(error).split())}") from error
 
-    # writing -------------------------------------------------------------------------------------------------
-
     def add_run(self, facts: RunFacts, *, created: float | None = None) -> int:
         """Begins a run -> its id. ``created``: when, in seconds since 1970; None: now."""
         values = {name: getattr(facts, name) for name in ("family", "parameters", "tokenizer", "task", "algorithm")}
@@ -106,7 +104,7 @@ class RetrospectiveDatabase:
         with self._transaction() as connection:
             return int(connection.execute(schema.runs.insert().values(values).returning(schema.runs.c.id)).scalar_one())
 
-    def add_step(self, run_id: int, record: StepRecord, samples: Sequence[Sample]) -> None:
+    def add_step(self, run_id: int, record: StepRecord, samples: Sequence[StoredAnswer]) -> None:
         """Stores one step with its answers, all or nothing. A step that is there already is replaced.
 
         A run that the retention rule has removed takes no more steps.
@@ -114,16 +112,25 @@ class RetrospectiveDatabase:
         sketch = pack_tensors(record.sketch)
         rows = []
         for sample in samples:
-            tensors = pack_tensors({
-                "response_ids": torch.tensor(sample.response_ids, dtype=torch.int32),
-                "logprobs": torch.tensor(sample.logprobs, dtype=torch.float32),
-            })  # fmt: skip
-            rows.append({
-                "run_id": run_id, "step": record.step, "policy_version": sample.policy_version,
-                "prompt_key": sample.prompt_key, "text": storable(sample.text), "finished": sample.finished,
-                "reward": sample.reward, "tensors": tensors,
-                "bytes": len(tensors) + len(sample.text.encode(errors="replace")) + ROW_BYTES,
-            })  # fmt: skip
+            tensors = pack_tensors(
+                {
+                    "response_ids": torch.tensor(sample.response_ids, dtype=torch.int32),
+                    "logprobs": torch.tensor(sample.logprobs, dtype=torch.float32),
+                }
+            )
+            rows.append(
+                {
+                    "run_id": run_id,
+                    "step": record.step,
+                    "policy_version": sample.policy_version,
+                    "prompt_key": sample.prompt_key,
+                    "text": storable(sample.text),
+                    "finished": sample.finished,
+                    "reward": sample.reward,
+                    "tensors": tensors,
+                    "bytes": len(tensors) + len(sample.text.encode(errors="replace")) + ROW_BYTES,
+                }
+            )
         with self._transaction() as connection:
             if connection.execute(sa.select(schema.runs.c.id).where(schema.runs.c.id == run_id)).first() is None:
                 return
@@ -131,11 +138,17 @@ class RetrospectiveDatabase:
                 connection.execute(table.delete().where(table.c.run_id == run_id, table.c.step == record.step))
             connection.execute(
                 schema.steps.insert().values(
-                    run_id=run_id, step=record.step, policy_version=record.policy_version, reward=record.reward,
-                    accuracy=record.accuracy, generated_tokens=record.generated_tokens, rollouts=len(rows),
-                    sketch=sketch, bytes=len(sketch) + ROW_BYTES,
+                    run_id=run_id,
+                    step=record.step,
+                    policy_version=record.policy_version,
+                    reward=record.reward,
+                    accuracy=record.accuracy,
+                    generated_tokens=record.generated_tokens,
+                    rollouts=len(rows),
+                    sketch=sketch,
+                    bytes=len(sketch) + ROW_BYTES,
                 )
-            )  # fmt: skip
+            )
             if rows:
                 connection.execute(schema.rollouts.insert(), rows)
             self._retain(connection, run_id)
@@ -185,8 +198,6 @@ class RetrospectiveDatabase:
     def _bytes(connection: sa.Connection, table: sa.Table) -> int:
         return int(connection.execute(sa.select(sa.func.coalesce(sa.func.sum(table.c.bytes), 0))).scalar_one())
 
-    # reading -------------------------------------------------------------------------------------------------
-
     def bytes(self) -> int:
         """What ``max_bytes`` bounds."""
         with self._transaction(write=False) as connection:
@@ -198,21 +209,23 @@ class RetrospectiveDatabase:
         totals = [
             sa.select(total).where(table.c.run_id == runs.c.id).scalar_subquery()
             for table, total in (
-                (steps, sa.func.count()), (rollouts, sa.func.count()),
+                (steps, sa.func.count()),
+                (rollouts, sa.func.count()),
                 (steps, sa.cast(sa.func.coalesce(sa.func.sum(steps.c.generated_tokens), 0), sa.BigInteger)),
             )
-        ]  # fmt: skip
+        ]
         last = sa.select(steps.c.reward).where(steps.c.run_id == runs.c.id).order_by(steps.c.step.desc()).limit(1)
         with self._transaction(write=False) as connection:
             rows = connection.execute(sa.select(runs, *totals, last.scalar_subquery()).order_by(runs.c.id)).all()
         return [
             StoredRun(
-                row.id, row.created,
+                row.id,
+                row.created,
                 RunFacts(row.family, row.parameters, row.tokenizer, row.task, row.algorithm, json.loads(row.settings)),
                 *row[-4:],
             )
             for row in rows
-        ]  # fmt: skip
+        ]
 
     def trajectory(self, run_id: int) -> list[StepRecord]:
         """The steps of a run in order."""
@@ -226,8 +239,9 @@ class RetrospectiveDatabase:
             for row in rows
         ]
 
-    def samples(self, *, prompt_keys: Sequence[str] | None = None, limit: int | None = None,
-                without_run: int | None = None) -> list[Sample]:  # fmt: skip
+    def samples(
+        self, *, prompt_keys: Sequence[str] | None = None, limit: int | None = None, without_run: int | None = None
+    ) -> list[StoredAnswer]:
         """Stored answers, best and newest first.
 
         Args:
@@ -241,7 +255,7 @@ class RetrospectiveDatabase:
             query = query.where(table.c.run_id != without_run)
         query = query.order_by(table.c.reward.desc(), table.c.id.desc())
         wanted = None if prompt_keys is None else set(prompt_keys)
-        found: list[Sample] = []
+        found: list[StoredAnswer] = []
         with self._transaction(write=False) as connection:
             for row in connection.execution_options(yield_per=1000).execute(query):
                 if limit is not None and len(found) >= limit:
@@ -251,12 +265,20 @@ class RetrospectiveDatabase:
         return found
 
 
-def sample_of(row: sa.Row) -> Sample:
+def sample_of(row: sa.Row) -> StoredAnswer:
     tensors = unpack_tensors(row.tensors)
-    return Sample(
-        row.run_id, row.step, row.policy_version, row.prompt_key, row.text, row.finished, row.reward,
-        tensors["response_ids"].tolist(), tensors["logprobs"].tolist(), row.tokenizer,
-    )  # fmt: skip
+    return StoredAnswer(
+        row.run_id,
+        row.step,
+        row.policy_version,
+        row.prompt_key,
+        row.text,
+        row.finished,
+        row.reward,
+        tensors["response_ids"].tolist(),
+        tensors["logprobs"].tolist(),
+        row.tokenizer,
+    )
 
 
 def storable(text: str) -> str:

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from python_trainer.model.packing import Answer, micro_batches, pack
+from python_trainer.algorithms.losses import importance_weights
+from python_trainer.data import Rollout
+from python_trainer.model.packing import micro_batches, pack
 
 if TYPE_CHECKING:
     from python_trainer.model.policy import Policy
@@ -42,8 +44,16 @@ def signs(rows: int, seed: int, device: torch.device) -> torch.Tensor:
 
 
 @torch.no_grad()
-def examine(policy: "Policy", answers: Sequence[Answer], behaviour: Sequence[Sequence[float]], *, temperature: float,
-            cap: float, max_tokens: int, gradients: bool = True) -> Evidence:  # fmt: skip
+def examine(
+    policy: "Policy",
+    answers: Sequence[Rollout],
+    behaviour: Sequence[Sequence[float]],
+    *,
+    temperature: float,
+    cap: float,
+    max_tokens: int,
+    gradients: bool = True,
+) -> Evidence:
     """One forward pass over the answers.
 
     Args:
@@ -65,7 +75,7 @@ def examine(policy: "Policy", answers: Sequence[Answer], behaviour: Sequence[Seq
             values, entropies, states = policy.score_with_states(packed, temperature)  # [B, L] twice, [R, H]
             rows = [torch.tensor(behaviour[i], dtype=torch.float32) for i in packed.samples]
             known = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(values)
-            ratio = torch.exp(torch.where(packed.mask, (values - known).nan_to_num(0.0), 0.0)).clamp(max=cap)
+            ratio = importance_weights(values, known, packed.mask & ~known.isnan(), mode="truncate", cap=cap)
             ratio = ratio * packed.mask
             lengths = packed.mask.sum(1).clamp(min=1)
             for row, i in enumerate(packed.samples):

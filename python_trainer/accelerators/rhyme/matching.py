@@ -90,8 +90,9 @@ def align(query: Curve, history: Sequence[Curve], window: int) -> list[tuple[int
     return sorted(stretches)
 
 
-def rhyming_stages(query: Curve, history: Sequence[Curve], *, window: int, fraction: float, reward_weight: float,
-                   reward_scale: float) -> list[Stage]:  # fmt: skip
+def rhyming_stages(
+    query: Curve, history: Sequence[Curve], *, window: int, fraction: float, reward_weight: float, reward_scale: float
+) -> list[Stage]:
     """Stage 1: the ``fraction`` of all aligned stages that rhyme best with the query, best first.
 
     C_rhyme of the aligned rewards and of the states that were visited in between.
@@ -104,9 +105,13 @@ def rhyming_stages(query: Curve, history: Sequence[Curve], *, window: int, fract
     bank = Trajectories(pad(rewards), histogram(states), torch.tensor([len(row) for row in rewards]))
     current = Trajectories(query.rewards[None], histogram(query.counts.sum(0, keepdim=True)))
     score, index = rhyme_topk(
-        current, bank, fraction=fraction, reward_weight=reward_weight, reward_scale=reward_scale,
+        current,
+        bank,
+        fraction=fraction,
+        reward_weight=reward_weight,
+        reward_scale=reward_scale,
         state_metric="hellinger",
-    )  # fmt: skip
+    )
     stages = []
     for value, place in zip(score[0].tolist(), index[0].tolist()):
         i, a, b = stretches[place]

@@ -1,6 +1,6 @@
 """What stored answers did in a run, step by step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from python_trainer.run_directory import read_metrics
@@ -13,11 +13,12 @@ CURVES = {  # metric -> (label, style)
 }
 
 
-def draw_history(folders: Sequence[Path], path: Path) -> bool:
-    """Match, share of stored answers, failed and rescued groups over the steps of the runs in these folders.
+def draw_history(variants: Mapping[str, Sequence[Path]], path: Path) -> bool:
+    """Match, share of stored answers, failed and rescued groups over the steps of all runs.
 
     One thin line per run. False: none of them used stored answers, nothing is drawn.
     """
+    folders = [folder for variant in variants.values() for folder in variant]
     tables = [[row for row in read_metrics(folder) if "rhyme/stored_share" in row] for folder in folders]
     tables = [rows for rows in tables if any(row["rhyme/stored_share"] for row in rows)]
     if not tables:

@@ -47,7 +47,7 @@ class StepRecord:
 
 
 @dataclass
-class Sample:
+class StoredAnswer:
     """One stored answer."""
 
     run_id: int
@@ -65,13 +65,6 @@ class Sample:
 def prompt_key(prompt: str | list[dict[str, str]]) -> str:
     """Names a prompt by its text or messages, for models of every tokenizer: 32 hexadecimal digits."""
     text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, ensure_ascii=False)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """The same for tokenizers that give text the same token ids: 32 hexadecimal digits of what they are made of."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    text = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 

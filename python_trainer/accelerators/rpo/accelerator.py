@@ -22,7 +22,7 @@ from rich.progress import Progress
 from python_trainer.accelerators.base import Accelerator, RunContext, StepContext
 from python_trainer.accelerators.rpo.answers import load_answers, pack_answers, save_answers, unpack_answers
 from python_trainer.accelerators.rpo.settings import RPOSettings
-from python_trainer.data import PlannedGroup, Rollout, by_group
+from python_trainer.data import Group, Rollout, by_group
 from python_trainer.keyed import keyed_choice, keyed_seed, keyed_unit
 
 FILL_BATCH = 256  # answers generated at a time
@@ -49,9 +49,6 @@ class RPO(Accelerator):
         shortest: length of the shortest answer of the group that it comes from.
     """
 
-    name = "rpo"
-    divisible = True
-    Settings = RPOSettings
     settings: RPOSettings
 
     def __init__(self, settings: RPOSettings):
@@ -71,8 +68,10 @@ class RPO(Accelerator):
             if run.writes:
                 save_answers(
                     Path(path) if path else run.output_dir / "rpo_answers.safetensors",
-                    self.answers, run.prompts, run.tokenizer,
-                )  # fmt: skip
+                    self.answers,
+                    run.prompts,
+                    run.tokenizer,
+                )
         self.shortest = {key: len(answer) for key, answer in self.answers.items()}
 
     def fill(self, run: RunContext) -> None:
@@ -105,7 +104,7 @@ class RPO(Accelerator):
             longest *= 1 + (settings.cut_end_factor - 1) * done
         return max(min(math.ceil(longest), length), 1)
 
-    def plan(self, context: StepContext, groups: list[PlannedGroup]) -> list[PlannedGroup]:
+    def plan(self, context: StepContext, groups: list[Group]) -> list[Group]:
         for group in groups:
             key, answer = group.prompt_key, self.answers.get(group.prompt_key)
             # an answer may come from a run that allowed longer ones
@@ -142,11 +141,18 @@ class RPO(Accelerator):
             upper = 100 // CUT_BINS * max(math.ceil(cut_share * CUT_BINS), 1)  # of its bin, in %
             informative = len({rollout.accuracy for rollout in group}) > 1
             fresh = [rollout for rollout in group if rollout.importance_cap is None]  # others come from a store
-            self.counts.update({
-                "groups": 1, "informative": int(informative), "continued": int(prefix > 0), "prefix_tokens": prefix,
-                "given": prefix * len(fresh), "tokens": sum(len(rollout.response_ids) for rollout in fresh),
-                f"groups_cut_{upper}": 1, f"informative_cut_{upper}": int(informative),
-            })  # fmt: skip
+            self.counts.update(
+                {
+                    "groups": 1,
+                    "informative": int(informative),
+                    "continued": int(prefix > 0),
+                    "prefix_tokens": prefix,
+                    "given": prefix * len(fresh),
+                    "tokens": sum(len(rollout.response_ids) for rollout in fresh),
+                    f"groups_cut_{upper}": 1,
+                    f"informative_cut_{upper}": int(informative),
+                }
+            )
 
     def metrics(self) -> dict[str, float]:
         """Of one step, over all rounds of dynamic sampling. A group is informative if its raw accuracies differ."""

@@ -10,9 +10,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from python_trainer.accelerators.rhyme.records import tokenizer_fingerprint
 from python_trainer.errors import UserError
 from python_trainer.files import write_bytes
+from python_trainer.model.tokenizer import tokenizer_fingerprint
 
 FORMAT = "rlkernels answers 1"
 

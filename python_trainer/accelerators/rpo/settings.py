@@ -1,14 +1,29 @@
 """Settings of suffix rollouts."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from python_trainer.accelerators.settings import Settings
+from python_trainer.accelerators.settings import AcceleratorSettings, Picture
 
 
-class RPOSettings(Settings):
+class RPOSettings(AcceleratorSettings):
     """Suffix rollouts."""
+
+    name = "rpo"
+    accelerator = "python_trainer.accelerators.rpo.accelerator:RPO"
+    divisible = True
+    counters: ClassVar = {"rpo/given_tokens": "tokens given, not generated (rpo)"}
+    advice: ClassVar = {
+        "rpo/given_tokens": "no answer was begun from a remembered one: a prompt has to come back (more steps or fewer "
+        "prompts), or set accelerators.rpo.fill"
+    }
+    pictures: ClassVar = (
+        Picture(
+            "python_trainer.accelerators.rpo.picture:draw_informative", "informative.png",
+            "informative groups against the cut", ("rpo/groups_cut_", "rpo/informative_cut_"),
+        ),
+    )  # fmt: skip
 
     cut_share: float = Field(1.0, gt=0, le=1)
     """Longest cut as a share of the remembered answer; the cut is uniform between one token and this."""

@@ -11,15 +11,16 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import rlkernels.backend
-from python_trainer.data import Completion
+from python_trainer.data import Request, Rollout
 from python_trainer.errors import UserError
+from python_trainer.model.flat_forward import Forward, evaluation_mode, flat_attention, forward
 from python_trainer.model.fused import FusedDecoder, supports
-from python_trainer.model.paged_attention import Forward, Paging, forward, paged_mode, probe
-from python_trainer.rollout.checks import check_requests, check_sampling
-from python_trainer.rollout.drafting import Drafter
-from python_trainer.rollout.engine import Request, SamplingParams
-from python_trainer.rollout.ordering import LengthHistory, expectations, longest_first, longest_sequence, remember
-from python_trainer.rollout.paged.scheduler import Sample, Scheduler, Step
+from python_trainer.model.paged_attention import Paging
+from python_trainer.model.traits import ModelTraits, find_traits
+from python_trainer.rollout.decoding import Decoding
+from python_trainer.rollout.engine import Engine, SamplingParams, check_requests, check_sampling, new_rollouts
+from python_trainer.rollout.ordering import LengthHistory, expectations, longest_first, remember
+from python_trainer.rollout.paged.scheduler import Pass, Scheduler
 from python_trainer.rollout.stopping import StopStrings
 from rlkernels import PagedKVCache, keyed_uniform, sample_tokens, verify_drafts
 
@@ -36,15 +37,15 @@ STATS = (
 )  # fmt: skip
 
 
-class PagedEngine:
+class PagedEngine(Engine):
     """Continuous batching over flattened tokens with a paged KV cache, under any decoder model of Transformers.
 
     The prompt and prefix of a request are computed once and forked into its samples; what several requests begin
     with is computed once per policy version, in one call of ``generate`` and across calls. Noise is keyed by
     (seed, sample id, position in the sequence), so a sample does not depend on what else is in the batch.
 
-    The model stays the caller's: outside ``generate`` it keeps its own attention implementation and its mode, and
-    may be trained. Weights must not change inside ``generate``; after they changed call ``policy_updated``.
+    The model stays the caller's: outside ``poll`` it keeps its own attention implementation and its mode, and may be
+    trained. After its weights changed call ``policy_updated``.
 
     While ``drafter`` is set, several tokens of a sample may come out of one forward pass: drafts are verified for all
     sequences at once, and the tokens are those that come without drafts, up to rounding of the model's own numbers.
@@ -63,15 +64,28 @@ class PagedEngine:
             numbers in fewer calls. False: always the model's own forward.
         lengths: of earlier answers; with it, prompts of long answers go first where not all fit into a pass. None: in
             the order of the requests.
+        traits: of the model, where they are known; None: found here.
 
     Raises:
         UserError: the model is not one that this engine can run, or a setting is out of range.
     """
 
-    def __init__(self, model: PreTrainedModel, *, eos_token_ids: int | Sequence[int], memory_bytes: int | None = None,
-                 block_size: int = 16, tokenizer: PreTrainedTokenizerBase | None = None, max_sequences: int = 256,
-                 max_batch_tokens: int = 8192, share_reads: bool = True, fused: bool = True,
-                 lengths: LengthHistory | None = None):  # fmt: skip
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        eos_token_ids: int | Sequence[int],
+        memory_bytes: int | None = None,
+        block_size: int = 16,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        max_sequences: int = 256,
+        max_batch_tokens: int = 8192,
+        share_reads: bool = True,
+        fused: bool = True,
+        lengths: LengthHistory | None = None,
+        traits: ModelTraits | None = None,
+    ):
+        super().__init__()
         sizes = {"block_size": block_size, "max_sequences": max_sequences, "max_batch_tokens": max_batch_tokens}
         for name, value in sizes.items():
             if value < 1:
@@ -84,25 +98,30 @@ class PagedEngine:
         self.eos_token_ids = frozenset([eos_token_ids] if isinstance(eos_token_ids, int) else eos_token_ids)
         has_kernel = rlkernels.backend.choose("shared_prefix_attention", self.device) != "torch"
         self.share_reads = share_reads and has_kernel
-        found = probe(model)
-        self.fused = fused and fusible(model)
-        heads, dim, _ = found.shapes[0]
-        self.max_positions, reason = _max_positions(model, found.window)
+        traits = traits or find_traits(model)
+        self.fused = fused and traits.fusible
+        self.max_positions, reason = _max_positions(model, traits.window)
         self.limited_by = f"the limit of rollout.engine paged ({reason})"
         self.vocab_size: int = model.config.get_text_config().vocab_size
-        token_bytes = 2 * len(found.shapes) * heads * dim * model.dtype.itemsize
+        token_bytes = 2 * traits.layers * traits.kv_heads * traits.head_dim * model.dtype.itemsize
         if memory_bytes is None:
             wanted = max_sequences * (self.max_positions + block_size) * token_bytes
             memory_bytes = min(wanted, memory_limit(self.device))
         if memory_bytes < block_size * token_bytes:
             raise UserError(f"memory_bytes must be at least {block_size * token_bytes} (one block), got {memory_bytes}")
         self.cache = PagedKVCache(
-            len(found.shapes), heads, dim,
-            memory_bytes=memory_bytes, block_size=block_size, dtype=model.dtype, device=self.device,
-        )  # fmt: skip
+            traits.layers,
+            traits.kv_heads,
+            traits.head_dim,
+            memory_bytes=memory_bytes,
+            block_size=block_size,
+            dtype=model.dtype,
+            device=self.device,
+        )
         self.room = self.cache.num_blocks * self.cache.block_size
-        self.drafter: Drafter | None = None
         self.lengths = lengths
+        self._session: Session | None = None  # while there is something to generate
+        self._submitted: list[tuple[list[Request], list[Rollout]]] = []  # whose lengths are not remembered yet
         self._stats: dict[str, float] = dict.fromkeys(STATS, 0)
 
     @property
@@ -117,52 +136,60 @@ class PagedEngine:
         return dict(self._stats)
 
     def policy_updated(self) -> None:
-        """The weights have changed: no key or value computed before is used again."""
+        super().policy_updated()
+        if self._session is not None:
+            self._session.scheduler.restart()
         self.cache.advance_version()
 
-    def close(self) -> None:
-        """Nothing to let go of: the engine runs in this process."""
-
-    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
-        """Completions in the order of the requests, the samples of one request side by side.
-
-        Raises:
-            UserError: a request or setting is out of range, e.g. a prompt longer than the model's limit.
-        """
+    def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Rollout]:
         check_sampling(sampling, has_tokenizer=self.tokenizer is not None)
         check_requests(requests, max_positions=self.max_positions, vocab_size=self.vocab_size, room=self.room)
-        order = longest_first(expectations(self.lengths, requests)) if self.lengths else range(len(requests))
-        samples: list[list[Sample]] = [[] for _ in requests]
-        with self.session(sampling, longest_sequence(requests)) as session:
-            for i in order:
-                samples[i] = session.add(requests[i])
-            while session.busy:
-                session.step()
-        completions = [sample.out for group in samples for sample in group]
+        if self._session is None:
+            self._session = Session(self, sampling)
+        elif self._session.sampling != sampling:
+            raise UserError(f"sampling must be {self._session.sampling} until all is generated, got {sampling}")
+        groups = [new_rollouts(request, self.policy_version) for request in requests]
+        for i in longest_first(expectations(self.lengths, requests)) if self.lengths else range(len(requests)):
+            self._session.add(requests[i], groups[i])
+        rollouts = [rollout for group in groups for rollout in group]
+        self._ready += [rollout for rollout in rollouts if rollout.finish_reason]  # without room for a token
         if self.lengths:
-            remember(self.lengths, requests, completions)
-        return completions
+            self._submitted.append((list(requests), rollouts))
+        if not self._session.busy:
+            self._end()
+        return rollouts
 
-    @contextmanager
-    def session(self, sampling: SamplingParams, longest: int) -> Iterator["Session"]:
-        """Generation pass by pass, with requests that come and go meanwhile; they and ``sampling`` must be checked.
-
-        Args:
-            longest: most tokens of a sequence, prompt included.
-        """
-        scheduler = Scheduler(self.cache, self.max_sequences, self.max_batch_tokens, self._stats, self.drafter)
+    def _work(self, count: int) -> list[Rollout]:
+        session, done = self._session, list[Rollout]()
+        if session is None:
+            return done
         try:
-            with paged_mode(self.model):
-                yield Session(self, scheduler, sampling, self._runner(longest))
-        finally:
-            scheduler.close()
+            with session.running():
+                while session.busy and len(done) < count:
+                    done += [sample.rollout for sample in session.step()]
+        except BaseException:
+            self._end()
+            self._ready = []
+            raise
+        if not session.busy:
+            self._end()
+        return done
+
+    def _end(self) -> None:
+        """Of what was submitted: all is generated, or given up."""
+        assert self._session is not None
+        self._session.close()
+        for requests, rollouts in self._submitted:
+            if self.lengths and all(rollout.finish_reason for rollout in rollouts):
+                remember(self.lengths, requests, rollouts)
+        self._session, self._submitted = None, []
 
     def _runner(self, longest: int) -> Forward:
         if self.fused and supports(self.model):  # a hook may have come since
             return FusedDecoder(self.model, min(self.max_positions, longest))
         return partial(forward, self.model)
 
-    def _forward(self, run: Forward, step: Step, share: bool) -> torch.Tensor:
+    def _forward(self, run: Forward, step: Pass, share: bool) -> torch.Tensor:
         """Logits [R, V], one row per entry of ``step.rows``."""
         self._stats["forward_passes"] += 1
         starts = torch.zeros(len(step.query_lens) + 1, dtype=torch.int32, device="cpu")
@@ -174,7 +201,7 @@ class PagedEngine:
         )
         return run(ids, positions, rows, paging)
 
-    def _paging(self, step: Step, query_starts: torch.Tensor, share: bool) -> Paging:
+    def _paging(self, step: Pass, query_starts: torch.Tensor, share: bool) -> Paging:
         seq_lens = torch.tensor(step.seq_lens, dtype=torch.int32, device=self.device)
         longest = max(step.query_lens), max(step.seq_lens)
         if share:
@@ -188,8 +215,9 @@ class PagedEngine:
                 return Paging(self.cache, step.slots, tables, own_lens, query_starts, *longest, groups)
         return Paging(self.cache, step.slots, self.cache.tables(step.sequences)[0], seq_lens, query_starts, *longest)
 
-    def _draw(self, step: Step, logits: torch.Tensor, sampling: SamplingParams, stop: StopStrings | None
-              ) -> list[Sample]:  # fmt: skip
+    def _draw(
+        self, step: Pass, logits: torch.Tensor, sampling: SamplingParams, stop: StopStrings | None
+    ) -> list[Decoding]:
         """Draws the next tokens of every sample of the step -> the samples that are done."""
         rows = [sample for group in step.samples for sample in group]  # a sample with a draft has several rows
         if not rows:
@@ -220,28 +248,29 @@ class PagedEngine:
         drawn, weights = ids.tolist(), logprobs.tolist()
         done, kept = [], []
         for sample, start, right in zip(samples, starts, accepted):
-            before = len(sample.out.ids)
+            before = len(sample.rollout.response_ids)
             for row in range(start, start + right + 1):
                 if self._extend(sample, drawn[row], weights[row], stop):
                     done.append(sample)
                     break
-            kept.append(sample.out.ids[before:])
+            kept.append(sample.rollout.response_ids[before:])
         if self.drafter:
             self.drafter.learn(samples, accepted, kept)
         self._count(samples, accepted, kept)
         return done
 
-    def _extend(self, sample: Sample, token: int, logprob: float, stop: StopStrings | None) -> bool:
+    def _extend(self, sample: Decoding, token: int, logprob: float, stop: StopStrings | None) -> bool:
         """Adds a token to a sample; True when that was its last."""
-        out = sample.out
-        out.ids.append(token)
-        out.logprobs.append(logprob)
-        if token in self.eos_token_ids or (stop is not None and stop.ends(sample)):
-            out.finish_reason = "stop"
-            return True
-        return len(out.ids) == sample.max_new_tokens
+        rollout = sample.rollout
+        rollout.response_ids.append(token)
+        rollout.logprobs.append(logprob)
+        if token in self.eos_token_ids or (stop is not None and stop.ends(rollout.response_ids)):
+            rollout.finish_reason = "stop"
+        elif sample.drawn == sample.max_new_tokens:
+            rollout.finish_reason = "length"
+        return bool(rollout.finish_reason)
 
-    def _count(self, samples: list[Sample], accepted: list[int], kept: list[list[int]]) -> None:
+    def _count(self, samples: list[Decoding], accepted: list[int], kept: list[list[int]]) -> None:
         counts = {
             "generated_tokens": sum(map(len, kept)),
             "sample_steps": len(samples),
@@ -259,9 +288,16 @@ class PagedEngine:
         opened = [first, *self.cache.fork(first, sequences - 1)]
         try:
             slots = self.cache.append_many(opened, [[0] * tokens] * sequences)
-            step = Step([0] * (sequences * tokens), [*range(context, length)] * sequences, slots, opened,
-                        [length] * sequences, [tokens] * sequences, list(range(sequences * tokens)))  # fmt: skip
-            with paged_mode(self.model):
+            step = Pass(
+                [0] * (sequences * tokens),
+                [*range(context, length)] * sequences,
+                slots,
+                opened,
+                [length] * sequences,
+                [tokens] * sequences,
+                list(range(sequences * tokens)),
+            )
+            with evaluation_mode(self.model), flat_attention(self.model):
                 run = self._runner(length)
                 for _ in range(repeats):
                     before = time.perf_counter()
@@ -275,10 +311,18 @@ class PagedEngine:
 
 
 class Session:
-    """Answers in the making on one engine; from :meth:`PagedEngine.session`."""
+    """Answers in the making on one engine, pass by pass, with requests that come and go meanwhile.
 
-    def __init__(self, engine: PagedEngine, scheduler: Scheduler, sampling: SamplingParams, run: Forward):
-        self.engine, self.scheduler, self.sampling, self.run = engine, scheduler, sampling, run
+    Requests and ``sampling`` must be checked.
+    """
+
+    def __init__(self, engine: PagedEngine, sampling: SamplingParams):
+        self.engine, self.sampling = engine, sampling
+        self.longest = 1  # most tokens that a sequence may come to
+        self.forward: Forward | None = None  # within running()
+        self.scheduler = Scheduler(
+            engine.cache, engine.max_sequences, engine.max_batch_tokens, engine._stats, engine.drafter
+        )
         tokenizer = engine.tokenizer
         self.stop = StopStrings(tokenizer, sampling.stop) if tokenizer and sampling.stop else None
         self.share = False  # whether it can pay to read common prefixes once
@@ -287,47 +331,48 @@ class Session:
     def busy(self) -> bool:
         return self.scheduler.busy
 
-    def add(self, request: Request, out: Completion | None = None) -> list[Sample]:
-        """Queues a request -> its samples, whose tokens come into their ``out``.
-
-        Args:
-            out: what its only sample has already, from another engine with the same weights.
-        """
-        context = [*request.prompt_ids, *request.prefix_ids]
-        limit = min(request.max_new_tokens, self.engine.max_positions - len(context))
-        outs = [Completion([], [], "length") for _ in range(request.num_samples)] if out is None else [out]
-        samples = [
-            Sample(one, request.sample_id + j, context, len(request.prefix_ids), limit) for j, one in enumerate(outs)
-        ]
+    def add(self, request: Request, rollouts: Sequence[Rollout]) -> list[Decoding]:
+        """Queues the samples of a request, one a rollout; a single one may have tokens from an engine like this."""
+        context = len(request.prompt_ids) + len(request.prefix_ids)
+        limit = min(request.max_new_tokens, self.engine.max_positions - context)
+        samples = [Decoding(rollout, request.sample_id + j, limit) for j, rollout in enumerate(rollouts)]
+        if context + limit > self.longest:
+            self.longest = context + limit
+            self.forward = self.forward and self.engine._runner(self.longest)
         if limit > 0 and samples:
-            self.scheduler.add(context if out is None else context + out.ids, samples)
+            self.scheduler.add(samples[0].tokens(), samples)
+        else:
+            for rollout in rollouts:
+                rollout.finish_reason = "length"
         self.share |= self.engine.share_reads and _shares(request)
         return samples
 
-    def step(self) -> list[Sample]:
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within it the model is ready for :meth:`step`."""
+        with evaluation_mode(self.engine.model), flat_attention(self.engine.model):
+            self.forward = self.engine._runner(self.longest)
+            try:
+                yield
+            finally:
+                self.forward = None
+
+    def step(self) -> list[Decoding]:
         """One forward pass -> the samples that are done."""
-        engine, step = self.engine, self.scheduler.next_step()
-        logits = engine._forward(self.run, step, self.share)
+        engine, step = self.engine, self.scheduler.next_pass()
+        assert self.forward is not None, "step comes within running"
+        logits = engine._forward(self.forward, step, self.share)
         self.scheduler.start_drawing(step)
         done = engine._draw(step, logits, self.sampling, self.stop)
         self.scheduler.finish(done)
         return done
 
+    def close(self) -> None:
+        self.scheduler.close()
+
 
 def _shares(request: Request) -> bool:
     return request.num_samples > 1 and len(request.prompt_ids) + len(request.prefix_ids) >= MIN_SHARED_TOKENS
-
-
-def fusible(model: PreTrainedModel) -> bool:
-    """True where :class:`FusedDecoder` computes what the model computes, by the look of a few tokens."""
-    if not supports(model):
-        return False
-    try:
-        with torch.no_grad():
-            probe(model, FusedDecoder(model, 2))
-    except UserError:  # a model of a known type whose configuration adds something
-        return False
-    return True
 
 
 def _max_positions(model: PreTrainedModel, window: int | None) -> tuple[int, str]:

@@ -1,59 +1,36 @@
 """Which sequences run in the next forward pass: continuous batching, chunked prefill, preemption.
 
-A *job* is a run of tokens to prefill, once, for one or more samples; when its last token is computed it is forked
-into them. A running sample holds one token that was drawn and is not computed yet; a drafter adds its guesses behind
-it, and what they leave in the cache is cut off again where they were wrong. When blocks run out, drafts give way
-first, then the youngest work: it is closed, queued again as a job over all the tokens it has, and computed anew. The
+A :class:`Prefill` is a run of tokens to compute, once, for one or more samples; when its last token is computed it is
+forked into them. A running sample holds one token that was drawn and is not computed yet; a drafter adds its guesses
+behind it, and what they leave in the cache is cut off again where they were wrong. When blocks run out, drafts give way
+first, then the youngest work: it is closed, queued again as a prefill of all the tokens it has, and computed anew. The
 oldest sample is never preempted, so there is always progress.
 """
 
 from collections import deque
 from collections.abc import Container
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
-from python_trainer.data import Completion
+from python_trainer.rollout.decoding import Decoding
+from python_trainer.rollout.drafting import Drafter
 from rlkernels import OutOfBlocks, PagedKVCache
 from rlkernels.prefix_cache import Sequence
 
-if TYPE_CHECKING:
-    from python_trainer.rollout.drafting import Drafter
-
 
 @dataclass(eq=False)
-class Sample:
-    """One completion in the making."""
+class Prefill:
+    """Tokens to compute once for all samples that go on from there."""
 
-    out: Completion
-    sample_id: int
-    context: list[int]  # prompt and prefix
-    prefix_length: int
-    max_new_tokens: int
-    sequence: Sequence = field(init=False)  # everything but the last drawn token is computed
-    draft: list[int] = field(default_factory=list)  # guesses of what follows it
-
-    @property
-    def prompt_length(self) -> int:
-        return len(self.context) - self.prefix_length
-
-    @property
-    def length(self) -> int:
-        """Prompt, prefix and all drawn tokens."""
-        return len(self.context) + len(self.out.ids)
-
-
-@dataclass(eq=False)
-class Job:
     tokens: list[int]
-    samples: list[Sample]
+    samples: list[Decoding]
     sequence: Sequence = field(init=False)
     computed: int = field(init=False)
 
 
 @dataclass
-class Step:
+class Pass:
     """One forward pass: T tokens of B sequences, flattened."""
 
     ids: list[int]
@@ -63,42 +40,48 @@ class Step:
     seq_lens: list[int]
     query_lens: list[int]
     rows: list[int] = field(default_factory=list)  # of the logits that are drawn from
-    samples: list[list[Sample]] = field(default_factory=list)  # per row: who draws from it
-    prefilled: list[Job] = field(default_factory=list)  # jobs whose last token is in this pass
+    samples: list[list[Decoding]] = field(default_factory=list)  # per row: who draws from it
+    prefilled: list[Prefill] = field(default_factory=list)  # jobs whose last token is in this pass
 
 
 class Scheduler:
     """Holds the queues and every open sequence."""
 
-    def __init__(self, cache: PagedKVCache, max_sequences: int, max_batch_tokens: int, stats: dict[str, float],
-                 drafter: "Drafter | None" = None):  # fmt: skip
+    def __init__(
+        self,
+        cache: PagedKVCache,
+        max_sequences: int,
+        max_batch_tokens: int,
+        stats: dict[str, float],
+        drafter: Drafter | None = None,
+    ):
         self.cache, self.stats, self.drafter = cache, stats, drafter
         self.max_sequences, self.max_batch_tokens = max_sequences, max_batch_tokens
-        self.waiting: deque[Job] = deque()
-        self.filling: list[Job] = []
-        self.running: list[Sample] = []
+        self.waiting: deque[Prefill] = deque()
+        self.filling: list[Prefill] = []
+        self.running: list[Decoding] = []
 
-    def add(self, tokens: list[int], samples: list[Sample]) -> None:
+    def add(self, tokens: list[int], samples: list[Decoding]) -> None:
         for start in range(0, len(samples), self.max_sequences):
-            self.waiting.append(Job(tokens, samples[start : start + self.max_sequences]))
+            self.waiting.append(Prefill(tokens, samples[start : start + self.max_sequences]))
 
     @property
     def busy(self) -> bool:
         return bool(self.waiting or self.filling or self.running)
 
-    def next_step(self) -> Step:
+    def next_pass(self) -> Pass:
         if self.drafter:
             # one token a sample is computed anyway, and a prefill needs room for one
             self.drafter.draft(self.running, self.max_batch_tokens - len(self.running) - 1)
         if not self._append_drawn():
             self._admit()
-        step = self._decode_step()
-        self._add_prefill(step)
-        return step
+        batch = self._decode()
+        self._add_prefill(batch)
+        return batch
 
-    def start_drawing(self, step: Step) -> None:
+    def start_drawing(self, batch: Pass) -> None:
         """After the pass: forks the jobs that are prefilled into their samples."""
-        for job in step.prefilled:
+        for job in batch.prefilled:
             self.cache.commit(job.sequence)
             self.filling.remove(job)
             # the job's own sequence serves its first sample
@@ -111,7 +94,7 @@ class Scheduler:
             if self.drafter:
                 self.drafter.start(job.samples)
 
-    def finish(self, done: list[Sample]) -> None:
+    def finish(self, done: list[Decoding]) -> None:
         """After drawing: closes what is done, and cuts off drafts from where they were wrong."""
         for sample in done:
             self.cache.close(sample.sequence)
@@ -124,7 +107,7 @@ class Scheduler:
         if self.drafter:
             self.drafter.stop(done)
 
-    def withdraw(self, samples: Container[Sample]) -> None:
+    def withdraw(self, samples: Container[Decoding]) -> None:
         """Lets go of samples that are waiting or running, between two passes: they go on elsewhere."""
         for job in self.waiting:
             self._forget([sample for sample in job.samples if sample in samples])
@@ -136,9 +119,14 @@ class Scheduler:
         self._forget(gone)
         self.running = [sample for sample in self.running if sample not in samples]
 
-    def _forget(self, samples: list[Sample]) -> None:
+    def _forget(self, samples: list[Decoding]) -> None:
         if self.drafter:
             self.drafter.stop(samples)
+
+    def restart(self) -> None:
+        """The weights have changed: what is computed of running and filling work is computed anew."""
+        while self.filling or self.running:
+            self._preempt()
 
     def close(self) -> None:
         """Lets go of every sequence, whatever state it is in."""
@@ -159,7 +147,7 @@ class Scheduler:
             try:
                 self.slots = self.cache.append_many(
                     [sample.sequence for sample in self.running],
-                    [[sample.out.ids[-1], *sample.draft] for sample in self.running],
+                    [[sample.rollout.response_ids[-1], *sample.draft] for sample in self.running],
                 )
                 return preempted
             except OutOfBlocks:
@@ -177,12 +165,12 @@ class Scheduler:
         if self.filling:
             job = self.filling.pop()
             self.cache.close(job.sequence)
-            self.waiting.appendleft(Job(job.tokens, job.samples))
+            self.waiting.appendleft(Prefill(job.tokens, job.samples))
         else:
             sample = self.running.pop()
             self.cache.commit(sample.sequence)
             self.cache.close(sample.sequence)
-            self.waiting.appendleft(Job(sample.context + sample.out.ids, [sample]))
+            self.waiting.appendleft(Prefill(sample.tokens(), [sample]))
         self.stats["preemptions"] += 1
 
     def _admit(self) -> None:
@@ -190,7 +178,7 @@ class Scheduler:
         places = self.max_sequences - len(self.running) - sum(len(job.samples) for job in self.filling)
         blocks = self.cache.stats
         room = blocks["blocks_free"] + blocks["blocks_cached"] - (self.max_sequences - places)
-        jobs: list[Job] = []
+        jobs: list[Prefill] = []
         for job in self.waiting:
             need = -(-len(job.tokens) // self.cache.block_size) + len(job.samples)
             places -= len(job.samples)
@@ -205,38 +193,38 @@ class Scheduler:
             self.stats["cached_tokens"] += sequence.num_cached
             self.filling.append(job)
 
-    def _decode_step(self) -> Step:
+    def _decode(self) -> Pass:
         """The drawn tokens of all running samples, and their drafts."""
-        step = Step([], [], self.slots, [sample.sequence for sample in self.running], [], [])
+        batch = Pass([], [], self.slots, [sample.sequence for sample in self.running], [], [])
         for sample in self.running:
             count, end = 1 + len(sample.draft), sample.length + len(sample.draft)
-            step.ids += [sample.out.ids[-1], *sample.draft]
-            step.positions += range(end - count, end)
-            step.seq_lens.append(end)
-            step.query_lens.append(count)
-            step.samples += [[sample]] * count
-        step.rows += range(len(step.ids))
-        return step
+            batch.ids += [sample.rollout.response_ids[-1], *sample.draft]
+            batch.positions += range(end - count, end)
+            batch.seq_lens.append(end)
+            batch.query_lens.append(count)
+            batch.samples += [[sample]] * count
+        batch.rows += range(len(batch.ids))
+        return batch
 
-    def _add_prefill(self, step: Step) -> None:
+    def _add_prefill(self, batch: Pass) -> None:
         """Adds the next tokens of the jobs, oldest first, so that a shared block is written before it is read."""
-        slots = [step.slots]
+        slots = [batch.slots]
         for job in self.filling:
-            count = min(len(job.tokens) - job.computed, self.max_batch_tokens - len(step.ids))
+            count = min(len(job.tokens) - job.computed, self.max_batch_tokens - len(batch.ids))
             if count <= 0:
                 break
             start, end = job.computed, job.computed + count
             first = job.sequence.num_cached
             slots.append(job.sequence.slots[start - first : end - first])
-            step.ids += job.tokens[start:end]
-            step.positions += range(start, end)
-            step.sequences.append(job.sequence)
-            step.seq_lens.append(end)
-            step.query_lens.append(count)
+            batch.ids += job.tokens[start:end]
+            batch.positions += range(start, end)
+            batch.sequences.append(job.sequence)
+            batch.seq_lens.append(end)
+            batch.query_lens.append(count)
             job.computed = end
             if end == len(job.tokens):
-                step.rows.append(len(step.ids) - 1)
-                step.samples.append(job.samples)
-                step.prefilled.append(job)
+                batch.rows.append(len(batch.ids) - 1)
+                batch.samples.append(job.samples)
+                batch.prefilled.append(job)
             self.stats["prefill_tokens"] += count
-        step.slots = torch.cat(slots) if len(slots) > 1 else step.slots
+        batch.slots = torch.cat(slots) if len(slots) > 1 else batch.slots

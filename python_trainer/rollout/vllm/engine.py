@@ -6,21 +6,18 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from uuid import uuid4
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from python_trainer.data import Completion
+from python_trainer.data import Request, Rollout
 from python_trainer.errors import UserError
 from python_trainer.keyed import keyed_seed
-from python_trainer.rollout.checks import check_requests, check_sampling
-from python_trainer.rollout.drafting import Drafter
-from python_trainer.rollout.engine import Request, SamplingParams
+from python_trainer.rollout.engine import Engine, SamplingParams, check_requests, check_sampling, new_rollouts
 from python_trainer.rollout.ordering import LengthHistory, expectations, longest_first, remember
 from python_trainer.rollout.paged.engine import memory_limit
-from python_trainer.rollout.paged.scheduler import Sample
 from python_trainer.rollout.stopping import StopStrings
 
 OLDEST = (0, 32)
@@ -37,13 +34,21 @@ COUNTERS = {
 
 
 @dataclass(frozen=True)
-class Job:
+class Continuation:
     """What vLLM is asked for at once: ``n`` continuations of the same tokens, sample j with seed ``seed + j``."""
 
     ids: list[int]
     n: int
     max_tokens: int
     seed: int
+
+
+class Drawn(NamedTuple):
+    """One continuation, by vLLM."""
+
+    ids: Sequence[int]
+    logprobs: Sequence[float]
+    finish_reason: str
 
 
 class Backend(Protocol):
@@ -56,8 +61,8 @@ class Backend(Protocol):
         """Gives vLLM the weights of the model."""
         ...
 
-    def complete(self, jobs: Sequence[Job], settings: dict[str, Any], salt: str) -> list[list[Completion]]:
-        """The samples of each job; ``settings`` are those that all have in common, by vLLM's names."""
+    def complete(self, asked: Sequence[Continuation], settings: dict[str, Any], salt: str) -> list[list[Drawn]]:
+        """The samples of each; ``settings`` are those that all have in common, by vLLM's names."""
         ...
 
     def counters(self) -> dict[str, float]:
@@ -65,7 +70,7 @@ class Backend(Protocol):
         ...
 
 
-class VLLMEngine:
+class VLLMEngine(Engine):
     """The trainer's engine over vLLM 0.32 or newer: :class:`PagedEngine` in what it takes and gives.
 
     vLLM gets the weights before it generates for the first time and after each ``policy_updated``. Its prefix cache is
@@ -81,16 +86,25 @@ class VLLMEngine:
         lengths: of earlier answers; with it, vLLM is asked for long ones first. None: in the order of the requests.
     """
 
-    def __init__(self, model: PreTrainedModel, backend: Backend, *, eos_token_ids: Sequence[int],
-                 tokenizer: PreTrainedTokenizerBase | None = None, lengths: LengthHistory | None = None):  # fmt: skip
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        backend: Backend,
+        *,
+        eos_token_ids: Sequence[int],
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        lengths: LengthHistory | None = None,
+    ):
+        super().__init__()
         self.model, self.backend, self.tokenizer = model, backend, tokenizer
         self.eos_token_ids = sorted(eos_token_ids)
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self.max_positions, self.limited_by = backend.max_positions, backend.limited_by
-        self.drafter: Drafter | None = None
         self.lengths = lengths
+        self._waiting: list[tuple[Sequence[Request], list[Rollout]]] = []  # submitted, with one and the same sampling
+        self._sampling = SamplingParams()
         self._name = uuid4().hex  # of this run: a server may have served others
-        self._version, self._loaded = 0, -1
+        self._loaded = -1  # version of the policy that vLLM has
         self._stats: dict[str, float] = dict.fromkeys(("generated_tokens", "prefill_tokens", *COUNTERS), 0)
         self._seen = backend.counters()
 
@@ -104,19 +118,8 @@ class VLLMEngine:
         """
         return dict(self._stats)
 
-    def policy_updated(self) -> None:
-        """The weights have changed: vLLM gets the new ones before it generates again."""
-        self._version += 1
-
-    def close(self) -> None:
-        """Nothing to let go of: vLLM is part of this process, or belongs to who started the server."""
-
-    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
-        """Completions in the order of the requests, the samples of one request side by side.
-
-        Raises:
-            UserError: a request or setting is out of range, or a server does not do its part.
-        """
+    def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Rollout]:
+        """As of :class:`Engine`. vLLM is asked when :meth:`poll` needs it, for all that was submitted until then."""
         check_sampling(sampling, has_tokenizer=self.tokenizer is not None)
         if 0 < sampling.temperature < LOWEST_TEMPERATURE:
             raise UserError(
@@ -124,34 +127,54 @@ class VLLMEngine:
             )
         limit = self.max_positions
         check_requests(requests, max_positions=limit, vocab_size=self.vocab_size, room=limit)
-        if self._loaded != self._version:
+        if self._waiting and sampling != self._sampling:
+            raise UserError(f"sampling must be {self._sampling} until all is generated, got {sampling}")
+        self._sampling = sampling
+        rollouts = [rollout for request in requests for rollout in new_rollouts(request, self.policy_version)]
+        self._waiting.append((list(requests), rollouts))
+        return rollouts
+
+    def _work(self, count: int) -> list[Rollout]:
+        submitted, self._waiting = self._waiting, []
+        requests = [request for part, _ in submitted for request in part]
+        rollouts = [rollout for _, part in submitted for rollout in part]
+        if not rollouts:
+            return []
+        if self._loaded != self.policy_version:
             self.backend.load(self.model)
-            self._loaded = self._version
-        jobs, owners = self._jobs(requests, sampling)
-        found = self.backend.complete(jobs, self._settings(sampling), f"{self._name}-{self._version}") if jobs else []
-        drawn: list[list[Completion]] = [[] for _ in requests]
+            self._loaded = self.policy_version
+        asked, owners = self._continuations(requests, self._sampling)
+        salt = f"{self._name}-{self.policy_version}"
+        found = self.backend.complete(asked, self._settings(self._sampling), salt) if asked else []
+        drawn: list[list[Drawn]] = [[] for _ in requests]
         for owner, samples in zip(owners, found, strict=True):
             drawn[owner] += samples
-        completions = []
-        for request, samples in zip(requests, drawn):
-            missing = request.num_samples - len(samples)  # of a request that has no room for a token
-            completions += samples + [Completion([], [], "length") for _ in range(missing)]
-        if sampling.stop and self.tokenizer is not None:
-            stop = StopStrings(self.tokenizer, sampling.stop)
-            owning = (request for request in requests for _ in range(request.num_samples))
-            for request, completion in zip(owning, completions, strict=True):
-                _cut_at_stop(request, completion, stop)
-        if sampling.temperature == 0:
-            for completion in completions:  # the distribution sampled from has one token
-                completion.logprobs = [0.0] * len(completion.ids)
-        self._count(completions)
+        # a request that has no room for a token has drawn nothing
+        answers = [one for r, own in zip(requests, drawn) for one in own or [Drawn([], [], "length")] * r.num_samples]
+        for rollout, (ids, logprobs, reason) in zip(rollouts, answers, strict=True):
+            rollout.response_ids += ids
+            rollout.logprobs, rollout.finish_reason = list(logprobs), reason
+        self._finish(rollouts)
         if self.lengths:
-            remember(self.lengths, requests, completions)
-        return completions
+            remember(self.lengths, requests, rollouts)
+        return rollouts
 
-    def _jobs(self, requests: Sequence[Request], sampling: SamplingParams) -> tuple[list[Job], list[int]]:
-        """The jobs of all requests, and the index of the request that each belongs to."""
-        jobs, owners = [], []
+    def _finish(self, rollouts: Sequence[Rollout]) -> None:
+        """What vLLM does otherwise than the other engines."""
+        if self._sampling.stop and self.tokenizer is not None:
+            stop = StopStrings(self.tokenizer, self._sampling.stop)
+            for rollout in rollouts:
+                _cut_at_stop(rollout, stop)
+        if self._sampling.temperature == 0:
+            for rollout in rollouts:  # the distribution sampled from has one token
+                rollout.logprobs = [0.0] * len(rollout.logprobs)
+        self._count(rollouts)
+
+    def _continuations(
+        self, requests: Sequence[Request], sampling: SamplingParams
+    ) -> tuple[list[Continuation], list[int]]:
+        """What to ask for, and the index of the request that each belongs to."""
+        asked, owners = [], []
         base = keyed_seed(sampling.seed, "vllm") >> 1  # room for the sample ids in 63 bits
         order = longest_first(expectations(self.lengths, requests)) if self.lengths else range(len(requests))
         for i in order:
@@ -162,9 +185,9 @@ class VLLMEngine:
                 continue
             # vLLM refuses several greedy samples
             repeats, n = (request.num_samples, 1) if sampling.temperature == 0 else (1, request.num_samples)
-            jobs += [Job(ids, n, room, base + request.sample_id)] * repeats
+            asked += [Continuation(ids, n, room, base + request.sample_id)] * repeats
             owners += [i] * repeats
-        return jobs, owners
+        return asked, owners
 
     def _settings(self, sampling: SamplingParams) -> dict[str, Any]:
         return {
@@ -179,8 +202,8 @@ class VLLMEngine:
             "logprobs": 0,  # those of the sampled tokens
         }
 
-    def _count(self, completions: Sequence[Completion]) -> None:
-        self._stats["generated_tokens"] += sum(len(completion.ids) for completion in completions)
+    def _count(self, rollouts: Sequence[Rollout]) -> None:
+        self._stats["generated_tokens"] += sum(len(rollout.logprobs) for rollout in rollouts)
         now = self.backend.counters()
         for name in COUNTERS:
             self._stats[name] += now[name] - self._seen[name]
@@ -192,15 +215,12 @@ class VLLMEngine:
         raise UserError("rollout.engine vllm does not tell what a forward pass costs; accelerators.drafts asks for it")
 
 
-def _cut_at_stop(request: Request, completion: Completion, stop: StopStrings) -> None:
-    """Ends a completion at its first stop string; vLLM does not see one that begins in the prefix."""
-    context = [*request.prompt_ids, *request.prefix_ids]
-    sample = Sample(Completion([], [], "length"), 0, context, len(request.prefix_ids), request.max_new_tokens)
-    for count, token in enumerate(completion.ids, 1):
-        sample.out.ids.append(token)
-        if stop.ends(sample):
-            del completion.ids[count:], completion.logprobs[count:]
-            completion.finish_reason = "stop"
+def _cut_at_stop(rollout: Rollout, stop: StopStrings) -> None:
+    """Ends an answer at its first stop string; vLLM does not see one that begins in the prefix."""
+    for end in range(rollout.prefix_len + 1, len(rollout.response_ids) + 1):
+        if stop.ends(rollout.response_ids[max(end - stop.window, 0) : end]):
+            del rollout.response_ids[end:], rollout.logprobs[end - rollout.prefix_len :]
+            rollout.finish_reason = "stop"
             return
 
 
@@ -218,8 +238,15 @@ class InProcess:
         UserError: vLLM is missing or too old, or cannot run the model.
     """
 
-    def __init__(self, model: PreTrainedModel, folder: str | Path, *, memory_bytes: int | None = None,
-                 block_size: int = 16, trust_remote_code: bool = False):  # fmt: skip
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        folder: str | Path,
+        *,
+        memory_bytes: int | None = None,
+        block_size: int = 16,
+        trust_remote_code: bool = False,
+    ):
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             raise UserError(
                 "rollout.engine vllm runs on one device inside the trainer, which has several: start a server and set "
@@ -234,14 +261,21 @@ class InProcess:
         set_threads = torch.set_num_threads
         try:
             self._llm = self._vllm.LLM(
-                str(folder), load_format="dummy", dtype=str(model.dtype).removeprefix("torch."), seed=0,
+                str(folder),
+                load_format="dummy",
+                dtype=str(model.dtype).removeprefix("torch."),
+                seed=0,
                 max_model_len=-1,  # the model's, or what fits into the memory
                 kv_cache_memory_bytes=memory_limit(device) if memory_bytes is None else memory_bytes,
                 gpu_memory_utilization=0.01,  # nothing but a start-up check of vLLM looks at it
-                block_size=block_size, enable_prefix_caching=True, logprobs_mode="processed_logprobs",
-                worker_extension_cls=WORKER, disable_log_stats=False, trust_remote_code=trust_remote_code,
+                block_size=block_size,
+                enable_prefix_caching=True,
+                logprobs_mode="processed_logprobs",
+                worker_extension_cls=WORKER,
+                disable_log_stats=False,
+                trust_remote_code=trust_remote_code,
                 enforce_eager=device.type == "cpu",
-            )  # fmt: skip
+            )
         except (ValueError, RuntimeError, NotImplementedError) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise UserError(f"vLLM cannot run the model {folder}: {reason}") from error
@@ -253,18 +287,18 @@ class InProcess:
     def load(self, model: PreTrainedModel) -> None:
         self._llm.collective_rpc("load_policy", args=(checkpoint_weights(model),))
 
-    def complete(self, jobs: Sequence[Job], settings: dict[str, Any], salt: str) -> list[list[Completion]]:
-        prompts = [{"prompt_token_ids": job.ids, "cache_salt": salt} for job in jobs]
+    def complete(self, asked: Sequence[Continuation], settings: dict[str, Any], salt: str) -> list[list[Drawn]]:
+        prompts = [{"prompt_token_ids": one.ids, "cache_salt": salt} for one in asked]
         params = [
             self._vllm.SamplingParams(
-                **settings, n=job.n, seed=job.seed, max_tokens=job.max_tokens, detokenize=bool(settings["stop"])
+                **settings, n=one.n, seed=one.seed, max_tokens=one.max_tokens, detokenize=bool(settings["stop"])
             )
-            for job in jobs
+            for one in asked
         ]
         found = self._llm.generate(prompts, params, use_tqdm=False)
         return [
             [
-                Completion(
+                Drawn(
                     list(one.token_ids), [p[t].logprob for t, p in zip(one.token_ids, one.logprobs)], one.finish_reason
                 )
                 for one in output.outputs

@@ -12,9 +12,8 @@ from urllib.request import urlopen
 
 from transformers import PreTrainedModel
 
-from python_trainer.data import Completion
 from python_trainer.errors import UserError
-from python_trainer.rollout.vllm.engine import COUNTERS, WORKER, Job, check_version
+from python_trainer.rollout.vllm.engine import COUNTERS, WORKER, Continuation, Drawn, check_version
 
 CONNECTIONS = 64  # vLLM batches what it is asked at the same time
 TIMEOUT_S = 3600
@@ -62,18 +61,18 @@ class Server:
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def complete(self, jobs: Sequence[Job], settings: dict[str, Any], salt: str) -> list[list[Completion]]:
+    def complete(self, asked: Sequence[Continuation], settings: dict[str, Any], salt: str) -> list[list[Drawn]]:
         common = settings | {"model": self._served, "cache_salt": salt, "return_token_ids": True}
         bodies = [
-            common | {"prompt": job.ids, "n": job.n, "max_tokens": job.max_tokens, "seed": job.seed} for job in jobs
+            common | {"prompt": one.ids, "n": one.n, "max_tokens": one.max_tokens, "seed": one.seed} for one in asked
         ]
         with ThreadPoolExecutor(CONNECTIONS) as pool:
             return list(pool.map(self._complete, bodies))
 
-    def _complete(self, body: dict[str, Any]) -> list[Completion]:
+    def _complete(self, body: dict[str, Any]) -> list[Drawn]:
         choices = sorted(self._ask("/v1/completions", body)["choices"], key=lambda choice: choice["index"])
         return [
-            Completion(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"])
+            Drawn(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"])
             for choice in choices
         ]
 

@@ -3,47 +3,45 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from python_trainer.data import Completion
-from python_trainer.rollout.drafting import Answer
-from python_trainer.rollout.engine import Request, SamplingParams
+from python_trainer.data import Request, Rollout
+from python_trainer.rollout.drafting import HistoryEntry
+from python_trainer.rollout.engine import SamplingParams
 from python_trainer.rollout.ordering import Work
 
 
 class Piece(NamedTuple):
     """Answers that stay together: a request, or the rest of one answer that comes from another worker."""
 
-    number: int  # of the first answer, among all of this call
+    number: int  # of the first answer, among all that were submitted
     request: Request
     expected: float  # new tokens of each answer
-    out: Completion | None = None  # what the only answer has already
-
-
-# to a worker -----------------------------------------------------------------------------------------------------
+    begun: Rollout | None = None  # the only answer, where it has tokens already
 
 
 @dataclass(frozen=True)
-class Drafts:
+class HistoryUpdate:
     """What a worker's own copy of the history needs to know."""
 
     history: bytes | None  # all of it, as of ``RolloutHistory.to_bytes``; None: as it was, and ``news``
-    news: list[Answer]
+    news: list[HistoryEntry]
     max_tokens: int
     pass_overhead: float
 
 
 @dataclass(frozen=True)
 class Begin:
-    """A call of ``generate``."""
+    """To a worker: answers will come, until :class:`End`."""
 
     sampling: SamplingParams
-    longest: int  # tokens of a sequence
     overhead: float  # of a pass, in tokens
     spread: float  # of answers about their expected length, as a share of it
-    drafts: Drafts | None
+    drafts: HistoryUpdate | None
 
 
 @dataclass(frozen=True)
 class Add:
+    """To a worker: what it is to generate."""
+
     pieces: list[Piece]
 
 
@@ -54,7 +52,7 @@ class Give:
 
 @dataclass(frozen=True)
 class End:
-    """Of a call of ``generate``; answered by Ended."""
+    """To a worker: all is generated; answered by Ended."""
 
 
 @dataclass(frozen=True)
@@ -70,30 +68,35 @@ class Measure:
     tokens: int
 
 
-# from a worker ---------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Done:
-    answers: list[tuple[int, Completion]]
+    """From a worker: finished answers by number."""
+
+    answers: list[tuple[int, Rollout]]
     left: Work  # of this worker, as expected
 
 
 @dataclass(frozen=True)
 class Given:
+    """From a worker: what it gives away."""
+
     pieces: list[Piece]
     left: Work
 
 
 @dataclass(frozen=True)
 class Ended:
-    stats: dict[str, float]  # of this call
+    """From a worker: what it did since Begin."""
+
+    stats: dict[str, float]
     cpu_s: float
     busy_s: float  # wall time in passes
 
 
 @dataclass(frozen=True)
 class Ready:
+    """From a worker that has started: the limits of its engine."""
+
     max_positions: int
     limited_by: str  # as of ``Engine``
     vocab_size: int
@@ -102,5 +105,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Failed:
+    """From a worker that ends."""
+
     message: str
     user: bool  # a UserError, which needs no traceback

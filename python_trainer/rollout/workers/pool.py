@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 
-from python_trainer.data import Completion
+from python_trainer.data import Request, Rollout
 from python_trainer.errors import UserError
-from python_trainer.rollout.checks import check_requests, check_sampling
 from python_trainer.rollout.drafting import Drafter, pass_overhead
-from python_trainer.rollout.engine import Request, SamplingParams
+from python_trainer.rollout.engine import Engine, SamplingParams, check_requests, check_sampling, new_rollouts
 from python_trainer.rollout.ordering import (
     LengthHistory,
     Work,
@@ -27,7 +26,6 @@ from python_trainer.rollout.ordering import (
     expectations,
     expected_lengths,
     in_turn,
-    longest_sequence,
     remember,
 )
 from python_trainer.rollout.paged.engine import STATS
@@ -42,7 +40,7 @@ PATIENCE = 5.0  # seconds that a worker gets to end by itself
 
 @dataclass(frozen=True)
 class Report:
-    """What one worker did in the last call of ``generate``."""
+    """What one worker did since it had nothing to do."""
 
     answers: int  # that it finished
     stats: dict[str, float]  # as of ``PagedEngine.stats``
@@ -50,7 +48,7 @@ class Report:
     busy_s: float  # wall time in forward passes
 
 
-class WorkerPool:
+class WorkerPool(Engine):
     """Rollouts by ``workers`` processes on one machine; the interface is that of :class:`PagedEngine`.
 
     Requests with the same prompt stay on one worker, so what they share is computed once. Without ``lengths`` they are
@@ -73,12 +71,20 @@ class WorkerPool:
         UserError: the model is not one that PagedEngine can run or that can be shared; from any call: a worker died.
     """
 
-    def __init__(self, model: Any, *, workers: int, lengths: LengthHistory | None = None, threads: int | None = None,
-                 matmul_precision: str = "highest", **options: Any):  # fmt: skip
+    def __init__(
+        self,
+        model: Any,
+        *,
+        workers: int,
+        lengths: LengthHistory | None = None,
+        threads: int | None = None,
+        matmul_precision: str = "highest",
+        **options: Any,
+    ):
+        super().__init__()
         if workers < 1:
             raise UserError(f"workers must be at least 1, got {workers}")
         self.workers, self.lengths = workers, lengths
-        self.drafter: Drafter | None = None
         self.reports: list[Report] = []
         self.moved = 0  # answers that changed their worker
         self.weights = SharedWeights(model)
@@ -89,9 +95,8 @@ class WorkerPool:
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
         self._told: tuple[RolloutHistory | None, int] = None, 0  # the history that workers have, and its answers
+        self._work_in_hand: Division | None = None  # while there is something to generate
         self._start()
-
-    # processes ---------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -107,9 +112,11 @@ class WorkerPool:
             self._processes.append(process)
         ready = [self._receive(worker, m.Ready) for worker in range(self.workers)]
         self.limits: m.Ready = ready[0]
+        self.max_positions, self.limited_by = self.limits.max_positions, self.limits.limited_by
 
     def close(self) -> None:
-        """Ends the processes; the next call starts new ones."""
+        """Ends the processes, whatever they are doing; the next call starts new ones."""
+        self._work_in_hand = None
         self._finish()
 
     def _send(self, worker: int, message: Any) -> None:
@@ -147,23 +154,20 @@ class WorkerPool:
             self._connections, self._processes = [], []
             self._start()
 
-    # the interface of an engine ----------------------------------------------------------------------------------
-
     @property
     def stats(self) -> dict[str, float]:
         """Sums over all workers, of what ``PagedEngine.stats`` counts."""
         return dict(self._stats)
 
-    @property
-    def max_positions(self) -> int:
-        return self.limits.max_positions
-
-    @property
-    def limited_by(self) -> str:
-        return self.limits.limited_by
-
     def policy_updated(self) -> None:
-        """The weights have changed: the workers get them, and use nothing computed before."""
+        """The weights have changed: the workers get them, and use nothing computed before.
+
+        Raises:
+            RuntimeError: workers are generating; they would read weights that are half old and half new.
+        """
+        if self._work_in_hand is not None:
+            raise RuntimeError("policy_updated comes when all that was submitted is generated")
+        super().policy_updated()
         self.weights.push()
         if self._finish.still_active():
             for worker in range(self.workers):
@@ -175,28 +179,48 @@ class WorkerPool:
         self._send(0, m.Measure(sequences, tokens))
         return float(self._receive(0, float))
 
-    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
-        """Completions in the order of the requests, the samples of one request side by side.
-
-        Raises:
-            UserError: a request or setting is out of range, or a worker died.
-        """
+    def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Rollout]:
+        """As of :class:`Engine`; also raises UserError where a worker died."""
         self._awake()
-        known = self.limits
+        known, division = self.limits, self._work_in_hand
         check_sampling(sampling, has_tokenizer=self._setup.engine.get("tokenizer") is not None)
         check_requests(requests, max_positions=known.max_positions, vocab_size=known.vocab_size, room=known.room)
         if self.lengths and self._overhead is None:
             self._overhead = pass_overhead({n: self.pass_seconds(n, 1) for n in MEASURED_SEQUENCES})
+        if division is not None and division.sampling != sampling:
+            raise UserError(f"sampling must be {division.sampling} until all is generated, got {sampling}")
         try:
-            completions = Call(self, requests).run(sampling)
+            self._work_in_hand = division = division or Division(self, sampling)
+            rollouts = division.add(requests, self.policy_version)
+            self._end_if_done(division)
         except BaseException:
-            self.close()  # workers may be in the midst of anything
+            self._give_up()
             raise
-        if self.lengths:
-            remember(self.lengths, requests, completions)
-        return completions
+        self._ready += [rollout for rollout in rollouts if rollout.finish_reason]  # without room for a token
+        return rollouts
 
-    def _drafts(self) -> m.Drafts | None:
+    def _work(self, count: int) -> list[Rollout]:
+        division = self._work_in_hand
+        if division is None:
+            return []
+        try:
+            done = division.poll(count)
+            self._end_if_done(division)
+        except BaseException:
+            self._give_up()
+            raise
+        return done
+
+    def _end_if_done(self, division: "Division") -> None:
+        if not any(division.missing):
+            self.reports, self._work_in_hand = division.end(), None
+
+    def _give_up(self) -> None:
+        """Workers may be in the midst of anything."""
+        self._ready = []
+        self.close()
+
+    def _drafts(self) -> m.HistoryUpdate | None:
         """What the workers' histories lack."""
         drafter = self.drafter
         if drafter is None:
@@ -208,49 +232,70 @@ class WorkerPool:
         missing, news = total - told, [answer for answer in drafter.news if len(answer.response_ids)]
         whole = history is not drafter.history or missing not in (0, len(news))
         self._told = drafter.history, total
-        return m.Drafts(
-            drafter.history.to_bytes().numpy().tobytes() if whole else None, news if missing and not whole else [],
-            drafter.max_tokens, drafter.pass_overhead,
-        )  # fmt: skip
+        return m.HistoryUpdate(
+            drafter.history.to_bytes().numpy().tobytes() if whole else None,
+            news if missing and not whole else [],
+            drafter.max_tokens,
+            drafter.pass_overhead,
+        )
 
 
-class Call:
-    """One call of ``generate``: who works on what, and what has come back."""
+class Division:
+    """What is being generated: who works on what, and what has come back."""
 
-    def __init__(self, pool: WorkerPool, requests: Sequence[Request]):
-        self.pool, self.requests = pool, requests
-        self.completions = [Completion([], [], "length") for r in requests for _ in range(r.num_samples)]
+    def __init__(self, pool: WorkerPool, sampling: SamplingParams):
+        self.pool, self.sampling = pool, sampling
+        self.submitted: list[tuple[Sequence[Request], list[Rollout]]] = []
+        self.rollouts: list[Rollout] = []
         self.missing = [0] * pool.workers  # answers that each worker still owes
         self.finished = [0] * pool.workers
         self.loads = [Work()] * pool.workers  # as expected
         self.asked: dict[int, int] = {}  # donor -> the worker that its work is for
         self.barren: set[int] = set()  # have nothing to give that would be worth moving
-
-    def run(self, sampling: SamplingParams) -> list[Completion]:
-        pool, overhead = self.pool, self.pool._overhead or 0.0
-        spread = pool.lengths.spread if pool.lengths else 0.0
-        begin = m.Begin(sampling, longest_sequence(self.requests), overhead, spread, pool._drafts())
-        for worker, pieces in enumerate(self._deal(overhead)):
+        self.overhead = pool._overhead or 0.0
+        begin = m.Begin(sampling, self.overhead, pool.lengths.spread if pool.lengths else 0.0, pool._drafts())
+        for worker in range(pool.workers):
             pool._send(worker, begin)
+
+    def add(self, requests: Sequence[Request], policy_version: int) -> list[Rollout]:
+        """Deals requests out -> their rollouts."""
+        first = len(self.rollouts)
+        rollouts = [rollout for request in requests for rollout in new_rollouts(request, policy_version)]
+        self.rollouts += rollouts
+        self.submitted.append((requests, rollouts))
+        for worker, pieces in enumerate(self._deal(requests, first)):
             self._add(worker, pieces)
-        numbers = {connection: worker for worker, connection in enumerate(pool._connections)}
-        while any(self.missing) or self.asked:
+        return rollouts
+
+    def poll(self, count: int) -> list[Rollout]:
+        """Waits until so many rollouts are finished, or all -> those."""
+        numbers = {connection: worker for worker, connection in enumerate(self.pool._connections)}
+        done: list[Rollout] = []
+        while self.asked or any(self.missing):
+            if len(done) >= count and any(self.missing):
+                break
             self._ask()
             for connection in wait(list(numbers)):
-                self._take(numbers[connection])  # type: ignore[index]
-        pool.reports = []
+                done += self._take(numbers[connection])  # type: ignore[index]
+        return done
+
+    def end(self) -> list[Report]:
+        """When all is there: tells the workers -> what each of them did."""
+        pool, reports = self.pool, list[Report]()
         for worker in range(pool.workers):
             pool._send(worker, m.End())
         for worker in range(pool.workers):
             ended = pool._receive(worker, m.Ended)
-            pool.reports.append(Report(self.finished[worker], ended.stats, ended.cpu_s, ended.busy_s))
+            reports.append(Report(self.finished[worker], ended.stats, ended.cpu_s, ended.busy_s))
             for name, count in ended.stats.items():
                 pool._stats[name] += count
-        return self.completions
+        for requests, rollouts in self.submitted if pool.lengths else ():
+            remember(pool.lengths, requests, rollouts)
+        return reports
 
-    def _deal(self, overhead: float) -> list[list[m.Piece]]:
-        """Pieces by worker, in the order in which they begin."""
-        pool, requests, number = self.pool, self.requests, 0
+    def _deal(self, requests: Sequence[Request], number: int) -> list[list[m.Piece]]:
+        """Pieces by worker, in the order in which they begin; ``number`` is that of the first rollout."""
+        pool = self.pool
         lengths = expected_lengths(pool.lengths or LengthHistory(), requests)
         works = expectations(pool.lengths or LengthHistory(), requests)
         bundles: dict[tuple[int, ...], list[tuple[m.Piece, Work]]] = {}  # by prompt
@@ -259,15 +304,18 @@ class Call:
             if min(room, request.max_new_tokens) > 0 and request.num_samples:
                 piece = m.Piece(number, request, length)
                 bundles.setdefault(tuple(request.prompt_ids), []).append((piece, work))
+            else:
+                for rollout in self.rollouts[number : number + request.num_samples]:
+                    rollout.finish_reason = "length"
             number += request.num_samples
         parts = list(bundles.values())
         totals = [sum((work for _, work in part), Work()) for part in parts]
         if pool.lengths:
-            plan = balance(totals, pool.workers, overhead, pool.lengths.spread)
+            plan = balance(totals, pool.workers, self.overhead, pool.lengths.spread)
         else:
             plan = in_turn(len(parts), pool.workers)
         for worker, chosen in enumerate(plan):
-            self.loads[worker] = sum((totals[i] for i in chosen), Work())
+            self.loads[worker] = sum((totals[i] for i in chosen), self.loads[worker])
         return [[piece for i in chosen for piece, _ in parts[i]] for chosen in plan]
 
     def _add(self, worker: int, pieces: list[m.Piece]) -> None:
@@ -276,34 +324,34 @@ class Call:
             self.missing[worker] += sum(piece.request.num_samples for piece in pieces)
             self.barren.discard(worker)
 
-    def _take(self, worker: int) -> None:
-        """Handles one message."""
+    def _take(self, worker: int) -> list[Rollout]:
+        """Handles one message -> the rollouts that it finished."""
         message = self.pool._receive(worker, m.Done, m.Given)
         self.loads[worker] = message.left
         if isinstance(message, m.Done):
-            for number, completion in message.answers:
-                self.completions[number] = completion
             self.missing[worker] -= len(message.answers)
             self.finished[worker] += len(message.answers)
-            return
+            for number, answer in message.answers:
+                self.rollouts[number].become(answer)
+            return [self.rollouts[number] for number, _ in message.answers]
         taker, count = self.asked.pop(worker), sum(piece.request.num_samples for piece in message.pieces)
         self.missing[worker] -= count
         self.pool.moved += count
         if not count:
             self.barren.add(worker)
         self._add(taker, message.pieces)
+        return []
 
     def _ask(self) -> None:
         """Asks the slowest workers for work for those that have none."""
         if not self.pool.lengths:
             return
-        overhead = self.pool._overhead or 0.0
         for taker in range(self.pool.workers):
             if self.missing[taker] or taker in self.asked.values():
                 continue
             donors = [w for w, n in enumerate(self.missing) if n > 1 and w not in self.barren and w not in self.asked]
             if donors:
-                donor = max(donors, key=lambda worker: self.loads[worker].duration(overhead))
+                donor = max(donors, key=lambda worker: self.loads[worker].duration(self.overhead))
                 self.asked[donor] = taker
                 self.pool._send(donor, m.Give())
 

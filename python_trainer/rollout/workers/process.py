@@ -4,20 +4,21 @@ import signal
 import time
 import traceback
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
+from python_trainer.data import Request
 from python_trainer.errors import UserError
 from python_trainer.model.policy import set_matmul_precision
+from python_trainer.rollout.decoding import Decoding
 from python_trainer.rollout.drafting import Drafter
-from python_trainer.rollout.engine import Request
+from python_trainer.rollout.engine import new_rollouts
 from python_trainer.rollout.ordering import Work, left, share
 from python_trainer.rollout.paged.engine import PagedEngine, Session
-from python_trainer.rollout.paged.scheduler import Sample
 from python_trainer.rollout.workers import messages as m
 from python_trainer.rollout.workers.weights import SharedWeights
 from rlkernels import RolloutHistory
@@ -43,7 +44,7 @@ def serve(connection: Connection, setup: Setup) -> None:
         engine = PagedEngine(setup.weights.attach(), **setup.engine)
         set_matmul_precision(setup.matmul_precision)
         connection.send(m.Ready(engine.max_positions, engine.limited_by, engine.vocab_size, engine.room))
-        Worker(connection, engine).run()
+        RolloutWorker(connection, engine).run()
     except (EOFError, ConnectionError):
         pass  # the trainer has ended
     except UserError as error:
@@ -58,7 +59,7 @@ def _tell(connection: Connection, message: m.Failed) -> None:
 
 
 @dataclass
-class Task:
+class Assignment:
     """What a worker knows of one answer besides the engine's sample."""
 
     number: int
@@ -67,13 +68,13 @@ class Task:
     moved: bool  # came from another worker, and stays
 
 
-class Worker:
+class RolloutWorker:
     """Serves one connection with one engine."""
 
     def __init__(self, connection: Connection, engine: PagedEngine):
         self.connection, self.engine = connection, engine
         self.history = RolloutHistory()
-        self.tasks: dict[Sample, Task] = {}
+        self.tasks: dict[Decoding, Assignment] = {}
         self.spread = 0.0  # of answers about their expected length
 
     def run(self) -> None:
@@ -90,19 +91,20 @@ class Worker:
         """Generates what comes until it is told to end."""
         before, cpu, busy = self.engine.stats, time.process_time(), 0.0
         self.engine.drafter, self.spread = self._drafter(begin.drafts), begin.spread
-        with self.engine.session(begin.sampling, begin.longest) as session:
+        session = Session(self.engine, begin.sampling)
+        with closing(session), session.running():
             while self._listen(session, begin.overhead):
                 started = time.perf_counter()
                 done = session.step()
                 busy += time.perf_counter() - started
                 if done:
-                    answers = [(self.tasks.pop(sample).number, sample.out) for sample in done]
+                    answers = [(self.tasks.pop(sample).number, sample.rollout) for sample in done]
                     self.connection.send(m.Done(answers, self._left(session)))
         self.engine.drafter = None
         stats = {name: count - before[name] for name, count in self.engine.stats.items()}
         return m.Ended(stats, time.process_time() - cpu, busy)
 
-    def _drafter(self, drafts: m.Drafts | None) -> Drafter | None:
+    def _drafter(self, drafts: m.HistoryUpdate | None) -> Drafter | None:
         if drafts is None:
             return None
         if drafts.history is not None:
@@ -126,21 +128,20 @@ class Worker:
         return True
 
     def _add(self, session: Session, piece: m.Piece) -> None:
-        for j, sample in enumerate(session.add(piece.request, piece.out)):
-            self.tasks[sample] = Task(piece.number + j, piece.request, piece.expected, piece.out is not None)
-
-    # giving work away --------------------------------------------------------------------------------------------
+        rollouts = new_rollouts(piece.request, self.engine.policy_version) if piece.begun is None else [piece.begun]
+        for j, sample in enumerate(session.add(piece.request, rollouts)):
+            self.tasks[sample] = Assignment(piece.number + j, piece.request, piece.expected, piece.begun is not None)
 
     def _give(self, session: Session, overhead: float) -> list[m.Piece]:
         """Takes out what another worker should do: whole requests that wait, else answers that have begun."""
         scheduler = session.scheduler
-        fresh = [job for job in scheduler.waiting if not any(sample.out.ids for sample in job.samples)]
+        fresh = [job for job in scheduler.waiting if not any(sample.drawn for sample in job.samples)]
         if fresh:
             works = [self._work(job.samples) + Work(0.0, len(job.tokens)) for job in fresh]
             waiting = {sample for job in fresh for sample in job.samples}
             kept = self._work([sample for sample in self.tasks if sample not in waiting])
             # they wait for a place: one more answer means more passes, and so tokens are what counts
-            chosen: list[Sequence[Sample]] = [fresh[i].samples for i in share(works, kept, overhead=0.0)]
+            chosen: list[Sequence[Decoding]] = [fresh[i].samples for i in share(works, kept, overhead=0.0)]
         else:
             begun = [sample for sample in scheduler.running if not self.tasks[sample].moved]
             works, staying = [self._work([sample]) for sample in begun], set(begun)
@@ -153,15 +154,16 @@ class Worker:
             del self.tasks[sample]
         return pieces
 
-    def _piece(self, samples: Sequence[Sample]) -> m.Piece:
+    def _piece(self, samples: Sequence[Decoding]) -> m.Piece:
         first, task = samples[0], self.tasks[samples[0]]
-        request = Request(task.request.prompt_ids, task.request.prefix_ids, len(samples), task.request.max_new_tokens,
-                          first.sample_id)  # fmt: skip
-        return m.Piece(task.number, request, task.expected, first.out if first.out.ids else None)
+        request = Request(
+            task.request.prompt_ids, task.request.prefix_ids, len(samples), task.request.max_new_tokens, first.sample_id
+        )
+        return m.Piece(task.number, request, task.expected, first.rollout if first.drawn else None)
 
-    def _work(self, samples: Sequence[Sample]) -> Work:
+    def _work(self, samples: Sequence[Decoding]) -> Work:
         """What these answers still need."""
-        needs = [left(self.tasks[s].expected, len(s.out.ids), s.max_new_tokens, self.spread) for s in samples]
+        needs = [left(self.tasks[s].expected, s.drawn, s.max_new_tokens, self.spread) for s in samples]
         return Work(max(needs, default=0.0), sum(needs))
 
     def _left(self, session: Session) -> Work:

@@ -18,7 +18,7 @@ ALIGNMENT = 64  # bytes
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """Where a tensor lies in the memory."""
 
     start: int  # byte
@@ -49,9 +49,9 @@ class SharedWeights:
             raise UserError(
                 f"rollout.workers above 1 needs a model on the CPU, got one on {', '.join(sorted(devices))}"
             )
-        self.places, end = list[Place](), 0
+        self.places, end = list[TensorPlace](), 0
         for tensor in tensors:
-            place = Place(-(-end // ALIGNMENT) * ALIGNMENT, tensor.shape, tensor.dtype)
+            place = TensorPlace(-(-end // ALIGNMENT) * ALIGNMENT, tensor.shape, tensor.dtype)
             self.places.append(place)
             end = place.end
         self.skeleton = _skeleton(model)

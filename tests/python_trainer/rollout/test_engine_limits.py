@@ -17,7 +17,8 @@ from transformers import (
 
 from python_trainer.errors import UserError
 from python_trainer.rollout import PagedEngine, Request, SamplingParams
-from python_trainer.rollout.checks import check_sampling
+from python_trainer.rollout.engine import check_sampling
+from rlkernels.integrations.transformers_attention import IMPLEMENTATION
 
 
 def test_absolute_positions_and_sliding_window():
@@ -46,7 +47,7 @@ def test_models_it_cannot_run():
     gemma = Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8))
     with pytest.raises(UserError, match="softcap"):
         PagedEngine(gemma, eos_token_ids=())
-    assert gemma.config._attn_implementation != "rlkernels_packed"
+    assert gemma.config._attn_implementation != IMPLEMENTATION
 
 
 @pytest.mark.parametrize(

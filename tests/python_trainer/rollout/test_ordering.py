@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from python_trainer.data import Completion
+from python_trainer.data import Rollout
 from python_trainer.rollout.engine import Request
 from python_trainer.rollout.ordering import (
     NOTHING,
@@ -32,9 +32,6 @@ def group(length: float, samples: int = 8) -> Work:
     return Work(length, length * samples)
 
 
-# lengths -------------------------------------------------------------------------------------------------------
-
-
 def test_newer_visits_weigh_more_and_unknown_prompts_get_the_mean_of_the_batch():
     history = LengthHistory()
     assert history.predict([[1], [2]]) == [None, None]
@@ -59,8 +56,7 @@ def test_given_prefixes_count_in_what_is_seen_and_not_in_what_is_left():
     history = LengthHistory()
     requests = [Request([1, 2], prefix_ids=[5] * 4, num_samples=2, max_new_tokens=50), Request([3], max_new_tokens=8)]
     assert expected_lengths(history, requests) == [50, 8]
-    remember(history, requests, [Completion([0] * 10, [], "stop"), Completion([0] * 20, [], "stop"),
-                                 Completion([0] * 6, [], "stop")])  # fmt: skip
+    remember(history, requests, [Rollout([], [5] * 4 + [0] * n, 4) for n in (10, 20)] + [Rollout([], [0] * 6)])
     assert history.predict([[1, 2], [3]]) == [19, 6]
     assert expectations(history, requests) == [Work(15, 6 + 2 * 15), Work(6, 7)]
     assert expected_lengths(history, [Request([1, 2], max_new_tokens=9)]) == [9]
@@ -69,7 +65,7 @@ def test_given_prefixes_count_in_what_is_seen_and_not_in_what_is_left():
 
 def test_one_prompt_in_several_requests_is_one_visit():
     history = LengthHistory()
-    remember(history, [Request([1]), Request([1])], [Completion([0] * n, [], "stop") for n in (10, 30)])
+    remember(history, [Request([1]), Request([1])], [Rollout([], [0] * n) for n in (10, 30)])
     assert history.predict([[1]]) == [20]
 
 
@@ -89,9 +85,6 @@ def test_the_spread_is_that_of_single_answers_about_what_was_expected():
     for _ in range(300):
         history.observe([2], [50, 50])
     assert history.spread < 0.01
-
-
-# plans ---------------------------------------------------------------------------------------------------------
 
 
 @given(works, workers, overheads)
@@ -142,9 +135,6 @@ def test_steps_alternate():
     items = [group(n) for n in (10, 20, 40, 80, 160, 320)]
     even, odd = (alternate(items, 3, 1.0, step) for step in (4, 5))
     assert even == odd[::-1] and even[0] == [5]
-
-
-# moving --------------------------------------------------------------------------------------------------------
 
 
 @given(works, overheads, st.integers(0, 400), st.integers(0, 300))

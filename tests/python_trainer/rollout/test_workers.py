@@ -15,12 +15,12 @@ from test_drafts import fed
 
 from python_trainer.errors import UserError
 from python_trainer.rollout import Request, SamplingParams
-from python_trainer.rollout.drafting import Answer, Drafter
+from python_trainer.rollout.drafting import Drafter, HistoryEntry
 from python_trainer.rollout.ordering import LengthHistory
 from python_trainer.rollout.workers import pool as workers
 from python_trainer.rollout.workers.pool import WorkerPool
+from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
-from python_trainer.trainer import Trainer
 
 SAMPLED = SamplingParams(seed=3)
 
@@ -103,7 +103,7 @@ def test_drafts_come_from_the_same_answers_on_every_worker(pool, model):
     other = SamplingParams(seed=5)
     for request, completion in zip(requests, engine_for(model).generate([replace(r, num_samples=1) for r in requests],
                                                                         other)):  # fmt: skip
-        news.append(Answer(request.prompt_ids, [*request.prefix_ids, *completion.ids], 1.0, 1))
+        news.append(HistoryEntry(request.prompt_ids, [*request.prefix_ids, *completion.ids], 1.0, 1))
         history.add(news[-1].prompt_ids, news[-1].response_ids, reward=1.0, epoch=1)
     pool.drafter = Drafter(history, pass_overhead=1e9, news=news)
     generate()  # what is new
@@ -167,9 +167,6 @@ def test_one_prompt_stays_on_one_worker(model):
     pool.close()
 
 
-# processes -----------------------------------------------------------------------------------------------------
-
-
 def alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -217,7 +214,7 @@ def test_errors_inside_a_worker_come_out():
 SCRIPT = """
 import os, signal, sys
 from transformers import Qwen2Config, Qwen2ForCausalLM
-from python_trainer.rollout.workers import WorkerPool
+from python_trainer.rollout.workers.pool import WorkerPool
 sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
 pool = WorkerPool(Qwen2ForCausalLM(Qwen2Config(**sizes, num_key_value_heads=1)), workers=2, eos_token_ids=())
 print(*[process.pid for process in pool._processes], flush=True)
@@ -231,9 +228,6 @@ def test_no_worker_outlives_the_trainer(end, code):
     assert done.returncode == code
     pids = [int(word) for word in done.stdout.split()]
     assert len(pids) == 2 and gone(pids)
-
-
-# training ------------------------------------------------------------------------------------------------------
 
 
 def test_training_with_several_workers(make_config, tmp_path):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support import lacks
 
 from rlkernels import backend
-from rlkernels.prefix_cache.block_pool import BlockPool, OutOfBlocks
+from rlkernels.prefix_cache.block_pool import BlockPool, OutOfBlocks, compiled_pool
 
 ROOT = Path(__file__).parents[3]
 
@@ -24,9 +24,7 @@ class Pair:
     def __init__(self, num_blocks, block_size):
         if backend.extension_error():
             lacks("the compiled extension")
-        from rlkernels import _C
-
-        self.pools = BlockPool(num_blocks, block_size), _C.BlockPool(num_blocks, block_size)
+        self.pools = BlockPool(num_blocks, block_size), compiled_pool(num_blocks, block_size)
         self.open: list[tuple[int, int]] = []
         self.refused = 0
 
@@ -148,7 +146,7 @@ def test_wrong_tokens():
 def test_under_sanitizers(tmp_path):
     compiler = shutil.which("g++") or lacks("g++")
     program = tmp_path / "fuzz"
-    sources = [ROOT / "tests/cpp/block_pool_fuzz.cpp", ROOT / "csrc/runtime/block_pool.cpp"]
+    sources = [ROOT / "tests/cpp/block_pool_fuzz.cpp", *sorted((ROOT / "csrc/runtime").glob("block_*.cpp"))]
     flags = ["-std=c++20", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     built = subprocess.run(
         [compiler, *flags, f"-I{ROOT / 'csrc/runtime'}", *map(str, sources), "-o", str(program)],

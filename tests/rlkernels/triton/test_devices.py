@@ -11,6 +11,7 @@ import rlkernels
 from rlkernels.backend import on_its_device
 
 MODULES = ["logprobs.triton_kernels", "sampling.triton_kernels", "similarity.triton_kernels", "rank1.triton_kernels",
+           "rank1.triton_vectors", "rank1.triton_update",
            "prefix_cache.triton_kernels", "prefix_cache.triton_grouped"]  # fmt: skip
 
 
@@ -59,12 +60,14 @@ def logits_and_curves():
 
 def updates():
     from rlkernels.rank1 import grouped
+    from rlkernels.rank1.layout import Tiling
 
     pairs = [(torch.randn(6, columns), torch.randn(6, columns)) for columns in (8, 20)]
     rlkernels.delta_matvec(*pairs[0], torch.randn(8), backend="triton")
     rlkernels.add_rank1_(pairs[0][0], torch.randn(6), torch.randn(8), 1e-3, backend="triton")
-    tiling = grouped.Tiling(widest=16, chunk=16, strip=16, rows=8, panel_bytes=2048)
-    grouped.top1_deltas(pairs, [None, None], tol=1e-2, max_passes=2, seed=0, tiling=tiling)
+    tiling = Tiling(widest=16, chunk=16, strip=16, rows=8, panel_bytes=2048)
+    settings = {"tol": 1e-2, "max_passes": 2, "min_passes": 1, "rank": 1, "seed": 0}
+    grouped.leading_deltas(pairs, [None, None], tiling=tiling, **settings)
 
 
 def test_every_kernel_is_launched_on_the_device_of_its_tensors(launched):

@@ -9,7 +9,7 @@ from rank1_cases import angle, exact, planted, with_spectrum
 
 import rlkernels
 from rlkernels.rank1 import grouped, reference
-from rlkernels.rank1.grouped import Tiling
+from rlkernels.rank1.layout import Tiling
 
 # Rows of more than 8 columns go through the panel kernel: chunks, strips and panels of a few entries
 SMALL = Tiling(widest=8, chunk=32, strip=32, rows=8, panel_bytes=2048)
@@ -28,9 +28,9 @@ def generated(make, *args, **options):
 
 
 def solve(pairs, starts=None, tiling=None, tol=1e-2, max_passes=12, seed=0):
-    return grouped.top1_deltas(
-        pairs, starts or [None] * len(pairs), tol=tol, max_passes=max_passes, seed=seed, tiling=tiling
-    )
+    settings = {"tol": tol, "max_passes": max_passes, "min_passes": 1, "rank": 1, "seed": seed}
+    found = grouped.leading_deltas(pairs, starts or [None] * len(pairs), tiling=tiling, **settings)
+    return [one if isinstance(one, ValueError) else one.update for one in found]
 
 
 def check(got, weight, base, tol=1e-2, **options):
@@ -47,6 +47,24 @@ def check(got, weight, base, tol=1e-2, **options):
     assert got.u.shape == u[:, 0].shape and got.v.shape == v[:, 0].shape
     if got.passes == plain.passes:
         assert abs(got.gap - plain.gap) < 1e-4 and abs(got.residual - plain.residual) < 1e-4
+
+
+@pytest.mark.parametrize("tiling", [Tiling(), SMALL], ids=["registers", "panels"])
+def test_several_directions_from_the_same_reads(tiling):
+    shapes = [(1, 19), (2, 3), (33, 40), (9, 16)]
+    pairs = [generated(planted, m, n, 3e-3, seed=i, share=0.6) for i, (m, n) in enumerate(shapes)]
+    pairs.append((pairs[2][1], pairs[2][1]))
+    settings = {"tol": 1e-2, "max_passes": 12, "min_passes": 8, "rank": 6, "seed": 0}
+    *found, nothing = grouped.leading_deltas(pairs, [None] * len(pairs), tiling=tiling, **settings)
+    for (update, left, right), (weight, base) in zip(found, pairs):
+        delta, (_, s, _) = weight.float() - base.float(), exact(weight, base)
+        k = min(6, *delta.shape)
+        assert left.shape == (delta.shape[0], k) and right.shape == (delta.shape[1], k)
+        assert torch.equal(right[:, 0], update.v) and update.status in ("ok", "ill_defined")
+        torch.testing.assert_close(right.T @ right, torch.eye(k), rtol=0, atol=1e-5)
+        torch.testing.assert_close(left, delta @ right, rtol=1e-3, atol=1e-5 * float(s[0]))
+        torch.testing.assert_close(left.norm(dim=0).double(), s[:k], rtol=1e-3, atol=0)
+    assert nothing.update.status == "zero" and nothing.left.shape == (33, 1) and not nothing.right.any()
 
 
 @pytest.mark.parametrize("tiling", [Tiling(), SMALL], ids=["registers", "panels"])

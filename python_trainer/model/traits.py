@@ -1,0 +1,108 @@
+"""What three tokens tell of a model: how its layers attend, and that nothing but attention looks across tokens."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn.functional import linear, scaled_dot_product_attention
+from transformers import PreTrainedModel
+
+from python_trainer.errors import UserError
+from python_trainer.model.flat_forward import evaluation_mode, flat_attention, forward_with_states
+from python_trainer.model.fused import FusedDecoder, supports
+from rlkernels.integrations.transformers_attention import other_layers
+
+
+@dataclass(frozen=True)
+class ModelTraits:
+    """Keys and values are of one shape in all layers."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    window: int | None  # tokens of the smallest sliding window
+    plain_head: bool  # logits are the product of states and output matrix, not scaled or capped
+    fusible: bool  # FusedDecoder computes what the model computes
+
+
+@dataclass
+class AttentionRecorder:
+    """Plain causal attention of sequences side by side, which notes what the layers ask for."""
+
+    lengths: list[int]
+    shapes: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # layer -> KV heads, key and value dim
+    windows: dict[int, int | None] = field(default_factory=dict)  # layer -> tokens
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
+    ) -> torch.Tensor:
+        """query [T, Hq, d], key and value [T, Hk, d] -> [T, Hq, d]."""
+        self.shapes[layer] = (key.shape[1], key.shape[2], value.shape[2])
+        self.windows[layer] = window
+        parts = []
+        for q, k, v in zip(*(x.transpose(0, 1).split(self.lengths, 1) for x in (query, key, value))):
+            parts.append(scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True))
+        return torch.cat(parts, 1).transpose(0, 1)
+
+
+def find_traits(model: PreTrainedModel, name: str | None = None) -> ModelTraits:
+    """Runs the model on [1, 2] and on [1], by itself and flattened, and compares.
+
+    Args:
+        name: of the model, for messages; by default its class.
+
+    Raises:
+        UserError: the model does not compute on flattened tokens what it computes on its own.
+    """
+    name, device = name or type(model).__name__, next(model.parameters()).device
+    ids, positions, rows = (torch.tensor(x, device=device) for x in ([1, 2, 1], [0, 1, 0], [0, 1, 2]))
+    seen, again = AttentionRecorder([2, 1]), AttentionRecorder([2, 1])
+    if model.get_output_embeddings() is None:
+        raise UserError(f"cannot run {name}: it names no output layer (get_output_embeddings)")
+    with evaluation_mode(model):
+        try:
+            with flat_attention(model):
+                logits, states = forward_with_states(model, ids, positions, rows, seen)
+        # a forward without further arguments, attention with some that are unknown
+        except (TypeError, ValueError) as error:
+            raise UserError(f"cannot run {name} on flattened tokens: {error}") from error
+        _check_layers(model, name, seen)
+        own = model(input_ids=ids[None, :2], use_cache=False).logits[0]
+        if not _agree(model, logits, own):
+            raise UserError(
+                f"cannot run {name} on flattened tokens: it computes something else than on its own; nothing but "
+                "attention may mix tokens"
+            )
+        plain_head = _is_plain(model, logits, states)
+        fusible = supports(model) and _agree(model, FusedDecoder(model, 2)(ids, positions, rows, again), own)
+    (kv_heads, head_dim, _), windows = seen.shapes[0], [w for w in seen.windows.values() if w is not None]
+    return ModelTraits(
+        len(seen.shapes), kv_heads, head_dim, min(windows, default=None), plain_head, fusible and again == seen
+    )
+
+
+def _check_layers(model: PreTrainedModel, name: str, seen: AttentionRecorder) -> None:
+    """Raises UserError unless all layers attend through the interface, to keys and values of one shape."""
+    config = model.config.get_text_config()
+    layers = config.num_hidden_layers
+    if sorted(seen.shapes) != list(range(layers)):
+        raise UserError(
+            f"cannot run {name} on flattened tokens: {len(seen.shapes)} of its {layers} layers use Transformers' "
+            "attention interface, and all must"
+        )
+    if others := other_layers(config):
+        raise UserError(f"cannot run {name} on flattened tokens: it has layers of {', '.join(others)}")
+    if len(set(seen.shapes.values())) > 1 or seen.shapes[0][1] != seen.shapes[0][2]:
+        raise UserError(f"keys and values must be of one shape in all layers, {name} has {seen.shapes}")
+
+
+def _agree(model: PreTrainedModel, flat: torch.Tensor, own: torch.Tensor) -> bool:
+    """Whether logits [3, V] of [1, 2] and [1] side by side are those [2, V] of [1, 2], up to rounding."""
+    own = own.float()
+    tolerance = (1e-3 if model.dtype == torch.float32 else 0.1) * own.abs().max()
+    return bool((flat.float() - own[[0, 1, 0]]).abs().max() <= tolerance)
+
+
+def _is_plain(model: PreTrainedModel, logits: torch.Tensor, states: torch.Tensor) -> bool:
+    head = model.get_output_embeddings()
+    product = linear(states[None], head.weight, head.bias)[0]
+    return logits.dtype == product.dtype and torch.equal(logits, product)

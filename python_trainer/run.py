@@ -1,0 +1,365 @@
+"""One training run in one directory: set-up, resume, evaluation, saving. The loop itself is in ``trainer.py``."""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+
+from python_trainer.accelerators.base import RunContext
+from python_trainer.checkpoint import list_checkpoints, load_checkpoint
+from python_trainer.config import Config, dump_config
+from python_trainer.data import Request, Rollout
+from python_trainer.distributed import RankGroup
+from python_trainer.distributed.shard_files import read_shards
+from python_trainer.errors import UserError
+from python_trainer.files import check_output_dir, publish, unusable_output_dir, write_text
+from python_trainer.keyed import keyed_seed
+from python_trainer.learner import Learner
+from python_trainer.model.policy import Policy, load_policy, set_matmul_precision
+from python_trainer.rollout.engine import SamplingParams
+from python_trainer.rollout.make import make_engine
+from python_trainer.run_directory import read_metrics, save_evaluation
+from python_trainer.run_state import Clock, RunState, device_name, summarise
+from python_trainer.signals import StopSignal
+from python_trainer.telemetry import Telemetry
+from python_trainer.trainer import TrainingLoop
+
+
+def make_learner(config: Config, policy: Policy, ranks: RankGroup | None = None) -> Learner:
+    """What updates the policy, by these settings."""
+    return Learner(
+        policy,
+        algorithm=config.algorithm,
+        optimizer=config.optimizer,
+        critic=config.critic,
+        temperature=config.rollout.temperature,
+        max_completion_length=config.rollout.max_completion_length,
+        max_steps=config.max_steps,
+        ranks=ranks,
+    )
+
+
+def facts_of(config: Config) -> dict[str, Any]:
+    """What describes a run; settings of accelerators stay out, they may hold the password of a database."""
+    settings = config.model_dump(mode="json") | {"accelerators": config.accelerators.enabled}
+    return {"algorithm": config.algorithm.advantage, "settings": settings}
+
+
+def rules_of(config: Config) -> dict[str, Any]:
+    """What decides the reward of an answer, and whether it is right."""
+    shape = {name: getattr(config.algorithm, name) for name in ("overlong_cache", "overlong_penalty")}
+    return {"task": config.task.model_dump(mode="json"), "longest": config.rollout.max_completion_length, **shape}
+
+
+def first_rows(limit: int | None) -> range | None:
+    """Numbers of the first prompts of a split; None: all of them."""
+    return None if limit is None else range(limit)
+
+
+class Trainer(TrainingLoop):
+    """One training run in one directory.
+
+    Args:
+        config: all settings.
+        output_dir: the run directory; made when it does not exist.
+        start: what the first evaluation finds, where a run of the same policy, task and seed has it already.
+        ranks: the processes that share the run, by :func:`python_trainer.distributed.start`; None: this one alone.
+        resume: go on from the newest checkpoint in it, if there is one.
+        timer: the clock that all seconds are read from; ``time.process_time`` counts the work of this program alone.
+
+    Raises:
+        UserError: something in the settings, files or model is no good. Nothing has been written then.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        output_dir: Path,
+        *,
+        resume: bool = False,
+        label: str = "train",
+        console: Console | None = None,
+        timer: Callable[[], float] = time.perf_counter,
+        start: Sequence[float] | None = None,
+        ranks: RankGroup | None = None,
+    ):
+        self.config, self.label, self.timer, self.ranks = config, label, timer, ranks or RankGroup()
+        if config.parallel != self.ranks.name:
+            raise UserError(
+                f"ranks must be of the kind that config.parallel names ({config.parallel}), got {self.ranks.name}: "
+                "use `with python_trainer.distributed.start(config.parallel) as ranks`, in processes that torchrun "
+                "started"
+            )
+        self.generation, self.seed = config.rollout, config.seed
+        self.folder = self.ranks.folder(output_dir)
+        self.console = self.ranks.console(console) or Console(stderr=True)
+        self.checkpoints, self.start = output_dir / "checkpoints", start
+        with self.ranks.together():
+            saved = self._load(output_dir, resume)
+        self.learner = make_learner(config, self.policy, self.ranks)
+        self.accelerators = [settings.make() for settings in config.accelerators.chosen()]
+        self.state = RunState(target=config.evaluation.target_accuracy)
+        self.facts, self.rules = facts_of(config), rules_of(config)
+        if saved is not None:
+            self._restore(saved)
+
+    def _load(self, output_dir: Path, resume: bool) -> dict[str, Any] | None:
+        """Task, policy and engine -> what the newest checkpoint holds, if there is one to go on from."""
+        config = self.config
+        check_output_dir(output_dir)
+        checkpoints = list_checkpoints(self.checkpoints)
+        if not resume and (checkpoints or any(row["step"] for row in read_metrics(output_dir))):
+            raise UserError(f"{output_dir} already holds a run: add --resume to go on, or choose another --output-dir")
+        saved = load_checkpoint(checkpoints[-1]) if resume and checkpoints else None
+        set_matmul_precision("highest")  # until the engine has checked the model
+        self.task = config.task.load()
+        self._accuracy_chosen = self.task.accuracy_chosen
+        for text in self.task.notes:
+            self._note(text)
+        splits = ["train", "test"]
+        for settings in config.accelerators.chosen():
+            splits += settings.splits(self.task)
+        self.policy = load_policy(config.model)
+        self.prompts = {}
+        for split in splits:
+            self._prompts(split)
+        if not self.prompts["train"]:
+            raise self._no_prompts("train")
+        self.ranks.prepare(self.policy)
+        engine = make_engine(config.rollout, config.model, self.policy, output_dir)
+        self.engine = self.ranks.engine(engine, self.policy)
+        self._heed_limit_of_engine()
+        set_matmul_precision(config.model.matmul_precision)
+        return saved
+
+    def _note(self, text: str) -> None:
+        """A line for the user, about what is no error but may not be meant so."""
+        self.console.print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
+
+    def _prompts(self, split: str) -> list[list[int]]:
+        """Token ids of the prompts of a split."""
+        if split not in self.prompts:
+            examples = getattr(self.task, split)
+            length = self.config.rollout.max_completion_length
+            self.prompts[split] = self.policy.encode_split(split, examples, length)
+        return self.prompts[split]
+
+    def _heed_limit_of_engine(self) -> None:
+        """Where it is below the model's, answers would otherwise end early without a word."""
+        policy, engine = self.policy, self.engine
+        if engine.max_positions < policy.max_length:
+            policy.max_length, policy.limited_by = engine.max_positions, engine.limited_by
+            length = self.config.rollout.max_completion_length
+            for split, encoded in self.prompts.items():
+                policy.check_room(split, getattr(self.task, split), encoded, length)
+
+    def _no_prompts(self, split: str) -> UserError:
+        size, path = (getattr(self.config.task, f"{split}_{kind}", None) for kind in ("size", "path"))
+        return UserError(
+            f"the task must have {split} prompts: task.{split}_size and task.{split}_path decide, got {size} and {path}"
+        )
+
+    def _restore(self, saved: dict[str, Any]) -> None:
+        names = {accelerator.name for accelerator in self.accelerators}
+        if set(saved["accelerators"]) != names:
+            raise UserError(
+                f"{self.folder} was run with the accelerators {sorted(saved['accelerators'])}, not {sorted(names)}"
+            )
+        if "model" not in saved:
+            saved |= read_shards(list_checkpoints(self.checkpoints)[-1], self.learner.state_dict())
+        if (self.learner.critic is None) != (saved["critic"] is None):
+            had, wanted = ("without", "not be gae") if saved["critic"] is None else ("with", "be gae")
+            raise UserError(
+                f"{self.folder} was run {had} a critic: algorithm.advantage must {wanted}, got "
+                f"{self.config.algorithm.advantage}"
+            )
+        self.state = RunState(**saved["state"])
+        self._look_back_for_target()
+        try:
+            self.learner.load_state_dict(saved)
+        except (RuntimeError, KeyError) as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(
+                f"the checkpoint in {self.folder} is of another model than the settings: {reason}"
+            ) from error
+        for accelerator in self.accelerators:
+            accelerator.load_state_dict(saved["accelerators"][accelerator.name])
+        if self.engine.lengths and saved.get("lengths"):
+            self.engine.lengths.load_state_dict(saved["lengths"])
+        self.engine.policy_updated()
+        self.engine.policy_version = self.state.policy_version
+
+    def _look_back_for_target(self) -> None:
+        """Where the target is another one than before, an evaluation of before may have reached it."""
+        state, target = self.state, self.config.evaluation.target_accuracy
+        if state.target == target:
+            return
+        state.target, state.seconds_to_target, state.tokens_to_target = target, None, None
+        for row in read_metrics(self.folder) if target is not None else ():
+            if row["step"] <= state.step and row.get("eval/accuracy", -1.0) >= target:
+                state.seconds_to_target = row["time/training_s"]
+                state.tokens_to_target = int(row["total/generated_tokens"])
+                break
+
+    def run(self) -> dict[str, Any]:
+        """Trains, and returns what is in summary.json."""
+        config, state = self.config, self.state
+        with self.ranks.together():
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                write_text(self.folder / "config.yaml", dump_config(config))
+            except OSError as error:
+                raise unusable_output_dir(self.folder, error.strerror) from error
+        self.clock = Clock(state.seconds, self.timer)
+        self.started = self.timer() - state.wall_s
+        resumed_at = state.step or None
+        if resumed_at is None:
+            self._begin()
+        with (
+            closing(self.engine),
+            StopSignal(loud=self.ranks.rank == 0) as stop,
+            Telemetry(
+                self.folder, config.max_steps, label=self.label, after_step=resumed_at, console=self.console
+            ) as telemetry,
+        ):
+            if resumed_at is None:
+                row = self.evaluation_row("start", known=self.start)
+                if self._target_ends_it():
+                    row |= self.evaluation_row("final")
+                telemetry.log(0, row | self.totals())
+            self.loop(telemetry, stop)
+        if config.save.save_model and self.ranks.rank == 0:
+            aside = self.folder / ".model.tmp"
+            self.policy.save(aside)
+            publish(aside, self.folder / "model")
+        summary = summarise(state, self.clock.seconds, wall_s=self._wall_seconds())
+        summary |= {"target_accuracy": config.evaluation.target_accuracy, "device": device_name(self.policy.device)}
+        summary["accelerators"] = {accelerator.name: accelerator.summary() for accelerator in self.accelerators}
+        write_text(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+        return summary
+
+    def _begin(self) -> None:
+        """Lets the accelerators prepare, on the run's clock and token counts."""
+        context = RunContext(
+            output_dir=self.folder,
+            tokenizer=self.policy.tokenizer,
+            prompts=self.prompts["train"],
+            answer=self._answer_once,
+            seed=self.seed,
+            console=self.console,
+            writes=self.ranks.rank == 0,
+        )
+        for accelerator in self.accelerators:
+            with self.timed(accelerator):
+                accelerator.begin(context)
+
+    def _answer_once(self, prompt_keys: Sequence[int], attempt: int) -> list[Rollout]:
+        """One whole answer to each of these training prompts, scored; another attempt has other noise."""
+        groups = self.groups_of(prompt_keys)
+        for group in groups:
+            group.num_samples, group.sample_id = 1, group.prompt_key
+        rollouts = self.generate(groups, keyed_seed(self.seed, "answer once", attempt))
+        self.score(groups, rollouts)
+        return rollouts
+
+    def evaluate_each(self, split: str, rows: range | None = None) -> list[float]:
+        """1 for every prompt answered right, else 0: one answer each, at temperature 1, always with the same noise."""
+        prompts, settings = self._prompts(split), self.generation
+        if not prompts:
+            raise self._no_prompts(split)
+        rows = range(len(prompts))[rows.start : rows.stop] if rows is not None else range(len(prompts))
+        requests = [Request(prompts[i], max_new_tokens=settings.max_completion_length, sample_id=i) for i in rows]
+        sampling = SamplingParams(seed=keyed_seed(self.seed, "evaluate", split), stop=tuple(settings.stop))
+        ids = [rollout.response_ids for rollout in self.engine.generate(requests, sampling)]
+        texts = [self.policy.decode(row) for row in ids]
+        scores = self.ranks.score(self.task, getattr(self.task, split)[rows.start : rows.stop], texts, ids)
+        self._note_partial(scores.rewards[self.task.accuracy])
+        return scores.accuracy
+
+    def _note_partial(self, rewards: Sequence[float | None]) -> None:
+        """Says once what counts as right, where nobody chose it and the rewards do not make it plain."""
+        partial = [reward for reward in rewards if reward is not None and reward > 0 and reward != 1]
+        if self._accuracy_chosen or not partial:
+            return
+        self._accuracy_chosen = True
+        self._note(
+            f"task.accuracy is not set, so an answer counts as right where {self.task.accuracy} gives more than 0.5, "
+            f"and to {len(partial)} of {len(rewards)} answers it gave neither 0 nor 1 but {partial[0]:.3g} and the "
+            "like; task.accuracy may name a reward function that gives 0 or 1 (weight 0 leaves the reward as it is)"
+        )
+
+    def evaluate(self, split: str, limit: int | None = None) -> float:
+        """Accuracy of one answer per prompt, as of :meth:`evaluate_each`."""
+        return fmean(self.evaluate_each(split, first_rows(limit)))
+
+    def evaluation_row(self, name: str | None = None, known: Sequence[float] | None = None) -> dict[str, float]:
+        """Evaluates on the test split, and notes when the target was reached; with a name, each result is kept."""
+        state, settings = self.state, self.config.evaluation
+        if not self.prompts["test"]:
+            return {}
+        seconds = self._training_seconds()
+        with self.clock.measure("eval"):
+            limit = settings.eval_limit_during if name is None else settings.eval_limit
+            correct = self.evaluate_each("test", first_rows(limit)) if known is None else known
+            if name is not None:
+                save_evaluation(self.folder, name, correct)
+        accuracy, target = fmean(correct), settings.target_accuracy
+        state.evaluations.append([state.step, accuracy])
+        if target is not None and accuracy >= target and state.seconds_to_target is None:
+            state.seconds_to_target = seconds
+            state.tokens_to_target = state.counts.get("generated_tokens", 0)
+        return {"eval/accuracy": accuracy}
+
+    def evaluation_due(self) -> bool:
+        every = self.config.evaluation.eval_steps
+        return every > 0 and self.state.step % every == 0
+
+    def save_due(self) -> bool:
+        every = self.config.save.save_steps
+        return every > 0 and self.state.step % every == 0
+
+    def _wall_seconds(self) -> float:
+        """Since training began, over all resumed parts; loading the model is not in it."""
+        return self.timer() - self.started
+
+    def _training_seconds(self) -> float:
+        """Wall time without evaluations."""
+        return self._wall_seconds() - self.clock.seconds.get("eval", 0.0)
+
+    def finished(self) -> bool:
+        late = self.config.max_seconds is not None and self._training_seconds() >= self.config.max_seconds
+        ended = self.state.step >= self.config.max_steps or self._target_ends_it()
+        return self.ranks.first(ended or (late and self.state.step > 0))
+
+    def _target_ends_it(self) -> bool:
+        return self.config.evaluation.stop_at_target and self.state.seconds_to_target is not None
+
+    def seconds_left(self) -> float:
+        """By the mean step so far, or until max_seconds."""
+        spent, step = self._training_seconds(), self.state.step
+        left = spent / step * (self.config.max_steps - step)
+        return left if self.config.max_seconds is None else max(min(left, self.config.max_seconds - spent), 0.0)
+
+    def totals(self) -> dict[str, float]:
+        return {
+            "time/wall_s": self._wall_seconds(),
+            "time/training_s": self._training_seconds(),
+            "total/generated_tokens": self.state.counts.get("generated_tokens", 0),
+        }
+
+    def save(self) -> None:
+        state = self.state
+        state.wall_s, state.seconds = self._wall_seconds(), dict(self.clock.seconds)
+        state.policy_version = self.engine.policy_version
+        states = {accelerator.name: accelerator.state_dict() for accelerator in self.accelerators}
+        lengths = self.engine.lengths.state_dict() if self.engine.lengths else None
+        saved = {"state": asdict(state), "accelerators": states, "lengths": lengths}
+        self.ranks.save(
+            self.checkpoints, state.step, saved, self.learner.state_dict(), keep=self.config.save.save_total_limit
+        )

@@ -1,0 +1,132 @@
+"""Tasks whose prompts lie in JSONL files; every problem with one names the file, the line and what is allowed."""
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import model_validator
+
+from python_trainer.data import Example
+from python_trainer.errors import UserError
+from python_trainer.tasks.settings import TaskSettings
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Examples of a task, and what the user may want to know about the files."""
+
+    train: Sequence[Example]
+    gate: Sequence[Example]
+    test: Sequence[Example]
+    notes: Sequence[str]
+
+
+class FileTaskSettings(TaskSettings):
+    """Settings of tasks from files. A subclass reads one of them."""
+
+    train_path: Path | None = None
+    """JSONL file with the training examples."""
+    test_path: Path | None = None
+    """JSONL file with the test examples."""
+    gate_path: Path | None = None
+    """JSONL file with the gate examples; null: gate_size examples are taken out of the training file."""
+    chat: bool = False
+    """Give a prompt that is a string as one user message through the tokenizer's chat template."""
+
+    @model_validator(mode="after")
+    def _has_files(self) -> "FileTaskSettings":
+        files = [field for field in ("train_path", "test_path") if getattr(self, field) is None]
+        if files:
+            raise ValueError(f"task {self.name} needs {' and '.join(files)}: a JSONL file")
+        return self
+
+    def read(self, path: Path) -> tuple[list[Example], list[str]]:
+        """The examples of a file, and notes about it."""
+        raise NotImplementedError
+
+    def splits(self) -> Splits:
+        """The examples of all files.
+
+        Raises:
+            UserError: a file that cannot be read or holds too few examples.
+        """
+        assert self.train_path is not None and self.test_path is not None  # the validator sees to it
+        train, notes = self._read(self.train_path)
+        if self.gate_path:
+            gate, more = self._read(self.gate_path)
+            notes += more
+            # the gate's bound holds for prompts in random order
+            random.Random(f"gate order/{self.seed}").shuffle(gate)
+            gate = limited(gate, self.gate_size, self.gate_path, "gate_size")
+        else:
+            train, gate = self._taken_out(train)
+        test, more = self._read(self.test_path)
+        notes += more
+        return Splits(
+            limited(train, self.train_size, self.train_path, "train_size"),
+            gate,
+            limited(test, self.test_size, self.test_path, "test_size"),
+            list(dict.fromkeys(notes)),  # one file may serve twice
+        )
+
+    def _read(self, path: Path) -> tuple[list[Example], list[str]]:
+        examples, notes = self.read(path)
+        return [as_chat(example) for example in examples] if self.chat else examples, list(notes)
+
+    def _taken_out(self, train: list[Example]) -> tuple[list[Example], list[Example]]:
+        """Training examples, some of which become gate examples."""
+        size = self.gate_size or 0
+        if size >= len(train):
+            raise UserError(f"gate_size {size} leaves nothing of {self.train_path}, which has {len(train)} examples")
+        held_out = random.Random(f"gate/{self.seed}").sample(range(len(train)), size)
+        gate = [train[index] for index in held_out]  # in this order, which is random
+        rest = sorted(set(range(len(train))) - set(held_out))
+        return [train[index] for index in rest], gate
+
+
+def as_chat(example: Example) -> Example:
+    """With the prompt as one user message, if it is text."""
+    if isinstance(example.prompt, str):
+        return replace(example, prompt=[{"role": "user", "content": example.prompt}])
+    return example
+
+
+def limited(examples: list[Example], size: int | None, path: Path, field: str) -> list[Example]:
+    """The first ``size`` of them."""
+    if size is not None and size > len(examples):
+        raise UserError(f"{field} is {size}, but {path} has {len(examples)} examples")
+    return examples[:size]
+
+
+def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    """(line number, object) of every line that is not blank."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as UTF-8 text: {error}") from error
+    rows = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path}:{number}: not JSON: {error}; allowed: one JSON object a line") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{path}:{number}: {type(row).__name__} {line[:60]!r}; allowed: one JSON object a line")
+        rows.append((number, row))
+    if not rows:
+        raise UserError(f"{path}: no examples; at least one line with a JSON object is needed")
+    return rows
+
+
+def text_column(path: Path, number: int, row: dict[str, Any], column: str) -> str:
+    """A column that must be a non-empty string."""
+    if column not in row:
+        raise UserError(f"{path}:{number}: no column {column!r}; the line has {', '.join(map(repr, row)) or 'none'}")
+    if not isinstance(row[column], str) or not row[column]:
+        raise UserError(f"{path}:{number}: {column} is {row[column]!r:.80}; allowed: a string that is not empty")
+    return row[column]

@@ -1,0 +1,31 @@
+"""Where rank-1 weight updates are heading, and the gate that every prediction must pass (AlphaRL, arXiv 2510.00553)."""
+
+from rlkernels.extrapolation.attempt import Attempt
+from rlkernels.extrapolation.gate import Comparison, Gate
+from rlkernels.extrapolation.predictors import (
+    PREDICTORS,
+    Limits,
+    Predictor,
+    Refusal,
+    Target,
+    extrapolate,
+    refusal,
+    skill,
+)
+from rlkernels.extrapolation.trajectory import Points, RankOneTrajectory
+
+__all__ = [
+    "PREDICTORS",
+    "Attempt",
+    "Comparison",
+    "Gate",
+    "Limits",
+    "Points",
+    "Predictor",
+    "RankOneTrajectory",
+    "Refusal",
+    "Target",
+    "extrapolate",
+    "refusal",
+    "skill",
+]

@@ -1,0 +1,104 @@
+"""One attempt to take weights further, in its three steps: objections, a prediction, and the gate."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rlkernels import _check
+from rlkernels.extrapolation.gate import Gate, try_candidates
+from rlkernels.extrapolation.predictors import (
+    Limits,
+    Predictor,
+    Refusal,
+    Target,
+    extrapolate,
+    find_predictor,
+    refusal,
+)
+from rlkernels.extrapolation.trajectory import Points, RankOneTrajectory
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """How weights are taken further: when not to try, how far, and how candidates are judged.
+
+    Raises:
+        TypeError, ValueError: a setting of another type or out of range.
+    """
+
+    predictor: str | Predictor = "full"  # one of ``PREDICTORS``, by name or of your own
+    horizon: float = 2.0  # the target is this many times the tracked steps; above 1
+    accuracy: float = 1.0  # the target of predictors that go by accuracy
+    scale: float | str = 1.0  # as for ``extrapolate``, and the next one
+    keep_rest: bool = True
+    limits: Limits = field(default_factory=Limits)
+    prompts: int = 512  # most gate prompts that a candidate is held against
+    max_tries: int = 3  # candidates
+    shrink: float = 0.5  # candidate k goes shrink^k of the way
+
+    def __post_init__(self) -> None:
+        find_predictor(self.predictor)
+        _check.number("horizon", self.horizon)
+        if not self.horizon > 1:
+            raise ValueError(f"horizon must be above 1, got {self.horizon!r}")
+        _check.integer("prompts", self.prompts, 1)
+        _check.integer("max_tries", self.max_tries, 1)
+        _check.share("shrink", self.shrink)
+
+    def refusal(self, trajectory: RankOneTrajectory) -> Refusal | None:
+        """Why nothing should be tried now; None when nothing speaks against it."""
+        return refusal(trajectory, self.predictor, self.limits)
+
+    def predict(self, trajectory: RankOneTrajectory, weights: Mapping[str, torch.Tensor], *,
+                points: Mapping[str, Points] | None = None) -> dict[str, torch.Tensor]:  # fmt: skip
+        """Predicted weights by name; arguments and errors as for :func:`rlkernels.extrapolate`."""
+        target = Target(self.horizon * trajectory.steps[-1], self.accuracy)
+        return extrapolate(trajectory, weights, target, predictor=self.predictor, scale=self.scale,
+                           keep_rest=self.keep_rest, limits=self.limits, points=points)  # fmt: skip
+
+    @torch.no_grad()
+    def judge(self, gate: Gate, predicted: Mapping[str, torch.Tensor], places: Mapping[str, Sequence[torch.Tensor]],
+              evaluate: Callable[[range], Sequence[float]], *, available: int,
+              changed: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:  # fmt: skip
+        """Writes candidates until the gate accepts one; otherwise the weights end up as they were, bit for bit.
+
+        Args:
+            gate: whose level counts all candidates of a run.
+            predicted: name -> weights [m, n], float32.
+            places: name -> the tensors that hold this weight, the most precise one first (a float32 master copy, then
+                the parameter that is rounded from it); at least the names of ``predicted``.
+            evaluate: numbers of gate prompts -> 0 or 1 for each, with the weights that the model has.
+            available: how many gate prompts there are.
+            changed: called after every change of the weights, and once at the end.
+
+        Returns:
+            A dictionary for each candidate: its ``factor`` and the fields of :class:`Comparison`. The last one is in
+            the model if it was ``accepted``.
+
+        Raises:
+            ValueError: an evaluation of other prompts than it was asked for; the weights are as they were then.
+        """
+        saved = {name: [place.detach().clone() for place in places[name]] for name in predicted}
+
+        def write(weights: Mapping[str, torch.Tensor]) -> None:
+            for name, weight in weights.items():
+                for place in places[name]:
+                    place.copy_(weight)
+            changed()
+
+        accepted = False
+        try:
+            tries = try_candidates(
+                gate, {name: values[0] for name, values in saved.items()}, predicted, write=write, evaluate=evaluate,
+                prompts=self.prompts, available=available, max_tries=self.max_tries, shrink=self.shrink,
+            )  # fmt: skip
+            accepted = tries[-1]["accepted"]
+        finally:
+            if not accepted:
+                for name, values in saved.items():
+                    for place, value in zip(places[name], values):
+                        place.copy_(value)
+            changed()
+        return tries

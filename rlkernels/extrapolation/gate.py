@@ -1,0 +1,181 @@
+"""The gate that every extrapolation must pass: right answers before and after on held-out prompts, paired."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from rlkernels import _check
+
+# Judged after so many eighths of the prompts. A look costs the passes of the longest answer in it, however few answers
+# there are, so fewer prompts than an eighth would be hardly cheaper.
+LOOKS = (1, 2, 3, 4, 6, 8)
+
+
+def improvement_e_value(gained: int, lost: int) -> float:
+    """Evidence that more prompts are gained than lost, whenever one looks.
+
+    The likelihood ratio of "each prompt that changed was gained with probability q", averaged over q from 1/2 to 1,
+    against q = 1/2. When ``q <= 1/2`` it exceeds 1 / a with probability at most a, even if one looks after every
+    prompt and stops at the best moment (a test martingale; Ville's inequality).
+
+    Args:
+        gained: prompts answered right after and wrong before.
+        lost: the other way round.
+
+    Returns:
+        ``sum_{k <= gained} C(n + 1, k) / ((n + 1) C(n, gained))`` with ``n = gained + lost``; 1 when nothing changed,
+        infinity beyond what a float holds.
+    """
+    changed = gained + lost
+    tail = sum(math.comb(changed + 1, k) for k in range(gained + 1))
+    try:
+        return tail / ((changed + 1) * math.comb(changed, gained))
+    except OverflowError:  # of integers of any length
+        return math.inf
+
+
+def count_changes(after: Sequence[float], before: Sequence[float]) -> tuple[int, int]:
+    """Prompts gained and lost, of answers that are right (above 0.5) or wrong.
+
+    Raises:
+        ValueError: numbers of prompts that differ, or none.
+    """
+    if len(after) != len(before) or len(after) == 0:
+        counts = [len(after), len(before)]
+        raise ValueError(f"a paired comparison needs the same prompts, at least one, got {counts}")
+    gained = sum(bool(a > 0.5 >= b) for a, b in zip(after, before))
+    lost = sum(bool(b > 0.5 >= a) for a, b in zip(after, before))
+    return gained, lost
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One candidate held against the weights that it would replace."""
+
+    before: float  # accuracy on the prompts that were looked at
+    after: float
+    prompts: int
+    e_value: float  # evidence of an improvement
+    needed: float  # for acceptance
+    accepted: bool
+
+
+class Gate:
+    """Accepts what is shown to answer more prompts right.
+
+    Prompts that both sets of weights answer with the same noise are compared in growing parts, see
+    :func:`improvement_e_value`. It ends as soon as the evidence suffices, or as the rest of the prompts would not
+    change the verdict if they went like those seen so far. Candidate number k of a run needs evidence of
+    ``k (k + 1) / level``, so the chance that a run ever accepts weights that are no better stays below ``level``,
+    however many candidates there are. That holds for prompts in random order, and for each attempt by itself; later
+    attempts of a run begin with prompts that earlier ones have not used, as long as there are any.
+
+    Args:
+        level: that chance, between 0 and 1.
+
+    Raises:
+        TypeError, ValueError: a level that is no number between the two.
+
+    Attributes:
+        comparisons, position: how many there were, and the prompt that the next attempt begins with: its state.
+    """
+
+    def __init__(self, level: float, comparisons: int = 0, position: int = 0):
+        _check.share("level", level)
+        self.level, self.comparisons, self.position = level, comparisons, position
+
+    def compare(self, after: Sequence[float], before: Sequence[float]) -> Comparison:
+        """Judges one candidate by all prompts at once; ``after`` and ``before`` are 0 or 1 for each.
+
+        Raises:
+            ValueError: numbers of prompts that differ, or none.
+        """
+        self.comparisons += 1
+        return self._judge(after, before)
+
+    def _judge(self, after: Sequence[float], before: Sequence[float]) -> Comparison:
+        e_value = improvement_e_value(*count_changes(after, before))
+        means = math.fsum(before) / len(before), math.fsum(after) / len(after)
+        needed = self.comparisons * (self.comparisons + 1) / self.level
+        return Comparison(*means, len(after), e_value, needed, e_value >= needed)
+
+    def _hopeless(self, after: Sequence[float], before: Sequence[float], prompts: int, needed: float) -> bool:
+        """Whether prompts that go on like this would not be enough."""
+        gained, lost = (round(count * prompts / len(after)) for count in count_changes(after, before))
+        return improvement_e_value(gained, lost) < needed
+
+    def compare_in_parts(
+        self, after: Callable[[int], Sequence[float]], before: Callable[[int], Sequence[float]], prompts: int
+    ) -> Comparison:
+        """Judges one candidate, looking at no more prompts than it takes.
+
+        Args:
+            after, before: number of prompts -> 0 or 1 for each of so many, in an order that does not change.
+            prompts: how many there are.
+        """
+        self.comparisons += 1
+        for look in LOOKS:
+            count = -(-prompts * look // LOOKS[-1])
+            seen = before(count), after(count)
+            found = self._judge(seen[1], seen[0])
+            if found.accepted or self._hopeless(seen[1], seen[0], prompts, found.needed):
+                break
+        return found
+
+
+class Answers:
+    """Right or wrong for the first prompts from ``position`` on, asked for only as far as they are needed."""
+
+    def __init__(self, evaluate: Callable[[range], Sequence[float]], available: int, position: int):
+        self.evaluate, self.available, self.position = evaluate, available, position
+        self.known: list[float] = []
+
+    def __call__(self, count: int) -> list[float]:
+        while len(self.known) < count:
+            first = (self.position + len(self.known)) % self.available
+            rows = range(first, min(first + count - len(self.known), self.available))
+            found = list(self.evaluate(rows))
+            if len(found) != len(rows):
+                raise ValueError(f"evaluate must return one number for each of {len(rows)} prompts, got {len(found)}")
+            self.known += found
+        return self.known[:count]
+
+
+def try_candidates(gate: Gate, present: Mapping[str, torch.Tensor], predicted: Mapping[str, torch.Tensor], *,
+                   write: Callable[[Mapping[str, torch.Tensor]], None], evaluate: Callable[[range], Sequence[float]],
+                   prompts: int, available: int, max_tries: int, shrink: float) -> list[dict[str, Any]]:  # fmt: skip
+    """Writes candidates until the gate accepts one. What was there before is for the caller to put back.
+
+    Args:
+        present: name -> weights as they are.
+        predicted: name -> weights, float32. Candidate k takes the share shrink^k of the way to them.
+        write: puts weights into the model.
+        evaluate: numbers of gate prompts -> 0 or 1 for each, with the weights that the model has.
+        prompts, available: how many gate prompts are looked at for a candidate, at most, and how many there are.
+
+    Returns:
+        A dictionary for each that was tried: its ``factor`` and the fields of :class:`Comparison`.
+    """
+    inside: Mapping[str, torch.Tensor] = present  # the weights that the model has
+
+    def with_weights(weights: Mapping[str, torch.Tensor]) -> Answers:
+        def answer(rows: range) -> Sequence[float]:
+            nonlocal inside
+            if inside is not weights:
+                write(weights)
+                inside = weights
+            return evaluate(rows)
+
+        return Answers(answer, available, gate.position)
+
+    before, tries = with_weights(present), list[dict[str, Any]]()
+    while len(tries) < max_tries and not (tries and tries[-1]["accepted"]):
+        factor = shrink ** len(tries)
+        candidate = {name: torch.lerp(present[name].float(), weight, factor) for name, weight in predicted.items()}
+        found = gate.compare_in_parts(with_weights(candidate), before, prompts)  # asks for those of `before` first
+        tries.append({"factor": factor, **asdict(found)})
+    gate.position = (gate.position + len(before.known)) % available
+    return tries

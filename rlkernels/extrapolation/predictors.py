@@ -1,0 +1,291 @@
+"""Where a module's update is heading: predictors of x = (W - W_0) v_T, a test of their skill, and when not to try.
+
+A predictor maps the points of one module to x at a later step or a higher accuracy. None of them is trusted on its
+own: :func:`skill` says how it would have done on points it has not seen, :func:`refusal` when there is nothing to
+extrapolate, and whoever applies a prediction must hold it against prompts that were kept aside.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from rlkernels import _check
+from rlkernels.extrapolation.trajectory import Points, RankOneTrajectory
+from rlkernels.rank1.update import GAP_FLOOR
+
+
+@dataclass(frozen=True)
+class Target:
+    """What to extrapolate to; a predictor uses one of the two."""
+
+    step: float  # on the scale of the tracked steps
+    accuracy: float = 1.0  # on the scale of the tracked accuracies
+
+
+class Predictor(ABC):
+    """One interface: points of one module and a target -> x [m] at the target, float32."""
+
+    name = ""
+    min_points = 2
+    whole = False  # the prediction stands for the whole update, stretched, not only for its part along v
+
+    def __call__(self, points: Points, target: Target) -> torch.Tensor:
+        """Predicts.
+
+        Raises:
+            ValueError: too few points, or points that cannot be extrapolated, such as an accuracy that never moved.
+        """
+        if len(points.steps) < self.min_points:
+            raise ValueError(f"{self.name} needs at least {self.min_points} points, got {len(points.steps)}")
+        x = self.predict(points, target)
+        if not x.isfinite().all():
+            raise ValueError(f"{self.name} found no finite prediction for step {target.step:g}")
+        return x.float()
+
+    @abstractmethod
+    def predict(self, points: Points, target: Target) -> torch.Tensor:
+        """x [m] at the target, of any floating type; the points are enough and on one device."""
+
+
+class PLS(Predictor):
+    """One-component partial least squares of x against accuracy, inverted at the target accuracy (AlphaRL, section 4).
+
+    The paper inverts at an accuracy of 1. Divides by the slope of accuracy, which makes it explode when that is flat.
+    """
+
+    name, min_points = "pls", 3
+
+    def predict(self, points: Points, target: Target) -> torch.Tensor:
+        x, y = points.x.double(), points.accuracy.to(points.x.device)
+        mean, std, middle = x.mean(0), x.std(0), y.mean()
+        scaled = torch.where(std > 0, (x - mean) / std, 0.0)  # [T, m]
+        y = y - middle
+        w = scaled.T @ y
+        t = scaled @ (w / w.norm())  # [T]
+        square = t @ t
+        p, slope = scaled.T @ t / square, (t @ y) / square
+        return mean + std * p * (target.accuracy - middle) / slope
+
+
+class Secant(Predictor):
+    """The line through the latest point and the one nearest to half its step, followed to the target step."""
+
+    name = "secant"
+
+    def predict(self, points: Points, target: Target) -> torch.Tensor:
+        last = points.steps[-1]
+        near = int((points.steps[:-1] - last / 2).abs().argmin())
+        rate = (target.step - last) / (last - points.steps[near])
+        return points.x[-1] + float(rate) * (points.x[-1] - points.x[near])
+
+
+def _line(points: Points) -> torch.Tensor:
+    """float64 [T, 2]: the terms of a line in the step, on the CPU, where LAPACK's driver for any rank is."""
+    steps = points.steps.cpu()
+    return torch.stack([torch.ones_like(steps), steps], 1)
+
+
+class TemporalRank1(Predictor):
+    """x_t = c_t d with the leading direction d over time, and c a line in the step by least squares (as in RELEX).
+
+    The leading direction comes from the T x T Gram matrix of the points, so its cost does not grow with m^2.
+    """
+
+    name = "temporal"
+
+    def predict(self, points: Points, target: Target) -> torch.Tensor:
+        x = points.x.double()
+        c = torch.linalg.eigh((x @ x.T).cpu()).eigenvectors[:, -1]  # [T], unit length
+        direction = c.to(x.device) @ x  # x_t ~ c_t d
+        offset, slope = torch.linalg.lstsq(_line(points), c[:, None], driver="gelsd").solution[:, 0]
+        return float(offset + slope * target.step) * direction
+
+
+class FullDelta(Predictor):
+    """W_0 + b (W_t - W_0) with b = target step / latest step: the whole update, of every rank, goes on in a line."""
+
+    name, min_points, whole = "full", 1, True
+
+    def predict(self, points: Points, target: Target) -> torch.Tensor:
+        return float(target.step / points.steps[-1]) * points.x[-1]
+
+
+PREDICTORS: dict[str, Predictor] = {p.name: p for p in (PLS(), Secant(), TemporalRank1(), FullDelta())}
+
+
+def find_predictor(predictor: str | Predictor) -> Predictor:
+    """One of ``PREDICTORS`` by its name, or the predictor itself; raises ValueError for another name."""
+    if isinstance(predictor, Predictor):
+        return predictor
+    _check.one_of("predictor", predictor, PREDICTORS)
+    return PREDICTORS[predictor]
+
+
+def skill(trajectory: RankOneTrajectory, predictor: str | Predictor, *, holdout: int = 1) -> float:
+    """Back-test: how much better than "nothing moves any more" the last point would have been predicted.
+
+    The last ``holdout`` points are left out; direction and points are those of the step before them, the target is the
+    step and accuracy of the last point.
+
+    Args:
+        trajectory: what was tracked so far.
+        predictor: one of ``PREDICTORS``, by name or of your own.
+        holdout: points to be predicted, >= 1.
+
+    Raises:
+        ValueError: an unknown predictor; a holdout that is not positive.
+
+    Returns:
+        1 - sum |prediction - x_T|^2 / sum |x_(T - holdout) - x_T|^2 over all modules, at most 1; -inf where the
+        predictor has too few points or finds none.
+    """
+    predictor = find_predictor(predictor)
+    holdout = _check.integer("holdout", holdout, 1)
+    if len(trajectory) <= holdout:
+        return -math.inf
+    wrong = moved = 0.0
+    for name in trajectory.base:
+        points = trajectory.points(name, at=-1 - holdout)
+        truth, known = points.x[-1], points.until(len(points.steps) - holdout)
+        try:
+            guess = predictor(known, Target(float(points.steps[-1]), float(points.accuracy[-1])))
+        except ValueError:
+            return -math.inf
+        wrong += float((guess - truth).double().square().sum())
+        moved += float((known.x[-1] - truth).double().square().sum())
+    return 1 - wrong / moved if moved else -math.inf
+
+
+def linearity(points: Points) -> float:
+    """R^2 of x_t as straight lines in the step, of all entries together; NaN with fewer than three points."""
+    if len(points.steps) < 3:
+        return math.nan
+    x = points.x.double().cpu()
+    line = _line(points)
+    rest = x - line @ torch.linalg.lstsq(line, x, driver="gelsd").solution
+    total = (x - x.mean(0)).square().sum()
+    return float(1 - rest.square().sum() / total) if total > 0 else math.nan
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When an extrapolation is refused."""
+
+    min_gap: float = GAP_FLOOR  # 1 - sigma2 / sigma1: below it the leading direction is not defined
+    noise_factor: float = 3.0  # sigma1 must exceed this many times what rounding the weights adds
+    min_rise: float = 0.02  # of the accuracy, from the first third of the tracked steps to the last
+    min_cosine: float = 0.7  # between the directions at half the latest step and at the latest
+    min_skill: float = 0.0  # the back-test must exceed it
+    min_share: float = 0.5  # of the squared norm of all updates that must lie in modules without objection
+    holdout: int = 1  # points left out in the back-test
+
+
+def module_refusal(trajectory: RankOneTrajectory, name: str, limits: Limits) -> str | None:
+    """Why one module cannot be extrapolated; None when it can."""
+    facts, status = trajectory.facts(name), trajectory.status(name)
+    if status == "zero":
+        return "no update"
+    if status == "ill_defined" or facts["gap"] < limits.min_gap:
+        return "low gap"
+    if facts["sigma"] < limits.noise_factor * facts["noise"]:
+        return "storage noise"
+    points = trajectory.points(name)
+    near = int((points.steps - points.steps[-1] / 2).abs().argmin())
+    if points.cosine[near] < limits.min_cosine:
+        return "direction still turning"
+    return None
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why nothing is extrapolated."""
+
+    reason: str  # few points | flat accuracy | low gap | storage noise | direction still turning | no update | no skill
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.reason} ({self.detail})"
+
+
+def refusal(trajectory: RankOneTrajectory, predictor: str | Predictor, limits: Limits | None = None) -> Refusal | None:
+    """Why this predictor should not be tried on this trajectory now; None when nothing speaks against it.
+
+    Args:
+        trajectory: what was tracked so far.
+        predictor: one of ``PREDICTORS``, by name or of your own.
+        limits: None for the defaults.
+
+    Returns:
+        Kind of the first objection, and the figures that make it one.
+
+    Raises:
+        ValueError: an unknown predictor.
+    """
+    predictor, limits = find_predictor(predictor), limits or Limits()
+    needed = max(predictor.min_points + limits.holdout, 3)
+    if len(trajectory) < needed:
+        return Refusal("few points", f"{predictor.name} needs {needed} tracked steps, there are {len(trajectory)}")
+    third = len(trajectory) // 3
+    rise = sum(trajectory.accuracy[-third:]) / third - sum(trajectory.accuracy[:third]) / third
+    if not rise >= limits.min_rise:
+        return Refusal("flat accuracy", f"rose by {rise:.3f}, less than {limits.min_rise:g}")
+    squares: dict[str | None, float] = {}
+    for name in trajectory.base:
+        reason = module_refusal(trajectory, name, limits)
+        squares[reason] = squares.get(reason, 0.0) + trajectory.facts(name)["frobenius"] ** 2
+    total, kept = sum(squares.values()), squares.pop(None, 0.0)
+    if total == 0 or (squares and kept < limits.min_share * total):
+        worst = max(squares, key=lambda reason: squares[reason]) or "no update"
+        return Refusal(worst, f"modules with {1 - kept / total if total else 1:.0%} of the squared update are refused")
+    found = skill(trajectory, predictor, holdout=limits.holdout)
+    if not found > limits.min_skill:
+        return Refusal("no skill", f"back-test {found:.2f}, needs more than {limits.min_skill:g}")
+    return None
+
+
+def extrapolate(trajectory: RankOneTrajectory, weights: Mapping[str, torch.Tensor], target: Target, *,
+                predictor: str | Predictor = "secant", scale: float | str = 1.0, keep_rest: bool = True,
+                limits: Limits | None = None, points: Mapping[str, Points] | None = None,
+                ) -> dict[str, torch.Tensor]:  # fmt: skip
+    """Predicted weights of the modules that :func:`module_refusal` has nothing against.
+
+    Args:
+        trajectory: what was tracked so far.
+        weights: name -> W_T [m, n], the weights of the latest tracked step; not changed.
+        target: step and accuracy to go to.
+        predictor: one of ``PREDICTORS``, by name or of your own.
+        scale: factor a on the predicted x. "alpha" gives the rank-1 update the Frobenius norm of the whole one,
+            |W_T - W_0| / |x_T|, as AlphaRL does; meant for ``keep_rest=False``.
+        keep_rest: True: what the update holds beyond v_T stays as trained, W_T + (a x - x_T) v_T^T. False: it is
+            dropped as in AlphaRL, W_0 + a x v_T^T. Predictors of the whole update keep everything, stretched.
+        limits: what a module must fulfil to be extrapolated; None for the defaults.
+        points: exact ones, from ``trajectory.exact_points``; otherwise those of the factors.
+
+    Returns:
+        name -> float32 [m, n]. Nothing has been tested on them: hold them against prompts kept aside.
+
+    Raises:
+        ValueError: an unknown predictor or scale; a prediction that is not finite.
+    """
+    predictor = find_predictor(predictor)
+    if scale != "alpha" and not (isinstance(scale, int | float) and math.isfinite(scale)):
+        raise ValueError(f"scale must be 'alpha' or a finite number, got {scale!r}")
+    out = {}
+    for name, base in trajectory.base.items():
+        if module_refusal(trajectory, name, limits or Limits()) is not None:
+            continue
+        known, weight = points[name] if points else trajectory.points(name), weights[name].detach().float()
+        last = known.x[-1]
+        factor = float(known.frobenius[-1]) / float(last.norm()) if scale == "alpha" else float(scale)
+        x = factor * predictor(known, target)
+        if predictor.whole:
+            stretch = float(x @ last) / float(last @ last)
+            out[name] = base.float() + stretch * (weight - base.float())
+        elif keep_rest:
+            out[name] = weight + torch.outer(x - last, known.v)
+        else:
+            out[name] = base.float() + torch.outer(x, known.v)
+    return out

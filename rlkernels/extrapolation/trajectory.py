@@ -1,0 +1,237 @@
+"""How the weight update of every module moves along its leading direction while a model trains.
+
+AlphaRL (arXiv 2510.00553) follows x_t = sigma_t u_t over checkpoints, whose sign and order are ambiguous. Here
+x_t = (W_t - W_0) v_T with the direction v_T of the latest step alone, which is neither. Old weights are gone during
+training, so each tracked step leaves factors of low rank; from saved checkpoints x_t is exact.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from rlkernels import _check
+from rlkernels.rank1 import reference
+from rlkernels.rank1.ops import DTYPES, check_settings, delta_matvec, leading_deltas
+from rlkernels.rank1.update import STATUSES
+
+MAX_POINTS = 64  # tracked steps that are kept: factors of every projection of a model, each
+FACTS = ("sigma", "frobenius", "gap", "angle_bound", "changed", "noise", "status")
+
+
+@dataclass(frozen=True)
+class Points:
+    """The trajectory of one module [m, n] at T tracked steps, oldest first, along the direction of the last of them."""
+
+    steps: torch.Tensor  # float64 [T]
+    accuracy: torch.Tensor  # float64 [T]
+    x: torch.Tensor  # float32 [T, m], (W_t - W_0) v_T
+    v: torch.Tensor  # float32 [n], v_T
+    captured: torch.Tensor  # float64 [T], length of v_T within the factors kept of step t; 1: x_t is exact
+    cosine: torch.Tensor  # float64 [T], |cos(v_t, v_T)|
+    frobenius: torch.Tensor  # float64 [T], |W_t - W_0|
+
+    def until(self, count: int) -> "Points":
+        """The first ``count`` steps; ``v`` stays."""
+        rows = {name: getattr(self, name)[:count] for name in ("steps", "accuracy", "x", "captured", "cosine")}
+        return replace(self, **rows, frobenius=self.frobenius[:count])
+
+
+def storage_noise(weight: torch.Tensor, base: torch.Tensor, frobenius: float) -> float:
+    """Spectral norm that rounding ``weight`` to its dtype adds to the delta, as for independent errors.
+
+    An entry that changed is off by up to half its spacing (variance spacing^2 / 12). One that did not change lost what
+    it should have moved: the same, or the root mean square of the delta where that is less. A random [m, n] matrix
+    with root mean square r has a spectral norm near r (sqrt(m) + sqrt(n)).
+
+    Args:
+        frobenius: norm of the delta.
+    """
+    count, eps = weight.numel(), torch.finfo(weight.dtype).eps
+    moved = frobenius**2 / count / (eps**2 / 12)  # in the unit of the squares below
+    total = 0.0
+    for w, b in zip(weight.split(reference.ROWS), base.split(reference.ROWS)):
+        # 2^exponent: a float32 without sign and mantissa; its square is exact, and 0 where it would be below 2^-149
+        power = (w.float().view(torch.int32) & 0x7F800000).view(torch.float32).square_()
+        total += float(torch.where(w != b, power, power.clamp_max(moved)).sum(dtype=torch.float64))
+    total *= eps**2 / 12
+    return math.sqrt(total / count) * (math.sqrt(weight.shape[0]) + math.sqrt(weight.shape[1]))
+
+
+class RankOneTrajectory:
+    """Factors of the tracked updates of some modules, and their trajectories along the latest direction.
+
+    64 tracked steps are kept. When there are more, the one goes whose neighbours lie closest together, so that they
+    stay spread over all of training; the first and the latest stay.
+
+    Args:
+        base: name -> W_0 [m, n], bfloat16, float16 or float32; kept by reference and must not change.
+        rank: of the factors that are kept of every tracked step.
+        tol, seed: as for :func:`rlkernels.top1_delta`.
+
+    Raises:
+        TypeError, ValueError: a tensor or setting that :func:`rlkernels.top1_delta` would not take.
+
+    Attributes:
+        steps, accuracy: of the tracked steps that are kept, oldest first.
+    """
+
+    def __init__(self, base: Mapping[str, torch.Tensor], *, rank: int = 4, tol: float = 1e-2, seed: int = 0) -> None:
+        if not base:
+            raise ValueError("base must hold at least one module, got none")
+        for name, tensor in base.items():
+            _check.tensor(f"base of {name!r}", tensor, ndim=2, dtype=DTYPES)
+            if tensor.numel() == 0:
+                raise ValueError(
+                    f"base of {name!r} must have at least one row and one column, got shape {list(tensor.shape)}"
+                )
+        check_settings(tol, 1, seed)
+        self.base, self.rank, self.tol, self.seed = dict(base), _check.integer("rank", rank, 1), tol, seed
+        self.steps: list[int] = []
+        self.accuracy: list[float] = []
+        self._left: dict[str, list[torch.Tensor]] = {name: [] for name in base}  # T of [m, k]
+        self._right: dict[str, list[torch.Tensor]] = {name: [] for name in base}  # T of [n, k], column 0 is v_t
+        self._facts: dict[str, list[list[float]]] = {name: [] for name in base}  # T of FACTS
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def track(self, weights: Mapping[str, torch.Tensor], *, step: int, accuracy: float) -> None:
+        """Keeps the factors of ``weights[name] - base[name]`` of every module.
+
+        Args:
+            weights: name -> W_t, at least the names of ``base``.
+            step: an integer, higher than all before.
+            accuracy: of the policy with these weights, as far as it is known.
+
+        Raises:
+            TypeError: a step that is no integer.
+            ValueError: a step that is not later, a module that is missing, NaN or infinite weights.
+        """
+        step = _check.integer("step", step)
+        if self.steps and step <= self.steps[-1]:
+            raise ValueError(f"step must be above {self.steps[-1]}, the last one tracked, got {step}")
+        if missing := sorted(set(self.base) - set(weights)):
+            raise ValueError(f"weights must hold every tracked module, but {missing[0]!r} is missing")
+        starts = {name: rows[-1][:, 0] for name, rows in self._right.items() if rows and rows[-1].shape[1]}
+        pairs = {name: (weights[name].detach(), base) for name, base in self.base.items()}
+        found = leading_deltas(pairs, rank=self.rank, starts=starts, tol=self.tol, seed=self.seed)
+        for name, (update, left, right) in found.items():
+            self._left[name].append(left)
+            self._right[name].append(right)
+            facts = (update.sigma, update.frobenius, update.gap, update.angle_bound, update.changed)
+            self._facts[name].append(
+                [*facts, storage_noise(*pairs[name], update.frobenius), STATUSES.index(update.status)]
+            )
+        self.steps.append(step)
+        self.accuracy.append(float(accuracy))
+        while len(self) > MAX_POINTS:
+            self._thin()
+
+    def _thin(self) -> None:
+        """Forgets the point whose neighbours lie closest together, the oldest of equals."""
+        gone = min(range(1, len(self) - 1), key=lambda i: self.steps[i + 1] - self.steps[i - 1])
+        del self.steps[gone], self.accuracy[gone]
+        for rows in (self._left, self._right, self._facts):
+            for of_module in rows.values():
+                del of_module[gone]
+
+    def facts(self, name: str, index: int = -1) -> dict[str, float]:
+        """Numbers of one tracked step: sigma, frobenius, gap, angle_bound, changed, noise (see ``storage_noise``)."""
+        return dict(zip(FACTS[:-1], self._facts[name][index]))
+
+    def status(self, name: str, index: int = -1) -> str:
+        """Status of the solver, as in :class:`Rank1Update`."""
+        return STATUSES[int(self._facts[name][index][-1])]
+
+    def direction(self, name: str, index: int = -1) -> torch.Tensor:
+        """v_t [n] of one tracked step."""
+        return self._right[name][index][:, 0]
+
+    def points(self, name: str, *, at: int = -1) -> Points:
+        """The tracked steps, from their factors, projected on the direction of number ``at`` (default: the latest)."""
+        v = self.direction(name, at)
+        shadows = [right.T @ v for right in self._right[name]]  # [k]
+        x = torch.stack([left @ shadow for left, shadow in zip(self._left[name], shadows)])
+        return Points(
+            steps=torch.tensor(self.steps, dtype=torch.float64, device="cpu"),
+            accuracy=torch.tensor(self.accuracy, dtype=torch.float64, device="cpu"),
+            x=x,
+            v=v,
+            captured=torch.tensor([float(s.norm()) for s in shadows], dtype=torch.float64, device="cpu"),
+            cosine=torch.tensor([float(s[0].abs()) for s in shadows], dtype=torch.float64, device="cpu"),
+            frobenius=torch.tensor([row[1] for row in self._facts[name]], dtype=torch.float64, device="cpu"),
+        )
+
+    def exact_points(self, checkpoints: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, Points]:
+        """Like :meth:`points` for every module, with x_t read again from the weights of the tracked steps.
+
+        Args:
+            checkpoints: the weights of all of ``steps``, oldest first; one of them is held at a time.
+        """
+        found: dict[str, list[torch.Tensor]] = {name: [] for name in self.base}
+        for weights in checkpoints:
+            for name, base in self.base.items():
+                found[name].append(delta_matvec(weights[name].detach(), base, self.direction(name)))
+        if any(len(rows) != len(self) for rows in found.values()):
+            raise ValueError(
+                f"checkpoints must be the {len(self)} tracked steps, got {len(next(iter(found.values())))}"
+            )
+        ones = torch.ones(len(self), dtype=torch.float64, device="cpu")
+        return {name: replace(self.points(name), x=torch.stack(rows), captured=ones) for name, rows in found.items()}
+
+    def to(self, device: torch.device) -> None:
+        """Moves base and factors, where they are elsewhere."""
+        for name, base in self.base.items():
+            self.base[name] = base.to(device)
+            self._left[name] = [left.to(device) for left in self._left[name]]
+            self._right[name] = [right.to(device) for right in self._right[name]]
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Everything that was tracked, as tensors; ``base`` is not in it."""
+        state = {
+            "steps": torch.tensor(self.steps, dtype=torch.int64, device="cpu"),
+            "accuracy": torch.tensor(self.accuracy, dtype=torch.float64, device="cpu"),
+        }
+        for name in self.base if self.steps else ():
+            ranks = [left.shape[1] for left in self._left[name]]
+            state[f"{name}/ranks"] = torch.tensor(ranks, dtype=torch.int64, device="cpu")
+            state[f"{name}/left"] = torch.cat(self._left[name], 1)
+            state[f"{name}/right"] = torch.cat(self._right[name], 1)
+            state[f"{name}/facts"] = torch.tensor(self._facts[name], dtype=torch.float64, device="cpu")
+        return state
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Undoes :meth:`state_dict`, for a trajectory with the same modules.
+
+        Raises:
+            ValueError: a state of other modules; nothing is changed then.
+        """
+        self._check_state(state)
+        self.steps, self.accuracy = state["steps"].tolist(), state["accuracy"].tolist()
+        for name, base in self.base.items():
+            if not self.steps:
+                self._left[name], self._right[name], self._facts[name] = [], [], []
+                continue
+            ranks = state[f"{name}/ranks"].tolist()
+            self._left[name] = list(state[f"{name}/left"].to(base.device).split(ranks, 1))
+            self._right[name] = list(state[f"{name}/right"].to(base.device).split(ranks, 1))
+            self._facts[name] = state[f"{name}/facts"].tolist()
+
+    def _check_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        count = len(state.get("steps", ()))
+        expected = {"steps": [count], "accuracy": [count]}
+        for name, base in self.base.items() if count else ():
+            ranks = state.get(f"{name}/ranks")
+            width = 0 if ranks is None else int(ranks.sum())
+            expected |= {
+                f"{name}/ranks": [count],
+                f"{name}/left": [base.shape[0], width],
+                f"{name}/right": [base.shape[1], width],
+                f"{name}/facts": [count, len(FACTS)],
+            }
+        for key in {**expected, **state}:
+            wanted, found = expected.get(key, "none"), list(state[key].shape) if key in state else "none"
+            if wanted != found:
+                raise ValueError(f"state must be of the same modules, {key!r} of shape {wanted}, got {found}")

@@ -1,0 +1,58 @@
+"""Attention under the models of Transformers: one function that their layers call, one protocol behind it.
+
+``AttentionInterface`` knows the function as ``rlkernels``. What the tokens of a forward pass look at is an argument
+``attention`` of the model's forward, which hands it on to every layer. Transformers makes no mask for a name without a
+mask function, so that a model may see the tokens of all sequences as one row, with position ids and nothing else.
+"""
+
+from typing import Any, Protocol
+
+import torch
+from transformers import AttentionInterface, PretrainedConfig
+
+__all__: list[str] = []  # for the cache beside it and for the trainer
+
+IMPLEMENTATION = "rlkernels"
+# arguments of attention functions that change the result and that our kernels do not know
+UNSUPPORTED = ("softcap", "s_aux", "sinks", "position_bias", "block_table", "cu_seq_lens_q")
+
+
+class Attention(Protocol):
+    """What the T tokens of a forward pass look at."""
+
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float,
+               window: int | None) -> torch.Tensor:  # fmt: skip
+        """query [T, Hq, d], key and value [T, Hk, d] -> [T, Hq, d]; ``window``: of a sliding layer, in tokens."""
+
+
+def other_layers(config: PretrainedConfig) -> list[str]:
+    """Kinds of layers that are more than attention to all tokens before or to a sliding window of them.
+
+    Args:
+        config: of the decoder.
+
+    Returns:
+        Their names in ``layer_types``, sorted. Chunked attention is one, though it differs by its mask alone.
+    """
+    return sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
+
+
+def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+            attention_mask: torch.Tensor | None, scaling: float | None = None, *, attention: Attention | None = None,
+            sliding_window: int | None = None, **kwargs: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """The attention function that Transformers calls: [B, H, q, d] each -> [B, q, Hq, d]."""
+    if attention is None:
+        raise ValueError(
+            f"attn_implementation={IMPLEMENTATION!r} needs past_key_values=PagedCache(...), got no such cache"
+        )
+    for name in UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{type(module).__name__} uses {name}, which the attention of rlkernels does not know")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    batch, tokens = query.shape[0], query.shape[2]
+    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # [B * q, H, d]
+    out = attention.attend(module.layer_idx, query, key, value, scale, sliding_window)
+    return out.unflatten(0, (batch, tokens)), None
+
+
+AttentionInterface.register(IMPLEMENTATION, _attend)

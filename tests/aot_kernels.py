@@ -1,0 +1,171 @@
+"""Every large Triton kernel as its launcher starts it on a GPU, and the CUDA kernels: what the compilers make of them.
+
+python tests/aot_kernels.py                 # a table of all of them, for sm_80 and sm_90; needs no GPU
+RLKERNELS_OTHER_TRITON=FOLDER python ...    # by the triton installed in that folder
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from triton_aot import ROOT, TARGETS, Built, Kernel, compile_for
+
+OTHER = os.environ.get("RLKERNELS_OTHER_TRITON", "")  # `pip install --no-deps --target FOLDER triton==3.6.0`
+CUDA_PROPERTIES = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores.*?Used (\d+) registers", re.DOTALL)
+
+PAGED, GROUPED = "rlkernels.prefix_cache.triton_kernels:", "rlkernels.prefix_cache.triton_grouped:"
+FLOATS = ("query", "key_cache", "value_cache", "out")
+STRIDES = {
+    f"{name}_{part}": "i32"
+    for name, parts in (("query", ("token", "head")), *((n, ("block", "slot", "head")) for n in ("key", "value")))
+    for part in parts
+}
+ATTEND = {
+    **dict.fromkeys(FLOATS, "*bf16"), **dict.fromkeys(("tables", "lens", "bounds"), "*i32"), "lse": "*fp32",
+    **dict.fromkeys(("sources", "heads", "part_rows", "split_keys", "table_width"), "i32"), "scale": "fp32", **STRIDES,
+}  # fmt: skip
+UNIT = dict.fromkeys(("query_dim", "key_dim", "value_dim"), 1)  # launches specialise on strides of 1
+BACKWARD = ("grad", "delta")
+
+
+def attend(dim: int, block_m: int, causal: bool = True, group: int = 4) -> Kernel:
+    """As ``_Launch`` chooses for bfloat16."""
+    tile = {"DIM": dim, "BLOCK_D": dim, "BLOCK_M": block_m, "BLOCK_N": 64, "GROUP": group}
+    constexprs = {"CAUSAL": causal, "BLOCK_SIZE": 16, "UPCAST": False, **tile, **UNIT}
+    aligned = [name for name in ATTEND if ATTEND[name].startswith("*") or name in STRIDES]
+    return Kernel(f"{PAGED}_attend_kernel", ATTEND, constexprs, aligned, num_warps=8 if block_m * dim >= 8192 else 4,
+                  num_stages=3 if block_m <= 64 else 2)  # fmt: skip
+
+
+def grouped(name: str, dim: int) -> Kernel:
+    """As ``_blocks`` and ``backward`` choose for bfloat16."""
+    pointers = dict.fromkeys(("query", "key", "value", "grad", "grad_query", "grad_key", "grad_value", "out"), "*bf16")
+    kinds = {**pointers, "lse": "*fp32", "delta": "*fp32", "tiles": "*i32", "heads": "i32", "kv_heads": "i32",
+             "scale": "fp32"}  # fmt: skip
+    own = {"forward": ("out",), "query": (*BACKWARD, "grad_query"), "key": (*BACKWARD, "grad_key", "grad_value")}
+    arguments = ("query", "key", "value", "lse", "tiles", "heads", "kv_heads", "scale", *own[name])
+    block_m, stages = (32, 1) if name == "key" else (64, 2)
+    tile = {"GROUP": 4, "DIM": dim, "BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_D": dim, "UPCAST": False}
+    return Kernel(f"{GROUPED}_{name}_kernel", {a: kinds[a] for a in arguments}, tile,
+                  num_warps=8 if dim >= 128 else 4, num_stages=stages)  # fmt: skip
+
+
+def merge(dim: int) -> Kernel:
+    floats = dict.fromkeys(("first_out", "rest_out", "first_lse", "rest_lse", "lse"), "*fp32")
+    kinds = {**floats, "out": "*bf16", "rows": "i32", "rest": "i32"}
+    return Kernel(f"{PAGED}_merge_kernel", kinds, {"DIM": dim, "BLOCK_R": 1024 // dim, "BLOCK_D": dim})
+
+
+def write(dim: int) -> Kernel:
+    strides = ("row_token", "row_head", "cache_block", "cache_slot", "cache_head")
+    kinds = {"rows": "*bf16", "cache": "*bf16", "slots": "*i64", **dict.fromkeys(("count", "heads", "total"), "i32")}
+    kinds |= dict.fromkeys(strides, "i32")
+    aligned = [name for name in kinds if kinds[name].startswith("*") or name in strides]
+    constexprs = {"DIM": dim, "BLOCK_SIZE": 16, "BLOCK_R": 2048 // dim, "BLOCK_D": dim, "row_dim": 1, "cache_dim": 1}
+    return Kernel(f"{PAGED}_write_kernel", kinds, constexprs, aligned)
+
+
+def sample(filtered: bool) -> Kernel:
+    kinds = {"logits": "*bf16", "uniforms": "*fp32", "temperatures": "*fp32", "top_ps": "*fp32", "top_ks": "*i64",
+             "out_ids": "*i64", "out_logprobs": "*fp32", "vocab": "i32", "row_stride": "i32"}  # fmt: skip
+    aligned = [name for name in kinds if kinds[name].startswith("*") or name in ("row_stride", "vocab")]
+    return Kernel("rlkernels.sampling.triton_kernels:_sample_kernel", kinds, {"FILTER": filtered, "BLOCK": 4096},
+                  aligned, num_warps=8, enable_fp_fusion=False)  # fmt: skip
+
+
+def logprobs(name: str) -> Kernel:
+    kinds = {"logits": "*bf16", "ids": "*i64", "stats": "*fp32", "entropies": "*fp32", "vocab": "i32",
+             "row_stride": "i32", "inverse": "fp32"}  # fmt: skip
+    own = {"grad_logprobs": "*fp32", "grad_entropies": "*fp32", "grad": "*bf16"}
+    kinds |= {"logprobs": "*fp32"} if name == "forward" else own
+    aligned = [n for n in kinds if kinds[n].startswith("*") or n in ("row_stride", "vocab")]
+    return Kernel(f"rlkernels.logprobs.triton_kernels:_{name}_kernel", kinds, {"ENTROPY": True, "BLOCK": 4096},
+                  aligned, num_warps=8)  # fmt: skip
+
+
+def rank1(name: str) -> Kernel:
+    """The kernels that read the matrices, bfloat16 as its 16 bits."""
+    tables = {"modules": "*i64", "items": "*i64", "active": "*i1"}
+    kinds = {"weights": "*i16", "bases": "*i16", **tables, "q": "*fp32", "y": "*fp32", "partial": "*fp32",
+             "stats": "*fp64", "all_rows": "i32", "all_columns": "i32"}  # fmt: skip
+    sizes = {"ROWS": 4, "WIDE": 4096, "STAGES": 3}
+    if name == "panel":
+        kinds |= {"y_partial": "*fp32", "counters": "*i32"}
+        sizes = {"ROWS": 16, "CHUNK": 1024, "STRIP": 256, "MOST_CHUNKS": 32}
+    return Kernel(f"rlkernels.rank1.triton_kernels:_{name}_kernel", kinds,
+                  {"ALIGNED": True, "STATISTICS": False, **sizes}, num_warps=16 if name == "rows" else 4)  # fmt: skip
+
+
+def dtw(subsequence: bool) -> Kernel:
+    kinds = {**dict.fromkeys(("x", "y", "cost", "border"), "*fp32"), "border_start": "*i32"}
+    kinds |= dict.fromkeys(("x_lengths", "y_lengths", "start", "end"), "*i64")
+    kinds |= dict.fromkeys(("pairs", "m", "columns", "x_stride", "y_stride", "radius"), "i32")
+    constexprs: dict[str, Any] = {"dims": 1, "ROWS": 128, "BAND": False, "SUBSEQUENCE": subsequence}
+    return Kernel("rlkernels.similarity.triton_kernels:_dtw_kernel", kinds, constexprs, num_warps=1)
+
+
+KERNELS: dict[str, Kernel] = {
+    **{f"paged attention, decode, heads of {d}": attend(d, 16) for d in (64, 128)},
+    **{f"paged attention, prefill, heads of {d}": attend(d, 128) for d in (64, 128)},
+    **{f"shared prefix of 8, heads of {d}": attend(d, 32, causal=False) for d in (64, 128)},
+    **{f"grouped attention, {n}, heads of {d}": grouped(n, d) for n in ("forward", "query", "key") for d in (64, 128)},
+    "merging parts, heads of 128": merge(128),
+    "writing keys and values, heads of 128": write(128),
+    "sampling, with filters": sample(True),
+    "sampling, without": sample(False),
+    "token log-probabilities, forward": logprobs("forward"),
+    "token log-probabilities, backward": logprobs("backward"),
+    "rank-1, rows of up to 4,096": rank1("rows"),
+    "rank-1, panels": rank1("panel"),
+    "dtw": dtw(False),
+    "dtw, subsequence": dtw(True),
+}
+
+
+def cuda_kernels(source: str, arch: int, warps: int) -> Iterator[Built]:
+    """What nvcc makes of the kernels of a file in csrc/cuda; stack_bytes are those spilled, not arrays that are."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["nvcc", "-std=c++20", "-O3", "--expt-relaxed-constexpr", f"-I{ROOT / 'csrc/include'}", "-cubin",
+                   f"-arch=sm_{arch}", "-Xptxas", "-v", str(ROOT / "csrc/cuda" / source), "-o",
+                   str(Path(folder) / "out.cubin")]  # fmt: skip
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    for part in said.split("Compiling entry function ")[1:]:
+        found = CUDA_PROPERTIES.search(part)
+        assert found, part
+        mangled = part.split("'")[1]
+        rows, *chosen = re.findall(r"L[ib](\d+)E", mangled)
+        flags = [flag for flag, on in zip(("one feature", "band", "subsequence"), chosen) if on == "1"]
+        shared = re.search(r"(\d+) bytes smem", part)
+        name = ", ".join([f"{source.removesuffix('.cu')} in CUDA, {rows} rows a lane", *flags])
+        yield Built(name, arch, warps, int(shared[1]) if shared else 0, int(found[3]), int(found[2]))
+
+
+def table(rows: dict[str, list[Built]]) -> str:
+    """A Markdown table; a column holds the value of sm_80, then that of sm_90, where they differ."""
+    columns = {"registers": "registers", "stack_bytes": "spilled bytes", "shared_bytes": "shared bytes",
+               "blocks": "blocks per SM", "warps": "warps", "wgmma": "wgmma", "mma": "mma",
+               "wide_copies": "16-byte copies", "wide_loads": "16-byte loads"}  # fmt: skip
+    lines = [f"| kernel | {' | '.join(columns.values())} |", f"| --- |{' --- |' * len(columns)}"]
+    for name, built in rows.items():
+        cells = (dict.fromkeys(f"{getattr(b, column):,}" for b in built) for column in columns)
+        lines.append(f"| {name} | {' | '.join(' / '.join(cell) for cell in cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    built = iter(compile_for(list(KERNELS.values()), triton=OTHER))
+    rows = {name: [next(built) for _ in TARGETS] for name in KERNELS}
+    if shutil.which("nvcc"):
+        for arch in TARGETS:
+            for kernel in cuda_kernels("dtw.cu", arch, warps=4):
+                rows.setdefault(kernel.name, []).append(kernel)
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

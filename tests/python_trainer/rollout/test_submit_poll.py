@@ -1,0 +1,128 @@
+"""Requests that come while others are being generated, answers that are handed out as they end, weights in between."""
+
+import copy
+
+import pytest
+import torch
+from paged import engine_for, make, mixed_requests, prompts
+
+from python_trainer.errors import UserError
+from python_trainer.rollout import Request, SamplingParams
+from python_trainer.rollout.workers.pool import WorkerPool
+
+SAMPLING = SamplingParams(temperature=0.9, seed=5)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make()
+
+
+def content(rollouts):
+    return [(list(r.prompt_ids), r.response_ids, r.finish_reason) for r in rollouts]
+
+
+def test_every_rollout_is_handed_out_once_as_the_very_object_that_submit_gave(model):
+    requests = mixed_requests()
+    wanted = engine_for(model).generate(requests, SAMPLING)
+    engine, found = engine_for(model), []
+    rollouts = engine.submit(requests, SAMPLING)
+    assert not any(rollout.finish_reason for rollout in rollouts)
+    while some := engine.poll():
+        assert all(rollout.finish_reason for rollout in some)
+        found += some
+    assert sorted(map(id, found)) == sorted(map(id, rollouts)) and content(rollouts) == content(wanted)
+    assert engine.poll() == [] and engine.stats["generated_tokens"] == sum(len(r.logprobs) for r in rollouts)
+
+
+def test_requests_may_come_while_others_are_generated(model):
+    requests = mixed_requests()
+    wanted = engine_for(model).generate(requests, SAMPLING)
+    engine = engine_for(model)
+    first = engine.submit(requests[:2], SAMPLING)
+    done = engine.poll()
+    assert done and len(done) < len(first)
+    later = engine.generate(requests[2:], SAMPLING)  # waits for its own, and keeps what else ends for the next poll
+    assert content(later) == content(wanted[len(first) :])
+    while some := engine.poll():
+        done += some
+    assert sorted(map(id, done)) == sorted(map(id, first)) and content(first) == content(wanted[: len(first)])
+
+
+def test_one_sampling_at_a_time(model):
+    engine = engine_for(model)
+    engine.submit(mixed_requests()[:1], SAMPLING)
+    with pytest.raises(UserError, match="sampling must be .*temperature=0.9.* until all is generated, got .*0.5"):
+        engine.submit(mixed_requests()[:1], SamplingParams(temperature=0.5))
+    while engine.poll():
+        pass
+    engine.generate(mixed_requests()[:1], SamplingParams(temperature=0.5))
+
+
+def test_requests_without_room_are_finished_at_once_and_still_handed_out(model):
+    engine = engine_for(model)
+    rollouts = engine.submit([Request([1, 2], max_new_tokens=0, num_samples=2)], SAMPLING)
+    assert [r.finish_reason for r in rollouts] == ["length"] * 2
+    assert list(map(id, engine.poll())) == list(map(id, rollouts)) and engine.poll() == []
+    engine.generate(mixed_requests()[:1], SamplingParams(temperature=0.5))  # nothing is in the way
+
+
+def test_an_answer_goes_on_with_new_weights_from_the_tokens_that_it_has():
+    """As a request with those tokens as prefix would: nothing computed with the old weights is used again."""
+    old = make()
+    new = copy.deepcopy(old)
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(parameter)))
+    a, b = prompts([9, 5])
+    requests = [Request(a, num_samples=3, max_new_tokens=30), Request(b, max_new_tokens=3, sample_id=7)]
+    engine = engine_for(old)
+    rollouts = engine.submit(requests, SAMPLING)
+    engine.poll()  # the short one
+    begun = [list(rollout.response_ids) for rollout in rollouts[:3]]
+    assert all(0 < len(ids) < 30 for ids in begun)
+    old.load_state_dict(new.state_dict())
+    engine.policy_updated()
+    while engine.poll():
+        pass
+    assert [r.policy_version for r in rollouts] == [0] * 4 and engine.policy_version == 1
+    for j, (rollout, ids) in enumerate(zip(rollouts, begun)):
+        request = Request(a, prefix_ids=ids, max_new_tokens=30 - len(ids), sample_id=j)
+        (expected,) = engine_for(new).generate([request], SAMPLING)
+        assert rollout.response_ids == expected.response_ids
+        assert rollout.logprobs[len(ids) :] == pytest.approx(expected.logprobs, abs=1e-4)
+    (later,) = engine.submit([requests[1]], SAMPLING)
+    assert later.policy_version == 1
+
+
+def test_what_fails_leaves_an_engine_that_works(model, monkeypatch):
+    engine, requests = engine_for(model), mixed_requests()
+    wanted = engine_for(model).generate(requests, SAMPLING)
+    engine.submit(requests, SAMPLING)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_draw", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.poll()
+    assert engine.poll() == [] and engine.cache.stats["blocks_pinned"] == 0
+    assert content(engine.generate(requests, SAMPLING)) == content(wanted)
+
+
+def test_workers_take_requests_while_they_generate(model):
+    requests = mixed_requests()
+    wanted = engine_for(model).generate(requests, SAMPLING)
+    pool = WorkerPool(model, workers=2, eos_token_ids=())
+    try:
+        first = pool.submit(requests[:2], SAMPLING)
+        done = pool.poll()
+        assert done
+        with pytest.raises(RuntimeError, match="policy_updated comes when all that was submitted is generated"):
+            pool.policy_updated()
+        later = pool.submit(requests[2:], SAMPLING)
+        while some := pool.poll():
+            done += some
+        assert sorted(map(id, done)) == sorted(map(id, [*first, *later]))
+        assert content([*first, *later]) == content(wanted)
+        pool.policy_updated()
+        assert pool.policy_version == 1
+    finally:
+        pool.close()

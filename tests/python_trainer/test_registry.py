@@ -1,0 +1,234 @@
+"""Plug-ins of one's own: found by ``module:attribute``, used like registered ones, and named where they are no good."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from python_trainer.accelerators import ACCELERATORS
+from python_trainer.accelerators.base import Accelerator
+from python_trainer.accelerators.settings import AcceleratorSettings, Picture
+from python_trainer.algorithms.settings import LOSS_TYPES, Advantage
+from python_trainer.compare import compare
+from python_trainer.config import check_config, dump_config, load_config
+from python_trainer.data import Example
+from python_trainer.errors import UserError
+from python_trainer.registry import PluginError, Registry
+from python_trainer.report.runs import find_runs
+from python_trainer.report.tables import idle_accelerators, summary_columns
+from python_trainer.run import Trainer
+from python_trainer.run_directory import read_metrics
+from python_trainer.tasks import TASKS, Task, TaskSettings
+
+HERE = "test_registry"
+QUIET = Console(quiet=True)
+
+
+class CounterSettings(AcceleratorSettings):
+    """Counts answers."""
+
+    name = "counter"
+    accelerator = f"{HERE}:Counter"
+    counters = {"counter/answers": "answers (counter)"}  # noqa: RUF012
+    advice = {"counter/answers": "there was nothing to count"}  # noqa: RUF012
+    pictures = (Picture(f"{HERE}:draw", "counter.png", "answers over the steps", ("counter/hidden_",)),)
+    every: int = 1
+    """Count every so many steps."""
+
+    def conflicts(self, config):
+        return "counter cannot count to 13" if config.max_steps == 13 else None
+
+    @classmethod
+    def columns(cls, summary):
+        return {"answers at the end (counter)": float(summary["accelerators"].get("counter", {}).get("answers", 0))}
+
+
+class Counter(Accelerator):
+    answers = 0
+
+    def collect(self, context, rollouts):
+        if context.step % self.settings.every == 0:
+            self.answers += len(rollouts)
+            context.telemetry |= {"counter/answers": float(len(rollouts)), "counter/hidden_1": 1.0}
+        return rollouts
+
+    def summary(self):
+        return {"answers": self.answers}
+
+
+def draw(variants, path):
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots()
+    for name, folders in variants.items():
+        for folder in folders:
+            axes.plot([row.get("counter/answers", 0) for row in read_metrics(folder)], label=name)
+    figure.savefig(path)
+    pyplot.close(figure)
+    return True
+
+
+class Nameless(AcceleratorSettings):
+    name = "rpo"
+    accelerator = f"{HERE}:Counter"
+
+
+class LettersSettings(TaskSettings):
+    """A task of one file."""
+
+    name: str = f"{HERE}:LettersSettings"
+    letters: str = "ABCD"
+    """One prompt each."""
+
+    def load(self):
+        examples = [Example(letter, {"answer": letter}) for letter in self.letters]
+        return Task("letters", examples, examples[:2], {"accuracy": even})
+
+
+def even(prompts, completions, completion_ids, **columns):
+    return [float(ids[-2:][0] % 2 == 0) for ids in completion_ids]
+
+
+def best_of_group(step, settings):
+    """1 for the best answers of each group, -1 for all others."""
+    best = torch.stack([step.rewards[step.groups == group].max() for group in step.groups])
+    return torch.where(step.rewards == best, 1.0, -1.0) * (step.rewards.std() > 0), None
+
+
+best = Advantage(best_of_group, compares=True)
+
+
+def first_half(mask, *, num_sequences, lengths, **_):
+    early = torch.arange(mask.shape[1]) < lengths[:, None] / 2
+    return (mask & early).float() / num_sequences
+
+
+def test_an_accelerator_of_one_file(make_config, tmp_path):
+    """Trained, compared and reported like the registered ones."""
+    config = make_config(
+        max_steps=2, accelerators={"counter": {"every": 2}, "enabled": [f"{HERE}:CounterSettings", "rpo"]}
+    )
+    assert config.accelerators.enabled == ["rpo", f"{HERE}:CounterSettings"] and config.accelerators.counter.every == 2
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "config.yaml") == config
+    compare(config, tmp_path / "runs", variants=["baseline", f"{HERE}:CounterSettings"], seeds=1, console=QUIET)
+    runs = find_runs([tmp_path / "runs"])
+    column = summary_columns(runs)[f"{HERE}:CounterSettings"]
+    assert column["answers (counter)"] == "16" and column["answers at the end (counter)"] == "16"
+    assert idle_accelerators(runs) == [] and (tmp_path / "runs" / "counter.png").stat().st_size > 1000
+    page = (tmp_path / "runs" / "report.html").read_text()
+    assert "answers over the steps" in page and "hidden 1" not in page
+
+
+def test_what_an_accelerator_says_of_the_configuration(make_config):
+    enabled = {"enabled": [f"{HERE}:CounterSettings"]}
+    with pytest.raises(UserError, match="counter cannot count to 13"):
+        make_config(max_steps=13, accelerators=enabled)
+    with pytest.raises(UserError, match="accelerators.enabled: counter needs parallel=none, got ddp, which allows rpo"):
+        make_config(parallel="ddp", accelerators=enabled)
+
+
+@pytest.mark.parametrize(
+    ("accelerators", "message"),
+    [
+        ({"enabled": [f"{HERE}:CounterSettings"], "counter": {"evry": 1}},
+         "accelerators.counter.evry: unknown setting; known here: every$"),
+        ({"enabled": [f"{HERE}:CounterSettings"], "counter": {"every": "x"}}, "accelerators.counter.every: .*got 'x'"),
+        ({"counter": {"every": 1}}, "accelerators.counter: unknown setting; known here: enabled, rhyme, rpo"),
+        ({"enabled": [f"{HERE}:Counter"]},
+         f"accelerators.enabled: accelerator '{HERE}:Counter': module {HERE} .* has no class Counter made of Acc"),
+        ({"enabled": [f"{HERE}:Gone"]}, f"accelerators.enabled: .*module {HERE} .* has no class Gone$"),
+        ({"enabled": ["no_such:Thing"]}, "accelerators.enabled: .*importing no_such failed: ModuleNotFoundError"),
+        ({"enabled": [f"{HERE}:Nameless"]},
+         f"accelerators: {HERE}:Nameless.name must be an identifier that no accelerator has, got 'rpo'"),
+        ({"enabled": [f"{HERE}.py:CounterSettings"]}, f"accelerators.enabled: .*; write {HERE}:CounterSettings$"),
+        ({"enabled": [3]}, "accelerators.enabled.0: .*string, got 3"),
+        ({"enabled": "rpo"}, "accelerators.enabled: .*list, got 'rpo'"),
+    ],
+)  # fmt: skip
+def test_wrong_accelerators_are_named(make_config, accelerators, message):
+    with pytest.raises(UserError, match=message):
+        make_config(accelerators=accelerators)
+
+
+def test_a_task_of_one_file(settings, tmp_path):
+    values = settings | {"max_steps": 1, "task": {"name": f"{HERE}:LettersSettings", "letters": "ABCDEF"}}
+    config = check_config(values, source="test")
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "config.yaml") == config
+    trainer = Trainer(config, tmp_path / "run", console=QUIET)
+    assert len(trainer.prompts["train"]) == 6 and trainer.run()["steps"] == 1
+    with pytest.raises(UserError, match="task.leters: unknown setting; known here: name, seed, .*, letters$"):
+        check_config(values | {"task": values["task"] | {"leters": "A"}}, source="test")
+    with pytest.raises(UserError, match=f"task: train_path has no meaning for task {HERE}:LettersSettings, got 'x'"):
+        check_config(values | {"task": values["task"] | {"train_path": "x"}}, source="test")
+    with pytest.raises(UserError, match="task.name: .*has no class even made of TaskSettings"):
+        check_config(values | {"task": {"name": f"{HERE}:even"}}, source="test")
+
+
+def test_settings_of_other_tasks_may_stand_where_they_say_nothing():
+    task = {"name": "arithmetic", "train_path": None, "chat": False, "reward": []}
+    assert check_config({"task": task}, source="test").task.model_dump().keys() == {
+        *TaskSettings.model_fields,
+        "variant",
+    }
+    with pytest.raises(UserError, match="task: chat has no meaning for task arithmetic, got True"):
+        check_config({"task": task | {"chat": True}}, source="test")
+
+
+def test_an_advantage_and_an_aggregation_of_ones_own(make_config, tmp_path):
+    algorithm = {"advantage": f"{HERE}:best", "loss_type": f"{HERE}:first_half"}
+    config = make_config(max_steps=2, algorithm=algorithm)
+    Trainer(config, tmp_path / "run", console=QUIET).run()
+    Trainer(make_config(max_steps=2), tmp_path / "plain", console=QUIET).run()
+    ours, plain = (read_metrics(tmp_path / name)[1] for name in ("run", "plain"))
+    assert ours["reward"] == plain["reward"] and ours["grad_norm"] > 0 and ours["grad_norm"] != plain["grad_norm"]
+    with pytest.raises(UserError, match=f"num_generations must be >= 2 with algorithm.advantage {HERE}:best: .* got 1"):
+        make_config(algorithm=algorithm, rollout={"num_generations": 1})
+    with pytest.raises(UserError, match="algorithm.advantage: .* has no advantage best_of_group made of Advantage"):
+        make_config(algorithm={"advantage": f"{HERE}:best_of_group"})
+    with pytest.raises(UserError, match=f"algorithm.loss_type: .* has no function {HERE}_x"):
+        make_config(algorithm={"loss_type": f"{HERE}:{HERE}_x"})
+
+
+def test_names_places_and_objects_are_one():
+    assert LOSS_TYPES.resolve(f"{HERE}:first_half") is first_half is LOSS_TYPES.resolve(first_half)
+    assert LOSS_TYPES.resolve("dapo") is LOSS_TYPES.resolve("token-mean")
+    registry = Registry("shape", {"here": even, "there": f"{HERE}:draw"})
+    assert registry.names() == ["here", "there"]
+    assert registry.resolve("here") is even and registry.resolve("there") is draw
+    for wrong in (3, None):
+        with pytest.raises(PluginError, match=f"shape {wrong} is no function"):
+            registry.resolve(wrong)
+    assert TASKS.resolve(LettersSettings) is LettersSettings
+    with pytest.raises(PluginError, match="is no class"):
+        ACCELERATORS.resolve(LettersSettings)
+
+
+def test_a_bare_module_is_told_what_to_write(tmp_path, monkeypatch):
+    own = "from python_trainer.tasks import TaskSettings\nclass Chess(TaskSettings):\n    pass\n"
+    (tmp_path / "own_tasks.py").write_text(own)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(PluginError, match='nor of the form "module:Class"; write own_tasks:Chess$'):
+        TASKS.resolve("own_tasks")
+    sys.modules.pop("own_tasks")
+
+
+LIGHT = """
+import json, sys
+import python_trainer.config
+python_trainer.config.load_config(None, ["accelerators.enabled=[rhyme, rpo, drafts, alpha]", "algorithm.advantage=gae"])
+print(json.dumps([name for name in ("torch", "transformers", "sqlalchemy", "matplotlib") if name in sys.modules]))
+"""
+
+
+def test_settings_load_nothing_heavy():
+    """A typing error in a setting is found in a second, not after torch, Transformers and a database."""
+    done = subprocess.run([sys.executable, "-c", LIGHT], cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == []

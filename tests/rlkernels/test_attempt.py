@@ -1,0 +1,92 @@
+"""An attempt to take weights further: what the gate keeps, what a rejection puts back, which settings are refused."""
+
+import pytest
+import torch
+
+import rlkernels
+from rlkernels.extrapolation import Attempt, Limits
+
+
+def model():
+    """A weight as it is trained: a float32 master, and a parameter that somebody moved away from it."""
+    master = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
+    return [master, (master + 0.5).bfloat16()]
+
+
+def judge(places, right, *, attempt=None, gate=None):
+    """Tries to add 1 to the weight; ``right``: mean of the master -> share of right answers."""
+    asked, changes, start = [], [], places[0].clone()
+
+    def evaluate(rows):
+        asked.append(list(rows))
+        assert not torch.is_grad_enabled()
+        return [right(float((places[0] - start).mean()))] * len(rows)
+
+    tries = (attempt or Attempt(prompts=80)).judge(
+        gate or rlkernels.Gate(0.05), {"w": start + 1}, {"w": places}, evaluate, available=80,
+        changed=lambda: changes.append(places[0].clone()),
+    )  # fmt: skip
+    return tries, asked, changes
+
+
+def test_what_the_gate_accepts_stays_in_every_place():
+    master, param = places = model()
+    wanted = master + 1
+    tries, asked, changes = judge(places, lambda moved: float(moved > 0.5))
+    assert [(t["factor"], t["accepted"]) for t in tries] == [(1.0, True)]
+    assert torch.equal(master, wanted) and torch.equal(param, wanted.bfloat16())
+    assert asked == [list(range(10)), list(range(10))] and len(changes) == 2
+    assert all(torch.equal(weight, wanted) for weight in changes)
+
+
+@pytest.mark.parametrize("right", [lambda moved: 1.0, lambda moved: float(moved < 0.1)])
+def test_what_it_rejects_is_put_back_bit_for_bit(right):
+    places = model()
+    before = [place.clone() for place in places]
+    tries, _, changes = judge(places, right, attempt=Attempt(prompts=80, max_tries=2, shrink=0.25))
+    assert [(t["factor"], t["accepted"]) for t in tries] == [(1.0, False), (0.25, False)]
+    assert all(torch.equal(place, value) for place, value in zip(places, before))
+    assert torch.equal(changes[-1], before[0]), "told after the weights are back"
+
+
+def test_an_evaluation_that_fails_leaves_everything_as_it_was():
+    places, gate = model(), rlkernels.Gate(0.05)
+    before = [place.clone() for place in places]
+    with pytest.raises(ZeroDivisionError):
+        judge(places, lambda moved: 0.0 if moved < 0.5 else 1 / 0, gate=gate)
+    assert all(torch.equal(place, value) for place, value in zip(places, before))
+
+
+def test_objections_and_prediction_are_those_of_the_settings():
+    base = {"w": torch.zeros(6, 5)}
+    trajectory, step = rlkernels.RankOneTrajectory(base), torch.outer(torch.ones(6), torch.arange(5.0))
+    for s in (1, 2, 3, 4):
+        trajectory.track({"w": s * step}, step=s, accuracy=0.1 * s)
+    assert Attempt(predictor="secant").refusal(trajectory) is None
+    strict = Limits(min_rise=0.9)
+    assert Attempt(limits=strict).refusal(trajectory).reason == "flat accuracy"
+    found = Attempt(predictor="secant", horizon=2.5).predict(trajectory, {"w": 4 * step})
+    torch.testing.assert_close(found["w"], 10 * step)
+    by_accuracy = Attempt(predictor="pls", accuracy=0.6).predict(trajectory, {"w": 4 * step})
+    torch.testing.assert_close(by_accuracy["w"], 6 * step)
+
+
+@pytest.mark.parametrize(
+    ("setting", "error", "message"),
+    [
+        ({"predictor": "oracle"}, ValueError, "predictor must be one of .* got 'oracle'"),
+        ({"horizon": 1}, ValueError, "horizon must be above 1, got 1"),
+        ({"horizon": "2"}, TypeError, "horizon must be a number, got '2'"),
+        ({"prompts": 0}, ValueError, "prompts must be >= 1, got 0"),
+        ({"max_tries": 1.5}, TypeError, "max_tries must be an integer, got 1.5"),
+        ({"shrink": 1.0}, ValueError, r"shrink must be between 0 and 1 \(exclusive\), got 1.0"),
+    ],
+)
+def test_bad_settings_are_named(setting, error, message):
+    with pytest.raises(error, match=message):
+        Attempt(**setting)
+
+
+def test_a_level_outside_of_0_and_1_is_named():
+    with pytest.raises(ValueError, match="level must be between 0 and 1"):
+        rlkernels.Gate(1.0)

@@ -1,0 +1,104 @@
+"""Includes of csrc and imports of rlkernels go one way, and what belongs to a layer is in no other."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CSRC, PACKAGE = ROOT / "csrc", ROOT / "rlkernels"
+# layer -> the layers whose headers it may include, besides its own
+LAYERS = {
+    "include": [],
+    "cpu": ["include"],
+    "cuda": ["include"],
+    "runtime": ["include"],
+    "ops": ["include", "runtime"],
+    "bindings": ["include", "runtime"],
+    "module.cpp": ["bindings"],
+}
+TORCH, PYBIND = ("ATen/", "torch/", "c10/"), ("pybind11/", "Python.h")
+# what only some layers may use: who may, and the beginnings of the headers
+LIBRARIES = [({"ops"}, TORCH), ({"bindings"}, PYBIND), ({"cuda", "ops"}, ("cuda",))]
+# macros that mark what a layer is for
+MARKS = {"TORCH_LIBRARY": "ops", "PYBIND11_MODULE": "module.cpp", "py::class_": "bindings"}
+
+
+def sources():
+    """(layer, file) of all of csrc."""
+    for path in sorted(CSRC.rglob("*.*")):
+        yield path.relative_to(CSRC).parts[0], path
+
+
+def includes(path):
+    """The headers a file includes: (name, whether it is one of ours)."""
+    return [(name, quote == '"') for quote, name in re.findall(r'^#include ([<"])(.+)[>"]', path.read_text(), re.M)]
+
+
+def test_every_folder_is_a_layer():
+    assert {layer for layer, _ in sources()} == LAYERS.keys()
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_includes_go_one_way(layer):
+    for path in (path for of, path in sources() if of == layer):
+        for name, ours in includes(path):
+            if ours:  # beside the file, or from csrc/include
+                found = next(f for f in (path.parent / name, CSRC / "include" / name) if f.exists()).resolve()
+                assert found.relative_to(CSRC).parts[0] in (layer, *LAYERS[layer]), f"{path.name} includes {name}"
+            for allowed, beginnings in LIBRARIES:
+                assert layer in allowed or not name.startswith(beginnings) or ours, f"{path.name} includes {name}"
+
+
+def test_ops_register_and_nobody_else_does():
+    for layer, path in sources():
+        text = path.read_text()
+        for mark, home in MARKS.items():
+            assert layer == home or mark not in text, f"{path.name} has {mark}"
+        assert layer != "ops" or path.suffix == ".h" or "TORCH_LIBRARY" in text, f"{path.name} registers nothing"
+
+
+def test_csrc_knows_nothing_of_python_packages():
+    for _, path in sources():
+        code = re.sub(r"//.*", "", path.read_text())
+        assert not re.search(r"rlkernels\.(?!_C\b)\w", code) and "python_trainer" not in code, path.name
+
+
+def imports(path):
+    """Modules that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_rlkernels_imports_none_of_those_above():
+    for path in PACKAGE.rglob("*.py"):
+        for name in imports(path):
+            assert name.split(".")[0] not in ("python_trainer", "bench", "tests"), f"{path} imports {name}"
+            integration = {"transformers", "trl", "vllm", "peft"} & {name.split(".")[0]}
+            assert not integration or "integrations" in path.parts, f"{path} imports {name}"
+            above = name.startswith(("rlkernels.extrapolation", "rlkernels.integrations"))
+            assert not above or path.parent.name in ("extrapolation", "integrations"), f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("folder", [CSRC, PACKAGE])
+def test_files_are_short_and_without_banners(folder):
+    for path in folder.rglob("*.*"):
+        if path.suffix in (".py", ".pyi", ".cpp", ".h", ".cu"):
+            lines = path.read_text().splitlines()
+            assert len(lines) <= 400, f"{path} has {len(lines)} lines"
+            banners = [line for line in lines if re.match(r"\s*(#|//).*[-=]{8,}$", line)]
+            assert not banners, f"{path}: {banners[0]}"
+
+
+def test_a_class_name_is_used_once():
+    found: dict[str, Path] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                assert node.name not in found, f"{node.name}: {path} and {found[node.name]}"
+                found[node.name] = path

@@ -1,0 +1,138 @@
+"""The code that runs on a GPU, through the interpreter: its tile sizes, and bfloat16 where it has bfloat16.
+
+Elsewhere the interpreter gets small tiles and float32, because its own bfloat16 is cut off and its products take the
+bits for integers. Here both are mended: conversions round to nearest even and products multiply the values in float32,
+which is what tensor cores do. So the rules by which a GPU is judged are tried out on the rounding that it will have.
+"""
+
+import numpy as np
+import pytest
+import torch
+from support import lacks
+
+import rlkernels
+from rlkernels.logprobs import reference as logprobs
+from rlkernels.prefix_cache import reference
+
+triton_kernels = pytest.importorskip("rlkernels.prefix_cache.triton_kernels", reason="this machine lacks triton")
+BF16 = torch.bfloat16
+
+
+def rounded(data):
+    """float32 -> the bits of bfloat16, as torch rounds."""
+    return torch.from_numpy(np.ascontiguousarray(data, np.float32)).to(BF16).view(torch.int16).numpy().view(np.uint16)
+
+
+def widened(bits):
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch):
+    if torch.cuda.is_available():
+        return  # it is one
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    from rlkernels.logprobs import triton_kernels as logprob_kernels
+    from rlkernels.prefix_cache import triton_grouped
+
+    builder = interpreter.InterpreterBuilder
+    cast, dot = builder.cast_impl, builder.create_dot
+
+    def cast_impl(self, src, dst_type):
+        pair = src.dtype.scalar, dst_type.scalar
+        if pair == (tl.float32, tl.bfloat16):
+            return interpreter.TensorHandle(rounded(src.data), tl.bfloat16)
+        if pair == (tl.bfloat16, tl.float32):
+            return interpreter.TensorHandle(widened(src.data), tl.float32)
+        assert tl.bfloat16 not in pair, pair
+        return cast(self, src, dst_type)
+
+    def create_dot(self, a, b, d, *options):
+        sides = [
+            interpreter.TensorHandle(widened(t.data), tl.float32) if t.dtype.scalar == tl.bfloat16 else t
+            for t in (a, b)
+        ]
+        return dot(self, *sides, d, *options)
+
+    for name in ("cast_impl", "create_fp_ext", "create_fp_trunc"):
+        monkeypatch.setattr(builder, name, cast_impl)
+    monkeypatch.setattr(builder, "create_dot", create_dot)
+    for module in (triton_kernels, triton_grouped, logprob_kernels):
+        monkeypatch.setattr(module, "triton_interpreted", lambda: False)
+
+
+def assert_close(ours, plain, exact, floor=2e-6):
+    for a, b, gold in zip(ours, plain, exact, strict=True):
+        assert a.dtype == b.dtype and not a.isnan().any()
+        error, allowed = ((x.double() - gold).abs().max() for x in (a, b))
+        assert error <= 2 * allowed + floor * gold.abs().max(), f"error {error:.3g}, of plain torch {allowed:.3g}"
+
+
+def starts_of(counts):
+    return torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(("lens", "queries", "heads", "dim", "tile"), [
+    ([130, 65], [1, 1], (4, 1), 128, (16, 64)),
+    ([150], [70], (2, 1), 64, (128, 64)),
+], ids=["decode", "prefill"])  # fmt: skip
+def test_paged_attention(lens, queries, heads, dim, tile):
+    counts = [-(-n // 16) for n in lens]
+    caches = torch.randn(2, sum(counts), 16, heads[1], dim).to(BF16)
+    tables = torch.full((len(lens), max(counts)), -1, dtype=torch.int32)
+    for row, blocks in zip(tables, torch.randperm(sum(counts)).int().split(counts)):
+        row[: len(blocks)] = blocks
+    query = torch.randn(sum(queries), heads[0], dim).to(BF16)
+    rest = tables, torch.tensor(lens, dtype=torch.int32), starts_of(queries)
+    scale, launch = dim**-0.5, triton_kernels._Launch(query, caches[0], tables)
+    assert (launch.block_m, launch.block_n, launch.upcast) == (*tile, False)
+    ours = rlkernels.paged_attention(query, *caches, *rest, scale=scale, return_lse=True, backend="triton")
+    plain = reference.paged_attention(query, *caches, *rest, scale)
+    exact = reference.paged_attention(query.double(), *caches.double(), *rest, scale)
+    assert_close(ours, plain, exact)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_grouped_attention(dim):
+    """Tiles of 64 x 64, and 32 x 64 for the gradients of the keys."""
+    layout = rlkernels.GroupedLayout([70], [66, 3], [0, 2])
+    shapes = [(layout.num_tokens, heads, dim) for heads in (2, 1, 1, 2)]
+    *tensors, grad = [torch.randn(shape).to(BF16) for shape in shapes]
+
+    def run(inputs, attend):
+        leaves = [t.detach().requires_grad_() for t in inputs]
+        out = attend(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype))]
+
+    scale = dim**-0.5
+    ours = run(tensors, lambda *t: rlkernels.grouped_attention(*t, layout, scale=scale, backend="triton"))
+    plain = run(tensors, lambda *t: reference.grouped_attention(*t, layout, scale))
+    exact = run([t.double() for t in tensors], lambda *t: reference.grouped_attention(*t, layout, scale))
+    # the gradients start from the rounded output, where plain torch keeps its weights
+    assert_close(ours, plain, exact, floor=torch.finfo(BF16).eps)
+
+
+def test_token_logprobs():
+    """Blocks of 4,096, the second in part."""
+    logits, ids = (torch.randn(2, 5003) * 3).to(BF16), torch.tensor([4999, 7])
+
+    def run(x, function):
+        leaf = x.detach().requires_grad_()
+        out = function(leaf)
+        return [*(t.detach() for t in out), *torch.autograd.grad(sum(t.sum() for t in out), [leaf])]
+
+    ours = run(logits, lambda x: rlkernels.token_logprobs(x, ids, return_entropy=True, backend="triton"))
+    plain = run(logits, lambda x: logprobs.token_logprobs(x, ids))
+    assert_close(ours, plain, run(logits.double(), lambda x: logprobs.token_logprobs(x, ids)))
+
+
+def test_conversions_are_those_of_torch():
+    if torch.cuda.is_available():
+        lacks("the interpreter: kernels are compiled here")
+    x = torch.cat(
+        [torch.randn(1000), torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1 + 2**-8, 1 + 3 * 2**-8])]
+    )
+    back = torch.from_numpy(widened(rounded(x.numpy())).copy())
+    torch.testing.assert_close(back, x.to(BF16).float(), rtol=0, atol=0, equal_nan=True)
