@@ -94,7 +94,7 @@ def llama_policy(folder: Path) -> None:
     policy: Any = LlamaForCausalLM(config)
     policy.set_attn_implementation("eager")
     for phase in pretrain.PHASES["small"]:
-        pretrain.train(policy, phase, pretrain.Corpus(1, phase), 64)
+        pretrain.train(policy, phase, pretrain.Sums(1, phase), 64)
     pretrain.save(policy, folder)
 
 

@@ -79,6 +79,7 @@ TASKS: Registry[type[TaskSettings]] = Registry(
     "task",
     {
         "arithmetic": f"{HOME}.arithmetic:ArithmeticSettings",
+        "countdown": f"{HOME}.countdown:CountdownSettings",
         "gsm8k": f"{HOME}.gsm8k:GSM8KSettings",
         "jsonl": f"{HOME}.jsonl:JSONLSettings",
     },

@@ -10,7 +10,7 @@ from python_trainer.rollout import PagedEngine, Request, SamplingParams
 from python_trainer.tasks.arithmetic import ArithmeticSettings
 from python_trainer.tasks.rewards import score
 from tools.policies import arithmetic as pretrain
-from tools.policies.arithmetic import ALL, SHORT, Aim, Corpus, Phase, byte_tokenizer, new_policy, save, train
+from tools.policies.arithmetic import ALL, SHORT, Aim, Phase, Sums, byte_tokenizer, new_policy, save, train
 
 POLICIES = Path(python_trainer.tasks.__file__).parent / "policies"
 SHIPPED = sorted(folder.name for folder in POLICIES.iterdir())
@@ -62,7 +62,7 @@ def test_tokenizer_is_one_token_a_byte():
 
 
 def test_pretraining_never_sees_a_prompt_of_the_task():
-    corpus = Corpus(0, Phase("two terms", SHORT, False, 1, 1e-3, 0.0))
+    corpus = Sums(0, Phase("two terms", 1, 1e-3, 0.0, mixture=SHORT, slips=False))
     prompts = {bytes(ids[:length]).decode() for ids, length in (corpus.example() for _ in range(5000))}
     task = ArithmeticSettings().load()
     assert not prompts & {example.prompt for example in [*task.train, *task.gate, *task.test]}
@@ -72,8 +72,8 @@ def test_pretraining_gives_the_same_policy_twice(tmp_path):
     def made(name):
         torch.manual_seed(0)
         policy = new_policy("small")
-        phase = Phase("slips", ALL, True, 2, 1e-3, 1.0)
-        train(policy, phase, Corpus(0, phase), 4)
+        phase = Phase("slips", 2, 1e-3, 1.0, mixture=ALL, slips=True)
+        train(policy, phase, Sums(0, phase), 4)
         save(policy, tmp_path / name)
         return (tmp_path / name / "model.safetensors").read_bytes()
 
@@ -103,8 +103,8 @@ def test_time_ends_a_phase_with_the_rate_at_zero(monkeypatch):
     monkeypatch.setattr(
         torch.optim.AdamW, "step", lambda self: (rates.append(self.param_groups[0]["lr"]), step(self))[1]
     )
-    phase = Phase("timed", SHORT, False, 1000, 1e-3, 1.0, seconds=100)
-    assert train(new_policy("tiny"), phase, Corpus(0, phase), 1) == 10
+    phase = Phase("timed", 1000, 1e-3, 1.0, seconds=100, mixture=SHORT, slips=False)
+    assert train(new_policy("tiny"), phase, Sums(0, phase), 1) == 10
     assert rates[1:] == sorted(rates[1:], reverse=True)[:9] and rates[-1] == pytest.approx(0.1 * 0.7e-3)
 
 
@@ -113,7 +113,7 @@ def test_shares_of_slips_are_settled_by_what_is_measured(monkeypatch):
     monkeypatch.setattr(pretrain, "right_answers", lambda *_: dict(zip(("sampled", "greedy"), next(measured))))
     shares = []
     monkeypatch.setattr(pretrain, "train", lambda policy, phase, *_: shares.append(phase.mixture[-1].slip_share))
-    phase = Phase("slips", [pretrain.Part(1.0, {2: 1.0}, 0.5)], True, 1, 1e-3, 1.0)
+    phase = Phase("slips", 1, 1e-3, 1.0, mixture=[pretrain.Part(1.0, {2: 1.0}, 0.5)], slips=True)
     found = pretrain.settle(None, phase, Aim("short", 4), 0, 4)
     assert [round(row["sampled"], 3) for row in found] == [0.9, 0.2, 0.5]
     assert shares[0] == pytest.approx(1 - 0.5 * 0.5 / 0.9)  # fewer slips were learnt than shown: show more

@@ -17,7 +17,8 @@ import json
 import math
 import random
 import time
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -86,16 +87,22 @@ UP_TO_LONGEST = [
 
 
 @dataclass(frozen=True)
-class Phase:
+class Stretch:
     """One stretch of training with its own optimizer state."""
 
     name: str
-    mixture: list[Part]
-    slips: bool  # whether some answers have a wrong step
     steps: int
     lr: float  # of Muon; AdamW's is 0.7 of it
     decay: float  # share of the steps over which the learning rate falls to zero at the end
     seconds: float = math.inf  # time that counts as all steps; the rate falls with whichever is further
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase(Stretch):
+    """A stretch on sums."""
+
+    mixture: list[Part]
+    slips: bool  # whether some answers have a wrong step
 
 
 @dataclass(frozen=True)
@@ -109,23 +116,23 @@ class Aim:
 
 PHASES = {
     "main": [
-        Phase("short sums", SHORT, False, 500, 4e-3, 0.0),
-        Phase("all lengths", ALL, False, 400, 4e-3, 0.5),
-        Phase("slips", ALL, True, 200, 2e-3, 1.0),
+        Phase("short sums", 500, 4e-3, 0.0, mixture=SHORT, slips=False),
+        Phase("all lengths", 400, 4e-3, 0.5, mixture=ALL, slips=False),
+        Phase("slips", 200, 2e-3, 1.0, mixture=ALL, slips=True),
     ],
     "small": [
-        Phase("short sums", SHORT, False, 800, 6e-3, 0.0),
-        Phase("all lengths", ALL, False, 600, 6e-3, 0.6),
-        Phase("slips", ALL, True, 400, 3e-3, 1.0),
+        Phase("short sums", 800, 6e-3, 0.0, mixture=SHORT, slips=False),
+        Phase("all lengths", 600, 6e-3, 0.6, mixture=ALL, slips=False),
+        Phase("slips", 400, 3e-3, 1.0, mixture=ALL, slips=True),
     ],
     "large": [
-        Phase("short sums", SHORT, False, 300, 2e-3, 0.0, 45),
-        Phase("all lengths", UP_TO_LONGEST, False, 800, 2e-3, 0.5, 150),
-        Phase("slips", UP_TO_LONGEST, True, 200, 1e-3, 1.0, 40),
+        Phase("short sums", 300, 2e-3, 0.0, 45, mixture=SHORT, slips=False),
+        Phase("all lengths", 800, 2e-3, 0.5, 150, mixture=UP_TO_LONGEST, slips=False),
+        Phase("slips", 200, 1e-3, 1.0, 40, mixture=UP_TO_LONGEST, slips=True),
     ],
     "tiny": [
-        Phase("short sums", SHORT, False, 2, 2e-3, 0.0, 10),
-        Phase("slips", ALL, True, 1, 1e-3, 1.0, 10),
+        Phase("short sums", 2, 2e-3, 0.0, 10, mixture=SHORT, slips=False),
+        Phase("slips", 1, 1e-3, 1.0, 10, mixture=ALL, slips=True),
     ],
 }
 AIMS = {"large": Aim("longest", 256), "tiny": Aim("short", 4, rounds=1)}
@@ -148,8 +155,8 @@ def byte_tokenizer() -> Qwen2Tokenizer:
     )
 
 
-def new_policy(size: str) -> Qwen2ForCausalLM:
-    """A policy with random weights, float32."""
+def policy_of(shape: Mapping[str, float]) -> Qwen2ForCausalLM:
+    """A policy with random weights, float32. The shape: fields of its configuration."""
     config = Qwen2Config(
         vocab_size=EOS_ID + 1,
         num_hidden_layers=3,
@@ -159,10 +166,15 @@ def new_policy(size: str) -> Qwen2ForCausalLM:
         pad_token_id=PAD_ID,
         eos_token_id=EOS_ID,
     )
-    for name, value in SHAPES[size].items():
+    for name, value in shape.items():
         setattr(config, name, value)
     config.layer_types = ["full_attention"] * config.num_hidden_layers
     return Qwen2ForCausalLM(config)
+
+
+def new_policy(size: str) -> Qwen2ForCausalLM:
+    """The same in one of the shapes above."""
+    return policy_of(SHAPES[size])
 
 
 @cache
@@ -171,8 +183,29 @@ def shipped(variant: Variant) -> list[list[Example]]:
     return draw_examples(variant, 0, tuple(SIZES.values()))
 
 
-class Corpus:
-    """Endless sums that are no prompt of the shipped task, as (token ids, prompt length)."""
+class Corpus(ABC):
+    """Endless examples."""
+
+    @abstractmethod
+    def example(self) -> tuple[list[int], int]:
+        """Token ids, and how many of them are the prompt, which is not learnt."""
+
+    def batch(self, size: int, chunk_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """``size`` examples as (ids, labels) chunks [B, T], sorted by length; labels: -100 on prompt and padding."""
+        examples = sorted((self.example() for _ in range(size)), key=lambda e: len(e[0]), reverse=True)
+        while examples:
+            longest = len(examples[0][0])
+            chunk, examples = examples[: chunk_tokens // longest], examples[chunk_tokens // longest :]
+            ids = torch.full((len(chunk), longest), PAD_ID)
+            labels = torch.full((len(chunk), longest), -100)
+            for row, (tokens, prompt_len) in enumerate(chunk):
+                ids[row, : len(tokens)] = torch.tensor(tokens)
+                labels[row, prompt_len : len(tokens)] = ids[row, prompt_len : len(tokens)]
+            yield ids, labels
+
+
+class Sums(Corpus):
+    """Sums that are no prompt of the shipped task."""
 
     def __init__(self, seed: int, phase: Phase):
         self.rng = random.Random(f"pretrain/{seed}/{phase.name}")
@@ -190,19 +223,6 @@ class Corpus:
         slip_step = self.rng.randrange(len(terms) - 1) if slips else None
         answer = solution(terms, slip_step, self.rng.choice(SLIPS))
         return [*(prompt + answer).encode(), EOS_ID], len(prompt)
-
-    def batch(self, size: int, chunk_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """``size`` examples as (ids, labels) chunks [B, T], sorted by length; labels: -100 on prompt and padding."""
-        examples = sorted((self.example() for _ in range(size)), key=lambda e: len(e[0]), reverse=True)
-        while examples:
-            longest = len(examples[0][0])
-            chunk, examples = examples[: chunk_tokens // longest], examples[chunk_tokens // longest :]
-            ids = torch.full((len(chunk), longest), PAD_ID)
-            labels = torch.full((len(chunk), longest), -100)
-            for row, (tokens, prompt_len) in enumerate(chunk):
-                ids[row, : len(tokens)] = torch.tensor(tokens)
-                labels[row, prompt_len : len(tokens)] = ids[row, prompt_len : len(tokens)]
-            yield ids, labels
 
 
 def learn(policy: Qwen2ForCausalLM, chunks: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -224,7 +244,7 @@ def learn(policy: Qwen2ForCausalLM, chunks: list[tuple[Tensor, Tensor]]) -> Tens
     return total
 
 
-def train(policy: Qwen2ForCausalLM, phase: Phase, corpus: Corpus, batch: int) -> int:
+def train(policy: Qwen2ForCausalLM, phase: Stretch, corpus: Corpus, batch: int) -> int:
     """Muon on the weight matrices, AdamW on the rest; in as many steps it gets several times lower than AdamW alone.
 
     Returns the steps made: fewer than those of the phase where its time was up.
@@ -311,7 +331,7 @@ def settle(policy: Qwen2ForCausalLM, phase: Phase, aim: Aim, seed: int, batch: i
         factor = (low + high) / 2 / max(right["sampled"], 0.05)
         mixture = [replace(p, slip_share=min(max(1 - (1 - p.slip_share) * factor, 0.0), 0.9)) for p in phase.mixture]
         phase = replace(phase, name=f"slips, round {number + 2}", mixture=mixture)
-        train(policy, phase, Corpus(seed, phase), batch)
+        train(policy, phase, Sums(seed, phase), batch)
     return found
 
 
@@ -343,7 +363,7 @@ def main(argv: list[str] | None = None) -> None:
         policy.set_attn_implementation("eager")  # on a CPU twice as fast as sdpa with sequences this short
     steps, phases = {}, [replace(p, steps=max(1, round(p.steps * args.steps_scale))) for p in PHASES[args.size]]
     for phase in phases:
-        steps[phase.name] = train(policy, phase, Corpus(args.seed, phase), batch)
+        steps[phase.name] = train(policy, phase, Sums(args.seed, phase), batch)
     if args.size not in AIMS:
         save(policy, args.output)
         return

@@ -212,7 +212,9 @@ class VLLMEngine(Engine):
 
     def pass_seconds(self, sequences: int, tokens: int) -> float:
         """Not known of vLLM: it schedules on its own."""
-        raise UserError("rollout.engine vllm does not tell what a forward pass costs; accelerators.drafts asks for it")
+        raise UserError(
+            "rollout.engine vllm schedules on its own and does not tell what a forward pass costs; paged does"
+        )
 
 
 def _cut_at_stop(rollout: Rollout, stop: StopStrings) -> None:

@@ -289,8 +289,9 @@ class Division:
             reports.append(Report(self.finished[worker], ended.stats, ended.cpu_s, ended.busy_s))
             for name, count in ended.stats.items():
                 pool._stats[name] += count
-        for requests, rollouts in self.submitted if pool.lengths else ():
-            remember(pool.lengths, requests, rollouts)
+        if pool.lengths is not None:
+            for requests, rollouts in self.submitted:
+                remember(pool.lengths, requests, rollouts)
         return reports
 
     def _deal(self, requests: Sequence[Request], number: int) -> list[list[m.Piece]]:
