@@ -68,30 +68,29 @@ class Learner:
         lr = learning_rate(self.settings, number, self.max_steps)
         metrics, norms, trained = MetricSums(batch.rewards.device), list[float](), 0
         with self.policy.packed_attention():
-            self._look_before(batch, several=algorithm.num_iterations * len(minibatches) > 1)
+            self._look_before(batch)
             row = set_advantages(batch, algorithm)
             # of one rank: sums on a GPU have no order, and all must cut the step into the same micro-batches
             teaches = self.ranks.first(self._teaching(batch))
-            for _ in range(algorithm.num_iterations):
-                for minibatch in minibatches:
-                    if not batch.loss_tokens[minibatch].any():
-                        continue  # every answer was truncated and is masked
-                    # one sample at least, so that there is a gradient, be it 0
-                    taught = {index for index in minibatch if teaches[index]} or {minibatch[0]}
-                    with torch.no_grad():
-                        rest = [index for index in minibatch if index not in taught]
-                        total, _ = self._pass(batch, minibatch, rest, metrics)
-                    learns = [index for index in minibatch if index in taught]
-                    loss, tokens = self._pass(batch, minibatch, learns, metrics)
-                    trained += tokens
-                    norms.append(self._step(lr, float(self.ranks.sum(total + loss)), batch, minibatch))
+            steps = [
+                # one sample at least, so that there is a gradient, be it 0
+                (minibatch, [index for index in minibatch if teaches[index]] or minibatch[:1])
+                for minibatch in minibatches
+                if batch.loss_tokens[minibatch].any()  # else every answer was truncated and is masked
+            ]
+            if batch.old is None and algorithm.num_iterations * len(minibatches) > 1:
+                self._remember_logprobs(batch, [index for _, samples in steps for index in samples])
+            for minibatch, samples in steps * algorithm.num_iterations:
+                loss, tokens = self._pass(batch, minibatch, samples, metrics)
+                trained += tokens
+                norms.append(self._step(lr, float(self.ranks.sum(loss)), batch, minibatch))
         row = metrics.means(len(norms), self.ranks) | row
         if norms:
             row["grad_norm"] = sum(norms) / len(norms)
         return row | {"learning_rate": lr, "tokens/trained": int(self.ranks.sum(torch.tensor(trained)))}
 
     def _teaching(self, batch: StepBatch) -> list[bool]:
-        """Which samples have a gradient. Without an advantage there is none: their pass only counts for metrics."""
+        """Which samples have a gradient: without an advantage there is none, and no pass."""
         algorithm = self.algorithm
         kl_in_loss = self.reference is not None and not algorithm.use_kl_in_reward
         if self.critic is not None or algorithm.entropy_coef or kl_in_loss:
@@ -102,12 +101,11 @@ class Learner:
     def _pass(
         self, batch: StepBatch, minibatch: Sequence[int], samples: Sequence[int], metrics: MetricSums
     ) -> tuple[torch.Tensor, int]:
-        """Samples of a minibatch, backwards too where gradients are on -> their share of the loss, their tokens."""
+        """Samples of a minibatch, forwards and backwards -> their share of the loss, their tokens."""
         total, tokens = torch.zeros((), device=self.policy.device), 0
-        for packed in self._packs(batch, samples) if samples else ():
+        for packed in self._packs(batch, samples):
             loss, seen = self._loss(packed, batch, minibatch)
-            if torch.is_grad_enabled():
-                loss.backward()
+            loss.backward()
             total += loss.detach()
             metrics.add(seen)
             tokens += packed.input_ids.numel()
@@ -158,28 +156,33 @@ class Learner:
             yield (packed if counts else packed.without_tokens()).to(self.policy.device)
 
     @torch.no_grad()
-    def _look_before(self, batch: StepBatch, *, several: bool) -> None:
-        """Records what the update will be compared with: log-probabilities, those of the reference, values.
-
-        Before a single optimizer step the log-probabilities are those of its own pass, unless something else needs
-        them earlier.
-        """
+    def _look_before(self, batch: StepBatch) -> None:
+        """Records what advantages and loss need of every sample: log-probabilities of both models, values."""
         temperature, reference = self.temperature, self.reference
         lengths = [len(rollout.response_ids) for rollout in batch.rollouts]
-        if several or self.critic is not None or self.algorithm.use_kl_in_reward:
-            batch.old = Ragged(lengths, self.policy.device)
+        if self.critic is not None or self.algorithm.use_kl_in_reward:
             batch.values = Ragged(lengths, self.policy.device) if self.critic is not None else None
-            for packed in self._packs(batch, range(len(lengths))):
-                logprobs, _, states = self.policy.score_with_states(packed, temperature)
-                batch.old.put(packed, logprobs)
-                if self.critic is not None and batch.values is not None:
-                    batch.values.put(packed, self.critic(packed, states))
+            self._remember_logprobs(batch, range(len(lengths)))
         if reference is not None:
             batch.reference = Ragged(lengths, self.policy.device)
             with reference.packed_attention():
                 for packed in self._packs(batch, range(len(lengths))):
                     batch.reference.put(packed, reference.score(packed, temperature)[0])
-        for recorded in (batch.old, batch.values, batch.reference):
+            batch.reference.flat = self.ranks.merge(batch.reference.flat)
+
+    @torch.no_grad()
+    def _remember_logprobs(self, batch: StepBatch, samples: Sequence[int]) -> None:
+        """Records log-probabilities before the update, with a critic its values too.
+
+        Of a single optimizer step they are those of its own pass, unless advantages need them earlier.
+        """
+        batch.old = Ragged([len(rollout.response_ids) for rollout in batch.rollouts], self.policy.device)
+        for packed in self._packs(batch, samples):
+            logprobs, _, states = self.policy.score_with_states(packed, self.temperature)
+            batch.old.put(packed, logprobs)
+            if self.critic is not None and batch.values is not None:
+                batch.values.put(packed, self.critic(packed, states))
+        for recorded in (batch.old, batch.values):
             if recorded is not None:
                 recorded.flat = self.ranks.merge(recorded.flat)
 

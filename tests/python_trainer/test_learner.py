@@ -101,22 +101,61 @@ def rollouts(rewards):
 MIXED = [1, 0, 0, 1] + [1] * 4 + [0] * 4 + [0, 0, 0, 1]
 
 
-@pytest.mark.parametrize("algorithm", [{}, {"loss_type": "grpo", "num_minibatches": 2, "num_iterations": 2}])
-def test_answers_without_advantage_change_nothing_and_are_not_differentiated(make_config, tmp_path, monkeypatch,
-                                                                             algorithm):  # fmt: skip
+ALGORITHMS = [{}, {"loss_type": "grpo", "num_minibatches": 2, "num_iterations": 2}]
+# the second step has nothing to teach: momentum alone moves the weights
+STEPS = [(MIXED, 1), ([1] * 16, 2)]
+
+
+def two_trainers(make_config, folder, algorithm):
     config = make_config(algorithm=algorithm, optimizer={"adam_epsilon": 1e-4})  # or rounding of zeros grows to steps
-    trainers = [Trainer(config, tmp_path / name, console=QUIET) for name in ("a", "b")]
-    # the second step has nothing to teach: momentum alone moves the weights
-    steps = [(rollouts(MIXED), 1), (rollouts([1] * 16), 2)]
-    ours = [trainers[0].learner.update(*step) for step in steps]
-    monkeypatch.setattr(type(trainers[1].learner), "_teaching", lambda self, batch: [True] * len(batch.rollouts))
-    wanted = [trainers[1].learner.update(*step) for step in steps]
-    for found, row in zip(ours, wanted, strict=True):
-        assert found["tokens/trained"] < row["tokens/trained"]
-        for key, value in row.items():
-            assert key == "tokens/trained" or found[key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
-    for (name, a), b in zip(trainers[0].policy.model.named_parameters(), trainers[1].policy.model.parameters()):
+    return [Trainer(config, folder / name, console=QUIET) for name in ("a", "b")]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_answers_without_advantage_change_nothing(make_config, tmp_path, monkeypatch, algorithm):
+    ours, other = two_trainers(make_config, tmp_path, algorithm)
+    rows = [ours.learner.update(rollouts(rewards), number) for rewards, number in STEPS]
+    monkeypatch.setattr(type(other.learner), "_teaching", lambda self, batch: [True] * len(batch.rollouts))
+    for row, (rewards, number) in zip(rows, STEPS, strict=True):
+        wanted = other.learner.update(rollouts(rewards), number)
+        assert row["tokens/trained"] < wanted["tokens/trained"]
+        for key in ("loss", "grad_norm", "kl", "learning_rate"):  # the others are of the taught answers
+            assert row[key] == pytest.approx(wanted[key], rel=1e-4, abs=1e-5), key
+    for (name, a), b in zip(ours.policy.model.named_parameters(), other.policy.model.parameters()):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_answers_without_advantage_are_not_even_passed_forward(make_config, tmp_path, monkeypatch, algorithm):
+    ours, other = two_trainers(make_config, tmp_path, algorithm)
+    score, seen = Policy.score_with_states, []
+
+    def counted(self, packed, temperature):
+        seen.append((torch.is_grad_enabled(), packed.input_ids.numel()))
+        return score(self, packed, temperature)
+
+    monkeypatch.setattr(Policy, "score_with_states", counted)
+    for rewards, number in STEPS:
+        seen.clear()
+        trained = ours.learner.update(rollouts(rewards), number)["tokens/trained"]
+        assert trained == sum(tokens for graded, tokens in seen if graded)
+        # log-probabilities of before the update, once, and no others
+        before = [tokens for graded, tokens in seen if not graded]
+        assert sum(before) == (trained / 2 if algorithm else 0)
+
+    learn = type(other.learner)._pass
+
+    def with_the_rest(self, batch, minibatch, samples, metrics):
+        with torch.no_grad():
+            for packed in self._packs(batch, [index for index in minibatch if index not in samples]):
+                self._loss(packed, batch, minibatch)
+        return learn(self, batch, minibatch, samples, metrics)
+
+    monkeypatch.setattr(type(other.learner), "_pass", with_the_rest)
+    for rewards, number in STEPS:
+        other.learner.update(rollouts(rewards), number)
+    for (name, a), b in zip(ours.policy.model.named_parameters(), other.policy.model.parameters()):
+        assert torch.equal(a, b), name
 
 
 def test_all_ranks_teach_what_the_first_one_does(make_config, tmp_path):
