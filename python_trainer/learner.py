@@ -122,10 +122,10 @@ class Learner:
         try:
             if not math.isfinite(loss):
                 raise NotFinite(f"the loss is {loss}")
-            self.ranks.sum_gradients(self.policy.model)
+            self.ranks.sum_gradients(self.policy.model, list(self.optimizer.masters.values()))
             norm = self.optimizer.step(lr)
             if self.critic is not None:
-                self.ranks.sum_gradients(self.critic)
+                self.ranks.sum_gradients(self.critic, list(self.critic.optimizer.masters.values()))
                 self.critic.step(lr)
             return norm
         except NotFinite as error:
@@ -133,19 +133,19 @@ class Learner:
 
     def _culprits(self, batch: StepBatch, minibatch: Sequence[int]) -> list[int]:
         """The samples whose own loss or gradient is not finite."""
-        modules = [self.policy.model, *([self.critic] if self.critic is not None else [])]
-        params = [p for module in modules for p in module.parameters()]
+        optimizers = [self.optimizer, *([self.critic.optimizer] if self.critic is not None else [])]
+        weights = [weight for optimizer in optimizers for weight in optimizer.masters.values()]
         found = []
         for index in minibatch:
-            for p in params:
-                p.grad = None
+            for weight in weights:
+                weight.grad = None
             loss, _ = self._loss(batch.pack([index]).to(self.policy.device), batch, minibatch)
             loss.backward()
-            seen = [loss, *(local(p.grad) for p in params if p.grad is not None)]
+            seen = [loss, *(local(w.grad) for w in weights if w.grad is not None)]
             if self.ranks.any(not all(bool(x.isfinite().all()) for x in seen)):
                 found.append(index)
-        for p in params:
-            p.grad = None
+        for weight in weights:
+            weight.grad = None
         return found
 
     def _packs(self, batch: StepBatch, samples: Sequence[int]) -> Iterator[Packed]:

@@ -82,8 +82,12 @@ class RankGroup:
         """Numbers of which each rank knows some; NaN where it does not."""
         return values
 
-    def sum_gradients(self, module: torch.nn.Module) -> None:
-        """Adds up the gradients of all ranks, where the backward pass has not."""
+    def sum_gradients(self, module: torch.nn.Module, weights: Sequence[torch.Tensor]) -> None:
+        """Adds up the gradients of all ranks, where the backward pass has not.
+
+        Args:
+            weights: of ``module``, those whose ``grad`` counts.
+        """
 
     def prepare(self, policy: Policy) -> None:
         """Before an engine is made of ``policy.whole``, and copies of ``policy.model``; asks no other rank."""

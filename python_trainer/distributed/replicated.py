@@ -130,29 +130,28 @@ class Replicated(RankGroup):
         return torch.where(self.max(known.float()) > 0, total, torch.nan)
 
     @torch.no_grad()
-    def sum_gradients(self, module: torch.nn.Module) -> None:
-        params = [p for p in module.parameters() if p.requires_grad]
+    def sum_gradients(self, module: torch.nn.Module, weights: Sequence[torch.Tensor]) -> None:
         # a rank without samples has no gradients at all, a parameter that nothing uses has none anywhere
-        used = self.max(torch.tensor([float(p.grad is not None) for p in params], device=params[0].device))
-        bucket: list[torch.nn.Parameter] = []
+        used = self.max(torch.tensor([float(w.grad is not None) for w in weights], device=weights[0].device))
+        bucket: list[torch.Tensor] = []
         elements = 0
-        for p, has in zip(params, used.tolist()):
+        for weight, has in zip(weights, used.tolist()):
             if has:
-                bucket.append(p)
-                elements += p.numel()
+                bucket.append(weight)
+                elements += weight.numel()
             if elements >= BUCKET_ELEMENTS:
                 self._sum_bucket(bucket)
                 bucket, elements = [], 0
         self._sum_bucket(bucket)
 
-    def _sum_bucket(self, params: Sequence[torch.nn.Parameter]) -> None:
-        if not params:
+    def _sum_bucket(self, weights: Sequence[torch.Tensor]) -> None:
+        if not weights:
             return
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-        flat = torch.cat([g.float().flatten() for g in gradients])
+        gradients = [torch.zeros_like(w) if w.grad is None else w.grad for w in weights]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat)
-        for p, total in zip(params, flat.split([p.numel() for p in params])):
-            p.grad = total.view_as(p).to(p.dtype)
+        for weight, total in zip(weights, flat.split([w.numel() for w in weights])):
+            weight.grad = total.view_as(weight)
 
     def save(self, folder: Path, step: int, state: Mapping[str, Any], learned: Mapping[str, Any], *, keep: int) -> None:
         if self.rank == 0:

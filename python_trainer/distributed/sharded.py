@@ -1,7 +1,7 @@
 """Several ranks, each with a shard of all weights, gradients and moments: ``parallel: fsdp2``."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ class Sharded(Replicated):
                     part.set_gradient_divide_factor(1.0)  # the loss of a micro-batch is its share: gradients add up
                     part.set_force_sum_reduction_for_comms(True)
 
-    def sum_gradients(self, module: torch.nn.Module) -> None:
+    def sum_gradients(self, module: torch.nn.Module, weights: Sequence[torch.Tensor]) -> None:
         """The backward pass has; a pass without one may have left weights gathered, which are old after an update."""
         for part in module.modules():
             if isinstance(part, FSDPModule):

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,14 +22,24 @@ def learning_rate(config: OptimizerConfig, step: int, max_steps: int) -> float:
     return config.learning_rate * shape[config.lr_scheduler_type]
 
 
+@torch.no_grad()
+def add_gradient(master: torch.Tensor, param: torch.Tensor) -> None:
+    """Moves the gradient of a parameter, where there is one, onto the float32 gradient of its master."""
+    if param.grad is not None:
+        master.grad = param.grad.float() if master.grad is None else master.grad.add_(param.grad)
+        param.grad = None
+
+
 class PolicyOptimizer:
     """Updates the trainable parameters of a model.
 
     Parameters that are not float32 get a float32 master copy, which AdamW updates and which is rounded back after
     each step. Whoever changes the model's weights in between is heard: where they no longer are the rounded master,
-    the master follows.
+    the master follows. A backward pass leaves its gradient with the master, where the passes of a step add up in
+    float32, parameter by parameter: the gradient of the parameter itself is gone at once.
 
     Attributes:
+        masters: what AdamW updates and whose ``grad`` counts, by parameter name: the parameter itself if it is float32.
         adamw: the underlying ``torch.optim.AdamW``.
     """
 
@@ -39,6 +50,8 @@ class PolicyOptimizer:
             name: p if p.dtype == torch.float32 else p.detach().float().requires_grad_()
             for name, p in self.params.items()
         }
+        for param, master in self._low_precision():
+            param.register_post_accumulate_grad_hook(partial(add_gradient, master))
         decayed = [p for p in self.masters.values() if p.ndim >= 2]
         others = [p for p in self.masters.values() if p.ndim < 2]
         self.adamw = torch.optim.AdamW(
@@ -49,6 +62,11 @@ class PolicyOptimizer:
             fused=True,
         )
 
+    def _low_precision(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Parameters and their masters, where these are two."""
+        pairs = ((self.params[name], master) for name, master in self.masters.items())
+        return [(param, master) for param, master in pairs if master is not param]
+
     @torch.no_grad()
     def step(self, lr: float) -> float:
         """One update with the gradients that are there, which are then gone -> their norm before clipping.
@@ -58,11 +76,10 @@ class PolicyOptimizer:
         """
         for group in self.adamw.param_groups:
             group["lr"] = lr
-        low_precision = [(self.params[n], m) for n, m in self.masters.items() if m is not self.params[n]]
+        low_precision = self._low_precision()
         for param, master in low_precision:
             master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
-            master.grad = None if param.grad is None else param.grad.float()
-            param.grad = None
+            add_gradient(master, param)  # one that no backward pass has left
         norm = float(full(torch.nn.utils.clip_grad_norm_(self.masters.values(), self.config.max_grad_norm)))
         if not math.isfinite(norm):
             self.adamw.zero_grad()

@@ -178,3 +178,43 @@ def test_every_answer_counts_where_the_loss_has_other_terms(make_config, tmp_pat
     steps = rollouts([1] * 16)
     answers = [Rollout(rollout.prompt_ids, rollout.response_ids) for rollout in steps]
     assert trainer.learner.update(steps, 1)["tokens/trained"] == pack(answers, range(16)).input_ids.numel()
+
+
+def test_gradients_of_bfloat16_weights_add_up_in_float32(make_config, tmp_path, monkeypatch):
+    found = {}
+    for tokens in (1, 4096):  # a micro-batch an answer, and one for all
+        config = make_config(model={"dtype": "bfloat16"}, optimizer={"micro_batch_tokens": tokens})
+        learner = Trainer(config, tmp_path / str(tokens), console=QUIET).learner
+        masters = learner.optimizer.masters
+        assert all(p.dtype == torch.bfloat16 for p in learner.policy.model.parameters())
+        plain, pieces = type(learner)._pass, []
+
+        def in_pieces(self, batch, minibatch, samples, metrics, masters=masters, plain=plain, pieces=pieces):
+            for index in samples:
+                plain(self, batch, minibatch, [index], metrics)
+                pieces.append({name: master.grad for name, master in masters.items()})
+                for master in masters.values():
+                    master.grad = None
+            return plain(self, batch, minibatch, samples, metrics)
+
+        def keep(lr, tokens=tokens, masters=masters, pieces=pieces):
+            found[tokens] = {name: master.grad for name, master in masters.items()}, pieces
+            return 0.0
+
+        with monkeypatch.context() as patched:
+            patched.setattr(type(learner), "_pass", in_pieces)
+            patched.setattr(learner.optimizer, "step", keep)
+            learner.update(rollouts(MIXED), 1)
+        assert all(p.grad is None for p in learner.policy.model.parameters())
+    many, pieces = found[1]
+    assert len(pieces) == 8
+    for name, gradient in many.items():
+        assert gradient.dtype == torch.float32
+        total = pieces[0][name].clone()
+        for piece in pieces[1:]:
+            total += piece[name]
+        assert torch.equal(gradient, total), name
+    one = torch.cat([g.flatten() for g in found[4096][0].values()])
+    difference = torch.cat([g.flatten() for g in many.values()]) - one
+    # what is left: the products of each micro-batch are rounded to bfloat16, 2**-9 of their size
+    assert difference.norm() <= 2**-7 * one.norm()
