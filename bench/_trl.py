@@ -16,7 +16,7 @@ from rich.console import Console
 
 from bench._runner import reset_resident_peak, resident_peak
 from python_trainer.config import Config
-from python_trainer.model.policy import set_matmul_precision
+from python_trainer.model.policy import choose_dtype, set_matmul_precision
 from python_trainer.model.shipped import policy_folder
 from python_trainer.run import Trainer
 from python_trainer.run_state import Clock
@@ -46,6 +46,7 @@ def make_grpo_trainer(config: Config, folder: Path, *, batch: int, callbacks: Se
     rollout, algorithm, optimizer = config.rollout, config.algorithm, config.optimizer
     answers = rollout.prompts_per_step * rollout.num_generations
     task, path = config.task.load(), policy_folder(config.model.path)
+    dtype = str(choose_dtype(config.model.dtype, torch.device("cpu"))).removeprefix("torch.")
     arguments = GRPOConfig(
         output_dir=str(folder), seed=config.seed, max_steps=config.max_steps,
         per_device_train_batch_size=batch, gradient_accumulation_steps=answers // batch,
@@ -57,7 +58,7 @@ def make_grpo_trainer(config: Config, folder: Path, *, batch: int, callbacks: Se
         learning_rate=optimizer.learning_rate, warmup_steps=optimizer.warmup_steps,
         lr_scheduler_type="constant_with_warmup", weight_decay=optimizer.weight_decay,
         adam_beta1=optimizer.adam_beta1, adam_beta2=optimizer.adam_beta2, adam_epsilon=optimizer.adam_epsilon,
-        max_grad_norm=optimizer.max_grad_norm, model_init_kwargs={"dtype": config.model.dtype},
+        max_grad_norm=optimizer.max_grad_norm, model_init_kwargs={"dtype": dtype},
         bf16=False, use_cpu=True, gradient_checkpointing=False, report_to=[], save_strategy="no", disable_tqdm=True,
         logging_strategy="no",
     )  # fmt: skip

@@ -43,6 +43,13 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The type of weights that the setting ``model.dtype`` stands for on a device."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
 def load_policy(config: ModelConfig) -> "Policy":
     """Loads a model folder, or a base policy that ships with the package.
 
@@ -55,8 +62,9 @@ def load_policy(config: ModelConfig) -> "Policy":
         raise UserError(
             f"model.path: there is no folder {folder}; give a folder in Hugging Face format, or one of {shipped}"
         )
-    model, tokenizer = _read(folder, config)
-    policy = Policy(model.to(device=choose_device(config.device)), tokenizer, name=str(folder))
+    device = choose_device(config.device)
+    model, tokenizer = _read(folder, config, choose_dtype(config.dtype, device))
+    policy = Policy(model.to(device=device), tokenizer, name=str(folder))
     if config.lora is not None:
         policy.whole, policy.adapted = add_adapters(policy.model, config.lora), True
     if config.gradient_checkpointing:
@@ -64,14 +72,13 @@ def load_policy(config: ModelConfig) -> "Policy":
     return policy
 
 
-def _read(folder: Path, config: ModelConfig) -> tuple[Any, Any]:
+def _read(folder: Path, config: ModelConfig, dtype: torch.dtype) -> tuple[Any, Any]:
     """Model, on the CPU, and tokenizer; both are complete and fit together."""
     disable_progress_bar()
     set_verbosity_error()  # what matters is checked here
     options = {"trust_remote_code": config.trust_remote_code, "local_files_only": True}
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-        dtype = getattr(torch, config.dtype)
         found: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
         model, loaded = found
     except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, SafetensorError) as error:

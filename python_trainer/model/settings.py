@@ -23,8 +23,9 @@ class ModelConfig(Section):
 
     path: str = "main"
     """Folder of a causal language model in Hugging Face format, or a shipped base policy by name, such as `main`."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights in memory. bfloat16 keeps float32 master weights in the optimizer."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the weights in memory: bfloat16 keeps float32 master weights in the optimizer. auto: bfloat16 on a GPU,
+    float32 on a CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; auto takes the GPU when there is one."""
     matmul_precision: Literal["highest", "medium"] = "highest"

@@ -3,11 +3,13 @@
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from python_trainer.accelerators import ACCELERATORS
 from python_trainer.config import Config, check_config, describe_settings, dump_config, flatten, load_config
 from python_trainer.errors import UserError
+from python_trainer.model.policy import choose_dtype
 
 ROOT = Path(__file__).parents[2]
 
@@ -149,3 +151,31 @@ def test_shipped_configs_are_valid(path):
     known = {key for key, *_ in describe_settings()}
     flat = flatten(yaml.safe_load(path.read_text()))
     assert set(flat) <= known
+
+
+def test_presets_for_gpus_leave_room_for_activations():
+    """The cache takes what it is given, before the optimizer's state exists: so it must be given a size."""
+    paths = sorted((ROOT / "configs").glob("gpu_*.yaml"))
+    assert len(paths) == 6
+    for path in paths:
+        config, name = load_config(path), path.stem.split("_")
+        billions, gigabytes = float(name[1][:-1]), float(name[-1].removeprefix("8x")[:-2])
+        assert config.model.dtype == "auto" and config.model.gradient_checkpointing, path
+        assert (config.parallel == "fsdp2") == name[-1].startswith("8x"), path
+        assert config.rollout.memory_bytes is not None
+        adapted, ranks = config.model.lora is not None, 8 if config.parallel == "fsdp2" else 1
+        bytes_each = 4 if adapted else 18 if ranks == 1 else 2 + 16 / ranks
+        assert bytes_each * billions + config.rollout.memory_bytes / 1e9 < 0.85 * gigabytes, path
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "dtype"),
+    [
+        ("auto", "cpu", "float32"),
+        ("auto", "cuda", "bfloat16"),
+        ("float32", "cuda", "float32"),
+        ("bfloat16", "cpu", "bfloat16"),
+    ],
+)
+def test_type_of_the_weights_suits_the_device(name, device, dtype):
+    assert choose_dtype(name, torch.device(device)) == getattr(torch, dtype)
