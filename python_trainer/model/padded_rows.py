@@ -1,7 +1,7 @@
 """Attention of many sequences as batched matrix products over padded rows.
 
-The stand-in for devices on which an attention op has no kernel of its own, and its reference would loop over sequences.
-Training and rollout differ in what a sequence sees; what is computed of it is the same.
+The stand-in of generation on devices where paged attention has no kernel of its own, and its reference would loop over
+sequences.
 """
 
 from dataclasses import dataclass
