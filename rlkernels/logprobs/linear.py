@@ -17,7 +17,9 @@ from rlkernels import _check
 from rlkernels import backend as _backend
 
 ROWS = 8192  # tokens whose block summaries are held at one time
-BLOCK = 1 << 22  # logits in a block, where the vocabulary allows it: 16 MiB in float32
+BLOCK = 1 << 22  # logits in a block on a CPU, where the vocabulary allows it: 16 MiB in float32
+GPU_BLOCK = 1 << 26  # most of them on a GPU, whose matrix products need more at a time
+GPU_SHARE = 256  # a block in float32 is at most this part of a GPU's memory
 NARROWEST = 256  # vocabulary entries in a block; narrower ones leave matrix products too little to do
 FEWEST = 64  # tokens whose whole rows of logits exist at one time, for the gradient of hidden states in bfloat16
 
@@ -70,8 +72,9 @@ def linear_token_logprobs(
         bias: [V] of the dtype of ``hidden``; -inf rules a token out.
         temperature: > 0.
         return_entropy: also return the entropy in nats.
-        chunk: vocabulary entries whose logits exist at one time. None chooses so that they are about four million
-            numbers for up to 8,192 tokens, and 256 entries at least.
+        chunk: vocabulary entries whose logits exist at one time. None chooses so that for up to 8,192 tokens they are
+            about four million numbers on a CPU, 67 million on a GPU of 64 GiB or more and fewer on a smaller one, and
+            256 entries at least.
         backend: who sums up a block and turns it into its gradient.
 
     Returns:
@@ -104,11 +107,19 @@ def linear_token_logprobs(
         chosen = "torch"
     rows = hidden.reshape(-1, hidden.shape[-1])
     if chunk is None:
-        chunk = max(NARROWEST, BLOCK // max(1, min(rows.shape[0], ROWS)))
+        chunk = max(NARROWEST, _block_logits(hidden.device) // max(1, min(rows.shape[0], ROWS)))
     logprobs, entropy, _ = forward(
         rows, weight, bias, ids.reshape(-1), float(temperature), return_entropy, min(chunk, vocab), chosen
     )
     return (logprobs.view(ids.shape), entropy.view(ids.shape)) if return_entropy else logprobs.view(ids.shape)
+
+
+def _block_logits(device: torch.device) -> int:
+    """Logits that a block holds: a power of two by the size of the device, not by what is free, so that runs repeat."""
+    if device.type != "cuda":
+        return BLOCK
+    part = torch.cuda.get_device_properties(device).total_memory // (4 * GPU_SHARE)
+    return max(BLOCK, min(GPU_BLOCK, 1 << (part.bit_length() - 1)))
 
 
 def _blocks(

@@ -1,5 +1,7 @@
 """Log-probabilities from hidden states, block by block, against the reference that holds all logits."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support import WaitsForNothing
@@ -229,3 +231,14 @@ def test_bad_arguments(changes, error, message):
     arguments = {"hidden": torch.zeros(2, 3), "weight": torch.zeros(7, 3), "ids": torch.tensor([0, 6])} | changes
     with pytest.raises(error, match=message):
         linear_token_logprobs(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "logits"), [(4, 1 << 22), (24, 1 << 24), (48, 1 << 25), (80, 1 << 26), (192, 1 << 26)]
+)
+def test_blocks_suit_the_device(monkeypatch, gigabytes, logits):
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=int(gigabytes * 0.99 * 2**30))
+    )
+    assert linear._block_logits(torch.device("cuda", 0)) == logits
+    assert linear._block_logits(torch.device("cpu")) == 1 << 22
