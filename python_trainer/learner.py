@@ -12,12 +12,27 @@ from python_trainer.distributed import RankGroup
 from python_trainer.errors import NotFinite
 from python_trainer.model.critic import Critic
 from python_trainer.model.lora import is_adapter
-from python_trainer.model.optimizer import PolicyOptimizer, learning_rate
+from python_trainer.model.optimizer import PolicyOptimizer, learning_rate, optimizer_bytes
 from python_trainer.model.packing import Packed
 from python_trainer.model.policy import Policy
 from python_trainer.model.settings import CriticConfig, OptimizerConfig
 from python_trainer.model.tensors import load_weights, local
 from python_trainer.objective import MetricSums, Objective, Ragged, StepBatch, make_batch, set_advantages
+
+
+def bytes_to_come(policy: Policy, algorithm: AlgorithmConfig, critic: CriticConfig, shards: int = 1) -> int:
+    """Memory that a learner of this policy will hold between passes, on each of so many ranks, beside the policy.
+
+    Args:
+        shards: ranks that share weights, gradients and moments.
+    """
+    found = optimizer_bytes(policy.model.parameters())
+    if algorithm.beta and not policy.adapted:
+        found += sum(p.nbytes for p in policy.model.parameters())
+    if algorithm.judge.critic and critic.separate:
+        body = [torch.nn.Parameter(p.to("meta")) for p in policy.whole.base_model.parameters()]
+        found += sum(p.nbytes for p in body) + optimizer_bytes(body)
+    return found // shards
 
 
 class Learner:

@@ -20,7 +20,7 @@ from python_trainer.distributed.shard_files import read_shards
 from python_trainer.errors import UserError
 from python_trainer.files import check_output_dir, publish, unusable_output_dir, write_text
 from python_trainer.keyed import keyed_seed
-from python_trainer.learner import Learner
+from python_trainer.learner import Learner, bytes_to_come
 from python_trainer.model.policy import Policy, load_policy, set_matmul_precision
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.rollout.make import make_engine
@@ -132,7 +132,9 @@ class Trainer(TrainingLoop):
         if not self.prompts["train"]:
             raise self._no_prompts("train")
         self.ranks.prepare(self.policy)
-        engine = make_engine(config.rollout, config.model, self.policy, output_dir)
+        shards = self.ranks.size if config.parallel == "fsdp2" else 1
+        reserved = bytes_to_come(self.policy, config.algorithm, config.critic, shards)
+        engine = make_engine(config.rollout, config.model, self.policy, output_dir, reserved_bytes=reserved)
         self.engine = self.ranks.engine(engine, self.policy)
         self._heed_limit_of_engine()
         set_matmul_precision(config.model.matmul_precision)

@@ -22,6 +22,14 @@ def learning_rate(config: OptimizerConfig, step: int, max_steps: int) -> float:
     return config.learning_rate * shape[config.lr_scheduler_type]
 
 
+def optimizer_bytes(params: Iterable[torch.Tensor]) -> int:
+    """What :class:`PolicyOptimizer` and a backward pass add to these parameters, in bytes, once a step was made.
+
+    All in float32: a gradient, two moments, and a master where the parameter is not float32 itself.
+    """
+    return sum(p.numel() * (12 if p.dtype == torch.float32 else 16) for p in params if p.requires_grad)
+
+
 @torch.no_grad()
 def add_gradient(master: torch.Tensor, param: torch.Tensor) -> None:
     """Moves the gradient of a parameter, where there is one, onto the float32 gradient of its master."""

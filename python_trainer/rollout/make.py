@@ -10,8 +10,13 @@ from python_trainer.rollout.ordering import LengthHistory
 from python_trainer.rollout.settings import RolloutConfig
 
 
-def make_engine(rollout: RolloutConfig, model: ModelConfig, policy: Policy, output_dir: Path) -> Engine:
+def make_engine(
+    rollout: RolloutConfig, model: ModelConfig, policy: Policy, output_dir: Path, *, reserved_bytes: int = 0
+) -> Engine:
     """An engine for the policy; what a server has to read goes through a folder of ``output_dir``.
+
+    Args:
+        reserved_bytes: of the device's memory, which training will take and the KV cache must leave.
 
     Raises:
         UserError: the engine cannot run this model, or not in as many processes, or vLLM is not there as it must be.
@@ -30,7 +35,9 @@ def make_engine(rollout: RolloutConfig, model: ModelConfig, policy: Policy, outp
             server = Server(policy.whole, rollout.vllm_server, output_dir / ".vllm")
             return VLLMEngine(policy.whole, server, **options)
         trust = model.trust_remote_code
-        in_process = InProcess(policy.whole, policy.name, trust_remote_code=trust, **sizes)
+        in_process = InProcess(
+            policy.whole, policy.name, trust_remote_code=trust, reserved_bytes=reserved_bytes, **sizes
+        )
         return VLLMEngine(policy.whole, in_process, **options)
     if rollout.workers > 1:
         from python_trainer.rollout.workers.pool import WorkerPool
@@ -40,4 +47,4 @@ def make_engine(rollout: RolloutConfig, model: ModelConfig, policy: Policy, outp
         return WorkerPool(policy.whole, workers=rollout.workers, matmul_precision=precision, **options)
     from python_trainer.rollout.paged.engine import PagedEngine
 
-    return PagedEngine(policy.whole, traits=policy.traits, **sizes, **options)
+    return PagedEngine(policy.whole, traits=policy.traits, reserved_bytes=reserved_bytes, **sizes, **options)

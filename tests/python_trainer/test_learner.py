@@ -8,9 +8,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import python_trainer.model.policy
 from python_trainer.data import Rollout
 from python_trainer.distributed import RankGroup
+from python_trainer.errors import UserError
+from python_trainer.learner import bytes_to_come
 from python_trainer.model.packing import pack
 from python_trainer.model.policy import Policy, load_policy
 from python_trainer.model.settings import ModelConfig
+from python_trainer.rollout.paged.engine import memory_limit
 from python_trainer.run import Trainer
 
 QUIET = Console(quiet=True)
@@ -178,6 +181,53 @@ def test_every_answer_counts_where_the_loss_has_other_terms(make_config, tmp_pat
     steps = rollouts([1] * 16)
     answers = [Rollout(rollout.prompt_ids, rollout.response_ids) for rollout in steps]
     assert trainer.learner.update(steps, 1)["tokens/trained"] == pack(answers, range(16)).input_ids.numel()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_to_come_is_what_a_step_leaves_behind(make_config, tmp_path, monkeypatch, dtype):
+    algorithm = {"beta": 0.1, "advantage": "gae"}
+    config = make_config(model={"dtype": dtype}, algorithm=algorithm, critic={"separate": True})
+    trainer = Trainer(config, tmp_path, console=QUIET)
+    learner, policy = trainer.learner, trainer.policy
+    held = {id(p) for p in policy.model.parameters()}
+    found = []
+
+    def count():
+        tensors = [*learner.reference.model.parameters(), *learner.critic.parameters()]
+        for optimizer in (learner.optimizer, learner.critic.optimizer):
+            tensors += optimizer.masters.values()
+            tensors += [weight.grad for weight in optimizer.masters.values()]
+            tensors += [x for state in optimizer.adamw.state.values() for x in state.values() if x.ndim]
+        found.append(sum(x.nbytes for x in {id(x): x for x in tensors}.values() if id(x) not in held))
+
+    step = type(learner.critic).step
+    monkeypatch.setattr(type(learner.critic), "step", lambda self, lr: count() or step(self, lr))
+    plain = learner.optimizer.step
+    kept = {}
+
+    def step_and_keep(lr):
+        kept.update({name: master.grad.clone() for name, master in learner.optimizer.masters.items()})
+        norm = plain(lr)
+        for name, master in learner.optimizer.masters.items():
+            master.grad = kept[name]
+        return norm
+
+    monkeypatch.setattr(learner.optimizer, "step", step_and_keep)
+    for number in (1, 2):  # the critic has no moments before its first step
+        learner.update(rollouts(MIXED), number)
+        learner.optimizer.adamw.zero_grad()
+    expected = bytes_to_come(policy, config.algorithm, config.critic)
+    assert found[1] == pytest.approx(expected, rel=0.01)  # the critic's last layer
+    assert bytes_to_come(policy, config.algorithm, config.critic, 4) == expected // 4
+
+
+def test_the_cache_leaves_room_for_what_training_takes(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * 10**9, 80 * 10**9))
+    device = torch.device("cuda", 0)
+    assert memory_limit(device) == 28 * 10**9
+    assert memory_limit(device, 50 * 10**9) == 8 * 10**9
+    with pytest.raises(UserError, match=r"70.0 GB are free on cuda:0, and training will take 80.0 GB; model.lora"):
+        memory_limit(device, 80 * 10**9)
 
 
 def test_gradients_of_bfloat16_weights_add_up_in_float32(make_config, tmp_path, monkeypatch):

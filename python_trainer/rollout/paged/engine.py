@@ -54,7 +54,7 @@ class PagedEngine(Engine):
         model: a causal language model whose layers use Transformers' attention interface.
         eos_token_ids: tokens that end an answer; may be several or none.
         memory_bytes: size of the KV cache; by default what ``max_sequences`` full-length sequences need, but at most
-            1 GiB on a CPU and 40 % of the free memory on a GPU.
+            1 GiB on a CPU and on a GPU 40 % of the memory that is free and not reserved.
         block_size: tokens per block of the cache.
         tokenizer: needed for stop strings only.
         max_sequences: most samples in one forward pass.
@@ -65,6 +65,7 @@ class PagedEngine(Engine):
         lengths: of earlier answers; with it, prompts of long answers go first where not all fit into a pass. None: in
             the order of the requests.
         traits: of the model, where they are known; None: found here.
+        reserved_bytes: of the device's memory, for what comes later, such as an optimizer.
 
     Raises:
         UserError: the model is not one that this engine can run, or a setting is out of range.
@@ -84,6 +85,7 @@ class PagedEngine(Engine):
         fused: bool = True,
         lengths: LengthHistory | None = None,
         traits: ModelTraits | None = None,
+        reserved_bytes: int = 0,
     ):
         super().__init__()
         sizes = {"block_size": block_size, "max_sequences": max_sequences, "max_batch_tokens": max_batch_tokens}
@@ -106,7 +108,7 @@ class PagedEngine(Engine):
         token_bytes = 2 * traits.layers * traits.kv_heads * traits.head_dim * model.dtype.itemsize
         if memory_bytes is None:
             wanted = max_sequences * (self.max_positions + block_size) * token_bytes
-            memory_bytes = min(wanted, memory_limit(self.device))
+            memory_bytes = min(wanted, memory_limit(self.device, reserved_bytes))
         if memory_bytes < block_size * token_bytes:
             raise UserError(f"memory_bytes must be at least {block_size * token_bytes} (one block), got {memory_bytes}")
         self.cache = PagedKVCache(
@@ -390,8 +392,18 @@ def _max_positions(model: PreTrainedModel, window: int | None) -> tuple[int, str
     return min(((n, reason) for n, reason in limits if n), default=(1 << 20, "of its own"), key=lambda limit: limit[0])
 
 
-def memory_limit(device: torch.device) -> int:
-    """Most bytes that a KV cache takes unasked."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * CUDA_MEMORY_SHARE)
-    return CPU_MEMORY_BYTES
+def memory_limit(device: torch.device, reserved: int = 0) -> int:
+    """Most bytes that a KV cache takes unasked, where ``reserved`` of the free ones are for others.
+
+    Raises:
+        UserError: there are no more than those.
+    """
+    if device.type != "cuda":
+        return CPU_MEMORY_BYTES
+    free = torch.cuda.mem_get_info(device)[0]
+    if free <= reserved:
+        raise UserError(
+            f"no memory is left for the KV cache: {free / 1e9:.1f} GB are free on {device}, and training will take "
+            f"{reserved / 1e9:.1f} GB; model.lora, parallel: fsdp2 on more GPUs or a smaller model take less"
+        )
+    return int((free - reserved) * CUDA_MEMORY_SHARE)

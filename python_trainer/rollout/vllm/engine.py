@@ -232,9 +232,11 @@ class InProcess:
     Args:
         model: gives device and type of the weights.
         folder: configuration and tokenizer of the model; its weights are not read.
-        memory_bytes: size of vLLM's KV cache; by default 1 GiB on a CPU and 40 % of the free memory on a GPU.
+        memory_bytes: size of vLLM's KV cache; by default 1 GiB on a CPU and on a GPU 40 % of the memory that is free
+            and not reserved.
         block_size: tokens per block of it; on a CPU rounded up to a multiple of 32.
         trust_remote_code: run Python code that comes with the folder.
+        reserved_bytes: of the device's memory, for what comes later, such as an optimizer.
 
     Raises:
         UserError: vLLM is missing or too old, or cannot run the model.
@@ -248,6 +250,7 @@ class InProcess:
         memory_bytes: int | None = None,
         block_size: int = 16,
         trust_remote_code: bool = False,
+        reserved_bytes: int = 0,
     ):
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             raise UserError(
@@ -268,7 +271,7 @@ class InProcess:
                 dtype=str(model.dtype).removeprefix("torch."),
                 seed=0,
                 max_model_len=-1,  # the model's, or what fits into the memory
-                kv_cache_memory_bytes=memory_limit(device) if memory_bytes is None else memory_bytes,
+                kv_cache_memory_bytes=memory_limit(device, reserved_bytes) if memory_bytes is None else memory_bytes,
                 gpu_memory_utilization=0.01,  # nothing but a start-up check of vLLM looks at it
                 block_size=block_size,
                 enable_prefix_caching=True,
