@@ -8,6 +8,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.attention.varlen import varlen_attn
@@ -45,7 +46,9 @@ def varlen_rows(layout: GroupedLayout, device: torch.device) -> VarlenRows:
 
     The starts are where the kernel for ``device`` reads them: there on a GPU, else on the host.
     """
-    spans = []  # of each row: its own first token and their number, the same of the prefix before it
+    spans: list[
+        tuple[int, int, int, int]
+    ] = []  # of each row: its own first token and their number, the same of the prefix before it
     for prefix, suffixes in layout.spans():
         shared = prefix.start, prefix.stop - prefix.start
         spans += [(*shared, prefix.start, 0), *((s.start, s.stop - s.start, *shared) for s in suffixes)]
@@ -55,9 +58,9 @@ def varlen_rows(layout: GroupedLayout, device: torch.device) -> VarlenRows:
     own_start, _, shared_start, shared_len = table.repeat_interleave(lengths, 0).unbind(1)  # [M]
     index = torch.where(inside < shared_len, shared_start + inside, own_start + inside - shared_len)
     home = device if device.type == "cuda" else torch.device("cpu")
-    starts = [pad(x.cumsum(0), (1, 0)).int().to(home) for x in (table[:, 1], lengths)]
-    longest = [int(x.max()) if len(x) else 0 for x in (table[:, 1], lengths)]
-    return VarlenRows(index.to(device), *starts, *longest)
+    cu_seq_q, cu_seq_k = (pad(x.cumsum(0), (1, 0)).int().to(home) for x in (table[:, 1], lengths))
+    max_q, max_k = (int(x.max()) if len(x) else 0 for x in (table[:, 1], lengths))
+    return VarlenRows(index.to(device), cu_seq_q, cu_seq_k, max_q, max_k)
 
 
 def kernel_for(query: torch.Tensor) -> Callable[..., torch.Tensor]:
@@ -91,7 +94,7 @@ def flash_rows(
     window_size: tuple[int, int],
 ) -> torch.Tensor:
     """varlen_attn; heads of keys are repeated where it cannot share them."""
-    options = {"scale": scale, "window_size": window_size}
+    options: dict[str, Any] = {"scale": scale, "window_size": window_size}
     if "enable_gqa" in varlen_options():
         options["enable_gqa"] = query.shape[1] != key.shape[1]
     else:
