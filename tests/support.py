@@ -1,5 +1,6 @@
 """Helpers that several test files share."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -9,16 +10,40 @@ from torch.utils._python_dispatch import TorchDispatchMode
 aten = torch.ops.aten
 
 
+def waits(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the host of a GPU would have to wait for the result of an operation: for a number, or a shape."""
+    if func in (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default):
+        return True
+    if func is aten.repeat_interleave.Tensor:
+        return (kwargs or {}).get("output_size") is None
+    if func in (aten.index.Tensor, aten.index_put_.default):
+        by_mask = any(i is not None and i.dtype == torch.bool for i in args[1])
+        return by_mask and not (func is aten.index_put_.default and args[2].ndim == 0)
+    return False
+
+
 class WaitsForNothing(TorchDispatchMode):
-    """Fails on an operation whose result the host of a GPU would have to wait for: a number, or a shape."""
+    """Fails on an operation whose result the host of a GPU would have to wait for."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func not in (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default), func
-        if func is aten.repeat_interleave.Tensor:
-            assert (kwargs or {}).get("output_size") is not None, func
-        if func in (aten.index.Tensor, aten.index_put_.default):
-            by_mask = any(i is not None and i.dtype == torch.bool for i in args[1])
-            assert not by_mask or (func is aten.index_put_.default and args[2].ndim == 0), func
+        assert not waits(func, args, kwargs), func
+        return func(*args, **(kwargs or {}))
+
+
+class Launches(TorchDispatchMode):
+    """Counts by name the operations that compute, which a GPU would launch, and notes those that it would wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.waits: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if waits(func, args, kwargs):
+            self.waits.append(str(func))
+        view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        if not view and not func.overloadpacket.__name__.startswith(("empty", "new_empty", "lift_fresh")):
+            self.counts[func.overloadpacket.__name__] += 1
         return func(*args, **(kwargs or {}))
 
 

@@ -91,7 +91,7 @@ def sample_tokens(
             _rows(logits), uniforms.contiguous(), *settings, filtered=_filters(top_p, top_k)
         )
     else:
-        ids, logprobs = reference.sample_tokens(logits, uniforms, *settings)
+        ids, logprobs = reference.sample_tokens(logits, uniforms, *settings, filtered=_filters(top_p, top_k))
     if validate:
         _raise_bad_rows(logprobs, logits, uniforms)
     return ids, logprobs
@@ -149,7 +149,8 @@ def verify_drafts(
         )
         accepted, ids, logprobs = reference.accept(ids, logprobs, flat, starts, owner)
     else:
-        accepted, ids, logprobs = reference.verify_drafts(logits, flat, starts, uniforms, *settings)
+        filtered = _filters(top_p, top_k)
+        accepted, ids, logprobs = reference.verify_drafts(logits, flat, starts, uniforms, *settings, filtered=filtered)
     if validate:
         _raise_bad_rows(logprobs, logits, uniforms)
     return accepted, ids, logprobs

@@ -57,10 +57,28 @@ def scaled_share(fraction: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     return units * (total >> 24) + ((units * (total & 0xFFFFFF)) >> 24)
 
 
-def sample_tokens(
-    logits: torch.Tensor, uniforms: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See :func:`rlkernels.sample_tokens`; settings are tensors [T], and a row without a distribution gives -1, NaN."""
+def _kept_weights(
+    logits: torch.Tensor, weights: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor
+) -> torch.Tensor:
+    """Weights [T, V] of the tokens that top-k, then top-p leave; 0 for the others."""
+    vocab = logits.shape[1]
+    order = logits.nan_to_num(0.0).argsort(dim=1, descending=True, stable=True)  # ties by lower id
+    ranked = weights.gather(1, order)
+    limit = torch.where(top_k == 0, vocab, top_k)
+    ranked[torch.arange(vocab, device=logits.device) >= limit[:, None]] = 0
+    before = ranked.cumsum(1) - ranked
+    needed = scaled_share(top_p, ranked.sum(1)).clamp(min=1)  # the nucleus: tokens before which less than this lies
+    ranked[(before >= needed[:, None]) & (top_p < 1)[:, None]] = 0
+    return torch.zeros_like(weights).scatter_(1, order, ranked)
+
+
+def sample_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor,
+                  top_k: torch.Tensor, *, filtered: bool = True) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """See :func:`rlkernels.sample_tokens`; settings are tensors [T], and a row without a distribution gives -1, NaN.
+
+    Args:
+        filtered: some row may have top_k or top_p on. False: nothing is cut off, so nothing need be sorted.
+    """
     rows, vocab = logits.shape
     if rows == 0:
         return uniforms.new_empty(0, dtype=torch.int64), uniforms.new_empty(0)
@@ -74,15 +92,7 @@ def sample_tokens(
     z = (logits - largest[:, None]) * inverse[:, None]
     weights = token_weights(z.nan_to_num(0.0, 0.0, -float("inf")))  # [T, V] int64
 
-    order = logits.nan_to_num(0.0).argsort(dim=1, descending=True, stable=True)  # ties by lower id
-    ranked = weights.gather(1, order)
-    limit = torch.where(top_k == 0, vocab, top_k)
-    ranked[torch.arange(vocab, device=logits.device) >= limit[:, None]] = 0
-    before = ranked.cumsum(1) - ranked
-    needed = scaled_share(top_p, ranked.sum(1)).clamp(min=1)  # the nucleus: tokens before which less than this lies
-    ranked[(before >= needed[:, None]) & (top_p < 1)[:, None]] = 0
-    kept = torch.zeros_like(weights).scatter_(1, order, ranked)
-
+    kept = _kept_weights(logits, weights, top_p, top_k) if filtered else weights
     cumulative = kept.cumsum(1)
     target = scaled_share(uniforms.clamp(0, 1 - 2.0**-24), cumulative[:, -1])
     ids = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp(max=vocab - 1)
@@ -92,12 +102,13 @@ def sample_tokens(
 
 
 def verify_drafts(logits: torch.Tensor, drafts: torch.Tensor, starts: torch.Tensor, uniforms: torch.Tensor,
-                  temperature: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor,
+                  temperature: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor, *, filtered: bool = True,
                   ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """See :func:`rlkernels.verify_drafts`; drafts are concatenated, int64 [R - B], settings are tensors [B]."""
     lengths = starts.diff()  # [B], the token after the draft included
     owner = torch.repeat_interleave(lengths, output_size=len(logits))  # [R]
-    ids, logprobs = sample_tokens(logits, uniforms, temperature[owner], top_p[owner], top_k[owner])
+    settings = temperature[owner], top_p[owner], top_k[owner]
+    ids, logprobs = sample_tokens(logits, uniforms, *settings, filtered=filtered)
     return accept(ids, logprobs, drafts, starts, owner)
 
 

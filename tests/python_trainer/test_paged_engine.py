@@ -1,6 +1,7 @@
 """PagedEngine against ``model.generate`` and plain forward passes, under every kind of batching."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -18,10 +19,14 @@ from paged import (
     prompts,
 )
 from scipy import stats
+from support import Launches
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from python_trainer.model.paged_attention import Paging
 from python_trainer.rollout import Request, SamplingParams
 from python_trainer.rollout.ordering import LengthHistory
+from python_trainer.rollout.paged import engine as engine_module
+from rlkernels import keyed_uniform
 
 
 def kept_logprobs(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
@@ -322,3 +327,31 @@ def test_long_answers_first_are_the_same_answers_in_fewer_passes():
         assert_same(engine.generate(requests, GREEDY), wanted)
         assert engine.stats["forward_passes"] - before < plain.stats["forward_passes"]
     assert engine.lengths.predict([requests[4].prompt_ids]) == [40]
+
+
+def test_launches_and_waits_of_a_decode_pass_are_few(monkeypatch):
+    """As on a GPU without proven kernels: plain torch, attention over padded rows."""
+    monkeypatch.setenv("RLKERNELS_BACKEND", "torch")
+    monkeypatch.setattr(Paging, "is_padded", lambda self, query: True)
+    monkeypatch.setattr(engine_module, "keyed_uniform", partial(keyed_uniform, backend="cpu"))  # one call on the host
+    engine = engine_for(make(), fused=False)
+    engine.submit([Request(prompt, max_new_tokens=8, num_samples=4) for prompt in prompts([9, 5])], SamplingParams())
+    session, reads = engine._session, []
+    read = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append(self.shape) or read(self))
+    found = []
+    with session.running():
+        for _ in range(3):
+            reads.clear()
+            with Launches() as launches:
+                session.step()
+            found.append((launches, list(reads)))
+    for launches, lists in found[1:]:  # the first computes the prompts
+        # of write_kv, which looks at the slots on a CPU only
+        assert launches.waits == ["aten._local_scalar_dense.default"] * 2 * len(engine.cache.key_cache)
+        assert lists == [(3 * 8,)]  # tokens, accepted drafts and log-probabilities at once
+        assert not {"sort", "argsort", "topk"} & launches.counts.keys()
+        # 3 layers of Transformers with padded rows, sampling, nothing of the random numbers
+        assert launches.counts.total() <= 385, launches.counts
+        assert "bitwise_xor" not in launches.counts
+    assert len(found) == 3

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from scipy import stats
-from support import WaitsForNothing
+from support import Launches, WaitsForNothing
 
 import rlkernels
 from rlkernels.sampling import reference
@@ -315,6 +315,24 @@ def test_verification_without_validation_waits_for_nothing():
     with WaitsForNothing():
         got = rlkernels.verify_drafts(logits, drafts, [0, 1, 4, 9], u, validate=False, backend="torch")
     torch.testing.assert_close(got, wanted, atol=2e-7, rtol=2e-7)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_without_filters_nothing_is_sorted_and_the_tokens_are_the_same(temperature):
+    logits, u = torch.randn(64, 2053) * 3, uniforms(64)
+    logits[:, 5], logits[3, 7:] = -torch.inf, -torch.inf
+    logits[9, 4], logits[11] = torch.nan, -torch.inf
+    options = {"temperature": temperature, "validate": False, "backend": "torch"}
+    with Launches() as plain:
+        got = rlkernels.sample_tokens(logits, u, **options)
+        rlkernels.verify_drafts(logits, [[1] * 63], [0, 64], u, **options)
+    with Launches() as sorted_:  # nothing is cut off, but that is known row by row only
+        wanted = rlkernels.sample_tokens(logits, u, top_p=torch.ones(64), **options)
+    sorts = {"sort", "argsort", "topk", "msort"}
+    assert not sorts & plain.counts.keys() and sorts & sorted_.counts.keys()
+    assert not plain.waits
+    assert torch.equal(got[0], wanted[0]) and torch.equal(got[1].nan_to_num(7), wanted[1].nan_to_num(7))
+    assert (got[0] == -1).nonzero().flatten().tolist() == [9, 11]
 
 
 def test_acceptance_rate_is_the_probability_of_the_draft():

@@ -1,6 +1,7 @@
 """PagedEngine: rollouts of a Transformers model without padding, with every shared beginning computed once."""
 
 import itertools
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -230,24 +231,29 @@ class PagedEngine(Engine):
         samples = list(dict.fromkeys(rows))
         lengths = [1 + len(sample.draft) for sample in samples]
         starts = [0, *itertools.accumulate(lengths)]
+        # on the host, where the numbers are: of a GPU each would be a hundred launches
         uniforms = keyed_uniform(
             sampling.seed,
-            torch.tensor([sample.sample_id for sample in rows], device=self.device),
-            torch.tensor([s.length + i for s, n in zip(samples, lengths) for i in range(n)], device=self.device),
-        )
+            torch.tensor([sample.sample_id for sample in rows], device="cpu"),
+            torch.tensor([s.length + i for s, n in zip(samples, lengths) for i in range(n)], device="cpu"),
+        ).to(self.device)
         settings: dict[str, Any] = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
         }
         if len(samples) == len(rows):
-            ids, logprobs = sample_tokens(logits, uniforms, **settings)
-            accepted = [0] * len(samples)
+            ids, logprobs = sample_tokens(logits, uniforms, validate=False, **settings)
+            counted = ids.new_zeros(len(samples))
         else:
             drafts = [sample.draft for sample in samples]
-            counted, ids, logprobs = verify_drafts(logits, drafts, starts, uniforms, **settings)
-            accepted = counted.tolist()
-        drawn, weights = ids.tolist(), logprobs.tolist()
+            counted, ids, logprobs = verify_drafts(logits, drafts, starts, uniforms, validate=False, **settings)
+        # one wait for the device; float64 holds all three exactly
+        read = torch.cat([ids.double(), counted.double(), logprobs.double()]).tolist()
+        drawn, accepted = ([int(x) for x in part] for part in (read[: len(rows)], read[len(rows) : -len(rows)]))
+        weights = read[-len(rows) :]
+        if any(map(math.isnan, weights)):
+            sample_tokens(logits, uniforms, **settings)  # raises, and says of which row
         done, kept = [], []
         for sample, start, right in zip(samples, starts, accepted):
             before = len(sample.rollout.response_ids)
