@@ -42,8 +42,8 @@ def integer(name: str, value: Any, low: int | None = None, high: int | None = No
 
 
 def seed(value: Any) -> int:
-    """Raises unless ``value`` is an integer; returns it modulo 2**64 as a signed number, as kernels take it."""
-    return (integer("seed", value) + 2**63) % 2**64 - 2**63
+    """Raises unless ``value`` is an integer of 64 bits, signed or not; returns it signed, as kernels take it."""
+    return (integer("seed", value, -(2**63), 2**64 - 1) + 2**63) % 2**64 - 2**63
 
 
 def positive(name: str, value: float, *, zero: bool = False) -> None:

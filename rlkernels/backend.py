@@ -2,7 +2,8 @@
 
 ``cpu`` and ``cuda`` are our compiled kernels, ``triton`` our Triton kernels, ``torch`` the reference in plain
 torch that every op has. ``auto`` takes the fastest that works for the device of the tensors; an explicit choice
-that cannot work raises and says why. The environment variable ``RLKERNELS_BACKEND`` sets what ``auto`` means.
+that cannot work raises and says why. The environment variable ``RLKERNELS_BACKEND`` sets what ``auto`` means, for the
+ops that have that backend; one that no op could use here raises.
 """
 
 import functools
@@ -151,22 +152,43 @@ def proven(op: str, device: torch.device) -> tuple[str, ...]:
     return tuple(PROVEN.get(f"{found.major}.{found.minor}", {}).get(op, ()))
 
 
+def wanted() -> str:
+    """What the environment variable ``RLKERNELS_BACKEND`` asks for, "auto" where it is not set.
+
+    Raises:
+        ValueError: it is unknown, or no op whatever could run with it here.
+    """
+    asked = os.environ.get("RLKERNELS_BACKEND", "auto")
+    return asked if asked == "auto" else _usable(asked)
+
+
+@functools.cache
+def _usable(backend: str) -> str:
+    if backend not in BACKENDS:
+        raise ValueError(f"RLKERNELS_BACKEND must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend in ("auto", "torch"):
+        return backend
+    device = torch.device("cuda" if torch.cuda.is_available() and backend != "cpu" else "cpu")
+    reasons = [unavailable(op, backend, device) for op, written in OPS.items() if getattr(written, backend)]
+    if all(reasons):
+        raise ValueError(f"RLKERNELS_BACKEND={backend} cannot work here: {reasons[0]}")
+    return backend
+
+
 def choose(op: str, device: torch.device, backend: str = "auto") -> str:
     """The backend that runs ``op`` on tensors of ``device``.
 
     Raises:
-        ValueError: ``backend`` is unknown, or was asked for by name and cannot run here.
+        ValueError: ``backend`` is unknown, or was asked for by name and cannot run here; or as of :func:`wanted`.
     """
-    source = "backend"
-    if backend == "auto":
-        backend, source = os.environ.get("RLKERNELS_BACKEND", "auto"), "RLKERNELS_BACKEND"
     if backend not in BACKENDS:
-        raise ValueError(f"{source} must be one of {', '.join(BACKENDS)}, got {backend!r}")
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend != "auto":
-        reason = unavailable(op, backend, device)
-        if reason is not None and source == "backend":
+        if (reason := unavailable(op, backend, device)) is not None:
             raise ValueError(f"backend={backend!r} cannot run {op} here: {reason}")
-        if reason is None:
-            return backend
+        return backend
+    asked = wanted()  # of the ops that it can run: others, and tensors on another device, go on as ever
+    if asked != "auto" and unavailable(op, asked, device) is None:
+        return asked
     candidates = ("cpu",) if device.type == "cpu" else proven(op, device)
     return next((b for b in candidates if unavailable(op, b, device) is None), "torch")

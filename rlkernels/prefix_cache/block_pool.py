@@ -24,8 +24,8 @@ Key = tuple[int, tuple[int, ...]]  # (parent block, or -1 - version for a first 
 
 
 def integers(token_ids: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Lists of token ids as int; raises TypeError or ValueError for one that is no integer of 32 bits."""
-    name, low, high = "an entry of token_ids", -(2**31), 2**31 - 1
+    """Lists of token ids as int; raises TypeError or ValueError for one that is none of 0 .. 2^31 - 1."""
+    name, low, high = "an entry of token_ids", 0, 2**31 - 1
     return [[_check.integer(name, token, low, high) for token in tokens] for tokens in token_ids]
 
 

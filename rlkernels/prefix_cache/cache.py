@@ -275,6 +275,8 @@ def _with_ids(call: Callable[[list[list[int]]], Any], token_ids: Seq[Seq[int]]) 
     """A call of the pool with lists of token ids; where it refuses one, the error names it."""
     lists = [_ids(ids) for ids in token_ids]
     try:
+        if any(ids and min(ids) < 0 for ids in lists):
+            raise OverflowError
         return call(lists)
     except (TypeError, OverflowError) as error:
         refused = error

@@ -24,7 +24,7 @@ def keyed_uniform(
     Philox4x32-10 with the seed as key and (sample, position) as counter (Salmon et al., SC'11).
 
     Args:
-        seed: any integer; taken modulo 2**64.
+        seed: integer of 64 bits, -2**63 .. 2**64 - 1; negative ones equal those 2**64 above.
         sample_ids: int64 [T].
         positions: int64 [T].
 
@@ -32,7 +32,7 @@ def keyed_uniform(
         float32 [T], uniform on the open interval (0, 1), multiples of 2**-24.
 
     Raises:
-        TypeError, ValueError: a wrong dtype, rank, length or device.
+        TypeError, ValueError: a wrong dtype, rank, length or device, or a seed out of range.
     """
     _check.tensor("sample_ids", sample_ids, ndim=1, dtype=torch.int64)
     _check.tensor("positions", positions, ndim=1, dtype=torch.int64, device=sample_ids.device)

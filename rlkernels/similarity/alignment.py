@@ -14,7 +14,6 @@ def _kernel_series(x: torch.Tensor) -> torch.Tensor:
     return (x.unsqueeze(-1) if x.ndim == 2 else x).float().contiguous()
 
 
-@torch.no_grad()
 def dtw(
     x: torch.Tensor,
     y: torch.Tensor,
@@ -28,7 +27,8 @@ def dtw(
     """Dynamic time warping cost of all N x M pairs (Sakoe & Chiba, 1978).
 
     The cost is the sum of squared Euclidean distances along the cheapest warping path, without a square root.
-    Nothing but the result is allocated in proportion to N * M. Not differentiable: see :func:`soft_dtw`.
+    Nothing but the result is allocated in proportion to N * M. Not differentiable: tensors that require gradients are
+    refused (but under ``torch.no_grad``); see :func:`soft_dtw`.
 
     Args:
         x: floating point [N, L] or [N, L, D]; computed in float32.
@@ -49,6 +49,7 @@ def dtw(
         TypeError, ValueError: a wrong type, dtype, rank, shape, device or value, named in the message.
     """
     arguments.series(x, y)
+    arguments.without_gradient(x=x, y=y)
     _check.one_of("mode", mode, MODES)
     band = arguments.band(band)
     if mode == "subsequence" and band is not None:
@@ -67,7 +68,6 @@ def dtw(
     return result.float() if mode == "full" else (result[0].float(), *result[1:])
 
 
-@torch.no_grad()
 def dtw_topk(
     x: torch.Tensor,
     y: torch.Tensor,
@@ -92,6 +92,7 @@ def dtw_topk(
         TypeError, ValueError: a wrong type, dtype, rank, shape, device or value, named in the message.
     """
     arguments.series(x, y)
+    arguments.without_gradient(x=x, y=y)
     k = _check.integer("k", k, 0, y.shape[0])
     band = arguments.band(band)
     chosen = _backend.choose("dtw_topk", x.device, backend)

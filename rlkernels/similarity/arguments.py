@@ -19,6 +19,22 @@ def series(x: torch.Tensor, y: torch.Tensor) -> None:
             raise ValueError(f"x must have at least one feature, got shape {tuple(x.shape)}")
 
 
+def without_gradient(**tensors: torch.Tensor) -> None:
+    """Raises where a gradient is wanted of a tensor that the result would have none for."""
+    for name, value in tensors.items():
+        if torch.is_grad_enabled() and value.requires_grad:
+            raise ValueError(
+                f"{name} must not require gradients, got requires_grad=True: this cost has none; soft_dtw is "
+                f"differentiable, {name}.detach() gives the cost alone"
+            )
+
+
+def histograms(name: str, value: torch.Tensor) -> None:
+    """Raises ValueError for a negative entry."""
+    if bool((value < 0).any()):
+        raise ValueError(f"{name} must hold histograms >= 0, got {float(value.nan_to_num(0).min())}")
+
+
 def lengths(name: str, value: torch.Tensor | None, x: torch.Tensor, *, in_kernel: bool = False) -> torch.Tensor | None:
     """Raises unless ``value`` is None or integers [N] between 0 and L for x [N, L, ...]; returns int64.
 

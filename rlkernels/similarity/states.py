@@ -49,7 +49,6 @@ def state_similarity(
     seed = _check.integer("seed", seed, 0)
     if metric == "hellinger":
         for name, value in (("x", x), ("y", y)):
-            if bool((value < 0).any()):
-                raise ValueError(f"{name} must hold histograms >= 0, got {float(value.nan_to_num(0).min())}")
+            arguments.histograms(name, value)
     _backend.choose("state_similarity", x.device, backend)
     return reference.state_similarity(x, y, metric=metric, scale=scale, projections=projections, seed=seed).float()

@@ -19,12 +19,13 @@ class Trajectories:
     Args:
         rewards: floating point [N, T], mapped linearly from the task's range to [0, 1]. Never divide a curve by its own
             maximum: a run at 30 % accuracy would match a finished one.
-        states: samples [N, S, E] or histograms [N, B]; None when only rewards count.
+        states: samples [N, S, E], or histograms [N, B] >= 0; None when only rewards count.
         lengths: integers [N] in 0..T, steps of each reward curve; None for T everywhere. What lies beyond is never
             read.
 
     Raises:
-        TypeError, ValueError: a wrong type, dtype, rank, shape, device or length, named in the message.
+        TypeError, ValueError: a wrong type, dtype, rank, shape, device, length or histogram, named in the
+            message.
     """
 
     rewards: torch.Tensor
@@ -36,6 +37,8 @@ class Trajectories:
         if self.states is not None:
             _check.tensor("states", self.states, ndim=(2, 3), dtype=arguments.FLOATS, device=self.rewards.device)
             _check.shape("states", self.states, (len(self), *[None] * (self.states.ndim - 1)))
+            if self.states.ndim == 2:
+                arguments.histograms("states", self.states)
         arguments.lengths("lengths", self.lengths, self.rewards)
 
     def __len__(self) -> int:

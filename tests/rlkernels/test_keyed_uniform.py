@@ -13,7 +13,7 @@ def test_known_answer():
     assert got.item() == ((word >> 9) + 0.5) * 2.0**-23
 
 
-@pytest.mark.parametrize("seed", [0, -1, 2**63, 2**64 + 5, 123456789012345])
+@pytest.mark.parametrize("seed", [0, -1, -(2**63), 2**63, 2**64 - 1, 123456789012345])
 def test_native_equals_reference(cpu_isa, seed):
     ids = torch.randint(-(2**63), 2**63 - 1, (2053,))
     positions = torch.randint(0, 2**40, (2053,))
@@ -60,3 +60,10 @@ def test_bad_arguments(ids, positions, error, message):
 def test_bad_seeds(seed):
     with pytest.raises(TypeError, match=f"seed must be an integer, got {seed!r}"):
         rlkernels.keyed_uniform(seed, torch.zeros(1).long(), torch.zeros(1).long())
+
+
+@pytest.mark.parametrize("seed", [2**64, 2**70, -(2**63) - 1])
+def test_a_seed_beyond_64_bits_is_refused(seed):
+    ids = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match=f"seed must be between {-(2**63)} and {2**64 - 1}, got {seed}"):
+        rlkernels.keyed_uniform(seed, ids, ids)

@@ -85,6 +85,18 @@ def test_environment_sets_the_default_backend(monkeypatch):
     monkeypatch.setenv("RLKERNELS_BACKEND", "fast")
     with pytest.raises(ValueError, match="RLKERNELS_BACKEND must be one of"):
         backend.choose("keyed_uniform", torch.device("cpu"))
+    monkeypatch.setenv("RLKERNELS_BACKEND", "cpu")
+    assert backend.choose("soft_dtw", torch.device("cpu")) == "torch"  # there is no other
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize("name", ["triton", "cuda"])
+def test_an_environment_that_asks_for_a_gpu_that_is_not_there(monkeypatch, name):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("RLKERNELS_BACKEND", name)
+    backend._usable.cache_clear()
+    with pytest.raises(ValueError, match=f"RLKERNELS_BACKEND={name} cannot work here: the tensors are on cpu"):
+        rlkernels.dtw(torch.rand(2, 3), torch.rand(2, 3))
 
 
 def test_instruction_set_is_forced_by_the_environment():
