@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from python_trainer.accelerators import AcceleratorsConfig, registered
 from python_trainer.algorithms.settings import AlgorithmConfig
-from python_trainer.errors import UserError
+from python_trainer.errors import UserError, hide_passwords
 from python_trainer.model.settings import CriticConfig, ModelConfig, OptimizerConfig
 from python_trainer.rollout.settings import RolloutConfig
 from python_trainer.settings import Fitted, Plugin, Section
@@ -155,7 +155,8 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
             raise UserError(f"{path} must hold a mapping of settings, got {type(values).__name__}")
     for override in overrides:
         apply_override(values, override)
-    return check_config(values, source=str(path) if path is not None else "the settings")
+    changed = [override.partition("=")[0].strip() for override in overrides]
+    return check_config(values, source=str(path) if path is not None else "the settings", changed=changed)
 
 
 def apply_override(values: dict[str, Any], override: str) -> None:
@@ -178,13 +179,17 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     values[last] = value
 
 
-def check_config(values: dict[str, Any], *, source: str) -> Config:
-    """Validates; all problems are reported at once."""
+def check_config(values: dict[str, Any], *, source: str, changed: Sequence[str] = ()) -> Config:
+    """Validates; all problems are reported at once, those with settings that ``--set`` has ``changed`` as its own."""
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        problems = [describe_problem(problem, values) for problem in error.errors()]
-        raise UserError(f"{source}: {'; '.join(problems)}") from error
+        found: dict[str, list[str]] = {}
+        for problem in error.errors():
+            key = ".".join(map(str, problem["loc"]))
+            by_set = any(f"{key}.".startswith(f"{name}.") for name in changed)
+            found.setdefault("--set" if by_set else source, []).append(describe_problem(problem, values))
+        raise UserError("; ".join(f"{origin}: {'; '.join(problems)}" for origin, problems in found.items())) from error
 
 
 def describe_problem(problem: Any, values: Mapping[str, Any]) -> str:
@@ -220,16 +225,19 @@ def section_in(annotation: Any) -> type[Section] | None:
 
 
 def dump_config(config: Config) -> str:
-    """The resolved settings as YAML that :func:`load_config` reads back."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    """The resolved settings as YAML that :func:`load_config` reads back, but for passwords in URLs."""
+    return hide_passwords(
+        yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=1 << 16)
+    )
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Dotted name -> value, as ``--set`` takes them."""
+    """Dotted name -> value, as ``--set`` takes them, but for passwords in URLs."""
     flat: dict[str, str] = {}
     for key, value in settings.items():
         name = f"{prefix}{key}"
-        flat |= flatten(value, f"{name}.") if isinstance(value, Mapping) and value else {name: json.dumps(value)}
+        shown = {} if isinstance(value, Mapping) and value else {name: hide_passwords(json.dumps(value))}
+        flat |= shown or flatten(value, f"{name}.")
     return flat
 
 

@@ -1,5 +1,6 @@
 """Errors that end a run in one line, without a traceback."""
 
+import re
 from collections.abc import Sequence
 
 
@@ -21,3 +22,9 @@ class NotFinite(Exception):
     def __init__(self, what: str, samples: Sequence[int] = ()):
         super().__init__(what)
         self.samples = list(samples)
+
+
+def hide_passwords(text: str) -> str:
+    """With *** for the password of every URL in it: of ``scheme://user:password@host`` and of ``?password=``."""
+    text = re.sub(r"(://[^:/@\s]*:)[^@\s]*@", r"\1***@", text)
+    return re.sub(r"([?&]password=)[^&\s'\"]*", r"\1***", text)

@@ -25,7 +25,7 @@ from python_trainer.accelerators.rhyme.records import (
     pack_tensors,
     unpack_tensors,
 )
-from python_trainer.errors import UserError
+from python_trainer.errors import UserError, hide_passwords
 
 BUSY_SECONDS = 60  # how long a writer waits for others
 ROW_BYTES = 200  # what a row takes next to its payload, about
@@ -291,7 +291,9 @@ def parse_url(url: str) -> sa.URL:
     try:
         parsed = sa.make_url(url if "://" in url else f"sqlite:///{url}")
     except ArgumentError as error:
-        raise UserError(f"{url!r} is neither a path nor a database URL such as postgresql://user@host/name") from error
+        raise UserError(
+            f"{hide_passwords(url)!r} is neither a path nor a database URL such as postgresql://user@host/name"
+        ) from error
     kind = parsed.get_backend_name()
     if kind not in ("sqlite", "postgresql", "postgres"):
         raise UserError(f"a retrospective database is a path, sqlite:/// or postgresql://, got {kind}://")
