@@ -13,6 +13,7 @@ class Example:
 
     prompt: str | Messages  # plain text, or chat messages for the tokenizer's template
     columns: dict[str, Any] = field(default_factory=dict)  # answer, difficulty, ...
+    place: str = field(default="", compare=False)  # file:line that it is from, for messages
 
 
 @dataclass

@@ -46,6 +46,24 @@ def write_bytes(path: Path, data: bytes) -> None:
     flush(path.parent)
 
 
+def append(path: Path, text: str) -> None:
+    """Adds lines to a file. An OSError names it, which one of a write does not by itself."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def usual_mode(folder: Path) -> None:
+    """Gives the files of a folder the permissions of any new file; safetensors writes them for their owner alone."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(0o666 & ~umask)
+
+
 def publish(aside: Path, target: Path) -> None:
     """Flushes a folder that is complete and renames it to ``target``, which is replaced."""
     for path in sorted(aside.rglob("*"), reverse=True):

@@ -14,6 +14,7 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from python_trainer.data import Example
 from python_trainer.errors import UserError
+from python_trainer.files import usual_mode
 from python_trainer.model.flat_forward import flat_attention, forward_with_states
 from python_trainer.model.fused import FusedDecoder, supports
 from python_trainer.model.lora import add_adapters, merged_weights, without_adapters
@@ -76,17 +77,29 @@ def _read(folder: Path, config: ModelConfig, dtype: torch.dtype) -> tuple[Any, A
     """Model, on the CPU, and tokenizer; both are complete and fit together."""
     disable_progress_bar()
     set_verbosity_error()  # what matters is checked here
-    options = {"trust_remote_code": config.trust_remote_code, "local_files_only": True}
+    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code, "local_files_only": True}
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-        found: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
+        # of sizes that differ it says no more than where the report would be, were it not silent
+        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        found: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
         model, loaded = found
     except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, SafetensorError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"model.path: {folder} holds no causal language model with a tokenizer: {first}") from error
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise UserError(f"model.path: {folder} has no tokenizer: a file tokenizer.json or the like is missing")
+    if loaded["mismatched_keys"]:
+        name, there, wanted = sorted(loaded["mismatched_keys"])[0]
+        raise UserError(
+            f"model.path: weights of {folder} have other sizes than its config.json says: {name} is {list(there)}, not "
+            f"{list(wanted)}"
+        )
     if loaded["missing_keys"]:
         some = ", ".join(sorted(loaded["missing_keys"])[:3])
         raise UserError(f"model.path: {folder} lacks {len(loaded['missing_keys'])} weights of its model: {some}, ...")
+    if broken := [name for name, p in model.named_parameters() if not bool(p.isfinite().all())]:
+        raise UserError(f"model.path: {len(broken)} weights of {folder} hold NaN or infinity: {', '.join(broken[:3])}")
     if model.get_input_embeddings().num_embeddings < len(tokenizer):
         raise UserError(
             f"model.path: the tokenizer of {folder} has {len(tokenizer)} tokens, "
@@ -182,8 +195,9 @@ class Policy:
             )
         for index, ids in enumerate(encoded):
             if not 0 < len(ids) <= room:
+                name = examples[index].place or f"{index} of the {split} split"
                 raise UserError(
-                    f"prompt {index} of the {split} split has {len(ids)} tokens; with rollout.max_completion_length "
+                    f"prompt {name} has {len(ids)} tokens; with rollout.max_completion_length "
                     f"{max_completion_length} and {self.limited_by} of {self.max_length} tokens it may have 1 to "
                     f"{room}: {str(examples[index].prompt)[:60]!r}"
                 )
@@ -259,6 +273,7 @@ class Policy:
         """Writes model and tokenizer in Hugging Face format."""
         self.whole.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
+        usual_mode(folder)
 
 
 class Unadapted(Policy):

@@ -60,7 +60,8 @@ def read_problems(path: Path, template: str) -> list[Example]:
         question, answer = (text_column(path, number, row, column) for column in ("question", "answer"))
         if final_number(answer) is None:
             raise UserError(f"{path}:{number}: answer has no final number; allowed: a last line like '#### 18'")
-        examples.append(Example(template.replace("{question}", question), {"question": question, "answer": answer}))
+        prompt, columns = template.replace("{question}", question), {"question": question, "answer": answer}
+        examples.append(Example(prompt, columns, f"{path}:{number}"))
     return examples
 
 

@@ -1,5 +1,6 @@
 """Prompts from JSONL files, judged by reward functions that the user names."""
 
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,7 +46,7 @@ class JSONLSettings(FileTaskSettings):
         return self
 
     def read(self, path: Path) -> tuple[list[Example], list[str]]:
-        return read_prompts(path, self.prompt_column)
+        return read_prompts(path, self.prompt_column, chat=self.chat)
 
     def load(self) -> Task:
         functions = {spec.rpartition(":")[2]: REWARDS.resolve(spec) for spec in self.rewards}
@@ -56,6 +57,8 @@ class JSONLSettings(FileTaskSettings):
             raise UserError(f"accuracy {accuracy!r} is no reward function; allowed: {', '.join(functions)}")
         weights = dict(zip(functions, self.reward_weights or [1.0] * len(functions), strict=True))
         found = self.splits()
+        for name, function in functions.items():
+            check_columns(name, function, [*found.train, *found.test, *found.gate])
         return Task(
             self.name,
             found.train,
@@ -79,12 +82,28 @@ def is_chat(value: Any) -> bool:
     )
 
 
-def read_prompts(path: Path, prompt_column: str | None) -> tuple[list[Example], list[str]]:
+def check_columns(name: str, function: Any, examples: Sequence[Example]) -> None:
+    """Raises UserError where a reward function cannot do without a column that no example has."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # of a builtin nothing is known
+        return
+    given = {"prompts", "completions", "completion_ids"} | {column for row in examples for column in row.columns}
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    missing = [p.name for p in named if p.default is p.empty and p.name not in given]
+    if missing and examples:
+        file = examples[0].place.rpartition(":")[0]
+        columns = ", ".join(map(repr, sorted(examples[0].columns))) or "no other columns"
+        raise UserError(f"reward function {name} needs column {missing[0]!r}, which {file} lacks; it has {columns}")
+
+
+def read_prompts(path: Path, prompt_column: str | None, *, chat: bool = False) -> tuple[list[Example], list[str]]:
     """Examples from lines with a prompt (string or chat messages), and what the user may want to know about them.
 
-    The other columns go to the reward functions.
+    The other columns go to the reward functions. ``chat``: both kinds may be mixed, as strings become messages.
     """
-    examples, numbers = [], []
+    examples: list[Example] = []
+    numbers: list[int] = []
     for number, row in read_rows(path):
         candidates = (prompt_column,) if prompt_column else PROMPT_COLUMNS
         column = next((name for name in candidates if name in row), None)
@@ -97,12 +116,19 @@ def read_prompts(path: Path, prompt_column: str | None) -> tuple[list[Example], 
                 f"{path}:{number}: {column} is {prompt!r:.80}; allowed: a string that is not empty, or a list of "
                 'messages {"role": "user", "content": "..."}'
             )
+        if examples and not chat and isinstance(prompt, str) != isinstance(examples[0].prompt, str):
+            kinds = ("a string", "a list of messages")
+            here, there = kinds if isinstance(prompt, str) else reversed(kinds)
+            raise UserError(
+                f"{path}:{number}: {column} is {here}, but {there} on line {numbers[0]}; allowed: one kind in a file, "
+                "or task.chat: true, which makes messages of strings"
+            )
         columns = {name: value for name, value in row.items() if name != column}
         if reserved := {"prompts", "completions", "completion_ids"} & columns.keys():
             raise UserError(
                 f"{path}:{number}: column {min(reserved)!r} has a name that reward functions get from the trainer"
             )
-        examples.append(Example(prompt, columns))
+        examples.append(Example(prompt, columns, f"{path}:{number}"))
         numbers.append(number)
     return examples, _gaps(path, numbers, examples)
 

@@ -94,7 +94,7 @@ def _call_all(functions: dict[str, RewardFunction], arguments: dict[str, Any], l
         if not _is_async(function):
             try:
                 found[name] = _within(limit, partial(_as_list, function, arguments))
-            except Exception as error:
+            except (Exception, SystemExit) as error:  # sys.exit ends a reward function, not the run without a word
                 found[name] = error
     waiting = {name: function for name, function in functions.items() if name not in found}
     if waiting:
@@ -112,7 +112,7 @@ def _is_async(function: Any) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-def _place(function: Any, error: Exception) -> str:
+def _place(function: Any, error: BaseException) -> str:
     """Of the lines of the function's own file that the error came through, the innermost: `` (my_rewards.py:7)``.
 
     A function that was never entered is named by its first line; one of this package, or in C, not at all.
@@ -129,7 +129,7 @@ def _place(function: Any, error: Exception) -> str:
     return f" ({shown}:{lines[-1] if lines else code.co_firstlineno})"
 
 
-def _given(error: Exception, names: Iterable[str]) -> str:
+def _given(error: BaseException, names: Iterable[str]) -> str:
     """Where the error looks like a column that is not there or not expected: what a reward function is given."""
     call = isinstance(error, TypeError) and re.search(r"unexpected keyword argument|missing \d+ required", str(error))
     return f"; it is given {', '.join(names)}" if call or isinstance(error, KeyError) else ""
@@ -142,7 +142,7 @@ def _checked(
     count = len(arguments["completions"])
     if isinstance(found, _TooLong):
         raise UserError(f"reward function {name} took longer than task.reward_timeout, {limit:g} s") from found
-    if isinstance(found, Exception):
+    if isinstance(found, Exception | SystemExit):
         about = _place(function, found) + _given(found, arguments)
         raise UserError(f"reward function {name} raised {type(found).__name__}: {found}{about}") from found
     if not isinstance(found, Sequence) or len(found) != count:

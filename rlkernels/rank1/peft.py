@@ -32,7 +32,7 @@ def export_peft(updates: Mapping[str, Rank1Update], directory: str | Path, *, ba
     if scale != "alpha" and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
         raise ValueError(f"scale must be 'alpha' or a finite number, got {scale!r}")
     try:
-        from safetensors.torch import save_file
+        from safetensors.torch import save
     except ImportError:
         raise ImportError("export_peft needs the safetensors package; `pip install safetensors`") from None
     tensors, modules = {}, []
@@ -64,5 +64,6 @@ def export_peft(updates: Mapping[str, Rank1Update], directory: str | Path, *, ba
     }
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({k: v.to(torch.float32) for k, v in tensors.items()}, folder / "adapter_model.safetensors")
+    # save_file would leave the file to its owner alone, whatever the umask
+    (folder / "adapter_model.safetensors").write_bytes(save({k: v.to(torch.float32) for k, v in tensors.items()}))
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")

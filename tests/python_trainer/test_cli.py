@@ -97,7 +97,9 @@ def test_damaged_weights(run, tmp_path):
 def test_weights_that_do_not_fit(run, tmp_path):
     folder = save_tiny_policy(tmp_path / "policy")
     save_file({"model.embed_tokens.weight": torch.zeros(3, 3)}, folder / "model.safetensors", {"format": "pt"})
-    one_clear_line(run({"model": {"path": str(folder)}}), tmp_path, str(folder), "mismatch")
+    one_clear_line(
+        run({"model": {"path": str(folder)}}), tmp_path, str(folder), "embed_tokens.weight is [3, 3], not [64, 32]"
+    )
 
 
 def test_weights_that_are_missing(run, tmp_path):
@@ -107,6 +109,44 @@ def test_weights_that_are_missing(run, tmp_path):
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     words = ("lacks 1 weights", "model.layers.1.mlp.up_proj.weight")
     one_clear_line(run({"model": {"path": str(folder)}}), tmp_path, str(folder), *words)
+
+
+def test_model_without_tokenizer(run, tmp_path):
+    folder = save_tiny_policy(tmp_path / "policy")
+    for path in (*folder.glob("tokenizer*"), *folder.glob("vocab*"), *folder.glob("merges*")):
+        path.unlink()
+    one_clear_line(run({"model": {"path": str(folder)}}), tmp_path, str(folder), "no tokenizer")
+
+
+def test_weights_that_are_no_numbers(run, tmp_path):
+    folder = save_tiny_policy(tmp_path / "policy")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][3] = torch.nan
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    one_clear_line(run({"model": {"path": str(folder)}}), tmp_path, str(folder), "NaN or infinity: model.norm.weight")
+
+
+@pytest.mark.parametrize("backend", ["nonsense", "triton"])
+def test_a_backend_that_cannot_be(run, tmp_path, monkeypatch, backend):
+    if backend == "triton" and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("RLKERNELS_BACKEND", backend)
+    one_clear_line(run(), tmp_path, "RLKERNELS_BACKEND", backend)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_mistake_in_set_is_not_blamed_on_the_file(run, tmp_path):
+    code, error = run({"max_steps": 0}, "--set", "optimizer.learning_rat=1")
+    assert code == 2 and "--set: optimizer.learning_rat: unknown setting" in error
+    assert "settings.yaml: max_steps: " in error
+
+
+def test_a_reader_that_has_seen_enough(tmp_path):
+    command = [sys.executable, "-m", "python_trainer", "train", "--help-settings"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait() == 0
 
 
 def test_tokenizer_without_eos(run, tmp_path):
@@ -120,7 +160,7 @@ def test_prompt_longer_than_the_model_allows(run, tmp_path):
     path = tmp_path / "long.jsonl"
     path.write_text('{"prompt": "A"}\n' + json.dumps({"prompt": "AB" * 100}) + "\n")
     result = run({"task": {"train_path": str(path)}})
-    one_clear_line(result, tmp_path, "prompt 1 of the train split has 200 tokens", "limit of 128", "1 to 116")
+    one_clear_line(result, tmp_path, f"prompt {path}:2 has 200 tokens", "limit of 128", "1 to 116")
     assert not (tmp_path / "run").exists()
 
 

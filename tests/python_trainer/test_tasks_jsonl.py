@@ -45,9 +45,16 @@ def task_of(lines, folder, **settings):
 
 def test_strings_and_chat_messages(folder):
     chat = '{"messages": [{"role": "user", "content": "Say hi"}], "word": "hi"}'
-    task = task_of(['{"prompt": "Say yes", "word": "yes"}', chat], folder)
+    text = '{"prompt": "Say yes", "word": "yes"}'
+    with pytest.raises(UserError, match=r"jsonl:2: messages is a list of messages, but a string on line 1; allowed"):
+        task_of([text, chat], folder)
+    with pytest.raises(UserError, match=r"jsonl:2: prompt is a string, but a list of messages on line 1; allowed"):
+        task_of([chat, text], folder)
+    mixed = task_of([text, chat], folder, chat=True).train
+    assert [row.prompt[0]["content"] for row in mixed] == ["Say yes", "Say hi"] and mixed[1].place == "data.jsonl:2"
+    assert task_of([chat], folder).train[0].prompt == [{"role": "user", "content": "Say hi"}]
+    task = task_of([text, text], folder)
     assert task.train[0] == Example("Say yes", {"word": "yes"})
-    assert task.train[1].prompt == [{"role": "user", "content": "Say hi"}]
     assert task.accuracy == "contains"
     scores = score(task, task.train, ["oh yes", "no"], [[1], [2]])
     assert scores.rewards == {"contains": [1.0, 0.0]} and scores.accuracy == scores.total == [1.0, 0.0]
@@ -210,3 +217,10 @@ def test_a_reward_that_raises_is_named():
 @pytest.mark.parametrize("returned", [torch.tensor([1.0, 0.0]), [True, False], (1, 0), torch.tensor([1, 0]).numpy()])
 def test_numbers_of_any_kind_are_taken(returned):
     assert score(one_reward(lambda **_: returned), [Example("a")] * 2, ["x", "y"], [[], []]).total == [1.0, 0.0]
+
+
+def test_a_reward_without_its_column(folder):
+    (folder / "data.jsonl").write_text('{"prompt": "1 + 1?", "gold": "2"}\n')
+    settings = JSONLSettings(reward="math", train_path="data.jsonl", test_path="data.jsonl")
+    with pytest.raises(UserError, match="math needs column 'answer', which data.jsonl lacks; it has 'gold'"):
+        settings.load()

@@ -288,7 +288,7 @@ def test_several_eos_tokens_end_answers_and_count_in_the_loss(make_config, tmp_p
     ("window", "message"),
     [
         (12, "rollout.max_completion_length 12 leaves no room for a prompt: {} is 12 tokens"),
-        (13, r"prompt \d+ of the train split has \d tokens; .* and {} of 13 tokens it may have 1 to 1:"),
+        (13, r"prompt .*train.jsonl:\d+ has \d tokens; .* and {} of 13 tokens it may have 1 to 1:"),
     ],
 )
 def test_the_limit_of_the_engine_counts_like_that_of_the_model(make_config, tmp_path, lora, window, message):

@@ -13,6 +13,7 @@ from urllib.request import urlopen
 from transformers import PreTrainedModel
 
 from python_trainer.errors import UserError
+from python_trainer.files import usual_mode
 from python_trainer.rollout.vllm.engine import COUNTERS, WORKER, Continuation, Drawn, check_version
 
 CONNECTIONS = 64  # vLLM batches what it is asked at the same time
@@ -57,6 +58,7 @@ class Server:
     def load(self, model: PreTrainedModel) -> None:
         try:
             model.save_pretrained(self.folder)
+            usual_mode(self.folder)  # the server may be another user's
             self._rpc("load_policy", str(self.folder))
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
