@@ -1,6 +1,7 @@
 """The command line: ``python -m python_trainer train | compare | report``, and the commands of accelerators."""
 
 import argparse
+import errno
 import importlib.util
 import os
 import sys
@@ -8,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from python_trainer.errors import Interrupted, UserError
+from python_trainer.errors import Interrupted, NotFinite, UserError, hide_passwords
 from python_trainer.registry import load
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ EXAMPLES = [
     "report runs/compare",
     "report runs/first runs/{name}",
 ]
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)  # nothing that the trainer can help
 
 # modules of the extra "train"; some are used at the end of a run only, which is too late to miss them
 NEEDED = (
@@ -63,7 +66,7 @@ def settings_help() -> str:
 class SettingsHelp(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *args: object) -> None:
         try:
-            print(settings_help())
+            print(settings_help(), flush=True)
         except UserError as error:
             parser.error(str(error))
         parser.exit()
@@ -234,8 +237,17 @@ def main(argv: list[str] | None = None) -> int:
         check_packages()
         call = load(args.call) if isinstance(args.call, str) else args.call
         call(args)
-    except UserError as error:
-        tell(f"error: {' '.join(str(error).split())}")
+        sys.stdout.flush()
+    except (UserError, NotFinite) as error:
+        said = "; ".join([str(error), *getattr(error, "__notes__", ())])
+        tell(f"error: {hide_passwords(' '.join(said.split()))}")
+        return 2
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        tell(f"error: {error}; {'; '.join(getattr(error, '__notes__', ()))}".rstrip("; "))
         return 2
     except Interrupted as stopped:
         tell(f"{stopped}{how_to_go_on(args)}")

@@ -1,7 +1,9 @@
 """Checkpoints that a kill cannot damage: written aside, flushed, then renamed into place. Nothing is pickled,
 but for the index of what several processes wrote together (``parallel: fsdp2``), as torch.distributed.checkpoint does.
+Each has the checksums of its files, which are compared before anything of it is used.
 """
 
+import hashlib
 import json
 import re
 import shutil
@@ -14,9 +16,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from python_trainer.errors import UserError
-from python_trainer.files import publish
+from python_trainer.files import publish, usual_mode
 
 PATTERN = re.compile(r"step-(\d+)")
+CHECKSUMS = "checksums.json"
 SHARDS = "shards"  # folder in a checkpoint with what several processes wrote together
 
 
@@ -58,23 +61,43 @@ def save_checkpoint(
 
     ``state`` is made of tensors, strings, numbers, lists and dictionaries; ``add`` writes more files into the folder
     before it is complete.
+
+    Raises:
+        UserError: it cannot be written, as on a full disk; those of before are as they were.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    for leftover in folder.glob(".*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    target = folder / f"step-{step:06d}"
-    aside = aside_for(folder, step)
-    aside.mkdir()
-    tensors: dict[str, torch.Tensor] = {}
-    (aside / "state.json").write_text(json.dumps(encode(state, tensors)), encoding="utf-8")
-    save_file(tensors, aside / "tensors.safetensors")
-    add(aside)
-    publish(aside, target)
+    target, aside = folder / f"step-{step:06d}", aside_for(folder, step)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for leftover in folder.glob(".*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        aside.mkdir()
+        tensors: dict[str, torch.Tensor] = {}
+        (aside / "state.json").write_text(json.dumps(encode(state, tensors)), encoding="utf-8")
+        save_file(tensors, aside / "tensors.safetensors")
+        add(aside)
+        (aside / CHECKSUMS).write_text(json.dumps(checksums(aside), indent=1) + "\n", encoding="utf-8")
+        usual_mode(aside)
+        publish(aside, target)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        found = list_checkpoints(folder)
+        newest = f"the newest there is {found[-1].name}" if found else "there is none yet"
+        raise UserError(f"checkpoint {target} cannot be written: {error}; {newest}") from error
     for old in list_checkpoints(folder)[:-keep]:
         # out of sight in one step, so that a kill in the middle leaves no half of it
         gone = old.rename(old.with_name(f".old-{old.name}"))
         shutil.rmtree(gone)
     return target
+
+
+def checksums(checkpoint: Path) -> dict[str, str]:
+    """Path within the checkpoint -> SHA-256, of all its files but the one that holds them."""
+    found = {}
+    for path in sorted(checkpoint.rglob("*")):
+        if path.is_file() and path.name != CHECKSUMS:
+            with path.open("rb") as file:
+                found[path.relative_to(checkpoint).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -95,7 +118,42 @@ def load_checkpoint(path: Path) -> Any:
         UserError: files are missing or damaged.
     """
     try:
+        if (path / CHECKSUMS).exists():  # checkpoints had none once
+            expected = json.loads((path / CHECKSUMS).read_text(encoding="utf-8"))
+            found = checksums(path)
+            if wrong := sorted(name for name in expected if found.get(name) != expected[name]):
+                raise ValueError(f"{wrong[0]} is {'other than it was written' if wrong[0] in found else 'missing'}")
         tensors = load_file(path / "tensors.safetensors")
         return decode(json.loads((path / "state.json").read_text(encoding="utf-8")), tensors)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise UserError(f"checkpoint {path} is damaged ({error}); remove it to go on from the one before") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise UserError(f"checkpoint {path} is damaged ({error})") from error
+
+
+def load_newest(folder: Path, tell: Callable[[str], None]) -> tuple[Path, Any] | None:
+    """The newest checkpoint that is not damaged, and its state; None where there is no checkpoint at all.
+
+    Raises:
+        UserError: all are damaged. A run never begins anew because of that.
+    """
+    problems: list[str] = []
+    for path in reversed(list_checkpoints(folder)):
+        try:
+            state = load_checkpoint(path)
+        except UserError as error:
+            problems.append(str(error))
+            continue
+        if problems:
+            tell(f"{'; '.join(problems)}: going on from {path.name}")
+        return path, state
+    if problems:
+        raise UserError(f"no checkpoint in {folder} can be used: {'; '.join(problems)}; remove the run to begin anew")
+    return None
+
+
+def set_aside_later(folder: Path, step: int) -> None:
+    """Renames checkpoints of later steps to ``damaged-step-N``: a run that goes on from this one passed them over."""
+    for path in list_checkpoints(folder):
+        if step_of(path) > step:
+            target = path.with_name(f"damaged-{path.name}")
+            shutil.rmtree(target, ignore_errors=True)
+            path.rename(target)

@@ -47,6 +47,7 @@ class Learner:
     Attributes:
         reference: the policy as it was at the start, with ``algorithm.beta``.
         critic: where the advantages need one.
+        changed: set when weights or moments are no longer those of before.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Learner:
             self.ranks.shard(self.reference.model)
         self.optimizer = PolicyOptimizer(policy.model, optimizer)
         self.objective = Objective(algorithm, max_completion_length)
+        self.changed = False
 
     def update(self, rollouts: Sequence[Rollout], number: int) -> dict[str, float]:
         """All optimizer steps on the answers of step ``number`` -> metrics.
@@ -99,6 +101,7 @@ class Learner:
                 loss, tokens = self._pass(batch, minibatch, samples, metrics)
                 trained += tokens
                 norms.append(self._step(lr, float(self.ranks.sum(loss)), batch, minibatch))
+        self.changed = True  # or will be, by an accelerator
         row = metrics.means(len(norms), self.ranks) | row
         if norms:
             row["grad_norm"] = sum(norms) / len(norms)
@@ -139,6 +142,7 @@ class Learner:
                 raise NotFinite(f"the loss is {loss}")
             self.ranks.sum_gradients(self.policy.model, list(self.optimizer.masters.values()))
             norm = self.optimizer.step(lr)
+            self.changed = True
             if self.critic is not None:
                 self.ranks.sum_gradients(self.critic, list(self.critic.optimizer.masters.values()))
                 self.critic.step(lr)

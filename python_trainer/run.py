@@ -3,32 +3,31 @@
 import json
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
-from dataclasses import asdict
+from contextlib import ExitStack, closing
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from rich.console import Console
 
+import rlkernels.backend
 from python_trainer.accelerators.base import RunContext
-from python_trainer.checkpoint import list_checkpoints, load_checkpoint
-from python_trainer.config import Config, dump_config
+from python_trainer.checkpoint import load_checkpoint
+from python_trainer.config import Config
 from python_trainer.data import Request, Rollout
 from python_trainer.distributed import RankGroup
-from python_trainer.distributed.shard_files import read_shards
 from python_trainer.errors import UserError
-from python_trainer.files import check_output_dir, publish, unusable_output_dir, write_text
+from python_trainer.files import publish, write_text
 from python_trainer.keyed import keyed_seed
 from python_trainer.learner import Learner, bytes_to_come
 from python_trainer.model.policy import Policy, load_policy, set_matmul_precision
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.rollout.make import make_engine
-from python_trainer.run_directory import read_metrics, save_evaluation
+from python_trainer.run_directory import save_evaluation
 from python_trainer.run_state import Clock, RunState, device_name, summarise
+from python_trainer.saving import MODEL_ASIDE, SavingLoop
 from python_trainer.signals import StopSignal
 from python_trainer.telemetry import Telemetry
-from python_trainer.trainer import TrainingLoop
 
 
 def make_learner(config: Config, policy: Policy, ranks: RankGroup | None = None) -> Learner:
@@ -62,7 +61,7 @@ def first_rows(limit: int | None) -> range | None:
     return None if limit is None else range(limit)
 
 
-class Trainer(TrainingLoop):
+class Trainer(SavingLoop):
     """One training run in one directory.
 
     Args:
@@ -101,22 +100,27 @@ class Trainer(TrainingLoop):
         self.console = self.ranks.console(console) or Console(stderr=True)
         self.checkpoints, self.start = output_dir / "checkpoints", start
         with self.ranks.together():
-            saved = self._load(output_dir, resume)
+            found = self._find(output_dir, resume) if self.ranks.rank == 0 else None
+        self.checkpoint = self.ranks.first(found and found[0])
+        with self.ranks.together():
+            saved = found[1] if found else load_checkpoint(self.checkpoint) if self.checkpoint else None
+            self._load(output_dir)
         self.learner = make_learner(config, self.policy, self.ranks)
         self.accelerators = [settings.make() for settings in config.accelerators.chosen()]
         self.state = RunState(target=config.evaluation.target_accuracy)
+        self.saved_step = 0  # of the newest checkpoint
+        self._collapse_noted = False
         self.facts, self.rules = facts_of(config), rules_of(config)
         if saved is not None:
             self._restore(saved)
 
-    def _load(self, output_dir: Path, resume: bool) -> dict[str, Any] | None:
-        """Task, policy and engine -> what the newest checkpoint holds, if there is one to go on from."""
+    def _load(self, output_dir: Path) -> None:
+        """Task, policy and engine."""
         config = self.config
-        check_output_dir(output_dir)
-        checkpoints = list_checkpoints(self.checkpoints)
-        if not resume and (checkpoints or any(row["step"] for row in read_metrics(output_dir))):
-            raise UserError(f"{output_dir} already holds a run: add --resume to go on, or choose another --output-dir")
-        saved = load_checkpoint(checkpoints[-1]) if resume and checkpoints else None
+        try:
+            rlkernels.backend.wanted()
+        except ValueError as error:
+            raise UserError(str(error)) from error
         set_matmul_precision("highest")  # until the engine has checked the model
         self.task = config.task.load()
         self._accuracy_chosen = self.task.accuracy_chosen
@@ -138,7 +142,6 @@ class Trainer(TrainingLoop):
         self.engine = self.ranks.engine(engine, self.policy)
         self._heed_limit_of_engine()
         set_matmul_precision(config.model.matmul_precision)
-        return saved
 
     def _note(self, text: str) -> None:
         """A line for the user, about what is no error but may not be meant so."""
@@ -167,77 +170,43 @@ class Trainer(TrainingLoop):
             f"the task must have {split} prompts: task.{split}_size and task.{split}_path decide, got {size} and {path}"
         )
 
-    def _restore(self, saved: dict[str, Any]) -> None:
-        names = {accelerator.name for accelerator in self.accelerators}
-        if set(saved["accelerators"]) != names:
-            raise UserError(
-                f"{self.folder} was run with the accelerators {sorted(saved['accelerators'])}, not {sorted(names)}"
-            )
-        if "model" not in saved:
-            saved |= read_shards(list_checkpoints(self.checkpoints)[-1], self.learner.state_dict())
-        if (self.learner.critic is None) != (saved["critic"] is None):
-            had, wanted = ("without", "not be gae") if saved["critic"] is None else ("with", "be gae")
-            raise UserError(
-                f"{self.folder} was run {had} a critic: algorithm.advantage must {wanted}, got "
-                f"{self.config.algorithm.advantage}"
-            )
-        self.state = RunState(**saved["state"])
-        self._look_back_for_target()
-        try:
-            self.learner.load_state_dict(saved)
-        except (RuntimeError, KeyError) as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(
-                f"the checkpoint in {self.folder} is of another model than the settings: {reason}"
-            ) from error
-        for accelerator in self.accelerators:
-            accelerator.load_state_dict(saved["accelerators"][accelerator.name])
-        if self.engine.lengths and saved.get("lengths"):
-            self.engine.lengths.load_state_dict(saved["lengths"])
-        self.engine.policy_updated()
-        self.engine.policy_version = self.state.policy_version
-
-    def _look_back_for_target(self) -> None:
-        """Where the target is another one than before, an evaluation of before may have reached it."""
-        state, target = self.state, self.config.evaluation.target_accuracy
-        if state.target == target:
-            return
-        state.target, state.seconds_to_target, state.tokens_to_target = target, None, None
-        for row in read_metrics(self.folder) if target is not None else ():
-            if row["step"] <= state.step and row.get("eval/accuracy", -1.0) >= target:
-                state.seconds_to_target = row["time/training_s"]
-                state.tokens_to_target = int(row["total/generated_tokens"])
-                break
-
     def run(self) -> dict[str, Any]:
-        """Trains, and returns what is in summary.json."""
+        """Trains, and returns what is in summary.json.
+
+        Raises:
+            UserError: another run has the folder, or something in the settings or in a reward function ended this one.
+            Interrupted: it was asked to stop, and is saved.
+        """
+        with ExitStack() as held:
+            with self.ranks.together():
+                self._take_folder(held)
+            return self._run()
+
+    def _run(self) -> dict[str, Any]:
         config, state = self.config, self.state
-        with self.ranks.together():
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                write_text(self.folder / "config.yaml", dump_config(config))
-            except OSError as error:
-                raise unusable_output_dir(self.folder, error.strerror) from error
         self.clock = Clock(state.seconds, self.timer)
         self.started = self.timer() - state.wall_s
         resumed_at = state.step or None
         if resumed_at is None:
             self._begin()
-        with (
-            closing(self.engine),
-            StopSignal(loud=self.ranks.rank == 0) as stop,
-            Telemetry(
-                self.folder, config.max_steps, label=self.label, after_step=resumed_at, console=self.console
-            ) as telemetry,
-        ):
-            if resumed_at is None:
-                row = self.evaluation_row("start", known=self.start)
-                if self._target_ends_it():
-                    row |= self.evaluation_row("final")
-                telemetry.log(0, row | self.totals())
-            self.loop(telemetry, stop)
+        options: dict[str, Any] = {"label": self.label, "after_step": resumed_at, "console": self.console}
+        with StopSignal(loud=self.ranks.rank == 0) as stop:
+            with closing(self.engine), Telemetry(self.folder, config.max_steps, **options) as telemetry:
+                if resumed_at is None:
+                    row = self.evaluation_row("start", known=self.start)
+                    if self._target_ends_it():
+                        row |= self.evaluation_row("final")
+                    telemetry.log(0, row | self.totals())
+                elif self.finished() and state.evaluations and state.evaluations[-1][0] != state.step:
+                    self.evaluation_row("final")  # it failed then
+                self.loop(telemetry, stop)
+            return self._finish()
+
+    def _finish(self) -> dict[str, Any]:
+        """Writes the trained policy and the summary."""
+        config, state = self.config, self.state
         if config.save.save_model and self.ranks.rank == 0:
-            aside = self.folder / ".model.tmp"
+            aside = self.folder / MODEL_ASIDE
             self.policy.save(aside)
             publish(aside, self.folder / "model")
         summary = summarise(state, self.clock.seconds, wall_s=self._wall_seconds())
@@ -296,6 +265,18 @@ class Trainer(TrainingLoop):
             "like; task.accuracy may name a reward function that gives 0 or 1 (weight 0 leaves the reward as it is)"
         )
 
+    def _note_collapse(self, accuracy: float, count: int) -> None:
+        """Says once that accuracy has fallen to less than half, by more than three standard errors."""
+        before = self.state.evaluations[0][1] if self.state.evaluations else 0.0
+        mean = (before + accuracy) / 2
+        if self._collapse_noted or accuracy >= before / 2 or (before - accuracy) ** 2 <= 18 * mean * (1 - mean) / count:
+            return
+        self._collapse_noted = True
+        self._note(
+            f"accuracy fell from {before:.3f} to {accuracy:.3f} by step {self.state.step}: the policy has collapsed; "
+            f"optimizer.learning_rate {self.config.optimizer.learning_rate:g} may be too high"
+        )
+
     def evaluate(self, split: str, limit: int | None = None) -> float:
         """Accuracy of one answer per prompt, as of :meth:`evaluate_each`."""
         return fmean(self.evaluate_each(split, first_rows(limit)))
@@ -312,6 +293,7 @@ class Trainer(TrainingLoop):
             if name is not None:
                 save_evaluation(self.folder, name, correct)
         accuracy, target = fmean(correct), settings.target_accuracy
+        self._note_collapse(accuracy, len(correct))
         state.evaluations.append([state.step, accuracy])
         if target is not None and accuracy >= target and state.seconds_to_target is None:
             state.seconds_to_target = seconds
@@ -320,10 +302,6 @@ class Trainer(TrainingLoop):
 
     def evaluation_due(self) -> bool:
         every = self.config.evaluation.eval_steps
-        return every > 0 and self.state.step % every == 0
-
-    def save_due(self) -> bool:
-        every = self.config.save.save_steps
         return every > 0 and self.state.step % every == 0
 
     def _wall_seconds(self) -> float:
@@ -354,14 +332,3 @@ class Trainer(TrainingLoop):
             "time/training_s": self._training_seconds(),
             "total/generated_tokens": self.state.counts.get("generated_tokens", 0),
         }
-
-    def save(self) -> None:
-        state = self.state
-        state.wall_s, state.seconds = self._wall_seconds(), dict(self.clock.seconds)
-        state.policy_version = self.engine.policy_version
-        states = {accelerator.name: accelerator.state_dict() for accelerator in self.accelerators}
-        lengths = self.engine.lengths.state_dict() if self.engine.lengths else None
-        saved = {"state": asdict(state), "accelerators": states, "lengths": lengths}
-        self.ranks.save(
-            self.checkpoints, state.step, saved, self.learner.state_dict(), keep=self.config.save.save_total_limit
-        )

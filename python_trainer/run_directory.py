@@ -1,16 +1,54 @@
-"""Reads and writes what a run directory holds: rows of metrics, sample answers, evaluations prompt by prompt."""
+"""What a run directory holds: its lock, rows of metrics, sample answers, evaluations prompt by prompt."""
 
+import errno
+import fcntl
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy
 from safetensors.numpy import load_file, save
 
+from python_trainer.errors import UserError
 from python_trainer.files import write_bytes
 
 EVALUATIONS = "eval_test.safetensors"
+LOCK = ".lock"
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Within it no other process has the run directory, which must exist; the lock goes with the process that holds it.
+
+    Raises:
+        UserError: another process has it.
+    """
+    with (folder / LOCK).open("a+", encoding="utf-8") as file:
+        try:
+            # of a process, not of the file: what a reward function leaves running in a fork does not hold it
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                file.seek(0)
+                raise UserError(
+                    f"--output-dir {folder} is in use by another run, process {file.read().strip() or 'unknown'}: wait "
+                    "until it has ended, or choose another folder"
+                ) from error
+            # a file system without locks: nothing can be known
+        file.truncate(0)
+        file.write(f"{os.getpid()} on {os.uname().nodename}\n")
+        file.flush()
+        yield
+
+
+def check_unlocked(folder: Path) -> None:
+    """Raises UserError where another process has the run directory."""
+    if (folder / LOCK).exists():
+        with locked(folder):
+            pass
 
 
 def read_lines(path: Path) -> list[str]:

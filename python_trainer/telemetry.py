@@ -14,7 +14,7 @@ from rich.text import Text
 
 from python_trainer.algorithms.advantages import group_statistics
 from python_trainer.data import Rollout
-from python_trainer.files import write_text
+from python_trainer.files import append, write_text
 from python_trainer.run_directory import lines_until
 
 LINE_SECONDS = 10.0  # between lines where the output is no terminal
@@ -121,7 +121,6 @@ class Telemetry:
         self.path = folder / "metrics.jsonl"
         kept = lines_until(self.path, after_step)
         write_text(self.path, "".join(line + "\n" for line in kept))
-        self.file = self.path.open("a", encoding="utf-8")
         self._samples_path = folder / "samples.jsonl"
         self._samples = lines_until(self._samples_path, after_step)
         write_text(self._samples_path, "".join(line + "\n" for line in self._samples))
@@ -146,14 +145,17 @@ class Telemetry:
 
     def __exit__(self, *exc: object) -> None:
         self._progress.stop()
-        self.file.close()
         if self._writer is not None:
             self._writer.close()
 
     def log(self, step: int, row: dict[str, float], *, left: float | None = None) -> None:
-        """One row: appended to metrics.jsonl, sent to TensorBoard, shown."""
-        self.file.write(json.dumps({"step": step, **{key: finite(value) for key, value in row.items()}}) + "\n")
-        self.file.flush()
+        """One row: appended to metrics.jsonl, sent to TensorBoard, shown.
+
+        Raises:
+            OSError: the disk is full, or will not take it for another reason.
+        """
+        line = json.dumps({"step": step, **{key: finite(value) for key, value in row.items()}}) + "\n"
+        append(self.path, line)
         for key, value in row.items():
             if finite(value) is not None:
                 self._tensorboard().add_scalar(key, value, step)
@@ -180,8 +182,7 @@ class Telemetry:
         """Keeps the answers of :func:`choose_samples` in samples.jsonl, which stays small however long the run."""
         self._samples.append(json.dumps({"step": step, "samples": samples}))
         if len(self._samples) < 2 * SAMPLE_STEPS:
-            with self._samples_path.open("a", encoding="utf-8") as file:
-                file.write(self._samples[-1] + "\n")
+            append(self._samples_path, self._samples[-1] + "\n")
         else:
             self._samples = thin_samples(self._samples)
             write_text(self._samples_path, "".join(line + "\n" for line in self._samples))

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from python_trainer.accelerators.base import Accelerator, StepContext
-from python_trainer.checkpoint import list_checkpoints
 from python_trainer.data import Example, Group, Request, Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.dynamic_sampling import Refill
@@ -66,16 +65,18 @@ class TrainingLoop(ABC):
         """
         state, done = self.state, self.finished()
         while not done:
-            row, samples = self.step(state.step + 1)
-            state.step += 1
-            done = self.finished()
-            if not done and self.evaluation_due():
-                row |= self.evaluation_row()
-                done = self.finished()
-            if done:
-                row |= self.evaluation_row("final")
-            telemetry.log(state.step, row | self.totals(), left=self.seconds_left())
-            telemetry.log_samples(state.step, samples)
+            with self.keeping():
+                row, samples = self.step(state.step + 1)
+                state.step += 1
+                try:
+                    if not (done := self.finished()) and self.evaluation_due():
+                        row |= self.evaluation_row()
+                        done = self.finished()
+                    if done:
+                        row |= self.evaluation_row("final")
+                finally:
+                    telemetry.log(state.step, row | self.totals(), left=self.seconds_left())
+                    telemetry.log_samples(state.step, samples)
             stopped = self.ranks.any(stop.name)
             if done or stopped or self.save_due():
                 with self.clock.measure("checkpoint"):
@@ -183,12 +184,8 @@ class TrainingLoop(ABC):
             path = self.folder / f"not-finite-step-{number:06d}.json"
             chosen = error.samples or range(len(rollouts))
             write_text(path, json.dumps([{"sample": i, **asdict(rollouts[i])} for i in chosen], indent=1) + "\n")
-            checkpoints = list_checkpoints(self.folder / "checkpoints")
-            newest = f"the newest checkpoint, from before, is {checkpoints[-1]}" if checkpoints else "no checkpoint yet"
-            raise UserError(
-                f"step {number}: {error}, and the run ends; {path} has the {len(chosen)} answers that "
-                f"{'cause it' if error.samples else 'were trained on, none of which causes it alone'}; {newest}"
-            ) from error
+            cause = "cause it" if error.samples else "were trained on, none of which causes it alone"
+            raise UserError(f"step {number}: {error}; {path} has the {len(chosen)} answers that {cause}") from error
 
     def context(self, number: int) -> StepContext:
         """What the accelerators may see in a step."""
@@ -233,6 +230,10 @@ class TrainingLoop(ABC):
     @abstractmethod
     def finished(self) -> bool:
         """Whether steps or time are used up, or the target is reached; the same on all ranks."""
+
+    @abstractmethod
+    def keeping(self) -> Any:
+        """Within it, whatever fails leaves the last finished step saved, if its weights are still there."""
 
     @abstractmethod
     def save_due(self) -> bool: ...

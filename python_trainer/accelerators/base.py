@@ -1,5 +1,6 @@
 """The one interface of everything that makes training cheaper."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,6 +106,10 @@ class Accelerator:
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs, as tensors, strings, numbers, lists and dictionaries."""
         return {}
+
+    def snapshot(self) -> dict[str, Any]:
+        """As :meth:`state_dict`, and what the hooks up to ``collect`` do later changes nothing in it."""
+        return copy.deepcopy(self.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Undoes :meth:`state_dict`."""

@@ -79,9 +79,7 @@ def read_shards(checkpoint: Path, present: State) -> dict[str, Any]:
             dcp.load(flat, checkpoint_id=checkpoint / SHARDS, no_dist=not dist.is_initialized())
     except (OSError, ValueError, RuntimeError, EOFError, CheckpointException) as error:
         reason = str(error).splitlines()[0]
-        raise UserError(
-            f"checkpoint {checkpoint} is damaged ({reason}); remove it to go on from the one before"
-        ) from error
+        raise UserError(f"checkpoint {checkpoint} is damaged ({reason})") from error
     state: dict[str, Any] = {"critic": None} | unflatten(flat)
     for part in (state, state["critic"]):
         if part is not None:

@@ -2,7 +2,10 @@
 
 import json
 import os
+import resource
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,13 +13,13 @@ from rich.console import Console
 from test_checkpoint import assert_same_run
 
 from python_trainer.__main__ import main
-from python_trainer.checkpoint import list_checkpoints
+from python_trainer.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from python_trainer.config import dump_config
 from python_trainer.errors import Interrupted, NotFinite, UserError
 from python_trainer.model.optimizer import PolicyOptimizer
 from python_trainer.model.settings import OptimizerConfig
 from python_trainer.run import Trainer
-from python_trainer.run_directory import read_metrics
+from python_trainer.run_directory import load_evaluations, locked, read_metrics
 from python_trainer.signals import SIGNALS, StopSignal
 
 QUIET = Console(quiet=True)
@@ -55,7 +58,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_answers(make_confi
         max_steps=6, task={"reward": "test_staying_up:huge"}, algorithm=algorithm, save={"save_steps": 1}
     )
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
-    with pytest.raises(UserError, match="step 3: the loss is (nan|inf|-inf).*checkpoint, from before.*step-000002"):
+    with pytest.raises(UserError, match="step 3: the loss is (nan|inf|-inf)"):
         trainer.run()
     path = tmp_path / "run" / "not-finite-step-000003.json"
     named = json.loads(path.read_text())
@@ -140,3 +143,222 @@ def test_the_command_ends_with_0_and_says_how_to_go_on(make_config, tmp_path, mo
     monkeypatch.setattr(Trainer, "step", original)
     assert main([*command, "--resume"]) == 0
     assert read_metrics(tmp_path / "run")[-1]["step"] == 4
+
+
+def broken(prompts, completions, completion_ids, **columns):
+    """Fails at call ``broken.at``, once."""
+    broken.calls += 1
+    if broken.calls == broken.at:
+        raise broken.error
+    return [sum(token < 10 for token in ids) / len(ids) for ids in completion_ids]
+
+
+@pytest.mark.parametrize(
+    ("at", "error", "accelerators"),
+    [
+        (4, ValueError("no verdict"), ["rpo", "drafts"]),  # in step 3, after the evaluation at the start
+        (4, SystemExit(7), []),
+        (6, ValueError("no verdict"), []),  # in the evaluation after step 4
+    ],
+)
+def test_a_reward_that_fails_leaves_the_last_finished_step(make_config, tmp_path, at, error, accelerators):
+    changes = {
+        "max_steps": 5,
+        "save": {"save_steps": 0},
+        "task": {"reward": "test_staying_up:broken"},
+        "accelerators": {"enabled": accelerators, "drafts": {"pass_overhead": 20}},
+        "evaluation": {"eval_steps": 4},
+    }
+    broken.calls, broken.at, broken.error = 0, -1, error
+    config = make_config(**changes)
+    Trainer(config, tmp_path / "whole", console=QUIET).run()
+    broken.calls, broken.at = 0, at
+    with pytest.raises(UserError, match="reward function broken") as raised:
+        Trainer(config, tmp_path / "parts", console=QUIET).run()
+    kept = 2 if at == 4 else 4
+    assert raised.value.__notes__ == [f"step {kept} is saved: --resume goes on from it"]
+    assert [row["step"] for row in read_metrics(tmp_path / "parts")] == list(range(kept + 1))
+    Trainer(config, tmp_path / "parts", resume=True, console=QUIET).run()
+    saved = [load_checkpoint(list_checkpoints(tmp_path / run / "checkpoints")[-1]) for run in ("whole", "parts")]
+    assert all(torch.equal(w, saved[1]["model"][name]) for name, w in saved[0]["model"].items())
+    if at == 4:
+        assert_same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_final_evaluation_that_failed_is_made_up_for(make_config, tmp_path):
+    config = make_config(max_steps=2, save={"save_steps": 0}, task={"reward": "test_staying_up:broken"})
+    broken.calls, broken.at, broken.error = 0, 4, ValueError("no verdict")
+    with pytest.raises(UserError, match="no verdict"):
+        Trainer(config, tmp_path / "run", console=QUIET).run()
+    assert load_evaluations(tmp_path / "run").keys() == {"start"}
+    trainer = Trainer(config, tmp_path / "run", resume=True, console=QUIET)
+    assert trainer.run()["steps"] == 2
+    assert [step for step, _ in trainer.state.evaluations] == [0, 2]
+    assert load_evaluations(tmp_path / "run").keys() == {"start", "final"}
+
+
+def test_a_learning_rate_beyond_reason_is_named(make_config, tmp_path):
+    config = make_config(max_steps=4, optimizer={"learning_rate": 1e30})
+    with pytest.raises(UserError, match=r"optimizer.learning_rate 1e\+30 may be too high"):
+        Trainer(config, tmp_path / "run", console=QUIET).run()
+
+
+@pytest.fixture
+def full_disk():
+    """Files of at most so many bytes from the call on, as a disk that is full has it in the middle of a write."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("size", [100, 40_000])
+def test_a_checkpoint_that_does_not_fit_on_the_disk(tmp_path, full_disk, size):
+    save_checkpoint(tmp_path, 1, {"w": torch.ones(4)}, keep=2)
+    full_disk(size)
+    with pytest.raises(
+        UserError, match="step-000002 cannot be written: .*too large.*; the newest there is step-000001"
+    ):
+        save_checkpoint(tmp_path, 2, {"w": torch.ones(40_000)}, keep=2)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
+    assert torch.equal(load_checkpoint(tmp_path / "step-000001")["w"], torch.ones(4))
+
+
+def test_metrics_that_do_not_fit_on_the_disk(make_config, tmp_path, monkeypatch, capsys, full_disk):
+    path = tmp_path / "settings.yaml"
+    path.write_text(dump_config(make_config(max_steps=4, save={"save_steps": 1})))
+    original = Trainer.step
+
+    def step(self, number):
+        if number == 3:
+            full_disk((tmp_path / "run" / "metrics.jsonl").stat().st_size + 10)
+        return original(self, number)
+
+    monkeypatch.setattr(Trainer, "step", step)
+    command = ["train", "--config", str(path), "--output-dir", str(tmp_path / "run")]
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert "error: " in said and "metrics.jsonl" in said and "step 2 is saved" in said and "Traceback" not in said
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    monkeypatch.setattr(Trainer, "step", original)
+    assert main([*command, "--resume"]) == 0
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0, 1, 2, 3, 4]
+
+
+HOLD = """
+import pathlib, sys
+from python_trainer.run_directory import locked
+with locked(pathlib.Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_one_folder_has_one_trainer(make_config, tmp_path, resume):
+    folder = tmp_path / "run"
+    trainer = Trainer(make_config(max_steps=1), folder, console=QUIET)  # both were started before either wrote
+    folder.mkdir()
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match=f"in use by another run, process {other.pid} on "):
+            trainer.run()
+        with pytest.raises(UserError, match="in use by another run"):
+            Trainer(make_config(max_steps=1), folder, resume=resume, console=QUIET)
+        assert [p.name for p in folder.iterdir()] == [".lock"]
+    finally:
+        other.kill()  # the lock goes with it
+        other.wait()
+    Trainer(make_config(max_steps=1), folder, resume=resume, console=QUIET).run()
+    with locked(folder):
+        pass
+
+
+def test_a_run_that_another_one_took_further_meanwhile_is_refused(make_config, tmp_path):
+    config = make_config(max_steps=2, save={"save_steps": 1})
+    first, second = (Trainer(config, tmp_path / "run", console=QUIET) for _ in range(2))
+    first.run()
+    with pytest.raises(UserError, match="another run has written to .*checkpoints in the meantime"):
+        second.run()
+
+
+def test_a_signal_while_the_model_is_written_lets_it_finish(make_config, tmp_path, monkeypatch, capsys):
+    config = make_config(max_steps=1, save={"save_model": True})
+    trainer = Trainer(config, tmp_path / "run", console=QUIET)
+    original = trainer.policy.save
+
+    def save(folder):
+        os.kill(os.getpid(), signal.SIGTERM)
+        original(folder)
+
+    monkeypatch.setattr(trainer.policy, "save", save)
+    assert trainer.run()["steps"] == 1
+    assert "SIGTERM: finishing" in capsys.readouterr().err and (tmp_path / "run" / "model").is_dir()
+
+
+def test_what_a_kill_left_of_the_model_is_not_published(make_config, tmp_path):
+    Trainer(make_config(max_steps=1), tmp_path / "run", console=QUIET).run()
+    aside = tmp_path / "run" / ".model.tmp"
+    aside.mkdir()
+    (aside / "model-00001-of-00009.safetensors").write_bytes(b"half of one")
+    umask = os.umask(0o022)
+    try:
+        config = make_config(max_steps=1, save={"save_model": True})
+        Trainer(config, tmp_path / "run", resume=True, console=QUIET).run()
+    finally:
+        os.umask(umask)
+    written = list((tmp_path / "run" / "model").iterdir())
+    assert not aside.exists() and "model-00001-of-00009.safetensors" not in [path.name for path in written]
+    assert {path.stat().st_mode & 0o777 for path in written} == {0o644}
+
+
+def test_fewer_steps_than_done_are_refused(make_config, tmp_path):
+    Trainer(make_config(max_steps=2), tmp_path / "run", console=QUIET).run()
+    before = (tmp_path / "run" / "config.yaml").read_text()
+    with pytest.raises(UserError, match="max_steps must be at least 2, the steps that .*run has done, got 1"):
+        Trainer(make_config(max_steps=1), tmp_path / "run", resume=True, console=QUIET)
+    assert (tmp_path / "run" / "config.yaml").read_text() == before
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def tear(path):
+    path.write_bytes(path.read_bytes()[:100])
+
+
+@pytest.mark.parametrize("damage", [flip, tear])
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(make_config, tmp_path, capsys, damage):
+    config = make_config(max_steps=4, save={"save_steps": 2})
+    Trainer(config, tmp_path / "whole", console=QUIET).run()
+    Trainer(config, tmp_path / "parts", console=QUIET).run()
+    folder = tmp_path / "parts" / "checkpoints"
+    damage(folder / "step-000004" / "tensors.safetensors")
+    trainer = Trainer(config, tmp_path / "parts", resume=True)
+    assert trainer.state.step == 2
+    assert "step-000004 is damaged (tensors.safetensors is other than it was written): going on from step-000002" in (
+        capsys.readouterr().err
+    )
+    trainer.run()
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+    assert sorted(p.name for p in folder.iterdir()) == ["damaged-step-000004", "step-000002", "step-000004"]
+    for path in list_checkpoints(folder):
+        damage(path / "state.json")
+    with pytest.raises(
+        UserError, match="no checkpoint in .* can be used: .*step-000004 is damaged.*step-000002 is dam"
+    ):
+        Trainer(config, tmp_path / "parts", resume=True, console=QUIET)
+
+
+@pytest.mark.parametrize(("before", "said"), [([1.0] * 6, True), ([1.0, 0, 0, 0, 0, 0], False)])
+def test_a_policy_that_has_collapsed_is_told_of_once(make_config, tmp_path, capsys, before, said):
+    config = make_config(max_steps=2, optimizer={"learning_rate": 1.0}, evaluation={"eval_steps": 1})
+    Trainer(config, tmp_path / "run", start=before).run()
+    errors = capsys.readouterr().err
+    assert errors.count("accuracy fell from 1.000 to 0.") == errors.count("the policy has collapsed") == said
+    assert not said or "optimizer.learning_rate 1 may be too high" in errors

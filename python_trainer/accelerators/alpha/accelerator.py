@@ -158,6 +158,10 @@ class Alpha(Accelerator):
             "seconds": self.seconds,
         }
 
+    def snapshot(self) -> dict[str, Any]:
+        # its tensors, as large as the model, are left alone until after the update
+        return self.state_dict() | {"answered": [list(row) for row in self.answered], "seconds": dict(self.seconds)}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.trajectory = None
         if state["base"] is not None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import rlkernels.backend
 from python_trainer.data import Request, Rollout
-from python_trainer.errors import UserError
+from python_trainer.errors import NotFinite, UserError
 from python_trainer.model.flat_forward import Forward, evaluation_mode, flat_attention, forward
 from python_trainer.model.fused import FusedDecoder, supports
 from python_trainer.model.paged_attention import Paging
@@ -253,7 +253,10 @@ class PagedEngine(Engine):
         drawn, accepted = ([int(x) for x in part] for part in (read[: len(rows)], read[len(rows) : -len(rows)]))
         weights = read[-len(rows) :]
         if any(map(math.isnan, weights)):
-            sample_tokens(logits, uniforms, **settings)  # raises, and says of which row
+            try:
+                sample_tokens(logits, uniforms, **settings)  # raises, and says of which row
+            except ValueError as error:
+                raise NotFinite(f"the policy cannot be sampled from: {error}") from error
         done, kept = [], []
         for sample, start, right in zip(samples, starts, accepted):
             before = len(sample.rollout.response_ids)
