@@ -1,6 +1,7 @@
 """What a run keeps: checkpoints, the newest one to go on from, and the last finished step when something fails."""
 
 import shutil
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -34,6 +35,14 @@ class SavingLoop(TrainingLoop):
     checkpoint: Path | None
     saved_step: int
     _seen: list[Path]  # all checkpoints, when the run was set up
+
+    @abstractmethod
+    def _note(self, text: str) -> None:
+        """Tells the user something that is no metric."""
+
+    @abstractmethod
+    def _wall_seconds(self) -> float:
+        """Since the run began, its interruptions left out."""
 
     def _find(self, output_dir: Path, resume: bool) -> tuple[Path, dict[str, Any]] | None:
         """The newest checkpoint that can be used and what it holds, if there is one to go on from."""

@@ -1,19 +1,16 @@
 """PagedEngine: rollouts of a Transformers model without padding, with every shared beginning computed once."""
 
-import itertools
-import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import rlkernels.backend
 from python_trainer.data import Request, Rollout
-from python_trainer.errors import NotFinite, UserError
+from python_trainer.errors import UserError
 from python_trainer.model.flat_forward import Forward, evaluation_mode, flat_attention, forward
 from python_trainer.model.fused import FusedDecoder, supports
 from python_trainer.model.paged_attention import Paging
@@ -21,9 +18,10 @@ from python_trainer.model.traits import ModelTraits, find_traits
 from python_trainer.rollout.decoding import Decoding
 from python_trainer.rollout.engine import Engine, SamplingParams, check_requests, check_sampling, new_rollouts
 from python_trainer.rollout.ordering import LengthHistory, expectations, longest_first, remember
+from python_trainer.rollout.paged.draw import draw_tokens
 from python_trainer.rollout.paged.scheduler import Pass, Scheduler
 from python_trainer.rollout.stopping import StopStrings
-from rlkernels import PagedKVCache, keyed_uniform, sample_tokens, verify_drafts
+from rlkernels import PagedKVCache, sample_tokens
 
 ROPE_BY_LENGTH = ("dynamic", "longrope")  # whose angles depend on the longest sequence of the batch
 CPU_MEMORY_BYTES = 1 << 30
@@ -229,34 +227,7 @@ class PagedEngine(Engine):
             counts = torch.tensor([len(group) for group in step.samples], device=self.device)
             logits = logits.repeat_interleave(counts, 0, output_size=len(rows))
         samples = list(dict.fromkeys(rows))
-        lengths = [1 + len(sample.draft) for sample in samples]
-        starts = [0, *itertools.accumulate(lengths)]
-        # on the host, where the numbers are: of a GPU each would be a hundred launches
-        uniforms = keyed_uniform(
-            sampling.seed,
-            torch.tensor([sample.sample_id for sample in rows], device="cpu"),
-            torch.tensor([s.length + i for s, n in zip(samples, lengths) for i in range(n)], device="cpu"),
-        ).to(self.device)
-        settings: dict[str, Any] = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-        }
-        if len(samples) == len(rows):
-            ids, logprobs = sample_tokens(logits, uniforms, validate=False, **settings)
-            counted = ids.new_zeros(len(samples))
-        else:
-            drafts = [sample.draft for sample in samples]
-            counted, ids, logprobs = verify_drafts(logits, drafts, starts, uniforms, validate=False, **settings)
-        # one wait for the device; float64 holds all three exactly
-        read = torch.cat([ids.double(), counted.double(), logprobs.double()]).tolist()
-        drawn, accepted = ([int(x) for x in part] for part in (read[: len(rows)], read[len(rows) : -len(rows)]))
-        weights = read[-len(rows) :]
-        if any(map(math.isnan, weights)):
-            try:
-                sample_tokens(logits, uniforms, **settings)  # raises, and says of which row
-            except ValueError as error:
-                raise NotFinite(f"the policy cannot be sampled from: {error}") from error
+        drawn, weights, starts, accepted = draw_tokens(samples, logits, sampling)
         done, kept = [], []
         for sample, start, right in zip(samples, starts, accepted):
             before = len(sample.rollout.response_ids)
