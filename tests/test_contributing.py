@@ -1,6 +1,7 @@
 """The examples of CONTRIBUTING.md: each is written to a folder and run by the command beside it."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -17,11 +18,12 @@ QUICK = ["max_steps=2", "max_seconds=null", "task.train_size=8", "task.test_size
          "rollout.prompts_per_step=4", "rollout.num_generations=2", "rollout.max_completion_length=16",
          "evaluation.eval_steps=0", "save.save_model=false"]  # fmt: skip
 
-# makes the new folder part of the package, as it would be in a clone, and adds its line to the table
+# makes the new folder part of the package, as it would be in a clone, and adds its lines to the tables
 CONFTEST = """
 import pathlib, rlkernels, rlkernels.backend
 rlkernels.__path__.append(str(pathlib.Path(__file__).parent / "rlkernels"))
 rlkernels.backend.OPS["masked_mean"] = rlkernels.backend.Op()
+rlkernels._EXPORTS["masked_mean"] = "rlkernels.means"
 """
 
 
@@ -33,7 +35,7 @@ def write(folder: Path, *names: str) -> None:
 
 def run(folder: Path, *arguments: str) -> None:
     ended = subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True,
-                           env={**dict(__import__("os").environ), "PYTHONPATH": str(ROOT)})  # fmt: skip
+                           env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
@@ -52,9 +54,15 @@ def test_a_plug_in_is_one_file(name, tmp_path):
 
 
 def test_an_op_is_a_folder(tmp_path):
-    write(tmp_path, *(name for name in FILES if "masked_mean" in name))
+    write(tmp_path, *(name for name in FILES if "means" in name))
     (tmp_path / "conftest.py").write_text(CONFTEST)
-    run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/rlkernels/test_masked_mean.py")
+    run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/rlkernels/test_means.py")
+
+
+def test_examples_pass_the_linter(tmp_path):
+    write(tmp_path, *FILES)
+    ours = 'lint.isort.known-first-party = ["python_trainer", "rlkernels"]'
+    run(tmp_path, "-m", "ruff", "check", "--no-cache", "--config", str(ROOT / "pyproject.toml"), "--config", ours, ".")
 
 
 def test_every_file_of_a_step_is_there():

@@ -64,7 +64,7 @@ def test_exponents_without_a_dot_are_numbers(tmp_path):
         ("algorithm.num_minibatches=99", "algorithm.num_minibatches must be <= rollout.prompts_per_step .32., got 99"),
         ("accelerators.enabled=[warp]", "accelerators.enabled: must hold names out of .*rpo.*, got 'warp'"),
         ("accelerators.rpo.epsilon=2", "accelerators.rpo.epsilon: .*less than or equal to 1, got 2"),
-        ("task.name=chess", "task.name: .*'arithmetic', 'countdown', 'gsm8k' or 'jsonl', got 'chess'"),
+        ("task.name=chess", "task.name: .*'arithmetic', 'countdown', .* or '.*', got 'chess'"),
         ("model=small", "model: .*, got 'small'"),
         ("max_steps", "--set takes key=value, .*got 'max_steps'"),
         ("=3", "--set takes key=value"),
@@ -136,7 +136,8 @@ def test_missing_file_is_named(tmp_path):
 
 def test_accelerators_run_in_their_fixed_order_with_their_settings():
     names = ACCELERATORS.names()
-    assert [n for n in ("rhyme", "rpo", "drafts", "alpha") if n in names] == names
+    shipped = ["rhyme", "rpo", "drafts", "alpha"]
+    assert [name for name in names if name in shipped] == shipped
     values = {"accelerators": {"enabled": names[::-1], "rpo": {"cut_tokens": 9}}}
     chosen = check_config(values, source="test").accelerators.chosen()
     made = [settings.make() for settings in chosen]

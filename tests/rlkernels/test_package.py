@@ -2,6 +2,7 @@
 
 import json
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -47,7 +48,13 @@ def test_every_exported_name_is_documented():
     for name in rlkernels.__all__:
         if name != "__version__":
             assert (getattr(rlkernels, name).__doc__ or "").strip(), name
-            assert f"``{name}``" in rlkernels.__doc__
+            assert f"``{name}``" in rlkernels.__doc__, f"{name} is missing from the docstring of rlkernels/__init__.py"
+
+
+def test_no_module_hides_a_function():
+    """Importing ``rlkernels.dtw`` would put the module where the function is."""
+    modules = {module.name for module in pkgutil.iter_modules(rlkernels.__path__)}
+    assert not modules & set(rlkernels.__all__)
 
 
 def test_info_is_json_and_covers_every_op():
