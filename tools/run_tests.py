@@ -50,7 +50,7 @@ class Step:
         code = process.wait()
         self.failed = code != 0
         self.lacks = [m[1] for m in (re.match(r"\d+ tests?: (.+)", line) for line in lines) if m]
-        self.closing = lines[-1].strip("= ") if lines and self.command[2] == "pytest" else ""
+        self.closing = lines[-1].strip("= ") if lines and "pytest" in self.command else ""
         said = self.closing or f"{time.monotonic() - start:.0f} s"
         self.result = f"FAILED with exit code {code} ({said})" if self.failed else f"passed ({said})"
 
