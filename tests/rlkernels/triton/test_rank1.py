@@ -134,7 +134,8 @@ def test_same_seed_same_bits():
 
 def test_first_block_is_that_of_the_reference():
     pair = generated(planted, 5, 70, 1e-2)
-    solver = grouped.Solver([pair], [None], tol=1e-2, max_passes=1, seed=2**62 + 5, tiling=Tiling())
+    settings = {"tol": 1e-2, "max_passes": 1, "min_passes": 1, "rank": 1, "seed": 2**62 + 5}
+    solver = grouped.Solver([pair], [None], **settings, tiling=Tiling())
     solver._extend = lambda *_: None
     solver._start()
     assert torch.equal(solver.work.T, reference.random_block(70, 4, 2**62 + 5, pair[0].device))
