@@ -337,7 +337,7 @@ def test_gate_prompts_that_are_too_long_are_named_before_the_run(alpha_config, j
     (tmp_path / "gate.jsonl").write_text("\n".join(lines) + "\n")
     config = alpha_config()
     config = config.model_copy(update={"task": config.task.model_copy(update={"gate_path": tmp_path / "gate.jsonl"})})
-    with pytest.raises(UserError, match="of the gate split has 117 tokens"):
+    with pytest.raises(UserError, match=r"gate\.jsonl:4 has 117 tokens"):
         Trainer(config, tmp_path / "run", console=QUIET)
     assert not (tmp_path / "run").exists()
     off = config.accelerators.model_copy(update={"enabled": []})

@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from python_trainer.model.paged_attention import Paging
 from python_trainer.rollout import Request, SamplingParams
 from python_trainer.rollout.ordering import LengthHistory
-from python_trainer.rollout.paged import engine as engine_module
+from python_trainer.rollout.paged import draw
 from rlkernels import keyed_uniform
 
 
@@ -333,7 +333,7 @@ def test_launches_and_waits_of_a_decode_pass_are_few(monkeypatch):
     """As on a GPU without proven kernels: plain torch, attention over padded rows."""
     monkeypatch.setenv("RLKERNELS_BACKEND", "torch")
     monkeypatch.setattr(Paging, "is_padded", lambda self, query: True)
-    monkeypatch.setattr(engine_module, "keyed_uniform", partial(keyed_uniform, backend="cpu"))  # one call on the host
+    monkeypatch.setattr(draw, "keyed_uniform", partial(keyed_uniform, backend="cpu"))  # one call on the host
     engine = engine_for(make(), fused=False)
     engine.submit([Request(prompt, max_new_tokens=8, num_samples=4) for prompt in prompts([9, 5])], SamplingParams())
     session, reads = engine._session, []

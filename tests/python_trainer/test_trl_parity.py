@@ -129,7 +129,8 @@ def test_loss_and_gradients_equal(make_trl, make_config, tmp_path, name):
                 p.add_(0.05 * torch.randn_like(p))
     batch = make_batch(rollouts, algorithm, policy.device)
     with policy.packed_attention():
-        trainer.learner._look_before(batch, several=True)
+        trainer.learner._look_before(batch)
+        trainer.learner._remember_logprobs(batch, range(len(rollouts)))
         batch.old.flat += 0.3 * torch.randn(batch.old.flat.shape)  # ratios from 0.5 to 2: clipped on both sides
         set_advantages(batch, algorithm)
         ours_loss = 0.0
