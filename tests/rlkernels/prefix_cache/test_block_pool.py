@@ -135,7 +135,7 @@ def test_wrong_tokens():
     model, pool = Pair(4, 2).pools
     with pytest.raises(ValueError, match="token_ids must fit into 32 bits, got 2147483648"):
         pool.open_many([[2**31]])
-    with pytest.raises(ValueError, match="token_ids must be between -2147483648 and 2147483647, got 2147483648"):
+    with pytest.raises(ValueError, match="token_ids must be between 0 and 2147483647, got 2147483648"):
         model.open_many([[2**31]])
     with pytest.raises(TypeError, match="an entry of token_ids must be an integer, got 'a'"):
         model.append(model.open_many([[1]]), [["a"]])
