@@ -121,7 +121,7 @@ class Trainer(SavingLoop):
             rlkernels.backend.wanted()
         except ValueError as error:
             raise UserError(str(error)) from error
-        set_matmul_precision("highest")  # until the engine has checked the model
+        set_matmul_precision("highest")  # until the policy's model has been checked
         self.task = config.task.load()
         self._accuracy_chosen = self.task.accuracy_chosen
         for text in self.task.notes:

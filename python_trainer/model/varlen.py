@@ -38,7 +38,7 @@ class VarlenRows:
             return query * 1
         key, value = (embedding(self.key_index, x.flatten(1)).unflatten(1, x.shape[1:]) for x in (key, value))
         rows = key, value, self.cu_seq_q, self.cu_seq_k, self.max_q, self.max_k
-        return kernel_for(query)(query, *rows, scale=scale, window_size=CAUSAL)
+        return kernel_for(query)(query, *rows, scale=scale)
 
 
 def varlen_rows(layout: GroupedLayout, device: torch.device) -> VarlenRows:
@@ -46,9 +46,8 @@ def varlen_rows(layout: GroupedLayout, device: torch.device) -> VarlenRows:
 
     The starts are where the kernel for ``device`` reads them: there on a GPU, else on the host.
     """
-    spans: list[
-        tuple[int, int, int, int]
-    ] = []  # of each row: its own first token and their number, the same of the prefix before it
+    # of each row: its own first token and their number, the same of the prefix before it
+    spans: list[tuple[int, int, int, int]] = []
     for prefix, suffixes in layout.spans():
         shared = prefix.start, prefix.stop - prefix.start
         spans += [(*shared, prefix.start, 0), *((s.start, s.stop - s.start, *shared) for s in suffixes)]
@@ -91,10 +90,9 @@ def flash_rows(
     max_k: int,
     *,
     scale: float,
-    window_size: tuple[int, int],
 ) -> torch.Tensor:
     """varlen_attn; heads of keys are repeated where it cannot share them."""
-    options: dict[str, Any] = {"scale": scale, "window_size": window_size}
+    options: dict[str, Any] = {"scale": scale, "window_size": CAUSAL}
     if "enable_gqa" in varlen_options():
         options["enable_gqa"] = query.shape[1] != key.shape[1]
     else:
@@ -114,7 +112,6 @@ def attend_rows(
     max_k: int,
     *,
     scale: float,
-    window_size: tuple[int, int],
 ) -> torch.Tensor:
     """What varlen_attn computes, by scaled_dot_product_attention of a row at a time, on any device and in any dtype.
 
@@ -122,7 +119,6 @@ def attend_rows(
     whom is ``is_causal``, for which there are kernels that hold neither a mask nor scores. The host reads ``cu_seq_q``
     and ``cu_seq_k``.
     """
-    assert window_size == CAUSAL, "rows are causal"
     key, value = repeat_heads(query, key, value)
     starts_q, starts_k, out = cu_seq_q.tolist(), cu_seq_k.tolist(), []
     for row, first in enumerate(starts_q[:-1]):

@@ -3,21 +3,9 @@
 import importlib.util
 
 import pytest
+from aot_kernels import ATTEND, FLOATS, PAGED, STRIDES, UNIT
 from support import lacks
 from triton_aot import Kernel, compile_for
-
-MODULE = "rlkernels.prefix_cache.triton_kernels:"
-FLOATS = ("query", "key_cache", "value_cache", "out")
-STRIDES = {
-    f"{name}_{part}": "i32"
-    for name, parts in (("query", ("token", "head")), *((n, ("block", "slot", "head")) for n in ("key", "value")))
-    for part in parts
-}
-ATTEND = {
-    **dict.fromkeys(FLOATS, "*bf16"), **dict.fromkeys(("tables", "lens", "bounds"), "*i32"), "lse": "*fp32",
-    **dict.fromkeys(("sources", "heads", "part_rows", "split_keys", "table_width"), "i32"), "scale": "fp32", **STRIDES,
-}  # fmt: skip
-UNIT = dict.fromkeys(("query_dim", "key_dim", "value_dim"), 1)  # launches specialise on strides of 1
 
 
 def attend(dim, block_m, block_n, dtype="*bf16", warps=4, stages=3, **settings):
@@ -25,7 +13,7 @@ def attend(dim, block_m, block_n, dtype="*bf16", warps=4, stages=3, **settings):
     constexprs = {"CAUSAL": True, "GROUP": 6, "BLOCK_SIZE": 16, "UPCAST": False, **tile, **UNIT, **settings}
     signature = ATTEND | dict.fromkeys(FLOATS, dtype)
     aligned = [name for name in signature if signature[name].startswith("*") or name in STRIDES]
-    return Kernel(f"{MODULE}_attend_kernel", signature, constexprs, aligned, ["sources", "part_rows", "table_width"],
+    return Kernel(f"{PAGED}_attend_kernel", signature, constexprs, aligned, ["sources", "part_rows", "table_width"],
                   num_warps=warps, num_stages=stages)  # fmt: skip
 
 
@@ -59,8 +47,8 @@ def test_merging_and_writing_compile_ahead_of_time():
     }
     units = {"row_dim": 1, "cache_dim": 1}
     built = compile_for([
-        Kernel(f"{MODULE}_merge_kernel", merge, {"DIM": 80, "BLOCK_R": 8, "BLOCK_D": 128}, varying=["rows", "rest"]),
-        Kernel(f"{MODULE}_write_kernel", write, {"DIM": 80, "BLOCK_SIZE": 16, "BLOCK_R": 16, "BLOCK_D": 128, **units},
+        Kernel(f"{PAGED}_merge_kernel", merge, {"DIM": 80, "BLOCK_R": 8, "BLOCK_D": 128}, varying=["rows", "rest"]),
+        Kernel(f"{PAGED}_write_kernel", write, {"DIM": 80, "BLOCK_SIZE": 16, "BLOCK_R": 16, "BLOCK_D": 128, **units},
                varying=["count", "total"]),
     ])  # fmt: skip
     assert len(built) == 4 and all(b.stack_bytes == 0 for b in built), built
