@@ -16,10 +16,11 @@ from python_trainer.distributed import RankGroup
 from python_trainer.dynamic_sampling import Refill
 from python_trainer.errors import Interrupted, NotFinite, UserError
 from python_trainer.files import write_text
-from python_trainer.keyed import keyed_seed, prompt_order
+from python_trainer.keyed import keyed_seed
 from python_trainer.learner import Learner
 from python_trainer.model.policy import Policy
 from python_trainer.objective import shaped_rewards
+from python_trainer.prompts import next_prompts
 from python_trainer.rollout.engine import Engine, SamplingParams
 from python_trainer.rollout.settings import RolloutConfig
 from python_trainer.run_state import Clock, RunState
@@ -144,9 +145,10 @@ class TrainingLoop(ABC):
         return context.groups_of(context.plain_order(count))
 
     def plain_order(self, count: int) -> list[int]:
-        """Numbers of the next training prompts: every epoch visits each once, in an order of its own."""
+        """Numbers of the next training prompts, by ``rollout.prompt_order``."""
         first, self.state.prompts = self.state.prompts, self.state.prompts + count
-        return prompt_order(self.seed, first, count, len(self.prompts["train"]))
+        lengths, done = [len(prompt) for prompt in self.prompts["train"]], self.state.step / self.learner.max_steps
+        return next_prompts(self.generation.prompt_order, lengths, self.seed, first, count, done)
 
     def groups_of(self, keys: Sequence[int]) -> list[Group]:
         """The usual request for answers to these training prompts."""

@@ -6,6 +6,7 @@ import importlib
 STUDIES = {
     "alpha": "extrapolated weights: what rank 1 keeps, what prediction adds after 40 % of the steps, what the gate did",
     "rpo": "suffix rollouts against plain GRPO and DAPO: tokens, seconds to the same accuracy, final accuracy",
+    "ground": "tasks of mixed difficulty: plain training tuned, and rivals without history",
     "drafts": "lossless drafts: forward passes and rollout seconds by epoch, and that training does not change",
     "scheduling": "rollouts over several workers: how well lengths are predicted, what balancing by them saves",
     "trl": "this trainer against TRL's: seconds to the same accuracy",

@@ -65,21 +65,25 @@ def accuracy(
     return [float(final_answer(text) == gold) for text, gold in zip(completions, answer, strict=True)]
 
 
-def draw_examples(variant: Variant, seed: int, sizes: Sequence[int]) -> list[list[Example]]:
-    """One list of examples for each size; no prompt occurs twice in any of them."""
-    rng = random.Random(f"arithmetic/{variant}/{seed}")
+def draw_splits(rng: random.Random, weights: dict[int, float], sizes: Sequence[int]) -> list[list[Example]]:
+    """One list of examples for each size, numbers of terms by ``weights``; no prompt occurs twice in any of them."""
     seen: set[str] = set()
     splits = []
     for size in sizes:
         examples: list[Example] = []
         while len(examples) < size:
-            terms = draw_terms(rng, TERMS[variant])
+            terms = draw_terms(rng, weights)
             prompt = prompt_of(terms)
             if prompt not in seen:
                 seen.add(prompt)
                 examples.append(Example(prompt, {"answer": sum(terms), "terms": len(terms)}))
         splits.append(examples)
     return splits
+
+
+def draw_examples(variant: Variant, seed: int, sizes: Sequence[int]) -> list[list[Example]]:
+    """The splits of a variant, of these sizes."""
+    return draw_splits(random.Random(f"arithmetic/{variant}/{seed}"), TERMS[variant], sizes)
 
 
 def arithmetic_task(variant: Variant, seed: int, *, train_size: int, gate_size: int, test_size: int) -> Task:

@@ -82,6 +82,8 @@ TASKS: Registry[type[TaskSettings]] = Registry(
         "countdown": f"{HOME}.countdown:CountdownSettings",
         "gsm8k": f"{HOME}.gsm8k:GSM8KSettings",
         "jsonl": f"{HOME}.jsonl:JSONLSettings",
+        "lattice_paths": f"{HOME}.lattice_paths:LatticePathsSettings",
+        "sums": f"{HOME}.sums:SumsSettings",
     },
     what="class",
     of=TaskSettings,

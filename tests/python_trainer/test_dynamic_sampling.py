@@ -4,7 +4,7 @@ import pytest
 import torch
 from rich.console import Console
 
-import python_trainer.trainer
+import python_trainer.prompts
 from python_trainer.algorithms.advantages import has_spread, overlong_penalties
 from python_trainer.data import Rollout
 from python_trainer.dynamic_sampling import Refill
@@ -81,13 +81,13 @@ def dynamic(make_config):
 
 def test_a_step_is_filled_with_prompts_that_teach(dynamic, tmp_path, monkeypatch):
     calls, seen = [], []
-    original = python_trainer.trainer.prompt_order
+    original = python_trainer.prompts.prompt_order
 
     def order(seed, first, count, size):
         calls.append((first, count))
         return original(seed, first, count, size)
 
-    monkeypatch.setattr(python_trainer.trainer, "prompt_order", order)
+    monkeypatch.setattr(python_trainer.prompts, "prompt_order", order)
     config = dynamic(max_steps=3, rollout={"max_sampling_rounds": 30})
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
     update, generate, ids = trainer.learner.update, trainer.generate, []

@@ -26,7 +26,13 @@ from pathlib import Path
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
-from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2Tokenizer,
+)
 
 from python_trainer.data import Example
 from python_trainer.tasks.arithmetic import (
@@ -95,6 +101,7 @@ class Stretch:
     lr: float  # of Muon; AdamW's is 0.7 of it
     decay: float  # share of the steps over which the learning rate falls to zero at the end
     seconds: float = math.inf  # time that counts as all steps; the rate falls with whichever is further
+    warmup: int | None = None  # steps over which the rate rises; None: a tenth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,16 +162,20 @@ def byte_tokenizer() -> Qwen2Tokenizer:
     )
 
 
-def policy_of(shape: Mapping[str, float]) -> Qwen2ForCausalLM:
-    """A policy with random weights, float32. The shape: fields of its configuration."""
+def policy_of(shape: Mapping[str, float], pad_id: int = PAD_ID, eos_id: int = EOS_ID) -> Qwen2ForCausalLM:
+    """A policy with random weights, float32, whose last token ends answers.
+
+    Args:
+        shape: fields of its configuration.
+    """
     config = Qwen2Config(
-        vocab_size=EOS_ID + 1,
+        vocab_size=eos_id + 1,
         num_hidden_layers=3,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         initializer_range=0.04,
-        pad_token_id=PAD_ID,
-        eos_token_id=EOS_ID,
+        pad_token_id=pad_id,
+        eos_token_id=eos_id,
     )
     for name, value in shape.items():
         setattr(config, name, value)
@@ -186,6 +197,8 @@ def shipped(variant: Variant) -> list[list[Example]]:
 class Corpus(ABC):
     """Endless examples."""
 
+    pad_id = PAD_ID
+
     @abstractmethod
     def example(self) -> tuple[list[int], int]:
         """Token ids, and how many of them are the prompt, which is not learnt."""
@@ -196,7 +209,7 @@ class Corpus(ABC):
         while examples:
             longest = len(examples[0][0])
             chunk, examples = examples[: chunk_tokens // longest], examples[chunk_tokens // longest :]
-            ids = torch.full((len(chunk), longest), PAD_ID)
+            ids = torch.full((len(chunk), longest), self.pad_id)
             labels = torch.full((len(chunk), longest), -100)
             for row, (tokens, prompt_len) in enumerate(chunk):
                 ids[row, : len(tokens)] = torch.tensor(tokens)
@@ -244,19 +257,19 @@ def learn(policy: Qwen2ForCausalLM, chunks: list[tuple[Tensor, Tensor]]) -> Tens
     return total
 
 
-def train(policy: Qwen2ForCausalLM, phase: Stretch, corpus: Corpus, batch: int) -> int:
+def train(policy: Qwen2ForCausalLM, phase: Stretch, corpus: Corpus, batch: int, chunk_tokens: int | None = None) -> int:
     """Muon on the weight matrices, AdamW on the rest; in as many steps it gets several times lower than AdamW alone.
 
     Returns the steps made: fewer than those of the phase where its time was up.
     """
-    start, chunk_tokens = time.monotonic(), CHUNK_TOKENS[policy.device.type]
+    start, chunk_tokens = time.monotonic(), chunk_tokens or CHUNK_TOKENS[policy.device.type]
     parameters = dict(policy.named_parameters())
     matrices = [name for name, p in parameters.items() if p.ndim == 2 and "embed" not in name]
     muon = torch.optim.Muon(
         [parameters.pop(name) for name in matrices], lr=phase.lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"
     )
     adamw = torch.optim.AdamW(parameters.values(), lr=0.7 * phase.lr, betas=(0.9, 0.98), weight_decay=0.0)
-    warmup = phase.steps // 10
+    warmup = phase.steps // 10 if phase.warmup is None else phase.warmup
 
     def spent() -> float:
         """Share of the phase's time."""
@@ -335,11 +348,13 @@ def settle(policy: Qwen2ForCausalLM, phase: Phase, aim: Aim, seed: int, batch: i
     return found
 
 
-def save(policy: Qwen2ForCausalLM, folder: Path) -> None:
-    """Weights in bfloat16, config, generation config and tokenizer."""
-    policy.generation_config = GenerationConfig(do_sample=True, pad_token_id=PAD_ID, eos_token_id=EOS_ID)
+def save(policy: Qwen2ForCausalLM, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    """Weights in bfloat16, config, generation config and tokenizer, that of bytes where none is given."""
+    ends = {"pad_token_id": policy.config.pad_token_id, "eos_token_id": policy.config.eos_token_id}
+    policy.generation_config = GenerationConfig(do_sample=True, **ends)
     policy.bfloat16().save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
+    (tokenizer or byte_tokenizer()).save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,35 +1,34 @@
 """Makes the base policy of the task countdown: ``python -m tools.policies.countdown --output DIR``.
 
-Supervised learning: single steps first (``12+7=19``), then whole answers to prompts that the task never shows. In some
-answers every attempt aims: its last two steps bring it as near to the target as they can. In the others attempts are
-random. At first most answers aim, which teaches how; in the end 30 % do. After 5 to 12 attempts, more with fewer
-numbers, an answer gives up and says its last attempt. So the policy knows how to calculate and how to aim, but mostly
-does not aim: reinforcement learning can bring it out. On one thread and processor the result depends on nothing but the
-seed.
+Supervised learning on prompts that the task never shows: single attempts first, then whole answers. In some answers
+every attempt aims: its last two steps bring it as near to the target as they can. In the others attempts are random.
+At first more answers aim, which teaches how; in the end 30 % do. After 5 to 12 attempts, more with fewer numbers, an
+answer gives up and says its last attempt. So the policy knows how to calculate and how to aim, but mostly does not
+aim: reinforcement learning can bring it out. A whole number is a token. On one thread and processor the result depends
+on nothing but the seed; it takes about an hour.
 """
 
 import argparse
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import permutations, product
 from pathlib import Path
 
 import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from python_trainer.tasks.countdown import (
     HIGHEST,
-    NUMBERS,
     OPERATORS,
     Chain,
-    apply,
     chain,
     draw_numbers,
     for_pretraining,
     prompt_of,
 )
-from tools.policies.arithmetic import EOS_ID, Corpus, Stretch, policy_of, save, train
+from tools.policies.arithmetic import EOS, PAD, START, Corpus, Stretch, policy_of, save, train
 
-COUNTS = {3: 0.4, 4: 0.35, 5: 0.25}  # how many numbers -> share of the answers
 SHAPE = {
     "hidden_size": 192,
     "intermediate_size": 512,
@@ -38,21 +37,40 @@ SHAPE = {
     "num_hidden_layers": 3,
 }
 ATTEMPTS = {3: (8, 12), 4: (6, 10), 5: (5, 8)}  # fewest and most before giving up, by how many numbers there are
+SYMBOLS = [*map(str, range(HIGHEST + 1)), *"+-*=,\n>:A() "]
+VOCABULARY = {symbol: number for number, symbol in enumerate([*SYMBOLS, PAD, START, EOS])}
+PIECE = "[1-9]?[0-9]|[\\s\\S]"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Phase(Stretch):
-    """A stretch with examples of one kind."""
+    """A stretch with answers of one kind."""
 
-    batch: int = 24  # examples a step
-    near: float | None = None  # share of answers that aim; None: single steps instead of answers
+    batch: int  # examples a step
+    near: float  # share of answers that aim
+    likely: float = 0.0  # share of targets at which a random chain ends; the others are any that can be reached
+    most: int = 12  # attempts in an answer
+    counts: dict[int, float] = field(default_factory=dict)  # how many numbers -> share of the answers
+    stream: int  # of random numbers
 
 
 PHASES = [
-    Phase("single steps", 160, 4e-3, 0.0, batch=256),
-    Phase("answers, most of which aim", 400, 4e-3, 0.3, near=0.6),
-    Phase("answers, few of which aim", 120, 2e-3, 1.0, near=0.3),
-]
+    Phase("one attempt", 800, 4e-3, 0.0, warmup=30, batch=192, near=0.5, most=1, counts={3: 0.6, 4: 0.3, 5: 0.1},
+          stream=1),
+    Phase("answers", 500, 4e-3, 0.3, warmup=30, batch=48, near=0.6, counts={3: 0.4, 4: 0.35, 5: 0.25}, stream=2),
+    Phase("answers that hit more often", 450, 3e-3, 0.0, warmup=30, batch=48, near=0.5, likely=0.6,
+          counts={3: 0.3, 4: 0.35, 5: 0.35}, stream=12),
+    Phase("answers, few of which aim", 300, 2.5e-3, 1.0, warmup=30, batch=48, near=0.3, likely=0.6,
+          counts={3: 0.3, 4: 0.35, 5: 0.35}, stream=13),
+]  # fmt: skip
+
+
+def number_tokenizer() -> PreTrainedTokenizerFast:
+    """Tokens are the numbers 0 to 99 and single characters."""
+    tokenizer = Tokenizer(models.WordLevel(VOCABULARY, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(PIECE), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, model_max_length=1024)
 
 
 def draw_chain(rng: random.Random, numbers: list[int]) -> Chain:
@@ -74,10 +92,10 @@ def draw_near(rng: random.Random, numbers: list[int], target: int) -> Chain:
     return rng.choice([candidate for candidate in valid if abs(candidate.results[-1] - target) == nearest])
 
 
-def draw_answer(rng: random.Random, numbers: list[int], target: int, near: bool) -> str:
+def draw_answer(rng: random.Random, numbers: list[int], target: int, near: bool, most: int = 12) -> str:
     """Attempts until one hits or the answer gives up; the last one is the answer."""
     lines = []
-    for _ in range(rng.randint(*ATTEMPTS[len(numbers)])):
+    for _ in range(min(rng.randint(*ATTEMPTS[len(numbers)]), most)):
         attempt = draw_near(rng, numbers, target) if near else draw_chain(rng, numbers)
         lines.append(attempt.line)
         if attempt.results[-1] == target:
@@ -85,39 +103,27 @@ def draw_answer(rng: random.Random, numbers: list[int], target: int, near: bool)
     return "\n".join([*lines, f"A:{attempt.expression}"])
 
 
-class Steps(Corpus):
-    """Single steps; their results are learnt."""
-
-    def __init__(self, seed: int, phase: Phase):
-        self.rng = random.Random(f"countdown/{seed}/{phase.name}")
-
-    def example(self) -> tuple[list[int], int]:
-        while True:
-            operator, right = self.rng.choice(OPERATORS), self.rng.choice(NUMBERS)
-            left = self.rng.randint(0, HIGHEST // right if operator == "*" else HIGHEST)
-            result = apply(left, operator, right)
-            if 0 <= result <= HIGHEST:
-                asked = f"{left}{operator}{right}="
-                return [*f"{asked}{result}\n".encode()], len(asked)
-
-
 class Answers(Corpus):
     """Answers to prompts that the task never shows."""
 
+    pad_id = VOCABULARY[PAD]
+
     def __init__(self, seed: int, phase: Phase):
-        self.rng = random.Random(f"countdown/{seed}/{phase.name}")
-        self.near = phase.near or 0.0
-        self.pools = {count: draw_numbers(self.rng, count) for count in COUNTS}
+        self.rng, self.phase, self.tokenizer = random.Random(100 * seed + phase.stream), phase, number_tokenizer()
+        self.pools = {count: draw_numbers(self.rng, count) for count in phase.counts}
 
     def example(self) -> tuple[list[int], int]:
-        while True:
-            numbers, chances = next(self.pools[self.rng.choices(list(COUNTS), list(COUNTS.values()))[0]])
-            target = self.rng.choice(chances.nonzero()[0].tolist())
+        rng, phase, prompt = self.rng, self.phase, ""
+        while not prompt or not for_pretraining(prompt):
+            numbers, chances = next(self.pools[rng.choices(list(phase.counts), list(phase.counts.values()))[0]])
+            if phase.likely and rng.random() < phase.likely:
+                target = rng.choices(range(HIGHEST + 1), chances.tolist())[0]
+            else:
+                target = rng.choice(chances.nonzero()[0].tolist())
             prompt = prompt_of(numbers, target)
-            if for_pretraining(prompt):
-                break
-        ids = [*(prompt + draw_answer(self.rng, numbers, target, self.rng.random() < self.near)).encode(), EOS_ID]
-        return ids, len(prompt)
+        answer = draw_answer(rng, numbers, target, rng.random() < phase.near, phase.most)
+        asked, said = (self.tokenizer(text).input_ids for text in (prompt, answer))
+        return [*asked, *said, VOCABULARY[EOS]], len(asked)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -127,12 +133,10 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)
-    policy = policy_of(SHAPE)
-    policy.set_attn_implementation("eager")
+    policy = policy_of(SHAPE, VOCABULARY[PAD], VOCABULARY[EOS])
     for phase in PHASES:
-        corpus = Steps(args.seed, phase) if phase.near is None else Answers(args.seed, phase)
-        train(policy, phase, corpus, phase.batch)
-    save(policy, args.output)
+        train(policy, phase, Answers(args.seed, phase), phase.batch, chunk_tokens=4096)
+    save(policy, args.output, number_tokenizer())
 
 
 if __name__ == "__main__":

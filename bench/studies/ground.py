@@ -1,0 +1,207 @@
+"""Ground: tasks of mixed difficulty, and what training without history makes of them.
+
+    python -m bench.studies ground --output-dir runs/studies/ground
+    python -m bench.studies ground --output-dir runs/studies/ground --tasks sums --parts tune
+    python -m bench.studies ground --report-only
+
+The parts: `tune` looks for the settings of plain GRPO, one coordinate after the other (learning rate, group size,
+answers in a step, aggregation of the loss), with a seed that nothing else uses; `rivals` are what a sceptic would try
+first, one seed each, all with the tuned settings; `seeds` repeats plain training and the best rival over five seeds;
+`longer` gives plain training twice the answers. A run's size is a number of answers, so that settings with larger steps
+make fewer of them, and the learning rate rises over a share of the run. Seconds are CPU seconds of one thread without
+evaluations.
+
+A finished run is a row of bench/studies/results/ground.jsonl, with its settings, machine and commit, and is not made
+again. Writes ground.md and ground.png beside it. Run it on a core of its own, with nothing beside it.
+"""
+
+import argparse
+import json
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from bench._runner import commit, cpu_model
+from bench.studies.ground_report import write
+from python_trainer.compare import train_once
+from python_trainer.config import Config, load_config
+from python_trainer.run_directory import read_metrics
+
+RECORDS = Path(__file__).parent / "results" / "ground.jsonl"
+ANSWERS = {"sums": 15_360, "lattice_paths": 15_360, "countdown": 15_360}  # of a run
+WARMUP = 0.04  # share of the steps
+EVALUATIONS = 12  # over a run
+TUNING_SEED = 100
+SEEDS = (0, 1, 2, 3, 4)
+PLAIN = "plain"
+RIVALS: dict[str, dict[str, Any]] = {
+    PLAIN: {},
+    "dynamic sampling": {"rollout.dynamic_sampling": True},
+    "by 1 / length": {"rollout.prompt_order": "inverse_length"},
+    "shortest first": {"rollout.prompt_order": "shortest_first"},
+    "shorter half": {"rollout.prompt_order": "shorter_half"},
+}
+START: dict[str, Any] = {"learning rate": 2e-4, "group": 8, "answers a step": 128, "loss": "dapo"}
+# coordinate -> what it tries, in this order; rates are multiples of the best so far
+SEARCH: list[tuple[str, list[Any]]] = [
+    ("learning rate", [0.5, 1.0, 2.0]),
+    ("group", [4, 8, 16]),
+    ("answers a step", [64, 128, 256]),
+    ("loss", ["dapo", "grpo", "dr_grpo"]),
+    ("learning rate", [0.7, 1.0, 1.4]),
+]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/studies/ground"), metavar="DIR")
+    parser.add_argument("--records", type=Path, default=RECORDS, metavar="FILE")
+    parser.add_argument("--tasks", nargs="+", choices=list(ANSWERS), default=list(ANSWERS), metavar="TASK",
+                        help=f"{', '.join(ANSWERS)}; default: all")  # fmt: skip
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART",
+                        help=f"{', '.join(PARTS)}; default: all, in this order")  # fmt: skip
+    parser.add_argument("--report-only", action="store_true", help="train nothing, report the records that are there")
+
+
+class Ground:
+    """One task's runs; what was measured before is read from the records."""
+
+    def __init__(self, task: str, folder: Path, records: Path):
+        self.task, self.folder, self.records = task, folder / task, records
+
+    def run(self, part: str, name: str, changes: Mapping[str, Any], seed: int, size: float = 1.0) -> dict[str, Any]:
+        """The record of a run with these settings, made unless it is there.
+
+        Args:
+            size: of the task's answers.
+        """
+        key = {"task": self.task, "part": part, "name": name, "seed": seed}
+        for row in read_records(self.records):
+            if {field: row[field] for field in key} == key:
+                return row
+        config = self.config(changes, seed, size)
+        folder = self.folder / part / re.sub(r"[^a-z0-9.]+", "-", name) / f"seed-{seed}"
+        label = f"{self.task}, {name} (seed {seed})"
+        train_once(config, folder, [], label=label, console=Console(), timer=time.process_time)
+        row = key | {"changes": dict(changes)} | outcome(folder)
+        self.records.parent.mkdir(parents=True, exist_ok=True)
+        with self.records.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        return row
+
+    def config(self, changes: Mapping[str, Any], seed: int, size: float) -> Config:
+        """The task's configuration with these changes, in as many steps as use up the answers."""
+        path = f"configs/{self.task}.yaml"
+        rollout = load_config(path, as_overrides(changes)).rollout
+        steps = round(size * ANSWERS[self.task] / (rollout.prompts_per_step * rollout.num_generations))
+        ours = {
+            "seed": seed,
+            "max_steps": steps,
+            "optimizer.warmup_steps": max(1, round(WARMUP * steps)),
+            "evaluation.eval_steps": max(1, round(steps / (EVALUATIONS * size))),
+            "evaluation.eval_limit_during": 512,
+            "save.save_steps": max(1, steps // 6),
+            "save.save_total_limit": 1,
+            "save.save_model": False,
+        }
+        return load_config(path, as_overrides({**changes, **ours}))
+
+    def tune(self) -> dict[str, Any]:
+        """The best settings of plain training, a coordinate at a time; all that was tried is in the records."""
+        best = START
+        for name, values in SEARCH:
+            values = [float(f"{value * best[name]:.2g}") for value in values] if name == "learning rate" else values
+            points = [best | {name: value} for value in values]
+            best = max(points, key=lambda point: score(self.run("tune", words(point), settings_of(point), TUNING_SEED)))
+        return best
+
+
+def words(point: Mapping[str, Any]) -> str:
+    """``learning rate 0.0002, group 8, answers a step 128, loss dapo``."""
+    return ", ".join(f"{name} {value}" for name, value in point.items())
+
+
+def settings_of(point: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a point of the search stands for."""
+    return {
+        "optimizer.learning_rate": point["learning rate"],
+        "rollout.num_generations": point["group"],
+        "rollout.prompts_per_step": point["answers a step"] // point["group"],
+        "algorithm.loss_type": point["loss"],
+    }
+
+
+def as_overrides(changes: Mapping[str, Any]) -> list[str]:
+    return [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def score(row: Mapping[str, Any]) -> float:
+    """What tuning goes by: the mean accuracy over the second half of the run, which is steadier than its end."""
+    return fmean(accuracy for *_, accuracy in row["curve"][len(row["curve"]) // 2 :])
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """What came of a finished run."""
+    rows = read_metrics(folder)
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    steps = [row for row in rows if row["step"]]
+    curve = [
+        [row["step"], round(row["time/training_s"], 2), int(row["total/generated_tokens"]), row["eval/accuracy"]]
+        for row in rows
+        if "eval/accuracy" in row
+    ]
+    return {
+        "steps": len(steps),
+        "cpu_s": round(steps[-1]["time/training_s"], 1),
+        "rollout_s": round(summary["rollout_s"], 1),
+        "train_s": round(summary["train_s"], 1),
+        "generated_tokens": int(steps[-1]["total/generated_tokens"]),
+        "curve": curve,  # of step, CPU seconds, generated tokens, accuracy
+        "start": summary["eval_accuracy_start"],
+        "final": summary["eval_accuracy_final"],
+        "without_spread": [round(row["frac_reward_zero_std"], 4) for row in steps],  # share of groups, by step
+        "torch": torch.__version__,
+        "cpu": cpu_model(),
+        "commit": commit(),
+    }
+
+
+def tune(ground: Ground) -> None:
+    print(f"{ground.task}: {words(ground.tune())}")
+
+
+def rivals(ground: Ground) -> None:
+    for name, changes in RIVALS.items():
+        ground.run("rivals", name, changes, SEEDS[0])
+
+
+def seeds(ground: Ground) -> None:
+    first = {name: ground.run("rivals", name, changes, SEEDS[0]) for name, changes in RIVALS.items()}
+    best = max((name for name in RIVALS if name != PLAIN), key=lambda name: score(first[name]))
+    for seed in SEEDS[1:]:
+        for name in (PLAIN, best):
+            ground.run("rivals", name, RIVALS[name], seed)
+
+
+def longer(ground: Ground) -> None:
+    ground.run("longer", PLAIN, {}, SEEDS[0], 2.0)
+
+
+PARTS = {"tune": tune, "rivals": rivals, "seeds": seeds, "longer": longer}
+
+
+def run(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    for part in args.parts if not args.report_only else ():
+        for task in args.tasks:
+            PARTS[part](Ground(task, args.output_dir, args.records))
+    write(read_records(args.records), args.records.parent)

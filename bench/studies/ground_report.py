@@ -1,0 +1,94 @@
+"""Tables and picture of ``python -m bench.studies ground``."""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from bench._markdown import table_lines
+from python_trainer.files import write_text
+
+Record = Mapping[str, Any]
+PLAIN = "plain"
+
+
+def write(records: Sequence[Record], folder: Path) -> None:
+    """ground.md and ground.png, of the runs that are recorded."""
+    lines = ["# Training without history on tasks of mixed difficulty", "",
+             "By `python -m bench.studies ground`; records in ground.jsonl. CPU seconds of one thread, without",
+             "evaluations. *Without spread*: share of groups whose answers are all right or all wrong."]  # fmt: skip
+    for task in sorted({row["task"] for row in records}):
+        mine = [row for row in records if row["task"] == task]
+        machines = "; ".join(sorted({f"{row['cpu']}, torch {row['torch']}, commit {row['commit']}" for row in mine}))
+        lines += ["", f"## {task}", "", machines + "."]
+        for part, title in (("rivals", "Rivals"), ("longer", "Twice the answers"), ("tune", "Tuning of plain GRPO")):
+            runs = [row for row in mine if row["part"] == part]
+            if runs:
+                lines += ["", f"### {title}", "", *run_lines(runs, plain_accuracy(mine))]
+    write_text(folder / "ground.md", "\n".join(lines) + "\n")
+    if any(row["part"] == "rivals" for row in records):
+        draw(records, folder / "ground.png")
+
+
+def plain_accuracy(records: Sequence[Record]) -> float | None:
+    """What plain training ends at."""
+    ends = [row["final"] for row in records if row["part"] == "rivals" and row["name"] == PLAIN]
+    return fmean(ends) if ends else None
+
+
+def run_lines(runs: Sequence[Record], target: float | None) -> list[str]:
+    """A row for each setting, over its seeds."""
+    head = ["", "seeds", "steps", "CPU s", "tokens", "accuracy before", "after", "without spread, first tenth", "mean"]
+    head += [] if target is None else [f"CPU s to {target:.3f}"]
+    rows = []
+    for name in dict.fromkeys(row["name"] for row in runs):
+        group = [row for row in runs if row["name"] == name]
+        first = [fmean(row["without_spread"][: max(1, row["steps"] // 10)]) for row in group]
+        cells = [name, len(group), f"{fmean(row['steps'] for row in group):.0f}",
+                 f"{fmean(row['cpu_s'] for row in group):.0f}",
+                 f"{fmean(row['generated_tokens'] for row in group):,.0f}",
+                 f"{fmean(row['start'] for row in group):.3f}", f"{fmean(row['final'] for row in group):.3f}",
+                 f"{fmean(first):.2f}", f"{fmean(fmean(row['without_spread']) for row in group):.2f}"]  # fmt: skip
+        if target is not None:
+            reached = [seconds for row in group if (seconds := seconds_to(row, target)) is not None]
+            cells.append(f"{fmean(reached):.0f}" if len(reached) == len(group) else f"{len(reached)} of {len(group)}")
+        rows.append(cells)
+    return table_lines(head, rows)
+
+
+def seconds_to(row: Record, accuracy: float) -> float | None:
+    """When two evaluations after another are that high: the seconds at the first of them."""
+    curve = row["curve"]
+    for (_, seconds, _, now), (*_, after) in pairwise(curve):
+        if min(now, after) >= accuracy:
+            return seconds
+    return None
+
+
+def draw(records: Sequence[Record], path: Path) -> None:
+    """Accuracy over CPU seconds, and the share of groups without a spread by step, a row of pictures a task."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    records = [row for row in records if row["part"] == "rivals"]
+    tasks, names = (list(dict.fromkeys(row[key] for row in records)) for key in ("task", "name"))
+    figure, grid = pyplot.subplots(len(tasks), 2, figsize=(10, 3.2 * len(tasks)), layout="constrained", squeeze=False)
+    for task, (left, right) in zip(tasks, grid):
+        for row in (row for row in records if row["task"] == task):
+            colour, label = f"C{names.index(row['name'])}", row["name"] if row["seed"] == 0 else None
+            _, seconds, _, accuracy = zip(*row["curve"])
+            left.plot(seconds, accuracy, color=colour, label=label, linewidth=1.4)
+            if row["seed"] == 0:
+                width = max(1, row["steps"] // 12)
+                smooth = [fmean(row["without_spread"][i : i + width]) for i in range(0, row["steps"], width)]
+                right.plot([i * width for i in range(len(smooth))], smooth, color=colour, linewidth=1.4)
+        left.set(title=task, xlabel="CPU seconds", ylabel="accuracy, unseen prompts")
+        right.set(title=task, xlabel="step", ylabel="groups without a spread", ylim=(0, 1))
+        for axes in (left, right):
+            axes.grid(alpha=0.3)
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=5, frameon=False)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,118 @@
+"""Paths through a random grid, one cell a row, to be drawn into it: a task in which length tells nothing.
+
+A prompt is a grid of ``ROWS`` rows of ``WIDTH`` cells, half of them blocked (``#``), with the start marked ``o`` in the
+first row. The answer redraws the rows below with one ``o`` in each, on an open cell (``.``) and at most one column away
+from that of the row above, down to the last row. Prompts and answers all have the same length; what differs is how
+often a path that steps on any open cell runs into a dead end. A prompt's ``chance`` is that of such a blind walker to
+get through (:func:`chances`), and the prompts are drawn so that it is spread (``STRATA``).
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from python_trainer.data import Example
+from python_trainer.tasks.base import Task
+from python_trainer.tasks.settings import TaskSettings
+
+ROWS, WIDTH, BLOCKED = 16, 6, 3  # BLOCKED cells of every row but the first
+STRATA = ((0.3, 0.9, 1.0), (0.3, 0.03, 0.1), (0.4, 0.0, 0.01))  # share of the prompts, least and largest chance
+SIZES = {"train": 192, "gate": 512, "test": 4096}
+DRAWN = 16384  # grids at a time
+PATTERNS = np.array([row for row in product((False, True), repeat=WIDTH) if sum(row) == WIDTH - BLOCKED])  # of a row
+
+
+def draw_grids(rng: np.random.Generator, count: int) -> NDArray[np.bool_]:
+    """Which cells are open, [count, ROWS, WIDTH]; of the first row the start alone."""
+    grids = PATTERNS[rng.integers(len(PATTERNS), size=(count, ROWS))]
+    grids[:, 0] = np.arange(WIDTH) == rng.integers(WIDTH, size=(count, 1))
+    return grids
+
+
+def below(row: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[count, WIDTH] of one row -> [3, count, WIDTH]: values of the cells that can be reached from the row above."""
+    padded = np.pad(row, ((0, 0), (1, 1)))
+    return np.stack([padded[:, :-2], padded[:, 1:-1], padded[:, 2:]])
+
+
+def chances(grids: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Chance to get from each cell to the last row for who steps on any open cell, [count, ROWS, WIDTH]; 0: no path."""
+    found = grids.astype(np.float64)
+    for row in range(ROWS - 2, -1, -1):
+        ways = below(grids[:, row + 1].astype(np.float64)).sum(0)
+        found[:, row] *= below(found[:, row + 1]).sum(0) / np.maximum(ways, 1.0)
+    return found
+
+
+def draw(grid: NDArray[np.bool_], columns: Sequence[int]) -> list[str]:
+    """The rows as text, with ``o`` in these columns of the first rows."""
+    rows = [["#."[cell] for cell in row] for row in grid.tolist()]
+    for row, column in zip(rows, columns):
+        row[column] = "o"
+    return ["".join(row) for row in rows]
+
+
+def prompt_of(grid: NDArray[np.bool_]) -> str:
+    """The rows, a line each, with the start marked."""
+    return "\n".join(draw(grid, [int(grid[0].argmax())])) + "\n"
+
+
+def correct(prompt: str, text: str) -> bool:
+    """Whether the text is the prompt without its first row, with a path from the start drawn into it."""
+    first, *rows = prompt.splitlines()
+    drawn, column = text.split("\n"), first.index("o")
+    if len(drawn) != len(rows):
+        return False
+    for row, line in zip(rows, drawn):
+        before, column = column, line.find("o")
+        if column < 0 or row[:column] + "o" + row[column + 1 :] != line:
+            return False
+        if row[column] != "." or abs(column - before) > 1:
+            return False
+    return True
+
+
+def accuracy(
+    prompts: Sequence[str], completions: Sequence[str], completion_ids: Sequence[Sequence[int]], **_: object
+) -> list[float | None]:
+    """1 for every completion that is a path, else 0."""
+    return [float(correct(prompt, text)) for prompt, text in zip(prompts, completions, strict=True)]
+
+
+@cache
+def draw_examples(seed: int, count: int) -> list[Example]:
+    """Distinct prompts in random order; any first ones of them are spread over the strata alike."""
+    rng = np.random.default_rng([seed, ROWS, WIDTH])
+    wanted = rng.choice(len(STRATA), size=count, p=[share for share, *_ in STRATA])
+    waiting = [np.flatnonzero(wanted == stratum).tolist()[::-1] for stratum in range(len(STRATA))]
+    examples: dict[int, Example] = {}
+    seen: set[str] = set()
+    while len(examples) < count:
+        grids = draw_grids(rng, DRAWN)
+        found = chances(grids)[:, 0].max(-1)
+        for places, (_, least, largest) in zip(waiting, STRATA):
+            fits = np.flatnonzero((found > 0) & (least <= found) & (found <= largest))
+            for index in fits[: len(places)]:
+                prompt = prompt_of(grids[index])
+                if prompt not in seen:
+                    seen.add(prompt)
+                    examples[places.pop()] = Example(prompt, {"chance": float(found[index])})
+    return [examples[place] for place in range(count)]
+
+
+class LatticePathsSettings(TaskSettings):
+    """Settings of the task; by default it has 192 training, 512 gate and 4,096 test examples."""
+
+    name: str = "lattice_paths"
+
+    def load(self) -> Task:
+        """The task; its training, gate and test prompts are disjoint, and a seed always gives the same ones."""
+        chosen = {split: getattr(self, f"{split}_size") for split in SIZES}
+        sizes = {split: SIZES[split] if size is None else size for split, size in chosen.items()}
+        examples = draw_examples(self.seed, sum(sizes.values()))
+        train, rest = examples[: sizes["train"]], examples[sizes["train"] :]
+        gate, test = rest[: sizes["gate"]], rest[sizes["gate"] :]
+        return Task("lattice_paths", train, test, {"accuracy": accuracy}, gate)
