@@ -34,10 +34,21 @@ class Registry(Generic[T]):
         plugins: name -> object, or where it lies: ``package.module:attribute``.
         what: the word for one of them; of a ``"class"`` the subclasses of ``of`` are meant, otherwise the instances.
         of: their type; ``Callable`` for functions.
+        makers: ``prefix:WHAT`` -> where a class or function lies that makes a plug-in of what follows the prefix.
     """
 
-    def __init__(self, kind: str, plugins: Mapping[str, Any], *, what: str = "function", of: Any = Callable):
+    def __init__(
+        self,
+        kind: str,
+        plugins: Mapping[str, Any],
+        *,
+        what: str = "function",
+        of: Any = Callable,
+        makers: Mapping[str, str] | None = None,
+    ):
         self.kind, self._plugins, self._what, self._of = kind, dict(plugins), what, of
+        self._makers = {form.partition(":")[0]: place for form, place in (makers or {}).items()}
+        self.forms = list(makers or {})
         self.form = "module:Class" if what == "class" else f"module:{what}"
 
     def names(self) -> list[str]:
@@ -54,6 +65,9 @@ class Registry(Generic[T]):
             if not self._fits(plugin):
                 raise PluginError(f"{self.kind} {plugin!r} is no {self._what}")
             return plugin
+        prefix, _, argument = plugin.partition(":")
+        if argument and prefix in self._makers:
+            return cast(T, load(self._makers[prefix])(argument))
         found = self._plugins.get(plugin, plugin)
         return self._load(plugin, found) if isinstance(found, str) else cast(T, found)
 

@@ -27,6 +27,7 @@ from python_trainer.run_directory import save_evaluation
 from python_trainer.run_state import Clock, RunState, device_name, summarise
 from python_trainer.saving import MODEL_ASIDE, SavingLoop
 from python_trainer.signals import StopSignal
+from python_trainer.tasks.rewards import Scores, partial_values
 from python_trainer.telemetry import Telemetry
 
 
@@ -109,7 +110,7 @@ class Trainer(SavingLoop):
         self.accelerators = [settings.make() for settings in config.accelerators.chosen()]
         self.state = RunState(target=config.evaluation.target_accuracy)
         self.saved_step = 0  # of the newest checkpoint
-        self._collapse_noted = False
+        self._collapse_noted = self._partial_noted = False
         self.facts, self.rules = facts_of(config), rules_of(config)
         if saved is not None:
             self._restore(saved)
@@ -123,13 +124,15 @@ class Trainer(SavingLoop):
             raise UserError(str(error)) from error
         set_matmul_precision("highest")  # until the policy's model has been checked
         self.task = config.task.load()
-        self._accuracy_chosen = self.task.accuracy_chosen
         for text in self.task.notes:
             self._note(text)
         splits = ["train", "test"]
         for settings in config.accelerators.chosen():
             splits += settings.splits(self.task)
         self.policy = load_policy(config.model)
+        for function in self.task.reward_functions.values():
+            if hasattr(function, "to"):  # a model
+                function.to(self.policy.device)
         self.prompts = {}
         for split in splits:
             self._prompts(split)
@@ -240,7 +243,12 @@ class Trainer(SavingLoop):
         return rollouts
 
     def evaluate_each(self, split: str, rows: range | None = None) -> list[float]:
-        """1 for every prompt answered right, else 0: one answer each, at temperature 1, always with the same noise."""
+        """What each of the answers of :meth:`answer_split` is worth, 1 for a right one; see ``StepContext``."""
+        scores = self.answer_split(split, rows)
+        return scores.accuracy if scores.merit is None else scores.merit
+
+    def answer_split(self, split: str, rows: range | None = None) -> Scores:
+        """Scores of one answer to every prompt, at temperature 1, always with the same noise."""
         prompts, settings = self._prompts(split), self.generation
         if not prompts:
             raise self._no_prompts(split)
@@ -249,20 +257,21 @@ class Trainer(SavingLoop):
         sampling = SamplingParams(seed=keyed_seed(self.seed, "evaluate", split), stop=tuple(settings.stop))
         ids = [rollout.response_ids for rollout in self.engine.generate(requests, sampling)]
         texts = [self.policy.decode(row) for row in ids]
-        scores = self.ranks.score(self.task, getattr(self.task, split)[rows.start : rows.stop], texts, ids)
-        self._note_partial(scores.rewards[self.task.accuracy])
-        return scores.accuracy
+        scores = self.raw_scores(getattr(self.task, split)[rows.start : rows.stop], texts, ids)
+        self._note_partial(scores)
+        return scores
 
-    def _note_partial(self, rewards: Sequence[float | None]) -> None:
-        """Says once what counts as right, where nobody chose it and the rewards do not make it plain."""
-        partial = [reward for reward in rewards if reward is not None and reward > 0 and reward != 1]
-        if self._accuracy_chosen or not partial:
+    def _note_partial(self, scores: Scores) -> None:
+        """Says once that nothing is right or wrong, where nobody chose what is and the rewards do not tell."""
+        values = scores.rewards[self.task.accuracy]
+        if self._partial_noted or scores.merit is None or not (partial := partial_values(values)):
             return
-        self._accuracy_chosen = True
+        self._partial_noted = True
         self._note(
-            f"task.accuracy is not set, so an answer counts as right where {self.task.accuracy} gives more than 0.5, "
-            f"and to {len(partial)} of {len(rewards)} answers it gave neither 0 nor 1 but {partial[0]:.3g} and the "
-            "like; task.accuracy may name a reward function that gives 0 or 1 (weight 0 leaves the reward as it is)"
+            f"task.accuracy is not set, and to {len(partial)} of {len(values)} answers {self.task.accuracy} gave "
+            f"neither 0 nor 1 but {partial[0]:.3g} and the like: no answer is right or wrong, dynamic sampling and "
+            "accelerators compare rewards, and eval/accuracy is the share above 0.5; task.accuracy may name a reward "
+            "function that gives 0 or 1 (weight 0 leaves the reward as it is)"
         )
 
     def _note_collapse(self, accuracy: float, count: int) -> None:
@@ -278,8 +287,8 @@ class Trainer(SavingLoop):
         )
 
     def evaluate(self, split: str, limit: int | None = None) -> float:
-        """Accuracy of one answer per prompt, as of :meth:`evaluate_each`."""
-        return fmean(self.evaluate_each(split, first_rows(limit)))
+        """Accuracy of the answers of :meth:`answer_split`."""
+        return fmean(self.answer_split(split, first_rows(limit)).accuracy)
 
     def evaluation_row(self, name: str | None = None, known: Sequence[float] | None = None) -> dict[str, float]:
         """Evaluates on the test split, and notes when the target was reached; with a name, each result is kept."""
@@ -289,7 +298,7 @@ class Trainer(SavingLoop):
         seconds = self._training_seconds()
         with self.clock.measure("eval"):
             limit = settings.eval_limit_during if name is None else settings.eval_limit
-            correct = self.evaluate_each("test", first_rows(limit)) if known is None else known
+            correct = self.answer_split("test", first_rows(limit)).accuracy if known is None else known
             if name is not None:
                 save_evaluation(self.folder, name, correct)
         accuracy, target = fmean(correct), settings.target_accuracy

@@ -26,6 +26,7 @@ class RunState:
     seconds: dict[str, float] = field(default_factory=dict)  # by part of the loop
     counts: dict[str, int] = field(default_factory=dict)  # of TOKENS
     evaluations: list[list[float]] = field(default_factory=list)  # [step, accuracy]
+    judged: bool = True  # no reward has shown yet that the task has no right and wrong
     target: float | None = None  # accuracy that the next two are about
     seconds_to_target: float | None = None
     tokens_to_target: int | None = None

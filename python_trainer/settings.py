@@ -61,7 +61,7 @@ class Plugin:
 
     @property
     def choices(self) -> str:
-        return " | ".join([*self.registry.names(), self.registry.form])
+        return " | ".join([*self.registry.names(), *self.registry.forms, self.registry.form])
 
 
 class _Fit:

@@ -174,6 +174,7 @@ class TrainingLoop(ABC):
         for i, (rollout, (number, group)) in enumerate(zip(rollouts, owners, strict=True)):
             rollout.group, rollout.prompt_key, rollout.text = number, group.prompt_key, texts[i]
             rollout.reward, rollout.accuracy = scores.total[i], scores.accuracy[i]
+            rollout.merit = None if scores.merit is None else scores.merit[i]
             rollout.rewards = {name: values[i] for name, values in scores.rewards.items()}
 
     def update(self, rollouts: list[Rollout], number: int) -> dict[str, float]:
@@ -208,9 +209,15 @@ class TrainingLoop(ABC):
 
     def judge(self, examples: Sequence[Example], texts: Sequence[str], ids: Sequence[Sequence[int]]) -> Scores:
         """What answers are worth: the task's rewards, ``total`` shaped as the loss sees it."""
-        scores = self.ranks.score(self.task, examples, texts, ids)
+        scores = self.raw_scores(examples, texts, ids)
         longest = self.generation.max_completion_length
         return replace(scores, total=shaped_rewards(scores.total, ids, self.learner.algorithm, longest))
+
+    def raw_scores(self, examples: Sequence[Example], texts: Sequence[str], ids: Sequence[Sequence[int]]) -> Scores:
+        """What the task says; once its rewards have shown that nothing is right or wrong, that holds for the run."""
+        scores = self.ranks.score(self.task, examples, texts, ids)
+        self.state.judged &= scores.merit is None
+        return replace(scores, merit=None if self.state.judged else scores.total)
 
     def timed(self, accelerator: Accelerator) -> Any:
         """Within it, time counts as the accelerator's."""
@@ -218,7 +225,7 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def evaluate_each(self, split: str, rows: range | None = None) -> list[float]:
-        """1 for every prompt answered right, else 0."""
+        """1 for every prompt answered right, else 0; or the raw reward where nothing is right or wrong."""
 
     @abstractmethod
     def evaluation_due(self) -> bool: ...

@@ -90,10 +90,12 @@ class Replicated(RankGroup):
             if texts[part]:
                 scores = score(task, examples[part], texts[part], ids[part])
         found = [scores for scores in self.gather(scores) if scores is not None]
+        total = [x for scores in found for x in scores.total]
         return Scores(
             {name: [x for scores in found for x in scores.rewards[name]] for name in task.reward_functions},
-            [x for scores in found for x in scores.total],
+            total,
             [x for scores in found for x in scores.accuracy],
+            None if all(scores.merit is None for scores in found) else total,
         )
 
     @staticmethod
