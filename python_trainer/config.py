@@ -15,33 +15,11 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from python_trainer.accelerators import AcceleratorsConfig, registered
 from python_trainer.algorithms.settings import AlgorithmConfig
 from python_trainer.errors import UserError, hide_passwords
+from python_trainer.evaluation import EvaluationConfig
 from python_trainer.model.settings import CriticConfig, ModelConfig, OptimizerConfig
 from python_trainer.rollout.settings import RolloutConfig
 from python_trainer.settings import Fitted, Plugin, Section
 from python_trainer.tasks.settings import TaskSettings
-
-
-class EvaluationConfig(Section):
-    """Accuracy on the test set, sampled at temperature 1 with the same noise every time."""
-
-    eval_steps: int = Field(0, ge=0)
-    """Evaluate every so many steps; 0: only before the first and after the last step."""
-    eval_limit: int | None = Field(None, ge=1)
-    """Test prompts in evaluations at the start and at the end; null for all."""
-    eval_limit_during: int | None = Field(512, ge=1)
-    """Test prompts in evaluations in between."""
-    target_accuracy: float | None = Field(None, gt=0, le=1)
-    """Note when an evaluation reaches this accuracy: seconds_to_target, tokens_to_target."""
-    stop_at_target: bool = False
-    """End the run there; needs target_accuracy and eval_steps."""
-
-    @model_validator(mode="after")
-    def target_is_looked_for(self) -> "EvaluationConfig":
-        if self.stop_at_target and self.target_accuracy is None:
-            raise ValueError("stop_at_target needs target_accuracy, got null")
-        if self.stop_at_target and not self.eval_steps:
-            raise ValueError("stop_at_target needs eval_steps above 0, got 0")
-        return self
 
 
 class SaveConfig(Section):
@@ -113,6 +91,24 @@ class Config(Section):
                 f"got {self.algorithm.num_minibatches}"
             )
         return self
+
+    @model_validator(mode="after")
+    def test_sets_have_tasks(self) -> "Config":
+        for name in self.evaluation.sets:
+            try:
+                self.task_of_set(name)
+            except ValidationError as error:
+                first = error.errors()[0]
+                place = ".".join(["evaluation.sets", name, "task", *map(str, first["loc"])])
+                raise ValueError(f"{place}: {first['msg'].removeprefix('Value error, ')}") from error
+        return self
+
+    def task_of_set(self, name: str) -> TaskSettings:
+        """The task of a test set that ``evaluation.sets`` names."""
+        values = dict(self.evaluation.sets[name].task)
+        if values.get("name", self.task.name) == self.task.name:
+            values = self.task.model_dump() | values
+        return TaskSettings.fitting(values).model_validate(values)
 
     @model_validator(mode="after")
     def accelerators_fit(self) -> "Config":
@@ -262,8 +258,9 @@ def describe_settings(section: type[Section] = Config, prefix: str = "") -> Iter
             shown = yaml.safe_dump(default).split("\n")[0]
             yield f"{prefix}{name}", type_name(field.annotation, field.metadata), shown, field.description or ""
         if inner is not None:
-            yield from describe_settings(inner if inner.kinds() else inner.fitting({}), f"{prefix}{name}.")
-            yield from describe_kinds(inner, f"{prefix}{name}.")
+            below = f"{prefix}{name}.NAME." if get_origin(field.annotation) is dict else f"{prefix}{name}."
+            yield from describe_settings(inner if inner.kinds() else inner.fitting({}), below)
+            yield from describe_kinds(inner, below)
 
 
 def describe_kinds(section: type[Section], prefix: str) -> Iterator[tuple[str, str, str, str]]:

@@ -26,6 +26,9 @@ class RunState:
     seconds: dict[str, float] = field(default_factory=dict)  # by part of the loop
     counts: dict[str, int] = field(default_factory=dict)  # of TOKENS
     evaluations: list[list[float]] = field(default_factory=list)  # [step, accuracy]
+    results: dict[str, dict[str, float]] = field(
+        default_factory=dict
+    )  # all metrics of the one at the start, at the end
     judged: bool = True  # no reward has shown yet that the task has no right and wrong
     target: float | None = None  # accuracy that the next two are about
     seconds_to_target: float | None = None
@@ -73,6 +76,7 @@ def summarise(state: RunState, seconds: Mapping[str, float], *, wall_s: float) -
         **{name: state.counts.get(name, 0) for name in TOKENS},
         "eval_accuracy_start": accuracies[0] if accuracies else None,
         "eval_accuracy_final": accuracies[-1] if accuracies else None,
+        "evaluation": state.results,
         "seconds_to_target": state.seconds_to_target,
         "tokens_to_target": state.tokens_to_target,
         "versions": versions(),
