@@ -37,7 +37,7 @@ def make_learner(config: Config, policy: Policy, ranks: RankGroup | None = None)
     """What updates the policy, by these settings."""
     return Learner(
         policy,
-        algorithm=config.algorithm,
+        algorithm=config.algorithm.with_sampler(config.rollout.engine),
         optimizer=config.optimizer,
         critic=config.critic,
         temperature=config.rollout.temperature,
