@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from python_trainer.accelerators import AcceleratorsConfig, registered
 from python_trainer.algorithms.settings import AlgorithmConfig
+from python_trainer.callbacks import CALLBACKS
 from python_trainer.errors import UserError, hide_passwords
 from python_trainer.evaluation import EvaluationConfig
 from python_trainer.model.settings import CriticConfig, ModelConfig, OptimizerConfig
@@ -61,6 +62,8 @@ class Config(Section):
     """Accuracy on the test set."""
     save: SaveConfig = SaveConfig()
     """Checkpoints."""
+    callbacks: Annotated[list[str], Plugin(CALLBACKS)] = Field([])
+    """What else happens at certain moments of the run, and trackers of experiments beside TensorBoard."""
     accelerators: Fitted[AcceleratorsConfig] = Field(default_factory=lambda: AcceleratorsConfig.fitting({})())
     """What makes training cheaper."""
 
@@ -132,13 +135,19 @@ class Config(Section):
         return self
 
 
-def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """Reads a YAML file and applies ``a.b=value`` overrides, whose values are YAML too.
+def load_config(source: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> Config:
+    """Settings from a YAML file or a nested mapping, checked; what neither says is default.
+
+    Args:
+        source: file or mapping. In a mapping a task, reward, accelerator, loss, advantage or callback may be the object
+            itself (of accelerators and callbacks the class) instead of a name.
+        overrides: ``a.b=value``, whose values are YAML.
 
     Raises:
         UserError: names the file or key, the bad value and what is allowed.
     """
-    values: Any = {}
+    path = None if isinstance(source, Mapping) else source
+    values: Any = own_copy(source) if isinstance(source, Mapping) else {}
     if path is not None:
         try:
             values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -153,6 +162,11 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
         apply_override(values, override)
     changed = [override.partition("=")[0].strip() for override in overrides]
     return check_config(values, source=str(path) if path is not None else "the settings", changed=changed)
+
+
+def own_copy(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Of nested settings, with the objects in them."""
+    return {key: own_copy(value) if isinstance(value, Mapping) else value for key, value in values.items()}
 
 
 def apply_override(values: dict[str, Any], override: str) -> None:

@@ -12,6 +12,7 @@ from rich.console import Console
 
 import rlkernels.backend
 from python_trainer.accelerators.base import RunContext
+from python_trainer.callbacks import Callback, Callbacks
 from python_trainer.checkpoint import load_checkpoint
 from python_trainer.config import Config
 from python_trainer.data import Request, Rollout
@@ -70,6 +71,7 @@ class Trainer(SavingLoop):
     Args:
         config: all settings.
         output_dir: the run directory; made when it does not exist.
+        callbacks: more than those in the settings: objects, classes, names or ``module:Class``.
         start: 1 or 0 for every prompt of the first evaluation, where a run of the same policy, task and seed has it
             already and ``evaluation.one_answer`` holds.
         ranks: the processes that share the run, by :func:`python_trainer.distributed.start`; None: this one alone.
@@ -83,8 +85,9 @@ class Trainer(SavingLoop):
     def __init__(
         self,
         config: Config,
-        output_dir: Path,
+        output_dir: str | Path,
         *,
+        callbacks: Sequence[Callback | type[Callback] | str] = (),
         resume: bool = False,
         label: str = "train",
         console: Console | None = None,
@@ -93,6 +96,7 @@ class Trainer(SavingLoop):
         ranks: RankGroup | None = None,
     ):
         self.config, self.label, self.timer, self.ranks = config, label, timer, ranks or RankGroup()
+        output_dir = Path(output_dir)
         if config.parallel != self.ranks.name:
             raise UserError(
                 f"ranks must be of the kind that config.parallel names ({config.parallel}), got {self.ranks.name}: "
@@ -110,6 +114,7 @@ class Trainer(SavingLoop):
             saved = found[1] if found else load_checkpoint(self.checkpoint) if self.checkpoint else None
             self._load(output_dir)
         self.learner = make_learner(config, self.policy, self.ranks)
+        self.callbacks = Callbacks([*config.callbacks, *callbacks])
         self.accelerators = [settings.make() for settings in config.accelerators.chosen()]
         self.state = RunState(target=config.evaluation.target_accuracy)
         self.saved_step = 0  # of the newest checkpoint
@@ -234,6 +239,7 @@ class Trainer(SavingLoop):
         summary |= {"target_accuracy": config.evaluation.target_accuracy, "device": device_name(self.policy.device)}
         summary["accelerators"] = {accelerator.name: accelerator.summary() for accelerator in self.accelerators}
         write_text(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+        self.tell_callbacks("on_end", summary)
         return summary
 
     def _begin(self) -> None:
@@ -333,6 +339,7 @@ class Trainer(SavingLoop):
         accuracy, target = row["eval/accuracy"], settings.target_accuracy
         self._note_collapse(accuracy, len(correct))
         state.evaluations.append([state.step, accuracy])
+        self.tell_callbacks("on_evaluate", state.step, row)
         if target is not None and accuracy >= target and state.seconds_to_target is None:
             state.seconds_to_target = seconds
             state.tokens_to_target = state.counts.get("generated_tokens", 0)

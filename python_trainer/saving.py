@@ -133,6 +133,7 @@ class SavingLoop(TrainingLoop):
         step, keep = progress["state"]["step"], self.config.save.save_total_limit
         self.ranks.save(self.checkpoints, step, progress, self.learner.state_dict(), keep=keep)
         self.saved_step = step
+        self.tell_callbacks("on_save", step, self.checkpoints / f"step-{step:06d}")
 
     def _progress(self, *, lasting: bool = False) -> dict[str, Any]:
         """What a checkpoint holds besides weights and moments; ``lasting``: whatever a step does until its update."""

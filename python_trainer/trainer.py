@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from python_trainer.accelerators.base import Accelerator, StepContext
+from python_trainer.callbacks import Callbacks
 from python_trainer.data import Example, Group, Request, Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.dynamic_sampling import Refill
@@ -50,6 +51,7 @@ class TrainingLoop(ABC):
     ranks: RankGroup
     generation: RolloutConfig
     accelerators: list[Accelerator]
+    callbacks: Callbacks
     seed: int
     state: RunState
     clock: Clock
@@ -77,6 +79,7 @@ class TrainingLoop(ABC):
                 finally:
                     telemetry.log(state.step, row | self.totals(), left=self.seconds_left())
                     telemetry.log_samples(state.step, samples)
+                self.tell_callbacks("on_step", state.step, row)
             stopped = self.ranks.any(stop.name)
             if done or stopped or self.save_due():
                 with self.clock.measure("checkpoint"):
@@ -89,6 +92,7 @@ class TrainingLoop(ABC):
         clock, context = self.clock, self.context(number)
         telemetry, before, tokens_before = context.telemetry, dict(clock.seconds), dict(self.state.counts)
         rollouts = self.roll_out(context)
+        self.tell_callbacks("on_rollouts", number, rollouts)
         with clock.measure("train"):
             learned = self.update(rollouts, number)
             telemetry |= rollout_statistics(rollouts) | learned
@@ -218,6 +222,13 @@ class TrainingLoop(ABC):
         scores = self.ranks.score(self.task, examples, texts, ids)
         self.state.judged &= scores.merit is None
         return replace(scores, merit=None if self.state.judged else scores.total)
+
+    def tell_callbacks(self, method: str, *arguments: Any) -> None:
+        """Calls a method of all callbacks, on the first rank; an error ends all."""
+        if self.callbacks:
+            with self.ranks.together():
+                if self.ranks.rank == 0:
+                    self.callbacks.call(method, self, *arguments)
 
     def timed(self, accelerator: Accelerator) -> Any:
         """Within it, time counts as the accelerator's."""
