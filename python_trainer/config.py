@@ -29,7 +29,10 @@ class SaveConfig(Section):
     save_steps: int = Field(50, ge=0)
     """Write a checkpoint every so many steps; 0 for none in between."""
     save_total_limit: int = Field(2, ge=1)
-    """Checkpoints to keep."""
+    """Newest checkpoints to keep."""
+    save_best: bool = True
+    """Keep the one with the best evaluation too. Costs room on the disk for one more, and no time: it is one of those
+    that were written."""
     save_model: bool = True
     """Write the trained policy to OUTPUT_DIR/model in Hugging Face format at the end."""
 

@@ -338,7 +338,7 @@ class Trainer(SavingLoop):
                 state.results[name] = row
         accuracy, target = row["eval/accuracy"], settings.target_accuracy
         self._note_collapse(accuracy, len(correct))
-        state.evaluations.append([state.step, accuracy])
+        state.evaluations.append([state.step, accuracy, accuracy if state.judged else row.get("eval/reward", accuracy)])
         self.tell_callbacks("on_evaluate", state.step, row)
         if target is not None and accuracy >= target and state.seconds_to_target is None:
             state.seconds_to_target = seconds

@@ -155,6 +155,15 @@ class Replicated(RankGroup):
         for weight, total in zip(weights, flat.split([w.numel() for w in weights])):
             weight.grad = total.view_as(weight)
 
-    def save(self, folder: Path, step: int, state: Mapping[str, Any], learned: Mapping[str, Any], *, keep: int) -> None:
+    def save(
+        self,
+        folder: Path,
+        step: int,
+        state: Mapping[str, Any],
+        learned: Mapping[str, Any],
+        *,
+        keep: int,
+        spare: int | None = None,
+    ) -> None:
         if self.rank == 0:
-            save_checkpoint(folder, step, {**state, **learned}, keep=keep)
+            save_checkpoint(folder, step, {**state, **learned}, keep=keep, spare=spare)
