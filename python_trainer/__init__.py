@@ -1,1 +1,47 @@
-"""A compact PPO / GRPO trainer on rlkernels: ``python -m python_trainer --help``."""
+"""A compact PPO / GRPO trainer on rlkernels: ``python -m python_trainer --help``, docs/python_api.md.
+
+Nothing heavy is imported before one of the names here is used.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from python_trainer.accelerators.base import Accelerator
+    from python_trainer.accelerators.settings import AcceleratorSettings
+    from python_trainer.callbacks import Callback
+    from python_trainer.config import Config, load_config
+    from python_trainer.data import Example
+    from python_trainer.run import Trainer
+    from python_trainer.tasks.base import Task
+    from python_trainer.tasks.settings import TaskSettings
+
+__all__ = [
+    "Accelerator",
+    "AcceleratorSettings",
+    "Callback",
+    "Config",
+    "Example",
+    "Task",
+    "TaskSettings",
+    "Trainer",
+    "load_config",
+]
+_PLACES = {
+    "Accelerator": "accelerators.base",
+    "AcceleratorSettings": "accelerators.settings",
+    "Callback": "callbacks",
+    "Config": "config",
+    "Example": "data",
+    "Task": "tasks.base",
+    "TaskSettings": "tasks.settings",
+    "Trainer": "run",
+    "load_config": "config",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)

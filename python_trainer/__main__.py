@@ -111,7 +111,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def add_own_commands(parsers: Parsers, names: Sequence[str]) -> None:
-    """``train``, ``compare`` and ``report``, for accelerators of these names."""
+    """``train``, ``compare``, ``export`` and ``report``, for accelerators of these names."""
     examples = [example.format(name=names[0]) for example in EXAMPLES]
     train = parsers.add(
         "train",
@@ -156,6 +156,19 @@ def add_own_commands(parsers: Parsers, names: Sequence[str]) -> None:
     compare.add_argument(
         "--seeds", type=int, default=1, metavar="N", help="that many, from the config's seed on (default: 1)"
     )
+
+    export = parsers.add(
+        "export",
+        examples=["export runs/first --checkpoint best --output-dir models/first"],
+        help="a checkpoint as a model",
+        description="Writes a checkpoint of a run, finished or interrupted, in Hugging Face format, with a model card.",
+    )
+    export.add_argument("run", type=Path, metavar="RUN", help="a run directory")
+    export.add_argument("--checkpoint", metavar="N | best", help="of which step (default: the newest)")
+    export.add_argument("--output-dir", type=Path, metavar="DIR", help="a new folder (default: RUN/export)")
+    export.add_argument("--adapter", action="store_true", help="the adapter (PEFT) of a run with model.lora alone")
+    export.add_argument("--push", metavar="REPO", help="upload it to the Hugging Face Hub; a new repository is private")
+    export.set_defaults(call="python_trainer.export:run")
 
     report = parsers.add(
         "report",

@@ -55,9 +55,15 @@ def aside_for(folder: Path, step: int) -> Path:
 
 
 def save_checkpoint(
-    folder: Path, step: int, state: Any, *, keep: int, add: Callable[[Path], None] = lambda aside: None
+    folder: Path,
+    step: int,
+    state: Any,
+    *,
+    keep: int,
+    spare: int | None = None,
+    add: Callable[[Path], None] = lambda aside: None,
 ) -> Path:
-    """Writes ``folder/step-N``, then removes all but the newest ``keep``.
+    """Writes ``folder/step-N``, then removes all but the newest ``keep`` and that of the step ``spare``.
 
     ``state`` is made of tensors, strings, numbers, lists and dictionaries; ``add`` writes more files into the folder
     before it is complete.
@@ -83,7 +89,7 @@ def save_checkpoint(
         found = list_checkpoints(folder)
         newest = f"the newest there is {found[-1].name}" if found else "there is none yet"
         raise UserError(f"checkpoint {target} cannot be written: {error}; {newest}") from error
-    for old in list_checkpoints(folder)[:-keep]:
+    for old in [path for path in list_checkpoints(folder)[:-keep] if step_of(path) != spare]:
         # out of sight in one step, so that a kill in the middle leaves no half of it
         gone = old.rename(old.with_name(f".old-{old.name}"))
         shutil.rmtree(gone)

@@ -83,7 +83,8 @@ def train_once(
     """
     check_same(folder, config)
     if not finished(folder):
-        starts = (found["start"].tolist() for found in map(load_evaluations, siblings) if "start" in found)
+        others = siblings if config.evaluation.one_answer else ()
+        starts = (found["start"].tolist() for found in map(load_evaluations, others) if "start" in found)
         Trainer(config, folder, resume=True, label=label, console=console, timer=timer, start=next(starts, None)).run()
 
 

@@ -14,34 +14,13 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from python_trainer.accelerators import AcceleratorsConfig, registered
 from python_trainer.algorithms.settings import AlgorithmConfig
+from python_trainer.callbacks import CALLBACKS
 from python_trainer.errors import UserError, hide_passwords
+from python_trainer.evaluation import EvaluationConfig
 from python_trainer.model.settings import CriticConfig, ModelConfig, OptimizerConfig
 from python_trainer.rollout.settings import RolloutConfig
 from python_trainer.settings import Fitted, Plugin, Section
 from python_trainer.tasks.settings import TaskSettings
-
-
-class EvaluationConfig(Section):
-    """Accuracy on the test set, sampled at temperature 1 with the same noise every time."""
-
-    eval_steps: int = Field(0, ge=0)
-    """Evaluate every so many steps; 0: only before the first and after the last step."""
-    eval_limit: int | None = Field(None, ge=1)
-    """Test prompts in evaluations at the start and at the end; null for all."""
-    eval_limit_during: int | None = Field(512, ge=1)
-    """Test prompts in evaluations in between."""
-    target_accuracy: float | None = Field(None, gt=0, le=1)
-    """Note when an evaluation reaches this accuracy: seconds_to_target, tokens_to_target."""
-    stop_at_target: bool = False
-    """End the run there; needs target_accuracy and eval_steps."""
-
-    @model_validator(mode="after")
-    def target_is_looked_for(self) -> "EvaluationConfig":
-        if self.stop_at_target and self.target_accuracy is None:
-            raise ValueError("stop_at_target needs target_accuracy, got null")
-        if self.stop_at_target and not self.eval_steps:
-            raise ValueError("stop_at_target needs eval_steps above 0, got 0")
-        return self
 
 
 class SaveConfig(Section):
@@ -50,7 +29,10 @@ class SaveConfig(Section):
     save_steps: int = Field(50, ge=0)
     """Write a checkpoint every so many steps; 0 for none in between."""
     save_total_limit: int = Field(2, ge=1)
-    """Checkpoints to keep."""
+    """Newest checkpoints to keep."""
+    save_best: bool = True
+    """Keep the one with the best evaluation too. Costs room on the disk for one more, and no time: it is one of those
+    that were written."""
     save_model: bool = True
     """Write the trained policy to OUTPUT_DIR/model in Hugging Face format at the end."""
 
@@ -83,6 +65,8 @@ class Config(Section):
     """Accuracy on the test set."""
     save: SaveConfig = SaveConfig()
     """Checkpoints."""
+    callbacks: Annotated[list[str], Plugin(CALLBACKS)] = Field([])
+    """What else happens at certain moments of the run, and trackers of experiments beside TensorBoard."""
     accelerators: Fitted[AcceleratorsConfig] = Field(default_factory=lambda: AcceleratorsConfig.fitting({})())
     """What makes training cheaper."""
 
@@ -115,6 +99,24 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def test_sets_have_tasks(self) -> "Config":
+        for name in self.evaluation.sets:
+            try:
+                self.task_of_set(name)
+            except ValidationError as error:
+                first = error.errors()[0]
+                place = ".".join(["evaluation.sets", name, "task", *map(str, first["loc"])])
+                raise ValueError(f"{place}: {first['msg'].removeprefix('Value error, ')}") from error
+        return self
+
+    def task_of_set(self, name: str) -> TaskSettings:
+        """The task of a test set that ``evaluation.sets`` names."""
+        values = dict(self.evaluation.sets[name].task)
+        if values.get("name", self.task.name) == self.task.name:
+            values = self.task.model_dump() | values
+        return TaskSettings.fitting(values).model_validate(values)
+
+    @model_validator(mode="after")
     def accelerators_fit(self) -> "Config":
         for accelerator in self.accelerators.chosen():
             if (conflict := accelerator.conflicts(self)) is not None:
@@ -136,13 +138,19 @@ class Config(Section):
         return self
 
 
-def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """Reads a YAML file and applies ``a.b=value`` overrides, whose values are YAML too.
+def load_config(source: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> Config:
+    """Settings from a YAML file or a nested mapping, checked; what neither says is default.
+
+    Args:
+        source: file or mapping. In a mapping a task, reward, accelerator, loss, advantage or callback may be the object
+            itself (of accelerators and callbacks the class) instead of a name.
+        overrides: ``a.b=value``, whose values are YAML.
 
     Raises:
         UserError: names the file or key, the bad value and what is allowed.
     """
-    values: Any = {}
+    path = None if isinstance(source, Mapping) else source
+    values: Any = own_copy(source) if isinstance(source, Mapping) else {}
     if path is not None:
         try:
             values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -157,6 +165,11 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
         apply_override(values, override)
     changed = [override.partition("=")[0].strip() for override in overrides]
     return check_config(values, source=str(path) if path is not None else "the settings", changed=changed)
+
+
+def own_copy(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Of nested settings, with the objects in them."""
+    return {key: own_copy(value) if isinstance(value, Mapping) else value for key, value in values.items()}
 
 
 def apply_override(values: dict[str, Any], override: str) -> None:
@@ -262,8 +275,9 @@ def describe_settings(section: type[Section] = Config, prefix: str = "") -> Iter
             shown = yaml.safe_dump(default).split("\n")[0]
             yield f"{prefix}{name}", type_name(field.annotation, field.metadata), shown, field.description or ""
         if inner is not None:
-            yield from describe_settings(inner if inner.kinds() else inner.fitting({}), f"{prefix}{name}.")
-            yield from describe_kinds(inner, f"{prefix}{name}.")
+            below = f"{prefix}{name}.NAME." if get_origin(field.annotation) is dict else f"{prefix}{name}."
+            yield from describe_settings(inner if inner.kinds() else inner.fitting({}), below)
+            yield from describe_kinds(inner, below)
 
 
 def describe_kinds(section: type[Section], prefix: str) -> Iterator[tuple[str, str, str, str]]:

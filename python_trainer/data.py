@@ -1,5 +1,6 @@
 """What a training step is made of, as plain data: prompts, groups of answers to come, answers."""
 
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,6 +62,7 @@ class Rollout:
     reward: float = 0.0  # shaped reward that advantages are made of
     rewards: dict[str, float | None] = field(default_factory=dict)  # raw value of every reward function
     accuracy: float = 0.0  # raw task accuracy, 0 or 1; filters use this, never the shaped reward
+    merit: float | None = None  # the raw reward, which they use where a task has no right and wrong; else None
     importance_cap: float | None = None  # of a stored answer: truncates its importance weights; None: fresh
 
     @property
@@ -71,6 +73,20 @@ class Rollout:
     def become(self, copy: "Rollout") -> None:
         """Takes over what another process has generated in its copy."""
         self.response_ids, self.logprobs, self.finish_reason = copy.response_ids, copy.logprobs, copy.finish_reason
+
+
+def merits(answers: Iterable[Rollout]) -> list[float]:
+    """What filters compare: accuracies, or raw rewards where nothing is right or wrong."""
+    return [answer.accuracy if answer.merit is None else answer.merit for answer in answers]
+
+
+def good_ones(answers: Sequence[Rollout]) -> list[Rollout]:
+    """Of a group those that are right, or where nothing is right or wrong those of more than the mean raw reward."""
+    if all(answer.merit is None for answer in answers):
+        return [answer for answer in answers if answer.accuracy > 0.5]
+    worth = merits(answers)
+    mean = statistics.mean(worth)  # exact: no answer of a group without spread is above it
+    return [answer for answer, merit in zip(answers, worth) if merit > mean]
 
 
 def by_group(rollouts: Iterable[Rollout]) -> dict[int, list[Rollout]]:

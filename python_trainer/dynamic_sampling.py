@@ -3,17 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
-from python_trainer.algorithms.advantages import has_spread
-from python_trainer.data import Rollout, by_group
+from python_trainer.data import Rollout, by_group, merits
 
 
 class Refill:
     """Gathers groups of answers until ``size`` of them are worth training on.
 
     A group is when its answers are neither all right nor all wrong: by the task's accuracy, whatever rewards were
-    shaped into.
+    shaped into. Where a task has no right and wrong, its raw rewards must differ.
     """
 
     def __init__(self, size: int):
@@ -28,11 +25,8 @@ class Refill:
     def add(self, rollouts: Sequence[Rollout]) -> None:
         """The answers of one round."""
         self.rounds += 1
-        groups = torch.tensor([rollout.group for rollout in rollouts])
-        accuracy = torch.tensor([rollout.accuracy for rollout in rollouts], dtype=torch.float32)
-        differs = dict(zip(groups.tolist(), has_spread(accuracy, groups).tolist()))
-        for group, members in by_group(rollouts).items():
-            (self.kept if differs[group] else self.dropped).append(members)
+        for members in by_group(rollouts).values():
+            (self.kept if len(set(merits(members))) > 1 else self.dropped).append(members)
 
     def batch(self) -> list[Rollout]:
         """``size`` groups, numbered from 0: those worth training on, filled up with others where they are too few."""

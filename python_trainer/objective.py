@@ -171,8 +171,8 @@ def set_advantages(batch: StepBatch, config: AlgorithmConfig) -> dict[str, float
 
 
 # what Objective.loss counts, summed over the tokens in the loss unless it says otherwise
-SUMS = ("tokens", "loss", "entropy", "kl", "ratio", "clip_low", "clip_high", "sampled", "logprob_diff", "value_loss",
-        "value_clip")  # fmt: skip
+SUMS = ("tokens", "loss", "entropy", "kl", "ratio", "clip_low", "clip_high", "sampled", "logprob_diff", "correction",
+        "value_loss", "value_clip")  # fmt: skip
 MAXIMA = ("ratio_max", "logprob_diff_max")
 
 
@@ -183,6 +183,8 @@ class Objective:
         self.config = config
         self.weigh: Aggregation = LOSS_TYPES.resolve(config.loss_type)
         self.max_length = max_completion_length
+        level, _, mode = config.importance_sampling.partition("_")
+        self.correction = (level, mode) if mode else None
 
     def loss(
         self,
@@ -215,15 +217,15 @@ class Objective:
         old = logprobs.detach() if batch.old is None else batch.old.get(packed)
         sampler = batch.sampler.get(packed)
         sampled = mask & ~sampler.isnan()
-        correction = None
-        if config.importance_sampling != "none":
-            correction = importance_weights(
-                old, sampler, sampled, mode=config.importance_sampling, cap=config.importance_sampling_cap
-            )
+        correction = torch.ones_like(old)
+        if self.correction is not None:
+            level, mode = self.correction
+            cap = config.importance_sampling_cap
+            correction = importance_weights(old, sampler, sampled, mode=mode, cap=cap, level=level)
         caps = batch.caps[rows, None]
         fresh = sampled & caps.isnan()
         stored = importance_weights(old, sampler, sampled, mode="truncate", cap=caps)
-        correction = torch.where(caps.isnan(), 1.0 if correction is None else correction, stored)
+        correction = torch.where(caps.isnan(), correction, stored)
         out = policy_loss(
             logprobs,
             old,
@@ -253,7 +255,7 @@ class Objective:
             difference = torch.where(fresh, (old - sampler).abs(), 0.0)
             entropy = torch.where(mask, entropy, 0.0)
             sums = (mask, loss, entropy, kl, out.ratio, out.clipped_low, out.clipped_high, fresh, difference,
-                    error, moved_far)  # fmt: skip
+                    correction * fresh, error, moved_far)  # fmt: skip
             maxima = (out.ratio, difference)
             metrics = [value.sum().float() for value in sums]
             metrics += [value.max() if value.numel() else value.sum() for value in maxima]
@@ -289,6 +291,7 @@ class MetricSums:
             "importance_ratio/max": maxima["ratio_max"],
             "sampling/logp_difference/mean": sums["logprob_diff"] / sampled,
             "sampling/logp_difference/max": maxima["logprob_diff_max"],
+            "sampling/importance_sampling_ratio/mean": sums["correction"] / sampled,
         }
         if sums["value_loss"]:
             row |= {"value_loss": sums["value_loss"] / tokens, "clip_ratio/value": sums["value_clip"] / tokens}

@@ -34,15 +34,39 @@ class Registry(Generic[T]):
         plugins: name -> object, or where it lies: ``package.module:attribute``.
         what: the word for one of them; of a ``"class"`` the subclasses of ``of`` are meant, otherwise the instances.
         of: their type; ``Callable`` for functions.
+        makers: ``prefix:WHAT`` -> where a class or function lies that makes a plug-in of what follows the prefix.
     """
 
-    def __init__(self, kind: str, plugins: Mapping[str, Any], *, what: str = "function", of: Any = Callable):
+    def __init__(
+        self,
+        kind: str,
+        plugins: Mapping[str, Any],
+        *,
+        what: str = "function",
+        of: Any = Callable,
+        makers: Mapping[str, str] | None = None,
+    ):
         self.kind, self._plugins, self._what, self._of = kind, dict(plugins), what, of
+        self._given: dict[str, Any] = {}  # objects by the name that settings have for them
+        self._makers = {form.partition(":")[0]: place for form, place in (makers or {}).items()}
+        self.forms = list(makers or {})
         self.form = "module:Class" if what == "class" else f"module:{what}"
 
     def names(self) -> list[str]:
         """Registered ones, in their order."""
         return list(self._plugins)
+
+    def name_of(self, plugin: Any) -> Any:
+        """``module:name`` of an object, which is what that name means from then on; anything else as it is."""
+        if isinstance(plugin, str) or not self._fits(plugin):
+            return plugin
+        of = plugin if hasattr(plugin, "__name__") else type(plugin)
+        return self.give(f"{of.__module__}:{of.__name__}", plugin)
+
+    def give(self, name: str, plugin: T) -> str:
+        """Lets a name mean this object, in this process -> the name."""
+        self._given[name] = plugin
+        return name
 
     def resolve(self, plugin: str | T) -> T:
         """The object that is meant.
@@ -54,7 +78,10 @@ class Registry(Generic[T]):
             if not self._fits(plugin):
                 raise PluginError(f"{self.kind} {plugin!r} is no {self._what}")
             return plugin
-        found = self._plugins.get(plugin, plugin)
+        prefix, _, argument = plugin.partition(":")
+        if argument and prefix in self._makers and plugin not in self._given:
+            return cast(T, load(self._makers[prefix])(argument))
+        found = self._given.get(plugin, self._plugins.get(plugin, plugin))
         return self._load(plugin, found) if isinstance(found, str) else cast(T, found)
 
     def _load(self, name: str, place: str) -> T:

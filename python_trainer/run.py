@@ -12,11 +12,13 @@ from rich.console import Console
 
 import rlkernels.backend
 from python_trainer.accelerators.base import RunContext
+from python_trainer.callbacks import Callback, Callbacks
 from python_trainer.checkpoint import load_checkpoint
 from python_trainer.config import Config
 from python_trainer.data import Request, Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.errors import UserError
+from python_trainer.evaluation import EvaluationSampling, PromptSet, by_prompt, metrics_of
 from python_trainer.files import publish, write_text
 from python_trainer.keyed import keyed_seed
 from python_trainer.learner import Learner, bytes_to_come
@@ -27,6 +29,8 @@ from python_trainer.run_directory import save_evaluation
 from python_trainer.run_state import Clock, RunState, device_name, summarise
 from python_trainer.saving import MODEL_ASIDE, SavingLoop
 from python_trainer.signals import StopSignal
+from python_trainer.tasks.base import Task
+from python_trainer.tasks.rewards import Scores, partial_values
 from python_trainer.telemetry import Telemetry
 
 
@@ -34,7 +38,7 @@ def make_learner(config: Config, policy: Policy, ranks: RankGroup | None = None)
     """What updates the policy, by these settings."""
     return Learner(
         policy,
-        algorithm=config.algorithm,
+        algorithm=config.algorithm.with_sampler(config.rollout.engine),
         optimizer=config.optimizer,
         critic=config.critic,
         temperature=config.rollout.temperature,
@@ -67,7 +71,9 @@ class Trainer(SavingLoop):
     Args:
         config: all settings.
         output_dir: the run directory; made when it does not exist.
-        start: what the first evaluation finds, where a run of the same policy, task and seed has it already.
+        callbacks: more than those in the settings: objects, classes, names or ``module:Class``.
+        start: 1 or 0 for every prompt of the first evaluation, where a run of the same policy, task and seed has it
+            already and ``evaluation.one_answer`` holds.
         ranks: the processes that share the run, by :func:`python_trainer.distributed.start`; None: this one alone.
         resume: go on from the newest checkpoint in it, if there is one.
         timer: the clock that all seconds are read from; ``time.process_time`` counts the work of this program alone.
@@ -79,8 +85,9 @@ class Trainer(SavingLoop):
     def __init__(
         self,
         config: Config,
-        output_dir: Path,
+        output_dir: str | Path,
         *,
+        callbacks: Sequence[Callback | type[Callback] | str] = (),
         resume: bool = False,
         label: str = "train",
         console: Console | None = None,
@@ -89,6 +96,7 @@ class Trainer(SavingLoop):
         ranks: RankGroup | None = None,
     ):
         self.config, self.label, self.timer, self.ranks = config, label, timer, ranks or RankGroup()
+        output_dir = Path(output_dir)
         if config.parallel != self.ranks.name:
             raise UserError(
                 f"ranks must be of the kind that config.parallel names ({config.parallel}), got {self.ranks.name}: "
@@ -106,10 +114,11 @@ class Trainer(SavingLoop):
             saved = found[1] if found else load_checkpoint(self.checkpoint) if self.checkpoint else None
             self._load(output_dir)
         self.learner = make_learner(config, self.policy, self.ranks)
+        self.callbacks = Callbacks([*config.callbacks, *callbacks])
         self.accelerators = [settings.make() for settings in config.accelerators.chosen()]
         self.state = RunState(target=config.evaluation.target_accuracy)
         self.saved_step = 0  # of the newest checkpoint
-        self._collapse_noted = False
+        self._collapse_noted = self._partial_noted = False
         self.facts, self.rules = facts_of(config), rules_of(config)
         if saved is not None:
             self._restore(saved)
@@ -123,13 +132,17 @@ class Trainer(SavingLoop):
             raise UserError(str(error)) from error
         set_matmul_precision("highest")  # until the policy's model has been checked
         self.task = config.task.load()
-        self._accuracy_chosen = self.task.accuracy_chosen
+        named = {name: config.task_of_set(name).load() for name in config.evaluation.sets}
         for text in self.task.notes:
             self._note(text)
         splits = ["train", "test"]
         for settings in config.accelerators.chosen():
             splits += settings.splits(self.task)
         self.policy = load_policy(config.model)
+        for task in (self.task, *named.values()):
+            for function in task.reward_functions.values():
+                if hasattr(function, "to"):  # a model
+                    function.to(self.policy.device)
         self.prompts = {}
         for split in splits:
             self._prompts(split)
@@ -141,6 +154,7 @@ class Trainer(SavingLoop):
         engine = make_engine(config.rollout, config.model, self.policy, output_dir, reserved_bytes=reserved)
         self.engine = self.ranks.engine(engine, self.policy)
         self._heed_limit_of_engine()
+        self.named_sets = [self._named_set(name, task) for name, task in named.items()]
         set_matmul_precision(config.model.matmul_precision)
 
     def _note(self, text: str) -> None:
@@ -151,18 +165,30 @@ class Trainer(SavingLoop):
         """Token ids of the prompts of a split."""
         if split not in self.prompts:
             examples = getattr(self.task, split)
-            length = self.config.rollout.max_completion_length
-            self.prompts[split] = self.policy.encode_split(split, examples, length)
+            self.prompts[split] = self.policy.encode_split(split, examples, self._longest(self._sampling(split)))
         return self.prompts[split]
+
+    def _sampling(self, split: str) -> EvaluationSampling:
+        """How the prompts of a split are answered in evaluations."""
+        return self.config.evaluation if split == "test" else EvaluationSampling()
+
+    def _longest(self, sampling: EvaluationSampling) -> int:
+        return sampling.max_new_tokens or self.config.rollout.max_completion_length
+
+    def _named_set(self, name: str, task: Task) -> PromptSet:
+        sampling = self.config.evaluation.sets[name]
+        prompts = self.policy.encode_split(f"evaluation.sets.{name}", task.test, self._longest(sampling))
+        if not prompts:
+            raise UserError(f"evaluation.sets.{name}.task has no test prompts")
+        return PromptSet(f"set {name}", task, task.test, prompts, sampling)
 
     def _heed_limit_of_engine(self) -> None:
         """Where it is below the model's, answers would otherwise end early without a word."""
         policy, engine = self.policy, self.engine
         if engine.max_positions < policy.max_length:
             policy.max_length, policy.limited_by = engine.max_positions, engine.limited_by
-            length = self.config.rollout.max_completion_length
             for split, encoded in self.prompts.items():
-                policy.check_room(split, getattr(self.task, split), encoded, length)
+                policy.check_room(split, getattr(self.task, split), encoded, self._longest(self._sampling(split)))
 
     def _no_prompts(self, split: str) -> UserError:
         size, path = (getattr(self.config.task, f"{split}_{kind}", None) for kind in ("size", "path"))
@@ -213,6 +239,7 @@ class Trainer(SavingLoop):
         summary |= {"target_accuracy": config.evaluation.target_accuracy, "device": device_name(self.policy.device)}
         summary["accelerators"] = {accelerator.name: accelerator.summary() for accelerator in self.accelerators}
         write_text(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+        self.tell_callbacks("on_end", summary)
         return summary
 
     def _begin(self) -> None:
@@ -240,29 +267,45 @@ class Trainer(SavingLoop):
         return rollouts
 
     def evaluate_each(self, split: str, rows: range | None = None) -> list[float]:
-        """1 for every prompt answered right, else 0: one answer each, at temperature 1, always with the same noise."""
-        prompts, settings = self._prompts(split), self.generation
+        """What each of the answers of :meth:`answer_split` is worth, 1 for a right one; see ``StepContext``."""
+        scores = self.answer_split(split, rows)
+        return by_prompt(scores.accuracy if scores.merit is None else scores.merit, self._sampling(split).samples)
+
+    def answer_split(self, split: str, rows: range | None = None) -> Scores:
+        """Scores of the answers to every prompt of a split: one, at temperature 1, if ``evaluation`` says no more."""
+        prompts = self._prompts(split)
         if not prompts:
             raise self._no_prompts(split)
-        rows = range(len(prompts))[rows.start : rows.stop] if rows is not None else range(len(prompts))
-        requests = [Request(prompts[i], max_new_tokens=settings.max_completion_length, sample_id=i) for i in rows]
-        sampling = SamplingParams(seed=keyed_seed(self.seed, "evaluate", split), stop=tuple(settings.stop))
-        ids = [rollout.response_ids for rollout in self.engine.generate(requests, sampling)]
-        texts = [self.policy.decode(row) for row in ids]
-        scores = self.ranks.score(self.task, getattr(self.task, split)[rows.start : rows.stop], texts, ids)
-        self._note_partial(scores.rewards[self.task.accuracy])
-        return scores.accuracy
+        own = PromptSet(split, self.task, getattr(self.task, split), prompts, self._sampling(split))
+        scores = self.answer_set(own, rows)
+        self._note_partial(scores)
+        return scores
 
-    def _note_partial(self, rewards: Sequence[float | None]) -> None:
-        """Says once what counts as right, where nobody chose it and the rewards do not make it plain."""
-        partial = [reward for reward in rewards if reward is not None and reward > 0 and reward != 1]
-        if self._accuracy_chosen or not partial:
+    def answer_set(self, asked: PromptSet, rows: range | None = None) -> Scores:
+        """Scores of the answers to prompts, with noise that is always the same; all answers to one side by side."""
+        wanted, count = asked.sampling, asked.sampling.samples
+        whole = range(len(asked.prompts))
+        rows = whole if rows is None else whole[rows.start : rows.stop]
+        longest, seed = self._longest(wanted), keyed_seed(self.seed, "evaluate", asked.name)
+        requests = [
+            Request(asked.prompts[i], num_samples=count, max_new_tokens=longest, sample_id=i * count) for i in rows
+        ]
+        sampling = SamplingParams(wanted.temperature, wanted.top_p, seed=seed, stop=tuple(self.generation.stop))
+        ids = [rollout.response_ids for rollout in self.engine.generate(requests, sampling)]
+        judged = [asked.examples[i] for i in rows for _ in range(count)], [self.policy.decode(row) for row in ids], ids
+        return self.raw_scores(*judged) if asked.task is self.task else self.ranks.score(asked.task, *judged)
+
+    def _note_partial(self, scores: Scores) -> None:
+        """Says once that nothing is right or wrong, where nobody chose what is and the rewards do not tell."""
+        values = scores.rewards[self.task.accuracy]
+        if self._partial_noted or scores.merit is None or not (partial := partial_values(values)):
             return
-        self._accuracy_chosen = True
+        self._partial_noted = True
         self._note(
-            f"task.accuracy is not set, so an answer counts as right where {self.task.accuracy} gives more than 0.5, "
-            f"and to {len(partial)} of {len(rewards)} answers it gave neither 0 nor 1 but {partial[0]:.3g} and the "
-            "like; task.accuracy may name a reward function that gives 0 or 1 (weight 0 leaves the reward as it is)"
+            f"task.accuracy is not set, and to {len(partial)} of {len(values)} answers {self.task.accuracy} gave "
+            f"neither 0 nor 1 but {partial[0]:.3g} and the like: no answer is right or wrong, dynamic sampling and "
+            "accelerators compare rewards, and eval/accuracy is the share above 0.5; task.accuracy may name a reward "
+            "function that gives 0 or 1 (weight 0 leaves the reward as it is)"
         )
 
     def _note_collapse(self, accuracy: float, count: int) -> None:
@@ -278,8 +321,8 @@ class Trainer(SavingLoop):
         )
 
     def evaluate(self, split: str, limit: int | None = None) -> float:
-        """Accuracy of one answer per prompt, as of :meth:`evaluate_each`."""
-        return fmean(self.evaluate_each(split, first_rows(limit)))
+        """Accuracy of the answers of :meth:`answer_split`."""
+        return fmean(self.answer_split(split, first_rows(limit)).accuracy)
 
     def evaluation_row(self, name: str | None = None, known: Sequence[float] | None = None) -> dict[str, float]:
         """Evaluates on the test split, and notes when the target was reached; with a name, each result is kept."""
@@ -288,17 +331,29 @@ class Trainer(SavingLoop):
             return {}
         seconds = self._training_seconds()
         with self.clock.measure("eval"):
-            limit = settings.eval_limit_during if name is None else settings.eval_limit
-            correct = self.evaluate_each("test", first_rows(limit)) if known is None else known
+            rows = first_rows(settings.eval_limit_during if name is None else settings.eval_limit)
+            row, correct = self._evaluate_all(rows) if known is None else ({"eval/accuracy": fmean(known)}, known)
             if name is not None:
                 save_evaluation(self.folder, name, correct)
-        accuracy, target = fmean(correct), settings.target_accuracy
+                state.results[name] = row
+        accuracy, target = row["eval/accuracy"], settings.target_accuracy
         self._note_collapse(accuracy, len(correct))
-        state.evaluations.append([state.step, accuracy])
+        state.evaluations.append([state.step, accuracy, accuracy if state.judged else row.get("eval/reward", accuracy)])
+        self.tell_callbacks("on_evaluate", state.step, row)
         if target is not None and accuracy >= target and state.seconds_to_target is None:
             state.seconds_to_target = seconds
             state.tokens_to_target = state.counts.get("generated_tokens", 0)
-        return {"eval/accuracy": accuracy}
+        return dict(row)
+
+    def _evaluate_all(self, rows: range | None) -> tuple[dict[str, float], Sequence[float]]:
+        """Metrics of these prompts of all test sets, and how often each of the task's own was answered right."""
+        settings = self.config.evaluation
+        scores = self.answer_split("test", rows)
+        row = {f"eval/{name}": value for name, value in metrics_of(scores, settings).items()}
+        for name, asked in zip(settings.sets, self.named_sets):
+            found = metrics_of(self.answer_set(asked, rows), asked.sampling)
+            row |= {f"eval/{name}/{metric}": value for metric, value in found.items()}
+        return row, by_prompt(scores.accuracy, settings.samples)
 
     def evaluation_due(self) -> bool:
         every = self.config.evaluation.eval_steps

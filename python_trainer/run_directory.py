@@ -78,12 +78,14 @@ def read_samples(folder: Path) -> dict[int, list[dict[str, Any]]]:
 
 
 def load_evaluations(folder: Path) -> dict[str, numpy.ndarray]:
-    """``start`` and ``final``: uint8 [N], 1 where the answer to a test prompt was right; empty when there are none."""
+    """``start`` and ``final``: [N], 1 where the answer to a test prompt was right (uint8), or with several answers the
+    share of right ones (float32); empty when there are none."""
     path = folder / EVALUATIONS
     return dict(load_file(path)) if path.exists() else {}
 
 
 def save_evaluation(folder: Path, name: str, correct: Sequence[float]) -> None:
     """Adds one evaluation to the file, or replaces it."""
-    found = load_evaluations(folder) | {name: numpy.asarray(correct, dtype=numpy.uint8)}
+    kind = numpy.uint8 if set(correct) <= {0, 1} else numpy.float32
+    found = load_evaluations(folder) | {name: numpy.asarray(correct, dtype=kind)}
     write_bytes(folder / EVALUATIONS, save(found))

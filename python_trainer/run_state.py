@@ -2,7 +2,7 @@
 
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -25,13 +25,23 @@ class RunState:
     wall_s: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)  # by part of the loop
     counts: dict[str, int] = field(default_factory=dict)  # of TOKENS
-    evaluations: list[list[float]] = field(default_factory=list)  # [step, accuracy]
+    evaluations: list[list[float]] = field(default_factory=list)  # [step, accuracy, by what the best is found]
+    results: dict[str, dict[str, float]] = field(
+        default_factory=dict
+    )  # all metrics of the one at the start, at the end
+    judged: bool = True  # no reward has shown yet that the task has no right and wrong
     target: float | None = None  # accuracy that the next two are about
     seconds_to_target: float | None = None
     tokens_to_target: int | None = None
 
     def count(self, name: str, amount: float) -> None:
         self.counts[name] = self.counts.get(name, 0) + int(amount)
+
+
+def best_evaluated(evaluations: Sequence[Sequence[float]], steps: Collection[int]) -> int | None:
+    """Of these steps the one whose evaluation was best, the later of equals; None where none was evaluated."""
+    rows = [(row[-1], int(row[0])) for row in evaluations if row[0] in steps]
+    return max(rows)[1] if rows else None
 
 
 class Clock:
@@ -62,7 +72,7 @@ def summarise(state: RunState, seconds: Mapping[str, float], *, wall_s: float) -
     of ``training_s``.
     """
     prefix = "accelerator/"
-    accuracies = [accuracy for _, accuracy in state.evaluations]
+    accuracies = [row[1] for row in state.evaluations]
     return {
         "steps": state.step,
         "wall_s": wall_s,
@@ -72,6 +82,7 @@ def summarise(state: RunState, seconds: Mapping[str, float], *, wall_s: float) -
         **{name: state.counts.get(name, 0) for name in TOKENS},
         "eval_accuracy_start": accuracies[0] if accuracies else None,
         "eval_accuracy_final": accuracies[-1] if accuracies else None,
+        "evaluation": state.results,
         "seconds_to_target": state.seconds_to_target,
         "tokens_to_target": state.tokens_to_target,
         "versions": versions(),

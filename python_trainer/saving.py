@@ -14,7 +14,7 @@ from python_trainer.distributed.shard_files import read_shards
 from python_trainer.errors import NotFinite, UserError
 from python_trainer.files import check_output_dir, unusable_output_dir, write_text
 from python_trainer.run_directory import check_unlocked, locked, read_metrics
-from python_trainer.run_state import RunState
+from python_trainer.run_state import RunState, best_evaluated
 from python_trainer.trainer import TrainingLoop
 
 MODEL_ASIDE = ".model.tmp"  # the trained policy, while it is being written
@@ -130,9 +130,13 @@ class SavingLoop(TrainingLoop):
         self._save(self._progress())
 
     def _save(self, progress: dict[str, Any]) -> None:
-        step, keep = progress["state"]["step"], self.config.save.save_total_limit
-        self.ranks.save(self.checkpoints, step, progress, self.learner.state_dict(), keep=keep)
+        step, settings = progress["state"]["step"], self.config.save
+        steps = {step, *map(step_of, list_checkpoints(self.checkpoints))}
+        spare = best_evaluated(self.state.evaluations, steps) if settings.save_best else None
+        learned, keep = self.learner.state_dict(), settings.save_total_limit
+        self.ranks.save(self.checkpoints, step, progress, learned, keep=keep, spare=spare)
         self.saved_step = step
+        self.tell_callbacks("on_save", step, self.checkpoints / f"step-{step:06d}")
 
     def _progress(self, *, lasting: bool = False) -> dict[str, Any]:
         """What a checkpoint holds besides weights and moments; ``lasting``: whatever a step does until its update."""

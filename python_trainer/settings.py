@@ -20,6 +20,11 @@ class Section(BaseModel):
         return cls
 
     @classmethod
+    def around(cls, value: Any) -> Any:
+        """Settings for an object that stands in their place, if there are such; otherwise what was given."""
+        return value
+
+    @classmethod
     def kinds(cls) -> "dict[str, type[Section]]":
         """Name -> class of those among which :meth:`fitting` chooses by name, as far as they are registered."""
         return {}
@@ -41,8 +46,14 @@ class Plugin:
         return self._registry if isinstance(self._registry, Registry) else self._registry()
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        schema = handler(source)
+        schema = core_schema.no_info_before_validator_function(self._named, handler(source))
         return schema if self.later else core_schema.no_info_after_validator_function(self._check, schema)
+
+    def _named(self, value: Any) -> Any:
+        """With names for objects."""
+        if isinstance(value, list | tuple):
+            return [self.registry.name_of(plugin) for plugin in value]
+        return self.registry.name_of(value)
 
     def _check(self, value: Any) -> Any:
         names = self.registry.names()
@@ -61,7 +72,7 @@ class Plugin:
 
     @property
     def choices(self) -> str:
-        return " | ".join([*self.registry.names(), self.registry.form])
+        return " | ".join([*self.registry.names(), *self.registry.forms, self.registry.form])
 
 
 class _Fit:
@@ -69,7 +80,7 @@ class _Fit:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         def fit(value: Any) -> Any:
-            return source.fitting(value).model_validate(value) if isinstance(value, Mapping) else value
+            return source.fitting(value).model_validate(value) if isinstance(value, Mapping) else source.around(value)
 
         whole = core_schema.simple_ser_schema("any")  # not the fields of the base alone
         return core_schema.no_info_before_validator_function(fit, handler(source), serialization=whole)

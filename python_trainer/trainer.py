@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from python_trainer.accelerators.base import Accelerator, StepContext
+from python_trainer.callbacks import Callbacks
 from python_trainer.data import Example, Group, Request, Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.dynamic_sampling import Refill
@@ -51,6 +52,7 @@ class TrainingLoop(ABC):
     ranks: RankGroup
     generation: RolloutConfig
     accelerators: list[Accelerator]
+    callbacks: Callbacks
     seed: int
     state: RunState
     clock: Clock
@@ -78,6 +80,7 @@ class TrainingLoop(ABC):
                 finally:
                     telemetry.log(state.step, row | self.totals(), left=self.seconds_left())
                     telemetry.log_samples(state.step, samples)
+                self.tell_callbacks("on_step", state.step, row)
             stopped = self.ranks.any(stop.name)
             if done or stopped or self.save_due():
                 with self.clock.measure("checkpoint"):
@@ -90,6 +93,7 @@ class TrainingLoop(ABC):
         clock, context = self.clock, self.context(number)
         telemetry, before, tokens_before = context.telemetry, dict(clock.seconds), dict(self.state.counts)
         rollouts = self.roll_out(context)
+        self.tell_callbacks("on_rollouts", number, rollouts)
         with clock.measure("train"):
             learned = self.update(rollouts, number)
             telemetry |= rollout_statistics(rollouts) | learned
@@ -176,6 +180,7 @@ class TrainingLoop(ABC):
         for i, (rollout, (number, group)) in enumerate(zip(rollouts, owners, strict=True)):
             rollout.group, rollout.prompt_key, rollout.text = number, group.prompt_key, texts[i]
             rollout.reward, rollout.accuracy = scores.total[i], scores.accuracy[i]
+            rollout.merit = None if scores.merit is None else scores.merit[i]
             rollout.rewards = {name: values[i] for name, values in scores.rewards.items()}
 
     def update(self, rollouts: list[Rollout], number: int) -> dict[str, float]:
@@ -210,9 +215,22 @@ class TrainingLoop(ABC):
 
     def judge(self, examples: Sequence[Example], texts: Sequence[str], ids: Sequence[Sequence[int]]) -> Scores:
         """What answers are worth: the task's rewards, ``total`` shaped as the loss sees it."""
-        scores = self.ranks.score(self.task, examples, texts, ids)
+        scores = self.raw_scores(examples, texts, ids)
         longest = self.generation.max_completion_length
         return replace(scores, total=shaped_rewards(scores.total, ids, self.learner.algorithm, longest))
+
+    def raw_scores(self, examples: Sequence[Example], texts: Sequence[str], ids: Sequence[Sequence[int]]) -> Scores:
+        """What the task says; once its rewards have shown that nothing is right or wrong, that holds for the run."""
+        scores = self.ranks.score(self.task, examples, texts, ids)
+        self.state.judged &= scores.merit is None
+        return replace(scores, merit=None if self.state.judged else scores.total)
+
+    def tell_callbacks(self, method: str, *arguments: Any) -> None:
+        """Calls a method of all callbacks, on the first rank; an error ends all."""
+        if self.callbacks:
+            with self.ranks.together():
+                if self.ranks.rank == 0:
+                    self.callbacks.call(method, self, *arguments)
 
     def timed(self, accelerator: Accelerator) -> Any:
         """Within it, time counts as the accelerator's."""
@@ -220,7 +238,7 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def evaluate_each(self, split: str, rows: range | None = None) -> list[float]:
-        """1 for every prompt answered right, else 0."""
+        """1 for every prompt answered right, else 0; or the raw reward where nothing is right or wrong."""
 
     @abstractmethod
     def evaluation_due(self) -> bool: ...

@@ -18,6 +18,7 @@ PAGES = [
         "docs/history.md",
         "docs/other_trainers.md",
         "docs/prefix_cache.md",
+        "docs/python_api.md",
         "docs/rank1.md",
         "docs/rhyme.md",
         "docs/rpo.md",
@@ -39,6 +40,7 @@ PAGES = [
     [
         ("README.md", 5),
         ("docs/prefix_cache.md", 1),
+        ("docs/python_api.md", 1),
         ("docs/rank1.md", 1),
         ("docs/alpha.md", 1),
         ("docs/other_trainers.md", 6),

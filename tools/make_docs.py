@@ -7,6 +7,8 @@ from pathlib import Path
 
 # of the trainer, what a loop of your own is made of
 TRAINER = (
+    "callbacks",
+    "config",
     "data",
     "run",
     "learner",

@@ -35,6 +35,7 @@ from python_trainer.config import Config, load_config
 from python_trainer.files import write_text
 from python_trainer.run import Trainer, first_rows
 from python_trainer.run_directory import load_evaluations, read_metrics
+from python_trainer.tasks.rewards import Scores
 from rlkernels.extrapolation import PREDICTORS, Limits
 from rlkernels.extrapolation.predictors import linearity
 from rlkernels.rank1.ops import leading_deltas
@@ -81,10 +82,10 @@ class Timed(Trainer):
     evaluating = 0.0
     gating = 0.0  # of it, at the gate
 
-    def evaluate_each(self, split: str, rows: range | None = None) -> list[float]:
+    def answer_split(self, split: str, rows: range | None = None) -> Scores:
         start = time.process_time()
         try:
-            return super().evaluate_each(split, rows)
+            return super().answer_split(split, rows)
         finally:
             spent = time.process_time() - start
             self.evaluating += spent

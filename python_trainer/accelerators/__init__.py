@@ -4,7 +4,7 @@ One of somebody else's is a module with a subclass of ``AcceleratorSettings`` an
 ``python_trainer.accelerators.base.Accelerator``, and ``accelerators.enabled: [module:Class]`` names the first.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Annotated, Any
@@ -47,7 +47,8 @@ class AcceleratorsConfig(Section):
     def fitting(cls, values: Mapping[str, Any]) -> type["AcceleratorsConfig"]:
         """With a section for each registered plug-in, and for others that are enabled."""
         enabled = values.get("enabled")
-        return with_sections((*registered(), *others(enabled if isinstance(enabled, list) else [])))
+        names = map(ACCELERATORS.name_of, enabled) if isinstance(enabled, list | tuple) else ()
+        return with_sections((*registered(), *others(names)))
 
     def with_enabled(self, enabled: Sequence[str]) -> dict[str, Any]:
         """These settings as values, with others enabled; only enabled and registered plug-ins have sections."""
@@ -64,7 +65,7 @@ def registered() -> list[type[AcceleratorSettings]]:
     return [ACCELERATORS.resolve(name) for name in ACCELERATORS.names()]
 
 
-def others(enabled: Sequence[Any]) -> list[type[AcceleratorSettings]]:
+def others(enabled: Iterable[Any]) -> list[type[AcceleratorSettings]]:
     """Of these plug-ins those that are not registered, but can be used."""
     found = {}
     for name in enabled:

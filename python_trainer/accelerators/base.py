@@ -29,8 +29,8 @@ class StepContext:
     Attributes:
         seed: of this step: keyed by (run seed, step).
         telemetry: metrics of this step; add your own as "name/metric".
-        evaluate_each: (split, rows) -> for each prompt of "gate" or "test" 1 where it is answered right, else 0; the
-            noise is the same every time.
+        evaluate_each: (split, rows) -> for each prompt of "gate" or "test" 1 where it is answered right, else 0, or the
+            raw reward where nothing is right or wrong; the noise is the same every time.
         groups_of: numbers of training prompts -> the usual request for answers to each.
         plain_order: count -> numbers of the next training prompts in plain order, which moves on by them.
         generation: the section ``rollout`` of the settings.

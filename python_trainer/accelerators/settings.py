@@ -29,8 +29,9 @@ class AcceleratorSettings(Section):
     """
 
     name: ClassVar[str]
-    accelerator: ClassVar[str]
-    """``module:Class`` of an :class:`~python_trainer.accelerators.base.Accelerator`, made with these settings."""
+    accelerator: ClassVar[Any]
+    """An :class:`~python_trainer.accelerators.base.Accelerator` that is made with these settings: the class, or its
+    ``module:Class``."""
     divisible: ClassVar[bool] = False
     """Whether several ranks, each of which generates a part of the answers, can run it side by side."""
     counters: ClassVar[Mapping[str, str]] = {}
@@ -62,4 +63,4 @@ class AcceleratorSettings(Section):
 
     def make(self) -> Any:
         """The accelerator."""
-        return load(self.accelerator)(self)
+        return (load(self.accelerator) if isinstance(self.accelerator, str) else self.accelerator)(self)

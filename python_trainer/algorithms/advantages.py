@@ -196,11 +196,6 @@ def overlong_penalties(lengths: torch.Tensor, *, max_length: int, cache: int) ->
     return ((max_length - cache - lengths) / cache).clamp(-1.0, 0.0).float()
 
 
-def has_spread(values: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Whether the values in the group of every sample differ at all: bool [B], for values [B] and groups int64 [B]."""
-    return group_statistics(values, groups)[2] > 0
-
-
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
     """How much of the returns a critic foresaw: 1 - var(returns - values) / var(returns).
 

@@ -120,8 +120,12 @@ def importance_weights(
     *,
     mode: str,
     cap: float | torch.Tensor = 2.0,
+    level: str = "token",
 ) -> torch.Tensor:
     """Corrects for a sampler that is not quite the policy being trained: pi_old / pi_sampler, detached.
+
+    Per token it is biased and varies little; the ratio of the whole sequence is exact but for the cap, and the further
+    from 1 the longer the answer (Liu et al. 2025, "When Speed Kills Stability").
 
     Args:
         old_logprobs: [B, T], by the trainer, before the update.
@@ -129,12 +133,18 @@ def importance_weights(
         mask: bool [B, T], true where a token was drawn by the sampler. Other tokens (a given prefix) weigh 1.
         mode: ``"truncate"``: min(ratio, cap). ``"mask"``: 0 where the ratio is above ``cap`` or below 1 / ``cap``.
         cap: > 1; or > 0, [B, 1], for ``"truncate"``.
+        level: what a ratio belongs to: ``"token"``, or ``"sequence"``: the product over drawn tokens, for all of a row.
 
     Returns:
         [B, T].
     """
     mask = mask.bool()
-    ratio = torch.exp(torch.where(mask, old_logprobs.detach() - sampler_logprobs, 0.0))
+    difference = torch.where(mask, old_logprobs.detach() - sampler_logprobs, 0.0)
+    if level == "sequence":
+        difference = difference.sum(1, keepdim=True).expand(mask.shape)
+    elif level != "token":
+        raise ValueError(f"level must be 'token' or 'sequence', got {level!r}")
+    ratio = torch.exp(difference)
     if mode == "truncate":
         return ratio.clamp(max=cap)
     if mode == "mask":

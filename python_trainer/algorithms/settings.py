@@ -10,6 +10,7 @@ from python_trainer.registry import Registry, load
 from python_trainer.settings import Plugin, Section
 
 HOME = "python_trainer.algorithms"
+Correction = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]  # TRL's names
 
 
 @dataclass(frozen=True)
@@ -107,10 +108,17 @@ class AlgorithmConfig(Section):
     """Leave answers that hit max_completion_length out of the loss."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """What the clipped probability ratio belongs to: a token, or the whole answer (GSPO; epsilon is then ~1e-3)."""
-    importance_sampling: Literal["none", "truncate", "mask"] = "none"
-    """Correct for differences between sampler and trainer, per token: min(ratio, cap), or drop outside [1/cap, cap]."""
+    importance_sampling: Correction | Literal["auto", "none"] = "auto"
+    """Correct for differences between sampler and trainer, by the ratio of a token or of the whole answer: `truncate`
+    it to the cap, or `mask` (drop) what is outside [1/cap, cap]. auto: token_truncate with engine vllm, else none."""
     importance_sampling_cap: float = Field(2.0, gt=1)
     """The cap of importance_sampling."""
+
+    def with_sampler(self, engine: str) -> "AlgorithmConfig":
+        """With ``auto`` replaced by what suits answers of this engine: the trainer's own samples what is trained."""
+        if self.importance_sampling != "auto":
+            return self
+        return self.model_copy(update={"importance_sampling": "token_truncate" if engine == "vllm" else "none"})
 
     @property
     def judge(self) -> Advantage:

@@ -95,6 +95,15 @@ class RankGroup:
     def shard(self, module: torch.nn.Module) -> None:
         """Before an optimizer is made of the parameters of ``module``."""
 
-    def save(self, folder: Path, step: int, state: Mapping[str, Any], learned: Mapping[str, Any], *, keep: int) -> None:
+    def save(
+        self,
+        folder: Path,
+        step: int,
+        state: Mapping[str, Any],
+        learned: Mapping[str, Any],
+        *,
+        keep: int,
+        spare: int | None = None,
+    ) -> None:
         """Writes a checkpoint: ``state``, the same on all ranks, and ``learned`` by ``Learner.state_dict``."""
-        save_checkpoint(folder, step, {**state, **learned}, keep=keep)
+        save_checkpoint(folder, step, {**state, **learned}, keep=keep, spare=spare)

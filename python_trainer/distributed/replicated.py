@@ -90,10 +90,12 @@ class Replicated(RankGroup):
             if texts[part]:
                 scores = score(task, examples[part], texts[part], ids[part])
         found = [scores for scores in self.gather(scores) if scores is not None]
+        total = [x for scores in found for x in scores.total]
         return Scores(
             {name: [x for scores in found for x in scores.rewards[name]] for name in task.reward_functions},
-            [x for scores in found for x in scores.total],
+            total,
             [x for scores in found for x in scores.accuracy],
+            None if all(scores.merit is None for scores in found) else total,
         )
 
     @staticmethod
@@ -153,6 +155,15 @@ class Replicated(RankGroup):
         for weight, total in zip(weights, flat.split([w.numel() for w in weights])):
             weight.grad = total.view_as(weight)
 
-    def save(self, folder: Path, step: int, state: Mapping[str, Any], learned: Mapping[str, Any], *, keep: int) -> None:
+    def save(
+        self,
+        folder: Path,
+        step: int,
+        state: Mapping[str, Any],
+        learned: Mapping[str, Any],
+        *,
+        keep: int,
+        spare: int | None = None,
+    ) -> None:
         if self.rank == 0:
-            save_checkpoint(folder, step, {**state, **learned}, keep=keep)
+            save_checkpoint(folder, step, {**state, **learned}, keep=keep, spare=spare)

@@ -58,7 +58,16 @@ class Sharded(Replicated):
             if isinstance(part, FSDPModule):
                 part.reshard()
 
-    def save(self, folder: Path, step: int, state: Mapping[str, Any], learned: Mapping[str, Any], *, keep: int) -> None:
+    def save(
+        self,
+        folder: Path,
+        step: int,
+        state: Mapping[str, Any],
+        learned: Mapping[str, Any],
+        *,
+        keep: int,
+        spare: int | None = None,
+    ) -> None:
         """Every rank writes its shards; the first writes the rest and publishes all of it."""
 
         def write(aside: Path) -> None:
@@ -66,6 +75,6 @@ class Sharded(Replicated):
             write_shards(aside, learned)
 
         if self.rank == 0:
-            save_checkpoint(folder, step, state, keep=keep, add=write)
+            save_checkpoint(folder, step, state, keep=keep, spare=spare, add=write)
         else:
             write(aside_for(folder, step))

@@ -1,15 +1,19 @@
 """Low-rank adapters by PEFT: the model stays as it is, and what trains is a product of two thin matrices per layer."""
 
 import copy
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from python_trainer.errors import UserError
 from python_trainer.keyed import keyed_seed
 from python_trainer.model.settings import LoraSettings
+from python_trainer.model.shipped import policy_folder
 from python_trainer.model.tensors import full
 
 ADAPTER = "default"
@@ -46,6 +50,41 @@ def add_adapters(model: Any, settings: LoraSettings) -> Any:
         own = layer.base_layer.weight.detach().clone()
         whole.get_submodule(name).weight = torch.nn.Parameter(own, requires_grad=False)
     return whole
+
+
+def adapted_folder(folder: Path) -> Path:
+    """Where the model lies that an adapter of PEFT was made for.
+
+    Raises:
+        UserError: it does not say, or there is no such folder.
+    """
+    try:
+        base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+        found = policy_folder(base)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"model.path: adapter_config.json of {folder} names no base model") from error
+    if not found.is_dir():
+        raise UserError(f"model.path: {folder} is an adapter of {base}, and there is no such folder")
+    if not (folder / "adapter_model.safetensors").is_file():  # PEFT would read a pickle instead
+        raise UserError(f"model.path: {folder} lacks adapter_model.safetensors")
+    return found
+
+
+def merge_adapter(model: Any, folder: Path) -> Any:
+    """The model with an adapter of PEFT added to its weights.
+
+    Raises:
+        UserError: PEFT is not installed, or the adapter does not fit.
+    """
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise UserError(f"model.path: an adapter needs PEFT ({error}): pip install peft") from error
+    try:
+        return PeftModel.from_pretrained(model, folder, local_files_only=True).merge_and_unload()
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(f"model.path: the adapter {folder} does not fit its model: {first}") from error
 
 
 def adapted_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:

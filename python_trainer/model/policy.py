@@ -17,7 +17,7 @@ from python_trainer.errors import UserError
 from python_trainer.files import usual_mode
 from python_trainer.model.flat_forward import flat_attention, forward_with_states
 from python_trainer.model.fused import FusedDecoder, supports
-from python_trainer.model.lora import add_adapters, merged_weights, without_adapters
+from python_trainer.model.lora import adapted_folder, add_adapters, merge_adapter, merged_weights, without_adapters
 from python_trainer.model.packing import Packed
 from python_trainer.model.settings import ModelConfig
 from python_trainer.model.shipped import policy_folder, shipped_policies
@@ -52,7 +52,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def load_policy(config: ModelConfig) -> "Policy":
-    """Loads a model folder, or a base policy that ships with the package.
+    """Loads a model folder, a base policy that ships with the package, or an adapter (PEFT), merged into its base.
 
     Raises:
         UserError: there is no such folder, or no model or tokenizer in it, or as of :class:`Policy`.
@@ -64,7 +64,12 @@ def load_policy(config: ModelConfig) -> "Policy":
             f"model.path: there is no folder {folder}; give a folder in Hugging Face format, or one of {shipped}"
         )
     device = choose_device(config.device)
-    model, tokenizer = _read(folder, config, choose_dtype(config.dtype, device))
+    dtype = choose_dtype(config.dtype, device)
+    if (folder / "adapter_config.json").is_file():
+        model, tokenizer = _read(adapted_folder(folder), config, torch.float32)
+        model = merge_adapter(model, folder).to(dtype)  # rounded once
+    else:
+        model, tokenizer = _read(folder, config, dtype)
     policy = Policy(model.to(device=device), tokenizer, name=str(folder))
     if config.lora is not None:
         policy.whole, policy.adapted = add_adapters(policy.model, config.lora), True

@@ -23,7 +23,9 @@ def show(value: float | None, form: str = "{:.3f}") -> str:
     return "-" if value is None else form.format(value)
 
 
-def facts(runs: Sequence[Run], target: float | None, accelerators: Sequence[Kind]) -> dict[str, str]:
+def facts(
+    runs: Sequence[Run], target: float | None, accelerators: Sequence[Kind], measured: Sequence[str]
+) -> dict[str, str]:
     """What the table says about one variant: means over its seeds."""
     summaries = [run.summary for run in runs]
 
@@ -45,6 +47,10 @@ def facts(runs: Sequence[Run], target: float | None, accelerators: Sequence[Kind
         "seeds": str(len(summaries)),
         "accuracy before": show(column("eval_accuracy_start")),
         "accuracy after": show(column("eval_accuracy_final")),
+        **{
+            f"{name.removeprefix('eval/')} after": show(mean([final_results(run).get(name) for run in runs]))
+            for name in measured
+        },
         "steps": show(column("steps"), "{:.0f}"),
         "wall time, all (s)": show(column("wall_s"), "{:.1f}"),
         "wall time, without evaluation (s)": show(total, "{:.1f}"),
@@ -60,6 +66,14 @@ def facts(runs: Sequence[Run], target: float | None, accelerators: Sequence[Kind
         },
         **{words: show(value, "{:,.0f}") for words, value in accelerator_facts(runs, accelerators).items()},
     }
+
+
+def final_results(run: Run) -> dict[str, float]:
+    """Metrics of the evaluation at the end; the reward only where it is something else than the accuracy."""
+    found = dict(run.summary.get("evaluation", {}).get("final", {}))
+    if found.get("eval/reward") == found.get("eval/accuracy"):
+        found.pop("eval/reward", None)
+    return found
 
 
 def accelerator_facts(runs: Sequence[Run], accelerators: Sequence[Kind]) -> dict[str, float | None]:
@@ -93,7 +107,8 @@ def summary_columns(runs: Sequence[Run]) -> dict[str, dict[str, str]]:
     variants = {name: [run.summary for run in mine] for name, mine in of_variant.items()}
     names = sorted(variants, key=lambda name: name != BASELINE)
     accelerators = accelerators_of(run.folder for run in runs)
-    columns = {name: facts(of_variant[name], target_of(runs), accelerators) for name in names}
+    found = list(dict.fromkeys(metric for run in runs for metric in final_results(run) if metric != "eval/accuracy"))
+    columns = {name: facts(of_variant[name], target_of(runs), accelerators, found) for name in names}
     if BASELINE in columns and len(columns) > 1:
         plain = variants[BASELINE]
         plain_target = mean([summary["seconds_to_target"] for summary in plain])

@@ -25,11 +25,13 @@ class JSONLSettings(FileTaskSettings):
     """Column with the prompt, a string or a list of chat messages; null: "prompt" or "messages"."""
     reward: Annotated[str | list[str], Plugin(REWARDS, later=True)] = Field([])
     """Reward functions as "module:function"; the module may lie in the current folder. "math" compares the value of an
-    answer with column answer by math-verify (pip install math-verify)."""
+    answer with column answer by math-verify (pip install math-verify); "reward_model:PATH" asks a
+    sequence-classification model of Transformers, on the trainer's device."""
     reward_weights: list[float] | None = None
     """One weight for each reward function; null: 1 each."""
     accuracy: str | None = None
-    """Name of the reward function whose value above 0.5 counts as a right answer; null: the first one."""
+    """Name of the reward function whose value above 0.5 counts as a right answer; null: the first one. Where that gives
+    anything but 0 and 1, nothing is right or wrong: dynamic sampling and accelerators go by rewards."""
     reward_timeout: Annotated[float, Field(gt=0)] | None = None
     """Seconds that one call of a reward function may take, for all answers of a step; null for no limit."""
 
@@ -49,7 +51,7 @@ class JSONLSettings(FileTaskSettings):
         return read_prompts(path, self.prompt_column, chat=self.chat)
 
     def load(self) -> Task:
-        functions = {spec.rpartition(":")[2]: REWARDS.resolve(spec) for spec in self.rewards}
+        functions = {Path(spec.rpartition(":")[2]).name: REWARDS.resolve(spec) for spec in self.rewards}
         if len(functions) < len(self.rewards):
             raise UserError(f"reward functions need different names, got {', '.join(self.rewards)}")
         accuracy = self.accuracy or next(iter(functions))

@@ -19,7 +19,9 @@ from python_trainer.tasks.base import RewardFunction, Task
 from python_trainer.tasks.mathematics import math_reward
 
 PACKAGE = Path(__file__).parents[1]
-REWARDS: Registry[RewardFunction] = Registry("reward", {"math": math_reward})
+REWARDS: Registry[RewardFunction] = Registry(
+    "reward", {"math": math_reward}, makers={"reward_model:PATH": "python_trainer.tasks.reward_model:RewardModel"}
+)
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Scores:
     rewards: dict[str, list[float | None]]  # raw value of every function, N each; None: does not apply
     total: list[float]  # weighted sum over the functions that apply, N
     accuracy: list[float]  # 1.0 where the task's accuracy function gives more than 0.5, else 0.0, N
+    merit: list[float] | None = None  # the weighted sum, where the task has no right and wrong; else None
 
 
 def _value(value: object, name: str, row: int) -> float | None:
@@ -185,4 +188,10 @@ def score(
             raise UserError(f"every reward function ({', '.join(rewards)}) returned None for completion {row}")
         total.append(sum(task.reward_weights.get(name, 1.0) * value for name, value in values))
     accuracy = [float(value is not None and value > 0.5) for value in rewards[task.accuracy]]
-    return Scores(rewards, total, accuracy)
+    right_and_wrong = task.accuracy_chosen or not partial_values(rewards[task.accuracy])
+    return Scores(rewards, total, accuracy, None if right_and_wrong else total)
+
+
+def partial_values(values: Iterable[float | None]) -> list[float]:
+    """Those that call an answer neither right nor wrong."""
+    return [value for value in values if value is not None and value not in (0.0, 1.0)]

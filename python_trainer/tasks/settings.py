@@ -58,6 +58,11 @@ class TaskSettings(Section):
         except PluginError:
             return TaskSettings  # whose name says what is wrong
 
+    @classmethod
+    def around(cls, value: Any) -> Any:
+        """Of a :class:`Task`: settings that load it, under the name ``object:NAME``."""
+        return given_task(value).model_validate({}) if isinstance(value, Task) else value
+
     @model_validator(mode="before")
     @classmethod
     def _without_those_of_other_tasks(cls, values: Any) -> Any:
@@ -65,6 +70,8 @@ class TaskSettings(Section):
         if cls is TaskSettings or not isinstance(values, Mapping):
             return {"name": values["name"]} if isinstance(values, Mapping) and "name" in values else values
         rest = dict(values)
+        if "name" in rest:
+            rest["name"] = TASKS.name_of(rest["name"])
         for key in values.keys() - cls.model_fields.keys():
             fields = [kind.model_fields[key] for kind in cls.kinds().values() if key in kind.model_fields]
             if fields and values[key] not in [field.get_default() for field in fields]:
@@ -73,6 +80,21 @@ class TaskSettings(Section):
             if fields:
                 del rest[key]
         return rest
+
+
+def given_task(task: Task) -> type[TaskSettings]:
+    """Settings of a task that was made in Python, registered for this process."""
+
+    class GivenTask(TaskSettings):
+        """A task that was made in Python; its prompts are all there are."""
+
+        name: str = f"object:{task.name}"
+
+        def load(self) -> Task:
+            return task
+
+    TASKS.give(f"object:{task.name}", GivenTask)
+    return GivenTask
 
 
 TASKS: Registry[type[TaskSettings]] = Registry(

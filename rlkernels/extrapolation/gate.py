@@ -38,7 +38,7 @@ def improvement_e_value(gained: int, lost: int) -> float:
 
 
 def count_changes(after: Sequence[float], before: Sequence[float]) -> tuple[int, int]:
-    """Prompts gained and lost, of answers that are right (above 0.5) or wrong.
+    """Prompts gained and lost: whose answer scores more after than before, be it 1 instead of 0, and less.
 
     Raises:
         ValueError: numbers of prompts that differ, or none.
@@ -46,8 +46,8 @@ def count_changes(after: Sequence[float], before: Sequence[float]) -> tuple[int,
     if len(after) != len(before) or len(after) == 0:
         counts = [len(after), len(before)]
         raise ValueError(f"a paired comparison needs the same prompts, at least one, got {counts}")
-    gained = sum(bool(a > 0.5 >= b) for a, b in zip(after, before))
-    lost = sum(bool(b > 0.5 >= a) for a, b in zip(after, before))
+    gained = sum(bool(a > b) for a, b in zip(after, before))
+    lost = sum(bool(a < b) for a, b in zip(after, before))
     return gained, lost
 
 
@@ -55,7 +55,7 @@ def count_changes(after: Sequence[float], before: Sequence[float]) -> tuple[int,
 class Comparison:
     """One candidate held against the weights that it would replace."""
 
-    before: float  # accuracy on the prompts that were looked at
+    before: float  # accuracy, or mean score, on the prompts that were looked at
     after: float
     prompts: int
     e_value: float  # evidence of an improvement
@@ -88,7 +88,7 @@ class Gate:
         self.level, self.comparisons, self.position = level, comparisons, position
 
     def compare(self, after: Sequence[float], before: Sequence[float]) -> Comparison:
-        """Judges one candidate by all prompts at once; ``after`` and ``before`` are 0 or 1 for each.
+        """Judges one candidate by all prompts at once; ``after`` and ``before`` are 0 or 1, or any score, for each.
 
         Raises:
             ValueError: numbers of prompts that differ, or none.

@@ -35,7 +35,8 @@ from python_trainer.algorithms.advantages import (
 )
 from python_trainer.algorithms.kl import kl_estimate
 from python_trainer.algorithms.losses import importance_weights, policy_loss, value_loss
-from python_trainer.algorithms.settings import LOSS_TYPES
+from python_trainer.algorithms.settings import LOSS_TYPES, AlgorithmConfig
+from python_trainer.objective import Objective
 from python_trainer.registry import PluginError
 
 INF = float("inf")
@@ -331,9 +332,35 @@ def test_importance_weights_known_values():
         importance_weights(old, sampler, mask, mode="mask", cap=2.0), torch.tensor([[0.0, 1.5, 0.0]])
     )
     prefix = importance_weights(old, torch.full((1, 3), -INF), torch.zeros(1, 3), mode="mask")
+    with pytest.raises(ValueError, match="level must be 'token' or 'sequence', got 'row'"):
+        importance_weights(old, sampler, mask, mode="mask", level="row")
     assert torch.equal(prefix, torch.ones(1, 3))  # tokens that nobody sampled keep their weight
     with pytest.raises(ValueError, match="mode must be .* got 'drop'"):
         importance_weights(old, sampler, mask, mode="drop")
+
+
+@pytest.mark.parametrize(
+    ("mode", "cap", "expected"),
+    [
+        ("truncate", 2.0, [1.8, 0.5]),
+        ("truncate", 1.5, [1.5, 0.5]),
+        ("mask", 2.5, [1.8, 0.5]),
+        ("mask", 1.7, [0.0, 0.0]),
+    ],
+)
+def test_importance_weights_of_whole_sequences_known_values(mode, cap, expected):
+    """3 x 1.5 x 0.4 = 1.8; of the second row only 0.5 was drawn by the sampler. A weight is that of all tokens."""
+    old = torch.tensor([[3.0, 1.5, 0.4], [0.5, 7.0, 7.0]]).log()
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    got = importance_weights(old, torch.zeros(2, 3), mask, mode=mode, cap=cap, level="sequence")
+    torch.testing.assert_close(got, torch.tensor(expected)[:, None].expand(2, 3))
+
+
+def test_samplers_that_differ_are_corrected_unless_told_otherwise():
+    algorithm = AlgorithmConfig()
+    assert algorithm.with_sampler("vllm").importance_sampling == "token_truncate"
+    assert algorithm.with_sampler("paged").importance_sampling == "none" and Objective(algorithm, 9).correction is None
+    assert AlgorithmConfig(importance_sampling="none").with_sampler("vllm").importance_sampling == "none"
 
 
 def test_importance_weights_pass_no_gradient_but_scale_the_loss():

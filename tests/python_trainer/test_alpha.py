@@ -10,6 +10,7 @@ from rich.console import Console
 from python_trainer.accelerators.alpha.accelerator import Alpha
 from python_trainer.accelerators.alpha.settings import AlphaSettings
 from python_trainer.checkpoint import load_checkpoint
+from python_trainer.data import Rollout
 from python_trainer.errors import UserError
 from python_trainer.model.optimizer import PolicyOptimizer
 from python_trainer.model.settings import OptimizerConfig
@@ -166,7 +167,7 @@ def test_rounds_of_one_step_count_as_one_and_stored_answers_do_not():
     alpha, context, _ = trained(lambda p: 0.5)
     right = alpha.answered[-1][1]
     for accuracies, cap in (([1.0, 0.0], None), ([1.0, 1.0], None), ([1.0] * 9, 2.0)):
-        alpha.collect(context, [SimpleNamespace(accuracy=a, importance_cap=cap) for a in accuracies])
+        alpha.collect(context, [Rollout([], [], accuracy=a, importance_cap=cap) for a in accuracies])
     assert alpha.answered[-1] == [12, right + 3, 1 + 4] and len(alpha.answered) == 12
 
 

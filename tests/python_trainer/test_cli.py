@@ -220,8 +220,10 @@ def test_partial_rewards_that_count_as_right_are_noted_once(run, tmp_path, monke
     found = [line for line in error.splitlines() if line.startswith("note: ")]
     assert len(found) == notes
     for line in found:
-        assert line.startswith("note: task.accuracy is not set, so an answer counts as right where partial gives more")
-        assert "to 1 of 6 answers it gave neither 0 nor 1 but 0.6 and the like" in line
+        assert line.startswith(
+            "note: task.accuracy is not set, and to 1 of 6 answers partial gave neither 0 nor 1 but 0.6"
+        )
+        assert "no answer is right or wrong, dynamic sampling and accelerators compare rewards" in line
 
 
 REWARDS = """
@@ -331,14 +333,14 @@ def test_output_dir_that_fails_only_when_it_is_written(make_config, tmp_path):
 
 def test_compare_skips_what_is_finished_and_reports(run, tmp_path, capsys, monkeypatch):
     arguments = ("--variants", "baseline,rpo,all", "--seeds", "2")
-    started, evaluate_each = [], Trainer.evaluate_each
+    started, answer_split = [], Trainer.answer_split
 
     def evaluate(trainer, split, rows=None):
         if split == "test" and trainer.state.step == 0:
             started.append(trainer.folder)
-        return evaluate_each(trainer, split, rows)
+        return answer_split(trainer, split, rows)
 
-    monkeypatch.setattr(Trainer, "evaluate_each", evaluate)
+    monkeypatch.setattr(Trainer, "answer_split", evaluate)
     gate = {"task": {"gate_size": 2}, "accelerators": {"alpha": {"gate_prompts": 2}}}
     code, error = run({"max_steps": 2, "evaluation": {"target_accuracy": 0.9}} | gate, *arguments, command="compare")
     assert code == 0, error
@@ -399,9 +401,7 @@ def test_as_a_program(settings, tmp_path):
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     note, *lines = done.stderr.splitlines()
-    assert note.startswith(
-        "note: task.accuracy is not set, so an answer counts as right where digits gives more than 0.5"
-    )
+    assert note.startswith("note: task.accuracy is not set, and to ")
     assert [line.split("  ")[0] for line in lines] == ["train 0/1", "train 1/1"] and "accuracy after" in done.stdout
     command += ["--set", "model.path=gone"]
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)

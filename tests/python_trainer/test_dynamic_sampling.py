@@ -5,7 +5,7 @@ import torch
 from rich.console import Console
 
 import python_trainer.prompts
-from python_trainer.algorithms.advantages import has_spread, overlong_penalties
+from python_trainer.algorithms.advantages import overlong_penalties
 from python_trainer.data import Rollout
 from python_trainer.dynamic_sampling import Refill
 from python_trainer.errors import UserError
@@ -48,12 +48,6 @@ def test_dropped_groups_fill_up_what_is_missing_in_the_end():
     refill.add(rollouts)
     assert refill.missing == 2 and len(refill.batch()) == 6
     assert [r.prompt_key - rollouts[0].prompt_key for r in refill.batch()] == [1, 1, 0, 0, 2, 2]
-
-
-def test_spread_is_exact():
-    """0.1 summed three times is not 0.3: a mean with a rounding error is no spread."""
-    values = torch.tensor([0.1, 0.1, 0.1, 0.0, 1.0, 0.0])
-    assert has_spread(values, torch.tensor([0, 0, 0, 1, 1, 1])).tolist() == [False] * 3 + [True] * 3
 
 
 def test_overlong_penalties_known_values():

@@ -17,12 +17,12 @@ from python_trainer.run import make_learner
 CPU = torch.device("cpu")
 FORMS = {
     "grpo": {"loss_type": "grpo", "beta": 0.2},
-    "dapo": {"loss_type": "dapo", "importance_sampling": "truncate"},
+    "dapo": {"loss_type": "dapo", "importance_sampling": "token_truncate"},
     "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none", "entropy_coef": 0.1},
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.01},
     "rloo": {"loss_type": "seq-mean-token-sum", "advantage": "rloo", "beta": 0.3, "use_kl_in_reward": True},
     "ppo": {"advantage": "gae", "gamma": 0.9, "lam": 0.8, "beta": 0.1, "use_kl_in_reward": True},
-    "reinforce++": {"advantage": "reinforce++", "gamma": 0.9, "importance_sampling": "mask"},
+    "reinforce++": {"advantage": "reinforce++", "gamma": 0.9, "importance_sampling": "token_mask"},
 }
 
 

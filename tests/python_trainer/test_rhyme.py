@@ -51,6 +51,7 @@ def first_run(tiny_policy, jsonl_files, tmp_path_factory):
     """Folder of a run of 9 steps, every prompt three times, that wrote into history.db beside it."""
     folder = tmp_path_factory.mktemp("history")
     values = dict(run_settings(tiny_policy, jsonl_files), max_steps=9)
+    values["task"] = values["task"] | {"accuracy": "digits"}
     rhyme = {"database": str(folder / "history.db"), "history_ratio": 0, "rescue": False}
     values["accelerators"] = {"enabled": ["rhyme"], "rhyme": rhyme}
     train(check_config(values, source="test"), folder / "run")
@@ -329,7 +330,7 @@ def test_stored_answers_are_worth_what_fresh_ones_are(filled, rhyme_config, tmp_
     trainer.run()
     assert stored and [r.reward for r in stored] == pytest.approx([worth(r) for r in stored])
     bank = [sample for sample in trainer.accelerators[0].bank if sample.run_id == 1]
-    assert bank and [s.reward for s in bank] == pytest.approx([worth(s) for s in bank])
+    assert bank and [s.reward for s in bank] == pytest.approx([worth(s) for s in bank], rel=1e-5)
     dropped = len({(s.step, s.text, s.prompt_key) for s in before}) - len(bank)
     assert (dropped > 0) == (other == "function") and all(worth(s) > 0 for s in bank)
 

@@ -23,11 +23,12 @@ FORMS = {
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.01, "num_iterations": 2},
     "entropy": {"loss_type": "grpo", "entropy_coef": 0.1},
     "clipped": {"epsilon": 0.05, "delta": 1.3, "num_iterations": 2},
-    "truncated weights": {"importance_sampling": "truncate", "importance_sampling_cap": 1.1},
-    "masked weights": {"importance_sampling": "mask", "importance_sampling_cap": 3.0, "num_iterations": 2},
+    "truncated weights": {"importance_sampling": "token_truncate", "importance_sampling_cap": 1.1},
+    "weights of sequences": {"importance_sampling": "sequence_truncate", "importance_sampling_cap": 1.1},
+    "masked weights": {"importance_sampling": "token_mask", "importance_sampling_cap": 3.0, "num_iterations": 2},
     "everything": {
         "loss_type": "grpo", "beta": 0.3, "epsilon": 0.05, "entropy_coef": 0.1, "num_iterations": 2,
-        "mask_truncated_completions": True, "importance_sampling": "truncate", "scale_rewards": "batch",
+        "mask_truncated_completions": True, "importance_sampling": "token_truncate", "scale_rewards": "batch",
     },
 }  # fmt: skip
 CASES = [
@@ -114,10 +115,10 @@ def plain(policy, rollouts, batch, config):
     old = logprobs.detach() if batch.old is None else columns["old"]
     sampled = mask & ~columns["sampler"].isnan()
     weights = None
-    if config.importance_sampling != "none":
-        weights = importance_weights(
-            old, columns["sampler"], sampled, mode=config.importance_sampling, cap=config.importance_sampling_cap
-        )
+    level, _, mode = config.importance_sampling.partition("_")
+    if mode:
+        cap = config.importance_sampling_cap
+        weights = importance_weights(old, columns["sampler"], sampled, mode=mode, cap=cap, level=level)
     out = policy_loss(
         logprobs, old, batch.advantages.padded(), mask, epsilon=config.epsilon, epsilon_high=config.epsilon_high,
         delta=config.delta, weights=weights, level=config.importance_sampling_level,

@@ -136,7 +136,7 @@ def test_no_reference_model_without_beta(make_config, tmp_path):
     assert Trainer(make_config(), tmp_path, console=QUIET).learner.reference is None
 
 
-@pytest.mark.parametrize("mode", ["truncate", "mask"])
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
 def test_temperature_is_the_same_in_sampling_and_scoring(make_config, tmp_path, mode):
     config = make_config(max_steps=1, rollout={"temperature": 0.6}, algorithm={"importance_sampling": mode})
     train(config, tmp_path / "run")

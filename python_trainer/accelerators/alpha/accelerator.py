@@ -23,7 +23,7 @@ import torch
 
 from python_trainer.accelerators.alpha.settings import AlphaSettings
 from python_trainer.accelerators.base import Accelerator, StepContext
-from python_trainer.data import Group, Rollout
+from python_trainer.data import Group, Rollout, merits
 from python_trainer.errors import UserError
 from rlkernels import RankOneTrajectory
 from rlkernels.extrapolation import Attempt, Gate
@@ -39,7 +39,7 @@ class Alpha(Accelerator):
         super().__init__(settings)
         self.trajectory: RankOneTrajectory | None = None
         self.anchor = 0  # the step whose weights are the base of the trajectory
-        self.answered: list[list[float]] = []  # [step, right answers, answers] of every step since the anchor
+        self.answered: list[list[float]] = []  # [step, sum of merits, answers] of every step since the anchor
         self.next_attempt = settings.first_step
         self.gate = Gate(settings.gate_level)
         self.events: list[dict[str, Any]] = []  # one for every attempt
@@ -55,7 +55,7 @@ class Alpha(Accelerator):
     def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
         if not self.answered or self.answered[-1][0] != context.step:
             self.answered.append([context.step, 0, 0])
-        fresh = [rollout.accuracy for rollout in rollouts if rollout.importance_cap is None]  # not stored right ones
+        fresh = merits(rollout for rollout in rollouts if rollout.importance_cap is None)  # not stored right ones
         self.answered[-1][1] += sum(fresh)
         self.answered[-1][2] += len(fresh)  # dynamic sampling comes in several rounds
         return rollouts

@@ -58,7 +58,8 @@ class AlphaSettings(AcceleratorSettings):
     min_cosine: float = Field(0.7, ge=0, le=1)
     """Refuse modules whose direction has turned further since half of the tracked steps."""
     min_rise: float = 0.02
-    """Refuse when the training accuracy rose less from the first third of the tracked steps to the last."""
+    """Refuse when the training accuracy (the reward, where nothing is right or wrong) rose less from the first third of
+    the tracked steps to the last."""
     min_skill: float = 0.0
     """Refuse when the back-test on the last third of the tracked steps does no better than this."""
 

@@ -33,7 +33,7 @@ from python_trainer.accelerators.rhyme.records import (
 )
 from python_trainer.accelerators.rhyme.settings import RhymeSettings
 from python_trainer.accelerators.rhyme.sketch import sketch_of
-from python_trainer.data import Group, Rollout, by_group
+from python_trainer.data import Group, Rollout, by_group, good_ones
 from python_trainer.keyed import keyed_seed
 from python_trainer.model.tokenizer import tokenizer_fingerprint
 
@@ -166,7 +166,7 @@ class Rhyme(Accelerator):
             mixed += [*fresh, *(self._as_rollout(candidate) for candidate in chosen.get(number, ()))]
         with timed(context, "database"):
             self._remember(context, list(groups.values()))
-        failed = {number for number, fresh in groups.items() if all(r.accuracy <= 0.5 for r in fresh)}
+        failed = {number for number, fresh in groups.items() if not good_ones(fresh)}
         context.telemetry |= {
             "rhyme/stored_answers": context.telemetry.get("rhyme/stored_answers", 0.0) + len(mixed) - len(rollouts),
             "rhyme/stored_share": 1 - len(rollouts) / len(mixed),
@@ -194,7 +194,7 @@ class Rhyme(Accelerator):
         near = [i for i in range(len(candidates)) if weights[i] >= settings.min_weight]
         for i in sorted(near, key=lambda i: -float(ranking[i])):
             candidate = candidates[i]
-            failed = settings.rescue and all(r.accuracy <= 0.5 for r in candidate.fresh)
+            failed = settings.rescue and not good_ones(candidate.fresh)
             taken = chosen.setdefault(candidate.group, [])
             if len(taken) < max(candidate.place.reserved, int(failed)):
                 taken.append(candidate)
@@ -226,6 +226,7 @@ class Rhyme(Accelerator):
             text=sample.text,
             reward=sample.reward,
             accuracy=1.0,
+            merit=None if asked.merit is None else sample.reward,
             policy_version=sample.policy_version,
             importance_cap=self.settings.importance_cap,
         )
@@ -255,10 +256,10 @@ class Rhyme(Accelerator):
             self.database.add_step(self.run_id or 0, record, self.kept)
 
     def _right_answers(self, context: StepContext, groups: list[list[Rollout]]) -> list[StoredAnswer]:
-        """Of each group a few different right ones, by raw accuracy; best reward first, then at random."""
+        """Of each group a few different good ones, see :func:`good_ones`; best reward first, then at random."""
         kept = []
         for number, fresh in enumerate(groups):
-            right = {r.text: r for r in fresh if r.accuracy > 0.5 and r.response_ids}
+            right = {r.text: r for r in good_ones(fresh) if r.response_ids}
             draw = {text: keyed_seed(context.seed, "rhyme store", number, text) for text in right}
             order = sorted(right, key=lambda text: (-right[text].reward, draw[text]))
             for rollout in (right[text] for text in order[:STORED_OF_GROUP]):

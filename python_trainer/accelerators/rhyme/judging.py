@@ -9,6 +9,8 @@ from python_trainer.accelerators.rhyme.records import StoredAnswer, prompt_key
 def judged(samples: Sequence[StoredAnswer], context: StepContext) -> list[StoredAnswer]:
     """Those that this run calls right, in their order; their rewards become what fresh answers would get.
 
+    Where nothing is right or wrong all stay: each was better than the mean of its group when it was given.
+
     Runs of other reward functions, weights or penalties, and an earlier part of a resumed run, have rewards of their
     own scale, which say nothing next to those of fresh answers. Answers that this run could not give are left out: to
     prompts that it does not have, and longer ones than it allows. Reward functions are called with as many answers as
@@ -23,6 +25,6 @@ def judged(samples: Sequence[StoredAnswer], context: StepContext) -> list[Stored
         scores = context.judge([examples[sample.prompt_key] for sample in part], [s.text for s in part], ids)
         for sample, reward, accuracy in zip(part, scores.total, scores.accuracy):
             sample.reward = reward
-            if accuracy > 0.5:
+            if scores.merit is not None or accuracy > 0.5:
                 right.append(sample)
     return right

@@ -22,7 +22,7 @@ from rich.progress import Progress
 from python_trainer.accelerators.base import Accelerator, RunContext, StepContext
 from python_trainer.accelerators.rpo.answers import load_answers, pack_answers, save_answers, unpack_answers
 from python_trainer.accelerators.rpo.settings import RPOSettings
-from python_trainer.data import Group, Rollout, by_group
+from python_trainer.data import Group, Rollout, by_group, good_ones, merits
 from python_trainer.keyed import keyed_choice, keyed_seed, keyed_unit
 
 FILL_BATCH = 256  # answers generated at a time
@@ -39,6 +39,10 @@ def length_reward(rewards: list[float], lengths: list[int], *, alpha: float, lif
     if lift_wrong:
         return [min(max(reward * factor, 0.5), 1.0) for reward, factor in zip(rewards, factors)]
     return [reward * max(factor, 0.5) for reward, factor in zip(rewards, factors)]
+
+
+def complete(rollout: Rollout) -> bool:
+    return rollout.finish_reason != "length" and bool(rollout.response_ids)
 
 
 class RPO(Accelerator):
@@ -83,16 +87,13 @@ class RPO(Accelerator):
                 for first in range(0, len(keys), FILL_BATCH):
                     batch = keys[first : first + FILL_BATCH]
                     for rollout in run.answer(batch, attempt):
-                        if self.worth_keeping(rollout):
+                        right = rollout.accuracy > 0.5 or rollout.merit is not None  # which no group can be the mean of
+                        if complete(rollout) and (right or self.settings.keep == "any"):
                             self.answers[rollout.prompt_key] = list(rollout.response_ids)
                     progress.advance(bar, len(batch))
         seconds = time.perf_counter() - start
         found = f"rpo: first answers to {len(self.answers)} of {total} prompts remembered, {seconds:.1f} s"
         run.console.print(found, highlight=False)
-
-    def worth_keeping(self, rollout: Rollout) -> bool:
-        complete = rollout.finish_reason != "length" and bool(rollout.response_ids)
-        return complete and (self.settings.keep == "any" or rollout.accuracy > 0)
 
     def longest_cut(self, prompt_key: int, step: int) -> int:
         """Most tokens that may be taken off the remembered answer of a prompt, at least 1."""
@@ -139,7 +140,7 @@ class RPO(Accelerator):
             prefix, answer = group[0].prefix_len, self.answers.get(group[0].prompt_key)
             cut_share = 1 - prefix / len(answer) if prefix and answer else 1.0
             upper = 100 // CUT_BINS * max(math.ceil(cut_share * CUT_BINS), 1)  # of its bin, in %
-            informative = len({rollout.accuracy for rollout in group}) > 1
+            informative = len(set(merits(group))) > 1
             fresh = [rollout for rollout in group if rollout.importance_cap is None]  # others come from a store
             self.counts.update(
                 {
@@ -155,7 +156,7 @@ class RPO(Accelerator):
             )
 
     def metrics(self) -> dict[str, float]:
-        """Of one step, over all rounds of dynamic sampling. A group is informative if its raw accuracies differ."""
+        """Of one step, over all rounds of dynamic sampling. A group is informative if its merits differ."""
         counts, size = self.counts, max(self.counts["groups"], 1)
         return {f"rpo/{name}": float(count) for name, count in counts.items() if "_cut_" in name} | {
             "rpo/given_tokens": float(counts["given"]),
@@ -168,7 +169,8 @@ class RPO(Accelerator):
 
     def remember(self, seed: int, group: list[Rollout]) -> None:
         """Epsilon-greedy: the best answer with probability epsilon, otherwise one of the others."""
-        key, options = group[0].prompt_key, [rollout for rollout in group if self.worth_keeping(rollout)]
+        key, worth = group[0].prompt_key, group if self.settings.keep == "any" else good_ones(group)
+        options = [rollout for rollout in worth if complete(rollout)]
         if not options:
             return
         best = max(rollout.reward for rollout in options)

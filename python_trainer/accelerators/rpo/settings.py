@@ -39,7 +39,8 @@ class RPOSettings(AcceleratorSettings):
     """Before the first step, tries of the first policy at every prompt until there is an answer to `keep` (the paper);
     0: none, the first visit to a prompt is answered from its start."""
     keep: Literal["right", "any"] = "right"
-    """Remember right answers only (a prompt without one is answered from its start), or any (the paper)."""
+    """Remember right answers only (a prompt without one is answered from its start), or any (the paper). Where nothing
+    is right or wrong: those of more than the mean reward of their group."""
     epsilon: float = Field(0.5, ge=0, le=1)
     """Probability that the best answer of a group is remembered; otherwise it is another one of those to `keep`."""
     length_reward: Literal["none", "correct", "paper"] = "none"

@@ -1,0 +1,190 @@
+"""Training from Python: objects in the place of names, callbacks."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import digits
+from rich.console import Console
+
+from python_trainer import Callback, Example, Task, TaskSettings, Trainer, load_config
+from python_trainer.accelerators.base import Accelerator
+from python_trainer.accelerators.settings import AcceleratorSettings
+from python_trainer.callbacks import CALLBACKS
+from python_trainer.checkpoint import list_checkpoints
+from python_trainer.config import dump_config
+from python_trainer.errors import UserError
+from python_trainer.run_directory import read_metrics
+
+ROOT = Path(__file__).parents[2]
+QUIET = Console(quiet=True)
+
+
+class Log(Callback):
+    def __init__(self):
+        self.calls = []
+
+    def on_rollouts(self, trainer, step, rollouts):
+        self.calls.append(("rollouts", step, len(rollouts)))
+
+    def on_step(self, trainer, step, metrics):
+        self.calls.append(("step", step, metrics["reward"]))
+
+    def on_evaluate(self, trainer, step, metrics):
+        self.calls.append(("evaluate", step, metrics["eval/accuracy"]))
+
+    def on_save(self, trainer, step, checkpoint):
+        self.calls.append(("save", step, checkpoint.is_dir()))
+
+    def on_end(self, trainer, summary):
+        self.calls.append(("end", summary["steps"]))
+
+
+def test_callbacks_are_called_in_order(make_config, tmp_path):
+    log = Log()
+    config = make_config(max_steps=2, evaluation={"eval_steps": 1})
+    Trainer(config, str(tmp_path / "run"), console=QUIET, callbacks=[log, Log]).run()
+    names = ["evaluate", "rollouts", "evaluate", "step", "rollouts", "evaluate", "step", "save", "end"]
+    assert [call[0] for call in log.calls] == names
+    rows = read_metrics(tmp_path / "run")
+    assert log.calls[0] == ("evaluate", 0, rows[0]["eval/accuracy"]) and log.calls[-2:] == [
+        ("save", 2, True),
+        ("end", 2),
+    ]
+    assert [call[1:] for call in log.calls if call[0] == "step"] == [(row["step"], row["reward"]) for row in rows[1:]]
+    assert all(call[2] == 16 for call in log.calls if call[0] == "rollouts")
+
+
+class Fails(Callback):
+    def on_step(self, trainer, step, metrics):
+        if step == 3:
+            raise ZeroDivisionError("no luck")
+
+
+def test_an_error_in_a_callback_names_it_and_what_is_finished_is_saved(make_config, tmp_path):
+    config = make_config(callbacks=["test_python_api:Fails"])
+    with pytest.raises(UserError, match="callback Fails.on_step raised ZeroDivisionError: no luck"):
+        Trainer(config, tmp_path / "run", console=QUIET).run()
+    assert [path.name for path in list_checkpoints(tmp_path / "run" / "checkpoints")] == ["step-000002", "step-000003"]
+
+
+def test_what_is_no_callback_is_refused(make_config):
+    with pytest.raises(
+        UserError, match="callbacks: must hold names out of wandb, trackio or \"module:Class\", got 'mlflow'"
+    ):
+        make_config(callbacks=["mlflow"])
+    with pytest.raises(UserError, match="callback wandb needs its package: pip install wandb"):
+        CALLBACKS.resolve("wandb")()
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_trackers_get_every_row(make_config, tmp_path, monkeypatch, name):
+    calls = []
+    fake = SimpleNamespace(
+        init=lambda **options: calls.append(("init", options)) or object(),
+        log=lambda row, step: calls.append(("log", step, row)),
+        finish=lambda: calls.append(("finish",)),
+    )
+    monkeypatch.setitem(sys.modules, name, fake)
+    config = make_config(max_steps=1, callbacks=[name])
+    Trainer(config, tmp_path / "run", console=QUIET).run()
+    assert [call[0] for call in calls] == ["init", "log", "log", "finish"] and calls[0][1]["name"] == "run"
+    row = read_metrics(tmp_path / "run")[1]
+    assert calls[2][1] == 1 and calls[2][2]["reward"] == row["reward"] and "eval/accuracy" in calls[2][2]
+
+
+def doubled(prompts, completions, completion_ids, **columns):
+    return [2 * value for value in digits(prompts, completions, completion_ids)]
+
+
+def halved(mask, *, num_tokens, **_):
+    return mask.float() / (2 * num_tokens)
+
+
+class Plain(Accelerator):
+    def collect(self, context, rollouts):
+        context.telemetry["plain/seen"] = float(len(rollouts)) * self.settings.factor
+        return rollouts
+
+
+class PlainSettings(AcceleratorSettings):
+    """Counts."""
+
+    name = "plain"
+    accelerator = Plain
+    factor: int = 1
+
+
+def test_objects_do_what_their_names_do(settings, tmp_path):
+    """Objects that have no importable name too: a lambda, classes made in here."""
+
+    class Local(AcceleratorSettings):
+        """Counts as well."""
+
+        name = "local"
+        accelerator = Plain
+        factor: int = 3
+
+    named = settings | {"max_steps": 1, "algorithm": {"loss_type": "test_python_api:halved"}}
+    named["task"] = settings["task"] | {"reward": "test_python_api:doubled"}
+    named["accelerators"] = {"enabled": ["test_python_api:PlainSettings"], "plain": {"factor": 2}}
+    given = named | {"algorithm": {"loss_type": lambda mask, *, num_tokens, **_: mask.float() / (2 * num_tokens)}}
+    given["task"] = settings["task"] | {"reward": [doubled]}
+    given["accelerators"] = {"enabled": [PlainSettings, Local], "plain": {"factor": 2}}
+    weights = []
+    for name, values in (("named", named), ("given", given)):
+        trainer = Trainer(load_config(values), tmp_path / name, console=QUIET)
+        trainer.run()
+        weights.append([p.detach().clone() for p in trainer.policy.model.parameters()])
+        assert read_metrics(tmp_path / name)[1]["plain/seen"] == (32 if name == "named" else 48)
+    assert all(torch.equal(a, b) for a, b in zip(*weights))
+    assert "reward:\n  - test_python_api:doubled" in dump_config(load_config(given))
+    assert load_config(dict(given)).accelerators.local.factor == 3
+
+
+def test_a_task_made_in_python_trains_and_resumes(settings, tmp_path):
+    prompts = [Example(text) for text in ("AB", "C", "HA", "GGG")]
+    values = settings | {"task": Task("mine", prompts, prompts[:2], {"digits": digits}, accuracy="digits")}
+    config = load_config(values, ["max_steps=1"])
+    assert config.task.name == "object:mine"
+    Trainer(config, tmp_path / "run", console=QUIET).run()
+    again = Trainer(load_config(values, ["max_steps=2"]), tmp_path / "run", resume=True, console=QUIET)
+    again.run()
+    assert again.state.step == 2 and again.task.train is prompts
+
+
+class MineSettings(TaskSettings):
+    """A task."""
+
+    name: str = "test_python_api:MineSettings"
+    size: int = 3
+
+    def load(self):
+        prompts = [Example("A" * (i + 1)) for i in range(self.size)]
+        return Task("mine", prompts, prompts, {"digits": digits}, accuracy="digits")
+
+
+def test_a_class_of_settings_names_a_task(settings):
+    config = load_config(settings | {"task": {"name": MineSettings, "size": 5}})
+    assert config.task.name == "test_python_api:MineSettings" and len(config.task.load().train) == 5
+    assert load_config(settings | {"task": MineSettings(size=4)}).task.size == 4
+
+
+def test_the_package_is_light_and_names_what_it_lacks():
+    code = "import sys, python_trainer; assert not {'torch', 'pydantic', 'transformers'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    with pytest.raises(ImportError, match="cannot import name 'Trainr'"):
+        from python_trainer import Trainr  # noqa: F401
+
+
+def test_the_example_trains(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "python_api.py"), str(tmp_path / "run")],
+        cwd=ROOT, env={"PYTHONPATH": str(ROOT), "PATH": ""}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("step 0: accuracy ") and lines[-1].startswith("accuracy ") and len(lines) == 7

@@ -1,0 +1,158 @@
+"""Rewards without right and wrong: filters go by their spread. A reward model is one."""
+
+import pytest
+import torch
+from rich.console import Console
+from tiny import save_tiny_policy
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from python_trainer.data import Rollout, good_ones, merits
+from python_trainer.dynamic_sampling import Refill
+from python_trainer.errors import UserError
+from python_trainer.run import Trainer
+from python_trainer.run_directory import read_metrics
+from python_trainer.tasks import reward_model
+from python_trainer.tasks.rewards import REWARDS
+from rlkernels.extrapolation.gate import count_changes
+
+QUIET = Console(quiet=True)
+
+
+def brief(prompts, completions, completion_ids, **columns):
+    """The shorter the better, and never above 0.5: by accuracy all answers would be wrong."""
+    return [-len(ids) / 12 for ids in completion_ids]
+
+
+def group(*rewards, judged=False):
+    """Answers of these raw rewards, shaped ones mislead; where they are judged, of these accuracies."""
+    return [
+        Rollout([1], [2], reward=-i, accuracy=float(value > 0.5), merit=None if judged else value)
+        for i, value in enumerate(rewards)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answers", "good"),
+    [
+        (group(1, 0, 1, judged=True), [1.0, 1.0]),
+        (group(1, 1, judged=True), [1.0, 1.0]),
+        (group(0, 0, judged=True), []),
+        (group(-3.0, -1.0, -2.5), [-1.0]),
+        (group(0.1, 0.1, 0.1), []),  # a third of whose sum is not 0.1
+        (group(5.0, 7.0, 6.5), [7.0, 6.5]),
+    ],
+)
+def test_good_answers_are_right_or_better_than_the_mean(answers, good):
+    assert merits(good_ones(answers)) == good
+
+
+def test_dynamic_sampling_goes_by_the_spread_of_raw_rewards():
+    refill = Refill(2)
+    rollouts = group(-0.5, -0.5) + group(-0.5, -0.25)
+    for i, rollout in enumerate(rollouts):
+        rollout.group = i // 2
+    refill.add(rollouts)
+    assert [merits(members) for members in refill.kept] == [[-0.5, -0.25]] and len(refill.dropped) == 1
+
+
+def test_the_gate_counts_prompts_that_score_higher():
+    assert count_changes([-0.2, 0.7, 0.9, 3.0], [-0.4, 0.8, 0.9, 2.0]) == (2, 1)
+
+
+@pytest.fixture
+def length_config(make_config, jsonl_files):
+    def make(**changes):
+        task = {"reward": "test_real_rewards:brief", "gate_path": str(jsonl_files[1])}
+        return make_config(task=task, **changes)
+
+    return make
+
+
+def test_dynamic_sampling_fills_steps_with_lengths_that_differ(length_config, tmp_path):
+    rollout = {"num_generations": 2, "dynamic_sampling": True, "max_sampling_rounds": 30}
+    Trainer(length_config(max_steps=2, rollout=rollout), tmp_path / "run", console=QUIET).run()
+    for row in read_metrics(tmp_path / "run")[1:]:
+        assert row["frac_reward_zero_std"] == 0 and row["accuracy"] == 0 and row["grad_norm"] > 0
+
+
+ALPHA = {"track_steps": 1, "first_step": 4, "gate_prompts": 6, "min_rise": -9, "min_skill": -1e9, "min_cosine": 0}
+
+
+def test_every_accelerator_has_something_to_do(length_config, tmp_path):
+    """By accuracy rpo would remember nothing, rhyme store nothing, and alpha find all candidates equal."""
+    enabled = {"enabled": ["rhyme", "rpo", "drafts", "alpha"], "alpha": ALPHA}
+    trainer = Trainer(length_config(max_steps=8, accelerators=enabled), tmp_path / "run", console=QUIET)
+    update, seen = trainer.learner.update, []
+    trainer.learner.update = lambda rollouts, number: seen.extend(rollouts) or update(rollouts, number)
+    trainer.run()
+    rows = read_metrics(tmp_path / "run")[1:]
+    assert rows[-1]["rpo/remembered"] > 0 and max(row["rpo/informative"] for row in rows) > 0
+    assert sum(row["rpo/given_tokens"] for row in rows) > 0
+    stored = [rollout for rollout in seen if rollout.importance_cap is not None]
+    assert stored and all(rollout.merit == rollout.reward for rollout in stored)
+    assert all(0 <= row["rhyme/failed_groups"] < 1 for row in rows)
+    attempts = [event for event in trainer.accelerators[-1].events if "tries" in event]
+    assert attempts and all(one["before"] < 0 for event in attempts for one in event["tries"])  # rewards, not accuracy
+    assert trainer.accelerators[-1].answered[-1][1] < 0
+
+
+def test_what_was_found_of_the_task_outlasts_an_interruption(length_config, tmp_path):
+    config = length_config(max_steps=2, save={"save_steps": 1})
+    Trainer(config.model_copy(update={"max_steps": 1}), tmp_path / "run", console=QUIET).run()
+    assert not Trainer(config, tmp_path / "run", resume=True, console=QUIET).state.judged
+    assert Trainer(config, tmp_path / "other", console=QUIET).state.judged
+
+
+@pytest.fixture(scope="session")
+def judge(tiny_policy, tmp_path_factory):
+    """A reward model, as its folder, with a chat template."""
+    folder = tmp_path_factory.mktemp("judge") / "verdicts"
+    save_classifier(tiny_policy, folder)
+    return folder
+
+
+def save_classifier(policy, folder, labels=1):
+    torch.manual_seed(1)
+    model = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=labels)
+    torch.nn.init.normal_(model.score.weight)
+    model.save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'][0].upper() }}{{ m['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+
+
+def scored_alone(judge, text):
+    model = AutoModelForSequenceClassification.from_pretrained(judge, num_labels=1)
+    ids = AutoTokenizer.from_pretrained(judge)(text, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        return float(model(ids).logits)
+
+
+def test_a_reward_model_judges_prompt_and_answer(judge, monkeypatch):
+    monkeypatch.setattr(reward_model, "BATCH_TOKENS", 12)  # several passes
+    model = REWARDS.resolve(f"reward_model:{judge}")
+    texts = [("AB", "C"), ("H", "0123456789"), ("AAAA", "BB"), ("C", ""), ("C", "D")]
+    got = model([prompt for prompt, _ in texts], [said for _, said in texts], completion_ids=None, other=None)
+    assert got == pytest.approx([scored_alone(judge, prompt + said) for prompt, said in texts], rel=1e-4)
+    assert len(set(got)) == 5
+    chat = model([[{"role": "user", "content": "AB"}]], [[{"role": "assistant", "content": "C"}]])
+    assert chat == pytest.approx([scored_alone(judge, "UABAC")], rel=1e-4)
+
+
+def test_training_by_a_reward_model(make_config, judge, tmp_path):
+    trainer = Trainer(make_config(task={"reward": f"reward_model:{judge}"}), tmp_path / "run", console=QUIET)
+    trainer.run()
+    row = read_metrics(tmp_path / "run")[1]
+    assert row["rewards/verdicts/mean"] == row["reward"] and row["grad_norm"] > 0 and not trainer.state.judged
+
+
+def test_what_is_no_reward_model_is_named(make_config, tiny_policy, tmp_path):
+    save_classifier(tiny_policy, tmp_path / "two", labels=2)
+    save_tiny_policy(tmp_path / "policy")
+    for path, words in (
+        (tmp_path / "none", "none holds no sequence-classification model"),
+        (tmp_path / "two", "has 1 label, .*two has 2"),
+        (tmp_path / "policy", "policy is no reward model: it lacks the weights score.weight"),
+    ):
+        with pytest.raises(UserError, match=words):
+            Trainer(make_config(task={"reward": f"reward_model:{path}"}), tmp_path / "run", console=QUIET)
