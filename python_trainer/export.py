@@ -53,7 +53,8 @@ def export(run: Path, *, checkpoint: str | None = None, output: Path | None = No
     found = choose(run, checkpoint)
     weights = load_whole(found)["model"]
     low = any(value.dtype == torch.bfloat16 for value in weights.values())
-    policy = load_policy(config.model_copy(update={"device": "cpu", "dtype": "bfloat16" if low else "float32"}))
+    here = {"device": "cpu", "dtype": "bfloat16" if low else "float32", "gradient_checkpointing": False}
+    policy = load_policy(config.model_copy(update=here))
     try:
         load_weights(policy.model, weights, partly=policy.adapted)
     except RuntimeError as error:
@@ -109,9 +110,15 @@ def save_adapter(policy: Policy, settings: ModelConfig, folder: Path) -> None:
     ends = {name.rpartition(".")[2] for name in modules}
     linear = [name for name, module in policy.whole.named_modules() if isinstance(module, torch.nn.Linear)]
     alone = all(name in modules for name in linear if name.rpartition(".")[2] in ends)
-    options: dict[str, Any] = {"r": settings.lora.r, "lora_alpha": settings.lora.alpha, "task_type": "CAUSAL_LM"}
-    base = {"base_model_name_or_path": settings.path, "inference_mode": True}
-    LoraConfig(**options, **base, target_modules=sorted(ends) if alone else modules).save_pretrained(str(folder))
+    options: dict[str, Any] = {
+        "r": settings.lora.r,
+        "lora_alpha": settings.lora.alpha,
+        "target_modules": sorted(ends) if alone else modules,
+        "base_model_name_or_path": settings.path,
+        "task_type": "CAUSAL_LM",
+        "inference_mode": True,
+    }
+    LoraConfig(**options).save_pretrained(str(folder))
     policy.tokenizer.save_pretrained(folder)
     weights = {
         f"base_model.model.{name.replace('.default.', '.')}": value.detach().contiguous()

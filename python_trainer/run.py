@@ -312,6 +312,8 @@ class Trainer(SavingLoop):
         """Says once that accuracy has fallen to less than half, by more than three standard errors."""
         before = self.state.evaluations[0][1] if self.state.evaluations else 0.0
         mean = (before + accuracy) / 2
+        if not self.state.judged:
+            return
         if self._collapse_noted or accuracy >= before / 2 or (before - accuracy) ** 2 <= 18 * mean * (1 - mean) / count:
             return
         self._collapse_noted = True

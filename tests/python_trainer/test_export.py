@@ -107,7 +107,9 @@ def test_an_adapter_is_that_of_the_merged_model_and_can_be_trained_from(make_con
     base = AutoModelForCausalLM.from_pretrained(tiny_policy)
     assert (logits(merged) - logits(base)).abs().max() > 1e-2
     wanted = json.loads((adapter / "adapter_config.json").read_text())
-    assert wanted["target_modules"] == ["down_proj", "q_proj"] and wanted["base_model_name_or_path"] == str(tiny_policy)
+    assert sorted(wanted["target_modules"]) == ["down_proj", "q_proj"] and wanted["base_model_name_or_path"] == str(
+        tiny_policy
+    )
     assert "library_name: peft" in (adapter / "README.md").read_text()
     policy = load_policy(ModelConfig(path=str(adapter), device="cpu"))
     torch.testing.assert_close(logits(policy.model), logits(merged), rtol=1e-4, atol=1e-4)
