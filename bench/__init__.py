@@ -1,5 +1,6 @@
 """Benchmarks: ``python -m bench``. See bench/README.md for how to write one."""
 
+import rlkernels._waiting  # noqa: F401 before torch
 from bench._case import Case, Missing, Row, optional
 from bench._limits import copy_bandwidth, fma_rate, matmul_rate, read_bandwidth
 

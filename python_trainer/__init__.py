@@ -5,6 +5,8 @@ Nothing heavy is imported before one of the names here is used.
 
 from typing import TYPE_CHECKING, Any
 
+import rlkernels._waiting  # noqa: F401 before torch
+
 if TYPE_CHECKING:
     from python_trainer.accelerators.base import Accelerator
     from python_trainer.accelerators.settings import AcceleratorSettings

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from python_trainer.errors import Interrupted, NotFinite, UserError, hide_passwords
+from python_trainer.files import check_output_dir
 from python_trainer.registry import load
 
 if TYPE_CHECKING:
@@ -193,14 +194,24 @@ def run_compare(args: argparse.Namespace) -> None:
     from python_trainer.config import load_config
 
     config = load_config(args.config, args.overrides)
+    check_files(config)
+    check_output_dir(args.output_dir)
+    tell_of_load()
     compare(config, args.output_dir, variants=args.variants.split(","), seeds=args.seeds)
 
 
 def run_train(args: argparse.Namespace) -> None:
     from python_trainer.config import load_config
 
-    config = load_config(args.config, args.overrides)  # before torch, which takes seconds
-    from python_trainer.distributed import start
+    config = load_config(args.config, args.overrides)
+    check_files(config)
+    check_output_dir(args.output_dir)
+    if not args.resume:
+        from python_trainer.run_directory import check_new
+
+        check_new(args.output_dir)
+    tell_of_load()
+    from python_trainer.distributed import start  # torch, which takes seconds: all mistakes above come before it
     from python_trainer.report.write import report
     from python_trainer.run import Trainer
 
@@ -210,6 +221,25 @@ def run_train(args: argparse.Namespace) -> None:
         Trainer(config, args.output_dir, resume=args.resume, ranks=ranks).run()
     if ranks.rank == 0:
         report([args.output_dir])
+
+
+def check_files(config: "Config") -> None:
+    """Raises UserError for a file or folder in the settings that is not there."""
+    from python_trainer.model.shipped import policy_folder
+
+    policy_folder(config.model.path)
+    for name, value in config.task:
+        if isinstance(value, Path) and not value.exists():
+            raise UserError(f"task.{name}: there is no file {value}")
+
+
+def tell_of_load() -> None:
+    """Says so where other programs have more to do than there are cores."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1  # both of the whole machine, within a container too
+    if load > cores:
+        tell(
+            f"note: the load is {load:.1f} on {cores} cores: other programs are at work, and training is slower by that"
+        )
 
 
 def tell_of_resuming(folder: Path, config: "Config") -> None:

@@ -12,7 +12,6 @@ from python_trainer.config import Config, changed_settings, check_config, dump_c
 from python_trainer.errors import UserError
 from python_trainer.report.runs import BASELINE
 from python_trainer.report.write import report
-from python_trainer.run import Trainer
 from python_trainer.run_directory import load_evaluations
 
 
@@ -83,6 +82,8 @@ def train_once(
     """
     check_same(folder, config)
     if not finished(folder):
+        from python_trainer.run import Trainer  # seconds, which a mistake in the arguments need not cost
+
         others = siblings if config.evaluation.one_answer else ()
         starts = (found["start"].tolist() for found in map(load_evaluations, others) if "start" in found)
         Trainer(config, folder, resume=True, label=label, console=console, timer=timer, start=next(starts, None)).run()

@@ -272,8 +272,8 @@ def describe_settings(section: type[Section] = Config, prefix: str = "") -> Iter
         inner = section_in(field.annotation)
         if inner is not field.annotation:
             default = section.fitting({}).model_fields[name].get_default(call_default_factory=True)
-            shown = yaml.safe_dump(default).split("\n")[0]
-            yield f"{prefix}{name}", type_name(field.annotation, field.metadata), shown, field.description or ""
+            kind = type_name(field.annotation, field.metadata)
+            yield f"{prefix}{name}", kind, as_yaml(default), field.description or ""
         if inner is not None:
             below = f"{prefix}{name}.NAME." if get_origin(field.annotation) is dict else f"{prefix}{name}."
             yield from describe_settings(inner if inner.kinds() else inner.fitting({}), below)
@@ -291,8 +291,15 @@ def describe_kinds(section: type[Section], prefix: str) -> Iterator[tuple[str, s
         yield key, kind_name, default, f"{', '.join(names)}: {text}"
 
 
+def as_yaml(value: Any) -> str:
+    """On one line, as ``--set`` takes it."""
+    if isinstance(value, str) and "\n" in value:
+        return json.dumps(value, ensure_ascii=False)
+    return yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=1 << 16).split("\n")[0]
+
+
 def type_name(kind: Any, metadata: Sequence[Any] = ()) -> str:
-    """``int | null``, ``group | rloo | module:function`` and the like."""
+    """``int | null``, ``list of str``, ``group | rloo | module:function`` and the like."""
     plugin = next((item for item in metadata if isinstance(item, Plugin)), None)
     if plugin is not None:
         several = f"list of {plugin.choices}" if get_origin(kind) is list else plugin.choices
@@ -307,4 +314,8 @@ def type_name(kind: Any, metadata: Sequence[Any] = ()) -> str:
         return " | ".join(map(str, get_args(kind)))
     if get_origin(kind) in (types.UnionType, Union):
         return " | ".join(type_name(part) for part in get_args(kind))
+    if get_origin(kind) is list:
+        return f"list of {type_name(get_args(kind)[0])}"
+    if get_origin(kind) is tuple:
+        return f"[{', '.join(type_name(part) for part in get_args(kind))}]"
     return getattr(kind, "__name__", str(kind))

@@ -51,6 +51,12 @@ def check_unlocked(folder: Path) -> None:
             pass
 
 
+def check_new(folder: Path) -> None:
+    """Raises UserError where a run has made steps in the folder."""
+    if any((folder / "checkpoints").glob("step-*")) or any(row["step"] for row in read_metrics(folder)):
+        raise UserError(f"{folder} already holds a run: add --resume to go on, or choose another --output-dir")
+
+
 def read_lines(path: Path) -> list[str]:
     """Lines that were written to their end; a kill can leave half of one."""
     text = path.read_text(encoding="utf-8")

@@ -13,7 +13,7 @@ from python_trainer.config import Config, dump_config
 from python_trainer.distributed.shard_files import read_shards
 from python_trainer.errors import NotFinite, UserError
 from python_trainer.files import check_output_dir, unusable_output_dir, write_text
-from python_trainer.run_directory import check_unlocked, locked, read_metrics
+from python_trainer.run_directory import check_new, check_unlocked, locked, read_metrics
 from python_trainer.run_state import RunState, best_evaluated
 from python_trainer.trainer import TrainingLoop
 
@@ -48,8 +48,8 @@ class SavingLoop(TrainingLoop):
         """The newest checkpoint that can be used and what it holds, if there is one to go on from."""
         check_output_dir(output_dir)
         check_unlocked(output_dir)
-        if not resume and (list_checkpoints(self.checkpoints) or any(row["step"] for row in read_metrics(output_dir))):
-            raise UserError(f"{output_dir} already holds a run: add --resume to go on, or choose another --output-dir")
+        if not resume:
+            check_new(output_dir)
         self._seen = list_checkpoints(self.checkpoints)
         found = load_newest(self.checkpoints, self._note) if resume else None
         if found and step_of(found[0]) > self.config.max_steps:

@@ -46,3 +46,9 @@ def test_guide(tmp_path, monkeypatch, capsys):
                 assert done.stdout.strip() == printed
     assert commands == 12  # none was overlooked
     del sys.modules["my_rewards"]
+
+
+def test_files_of_users_are_not_linted():
+    """ruff leaves out what git ignores."""
+    text = (ROOT / "docs/guide.md").read_text()
+    assert "`mkdir mine && cd mine`" in text and "/mine/" in (ROOT / ".gitignore").read_text().split("\n")

@@ -20,7 +20,7 @@ from python_trainer.model.fused import FusedDecoder, supports
 from python_trainer.model.lora import adapted_folder, add_adapters, merge_adapter, merged_weights, without_adapters
 from python_trainer.model.packing import Packed
 from python_trainer.model.settings import ModelConfig
-from python_trainer.model.shipped import policy_folder, shipped_policies
+from python_trainer.model.shipped import policy_folder
 from python_trainer.model.tensors import full
 from python_trainer.model.traits import find_traits
 from rlkernels import linear_token_logprobs, token_logprobs
@@ -58,11 +58,6 @@ def load_policy(config: ModelConfig) -> "Policy":
         UserError: there is no such folder, or no model or tokenizer in it, or as of :class:`Policy`.
     """
     folder = policy_folder(config.path)
-    if not folder.is_dir():
-        shipped = ", ".join(shipped_policies())
-        raise UserError(
-            f"model.path: there is no folder {folder}; give a folder in Hugging Face format, or one of {shipped}"
-        )
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     if (folder / "adapter_config.json").is_file():

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from python_trainer.errors import UserError
+
 SHIPPED = Path(__file__).parents[1] / "tasks" / "policies"
 
 
@@ -11,5 +13,16 @@ def shipped_policies() -> list[str]:
 
 
 def policy_folder(path: str) -> Path:
-    """The folder that ``model.path`` means."""
-    return SHIPPED / path if path in shipped_policies() else Path(path)
+    """The folder that ``model.path`` means.
+
+    Raises:
+        UserError: there is no such folder.
+    """
+    shipped = shipped_policies()
+    folder = SHIPPED / path if path in shipped else Path(path)
+    if not folder.is_dir():
+        raise UserError(
+            f"model.path: there is no folder {folder}; give a folder in Hugging Face format, or one of "
+            f"{', '.join(shipped)}"
+        )
+    return folder

@@ -30,6 +30,13 @@ class Rank1Update:
     changed: float  # share of entries of weight that differ from base
     status: str  # one of STATUSES
 
+    def __repr__(self) -> str:
+        """Shape and quality on one line; the vectors are thousands of numbers."""
+        shown = ("sigma", "share", "gap", "residual", "angle_bound", "changed")
+        numbers = ", ".join(f"{name}={getattr(self, name):.4g}" for name in shown)
+        shape = f"[{len(self.u)}, {len(self.v)}]"
+        return f"Rank1Update({shape}, {numbers}, passes={self.passes}, status={self.status!r})"
+
     @property
     def share(self) -> float:
         """Part of the Frobenius norm held by the leading direction, in [0, 1]."""

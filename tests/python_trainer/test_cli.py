@@ -136,6 +136,44 @@ def test_a_backend_that_cannot_be(run, tmp_path, monkeypatch, backend):
     assert not (tmp_path / "run").exists()
 
 
+LIGHT = """
+import sys
+from python_trainer.__main__ import main
+print(main(sys.argv[1:]), [name for name in ("torch", "transformers", "matplotlib") if name in sys.modules])
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "words"),
+    [
+        ("train", ["--set", "optimizer.learning_rat=1"], "optimizer.learning_rat: unknown setting"),
+        ("train", ["--set", "accelerators.enabled=[rhime]"], "'rhime'"),
+        ("train", ["--set", "task.name=arithmetics"], "'arithmetics'"),
+        ("train", ["--set", "model.path=/nowhere/model"], "/nowhere/model"),
+        ("train", ["--set", "task.train_path=/nowhere.jsonl"], "task.train_path: there is no file /nowhere.jsonl"),
+        ("train", ["--output-dir", "full"], "already holds a run"),
+        ("train", ["--output-dir", "settings.yaml"], "is a file"),
+        ("compare", ["--variants", "baseline,warp"], "'warp'"),
+        ("compare", ["--seeds", "0"], "--seeds"),
+    ],
+)
+def test_mistakes_are_found_before_torch_is_loaded(settings, tmp_path, command, arguments, words):
+    path = tmp_path / "settings.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    (tmp_path / "full" / "checkpoints" / "step-000002").mkdir(parents=True)
+    line = [sys.executable, "-c", LIGHT, command, "--config", str(path), "--output-dir", "run", *arguments]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(line, env=env, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert words in done.stderr and done.stdout == "2 []\n", done.stderr
+
+
+@pytest.mark.parametrize(("load", "told"), [(64.5, True), (64.0, False)])
+def test_a_load_above_the_cores_is_told(run, tmp_path, monkeypatch, load, told):
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert ("note: the load is 64.5 on 64 cores" in run({"max_steps": 1})[1]) == told
+
+
 def test_a_mistake_in_set_is_not_blamed_on_the_file(run, tmp_path):
     code, error = run({"max_steps": 0}, "--set", "optimizer.learning_rat=1")
     assert code == 2 and "--set: optimizer.learning_rat: unknown setting" in error
@@ -351,7 +389,7 @@ def test_compare_skips_what_is_finished_and_reports(run, tmp_path, capsys, monke
     assert sorted(started) == [tmp_path / "run" / "baseline" / f"seed-{s}" for s in (0, 1)], "once per seed"
     starts = [load_evaluations(tmp_path / "run" / folder)["start"].tolist() for folder in folders]
     assert starts[0] == starts[2] == starts[4] and starts[1] == starts[3] == starts[5]
-    monkeypatch.setattr("python_trainer.compare.Trainer", None)  # nothing is trained again
+    monkeypatch.setattr("python_trainer.run.Trainer", None)  # nothing is trained again
     assert run({}, *arguments, command="compare")[0] == 0
     code, error = run({"max_steps": 3}, *arguments, command="compare")
     assert code == 2 and "holds a run with other settings (max_steps: 2 -> 3)" in error
@@ -400,12 +438,12 @@ def test_as_a_program(settings, tmp_path):
     command = [sys.executable, "-m", "python_trainer", "train", "--config", str(path), "--output-dir", "run"]
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    note, *lines = done.stderr.splitlines()
+    note, *lines = [line for line in done.stderr.splitlines() if not line.startswith("note: the load is ")]
     assert note.startswith("note: task.accuracy is not set, and to ")
     assert [line.split("  ")[0] for line in lines] == ["train 0/1", "train 1/1"] and "accuracy after" in done.stdout
     command += ["--set", "model.path=gone"]
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and done.stderr.startswith("error: ") and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "error: model.path" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_missing_packages_are_named_at_once(run, monkeypatch, capsys):

@@ -24,6 +24,18 @@ def test_every_setting_is_documented():
         assert key in keys
 
 
+def test_settings_are_described_as_they_are_written():
+    rows = {key: (kind, default) for key, kind, default, _ in describe_settings()}
+    assert rows["accelerators.rhyme.reward_range"] == ("[float, float]", "[0.0, 1.0]")
+    assert rows["task.numbers"] == ("list of int", "[3, 4, 5]")
+    kind, default = rows["task.prompt_template"]
+    assert kind == "str" and yaml.safe_load(default).startswith("{question}\nReason") and "\n" not in default
+    assert rows["accelerators.enabled"][0] == "list of rhyme | rpo | drafts | alpha | module:Class"
+    for key, (kind, default) in rows.items():
+        assert "Annotated" not in kind and kind not in ("list", "tuple", "dict"), key
+        yaml.safe_load(default)
+
+
 def test_resolved_settings_read_back(tmp_path):
     config = load_config(None, ["max_steps=7", "algorithm.loss_type=dr_grpo", "accelerators.enabled=[rpo]"])
     assert config.max_steps == 7 and config.algorithm.loss_type == "dr_grpo"

@@ -1,4 +1,4 @@
-"""The package as a whole: import time, backend choice, info(), the compiled objects."""
+"""The package as a whole: what importing it loads, backend choice, info(), the compiled objects."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import torch
 from support import lacks
 
 import rlkernels
-from rlkernels import backend
+from rlkernels import _waiting, backend
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,19 +29,41 @@ def run_python(code: str, **env) -> str:
 
 def test_import_needs_only_torch_and_numpy():
     code = """
-import sys, torch, time
+import sys
 class Block:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in {"triton", "vllm", "transformers", "pydantic", "rich", "trl", "peft", "sqlalchemy"}:
             raise ImportError(name)
-sys.meta_path.insert(0, Block())
-start = time.perf_counter()
+before = set(sys.modules)
 import rlkernels
+print(sorted(name for name in set(sys.modules) - before if name.startswith(("rlkernels.", "torch", "numpy"))))
+import torch  # which may look for triton
+sys.meta_path.insert(0, Block())
 for name in rlkernels.__all__:
     getattr(rlkernels, name)
-print(time.perf_counter() - start)
 """
-    assert float(run_python(code)) < 0.5
+    assert run_python(code) == "[]", "every name is loaded on first use"
+
+
+OPENMP = "import sys; sys.path.insert(0, '.'); import {package}, torch; print(torch.__version__)"
+
+
+@pytest.mark.parametrize("package", ["python_trainer", "bench"])
+@pytest.mark.parametrize(
+    ("chosen", "policy", "spins"),
+    [({}, "PASSIVE", "1000"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE", None), ({"GOMP_SPINCOUNT": "7"}, None, "7")],
+)
+def test_threads_that_wait_sleep_unless_the_user_chose_otherwise(package, chosen, policy, spins):
+    """What libgomp says that it goes by, after torch has loaded it."""
+    env = {name: value for name, value in os.environ.items() if name not in _waiting.CHOICES}
+    done = subprocess.run(
+        [sys.executable, "-c", OPENMP.format(package=package)], cwd=ROOT, capture_output=True, text=True, check=True,
+        env=env | {"OMP_DISPLAY_ENV": "VERBOSE"} | chosen,
+    )  # fmt: skip
+    if "GOMP_SPINCOUNT" not in done.stderr:
+        lacks("a torch with libgomp")
+    assert policy is None or f"OMP_WAIT_POLICY = '{policy}'" in done.stderr, done.stderr
+    assert spins is None or f"GOMP_SPINCOUNT = '{spins}'" in done.stderr, done.stderr
 
 
 def test_every_exported_name_is_documented():

@@ -39,6 +39,8 @@ def test_every_field_means_what_it_says(shape):
     for scalar in (got.sigma, got.frobenius, got.gap, got.residual, got.angle_bound, got.changed):
         assert type(scalar) is float
     assert type(got.passes) is int
+    assert repr(got).startswith(f"Rank1Update([{m}, {n}], sigma=") and repr(got).endswith("status='ok')")
+    assert len(repr(got)) < 200
 
 
 @pytest.mark.parametrize("weight_dtype", DTYPES)
