@@ -128,7 +128,13 @@ def add_own_commands(parsers: Parsers, names: Sequence[str]) -> None:
         "prints a table and\ndraws accuracy over wall time. What is finished is not run again, what was interrupted "
         "goes on.",
     )
-    for command in (train, compare):
+    sft = parsers.add(
+        "sft",
+        help="supervised steps on reference answers",
+        description="Supervised steps on the reference answers of the task's training examples (settings: section "
+        "sft), for models that hardly\never answer right. OUTPUT_DIR/model can then be the model.path of train.",
+    )
+    for command in (train, compare, sft):
         command.add_argument(
             "--config", required=True, metavar="FILE.yaml", help="settings; what is not in it is default"
         )
@@ -145,7 +151,9 @@ def add_own_commands(parsers: Parsers, names: Sequence[str]) -> None:
         command.add_argument("--help-settings", nargs=0, action=SettingsHelp, help="list all settings, and leave")
     train.set_defaults(call=run_train)
     compare.set_defaults(call=run_compare)
-    train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in OUTPUT_DIR")
+    sft.set_defaults(call=run_sft)
+    for command in (train, sft):
+        command.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in OUTPUT_DIR")
     compare.add_argument(
         "--variants",
         default="baseline,all",
@@ -212,6 +220,20 @@ def run_train(args: argparse.Namespace) -> None:
         report([args.output_dir])
 
 
+def run_sft(args: argparse.Namespace) -> None:
+    from python_trainer.config import load_config
+
+    config = load_config(args.config, args.overrides)
+    from python_trainer.sft import Sft
+
+    summary = Sft(config, args.output_dir, resume=args.resume).run()
+    losses = [
+        summary[f"{part}loss_{when}"] for part, when in (("", "final"), ("held_out_", "start"), ("held_out_", "final"))
+    ]
+    said = "final loss {}, held out {} -> {}".format(*("-" if x is None else f"{x:.3f}" for x in losses))
+    print(f"{said}; the model is in {args.output_dir / 'model'}")
+
+
 def tell_of_resuming(folder: Path, config: "Config") -> None:
     """What a mistyped folder or a forgotten setting would hide."""
     from python_trainer.checkpoint import list_checkpoints
@@ -227,7 +249,7 @@ def how_to_go_on(args: argparse.Namespace) -> str:
     """What becomes of a run that was interrupted; empty for commands that have none."""
     if args.command == "compare":
         return "; the same command keeps what is finished and goes on with the rest"
-    if args.command != "train":
+    if args.command not in ("train", "sft"):
         return ""
     # list_checkpoints would import torch, and that may be what was interrupted
     if not any((args.output_dir / "checkpoints").glob("step-*")):

@@ -23,6 +23,7 @@ PAGES = [
         "docs/rhyme.md",
         "docs/rpo.md",
         "docs/scale.md",
+        "docs/sft.md",
         "docs/similarity.md",
         "docs/speed.md",
         "docs/task.md",
