@@ -132,9 +132,16 @@ def add_own_commands(parsers: Parsers, names: Sequence[str]) -> None:
         "sft",
         help="supervised steps on reference answers",
         description="Supervised steps on the reference answers of the task's training examples (settings: section "
-        "sft), for models that hardly\never answer right. OUTPUT_DIR/model can then be the model.path of train.",
+        "sft), for models that hardly ever\nanswer right. OUTPUT_DIR/model can then be the model.path of train.",
     )
-    for command in (train, compare, sft):
+    probe = parsers.add(
+        "probe",
+        help="how hard the prompts are, where time would go, what could pay",
+        description="Answers some training prompts and makes one update, in about a minute: how often answers are "
+        "right, how many groups\nteach anything, seconds of a step, memory, and how much each accelerator can gain at "
+        "most (docs/probe.md). Nothing is kept.",
+    )
+    for command in (train, compare, sft, probe):
         command.add_argument(
             "--config", required=True, metavar="FILE.yaml", help="settings; what is not in it is default"
         )
@@ -147,11 +154,18 @@ def add_own_commands(parsers: Parsers, names: Sequence[str]) -> None:
             metavar="KEY=VALUE",
             help="change settings, for example optimizer.learning_rate=1e-5",
         )
-        command.add_argument("--output-dir", required=True, type=Path, metavar="DIR", help="where the results go")
+        if command is not probe:
+            command.add_argument("--output-dir", required=True, type=Path, metavar="DIR", help="where the results go")
         command.add_argument("--help-settings", nargs=0, action=SettingsHelp, help="list all settings, and leave")
     train.set_defaults(call=run_train)
     compare.set_defaults(call=run_compare)
     sft.set_defaults(call=run_sft)
+    probe.set_defaults(call=run_probe)
+    probe.add_argument("--seconds", type=float, default=60.0, help="about how long, loading not counted (default: 60)")
+    probe.add_argument("--prompts", type=int, default=1 << 30, metavar="N", help="most prompts to ask")
+    probe.add_argument("--tries", type=int, metavar="N", help="answers to each (default: rollout.num_generations)")
+    probe.add_argument("--json", type=Path, metavar="FILE", help="write all findings there, p of every prompt too")
+    probe.add_argument("--plot", type=Path, metavar="PNG", help="draw p, lengths and seconds")
     for command in (train, sft):
         command.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in OUTPUT_DIR")
     compare.add_argument(
@@ -232,6 +246,16 @@ def run_sft(args: argparse.Namespace) -> None:
     ]
     said = "final loss {}, held out {} -> {}".format(*("-" if x is None else f"{x:.3f}" for x in losses))
     print(f"{said}; the model is in {args.output_dir / 'model'}")
+
+
+def run_probe(args: argparse.Namespace) -> None:
+    from python_trainer.config import load_config
+
+    config = load_config(args.config, [*args.overrides, "accelerators.enabled=[]"])
+    from python_trainer.probe import run
+
+    limits = {name: getattr(args, name) for name in ("seconds", "prompts", "tries")}
+    run(config, json_file=args.json, plot=args.plot, **limits)
 
 
 def tell_of_resuming(folder: Path, config: "Config") -> None:

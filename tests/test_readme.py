@@ -18,6 +18,7 @@ PAGES = [
         "docs/history.md",
         "docs/other_trainers.md",
         "docs/prefix_cache.md",
+        "docs/probe.md",
         "docs/python_api.md",
         "docs/rank1.md",
         "docs/rhyme.md",
