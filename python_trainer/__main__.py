@@ -129,7 +129,20 @@ def add_own_commands(parsers: Parsers, names: Sequence[str]) -> None:
         "prints a table and\ndraws accuracy over wall time. What is finished is not run again, what was interrupted "
         "goes on.",
     )
-    for command in (train, compare):
+    sft = parsers.add(
+        "sft",
+        help="supervised steps on reference answers",
+        description="Supervised steps on the reference answers of the task's training examples (settings: section "
+        "sft), for models that hardly ever\nanswer right. OUTPUT_DIR/model can then be the model.path of train.",
+    )
+    probe = parsers.add(
+        "probe",
+        help="how hard the prompts are, where time would go, what could pay",
+        description="Answers some training prompts and makes one update, in about a minute: how often answers are "
+        "right, how many groups\nteach anything, seconds of a step, memory, and how much each accelerator can gain at "
+        "most (docs/probe.md). Nothing is kept.",
+    )
+    for command in (train, compare, sft, probe):
         command.add_argument(
             "--config", required=True, metavar="FILE.yaml", help="settings; what is not in it is default"
         )
@@ -142,11 +155,20 @@ def add_own_commands(parsers: Parsers, names: Sequence[str]) -> None:
             metavar="KEY=VALUE",
             help="change settings, for example optimizer.learning_rate=1e-5",
         )
-        command.add_argument("--output-dir", required=True, type=Path, metavar="DIR", help="where the results go")
+        if command is not probe:
+            command.add_argument("--output-dir", required=True, type=Path, metavar="DIR", help="where the results go")
         command.add_argument("--help-settings", nargs=0, action=SettingsHelp, help="list all settings, and leave")
     train.set_defaults(call=run_train)
     compare.set_defaults(call=run_compare)
-    train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in OUTPUT_DIR")
+    sft.set_defaults(call=run_sft)
+    probe.set_defaults(call=run_probe)
+    probe.add_argument("--seconds", type=float, default=60.0, help="about how long, loading not counted (default: 60)")
+    probe.add_argument("--prompts", type=int, default=1 << 30, metavar="N", help="most prompts to ask")
+    probe.add_argument("--tries", type=int, metavar="N", help="answers to each (default: rollout.num_generations)")
+    probe.add_argument("--json", type=Path, metavar="FILE", help="write all findings there, p of every prompt too")
+    probe.add_argument("--plot", type=Path, metavar="PNG", help="draw p, lengths and seconds")
+    for command in (train, sft):
+        command.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in OUTPUT_DIR")
     compare.add_argument(
         "--variants",
         default="baseline,all",
@@ -242,6 +264,30 @@ def tell_of_load() -> None:
         )
 
 
+def run_sft(args: argparse.Namespace) -> None:
+    from python_trainer.config import load_config
+
+    config = load_config(args.config, args.overrides)
+    from python_trainer.sft import Sft
+
+    summary = Sft(config, args.output_dir, resume=args.resume).run()
+    losses = [
+        summary[f"{part}loss_{when}"] for part, when in (("", "final"), ("held_out_", "start"), ("held_out_", "final"))
+    ]
+    said = "final loss {}, held out {} -> {}".format(*("-" if x is None else f"{x:.3f}" for x in losses))
+    print(f"{said}; the model is in {args.output_dir / 'model'}")
+
+
+def run_probe(args: argparse.Namespace) -> None:
+    from python_trainer.config import load_config
+
+    config = load_config(args.config, [*args.overrides, "accelerators.enabled=[]"])
+    from python_trainer.probe import run
+
+    limits = {name: getattr(args, name) for name in ("seconds", "prompts", "tries")}
+    run(config, json_file=args.json, plot=args.plot, **limits)
+
+
 def tell_of_resuming(folder: Path, config: "Config") -> None:
     """What a mistyped folder or a forgotten setting would hide."""
     from python_trainer.checkpoint import list_checkpoints
@@ -257,7 +303,7 @@ def how_to_go_on(args: argparse.Namespace) -> str:
     """What becomes of a run that was interrupted; empty for commands that have none."""
     if args.command == "compare":
         return "; the same command keeps what is finished and goes on with the rest"
-    if args.command != "train":
+    if args.command not in ("train", "sft"):
         return ""
     # list_checkpoints would import torch, and that may be what was interrupted
     if not any((args.output_dir / "checkpoints").glob("step-*")):

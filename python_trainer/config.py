@@ -37,6 +37,23 @@ class SaveConfig(Section):
     """Write the trained policy to OUTPUT_DIR/model in Hugging Face format at the end."""
 
 
+class SftConfig(Section):
+    """Supervised steps on reference answers, by the command `sft`; `optimizer` counts too, but for its rate."""
+
+    column: str = "answer"
+    """Column of the examples with the reference answer."""
+    train_half: Literal["first", "second"] | None = None
+    """As task.train_half, for supervised steps; null: the same examples as the task's."""
+    epochs: int = Field(1, ge=1)
+    """How often every training example is seen."""
+    learning_rate: float = Field(1e-5, gt=0)
+    """Peak learning rate."""
+    batch_tokens: int = Field(8192, ge=1)
+    """Most tokens of prompts and answers in an optimizer step."""
+    held_out: int = Field(64, ge=0)
+    """Test examples whose loss is measured before and after."""
+
+
 class Config(Section):
     """Everything that decides a run."""
 
@@ -67,6 +84,8 @@ class Config(Section):
     """Checkpoints."""
     callbacks: Annotated[list[str], Plugin(CALLBACKS)] = Field([])
     """What else happens at certain moments of the run, and trackers of experiments beside TensorBoard."""
+    sft: SftConfig = SftConfig()
+    """Supervised steps, by the command `sft` alone."""
     accelerators: Fitted[AcceleratorsConfig] = Field(default_factory=lambda: AcceleratorsConfig.fitting({})())
     """What makes training cheaper."""
 

@@ -164,6 +164,7 @@ class Telemetry:
             text.format(row[key])
             for key, text in (
                 ("reward", "reward {:.3f}"),
+                ("sft/loss", "loss {:.3f}"),
                 ("tokens_per_second", "{:,.0f} tok/s"),
                 ("grad_norm", "grad {:.2f}"),
             )

@@ -17,6 +17,7 @@ from python_trainer.errors import UserError
 from python_trainer.files import usual_mode
 from python_trainer.model.flat_forward import flat_attention, forward_with_states
 from python_trainer.model.fused import FusedDecoder, supports
+from python_trainer.model.gguf import gguf_file, gguf_options
 from python_trainer.model.lora import adapted_folder, add_adapters, merge_adapter, merged_weights, without_adapters
 from python_trainer.model.packing import Packed
 from python_trainer.model.settings import ModelConfig
@@ -52,10 +53,10 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def load_policy(config: ModelConfig) -> "Policy":
-    """Loads a model folder, a base policy that ships with the package, or an adapter (PEFT), merged into its base.
+    """Loads a model folder, a GGUF file, a shipped base policy, or an adapter (PEFT), merged into its base.
 
     Raises:
-        UserError: there is no such folder, or no model or tokenizer in it, or as of :class:`Policy`.
+        UserError: there is no such folder or file, or no model or tokenizer in it, or as of :class:`Policy`.
     """
     folder = policy_folder(config.path)
     device = choose_device(config.device)
@@ -78,11 +79,14 @@ def _read(folder: Path, config: ModelConfig, dtype: torch.dtype) -> tuple[Any, A
     disable_progress_bar()
     set_verbosity_error()  # what matters is checked here
     options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code, "local_files_only": True}
+    file = gguf_file(folder)
+    place = file.parent if file else folder
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+        tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=file.name if file else None, **options)
         # of sizes that differ it says no more than where the report would be, were it not silent
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        found: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
+        options |= gguf_options(file) if file else {}
+        found: Any = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **options)
         model, loaded = found
     except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, SafetensorError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -13,14 +13,14 @@ def shipped_policies() -> list[str]:
 
 
 def policy_folder(path: str) -> Path:
-    """The folder that ``model.path`` means.
+    """The folder, or GGUF file, that ``model.path`` means.
 
     Raises:
-        UserError: there is no such folder.
+        UserError: there is none.
     """
     shipped = shipped_policies()
     folder = SHIPPED / path if path in shipped else Path(path)
-    if not folder.is_dir():
+    if not folder.is_dir() and not (folder.suffix == ".gguf" and folder.is_file()):
         raise UserError(
             f"model.path: there is no folder {folder}; give a folder in Hugging Face format, or one of "
             f"{', '.join(shipped)}"

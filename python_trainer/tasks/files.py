@@ -5,7 +5,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import model_validator
 
@@ -33,6 +33,8 @@ class FileTaskSettings(TaskSettings):
     """JSONL file with the test examples."""
     gate_path: Path | None = None
     """JSONL file with the gate examples; null: gate_size examples are taken out of the training file."""
+    train_half: Literal["first", "second"] | None = None
+    """Half of the training file to take, so that `sft` can have the other one; null: all of it."""
     chat: bool = False
     """Give a prompt that is a string as one user message through the tokenizer's chat template."""
 
@@ -55,6 +57,7 @@ class FileTaskSettings(TaskSettings):
         """
         assert self.train_path is not None and self.test_path is not None  # the validator sees to it
         train, notes = self._read(self.train_path)
+        train = self._half(train)
         if self.gate_path:
             gate, more = self._read(self.gate_path)
             notes += more
@@ -75,6 +78,11 @@ class FileTaskSettings(TaskSettings):
     def _read(self, path: Path) -> tuple[list[Example], list[str]]:
         examples, notes = self.read(path)
         return [as_chat(example) for example in examples] if self.chat else examples, list(notes)
+
+    def _half(self, train: list[Example]) -> list[Example]:
+        """The half of the training examples that is asked for."""
+        middle = (len(train) + 1) // 2
+        return {None: train, "first": train[:middle], "second": train[middle:]}[self.train_half]
 
     def _taken_out(self, train: list[Example]) -> tuple[list[Example], list[Example]]:
         """Training examples, some of which become gate examples."""

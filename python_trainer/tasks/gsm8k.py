@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
 from python_trainer.data import Example, Messages
 from python_trainer.errors import UserError
@@ -53,13 +53,24 @@ def accuracy(
     return judged
 
 
-def read_problems(path: Path, template: str) -> list[Example]:
-    """Examples whose prompt is ``template`` with the question filled in; column ``answer`` is the gold solution."""
+def steps_of(solution: str) -> int:
+    """Lines of a gold solution before the one with the final number."""
+    return sum(bool(line.strip()) for line in solution.rpartition("####")[0].split("\n"))
+
+
+def read_problems(path: Path, template: str, max_steps: int | None = None) -> list[Example]:
+    """Examples whose prompt is ``template`` with the question filled in; column ``answer`` is the gold solution.
+
+    Args:
+        max_steps: problems whose solution has more steps are left out.
+    """
     examples = []
     for number, row in read_rows(path):
         question, answer = (text_column(path, number, row, column) for column in ("question", "answer"))
         if final_number(answer) is None:
             raise UserError(f"{path}:{number}: answer has no final number; allowed: a last line like '#### 18'")
+        if max_steps is not None and steps_of(answer) > max_steps:
+            continue
         prompt, columns = template.replace("{question}", question), {"question": question, "answer": answer}
         examples.append(Example(prompt, columns, f"{path}:{number}"))
     return examples
@@ -71,6 +82,8 @@ class GSM8KSettings(FileTaskSettings):
     name: str = "gsm8k"
     prompt_template: str = "{question}\nReason step by step and end with a line '#### ' and the number.\n"
     """What the model is given; "{question}" is filled in."""
+    max_steps_of_solution: int | None = Field(None, ge=1)
+    """Leave out problems, of all files, whose solution has more lines than this before the final one."""
 
     @field_validator("prompt_template")
     @classmethod
@@ -80,7 +93,10 @@ class GSM8KSettings(FileTaskSettings):
         return template
 
     def read(self, path: Path) -> tuple[list[Example], list[str]]:
-        return read_problems(path, self.prompt_template), []
+        problems = read_problems(path, self.prompt_template, self.max_steps_of_solution)
+        if not problems:
+            raise UserError(f"max_steps_of_solution {self.max_steps_of_solution} leaves no problem of {path}")
+        return problems, []
 
     def load(self) -> Task:
         found = self.splits()

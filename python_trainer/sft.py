@@ -1,0 +1,220 @@
+"""Supervised steps on the reference answers of a task: ``python -m python_trainer sft``.
+
+For base policies that hardly ever answer right: the model it writes is a ``model.path`` to train on.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from python_trainer.algorithms.settings import AlgorithmConfig
+from python_trainer.checkpoint import list_checkpoints, load_newest, save_checkpoint
+from python_trainer.config import Config, dump_config
+from python_trainer.data import Example, Rollout
+from python_trainer.errors import Interrupted, NotFinite, UserError
+from python_trainer.files import check_output_dir, publish, write_text
+from python_trainer.keyed import prompt_order
+from python_trainer.learner import Learner
+from python_trainer.model.optimizer import learning_rate
+from python_trainer.model.packing import micro_batches, pack
+from python_trainer.model.policy import Policy, load_policy, set_matmul_precision
+from python_trainer.model.settings import OptimizerConfig
+from python_trainer.run import make_learner
+from python_trainer.run_directory import locked, read_metrics
+from python_trainer.run_state import device_name, versions
+from python_trainer.saving import MODEL_ASIDE
+from python_trainer.signals import StopSignal
+from python_trainer.tasks import Task
+from python_trainer.telemetry import Telemetry
+
+
+def load_task(config: Config) -> Task:
+    """The task, with the half of its training examples that is meant for supervised steps."""
+    settings, half = config.task, config.sft.train_half
+    if half is not None and "train_half" not in type(settings).model_fields:
+        raise UserError(f"sft.train_half must be null, as task {settings.name} has no halves, got {half}")
+    return (settings if half is None else settings.model_copy(update={"train_half": half})).load()
+
+
+def reference_answers(policy: Policy, examples: Sequence[Example], column: str) -> list[Rollout]:
+    """What the policy should have answered: the column of each example, then the end token.
+
+    Raises:
+        UserError: names an example without such a column, or that is longer than the model allows.
+    """
+    for example in examples:
+        if not isinstance(example.columns.get(column), str | int | float):
+            known = ", ".join(example.columns) or "none"
+            raise UserError(f"sft.column: {place_of(example)} has no text or number {column!r}; its columns: {known}")
+    prompts = policy.encode([example.prompt for example in examples])
+    answers = [policy.tokenizer(str(e.columns[column]), add_special_tokens=False)["input_ids"] for e in examples]
+    found = [Rollout(prompt, [*ids, policy.tokenizer.eos_token_id]) for prompt, ids in zip(prompts, answers)]
+    for example, row in zip(examples, found):
+        length = len(row.prompt_ids) + len(row.response_ids)
+        if not row.prompt_ids or length > policy.max_length:
+            raise UserError(
+                f"{place_of(example)} has {len(row.prompt_ids)} tokens and {length} with its answer; allowed: 1 or "
+                f"more, and at most {policy.max_length} with its answer, {policy.limited_by}"
+            )
+    return found
+
+
+def place_of(example: Example) -> str:
+    return example.place or f"the prompt {str(example.prompt)[:60]!r}"
+
+
+def token_losses(
+    policy: Policy, rows: Sequence[Rollout], samples: Sequence[int], settings: OptimizerConfig
+) -> Iterator[torch.Tensor]:
+    """-log p of the tokens of these answers, micro-batch by micro-batch; the sum of all is their mean over tokens."""
+    count = sum(len(rows[index].response_ids) for index in samples)
+    for part in micro_batches(rows, samples, settings.micro_batch_tokens, share=settings.share_prefixes):
+        packed = pack(rows, part, share=settings.share_prefixes).to(policy.device)
+        yield -policy.score(packed, 1.0)[0].sum() / count
+
+
+@torch.no_grad()
+def mean_loss(policy: Policy, rows: Sequence[Rollout], settings: OptimizerConfig) -> float | None:
+    """In nats a token, of answers that are not trained on; None where there are none."""
+    if not rows:
+        return None
+    with policy.packed_attention():
+        return sum(map(float, token_losses(policy, rows, range(len(rows)), settings)))
+
+
+class Sft:
+    """Supervised steps in one run directory.
+
+    Args:
+        config: all settings; the section ``sft``, and of the others what describes task, model, optimizer and saving.
+        output_dir: gets ``model/``, ``metrics.jsonl``, ``summary.json`` and checkpoints.
+        resume: go on from the newest checkpoint in it, if there is one.
+
+    Raises:
+        UserError: something in the settings, files or model is no good. Nothing has been written then.
+    """
+
+    def __init__(
+        self, config: Config, output_dir: Path, *, resume: bool = False, console: Console | None = None
+    ) -> None:
+        if config.parallel != "none":
+            raise UserError(f"sft runs in one process: parallel must be none, got {config.parallel}")
+        self.config, self.folder, self.console = config, output_dir, console or Console(stderr=True)
+        self.checkpoints = output_dir / "checkpoints"
+        check_output_dir(output_dir)
+        if not resume and list_checkpoints(self.checkpoints):
+            raise UserError(f"{output_dir} already holds a run: add --resume to go on, or choose another --output-dir")
+        task = load_task(config)
+        self.policy = load_policy(config.model)
+        set_matmul_precision(config.model.matmul_precision)
+        self.rows = reference_answers(self.policy, task.train, config.sft.column)
+        if not self.rows:
+            raise UserError(f"task {task.name} has no training examples")
+        self.held_out = reference_answers(self.policy, task.test[: config.sft.held_out], config.sft.column)
+        order = prompt_order(config.seed, 0, config.sft.epochs * len(self.rows), len(self.rows))
+        self.batches = list(micro_batches(self.rows, order, config.sft.batch_tokens, share=False))
+        self.settings = config.optimizer.model_copy(update={"learning_rate": config.sft.learning_rate})
+        self.step, self.seconds, self.before = 0, 0.0, None
+        self.learner = self._learner()
+        if resume and (found := load_newest(self.checkpoints, self.console.print)):
+            self._restore(found[1])
+
+    def _learner(self) -> Learner:
+        """Only for its optimizer and what a checkpoint holds; it has no reference model and no critic."""
+        update = {"optimizer": self.settings, "algorithm": AlgorithmConfig(), "max_steps": len(self.batches)}
+        return make_learner(self.config.model_copy(update=update), self.policy)
+
+    def _restore(self, saved: dict[str, Any]) -> None:
+        if saved["steps"] != len(self.batches):
+            raise UserError(
+                f"{self.folder} was run with {saved['steps']} steps, and these settings make {len(self.batches)}: "
+                "change sft and task back, or choose another --output-dir"
+            )
+        self.step, self.seconds, self.before = saved["step"], saved["seconds"], saved["before"]
+        self.learner.load_state_dict(saved)
+
+    def run(self) -> dict[str, Any]:
+        """All steps, then the model -> what is in summary.json.
+
+        Raises:
+            UserError: another run has the folder; NaN or infinity in a gradient.
+            Interrupted: it was asked to stop, and is saved.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with locked(self.folder):
+            write_text(self.folder / "config.yaml", dump_config(self.config))
+            options: dict[str, Any] = {"label": "sft", "after_step": self.step or None, "console": self.console}
+            with StopSignal() as stop, Telemetry(self.folder, len(self.batches), **options) as telemetry:
+                if self.step == 0:
+                    self.before = mean_loss(self.policy, self.held_out, self.settings)
+                while self.step < len(self.batches):
+                    row = self._step()
+                    telemetry.log(self.step, row, left=self._seconds_left())
+                    every = self.config.save.save_steps
+                    if stop.name or (every and self.step % every == 0):
+                        self._save()
+                    if stop.name and self.step < len(self.batches):
+                        raise Interrupted(f"{stop.name}: stopped after step {self.step}, which is saved")
+            return self._finish()
+
+    def _step(self) -> dict[str, float]:
+        """One optimizer step -> its metrics."""
+        begun, samples = time.perf_counter(), self.batches[self.step]
+        lr, loss = learning_rate(self.settings, self.step + 1, len(self.batches)), 0.0
+        with self.policy.packed_attention():
+            for part in token_losses(self.policy, self.rows, samples, self.settings):
+                part.backward()
+                loss += float(part.detach())
+        try:
+            norm = self.learner.optimizer.step(lr)
+        except NotFinite as error:
+            raise UserError(
+                f"step {self.step + 1}: {error}; sft.learning_rate {self.settings.learning_rate:g} may be too high"
+            ) from error
+        seconds = time.perf_counter() - begun
+        self.step, self.seconds = self.step + 1, self.seconds + seconds
+        tokens = sum(len(self.rows[index].prompt_ids) + len(self.rows[index].response_ids) for index in samples)
+        return {
+            "sft/loss": loss,
+            "grad_norm": norm,
+            "learning_rate": lr,
+            "tokens/trained": tokens,
+            "tokens_per_second": tokens / seconds,
+        }
+
+    def _seconds_left(self) -> float:
+        return self.seconds / self.step * (len(self.batches) - self.step)
+
+    def _save(self) -> None:
+        state = {"step": self.step, "steps": len(self.batches), "seconds": self.seconds, "before": self.before}
+        save_checkpoint(
+            self.checkpoints, self.step, state | self.learner.state_dict(), keep=self.config.save.save_total_limit
+        )
+
+    def _finish(self) -> dict[str, Any]:
+        """Writes the model and the summary."""
+        self.policy.update_whole()
+        aside = self.folder / MODEL_ASIDE
+        self.policy.save(aside)
+        publish(aside, self.folder / "model")
+        losses = [row["sft/loss"] for row in read_metrics(self.folder)]
+        summary = {
+            "steps": self.step,
+            "examples": len(self.rows),
+            "answer_tokens": sum(len(row.response_ids) for row in self.rows),
+            "training_s": self.seconds,
+            "loss_first": losses[0],
+            "loss_final": losses[-1],
+            "held_out": len(self.held_out),
+            "held_out_loss_start": self.before,
+            "held_out_loss_final": mean_loss(self.policy, self.held_out, self.settings),
+            "device": device_name(self.policy.device),
+            "versions": versions(),
+        }
+        write_text(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+        return summary

@@ -1,0 +1,139 @@
+"""Supervised steps on reference answers, and models in GGUF files."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from conftest import merged
+from rich.console import Console
+from safetensors.torch import load_file
+
+from python_trainer.__main__ import main
+from python_trainer.config import check_config
+from python_trainer.errors import UserError
+from python_trainer.model.policy import load_policy
+from python_trainer.rollout.engine import SamplingParams
+from python_trainer.run import Request, make_engine
+from python_trainer.sft import Sft, reference_answers, token_losses
+
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture
+def lessons(settings, tmp_path):
+    """Settings whose examples have an answer: the prompt backwards."""
+    for name in ("train", "test"):
+        rows = [{"prompt": p, "answer": p[::-1]} for p in (["ABC", "D", "FGAB", "HC"] if name == "train" else ["CA"])]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    paths = {f"{name}_path": str(tmp_path / f"{name}.jsonl") for name in ("train", "test")}
+    return merged(
+        settings,
+        {
+            "task": paths,
+            "optimizer": {"lr_scheduler_type": "cosine"},
+            "sft": {"learning_rate": 5e-3, "epochs": 200, "batch_tokens": 32},
+        },
+    )
+
+
+def config_of(lessons, **changes):
+    return check_config(merged(lessons, changes), source="test")
+
+
+def test_an_answer_is_learned_by_heart(lessons, tmp_path, capsys):
+    path = tmp_path / "settings.yaml"
+    path.write_text(yaml.safe_dump(lessons))
+    assert main(["sft", "--config", str(path), "--output-dir", str(tmp_path / "run")]) == 0
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["loss_final"] < summary["loss_first"] / 10
+    assert f"final loss {summary['loss_final']:.3f}" in capsys.readouterr().out
+    assert summary["held_out_loss_final"] != summary["held_out_loss_start"] > 0
+    config = config_of(lessons, model={"path": str(tmp_path / "run/model")})
+    policy = load_policy(config.model)
+    engine = make_engine(config.rollout, config.model, policy, tmp_path)
+    prompts = policy.encode(["ABC", "FGAB"])
+    found = engine.generate([Request(ids, max_new_tokens=8) for ids in prompts], SamplingParams(temperature=0))
+    assert [policy.decode(row.response_ids) for row in found] == ["CBA", "BAGF"]
+    assert [row.finish_reason for row in found] == ["stop", "stop"]
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [4, 4096])
+def test_gradient_is_that_of_cross_entropy_on_padded_rows(lessons, micro_batch_tokens):
+    config = config_of(lessons, optimizer={"micro_batch_tokens": micro_batch_tokens})
+    policy, task = load_policy(config.model), config.task.load()
+    rows = reference_answers(policy, task.train, "answer")
+    with policy.packed_attention():
+        parts = list(token_losses(policy, rows, range(len(rows)), config.optimizer))
+        sum(parts).backward()
+    assert len(parts) == (len(rows) if micro_batch_tokens == 4 else 1)
+    ours = {name: p.grad.clone() for name, p in policy.model.named_parameters()}
+    policy.model.zero_grad()
+    longest = max(len(row.prompt_ids) + len(row.response_ids) for row in rows)
+    ids, labels = torch.zeros(len(rows), longest, dtype=torch.int64), torch.full((len(rows), longest), -100)
+    for i, row in enumerate(rows):
+        start, end = len(row.prompt_ids), len(row.prompt_ids) + len(row.response_ids)
+        ids[i, :end] = torch.tensor([*row.prompt_ids, *row.response_ids])
+        labels[i, start:end] = ids[i, start:end]
+    assert int((labels >= 0).sum()) == sum(len(e.columns["answer"]) + 1 for e in task.train)  # with the end token
+    logits = policy.model(ids, attention_mask=torch.arange(longest) < (labels >= 0).cumsum(1).argmax(1)[:, None] + 1)
+    loss = torch.nn.functional.cross_entropy(logits.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    loss.backward()
+    assert torch.allclose(sum(parts).detach(), loss.detach(), atol=1e-6)
+    for name, p in policy.model.named_parameters():
+        assert torch.allclose(ours[name], p.grad, atol=1e-6), name
+
+
+def test_resume_gives_the_same_weights(lessons, tmp_path, monkeypatch):
+    config = config_of(lessons, sft={**lessons["sft"], "epochs": 9}, save={"save_steps": 2})
+    Sft(config, tmp_path / "whole", console=QUIET).run()
+    cut = Sft(config, tmp_path / "cut", console=QUIET)
+    step = Sft._step
+
+    def fails_in_the_fourth(self):
+        if self.step == 3:
+            raise RuntimeError("killed")
+        return step(self)
+
+    monkeypatch.setattr(Sft, "_step", fails_in_the_fourth)
+    with pytest.raises(RuntimeError, match="killed"):
+        cut.run()
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="already holds a run: add --resume"):
+        Sft(config, tmp_path / "cut")
+    with pytest.raises(UserError, match="was run with 5 steps, and these settings make 1"):
+        Sft(config_of(lessons, sft={**lessons["sft"], "epochs": 1}), tmp_path / "cut", resume=True)
+    resumed = Sft(config, tmp_path / "cut", resume=True, console=QUIET)
+    assert resumed.step == 2
+    resumed.run()
+    weights = [load_file(tmp_path / name / "model/model.safetensors") for name in ("whole", "cut")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    rows = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "cut")]
+    assert [len(r) for r in rows] == [5, 5]
+
+
+def test_errors_name_the_setting_or_the_line(lessons, tmp_path):
+    def refused(match, **changes):
+        with pytest.raises(UserError, match=match):
+            Sft(config_of(lessons, **changes), tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+
+    refused(r"sft.column: .*train.jsonl:1 has no text or number 'gold'; its columns: answer", sft={"column": "gold"})
+    refused("parallel must be none, got ddp", parallel="ddp")
+    arithmetic = {**lessons, "task": {"name": "arithmetic"}, "sft": {"train_half": "first"}}
+    with pytest.raises(UserError, match=r"sft.train_half must be null, as task arithmetic has no halves, got first"):
+        Sft(check_config(arithmetic, source="test"), tmp_path / "run")
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "A", "answer": "B" * 200}) + "\n")
+    refused(r"train.jsonl:1 has 1 tokens and 202 with its answer; allowed: .* at most 128")
+
+
+def test_the_halves_of_a_file_are_two(lessons, tmp_path):
+    def prompts(**task):
+        return [e.prompt for e in config_of(lessons, task={**lessons["task"], **task}).task.load().train]
+
+    assert prompts(train_half="first") + prompts(train_half="second") == prompts() == ["ABC", "D", "FGAB", "HC"]
+    config = config_of(lessons, task={**lessons["task"], "train_half": "second"}, sft={"train_half": "first"})
+    assert len(Sft(config, tmp_path / "run").rows) == 2
+    assert [row.prompt_ids for row in Sft(config, tmp_path / "run").rows] == load_policy(config.model).encode(
+        ["ABC", "D"]
+    )
