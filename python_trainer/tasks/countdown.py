@@ -28,7 +28,7 @@ from python_trainer.tasks.settings import TaskSettings
 NUMBERS = range(1, 21)
 HIGHEST = 99  # of results and targets; the lowest is 0
 OPERATORS = "+-*"
-SIZES = {"train": 192, "gate": 1024, "test": 4096}
+SIZES = {"train": 192, "gate": 512, "test": 4096}
 FINAL_ANSWER = re.compile(r"(?:\A|\n)A:([0-9()+*-]{1,400})\Z")
 
 
@@ -43,9 +43,10 @@ class Stratum:
 
 
 STRATA = {
-    "easy": Stratum(0.35, 3, 0.15, 1.0),
-    "middle": Stratum(0.25, 4, 0.01, 0.05),
-    "hard": Stratum(0.40, 5, 0.0, 0.003),
+    "easy": Stratum(0.30, 3, 0.17, 1.0),
+    "rare": Stratum(0.15, 3, 0.03, 0.06),
+    "middle": Stratum(0.25, 4, 0.012, 0.05),
+    "hard": Stratum(0.30, 5, 0.0, 0.0015),
 }
 
 
@@ -219,11 +220,11 @@ def draw_example(
 
 
 class CountdownSettings(TaskSettings):
-    """Settings of the task; by default it has 192 training, 1,024 gate and 4,096 test examples."""
+    """Settings of the task; by default it has 192 training, 512 gate and 4,096 test examples."""
 
     name: str = "countdown"
     numbers: list[Annotated[int, Field(ge=3, le=5)]] = Field(default=[3, 4, 5])
-    """How many numbers a prompt may have; each count is a stratum of difficulty."""
+    """How many numbers a prompt may have; each count has strata of difficulty of its own."""
 
     @field_validator("numbers")
     @classmethod

@@ -155,7 +155,7 @@ def test_aiming_hits_more_often():
 
 def test_prompts_are_disjoint_and_of_their_strata():
     task = CountdownSettings().load()
-    assert (len(task.train), len(task.gate), len(task.test)) == (192, 1024, 4096)
+    assert (len(task.train), len(task.gate), len(task.test)) == (192, 512, 4096)
     examples = [*task.train, *task.gate, *task.test]
     assert len({example.prompt for example in examples}) == len(examples)
     for example in examples:

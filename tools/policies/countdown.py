@@ -15,8 +15,8 @@ from itertools import permutations, product
 from pathlib import Path
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import AddedToken
+from transformers import Qwen2Tokenizer
 
 from python_trainer.tasks.countdown import (
     HIGHEST,
@@ -39,7 +39,6 @@ SHAPE = {
 ATTEMPTS = {3: (8, 12), 4: (6, 10), 5: (5, 8)}  # fewest and most before giving up, by how many numbers there are
 SYMBOLS = [*map(str, range(HIGHEST + 1)), *"+-*=,\n>:A() "]
 VOCABULARY = {symbol: number for number, symbol in enumerate([*SYMBOLS, PAD, START, EOS])}
-PIECE = "[1-9]?[0-9]|[\\s\\S]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +64,21 @@ PHASES = [
 ]  # fmt: skip
 
 
-def number_tokenizer() -> PreTrainedTokenizerFast:
+def number_tokenizer() -> Qwen2Tokenizer:
     """Tokens are the numbers 0 to 99 and single characters."""
-    tokenizer = Tokenizer(models.WordLevel(VOCABULARY, unk_token=PAD))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(PIECE), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, model_max_length=1024)
+    as_bytes = {"\n": "\u010a", " ": "\u0120"}  # as byte-level vocabularies spell them
+    tokenizer = Qwen2Tokenizer(
+        vocab={as_bytes.get(symbol, symbol): number for symbol, number in VOCABULARY.items()},
+        merges=[],
+        unk_token=None,  # type: ignore[arg-type]  # other characters have no token
+        pad_token=PAD,
+        eos_token=EOS,
+        extra_special_tokens=[START],
+        model_max_length=1024,
+    )
+    # Qwen2 splits digits from each other, but added tokens are found before that
+    tokenizer.add_tokens([AddedToken(str(n), normalized=False, special=False) for n in range(10, HIGHEST + 1)])
+    return tokenizer
 
 
 def draw_chain(rng: random.Random, numbers: list[int]) -> Chain:
