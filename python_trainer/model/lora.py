@@ -2,6 +2,7 @@
 
 import copy
 import json
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,8 +82,10 @@ def merge_adapter(model: Any, folder: Path) -> Any:
     except ImportError as error:
         raise UserError(f"model.path: an adapter needs PEFT ({error}): pip install peft") from error
     try:
-        return PeftModel.from_pretrained(model, folder, local_files_only=True).merge_and_unload()
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*missing adapter keys")
+            return PeftModel.from_pretrained(model, folder, local_files_only=True).merge_and_unload()
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, UserWarning) as error:
         first = str(error).strip().splitlines()[0]
         raise UserError(f"model.path: the adapter {folder} does not fit its model: {first}") from error
 

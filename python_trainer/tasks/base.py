@@ -25,7 +25,7 @@ class Task:
     accuracy: str = "accuracy"
     reward_timeout: float | None = None  # seconds for one call of a reward function
     notes: Sequence[str] = ()  # what the user may want to know about the files
-    # whether somebody said which function decides what is right; if not, one that gives more than 0 and 1 does not
+    # whether somebody said which function decides what is right; if not, one that gives more than 1, 0, -1 does not
     accuracy_chosen: bool = True
 
 

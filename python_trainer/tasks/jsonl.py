@@ -31,7 +31,7 @@ class JSONLSettings(FileTaskSettings):
     """One weight for each reward function; null: 1 each."""
     accuracy: str | None = None
     """Name of the reward function whose value above 0.5 counts as a right answer; null: the first one. Where that gives
-    anything but 0 and 1, nothing is right or wrong: dynamic sampling and accelerators go by rewards."""
+    anything but 1, 0 and -1, nothing is right or wrong: dynamic sampling and accelerators go by rewards."""
     reward_timeout: Annotated[float, Field(gt=0)] | None = None
     """Seconds that one call of a reward function may take, for all answers of a step; null for no limit."""
 

@@ -194,4 +194,4 @@ def score(
 
 def partial_values(values: Iterable[float | None]) -> list[float]:
     """Those that call an answer neither right nor wrong."""
-    return [value for value in values if value is not None and value not in (0.0, 1.0)]
+    return [value for value in values if value is not None and value not in (-1.0, 0.0, 1.0)]

@@ -1,12 +1,14 @@
 """Models and adapters from checkpoints, and which checkpoints are kept."""
 
 import json
+import shutil
 
 import pytest
 import torch
 import yaml
 from huggingface_hub.errors import HFValidationError
 from rich.console import Console
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import python_trainer.export
@@ -106,6 +108,7 @@ def test_an_adapter_is_that_of_the_merged_model_and_can_be_trained_from(make_con
     adapter = export(tmp_path / "run", output=tmp_path / "adapter", adapter=True)
     base = AutoModelForCausalLM.from_pretrained(tiny_policy)
     assert (logits(merged) - logits(base)).abs().max() > 1e-2
+    shutil.copytree(adapter, tmp_path / "other")
     wanted = json.loads((adapter / "adapter_config.json").read_text())
     assert sorted(wanted["target_modules"]) == ["down_proj", "q_proj"] and wanted["base_model_name_or_path"] == str(
         tiny_policy
@@ -117,6 +120,11 @@ def test_an_adapter_is_that_of_the_merged_model_and_can_be_trained_from(make_con
         logits(peft.PeftModel.from_pretrained(base, adapter)), logits(merged), rtol=1e-4, atol=1e-4
     )
     again = make_config(max_steps=1, model={"path": str(adapter), "lora": lora})
+    save_file(
+        {"base_model.model.other.lora_A.weight": torch.zeros(4, 4)}, tmp_path / "other" / "adapter_model.safetensors"
+    )
+    with pytest.raises(UserError, match="does not fit its model: Found missing adapter keys"):
+        load_policy(ModelConfig(path=str(tmp_path / "other"), device="cpu"))
     Trainer(again, tmp_path / "again", console=QUIET).run()
     assert not all(
         torch.equal(a, b)

@@ -11,8 +11,8 @@ from python_trainer.dynamic_sampling import Refill
 from python_trainer.errors import UserError
 from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
-from python_trainer.tasks import reward_model
-from python_trainer.tasks.rewards import REWARDS
+from python_trainer.tasks import Example, Task, reward_model
+from python_trainer.tasks.rewards import REWARDS, score
 from rlkernels.extrapolation.gate import count_changes
 
 QUIET = Console(quiet=True)
@@ -44,6 +44,21 @@ def group(*rewards, judged=False):
 )
 def test_good_answers_are_right_or_better_than_the_mean(answers, good):
     assert merits(good_ones(answers)) == good
+
+
+@pytest.mark.parametrize(
+    ("values", "chosen", "judged"),
+    [
+        ([1, 0], False, True),
+        ([1, -1], False, True),
+        ([0.6, 0], False, False),
+        ([-3, -1], False, False),
+        ([0.6, 0], True, True),
+    ],
+)
+def test_rewards_tell_whether_anything_is_right(values, chosen, judged):
+    task = Task("t", [], [], {"f": lambda **_: values}, accuracy="f", accuracy_chosen=chosen)
+    assert (score(task, [Example("a")] * 2, ["", ""], [[], []]).merit is None) == judged
 
 
 def test_dynamic_sampling_goes_by_the_spread_of_raw_rewards():
