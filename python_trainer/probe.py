@@ -61,7 +61,7 @@ def spearman(x: Sequence[float], y: Sequence[float]) -> float | None:
         ranks.append((numpy.cumsum(counts) - (counts - 1) / 2)[place])
     if any(numpy.ptp(rank) == 0 for rank in ranks):
         return None
-    return float(numpy.corrcoef(*ranks)[0, 1])
+    return float(numpy.corrcoef(ranks[0], ranks[1])[0, 1])
 
 
 def reward_spread(groups: Sequence[Sequence[Rollout]], size: int) -> float | None:

@@ -119,7 +119,8 @@ class Sft:
         order = prompt_order(config.seed, 0, config.sft.epochs * len(self.rows), len(self.rows))
         self.batches = list(micro_batches(self.rows, order, config.sft.batch_tokens, share=False))
         self.settings = config.optimizer.model_copy(update={"learning_rate": config.sft.learning_rate})
-        self.step, self.seconds, self.before = 0, 0.0, None
+        self.step, self.seconds = 0, 0.0
+        self.before: float | None = None  # loss on held-out answers
         self.learner = self._learner()
         if resume and (found := load_newest(self.checkpoints, self.console.print)):
             self._restore(found[1])

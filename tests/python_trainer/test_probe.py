@@ -15,7 +15,7 @@ from python_trainer.__main__ import main
 from python_trainer.bounds import all_bounds, sample_gain, suffix_gain
 from python_trainer.config import check_config
 from python_trainer.errors import UserError
-from python_trainer.probe import histogram, probe, reward_spread, spearman, spread_chance
+from python_trainer.probe import histogram, lines, probe, reward_spread, spearman, spread_chance
 
 
 def test_spread_is_the_share_of_mixed_subsets():
@@ -107,3 +107,10 @@ def test_p_does_not_depend_on_how_prompts_are_parted(settings):
 def test_bad_limits(settings, limits, words):
     with pytest.raises(UserError, match=words):
         probe(check_config(settings, source="test"), **limits)
+
+
+def test_where_nothing_is_right_or_wrong_groups_go_by_rewards(settings):
+    found = probe(check_config(settings, source="test"), prompts=8, seconds=30)  # the share of digits
+    assert not found["judged"] and found["spread"] == found["reward_spread"] > 0.5 and found["all_wrong"] == 0
+    assert "nothing is right or wrong in this task" in "\n".join(lines(found))
+    assert found["bounds"]["rhyme"]["at_most"] == 1 and found["bounds"]["rpo"]["at_most"] == 1
