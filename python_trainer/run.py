@@ -110,6 +110,8 @@ class Trainer(SavingLoop):
         self.state = RunState(target=config.evaluation.target_accuracy)
         self.saved_step = 0  # of the newest checkpoint
         self._collapse_noted = False
+        self.told: Telemetry | None = None
+        self._work = "answers"  # what the engine is asked for, as progress calls it
         self.facts, self.rules = facts_of(config), rules_of(config)
         if saved is not None:
             self._restore(saved)
@@ -139,6 +141,7 @@ class Trainer(SavingLoop):
         shards = self.ranks.size if config.parallel == "fsdp2" else 1
         reserved = bytes_to_come(self.policy, config.algorithm, config.critic, shards)
         engine = make_engine(config.rollout, config.model, self.policy, output_dir, reserved_bytes=reserved)
+        engine.tell = self._tell_work  # of several processes each generates a part, and the first tells of its own
         self.engine = self.ranks.engine(engine, self.policy)
         self._heed_limit_of_engine()
         set_matmul_precision(config.model.matmul_precision)
@@ -146,6 +149,10 @@ class Trainer(SavingLoop):
     def _note(self, text: str) -> None:
         """A line for the user, about what is no error but may not be meant so."""
         self.console.print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
+
+    def _tell_work(self, done: int, total: int) -> None:
+        if self.told is not None:
+            self.told.log_work(self._work, done, total)
 
     def _prompts(self, split: str) -> list[list[int]]:
         """Token ids of the prompts of a split."""
@@ -192,6 +199,7 @@ class Trainer(SavingLoop):
         options: dict[str, Any] = {"label": self.label, "after_step": resumed_at, "console": self.console}
         with StopSignal(loud=self.ranks.rank == 0) as stop:
             with closing(self.engine), Telemetry(self.folder, config.max_steps, **options) as telemetry:
+                self.told = telemetry
                 if resumed_at is None:
                     row = self.evaluation_row("start", known=self.start)
                     if self._target_ends_it():
@@ -289,7 +297,9 @@ class Trainer(SavingLoop):
         seconds = self._training_seconds()
         with self.clock.measure("eval"):
             limit = settings.eval_limit_during if name is None else settings.eval_limit
+            self._work = "evaluation"
             correct = self.evaluate_each("test", first_rows(limit)) if known is None else known
+            self._work = "answers"
             if name is not None:
                 save_evaluation(self.folder, name, correct)
         accuracy, target = fmean(correct), settings.target_accuracy
