@@ -195,10 +195,11 @@ def add_own_commands(parsers: Parsers, names: Sequence[str]) -> None:
 
     report = parsers.add(
         "report",
-        help="table, curves and answers of finished runs",
+        help="verdict, table, curves and answers of runs, finished or not",
         description="Prints the table of all runs under the folders, draws accuracy.png in the first, and writes "
-        "report.html in each: one page\nwith the table, settings that differ, curves of every metric, sample answers "
-        "and versions, all runs side by side. It\nopens in any browser and needs no network: copy or mail the file. "
+        "report.html in each: one page\nwith a sentence on each variant, the curve of accuracy, the table, curves of "
+        "every metric, sample answers and\nsettings that differ, all runs side by side. It opens in "
+        "any browser and needs no network: copy or mail the file. "
         "To compare runs, name them: report runs/a runs/b.",
     )
     report.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a run, or a folder with runs in it")

@@ -119,6 +119,8 @@ class Trainer(SavingLoop):
         self.state = RunState(target=config.evaluation.target_accuracy)
         self.saved_step = 0  # of the newest checkpoint
         self._collapse_noted = self._partial_noted = False
+        self.told: Telemetry | None = None
+        self._work = "answers"  # what the engine is asked for, as progress calls it
         self.facts, self.rules = facts_of(config), rules_of(config)
         if saved is not None:
             self._restore(saved)
@@ -152,6 +154,7 @@ class Trainer(SavingLoop):
         shards = self.ranks.size if config.parallel == "fsdp2" else 1
         reserved = bytes_to_come(self.policy, config.algorithm, config.critic, shards)
         engine = make_engine(config.rollout, config.model, self.policy, output_dir, reserved_bytes=reserved)
+        engine.tell = self._tell_work  # of several processes each generates a part, and the first tells of its own
         self.engine = self.ranks.engine(engine, self.policy)
         self._heed_limit_of_engine()
         self.named_sets = [self._named_set(name, task) for name, task in named.items()]
@@ -160,6 +163,10 @@ class Trainer(SavingLoop):
     def _note(self, text: str) -> None:
         """A line for the user, about what is no error but may not be meant so."""
         self.console.print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
+
+    def _tell_work(self, done: int, total: int) -> None:
+        if self.told is not None:
+            self.told.log_work(self._work, done, total)
 
     def _prompts(self, split: str) -> list[list[int]]:
         """Token ids of the prompts of a split."""
@@ -218,6 +225,7 @@ class Trainer(SavingLoop):
         options: dict[str, Any] = {"label": self.label, "after_step": resumed_at, "console": self.console}
         with StopSignal(loud=self.ranks.rank == 0) as stop:
             with closing(self.engine), Telemetry(self.folder, config.max_steps, **options) as telemetry:
+                self.told = telemetry
                 if resumed_at is None:
                     row = self.evaluation_row("start", known=self.start)
                     if self._target_ends_it():
@@ -334,7 +342,9 @@ class Trainer(SavingLoop):
         seconds = self._training_seconds()
         with self.clock.measure("eval"):
             rows = first_rows(settings.eval_limit_during if name is None else settings.eval_limit)
+            self._work = "evaluation"
             row, correct = self._evaluate_all(rows) if known is None else ({"eval/accuracy": fmean(known)}, known)
+            self._work = "answers"
             if name is not None:
                 save_evaluation(self.folder, name, correct)
                 state.results[name] = row

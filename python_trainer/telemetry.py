@@ -58,15 +58,25 @@ def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return row
 
 
-def choose_samples(rollouts: Sequence[Rollout], decode: Callable[[Sequence[int]], str]) -> list[dict[str, Any]]:
-    """Up to SAMPLES answers of a step for samples.jsonl: a right one and a wrong one if there are, then the first."""
+def choose_samples(
+    rollouts: Sequence[Rollout],
+    decode: Callable[[Sequence[int]], str],
+    asked: Callable[[Rollout], str] | None = None,
+) -> list[dict[str, Any]]:
+    """Up to SAMPLES answers of a step for samples.jsonl: a right one and a wrong one if there are, then of others.
+
+    ``asked`` gives the prompt that an answer is to, as people wrote it; None: its tokens, decoded.
+    """
     fresh = [rollout for rollout in rollouts if rollout.importance_cap is None]
     right = [i for i, rollout in enumerate(fresh) if rollout.accuracy > 0.5]
     wrong = [i for i, rollout in enumerate(fresh) if rollout.accuracy <= 0.5]
-    chosen = list(dict.fromkeys([*right[:1], *wrong[:1], *range(len(fresh))]))[:SAMPLES]
+    first = list({rollout.group: i for i, rollout in reversed(list(enumerate(fresh)))}.values())[::-1]  # of each prompt
+    pair = [*right[:1], *wrong[:1]]
+    others = [i for i in first if fresh[i].group not in {fresh[j].group for j in pair}]
+    chosen = list(dict.fromkeys([*pair, *others, *range(len(fresh))]))[:SAMPLES]
     return [
         {
-            "prompt": decode(rollout.prompt_ids)[:SAMPLE_CHARACTERS],
+            "prompt": (asked(rollout) if asked else decode(rollout.prompt_ids))[:SAMPLE_CHARACTERS],
             "given": decode(rollout.response_ids[: rollout.prefix_len])[:SAMPLE_CHARACTERS],
             "answer": rollout.text[:SAMPLE_CHARACTERS],
             "reward": finite(rollout.reward),
@@ -129,7 +139,8 @@ class Telemetry:
         )
         self._writer: Any = None
         self._purge = None if after_step is None else after_step + 1
-        self._last_line = 0.0
+        self._last_line = time.monotonic()
+        self._step, self._facts = after_step or 0, ""
         bar = (
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=24),
@@ -172,12 +183,23 @@ class Telemetry:
         )
         if self.accuracy is not None:
             facts = f"accuracy {self.accuracy:.3f} {facts}"
+        self._step, self._facts = step, facts
         self._progress.update(self._bar, completed=step, facts=facts, left=left)
+        ahead = "" if left is None else f"  {left:.0f} s left"
+        self._print(f"{facts}{ahead}", at_once=step in (0, self.max_steps))
+
+    def log_work(self, what: str, done: int, total: int) -> None:
+        """Shows how far a part of a step, or an evaluation, has come: ``evaluation 12/100``."""
+        work = f"{what} {done}/{total}"
+        self._progress.update(self._bar, facts=f"{self._facts}  {work}" if self._facts else work)
+        self._print(work)
+
+    def _print(self, text: str, at_once: bool = False) -> None:
+        """A line now and then where the output is no terminal."""
         now = time.monotonic()
-        if not self.console.is_terminal and (now - self._last_line >= LINE_SECONDS or step in (0, self.max_steps)):
+        if not self.console.is_terminal and (at_once or now - self._last_line >= LINE_SECONDS):
             self._last_line = now
-            ahead = "" if left is None else f"  {left:.0f} s left"
-            self.console.print(f"{self.label} {step}/{self.max_steps}  {facts}{ahead}", highlight=False, soft_wrap=True)
+            self.console.print(f"{self.label} {self._step}/{self.max_steps}  {text}", highlight=False, soft_wrap=True)
 
     def log_samples(self, step: int, samples: Sequence[dict[str, Any]]) -> None:
         """Keeps the answers of :func:`choose_samples` in samples.jsonl, which stays small however long the run."""

@@ -109,7 +109,12 @@ class TrainingLoop(ABC):
         telemetry["tokens_per_second"] = generated / max(sum(spent.values()), 1e-9)
         telemetry["rollout_tokens_per_second"] = generated / max(spent["rollout"], 1e-9)
         row = telemetry | {f"time/{name}_s": seconds for name, seconds in spent.items()}
-        return row, choose_samples(rollouts, self.policy.decode)
+        return row, choose_samples(rollouts, self.policy.decode, self.asked)
+
+    def asked(self, rollout: Rollout) -> str:
+        """The prompt of a training answer as it was given; of messages their contents, without the template's text."""
+        prompt = self.task.train[rollout.prompt_key].prompt
+        return prompt if isinstance(prompt, str) else "\n".join(str(message["content"]) for message in prompt)
 
     def roll_out(self, context: StepContext) -> list[Rollout]:
         """The scored answers of one step: of one round, or with dynamic sampling of as many as it takes."""

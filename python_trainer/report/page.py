@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, FileSystemLoader
@@ -14,20 +15,19 @@ from markupsafe import Markup
 
 from python_trainer.config import settings_used
 from python_trainer.files import write_text
-from python_trainer.report.runs import Run, accelerators_of
+from python_trainer.report.curve import AXES, COLOURS, SECONDS, STEP, TOKENS, colours_of, paint_accuracy, width_of
+from python_trainer.report.runs import Run, accelerators_of, by_variant, counters_of
 from python_trainer.report.tables import printable
+from python_trainer.report.verdict import caveats, verdicts
 from python_trainer.run_directory import read_metrics, read_samples
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = ("#3b82f6", "#e8731a", "#16a37a", "#d6409f", "#8b5cf6", "#a3860b", "#0ea5b7", "#ef4444")  # light and dark
 STYLES = ("-", "--", ":", "-.")
 INK = "#010203"  # drawn so by matplotlib, replaced by the colour of the page's text
 SMOOTH_FROM = 60  # points of a curve; longer ones get a running mean in front of the points
 SHOWN_STEPS = 8  # of a run, with sample answers
-STEP, SECONDS, TOKENS = "step", "time/training_s", "total/generated_tokens"
-AXES = {STEP: "step", SECONDS: "training time (s)", TOKENS: "generated tokens"}
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,15 @@ class Chart:
     x: str = STEP
 
 
+OVER = {STEP: "steps", SECONDS: "training time", TOKENS: "generated tokens"}
+
+
 def over_everything(title: str, key: str, note: str) -> list[Chart]:
-    return [Chart(f"{title} over {AXES[x]}", (key,), note, x) for x in AXES]
+    return [Chart(f"{title} over {words}", (key,), note, x) for x, words in OVER.items()]
 
 
 GROUPS: dict[str, list[Chart]] = {
     "Results": [
-        *over_everything("Test accuracy", "eval/accuracy", "one sampled answer per test prompt"),
         *over_everything("Training accuracy", "accuracy", "of the step's own answers, continued ones included"),
         *over_everything("Reward", "reward", "mean of the step's answers"),
     ],
@@ -89,19 +91,23 @@ GROUPS: dict[str, list[Chart]] = {
               "generated, trained, prefilled, from cache"),
     ],
 }  # fmt: skip
+CURVE = "eval/accuracy"  # at the top of the page
 SPLIT = ("rollout", "train", "reward", "checkpoint", "eval")  # parts of summary.json, in seconds
 HOMES = {"rewards": "Reward functions", "time": "Speed", "tokens": "Speed"}
 DRAWN_ELSEWHERE = ("time/wall_s", "time/training_s", "time/eval_s", "time/checkpoint_s", "total/")
 
 
-def all_charts(keys: set[str], elsewhere: tuple[str, ...] = ()) -> dict[str, list[Chart]]:
+def all_charts(
+    keys: set[str], elsewhere: tuple[str, ...] = (), words: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, list[Chart]]:
     """Group -> charts that have something to show; metrics named nowhere above get a chart each, by their prefix.
 
     Args:
         elsewhere: beginnings of names of metrics that other pictures show.
+        words: metric -> what it is, of those that are named nowhere above.
     """
     groups = {name: [chart for chart in charts if keys & set(chart.keys)] for name, charts in GROUPS.items()}
-    rest = keys - {STEP} - {key for charts in GROUPS.values() for chart in charts for key in chart.keys}
+    rest = keys - {STEP, CURVE} - {key for charts in GROUPS.values() for chart in charts for key in chart.keys}
     for key in sorted(key for key in rest if not key.startswith((*DRAWN_ELSEWHERE, *elsewhere))):
         prefix, _, name = key.removeprefix("time/accelerator/").partition("/")
         if key.startswith("time/accelerator/"):
@@ -109,11 +115,13 @@ def all_charts(keys: set[str], elsewhere: tuple[str, ...] = ()) -> dict[str, lis
         else:
             home = HOMES.get(prefix, prefix) if name else "Other"
             title = (name or key).replace("_", " ").replace("/", ": ")
-            groups.setdefault(home, []).append(Chart(title, (key,)))
+            groups.setdefault(home, []).append(Chart(title, (key,), words.get(key, "")))
     return {name: charts for name, charts in groups.items() if charts}
 
 
-def drawn(paint: Callable[["Axes"], None], *, label: str, height: float = 2.3, flexible: bool = False) -> Markup:
+def drawn(
+    paint: Callable[["Axes"], None], *, label: str, size: tuple[float, float] = (4.4, 2.3), flexible: bool = False
+) -> Markup:
     """An SVG for the page: what ``paint`` draws, in its text's colour; ``flexible`` margins for long labels."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -121,7 +129,7 @@ def drawn(paint: Callable[["Axes"], None], *, label: str, height: float = 2.3, f
     look: dict[Any, Any] = {f"{part}color": INK for part in ("text.", "axes.label", "xtick.", "ytick.", "axes.edge")}
     look |= {"svg.fonttype": "none", "svg.hashsalt": "rlkernels", "font.size": 9, "text.parse_math": False}
     with rc_context(look):
-        figure = Figure(figsize=(4.4, height), layout="constrained" if flexible else None)  # which draws twice
+        figure = Figure(figsize=size, layout="constrained" if flexible else None)  # which draws twice
         axes = figure.add_subplot() if flexible else figure.add_axes((0.14, 0.2, 0.81, 0.7))
         axes.spines[["top", "right"]].set_visible(False)
         paint(axes)
@@ -129,8 +137,8 @@ def drawn(paint: Callable[["Axes"], None], *, label: str, height: float = 2.3, f
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Type": None})
     svg = file.getvalue().replace(INK, "currentColor")
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
-    size = Markup('role="img" aria-label="{}"').format(label)
-    svg = re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', lambda _: size, svg, count=1)
+    role = Markup('role="img" aria-label="{}"').format(label)
+    svg = re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', lambda _: role, svg, count=1)
     return Markup(svg)  # made of numbers and escaped labels
 
 
@@ -143,32 +151,52 @@ def smooth(values: Sequence[float]) -> list[float]:
     return means
 
 
-def draw_chart(chart: Chart, curves: Sequence[tuple[str, list[dict[str, Any]]]], target: float | None) -> Markup:
-    """``curves``: (colour, rows of metrics) per run."""
+@dataclass(frozen=True)
+class Line:
+    """A metric of a run."""
+
+    colour: str
+    width: float
+    style: str
+    x: list[float]
+    y: list[float]  # NaN where it was not finite
+
+
+Curves = Sequence[tuple[str, float, list[dict[str, Any]]]]  # colour, width of the line, rows of metrics, per run
+
+
+def lines_of(chart: Chart, curves: Curves) -> list[Line]:
     lines = []
-    for colour, rows in curves:
+    for colour, width, rows in curves:
         for style, key in zip(STYLES, chart.keys):
             points = [(row[chart.x], row[key]) for row in rows if key in row and row.get(chart.x) is not None]
             values = [math.nan if y is None else y for _, y in points]
-            lines.append((colour, style, [x for x, _ in points], values))
+            lines.append(Line(colour, width, style, [x for x, _ in points], values))
+    return lines
 
+
+def says_nothing(lines: Sequence[Line]) -> bool:
+    """Whether no line has more than one point, or all have one and the same value."""
+    return all(len(line.y) < 2 for line in lines) or len({y for line in lines for y in line.y}) < 2
+
+
+def draw_chart(chart: Chart, lines: Sequence[Line]) -> Markup:
     def paint(axes: "Axes") -> None:
-        for colour, style, x, y in lines:
+        for line in lines:
+            colour, style, x, y = line.colour, line.style, line.x, line.y
             long = len(x) >= SMOOTH_FROM
             axes.plot(
                 x,
                 y,
                 style,
                 color=colour,
-                linewidth=0.8 if long else 1.5,
+                linewidth=0.8 if long else line.width,
                 alpha=0.35 if long else 1,
                 marker="." if len(x) <= 12 else "",
                 markersize=5,
             )
             if long:
-                axes.plot(x, smooth(y), style, color=colour, linewidth=1.6)
-        if target is not None and chart.keys == ("eval/accuracy",):
-            axes.axhline(target, color=INK, linewidth=0.8, linestyle=":")
+                axes.plot(x, smooth(y), style, color=colour, linewidth=line.width)
         axes.set_xlabel(AXES[chart.x])
         axes.locator_params(nbins=5)
         axes.locator_params("x", integer=chart.x == STEP)
@@ -176,6 +204,17 @@ def draw_chart(chart: Chart, curves: Sequence[tuple[str, list[dict[str, Any]]]],
         axes.grid(color=INK, alpha=0.15, linewidth=0.6)
 
     return drawn(paint, label=chart.title)
+
+
+def draw_curve(runs: Sequence[Run], x: str, target: float | None) -> Markup:
+    """The curve that the page begins with."""
+
+    def paint(axes: "Axes") -> None:
+        paint_accuracy(axes, runs, x, target)
+        if axes.get_legend_handles_labels()[0]:
+            axes.figure.legend(loc="outside upper center", ncols=2, frameon=False, fontsize=8)
+
+    return drawn(paint, label=f"Test accuracy over {AXES[x]}", size=(7.2, 3.6), flexible=True)
 
 
 def draw_split(runs: Sequence[Run]) -> Markup:
@@ -195,7 +234,7 @@ def draw_split(runs: Sequence[Run]) -> Markup:
         axes.set_xlabel("seconds of wall time, evaluations (eval) among them")
         axes.figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=8)
 
-    return drawn(paint, label="Where the time went", height=1.3 + 0.3 * len(runs), flexible=True)
+    return drawn(paint, label="Where the time went", size=(4.4, 1.3 + 0.3 * len(runs)), flexible=True)
 
 
 def compare_rows(columns: Sequence[Mapping[str, str]]) -> tuple[list[tuple], list[tuple]]:
@@ -210,6 +249,14 @@ def samples_of(run: Run) -> list[tuple[int, list[dict[str, Any]]]]:
     found = sorted(read_samples(run.folder).items())
     count = min(len(found), SHOWN_STEPS)
     return [found[round(i * (len(found) - 1) / max(count - 1, 1))] for i in range(count)] if count > 1 else found
+
+
+def folded(group: Sequence[tuple[Chart, list[Line]]]) -> tuple[list[tuple[Chart, Markup]], list[tuple[Chart, Markup]]]:
+    """Charts that show something, and those that say nothing; each drawn."""
+    both: tuple[list[tuple[Chart, Markup]], list[tuple[Chart, Markup]]] = ([], [])
+    for chart, lines in group:
+        both[says_nothing(lines)].append((chart, draw_chart(chart, lines)))
+    return both
 
 
 def write_page(
@@ -227,12 +274,14 @@ def write_page(
         pictures: words -> PNG files that go into the page.
         target: accuracy to mark in the charts.
     """
-    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(columns)}
-    rows = [(colours[run.name], read_metrics(run.folder)) for run in runs]
-    pictured = [picture for kind in accelerators_of(run.folder for run in runs) for picture in kind.pictures]
-    elsewhere = tuple(beginning for picture in pictured for beginning in picture.metrics)
-    groups = all_charts({key for _, table in rows for row in table for key in row}, elsewhere)
-    charts = {name: [(chart, draw_chart(chart, rows, target)) for chart in group] for name, group in groups.items()}
+    variants = list(by_variant(runs))
+    colours = colours_of(runs)
+    tables = [(colours[run.name], width_of(variants.index(run.name), len(variants)), read_metrics(run.folder))
+              for run in runs]  # fmt: skip
+    kinds = accelerators_of(run.folder for run in runs)
+    elsewhere = tuple(beginning for kind in kinds for picture in kind.pictures for beginning in picture.metrics)
+    groups = all_charts({key for *_, rows in tables for row in rows for key in row}, elsewhere, counters_of(kinds))
+    charts = {name: folded([(chart, lines_of(chart, tables)) for chart in group]) for name, group in groups.items()}
     differing, same = compare_rows([settings_used(run.folder) for run in runs])
     made = compare_rows([{"device": run.summary["device"], **run.summary["versions"]} for run in runs])
     environment = Environment(
@@ -243,6 +292,9 @@ def write_page(
         title=", ".join(columns),
         runs=runs,
         colours=colours,
+        verdicts=verdicts(runs),
+        caveats=caveats(runs),
+        curves=[(AXES[x], draw_curve(runs, x, target)) for x in AXES],
         charts=charts,
         split=draw_split(runs),
         summary=[(row, [column[row] for column in columns.values()]) for row in next(iter(columns.values()))],

@@ -1,7 +1,7 @@
-"""Finished runs, as the parts of a report take them."""
+"""Runs, finished or not, as the parts of a report take them."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,13 @@ Kind = type[AcceleratorSettings]
 
 @dataclass
 class Run:
-    """A finished run; ``name`` groups the seeds of one variant."""
+    """A run; ``name`` groups the seeds of one variant. The summary of one that has not ended is of its steps so far."""
 
     name: str
     folder: Path
     summary: dict[str, Any]
-    curve: list[tuple[float, float]]  # (wall seconds without evaluations, accuracy)
     counters: dict[str, float]  # sums of the counters of all accelerators over its steps
+    ended: bool = True
 
     @property
     def label(self) -> str:
@@ -34,25 +34,54 @@ class Run:
 
 
 def find_runs(folders: Sequence[Path]) -> list[Run]:
-    """Every finished run in these folders or below them, in the order of their paths.
+    """Every run in these folders or below them, in the order of their paths; of finished and unfinished ones.
 
     Raises:
         UserError: there is none.
     """
     runs = []
     for folder in folders:
-        for path in sorted(folder.rglob("summary.json")) if folder.is_dir() else []:
+        for path in sorted(folder.rglob("metrics.jsonl")) if folder.is_dir() else []:
             home = path.parent
             name = home.parent.name if home.name.startswith("seed-") else home.name
-            rows = read_metrics(home)
-            curve = [(row["time/training_s"], row["eval/accuracy"]) for row in rows if "eval/accuracy" in row]
+            if not (rows := read_metrics(home)):
+                continue
             counters = {
-                metric: sum(row.get(metric, 0.0) for row in rows) for metric in counters_of(accelerators_of([home]))
+                metric: sum(row.get(metric) or 0.0 for row in rows) for metric in counters_of(accelerators_of([home]))
             }
-            runs.append(Run(name, home, json.loads(path.read_text(encoding="utf-8")), curve, counters))
+            summary, ended = summary_of(home, rows)
+            runs.append(Run(name, home, summary, counters, ended))
     if not runs:
-        raise UserError(f"no finished run (summary.json) in {', '.join(map(str, folders))}")
+        raise UserError(f"no run (metrics.jsonl) in {', '.join(map(str, folders))}")
     return runs
+
+
+def summary_of(folder: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], bool]:
+    """summary.json of a run that has ended, else the same of the rows that it has written; and whether it has ended."""
+    path, last = folder / "summary.json", rows[-1]
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if found and found["steps"] >= last["step"]:
+        return found, True
+
+    def total(metric: str) -> float:
+        return sum(row.get(metric) or 0.0 for row in rows)
+
+    settings = settings_used(folder)
+    accuracies = [row["eval/accuracy"] for row in rows if row.get("eval/accuracy") is not None]
+    parts = {part: total(f"time/{part}_s") for part in ("rollout", "train", "reward", "checkpoint")}
+    wall, training = (last.get(f"time/{clock}_s", 0.0) for clock in ("wall", "training"))
+    names = json.loads(settings.get("accelerators.enabled", "[]"))
+    return {
+        "steps": last["step"], "wall_s": wall, "training_s": training, "eval_s": wall - training,
+        **{f"{part}_s": seconds for part, seconds in parts.items()},
+        "accelerator_s": {name: total(f"time/accelerator/{name}_s") for name in names},
+        **{f"{kind}_tokens": total(f"tokens/{kind}") for kind in ("generated", "prefill", "cached", "trained")},
+        "eval_accuracy_start": accuracies[0] if accuracies else None,
+        "eval_accuracy_final": accuracies[-1] if accuracies else None,
+        "seconds_to_target": None, "tokens_to_target": None,
+        "target_accuracy": json.loads(settings.get("evaluation.target_accuracy", "null")),
+        "accelerators": {name: {} for name in names}, "device": "-", "versions": {},
+    }, False  # fmt: skip
 
 
 def accelerators_of(folders: Iterable[Path]) -> list[Kind]:
@@ -73,9 +102,9 @@ def counters_of(accelerators: Iterable[Kind]) -> dict[str, str]:
 
 
 def by_variant(runs: Iterable[Run]) -> dict[str, list[Run]]:
-    """The runs of each variant, in their order."""
+    """The runs of each variant: the baseline first, others in their order."""
     variants: dict[str, list[Run]] = {}
-    for run in runs:
+    for run in sorted(runs, key=lambda run: run.name != BASELINE):
         variants.setdefault(run.name, []).append(run)
     return variants
 

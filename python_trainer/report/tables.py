@@ -1,4 +1,4 @@
-"""Tables of finished runs."""
+"""Tables of runs."""
 
 from collections.abc import Sequence
 from statistics import fmean
@@ -105,10 +105,9 @@ def summary_columns(runs: Sequence[Run]) -> dict[str, dict[str, str]]:
     """Variant -> what the table says about it, by row; ratios compare with the plain run."""
     of_variant = by_variant(runs)
     variants = {name: [run.summary for run in mine] for name, mine in of_variant.items()}
-    names = sorted(variants, key=lambda name: name != BASELINE)
     accelerators = accelerators_of(run.folder for run in runs)
     found = list(dict.fromkeys(metric for run in runs for metric in final_results(run) if metric != "eval/accuracy"))
-    columns = {name: facts(of_variant[name], target_of(runs), accelerators, found) for name in names}
+    columns = {name: facts(of_variant[name], target_of(runs), accelerators, found) for name in variants}
     if BASELINE in columns and len(columns) > 1:
         plain = variants[BASELINE]
         plain_target = mean([summary["seconds_to_target"] for summary in plain])

@@ -1,4 +1,4 @@
-"""What a finished run leaves for people: the table on the terminal, pictures, and one page with all of it."""
+"""What a run leaves for people: the table on the terminal, pictures, and one page with all of it."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,9 +6,11 @@ from pathlib import Path
 from rich.console import Console
 
 from python_trainer.registry import load
+from python_trainer.report.curve import COLOURS, SECONDS, TOKENS, paint_accuracy
 from python_trainer.report.page import write_page
-from python_trainer.report.runs import BASELINE, Run, accelerators_of, by_variant, find_runs, target_of
+from python_trainer.report.runs import Run, accelerators_of, by_variant, find_runs, target_of
 from python_trainer.report.tables import idle_accelerators, make_table, samples_table, summary_columns
+from python_trainer.report.verdict import caveats, verdicts
 
 
 def report(folders: Sequence[Path], console: Console | None = None) -> None:
@@ -24,11 +26,11 @@ def report(folders: Sequence[Path], console: Console | None = None) -> None:
     if samples is not None:
         console.print(samples)
     console.print(make_table(columns))
-    for line in idle_accelerators(runs):
-        console.print(line, highlight=False, soft_wrap=True)
+    for line in [*idle_accelerators(runs), *(f"note: {text}" for text in caveats(runs)), *verdicts(runs)]:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     picture = folders[0] / "accuracy.png"
     draw(runs, picture)
-    console.print(f"accuracy over wall time: {picture}", highlight=False, soft_wrap=True)
+    console.print(f"accuracy over seconds and tokens: {picture}", highlight=False, soft_wrap=True)
     pictures = draw_of_accelerators(runs, folders[0])
     for words, picture in pictures.items():
         console.print(f"{words}: {picture}", highlight=False, soft_wrap=True)
@@ -40,39 +42,30 @@ def report(folders: Sequence[Path], console: Console | None = None) -> None:
 
 def draw_of_accelerators(runs: Sequence[Run], home: Path) -> dict[str, Path]:
     """Draws the pictures that accelerators have of these runs -> words, file."""
+    from matplotlib import cycler, rc_context
+
     folders = {name: [run.folder for run in mine] for name, mine in by_variant(runs).items()}
     drawn = {}
-    for kind in accelerators_of(run.folder for run in runs):
-        for picture in kind.pictures:
-            path = home / picture.file
-            if load(picture.draw)(folders, path):
-                drawn[picture.words] = path
+    with rc_context({"axes.prop_cycle": cycler(color=COLOURS)}):  # C0 is the first variant's colour everywhere
+        for kind in accelerators_of(run.folder for run in runs):
+            for picture in kind.pictures:
+                path = home / picture.file
+                if load(picture.draw)(folders, path):
+                    drawn[picture.words] = path
     return drawn
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
-    """Accuracy over wall time, one colour per variant, one line per seed."""
+    """Accuracy over seconds and over tokens, one colour per variant, one line per seed."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    names = sorted({run.name for run in runs}, key=lambda name: (name != BASELINE, name))
-    colours = {name: f"C{i}" for i, name in enumerate(names)}
-    labelled = set()
-    for run in sorted(runs, key=lambda run: names.index(run.name)):
-        if run.curve:
-            label = None if run.name in labelled else run.name
-            labelled.add(run.name)
-            seconds, accuracy = zip(*run.curve)
-            axes.plot(seconds, accuracy, marker=".", color=colours[run.name], label=label, linewidth=1.6)
-    target = target_of(runs)
-    if target:
-        axes.axhline(target, color="0.6", linewidth=1, linestyle="--", label=f"target {target:g}")
-    axes.set(xlabel="wall time without evaluations (s)", ylabel="accuracy on test prompts, sampled", ylim=(0, 1))
-    axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[0]:
-        figure.legend(loc="outside upper center", ncols=6, frameon=False)
+    figure, both = pyplot.subplots(1, 2, figsize=(10, 4.5), layout="constrained", sharey=True)
+    for axes, x in zip(both, (SECONDS, TOKENS)):
+        paint_accuracy(axes, runs, x, target_of(runs))
+    if both[0].get_legend_handles_labels()[0]:
+        figure.legend(*both[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

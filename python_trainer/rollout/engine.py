@@ -1,13 +1,15 @@
 """The interface of everything that generates answers with the current policy."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from python_trainer.data import Request, Rollout
 from python_trainer.errors import UserError
 from python_trainer.rollout.drafting import Drafter
 from python_trainer.rollout.ordering import LengthHistory
+
+TOLD = 50  # times that progress is told of within one call
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Engine(ABC):
         policy_version: how often the weights have changed; every rollout carries the one that it was begun with.
         drafter: guesses tokens that the engine then verifies; None: no drafts.
         lengths: how long earlier answers were, which decides the order of work; None: the order of the requests.
+        tell: is called with the numbers of finished answers and of all within :meth:`generate`; None: nobody listens.
     """
 
     max_positions: int
@@ -37,6 +40,7 @@ class Engine(ABC):
     policy_version = 0
     drafter: Drafter | None = None
     lengths: LengthHistory | None = None
+    tell: Callable[[int, int], None] | None = None
 
     def __init__(self) -> None:
         self._ready: list[Rollout] = []  # finished, and not handed out yet
@@ -74,11 +78,14 @@ class Engine(ABC):
         rollouts = self.submit(requests, sampling)
         missing = {id(rollout) for rollout in rollouts}
         others: list[Rollout] = []  # of earlier submissions, whoever waits for them
+        part = len(missing) if self.tell is None else -(-len(missing) // TOLD)
         while missing:
-            for rollout in self.poll(len(missing)):
+            for rollout in self.poll(min(part, len(missing))):
                 if id(rollout) not in missing:
                     others.append(rollout)
                 missing.discard(id(rollout))
+            if self.tell is not None:
+                self.tell(len(rollouts) - len(missing), len(rollouts))
         self._ready += others
         return rollouts
 

@@ -427,7 +427,7 @@ def test_compare_names_bad_arguments(run, tmp_path, arguments, words):
 
 def test_report_without_runs(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
-    assert "no finished run" in capsys.readouterr().err
+    assert "no run (metrics.jsonl)" in capsys.readouterr().err
 
 
 def test_as_a_program(settings, tmp_path):

@@ -11,14 +11,18 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from python_trainer import telemetry as telemetry_module
 from python_trainer.config import flatten
 from python_trainer.data import Rollout
-from python_trainer.report.page import all_charts, compare_rows, smooth
+from python_trainer.errors import UserError
+from python_trainer.report.curve import wilson
+from python_trainer.report.page import Chart, all_charts, compare_rows, lines_of, says_nothing, smooth
+from python_trainer.report.runs import by_variant, find_runs
 from python_trainer.report.tables import printable
+from python_trainer.report.verdict import caveats, verdicts
 from python_trainer.report.write import report
 from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics, read_samples
 from python_trainer.telemetry import Telemetry, choose_samples, thin_samples
 
-VOID = {"meta", "br", "img", "link", "input", "hr"}
+VOID = {"meta", "br", "input", "img", "link", "hr"}
 EVIL = "<script>alert(1)</script>&<b>\x1b[2J"
 
 
@@ -74,12 +78,14 @@ def test_page_of_two_runs(runs):
     assert all(address.startswith(("#", "data:")) for address in page.addresses)
     assert "url(http" not in text and "@import" not in text
     for words in (
-        "Test accuracy over training time (s)", "Reward over generated tokens", "Entropy", "KL", "Clipped tokens",
+        "Accuracy on test prompts", "training time without evaluations (s)", "Reward over generated tokens",
+        "Entropy", "KL", "Clipped tokens",
         "Importance ratio", "Gradient norm", "Truncated", "Tokens per second", "Length", "Where the time went",
         "algorithm.beta", "accuracy after", "device", "torch", "step 3",
     ):  # fmt: skip
         assert words in page.texts, words
-    assert page.tags.count("svg") > 25 and "learning_rate" not in page.texts
+    assert page.tags.count("svg") > 25 and page.texts.count("learning_rate") == 1  # as the metric of one chart
+    assert "Constant, or of one point: " in text and "input" in page.tags
     before_shared = text[text.index("<h2>Settings") : text.index("Settings that all runs share")]
     assert before_shared.count("<tr>") == 3  # the head, algorithm.beta and seed
 
@@ -90,6 +96,51 @@ def test_end_of_a_run_shows_answers(runs, capsys):
     text = console.export_text()
     assert "answers of step 3" in text and "report.html" in text and ("right" in text or "wrong" in text)
     assert "Settings that all runs share" not in (runs / "a&b" / "report.html").read_text()
+
+
+def test_variants_have_a_verdict_and_one_order(runs, capsys):
+    """The baseline comes first wherever it lies; what did not do the same, or has not ended, is said."""
+    (runs / "other").rename(runs / "baseline")
+    (runs / "baseline" / "summary.json").unlink()
+    with (runs / "baseline" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, "time/training_s": 60.0, "time/wall_s": 61.0, "reward": None}) + "\n")
+    found = find_runs([runs])
+    assert [run.ended for run in found] == [True, False] and list(by_variant(found)) == ["baseline", "a&b"]
+    (verdict,) = verdicts(found)
+    assert verdict.startswith("a&b: ") and "generated tokens, " in verdict and "less time, accuracy " in verdict
+    ended, steps = caveats(found)
+    assert ended.startswith("baseline has not ended: ") and "step 4" in ended
+    assert "different numbers of steps (baseline 4, a&b 3)" in steps
+    report([runs], quiet())
+    page = Page((runs / "report.html").read_text())
+    assert verdict in page.texts and f"Note: {steps}." in page.texts
+    assert (runs / "accuracy.png").stat().st_size > 5000
+
+
+def test_unfinished_runs_have_the_summary_of_their_steps(runs):
+    """What is added up from the rows is what the run itself says at its end, but for what happens between steps."""
+    (run,) = find_runs([runs / "other"])
+    (runs / "other" / "summary.json").unlink()
+    (again,) = find_runs([runs / "other"])
+    assert run.ended and not again.ended and again.summary.keys() == run.summary.keys()
+    for key in ("steps", "generated_tokens", "trained_tokens", "eval_accuracy_start", "eval_accuracy_final"):
+        assert again.summary[key] == run.summary[key], key
+    for key in ("training_s", "rollout_s", "train_s"):
+        assert 0.5 * run.summary[key] < again.summary[key] <= run.summary[key], key
+    with pytest.raises(UserError, match=r"no run \(metrics.jsonl\)"):
+        find_runs([runs / "nowhere"])
+
+
+def test_intervals_and_charts_that_say_nothing():
+    assert wilson(0.5, 4) == pytest.approx((0.15004, 0.84996), abs=1e-5)  # 2 of 4, e.g. Brown, Cai, DasGupta 2001
+    assert wilson(1.0, 10)[1] == pytest.approx(1.0) and 0.7 < wilson(1.0, 10)[0] < 0.73
+    chart = Chart("x", ("a",))
+    rows = [{"step": i, "a": float(i > 2)} for i in range(4)]
+    assert not says_nothing(lines_of(chart, [("red", 1.0, rows)]))
+    assert says_nothing(lines_of(chart, [("red", 1.0, rows[:3])])) and says_nothing(
+        lines_of(chart, [("red", 1.0, rows[3:])])
+    )
+    assert not says_nothing(lines_of(chart, [("red", 1.0, rows[:2]), ("blue", 1.0, rows[2:])]))
 
 
 def test_tensorboard_has_every_metric(runs):
@@ -125,6 +176,17 @@ def test_samples_show_right_and_wrong():
     }  # fmt: skip
     assert choose_samples([rollout(1.0, cap=2.0)], str) == []
     assert choose_samples([rollout(torch.nan)], str)[0]["reward"] is None
+
+
+def test_samples_are_of_different_prompts():
+    rollouts = [rollout(0.0, text=f"{group}{i}") for group in range(3) for i in range(3)]
+    for i, one in enumerate(rollouts):
+        one.group = i // 3
+    rollouts[5].accuracy = 1.0
+    samples = choose_samples(rollouts, str, lambda one: f"prompt {one.group}")
+    assert [(sample["prompt"], sample["answer"]) for sample in samples] == [
+        ("prompt 0", "00"), ("prompt 0", "01"), ("prompt 1", "12"), ("prompt 2", "20"),
+    ]  # fmt: skip
 
 
 def test_samples_stay_few(tmp_path, monkeypatch):

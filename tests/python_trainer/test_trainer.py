@@ -1,5 +1,6 @@
 """The loop end to end on a tiny policy."""
 
+import io
 import json
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from conftest import save_tiny_policy
 from rich.console import Console
 
+from python_trainer import telemetry
 from python_trainer.accelerators.base import Accelerator
 from python_trainer.accelerators.settings import AcceleratorSettings
 from python_trainer.checkpoint import load_checkpoint
@@ -332,3 +334,19 @@ def test_schedule_by_history_changes_nothing_that_is_learned_and_resumes(make_co
     assert again.engine.lengths.means == part.engine.lengths.means != {}
     again.run()
     assert_same_weights(weights_of(fifo), weights_of(again), rtol=1e-5, atol=1e-6)
+
+
+def test_progress_within_an_evaluation_and_a_step(make_config, tmp_path, monkeypatch):
+    """Without a terminal a line now and then, here at once; the answers are those of a run that nobody watches."""
+    monkeypatch.setattr(telemetry, "LINE_SECONDS", 0.0)
+    console = Console(file=io.StringIO(), width=200)
+    watched = Trainer(make_config(max_steps=1), tmp_path / "watched", console=console)
+    watched.run()
+    lines = [line.split("  ") for line in console.file.getvalue().splitlines() if line.startswith("train")]
+    told = [(head, text[-1]) for head, *text in lines]
+    assert ("train 0/1", "evaluation 1/6") in told and ("train 0/1", "evaluation 6/6") in told
+    assert ("train 0/1", "answers 16/16") in told
+    alone = Trainer(make_config(max_steps=1), tmp_path / "alone", console=Console(quiet=True))
+    alone.engine.tell = None
+    alone.run()
+    assert_same_weights(weights_of(watched), weights_of(alone))
