@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -139,6 +140,7 @@ class Trainer(SavingLoop):
         for settings in config.accelerators.chosen():
             splits += settings.splits(self.task)
         self.policy = load_policy(config.model)
+        self.policy.chat_template_kwargs = config.task.chat_template_kwargs
         for task in (self.task, *named.values()):
             for function in task.reward_functions.values():
                 if hasattr(function, "to"):  # a model
@@ -165,8 +167,28 @@ class Trainer(SavingLoop):
         """Token ids of the prompts of a split."""
         if split not in self.prompts:
             examples = getattr(self.task, split)
-            self.prompts[split] = self.policy.encode_split(split, examples, self._longest(self._sampling(split)))
+            self.prompts[split] = self.policy.encode([example.prompt for example in examples])
+            self._heed_length(split)
         return self.prompts[split]
+
+    def _heed_length(self, split: str) -> None:
+        """A prompt that leaves no room for an answer ends the run, or is dropped where task.overlong says so."""
+        length = self._longest(self._sampling(split))
+        examples, prompts = getattr(self.task, split), self.prompts[split]
+        room = self.policy.room(length)
+        kept = [row for row, ids in enumerate(prompts) if len(ids) <= room]
+        if self.config.task.overlong == "drop" and len(kept) < len(prompts):
+            longest = max(range(len(prompts)), key=lambda row: len(prompts[row]))
+            counts = f"{len(prompts) - len(kept)} of {len(prompts)} {split} prompts dropped (task.overlong)"
+            about = f"{counts}: more than {room} tokens"
+            if not kept:
+                raise UserError(f"{about}; none is left")
+            self._note(f"{about}; the longest is {examples[longest].place or longest} with {len(prompts[longest])}")
+            examples, prompts = ([rows[row] for row in kept] for rows in (examples, prompts))
+            self.task, self.prompts[split] = replace(self.task, **{split: examples}), prompts
+            for settings in self.config.accelerators.chosen():
+                settings.splits(self.task)  # may be too few by now
+        self.policy.check_room(split, examples, prompts, length)
 
     def _sampling(self, split: str) -> EvaluationSampling:
         """How the prompts of a split are answered in evaluations."""
@@ -187,8 +209,8 @@ class Trainer(SavingLoop):
         policy, engine = self.policy, self.engine
         if engine.max_positions < policy.max_length:
             policy.max_length, policy.limited_by = engine.max_positions, engine.limited_by
-            for split, encoded in self.prompts.items():
-                policy.check_room(split, getattr(self.task, split), encoded, self._longest(self._sampling(split)))
+            for split in self.prompts:
+                self._heed_length(split)
 
     def _no_prompts(self, split: str) -> UserError:
         size, path = (getattr(self.config.task, f"{split}_{kind}", None) for kind in ("size", "path"))

@@ -14,6 +14,7 @@ PAGES = [
         "README.md",
         "docs/algorithms.md",
         "docs/alpha.md",
+        "docs/data.md",
         "docs/guide.md",
         "docs/history.md",
         "docs/other_trainers.md",

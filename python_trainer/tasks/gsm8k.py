@@ -79,8 +79,8 @@ class GSM8KSettings(FileTaskSettings):
             raise ValueError(f'must contain "{{question}}", got {template!r}')
         return template
 
-    def read(self, path: Path) -> tuple[list[Example], list[str]]:
-        return read_problems(path, self.prompt_template), []
+    def read(self, source: Path) -> tuple[list[Example], list[str]]:
+        return read_problems(source, self.prompt_template), []
 
     def load(self) -> Task:
         found = self.splits()
