@@ -16,8 +16,9 @@ from python_trainer.accelerators.base import RunContext
 from python_trainer.callbacks import Callback, Callbacks
 from python_trainer.checkpoint import load_checkpoint
 from python_trainer.config import Config
-from python_trainer.data import Request, Rollout
+from python_trainer.data import Example, Group, Messages, Rollout
 from python_trainer.distributed import RankGroup
+from python_trainer.environment import ENVIRONMENTS
 from python_trainer.errors import UserError
 from python_trainer.evaluation import EvaluationSampling, PromptSet, by_prompt, metrics_of
 from python_trainer.files import publish, write_text
@@ -25,6 +26,7 @@ from python_trainer.keyed import keyed_seed
 from python_trainer.learner import Learner, bytes_to_come
 from python_trainer.model.policy import Policy, load_policy, set_matmul_precision
 from python_trainer.rollout.engine import SamplingParams
+from python_trainer.rollout.episodes import EpisodeEngine, opening
 from python_trainer.rollout.make import make_engine
 from python_trainer.run_directory import save_evaluation
 from python_trainer.run_state import Clock, RunState, device_name, summarise
@@ -133,7 +135,9 @@ class Trainer(SavingLoop):
             raise UserError(str(error)) from error
         set_matmul_precision("highest")  # until the policy's model has been checked
         self.task = config.task.load()
-        named = {name: config.task_of_set(name).load() for name in config.evaluation.sets}
+        make = config.task.environment
+        self.environment = None if make is None else ENVIRONMENTS.resolve(make)
+        named = {name: self._task_of_set(name) for name in config.evaluation.sets}
         for text in self.task.notes:
             self._note(text)
         splits = ["train", "test"]
@@ -154,6 +158,10 @@ class Trainer(SavingLoop):
         shards = self.ranks.size if config.parallel == "fsdp2" else 1
         reserved = bytes_to_come(self.policy, config.algorithm, config.critic, shards)
         engine = make_engine(config.rollout, config.model, self.policy, output_dir, reserved_bytes=reserved)
+        if self.environment is not None:
+            limits = {"max_turns": config.task.max_turns, "timeout": config.task.environment_timeout}
+            texts = {"encode": self.policy.encode_said, "decode": self.policy.decode}
+            engine = EpisodeEngine(engine, self.environment, **texts, **limits, note=self._note)
         self.engine = self.ranks.engine(engine, self.policy)
         self._heed_limit_of_engine()
         self.named_sets = [self._named_set(name, task) for name, task in named.items()]
@@ -167,9 +175,23 @@ class Trainer(SavingLoop):
         """Token ids of the prompts of a split."""
         if split not in self.prompts:
             examples = getattr(self.task, split)
-            self.prompts[split] = self.policy.encode([example.prompt for example in examples])
+            self.prompts[split] = self.policy.encode(self._asked(examples))
             self._heed_length(split)
         return self.prompts[split]
+
+    def _asked(self, examples: Sequence[Example]) -> list[str | Messages]:
+        """What the policy is asked."""
+        make = self.environment
+        return [example.prompt if make is None else opening(make, example) for example in examples]
+
+    def _task_of_set(self, name: str) -> Task:
+        settings, own = self.config.task_of_set(name), self.config.task
+        if settings.environment != own.environment:
+            raise UserError(
+                f"evaluation.sets.{name}.task.environment must be that of task, {own.environment}, got "
+                f"{settings.environment}"
+            )
+        return settings.load()
 
     def _heed_length(self, split: str) -> None:
         """A prompt that leaves no room for an answer ends the run, or is dropped where task.overlong says so."""
@@ -199,7 +221,8 @@ class Trainer(SavingLoop):
 
     def _named_set(self, name: str, task: Task) -> PromptSet:
         sampling = self.config.evaluation.sets[name]
-        prompts = self.policy.encode_split(f"evaluation.sets.{name}", task.test, self._longest(sampling))
+        prompts, longest = self.policy.encode(self._asked(task.test)), self._longest(sampling)
+        self.policy.check_room(f"evaluation.sets.{name}", task.test, prompts, longest)
         if not prompts:
             raise UserError(f"evaluation.sets.{name}.task has no test prompts")
         return PromptSet(f"set {name}", task, task.test, prompts, sampling)
@@ -310,11 +333,17 @@ class Trainer(SavingLoop):
         rows = whole if rows is None else whole[rows.start : rows.stop]
         longest, seed = self._longest(wanted), keyed_seed(self.seed, "evaluate", asked.name)
         requests = [
-            Request(asked.prompts[i], num_samples=count, max_new_tokens=longest, sample_id=i * count) for i in rows
+            Group(asked.prompts[i], [], count, longest, i * count, example=asked.examples[i], prompt_key=i)
+            for i in rows
         ]
         sampling = SamplingParams(wanted.temperature, wanted.top_p, seed=seed, stop=tuple(self.generation.stop))
-        ids = [rollout.response_ids for rollout in self.engine.generate(requests, sampling)]
-        judged = [asked.examples[i] for i in rows for _ in range(count)], [self.policy.decode(row) for row in ids], ids
+        rollouts = self.engine.generate(requests, sampling)
+        owners = [asked.examples[i] for i in rows for _ in range(count)]
+        judged = (
+            [rollout.judged(example) for rollout, example in zip(rollouts, owners, strict=True)],
+            [rollout.said(self.policy.decode(rollout.response_ids)) for rollout in rollouts],
+            [rollout.response_ids for rollout in rollouts],
+        )
         return self.raw_scores(*judged) if asked.task is self.task else self.ranks.score(asked.task, *judged)
 
     def _note_partial(self, scores: Scores) -> None:

@@ -15,6 +15,7 @@ PAGES = [
         "docs/algorithms.md",
         "docs/alpha.md",
         "docs/data.md",
+        "docs/environments.md",
         "docs/guide.md",
         "docs/history.md",
         "docs/other_trainers.md",

@@ -203,6 +203,28 @@ class Policy:
         self.check_room(split, examples, encoded, max_completion_length)
         return encoded
 
+    def encode_said(self, said: str | Messages, chat: bool, last: int) -> list[int]:
+        """Token ids of what is said after a turn of the policy, up to where it goes on; ``last`` ended that turn.
+
+        Of a chat: what the template writes between two messages of the assistant, with these in between.
+
+        Raises:
+            UserError: messages outside of a chat, or a template that does not show the assistant's.
+        """
+        if not chat:
+            if not isinstance(said, str):
+                raise UserError(f"an environment said messages to a prompt that is text: {said!r:.80}; allowed: text")
+            return self.tokenizer(said, add_special_tokens=False)["input_ids"]
+        messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
+        mark = "<<turn>>"
+        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
+        _, found, between = self._chat([*before, *messages]).partition(mark)
+        if not found:
+            raise UserError(f"the chat template of {self.name} does not show what the assistant says")
+        if last in self.eos_token_ids:
+            between = between.removeprefix(self.tokenizer.decode([last]))
+        return self.tokenizer(between, add_special_tokens=False)["input_ids"]
+
     def room(self, max_completion_length: int) -> int:
         """Most tokens of a prompt; UserError where there is room for none."""
         room = self.max_length - max_completion_length

@@ -1,7 +1,7 @@
 """Prompts from JSONL files and the like, judged by reward functions that the user names."""
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +23,7 @@ class RewardedSettings(SplitTaskSettings):
     reward: Annotated[str | list[str], Plugin(REWARDS, later=True)] = Field([])
     """Reward functions as "module:function"; the module may lie in the current folder. "math" compares the value of an
     answer with column answer by math-verify (pip install math-verify); "reward_model:PATH" asks a
-    sequence-classification model of Transformers, on the trainer's device."""
+    sequence-classification model of Transformers, on the trainer's device; "environment" is task.environment's."""
     reward_weights: list[float] | None = None
     """One weight for each reward function; null: 1 each."""
     accuracy: str | None = None
@@ -54,7 +54,8 @@ class RewardedSettings(SplitTaskSettings):
         weights = dict(zip(functions, self.reward_weights or [1.0] * len(functions), strict=True))
         found = self.splits()
         for name, function in functions.items():
-            check_columns(name, function, [*found.train, *found.test, *found.gate])
+            own = {"environment_reward"} if self.environment else set()
+            check_columns(name, function, [*found.train, *found.test, *found.gate], own)
         return Task(
             self.name,
             found.train,
@@ -89,14 +90,14 @@ def is_chat(value: Any) -> bool:
     )
 
 
-def check_columns(name: str, function: Any, examples: Sequence[Example]) -> None:
-    """Raises UserError where a reward function cannot do without a column that no example has."""
+def check_columns(name: str, function: Any, examples: Sequence[Example], added: Set[str]) -> None:
+    """Raises UserError where a reward function cannot do without a column that no example has, and nobody adds."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # of a builtin nothing is known
         return
     columns = {column for row in examples for column in row.columns}
-    given = {"prompts", "completions", "completion_ids", *columns}
+    given = {"prompts", "completions", "completion_ids", *columns, *added}
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     missing = [p.name for p in named if p.default is p.empty and p.name not in given]
     if missing and examples:
@@ -126,7 +127,7 @@ def read_prompts(
                 'messages {"role": "user", "content": "..."}'
             )
         columns = {name: value for name, value in row.items() if name != column}
-        if reserved := {"prompts", "completions", "completion_ids"} & columns.keys():
+        if reserved := {"prompts", "completions", "completion_ids", "environment_reward"} & columns.keys():
             raise UserError(
                 f"{source}:{number}: column {min(reserved)!r} has a name that reward functions get from the trainer"
             )

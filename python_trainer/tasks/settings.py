@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
+from python_trainer.environment import ENVIRONMENTS
 from python_trainer.registry import PluginError, Registry
 from python_trainer.settings import Plugin, Section
 from python_trainer.tasks.base import Task
@@ -39,6 +40,13 @@ class TaskSettings(Section):
     """Further arguments of the tokenizer's chat template: {enable_thinking: false}, tools, and the like."""
     overlong: Literal["error", "drop"] = "error"
     """What a prompt does that leaves no room for an answer: end the run, or be left out, counted in a note."""
+
+    environment: Annotated[str, Plugin(ENVIRONMENTS)] | None = None
+    """What the policy has turns with in an answer (docs/environments.md); null: an answer is one turn."""
+    max_turns: int = Field(8, ge=1)
+    """Most turns of the policy in one answer, with an environment."""
+    environment_timeout: float = Field(60.0, gt=0)
+    """Seconds for one step of an environment; one that takes longer fails its answer."""
 
     @field_validator("chat_template_kwargs")
     @classmethod

@@ -168,7 +168,7 @@ def test_a_module_that_fails_on_import_is_named(folder):
         REWARDS.resolve(f"broken_{folder.name}:f")
 
 
-FORM = 'neither math nor of the form "module:function"; '
+FORM = 'neither math, environment nor of the form "module:function"; '
 
 
 @pytest.mark.parametrize(
