@@ -159,9 +159,15 @@ class Trainer(SavingLoop):
         reserved = bytes_to_come(self.policy, config.algorithm, config.critic, shards)
         engine = make_engine(config.rollout, config.model, self.policy, output_dir, reserved_bytes=reserved)
         if self.environment is not None:
-            limits = {"max_turns": config.task.max_turns, "timeout": config.task.environment_timeout}
-            texts = {"encode": self.policy.encode_said, "decode": self.policy.decode}
-            engine = EpisodeEngine(engine, self.environment, **texts, **limits, note=self._note)
+            engine = EpisodeEngine(
+                engine,
+                self.environment,
+                encode=self.policy.encode_said,
+                decode=self.policy.decode,
+                max_turns=config.task.max_turns,
+                timeout=config.task.environment_timeout,
+                note=self._note,
+            )
         self.engine = self.ranks.engine(engine, self.policy)
         self._heed_limit_of_engine()
         self.named_sets = [self._named_set(name, task) for name, task in named.items()]
@@ -207,7 +213,8 @@ class Trainer(SavingLoop):
                 raise UserError(f"{about}; none is left")
             self._note(f"{about}; the longest is {examples[longest].place or longest} with {len(prompts[longest])}")
             examples, prompts = ([rows[row] for row in kept] for rows in (examples, prompts))
-            self.task, self.prompts[split] = replace(self.task, **{split: examples}), prompts
+            left: dict[str, Any] = {split: examples}
+            self.task, self.prompts[split] = replace(self.task, **left), prompts
             for settings in self.config.accelerators.chosen():
                 settings.splits(self.task)  # may be too few by now
         self.policy.check_room(split, examples, prompts, length)
