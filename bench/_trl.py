@@ -45,7 +45,7 @@ def make_grpo_trainer(config: Config, folder: Path, *, batch: int, callbacks: Se
 
     rollout, algorithm, optimizer = config.rollout, config.algorithm, config.optimizer
     answers = rollout.prompts_per_step * rollout.num_generations
-    task, path = config.task.load(), policy_folder(config.model.path)
+    task, path = config.task.load(), policy_folder(config.model.path, config.model.revision)
     dtype = str(choose_dtype(config.model.dtype, torch.device("cpu"))).removeprefix("torch.")
     arguments = GRPOConfig(
         output_dir=str(folder), seed=config.seed, max_steps=config.max_steps,
@@ -67,7 +67,7 @@ def make_grpo_trainer(config: Config, folder: Path, *, batch: int, callbacks: Se
     columns = {name: [example.columns[name] for example in task.train] for name in sorted(names)}
     prompts = Dataset.from_dict({"prompt": [example.prompt for example in task.train], **columns})
     trainer = GRPOTrainer(
-        model=str(path if path.is_dir() else config.model.path), args=arguments, train_dataset=prompts,
+        model=str(path), args=arguments, train_dataset=prompts,
         reward_funcs=list(task.reward_functions.values()), callbacks=[SameWarmUp(), *callbacks],
     )  # fmt: skip
     set_matmul_precision(config.model.matmul_precision)

@@ -105,6 +105,8 @@ class Config(Section):
             raise ValueError(f"rollout.vllm_server needs rollout.engine vllm, got {self.rollout.engine}")
         if self.rollout.engine == "vllm" and self.rollout.workers > 1:
             raise ValueError(f"rollout.workers must be 1 with rollout.engine vllm, got {self.rollout.workers}")
+        if self.task.environment is not None and self.rollout.workers > 1:
+            raise ValueError(f"rollout.workers must be 1 with task.environment, got {self.rollout.workers}")
         cache, longest = self.algorithm.overlong_cache, self.rollout.max_completion_length
         if cache is not None and cache > longest:
             raise ValueError(
@@ -138,6 +140,12 @@ class Config(Section):
     @model_validator(mode="after")
     def accelerators_fit(self) -> "Config":
         for accelerator in self.accelerators.chosen():
+            if self.task.environment is not None and not accelerator.multi_turn:
+                able = ", ".join(kind.name for kind in registered() if kind.multi_turn)
+                raise ValueError(
+                    f"accelerators.enabled: {accelerator.name} needs task.environment=null, got "
+                    f"{self.task.environment}, which allows {able}"
+                )
             if (conflict := accelerator.conflicts(self)) is not None:
                 raise ValueError(conflict)
         return self

@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Messages = list[dict[str, str]]  # {"role": "user", "content": "..."}
@@ -40,6 +40,16 @@ class Group(Request):
 
 
 @dataclass
+class Episode:
+    """What an environment made of an answer."""
+
+    turns: int = 0  # of the policy
+    reward: float = 0.0  # sum over its steps
+    failure: str = ""  # why the environment could not go on; empty where it could
+    messages: Messages = field(default_factory=list)  # in a chat: what was said after the prompt
+
+
+@dataclass
 class Rollout:
     """One answer, from the engine to the loss.
 
@@ -55,6 +65,7 @@ class Rollout:
     # False for each token of response_ids that others wrote (tool output, the user's next turn): context and nothing
     # else, whatever stands in logprobs for it; None: all tokens are the policy's. Accelerators do not keep it.
     response_mask: list[bool] | None = None
+    episode: Episode | None = None  # None: no environment
 
     prompt_key: int = -1  # as of its Group
     group: int = 0  # index of its group in the step
@@ -73,6 +84,17 @@ class Rollout:
     def become(self, copy: "Rollout") -> None:
         """Takes over what another process has generated in its copy."""
         self.response_ids, self.logprobs, self.finish_reason = copy.response_ids, copy.logprobs, copy.finish_reason
+        self.response_mask, self.episode = copy.response_mask, copy.episode
+
+    def said(self, text: str) -> str | Messages:
+        """The completion that reward functions get, where ``text`` is all of the response."""
+        return self.episode.messages if self.episode and self.episode.messages else text
+
+    def judged(self, example: Example) -> Example:
+        """The example, with what the environment says of this answer as a further column."""
+        if self.episode is None:
+            return example
+        return replace(example, columns=example.columns | {"environment_reward": self.episode.reward})
 
 
 def merits(answers: Iterable[Rollout]) -> list[float]:

@@ -79,7 +79,7 @@ def find(folders: Sequence[Path], base: Path | None, accuracy: Sequence[float] |
         rows = {row["step"]: row["accuracy"] for row in read_metrics(folders[0]) if "accuracy" in row}
         smooth = [[rows[s] for s in range(step - 4, step + 1) if s in rows] for step in steps]
         known = [sum(window) / len(window) for window in smooth] if all(smooth) else None
-        saved = Saved(base or policy_folder(config.model.path), found, steps, known, True)
+        saved = Saved(base or policy_folder(config.model.path, config.model.revision), found, steps, known, True)
     else:
         if base is None:
             raise UserError("--base is needed: the folder of the model that training began with")
@@ -168,7 +168,9 @@ def extrapolate_folders(
     if gated:
         policy = pass_gate(config, saved.base, last, predicted, console)
     else:
-        policy = load_policy(config.model.model_copy(update={"path": str(saved.base), "device": "cpu"}))
+        policy = load_policy(
+            config.model.model_copy(update={"path": str(saved.base), "revision": None, "device": "cpu"})
+        )
         put(policy.model, dict(last) | predicted)
     try:
         save(policy, output_dir)
@@ -195,7 +197,7 @@ def pass_gate(
 ) -> Policy:
     """The policy with the weights that the gate accepted."""
     settings: AlphaSettings = getattr(config.accelerators, AlphaSettings.name)
-    model = config.model.model_copy(update={"path": str(base)})
+    model = config.model.model_copy(update={"path": str(base), "revision": None})
     accelerators = config.accelerators.model_copy(update={"enabled": []})
     algorithm = config.algorithm.model_copy(update={"beta": 0.0, "advantage": "group"})  # neither reference nor critic
     with TemporaryDirectory() as folder:

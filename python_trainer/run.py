@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,8 +16,9 @@ from python_trainer.accelerators.base import RunContext
 from python_trainer.callbacks import Callback, Callbacks
 from python_trainer.checkpoint import load_checkpoint
 from python_trainer.config import Config
-from python_trainer.data import Request, Rollout
+from python_trainer.data import Example, Group, Messages, Rollout
 from python_trainer.distributed import RankGroup
+from python_trainer.environment import ENVIRONMENTS
 from python_trainer.errors import UserError
 from python_trainer.evaluation import EvaluationSampling, PromptSet, by_prompt, metrics_of
 from python_trainer.files import publish, write_text
@@ -24,6 +26,7 @@ from python_trainer.keyed import keyed_seed
 from python_trainer.learner import Learner, bytes_to_come
 from python_trainer.model.policy import Policy, load_policy, set_matmul_precision
 from python_trainer.rollout.engine import SamplingParams
+from python_trainer.rollout.episodes import EpisodeEngine, opening
 from python_trainer.rollout.make import make_engine
 from python_trainer.run_directory import save_evaluation
 from python_trainer.run_state import Clock, RunState, device_name, summarise
@@ -134,13 +137,16 @@ class Trainer(SavingLoop):
             raise UserError(str(error)) from error
         set_matmul_precision("highest")  # until the policy's model has been checked
         self.task = config.task.load()
-        named = {name: config.task_of_set(name).load() for name in config.evaluation.sets}
+        make = config.task.environment
+        self.environment = None if make is None else ENVIRONMENTS.resolve(make)
+        named = {name: self._task_of_set(name) for name in config.evaluation.sets}
         for text in self.task.notes:
             self._note(text)
         splits = ["train", "test"]
         for settings in config.accelerators.chosen():
             splits += settings.splits(self.task)
         self.policy = load_policy(config.model)
+        self.policy.chat_template_kwargs = config.task.chat_template_kwargs
         for task in (self.task, *named.values()):
             for function in task.reward_functions.values():
                 if hasattr(function, "to"):  # a model
@@ -155,6 +161,16 @@ class Trainer(SavingLoop):
         reserved = bytes_to_come(self.policy, config.algorithm, config.critic, shards)
         engine = make_engine(config.rollout, config.model, self.policy, output_dir, reserved_bytes=reserved)
         engine.tell = self._tell_work  # of several processes each generates a part, and the first tells of its own
+        if self.environment is not None:
+            engine = EpisodeEngine(
+                engine,
+                self.environment,
+                encode=self.policy.encode_said,
+                decode=self.policy.decode,
+                max_turns=config.task.max_turns,
+                timeout=config.task.environment_timeout,
+                note=self._note,
+            )
         self.engine = self.ranks.engine(engine, self.policy)
         self._heed_limit_of_engine()
         self.named_sets = [self._named_set(name, task) for name, task in named.items()]
@@ -172,8 +188,43 @@ class Trainer(SavingLoop):
         """Token ids of the prompts of a split."""
         if split not in self.prompts:
             examples = getattr(self.task, split)
-            self.prompts[split] = self.policy.encode_split(split, examples, self._longest(self._sampling(split)))
+            self.prompts[split] = self.policy.encode(self._asked(examples))
+            self._heed_length(split)
         return self.prompts[split]
+
+    def _asked(self, examples: Sequence[Example]) -> list[str | Messages]:
+        """What the policy is asked."""
+        make = self.environment
+        return [example.prompt if make is None else opening(make, example) for example in examples]
+
+    def _task_of_set(self, name: str) -> Task:
+        settings, own = self.config.task_of_set(name), self.config.task
+        if settings.environment != own.environment:
+            raise UserError(
+                f"evaluation.sets.{name}.task.environment must be that of task, {own.environment}, got "
+                f"{settings.environment}"
+            )
+        return settings.load()
+
+    def _heed_length(self, split: str) -> None:
+        """A prompt that leaves no room for an answer ends the run, or is dropped where task.overlong says so."""
+        length = self._longest(self._sampling(split))
+        examples, prompts = getattr(self.task, split), self.prompts[split]
+        room = self.policy.room(length)
+        kept = [row for row, ids in enumerate(prompts) if len(ids) <= room]
+        if self.config.task.overlong == "drop" and len(kept) < len(prompts):
+            longest = max(range(len(prompts)), key=lambda row: len(prompts[row]))
+            counts = f"{len(prompts) - len(kept)} of {len(prompts)} {split} prompts dropped (task.overlong)"
+            about = f"{counts}: more than {room} tokens"
+            if not kept:
+                raise UserError(f"{about}; none is left")
+            self._note(f"{about}; the longest is {examples[longest].place or longest} with {len(prompts[longest])}")
+            examples, prompts = ([rows[row] for row in kept] for rows in (examples, prompts))
+            left: dict[str, Any] = {split: examples}
+            self.task, self.prompts[split] = replace(self.task, **left), prompts
+            for settings in self.config.accelerators.chosen():
+                settings.splits(self.task)  # may be too few by now
+        self.policy.check_room(split, examples, prompts, length)
 
     def _sampling(self, split: str) -> EvaluationSampling:
         """How the prompts of a split are answered in evaluations."""
@@ -184,7 +235,8 @@ class Trainer(SavingLoop):
 
     def _named_set(self, name: str, task: Task) -> PromptSet:
         sampling = self.config.evaluation.sets[name]
-        prompts = self.policy.encode_split(f"evaluation.sets.{name}", task.test, self._longest(sampling))
+        prompts, longest = self.policy.encode(self._asked(task.test)), self._longest(sampling)
+        self.policy.check_room(f"evaluation.sets.{name}", task.test, prompts, longest)
         if not prompts:
             raise UserError(f"evaluation.sets.{name}.task has no test prompts")
         return PromptSet(f"set {name}", task, task.test, prompts, sampling)
@@ -194,8 +246,8 @@ class Trainer(SavingLoop):
         policy, engine = self.policy, self.engine
         if engine.max_positions < policy.max_length:
             policy.max_length, policy.limited_by = engine.max_positions, engine.limited_by
-            for split, encoded in self.prompts.items():
-                policy.check_room(split, getattr(self.task, split), encoded, self._longest(self._sampling(split)))
+            for split in self.prompts:
+                self._heed_length(split)
 
     def _no_prompts(self, split: str) -> UserError:
         size, path = (getattr(self.config.task, f"{split}_{kind}", None) for kind in ("size", "path"))
@@ -296,11 +348,17 @@ class Trainer(SavingLoop):
         rows = whole if rows is None else whole[rows.start : rows.stop]
         longest, seed = self._longest(wanted), keyed_seed(self.seed, "evaluate", asked.name)
         requests = [
-            Request(asked.prompts[i], num_samples=count, max_new_tokens=longest, sample_id=i * count) for i in rows
+            Group(asked.prompts[i], [], count, longest, i * count, example=asked.examples[i], prompt_key=i)
+            for i in rows
         ]
         sampling = SamplingParams(wanted.temperature, wanted.top_p, seed=seed, stop=tuple(self.generation.stop))
-        ids = [rollout.response_ids for rollout in self.engine.generate(requests, sampling)]
-        judged = [asked.examples[i] for i in rows for _ in range(count)], [self.policy.decode(row) for row in ids], ids
+        rollouts = self.engine.generate(requests, sampling)
+        owners = [asked.examples[i] for i in rows for _ in range(count)]
+        judged = (
+            [rollout.judged(example) for rollout, example in zip(rollouts, owners, strict=True)],
+            [rollout.said(self.policy.decode(rollout.response_ids)) for rollout in rollouts],
+            [rollout.response_ids for rollout in rollouts],
+        )
         return self.raw_scores(*judged) if asked.task is self.task else self.ranks.score(asked.task, *judged)
 
     def _note_partial(self, scores: Scores) -> None:

@@ -65,8 +65,8 @@ class Plugin:
             elif isinstance(value, list):
                 raise ValueError(f'must hold names out of {", ".join(names)} or "{self.registry.form}", got {plugin!r}')
             else:
-                *others, last = map(repr, names)
-                known = f'must be "{self.registry.form}", {", ".join(others)} or {last}'
+                (*others, last), form = map(repr, names), f'"{self.registry.form}"'
+                known = f"must be {', '.join([form, *others])} or {last}"
                 raise PydanticCustomError("plugin", "{known}", {"known": known})
         return value
 

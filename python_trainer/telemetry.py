@@ -43,6 +43,10 @@ def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "completions/clipped_ratio": 1 - len(ended) / len(rollouts),
         "completions/generated_length": sum(len(rollout.logprobs) for rollout in rollouts) / len(rollouts),
     }
+    episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
+    if episodes:
+        row["environment/turns"] = sum(episode.turns for episode in episodes) / len(episodes)
+        row["environment/failures"] = float(sum(bool(episode.failure) for episode in episodes))
     for name in rollouts[0].rewards:
         column = torch.tensor([r.rewards[name] for r in rollouts if r.rewards[name] is not None], dtype=torch.float64)
         if len(column):

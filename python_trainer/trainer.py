@@ -12,7 +12,7 @@ from typing import Any
 
 from python_trainer.accelerators.base import Accelerator, StepContext
 from python_trainer.callbacks import Callbacks
-from python_trainer.data import Example, Group, Request, Rollout
+from python_trainer.data import Example, Group, Messages, Request, Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.dynamic_sampling import Refill
 from python_trainer.errors import Interrupted, NotFinite, UserError
@@ -181,7 +181,9 @@ class TrainingLoop(ABC):
         """Text, rewards and accuracy of every rollout; they come in the order of the groups."""
         owners = [(number, group) for number, group in enumerate(groups) for _ in range(group.num_samples)]
         texts = [self.policy.decode(rollout.response_ids) for rollout in rollouts]
-        scores = self.judge([group.example for _, group in owners], texts, [r.response_ids for r in rollouts])
+        examples = [rollout.judged(group.example) for rollout, (_, group) in zip(rollouts, owners, strict=True)]
+        said = [rollout.said(text) for rollout, text in zip(rollouts, texts)]
+        scores = self.judge(examples, said, [r.response_ids for r in rollouts])
         for i, (rollout, (number, group)) in enumerate(zip(rollouts, owners, strict=True)):
             rollout.group, rollout.prompt_key, rollout.text = number, group.prompt_key, texts[i]
             rollout.reward, rollout.accuracy = scores.total[i], scores.accuracy[i]
@@ -218,13 +220,17 @@ class TrainingLoop(ABC):
             rules=self.rules,
         )
 
-    def judge(self, examples: Sequence[Example], texts: Sequence[str], ids: Sequence[Sequence[int]]) -> Scores:
+    def judge(
+        self, examples: Sequence[Example], texts: Sequence[str | Messages], ids: Sequence[Sequence[int]]
+    ) -> Scores:
         """What answers are worth: the task's rewards, ``total`` shaped as the loss sees it."""
         scores = self.raw_scores(examples, texts, ids)
         longest = self.generation.max_completion_length
         return replace(scores, total=shaped_rewards(scores.total, ids, self.learner.algorithm, longest))
 
-    def raw_scores(self, examples: Sequence[Example], texts: Sequence[str], ids: Sequence[Sequence[int]]) -> Scores:
+    def raw_scores(
+        self, examples: Sequence[Example], texts: Sequence[str | Messages], ids: Sequence[Sequence[int]]
+    ) -> Scores:
         """What the task says; once its rewards have shown that nothing is right or wrong, that holds for the run."""
         scores = self.ranks.score(self.task, examples, texts, ids)
         self.state.judged &= scores.merit is None

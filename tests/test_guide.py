@@ -1,4 +1,4 @@
-"""Every file and command of docs/guide.md, in its order."""
+"""Every file and command of pages that are to be followed, in their order."""
 
 import re
 import shlex
@@ -11,7 +11,6 @@ import pytest
 from python_trainer.__main__ import main
 
 ROOT = Path(__file__).parents[1]
-BLOCKS = re.findall(r"^```(python|yaml|console)\n(.*?)^```", (ROOT / "docs/guide.md").read_text(), re.S | re.M)
 
 
 def console(text):
@@ -20,16 +19,20 @@ def console(text):
 
 
 @pytest.mark.slow
-def test_guide(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("page", "count"), [("guide", 12), ("data", 4), ("environments", 3)])
+def test_page(tmp_path, monkeypatch, capsys, page, count):
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    blocks = re.findall(r"^```(python|yaml|console)\n(# \S+\.(?:py|yaml)\n.*?|\$ .*?)^```", text, re.S | re.M)
     (tmp_path / "python_trainer").symlink_to(ROOT / "python_trainer")
     (tmp_path / "mine").mkdir()
     monkeypatch.chdir(tmp_path / "mine")
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
     commands = 0
-    for kind, text in BLOCKS:
+    for kind, text in blocks:
         if kind != "console":
-            Path(text.split("\n")[0].removeprefix("# ")).write_text(text)
+            file = Path(text.split("\n")[0].removeprefix("# "))
+            file.write_text(text)
+            sys.modules.pop(file.stem, None)
             continue
         for command, printed in console(text):
             python, *arguments = shlex.split(command)
@@ -39,13 +42,15 @@ def test_guide(tmp_path, monkeypatch, capsys):
                 code = main(arguments[2:])
                 said = capsys.readouterr()
                 assert code == (2 if printed.startswith("error: ") else 0), (command, said.err[-2000:])
-                assert said.err.strip() == printed if code else (Path("runs/first/summary.json").exists())
+                folder = Path(arguments[arguments.index("--output-dir") + 1])
+                assert said.err.strip() == printed if code else (folder / "summary.json").exists()
             else:
                 done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
                 assert done.returncode == 0, done.stderr
                 assert done.stdout.strip() == printed
-    assert commands == 12  # none was overlooked
-    del sys.modules["my_rewards"]
+    assert commands == count  # none was overlooked
+    for file in Path.cwd().glob("*.py"):
+        sys.modules.pop(file.stem, None)
 
 
 def test_files_of_users_are_not_linted():

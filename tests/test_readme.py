@@ -14,6 +14,8 @@ PAGES = [
         "README.md",
         "docs/algorithms.md",
         "docs/alpha.md",
+        "docs/data.md",
+        "docs/environments.md",
         "docs/guide.md",
         "docs/history.md",
         "docs/other_trainers.md",

@@ -34,6 +34,8 @@ class AcceleratorSettings(Section):
     ``module:Class``."""
     divisible: ClassVar[bool] = False
     """Whether several ranks, each of which generates a part of the answers, can run it side by side."""
+    multi_turn: ClassVar[bool] = False
+    """Whether it leaves answers alone that are given in turns with an environment, or can deal with them."""
     counters: ClassVar[Mapping[str, str]] = {}
     """Metrics whose sum over a run shows what was done in it -> the words of their row in tables."""
     advice: ClassVar[Mapping[str, str]] = {}

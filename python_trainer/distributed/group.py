@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from python_trainer.checkpoint import save_checkpoint
-from python_trainer.data import Example, Rollout
+from python_trainer.data import Example, Messages, Rollout
 from python_trainer.distributed.ranked_engine import RankedEngine
 from python_trainer.model.packing import micro_batches
 from python_trainer.model.policy import Policy
@@ -59,7 +59,7 @@ class RankGroup:
         return engine if policy.whole is policy.model else RankedEngine(engine, policy)
 
     def score(
-        self, task: Task, examples: Sequence[Example], texts: Sequence[str], ids: Sequence[Sequence[int]]
+        self, task: Task, examples: Sequence[Example], texts: Sequence[str | Messages], ids: Sequence[Sequence[int]]
     ) -> Scores:
         """As :func:`python_trainer.tasks.rewards.score`, and every answer is judged once."""
         return score(task, examples, texts, ids)

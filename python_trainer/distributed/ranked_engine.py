@@ -7,9 +7,8 @@ from typing import Any, Protocol
 
 from python_trainer.data import Request, Rollout
 from python_trainer.model.policy import Policy
-from python_trainer.rollout.drafting import Drafter
-from python_trainer.rollout.engine import Engine, SamplingParams, new_rollouts
-from python_trainer.rollout.ordering import LengthHistory, remember
+from python_trainer.rollout.engine import Engine, SamplingParams, WrappedEngine, new_rollouts
+from python_trainer.rollout.ordering import remember
 
 
 class Ranks(Protocol):
@@ -23,7 +22,7 @@ class Ranks(Protocol):
     def gather(self, value: Any) -> list[Any]: ...
 
 
-class RankedEngine(Engine):
+class RankedEngine(WrappedEngine):
     """Generates with ``policy.whole``, and brings that up to date when the policy has been updated.
 
     Of n ranks, r answers requests r, r + n, ... and all get the answers of all. Noise is keyed by sample, so answers do
@@ -37,49 +36,18 @@ class RankedEngine(Engine):
     """
 
     def __init__(self, engine: Engine, policy: Policy, ranks: Ranks | None = None):
-        super().__init__()
-        self.inner, self.policy, self.ranks = engine, policy, ranks
+        super().__init__(engine)
+        self.policy, self.ranks = policy, ranks
         self._others = dict.fromkeys(engine.stats, 0.0)  # what the other ranks counted
         self._waiting: list[tuple[Sequence[Request], SamplingParams, list[Rollout]]] = []
-
-    @property
-    def drafter(self) -> Drafter | None:  # type: ignore[override]
-        return self.inner.drafter
-
-    @drafter.setter
-    def drafter(self, drafter: Drafter | None) -> None:
-        self.inner.drafter = drafter
-
-    @property
-    def lengths(self) -> LengthHistory | None:  # type: ignore[override]
-        return self.inner.lengths
-
-    @lengths.setter
-    def lengths(self, lengths: LengthHistory | None) -> None:
-        self.inner.lengths = lengths
-
-    @property
-    def max_positions(self) -> int:  # type: ignore[override]
-        return self.inner.max_positions
-
-    @property
-    def limited_by(self) -> str:  # type: ignore[override]
-        return self.inner.limited_by
 
     @property
     def stats(self) -> dict[str, float]:
         return {name: count + self._others[name] for name, count in self.inner.stats.items()}
 
     def policy_updated(self) -> None:
-        super().policy_updated()
         self.policy.update_whole()
-        self.inner.policy_updated()
-
-    def close(self) -> None:
-        self.inner.close()
-
-    def pass_seconds(self, sequences: int, tokens: int) -> float:
-        return self.inner.pass_seconds(sequences, tokens)
+        super().policy_updated()
 
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Rollout]:
         if self.ranks is None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from python_trainer.checkpoint import save_checkpoint
-from python_trainer.data import Example, Rollout
+from python_trainer.data import Example, Messages, Rollout
 from python_trainer.distributed.group import RankGroup
 from python_trainer.distributed.ranked_engine import RankedEngine
 from python_trainer.errors import UserError
@@ -81,7 +81,7 @@ class Replicated(RankGroup):
         return RankedEngine(engine, policy, self)
 
     def score(
-        self, task: Task, examples: Sequence[Example], texts: Sequence[str], ids: Sequence[Sequence[int]]
+        self, task: Task, examples: Sequence[Example], texts: Sequence[str | Messages], ids: Sequence[Sequence[int]]
     ) -> Scores:
         bounds = [self._group_start(examples, rank * len(texts) // self.size) for rank in range(self.size + 1)]
         part = slice(bounds[self.rank], bounds[self.rank + 1])
@@ -101,7 +101,7 @@ class Replicated(RankGroup):
     @staticmethod
     def _group_start(examples: Sequence[Example], index: int) -> int:
         """From ``index`` on, the first answer to another example: answers to one are judged by one rank."""
-        while 0 < index < len(examples) and examples[index] is examples[index - 1]:
+        while 0 < index < len(examples) and examples[index].prompt is examples[index - 1].prompt:
             index += 1
         return index
 

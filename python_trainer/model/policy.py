@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from python_trainer.data import Example
+from python_trainer.data import Example, Messages
 from python_trainer.errors import UserError
 from python_trainer.files import usual_mode
 from python_trainer.model.flat_forward import flat_attention, forward_with_states
@@ -53,12 +54,12 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def load_policy(config: ModelConfig) -> "Policy":
-    """Loads a model folder, a GGUF file, a shipped base policy, or an adapter (PEFT), merged into its base.
+    """Loads a model: of a folder, a GGUF file, of the Hub, a base policy that ships, or an adapter (PEFT), merged into it.
 
     Raises:
-        UserError: there is no such folder or file, or no model or tokenizer in it, or as of :class:`Policy`.
+        UserError: there is no such model, or no model or tokenizer in its folder, or as of :class:`Policy`.
     """
-    folder = policy_folder(config.path)
+    folder = policy_folder(config.path, config.revision)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     if (folder / "adapter_config.json").is_file():
@@ -144,6 +145,7 @@ class Policy:
         eos_token_ids: every token that ends an answer, from the generation config, the config and the tokenizer.
         max_length: most tokens of prompt and answer together.
         limited_by: what that limit is, for messages.
+        chat_template_kwargs: further arguments of the tokenizer's template.
 
     Raises:
         UserError: the tokenizer has no end-of-sequence token; something but attention mixes the model's tokens.
@@ -157,25 +159,43 @@ class Policy:
         config = model.config.get_text_config()
         self.max_length: int = getattr(config, "max_position_embeddings", None) or 1 << 30
         self.limited_by = "the model's limit"
+        self.chat_template_kwargs: dict[str, Any] = {}
         model.eval()
         self.traits = find_traits(model, f"{name} ({type(model).__name__})")
         self.fused = self.traits.fusible
 
-    def encode(self, prompts: Sequence[str | list[dict[str, str]]]) -> list[list[int]]:
-        """Token ids of texts, or of chat messages through the tokenizer's template."""
-        if not prompts:
-            return []
-        chats = [not isinstance(prompt, str) for prompt in prompts]
-        if any(chats) and not self.tokenizer.chat_template:
-            raise UserError(f"prompts are lists of messages, but the tokenizer of {self.name} has no chat template")
-        texts = [self._chat(prompt) for prompt in prompts]
-        # a template writes the special tokens itself
-        return self.tokenizer(texts, add_special_tokens=not any(chats))["input_ids"]
+    def encode(self, prompts: Sequence[str | Messages]) -> list[list[int]]:
+        """Token ids of texts, and of chat messages through the tokenizer's template; both may be mixed.
 
-    def _chat(self, prompt: str | list[dict[str, str]]) -> str:
-        if isinstance(prompt, str):
-            return prompt
-        return str(self.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
+        Raises:
+            UserError: the tokenizer has no template, or it refuses the messages.
+        """
+        chats = [not isinstance(prompt, str) for prompt in prompts]
+        texts = [prompt if isinstance(prompt, str) else self._chat(prompt) for prompt in prompts]
+        encoded: dict[int, list[int]] = {}
+        for chat in set(chats):
+            rows = [row for row, kind in enumerate(chats) if kind == chat]
+            # a template writes the special tokens itself
+            ids = self.tokenizer([texts[row] for row in rows], add_special_tokens=not chat)["input_ids"]
+            encoded |= zip(rows, ids)
+        return [encoded[row] for row in range(len(prompts))]
+
+    def _chat(self, messages: Messages) -> str:
+        template, options = self.tokenizer.chat_template, self.chat_template_kwargs
+        if not template:
+            raise UserError(f"prompts are lists of messages, but the tokenizer of {self.name} has no chat template")
+        if unknown := [name for name in options if name not in str(template)]:
+            raise UserError(
+                f"task.chat_template_kwargs: {unknown[0]!r} does not occur in the chat template of {self.name}"
+            )
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+            )
+        except (TemplateError, TypeError) as error:
+            raise UserError(
+                f"the chat template of {self.name} refuses the messages {str(messages)[:80]}: {error}"
+            ) from error
 
     def encode_split(self, split: str, examples: Sequence[Example], max_completion_length: int) -> list[list[int]]:
         """Token ids of the prompts of a split.
@@ -187,16 +207,43 @@ class Policy:
         self.check_room(split, examples, encoded, max_completion_length)
         return encoded
 
-    def check_room(
-        self, split: str, examples: Sequence[Example], encoded: Sequence[Sequence[int]], max_completion_length: int
-    ) -> None:
-        """Raises UserError that names a prompt which is empty, or together with its answer beyond ``max_length``."""
+    def encode_said(self, said: str | Messages, chat: bool, last: int) -> list[int]:
+        """Token ids of what is said after a turn of the policy, up to where it goes on; ``last`` ended that turn.
+
+        Of a chat: what the template writes between two messages of the assistant, with these in between.
+
+        Raises:
+            UserError: messages outside of a chat, or a template that does not show the assistant's.
+        """
+        if not chat:
+            if not isinstance(said, str):
+                raise UserError(f"an environment said messages to a prompt that is text: {said!r:.80}; allowed: text")
+            return self.tokenizer(said, add_special_tokens=False)["input_ids"]
+        messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
+        mark = "<<turn>>"
+        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
+        _, found, between = self._chat([*before, *messages]).partition(mark)
+        if not found:
+            raise UserError(f"the chat template of {self.name} does not show what the assistant says")
+        if last in self.eos_token_ids:
+            between = between.removeprefix(self.tokenizer.decode([last]))
+        return self.tokenizer(between, add_special_tokens=False)["input_ids"]
+
+    def room(self, max_completion_length: int) -> int:
+        """Most tokens of a prompt; UserError where there is room for none."""
         room = self.max_length - max_completion_length
         if room < 1:
             raise UserError(
                 f"rollout.max_completion_length {max_completion_length} leaves no room for a prompt: {self.limited_by} "
                 f"is {self.max_length} tokens, prompt and answer together"
             )
+        return room
+
+    def check_room(
+        self, split: str, examples: Sequence[Example], encoded: Sequence[Sequence[int]], max_completion_length: int
+    ) -> None:
+        """Raises UserError that names a prompt which is empty, or together with its answer beyond ``max_length``."""
+        room = self.room(max_completion_length)
         for index, ids in enumerate(encoded):
             if not 0 < len(ids) <= room:
                 name = examples[index].place or f"{index} of the {split} split"

@@ -31,6 +31,7 @@ class Engine(ABC):
         limited_by: what that limit is, for messages: "the limit of ...".
         policy_version: how often the weights have changed; every rollout carries the one that it was begun with.
         drafter: guesses tokens that the engine then verifies; None: no drafts.
+        keep_answers: whether answers will be gone on with: what is computed of them stays in the cache, where it can.
         lengths: how long earlier answers were, which decides the order of work; None: the order of the requests.
         tell: is called with the numbers of finished answers and of all within :meth:`generate`; None: nobody listens.
     """
@@ -39,6 +40,7 @@ class Engine(ABC):
     limited_by: str
     policy_version = 0
     drafter: Drafter | None = None
+    keep_answers = False
     lengths: LengthHistory | None = None
     tell: Callable[[int, int], None] | None = None
 
@@ -106,6 +108,52 @@ class Engine(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Lets go of processes that the engine has started; a later call starts them again."""
+
+
+class WrappedEngine(Engine):
+    """What engines have in common that let another one, ``inner``, generate."""
+
+    def __init__(self, inner: Engine):
+        super().__init__()
+        self.inner = inner
+
+    @property
+    def drafter(self) -> Drafter | None:  # type: ignore[override]
+        return self.inner.drafter
+
+    @drafter.setter
+    def drafter(self, drafter: Drafter | None) -> None:
+        self.inner.drafter = drafter
+
+    @property
+    def lengths(self) -> LengthHistory | None:  # type: ignore[override]
+        return self.inner.lengths
+
+    @lengths.setter
+    def lengths(self, lengths: LengthHistory | None) -> None:
+        self.inner.lengths = lengths
+
+    @property
+    def max_positions(self) -> int:  # type: ignore[override]
+        return self.inner.max_positions
+
+    @property
+    def limited_by(self) -> str:  # type: ignore[override]
+        return self.inner.limited_by
+
+    @property
+    def stats(self) -> dict[str, float]:
+        return self.inner.stats
+
+    def policy_updated(self) -> None:
+        super().policy_updated()
+        self.inner.policy_updated()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def pass_seconds(self, sequences: int, tokens: int) -> float:
+        return self.inner.pass_seconds(sequences, tokens)
 
 
 def new_rollouts(request: Request, policy_version: int) -> list[Rollout]:

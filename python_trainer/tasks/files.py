@@ -1,13 +1,13 @@
-"""Tasks whose prompts lie in JSONL files; every problem with one names the file, the line and what is allowed."""
+"""Tasks whose prompts are read, of JSONL files for one; a problem names the file, the line and what is allowed."""
 
 import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from python_trainer.data import Example
 from python_trainer.errors import UserError
@@ -24,8 +24,80 @@ class Splits:
     notes: Sequence[str]
 
 
-class FileTaskSettings(TaskSettings):
-    """Settings of tasks from files. A subclass reads one of them."""
+class SplitTaskSettings(TaskSettings):
+    """Settings of tasks whose examples are read, from files or elsewhere. A subclass reads one source of them."""
+
+    chat: bool = False
+    """Give a prompt that is a string as one user message through the tokenizer's chat template."""
+    train_half: Literal["first", "second"] | None = None
+    """Half of the training examples to take, so that `sft` can have the other one; null: all of them."""
+    system_prompt: Annotated[str, Field(min_length=1)] | None = None
+    """System message in front of every prompt that is a list of messages and has none."""
+
+    def sources(self) -> tuple[Any, Any, Any]:
+        """Where training, gate and test examples are; None for the gate: among those for training."""
+        raise NotImplementedError
+
+    def read(self, source: Any) -> tuple[list[Example], list[str]]:
+        """The examples of a source, and notes about it."""
+        raise NotImplementedError
+
+    def splits(self) -> Splits:
+        """The examples of all sources.
+
+        Raises:
+            UserError: a source that cannot be read or holds too few examples.
+        """
+        train_source, gate_source, test_source = self.sources()
+        train, notes = self._read(train_source)
+        train = self._half(train)
+        if gate_source is not None:
+            gate, more = self._read(gate_source)
+            notes += more
+            # the gate's bound holds for prompts in random order
+            random.Random(f"gate order/{self.seed}").shuffle(gate)
+            gate = limited(gate, self.gate_size, gate_source, "gate_size")
+        else:
+            train, gate = self._taken_out(train, train_source)
+        test, more = self._read(test_source)
+        notes += more
+        return Splits(
+            limited(train, self.train_size, train_source, "train_size"),
+            gate,
+            limited(test, self.test_size, test_source, "test_size"),
+            list(dict.fromkeys(notes)),  # one file may serve twice
+        )
+
+    def _read(self, source: Any) -> tuple[list[Example], list[str]]:
+        examples, notes = self.read(source)
+        examples = [as_chat(example) for example in examples] if self.chat else examples
+        if self.system_prompt is not None:
+            if all(isinstance(example.prompt, str) for example in examples):
+                raise UserError(
+                    f"task.system_prompt is for chat messages, but all prompts of {source} are strings; task.chat: "
+                    "true makes messages of them"
+                )
+            examples = [with_system(example, self.system_prompt) for example in examples]
+        return examples, list(notes)
+
+    def _half(self, train: list[Example]) -> list[Example]:
+        """The half of the training examples that is asked for."""
+        middle = (len(train) + 1) // 2
+        return {None: train, "first": train[:middle], "second": train[middle:]}[self.train_half]
+
+    def _taken_out(self, train: list[Example], source: Any) -> tuple[list[Example], list[Example]]:
+        """Training examples, some of which become gate examples."""
+        size = self.gate_size or 0
+        if size >= len(train):
+            raise UserError(f"gate_size {size} leaves nothing of {source}, which has {len(train)} examples")
+        held_out = random.Random(f"gate/{self.seed}").sample(range(len(train)), size)
+        gate = [train[index] for index in held_out]  # in this order, which is random
+        rest = sorted(set(range(len(train))) - set(held_out))
+        return [train[index] for index in rest], gate
+
+
+class FileTaskSettings(SplitTaskSettings):
+    """Settings of tasks from files."""
 
     train_path: Path | None = None
     """JSONL file with the training examples."""
@@ -33,10 +105,6 @@ class FileTaskSettings(TaskSettings):
     """JSONL file with the test examples."""
     gate_path: Path | None = None
     """JSONL file with the gate examples; null: gate_size examples are taken out of the training file."""
-    train_half: Literal["first", "second"] | None = None
-    """Half of the training file to take, so that `sft` can have the other one; null: all of it."""
-    chat: bool = False
-    """Give a prompt that is a string as one user message through the tokenizer's chat template."""
 
     @model_validator(mode="after")
     def _has_files(self) -> "FileTaskSettings":
@@ -45,54 +113,8 @@ class FileTaskSettings(TaskSettings):
             raise ValueError(f"task {self.name} needs {' and '.join(files)}: a JSONL file")
         return self
 
-    def read(self, path: Path) -> tuple[list[Example], list[str]]:
-        """The examples of a file, and notes about it."""
-        raise NotImplementedError
-
-    def splits(self) -> Splits:
-        """The examples of all files.
-
-        Raises:
-            UserError: a file that cannot be read or holds too few examples.
-        """
-        assert self.train_path is not None and self.test_path is not None  # the validator sees to it
-        train, notes = self._read(self.train_path)
-        train = self._half(train)
-        if self.gate_path:
-            gate, more = self._read(self.gate_path)
-            notes += more
-            # the gate's bound holds for prompts in random order
-            random.Random(f"gate order/{self.seed}").shuffle(gate)
-            gate = limited(gate, self.gate_size, self.gate_path, "gate_size")
-        else:
-            train, gate = self._taken_out(train)
-        test, more = self._read(self.test_path)
-        notes += more
-        return Splits(
-            limited(train, self.train_size, self.train_path, "train_size"),
-            gate,
-            limited(test, self.test_size, self.test_path, "test_size"),
-            list(dict.fromkeys(notes)),  # one file may serve twice
-        )
-
-    def _read(self, path: Path) -> tuple[list[Example], list[str]]:
-        examples, notes = self.read(path)
-        return [as_chat(example) for example in examples] if self.chat else examples, list(notes)
-
-    def _half(self, train: list[Example]) -> list[Example]:
-        """The half of the training examples that is asked for."""
-        middle = (len(train) + 1) // 2
-        return {None: train, "first": train[:middle], "second": train[middle:]}[self.train_half]
-
-    def _taken_out(self, train: list[Example]) -> tuple[list[Example], list[Example]]:
-        """Training examples, some of which become gate examples."""
-        size = self.gate_size or 0
-        if size >= len(train):
-            raise UserError(f"gate_size {size} leaves nothing of {self.train_path}, which has {len(train)} examples")
-        held_out = random.Random(f"gate/{self.seed}").sample(range(len(train)), size)
-        gate = [train[index] for index in held_out]  # in this order, which is random
-        rest = sorted(set(range(len(train))) - set(held_out))
-        return [train[index] for index in rest], gate
+    def sources(self) -> tuple[Path | None, Path | None, Path | None]:
+        return self.train_path, self.gate_path, self.test_path
 
 
 def as_chat(example: Example) -> Example:
@@ -102,10 +124,17 @@ def as_chat(example: Example) -> Example:
     return example
 
 
-def limited(examples: list[Example], size: int | None, path: Path, field: str) -> list[Example]:
+def with_system(example: Example, text: str) -> Example:
+    """With a system message in front, if the prompt is a list of messages without one."""
+    if isinstance(example.prompt, str) or example.prompt[0]["role"] == "system":
+        return example
+    return replace(example, prompt=[{"role": "system", "content": text}, *example.prompt])
+
+
+def limited(examples: list[Example], size: int | None, source: Any, field: str) -> list[Example]:
     """The first ``size`` of them."""
     if size is not None and size > len(examples):
-        raise UserError(f"{field} is {size}, but {path} has {len(examples)} examples")
+        raise UserError(f"{field} is {size}, but {source} has {len(examples)} examples")
     return examples[:size]
 
 

@@ -92,10 +92,10 @@ class GSM8KSettings(FileTaskSettings):
             raise ValueError(f'must contain "{{question}}", got {template!r}')
         return template
 
-    def read(self, path: Path) -> tuple[list[Example], list[str]]:
-        problems = read_problems(path, self.prompt_template, self.max_steps_of_solution)
+    def read(self, source: Path) -> tuple[list[Example], list[str]]:
+        problems = read_problems(source, self.prompt_template, self.max_steps_of_solution)
         if not problems:
-            raise UserError(f"max_steps_of_solution {self.max_steps_of_solution} leaves no problem of {path}")
+            raise UserError(f"max_steps_of_solution {self.max_steps_of_solution} leaves no problem of {source}")
         return problems, []
 
     def load(self) -> Task:

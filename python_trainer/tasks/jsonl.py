@@ -1,7 +1,7 @@
-"""Prompts from JSONL files, judged by reward functions that the user names."""
+"""Prompts from JSONL files and the like, judged by reward functions that the user names."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,22 +11,19 @@ from python_trainer.data import Example
 from python_trainer.errors import UserError
 from python_trainer.settings import Plugin
 from python_trainer.tasks.base import Task
-from python_trainer.tasks.files import FileTaskSettings, read_rows
+from python_trainer.tasks.files import FileTaskSettings, SplitTaskSettings, read_rows
 from python_trainer.tasks.rewards import REWARDS
 
 PROMPT_COLUMNS = ("prompt", "messages")
 
 
-class JSONLSettings(FileTaskSettings):
-    """Settings of the task."""
+class RewardedSettings(SplitTaskSettings):
+    """Settings of tasks whose reward functions the user names."""
 
-    name: str = "jsonl"
-    prompt_column: str | None = None
-    """Column with the prompt, a string or a list of chat messages; null: "prompt" or "messages"."""
     reward: Annotated[str | list[str], Plugin(REWARDS, later=True)] = Field([])
     """Reward functions as "module:function"; the module may lie in the current folder. "math" compares the value of an
     answer with column answer by math-verify (pip install math-verify); "reward_model:PATH" asks a
-    sequence-classification model of Transformers, on the trainer's device."""
+    sequence-classification model of Transformers, on the trainer's device; "environment" is task.environment's."""
     reward_weights: list[float] | None = None
     """One weight for each reward function; null: 1 each."""
     accuracy: str | None = None
@@ -40,15 +37,12 @@ class JSONLSettings(FileTaskSettings):
         return [self.reward] if isinstance(self.reward, str) else self.reward
 
     @model_validator(mode="after")
-    def _has_rewards(self) -> "JSONLSettings":
+    def _has_rewards(self) -> "RewardedSettings":
         if not self.rewards:
-            raise ValueError('task jsonl needs reward: "math", "module:function", or a list of them')
+            raise ValueError(f'task {self.name} needs reward: "math", "module:function", or a list of them')
         if self.reward_weights is not None and len(self.reward_weights) != len(self.rewards):
             raise ValueError(f"reward_weights needs {len(self.rewards)} numbers, got {self.reward_weights}")
         return self
-
-    def read(self, path: Path) -> tuple[list[Example], list[str]]:
-        return read_prompts(path, self.prompt_column, chat=self.chat)
 
     def load(self) -> Task:
         functions = {Path(spec.rpartition(":")[2]).name: REWARDS.resolve(spec) for spec in self.rewards}
@@ -60,7 +54,8 @@ class JSONLSettings(FileTaskSettings):
         weights = dict(zip(functions, self.reward_weights or [1.0] * len(functions), strict=True))
         found = self.splits()
         for name, function in functions.items():
-            check_columns(name, function, [*found.train, *found.test, *found.gate])
+            own = {"environment_reward"} if self.environment else set()
+            check_columns(name, function, [*found.train, *found.test, *found.gate], own)
         return Task(
             self.name,
             found.train,
@@ -75,6 +70,17 @@ class JSONLSettings(FileTaskSettings):
         )
 
 
+class JSONLSettings(RewardedSettings, FileTaskSettings):
+    """Settings of the task."""
+
+    name: str = "jsonl"
+    prompt_column: str | None = None
+    """Column with the prompt, a string or a list of chat messages; null: "prompt" or "messages"."""
+
+    def read(self, source: Path) -> tuple[list[Example], list[str]]:
+        return read_prompts(source, read_rows(source), (self.prompt_column,) if self.prompt_column else PROMPT_COLUMNS)
+
+
 def is_chat(value: Any) -> bool:
     return (
         isinstance(value, list)
@@ -84,65 +90,60 @@ def is_chat(value: Any) -> bool:
     )
 
 
-def check_columns(name: str, function: Any, examples: Sequence[Example]) -> None:
-    """Raises UserError where a reward function cannot do without a column that no example has."""
+def check_columns(name: str, function: Any, examples: Sequence[Example], added: Set[str]) -> None:
+    """Raises UserError where a reward function cannot do without a column that no example has, and nobody adds."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # of a builtin nothing is known
         return
-    given = {"prompts", "completions", "completion_ids"} | {column for row in examples for column in row.columns}
+    columns = {column for row in examples for column in row.columns}
+    given = {"prompts", "completions", "completion_ids", *columns, *added}
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     missing = [p.name for p in named if p.default is p.empty and p.name not in given]
     if missing and examples:
         file = examples[0].place.rpartition(":")[0]
-        columns = ", ".join(map(repr, sorted(examples[0].columns))) or "no other columns"
-        raise UserError(f"reward function {name} needs column {missing[0]!r}, which {file} lacks; it has {columns}")
+        has = ", ".join(map(repr, sorted(examples[0].columns))) or "no other columns"
+        raise UserError(f"reward function {name} needs column {missing[0]!r}, which {file} lacks; it has {has}")
 
 
-def read_prompts(path: Path, prompt_column: str | None, *, chat: bool = False) -> tuple[list[Example], list[str]]:
-    """Examples from lines with a prompt (string or chat messages), and what the user may want to know about them.
+def read_prompts(
+    source: Any, rows: Iterable[tuple[int, dict[str, Any]]], prompt_columns: Sequence[str] = PROMPT_COLUMNS
+) -> tuple[list[Example], list[str]]:
+    """Examples from numbered rows with a prompt (string or chat messages), and what the user may want to know.
 
-    The other columns go to the reward functions. ``chat``: both kinds may be mixed, as strings become messages.
+    The other columns go to the reward functions; ``source``: what the rows are of, for messages.
     """
     examples: list[Example] = []
     numbers: list[int] = []
-    for number, row in read_rows(path):
-        candidates = (prompt_column,) if prompt_column else PROMPT_COLUMNS
-        column = next((name for name in candidates if name in row), None)
+    for number, row in rows:
+        column = next((name for name in prompt_columns if name in row), None)
         if column is None:
-            has = ", ".join(map(repr, row)) or "none"
-            raise UserError(f"{path}:{number}: no column {' or '.join(map(repr, candidates))}; the line has {has}")
+            wanted, has = " or ".join(map(repr, prompt_columns)), ", ".join(map(repr, row)) or "none"
+            raise UserError(f"{source}:{number}: no column {wanted}; the line has {has}")
         prompt = row[column]
         if not (is_chat(prompt) or (isinstance(prompt, str) and prompt)):
             raise UserError(
-                f"{path}:{number}: {column} is {prompt!r:.80}; allowed: a string that is not empty, or a list of "
+                f"{source}:{number}: {column} is {prompt!r:.80}; allowed: a string that is not empty, or a list of "
                 'messages {"role": "user", "content": "..."}'
             )
-        if examples and not chat and isinstance(prompt, str) != isinstance(examples[0].prompt, str):
-            kinds = ("a string", "a list of messages")
-            here, there = kinds if isinstance(prompt, str) else reversed(kinds)
-            raise UserError(
-                f"{path}:{number}: {column} is {here}, but {there} on line {numbers[0]}; allowed: one kind in a file, "
-                "or task.chat: true, which makes messages of strings"
-            )
         columns = {name: value for name, value in row.items() if name != column}
-        if reserved := {"prompts", "completions", "completion_ids"} & columns.keys():
+        if reserved := {"prompts", "completions", "completion_ids", "environment_reward"} & columns.keys():
             raise UserError(
-                f"{path}:{number}: column {min(reserved)!r} has a name that reward functions get from the trainer"
+                f"{source}:{number}: column {min(reserved)!r} has a name that reward functions get from the trainer"
             )
-        examples.append(Example(prompt, columns, f"{path}:{number}"))
+        examples.append(Example(prompt, columns, f"{source}:{number}"))
         numbers.append(number)
-    return examples, _gaps(path, numbers, examples)
+    return examples, _gaps(source, numbers, examples)
 
 
-def _gaps(path: Path, numbers: Sequence[int], examples: Sequence[Example]) -> list[str]:
+def _gaps(source: Any, numbers: Sequence[int], examples: Sequence[Example]) -> list[str]:
     """One note for each column that some lines have and others lack."""
     notes = []
     for column in dict.fromkeys(name for example in examples for name in example.columns):
         without = [number for number, example in zip(numbers, examples) if column not in example.columns]
         if without:
             notes.append(
-                f"{path}: column {column!r} is missing on {len(without)} of {len(examples)} lines, the first is line "
+                f"{source}: column {column!r} is missing on {len(without)} of {len(examples)} lines, the first is line "
                 f"{without[0]}; reward functions get None there"
             )
     return notes

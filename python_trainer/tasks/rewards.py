@@ -12,15 +12,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from python_trainer.data import Example
+from python_trainer.data import Example, Messages
 from python_trainer.errors import UserError
 from python_trainer.registry import Registry
 from python_trainer.tasks.base import RewardFunction, Task
 from python_trainer.tasks.mathematics import math_reward
 
 PACKAGE = Path(__file__).parents[1]
+
+
+def environment_reward(
+    prompts: Sequence, completions: Sequence, completion_ids: Sequence, environment_reward: Any = None, **_: object
+) -> list[float]:
+    """What the environments of the answers gave, over all turns."""
+    if environment_reward is None:
+        raise UserError("reward environment needs task.environment, got null")
+    return list(environment_reward)
+
+
 REWARDS: Registry[RewardFunction] = Registry(
-    "reward", {"math": math_reward}, makers={"reward_model:PATH": "python_trainer.tasks.reward_model:RewardModel"}
+    "reward",
+    {"math": math_reward, "environment": environment_reward},
+    makers={"reward_model:PATH": "python_trainer.tasks.reward_model:RewardModel"},
 )
 
 
@@ -155,12 +168,16 @@ def _checked(
 
 
 def score(
-    task: Task, examples: Sequence[Example], completions: Sequence[str], completion_ids: Sequence[Sequence[int]]
+    task: Task,
+    examples: Sequence[Example],
+    completions: Sequence[str | Messages],
+    completion_ids: Sequence[Sequence[int]],
 ) -> Scores:
     """Judges N completions; ``examples[i]`` is what completion i answers.
 
     Every reward function is called once with keyword arguments ``prompts``, ``completions`` (text, special tokens
-    left out; ``[{"role": "assistant", "content": text}]`` where the prompt is a list of messages, as in TRL),
+    left out; ``[{"role": "assistant", "content": text}]`` where the prompt is a list of messages, as in TRL, and all
+    messages after the prompt where an environment has written some),
     ``completion_ids`` and each column of the examples, all of length N. Async functions are awaited side by
     side. Raises ``UserError`` naming the function that raises, takes longer than the task allows or returns the wrong
     length, NaN or infinity, and where no function applies.
@@ -170,7 +187,7 @@ def score(
     columns = {name: [example.columns.get(name) for example in examples] for name in sorted(names)}
     texts, ids = list(completions), [list(row) for row in completion_ids]
     said = [
-        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        text if isinstance(prompt, str) or isinstance(text, list) else [{"role": "assistant", "content": text}]
         for prompt, text in zip(prompts, texts, strict=True)
     ]
     arguments = {"prompts": prompts, "completions": said, "completion_ids": ids, **columns}

@@ -5,10 +5,11 @@ in a module of theirs, and ``task.name: module:Class`` names it.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
+from python_trainer.environment import ENVIRONMENTS
 from python_trainer.registry import PluginError, Registry
 from python_trainer.settings import Plugin, Section
 from python_trainer.tasks.base import Task
@@ -35,6 +36,24 @@ class TaskSettings(Section):
     """Held-out examples for decisions in training; null: the task's own, for files all of gate_path, or none."""
     test_size: Size | None = None
     """Number of test examples; null: the task's own, for files all."""
+    chat_template_kwargs: dict[str, Any] = Field({})
+    """Further arguments of the tokenizer's chat template: {enable_thinking: false}, tools, and the like."""
+    overlong: Literal["error", "drop"] = "error"
+    """What a prompt does that leaves no room for an answer: end the run, or be left out, counted in a note."""
+
+    environment: Annotated[str, Plugin(ENVIRONMENTS)] | None = None
+    """What the policy has turns with in an answer (docs/environments.md); null: an answer is one turn."""
+    max_turns: int = Field(8, ge=1)
+    """Most turns of the policy in one answer, with an environment."""
+    environment_timeout: float = Field(60.0, gt=0)
+    """Seconds for one step of an environment; one that takes longer fails its answer."""
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _none_of_our_own(cls, options: dict[str, Any]) -> dict[str, Any]:
+        if own := options.keys() & {"tokenize", "add_generation_prompt", "chat_template"}:
+            raise ValueError(f"must not hold {min(own)!r}, which the trainer sets")
+        return options
 
     def load(self) -> Task:
         """The task.
@@ -102,6 +121,7 @@ TASKS: Registry[type[TaskSettings]] = Registry(
     {
         "arithmetic": f"{HOME}.arithmetic:ArithmeticSettings",
         "countdown": f"{HOME}.countdown:CountdownSettings",
+        "dataset": f"{HOME}.dataset:DatasetSettings",
         "gsm8k": f"{HOME}.gsm8k:GSM8KSettings",
         "jsonl": f"{HOME}.jsonl:JSONLSettings",
         "lattice_paths": f"{HOME}.lattice_paths:LatticePathsSettings",

@@ -46,10 +46,7 @@ def task_of(lines, folder, **settings):
 def test_strings_and_chat_messages(folder):
     chat = '{"messages": [{"role": "user", "content": "Say hi"}], "word": "hi"}'
     text = '{"prompt": "Say yes", "word": "yes"}'
-    with pytest.raises(UserError, match=r"jsonl:2: messages is a list of messages, but a string on line 1; allowed"):
-        task_of([text, chat], folder)
-    with pytest.raises(UserError, match=r"jsonl:2: prompt is a string, but a list of messages on line 1; allowed"):
-        task_of([chat, text], folder)
+    assert [type(row.prompt) for row in task_of([text, chat], folder).train] == [str, list]
     mixed = task_of([text, chat], folder, chat=True).train
     assert [row.prompt[0]["content"] for row in mixed] == ["Say yes", "Say hi"] and mixed[1].place == "data.jsonl:2"
     assert task_of([chat], folder).train[0].prompt == [{"role": "user", "content": "Say hi"}]
@@ -58,6 +55,17 @@ def test_strings_and_chat_messages(folder):
     assert task.accuracy == "contains"
     scores = score(task, task.train, ["oh yes", "no"], [[1], [2]])
     assert scores.rewards == {"contains": [1.0, 0.0]} and scores.accuracy == scores.total == [1.0, 0.0]
+
+
+def test_a_system_prompt_is_for_messages_without_one(folder):
+    chat = '{"messages": [{"role": "user", "content": "Say hi"}], "word": "hi"}'
+    own = '{"messages": [{"role": "system", "content": "Own"}, {"role": "user", "content": "Say hi"}], "word": "hi"}'
+    text = '{"prompt": "Say yes", "word": "yes"}'
+    rows = task_of([chat, own, text], folder, system_prompt="Be brief").train
+    assert rows[0].prompt[0] == {"role": "system", "content": "Be brief"} and len(rows[0].prompt) == 2
+    assert [message["content"] for message in rows[1].prompt] == ["Own", "Say hi"] and rows[2].prompt == "Say yes"
+    with pytest.raises(UserError, match=r"task.system_prompt is for chat messages, but all prompts of data.jsonl"):
+        task_of([text], folder, system_prompt="Be brief")
 
 
 def test_several_weighted_rewards(folder):
@@ -160,7 +168,7 @@ def test_a_module_that_fails_on_import_is_named(folder):
         REWARDS.resolve(f"broken_{folder.name}:f")
 
 
-FORM = 'neither math nor of the form "module:function"; '
+FORM = 'neither math, environment nor of the form "module:function"; '
 
 
 @pytest.mark.parametrize(

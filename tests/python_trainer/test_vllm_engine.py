@@ -78,20 +78,26 @@ def test_weights_are_loaded_when_they_have_changed(engine, backend):
     assert backend.asked[-1][2] not in salts  # another run on the same server
 
 
+def test_a_later_turn_draws_otherwise_than_the_first(engine, backend):
+    engine.generate([Request([1, 2]), Request([1, 2], [3, 4]), Request([1, 2], [3, 4, 5])], SamplingParams(seed=3))
+    first, second, third = (job.seed for job in backend.asked[0][0])
+    assert min(abs(first - second), abs(second - third), abs(first - third)) > 1000
+
+
 def test_one_job_for_each_request_with_a_seed_for_each_sample(engine, backend):
     requests = [Request([1, 2], [3], 4, 6, sample_id=8), Request([1] * LIMIT, num_samples=2), Request([4], (), 0, 6),
-                Request([4], (), 1, 400, sample_id=2)]  # fmt: skip
+                Request([4], [6], 1, 400, sample_id=2)]  # fmt: skip
     completions = engine.generate(requests, SamplingParams(0.5, 0.9, 7, seed=3))
-    assert [len(c.ids) for c in completions] == [6, 6, 6, 6, 0, 0, LIMIT - 1]
+    assert [len(c.ids) for c in completions] == [6, 6, 6, 6, 0, 0, LIMIT - 2]
     ((jobs, settings, _),) = backend.asked
-    assert [(job.ids, job.n, job.max_tokens) for job in jobs] == [([1, 2, 3], 4, 6), ([4], 1, LIMIT - 1)]
+    assert [(job.ids, job.n, job.max_tokens) for job in jobs] == [([1, 2, 3], 4, 6), ([4, 6], 1, LIMIT - 2)]
     assert jobs[0].seed - jobs[1].seed == 6 and 0 < jobs[1].seed < 2**62
     assert settings["stop_token_ids"] == [5, 63] and settings["ignore_eos"]
     assert (settings["temperature"], settings["top_p"], settings["top_k"]) == (0.5, 0.9, 7)
     engine.generate(requests, SamplingParams(0.5, seed=4))
     assert abs(backend.asked[1][0][0].seed - jobs[0].seed) > 1000
-    assert engine.stats["prompt_tokens"] == 26 == engine.stats["prefill_tokens"]
-    assert engine.stats["generated_tokens"] == 2 * (24 + LIMIT - 1)
+    assert engine.stats["prompt_tokens"] == 28 == engine.stats["prefill_tokens"]
+    assert engine.stats["generated_tokens"] == 2 * (24 + LIMIT - 2)
     with pytest.raises(UserError, match="request 1: token ids must be between 0 and 63, got 64 .. 64"):
         engine.generate([Request([4]), Request([64])], SamplingParams())
 

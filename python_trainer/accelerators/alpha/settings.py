@@ -17,6 +17,7 @@ class AlphaSettings(AcceleratorSettings):
 
     name = "alpha"
     accelerator = "python_trainer.accelerators.alpha.accelerator:Alpha"
+    multi_turn = True
     counters: ClassVar = {
         "alpha/tried": "extrapolations tried (alpha)",
         "alpha/accepted": "extrapolations accepted (alpha)",

@@ -13,6 +13,7 @@ class DraftsSettings(AcceleratorSettings):
     name = "drafts"
     accelerator = "python_trainer.accelerators.drafts.accelerator:Drafts"
     divisible = True
+    multi_turn = True
     counters: ClassVar = {"drafts/accepted_tokens": "draft tokens accepted (drafts)"}
     advice: ClassVar = {
         "drafts/accepted_tokens": "no draft was accepted: a prompt has to come back, and its answers to be alike"

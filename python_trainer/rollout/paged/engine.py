@@ -303,7 +303,12 @@ class Session:
         self.longest = 1  # most tokens that a sequence may come to
         self.forward: Forward | None = None  # within running()
         self.scheduler = Scheduler(
-            engine.cache, engine.max_sequences, engine.max_batch_tokens, engine._stats, engine.drafter
+            engine.cache,
+            engine.max_sequences,
+            engine.max_batch_tokens,
+            engine._stats,
+            engine.drafter,
+            engine.keep_answers,
         )
         tokenizer = engine.tokenizer
         self.stop = StopStrings(tokenizer, sampling.stop) if tokenizer and sampling.stop else None

@@ -54,9 +54,10 @@ class Scheduler:
         max_batch_tokens: int,
         stats: dict[str, float],
         drafter: Drafter | None = None,
+        keep_answers: bool = False,
     ):
         self.cache, self.stats, self.drafter = cache, stats, drafter
-        self.max_sequences, self.max_batch_tokens = max_sequences, max_batch_tokens
+        self.max_sequences, self.max_batch_tokens, self.keep_answers = max_sequences, max_batch_tokens, keep_answers
         self.waiting: deque[Prefill] = deque()
         self.filling: list[Prefill] = []
         self.running: list[Decoding] = []
@@ -97,15 +98,22 @@ class Scheduler:
     def finish(self, done: list[Decoding]) -> None:
         """After drawing: closes what is done, and cuts off drafts from where they were wrong."""
         for sample in done:
+            if self.keep_answers:
+                self._cut_draft(sample)
+                self.cache.commit(sample.sequence)
             self.cache.close(sample.sequence)
         gone = set(done)
         self.running = [sample for sample in self.running if sample not in gone]
         for sample in self.running:
-            if sample.draft and sample.sequence.length >= sample.length:
-                self.cache.truncate(sample.sequence, sample.length - 1)
+            self._cut_draft(sample)
             sample.draft = []
         if self.drafter:
             self.drafter.stop(done)
+
+    def _cut_draft(self, sample: Decoding) -> None:
+        """Leaves of a draft what was right."""
+        if sample.draft and sample.sequence.length >= sample.length:
+            self.cache.truncate(sample.sequence, sample.length - 1)
 
     def withdraw(self, samples: Container[Decoding]) -> None:
         """Lets go of samples that are waiting or running, between two passes: they go on elsewhere."""

@@ -175,7 +175,6 @@ class VLLMEngine(Engine):
     ) -> tuple[list[Continuation], list[int]]:
         """What to ask for, and the index of the request that each belongs to."""
         asked, owners = [], []
-        base = keyed_seed(sampling.seed, "vllm") >> 1  # room for the sample ids in 63 bits
         order = longest_first(expectations(self.lengths, requests)) if self.lengths else range(len(requests))
         for i in order:
             request = requests[i]
@@ -183,6 +182,9 @@ class VLLMEngine(Engine):
             room = min(request.max_new_tokens, self.max_positions - len(ids))
             if room <= 0 or not request.num_samples:
                 continue
+            # a later turn of an answer has other noise than the first; room for the sample ids in 63 bits
+            turn = [len(request.prefix_ids)] if request.prefix_ids else []
+            base = keyed_seed(sampling.seed, "vllm", *turn) >> 1
             # vLLM refuses several greedy samples
             repeats, n = (request.num_samples, 1) if sampling.temperature == 0 else (1, request.num_samples)
             asked += [Continuation(ids, n, room, base + request.sample_id)] * repeats

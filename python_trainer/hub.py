@@ -1,0 +1,55 @@
+"""Models and data sets of the Hugging Face Hub, as folders in its cache."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from python_trainer.errors import UserError
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name has the form ``owner/name``."""
+    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) is not None
+
+
+def snapshot(
+    name: str, revision: str | None, *, kind: Literal["model", "dataset"], setting: str, files: Sequence[str] | None
+) -> Path:
+    """The folder of a repository's files, downloaded unless the cache has them; without a network, what the cache has.
+
+    Args:
+        name: ``owner/name``.
+        revision: branch, tag or commit; None: the default branch.
+        setting: that names it, for messages.
+        files: patterns of the files that are needed; None: all.
+
+    Raises:
+        UserError: there is no such repository, or it is neither cached nor within reach.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    try:
+        found = snapshot_download(
+            name,
+            repo_type=kind,
+            revision=revision,
+            allow_patterns=None if files is None else list(files),
+            # copies of the weights in other formats
+            ignore_patterns=["*/*", "consolidated*"] if kind == "model" else None,
+        )
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        options = ("" if kind == "model" else " --repo-type dataset") + (f" --revision {revision}" if revision else "")
+        raise UserError(
+            f"{setting}: {name} is no folder here, not in the cache of the Hub, and the Hub cannot be reached: give a "
+            f"folder, or run `hf download {name}{options}` with a network, whose cache HF_HOME names"
+        ) from error
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        at = f" at revision {revision}" if revision else ""
+        raise UserError(
+            f"{setting}: {name}{at} is no folder here, and the Hub does not give it: {reason} (a private or gated "
+            "repository needs `hf auth login`)"
+        ) from error
+    return Path(found)

@@ -1,0 +1,340 @@
+"""Answers in turns with an environment: tokens, masks and log-probabilities, the cache, failures, whole runs."""
+
+import copy
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import merged
+from paged import engine_for, full_logits, make, prompts
+from rich.console import Console
+from tiny import save_tiny_policy
+
+from python_trainer.config import check_config
+from python_trainer.data import Example, Group
+from python_trainer.environment import ENVIRONMENTS, Environment
+from python_trainer.errors import UserError
+from python_trainer.model.policy import load_policy
+from python_trainer.model.settings import ModelConfig
+from python_trainer.rollout import Request, SamplingParams
+from python_trainer.rollout.drafting import Drafter
+from python_trainer.rollout.episodes import EpisodeEngine, opening
+from python_trainer.run import Trainer
+from python_trainer.tasks.calculator import Calculator, calculate
+from python_trainer.tasks.rewards import REWARDS
+from rlkernels import RolloutHistory
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SAMPLING = SamplingParams(temperature=0.9, seed=5)
+EOS = tuple(range(12))  # every fifth token or so ends a turn
+
+
+class Echo(Environment):
+    """Says the letters of a turn backwards, and goes on for as many turns as the example says."""
+
+    def reset(self, example):
+        self.left = example.columns["turns"]
+        return example.prompt
+
+    def step(self, text):
+        self.left -= 1
+        return text[::-1], 0.5, self.left <= 0
+
+
+class Slow(Echo):
+    def step(self, text):
+        time.sleep(0.002 * (len(text) % 7))
+        return super().step(text)
+
+
+class Failing(Echo):
+    """Fails in the second turn of every third prompt: by an error, by leaving, or by never coming back."""
+
+    def step(self, text):
+        found = super().step(text)
+        if self.kind and self.left == 1:
+            if self.kind == 3:
+                threading.Event().wait()
+            raise {1: ValueError("out of order"), 2: SystemExit(3)}[self.kind]
+        return found
+
+    def reset(self, example):
+        self.kind = example.columns.get("kind")
+        return super().reset(example)
+
+
+def encode(said, chat, last):
+    return [ord(letter) for letter in said]
+
+
+def decode(ids):
+    return "".join(map(chr, ids))
+
+
+def episodes(model, make_environment=Echo, *, notes=None, max_turns=8, timeout=20.0, **options):
+    inner = engine_for(model, eos=EOS, **options)
+    return EpisodeEngine(
+        inner, make_environment, encode=encode, decode=decode, max_turns=max_turns, timeout=timeout,
+        note=(notes if notes is not None else []).append,
+    )  # fmt: skip
+
+
+def groups(turns=(3, 1, 4), samples=3, length=70, **columns):
+    return [
+        Group(ids, [], samples, length, 10 * i, example=Example("a", {"turns": n, **columns}), prompt_key=i)
+        for i, (ids, n) in enumerate(zip(prompts([19, 6, 11]), turns))
+    ]
+
+
+def content(rollouts):
+    return [(r.response_ids, r.response_mask, r.finish_reason, r.episode.turns, r.episode.reward) for r in rollouts]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make()
+
+
+def turns_of(rollout):
+    """(whether the policy wrote them, tokens) of each stretch of an answer."""
+    stretches = []
+    for token, own in zip(rollout.response_ids, rollout.response_mask, strict=True):
+        if not stretches or stretches[-1][0] != own:
+            stretches.append((own, []))
+        stretches[-1][1].append(token)
+    return stretches
+
+
+def test_turns_masks_and_logprobs(model):
+    """Each turn stands as it was generated, what was said as it was said; every log-probability is of its place."""
+    asked = groups()
+    rollouts = episodes(model).generate(asked, SAMPLING)
+    assert len(rollouts) == 9 and any(r.episode.turns == 4 for r in rollouts)
+    for number, rollout in enumerate(rollouts):
+        turns = asked[number // 3].example.columns["turns"]
+        stretches = turns_of(rollout)
+        assert [own for own, _ in stretches] == [i % 2 == 0 for i in range(len(stretches))]
+        for (_, before), (_, said) in zip(stretches[::2], stretches[1::2]):
+            assert said == before[::-1] and before[-1] in EOS
+        if rollout.finish_reason == "stop":
+            assert rollout.episode.turns == turns and rollout.episode.reward == 0.5 * turns
+            assert len(stretches) == 2 * turns - 1
+        else:
+            assert len(rollout.response_ids) == 70 or stretches[-1][0]
+        ids = [*rollout.prompt_ids, *rollout.response_ids]
+        logprobs = (full_logits(model, ids) / SAMPLING.temperature).log_softmax(-1)
+        for t, own in enumerate(rollout.response_mask):
+            if own:
+                place = len(rollout.prompt_ids) + t
+                assert rollout.logprobs[t] == pytest.approx(float(logprobs[place - 1, ids[place]]), abs=1e-3)
+    assert any(r.finish_reason == "stop" for r in rollouts) and len(rollouts[0].logprobs) == len(
+        rollouts[0].response_ids
+    )
+
+
+def test_a_later_turn_computes_only_what_is_new(model):
+    """Blocks of earlier turns are found in the prefix cache; without keeping them they are computed again."""
+    spent = {}
+    for keep in (True, False):
+        engine, asked = episodes(model), groups()
+        engine.inner.keep_answers = keep
+        rollouts = engine.generate(asked, SAMPLING)
+        spent[keep] = engine.stats
+    begun = sum(len(group.prompt_ids) for group in asked)
+    said, later = sum(r.response_mask.count(False) for r in rollouts), sum(r.episode.turns - 1 for r in rollouts)
+    assert later >= 4
+    # the last token of a turn is computed with what was said, and so is what does not fill a block of 4
+    assert begun + said + later <= spent[True]["prefill_tokens"] <= begun + said + later * 4
+    assert spent[False]["prefill_tokens"] > begun + said + later * 4
+    together = [counts["prefill_tokens"] + counts["cached_tokens"] for counts in spent.values()]
+    assert together[0] == together[1]
+
+
+def test_neither_pace_nor_company_nor_drafts_change_an_answer(model):
+    wanted = content(episodes(model).generate(groups(), SAMPLING))
+    assert content(episodes(model, Slow).generate(groups(), SAMPLING)) == wanted
+    alone = [content(episodes(model).generate([group], SAMPLING)) for group in groups()]
+    assert [row for rows in alone for row in rows] == wanted
+    assert content(episodes(model, blocks=40).generate(groups(), SAMPLING)) == wanted  # preempts
+    engine, history = episodes(model), RolloutHistory()
+    for group, row in zip([g for g in groups() for _ in range(3)], wanted):
+        history.add(group.prompt_ids, row[0])
+    engine.drafter = Drafter(history, pass_overhead=1000.0)
+    assert content(engine.generate(groups(), SAMPLING)) == wanted and engine.stats["accepted_tokens"] > 20
+
+
+def test_polling_hands_out_every_answer_once(model):
+    engine, found = episodes(model, Slow), []
+    rollouts = engine.submit(groups(), SAMPLING)
+    while some := engine.poll():
+        assert all(rollout.finish_reason for rollout in some)
+        found += some
+    assert sorted(map(id, found)) == sorted(map(id, rollouts))
+    assert content(rollouts) == content(episodes(model).generate(groups(), SAMPLING))
+
+
+def test_a_failing_environment_ends_its_own_answer(model):
+    """Raising, leaving and hanging; the others are as they would be."""
+    notes: list[str] = []
+    asked = groups(turns=(3, 3, 3), samples=2)
+    wanted = episodes(model).generate(copy.deepcopy(asked), SAMPLING)
+    for group, kind in zip(asked, (1, 2, 3)):
+        group.example.columns["kind"] = kind
+    plain = copy.deepcopy(groups(turns=(4,), samples=2)[0])
+    plain.sample_id = 90
+    engine = episodes(model, Failing, notes=notes, timeout=0.5)
+    rollouts = engine.generate([*asked, plain], SAMPLING)
+    reasons = [r.episode.failure for r in rollouts]
+    for rollout, whole, reason in zip(rollouts, wanted, reasons):
+        if whole.episode.turns < 2 or (whole.episode.turns == 2 and whole.finish_reason == "length"):
+            continue
+        count = len(rollout.response_ids)
+        assert rollout.finish_reason == "length" and rollout.episode.turns == 2 and reason
+        assert rollout.response_ids == whole.response_ids[:count] and rollout.episode.reward == 0.5
+    assert {"ValueError: out of order", "SystemExit: 3"} <= set(reasons)
+    assert "TimeoutError: no answer within task.environment_timeout, 0.5 s" in reasons
+    alone = episodes(model).generate([plain], SAMPLING)
+    assert content(rollouts[-2:]) == content(alone) and reasons[-2:] == ["", ""]
+    assert len(notes) == 1 and "the environment Failing failed in turn 2 of an answer, which ends there" in notes[0]
+    assert content(engine.generate([plain], SAMPLING)) == content(alone)  # and it goes on
+
+
+def test_limits_of_an_answer(model):
+    short = episodes(model, max_turns=2).generate(groups(turns=(9, 9, 9)), SAMPLING)
+    assert {r.episode.turns for r in short} == {2} or any(r.finish_reason == "length" for r in short)
+    assert all(r.finish_reason == "length" and r.response_mask[-1] for r in short)
+    tight = episodes(model).generate(groups(turns=(9, 9, 9), length=25), SAMPLING)
+    assert all(len(r.response_ids) <= 25 and r.response_mask[-1] and r.finish_reason == "length" for r in tight)
+    assert any(len(r.response_ids) == 25 for r in tight)
+
+
+def test_what_is_no_episode_is_refused(model):
+    class Odd(Echo):
+        def step(self, text):
+            return text, float("nan"), False
+
+    with pytest.raises(UserError, match=r"step returned \(.*nan, False\); allowed: \(text or messages, finite reward"):
+        episodes(model, Odd).generate(groups(), SAMPLING)
+    with pytest.raises(TypeError, match="must be of type Group, got Request"):
+        episodes(model).generate([Request([1])], SAMPLING)
+
+    class Unready(Environment):
+        def reset(self, example):
+            return None if example.prompt == "a" else 1 / 0
+
+    with pytest.raises(UserError, match="reset returned None for prompt 'a'; allowed: text for a prompt that is text"):
+        opening(Unready, Example("a"))
+    with pytest.raises(UserError, match=r"reset failed for prompt f.jsonl:3: ZeroDivisionError: division by zero"):
+        opening(Unready, Example("b", place="f.jsonl:3"))
+
+
+TEMPLATE = (
+    "{% for m in messages %}@{{ m.role[0] | upper }}{{ m.content }}<eos>={% endfor %}"
+    "{% if add_generation_prompt %}@A{% if short %};{% endif %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("options", [{}, {"short": True}])
+def test_a_chat_goes_on_as_its_template_would(tmp_path, options):
+    """The policy's tokens and what comes between them are the tokens of the whole conversation."""
+    policy = load_policy(ModelConfig(path=str(save_tiny_policy(tmp_path)), device="cpu"))
+    policy.tokenizer.chat_template = TEMPLATE
+    policy.chat_template_kwargs = options
+    chat = [{"role": "user", "content": "12"}]
+    begun, eos = policy.encode([chat])[0], policy.eos_token_ids[0]
+    own = [*policy.tokenizer("45")["input_ids"], eos]
+    said = policy.encode_said("78", True, eos)
+    whole = policy.encode([[*chat, {"role": "assistant", "content": "45"}, {"role": "user", "content": "78"}]])[0]
+    gap = len(policy.tokenizer(";")["input_ids"]) if options else 0  # of the generation prompt, in the history or not
+    assert begun[: len(begun) - gap] + own + said == whole
+    assert policy.encode_said("78", True, 5)[1:] == said and policy.encode_said("78", True, 5)[0] == eos
+    tool = policy.encode_said([{"role": "tool", "content": "78"}], True, eos)
+    assert policy.tokenizer.decode(tool).startswith("=@T78<eos>=@A")
+    assert policy.encode_said("78", False, eos) == policy.tokenizer("78")["input_ids"]
+    with pytest.raises(UserError, match="said messages to a prompt that is text"):
+        policy.encode_said([{"role": "tool", "content": "78"}], False, eos)
+
+
+def test_a_calculator():
+    env = Calculator()
+    assert env.step("so <calc>12*(3+4)-1/2</calc>") == ("=83.5\n", 0.0, False)
+    assert env.step("<calc>1,000*3</calc> \n") == ("=3000\n", 0.0, False)
+    for wrong in ("1/0", "2**9999", "x+1", "__import__('os')", "(1", "True+1", "-" * 150 + "1"):
+        answer, reward, over = env.step(f"<calc>{wrong}</calc>")
+        assert (answer.startswith("=error: ") or wrong.startswith("-")) and (reward, over) == (0.0, False)
+    assert env.step("<calc>1+1</calc> is 2") == ("", 0.0, True)
+    with pytest.raises(ValueError, match="only numbers"):
+        calculate("9**9")
+    assert ENVIRONMENTS.resolve("calculator") is Calculator
+
+
+@pytest.fixture
+def playing(tiny_policy, monkeypatch):
+    """Settings of the guessing game of the examples, of three numbers, for a policy that knows nothing."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    settings = yaml.safe_load((EXAMPLES / "guessing_game.yaml").read_text())
+    changes = {
+        "max_steps": 3,
+        "task": {"numbers": 3, "max_turns": 2},
+        "model": {"path": str(tiny_policy), "device": "cpu"},
+        "rollout": {"prompts_per_step": 3, "num_generations": 24, "max_completion_length": 12},
+        "optimizer": {"learning_rate": 1e-2},
+        "save": {"save_steps": 2, "save_model": False},
+    }
+    yield merged(settings, changes)
+    sys.modules.pop("guessing_game", None)
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_game_is_learned(playing, tmp_path):
+    """By a policy of random weights: to say a digit, another one after a wrong one, and which."""
+    Trainer(check_config(playing | {"max_steps": 25}, source="test"), tmp_path, console=Console(quiet=True)).run()
+    rows = [row for row in metrics(tmp_path) if "reward" in row]
+    first, last = (sum(row["reward"] for row in part) / 5 for part in (rows[:5], rows[-5:]))
+    assert first < 0.4 and last > 0.55, (first, last)
+    assert rows[-1]["environment/turns"] > 1.2 and all(row["environment/failures"] == 0 for row in rows)
+    assert all(row["rewards/found/mean"] == pytest.approx(row["reward"]) for row in rows)
+
+
+def test_an_interrupted_game_goes_on_as_if_nothing_had_been(playing, tmp_path):
+    def weights(trainer):
+        return torch.cat([p.detach().flatten() for p in trainer.policy.model.parameters()])
+
+    config = check_config(playing, source="test")
+    whole = Trainer(config, tmp_path / "whole", console=Console(quiet=True))
+    whole.run()
+    part = config.model_copy(update={"max_steps": 2})
+    Trainer(part, tmp_path / "part", console=Console(quiet=True)).run()
+    resumed = Trainer(config, tmp_path / "part", resume=True, console=Console(quiet=True))
+    resumed.run()
+    assert torch.equal(weights(resumed), weights(whole))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"accelerators": {"enabled": ["rpo"]}}, "rpo needs task.environment=null, got guessing_game:Guessing, which"),
+        ({"accelerators": {"enabled": ["rhyme"]}}, "rhyme needs task.environment=null.* allows drafts, alpha"),
+        ({"rollout": {"workers": 2}}, "rollout.workers must be 1 with task.environment, got 2"),
+        ({"task": {"environment": "gues"}}, "must be \"module:Class\" or 'calculator'"),
+    ],
+)
+def test_what_cannot_take_turns_is_refused(playing, changes, message):
+    with pytest.raises(UserError, match=message):
+        check_config(merged(playing, changes), source="test")
+
+
+def test_rewards_get_what_the_environment_gave():
+    function = REWARDS.resolve("environment")
+    assert function([], [], [], environment_reward=[1.0, 0.5]) == [1.0, 0.5]
+    with pytest.raises(UserError, match="reward environment needs task.environment"):
+        function([], [], [])

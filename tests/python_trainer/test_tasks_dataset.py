@@ -1,0 +1,203 @@
+"""Models and data sets by name: files of several formats, and a cache of the Hub without a network."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import save_tiny_policy
+from rich.console import Console
+from tokenizers.processors import TemplateProcessing
+
+from python_trainer.errors import UserError
+from python_trainer.model.policy import load_policy
+from python_trainer.model.settings import ModelConfig
+from python_trainer.run import Trainer
+from python_trainer.tasks.dataset import DatasetSettings
+
+datasets = pytest.importorskip("datasets")
+ROOT = Path(__file__).parents[2]
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+ROWS = [{"question": "ABC"[: i % 3 + 1], "gold": i, "level": f"l{i}"} for i in range(6)]
+COLUMNS = {"prompt": "question", "answer": "gold"}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "arrow")
+
+
+def settings_of(place, **changes):
+    return DatasetSettings(**{"dataset": str(place), "reward": "tiny:digits", "columns": COLUMNS} | changes)
+
+
+def write(rows, path):
+    table = datasets.Dataset.from_list(rows)
+    writers = {".parquet": table.to_parquet, ".csv": table.to_csv, ".jsonl": table.to_json}
+    writers[path.suffix](path)
+
+
+@pytest.mark.parametrize("kind", [".parquet", ".csv", ".jsonl"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_folder_of_files(tmp_path, kind, streaming):
+    """Splits by the names of the files; mapped columns are renamed, others reach the rewards as they are."""
+    write(ROWS, tmp_path / f"train{kind}")
+    write(ROWS[:2], tmp_path / f"test{kind}")
+    task = settings_of(tmp_path, streaming=streaming, train_size=3, gate_size=2, test_size=1).load()
+    assert len(task.train) == 3 and len(task.gate) == 2 and len(task.test) == 1
+    assert {row.columns["answer"] for row in [*task.train, *task.gate]} <= ({*range(5)} if streaming else {*range(6)})
+    first = task.test[0]
+    assert first.prompt == "A" and first.columns == {"answer": 0, "level": "l0"} and first.place == f"{tmp_path}:test:1"
+
+
+def test_splits_cut_out_of_one_file(tmp_path):
+    write(ROWS, tmp_path / "all.parquet")
+    place = {"train_split": "train[:4]", "test_split": "train[4:]", "gate_split": "train[:2]"}
+    task = settings_of(tmp_path / "all.parquet", **place).load()
+    assert [[row.columns["answer"] for row in rows] for rows in (task.train, task.test)] == [[0, 1, 2, 3], [4, 5]]
+    assert sorted(row.columns["answer"] for row in task.gate) == [0, 1]
+
+
+def test_messages_lose_the_keys_of_other_messages(tmp_path):
+    """Arrow gives all structures of a column the same keys."""
+    rows = [{"messages": [{"role": "user", "content": "A"}]},
+            {"messages": [{"role": "tool", "content": "B", "name": "f"}]}]  # fmt: skip
+    write(rows, tmp_path / "train.parquet")
+    found = settings_of(tmp_path / "train.parquet", test_split="train", columns={}).load().train
+    assert [row.prompt for row in found] == [row["messages"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dataset": "nowhere"}, r"task.dataset: nowhere is no data set here; allowed: a file \(.parquet, .*Hub"),
+        ({"test_split": "tset"}, r'all.csv, split tset, cannot be read: Unknown split "tset"'),
+        ({"columns": {"prompt": "text"}}, "all.csv:train has no column 'text'; it has 'question', 'gold', 'level'"),
+        ({"columns": {"prompt": "gold"}}, "all.csv:train:1: prompt is 0; allowed: a string"),
+        ({"columns": {}}, "all.csv:train:1: no column 'prompt' or 'messages'"),
+        ({"train_size": 7}, "train_size is 7, but .*all.csv:train has 6 examples"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, changes, message):
+    write(ROWS, tmp_path / "all.csv")
+    with pytest.raises(UserError, match=message):
+        settings_of(tmp_path / "all.csv", **{"test_split": "train"} | changes).load()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dataset": None}, "needs dataset: a file"),
+        ({"streaming": True, "train_size": 3}, "streaming needs train_size and test_size"),
+        ({"columns": {"prompt": "a", "answer": "a"}}, "must name every column of the data set once"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "must not hold 'tokenize'"),
+    ],
+)
+def test_settings_that_do_not_fit(changes, message):
+    with pytest.raises(ValueError, match=message):
+        DatasetSettings(**{"dataset": "a/b", "reward": "math"} | changes)
+
+
+def test_without_the_package_a_line_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match="needs the package datasets: pip install datasets"):
+        settings_of("a/b").load()
+
+
+def cached(home, kind, name, files):
+    """The folder of a repository's only commit in a cache of the Hub."""
+    repository = home / "hub" / f"{kind}s--{name.replace('/', '--')}"
+    folder = repository / "snapshots" / COMMIT
+    folder.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    files(folder)
+    return folder
+
+
+def train(home, settings, tmp_path, **environment):
+    """The command line in a process of its own, as the library of the Hub reads the environment once."""
+    (tmp_path / "settings.yaml").write_text(yaml.safe_dump(settings))
+    command = [sys.executable, "-m", "python_trainer", "train", "--config", str(tmp_path / "settings.yaml"),
+               "--output-dir", str(tmp_path / "run")]  # fmt: skip
+    paths = os.pathsep.join(map(str, [ROOT, ROOT / "tests"]))
+    variables = {"HF_HOME": str(home), "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", **environment}
+    return subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_a_run_from_the_cache_of_the_hub(settings, tmp_path):
+    """Model and data set by id, without a network; a revision that the cache lacks is one clear line."""
+    home = tmp_path / "home"
+    cached(home, "model", "someone/tiny", save_tiny_policy)
+    cached(home, "dataset", "someone/sums", lambda f: [write(ROWS, f / f"{s}.jsonl") for s in ("train", "test")])
+    settings["task"] = {"name": "dataset", "dataset": "someone/sums", "reward": "tiny:digits", "columns": COLUMNS}
+    settings["model"] |= {"path": "someone/tiny", "revision": COMMIT}
+    settings |= {"max_steps": 1}
+    done = train(home, settings, tmp_path, HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 1
+    settings["task"]["dataset_revision"] = "v2"
+    done = train(home, settings, tmp_path / "run", HF_HUB_OFFLINE="1")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "run `hf download someone/sums --repo-type dataset --revision v2` with a network" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_hub_out_of_reach_is_one_line(settings, tmp_path):
+    settings["model"]["path"], settings["task"]["reward"] = "someone/tiny", "tiny:digits"
+    done = train(tmp_path / "home", settings, tmp_path, HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="0")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "error: model.path: someone/tiny is no folder here, not in the cache" in done.stderr
+    assert "`hf download someone/tiny` with a network" in done.stderr
+
+
+def test_a_revision_of_a_folder_is_refused(tiny_policy):
+    with pytest.raises(UserError, match="model.revision is for a model of the Hub, but model.path .* is a folder"):
+        load_policy(ModelConfig(path=str(tiny_policy), revision="main"))
+
+
+@pytest.fixture
+def chatting(tiny_policy):
+    """A policy whose tokenizer begins texts with 9, and whose template writes 8 itself."""
+    policy = load_policy(ModelConfig(path=str(tiny_policy), device="cpu"))
+    policy.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="9 $A", special_tokens=[("9", 9)])
+    policy.tokenizer.chat_template = (
+        "8{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('no such role') }}{% endif %}"
+        "{{ m.content }}{% endfor %}{% if think %}7{% endif %}"
+    )
+    return policy
+
+
+def test_texts_and_messages_mixed_have_their_own_first_token(chatting):
+    chat = [{"role": "user", "content": "12"}]
+    assert chatting.encode(["12", chat, "3", chat]) == [[9, 1, 2], [8, 1, 2], [9, 3], [8, 1, 2]]
+    chatting.chat_template_kwargs = {"think": True}
+    assert chatting.encode([chat, "12"]) == [[8, 1, 2, 7], [9, 1, 2]]
+    chatting.chat_template_kwargs = {"thinking": True}
+    with pytest.raises(UserError, match="task.chat_template_kwargs: 'thinking' does not occur in the chat template"):
+        chatting.encode([chat])
+    chatting.chat_template_kwargs = {}
+    with pytest.raises(UserError, match="refuses the messages .*'bad'.*: no such role"):
+        chatting.encode([[{"role": "bad", "content": "1"}]])
+
+
+def test_prompts_that_are_too_long(make_config, tmp_path, capsys):
+    """Of 128 tokens 12 are for the answer."""
+    lines = [{"prompt": "A" * n} for n in (1, 117, 116, 150)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    task = {"train_path": str(tmp_path / "train.jsonl")}
+    with pytest.raises(UserError, match=r"prompt .*train.jsonl:2 has 117 tokens"):
+        Trainer(make_config(task=task), tmp_path / "run", console=Console(quiet=True))
+    trainer = Trainer(make_config(task=task | {"overlong": "drop"}), tmp_path / "run", console=Console())
+    assert [len(row.prompt) for row in trainer.task.train] == [len(ids) for ids in trainer.prompts["train"]] == [1, 116]
+    said = (
+        f"2 of 4 train prompts dropped (task.overlong): more than 116 tokens; the longest is {tmp_path}/train.jsonl:4"
+    )
+    assert said in capsys.readouterr().out
+    (tmp_path / "train.jsonl").write_text(json.dumps(lines[3]))
+    with pytest.raises(UserError, match=r"1 of 1 train prompts dropped .* none is left"):
+        Trainer(make_config(task=task | {"overlong": "drop"}), tmp_path / "run", console=Console(quiet=True))
