@@ -1,4 +1,4 @@
-"""One training run in one directory: set-up, resume, evaluation, saving. The loop itself is in ``trainer.py``."""
+"""One training run in one directory: set-up and end. The loop is in ``trainer.py``, evaluation in ``evaluating.py``."""
 
 import json
 import time
@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -16,24 +15,22 @@ from python_trainer.accelerators.base import RunContext
 from python_trainer.callbacks import Callback, Callbacks
 from python_trainer.checkpoint import load_checkpoint
 from python_trainer.config import Config
-from python_trainer.data import Example, Group, Messages, Rollout
+from python_trainer.data import Example, Messages, Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.environment import ENVIRONMENTS
 from python_trainer.errors import UserError
-from python_trainer.evaluation import EvaluationSampling, PromptSet, by_prompt, metrics_of
+from python_trainer.evaluating import EvaluatingLoop
+from python_trainer.evaluation import PromptSet
 from python_trainer.files import publish, write_text
 from python_trainer.keyed import keyed_seed
 from python_trainer.learner import Learner, bytes_to_come
 from python_trainer.model.policy import Policy, load_policy, set_matmul_precision
-from python_trainer.rollout.engine import SamplingParams
 from python_trainer.rollout.episodes import EpisodeEngine, opening
 from python_trainer.rollout.make import make_engine
-from python_trainer.run_directory import save_evaluation
 from python_trainer.run_state import Clock, RunState, device_name, summarise
 from python_trainer.saving import MODEL_ASIDE, SavingLoop
 from python_trainer.signals import StopSignal
 from python_trainer.tasks.base import Task
-from python_trainer.tasks.rewards import Scores, partial_values
 from python_trainer.telemetry import Telemetry
 
 
@@ -63,12 +60,7 @@ def rules_of(config: Config) -> dict[str, Any]:
     return {"task": config.task.model_dump(mode="json"), "longest": config.rollout.max_completion_length, **shape}
 
 
-def first_rows(limit: int | None) -> range | None:
-    """Numbers of the first prompts of a split; None: all of them."""
-    return None if limit is None else range(limit)
-
-
-class Trainer(SavingLoop):
+class Trainer(EvaluatingLoop, SavingLoop):
     """One training run in one directory.
 
     Args:
@@ -121,9 +113,7 @@ class Trainer(SavingLoop):
         self.accelerators = [settings.make() for settings in config.accelerators.chosen()]
         self.state = RunState(target=config.evaluation.target_accuracy)
         self.saved_step = 0  # of the newest checkpoint
-        self._collapse_noted = self._partial_noted = False
         self.told: Telemetry | None = None
-        self._work = "answers"  # what the engine is asked for, as progress calls it
         self.facts, self.rules = facts_of(config), rules_of(config)
         if saved is not None:
             self._restore(saved)
@@ -226,13 +216,6 @@ class Trainer(SavingLoop):
                 settings.splits(self.task)  # may be too few by now
         self.policy.check_room(split, examples, prompts, length)
 
-    def _sampling(self, split: str) -> EvaluationSampling:
-        """How the prompts of a split are answered in evaluations."""
-        return self.config.evaluation if split == "test" else EvaluationSampling()
-
-    def _longest(self, sampling: EvaluationSampling) -> int:
-        return sampling.max_new_tokens or self.config.rollout.max_completion_length
-
     def _named_set(self, name: str, task: Task) -> PromptSet:
         sampling = self.config.evaluation.sets[name]
         prompts, longest = self.policy.encode(self._asked(task.test)), self._longest(sampling)
@@ -248,12 +231,6 @@ class Trainer(SavingLoop):
             policy.max_length, policy.limited_by = engine.max_positions, engine.limited_by
             for split in self.prompts:
                 self._heed_length(split)
-
-    def _no_prompts(self, split: str) -> UserError:
-        size, path = (getattr(self.config.task, f"{split}_{kind}", None) for kind in ("size", "path"))
-        return UserError(
-            f"the task must have {split} prompts: task.{split}_size and task.{split}_path decide, got {size} and {path}"
-        )
 
     def run(self) -> dict[str, Any]:
         """Trains, and returns what is in summary.json.
@@ -326,109 +303,6 @@ class Trainer(SavingLoop):
         self.score(groups, rollouts)
         return rollouts
 
-    def evaluate_each(self, split: str, rows: range | None = None) -> list[float]:
-        """What each of the answers of :meth:`answer_split` is worth, 1 for a right one; see ``StepContext``."""
-        scores = self.answer_split(split, rows)
-        return by_prompt(scores.accuracy if scores.merit is None else scores.merit, self._sampling(split).samples)
-
-    def answer_split(self, split: str, rows: range | None = None) -> Scores:
-        """Scores of the answers to every prompt of a split: one, at temperature 1, if ``evaluation`` says no more."""
-        prompts = self._prompts(split)
-        if not prompts:
-            raise self._no_prompts(split)
-        own = PromptSet(split, self.task, getattr(self.task, split), prompts, self._sampling(split))
-        scores = self.answer_set(own, rows)
-        self._note_partial(scores)
-        return scores
-
-    def answer_set(self, asked: PromptSet, rows: range | None = None) -> Scores:
-        """Scores of the answers to prompts, with noise that is always the same; all answers to one side by side."""
-        wanted, count = asked.sampling, asked.sampling.samples
-        whole = range(len(asked.prompts))
-        rows = whole if rows is None else whole[rows.start : rows.stop]
-        longest, seed = self._longest(wanted), keyed_seed(self.seed, "evaluate", asked.name)
-        requests = [
-            Group(asked.prompts[i], [], count, longest, i * count, example=asked.examples[i], prompt_key=i)
-            for i in rows
-        ]
-        sampling = SamplingParams(wanted.temperature, wanted.top_p, seed=seed, stop=tuple(self.generation.stop))
-        rollouts = self.engine.generate(requests, sampling)
-        owners = [asked.examples[i] for i in rows for _ in range(count)]
-        judged = (
-            [rollout.judged(example) for rollout, example in zip(rollouts, owners, strict=True)],
-            [rollout.said(self.policy.decode(rollout.response_ids)) for rollout in rollouts],
-            [rollout.response_ids for rollout in rollouts],
-        )
-        return self.raw_scores(*judged) if asked.task is self.task else self.ranks.score(asked.task, *judged)
-
-    def _note_partial(self, scores: Scores) -> None:
-        """Says once that nothing is right or wrong, where nobody chose what is and the rewards do not tell."""
-        values = scores.rewards[self.task.accuracy]
-        if self._partial_noted or scores.merit is None or not (partial := partial_values(values)):
-            return
-        self._partial_noted = True
-        self._note(
-            f"task.accuracy is not set, and to {len(partial)} of {len(values)} answers {self.task.accuracy} gave "
-            f"neither 0 nor 1 but {partial[0]:.3g} and the like: no answer is right or wrong, dynamic sampling and "
-            "accelerators compare rewards, and eval/accuracy is the share above 0.5; task.accuracy may name a reward "
-            "function that gives 0 or 1 (weight 0 leaves the reward as it is)"
-        )
-
-    def _note_collapse(self, accuracy: float, count: int) -> None:
-        """Says once that accuracy has fallen to less than half, by more than three standard errors."""
-        before = self.state.evaluations[0][1] if self.state.evaluations else 0.0
-        mean = (before + accuracy) / 2
-        if not self.state.judged:
-            return
-        if self._collapse_noted or accuracy >= before / 2 or (before - accuracy) ** 2 <= 18 * mean * (1 - mean) / count:
-            return
-        self._collapse_noted = True
-        self._note(
-            f"accuracy fell from {before:.3f} to {accuracy:.3f} by step {self.state.step}: the policy has collapsed; "
-            f"optimizer.learning_rate {self.config.optimizer.learning_rate:g} may be too high"
-        )
-
-    def evaluate(self, split: str, limit: int | None = None) -> float:
-        """Accuracy of the answers of :meth:`answer_split`."""
-        return fmean(self.answer_split(split, first_rows(limit)).accuracy)
-
-    def evaluation_row(self, name: str | None = None, known: Sequence[float] | None = None) -> dict[str, float]:
-        """Evaluates on the test split, and notes when the target was reached; with a name, each result is kept."""
-        state, settings = self.state, self.config.evaluation
-        if not self.prompts["test"]:
-            return {}
-        seconds = self._training_seconds()
-        with self.clock.measure("eval"):
-            rows = first_rows(settings.eval_limit_during if name is None else settings.eval_limit)
-            self._work = "evaluation"
-            row, correct = self._evaluate_all(rows) if known is None else ({"eval/accuracy": fmean(known)}, known)
-            self._work = "answers"
-            if name is not None:
-                save_evaluation(self.folder, name, correct)
-                state.results[name] = row
-        accuracy, target = row["eval/accuracy"], settings.target_accuracy
-        self._note_collapse(accuracy, len(correct))
-        state.evaluations.append([state.step, accuracy, accuracy if state.judged else row.get("eval/reward", accuracy)])
-        self.tell_callbacks("on_evaluate", state.step, row)
-        if target is not None and accuracy >= target and state.seconds_to_target is None:
-            state.seconds_to_target = seconds
-            state.tokens_to_target = state.counts.get("generated_tokens", 0)
-        return dict(row)
-
-    def _evaluate_all(self, rows: range | None) -> tuple[dict[str, float], Sequence[float]]:
-        """Metrics of these prompts of all test sets, and how often each of the task's own was answered right."""
-        settings = self.config.evaluation
-        scores = self.answer_split("test", rows)
-        row = {f"eval/{name}": value for name, value in metrics_of(scores, settings).items()}
-        for name, asked in zip(settings.sets, self.named_sets):
-            found = metrics_of(self.answer_set(asked, rows), asked.sampling)
-            row |= {f"eval/{name}/{metric}": value for metric, value in found.items()}
-        return row, by_prompt(scores.accuracy, settings.samples)
-
-    def evaluation_due(self) -> bool:
-        every = self.config.evaluation.eval_steps
-        return every > 0 and self.state.step % every == 0
-
     def _wall_seconds(self) -> float:
         """Since training began, over all resumed parts; loading the model is not in it."""
         return self.timer() - self.started
@@ -441,9 +315,6 @@ class Trainer(SavingLoop):
         late = self.config.max_seconds is not None and self._training_seconds() >= self.config.max_seconds
         ended = self.state.step >= self.config.max_steps or self._target_ends_it()
         return self.ranks.first(ended or (late and self.state.step > 0))
-
-    def _target_ends_it(self) -> bool:
-        return self.config.evaluation.stop_at_target and self.state.seconds_to_target is not None
 
     def seconds_left(self) -> float:
         """By the mean step so far, or until max_seconds."""

@@ -32,8 +32,9 @@ from python_trainer.accelerators.alpha.accelerator import Alpha
 from python_trainer.accelerators.base import StepContext
 from python_trainer.checkpoint import load_checkpoint
 from python_trainer.config import Config, load_config
+from python_trainer.evaluating import first_rows
 from python_trainer.files import write_text
-from python_trainer.run import Trainer, first_rows
+from python_trainer.run import Trainer
 from python_trainer.run_directory import load_evaluations, read_metrics
 from python_trainer.tasks.rewards import Scores
 from rlkernels.extrapolation import PREDICTORS, Limits

@@ -54,7 +54,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def load_policy(config: ModelConfig) -> "Policy":
-    """Loads a model: of a folder, a GGUF file, of the Hub, a base policy that ships, or an adapter (PEFT), merged into it.
+    """Loads a model: a folder, a GGUF file, one of the Hub, a base policy that ships, or an adapter, merged.
 
     Raises:
         UserError: there is no such model, or no model or tokenizer in its folder, or as of :class:`Policy`.

@@ -22,8 +22,9 @@ class ModelConfig(Section):
     """The policy."""
 
     path: str = "main"
-    """Causal language model: a folder in Hugging Face format, a GGUF file or its folder, an id of the Hub (`owner/name`),
-    or a shipped base policy by name, such as `main`. An adapter of PEFT stands for its base with it merged in."""
+    """Causal language model: a folder in Hugging Face format, a GGUF file or its folder, an id of the Hub
+    (`owner/name`), or a shipped base policy by name, such as `main`. An adapter of PEFT stands for its base with the
+    adapter merged in."""
     revision: str | None = None
     """Branch, tag or commit of a model of the Hub; null for its default branch."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
