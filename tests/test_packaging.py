@@ -12,6 +12,7 @@ from pathlib import Path
 from support import lacks
 
 import rlkernels.backend
+from tools import make_wheel
 
 ROOT = Path(__file__).parents[1]
 
@@ -65,6 +66,17 @@ def test_wheel_without_the_extension(tmp_path):
     assert not any(name.endswith(".so") or name.startswith(("tests/", "bench/", "csrc/")) for name in names)
     zipfile.ZipFile(path).extractall(tmp_path / "site")
     assert "extension is missing" in python_in(tmp_path / "site", CODE.format(site=str(tmp_path / "site")))
+
+
+def test_a_wheel_with_compiled_code_asks_for_its_torch(tmp_path):
+    """What ``make wheel`` changes about a wheel; the commands come with it."""
+    path = make_wheel.pin_torch(wheel(tmp_path, RLKERNELS_NO_EXTENSION="1"), "2.13.0+cpu")
+    with zipfile.ZipFile(path) as archive:
+        files = {name.rpartition("/")[2]: name for name in archive.namelist() if ".dist-info/" in name}
+        metadata, commands = (archive.read(files[name]).decode() for name in ("METADATA", "entry_points.txt"))
+    asked = [line for line in metadata.splitlines() if line.startswith("Requires-Dist: torch")]
+    assert asked == ["Requires-Dist: torch<2.14,>=2.13"] and "Requires-Dist: numpy>=1.26" in metadata
+    assert "rlkernels-train = python_trainer.__main__:main" in commands
 
 
 def test_a_script_beside_the_clone_imports_the_package(tmp_path):

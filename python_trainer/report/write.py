@@ -42,7 +42,8 @@ def report(folders: Sequence[Path], console: Console | None = None) -> None:
 
 def draw_of_accelerators(runs: Sequence[Run], home: Path) -> dict[str, Path]:
     """Draws the pictures that accelerators have of these runs -> words, file."""
-    from matplotlib import cycler, rc_context
+    from cycler import cycler
+    from matplotlib import rc_context
 
     folders = {name: [run.folder for run in mine] for name, mine in by_variant(runs).items()}
     drawn = {}

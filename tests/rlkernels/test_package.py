@@ -1,5 +1,6 @@
 """The package as a whole: what importing it loads, backend choice, info(), the compiled objects."""
 
+import importlib.util
 import json
 import os
 import pkgutil
@@ -15,6 +16,7 @@ from support import lacks
 
 import rlkernels
 from rlkernels import _waiting, backend
+from rlkernels._info import print_info
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,6 +79,16 @@ def test_no_module_hides_a_function():
     """Importing ``rlkernels.dtw`` would put the module where the function is."""
     modules = {module.name for module in pkgutil.iter_modules(rlkernels.__path__)}
     assert not modules & set(rlkernels.__all__)
+
+
+def test_info_names_what_is_missing_and_for_what(monkeypatch, capsys):
+    find = importlib.util.find_spec
+    absent = {"peft", "trl"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in absent else find(name))
+    missing = rlkernels.info()["missing"]
+    assert missing["peft"] == "model.lora of the trainer" and "trl" in missing and "safetensors" not in missing
+    print_info()
+    assert "missing: peft, for model.lora of the trainer\n" in capsys.readouterr().out
 
 
 def test_info_is_json_and_covers_every_op():
