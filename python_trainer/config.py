@@ -343,6 +343,8 @@ def type_name(kind: Any, metadata: Sequence[Any] = ()) -> str:
         return " | ".join(type_name(part) for part in get_args(kind))
     if get_origin(kind) is list:
         return f"list of {type_name(get_args(kind)[0])}"
+    if get_origin(kind) is dict:
+        return "mapping"
     if get_origin(kind) is tuple:
         return f"[{', '.join(type_name(part) for part in get_args(kind))}]"
     return getattr(kind, "__name__", str(kind))

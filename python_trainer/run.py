@@ -150,7 +150,6 @@ class Trainer(EvaluatingLoop, SavingLoop):
         shards = self.ranks.size if config.parallel == "fsdp2" else 1
         reserved = bytes_to_come(self.policy, config.algorithm, config.critic, shards)
         engine = make_engine(config.rollout, config.model, self.policy, output_dir, reserved_bytes=reserved)
-        engine.tell = self._tell_work  # of several processes each generates a part, and the first tells of its own
         if self.environment is not None:
             engine = EpisodeEngine(
                 engine,
@@ -161,6 +160,7 @@ class Trainer(EvaluatingLoop, SavingLoop):
                 timeout=config.task.environment_timeout,
                 note=self._note,
             )
+        engine.tell = self._tell_work  # of several processes each generates a part, and the first tells of its own
         self.engine = self.ranks.engine(engine, self.policy)
         self._heed_limit_of_engine()
         self.named_sets = [self._named_set(name, task) for name, task in named.items()]

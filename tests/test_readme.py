@@ -29,7 +29,7 @@ PAGES = [
         "docs/sft.md",
         "docs/similarity.md",
         "docs/speed.md",
-        "docs/task.md",
+        "docs/tasks.md",
         "docs/together.md",
         "docs/vllm.md",
         "CONTRIBUTING.md",

@@ -64,8 +64,8 @@ def adapted_folder(folder: Path) -> Path:
         found = policy_folder(base)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"model.path: adapter_config.json of {folder} names no base model") from error
-    if not found.is_dir():
-        raise UserError(f"model.path: {folder} is an adapter of {base}, and there is no such folder")
+    except UserError as error:
+        raise UserError(f"the base of the adapter {folder}: {error}") from error
     if not (folder / "adapter_model.safetensors").is_file():  # PEFT would read a pickle instead
         raise UserError(f"model.path: {folder} lacks adapter_model.safetensors")
     return found

@@ -67,7 +67,12 @@ def summary_of(folder: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[dict[st
         return sum(row.get(metric) or 0.0 for row in rows)
 
     settings = settings_used(folder)
-    accuracies = [row["eval/accuracy"] for row in rows if row.get("eval/accuracy") is not None]
+    evaluations = [row for row in rows if row.get("eval/accuracy") is not None]
+    accuracies = [row["eval/accuracy"] for row in evaluations]
+    results = {
+        when: {name: value for name, value in row.items() if name.startswith("eval/")}
+        for when, row in zip(("start", "final"), (*evaluations[:1], *evaluations[-1:]))
+    }
     parts = {part: total(f"time/{part}_s") for part in ("rollout", "train", "reward", "checkpoint")}
     wall, training = (last.get(f"time/{clock}_s", 0.0) for clock in ("wall", "training"))
     names = json.loads(settings.get("accelerators.enabled", "[]"))
@@ -78,6 +83,7 @@ def summary_of(folder: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[dict[st
         **{f"{kind}_tokens": total(f"tokens/{kind}") for kind in ("generated", "prefill", "cached", "trained")},
         "eval_accuracy_start": accuracies[0] if accuracies else None,
         "eval_accuracy_final": accuracies[-1] if accuracies else None,
+        "evaluation": results,
         "seconds_to_target": None, "tokens_to_target": None,
         "target_accuracy": json.loads(settings.get("evaluation.target_accuracy", "null")),
         "accelerators": {name: {} for name in names}, "device": "-", "versions": {},

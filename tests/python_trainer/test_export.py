@@ -134,7 +134,7 @@ def test_an_adapter_is_that_of_the_merged_model_and_can_be_trained_from(make_con
 
 def test_an_adapter_without_its_base_is_named(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "gone"}')
-    with pytest.raises(UserError, match="is an adapter of gone, and there is no such folder"):
+    with pytest.raises(UserError, match=r"the base of the adapter .*there is no folder gone"):
         load_policy(ModelConfig(path=str(tmp_path), device="cpu"))
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "small"}')
     with pytest.raises(UserError, match="lacks adapter_model.safetensors"):

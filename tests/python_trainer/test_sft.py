@@ -11,10 +11,11 @@ from safetensors.torch import load_file
 
 from python_trainer.__main__ import main
 from python_trainer.config import check_config
+from python_trainer.data import Request
 from python_trainer.errors import UserError
 from python_trainer.model.policy import load_policy
 from python_trainer.rollout.engine import SamplingParams
-from python_trainer.run import Request, make_engine
+from python_trainer.rollout.make import make_engine
 from python_trainer.sft import Sft, reference_answers, token_losses
 
 QUIET = Console(quiet=True)

@@ -357,7 +357,9 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(make_config, tmp_path,
 
 @pytest.mark.parametrize(("before", "said"), [([1.0] * 6, True), ([1.0, 0, 0, 0, 0, 0], False)])
 def test_a_policy_that_has_collapsed_is_told_of_once(make_config, tmp_path, capsys, before, said):
-    config = make_config(max_steps=2, optimizer={"learning_rate": 1.0}, evaluation={"eval_steps": 1})
+    config = make_config(
+        max_steps=2, task={"accuracy": "digits"}, optimizer={"learning_rate": 1.0}, evaluation={"eval_steps": 1}
+    )
     Trainer(config, tmp_path / "run", start=before).run()
     errors = capsys.readouterr().err
     assert errors.count("accuracy fell from 1.000 to 0.") == errors.count("the policy has collapsed") == said

@@ -11,6 +11,7 @@ from python_trainer.tasks.arithmetic import ArithmeticSettings
 from python_trainer.tasks.rewards import score
 from tools.policies import arithmetic as pretrain
 from tools.policies.arithmetic import ALL, SHORT, Aim, Phase, Sums, byte_tokenizer, new_policy, save, train
+from tools.policies.countdown import VOCABULARY, number_tokenizer
 
 POLICIES = Path(python_trainer.tasks.__file__).parent / "policies"
 SHIPPED = sorted(folder.name for folder in POLICIES.iterdir())
@@ -38,15 +39,16 @@ def test_policies_leave_room(name):
 
 
 def test_together_they_are_small():
-    assert sum(file.stat().st_size for file in POLICIES.rglob("*")) <= 4_000_000
+    assert sum(file.stat().st_size for file in POLICIES.rglob("*")) <= 12_000_000
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_shipped_policies_load_as_bfloat16_with_one_tokenizer(name):
+def test_shipped_policies_load_as_bfloat16_with_their_tokenizer(name):
     policy = AutoModelForCausalLM.from_pretrained(POLICIES / name)
     assert policy.config.model_type == "qwen2" and policy.dtype == torch.bfloat16
     tokenizer = AutoTokenizer.from_pretrained(POLICIES / name)
-    assert tokenizer.get_vocab() == byte_tokenizer().get_vocab() and len(tokenizer) == policy.config.vocab_size
+    expected = number_tokenizer() if name == "countdown" else byte_tokenizer()
+    assert tokenizer.get_vocab() == expected.get_vocab() and len(tokenizer) == policy.config.vocab_size
     assert policy.config.eos_token_id == tokenizer.eos_token_id != tokenizer.pad_token_id
 
 
@@ -59,6 +61,15 @@ def test_tokenizer_is_one_token_a_byte():
         [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
     )
     assert chat == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_tokenizer_of_countdown_is_one_token_a_number():
+    tokenizer = number_tokenizer()
+    assert tokenizer("6 11 100>19:").input_ids == [
+        VOCABULARY[c] for c in ("6", " ", "11", " ", "10", "0", ">", "19", ":")
+    ]
+    text = "3*7=21,21-15=6\n\n007A:(3+17)*15-12"
+    assert tokenizer.decode([*tokenizer(text).input_ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
 
 
 def test_pretraining_never_sees_a_prompt_of_the_task():
