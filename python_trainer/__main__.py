@@ -250,7 +250,7 @@ def check_files(config: "Config") -> None:
     """Raises UserError for a file or folder in the settings that is not there."""
     from python_trainer.model.shipped import policy_folder
 
-    policy_folder(config.model.path)
+    policy_folder(config.model.path, config.model.revision)
     for name, value in config.task:
         if isinstance(value, Path) and not value.exists():
             raise UserError(f"task.{name}: there is no file {value}")

@@ -41,7 +41,7 @@ def all_bounds(found: Mapping[str, Any], *, answers_of_step: int) -> list[Bound]
     """One for each accelerator and for dynamic sampling.
 
     Args:
-        found: of :func:`python_trainer.probe.describe`: p, spread, all_wrong, seconds and epochs.
+        found: of :func:`python_trainer.probe.describe`: p, judged, spread, all_wrong, seconds and epochs.
         answers_of_step: prompts of a step times answers to each.
     """
     spread, seconds, epochs = found["spread"], found["seconds"], found["epochs"]
@@ -74,6 +74,14 @@ def history_bounds(found: Mapping[str, Any], repeats: float) -> list[Bound]:
     spread, wrong, seconds = found["spread"], found["all_wrong"], found["seconds"]
     whole, generation, gain = sum(seconds.values()), seconds["generation"], sample_gain(found["p"])
     visits = f"{repeats:.0%} of visits are repeats"
+    drafts = Bound(
+        "drafts",
+        whole / max(whole - generation * repeats, 1e-9),
+        f"generation takes {generation / whole:.0%} of a step, and {visits}",
+    )
+    if not found["judged"]:
+        unknown = "nothing is right or wrong in this task, and the bound is made of p"
+        return [Bound("rhyme", None, unknown), Bound("rpo", None, unknown), drafts]
     return [
         Bound(
             "rhyme",
@@ -85,9 +93,5 @@ def history_bounds(found: Mapping[str, Any], repeats: float) -> list[Bound]:
             1 + repeats * max(gain - 1, 0.0),
             f"a token of uniform cuts teaches {gain:.2f} times what one of whole answers does at these p, and {visits}",
         ),
-        Bound(
-            "drafts",
-            whole / max(whole - generation * repeats, 1e-9),
-            f"generation takes {generation / whole:.0%} of a step, and {visits}",
-        ),
+        drafts,
     ]

@@ -1,13 +1,14 @@
 """Callbacks: what somebody else does at certain moments of a run."""
 
 import importlib
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from python_trainer.data import Rollout
-from python_trainer.errors import UserError
+from python_trainer.errors import UserError, hide_passwords
 from python_trainer.registry import Registry
 
 
@@ -53,7 +54,8 @@ class Tracker(Callback):
     def on_step(self, trainer: Any, step: int, metrics: Mapping[str, float]) -> None:
         if self.run is None:
             project = os.environ.get("WANDB_PROJECT", "python_trainer")
-            self.run = self.api.init(project=project, name=trainer.folder.name, config=trainer.facts["settings"])
+            settings = json.loads(hide_passwords(json.dumps(trainer.facts["settings"])))
+            self.run = self.api.init(project=project, name=trainer.folder.name, config=settings)
         self.api.log(dict(metrics), step=step)
 
     def on_end(self, trainer: Any, summary: Mapping[str, Any]) -> None:
@@ -79,6 +81,21 @@ CALLBACKS: Registry[type[Callback]] = Registry(
 )
 
 
+def made(kind: type[Callback]) -> Callback:
+    """One of these.
+
+    Raises:
+        UserError: it takes arguments, or fails otherwise.
+    """
+    try:
+        return kind()
+    except UserError:
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise UserError(f"callback {kind.__name__} cannot be made without arguments: {what}") from error
+
+
 class Callbacks:
     """All callbacks of a run, in their order.
 
@@ -87,7 +104,7 @@ class Callbacks:
     """
 
     def __init__(self, given: Iterable[Callback | type[Callback] | str]):
-        self.all = [one if isinstance(one, Callback) else CALLBACKS.resolve(one)() for one in given]
+        self.all = [one if isinstance(one, Callback) else made(CALLBACKS.resolve(one)) for one in given]
 
     def __bool__(self) -> bool:
         return bool(self.all)

@@ -10,17 +10,20 @@ from typing import Any
 import torch
 import yaml
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import HfHubHTTPError
 from safetensors.torch import save_file
 
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint, step_of
 from python_trainer.config import Config, flatten, settings_used
 from python_trainer.distributed.shard_files import load_whole
 from python_trainer.errors import UserError
-from python_trainer.files import publish, usual_mode
+from python_trainer.files import check_output_dir, publish, usual_mode
+from python_trainer.hub import is_hub_id
+from python_trainer.model.gguf import gguf_file
 from python_trainer.model.lora import adapted_layers
 from python_trainer.model.policy import Policy, load_policy
 from python_trainer.model.settings import ModelConfig
+from python_trainer.model.shipped import policy_folder
 from python_trainer.model.tensors import load_weights
 from python_trainer.run_directory import read_metrics
 from python_trainer.run_state import best_evaluated, versions
@@ -46,8 +49,11 @@ def export(run: Path, *, checkpoint: str | None = None, output: Path | None = No
         UserError: no such run or checkpoint, a folder that is in use, an adapter of a run without one.
     """
     config, output = model_settings(run), output or run / "export"
+    check_output_dir(output)
     if adapter and config.lora is None:
         raise UserError(f"--adapter needs a run with model.lora, {run} has none")
+    if adapter and (made_of_parts(policy_folder(config.path, config.revision))):
+        raise UserError(f"--adapter needs a run on a whole model, but its model.path is {config.path}: leave it out")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"--output-dir must be a new folder, got {output}")
     found = choose(run, checkpoint)
@@ -76,7 +82,13 @@ def model_settings(run: Path) -> ModelConfig:
         text = (run / "config.yaml").read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"{run} is no run directory: its config.yaml cannot be read ({error.strerror})") from error
-    return ModelConfig.model_validate(yaml.safe_load(text)["model"])
+    try:
+        return ModelConfig.model_validate(yaml.safe_load(text)["model"])
+    except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"{run / 'config.yaml'} has no settings of a model that this version knows: {reason}"
+        ) from error
 
 
 def choose(run: Path, checkpoint: str | None) -> Path:
@@ -114,7 +126,8 @@ def save_adapter(policy: Policy, settings: ModelConfig, folder: Path) -> None:
         "r": settings.lora.r,
         "lora_alpha": settings.lora.alpha,
         "target_modules": sorted(ends) if alone else modules,
-        "base_model_name_or_path": settings.path,
+        "base_model_name_or_path": base_of(settings),
+        "revision": settings.revision,
         "task_type": "CAUSAL_LM",
         "inference_mode": True,
     }
@@ -129,6 +142,17 @@ def save_adapter(policy: Policy, settings: ModelConfig, folder: Path) -> None:
     usual_mode(folder)
 
 
+def made_of_parts(folder: Path) -> bool:
+    """Whether a model is an adapter or a GGUF file, on which another adapter cannot lie for PEFT."""
+    return gguf_file(folder) is not None or (folder / "adapter_config.json").exists()
+
+
+def base_of(settings: ModelConfig) -> str:
+    """The model of a run as others find it: an id of the Hub, or a folder."""
+    on_hub = is_hub_id(settings.path) and not Path(settings.path).exists()
+    return settings.path if on_hub else str(policy_folder(settings.path, settings.revision).resolve())
+
+
 def model_card(run: Path, settings: ModelConfig, step: int, *, adapter: bool) -> str:
     """README.md: what it is, how it was made and what was measured."""
     used, usual = settings_used(run), flatten(Config().model_dump(mode="json"))
@@ -138,7 +162,7 @@ def model_card(run: Path, settings: ModelConfig, step: int, *, adapter: bool) ->
     table = [["step", *metrics], ["---"] * (len(metrics) + 1)]
     table += [[str(at), *(cell(row, name) for name in metrics)] for at, row in rows]
     head = {
-        "base_model": settings.path,
+        **({"base_model": settings.path} if is_hub_id(settings.path) and not Path(settings.path).exists() else {}),
         "library_name": "peft" if adapter else "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["reinforcement-learning", "rlkernels", *(["lora"] if adapter else [])],
@@ -169,6 +193,6 @@ def push(folder: Path, repository: str) -> None:
         api = HfApi()
         api.create_repo(repository, private=True, exist_ok=True)
         print(api.upload_folder(repo_id=repository, folder_path=folder))
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    except (HfHubHTTPError, ValueError, OSError) as error:  # also of its check of the model card
+        first = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"--push {repository}: {first}; {folder} is complete") from error

@@ -28,7 +28,7 @@ def snapshot(
         UserError: there is no such repository, or it is neither cached nor within reach.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
     try:
         found = snapshot_download(
@@ -45,7 +45,7 @@ def snapshot(
             f"{setting}: {name} is no folder here, not in the cache of the Hub, and the Hub cannot be reached: give a "
             f"folder, or run `hf download {name}{options}` with a network, whose cache HF_HOME names"
         ) from error
-    except (HfHubHTTPError, OSError, ValueError) as error:
+    except Exception as error:  # of the client, its transport and proxies
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         at = f" at revision {revision}" if revision else ""
         raise UserError(

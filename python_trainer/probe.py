@@ -4,11 +4,11 @@ How to read it: docs/probe.md.
 """
 
 import json
+import math
 import resource
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import comb
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -48,9 +48,14 @@ def spread_chance(right: int, tries: int, group: int) -> float:
     Otherwise the chance at p = right / tries, which is too low.
     """
     if tries >= group:
-        return 1 - (comb(right, group) + comb(tries - right, group)) / comb(tries, group)
+        return 1 - (math.comb(right, group) + math.comb(tries - right, group)) / math.comb(tries, group)
     p = right / tries
     return 1 - p**group - (1 - p) ** group
+
+
+def wrong_chance(right: int, tries: int, group: int) -> float:
+    """The chance that a group of answers holds no right one; as unbiased as :func:`spread_chance` is."""
+    return math.comb(tries - right, group) / math.comb(tries, group) if tries >= group else (1 - right / tries) ** group
 
 
 def spearman(x: Sequence[float], y: Sequence[float]) -> float | None:
@@ -140,8 +145,8 @@ def probe(config: Config, *, seconds: float = 60.0, prompts: int = 1 << 30, trie
     """
     tries = config.rollout.num_generations if tries is None else tries
     for name, value in (("seconds", seconds), ("prompts", prompts), ("tries", tries)):
-        if value <= 0:
-            raise UserError(f"--{name} must be above 0, got {value}")
+        if not 0 < value < math.inf:
+            raise UserError(f"--{name} must be above 0 and finite, got {value}")
     if config.parallel != "none":
         raise UserError(f"probe runs in one process: parallel must be none, got {config.parallel}")
     with TemporaryDirectory() as folder:
@@ -175,7 +180,7 @@ def describe(trainer: Trainer, answers: Answers, updating: float) -> dict[str, A
         "spread": sum(chances) / len(p) if judged else reward_spread(groups, min(size, tries)),
         "spread_of_p": sum(1 - x**size - (1 - x) ** size for x in p) / len(p),
         "reward_spread": reward_spread(groups, size),
-        "all_wrong": sum((1 - x) ** size for x in p) / len(p) if judged else 0.0,
+        "all_wrong": sum(wrong_chance(count, tries, size) for count in right) / len(p) if judged else 0.0,
         "mean_length": sum(lengths) / len(lengths),
         "truncated": sum(answer.finish_reason == "length" for answer in whole) / len(whole),
         "spearman": {"prompt_length": spearman(p, prompt_lengths), "answer_length": spearman(p, lengths)},

@@ -61,7 +61,12 @@ class Registry(Generic[T]):
         if isinstance(plugin, str) or not self._fits(plugin):
             return plugin
         of = plugin if hasattr(plugin, "__name__") else type(plugin)
-        return self.give(f"{of.__module__}:{of.__name__}", plugin)
+        place = name = f"{of.__module__}:{of.__name__}"
+        number = 1
+        while self._given.get(name, plugin) is not plugin:  # closures of one maker, a cell that was run again
+            number += 1
+            name = f"{place}#{number}"
+        return self.give(name, plugin)
 
     def give(self, name: str, plugin: T) -> str:
         """Lets a name mean this object, in this process -> the name."""

@@ -189,11 +189,10 @@ class Trainer(EvaluatingLoop, SavingLoop):
 
     def _task_of_set(self, name: str) -> Task:
         settings, own = self.config.task_of_set(name), self.config.task
-        if settings.environment != own.environment:
-            raise UserError(
-                f"evaluation.sets.{name}.task.environment must be that of task, {own.environment}, got "
-                f"{settings.environment}"
-            )
+        for field in ("environment", "max_turns", "environment_timeout", "chat_template_kwargs"):
+            ours, theirs = getattr(own, field), getattr(settings, field)
+            if ours != theirs:
+                raise UserError(f"evaluation.sets.{name}.task.{field} must be that of task, {ours}, got {theirs}")
         return settings.load()
 
     def _heed_length(self, split: str) -> None:

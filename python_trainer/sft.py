@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from python_trainer.algorithms.settings import AlgorithmConfig
-from python_trainer.checkpoint import list_checkpoints, load_newest, save_checkpoint
+from python_trainer.checkpoint import load_newest, save_checkpoint
 from python_trainer.config import Config, dump_config
 from python_trainer.data import Example, Rollout
 from python_trainer.errors import Interrupted, NotFinite, UserError
@@ -25,7 +25,7 @@ from python_trainer.model.packing import micro_batches, pack
 from python_trainer.model.policy import Policy, load_policy, set_matmul_precision
 from python_trainer.model.settings import OptimizerConfig
 from python_trainer.run import make_learner
-from python_trainer.run_directory import locked, read_metrics
+from python_trainer.run_directory import check_new, locked, read_metrics
 from python_trainer.run_state import device_name, versions
 from python_trainer.saving import MODEL_ASIDE
 from python_trainer.signals import StopSignal
@@ -107,10 +107,13 @@ class Sft:
         self.config, self.folder, self.console = config, output_dir, console or Console(stderr=True)
         self.checkpoints = output_dir / "checkpoints"
         check_output_dir(output_dir)
-        if not resume and list_checkpoints(self.checkpoints):
-            raise UserError(f"{output_dir} already holds a run: add --resume to go on, or choose another --output-dir")
+        if config.task.environment is not None:
+            raise UserError(f"sft has no turns: task.environment must be null, got {config.task.environment}")
+        if not resume:
+            check_new(output_dir)
         task = load_task(config)
         self.policy = load_policy(config.model)
+        self.policy.chat_template_kwargs = config.task.chat_template_kwargs
         set_matmul_precision(config.model.matmul_precision)
         self.rows = reference_answers(self.policy, task.train, config.sft.column)
         if not self.rows:

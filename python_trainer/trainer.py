@@ -78,7 +78,8 @@ class TrainingLoop(ABC):
                     if done:
                         row |= self.evaluation_row("final")
                 finally:
-                    telemetry.log(state.step, row | self.totals(), left=self.seconds_left())
+                    row |= self.totals()
+                    telemetry.log(state.step, row, left=self.seconds_left())
                     telemetry.log_samples(state.step, samples)
                 self.tell_callbacks("on_step", state.step, row)
             stopped = self.ranks.any(stop.name)

@@ -45,7 +45,10 @@ def repair(wheel: Path, dist: Path) -> None:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         # the CUDA kernels would need the libraries of one CUDA version
-        run("setup.py", "-q", "bdist_wheel", "--dist-dir", folder, RLKERNELS_NO_CUDA="1")
+        # in folders of its own: setuptools leaves files of earlier builds, whose sources may be gone, where they are
+        build = ("build", "--build-lib", f"{folder}/lib")
+        wheel_of = ("bdist_wheel", "--bdist-dir", f"{folder}/wheel", "--dist-dir", folder)
+        run("setup.py", "-q", *build, *wheel_of, RLKERNELS_NO_CUDA="1")
         (wheel,) = Path(folder).glob("*.whl")
         repair(pin_torch(wheel, torch.__version__), ROOT / "dist")
     print(f"in dist: {', '.join(sorted(path.name for path in (ROOT / 'dist').glob('*.whl')))}")

@@ -28,7 +28,7 @@ import torch
 from rich.console import Console
 
 from bench._runner import commit, cpu_model
-from bench.studies.ground_report import write
+from bench.studies.ground_report import PLAIN, write
 from python_trainer.compare import train_once
 from python_trainer.config import Config, load_config
 from python_trainer.run_directory import read_metrics
@@ -39,7 +39,6 @@ WARMUP = 0.04  # share of the steps
 EVALUATIONS = 12  # over a run
 TUNING_SEED = 100
 SEEDS = (0, 1, 2, 3, 4)
-PLAIN = "plain"
 RIVALS: dict[str, dict[str, Any]] = {
     PLAIN: {},
     "dynamic sampling": {"rollout.dynamic_sampling": True},
@@ -80,15 +79,15 @@ class Ground:
         Args:
             size: of the task's answers.
         """
-        key = {"task": self.task, "part": part, "name": name, "seed": seed}
-        for row in read_records(self.records):
-            if {field: row[field] for field in key} == key:
-                return row
         config = self.config(changes, seed, size)
+        key = {"task": self.task, "part": part, "name": name, "seed": seed, "settings": config.model_dump(mode="json")}
+        for row in read_records(self.records):
+            if {field: row.get(field) for field in key} == key:
+                return row
         folder = self.folder / part / re.sub(r"[^a-z0-9.]+", "-", name) / f"seed-{seed}"
         label = f"{self.task}, {name} (seed {seed})"
         train_once(config, folder, [], label=label, console=Console(), timer=time.process_time)
-        row = key | {"changes": dict(changes)} | outcome(folder)
+        row = key | outcome(folder)
         self.records.parent.mkdir(parents=True, exist_ok=True)
         with self.records.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")

@@ -60,8 +60,8 @@ def adapted_folder(folder: Path) -> Path:
         UserError: it does not say, or there is no such folder.
     """
     try:
-        base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
-        found = policy_folder(base)
+        read = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        found = policy_folder(read["base_model_name_or_path"], read.get("revision"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"model.path: adapter_config.json of {folder} names no base model") from error
     except UserError as error:

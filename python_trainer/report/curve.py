@@ -71,11 +71,11 @@ def paint_accuracy(axes: "Axes", runs: Sequence[Run], x: str, target: float | No
 
 def final_of(runs: Sequence[Run]) -> str:
     """``: 84.0 % (75.6 to 89.9)``, the mean over seeds; the interval is about other prompts."""
-    finals = [run.summary["eval_accuracy_final"] for run in runs]
+    finals = [run.summary.get("eval_accuracy_final") for run in runs]
     counts = [len(load_evaluations(run.folder).get("final", ())) for run in runs]
     if None in finals:
         return ""
     if not all(counts):
         return f": {fmean(finals):.1%}"
-    low, high = wilson(fmean(finals), sum(counts))
+    low, high = wilson(fmean(finals), min(counts))  # all seeds answer the same prompts
     return f": {fmean(finals):.1%} ({100 * low:.1f} to {100 * high:.1f})"

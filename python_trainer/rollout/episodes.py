@@ -132,7 +132,9 @@ class EpisodeEngine(WrappedEngine):
     def _hand_over(self, turns: Sequence[Rollout]) -> Iterator[Rollout]:
         """Lets the environments answer turns that are generated; those that were cut off end their answers."""
         for turn in turns:
-            playing = self._turns.pop(id(turn))[1]
+            if (begun := self._turns.pop(id(turn), None)) is None:
+                continue  # of a call that failed
+            playing = begun[1]
             rollout, episode = playing.rollout, playing.episode
             assert rollout.response_mask is not None
             rollout.response_ids += turn.ids

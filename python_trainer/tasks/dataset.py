@@ -64,8 +64,10 @@ class DatasetSettings(RewardedSettings):
         """A row under the names of ``columns``, and messages without the keys that other messages have."""
         if missing := [theirs for theirs in self.columns.values() if theirs not in row]:
             raise UserError(f"task.columns: {source} has no column {missing[0]!r}; it has {', '.join(map(repr, row))}")
-        ours = {theirs: name for name, theirs in self.columns.items()}
-        named = {ours.get(theirs, theirs): value for theirs, value in row.items()}
+        rest = {name: value for name, value in row.items() if name not in self.columns.values()}
+        if "messages" in self.columns and "prompt" not in self.columns:
+            rest.pop("prompt", None)  # the prompt is what was named
+        named = rest | {name: row[theirs] for name, theirs in self.columns.items()}
         for column in PROMPT_COLUMNS:
             if isinstance(messages := named.get(column), list) and all(isinstance(m, dict) for m in messages):
                 named[column] = [{key: value for key, value in m.items() if value is not None} for m in messages]
@@ -84,6 +86,7 @@ class DatasetSettings(RewardedSettings):
         datasets.disable_progress_bars()
         place = self._place()
         most = max((self.train_size or 0) + (self.gate_size or 0), self.test_size or 0)
+        most *= 2 if self.train_half else 1
         try:
             found = datasets.load_dataset(**place, split=split, streaming=self.streaming)
             return list(islice(found, most) if self.streaming else found)
