@@ -57,7 +57,8 @@ def test_suffixes_are_worth_what_integration_says():
 
 def found(**changes):
     seconds = {"generation": 6.0, "rewards": 0.0, "update": 2.0}
-    return {"p": [0.5] * 8, "spread": 0.5, "all_wrong": 0.25, "judged": True, "seconds": seconds, "epochs": 2.0} | changes
+    shares = {"spread": 0.5, "all_wrong": 0.25, "judged": True}
+    return {"p": [0.5] * 8, "seconds": seconds, "epochs": 2.0} | shares | changes
 
 
 def test_bounds_by_hand():
