@@ -71,9 +71,9 @@ def paint_accuracy(axes: "Axes", runs: Sequence[Run], x: str, target: float | No
 
 def final_of(runs: Sequence[Run]) -> str:
     """``: 84.0 % (75.6 to 89.9)``, the mean over seeds; the interval is about other prompts."""
-    finals = [run.summary.get("eval_accuracy_final") for run in runs]
+    finals = [x for run in runs if (x := run.summary.get("eval_accuracy_final")) is not None]
     counts = [len(load_evaluations(run.folder).get("final", ())) for run in runs]
-    if None in finals:
+    if len(finals) < len(runs):
         return ""
     if not all(counts):
         return f": {fmean(finals):.1%}"
