@@ -1,4 +1,4 @@
-"""The command line: ``python -m python_trainer train | compare | report``, and the commands of accelerators."""
+"""The command line: ``python -m python_trainer train | compare | sft | probe | export | report``, and the commands of accelerators."""
 
 import argparse
 import errno
@@ -112,7 +112,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def add_own_commands(parsers: Parsers, names: Sequence[str]) -> None:
-    """``train``, ``compare``, ``export`` and ``report``, for accelerators of these names."""
+    """``train``, ``compare``, ``sft``, ``probe``, ``export`` and ``report``, for accelerators of these names."""
     examples = [example.format(name=names[0]) for example in EXAMPLES]
     train = parsers.add(
         "train",

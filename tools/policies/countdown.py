@@ -8,13 +8,10 @@ aim: reinforcement learning can bring it out. A whole number is a token. On one 
 on nothing but the seed; it takes about an hour.
 """
 
-import argparse
 import random
 from dataclasses import dataclass, field
 from itertools import permutations, product
-from pathlib import Path
 
-import torch
 from tokenizers import AddedToken
 from transformers import Qwen2Tokenizer
 
@@ -28,6 +25,7 @@ from python_trainer.tasks.countdown import (
     prompt_of,
 )
 from tools.policies.arithmetic import EOS, PAD, START, Corpus, Stretch, policy_of, save, train
+from tools.policies.maker import begin
 
 SHAPE = {
     "hidden_size": 192,
@@ -135,12 +133,7 @@ class Answers(Corpus):
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder for the policy, Hugging Face format")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
-    torch.manual_seed(args.seed)
-    torch.set_num_threads(1)
+    args = begin(__doc__, argv)
     policy = policy_of(SHAPE, VOCABULARY[PAD], VOCABULARY[EOS])
     for phase in PHASES:
         train(policy, phase, Answers(args.seed, phase), phase.batch, chunk_tokens=4096)

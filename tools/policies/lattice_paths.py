@@ -7,12 +7,9 @@ So the policy looks ahead now and then: what reinforcement learning can turn int
 On one thread and processor the result depends on nothing but the seed.
 """
 
-import argparse
 import random
-from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from python_trainer.tasks.lattice_paths import (
@@ -25,12 +22,14 @@ from python_trainer.tasks.lattice_paths import (
     prompt_of,
 )
 from tools.policies.arithmetic import EOS_ID, Corpus, Stretch, new_policy, save, train
+from tools.policies.maker import begin, prompts_of
 
 KNOWING = 0.15  # share of the steps
 HARD = 0.1  # largest chance of a blind walker in the grids that are taught: where looking ahead tells most
 BUFFER = 4096  # grids drawn at a time
-PATHS = Stretch("paths", 450, 4e-3, 0.4)
-BLIND = Stretch("blind steps", 60, 1e-3, 1.0)
+PATHS = Stretch("paths", 150, 4e-3, 0.0)
+PARTS = 4  # of the paths, each with grids of its own
+BLIND = Stretch("blind", 80, 2e-3, 1.0)
 
 
 def walk(grid: NDArray[np.bool_], found: NDArray[np.float64], knowing: float, rng: random.Random) -> list[int]:
@@ -55,8 +54,7 @@ class Walks(Corpus):
 
     def __init__(self, seed: int, name: str, knowing: float):
         self.rng, self.knowing = random.Random(f"lattice_paths/{seed}/{name}"), knowing
-        task = LatticePathsSettings().load()
-        self.held_out = {example.prompt for example in [*task.train, *task.gate, *task.test]}
+        self.held_out = prompts_of(LatticePathsSettings().load())
         self.grids_rng, self.grids = np.random.default_rng([seed, *name.encode()]), []
 
     def example(self) -> tuple[list[int], int]:
@@ -73,15 +71,11 @@ class Walks(Corpus):
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder for the policy, Hugging Face format")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    torch.manual_seed(args.seed)
+    args = begin(__doc__, argv)
     policy = new_policy("main")
-    for phase, knowing in ((PATHS, 1.0), (BLIND, KNOWING)):
-        train(policy, phase, Walks(args.seed, phase.name, knowing), batch=48, chunk_tokens=4096)
+    for part in range(PARTS):
+        train(policy, PATHS, Walks(PARTS * args.seed + part, PATHS.name, 1.0), batch=48, chunk_tokens=4096)
+    train(policy, BLIND, Walks(args.seed, BLIND.name, KNOWING), batch=48, chunk_tokens=4096)
     save(policy, args.output)
 
 

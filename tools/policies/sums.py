@@ -5,9 +5,7 @@ ten, with a chance that belongs to the step (:func:`slip_chance`); later steps b
 On one thread and processor the result depends on nothing but the seed.
 """
 
-import argparse
 import random
-from pathlib import Path
 
 import torch
 from transformers import Qwen2ForCausalLM
@@ -16,6 +14,7 @@ from python_trainer.model.shipped import policy_folder
 from python_trainer.tasks.arithmetic import draw_terms, prompt_of
 from python_trainer.tasks.sums import TERMS, SumsSettings
 from tools.policies.arithmetic import EOS_ID, SLIPS, Corpus, Stretch, save, train
+from tools.policies.maker import begin, prompts_of
 
 # Chance of a slip where nothing is carried, by the digits of the left operand. A carry makes it CARRY times as likely.
 CHANCE = {2: 0.0, 3: 0.12, 4: 0.25}
@@ -54,8 +53,7 @@ class SlippingSums(Corpus):
 
     def __init__(self, seed: int, phase: Stretch):
         self.rng = random.Random(f"sums/{seed}/{phase.name}")
-        task = SumsSettings().load()
-        self.held_out = {example.prompt for example in [*task.train, *task.gate, *task.test]}
+        self.held_out = prompts_of(SumsSettings().load())
 
     def example(self) -> tuple[list[int], int]:
         prompt = ""
@@ -66,12 +64,7 @@ class SlippingSums(Corpus):
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder for the policy, Hugging Face format")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    torch.manual_seed(args.seed)
+    args = begin(__doc__, argv)
     policy = Qwen2ForCausalLM.from_pretrained(policy_folder("main"), dtype=torch.float32)
     train(policy, PHASE, SlippingSums(args.seed, PHASE), batch=48, chunk_tokens=4096)
     save(policy, args.output)
