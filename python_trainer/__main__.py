@@ -1,4 +1,4 @@
-"""The command line: ``python -m python_trainer train | compare | sft | probe | export | report``, and the commands of accelerators."""
+"""The command line: ``python -m python_trainer --help``; commands of its own, and those of accelerators."""
 
 import argparse
 import errno
