@@ -25,6 +25,7 @@ from python_trainer.files import write_text
 from python_trainer.keyed import keyed_seed, prompt_order
 from python_trainer.run import Trainer
 from python_trainer.run_state import Clock, device_name, versions
+from python_trainer.telemetry import Telemetry
 
 FIRST_PROMPTS = 4  # their answers tell how long the others take
 SHARE = 0.6  # of the seconds, for answers; the rest is for an update
@@ -150,10 +151,13 @@ def probe(config: Config, *, seconds: float = 60.0, prompts: int = 1 << 30, trie
     if config.parallel != "none":
         raise UserError(f"probe runs in one process: parallel must be none, got {config.parallel}")
     with TemporaryDirectory() as folder:
-        trainer = Trainer(config, Path(folder), console=Console(stderr=True))
+        console = Console(stderr=True)
+        trainer = Trainer(config, Path(folder), console=console)
         try:
-            answers = ask(trainer, prompts, tries, SHARE * seconds)
-            updating = update_seconds(trainer, answers.groups)
+            with Telemetry(Path(folder), 1, label="probe", console=console) as trainer.told:
+                answers = ask(trainer, prompts, tries, SHARE * seconds)
+                trainer.told.log_work("update", 0, 1)
+                updating = update_seconds(trainer, answers.groups)
         finally:
             trainer.engine.close()
         return describe(trainer, answers, updating)

@@ -16,8 +16,9 @@ from conftest import save_tiny_policy
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from python_trainer.__main__ import NEEDED, main
+from python_trainer.__main__ import main
 from python_trainer.errors import UserError
+from python_trainer.parsers import NEEDED
 from python_trainer.report.runs import find_runs
 from python_trainer.report.tables import make_table, summary_columns
 from python_trainer.run import Trainer
@@ -457,7 +458,10 @@ def test_missing_packages_are_named_at_once(run, monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", find)
     code, said = run()
     assert code == 2 and said.count("\n") == 1
-    assert "lacks: matplotlib, sqlalchemy; in the clone `pip install --no-build-isolation '.[train]'`" in said
+    assert (
+        "lacks: matplotlib, sqlalchemy; the extra train brings them: `pip install --no-build-isolation '.[train]'`"
+        in said
+    )
     with pytest.raises(SystemExit):
         main(["train", "--help-settings"])
     assert "matplotlib, sqlalchemy" in capsys.readouterr().err

@@ -11,6 +11,7 @@ import scipy.stats
 import yaml
 from conftest import merged
 
+from python_trainer import telemetry
 from python_trainer.__main__ import main
 from python_trainer.bounds import all_bounds, sample_gain, suffix_gain
 from python_trainer.config import check_config
@@ -116,3 +117,11 @@ def test_where_nothing_is_right_or_wrong_groups_go_by_rewards(settings):
     assert "nothing is right or wrong in this task" in "\n".join(lines(found))
     assert found["bounds"]["rhyme"]["at_most"] is None and found["bounds"]["rpo"]["at_most"] is None
     assert found["bounds"]["drafts"]["at_most"] >= 1
+
+
+def test_it_tells_how_far_it_is(settings, monkeypatch, capsys):
+    monkeypatch.setattr(telemetry, "LINE_SECONDS", 0.0)
+    config = check_config(merged(settings, {"task": {"reward": "conftest:even"}}), source="test")
+    probe(config, seconds=0.1, prompts=4, tries=2)
+    said = capsys.readouterr().err
+    assert "probe 0/1  answers 8/8" in said and said.index("answers 8/8") < said.index("probe 0/1  update 0/1")

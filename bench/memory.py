@@ -1,0 +1,143 @@
+"""Memory of an update: what ``python -m python_trainer plan`` tells, against the high-water mark of a process."""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from bench._case import Row
+from bench._runner import reset_resident_peak, resident_peak
+from python_trainer.config import check_config
+from python_trainer.data import Rollout
+from python_trainer.model.policy import load_policy
+from python_trainer.plan.memory import Memory
+from python_trainer.plan.passes import Device
+from python_trainer.run import make_learner
+
+PROMPTS, SAMPLES, PROMPT = 4, 8, 24
+
+
+@dataclass(frozen=True)
+class Size:
+    """A Qwen2 of this shape, and what it is trained on."""
+
+    name: str
+    vocab: int
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    answer: int  # tokens
+    micro_batch: int  # tokens
+
+
+TINY = Size("tiny", 512, 128, 384, 4, 4, 2, answer=120, micro_batch=2048)  # runs through the fused passes
+WIDE = Size("wide vocabulary", 49_152, 256, 768, 4, 4, 2, answer=104, micro_batch=1700)  # logits come in blocks
+MIDDLING = Size("middling", 8192, 768, 2048, 10, 12, 4, answer=52, micro_batch=900)  # 69 million: too many to fuse
+KINDS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "float32, recomputed": {"gradient_checkpointing": True},
+    "bfloat16, masters": {"dtype": "bfloat16"},
+    "bfloat16, recomputed": {"dtype": "bfloat16", "gradient_checkpointing": True},
+    "LoRA": {"lora": {"r": 8}},
+    "LoRA, recomputed": {"lora": {"r": 8}, "gradient_checkpointing": True},
+    "bfloat16, recomputed, offloaded": {"dtype": "bfloat16", "gradient_checkpointing": True},
+}
+
+
+def make_folder(size: Size, folder: Path) -> None:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=size.vocab, hidden_size=size.hidden, intermediate_size=size.inner, num_hidden_layers=size.layers,
+        num_attention_heads=size.heads, num_key_value_heads=size.kv_heads, max_position_embeddings=1024,
+        tie_word_embeddings=True, bos_token_id=None, eos_token_id=0,
+    )  # fmt: skip
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    words = WordLevel({"<eos>": 0, "a": 1}, unk_token="<eos>")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="<eos>").save_pretrained(folder)
+
+
+def settings(size: Size, folder: Path, kind: str) -> dict[str, Any]:
+    return {
+        "model": {"path": str(folder), "device": "cpu", "gradient_checkpointing": False, **KINDS[kind]},
+        "rollout": {
+            "prompts_per_step": PROMPTS, "num_generations": SAMPLES, "max_completion_length": size.answer,
+        },
+        "optimizer": {"micro_batch_tokens": size.micro_batch, "offload": "offloaded" in kind},
+    }  # fmt: skip
+
+
+def planned(values: dict[str, Any]) -> int:
+    """Bytes of an update, the KV cache not counted: it is not there in :func:`update`."""
+    plan = Memory(check_config(values, source="bench"), Device("cpu", 1 << 40), PROMPT).plan("none")
+    return max(plan.phases["the update"], plan.phases["the optimizer step"]) - plan.parts["KV cache"]
+
+
+def measured(runs: Sequence[dict[str, Any]]) -> list[int]:
+    """Bytes that updates with each of these settings take, one after the other in a process of their own."""
+    # every block of memory goes back to the system when it is free: else the mark would hold what malloc keeps
+    plain = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.memory", json.dumps(runs)],
+        env=os.environ | plain, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"the measured process failed: {done.stderr[-2000:]}")
+    return [int(word) for word in done.stdout.split()[-len(runs) :]]
+
+
+def update(values: dict[str, Any], times: int = 2) -> int:
+    """Loads the policy, makes updates -> the high-water mark of the last above what was there before."""
+    config = check_config(values, source="bench")
+    gc.collect()
+    before = reset_resident_peak()
+    assert before is not None, "this machine lacks /proc/self/clear_refs"
+    learner = make_learner(config, load_policy(config.model))
+    generator, vocab = torch.Generator().manual_seed(0), learner.policy.model.config.vocab_size
+    rollouts = []
+    for group in range(PROMPTS):
+        prompt = torch.randint(1, vocab, (PROMPT,), generator=generator).tolist()
+        for sample in range(SAMPLES):
+            answer = torch.randint(1, vocab, (config.rollout.max_completion_length,), generator=generator).tolist()
+            rollouts.append(Rollout(prompt, answer, 0, [-1.0] * len(answer), group=group, reward=float(sample % 2)))
+    for number in range(1, times + 1):  # the first makes the moments
+        reset_resident_peak()
+        learner.update(rollouts, number)
+    return resident_peak() - before
+
+
+def rows(size: Size) -> list[Row]:
+    with TemporaryDirectory() as name:
+        folder = Path(name) / "policy"
+        make_folder(size, folder)
+        runs = [settings(size, folder, kind) for kind in KINDS]
+        told, found = list(map(planned, runs)), measured(runs)
+    return [
+        Row(
+            "plan", "python_trainer", f"{size.name}, {kind}", dtype=KINDS[kind].get("dtype", "float32"),
+            peak_bytes=taken, extra=f"told {ours / 1e6:.0f} MB: {ours / taken:.2f} of it",
+        )
+        for kind, ours, taken in zip(KINDS, told, found)
+    ]  # fmt: skip
+
+
+def cases(quick: bool) -> Iterator[list[Row]]:
+    yield from map(rows, (TINY,) if quick else (TINY, WIDE, MIDDLING))
+
+
+if __name__ == "__main__":
+    for given in json.loads(sys.argv[1]):
+        update(given, 1)  # libraries are loaded, threads made, products compiled: oneDNN does so for each shape
+        print(update(given))
