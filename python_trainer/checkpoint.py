@@ -7,7 +7,9 @@ import hashlib
 import json
 import re
 import shutil
+from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,21 +63,43 @@ def save_checkpoint(
     *,
     keep: int,
     spare: int | None = None,
+    older: Callable[[Any], Any] | None = None,
     add: Callable[[Path], None] = lambda aside: None,
 ) -> Path:
     """Writes ``folder/step-N``, then removes all but the newest ``keep`` and that of the step ``spare``.
 
-    ``state`` is made of tensors, strings, numbers, lists and dictionaries; ``add`` writes more files into the folder
-    before it is complete.
+    Args:
+        state: made of tensors, strings, numbers, lists and dictionaries.
+        older: what the checkpoints before keep of their state; None: all of it.
+        add: writes more files into the folder before it is complete.
 
     Raises:
         UserError: it cannot be written, as on a full disk; those of before are as they were.
     """
-    target, aside = folder / f"step-{step:06d}", aside_for(folder, step)
+    target = folder / f"step-{step:06d}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for leftover in folder.glob(".*"):
             shutil.rmtree(leftover, ignore_errors=True)
+        write_checkpoint(target, state, add)
+    except (OSError, SafetensorError) as error:
+        found = list_checkpoints(folder)
+        newest = f"the newest there is {found[-1].name}" if found else "there is none yet"
+        raise UserError(f"checkpoint {target} cannot be written: {error}; {newest}") from error
+    for old in [path for path in list_checkpoints(folder)[:-keep] if step_of(path) != spare]:
+        # out of sight in one step, so that a kill in the middle leaves no half of it
+        gone = old.rename(old.with_name(f".old-{old.name}"))
+        shutil.rmtree(gone)
+    if older is not None:
+        for old in [path for path in list_checkpoints(folder) if path != target]:
+            shorten(old, older)
+    return target
+
+
+def write_checkpoint(target: Path, state: Any, add: Callable[[Path], None] = lambda aside: None) -> None:
+    """Writes one aside, then renames it; OSError or SafetensorError leaves nothing of it."""
+    aside = aside_for(target.parent, step_of(target))
+    try:
         aside.mkdir()
         tensors: dict[str, torch.Tensor] = {}
         (aside / "state.json").write_text(json.dumps(encode(state, tensors)), encoding="utf-8")
@@ -84,16 +108,21 @@ def save_checkpoint(
         (aside / CHECKSUMS).write_text(json.dumps(checksums(aside), indent=1) + "\n", encoding="utf-8")
         usual_mode(aside)
         publish(aside, target)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError):
         shutil.rmtree(aside, ignore_errors=True)
-        found = list_checkpoints(folder)
-        newest = f"the newest there is {found[-1].name}" if found else "there is none yet"
-        raise UserError(f"checkpoint {target} cannot be written: {error}; {newest}") from error
-    for old in [path for path in list_checkpoints(folder)[:-keep] if step_of(path) != spare]:
-        # out of sight in one step, so that a kill in the middle leaves no half of it
-        gone = old.rename(old.with_name(f".old-{old.name}"))
-        shutil.rmtree(gone)
-    return target
+        raise
+
+
+def shorten(checkpoint: Path, kept: Callable[[Any], Any]) -> None:
+    """Writes a checkpoint again with what is ``kept`` of its state, unless that is all.
+
+    One that is damaged, or for which there is no room a second time, stays as it is.
+    """
+    with suppress(UserError, OSError, SafetensorError, ValueError):
+        # most are short already, which their names tell: tensors are read of the others alone
+        outline = decode(json.loads((checkpoint / "state.json").read_text(encoding="utf-8")), defaultdict(torch.Tensor))
+        if kept(outline) is not outline:
+            write_checkpoint(checkpoint, kept(load_checkpoint(checkpoint)))
 
 
 def checksums(checkpoint: Path) -> dict[str, str]:
@@ -124,15 +153,13 @@ def load_checkpoint(path: Path) -> Any:
         UserError: files are missing or damaged.
     """
     try:
-        if (path / CHECKSUMS).exists():  # checkpoints had none once
-            expected = json.loads((path / CHECKSUMS).read_text(encoding="utf-8"))
-            found = checksums(path)
-            if wrong := sorted(name for name in expected if found.get(name) != expected[name]):
-                raise ValueError(f"{wrong[0]} is {'other than it was written' if wrong[0] in found else 'missing'}")
+        found, expected = checksums(path), json.loads((path / CHECKSUMS).read_text(encoding="utf-8"))
+        if wrong := sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name)):
+            raise ValueError(f"{wrong[0]} is {'other than it was written' if wrong[0] in found else 'missing'}")
         tensors = load_file(path / "tensors.safetensors")
         return decode(json.loads((path / "state.json").read_text(encoding="utf-8")), tensors)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        raise UserError(f"checkpoint {path} is damaged ({error})") from error
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+        raise UserError(f"checkpoint {path} is damaged ({' '.join(str(error).split())})") from error
 
 
 def load_newest(folder: Path, tell: Callable[[str], None]) -> tuple[Path, Any] | None:

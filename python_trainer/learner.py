@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,19 +21,35 @@ from python_trainer.model.tensors import load_weights, local
 from python_trainer.objective import MetricSums, Objective, Ragged, StepBatch, make_batch, set_advantages
 
 
-def bytes_to_come(policy: Policy, algorithm: AlgorithmConfig, critic: CriticConfig, shards: int = 1) -> int:
+def bytes_to_come(
+    policy: Policy, algorithm: AlgorithmConfig, critic: CriticConfig, shards: int = 1, *, offload: bool = False
+) -> int:
     """Memory that a learner of this policy will hold between passes, on each of so many ranks, beside the policy.
 
     Args:
         shards: ranks that share weights, gradients and moments.
+        offload: ``optimizer.offload``, on a device with memory of its own.
     """
-    found = optimizer_bytes(policy.model.parameters())
+    found = optimizer_bytes(policy.model.parameters(), offload=offload)
     if algorithm.beta and not policy.adapted:
-        found += sum(p.nbytes for p in policy.model.parameters())
+        found += sum(p.nbytes for p in policy.whole.parameters())
     if algorithm.judge.critic and critic.separate:
         body = [torch.nn.Parameter(p.to("meta")) for p in policy.whole.base_model.parameters()]
-        found += sum(p.nbytes for p in body) + optimizer_bytes(body)
+        found += sum(p.nbytes for p in body) + optimizer_bytes(body, offload=offload)
     return found // shards
+
+
+def without_moments(state: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint's state without what only the next optimizer step needs; itself where that is gone already."""
+    critic = state["critic"]
+    optimizers = [state["optimizer"], *([critic["optimizer"]] if critic else [])]
+    if all(values.keys() <= {"master"} for optimizer in optimizers for values in optimizer.values()):
+        return state
+    less = [
+        {name: {key: value for key, value in values.items() if key == "master"} for name, values in optimizer.items()}
+        for optimizer in optimizers
+    ]
+    return state | {"optimizer": less[0], "critic": critic and critic | {"optimizer": less[1]}}
 
 
 class Learner:
@@ -64,11 +81,10 @@ class Learner:
     ):
         self.policy, self.ranks = policy, ranks or RankGroup()
         self.algorithm, self.settings, self.temperature, self.max_steps = algorithm, optimizer, temperature, max_steps
-        self.reference = policy.frozen_copy() if algorithm.beta else None
-        self.critic = Critic(policy, critic, optimizer, self.ranks.shard) if algorithm.judge.critic else None
-        self.ranks.shard(policy.model)
-        if self.reference is not None:
-            self.ranks.shard(self.reference.model)
+        self.reference = policy.frozen_copy(partial(self.ranks.copy, trains=False)) if algorithm.beta else None
+        self.critic = None
+        if algorithm.judge.critic:
+            self.critic = Critic(policy, critic, optimizer, copied=self.ranks.copy, shard=self.ranks.shard)
         self.optimizer = PolicyOptimizer(policy.model, optimizer)
         self.objective = Objective(algorithm, max_completion_length)
         self.changed = False

@@ -13,6 +13,7 @@ from python_trainer.config import Config, dump_config
 from python_trainer.distributed.shard_files import read_shards
 from python_trainer.errors import NotFinite, UserError
 from python_trainer.files import check_output_dir, unusable_output_dir, write_text
+from python_trainer.learner import without_moments
 from python_trainer.run_directory import check_new, check_unlocked, locked, read_metrics
 from python_trainer.run_state import RunState, best_evaluated
 from python_trainer.trainer import TrainingLoop
@@ -60,6 +61,15 @@ class SavingLoop(TrainingLoop):
         return found
 
     def _restore(self, saved: dict[str, Any]) -> None:
+        try:
+            self._take_over(saved)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(
+                f"the checkpoint in {self.folder} was written by another version of the trainer or something else: it "
+                f"cannot be read ({type(error).__name__}: {error})"
+            ) from error
+
+    def _take_over(self, saved: dict[str, Any]) -> None:
         names = {accelerator.name for accelerator in self.accelerators}
         if set(saved["accelerators"]) != names:
             raise UserError(
@@ -74,6 +84,8 @@ class SavingLoop(TrainingLoop):
                 f"{self.folder} was run {had} a critic: algorithm.advantage must {wanted}, got "
                 f"{self.config.algorithm.advantage}"
             )
+        if not self.config.save.older_moments and without_moments(saved) is saved:
+            self._note("save.older_moments is false: the optimizer's moments begin anew")
         self.state = RunState(**saved["state"])
         self.saved_step = self.state.step
         self._look_back_for_target()
@@ -134,7 +146,8 @@ class SavingLoop(TrainingLoop):
         steps = {step, *map(step_of, list_checkpoints(self.checkpoints))}
         spare = best_evaluated(self.state.evaluations, steps) if settings.save_best else None
         learned, keep = self.learner.state_dict(), settings.save_total_limit
-        self.ranks.save(self.checkpoints, step, progress, learned, keep=keep, spare=spare)
+        older = None if settings.older_moments else without_moments
+        self.ranks.save(self.checkpoints, step, progress, learned, keep=keep, spare=spare, older=older)
         self.saved_step = step
         self.tell_callbacks("on_save", step, self.checkpoints / f"step-{step:06d}")
 

@@ -1,18 +1,21 @@
 """The processes (ranks) that share a run: their interface, which in one process does the plain thing."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
 
-from python_trainer.checkpoint import save_checkpoint
+from python_trainer.checkpoint import aside_for, save_checkpoint
 from python_trainer.data import Example, Messages, Rollout
 from python_trainer.distributed.ranked_engine import RankedEngine
 from python_trainer.model.packing import micro_batches
-from python_trainer.model.policy import Policy
+from python_trainer.model.policy import Policy, load_policy
+from python_trainer.model.settings import ModelConfig
 from python_trainer.rollout.engine import Engine
 from python_trainer.tasks import Task
 from python_trainer.tasks.rewards import Scores, score
@@ -29,10 +32,12 @@ class RankGroup:
     Attributes:
         rank, size: this process is number ``rank`` out of ``size``.
         name: the setting ``parallel``.
+        sharded: whether each rank has a part of the weights and moments only.
     """
 
     name = "none"
     rank, size = 0, 1
+    sharded = False
 
     def together(self) -> AbstractContextManager[None]:
         """What fails within it on one rank fails on all."""
@@ -89,11 +94,20 @@ class RankGroup:
             weights: of ``module``, those whose ``grad`` counts.
         """
 
-    def prepare(self, policy: Policy) -> None:
-        """Before an engine is made of ``policy.whole``, and copies of ``policy.model``; asks no other rank."""
+    def load(self, config: ModelConfig, note: Callable[[str], None]) -> Policy:
+        """As :func:`python_trainer.model.policy.load_policy`; all ranks call it together.
+
+        Args:
+            note: tells the user of what takes more memory than it might.
+        """
+        return load_policy(config)
+
+    def copy(self, module: Any, *, trains: bool) -> Any:
+        """A copy of a plain module, of which each rank has as much as of the policy's model."""
+        return copy.deepcopy(module).requires_grad_(trains)
 
     def shard(self, module: torch.nn.Module) -> None:
-        """Before an optimizer is made of the parameters of ``module``."""
+        """Before an optimizer is made of the parameters of ``module``, which is whole so far."""
 
     def save(
         self,
@@ -104,6 +118,18 @@ class RankGroup:
         *,
         keep: int,
         spare: int | None = None,
+        older: Callable[[Any], Any] | None = None,
     ) -> None:
-        """Writes a checkpoint: ``state``, the same on all ranks, and ``learned`` by ``Learner.state_dict``."""
-        save_checkpoint(folder, step, {**state, **learned}, keep=keep, spare=spare)
+        """Writes a checkpoint: ``state``, the same on all ranks, and ``learned`` by ``Learner.state_dict``.
+
+        ``keep``, ``spare`` and ``older`` are those of ``save_checkpoint``.
+        """
+        whole = {} if self.sharded else learned
+        if self.rank == 0:
+            add = partial(self.add_shards, learned)
+            save_checkpoint(folder, step, {**state, **whole}, keep=keep, spare=spare, older=older, add=add)
+        else:
+            self.add_shards(learned, aside_for(folder, step))
+
+    def add_shards(self, learned: Mapping[str, Any], aside: Path) -> None:
+        """Writes this rank's part of ``learned`` into a checkpoint that is being made, where ranks have parts of it."""

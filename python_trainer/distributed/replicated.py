@@ -1,6 +1,6 @@
 """Several processes (ranks), each with all weights: ``parallel: ddp``."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from python_trainer.checkpoint import save_checkpoint
 from python_trainer.data import Example, Messages, Rollout
 from python_trainer.distributed.group import RankGroup
 from python_trainer.distributed.ranked_engine import RankedEngine
@@ -154,16 +153,3 @@ class Replicated(RankGroup):
         dist.all_reduce(flat)
         for weight, total in zip(weights, flat.split([w.numel() for w in weights])):
             weight.grad = total.view_as(weight)
-
-    def save(
-        self,
-        folder: Path,
-        step: int,
-        state: Mapping[str, Any],
-        learned: Mapping[str, Any],
-        *,
-        keep: int,
-        spare: int | None = None,
-    ) -> None:
-        if self.rank == 0:
-            save_checkpoint(folder, step, {**state, **learned}, keep=keep, spare=spare)

@@ -1,7 +1,6 @@
 """Several ranks, each with a shard of all weights, gradients and moments: ``parallel: fsdp2``."""
 
-import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,22 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from python_trainer.checkpoint import aside_for, save_checkpoint
 from python_trainer.distributed.replicated import Replicated
 from python_trainer.distributed.shard_files import write_shards
-from python_trainer.model.policy import Policy
+from python_trainer.distributed.shard_loading import (
+    find_files,
+    gather,
+    read_parts,
+    receive,
+    take_rows,
+    whole_weights,
+)
+from python_trainer.model.hollow import META, allocate, emptied, hollow_model, weights_of
+from python_trainer.model.lora import adapted_folder, inject_adapters, is_adapter
+from python_trainer.model.policy import Policy, choose_device, choose_dtype, recompute_activations
+from python_trainer.model.reading import check_finite, check_vocabulary, read_tokenizer
+from python_trainer.model.settings import ModelConfig
+from python_trainer.model.shipped import policy_folder
 
 
 class Sharded(Replicated):
@@ -24,22 +35,72 @@ class Sharded(Replicated):
     """
 
     name = "fsdp2"
-    lockstep = True
+    lockstep = sharded = True
 
     def __init__(self) -> None:
         super().__init__()
         self.mesh: DeviceMesh | None = None
 
-    def prepare(self, policy: Policy) -> None:
-        policy.whole = copy.deepcopy(policy.whole).requires_grad_(False)
+    def load(self, config: ModelConfig, note: Callable[[str], None]) -> Policy:
+        """Each rank reads its rows of the weights; the copy for generation is then gathered from the shards.
+
+        What cannot be read in parts is read by the first rank, in the memory of its host, and sent to the others.
+        """
+        device, folder = choose_device(config.device), policy_folder(config.path, config.revision)
+        dtype = choose_dtype(config.dtype, device)
+        with self.together():
+            plain = adapted_folder(folder) if (folder / "adapter_config.json").is_file() else folder
+            tokenizer, hollow = read_tokenizer(plain, config), hollow_model(plain, config, dtype)
+            check_vocabulary(folder, hollow, tokenizer)
+            found = find_files(folder, hollow)
+        if (reason := self.first(found.reason)) is not None:
+            note(f"{folder} is read by the first process and sent to the others: {reason}")
+            with self.together():
+                values = whole_weights(folder, config, dtype, hollow) if self.rank == 0 else None
+        dtypes, plain_model = {name: tensor.dtype for name, tensor in weights_of(hollow)}, emptied(hollow, META)
+        if config.lora is not None:
+            with self.together():
+                inject_adapters(hollow, config.lora)
+        model = self._in_shards(hollow, device)
+        take_rows(model, {name: p for name, p in hollow.named_parameters() if is_adapter(name)})
+        if reason is not None:
+            receive(model, values, dtypes)
+        else:
+            with self.together():
+                broken = read_parts(model, found, dtypes)
+            check_finite(folder, sorted({name for names in self.gather(broken) for name in names}))
+        whole = emptied(plain_model, device).requires_grad_(False)
+        gather(whole, model)
+        policy = Policy(whole, tokenizer, name=str(folder))
+        policy.model, policy.adapted = model.eval(), config.lora is not None
+        if config.gradient_checkpointing is True:
+            recompute_activations(model)
+        return policy
+
+    def copy(self, module: Any, *, trains: bool) -> Any:
+        copied = self._in_shards(module, next(module.parameters()).device, trains=trains)
+        take_rows(copied, dict(weights_of(module)))
+        return copied
+
+    def _in_shards(self, module: Any, device: torch.device, *, trains: bool | None = None) -> Any:
+        """A copy of a module, cut while it takes no memory, with shards of unknown contents."""
+        copied = emptied(module, META)
+        if trains is not None:
+            copied.requires_grad_(trains)
+        self._cut(copied, device)
+        allocate(copied, device)
+        return copied
 
     def shard(self, module: torch.nn.Module) -> None:
-        param = next(module.parameters())
+        self._cut(module, next(module.parameters()).device)
+
+    def _cut(self, module: torch.nn.Module, device: torch.device) -> None:
+        dtype = next(module.parameters()).dtype
         if self.mesh is None:
-            self.mesh = init_device_mesh(param.device.type, (self.size,))
+            self.mesh = init_device_mesh(device.type, (self.size,))
         if any(p.requires_grad for p in module.parameters()):
             precision = MixedPrecisionPolicy(
-                param_dtype=None if param.dtype == torch.float32 else param.dtype, reduce_dtype=torch.float32
+                param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
             )
             module.float()  # the master weights
         else:
@@ -58,23 +119,6 @@ class Sharded(Replicated):
             if isinstance(part, FSDPModule):
                 part.reshard()
 
-    def save(
-        self,
-        folder: Path,
-        step: int,
-        state: Mapping[str, Any],
-        learned: Mapping[str, Any],
-        *,
-        keep: int,
-        spare: int | None = None,
-    ) -> None:
-        """Every rank writes its shards; the first writes the rest and publishes all of it."""
-
-        def write(aside: Path) -> None:
-            dist.barrier()  # the folder is there
-            write_shards(aside, learned)
-
-        if self.rank == 0:
-            save_checkpoint(folder, step, state, keep=keep, spare=spare, add=write)
-        else:
-            write(aside_for(folder, step))
+    def add_shards(self, learned: Mapping[str, Any], aside: Path) -> None:
+        dist.barrier()  # the folder is there
+        write_shards(aside, learned)

@@ -22,7 +22,8 @@ class Critic(torch.nn.Module):
     ``separate``, those of a second model that starts as a copy of the policy and shares nothing with it afterwards.
 
     Args:
-        shard: called with that model and with the critic, before optimizers are made of their parameters.
+        copied: makes that model of the policy's, ``copied(module, trains=True)``; None: as a plain copy.
+        shard: called with the critic before an optimizer is made of its parameters.
     """
 
     def __init__(
@@ -30,13 +31,16 @@ class Critic(torch.nn.Module):
         policy: Policy,
         config: CriticConfig,
         optimizer: OptimizerConfig,
+        *,
+        copied: Callable[..., Any] | None = None,
         shard: Callable[[torch.nn.Module], None] | None = None,
     ):
         super().__init__()
         width = policy.model.get_output_embeddings().weight.shape[1]
         self.body: Any = None
         if config.separate:
-            self.body = copy.deepcopy(policy.whole.base_model).requires_grad_(True)
+            plain = policy.whole.base_model
+            self.body = copied(plain, trains=True) if copied else copy.deepcopy(plain).requires_grad_(True)
             self.body.set_attn_implementation(IMPLEMENTATION)
             if policy.model.is_gradient_checkpointing:  # not so what adapters were merged into, which only generates
                 recompute_activations(self.body)
@@ -44,8 +48,7 @@ class Critic(torch.nn.Module):
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
         if shard is not None:
-            for module in (self.body, self) if config.separate else (self,):
-                shard(module)
+            shard(self)
         self.optimizer = PolicyOptimizer(self, optimizer)
         self.rate = config.learning_rate / optimizer.learning_rate  # of the policy's
 

@@ -41,7 +41,7 @@ def supports(model: Any) -> bool:
         return False
     parameters = list(model.parameters())
     small = sum(p.numel() * p.element_size() for p in parameters) <= MAX_BYTES
-    plain = all(p.dtype == torch.float32 and p.device.type == "cpu" for p in parameters)
+    plain = all(p.dtype == torch.float32 and rlkernels.backend.runs_on(p.device) == "cpu" for p in parameters)
     linears = [
         getattr(part, name + "_proj", None)
         for layer in model.model.layers

@@ -26,16 +26,29 @@ def add_adapters(model: Any, settings: LoraSettings) -> Any:
     The copy has weights of its own where there are adapters; the others are shared.
 
     Raises:
+        UserError: as of :func:`inject_adapters`.
+    """
+    whole = copy.deepcopy(model, {id(p): p for p in model.parameters()})  # modules of its own around the same weights
+    inject_adapters(model, settings)
+    for name, layer in adapted_layers(model):
+        own = layer.base_layer.weight.detach().clone()
+        whole.get_submodule(name).weight = torch.nn.Parameter(own, requires_grad=False)
+    return whole
+
+
+def inject_adapters(model: Any, settings: LoraSettings) -> None:
+    """Freezes the model and adds adapters, which change nothing yet; they begin the same in every process.
+
+    Raises:
         UserError: PEFT is not installed, or the model has no such layers.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise UserError(f"model.lora needs PEFT ({error}): pip install peft") from error
-    whole = copy.deepcopy(model, {id(p): p for p in model.parameters()})  # modules of its own around the same weights
     wanted = LoraConfig(r=settings.r, lora_alpha=settings.alpha, target_modules=settings.target_modules)  # type: ignore[arg-type]
     with torch.random.fork_rng():
-        torch.manual_seed(keyed_seed("lora"))  # the same in every process
+        torch.manual_seed(keyed_seed("lora"))
         try:
             inject_adapter_in_model(wanted, model, ADAPTER)
         except (ValueError, NotImplementedError) as error:
@@ -47,10 +60,6 @@ def add_adapters(model: Any, settings: LoraSettings) -> Any:
             raise UserError(f"model.lora.target_modules must name linear layers, {name} is none")
     if hasattr(model.get_output_embeddings(), "lora_A"):
         raise UserError(f"model.lora.target_modules must not name the output layer, got {settings.target_modules!r}")
-    for name, layer in adapted_layers(model):
-        own = layer.base_layer.weight.detach().clone()
-        whole.get_submodule(name).weight = torch.nn.Parameter(own, requires_grad=False)
-    return whole
 
 
 def adapted_folder(folder: Path) -> Path:
@@ -102,6 +111,11 @@ def merged_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
             full(part.weight) for part in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER], layer.base_layer)
         )
         yield f"{name}.weight", base.float() + layer.scaling[ADAPTER] * (up.float() @ down.float())
+
+
+def plain_name(parameter: str) -> str:
+    """The name of a weight in the plain model, by its name in one with adapters."""
+    return parameter.replace(".base_layer.", ".")
 
 
 def is_adapter(parameter: str) -> bool:

@@ -1,11 +1,14 @@
 """What the tokens of a pass of generation look at: keys and values in the blocks of a paged cache."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
 
 import rlkernels.backend
 from python_trainer.model.padded_rows import PaddedRows
+from python_trainer.model.varlen import VarlenRows, flash_rows, kernel_for, varlen_options
 from rlkernels import PagedKVCache, paged_attention, shared_prefix_attention, write_kv
 
 # scores of a pass over padded rows, all heads: 1 GiB of float32, and a few times that in the making
@@ -25,10 +28,11 @@ class Paging:
     block_tables: torch.Tensor  # int32 [B, max_blocks]
     seq_lens: torch.Tensor  # int32 [B]
     query_starts: torch.Tensor  # int32 [B + 1]
-    longest_query: int  # of a sequence; the device knows these two, but would have to be waited for
+    longest_query: int  # of a sequence; the device knows these three, but would have to be waited for
     longest_key: int  # of a sequence, the prefix of its group included
+    keys: int  # of all sequences together
     groups: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # tables, lengths, starts
-    rows: PaddedRows | None = None  # made by the first layer that needs them, the same for all
+    rows: VarlenRows | PaddedRows | None = None  # made by the first layer that needs them, the same for all
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
@@ -37,8 +41,8 @@ class Paging:
         key_cache, value_cache = self.cache.key_cache[layer], self.cache.value_cache[layer]
         write_kv(key, value, key_cache, value_cache, self.slots)
         sequences = self.block_tables, self.seq_lens, self.query_starts
-        if self.groups is None and self.is_padded(query):
-            self.rows = self.rows or self.padded_rows()
+        if self.groups is None and (make_rows := self.rows_for(query)) is not None:
+            self.rows = self.rows or make_rows()
             caches = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
             return self.rows.attend(query.to(key_cache.dtype), *caches, scale).to(query.dtype)
         if self.groups is None:
@@ -48,11 +52,29 @@ class Paging:
         assert isinstance(out, torch.Tensor)
         return out
 
-    def is_padded(self, query: torch.Tensor) -> bool:
-        """Whether a GPU has no proven kernel, whose stand-in loops over sequences, and padded rows are not too many."""
+    def rows_for(self, query: torch.Tensor) -> Callable[[], VarlenRows | PaddedRows] | None:
+        """What stands in on a GPU without a proven kernel: FlashAttention where it runs, else padded rows.
+
+        None: a kernel of our own, or its reference, a loop over sequences, where padded rows would be too many.
+        """
         if query.device.type == "cpu" or rlkernels.backend.choose("paged_attention", query.device) != "torch":
-            return False
-        return len(self.seq_lens) * self.longest_query * self.longest_key * query.shape[1] <= LARGEST_SCORES
+            return None
+        scores = len(self.seq_lens) * self.longest_query * self.longest_key * query.shape[1]
+        fits, flash = scores <= LARGEST_SCORES, kernel_for(query) is flash_rows
+        # an older torch repeats the heads of keys, which costs more than padding where there are few queries
+        if flash and ("enable_gqa" in varlen_options() or not fits):
+            return self.varlen_rows
+        return self.padded_rows if fits else None
+
+    def varlen_rows(self) -> VarlenRows:
+        """The sequences end to end, whose keys are slots of the cache: nothing is padded, and no score is held."""
+        device, block_size = self.seq_lens.device, self.cache.block_size
+        starts = pad(self.seq_lens.cumsum(0), (1, 0)).int()  # [B + 1]
+        rows = torch.arange(len(self.seq_lens), device=device)
+        row = rows.repeat_interleave(self.seq_lens, output_size=self.keys)  # [keys]
+        place = torch.arange(self.keys, device=device) - starts[row]  # within its sequence
+        slots = self.block_tables[row, place // block_size].long() * block_size + place % block_size
+        return VarlenRows(slots, self.query_starts, starts, self.longest_query, self.longest_key)
 
     def padded_rows(self) -> PaddedRows:
         """The sequences as padded rows whose keys are slots of the cache."""

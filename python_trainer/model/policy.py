@@ -1,26 +1,24 @@
 """The policy: a causal language model of Transformers, its tokenizer, and log-probabilities of packed answers."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from jinja2 import TemplateError
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from python_trainer.data import Example, Messages
 from python_trainer.errors import UserError
 from python_trainer.files import usual_mode
 from python_trainer.model.flat_forward import flat_attention, forward_with_states
 from python_trainer.model.fused import FusedDecoder, supports
-from python_trainer.model.gguf import gguf_file, gguf_options
-from python_trainer.model.lora import adapted_folder, add_adapters, merge_adapter, merged_weights, without_adapters
+from python_trainer.model.lora import add_adapters, merged_weights, without_adapters
 from python_trainer.model.packing import Packed
+from python_trainer.model.reading import read_model
 from python_trainer.model.settings import ModelConfig
 from python_trainer.model.shipped import policy_folder
 from python_trainer.model.tensors import full
@@ -61,56 +59,13 @@ def load_policy(config: ModelConfig) -> "Policy":
     """
     folder = policy_folder(config.path, config.revision)
     device = choose_device(config.device)
-    dtype = choose_dtype(config.dtype, device)
-    if (folder / "adapter_config.json").is_file():
-        model, tokenizer = _read(adapted_folder(folder), config, torch.float32)
-        model = merge_adapter(model, folder).to(dtype)  # rounded once
-    else:
-        model, tokenizer = _read(folder, config, dtype)
+    model, tokenizer = read_model(folder, config, choose_dtype(config.dtype, device))
     policy = Policy(model.to(device=device), tokenizer, name=str(folder))
     if config.lora is not None:
         policy.whole, policy.adapted = add_adapters(policy.model, config.lora), True
-    if config.gradient_checkpointing:
+    if config.gradient_checkpointing is True:
         recompute_activations(policy.model)
     return policy
-
-
-def _read(folder: Path, config: ModelConfig, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Model, on the CPU, and tokenizer; both are complete and fit together."""
-    disable_progress_bar()
-    set_verbosity_error()  # what matters is checked here
-    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code, "local_files_only": True}
-    file = gguf_file(folder)
-    place = file.parent if file else folder
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=file.name if file else None, **options)
-        # of sizes that differ it says no more than where the report would be, were it not silent
-        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        options |= gguf_options(file) if file else {}
-        found: Any = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **options)
-        model, loaded = found
-    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, SafetensorError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"model.path: {folder} holds no causal language model with a tokenizer: {first}") from error
-    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        raise UserError(f"model.path: {folder} has no tokenizer: a file tokenizer.json or the like is missing")
-    if loaded["mismatched_keys"]:
-        name, there, wanted = sorted(loaded["mismatched_keys"])[0]
-        raise UserError(
-            f"model.path: weights of {folder} have other sizes than its config.json says: {name} is {list(there)}, not "
-            f"{list(wanted)}"
-        )
-    if loaded["missing_keys"]:
-        some = ", ".join(sorted(loaded["missing_keys"])[:3])
-        raise UserError(f"model.path: {folder} lacks {len(loaded['missing_keys'])} weights of its model: {some}, ...")
-    if broken := [name for name, p in model.named_parameters() if not bool(p.isfinite().all())]:
-        raise UserError(f"model.path: {len(broken)} weights of {folder} hold NaN or infinity: {', '.join(broken[:3])}")
-    if model.get_input_embeddings().num_embeddings < len(tokenizer):
-        raise UserError(
-            f"model.path: the tokenizer of {folder} has {len(tokenizer)} tokens, "
-            f"more than the {model.get_input_embeddings().num_embeddings} that its model knows"
-        )
-    return model, tokenizer
 
 
 def recompute_activations(model: Any) -> None:
@@ -162,6 +117,8 @@ class Policy:
         self.chat_template_kwargs: dict[str, Any] = {}
         model.eval()
         self.traits = find_traits(model, f"{name} ({type(model).__name__})")
+        if (window := self.traits.window) is not None and window < self.max_length:
+            self.max_length, self.limited_by = window, "the model's sliding window"  # training takes no longer ones
         self.fused = self.traits.fusible
 
     def encode(self, prompts: Sequence[str | Messages]) -> list[list[int]]:
@@ -288,7 +245,7 @@ class Policy:
         inputs = packed.input_ids, positions, packed.rows, packed.layout
         # a hook or checkpointing may have come since
         if self.fused and not self.model.is_gradient_checkpointing and supports(self.model):
-            decoder = FusedDecoder(self.model, int(positions.max()) + 1)
+            decoder = FusedDecoder(self.model, int(packed.layout.position_ids.max()) + 1)  # read on the host
             states = decoder.states(*inputs)
             return decoder.head(states[:predict]), states
         return forward_with_states(self.model, *inputs, predict)
@@ -303,12 +260,16 @@ class Policy:
         rows = max(LARGEST_LOGITS // (table.element_size() * len(table)), 1)
         return torch.cat([(head(part).float() / temperature).softmax(-1) @ table for part in states.split(rows)])
 
-    def frozen_copy(self) -> "Policy":
-        """The policy as it is, with weights of its own that do not train; with adapters: as it was without them."""
+    def frozen_copy(self, copied: Callable[[Any], Any] = copy.deepcopy) -> "Policy":
+        """The policy as it is, with weights of its own that do not train; with adapters: as it was without them.
+
+        Args:
+            copied: makes a copy of the plain model.
+        """
         if self.adapted:
             return Unadapted(self)
         frozen = copy.copy(self)
-        frozen.model = frozen.whole = copy.deepcopy(self.model).requires_grad_(False)
+        frozen.model = frozen.whole = copied(self.whole).requires_grad_(False)
         return frozen
 
     @torch.no_grad()
@@ -316,7 +277,10 @@ class Policy:
         """Gives ``whole`` the weights of ``model``; where those are sharded all ranks must call this together."""
         if self.whole is not self.model:
             targets = dict(self.whole.named_parameters())
-            trained = ((name, full(p)) for name, p in self.model.named_parameters() if p.requires_grad)
+            # rounded before it is gathered: half as much is sent and held
+            trained = (
+                (name, full(p.to(targets[name].dtype))) for name, p in self.model.named_parameters() if p.requires_grad
+            )
             for name, value in merged_weights(self.model) if self.adapted else trained:
                 targets[name].copy_(value)
 

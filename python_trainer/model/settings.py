@@ -34,8 +34,9 @@ class ModelConfig(Section):
     """Where to run; auto takes the GPU when there is one."""
     matmul_precision: Literal["highest", "medium"] = "highest"
     """medium lets float32 matrix products round their inputs: bfloat16 on a CPU, TensorFloat-32 on a GPU. Faster."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    gradient_checkpointing: Literal["auto"] | bool = "auto"
+    """Recompute activations in the backward pass: less memory, about a third more time. auto: in training on a GPU
+    whose memory does not hold them by the command `plan`."""
     lora: LoraSettings | None = None
     """Train low-rank adapters (PEFT) and nothing else: {r: 16, alpha: 32, target_modules: all-linear}, for example.
     Generation and the exported model have them merged into the weights."""
@@ -64,6 +65,9 @@ class OptimizerConfig(Section):
     """Gradients longer than this are scaled down to it."""
     micro_batch_tokens: int = Field(4096, ge=1)
     """Tokens in one forward and backward pass. Changes memory and speed, not the loss."""
+    offload: bool = False
+    """Keep moments and float32 master weights in the memory of the host between optimizer steps (pinned, on a GPU).
+    Changes memory and speed, not the weights."""
     share_prefixes: bool = True
     """Compute the prompt and prefix of a group once, not once per answer. Changes memory and speed, not the loss."""
 

@@ -11,6 +11,8 @@ from python_trainer.model.flat_forward import evaluation_mode, flat_attention, f
 from python_trainer.model.fused import FusedDecoder, supports
 from rlkernels.integrations.transformers_attention import other_layers
 
+FLAT = [1, 2, 1], [0, 1, 0], [0, 1, 2]  # ids of two sequences side by side, their positions, and all rows
+
 
 @dataclass(frozen=True)
 class ModelTraits:
@@ -43,6 +45,38 @@ class AttentionRecorder:
             parts.append(scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True))
         return torch.cat(parts, 1).transpose(0, 1)
 
+    def traits(self, plain_head: bool, fusible: bool) -> ModelTraits:
+        """Of a model whose layers are all alike, as :class:`ModelTraits`."""
+        (kv_heads, head_dim, _), windows = self.shapes[0], [w for w in self.windows.values() if w is not None]
+        return ModelTraits(len(self.shapes), kv_heads, head_dim, min(windows, default=None), plain_head, fusible)
+
+
+def flat_input(model: PreTrainedModel) -> list[torch.Tensor]:
+    """Token ids, positions and rows of [1, 2] and [1] side by side."""
+    ids, positions, rows = (torch.tensor(x, device=next(model.parameters()).device) for x in FLAT)
+    vocabulary = next(model.get_input_embeddings().parameters()).shape[0]  # some have no token 2
+    return [ids % vocabulary, positions, rows]
+
+
+def run_flat(model: PreTrainedModel, name: str) -> tuple[AttentionRecorder, torch.Tensor, torch.Tensor]:
+    """Runs [1, 2] and [1] side by side -> what the layers asked for, logits [3, V], last hidden states [3, H].
+
+    Raises:
+        UserError: the model's forward does not go through, or its layers are not all plain attention.
+    """
+    ids, positions, rows = flat_input(model)
+    seen = AttentionRecorder([2, 1])
+    if model.get_output_embeddings() is None:
+        raise UserError(f"cannot run {name}: it names no output layer (get_output_embeddings)")
+    with evaluation_mode(model), flat_attention(model):
+        try:
+            logits, states = forward_with_states(model, ids, positions, rows, seen)
+        # a forward without further arguments, attention with some that are unknown
+        except (TypeError, ValueError) as error:
+            raise UserError(f"cannot run {name} on flattened tokens: {error}") from error
+    _check_layers(model, name, seen)
+    return seen, logits, states
+
 
 def find_traits(model: PreTrainedModel, name: str | None = None) -> ModelTraits:
     """Runs the model on [1, 2] and on [1], by itself and flattened, and compares.
@@ -53,19 +87,11 @@ def find_traits(model: PreTrainedModel, name: str | None = None) -> ModelTraits:
     Raises:
         UserError: the model does not compute on flattened tokens what it computes on its own.
     """
-    name, device = name or type(model).__name__, next(model.parameters()).device
-    ids, positions, rows = (torch.tensor(x, device=device) for x in ([1, 2, 1], [0, 1, 0], [0, 1, 2]))
-    seen, again = AttentionRecorder([2, 1]), AttentionRecorder([2, 1])
-    if model.get_output_embeddings() is None:
-        raise UserError(f"cannot run {name}: it names no output layer (get_output_embeddings)")
+    name = name or type(model).__name__
+    seen, logits, states = run_flat(model, name)
+    ids, positions, rows = flat_input(model)
+    again = AttentionRecorder([2, 1])
     with evaluation_mode(model):
-        try:
-            with flat_attention(model):
-                logits, states = forward_with_states(model, ids, positions, rows, seen)
-        # a forward without further arguments, attention with some that are unknown
-        except (TypeError, ValueError) as error:
-            raise UserError(f"cannot run {name} on flattened tokens: {error}") from error
-        _check_layers(model, name, seen)
         own = model(input_ids=ids[None, :2], use_cache=False).logits[0]
         if not _agree(model, logits, own):
             raise UserError(
@@ -74,10 +100,7 @@ def find_traits(model: PreTrainedModel, name: str | None = None) -> ModelTraits:
             )
         plain_head = _is_plain(model, logits, states)
         fusible = supports(model) and _agree(model, FusedDecoder(model, 2)(ids, positions, rows, again), own)
-    (kv_heads, head_dim, _), windows = seen.shapes[0], [w for w in seen.windows.values() if w is not None]
-    return ModelTraits(
-        len(seen.shapes), kv_heads, head_dim, min(windows, default=None), plain_head, fusible and again == seen
-    )
+    return seen.traits(plain_head, fusible and again == seen)
 
 
 def _check_layers(model: PreTrainedModel, name: str, seen: AttentionRecorder) -> None:

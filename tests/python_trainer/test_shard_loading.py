@@ -1,0 +1,285 @@
+"""Two processes that load a policy in shards: the same weights as cut from a whole one, in less memory."""
+
+import contextlib
+import copy
+import importlib.util
+import json
+import re
+import shutil
+import traceback
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import save_tiny_policy
+from gloo import run_on_ranks
+from safetensors.torch import load_file, save_file
+from support import lacks
+from test_gguf import gguf_folder  # noqa: F401
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
+
+from python_trainer.algorithms.settings import AlgorithmConfig
+from python_trainer.data import Rollout
+from python_trainer.distributed import sharded
+from python_trainer.distributed.shard_loading import rows_of
+from python_trainer.distributed.sharded import Sharded
+from python_trainer.errors import UserError
+from python_trainer.learner import Learner
+from python_trainer.model.policy import load_policy
+from python_trainer.model.settings import CriticConfig, ModelConfig, OptimizerConfig
+from python_trainer.model.tensors import full, local
+
+# folder, further settings of the model
+CASES = {
+    "tied": ("tied", {}),
+    "tied, bfloat16": ("tied", {"dtype": "bfloat16"}),
+    "several files": ("several", {"dtype": "bfloat16", "gradient_checkpointing": True}),
+    "several files, float32": ("several", {}),
+    "adapters": ("several", {"dtype": "bfloat16", "lora": {"r": 2}}),
+    "both that are tied": ("both", {}),
+    "an adapter merged in": ("adapter", {"dtype": "bfloat16"}),
+    "GGUF": ("gguf", {"dtype": "bfloat16"}),
+}
+IN_PARTS = {"tied", "several"}
+REFUSED = {
+    "nan": r"1 weights of .*nan hold NaN or infinity: model.norm.weight$",
+    "lacking": r"lacks 1 weights of its model: model.norm.weight",
+    "untied": r"cannot be loaded with parallel: fsdp2, .* do not agree on lm_head.weight",
+}
+EMBEDDINGS, NORM = "model.embed_tokens.weight", "model.norm.weight"
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the bytes of tensors made within it that are alive and hold numbers; ``most`` of them at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.most = 0
+        self.seen = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and not (tensor := local(tensor)).is_meta:
+                storage = tensor.untyped_storage()
+                if storage not in self.seen:
+                    self.seen.add(storage)
+                    self.now += storage.nbytes()
+                    weakref.finalize(storage, self._gone, storage.nbytes())
+        self.most = max(self.most, self.now)
+        return out
+
+    def _gone(self, size):
+        self.now -= size
+
+
+def cut_from_a_whole(config, ranks):
+    """The policy that every rank has loaded as a whole before it is cut."""
+    policy = load_policy(config)
+    policy.whole = copy.deepcopy(policy.whole).requires_grad_(False).eval()
+    policy.whole.gradient_checkpointing_disable()  # it only generates
+    if policy.adapted:
+        policy.model.eval()  # PEFT's layers, which have no dropout
+    ranks.shard(policy.model)
+    return policy
+
+
+def assert_equal_modules(first, second):
+    for kind in ("named_parameters", "named_buffers"):
+        ours, theirs = (dict(getattr(module, kind)()) for module in (first, second))
+        assert list(ours) == list(theirs)
+        for name, value in ours.items():
+            other = theirs[name]
+            assert value.requires_grad == other.requires_grad and value.dtype == other.dtype, name
+            assert value.shape == other.shape and torch.equal(local(value), local(other)), name
+    assert len(first.state_dict()) == len(second.state_dict())  # what is tied is tied
+    for (name, x), (_, y) in zip(first.named_modules(), second.named_modules(), strict=True):
+        assert (x.training, type(x).__name__) == (y.training, type(y).__name__), name
+
+
+def trained(policy, ranks):
+    """A learner with a reference and a critic of its own, after two updates, and what it began with."""
+    learner = Learner(
+        policy, algorithm=AlgorithmConfig(advantage="gae", beta=0.1, num_minibatches=2), temperature=1.0,
+        optimizer=OptimizerConfig(learning_rate=1e-2, micro_batch_tokens=20), critic=CriticConfig(separate=True),
+        max_completion_length=4, max_steps=2, ranks=ranks,
+    )  # fmt: skip
+    if not policy.adapted:  # else it is the policy itself
+        for name, p in policy.whole.named_parameters():
+            assert torch.equal(full(learner.reference.model.get_parameter(name)), p)
+    body = {name: full(p) for name, p in learner.critic.body.named_parameters()}
+    for name, p in policy.whole.base_model.named_parameters():
+        assert torch.equal(body[name], p.float()) and body[name].dtype == torch.float32
+    random = torch.Generator().manual_seed(0)
+    rows = torch.randint(1, 60, (6, 9), generator=random).tolist()
+    rollouts = [
+        Rollout(rows[i // 2][:3], row[3 : 6 + i % 4], 0, [-2.0] * min(3 + i % 4, 6), group=i // 2, reward=i % 3)
+        for i, row in enumerate(rows)
+    ]
+    metrics = [learner.update(rollouts, number) for number in (1, 2)]
+    policy.update_whole()
+    return learner, metrics
+
+
+def compare(settings):
+    config, notes = ModelConfig(device="cpu", **settings), []
+    ours, theirs = Sharded(), Sharded()
+    policy, plain = ours.load(config, notes.append), cut_from_a_whole(config, theirs)
+    assert bool(notes) == (config.path.rsplit("/", 1)[-1] not in IN_PARTS), notes
+    for part in ("model", "whole"):
+        assert_equal_modules(getattr(policy, part), getattr(plain, part))
+    assert policy.traits == plain.traits and policy.eos_token_ids == plain.eos_token_ids
+    assert policy.adapted == plain.adapted and policy.name == plain.name
+    kept = {
+        "dtype": policy.whole.config.to_dict()["dtype"]
+    }  # one that an adapter was merged into says that of its base
+    assert policy.whole.config.to_dict() == plain.whole.config.to_dict() | kept
+    assert policy.whole.generation_config.to_dict() == plain.whole.generation_config.to_dict()
+    (first, rows), (second, others) = trained(policy, ours), trained(plain, theirs)
+    assert rows == others
+    assert_equal_modules(first.policy.model, second.policy.model)
+    assert_equal_modules(first.critic, second.critic)
+    assert_equal_modules(policy.whole, plain.whole)
+
+
+def count_memory(folder, said):
+    """Writes what this rank held at most while it filled its shards, and with the copy for generation."""
+    most, original = [], sharded.emptied
+
+    def emptied(module, device):
+        most.append(allocated.most)
+        return original(module, device)
+
+    sharded.emptied = emptied
+    try:
+        with Allocated() as allocated:
+            ranks = Sharded()
+            policy = ranks.load(ModelConfig(path=str(folder), device="cpu", dtype="bfloat16"), print)
+    finally:
+        sharded.emptied = original
+    shards = sum(local(p).nbytes for p in policy.model.parameters())
+    layer = sum(p.numel() for p in policy.whole.model.layers[0].parameters())
+    copy = sum(p.nbytes for p in policy.whole.parameters())
+    said.write_text(f"{most[-1]} {allocated.most} {shards} {layer * 4} {copy}")
+
+
+def refuse(folder, said):
+    with pytest.raises(UserError) as caught:
+        Sharded().load(ModelConfig(path=str(folder), device="cpu"), print)
+    said.write_text(str(caught.value))
+
+
+def every_case(folder, paths):
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    for name, (place, settings) in CASES.items():
+        if place in paths:
+            said = folder / f"{name}-{rank}.txt"
+            try:
+                compare(settings | {"path": str(paths[place])})
+                said.write_text("the same")
+            except Exception:
+                said.write_text(traceback.format_exc())
+                raise
+    count_memory(paths["deep"], folder / f"memory-{rank}.txt")
+    for name in REFUSED:
+        refuse(paths[name], folder / f"{name}-{rank}.txt")
+
+
+def with_weights(folder, changed):
+    """Writes other weights into the only file of a folder."""
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    path.unlink()  # the other folder must not change with it
+    save_file(changed(weights), path, {"format": "pt"})
+
+
+def split(folder):
+    """Saves a model again, in several files."""
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="10KB")
+    (folder / "model.safetensors").unlink()
+    assert len(list(folder.glob("*.safetensors"))) > 2
+
+
+def save_adapter(folder, base):
+    import peft
+
+    model = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base), peft.LoraConfig(r=2, target_modules=["q_proj"])
+    )
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_()
+    model.save_pretrained(folder)
+    found = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(found | {"base_model_name_or_path": str(base)}))
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory, request):
+    """A folder with what each rank said of each case."""
+    folder = tmp_path_factory.mktemp("loading")
+    paths = {name: folder / name for name in ("tied", "several", "both", "adapter", "deep", "untied", "nan", "lacking")}
+    save_tiny_policy(paths["tied"], vocab=65)  # does not divide by two
+    save_tiny_policy(paths["several"], tie_word_embeddings=False)
+    split(paths["several"])
+    shutil.copytree(paths["tied"], paths["both"])
+    with_weights(paths["both"], lambda weights: weights | {"lm_head.weight": weights[EMBEDDINGS].clone()})
+    shutil.copytree(paths["tied"], paths["untied"])
+    with_weights(paths["untied"], lambda weights: weights | {"lm_head.weight": weights[EMBEDDINGS] + 1})
+    save_adapter(paths["adapter"], paths["tied"])
+    save_tiny_policy(paths["deep"], num_hidden_layers=12, hidden_size=64, intermediate_size=160, vocab=100)
+    shutil.copytree(paths["tied"], paths["nan"])
+    bad = torch.tensor([1.0] * 31 + [torch.nan])  # in the part of the last rank
+    with_weights(paths["nan"], lambda weights: weights | {NORM: bad})
+    shutil.copytree(paths["tied"], paths["lacking"])
+    with_weights(paths["lacking"], lambda weights: {name: weights[name] for name in weights if name != NORM})
+    with contextlib.suppress(pytest.skip.Exception):
+        paths["gguf"], _ = request.getfixturevalue("gguf_folder")
+    run_on_ranks(folder, every_case, folder, paths)
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loaded_in_shards_is_cut_from_a_whole(said, name):
+    """Weights, buffers, modes and what two updates make of them, bit for bit."""
+    if name == "GGUF" and importlib.util.find_spec("gguf") is None:
+        lacks("the package gguf")
+    for rank in range(2):
+        assert (said / f"{name}-{rank}.txt").read_text() == "the same"
+
+
+def test_no_rank_ever_holds_more_than_its_part(said):
+    for rank in range(2):
+        parts, everything, shards, layer, copy = map(int, (said / f"memory-{rank}.txt").read_text().split())
+        assert shards < copy * 1.05, "a half of it in float32"
+        assert shards < parts < shards + layer + 4096, "less than a layer beside the shards"
+        # gloo's thread lets go of what was sent a while after: a few weights, never a large part of the copy
+        assert everything < shards + 1.25 * copy, "the copy for generation is gathered weight by weight"
+        assert shards + layer < 0.7 * 2 * shards, "a whole would be seen"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_good_is_said_in_every_process(said, name):
+    for rank in range(2):
+        assert re.search(REFUSED[name], (said / f"{name}-{rank}.txt").read_text())
+
+
+@pytest.mark.parametrize(("rows", "ranks"), [(1, 4), (5, 4), (8, 4), (6, 4), (65, 2)])
+def test_rows_are_those_of_chunk(rows, ranks):
+    parts = torch.arange(rows).chunk(ranks)
+    for rank in range(ranks):
+        own = parts[rank] if rank < len(parts) else torch.arange(0)
+        mesh = SimpleNamespace(size=lambda: ranks, get_local_rank=lambda rank=rank: rank)
+
+        class Shard:
+            device_mesh = mesh
+            to_local = lambda self, own=own: own  # noqa: E731
+            __len__ = lambda self: rows  # noqa: E731
+
+        assert torch.equal(torch.arange(rows)[rows_of(Shard())], own)
