@@ -20,6 +20,7 @@ HOME = "python_trainer.accelerators"
 ACCELERATORS: Registry[type[AcceleratorSettings]] = Registry(
     "accelerator",
     {
+        "curriculum": f"{HOME}.curriculum.settings:CurriculumSettings",
         "rhyme": f"{HOME}.rhyme.settings:RhymeSettings",
         "rpo": f"{HOME}.rpo.settings:RPOSettings",
         "drafts": f"{HOME}.drafts.settings:DraftsSettings",

@@ -16,4 +16,4 @@ def test_all_accelerators_take_part(tmp_path):
     (run,) = find_runs([tmp_path])
     idle = [name for name, count in run.counters.items() if not count and name != "alpha/accepted"]
     assert not idle, run.counters
-    assert set(run.summary["accelerator_s"]) == {"rhyme", "rpo", "drafts", "alpha"}
+    assert set(run.summary["accelerator_s"]) == {"curriculum", "rhyme", "rpo", "drafts", "alpha"}

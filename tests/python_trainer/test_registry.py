@@ -128,7 +128,9 @@ def test_what_an_accelerator_says_of_the_configuration(make_config):
     enabled = {"enabled": [f"{HERE}:CounterSettings"]}
     with pytest.raises(UserError, match="counter cannot count to 13"):
         make_config(max_steps=13, accelerators=enabled)
-    with pytest.raises(UserError, match="accelerators.enabled: counter needs parallel=none, got ddp, which allows rpo"):
+    with pytest.raises(
+        UserError, match="accelerators.enabled: counter needs parallel=none, got ddp, which allows curr"
+    ):
         make_config(parallel="ddp", accelerators=enabled)
 
 
@@ -138,7 +140,7 @@ def test_what_an_accelerator_says_of_the_configuration(make_config):
         ({"enabled": [f"{HERE}:CounterSettings"], "counter": {"evry": 1}},
          "accelerators.counter.evry: unknown setting; known here: every$"),
         ({"enabled": [f"{HERE}:CounterSettings"], "counter": {"every": "x"}}, "accelerators.counter.every: .*got 'x'"),
-        ({"counter": {"every": 1}}, "accelerators.counter: unknown setting; known here: enabled, rhyme, rpo"),
+        ({"counter": {"every": 1}}, "accelerators.counter: unknown setting; known here: enabled, curriculum"),
         ({"enabled": [f"{HERE}:Counter"]},
          f"accelerators.enabled: accelerator '{HERE}:Counter': module {HERE} .* has no class Counter made of Acc"),
         ({"enabled": [f"{HERE}:Gone"]}, f"accelerators.enabled: .*module {HERE} .* has no class Gone$"),

@@ -88,6 +88,8 @@ class AlphaSettings(AcceleratorSettings):
         )
 
     def conflicts(self, config: Any) -> str | None:
+        if config.optimizer.offload:
+            return "accelerators.enabled: alpha reads master weights between steps, optimizer.offload must be false"
         if config.model.lora is None:
             return None
         return (

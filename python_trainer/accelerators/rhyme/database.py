@@ -31,7 +31,7 @@ BUSY_SECONDS = 60  # how long a writer waits for others
 ROW_BYTES = 200  # what a row takes next to its payload, about
 KEEP_SHARE = 0.9  # retention removes down to this share, so that it need not run at every step
 SQLITE_MAGIC = b"SQLite format 3\0"
-CREATION_LOCK = 0x524C4B52  # PostgreSQL advisory lock
+WRITE_LOCK = 0x524C4B52  # PostgreSQL advisory lock
 
 
 class RetrospectiveDatabase:
@@ -61,8 +61,6 @@ class RetrospectiveDatabase:
             self._open(connection, create)
 
     def _open(self, connection: sa.Connection, create: bool) -> None:
-        if not self.is_sqlite:
-            connection.execute(sa.text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": CREATION_LOCK})
         present = set(sa.inspect(connection).get_table_names())
         if schema.meta.name not in present:
             if not create:
@@ -90,6 +88,8 @@ class RetrospectiveDatabase:
             with self._engine.connect() as connection:
                 connection = connection.execution_options(rlkernels_write=write)
                 with connection.begin():
+                    if write and not self.is_sqlite:
+                        one_writer(connection)
                     yield connection
         except DatabaseError as error:
             reason = " ".join(str(error.orig).split())
@@ -304,6 +304,12 @@ def parse_url(url: str) -> sa.URL:
     return parsed
 
 
+def one_writer(connection: sa.Connection) -> None:
+    """On PostgreSQL what SQLite does anyway: two that make room at once would remove what the other has just read."""
+    connection.execute(sa.text(f"SET LOCAL lock_timeout = '{BUSY_SECONDS}s'"))
+    connection.execute(sa.text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": WRITE_LOCK})
+
+
 def make_engine(url: sa.URL, is_sqlite: bool) -> sa.Engine:
     options = {"connect_args": {"timeout": BUSY_SECONDS}} if is_sqlite else {}
     try:
@@ -349,6 +355,8 @@ def check_sqlite_file(path: Path, *, create: bool) -> None:
     except OSError as error:
         raise UserError(f"retrospective database {path} cannot be read: {error.strerror}") from error
     if not head:
+        if not create:
+            raise UserError(f"there is no retrospective database in {path}: the file is empty")
         return  # a kill while it was made
     if head != SQLITE_MAGIC:
         raise UserError(f"{path} is not a retrospective database: it is no SQLite file; it was left as it is")

@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load, save
+
+from python_trainer.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -74,5 +77,14 @@ def pack_tensors(tensors: dict[str, torch.Tensor]) -> bytes:
 
 
 def unpack_tensors(data: bytes) -> dict[str, torch.Tensor]:
-    """Undoes :func:`pack_tensors`."""
-    return load(bytes(data))
+    """Undoes :func:`pack_tensors`.
+
+    Raises:
+        UserError: these are not its bytes.
+    """
+    try:
+        return load(bytes(data))
+    except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise UserError(
+            f"tensors of the retrospective database are damaged ({' '.join(str(error).split())})"
+        ) from error

@@ -6,7 +6,9 @@ import os
 import random
 import shutil
 import sqlite3
+import threading
 import time
+from dataclasses import replace
 
 import pytest
 import sqlalchemy as sa
@@ -243,3 +245,26 @@ def test_looking_into_what_is_not_there_makes_nothing(tmp_path):
     with pytest.raises(UserError, match="there is no retrospective database"):
         RetrospectiveDatabase(str(tmp_path / "none.db"), create=False)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_writers_that_make_room_do_not_meet(url):
+    """Each of four removes answers at nearly every step, and runs where trajectories are too much."""
+    errors = []
+
+    def write(number):
+        try:
+            database = RetrospectiveDatabase(url, max_bytes=40_000)
+            run = database.add_run(FACTS)
+            for step in range(1, 41):
+                samples = [make_sample(step, random.Random(f"{number}/{step}/{n}").random()) for n in range(6)]
+                database.add_step(run, make_step(step), [replace(sample, run_id=run) for sample in samples])
+        except UserError as error:
+            errors.append(str(error))
+
+    RetrospectiveDatabase(url)
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == [] and RetrospectiveDatabase(url).bytes() <= 40_000

@@ -1,0 +1,60 @@
+"""Does history choose better prompts than rules without it? `curriculum` against plain GRPO and rivals, task by task.
+
+    python -m bench.studies curriculum --output-dir runs/studies/curriculum
+    python -m bench.studies curriculum --tasks sums --names curriculum "shorter half" --seeds 0 1
+    python -m bench.studies curriculum --report-only
+
+Every run has the task's settings and as many answers or steps as plain training; the seeds pair. What counts are the
+seconds and tokens to plain training's own final accuracy, held in two successive evaluations. A finished run is a row
+of bench/studies/results/curriculum.jsonl and is not made again; runs without history are those of the study of the
+ground, in its records. Writes curriculum.md and curriculum.png.
+"""
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.studies.curriculum_report import write
+from bench.studies.ground import RECORDS as GROUND
+from bench.studies.ground import RIVALS, SEEDS, Ground, add_task_arguments, read_records, rival
+from bench.studies.ground_report import PLAIN
+
+RECORDS = Path(__file__).parent / "results" / "curriculum.jsonl"
+ON = "accelerators.enabled"
+CURRICULUM: dict[str, Any] = {ON: ["curriculum"]}
+RUNS: dict[str, Mapping[str, Any]] = {
+    "Beta bandit": {ON: ["bench.studies.beta_bandit:BetaBanditSettings"]},
+    "curriculum": CURRICULUM,
+    # ablations
+    "as many prompts": CURRICULUM | {"accelerators.curriculum.same_signal": False},
+    "random prompts, as few": CURRICULUM | {"accelerators.curriculum.sharpness": 0.0},
+    "from the first step": CURRICULUM | {"accelerators.curriculum.least_gain": 0.0},
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_task_arguments(parser, "curriculum", RECORDS)
+    parser.add_argument("--names", nargs="+", choices=[*RIVALS, *RUNS], metavar="NAME",
+                        default=[*RIVALS, *RUNS], help=f"{', '.join([*RIVALS, *RUNS])}; default: all")  # fmt: skip
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS), metavar="N")
+    parser.add_argument(
+        "--ground-records", type=Path, default=GROUND, metavar="FILE", help="of the runs without history"
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    for seed in args.seeds if not args.report_only else ():
+        for task in args.tasks:
+            ground = Ground(task, args.output_dir, args.ground_records)
+            chosen = Ground(task, args.output_dir, args.records)
+            for name in dict.fromkeys([PLAIN, *args.names]):
+                if name in RIVALS:
+                    rival(ground, name, seed)
+                else:
+                    chosen.run("curriculum", name, RUNS[name], seed)
+    without = [row for row in read_records(args.ground_records) if row["part"] == "rivals"]
+    write([*without, *read_records(args.records)], args.records.parent)

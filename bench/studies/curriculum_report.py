@@ -1,0 +1,76 @@
+"""Tables and picture of ``python -m bench.studies curriculum``."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+
+from bench._markdown import table_lines
+from bench.studies.ground_report import PLAIN, Record, draw, first_time, machines
+from python_trainer.files import write_text
+
+TOKENS, SECONDS = 2, 1  # columns of a curve
+
+
+def write(records: Sequence[Record], folder: Path) -> None:
+    """curriculum.md and curriculum.png, of the runs that are recorded."""
+    lines = ["# Prompts chosen by history", "",
+             "By `python -m bench.studies curriculum`; records in curriculum.jsonl. *To plain's end*: tokens and CPU",
+             "seconds to the accuracy at which plain training of the same seed ends, in two successive evaluations,",
+             "as shares of what plain training needs: geometric mean over seeds and its 95 % interval. *For half of",
+             "plain's tokens*: the accuracy on 512 prompts when half of plain training's tokens were generated, or at",
+             "the end of a run that generated fewer."]  # fmt: skip
+    for task in dict.fromkeys(row["task"] for row in records):
+        mine = [row for row in records if row["task"] == task]
+        lines += ["", f"## {task}", "", machines(mine), "", *task_lines(mine)]
+    write_text(folder / "curriculum.md", "\n".join(lines) + "\n")
+    if records:
+        draw(records, folder / "curriculum.png", TOKENS, "generated tokens")
+
+
+def task_lines(records: Sequence[Record]) -> list[str]:
+    """A row for each name, over its seeds."""
+    plain = {row["seed"]: row for row in records if row["name"] == PLAIN}
+    head = ["", "seeds", "accuracy at the end", "tokens", "CPU s", "for half of plain's tokens",
+            "tokens to plain's end", "CPU s to plain's end"]  # fmt: skip
+    rows = []
+    for name in dict.fromkeys(row["name"] for row in records):
+        group = [row for row in records if row["name"] == name and row["seed"] in plain]
+        pairs = [(row, plain[row["seed"]]) for row in group]
+        rows.append([
+            name, ", ".join(str(row["seed"]) for row in group), f"{fmean(row['final'] for row in group):.3f}",
+            f"{fmean(row['generated_tokens'] for row in group):,.0f}", f"{fmean(row['cpu_s'] for row in group):.0f}",
+            f"{fmean(accuracy_for(row, base['curve'][-1][TOKENS] / 2) for row, base in pairs):.3f}",
+            *(share_words([share(row, base, column) for row, base in pairs]) for column in (TOKENS, SECONDS)),
+        ])  # fmt: skip
+    return table_lines(head, rows)
+
+
+def accuracy_for(row: Record, tokens: float) -> float:
+    """At the evaluation nearest to so many tokens."""
+    return min(row["curve"], key=lambda point: abs(point[TOKENS] - tokens))[-1]
+
+
+def share(row: Record, plain: Record, column: int) -> float | None:
+    """What a run needs to plain training's end, over what plain training needs; None: it does not get there."""
+    if row is plain:
+        return 1.0
+    target = plain["curve"][-1][-1]
+    reached, needed = first_time(row, target, column), first_time(plain, target, column) or plain["curve"][-1][column]
+    return None if reached is None else reached / needed
+
+
+def share_words(shares: Sequence[float | None]) -> str:
+    """``0.52 (0.41 to 0.66)``; where some runs did not get there, how many did."""
+    got = [math.log(value) for value in shares if value is not None]
+    if not got:
+        return f"none of {len(shares)}"
+    mean = fmean(got)
+    words = f"{math.exp(mean):.2f}"
+    if len(got) > 2:
+        half = STUDENT[min(len(got) - 1, len(STUDENT))] * stdev(got) / math.sqrt(len(got))
+        words += f" ({math.exp(mean - half):.2f} to {math.exp(mean + half):.2f})"
+    return words if len(got) == len(shares) else f"{words}, {len(got)} of {len(shares)}"
+
+
+STUDENT = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78}  # t for 95 % by degrees of freedom

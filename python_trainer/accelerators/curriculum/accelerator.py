@@ -1,0 +1,151 @@
+"""Curriculum: the next prompts are those whose answers are expected to bring the most signal for their tokens.
+
+A group whose answers are all right or all wrong teaches nothing; most groups of a real training set are. What a prompt
+brings is the variance of its reward, p (1 - p); what it costs are the tokens of its answers. Both are known before the
+answers are there as far as the run has shown them (:mod:`.outcomes`). Related: DAPO's dynamic sampling (arXiv
+2503.14476), which answers all prompts and throws away groups without a spread; MoPPS (2507.04632), which samples
+prompts near p = 1/2 by Thompson sampling, without costs or neighbours.
+
+Prompts are drawn, not sorted, so that a batch stays mixed; a floor keeps all of them in the game. Plain order is left
+only where a choice is sure to gain; until then the run is plain training to the bit. What is chosen is a function of
+answers and seed alone: no clock is looked at.
+"""
+
+import statistics
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from python_trainer.accelerators.base import Accelerator, RunContext, StepContext
+from python_trainer.accelerators.curriculum.outcomes import Outcomes
+from python_trainer.accelerators.curriculum.settings import CurriculumSettings
+from python_trainer.data import Group, Rollout, by_group, merits
+from python_trainer.keyed import keyed_seed
+
+CANDIDATES = 4096  # prompts of which the next ones are chosen; of more, so many are drawn
+WORLDS = 64  # draws from the beliefs, whose gains tell how sure a gain is
+CERTAINTY = 0.95
+BINS = 10  # of the expected chance, in the reliability table
+
+
+class Curriculum(Accelerator):
+    """Chooses prompts by expected signal per token.
+
+    Attributes:
+        table: of all groups by their expected chance: answers, expected right ones, right ones, float64 [BINS, 3].
+        signals: expected and seen signal of all chosen groups.
+    """
+
+    settings: CurriculumSettings
+
+    def begin(self, run: RunContext) -> None:
+        self._start([len(prompt) for prompt in run.prompts])
+
+    def _start(self, lengths: list[int]) -> None:
+        self.lengths, self.outcomes = lengths, Outcomes(lengths, self.settings.memory)
+        self.table = torch.zeros(BINS, 3, dtype=torch.float64)
+        self.signals = torch.zeros(2, dtype=torch.float64)
+        self.counted_step, self.left_order = 0, False
+
+    def choose(self, context: StepContext, count: int) -> list[Group] | None:
+        self._enter(context)
+        generator = torch.Generator().manual_seed(keyed_seed(context.seed, "curriculum", context.samples))
+        keys = self._candidates(generator)
+        signal, cost = self.outcomes.signal(keys), self.outcomes.cost(keys)
+        share = self.shares(signal, cost)
+        worlds = self.outcomes.signal_draws(keys, WORLDS, generator)
+        gains = (worlds @ share) / (cost @ share) / (worlds.mean(1) / cost.mean())
+        sure = gains.quantile(1 - CERTAINTY).item()
+        self.left_order = sure >= self.settings.least_gain
+        context.telemetry |= {"curriculum/expected_gain": gains.mean().item(), "curriculum/sure_gain": sure}
+        if not self.left_order:
+            return None
+        gumbel = -torch.rand(len(keys), generator=generator, dtype=torch.float64).log().neg().log()
+        order = (share.log() + gumbel).argsort(descending=True)[:count]
+        if self.settings.same_signal:
+            enough = int((signal[order].cumsum(0) < count * signal.mean()).sum()) + 1
+            order = order[:enough]
+        context.telemetry["curriculum/chosen_prompts"] += len(order)
+        return context.groups_of(keys[order].tolist())
+
+    def shares(self, signal: Tensor, cost: Tensor) -> Tensor:
+        """How often each candidate is drawn, [K], from its expected signal and tokens; they sum to 1."""
+        score = (signal / cost).log()
+        chosen = ((score - score.max()) * self.settings.sharpness).exp()
+        return (1 - self.settings.floor) * chosen / chosen.sum() + self.settings.floor / len(score)
+
+    def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
+        self._enter(context)
+        fresh = [rollout for rollout in rollouts if rollout.importance_cap is None and not rollout.prefix_len]
+        groups = list(by_group(fresh).values())
+        if groups:
+            self._compare(context, groups)
+        for group in groups:
+            self.outcomes.learn(group)
+        return rollouts
+
+    def _enter(self, context: StepContext) -> None:
+        """Begins a step, once."""
+        if context.step != self.counted_step:
+            self.counted_step = context.step
+            self.outcomes.advance(context.step)
+            context.telemetry["curriculum/chosen_prompts"] = 0.0
+
+    def _candidates(self, generator: torch.Generator) -> Tensor:
+        """Numbers of prompts, [K], in order."""
+        if len(self.lengths) <= CANDIDATES:
+            return torch.arange(len(self.lengths))
+        return torch.randint(len(self.lengths), (CANDIDATES,), generator=generator).unique()
+
+    def _compare(self, context: StepContext, groups: list[list[Rollout]]) -> None:
+        """Holds what was expected of these groups against what came."""
+        keys = torch.tensor([group[0].prompt_key for group in groups])
+        expected = self.outcomes.signal(keys)
+        if self.outcomes.judged and all(answer.merit is None for group in groups for answer in group):
+            chances = self.outcomes.p(keys)
+            counts = torch.tensor([[len(group), sum(merits(group))] for group in groups], dtype=torch.float64)
+            rows = torch.stack([counts[:, 0], chances * counts[:, 0], counts[:, 1]], dim=1)
+            self.table.index_add_(0, (chances * BINS).long().clamp_max(BINS - 1), rows)
+            context.telemetry["curriculum/brier"] = (chances - counts[:, 1] / counts[:, 0]).square().mean().item()
+            for name, level in zip(("low", "median", "high"), chances.quantile(torch.tensor([0.1, 0.5, 0.9]).double())):
+                context.telemetry[f"curriculum/asked_{name}"] = level.item()
+        if self.left_order:
+            pairs = [
+                (signal, seen)
+                for signal, group in zip(expected.tolist(), groups)
+                if (seen := difference(group)) is not None
+            ]
+            self.signals += torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2).sum(0)
+
+    def summary(self) -> dict[str, Any]:
+        """``reliability``: rows of [answers, expected share right, share right] by expected share;
+        ``calibration_error``: their mean distance; ``signal_ratio``: signal seen over signal expected where it chose.
+        """
+        rows = self.table[self.table[:, 0] > 0]
+        share = rows[:, 1:] / rows[:, :1]
+        error = ((share[:, 0] - share[:, 1]).abs() * rows[:, 0]).sum() / rows[:, 0].sum().clamp_min(1)
+        reliability = [[int(n), round(e, 4), round(s, 4)] for n, (e, s) in zip(rows[:, 0].tolist(), share.tolist())]
+        ratio = (self.signals[1] / self.signals[0]).item() if self.signals[0] else None
+        return {"reliability": reliability, "calibration_error": round(error.item(), 4), "signal_ratio": ratio}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "lengths": torch.tensor(self.lengths),
+            "outcomes": self.outcomes.state_dict(),
+            "table": self.table.clone(),
+            "signals": self.signals.clone(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._start(state["lengths"].tolist())
+        self.outcomes.load_state_dict(state["outcomes"])
+        self.table, self.signals = state["table"].clone(), state["signals"].clone()
+
+
+def difference(group: list[Rollout]) -> float | None:
+    """Unbiased estimate from a group of what :meth:`Outcomes.signal` expects; None: one answer tells nothing."""
+    if len(group) < 2:
+        return None
+    variance = statistics.variance(merits(group))
+    return 2 * variance if group[0].merit is None else variance

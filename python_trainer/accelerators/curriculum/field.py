@@ -1,0 +1,136 @@
+"""A quantity of every prompt, known before its first visit, sharper after each, and out of date as the policy moves.
+
+``f_i(t) = x_i . w(t) + u_i(t)``: what prompts with such features share, and what is a prompt's own. ``w`` is a random
+walk (its first entry, that of the feature 1, is the ability of the policy), ``u_i`` an Ornstein-Uhlenbeck process that
+forgets, so that a prompt that was not seen for long is again like its neighbours. All is Gaussian: outcomes update it
+by assumed density filtering (Opper 1998), where an answer's being right has chance sigma(f_i).
+"""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# Gauss-Hermite quadrature: E[g(x)], x ~ N(0, 1), is the sum of WEIGHTS times g at POINTS
+POINTS, WEIGHTS = map(torch.from_numpy, np.polynomial.hermite_e.hermegauss(15))
+WEIGHTS /= WEIGHTS.sum()
+
+
+class Field:
+    """Gaussian beliefs about one number a prompt.
+
+    Args:
+        features: float64 [P, F], the first column 1.
+        mean: of ``w`` before anything was seen, for the first column; 0 for the others.
+        spread: standard deviation of ``w`` before anything was seen.
+        own: standard deviation of ``u``.
+        walk: standard deviation of what ``w`` moves in a step.
+        memory: steps after which a prompt's own part has faded to 1/e.
+    """
+
+    def __init__(self, features: Tensor, *, mean: float = 0.0, spread: float, own: float, walk: float, memory: float):
+        prompts, width = features.shape
+        self.features, self.own, self.walk, self.memory = features, own, walk, memory
+        self.w = torch.zeros(width, dtype=torch.float64)
+        self.w[0] = mean
+        self.covariance = spread**2 * torch.eye(width, dtype=torch.float64)
+        self.u = torch.zeros(prompts, dtype=torch.float64)
+        self.variance = torch.full((prompts,), own**2, dtype=torch.float64)
+        self.seen = torch.zeros(prompts, dtype=torch.int64)  # step of the last update
+        self.step = 0
+
+    def advance(self, step: int) -> None:
+        """Time goes on to this step."""
+        passed, self.step = step - self.step, step
+        self.covariance += passed * self.walk**2 * torch.eye(len(self.w), dtype=torch.float64)
+
+    def moments(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance of ``f`` of these prompts, now, each [K]."""
+        x, (u, variance) = self.features[keys], self._own(keys)
+        return x @ self.w + u, ((x @ self.covariance) * x).sum(-1) + variance
+
+    def draws(self, keys: Tensor, count: int, generator: torch.Generator) -> Tensor:
+        """``count`` draws of ``f`` of these prompts, together, [count, K]."""
+        x, (u, variance) = self.features[keys], self._own(keys)
+        shared = torch.linalg.cholesky(self.covariance + 1e-12 * torch.eye(len(self.w), dtype=torch.float64))
+        noise = torch.randn(count, len(self.w), generator=generator, dtype=torch.float64)
+        own = torch.randn(count, len(keys), generator=generator, dtype=torch.float64)
+        return (self.w + noise @ shared.T) @ x.T + u + own * variance.sqrt()
+
+    def observe_right(self, key: int, right: float, tries: int) -> float:
+        """So many of the tries at a prompt were right. -> log of the chance that this field gave them."""
+        before = self.moments(torch.tensor([key]))
+        mean, variance = (part.item() for part in before)
+        low, high = mean - tries * variance, mean + tries * variance  # where the slope below changes its sign
+        mode = mean
+        for _ in range(60):
+            p = sigmoid(mode)
+            slope = (mean - mode) / variance + right - tries * p
+            low, high = (mode, high) if slope > 0 else (low, mode)
+            step = slope / (1 / variance + tries * p * (1 - p))
+            after = mode + step if low <= mode + step <= high else (low + high) / 2
+            done, mode = abs(after - mode) < 1e-9, after
+            if done:
+                break
+        p = sigmoid(mode)
+        self._move(key, (mean, variance), (mode, 1 / (1 / variance + tries * p * (1 - p))))
+        return log_evidence(*before, right, tries).item()
+
+    def observe(self, key: int, value: float, noise: float) -> None:
+        """A measurement of ``f``, with its standard deviation."""
+        mean, variance = (part.item() for part in self.moments(torch.tensor([key])))
+        gain = variance / (variance + noise**2)
+        self._move(key, (mean, variance), (mean + gain * (value - mean), (1 - gain) * variance))
+
+    def _own(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance of ``u`` of these prompts, now."""
+        left = torch.exp(-(self.step - self.seen[keys]).double() / self.memory)
+        return left * self.u[keys], left**2 * self.variance[keys] + (1 - left**2) * self.own**2
+
+    def _move(self, key: int, before: tuple[float, float], after: tuple[float, float]) -> None:
+        """Mean and variance of ``f`` of a prompt go from these to those; of ``w`` and ``u`` what follows from it."""
+        (mean, variance), (u, own) = before, self._own(torch.tensor([key]))
+        moved, sharper = (after[0] - mean) / variance, (variance - after[1]) / variance**2
+        shared = self.covariance @ self.features[key]  # its covariance with f, [F]
+        self.w += shared * moved
+        self.covariance -= torch.outer(shared, shared) * sharper
+        self.u[key] = u[0] + own[0] * moved
+        self.variance[key] = own[0] - own[0] ** 2 * sharper
+        self.seen[key] = self.step
+
+    def state_dict(self) -> dict[str, Tensor | int]:
+        return {"w": self.w.clone(), "covariance": self.covariance.clone(), "u": self.u.clone(),
+                "variance": self.variance.clone(), "seen": self.seen.clone(), "step": self.step}  # fmt: skip
+
+    def load_state_dict(self, state: dict) -> None:
+        for name in ("w", "covariance", "u", "variance", "seen"):
+            setattr(self, name, state[name].clone())
+        self.step = int(state["step"])
+
+
+def sigmoid(x: float) -> float:
+    return 0.5 * (1 + math.tanh(x / 2))  # which no x overflows
+
+
+def at_nodes(mean: Tensor, variance: Tensor) -> Tensor:
+    """sigma(f) at the nodes of the quadrature, f ~ N(mean, variance), [..., nodes]."""
+    return torch.sigmoid(mean[..., None] + variance.sqrt()[..., None] * POINTS)
+
+
+def expected_p(mean: Tensor, variance: Tensor) -> Tensor:
+    """E[p], p = sigma(f), f ~ N(mean, variance)."""
+    return at_nodes(mean, variance) @ WEIGHTS
+
+
+def chance_to_differ(mean: Tensor, variance: Tensor) -> Tensor:
+    """E[2 p (1 - p)], p = sigma(f), f ~ N(mean, variance): of two answers one is right and one is wrong."""
+    p = at_nodes(mean, variance)
+    return (2 * p * (1 - p)) @ WEIGHTS
+
+
+def log_evidence(mean: Tensor, variance: Tensor, right: float, tries: int) -> Tensor:
+    """log E[p^right (1 - p)^(tries - right)], p = sigma(f), f ~ N(mean, variance)."""
+    p = at_nodes(mean, variance).clamp(1e-9, 1 - 1e-9)
+    logs = right * p.log() + (tries - right) * (-p).log1p()
+    return (logs + WEIGHTS.log()).logsumexp(-1)

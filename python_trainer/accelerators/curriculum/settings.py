@@ -1,0 +1,38 @@
+"""Settings of the curriculum."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from python_trainer.accelerators.settings import AcceleratorSettings, Picture
+
+
+class CurriculumSettings(AcceleratorSettings):
+    """Prompts by what their answers can teach for their length, learned from the answers of the run."""
+
+    name = "curriculum"
+    accelerator = "python_trainer.accelerators.curriculum.accelerator:Curriculum"
+    divisible = True  # every rank sees all answers and chooses alike
+    counters: ClassVar = {"curriculum/chosen_prompts": "prompts chosen by what they can teach (curriculum)"}
+    advice: ClassVar = {
+        "curriculum/chosen_prompts": "plain order was never left, as no choice was sure to gain least_gain: prompts "
+        "have to differ in difficulty, and to show it by their length or in several epochs"
+    }
+    pictures: ClassVar = (
+        Picture(
+            "python_trainer.accelerators.curriculum.picture:draw_chosen", "chosen.png",
+            "expected chance of the prompts that were asked, over the steps", ("curriculum/asked_",),
+        ),
+    )  # fmt: skip
+
+    sharpness: float = Field(2.0, ge=0)
+    """Prompts are drawn in proportion to this power of the signal that they are expected to bring per token."""
+    floor: float = Field(0.1, gt=0, le=1)
+    """Share of the draws that any prompt may get, so that none is forgotten."""
+    least_gain: float = Field(1.1, ge=0)
+    """Plain order is left where signal per token is expected to be this many times its own, with 95 % certainty; 0:
+    from the first step on."""
+    same_signal: bool = True
+    """A step has as many prompts as bring the signal of a step in plain order; false: `rollout.prompts_per_step`."""
+    memory: float = Field(60, gt=0)
+    """Steps after which what a prompt alone has shown is forgotten to 1/e."""
