@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy
@@ -33,6 +34,7 @@ from python_trainer.accelerators.base import StepContext
 from python_trainer.checkpoint import load_checkpoint
 from python_trainer.config import Config, load_config
 from python_trainer.evaluating import first_rows
+from python_trainer.evaluation import Evaluated
 from python_trainer.files import write_text
 from python_trainer.run import Trainer
 from python_trainer.run_directory import load_evaluations, read_metrics
@@ -118,7 +120,12 @@ class Part:
         aside.replace(self.folder / "answers.safetensors")
 
 
-def train(config: Config, part: Part, name: str, *, folder: str = "run", start: list[float] | None = None) -> None:
+def known(correct: list[float]) -> Evaluated:
+    """The first evaluation, whose reward is the accuracy."""
+    return dict.fromkeys(("eval/accuracy", "eval/reward"), fmean(correct)), correct
+
+
+def train(config: Config, part: Part, name: str, *, folder: str = "run", start: Evaluated | None = None) -> None:
     """Trains up to ``config.max_steps`` from where the run is; keeps the start, the end and what this stretch cost."""
     if name in part.answers:
         return
@@ -232,7 +239,8 @@ def same_cost(config: Config, part: Part, cut: int) -> None:
 def train_on(config: Config, part: Part, cut: int) -> None:
     """The same steps with attempts on the way: what a user of the accelerator gets."""
     settings = {"first_step": cut // 2, "every": cut // 2, "horizon": 2.0, "predictor": "full"}
-    train(with_alpha(config, **settings), part, "with jumps", folder="jumps", start=part.answers["base"].tolist())
+    start = known(part.answers["base"].tolist())
+    train(with_alpha(config, **settings), part, "with jumps", folder="jumps", start=start)
 
 
 def cut_down(config: Config, part: Part, step: int, scan_prompts: int, *, more: bool) -> None:
@@ -329,7 +337,7 @@ def run(args: argparse.Namespace) -> None:
             same_cost(config, part, cut)
         elif what == "shape":
             main = Part(args.output_dir / args.algorithms[0] / f"seed-{seed}")
-            train(config, part, "full", start=main.answers["base"].tolist()[: args.scan_prompts])
+            train(config, part, "full", start=known(main.answers["base"].tolist()[: args.scan_prompts]))
         else:
             train_on(config, part, cut)
         if what != "jumps":

@@ -5,11 +5,11 @@
     python -m bench.studies ground --report-only
 
 The parts: `tune` looks for the settings of plain GRPO, one coordinate after the other (learning rate, group size,
-answers in a step, aggregation of the loss), with a seed that nothing else uses; `rivals` are what a sceptic would try
-first, one seed each, all with the tuned settings; `seeds` repeats plain training and the best rival over five seeds;
-`longer` gives plain training twice the answers. A run's size is a number of answers, so that settings with larger steps
-make fewer of them, and the learning rate rises over a share of the run. Seconds are CPU seconds of one thread without
-evaluations.
+answers in a step, aggregation of the loss), in runs of half the length with a seed that nothing else uses; `rivals` are
+what a sceptic would try first, one seed each, all with the tuned settings; `seeds` repeats plain training and the best
+rival over five seeds; `longer` gives plain training twice the answers. A run's size is a number of answers, so that
+settings with larger steps make fewer of them, and the learning rate rises over a share of the run. Seconds are CPU
+seconds of one thread without evaluations.
 
 A finished run is a row of bench/studies/results/ground.jsonl, with its settings, machine and commit, and is not made
 again. Writes ground.md and ground.png beside it. Run it on a core of its own, with nothing beside it.
@@ -30,11 +30,13 @@ from rich.console import Console
 from bench._runner import commit, cpu_model
 from bench.studies.ground_report import PLAIN, write
 from python_trainer.compare import train_once
-from python_trainer.config import Config, load_config
+from python_trainer.config import Config, check_config, load_config
+from python_trainer.errors import UserError
 from python_trainer.run_directory import read_metrics
 
 RECORDS = Path(__file__).parent / "results" / "ground.jsonl"
 ANSWERS = {"sums": 15_360, "lattice_paths": 15_360, "countdown": 15_360}  # of a run
+SHORT = 0.5  # of a run's answers are what one of the search gets
 WARMUP = 0.04  # share of the steps
 EVALUATIONS = 12  # over a run
 TUNING_SEED = 100
@@ -54,16 +56,23 @@ SEARCH: list[tuple[str, list[Any]]] = [
     ("answers a step", [64, 128, 256]),
     ("loss", ["dapo", "grpo", "dr_grpo"]),
     ("learning rate", [0.7, 1.0, 1.4]),
+    ("learning rate", [1.0, 1.4]),
+    ("answers a step", [32, 64]),  # beyond the edge, as far as 16 runs go
 ]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output-dir", type=Path, default=Path("runs/studies/ground"), metavar="DIR")
-    parser.add_argument("--records", type=Path, default=RECORDS, metavar="FILE")
-    parser.add_argument("--tasks", nargs="+", choices=list(ANSWERS), default=list(ANSWERS), metavar="TASK",
-                        help=f"{', '.join(ANSWERS)}; default: all")  # fmt: skip
+    add_task_arguments(parser, "ground", RECORDS)
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART",
                         help=f"{', '.join(PARTS)}; default: all, in this order")  # fmt: skip
+
+
+def add_task_arguments(parser: argparse.ArgumentParser, study: str, records: Path) -> None:
+    """What studies over these tasks have in common."""
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/studies") / study, metavar="DIR")
+    parser.add_argument("--records", type=Path, default=records, metavar="FILE")
+    parser.add_argument("--tasks", nargs="+", choices=list(ANSWERS), default=list(ANSWERS), metavar="TASK",
+                        help=f"{', '.join(ANSWERS)}; default: all")  # fmt: skip
     parser.add_argument("--report-only", action="store_true", help="train nothing, report the records that are there")
 
 
@@ -80,14 +89,15 @@ class Ground:
             size: of the task's answers.
         """
         config = self.config(changes, seed, size)
-        key = {"task": self.task, "part": part, "name": name, "seed": seed, "settings": config.model_dump(mode="json")}
+        key = {"task": self.task, "part": part, "name": name, "seed": seed}
         for row in read_records(self.records):
-            if {field: row.get(field) for field in key} == key:
+            if {field: row.get(field) for field in key} == key and is_of(row, config):
                 return row
         folder = self.folder / part / re.sub(r"[^a-z0-9.]+", "-", name) / f"seed-{seed}"
         label = f"{self.task}, {name} (seed {seed})"
-        train_once(config, folder, [], label=label, console=Console(), timer=time.process_time)
-        row = key | outcome(folder)
+        siblings = sorted(self.folder.glob(f"*/*/seed-{seed}"))  # with the same accuracy at the start
+        train_once(config, folder, siblings, label=label, console=Console(), timer=time.process_time)
+        row = key | {"settings": config.model_dump(mode="json")} | outcome(folder)
         self.records.parent.mkdir(parents=True, exist_ok=True)
         with self.records.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
@@ -103,6 +113,7 @@ class Ground:
             "max_steps": steps,
             "optimizer.warmup_steps": max(1, round(WARMUP * steps)),
             "evaluation.eval_steps": max(1, round(steps / (EVALUATIONS * size))),
+            "evaluation.eval_limit": 512 if size == SHORT else None,
             "evaluation.eval_limit_during": 512,
             "save.save_steps": max(1, steps // 6),
             "save.save_total_limit": 1,
@@ -116,8 +127,18 @@ class Ground:
         for name, values in SEARCH:
             values = [float(f"{value * best[name]:.2g}") for value in values] if name == "learning rate" else values
             points = [best | {name: value} for value in values]
-            best = max(points, key=lambda point: score(self.run("tune", words(point), settings_of(point), TUNING_SEED)))
+            best = max(
+                points, key=lambda point: score(self.run("tune", words(point), settings_of(point), TUNING_SEED, SHORT))
+            )
         return best
+
+
+def is_of(row: Mapping[str, Any], config: Config) -> bool:
+    """Whether a record is of a run with these settings; those that came later have their default there."""
+    try:
+        return check_config(row["settings"], source="a record") == config
+    except UserError:  # with a setting that is no more
+        return False
 
 
 def words(point: Mapping[str, Any]) -> str:
@@ -148,6 +169,11 @@ def score(row: Mapping[str, Any]) -> float:
     return fmean(accuracy for *_, accuracy in row["curve"][len(row["curve"]) // 2 :])
 
 
+def no_spread(row: Mapping[str, Any]) -> float:
+    """Share of the groups that were answered for nothing; dynamic sampling trains on none of them."""
+    return 1 - row["sampling/kept_groups"] if "sampling/kept_groups" in row else row["frac_reward_zero_std"]
+
+
 def outcome(folder: Path) -> dict[str, Any]:
     """What came of a finished run."""
     rows = read_metrics(folder)
@@ -167,7 +193,7 @@ def outcome(folder: Path) -> dict[str, Any]:
         "curve": curve,  # of step, CPU seconds, generated tokens, accuracy
         "start": summary["eval_accuracy_start"],
         "final": summary["eval_accuracy_final"],
-        "without_spread": [round(row["frac_reward_zero_std"], 4) for row in steps],  # share of groups, by step
+        "without_spread": [round(no_spread(row), 4) for row in steps],  # share of groups, by step
         "torch": torch.__version__,
         "cpu": cpu_model(),
         "commit": commit(),
@@ -178,17 +204,22 @@ def tune(ground: Ground) -> None:
     print(f"{ground.task}: {words(ground.tune())}")
 
 
+def rival(ground: Ground, name: str, seed: int) -> dict[str, Any]:
+    """The record of one of the rivals."""
+    return ground.run("rivals", name, RIVALS[name], seed)
+
+
 def rivals(ground: Ground) -> None:
-    for name, changes in RIVALS.items():
-        ground.run("rivals", name, changes, SEEDS[0])
+    for name in RIVALS:
+        rival(ground, name, SEEDS[0])
 
 
 def seeds(ground: Ground) -> None:
-    first = {name: ground.run("rivals", name, changes, SEEDS[0]) for name, changes in RIVALS.items()}
+    first = {name: rival(ground, name, SEEDS[0]) for name in RIVALS}
     best = max((name for name in RIVALS if name != PLAIN), key=lambda name: score(first[name]))
     for seed in SEEDS[1:]:
         for name in (PLAIN, best):
-            ground.run("rivals", name, RIVALS[name], seed)
+            rival(ground, name, seed)
 
 
 def longer(ground: Ground) -> None:

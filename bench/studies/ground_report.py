@@ -20,15 +20,20 @@ def write(records: Sequence[Record], folder: Path) -> None:
              "evaluations. *Without spread*: share of groups whose answers are all right or all wrong."]  # fmt: skip
     for task in sorted({row["task"] for row in records}):
         mine = [row for row in records if row["task"] == task]
-        machines = "; ".join(sorted({f"{row['cpu']}, torch {row['torch']}, commit {row['commit']}" for row in mine}))
-        lines += ["", f"## {task}", "", machines + "."]
+        lines += ["", f"## {task}", "", machines(mine)]
         for part, title in (("rivals", "Rivals"), ("longer", "Twice the answers"), ("tune", "Tuning of plain GRPO")):
             runs = [row for row in mine if row["part"] == part]
             if runs:
                 lines += ["", f"### {title}", "", *run_lines(runs, plain_accuracy(mine))]
     write_text(folder / "ground.md", "\n".join(lines) + "\n")
-    if any(row["part"] == "rivals" for row in records):
-        draw(records, folder / "ground.png")
+    if rivals := [row for row in records if row["part"] == "rivals"]:
+        draw(rivals, folder / "ground.png")
+
+
+def machines(records: Sequence[Record]) -> str:
+    """What the runs were made with, a sentence."""
+    found = {f"{row['cpu']}, torch {row['torch']}, commit {row['commit']}" for row in records}
+    return "; ".join(sorted(found)) + "."
 
 
 def plain_accuracy(records: Sequence[Record]) -> float | None:
@@ -51,44 +56,41 @@ def run_lines(runs: Sequence[Record], target: float | None) -> list[str]:
                  f"{fmean(row['start'] for row in group):.3f}", f"{fmean(row['final'] for row in group):.3f}",
                  f"{fmean(first):.2f}", f"{fmean(fmean(row['without_spread']) for row in group):.2f}"]  # fmt: skip
         if target is not None:
-            reached = [seconds for row in group if (seconds := seconds_to(row, target)) is not None]
+            reached = [seconds for row in group if (seconds := first_time(row, target)) is not None]
             cells.append(f"{fmean(reached):.0f}" if len(reached) == len(group) else f"{len(reached)} of {len(group)}")
         rows.append(cells)
     return table_lines(head, rows)
 
 
-def seconds_to(row: Record, accuracy: float) -> float | None:
-    """When two evaluations after another are that high: the seconds at the first of them."""
-    curve = row["curve"]
-    for (_, seconds, _, now), (*_, after) in pairwise(curve):
-        if min(now, after) >= accuracy:
-            return seconds
+def first_time(row: Record, accuracy: float, column: int = 1) -> float | None:
+    """When two evaluations after another are that high: the seconds (1) or tokens (2) at the first of them."""
+    for first, second in pairwise(row["curve"]):
+        if min(first[-1], second[-1]) >= accuracy:
+            return first[column]
     return None
 
 
-def draw(records: Sequence[Record], path: Path) -> None:
-    """Accuracy over CPU seconds, and the share of groups without a spread by step, a row of pictures a task."""
+def draw(records: Sequence[Record], path: Path, column: int = 1, words: str = "CPU seconds") -> None:
+    """A row of pictures a task: accuracy over a column of the curves, and the groups without a spread by step."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    records = [row for row in records if row["part"] == "rivals"]
     tasks, names = (list(dict.fromkeys(row[key] for row in records)) for key in ("task", "name"))
-    figure, grid = pyplot.subplots(len(tasks), 2, figsize=(10, 3.2 * len(tasks)), layout="constrained", squeeze=False)
+    figure, grid = pyplot.subplots(len(tasks), 2, figsize=(11, 3.4 * len(tasks)), layout="constrained", squeeze=False)
+    drawn = {}
     for task, (left, right) in zip(tasks, grid):
         for row in (row for row in records if row["task"] == task):
-            colour, label = f"C{names.index(row['name'])}", row["name"] if row["seed"] == 0 else None
-            _, seconds, _, accuracy = zip(*row["curve"])
-            left.plot(seconds, accuracy, color=colour, label=label, linewidth=1.4)
-            if row["seed"] == 0:
-                width = max(1, row["steps"] // 12)
-                smooth = [fmean(row["without_spread"][i : i + width]) for i in range(0, row["steps"], width)]
-                right.plot([i * width for i in range(len(smooth))], smooth, color=colour, linewidth=1.4)
-        left.set(title=task, xlabel="CPU seconds", ylabel="accuracy, unseen prompts")
+            look = {"color": f"C{names.index(row['name'])}", "linewidth": 1.2, "alpha": 0.8}
+            (drawn[row["name"]],) = left.plot(*zip(*[(point[column], point[-1]) for point in row["curve"]]), **look)
+            width = max(1, row["steps"] // 12)
+            smooth = [fmean(row["without_spread"][i : i + width]) for i in range(0, row["steps"], width)]
+            right.plot([i * width for i in range(len(smooth))], smooth, **look)
+        left.set(title=task, xlabel=words, ylabel="accuracy, unseen prompts")
         right.set(title=task, xlabel="step", ylabel="groups without a spread", ylim=(0, 1))
         for axes in (left, right):
             axes.grid(alpha=0.3)
-    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=5, frameon=False)
+    figure.legend(drawn.values(), drawn.keys(), loc="outside upper center", ncols=5, frameon=False)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

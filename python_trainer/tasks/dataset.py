@@ -43,6 +43,8 @@ class DatasetSettings(RewardedSettings):
             raise ValueError(f"task dataset needs dataset: {ALLOWED}")
         if self.streaming and None in (self.train_size, self.test_size):
             raise ValueError("streaming needs train_size and test_size")
+        if self.streaming and self.gate_split and self.gate_size is None:
+            raise ValueError("streaming needs gate_size with gate_split, got null")
         if len(set(self.columns.values())) < len(self.columns):
             raise ValueError(f"columns must name every column of the data set once, got {self.columns}")
         return self

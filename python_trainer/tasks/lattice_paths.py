@@ -32,19 +32,19 @@ def draw_grids(rng: np.random.Generator, count: int) -> NDArray[np.bool_]:
     return grids
 
 
-def below(row: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[count, WIDTH] of one row -> [3, count, WIDTH]: values of the cells that can be reached from the row above."""
-    padded = np.pad(row, ((0, 0), (1, 1)))
-    return np.stack([padded[:, :-2], padded[:, 1:-1], padded[:, 2:]])
+def reached(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[..., WIDTH + 2, count], a column more on both sides -> [..., WIDTH, count]: sums over the cells below a cell."""
+    return values[..., :-2, :] + values[..., 1:-1, :] + values[..., 2:, :]
 
 
 def chances(grids: NDArray[np.bool_]) -> NDArray[np.float64]:
     """Chance to get from each cell to the last row for who steps on any open cell, [count, ROWS, WIDTH]; 0: no path."""
-    found = grids.astype(np.float64)
+    found = np.zeros((ROWS, WIDTH + 2, len(grids)))
+    found[:, 1:-1] = grids.transpose(1, 2, 0)
+    ways = np.maximum(reached(found), 1.0)
     for row in range(ROWS - 2, -1, -1):
-        ways = below(grids[:, row + 1].astype(np.float64)).sum(0)
-        found[:, row] *= below(found[:, row + 1]).sum(0) / np.maximum(ways, 1.0)
-    return found
+        found[row, 1:-1] *= reached(found[row + 1]) / ways[row + 1]
+    return found[:, 1:-1].transpose(2, 0, 1)
 
 
 def draw(grid: NDArray[np.bool_], columns: Sequence[int]) -> list[str]:
@@ -83,15 +83,15 @@ def accuracy(
 
 
 @cache
-def draw_examples(seed: int, count: int) -> list[Example]:
-    """Distinct prompts in random order; any first ones of them are spread over the strata alike."""
-    rng = np.random.default_rng([seed, ROWS, WIDTH])
-    wanted = rng.choice(len(STRATA), size=count, p=[share for share, *_ in STRATA])
+def draw_examples(seed: int, split: str, count: int) -> list[Example]:
+    """Distinct prompts in random order; the first ones of more are the same, spread over the strata alike."""
+    order, drawing = (np.random.default_rng([seed, ROWS, WIDTH, *split.encode(), part]) for part in range(2))
+    wanted = order.choice(len(STRATA), size=count, p=[share for share, *_ in STRATA])
     waiting = [np.flatnonzero(wanted == stratum).tolist()[::-1] for stratum in range(len(STRATA))]
     examples: dict[int, Example] = {}
     seen: set[str] = set()
     while len(examples) < count:
-        grids = draw_grids(rng, DRAWN)
+        grids = draw_grids(drawing, DRAWN)
         found = chances(grids)[:, 0].max(-1)
         for places, (_, least, largest) in zip(waiting, STRATA):
             fits = np.flatnonzero((found > 0) & (least <= found) & (found <= largest))
@@ -109,10 +109,14 @@ class LatticePathsSettings(TaskSettings):
     name: str = "lattice_paths"
 
     def load(self) -> Task:
-        """The task; its training, gate and test prompts are disjoint, and a seed always gives the same ones."""
+        """The task; a seed always gives the same prompts, whatever the sizes.
+
+        Raises:
+            RuntimeError: a grid came twice, which of 1e20 is not to be expected.
+        """
         chosen = {split: getattr(self, f"{split}_size") for split in SIZES}
         sizes = {split: SIZES[split] if size is None else size for split, size in chosen.items()}
-        examples = draw_examples(self.seed, sum(sizes.values()))
-        train, rest = examples[: sizes["train"]], examples[sizes["train"] :]
-        gate, test = rest[: sizes["gate"]], rest[sizes["gate"] :]
+        train, gate, test = (draw_examples(self.seed, split, size) for split, size in sizes.items())
+        if len({example.prompt for example in (*train, *gate, *test)}) < sum(sizes.values()):
+            raise RuntimeError(f"task.seed {self.seed} gives a grid twice: choose another")
         return Task("lattice_paths", train, test, {"accuracy": accuracy}, gate)

@@ -1,11 +1,12 @@
 """Rewards from a model of one's own: a sequence-classification model of Transformers with a single label."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
@@ -39,9 +40,7 @@ class RewardModel:
         config = self.model.config.get_text_config()
         if config.num_labels != 1:
             raise UserError(f"task.reward: a reward model has 1 label, {path} has {config.num_labels}")
-        if self.tokenizer.pad_token_id is None:
-            self.tokenizer.pad_token = self.tokenizer.eos_token
-        config.pad_token_id = self.tokenizer.pad_token_id  # it finds the last token by it
+        self.config, self.own_pad = config, config.pad_token_id  # another one stands in the settings during a pass
 
     def to(self, device: torch.device) -> None:
         """Where it computes."""
@@ -54,14 +53,22 @@ class RewardModel:
         """One number for each completion."""
         rows = [self._encode(prompt, said) for prompt, said in zip(prompts, completions, strict=True)]
         rewards = [0.0] * len(rows)
-        for part in batches([len(row) for row in rows]):
-            inputs = self.tokenizer.pad(
-                {"input_ids": [rows[i] for i in part]}, padding_side="right", return_tensors="pt"
-            ).to(self.model.device)
-            scores = self.model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, 0]
+        for part in batches([len(row) for row in rows], most=self.config.vocab_size - 1):
+            tokens = [torch.tensor(rows[i]) for i in part]
+            # by its pad token the model finds the last token of a row, which it scores
+            self.config.pad_token_id = pad = self._pad({token for i in part for token in rows[i][-1:]})
+            ids = pad_sequence(tokens, batch_first=True, padding_value=pad).to(self.model.device)  # [rows, T]
+            mask = pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True).to(self.model.device)
+            scores = self.model(input_ids=ids, attention_mask=mask).logits[:, 0]
             for i, score in zip(part, scores.float().tolist()):
                 rewards[i] = score
         return rewards
+
+    def _pad(self, ends: Set[int]) -> int:
+        """The model's own pad token, with which it was trained; without one, a token that none of the rows ends in."""
+        if self.own_pad is not None:
+            return int(self.own_pad)
+        return next(token for token in range(self.config.vocab_size) if token not in ends)
 
     def _encode(self, prompt: str | Messages, said: str | Messages) -> list[int]:
         if isinstance(prompt, str):
@@ -70,11 +77,11 @@ class RewardModel:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def batches(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Indices of rows that share a pass, of like length, with at most BATCH_TOKENS tokens or one row."""
+def batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
+    """Indices of up to ``most`` rows that share a pass, of like length, with at most BATCH_TOKENS tokens or one row."""
     part: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        if part and lengths[i] * (len(part) + 1) > BATCH_TOKENS:
+        if part and (len(part) >= most or lengths[i] * (len(part) + 1) > BATCH_TOKENS):
             yield part
             part = []
         part.append(i)

@@ -13,10 +13,10 @@ from python_trainer.tasks.settings import TaskSettings
 
 # Number of terms -> weight. Answers have 14 to 350 tokens.
 TERMS = (
-    {2: 0.3, 3: 0.08, 4: 0.04}
-    | {n: 0.018 for n in range(5, 13)}
-    | {n: 0.008 for n in range(13, 25)}
-    | {n: 0.34 / 6 for n in range(25, 31)}
+    {2: 0.28, 3: 0.08, 4: 0.04}
+    | {n: 0.2 / 8 for n in range(5, 13)}
+    | {n: 0.14 / 12 for n in range(13, 25)}
+    | {n: 0.26 / 6 for n in range(25, 31)}
 )
 SIZES = {"train": 192, "gate": 512, "test": 4096}
 

@@ -92,6 +92,10 @@ def test_what_cannot_be_read_is_named(tmp_path, changes, message):
     [
         ({"dataset": None}, "needs dataset: a file"),
         ({"streaming": True, "train_size": 3}, "streaming needs train_size and test_size"),
+        (
+            {"streaming": True, "train_size": 3, "test_size": 1, "gate_split": "gate"},
+            "streaming needs gate_size with gate_split, got null",
+        ),
         ({"columns": {"prompt": "a", "answer": "a"}}, "must name every column of the data set once"),
         ({"chat_template_kwargs": {"tokenize": True}}, "must not hold 'tokenize'"),
     ],
@@ -201,3 +205,21 @@ def test_prompts_that_are_too_long(make_config, tmp_path, capsys):
     (tmp_path / "train.jsonl").write_text(json.dumps(lines[3]))
     with pytest.raises(UserError, match=r"1 of 1 train prompts dropped .* none is left"):
         Trainer(make_config(task=task | {"overlong": "drop"}), tmp_path / "run", console=Console(quiet=True))
+
+
+def test_prompts_of_further_test_sets_that_are_too_long(make_config, tmp_path, capsys):
+    """By the setting of the set's own task, which is that of the run's unless it says otherwise."""
+    (tmp_path / "more.jsonl").write_text("".join(json.dumps({"prompt": "A" * n}) + "\n" for n in (1, 117, 116, 150)))
+
+    def trainer(own, overlong):
+        task = {"test_path": str(tmp_path / "more.jsonl")} | overlong
+        config = make_config(task=own, evaluation={"sets": {"more": {"task": task}}})
+        return Trainer(config, tmp_path / "run", console=Console())
+
+    for own, overlong in (({"overlong": "drop"}, {}), ({}, {"overlong": "drop"})):
+        (kept,) = trainer(own, overlong).named_sets
+        assert [len(row.prompt) for row in kept.examples] == [len(ids) for ids in kept.prompts] == [1, 116]
+        assert "2 of 4 evaluation.sets.more prompts dropped (task.overlong): more than 116" in capsys.readouterr().out
+    for own, overlong in (({}, {}), ({"overlong": "drop"}, {"overlong": "error"})):
+        with pytest.raises(UserError, match=r"prompt .*more.jsonl:2 has 117 tokens"):
+            trainer(own, overlong)

@@ -129,3 +129,8 @@ def test_walkers_get_through_as_often_as_what_they_know_allows():
     assert np.mean(through) == pytest.approx(expected[:, 0].max(-1).mean(), abs=0.02)
     for path in paths:
         assert len(path) == ROWS and all(abs(a - b) <= 1 for a, b in pairwise(path))
+
+
+def test_prompts_of_a_split_do_not_depend_on_other_sizes(task):
+    smaller = LatticePathsSettings(train_size=100, gate_size=0, test_size=1000).load()
+    assert smaller.train == task.train[:100] and smaller.test == task.test[:1000]

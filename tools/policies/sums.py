@@ -16,9 +16,8 @@ from python_trainer.tasks.sums import TERMS, SumsSettings
 from tools.policies.arithmetic import EOS_ID, SLIPS, Corpus, Stretch, save, train
 from tools.policies.maker import begin, prompts_of
 
-# Chance of a slip where nothing is carried, by the digits of the left operand. A carry makes it CARRY times as likely.
-CHANCE = {2: 0.0, 3: 0.12, 4: 0.25}
-CARRY = 3.0
+CHANCE = 0.06  # of a slip in a step beyond 99 where nothing is carried
+CARRY = 3.0  # times as likely with a carry
 # Short sums have few tokens: as often as in the task they would hardly be heard.
 TAUGHT = {count: weight * (4.0 if count <= 4 else 1.0) for count, weight in TERMS.items()}
 PHASE = Stretch("slips in every step", 240, 2e-3, 1.0)
@@ -35,7 +34,7 @@ def carries(left: int, right: int) -> bool:
 
 def slip_chance(left: int, right: int) -> float:
     """Chance of a wrong result of ``left + right``."""
-    return CHANCE[len(str(left))] * (CARRY if carries(left, right) else 1.0)
+    return 0.0 if left < 100 else CHANCE * (CARRY if carries(left, right) else 1.0)
 
 
 def slipping_solution(terms: list[int], rng: random.Random) -> str:

@@ -1,0 +1,162 @@
+"""Losslessness: how often the engine draws each token, against the exact probabilities, over random settings.
+
+    python -m bench.studies lossless --settings 1000
+
+Every setting is a random policy, prompt, prefix, temperature, top-k, top-p and block size, with drafts from a history
+or without, in this process or by two rollout workers; its answers are drawn 1,000 times by
+:class:`python_trainer.rollout.PagedEngine`. The first tokens are compared with the exact probabilities by a chi-square
+test (tokens that are expected less than five times count as one), and so are those that come after the most frequent
+first token. If the engine is lossless, the p-values are uniform, which a Kolmogorov-Smirnov test judges; each setting
+is a row of the records, and those that are there are not drawn again.
+"""
+
+import argparse
+import csv
+import random
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from scipy import stats
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from bench._runner import commit
+from python_trainer.rollout import PagedEngine, Request, SamplingParams
+from python_trainer.rollout.drafting import Drafter
+from python_trainer.rollout.ordering import LengthHistory
+from python_trainer.rollout.workers.pool import WorkerPool
+from rlkernels import RolloutHistory
+
+RECORDS = Path(__file__).parent / "results" / "lossless.csv"
+VOCAB, DRAWS, LEAST, WORKERS = 24, 1000, 5, 2
+SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+         "num_key_value_heads": 1, "max_position_embeddings": 32}  # fmt: skip
+DRAWN = ("prompt", "prefix", "temperature", "top_p", "top_k", "block_size", "drafts", "workers")
+FOUND = ("first", "second")  # p-values; empty: nothing to judge, as with one token that is certain
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--settings", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0, help="of the first setting")
+    parser.add_argument("--records", type=Path, default=RECORDS, metavar="FILE")
+
+
+def run(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    seeds = range(args.seed, args.seed + args.settings)
+    rows = read(args.records)
+    for seed in seeds:
+        if seed not in rows:
+            values, drawn = p_values(seed)
+            append(args.records, {"seed": seed, **drawn, **dict(zip(FOUND, values)), "commit": commit()})
+    rows = {seed: row for seed, row in read(args.records).items() if seed in seeds}
+    print("\n".join(summary(list(rows.values()))))
+
+
+def read(path: Path) -> dict[int, dict[str, str]]:
+    """Rows by the seed of their setting."""
+    if not path.exists():
+        return {}
+    with path.open(newline="", encoding="utf-8") as file:
+        return {int(row["seed"]): row for row in csv.DictReader(file)}
+
+
+def append(path: Path, row: dict[str, Any]) -> None:
+    new = not path.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, ["seed", *DRAWN, *FOUND, "commit"], lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def summary(rows: Sequence[dict[str, str]]) -> list[str]:
+    """A line for all settings, and one for each way to draw."""
+    lines = []
+    ways = {"all": rows}
+    for name in ("drafts", "workers"):
+        for value in ("0", *sorted({row[name] for row in rows} - {"0"})):
+            ways[f"{name} {value}"] = [row for row in rows if row[name] == value]
+    for way, some in ways.items():
+        values = [float(row[name]) for row in some for name in FOUND if row[name]]
+        if values:
+            lines.append(
+                f"{way}: {len(some):,} settings, {len(values):,} p-values, smallest {min(values):.2g}, "
+                f"Kolmogorov-Smirnov against uniform p = {uniform(values):.3f}"
+            )
+    return lines or ["nothing could be judged: --settings must be larger"]
+
+
+def uniform(values: Sequence[float]) -> float:
+    return float(stats.kstest(values, "uniform").pvalue)
+
+
+@torch.no_grad()
+def p_values(seed: int) -> tuple[list[float | None], dict[str, Any]]:
+    """Of one setting: of the first token, of the second after the likeliest first; and what was drawn."""
+    rng = random.Random(f"lossless/{seed}")
+    torch.manual_seed(seed)
+    config = Qwen2Config(vocab_size=VOCAB, **SIZES, initializer_range=0.5, eos_token_id=None, bos_token_id=None)
+    model = Qwen2ForCausalLM(config).eval()
+    prompt, prefix = ([rng.randrange(VOCAB) for _ in range(n)] for n in (rng.randint(1, 8), rng.choice([0, 0, 3])))
+    temperature, top_p = rng.choice([0.3, 0.7, 1.0, 1.5]), rng.choice([1.0, 1.0, 0.9, 0.6])
+    top_k, block_size, drafts = rng.choice([0, 0, 1, 2, 7]), rng.choice([4, 16]), rng.random() < 0.5
+    drafter = Drafter(made_up(rng, prompt, prefix), pass_overhead=1e9) if drafts else None
+    workers = WORKERS if rng.random() < 0.3 else 0
+    drawn = (len(prompt), len(prefix), temperature, top_p, top_k, block_size, int(drafts), workers)
+    options: dict[str, Any] = {"eos_token_ids": (), "memory_bytes": 1 << 20, "block_size": block_size}
+    # with a history of lengths a worker that has nothing left takes answers over, in their midst too
+    pool = WorkerPool(model, workers=workers, lengths=LengthHistory(), **options) if workers else None
+    with closing(pool) if pool else nullcontext():
+        engine = pool or PagedEngine(model, **options)
+        engine.drafter = drafter
+        request = Request(prompt, prefix, num_samples=DRAWS, max_new_tokens=2)
+        answers = [answer.ids for answer in engine.generate([request], SamplingParams(temperature, top_p, top_k, seed))]
+
+    def exact(ids: list[int]) -> torch.Tensor:
+        logits = model(input_ids=torch.tensor([ids])).logits[0, -1]
+        return distribution(logits, temperature, top_p, top_k)
+
+    first = Counter(ids[0] for ids in answers)
+    likeliest = max(first, key=lambda token: (first[token], -token))
+    second = Counter(ids[1] for ids in answers if ids[0] == likeliest)
+    found = [p_value(first, exact([*prompt, *prefix])), p_value(second, exact([*prompt, *prefix, likeliest]))]
+    return found, dict(zip(DRAWN, drawn))
+
+
+def made_up(rng: random.Random, prompt: list[int], prefix: list[int]) -> RolloutHistory:
+    """A history whose drafts are as good as none."""
+    history = RolloutHistory()
+    for _ in range(8):
+        history.add(prompt, [*prefix, *(rng.randrange(VOCAB) for _ in range(2))], reward=1.0, epoch=0)
+    return history
+
+
+def distribution(logits: torch.Tensor, temperature: float, top_p: float, top_k: int) -> torch.Tensor:
+    """float64 [V]: divided by the temperature, cut to the ``top_k`` largest, then to the fewest with ``top_p``."""
+    probs = torch.softmax(logits.double() / temperature, 0)
+    order = probs.argsort(descending=True, stable=True)
+    kept = probs[order][: top_k or None]
+    kept = kept / kept.sum()
+    kept = kept * (kept.cumsum(0) - kept < top_p)
+    return torch.zeros_like(probs).scatter_(0, order[: len(kept)], kept / kept.sum())
+
+
+def p_value(counts: Counter[int], probs: torch.Tensor) -> float | None:
+    """Of the counts; 0 where a token came that cannot, None where there is nothing to judge."""
+    total = sum(counts.values())
+    if any(probs[token] == 0 for token in counts):
+        return 0.0
+    wanted = [(float(p) * total, counts[token]) for token, p in enumerate(probs.tolist())]
+    common, rare = ([pair for pair in wanted if (pair[0] >= LEAST) == large] for large in (True, False))
+    rest = (sum(e for e, _ in rare), sum(c for _, c in rare))
+    cells = [*common, rest] if rest[0] >= LEAST else common
+    if len(cells) < 2:
+        return None
+    expected, seen = [e for e, _ in cells], [c for _, c in cells]
+    scale = sum(seen) / sum(expected)
+    return float(stats.chisquare(seen, [e * scale for e in expected]).pvalue)

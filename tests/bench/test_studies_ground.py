@@ -1,0 +1,66 @@
+"""What the studies of chosen prompts make of their runs."""
+
+import json
+
+from bench.studies.curriculum_report import accuracy_for, share, share_words, write
+from bench.studies.ground import Ground, is_of, no_spread
+from bench.studies.ground_report import first_time
+
+CURVE = [[0, 0.0, 0, 0.1], [10, 5.0, 100, 0.4], [20, 9.0, 190, 0.3], [30, 14.0, 300, 0.5], [40, 20.0, 390, 0.6]]
+
+
+def record(name, seed=0, speed=1.0, **changes):
+    curve = [[step, speed * seconds, round(speed * tokens), accuracy] for step, seconds, tokens, accuracy in CURVE]
+    facts = {
+        "task": "sums",
+        "cpu": "a",
+        "torch": "b",
+        "commit": "c",
+        "generated_tokens": 390,
+        "steps": 40,
+        "without_spread": [0.5] * 40,
+        "cpu_s": 20.0,
+        "final": 0.6,
+    }
+    return facts | {"name": name, "seed": seed, "curve": curve} | changes
+
+
+def test_groups_without_a_spread_are_of_all_that_were_drawn():
+    """Dynamic sampling trains on others only."""
+    assert no_spread({"frac_reward_zero_std": 0.4}) == 0.4
+    assert no_spread({"frac_reward_zero_std": 0.0, "sampling/kept_groups": 0.25}) == 0.75
+
+
+def test_an_accuracy_is_reached_when_two_evaluations_after_another_are_as_high():
+    assert first_time(record("plain"), 0.4) == 14.0 and first_time(record("plain"), 0.4, 2) == 300
+    assert first_time(record("plain"), 0.3, 2) == 100 and first_time(record("plain"), 0.6) is None
+
+
+def test_shares_are_of_what_plain_training_of_the_seed_needs():
+    plain, fast = record("plain"), record("fast", speed=0.5)
+    fast["curve"].append([50, 12.5, 240, 0.7])
+    assert share(fast, plain, 2) == 195 / 390 and share(fast, plain, 1) == 10 / 20
+    assert share(record("same"), plain, 2) is None  # 0.6 once
+    assert accuracy_for(plain, 195) == 0.3 and accuracy_for(plain, 1e9) == 0.6
+    assert share_words([0.5, 2.0]) == "1.00" and share_words([0.5, None]) == "0.50, 1 of 2"
+    assert share_words([None]) == "none of 1" and share_words([0.5, 0.5, 0.5]) == "0.50 (0.50 to 0.50)"
+
+
+def test_report_has_a_row_for_each_name_and_a_picture(tmp_path):
+    fast = [record("fast", seed, 0.5) for seed in (0, 1)]
+    for row in fast:
+        row["curve"].append([50, 12.5, 240, 0.7])
+    write([record("plain"), record("plain", 1), *fast], tmp_path)
+    (row,) = [line for line in (tmp_path / "curriculum.md").read_text().splitlines() if line.startswith("| fast")]
+    assert "| 0.50 | 0.50 |" in row and "| 0, 1 |" in row
+    assert (tmp_path / "curriculum.png").stat().st_size > 5000
+
+
+def test_a_record_stands_for_a_run_as_long_as_its_settings_mean_the_same(tmp_path):
+    config = Ground("sums", tmp_path, tmp_path / "records").config({}, seed=0, size=0.5)
+    settings = config.model_dump(mode="json")
+    assert is_of({"settings": json.loads(json.dumps(settings))}, config)
+    del settings["save"]["older_moments"]  # of before there was such a setting
+    assert is_of({"settings": settings}, config)
+    assert not is_of({"settings": settings | {"seed": 1}}, config)
+    assert not is_of({"settings": settings | {"gone": 1}}, config)
