@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import os
+import sys
 
 from rlkernels import __version__
 
@@ -18,11 +20,15 @@ def main(argv: list[str] | None = None) -> int:
 
     cli.add_arguments(rank1)
     args = parser.parse_args(argv)
-    if args.command == "rank1":
-        return cli.run(args)
-    from rlkernels._info import info, print_info
+    try:
+        if args.command == "rank1":
+            return cli.run(args)
+        from rlkernels._info import info, print_info
 
-    print(json.dumps(info(), indent=2)) if args.json else print_info()
+        print(json.dumps(info(), indent=2)) if args.json else print_info()
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more
     return 0
 
 

@@ -11,7 +11,9 @@ import importlib.util
 import json
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
@@ -103,6 +105,24 @@ def triton_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+_META_IS_CPU = ContextVar("meta_is_cpu", default=False)
+
+
+@contextmanager
+def meta_as_cpu() -> Iterator[None]:
+    """Within it ops take tensors on ``meta`` for those of a CPU, so that what they would hold there can be counted."""
+    token = _META_IS_CPU.set(True)
+    try:
+        yield
+    finally:
+        _META_IS_CPU.reset(token)
+
+
+def runs_on(device: torch.device) -> str:
+    """The type of a device; "cpu" for ``meta`` within :func:`meta_as_cpu`."""
+    return "cpu" if device.type == "meta" and _META_IS_CPU.get() else device.type
+
+
 def mark_written(*tensors: torch.Tensor) -> None:
     """Tells autograd of tensors that a kernel wrote to, so that it does not differentiate through their old values."""
     if not torch.compiler.is_compiling():  # the compiler does it by the schemas of the ops
@@ -128,7 +148,7 @@ def unavailable(op: str, backend: str, device: torch.device) -> str | None:
     if not getattr(written, backend):
         return f"{op} has no {backend} implementation"
     if backend == "cpu":
-        return f"the tensors are on {device}" if device.type != "cpu" else extension_error()
+        return f"the tensors are on {device}" if runs_on(device) != "cpu" else extension_error()
     if backend == "triton":
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed; `pip install triton`"
@@ -190,5 +210,5 @@ def choose(op: str, device: torch.device, backend: str = "auto") -> str:
     asked = wanted()  # of the ops that it can run: others, and tensors on another device, go on as ever
     if asked != "auto" and unavailable(op, asked, device) is None:
         return asked
-    candidates = ("cpu",) if device.type == "cpu" else proven(op, device)
+    candidates = ("cpu",) if runs_on(device) == "cpu" else proven(op, device)
     return next((b for b in candidates if unavailable(op, b, device) is None), "torch")

@@ -107,19 +107,24 @@ def linear_token_logprobs(
         chosen = "torch"
     rows = hidden.reshape(-1, hidden.shape[-1])
     if chunk is None:
-        chunk = max(NARROWEST, _block_logits(hidden.device) // max(1, min(rows.shape[0], ROWS)))
+        cuda = hidden.device.type == "cuda"
+        memory = torch.cuda.get_device_properties(hidden.device).total_memory if cuda else None
+        chunk = block_columns(rows.shape[0], memory)
     logprobs, entropy, _ = forward(
         rows, weight, bias, ids.reshape(-1), float(temperature), return_entropy, min(chunk, vocab), chosen
     )
     return (logprobs.view(ids.shape), entropy.view(ids.shape)) if return_entropy else logprobs.view(ids.shape)
 
 
-def _block_logits(device: torch.device) -> int:
-    """Logits that a block holds: a power of two by the size of the device, not by what is free, so that runs repeat."""
-    if device.type != "cuda":
-        return BLOCK
-    part = torch.cuda.get_device_properties(device).total_memory // (4 * GPU_SHARE)
-    return max(BLOCK, min(GPU_BLOCK, 1 << (part.bit_length() - 1)))
+def block_columns(rows: int, gpu_memory: int | None) -> int:
+    """Vocabulary entries in a block of so many tokens, on a GPU with so many bytes, or on a CPU.
+
+    The logits of a block are a power of two by the size of a GPU, not by what is free, so that runs repeat.
+    """
+    logits = BLOCK
+    if gpu_memory is not None:
+        logits = max(BLOCK, min(GPU_BLOCK, 1 << ((gpu_memory // (4 * GPU_SHARE)).bit_length() - 1)))
+    return max(NARROWEST, logits // max(1, min(rows, ROWS)))
 
 
 def _blocks(
@@ -182,8 +187,7 @@ def _fused(backend: str) -> tuple[Any, Any]:
     return torch.ops.rlkernels.token_logprobs, torch.ops.rlkernels.token_logprobs_backward
 
 
-@torch.library.custom_op("rlkernels::linear_token_logprobs", mutates_args=())
-def forward(
+def plain_forward(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor, temperature: float,
     with_entropy: bool, chunk: int, backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -210,6 +214,9 @@ def forward(
             w = log_w.exp()
             entropies[rows] = (w * (block_entropies - torch.where(w == 0, 0.0, log_w))).sum(0)
     return logprobs, entropies, stats
+
+
+forward = torch.library.custom_op("rlkernels::linear_token_logprobs", plain_forward, mutates_args=())
 
 
 def _empty_outputs(hidden: torch.Tensor, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -250,8 +257,7 @@ def _logit_gradient(
     return grad
 
 
-@torch.library.custom_op("rlkernels::linear_token_logprobs_backward", mutates_args=())
-def backward(
+def plain_backward(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor, stats: torch.Tensor,
     entropies: torch.Tensor, grad_logprobs: torch.Tensor, grad_entropies: torch.Tensor, temperature: float,
     chunk: int, backend: str, wanted: list[bool],
@@ -283,6 +289,9 @@ def backward(
     if total.numel():
         grad_hidden.copy_(total)
     return grad_hidden, grad_weight, grad_bias
+
+
+backward = torch.library.custom_op("rlkernels::linear_token_logprobs_backward", plain_backward, mutates_args=())
 
 
 def _empty_gradients(

@@ -5,7 +5,6 @@ import pickle
 import shutil
 import subprocess
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,10 +14,8 @@ from hypothesis import strategies as st
 from support import lacks
 
 import rlkernels
+from bench.soak.sanitized import HISTORY, build
 from rlkernels import backend
-
-RUNTIME = Path(__file__).parents[2] / "csrc" / "runtime"
-
 
 compiled_only = pytest.mark.parametrize("implementation", ["cpu"], indirect=True)
 
@@ -413,12 +410,7 @@ def test_index_under_sanitizers(implementation, sanitizers, tmp_path):
     if not shutil.which("g++"):
         lacks("g++")
     program = tmp_path / "check"
-    sources = sorted(RUNTIME.glob("rollout_*.cpp"))
-    sources.append(Path(__file__).with_name("rollout_history_check.cpp"))
-    command = ["g++", "-std=c++20", "-O1", "-g", "-Wall", "-Wextra", f"-fsanitize={sanitizers}", "-pthread"]
-    command += ["-fno-sanitize-recover=all", f"-I{RUNTIME}", *map(str, sources), "-o", str(program)]
-    built = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert built.returncode == 0 and not built.stderr, built.stderr
+    build(HISTORY, sanitizers, program)
     done = subprocess.run([program, tmp_path / "file"], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and done.stdout == "ok\n", done.stderr
 

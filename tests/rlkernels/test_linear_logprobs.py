@@ -1,7 +1,5 @@
 """Log-probabilities from hidden states, block by block, against the reference that holds all logits."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from support import WaitsForNothing
@@ -159,11 +157,11 @@ def test_more_tokens_than_are_summed_up_at_one_time(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_memory_is_asked_for_that_all_logits_would_need(dtype, monkeypatch):
-    """Of all that torch allocates, forward and backward: a block, its gradient, and the results."""
+    """Of all that torch allocates, forward and backward: a block, its gradient, the results, and room for products."""
     monkeypatch.setattr(linear, "BLOCK", 1)
     monkeypatch.setattr(linear, "FEWEST", 4)
-    rows, vocab, chunk = 300, 5000, 128
-    hidden, weight, _, ids = problem(rows, vocab, 8, dtype, bias=False)
+    rows, vocab, width, chunk = 800, 20_000, 64, 256
+    hidden, weight, _, ids = problem(rows, vocab, width, dtype, bias=False)
     leaves = hidden.requires_grad_(), weight.requires_grad_()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         logprobs, entropy = linear_token_logprobs(*leaves, ids, return_entropy=True, chunk=chunk)
@@ -175,7 +173,8 @@ def test_no_memory_is_asked_for_that_all_logits_would_need(dtype, monkeypatch):
         held += nbytes
         highest = max(highest, held)
     blocks = 2 * max(rows * chunk, 4 * vocab) * dtype.itemsize  # logits and their gradient
-    rest = vocab * 8 * dtype.itemsize + 40 * rows * (vocab // chunk)  # gradient of the weight; sums of each block
+    rest = vocab * width * dtype.itemsize + 40 * rows * (vocab // chunk)  # gradient of the weight; sums of each block
+    rest += 1_000_000 if dtype == torch.bfloat16 else 0  # where oneDNN packs a part of the weight, for AMX
     assert rows * chunk * dtype.itemsize < max(events) < highest <= blocks + rest < rows * vocab * dtype.itemsize / 4
 
 
@@ -234,11 +233,10 @@ def test_bad_arguments(changes, error, message):
 
 
 @pytest.mark.parametrize(
-    ("gigabytes", "logits"), [(4, 1 << 22), (24, 1 << 24), (48, 1 << 25), (80, 1 << 26), (192, 1 << 26)]
+    ("gigabytes", "logits"),
+    [(None, 1 << 22), (4, 1 << 22), (24, 1 << 24), (48, 1 << 25), (80, 1 << 26), (192, 1 << 26)],
 )
-def test_blocks_suit_the_device(monkeypatch, gigabytes, logits):
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=int(gigabytes * 0.99 * 2**30))
-    )
-    assert linear._block_logits(torch.device("cuda", 0)) == logits
-    assert linear._block_logits(torch.device("cpu")) == 1 << 22
+def test_blocks_suit_the_device(gigabytes, logits):
+    memory = None if gigabytes is None else int(gigabytes * 0.99 * 2**30)
+    assert linear.block_columns(64, memory) == logits // 64
+    assert linear.block_columns(1 << 20, memory) == max(logits // linear.ROWS, linear.NARROWEST)

@@ -91,6 +91,15 @@ def test_info_names_what_is_missing_and_for_what(monkeypatch, capsys):
     assert "missing: peft, for model.lora of the trainer\n" in capsys.readouterr().out
 
 
+def test_info_may_be_read_in_part():
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "rlkernels", "info"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=300)
+    os.close(writing)
+    assert done.returncode == 0 and done.stderr == ""
+
+
 def test_info_is_json_and_covers_every_op():
     facts = json.loads(json.dumps(rlkernels.info()))
     assert set(facts["ops"]) == set(backend.OPS)

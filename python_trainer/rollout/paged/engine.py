@@ -21,7 +21,7 @@ from python_trainer.rollout.ordering import LengthHistory, expectations, longest
 from python_trainer.rollout.paged.draw import draw_tokens
 from python_trainer.rollout.paged.scheduler import Pass, Scheduler
 from python_trainer.rollout.stopping import StopStrings
-from rlkernels import PagedKVCache, sample_tokens
+from rlkernels import OutOfBlocks, PagedKVCache, sample_tokens
 
 ROPE_BY_LENGTH = ("dynamic", "longrope")  # whose angles depend on the longest sequence of the batch
 CPU_MEMORY_BYTES = 1 << 30
@@ -204,7 +204,7 @@ class PagedEngine(Engine):
 
     def _paging(self, step: Pass, query_starts: torch.Tensor, share: bool) -> Paging:
         seq_lens = torch.tensor(step.seq_lens, dtype=torch.int32, device=self.device)
-        longest = max(step.query_lens), max(step.seq_lens)
+        sizes = max(step.query_lens), max(step.seq_lens), sum(step.seq_lens)
         if share:
             prefix_tables, group_lens, group_starts, tables, _ = self.cache.group(
                 step.sequences, min_tokens=MIN_SHARED_TOKENS
@@ -213,8 +213,8 @@ class PagedEngine(Engine):
                 # of a prompt that is computed in chunks, this pass sees less than the cache knows
                 own_lens = seq_lens - group_lens.repeat_interleave(group_starts.diff())
                 groups = prefix_tables, group_lens, group_starts
-                return Paging(self.cache, step.slots, tables, own_lens, query_starts, *longest, groups)
-        return Paging(self.cache, step.slots, self.cache.tables(step.sequences)[0], seq_lens, query_starts, *longest)
+                return Paging(self.cache, step.slots, tables, own_lens, query_starts, *sizes, groups)
+        return Paging(self.cache, step.slots, self.cache.tables(step.sequences)[0], seq_lens, query_starts, *sizes)
 
     def _draw(
         self, step: Pass, logits: torch.Tensor, sampling: SamplingParams, stop: StopStrings | None
@@ -264,21 +264,25 @@ class PagedEngine(Engine):
             self._stats[name] += count
 
     def pass_seconds(self, sequences: int, tokens: int, *, context: int = 32, repeats: int = 5) -> float:
-        """Time of a forward pass over ``tokens`` tokens of each of ``sequences`` sequences: the quickest of some."""
-        length, taken = context + tokens, []
+        """Quickest time of a pass over ``tokens`` tokens of each of ``sequences``, or of several where few fit."""
+        tokens = min(tokens, self.max_positions, self.room)
+        try:
+            return self._measure(sequences, tokens, min(context, self.max_positions - tokens), repeats)
+        except OutOfBlocks:
+            if sequences == 1:
+                return self._measure(1, tokens, 0, repeats)
+            fewer = sequences // 2
+            return self.pass_seconds(fewer, tokens, context=context, repeats=repeats) * sequences / fewer
+
+    def _measure(self, sequences: int, tokens: int, context: int, repeats: int) -> float:
+        length, taken = context + tokens, list[float]()
         first = self.cache.open([0] * context)
         opened = [first, *self.cache.fork(first, sequences - 1)]
         try:
             slots = self.cache.append_many(opened, [[0] * tokens] * sequences)
-            step = Pass(
-                [0] * (sequences * tokens),
-                [*range(context, length)] * sequences,
-                slots,
-                opened,
-                [length] * sequences,
-                [tokens] * sequences,
-                list(range(sequences * tokens)),
-            )
+            ids, positions = [0] * (sequences * tokens), [*range(context, length)] * sequences
+            lengths, counts = [length] * sequences, [tokens] * sequences
+            step = Pass(ids, positions, slots, opened, lengths, counts, list(range(len(ids))))
             with evaluation_mode(self.model), flat_attention(self.model):
                 run = self._runner(length)
                 for _ in range(repeats):

@@ -108,4 +108,4 @@ class Failed:
     """From a worker that ends."""
 
     message: str
-    user: bool  # a UserError, which needs no traceback
+    error: type[Exception]  # UserError; MemoryError; RuntimeError, with the traceback as its message

@@ -30,7 +30,7 @@ from python_trainer.rollout.ordering import (
 )
 from python_trainer.rollout.paged.engine import STATS
 from python_trainer.rollout.workers import messages as m
-from python_trainer.rollout.workers.process import Setup, serve
+from python_trainer.rollout.workers.process import OUT_OF_MEMORY, Setup, serve
 from python_trainer.rollout.workers.weights import SharedWeights
 from rlkernels import RolloutHistory
 
@@ -69,6 +69,7 @@ class WorkerPool(Engine):
 
     Raises:
         UserError: the model is not one that PagedEngine can run or that can be shared; from any call: a worker died.
+        MemoryError: from any call: a worker has no memory left.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class WorkerPool(Engine):
             if isinstance(message, m.Failed):
                 self.close()
                 who = f"rollout worker {worker} of {self.workers}"
-                raise UserError(message.message) if message.user else RuntimeError(f"{who}: {message.message}")
+                raise message.error(message.message if message.error is UserError else f"{who}: {message.message}")
             if isinstance(message, kinds):
                 return message
 
@@ -143,11 +144,15 @@ class WorkerPool(Engine):
         process = self._processes[worker]
         process.join(PATIENCE)
         code = process.exitcode
-        how = f"with exit code {code}"
-        if code is not None and code < 0:
-            how = f"by {signal.Signals(-code).name}" + (" (out of memory?)" if -code == signal.SIGKILL else "")
+        how = f"was ended with exit code {code}"
+        if code == OUT_OF_MEMORY:
+            how = "ran out of memory"
+        elif code is not None and code < 0:
+            how = f"was ended by {signal.Signals(-code).name}" + (
+                " (out of memory?)" if -code == signal.SIGKILL else ""
+            )
         self.close()
-        return UserError(f"rollout worker {worker} of {self.workers} (process {process.pid}) was ended {how}")
+        return UserError(f"rollout worker {worker} of {self.workers} (process {process.pid}) {how}")
 
     def _awake(self) -> None:
         if not self._finish.still_active():

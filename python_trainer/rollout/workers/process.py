@@ -1,5 +1,7 @@
 """The inside of a rollout worker: a PagedEngine that answers messages between its forward passes."""
 
+import errno
+import os
 import signal
 import time
 import traceback
@@ -12,7 +14,7 @@ from typing import Any
 import torch
 
 from python_trainer.data import Request
-from python_trainer.errors import UserError
+from python_trainer.errors import UserError, is_out_of_memory
 from python_trainer.model.policy import set_matmul_precision
 from python_trainer.rollout.decoding import Decoding
 from python_trainer.rollout.drafting import Drafter
@@ -22,6 +24,8 @@ from python_trainer.rollout.paged.engine import PagedEngine, Session
 from python_trainer.rollout.workers import messages as m
 from python_trainer.rollout.workers.weights import SharedWeights
 from rlkernels import RolloutHistory
+
+OUT_OF_MEMORY = errno.ENOMEM  # exit code where there is not even the memory to say so
 
 
 @dataclass(frozen=True)
@@ -47,13 +51,20 @@ def serve(connection: Connection, setup: Setup) -> None:
         RolloutWorker(connection, engine).run()
     except (EOFError, ConnectionError):
         pass  # the trainer has ended
-    except UserError as error:
-        _tell(connection, m.Failed(str(error), user=True))
-    except Exception:
-        _tell(connection, m.Failed(traceback.format_exc(), user=False))
+    except Exception as error:
+        try:
+            _tell(connection, error)
+        except MemoryError:
+            os._exit(OUT_OF_MEMORY)
 
 
-def _tell(connection: Connection, message: m.Failed) -> None:
+def _tell(connection: Connection, error: Exception) -> None:
+    if isinstance(error, UserError):
+        message = m.Failed(str(error), UserError)
+    elif is_out_of_memory(error):
+        message = m.Failed("".join(str(error).splitlines()[:1]), MemoryError)
+    else:
+        message = m.Failed(traceback.format_exc(), RuntimeError)
     with suppress(OSError):  # nobody may be left to be told
         connection.send(message)
 

@@ -8,6 +8,7 @@ import torch
 from paged import assert_same, engine_for, make, prompts
 
 from python_trainer.model import paged_attention as attention
+from python_trainer.model.varlen import attend_rows, flash_rows
 from python_trainer.rollout import Request, SamplingParams
 from python_trainer.rollout.paged import engine as engine_module
 from rlkernels import backend
@@ -44,36 +45,50 @@ def test_long_prefixes_are_read_once_per_group(monkeypatch, options):
     assert not calls  # nothing long enough to share
 
 
-def test_padded_rows_give_the_same_answers(monkeypatch):
+@pytest.mark.parametrize("kind", ["padded_rows", "varlen_rows"])
+def test_stand_ins_give_the_same_answers(monkeypatch, kind):
     """What a GPU without a proven attention kernel does: prompts in chunks, decoding and drafts, all in one pass."""
     requests = [Request(ids, num_samples=n, max_new_tokens=12) for ids, n in zip(prompts([3, 17, 1, 40]), [2, 1, 3, 2])]
     sampling = SamplingParams(temperature=0.8, seed=3)
 
-    def answers(padded):
+    def answers(name):
         used = []
+        make_rows = getattr(attention.Paging, name or "", None)
 
-        def is_padded(self, query):
-            used.append(padded)
-            return padded
+        def counted(self):
+            used.append(self.longest_query)
+            return make_rows(self)
 
-        monkeypatch.setattr(attention.Paging, "is_padded", is_padded)
+        monkeypatch.setattr(attention.Paging, "rows_for", lambda self, query: name and (lambda: counted(self)))
         engine = engine_for(make(), fused=False, max_sequences=6, max_batch_tokens=16)
         out = engine.generate(requests, sampling)
-        assert used and any(used) == padded
+        assert len(used) == (engine.stats["forward_passes"] if name else 0), "once in a pass, not in a layer"
+        assert not name or min(used) == 1 < max(used), "decoding alone, and prompts beside it"
         return out
 
-    for plain, padded in zip(answers(False), answers(True), strict=True):
-        assert plain.ids == padded.ids
-        torch.testing.assert_close(torch.tensor(plain.logprobs), torch.tensor(padded.logprobs), atol=1e-5, rtol=1e-4)
+    for plain, other in zip(answers(None), answers(kind), strict=True):
+        assert plain.ids == other.ids
+        torch.testing.assert_close(torch.tensor(plain.logprobs), torch.tensor(other.logprobs), atol=1e-5, rtol=1e-4)
 
 
-def test_padded_rows_are_for_gpus_without_a_kernel(monkeypatch):
+def test_stand_ins_are_for_gpus_without_a_kernel(monkeypatch):
     lens = torch.tensor([5, 7], dtype=torch.int32)
-    paging = attention.Paging(None, None, None, lens, torch.tensor([0, 1, 4], dtype=torch.int32), 3, 7)
-    there = [SimpleNamespace(device=torch.device(name), shape=(4, 2, 8)) for name in ("cpu", "cuda")]
-    assert [paging.is_padded(query) for query in there] == [False, True]
-    monkeypatch.setattr(attention, "LARGEST_SCORES", 2 * 3 * 7 * 2 - 1)
-    assert not paging.is_padded(there[1])
-    monkeypatch.undo()
+    paging = attention.Paging(None, None, None, lens, torch.tensor([0, 1, 4], dtype=torch.int32), 3, 7, 12)
+    host, gpu = (SimpleNamespace(device=torch.device(name), shape=(4, 2, 8)) for name in ("cpu", "cuda"))
+    runs, options, fits = {"flash": False}, {"enable_gqa"}, 2 * 3 * 7 * 2
+    monkeypatch.setattr(attention, "kernel_for", lambda query: flash_rows if runs["flash"] else attend_rows)
+    monkeypatch.setattr(attention, "varlen_options", lambda: options)
+
+    def chosen(most=fits, **changes):
+        runs.update(changes)
+        monkeypatch.setattr(attention, "LARGEST_SCORES", most)
+        found = paging.rows_for(gpu)
+        return found and found.__name__
+
+    assert paging.rows_for(host) is None
+    assert chosen() == "padded_rows" and chosen(fits - 1) is None
+    assert chosen(flash=True) == chosen(fits - 1) == "varlen_rows"
+    options.clear()  # keys would be repeated for every head
+    assert chosen() == "padded_rows" and chosen(fits - 1) == "varlen_rows"
     monkeypatch.setitem(backend.OPS, "paged_attention", replace(backend.OPS["paged_attention"], proven=("triton",)))
-    assert not paging.is_padded(there[1])
+    assert chosen() is None

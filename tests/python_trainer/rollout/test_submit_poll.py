@@ -113,10 +113,10 @@ def test_workers_take_requests_while_they_generate(model):
     pool = WorkerPool(model, workers=2, eos_token_ids=())
     try:
         first = pool.submit(requests[:2], SAMPLING)
+        with pytest.raises(RuntimeError, match="policy_updated comes when all that was submitted is generated"):
+            pool.policy_updated()  # before a poll, which may find both done
         done = pool.poll()
         assert done
-        with pytest.raises(RuntimeError, match="policy_updated comes when all that was submitted is generated"):
-            pool.policy_updated()
         later = pool.submit(requests[2:], SAMPLING)
         while some := pool.poll():
             done += some

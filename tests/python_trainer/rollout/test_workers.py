@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from paged import GREEDY, assert_same, engine_for, make, mixed_requests, prompts
 from rich.console import Console
 from test_drafts import fed
 
-from python_trainer.errors import UserError
+from bench.faults.memory import serve_greedily
+from python_trainer.errors import UserError, is_out_of_memory
 from python_trainer.rollout import Request, SamplingParams
 from python_trainer.rollout.drafting import Drafter, HistoryEntry
 from python_trainer.rollout.ordering import LengthHistory
@@ -198,6 +200,22 @@ def test_a_worker_that_dies_is_one_clear_error_and_the_next_call_works(model):
     pids = [process.pid for process in pool._processes]
     pool.close()
     assert gone(pids)
+
+
+@pytest.mark.parametrize("leave", [0, 1 << 16])  # bytes, so that it ends here or there
+def test_a_worker_without_memory_says_so(model, tmp_path, monkeypatch, leave):
+    file = tmp_path / "now"
+    with monkeypatch.context() as patched:
+        patched.setattr(workers, "serve", partial(serve_greedily, file, leave))
+        pool = WorkerPool(model, workers=2, eos_token_ids=())
+    pids = [process.pid for process in pool._processes]
+    file.touch()
+    with pytest.raises((UserError, MemoryError), match=r"rollout worker [01] of 2") as raised:
+        pool.generate(mixed_requests(), GREEDY)
+    assert is_out_of_memory(raised.value) and "Traceback" not in str(raised.value)
+    assert gone(pids) and not file.exists()
+    assert_same(pool.generate(mixed_requests(), GREEDY), engine_for(model).generate(mixed_requests(), GREEDY))
+    pool.close()
 
 
 def test_errors_inside_a_worker_come_out():

@@ -1,4 +1,5 @@
 // Exercises csrc/runtime/rollout_history.cpp without Python; test_history.py builds and runs it under sanitizers.
+//   rollout_history_check FILE [STEPS_OF_A_THREAD [SEED]]
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -30,10 +31,10 @@ Tokens random_tokens(std::mt19937& rng, int longest, int vocabulary) {
 }
 
 // Random use by one thread; several run at once on the same history and save it to the same file.
-void use(RolloutHistory& history, const std::string& path, unsigned seed) {
+void use(RolloutHistory& history, const std::string& path, long steps, unsigned seed) {
   std::mt19937 rng(seed);
   std::vector<int64_t> handles;
-  for (int step = 0; step < 3000; ++step) {
+  for (long step = 0; step < steps; ++step) {
     const Tokens prompt{int32_t(rng() % 5)};
     if (step % 500 == 499) {
       history.save(path);
@@ -67,12 +68,15 @@ void use(RolloutHistory& history, const std::string& path, unsigned seed) {
   for (int64_t handle : handles) history.release(handle);
 }
 
-int main(int, char** argv) {
+int main(int argc, char** argv) {
   const std::string path = argv[1];
+  const long steps = argc > 2 ? std::atol(argv[2]) : 3000;
+  const unsigned first = argc > 3 ? unsigned(std::atol(argv[3])) : 0;
   for (int64_t limit : {int64_t(-1), int64_t(500)}) {
     RolloutHistory history(limit, 0.02, 24);
     std::vector<std::thread> threads;
-    for (unsigned seed = 0; seed < 4; ++seed) threads.emplace_back(use, std::ref(history), path, seed);
+    for (unsigned seed = first; seed < first + 4; ++seed)
+      threads.emplace_back(use, std::ref(history), path, steps, seed);
     for (std::thread& thread : threads) thread.join();
     const auto stats = history.stats();
     CHECK(stats.handles == 0 && stats.tokens > 0 && (limit < 0 || stats.tokens <= limit));

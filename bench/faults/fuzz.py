@@ -1,0 +1,355 @@
+"""Hostile input: configurations, JSONL files, database URLs and files, checkpoints and safetensors files.
+
+Whatever comes is accepted, or refused by one clear line; no other exception, no hang, nothing written. The tests run a
+fixed share of this; ``python -m bench.faults fuzz --cases N`` runs N cases of every target, others for another seed.
+"""
+
+import io
+import json
+import math
+import signal
+import struct
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import seed as seeded
+from hypothesis import strategies as st
+from safetensors.torch import save
+
+from bench.faults.case import Case, Outcome, Place, with_
+from python_trainer.__main__ import main
+from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase, parse_url
+from python_trainer.accelerators.rhyme.records import RunFacts, StepRecord, StoredAnswer, unpack_tensors
+from python_trainer.checkpoint import CHECKSUMS, checksums, load_checkpoint, save_checkpoint
+from python_trainer.config import check_config, describe_settings, dump_config, load_config
+from python_trainer.errors import UserError
+from python_trainer.run_directory import load_evaluations, read_metrics, read_samples, save_evaluation
+from python_trainer.tasks.files import read_rows
+from python_trainer.tasks.jsonl import PROMPT_COLUMNS, read_prompts
+
+SECONDS = 20  # that a case may take
+
+TEXT = st.text(max_size=12) | st.sampled_from(
+    ["", ".", "a:b", "math", "none", "null", "../x", "/dev/null", "\0", "\ud800", "é", "1e999", "arithmetic", "jsonl"]
+)
+NUMBERS = st.integers() | st.floats() | st.sampled_from([0, -1, 1, 2**63, 2**1024, 10**400, math.inf, math.nan, 1e-320])
+SCALARS = st.none() | st.booleans() | NUMBERS | TEXT
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4), max_leaves=8
+)
+# as the settings have them, so that some cases come to what is checked last
+PLAUSIBLE: st.SearchStrategy[Any] = st.sampled_from(
+    [None, True, False, 0, 1, 2, 8, 0.5, 1.0, "fifo", "group", "gae", "dapo", [], ["rpo"], ["a"], {}]
+)
+
+
+class Written(AssertionError):
+    """A file was changed, made or removed by what only reads."""
+
+
+def attempt(call: Callable[[], Any], folder: Path | None = None) -> str:
+    """ "accepted" or "refused".
+
+    Args:
+        folder: holds all that the call may read; it must stay as it is.
+
+    Raises:
+        AssertionError: it was refused by no clear line, took too long, or something was written.
+        Exception: whatever else comes out of the call.
+    """
+    before = snapshot(folder)
+    try:
+        with at_most(SECONDS):
+            call()
+        verdict = "accepted"
+    except UserError as error:
+        verdict = "refused"
+        if len(str(error).strip()) < 6:
+            raise AssertionError(f"refused by {str(error)!r}") from error
+    if snapshot(folder) != before:
+        raise Written(f"{folder}: {sorted(map(str, before))} became {sorted(map(str, snapshot(folder)))}")
+    return verdict
+
+
+def snapshot(folder: Path | None) -> dict[Path, bytes]:
+    if folder is None:
+        return {}
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@contextmanager
+def at_most(seconds: int) -> Iterator[None]:
+    def late(*_: object) -> None:
+        raise TimeoutError(f"it takes longer than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@st.composite
+def damaged(draw: Any, data: bytes) -> bytes:
+    """The bytes of a file after a few edits; those at the beginning are the likelier."""
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, max(len(data) - 1, 0)) | st.integers(0, min(400, max(len(data) - 1, 0))))
+        kind = draw(st.sampled_from(["set", "cut", "insert", "delete", "swap"]))
+        some = draw(st.binary(max_size=9))
+        data = {
+            "set": data[:at] + some + data[at + len(some) :],
+            "cut": data[:at],
+            "insert": data[:at] + some + data[at:],
+            "delete": data[:at] + data[at + len(some) :],
+            "swap": data[at:] + data[:at],
+        }[kind]
+    return data
+
+
+@cache
+def names_of_settings() -> list[str]:
+    return [name for name, *_ in describe_settings() if "NAME" not in name]
+
+
+@st.composite
+def configurations(draw: Any) -> dict[str, Any]:
+    """Settings, some of which exist, with values that may not be what they should."""
+    values: dict[str, Any] = {}
+    for name in draw(st.lists(st.sampled_from(names_of_settings()), max_size=5)):
+        *sections, last = draw(st.just(name) | st.just(name) | st.just(f"{name}.{draw(TEXT)}")).split(".")
+        inner = values
+        for section in sections:
+            if not isinstance(inner.setdefault(section, {}), dict):
+                inner[section] = {}
+            inner = inner[section]
+        inner[last] = draw(PLAUSIBLE | VALUES)
+    return values | draw(st.dictionaries(TEXT, VALUES, max_size=1))
+
+
+def configuration(data: Any, folder: Path) -> str:
+    """As an object; what is accepted is the same after it was written and read."""
+    values = data.draw(configurations())
+
+    def check() -> None:
+        config = check_config(values, source="the settings")
+        again = check_config(yaml.safe_load(dump_config(config)), source="the settings")
+        assert dump_config(again) == dump_config(config)
+
+    return attempt(check)
+
+
+def configuration_file(data: Any, folder: Path) -> str:
+    """As YAML, damaged, and with settings of the command line."""
+    text = yaml.safe_dump({"seed": 3, "task": {"name": "arithmetic"}, "rollout": {"stop": ["a"]}}).encode()
+    (folder / "settings.yaml").write_bytes(data.draw(damaged(text) | st.binary(max_size=60)))
+    overrides = data.draw(st.lists(st.tuples(st.sampled_from(names_of_settings()) | TEXT, TEXT), max_size=2))
+    return attempt(lambda: load_config(folder / "settings.yaml", ["=".join(pair) for pair in overrides]), folder)
+
+
+def command_line(data: Any, folder: Path) -> str:
+    """By the command that trains; every one has a setting that cannot be, so that none does."""
+    (folder / "settings.yaml").write_text(yaml.safe_dump(data.draw(configurations())), encoding="utf-8")
+    overrides = data.draw(st.lists(st.tuples(st.sampled_from(names_of_settings()) | TEXT, TEXT), max_size=2))
+    command = ["train", "--config", str(folder / "settings.yaml"), "--output-dir", str(folder / "run"), "--set"]
+    command += ["=".join(pair) for pair in overrides if not pair[0].startswith("-")]
+
+    def call() -> None:
+        with redirect_stderr(io.StringIO()) as said:
+            code = main([*command, "max_steps=0"])
+        lines = said.getvalue().removesuffix("\n")
+        if code != 2 or not lines.startswith("error: ") or "\n" in lines:
+            raise AssertionError(f"{code}: {lines}")
+
+    attempt(call, folder)
+    return "refused"
+
+
+ROWS = [{"prompt": "1+1=", "answer": "2"}, {"messages": [{"role": "user", "content": "hi"}], "x": None}]
+
+
+@st.composite
+def prompt_files(draw: Any) -> bytes:
+    keys = st.sampled_from(["prompt", "messages", "role", "content", "answer", "prompts"]) | TEXT
+    values = st.recursive(
+        SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3), max_leaves=6
+    )
+    rows = draw(st.lists(st.dictionaries(keys, values, max_size=3), max_size=3))
+    text = "\n".join(json.dumps(row) for row in [*ROWS, *rows]).encode()
+    return draw(st.just(text) | damaged(text) | st.binary(max_size=40))
+
+
+def prompts(data: Any, folder: Path) -> str:
+    path = folder / "prompts.jsonl"
+    path.write_bytes(data.draw(prompt_files()))
+    return attempt(lambda: read_prompts(path, read_rows(path), PROMPT_COLUMNS), folder)
+
+
+def database_url(data: Any, folder: Path) -> str:
+    parts = [
+        "postgresql",
+        "sqlite",
+        "mysql",
+        "://",
+        ":",
+        "/",
+        "@",
+        "?",
+        "host",
+        "%",
+        "%41",
+        "[",
+        "]",
+        "5432",
+        "x=y",
+        "\0",
+    ]
+    url = "".join(data.draw(st.lists(st.sampled_from(parts) | TEXT, max_size=8)))
+    return attempt(lambda: parse_url(url))
+
+
+@cache
+def database_bytes() -> bytes:
+    """Of a database with a run of one step."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "history.db"
+        database = RetrospectiveDatabase(str(path))
+        run = database.add_run(RunFacts("qwen2", 1000, "tokens", "jsonl", "group", {"a": 1}))
+        answer = StoredAnswer(run, 1, 1, "key", "12", True, 1.0, [1, 2], [-0.5, -0.25])
+        record = StepRecord(1, 1, 0.5, 0.5, {"lengths": torch.tensor([1])}, 10)
+        database.add_step(run, record, [answer])
+        return path.read_bytes()
+
+
+def database_file(data: Any, folder: Path) -> str:
+    """Read as by `history`; a file that is refused stays as it is."""
+    path = folder / "history.db"
+    path.write_bytes(data.draw(damaged(database_bytes()) | st.binary(max_size=60)))
+    before = path.read_bytes()
+
+    def read() -> None:
+        database = RetrospectiveDatabase(str(path), create=False)
+        for run in database.runs():
+            database.trajectory(run.id)
+        database.samples()
+
+    verdict = attempt(read)  # SQLite makes files beside it
+    if path.read_bytes() != before:
+        raise Written(f"{path} was changed")
+    return verdict
+
+
+@cache
+def safetensors_bytes() -> bytes:
+    return save({"a": torch.arange(6.0).view(2, 3), "b": torch.zeros(0, dtype=torch.bfloat16)})
+
+
+@st.composite
+def safetensors_files(draw: Any) -> bytes:
+    """A file whose header may promise what is not there, and lengths beyond it."""
+    entries = st.fixed_dictionaries(
+        {},
+        optional={
+            "dtype": st.sampled_from(["F32", "BF16", "I64", "F8_E4M3", "X"]) | SCALARS,
+            "shape": st.lists(st.integers(-2, 2**63), max_size=3) | VALUES,
+            "data_offsets": st.lists(st.integers(-2, 2**64), max_size=3) | VALUES,
+        },
+    )
+    header = draw(st.dictionaries(st.sampled_from(["a", "b", "__metadata__"]) | TEXT, entries | VALUES, max_size=3))
+    text = json.dumps(header).encode()
+    length = draw(st.just(len(text)) | st.integers(0, 2**64 - 1))
+    made = struct.pack("<Q", length) + text + draw(st.binary(max_size=24))
+    return draw(st.just(made) | damaged(safetensors_bytes()))
+
+
+def tensors_of_database(data: Any, folder: Path) -> str:
+    return attempt(lambda: unpack_tensors(data.draw(safetensors_files())))
+
+
+def evaluations(data: Any, folder: Path) -> str:
+    """What a report reads of a run."""
+    save_evaluation(folder, "start", [1, 0, 1])
+    (folder / "eval_test.safetensors").write_bytes(data.draw(safetensors_files()))
+    return attempt(lambda: load_evaluations(folder), folder)
+
+
+def rows_of_run(data: Any, folder: Path) -> str:
+    """metrics.jsonl and samples.jsonl."""
+    text = b'{"step": 0, "eval/accuracy": 0.5}\n{"step": 1, "reward": null}\n'
+    (folder / "metrics.jsonl").write_bytes(data.draw(damaged(text)))
+    (folder / "samples.jsonl").write_bytes(data.draw(damaged(b'{"step": 1, "samples": [{"prompt": "a"}]}\n')))
+    return attempt(lambda: (read_metrics(folder), read_samples(folder)), folder)
+
+
+def checkpoint(data: Any, folder: Path) -> str:
+    """Damaged, and with checksums that fit, as only somebody who means it can make it."""
+    path = save_checkpoint(folder, 3, {"state": {"step": 3}, "w": torch.ones(4), "l": [1, None]}, keep=1)
+    name = data.draw(st.sampled_from(["state.json", "tensors.safetensors", CHECKSUMS]))
+    found = (path / name).read_bytes()
+    made = (
+        safetensors_files() if name == "tensors.safetensors" else VALUES.map(lambda value: json.dumps(value).encode())
+    )
+    (path / name).write_bytes(data.draw(damaged(found) | made))
+    if name != CHECKSUMS and data.draw(st.booleans()):
+        (path / CHECKSUMS).write_text(json.dumps(checksums(path)))
+    return attempt(lambda: load_checkpoint(path), folder)
+
+
+Target = Callable[[Any, Path], str]
+TARGETS: dict[str, Target] = {
+    "configurations": configuration,
+    "configuration files": configuration_file,
+    "the command line": command_line,
+    "prompt files": prompts,
+    "database URLs": database_url,
+    "database files": database_file,
+    "tensors of databases": tensors_of_database,
+    "evaluations of runs": evaluations,
+    "rows of runs": rows_of_run,
+    "checkpoints": checkpoint,
+}
+
+
+def run_target(target: Target, count: int, seed: int | None = None) -> dict[str, int]:
+    """So many cases of a target -> how many were accepted and refused; the same ones every time without a seed.
+
+    Raises:
+        AssertionError, Exception: as of :func:`attempt`, of the smallest case that was found.
+    """
+    verdicts = {"accepted": 0, "refused": 0}
+
+    @settings(max_examples=count, deadline=None, database=None, derandomize=seed is None,
+              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @given(data=st.data())
+    def one(data: Any) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            verdicts[target(data, Path(folder))] += 1
+
+    (one if seed is None else seeded(seed)(one))()
+    return verdicts
+
+
+def cases(count: int, seed: int) -> Iterator[Case]:
+    """``count`` of every target."""
+    for name, target in TARGETS.items():
+        yield Case(f"hostile input: {name}", f"{count:,} cases", seed, with_(fuzzed, target, count))
+
+
+def fuzzed(place: Place, case: Case, args: tuple[Target, int]) -> Outcome:
+    target, count = args
+    outcome = Outcome(times=count)
+    try:
+        found = run_target(target, count, case.seed)
+        outcome.times, outcome.ended = sum(found.values()), [json.dumps(found)]
+    except Exception as error:
+        notes = " ".join(getattr(error, "__notes__", ()))
+        outcome.problems.append(f"{type(error).__name__}: {error} {notes}"[:600])
+    return outcome

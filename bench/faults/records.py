@@ -1,0 +1,54 @@
+"""What came of every fault: a row each, and the table of them."""
+
+import json
+import platform
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from bench._runner import commit
+
+RECORDS = Path(__file__).parents[1] / "results" / "faults.jsonl"
+KEY = ("fault", "variant", "seed")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All rows; of those with the same key the newest."""
+    return list({tuple(row[name] for name in KEY): row for row in read_rows(path)}.values())
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """All rows of a file; none where it is not there."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def add(path: Path, row: dict[str, Any]) -> None:
+    """Appends a row, with where it is from."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    append_row(path, row, {"versions": versions | {"transformers": transformers.__version__}})
+
+
+def append_row(path: Path, row: dict[str, Any], place: dict[str, Any]) -> None:
+    """Appends a row with date, commit and ``place``, what it was made with."""
+    place = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "commit": commit()} | place
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row | place) + "\n")
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown: a line for every fault, in the order in which they came first."""
+    lines = ["| fault | in | times | survived | dates |", "|---|---|---|---|---|"]
+    for fault in dict.fromkeys(row["fault"] for row in rows):
+        found = [row for row in rows if row["fault"] == fault]
+        variants = ", ".join(dict.fromkeys(row["variant"] for row in found))
+        times = sum(row["times"] for row in found)
+        survived = sum(row["times"] for row in found if not row["problems"])
+        dates = sorted({row["date"] for row in found})
+        span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+        lines.append(f"| {fault} | {variants} | {times:,} | {survived:,} | {span} |")
+    return "\n".join(lines) + "\n"

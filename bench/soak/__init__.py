@@ -1,0 +1,1 @@
+"""Many steps and many operations: ``python -m bench.soak``. docs/trust.md has what came of it."""

@@ -1,0 +1,88 @@
+"""Faults: the harness sees what it is for, and the page has what was recorded."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from bench.faults import records
+from bench.faults.case import Case, Outcome, Place
+from bench.faults.training import Ended, differences
+from python_trainer.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from python_trainer.files import append
+from python_trainer.run import Trainer
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "trust.md"
+
+
+def test_the_page_has_the_table_of_the_records():
+    rows = records.read(records.RECORDS)
+    assert records.table(rows) in PAGE.read_text(encoding="utf-8")
+    assert all(
+        {"fault", "variant", "seed", "times", "problems", "date", "commit", "versions"} <= set(row) for row in rows
+    )
+
+
+def test_the_newest_row_of_a_case_counts(tmp_path):
+    row = {"fault": "SIGKILL", "variant": "plain", "seed": 0, "times": 3}
+    records.add(tmp_path / "rows.jsonl", row | {"problems": ["lost"]})
+    records.add(tmp_path / "rows.jsonl", row | {"problems": []})
+    records.add(tmp_path / "rows.jsonl", row | {"variant": "ppo", "problems": ["lost"]})
+    rows = records.read(tmp_path / "rows.jsonl")
+    assert [row["problems"] for row in rows] == [[], ["lost"]]
+    assert "| SIGKILL | plain, ppo | 6 | 3 |" in records.table(rows)
+
+
+@pytest.mark.slow
+def test_a_run_is_killed_by_the_command(tmp_path):
+    """In a process of its own: one that has used several threads must not be forked."""
+    rows = tmp_path / "rows.jsonl"
+    command = [sys.executable, "-m", "bench.faults", "kills", "--only", "SIGKILL, plain,"]
+    command += ["--records", str(rows), "--work-dir", str(tmp_path / "work")]
+    for _ in range(2):  # the second time there is nothing left to do
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=600)
+    (row,) = records.read(rows)
+    assert row["problems"] == [] and len(row["ended"]) == 3 and rows.read_text().count("\n") == 1
+
+
+def test_what_is_lost_is_seen(make_config, tmp_path):
+    for name in "ab":
+        Trainer(make_config(max_steps=2), tmp_path / name, console=Console(quiet=True)).run()
+    assert differences(tmp_path / "a", tmp_path / "b") == []
+    folder = tmp_path / "a" / "checkpoints"
+    state = load_checkpoint(list_checkpoints(folder)[-1])
+    name, weight = next(iter(state["model"].items()))
+    state["model"][name] = torch.nextafter(weight, torch.tensor(1e9))
+    state["state"]["policy_version"] += 1
+    save_checkpoint(folder, 2, state, keep=2)
+    append(tmp_path / "a" / "metrics.jsonl", '{"step": 3}\n')
+    assert differences(tmp_path / "a", tmp_path / "b") == [
+        "model differs", "policy_version differs: 3 and 2", "rows of metrics differ"
+    ]  # fmt: skip
+    shutil.rmtree(folder)
+    assert differences(tmp_path / "a", tmp_path / "b")[0].startswith("no checkpoint that can be read")
+
+
+@pytest.mark.parametrize(
+    ("ended", "problem"),
+    [
+        (Ended(0, ""), None),
+        (Ended(2, "error: full\n"), None),
+        (Ended(None, ""), "exit code None"),
+        (Ended(1, "Traceback (most recent call last):\nKeyError: 3\n"), "a traceback: KeyError: 3"),
+        (Ended(2, "error: a\nerror: b\n"), "2 lines of errors"),
+        (Ended(2, "nothing"), "0 lines of errors"),
+        (Ended(0, "", ["process 7 (python)"]), "left: process 7"),
+        (Ended(0, "SIGTERM: stopped after step 3, which is saved"), "step 3 was said to be saved, and is not"),
+    ],
+)
+def test_what_a_run_must_not_end_with(tmp_path, ended, problem):
+    place, outcome = Place(tmp_path, Case("x", "plain", 0, lambda place, case: Outcome())), Outcome()
+    place.check_end(outcome, ended, 0, 2)
+    assert bool(outcome.problems) == bool(problem)
+    assert problem is None or any(text.startswith(problem) for text in outcome.problems)

@@ -1,0 +1,59 @@
+"""Hostile input: the fixed share of ``python -m bench.faults fuzz``, and what it has found."""
+
+import pytest
+
+from bench.faults.fuzz import TARGETS, Written, attempt, run_target
+from python_trainer.__main__ import main
+from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
+from python_trainer.accelerators.rhyme.records import unpack_tensors
+from python_trainer.errors import UserError
+from python_trainer.run_directory import load_evaluations, read_metrics
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_whatever_comes_is_accepted_or_refused_by_one_line(name):
+    found = run_target(TARGETS[name], 60)
+    assert found["refused"] and (found["accepted"] or name == "the command line")
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), UserError(""), OSError(28, "full")])
+def test_the_search_sees_what_it_is_for(error):
+    def fails():
+        raise error
+
+    with pytest.raises((KeyError, AssertionError, OSError)):
+        run_target(lambda data, folder: attempt(fails), 5)
+    with pytest.raises(Written):
+        run_target(lambda data, folder: attempt(lambda: (folder / "made").touch(), folder), 5)
+
+
+def test_an_empty_file_is_no_database_and_stays_empty(tmp_path):
+    """Opening one wrote SQLite's header into it, though nothing was to be made."""
+    path = tmp_path / "history.db"
+    path.touch()
+    with pytest.raises(UserError, match="there is no retrospective database in .*: the file is empty"):
+        RetrospectiveDatabase(str(path), create=False)
+    assert [p.name for p in tmp_path.iterdir()] == ["history.db"] and path.read_bytes() == b""
+    assert RetrospectiveDatabase(str(path)).runs() == []  # a kill while it was made leaves such a file
+
+
+def test_damaged_files_of_a_run_are_named(tmp_path):
+    with pytest.raises(UserError, match="tensors of the retrospective database are damaged"):
+        unpack_tensors(b"\0" * 8 + b"{}")
+    (tmp_path / "eval_test.safetensors").write_bytes(b"\0" * 8)
+    with pytest.raises(UserError, match="eval_test.safetensors is damaged"):
+        load_evaluations(tmp_path)
+    for text in (b"[1]\n", b'{"step": 0}\n{"step": \n', b"\xff\n", b"[" * 100_000 + b"\n", b'{"step": "1"}\n'):
+        (tmp_path / "metrics.jsonl").write_bytes(text)
+        with pytest.raises(UserError, match="metrics.jsonl.* is damaged"):
+            read_metrics(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["a: [", "- 1", "seed: {}", "seed: -1", "\0", "task: {name: jsonl}", "x: 1"])
+def test_configurations_through_the_command_line(tmp_path, capsys, text):
+    path = tmp_path / "settings.yaml"
+    path.write_text(text)
+    assert main(["train", "--config", str(path), "--output-dir", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["settings.yaml"]

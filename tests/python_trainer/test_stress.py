@@ -1,0 +1,168 @@
+"""Numbers at their limits: whatever a reward or a model comes with, weights stay finite and are what they should be."""
+
+import math
+
+import pytest
+import torch
+from conftest import save_tiny_policy
+from paged import engine_for
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from python_trainer.config import check_config
+from python_trainer.data import Rollout
+from python_trainer.errors import NotFinite
+from python_trainer.model.policy import Policy, load_policy
+from python_trainer.model.settings import ModelConfig
+from python_trainer.rollout import Request, SamplingParams
+from python_trainer.run import make_learner
+
+
+def answers(lengths, rewards, *, vocab=64, group=4, finish="stop"):
+    """Rollouts of these lengths and rewards in groups, drawn from a uniform policy."""
+    gen = torch.Generator().manual_seed(3)
+    return [
+        Rollout(
+            [0, 0], torch.randint(0, vocab, (n,), generator=gen).tolist(), logprobs=[-math.log(vocab)] * n,
+            finish_reason=finish, group=i // group, prompt_key=i // group, reward=reward, rewards={"r": reward},
+        )
+        for i, (n, reward) in enumerate(zip(lengths, rewards, strict=True))
+    ]  # fmt: skip
+
+
+def learner_of(policy, settings, **algorithm):
+    config = {
+        **settings,
+        "algorithm": {**algorithm},
+        "rollout": {**settings["rollout"], "max_completion_length": 16384},
+    }
+    return make_learner(check_config(config, source="test"), policy)
+
+
+def policy_of(tiny_policy, vocab=64, longest=128, **sizes):
+    """A random model with any vocabulary; no text is made of its tokens."""
+    torch.manual_seed(1)
+    config = Qwen2Config(**{
+        "vocab_size": vocab, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": longest,
+        "tie_word_embeddings": True, "initializer_range": 0.2, "eos_token_id": 0, "bos_token_id": None, **sizes,
+    })  # fmt: skip
+    return Policy(
+        Qwen2ForCausalLM(config), load_policy(ModelConfig(path=str(tiny_policy), device="cpu")).tokenizer, name="random"
+    )
+
+
+def weights(policy):
+    return [p.detach().clone() for p in policy.model.parameters()]
+
+
+@pytest.fixture
+def fresh(tiny_policy, settings):
+    """A learner with the tiny policy as it is, for these settings of the algorithm."""
+
+    def make(**algorithm):
+        policy = load_policy(ModelConfig(path=str(tiny_policy), device="cpu"))
+        return learner_of(policy, settings, **algorithm)
+
+    return make
+
+
+@pytest.mark.parametrize("advantage", ["group", "rloo", "reinforce++"])
+@pytest.mark.parametrize("size", [1e-30, 1e18, 1e30])
+def test_rewards_of_any_size_count_as_those_of_one(fresh, advantage, size):
+    """Or end the update with a word, and leave the weights, where their squares are too large to compare them."""
+    lengths, rewards = [3, 5, 2, 7], [1.0, 0.0, 0.0, 1.0]
+    options = {"advantage": advantage}
+    learner, plain = fresh(**options), fresh(**options)
+    before = weights(learner.policy)
+    plain.update(answers(lengths, rewards), 1)
+    try:
+        learner.update(answers(lengths, [size * r for r in rewards]), 1)
+    except NotFinite:
+        assert all(torch.equal(a, b) for a, b in zip(before, weights(learner.policy)))
+        return
+    assert all(w.isfinite().all() for w in weights(learner.policy))
+    if size > 1 and advantage != "rloo":  # divided by their deviation
+        for found, wanted in zip(weights(learner.policy), weights(plain.policy)):
+            torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -1e30])
+@pytest.mark.parametrize("group", [1, 4])
+def test_equal_rewards_and_groups_of_one_teach_nothing(fresh, reward, group):
+    learner = fresh()
+    before = weights(learner.policy)
+    learned = learner.update(answers([3, 5, 2, 7], [reward] * 4, group=group), 1)
+    assert all(math.isfinite(value) for value in learned.values())
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(learner.policy)))
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
+def test_all_answers_truncated(fresh, loss_type):
+    learner = fresh(loss_type=loss_type, mask_truncated_completions=True)
+    before = weights(learner.policy)
+    learned = learner.update(answers([4] * 4, [1.0, 0.0, 0.0, 1.0], finish="length"), 1)
+    assert all(math.isfinite(value) for value in learned.values())
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(learner.policy)))
+
+
+@pytest.mark.parametrize("vocab", [1, 257, 262_144])
+def test_vocabularies(tiny_policy, settings, vocab):
+    policy = policy_of(tiny_policy, vocab)
+    (request,) = [Request([0, 0], num_samples=4, max_new_tokens=5)]
+    for temperature in (1.0, 1e-3):
+        drawn = engine_for(policy.model).generate([request], SamplingParams(temperature=temperature, seed=1))
+        assert all(0 <= token < vocab for answer in drawn for token in answer.ids)
+        assert all(math.isfinite(x) and x <= 0 for answer in drawn for x in answer.logprobs)
+        if temperature == 1e-3:  # as good as the largest
+            best = engine_for(policy.model).generate([request], SamplingParams(temperature=0.0))
+            assert [answer.ids for answer in drawn] == [answer.ids for answer in best]
+    learner = learner_of(policy, settings)
+    before = weights(policy)
+    learned = learner.update(answers([3, 5, 2, 7], [1.0, 0.0, 0.0, 1.0], vocab=vocab), 1)
+    assert all(math.isfinite(value) for value in learned.values())
+    after = weights(policy)
+    assert all(w.isfinite().all() for w in after)
+    assert vocab == 1 or any(not torch.equal(a, b) for a, b in zip(before, after))
+
+
+def test_a_temperature_near_zero_in_the_loss(tiny_policy, settings):
+    """Log-probabilities of tokens that are not the largest are of the order of -1000s."""
+    policy = load_policy(ModelConfig(path=str(tiny_policy), device="cpu"))
+    config = {**settings, "rollout": {**settings["rollout"], "temperature": 1e-3}}
+    learner = make_learner(check_config(config, source="test"), policy)
+    learned = learner.update(answers([3, 5, 2, 7], [1.0, 0.0, 0.0, 1.0]), 1)
+    assert all(math.isfinite(value) for value in learned.values())
+    assert all(w.isfinite().all() for w in weights(policy))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_one_token_beside_sixteen_thousand(tiny_policy, settings, loss_type):
+    """The loss weighs both as it says: per answer with grpo, where the short one counts as much as the long one."""
+    gradients = []
+    for lengths in ([1, 16_000], [1, 16]):
+        policy = policy_of(tiny_policy, longest=16_384, hidden_size=8)
+        learner = learner_of(policy, settings, loss_type=loss_type)
+        learned = learner.update(answers(lengths, [1.0, 0.0], group=2), 1)
+        assert all(math.isfinite(value) for value in learned.values())
+        assert all(w.isfinite().all() for w in weights(policy))
+        gradients.append(learned["grad_norm"])
+    assert gradients[0] > 0
+    # with dapo 16,001 tokens share the loss, and the first answer's token is one of them
+    assert (gradients[0] > 0.1 * gradients[1]) or loss_type == "dapo"
+
+
+def test_bfloat16_gradients_over_many_micro_batches(tmp_path, settings):
+    """Over 128 micro-batches they are as near to those in float64 as over a single one."""
+    rows = answers([8] * 128, [float(i % 4 == 0) for i in range(128)])
+    norms = {}
+    for dtype, tokens in (("float32", 1 << 20), ("bfloat16", 1 << 20), ("bfloat16", 1)):
+        folder = save_tiny_policy(tmp_path / f"{dtype}-{tokens}")
+        policy = load_policy(ModelConfig(path=str(folder), device="cpu", dtype=dtype))
+        config = {**settings, "optimizer": {"learning_rate": 1e-3, "micro_batch_tokens": tokens}}
+        learner = make_learner(check_config(config, source="test"), policy)
+        norms[dtype, tokens] = learner.update(rows, 1)["grad_norm"]
+        assert all(w.isfinite().all() for w in weights(policy))
+    gold = norms["float32", 1 << 20]
+    whole, parts = (abs(norms["bfloat16", tokens] / gold - 1) for tokens in (1 << 20, 1))
+    assert parts <= max(2 * whole, 0.02), (norms, whole, parts)
