@@ -249,7 +249,7 @@ def commit() -> str:
         return subprocess.run(["git", *command], capture_output=True, text=True, cwd=FOLDER, check=True).stdout.strip()
 
     try:
-        dirty = git("status", "--porcelain", "--untracked-files=no", "--", "..", ":(exclude)results.csv")
+        dirty = git("status", "--porcelain", "--untracked-files=no", "--", "..", ":(exclude)results*")
         return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if dirty else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

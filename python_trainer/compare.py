@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -12,7 +13,10 @@ from python_trainer.config import Config, changed_settings, check_config, dump_c
 from python_trainer.errors import UserError
 from python_trainer.report.runs import BASELINE
 from python_trainer.report.write import report
-from python_trainer.run_directory import load_evaluations
+from python_trainer.run_directory import load_evaluations, read_metrics
+
+if TYPE_CHECKING:
+    from python_trainer.evaluation import Evaluated
 
 
 def enabled_in(variant: str) -> list[str]:
@@ -84,9 +88,17 @@ def train_once(
     if not finished(folder):
         from python_trainer.run import Trainer  # seconds, which a mistake in the arguments need not cost
 
-        others = siblings if config.evaluation.one_answer else ()
-        starts = (found["start"].tolist() for found in map(load_evaluations, others) if "start" in found)
-        Trainer(config, folder, resume=True, label=label, console=console, timer=timer, start=next(starts, None)).run()
+        start = next((found for found in map(known_start, siblings) if found is not None), None)
+        Trainer(config, folder, resume=True, label=label, console=console, timer=timer, start=start).run()
+
+
+def known_start(folder: Path) -> "Evaluated | None":
+    """The evaluation before the first step, as a run has kept it; None: it has not come that far."""
+    answers, rows = load_evaluations(folder).get("start"), read_metrics(folder)
+    if answers is None or not rows:
+        return None
+    found = {name: value for name, value in rows[0].items() if name.startswith("eval/") and value is not None}
+    return found, answers.tolist()
 
 
 def finished(folder: Path) -> bool:

@@ -22,6 +22,9 @@ from python_trainer.rollout.settings import RolloutConfig
 from python_trainer.settings import Fitted, Plugin, Section
 from python_trainer.tasks.settings import TaskSettings
 
+CONFIGS = Path(__file__).parent / "configs"  # in the repository a link to the folder at its root
+SERVER_STOPS = 4  # stop strings in a request to vLLM's server
+
 
 class SaveConfig(Section):
     """Checkpoints and the final model."""
@@ -30,6 +33,9 @@ class SaveConfig(Section):
     """Write a checkpoint every so many steps; 0 for none in between."""
     save_total_limit: int = Field(2, ge=1)
     """Newest checkpoints to keep."""
+    older_moments: bool = True
+    """Keep the optimizer's moments in checkpoints before the newest too, two thirds of their size in float32; false: a
+    run whose newest checkpoint is damaged goes on from the one before with new moments."""
     save_best: bool = True
     """Keep the one with the best evaluation too. Costs room on the disk for one more, and no time: it is one of those
     that were written."""
@@ -103,6 +109,11 @@ class Config(Section):
             )
         if self.rollout.vllm_server is not None and self.rollout.engine != "vllm":
             raise ValueError(f"rollout.vllm_server needs rollout.engine vllm, got {self.rollout.engine}")
+        if self.rollout.vllm_server is not None and len(self.rollout.stop) > SERVER_STOPS:
+            raise ValueError(
+                f"rollout.stop must have at most {SERVER_STOPS} strings with rollout.vllm_server, which takes no more, "
+                f"got {len(self.rollout.stop)}"
+            )
         if self.rollout.engine == "vllm" and self.rollout.workers > 1:
             raise ValueError(f"rollout.workers must be 1 with rollout.engine vllm, got {self.rollout.workers}")
         if self.task.environment is not None and self.rollout.workers > 1:
@@ -160,17 +171,26 @@ class Config(Section):
                         f"accelerators.enabled: {accelerator.name} needs parallel=none, got {self.parallel}, which "
                         f"allows {able}"
                     )
+            if self.parallel == "fsdp2" and not self.save.older_moments:
+                raise ValueError("save.older_moments must be true with parallel=fsdp2, got false")
             if self.rollout.engine == "vllm":
                 raise ValueError(f"rollout.engine vllm needs parallel=none, got {self.parallel}")
         return self
+
+
+def config_file(path: str | Path) -> Path:
+    """The file itself, or where there is none of a bare name the one that is shipped under it."""
+    given, shipped = Path(path), CONFIGS / f"{path}.yaml"
+    return shipped if given.name == str(path) and not given.exists() and shipped.exists() else given
 
 
 def load_config(source: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> Config:
     """Settings from a YAML file or a nested mapping, checked; what neither says is default.
 
     Args:
-        source: file or mapping. In a mapping a task, reward, accelerator, loss, advantage or callback may be the object
-            itself (of accelerators and callbacks the class) instead of a name.
+        source: file, name of one that is shipped (``smoke``), or mapping. In a mapping a task, reward, accelerator,
+            loss, advantage or callback may be the object itself (of accelerators and callbacks the class) instead of a
+            name.
         overrides: ``a.b=value``, whose values are YAML.
 
     Raises:
@@ -180,9 +200,12 @@ def load_config(source: str | Path | Mapping[str, Any] | None, overrides: Sequen
     values: Any = own_copy(source) if isinstance(source, Mapping) else {}
     if path is not None:
         try:
-            values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            values = yaml.safe_load(config_file(path).read_text(encoding="utf-8"))
         except OSError as error:
-            raise UserError(f"cannot read the config file {path}: {error.strerror}") from error
+            shipped = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.yaml")))
+            raise UserError(
+                f"cannot read the config file {path}: {error.strerror}; those that are shipped go by name: {shipped}"
+            ) from error
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
         values = {} if values is None else values

@@ -81,6 +81,11 @@ class Rollout:
         """The generated tokens."""
         return self.response_ids[self.prefix_len :]
 
+    @property
+    def written(self) -> int:
+        """How many tokens the policy has generated."""
+        return len(self.logprobs) if self.response_mask is None else sum(self.response_mask[self.prefix_len :])
+
     def become(self, copy: "Rollout") -> None:
         """Takes over what another process has generated in its copy."""
         self.response_ids, self.logprobs, self.finish_reason = copy.response_ids, copy.logprobs, copy.finish_reason

@@ -1,6 +1,8 @@
 """Errors that end a run in one line, without a traceback."""
 
+import os
 import re
+import sys
 from collections.abc import Sequence
 
 
@@ -24,7 +26,19 @@ class NotFinite(Exception):
         self.samples = list(samples)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Python's, that of C++, torch's on a CPU or torch's on a GPU."""
+    said = ("can't allocate memory", "Cannot allocate memory", "not enough memory", "out of memory", "bad_alloc")
+    return isinstance(error, MemoryError) or any(text in str(error) for text in said)
+
+
 def hide_passwords(text: str) -> str:
     """With *** for the password of every URL in it: of ``scheme://user:password@host`` and of ``?password=``."""
     text = re.sub(r"(://[^:/@\s]*:)[^@\s]*@", r"\1***@", text)
     return re.sub(r"([?&]password=)[^&\s'\"]*", r"\1***", text)
+
+
+def tell(message: str) -> None:
+    """Once, whatever the number of processes that torchrun started."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(message, file=sys.stderr)

@@ -1,13 +1,12 @@
 """How a run is evaluated: the answers to test and gate prompts, their metrics, and what they tell the user."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from statistics import fmean
 
 from python_trainer.config import Config
 from python_trainer.data import Group
 from python_trainer.errors import UserError
-from python_trainer.evaluation import EvaluationSampling, PromptSet, by_prompt, metrics_of
+from python_trainer.evaluation import Evaluated, EvaluationSampling, PromptSet, by_prompt, metrics_of
 from python_trainer.keyed import keyed_seed
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.run_directory import save_evaluation
@@ -111,7 +110,7 @@ class EvaluatingLoop(TrainingLoop):
         """Accuracy of the answers of :meth:`answer_split`."""
         return fmean(self.answer_split(split, first_rows(limit)).accuracy)
 
-    def evaluation_row(self, name: str | None = None, known: Sequence[float] | None = None) -> dict[str, float]:
+    def evaluation_row(self, name: str | None = None, known: Evaluated | None = None) -> dict[str, float]:
         """Evaluates on the test split, and notes when the target was reached; with a name, each result is kept."""
         state, settings = self.state, self.config.evaluation
         if not self.prompts["test"]:
@@ -120,11 +119,11 @@ class EvaluatingLoop(TrainingLoop):
         with self.clock.measure("eval"):
             rows = first_rows(settings.eval_limit_during if name is None else settings.eval_limit)
             self._work = "evaluation"
-            row, correct = self._evaluate_all(rows) if known is None else ({"eval/accuracy": fmean(known)}, known)
+            row, correct = known or self._evaluate_all(rows)
             self._work = "answers"
             if name is not None:
                 save_evaluation(self.folder, name, correct)
-                state.results[name] = row
+                state.results[name] = dict(row)
         accuracy, target = row["eval/accuracy"], settings.target_accuracy
         self._note_collapse(accuracy, len(correct))
         state.evaluations.append([state.step, accuracy, accuracy if state.judged else row.get("eval/reward", accuracy)])
@@ -134,8 +133,8 @@ class EvaluatingLoop(TrainingLoop):
             state.tokens_to_target = state.counts.get("generated_tokens", 0)
         return dict(row)
 
-    def _evaluate_all(self, rows: range | None) -> tuple[dict[str, float], Sequence[float]]:
-        """Metrics of these prompts of all test sets, and how often each of the task's own was answered right."""
+    def _evaluate_all(self, rows: range | None) -> Evaluated:
+        """Of these prompts of all test sets."""
         settings = self.config.evaluation
         scores = self.answer_split("test", rows)
         row = {f"eval/{name}": value for name, value in metrics_of(scores, settings).items()}

@@ -1,7 +1,7 @@
 """Evaluation: its settings, the prompts of a test set, and what the answers to them say."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Annotated, Any
@@ -67,10 +67,9 @@ class EvaluationConfig(EvaluationSampling):
             raise ValueError("stop_at_target needs eval_steps above 0, got 0")
         return self
 
-    @property
-    def one_answer(self) -> bool:
-        """Whether right or wrong for every prompt of the task's own test set is all there is to know."""
-        return self.samples == 1 and not self.sets
+
+# metrics of all test sets, and how often each prompt of the task's own was answered right
+Evaluated = tuple[Mapping[str, float], Sequence[float]]
 
 
 @dataclass(frozen=True)

@@ -200,8 +200,10 @@ def pass_gate(
     model = config.model.model_copy(update={"path": str(base), "revision": None})
     accelerators = config.accelerators.model_copy(update={"enabled": []})
     algorithm = config.algorithm.model_copy(update={"beta": 0.0, "advantage": "group"})  # neither reference nor critic
+    kept = config.optimizer.model_copy(update={"offload": False})  # masters are written and read here
     with TemporaryDirectory() as folder:
         changes = {"model": model, "accelerators": accelerators, "algorithm": algorithm, "parallel": "none"}
+        changes |= {"optimizer": kept}
         trainer = Trainer(config.model_copy(update=changes), Path(folder), console=Console(quiet=True))
     settings.check_gate(len(trainer.task.gate))
     put(trainer.policy.model, last)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from safetensors import SafetensorError
 
 import rlkernels.backend
 from python_trainer.accelerators.base import RunContext
@@ -20,11 +21,12 @@ from python_trainer.distributed import RankGroup
 from python_trainer.environment import ENVIRONMENTS
 from python_trainer.errors import UserError
 from python_trainer.evaluating import EvaluatingLoop
-from python_trainer.evaluation import PromptSet
+from python_trainer.evaluation import Evaluated, PromptSet
 from python_trainer.files import publish, write_text
 from python_trainer.keyed import keyed_seed
 from python_trainer.learner import Learner, bytes_to_come
-from python_trainer.model.policy import Policy, load_policy, set_matmul_precision
+from python_trainer.model.policy import Policy, set_matmul_precision
+from python_trainer.plan.command import needs_recomputing
 from python_trainer.rollout.episodes import EpisodeEngine, opening
 from python_trainer.rollout.make import make_engine
 from python_trainer.run_state import Clock, RunState, device_name, summarise
@@ -67,8 +69,8 @@ class Trainer(EvaluatingLoop, SavingLoop):
         config: all settings.
         output_dir: the run directory; made when it does not exist.
         callbacks: more than those in the settings: objects, classes, names or ``module:Class``.
-        start: 1 or 0 for every prompt of the first evaluation, where a run of the same policy, task and seed has it
-            already and ``evaluation.one_answer`` holds.
+        start: metrics of the first evaluation and what each prompt was answered with in it, where a run of the same
+            policy, task and seed has them already, as :func:`python_trainer.compare.known_start` finds them.
         ranks: the processes that share the run, by :func:`python_trainer.distributed.start`; None: this one alone.
         resume: go on from the newest checkpoint in it, if there is one.
         timer: the clock that all seconds are read from; ``time.process_time`` counts the work of this program alone.
@@ -87,7 +89,7 @@ class Trainer(EvaluatingLoop, SavingLoop):
         label: str = "train",
         console: Console | None = None,
         timer: Callable[[], float] = time.perf_counter,
-        start: Sequence[float] | None = None,
+        start: Evaluated | None = None,
         ranks: RankGroup | None = None,
     ):
         self.config, self.label, self.timer, self.ranks = config, label, timer, ranks or RankGroup()
@@ -135,7 +137,11 @@ class Trainer(EvaluatingLoop, SavingLoop):
         splits = ["train", "test"]
         for settings in config.accelerators.chosen():
             splits += settings.splits(self.task)
-        self.policy = load_policy(config.model)
+        recompute = self.ranks.first(needs_recomputing(config, self.ranks.size))
+        if recompute:
+            self._note("model.gradient_checkpointing: auto recomputes activations, which would not fit otherwise")
+        model = config.model.model_copy(update={"gradient_checkpointing": True}) if recompute else config.model
+        self.policy = self.ranks.load(model, self._note)
         self.policy.chat_template_kwargs = config.task.chat_template_kwargs
         for task in (self.task, *named.values()):
             for function in task.reward_functions.values():
@@ -146,9 +152,9 @@ class Trainer(EvaluatingLoop, SavingLoop):
             self._prompts(split)
         if not self.prompts["train"]:
             raise self._no_prompts("train")
-        self.ranks.prepare(self.policy)
         shards = self.ranks.size if config.parallel == "fsdp2" else 1
-        reserved = bytes_to_come(self.policy, config.algorithm, config.critic, shards)
+        offload = config.optimizer.offload and self.policy.device.type != "cpu"
+        reserved = bytes_to_come(self.policy, config.algorithm, config.critic, shards, offload=offload)
         engine = make_engine(config.rollout, config.model, self.policy, output_dir, reserved_bytes=reserved)
         if self.environment is not None:
             engine = EpisodeEngine(
@@ -197,31 +203,41 @@ class Trainer(EvaluatingLoop, SavingLoop):
 
     def _heed_length(self, split: str) -> None:
         """A prompt that leaves no room for an answer ends the run, or is dropped where task.overlong says so."""
-        length = self._longest(self._sampling(split))
         examples, prompts = getattr(self.task, split), self.prompts[split]
+        length, drop = self._longest(self._sampling(split)), self.config.task.overlong == "drop"
+        left, kept = self._fitting(split, examples, prompts, length, drop=drop)
+        if len(left) < len(examples):
+            fewer: dict[str, Any] = {split: left}
+            self.task, self.prompts[split] = replace(self.task, **fewer), kept
+            for settings in self.config.accelerators.chosen():
+                settings.splits(self.task)  # may be too few by now
+
+    def _fitting(
+        self, name: str, examples: Sequence[Example], prompts: list[list[int]], length: int, *, drop: bool
+    ) -> tuple[Sequence[Example], list[list[int]]]:
+        """Examples and prompts that leave room for an answer of this length; UserError where not all do, or none."""
         room = self.policy.room(length)
         kept = [row for row, ids in enumerate(prompts) if len(ids) <= room]
-        if self.config.task.overlong == "drop" and len(kept) < len(prompts):
+        if drop and len(kept) < len(prompts):
             longest = max(range(len(prompts)), key=lambda row: len(prompts[row]))
-            counts = f"{len(prompts) - len(kept)} of {len(prompts)} {split} prompts dropped (task.overlong)"
+            counts = f"{len(prompts) - len(kept)} of {len(prompts)} {name} prompts dropped (task.overlong)"
             about = f"{counts}: more than {room} tokens"
             if not kept:
                 raise UserError(f"{about}; none is left")
             self._note(f"{about}; the longest is {examples[longest].place or longest} with {len(prompts[longest])}")
-            examples, prompts = ([rows[row] for row in kept] for rows in (examples, prompts))
-            left: dict[str, Any] = {split: examples}
-            self.task, self.prompts[split] = replace(self.task, **left), prompts
-            for settings in self.config.accelerators.chosen():
-                settings.splits(self.task)  # may be too few by now
-        self.policy.check_room(split, examples, prompts, length)
+            examples, prompts = [examples[row] for row in kept], [prompts[row] for row in kept]
+        self.policy.check_room(name, examples, prompts, length)
+        return examples, prompts
 
     def _named_set(self, name: str, task: Task) -> PromptSet:
-        sampling = self.config.evaluation.sets[name]
-        prompts, longest = self.policy.encode(self._asked(task.test)), self._longest(sampling)
-        self.policy.check_room(f"evaluation.sets.{name}", task.test, prompts, longest)
+        settings, sampling = self.config.task_of_set(name), self.config.evaluation.sets[name]
+        prompts = self.policy.encode(self._asked(task.test))
         if not prompts:
             raise UserError(f"evaluation.sets.{name}.task has no test prompts")
-        return PromptSet(f"set {name}", task, task.test, prompts, sampling)
+        examples, prompts = self._fitting(
+            f"evaluation.sets.{name}", task.test, prompts, self._longest(sampling), drop=settings.overlong == "drop"
+        )
+        return PromptSet(f"set {name}", task, examples, prompts, sampling)
 
     def _heed_limit_of_engine(self) -> None:
         """Where it is below the model's, answers would otherwise end early without a word."""
@@ -269,8 +285,11 @@ class Trainer(EvaluatingLoop, SavingLoop):
         config, state = self.config, self.state
         if config.save.save_model and self.ranks.rank == 0:
             aside = self.folder / MODEL_ASIDE
-            self.policy.save(aside)
-            publish(aside, self.folder / "model")
+            try:
+                self.policy.save(aside)
+                publish(aside, self.folder / "model")
+            except (OSError, SafetensorError) as error:
+                raise UserError(f"{self.folder / 'model'} cannot be written: {error}; {self._kept()}") from error
         summary = summarise(state, self.clock.seconds, wall_s=self._wall_seconds())
         summary |= {"target_accuracy": config.evaluation.target_accuracy, "device": device_name(self.policy.device)}
         summary["accelerators"] = {accelerator.name: accelerator.summary() for accelerator in self.accelerators}

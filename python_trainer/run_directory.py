@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from python_trainer.errors import UserError
@@ -59,35 +60,63 @@ def check_new(folder: Path) -> None:
 
 def read_lines(path: Path) -> list[str]:
     """Lines that were written to their end; a kill can leave half of one."""
-    text = path.read_text(encoding="utf-8")
-    return text[: text.rfind("\n") + 1].splitlines()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is damaged ({error})") from error
+    return text[: text.rfind("\n") + 1].split("\n")[:-1]
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Rows with a number ``step`` each, of the lines that were written to their end.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    rows = []
+    for number, line in enumerate(read_lines(path), start=1):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path}:{number} is damaged ({error})") from error
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise UserError(f"{path}:{number} is damaged: no object with a step")
+        rows.append(row)
+    return rows
 
 
 def lines_until(path: Path, step: int | None) -> list[str]:
     """Lines of a file of rows up to a step; none for step None or a file that is not there."""
     if step is None or not path.exists():
         return []
-    return [line for line in read_lines(path) if json.loads(line)["step"] <= step]
+    return [line for line, row in zip(read_lines(path), read_json_lines(path)) if row["step"] <= step]
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """All rows of a run."""
     path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in read_lines(path)] if path.exists() else []
+    return read_json_lines(path) if path.exists() else []
 
 
 def read_samples(folder: Path) -> dict[int, list[dict[str, Any]]]:
     """Step -> the answers kept of it, as :func:`choose_samples` gives them; empty where a run has none."""
     path = folder / "samples.jsonl"
-    rows = map(json.loads, read_lines(path)) if path.exists() else ()
-    return {row["step"]: row["samples"] for row in rows}
+    rows = read_json_lines(path) if path.exists() else ()
+    return {row["step"]: row["samples"] for row in rows if "samples" in row}
 
 
 def load_evaluations(folder: Path) -> dict[str, numpy.ndarray]:
     """``start`` and ``final``: [N], 1 where the answer to a test prompt was right (uint8), or with several answers the
-    share of right ones (float32); empty when there are none."""
+    share of right ones (float32); empty when there are none.
+
+    Raises:
+        UserError: the file is damaged.
+    """
     path = folder / EVALUATIONS
-    return dict(load_file(path)) if path.exists() else {}
+    try:
+        return dict(load_file(path)) if path.exists() else {}
+    except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{path} is damaged ({' '.join(str(error).split())})") from error
 
 
 def save_evaluation(folder: Path, name: str, correct: Sequence[float]) -> None:

@@ -19,7 +19,7 @@ from python_trainer.data import Example, Rollout
 from python_trainer.errors import Interrupted, NotFinite, UserError
 from python_trainer.files import check_output_dir, publish, write_text
 from python_trainer.keyed import prompt_order
-from python_trainer.learner import Learner
+from python_trainer.learner import Learner, without_moments
 from python_trainer.model.optimizer import learning_rate
 from python_trainer.model.packing import micro_batches, pack
 from python_trainer.model.policy import Policy, load_policy, set_matmul_precision
@@ -196,9 +196,9 @@ class Sft:
 
     def _save(self) -> None:
         state = {"step": self.step, "steps": len(self.batches), "seconds": self.seconds, "before": self.before}
-        save_checkpoint(
-            self.checkpoints, self.step, state | self.learner.state_dict(), keep=self.config.save.save_total_limit
-        )
+        settings = self.config.save
+        save_checkpoint(self.checkpoints, self.step, state | self.learner.state_dict(), keep=settings.save_total_limit,
+                        older=None if settings.older_moments else without_moments)  # fmt: skip
 
     def _finish(self) -> dict[str, Any]:
         """Writes the model and the summary."""

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
 from python_trainer.algorithms.advantages import group_statistics
-from python_trainer.data import Rollout
+from python_trainer.data import Rollout, merits
 from python_trainer.files import append, write_text
 from python_trainer.run_directory import lines_until
 
@@ -41,7 +41,7 @@ def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "frac_reward_zero_std": float((deviation == 0).double().mean()),
         "accuracy": sum(rollout.accuracy for rollout in rollouts) / len(rollouts),
         "completions/clipped_ratio": 1 - len(ended) / len(rollouts),
-        "completions/generated_length": sum(len(rollout.logprobs) for rollout in rollouts) / len(rollouts),
+        "completions/generated_length": sum(rollout.written for rollout in rollouts) / len(rollouts),
     }
     episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
     if episodes:
@@ -69,13 +69,13 @@ def choose_samples(
 ) -> list[dict[str, Any]]:
     """Up to SAMPLES answers of a step for samples.jsonl: a right one and a wrong one if there are, then of others.
 
-    ``asked`` gives the prompt that an answer is to, as people wrote it; None: its tokens, decoded.
+    Where nothing is right or wrong, the best and the worst take their places, and the accuracy is None. ``asked`` gives
+    the prompt that an answer is to, as people wrote it; None: its tokens, decoded.
     """
     fresh = [rollout for rollout in rollouts if rollout.importance_cap is None]
-    right = [i for i, rollout in enumerate(fresh) if rollout.accuracy > 0.5]
-    wrong = [i for i, rollout in enumerate(fresh) if rollout.accuracy <= 0.5]
+    worth = merits(fresh)
     first = list({rollout.group: i for i, rollout in reversed(list(enumerate(fresh)))}.values())[::-1]  # of each prompt
-    pair = [*right[:1], *wrong[:1]]
+    pair = [worth.index(extreme(worth)) for extreme in (max, min) if worth]
     others = [i for i in first if fresh[i].group not in {fresh[j].group for j in pair}]
     chosen = list(dict.fromkeys([*pair, *others, *range(len(fresh))]))[:SAMPLES]
     return [
@@ -84,7 +84,7 @@ def choose_samples(
             "given": decode(rollout.response_ids[: rollout.prefix_len])[:SAMPLE_CHARACTERS],
             "answer": rollout.text[:SAMPLE_CHARACTERS],
             "reward": finite(rollout.reward),
-            "accuracy": rollout.accuracy,
+            "accuracy": rollout.accuracy if rollout.merit is None else None,
             "tokens": len(rollout.response_ids),
             "given_tokens": rollout.prefix_len,
             "finish_reason": rollout.finish_reason,

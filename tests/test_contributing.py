@@ -1,5 +1,6 @@
 """The examples of CONTRIBUTING.md: each is written to a folder and run by the command beside it."""
 
+import ast
 import json
 import os
 import re
@@ -71,3 +72,15 @@ def test_every_file_of_a_step_is_there():
     assert len(set(named)) >= 12
     for name in named:
         assert (ROOT / "python_trainer" / name).is_file(), name
+
+
+def test_functions_and_files_are_as_short_as_the_style_says():
+    """Functions under 90 lines, files under 400."""
+    paths = [path for folder in ("rlkernels", "python_trainer", "bench") for path in (ROOT / folder).rglob("*.py")]
+    assert len(paths) > 100
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        assert len(text.splitlines()) < 400, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno - node.lineno < 89, f"{path}: {node.name}"

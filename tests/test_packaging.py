@@ -34,8 +34,8 @@ def packages(*kinds: str) -> set[str]:
 
 
 def wheel(folder: Path, **env: str) -> Path:
-    own = ["build", "--build-lib", str(folder / "lib"), "bdist_wheel", "-d", str(folder), "-b", str(folder / "build")]
-    setup("egg_info", "-e", str(folder), *own, **env)
+    own = ["build", "--build-lib", str(folder / "lib"), "bdist_wheel", "--skip-build"]
+    setup("egg_info", "-e", str(folder), *own, "-d", str(folder), "-b", str(folder / "build"), **env)
     return next(folder.glob("*.whl"))
 
 
@@ -63,6 +63,7 @@ def test_wheel_without_the_extension(tmp_path):
     path = wheel(tmp_path, RLKERNELS_NO_EXTENSION="1")
     names = set(zipfile.ZipFile(path).namelist())
     assert packages("**/*.py", "**/*.pyi", "**/py.typed", "proven.json") <= names
+    assert {f"python_trainer/configs/{path.name}" for path in ROOT.glob("configs/*.yaml")} <= names
     assert not any(name.endswith(".so") or name.startswith(("tests/", "bench/", "csrc/")) for name in names)
     zipfile.ZipFile(path).extractall(tmp_path / "site")
     assert "extension is missing" in python_in(tmp_path / "site", CODE.format(site=str(tmp_path / "site")))

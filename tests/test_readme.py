@@ -7,23 +7,27 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TEXT = (ROOT / "README.md").read_text()
+TEXT = "\n".join((ROOT / name).read_text() for name in ("README.md", "docs/install.md", "docs/speed.md"))
 PAGES = [
     ROOT / name
     for name in (
         "README.md",
         "docs/algorithms.md",
         "docs/alpha.md",
+        "docs/claims.md",
         "docs/data.md",
         "docs/environments.md",
         "docs/guide.md",
         "docs/history.md",
+        "docs/install.md",
+        "docs/ops.md",
         "docs/other_trainers.md",
         "docs/prefix_cache.md",
         "docs/probe.md",
         "docs/python_api.md",
         "docs/rank1.md",
         "docs/rhyme.md",
+        "docs/curriculum.md",
         "docs/rpo.md",
         "docs/scale.md",
         "docs/sft.md",
@@ -42,7 +46,7 @@ PAGES = [
 @pytest.mark.parametrize(
     ("page", "count"),
     [
-        ("README.md", 5),
+        ("docs/ops.md", 5),
         ("docs/prefix_cache.md", 1),
         ("docs/python_api.md", 1),
         ("docs/rank1.md", 1),
@@ -56,14 +60,22 @@ def test_python_examples_run(page, count):
     blocks = [textwrap.dedent(b) for b in re.findall(r"^ *```python\n(.*?)```", text, re.S | re.M)]
     assert len(blocks) >= count
     names: dict = {}
-    for block in blocks if page == "README.md" else blocks[:count]:
+    for block in blocks[:count]:
         exec(compile(block, page, "exec"), names)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
-        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", page.read_text()):
+        file = page.parent / target if target else page
+        assert file.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(file.read_text()), f"{page.name} links to {target}#{anchor}"
+
+
+def anchors(text: str) -> set[str]:
+    """What the headings of a page are called in links."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^ *```.*?^ *```", "", text, flags=re.S | re.M), re.M)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
 
 def test_make_targets_exist():

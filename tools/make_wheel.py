@@ -47,7 +47,8 @@ def main() -> None:
         # the CUDA kernels would need the libraries of one CUDA version
         # in folders of its own: setuptools leaves files of earlier builds, whose sources may be gone, where they are
         build = ("build", "--build-lib", f"{folder}/lib")
-        wheel_of = ("bdist_wheel", "--bdist-dir", f"{folder}/wheel", "--dist-dir", folder)
+        # skip-build: it would build the extension a second time, with flags that have changed by then
+        wheel_of = ("bdist_wheel", "--skip-build", "--bdist-dir", f"{folder}/wheel", "--dist-dir", folder)
         run("setup.py", "-q", *build, *wheel_of, RLKERNELS_NO_CUDA="1")
         (wheel,) = Path(folder).glob("*.whl")
         repair(pin_torch(wheel, torch.__version__), ROOT / "dist")

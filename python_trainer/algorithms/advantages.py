@@ -73,12 +73,21 @@ def group_statistics(rewards: torch.Tensor, groups: torch.Tensor) -> tuple[torch
     count = int(index.max()) + 1 if index.numel() else 0
     size = rewards.new_zeros(count).index_add_(0, index, torch.ones_like(rewards))[index]
     mean = (rewards.new_zeros(count).index_add_(0, index, rewards))[index] / size
-    square = rewards.new_zeros(count).index_add_(0, index, (rewards - mean) ** 2)[index]
     # equal rewards can leave a rounding error in the mean, which a division by (almost) zero would blow up
     low = rewards.new_full((count,), torch.inf).scatter_reduce_(0, index, rewards, "amin")[index]
     high = rewards.new_full((count,), -torch.inf).scatter_reduce_(0, index, rewards, "amax")[index]
-    std = torch.where(low == high, 0.0, (square / (size - 1).clamp(min=1)).sqrt())
+    scale = scale_of(high - low)
+    square = rewards.new_zeros(count).index_add_(0, index, ((rewards - mean) / scale) ** 2)[index]
+    std = torch.where(low == high, 0.0, scale * (square / (size - 1).clamp(min=1)).sqrt())
     return size, torch.where(low == high, rewards, mean), std
+
+
+def scale_of(values: torch.Tensor) -> torch.Tensor:
+    """Of each value that is not negative a power of two not far above it, 1 for those below 1.
+
+    Dividing by it is exact, and the squares of what is left are within float32 where those of 1e20 are not.
+    """
+    return torch.exp2(torch.frexp(values).exponent.clamp(0, 126).to(values.dtype))
 
 
 def group_advantages(
@@ -100,7 +109,8 @@ def group_advantages(
     if scale_rewards == "group":
         return (rewards - mean) / (std + epsilon)
     if scale_rewards == "batch":
-        return (rewards - mean) / ((rewards.std() if rewards.numel() > 1 else 0.0) + epsilon)
+        scale = scale_of(rewards.abs().amax()) if rewards.numel() else 1.0
+        return (rewards - mean) / ((scale * (rewards / scale).std() if rewards.numel() > 1 else 0.0) + epsilon)
     if scale_rewards == "none":
         return rewards - mean
     raise ValueError(f"scale_rewards must be 'group', 'batch' or 'none', got {scale_rewards!r}")
@@ -160,8 +170,10 @@ def whiten(values: torch.Tensor, mask: torch.Tensor, *, epsilon: float = 1e-8) -
     kept = values[mask]
     if kept.numel() == 0:
         return torch.zeros_like(values)
-    variance, mean = torch.var_mean(kept) if kept.numel() > 1 else (torch.ones_like(kept[0]), kept[0])
-    scaled = (values - mean) * torch.rsqrt(variance + epsilon)
+    scale = scale_of(kept.abs().amax())
+    kept = kept / scale
+    variance, mean = torch.var_mean(kept) if kept.numel() > 1 else (torch.ones_like(kept[0]) / scale**2, kept[0])
+    scaled = (values / scale - mean) * torch.rsqrt(variance + epsilon / scale**2)
     return torch.where(mask, scaled, 0.0)
 
 

@@ -17,7 +17,7 @@ from python_trainer.config import settings_used
 from python_trainer.files import write_text
 from python_trainer.report.curve import AXES, COLOURS, SECONDS, STEP, TOKENS, colours_of, paint_accuracy, width_of
 from python_trainer.report.runs import Run, accelerators_of, by_variant, counters_of
-from python_trainer.report.tables import printable
+from python_trainer.report.tables import printable, verdict
 from python_trainer.report.verdict import caveats, verdicts
 from python_trainer.run_directory import read_metrics, read_samples
 
@@ -287,7 +287,7 @@ def write_page(
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["printable"] = printable
+    environment.filters |= {"printable": printable, "verdict": verdict}
     text = environment.get_template("report.html.jinja").render(
         title=", ".join(columns),
         runs=runs,

@@ -164,8 +164,13 @@ def samples_table(run: Run) -> Table | None:
         table.add_column(name, justify="right" if name == "reward" else "left", overflow="fold")
     for sample in samples[step]:
         texts = [Text(printable(sample[key][:TABLE_CHARACTERS])) for key in ("prompt", "answer")]
-        table.add_row(*texts, show(sample["reward"]), "right" if sample["accuracy"] > 0.5 else "wrong")
+        table.add_row(*texts, show(sample["reward"]), verdict(sample["accuracy"]))
     return table
+
+
+def verdict(accuracy: float | None) -> str:
+    """In a word; none where nothing is right or wrong."""
+    return "" if accuracy is None else "right" if accuracy > 0.5 else "wrong"
 
 
 def printable(text: str) -> str:

@@ -30,7 +30,7 @@ def test_settings_are_described_as_they_are_written():
     assert rows["task.numbers"] == ("list of int", "[3, 4, 5]")
     kind, default = rows["task.prompt_template"]
     assert kind == "str" and yaml.safe_load(default).startswith("{question}\nReason") and "\n" not in default
-    assert rows["accelerators.enabled"][0] == "list of rhyme | rpo | drafts | alpha | module:Class"
+    assert rows["accelerators.enabled"][0] == "list of curriculum | rhyme | rpo | drafts | alpha | module:Class"
     for key, (kind, default) in rows.items():
         assert "Annotated" not in kind and kind not in ("list", "tuple", "dict"), key
         yaml.safe_load(default)
@@ -89,6 +89,14 @@ def test_wrong_values_are_named(override, message):
         load_config(None, [override])
 
 
+def test_a_server_takes_few_stop_strings():
+    server = ["rollout.engine=vllm", "rollout.vllm_server=http://127.0.0.1:8000"]
+    load_config(None, [*server, "rollout.stop=[a, b, c, d]"])
+    with pytest.raises(UserError, match="rollout.stop must have at most 4 strings with rollout.vllm_server.*got 5"):
+        load_config(None, [*server, "rollout.stop=[a, b, c, d, e]"])
+    load_config(None, ["rollout.engine=vllm", "rollout.stop=[a, b, c, d, e]"])
+
+
 @pytest.mark.parametrize("kind", ["gae", "reinforce++"])
 def test_one_answer_per_prompt_where_nothing_is_compared_within_groups(kind):
     config = load_config(None, ["rollout.num_generations=1", f"algorithm.advantage={kind}"])
@@ -102,7 +110,7 @@ def test_one_answer_per_prompt_where_nothing_is_compared_within_groups(kind):
     [
         (
             "accelerators.enabled=[rpo, alpha]",
-            "accelerators.enabled: alpha needs parallel=none, got ddp, which allows rpo",
+            "accelerators.enabled: alpha needs parallel=none, got ddp, which allows curriculum, rpo",
         ),
         ("rollout.engine=vllm", "rollout.engine vllm needs parallel=none, got ddp"),
     ],
@@ -148,7 +156,7 @@ def test_missing_file_is_named(tmp_path):
 
 def test_accelerators_run_in_their_fixed_order_with_their_settings():
     names = ACCELERATORS.names()
-    shipped = ["rhyme", "rpo", "drafts", "alpha"]
+    shipped = ["curriculum", "rhyme", "rpo", "drafts", "alpha"]
     assert [name for name in names if name in shipped] == shipped
     values = {"accelerators": {"enabled": names[::-1], "rpo": {"cut_tokens": 9}}}
     chosen = check_config(values, source="test").accelerators.chosen()
@@ -192,3 +200,19 @@ def test_presets_for_gpus_leave_room_for_activations():
 )
 def test_type_of_the_weights_suits_the_device(name, device, dtype):
     assert choose_dtype(name, torch.device(device)) == getattr(torch, dtype)
+
+
+def test_a_shipped_file_goes_by_its_name(tmp_path, monkeypatch):
+    """As from an installed package, without a clone; a file in the current folder comes first."""
+    names = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+    wanted = {name: load_config(ROOT / "configs" / f"{name}.yaml") for name in ("smoke", "arithmetic")}
+    monkeypatch.chdir(tmp_path)
+    assert {name: load_config(name) for name in wanted} == wanted
+    with pytest.raises(
+        UserError, match=f"nowhere: No such file.*; those that are shipped go by name: {', '.join(names)}"
+    ):
+        load_config("nowhere")
+    with pytest.raises(UserError, match="cannot read the config file configs/smoke"):
+        load_config("configs/smoke")
+    (tmp_path / "smoke").write_text("max_steps: 77")
+    assert load_config("smoke").max_steps == 77

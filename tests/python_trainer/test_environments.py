@@ -1,7 +1,9 @@
 """Answers in turns with an environment: tokens, masks and log-probabilities, the cache, failures, whole runs."""
 
 import copy
+import importlib
 import json
+import re
 import sys
 import threading
 import time
@@ -27,6 +29,7 @@ from python_trainer.rollout.episodes import EpisodeEngine, opening
 from python_trainer.run import Trainer
 from python_trainer.tasks.calculator import Calculator, calculate
 from python_trainer.tasks.rewards import REWARDS
+from python_trainer.telemetry import rollout_statistics
 from rlkernels import RolloutHistory
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -135,6 +138,13 @@ def test_turns_masks_and_logprobs(model):
     assert any(r.finish_reason == "stop" for r in rollouts) and len(rollouts[0].logprobs) == len(
         rollouts[0].response_ids
     )
+
+
+def test_what_the_policy_was_told_does_not_count_as_generated(model):
+    rollouts = episodes(model).generate(groups(), SAMPLING)
+    own = sum(rollout.response_mask.count(True) for rollout in rollouts)
+    row = rollout_statistics(rollouts)
+    assert row["completions/generated_length"] == own / 9 < row["completions/mean_length"]
 
 
 def test_a_later_turn_computes_only_what_is_new(model):
@@ -273,6 +283,29 @@ def test_a_calculator():
     assert ENVIRONMENTS.resolve("calculator") is Calculator
 
 
+def test_the_calculator_of_the_docs_pays(tmp_path, monkeypatch):
+    """Its rewards on answers written by hand: the tool used, what it said misread, guessed, called for nothing."""
+    page = (EXAMPLES.parent / "docs" / "environments.md").read_text()
+    names: dict = {}
+    exec(re.search(r"```python\n(# pens.py\n.*?)```", page, re.S)[1], names)
+
+    def played(*turns):
+        env = Calculator()
+        return "".join(turn + env.step(turn)[0] for turn in turns)
+
+    texts = [
+        played("So <calc>2000*3000-5</calc>", "#### 5999995"),
+        played("So <calc>2000*3000-6</calc>", "#### 5,999,994."),
+        played("So <calc>2000*3000-5</calc>", "#### 6000000"),
+        played("I say\n#### 5999995"),
+        played("<calc>1/0</calc>", "#### error"),
+        played("<calc>1+1</calc>", "<calc>2000*3000-5</calc>", "no number"),
+        "",
+    ]
+    values = [names[f]([], texts, [], answer=[5999995] * len(texts)) for f in ("right", "used")]
+    assert values == [[1, 0, 0, 1, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0]]
+
+
 @pytest.fixture
 def playing(tiny_policy, monkeypatch):
     """Settings of the guessing game of the examples, of three numbers, for a policy that knows nothing."""
@@ -294,15 +327,45 @@ def metrics(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+class Hidden:
+    """The game in which every wrong guess is called too low: made a :class:`Guessing` by the test."""
+
+    def step(self, text):
+        said, reward, over = super().step(text)
+        return ">" if said else said, reward, over
+
+
 @pytest.mark.slow
-def test_a_game_is_learned(playing, tmp_path):
-    """By a policy of random weights: to say a digit, another one after a wrong one, and which."""
-    Trainer(check_config(playing | {"max_steps": 25}, source="test"), tmp_path, console=Console(quiet=True)).run()
-    rows = [row for row in metrics(tmp_path) if "reward" in row]
-    first, last = (sum(row["reward"] for row in part) / 5 for part in (rows[:5], rows[-5:]))
-    assert first < 0.4 and last > 0.55, (first, last)
-    assert rows[-1]["environment/turns"] > 1.2 and all(row["environment/failures"] == 0 for row in rows)
-    assert all(row["rewards/found/mean"] == pytest.approx(row["reward"]) for row in rows)
+def test_a_game_is_learned_by_what_is_said(playing, tmp_path, monkeypatch):
+    """By policies of random weights, the best of which finds what nobody finds without hints, nor itself without them.
+
+    Two guesses of three numbers, all equally frequent: without hints they find two thirds at most, however chosen. Some
+    policies stop there, always guessing the same two.
+    """
+    changes = {"max_steps": 120, "optimizer": {"learning_rate": 4e-3}, "rollout": {"num_generations": 32}}
+    changes |= {"algorithm": {"entropy_coef": 0.03}, "save": {"save_model": True}}
+    looked = {"samples": 50, "eval_steps": 10, "target_accuracy": 0.87, "stop_at_target": True}
+    settings = merged(playing, changes | {"evaluation": looked})
+    for seed in range(1, 6):
+        folder = tmp_path / str(seed)
+        Trainer(check_config(settings | {"seed": seed}, source="test"), folder, console=Console(quiet=True)).run()
+        rows = metrics(folder)
+        if (best := rows[-1]["eval/accuracy"]) > 0.85:
+            break
+    steps = [row for row in rows if "reward" in row]
+    first = sum(row["reward"] for row in steps[:5]) / 5
+    assert first < 0.4 and best > 0.85, (first, best)
+    assert steps[-1]["environment/turns"] > 1.2 and all(row["environment/failures"] == 0 for row in steps)
+    assert all(row["rewards/found/mean"] == pytest.approx(row["reward"]) for row in steps)
+
+    game = importlib.import_module("guessing_game")
+    monkeypatch.setattr(game, "Hidden", type("Hidden", (Hidden, game.Guessing), {}), raising=False)
+    blind = merged(settings, {"max_steps": 1, "task": {"environment": "guessing_game:Hidden"}})
+    blind = merged(blind, {"model": {"path": str(folder / "model")}, "evaluation": {"samples": 200, "eval_steps": 0}})
+    blind = merged(blind, {"evaluation": {"target_accuracy": None, "stop_at_target": False}})
+    Trainer(check_config(blind, source="test"), tmp_path / "hidden", console=Console(quiet=True)).run()
+    # 600 games: their share is within 0.1 of what it is expected to be, five standard deviations
+    assert metrics(tmp_path / "hidden")[0]["eval/accuracy"] < 2 / 3 + 0.1
 
 
 def test_an_interrupted_game_goes_on_as_if_nothing_had_been(playing, tmp_path):

@@ -6,7 +6,7 @@ from itertools import combinations
 import pytest
 from rich.console import Console
 
-from python_trainer.compare import train_once
+from python_trainer.compare import known_start, train_once
 from python_trainer.config import describe_settings
 from python_trainer.errors import UserError
 from python_trainer.evaluation import EvaluationSampling, by_prompt, metrics_of, pass_at_k
@@ -67,14 +67,28 @@ def test_several_answers_and_several_sets(make_config, jsonl_files, tmp_path):
     assert table["pass@3 after"] == f"{rows[1]['eval/pass@3']:.3f}" and table["greedy/accuracy after"]
 
 
-def test_a_start_known_from_a_sibling_is_not_enough_for_several_answers(make_config, tmp_path):
-    plain, several = make_config(max_steps=1), make_config(max_steps=1, evaluation={"samples": 2, "pass_at": [2]})
-    Trainer(plain, tmp_path / "plain", console=QUIET).run()
-    for name, config in (("same", plain), ("several", several)):
-        train_once(config, tmp_path / name, [tmp_path / "plain"], label=name, console=QUIET)
-    first = {name: read_metrics(tmp_path / name)[0] for name in ("plain", "same", "several")}
-    assert first["same"]["eval/accuracy"] == first["plain"]["eval/accuracy"] and "eval/reward" not in first["same"]
-    assert "eval/pass@2" in first["several"]
+@pytest.mark.parametrize("evaluation", [{}, {"samples": 2, "pass_at": [2], "sets": {"cold": {"temperature": 0}}}])
+def test_a_start_known_from_a_sibling_is_what_its_own_would_be(make_config, tmp_path, monkeypatch, evaluation):
+    config, asked, answer = make_config(max_steps=1, evaluation=evaluation), [], Trainer.answer_set
+    monkeypatch.setattr(Trainer, "answer_set", lambda self, *args: asked.append(self.label) or answer(self, *args))
+    for name, siblings in (("first", []), ("second", [tmp_path / "none", tmp_path / "first"])):
+        train_once(config, tmp_path / name, siblings, label=name, console=QUIET)
+    assert asked.count("second") == asked.count("first") / 2 > 0  # at the end only
+    first, second = (read_metrics(tmp_path / name)[0] for name in ("first", "second"))
+    found = {name for name in first if name.startswith("eval/")}
+    assert {"eval/accuracy", "eval/reward"} <= found and (not evaluation or "eval/cold/accuracy" in found)
+    assert [first[name] for name in found] == [second[name] for name in found]
+    both = [json.loads((tmp_path / name / "summary.json").read_text())["evaluation"] for name in ("first", "second")]
+    assert both[0]["start"] == both[1]["start"]
+    starts = [load_evaluations(tmp_path / name)["start"].tolist() for name in ("first", "second")]
+    assert starts[0] == starts[1]
+
+
+def test_a_run_without_its_first_row_is_no_known_start(make_config, tmp_path):
+    Trainer(make_config(max_steps=1), tmp_path, console=QUIET).run()
+    assert known_start(tmp_path) is not None and known_start(tmp_path / "none") is None
+    (tmp_path / "metrics.jsonl").write_text("")  # killed between the two files
+    assert known_start(tmp_path) is None
 
 
 @pytest.mark.parametrize(

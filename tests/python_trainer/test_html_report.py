@@ -14,8 +14,8 @@ from python_trainer.data import Rollout
 from python_trainer.errors import UserError
 from python_trainer.report.curve import wilson
 from python_trainer.report.page import Chart, all_charts, compare_rows, lines_of, says_nothing, smooth
-from python_trainer.report.runs import by_variant, find_runs
-from python_trainer.report.tables import printable
+from python_trainer.report.runs import Run, by_variant, find_runs
+from python_trainer.report.tables import printable, samples_table
 from python_trainer.report.verdict import caveats, verdicts
 from python_trainer.report.write import report
 from python_trainer.run import Trainer
@@ -94,7 +94,7 @@ def test_end_of_a_run_shows_answers(runs, capsys):
     console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
     report([runs / "a&b"], console)
     text = console.export_text()
-    assert "answers of step 3" in text and "report.html" in text and ("right" in text or "wrong" in text)
+    assert "answers of step 3" in text and "report.html" in text
     assert "Settings that all runs share" not in (runs / "a&b" / "report.html").read_text()
 
 
@@ -176,6 +176,22 @@ def test_samples_show_right_and_wrong():
     }  # fmt: skip
     assert choose_samples([rollout(1.0, cap=2.0)], str) == []
     assert choose_samples([rollout(torch.nan)], str)[0]["reward"] is None
+
+
+def test_samples_of_a_task_without_right_and_wrong_are_neither(tmp_path):
+    """The best and the worst are among them."""
+    rollouts = [rollout(0.0, text=str(i)) for i in range(9)]
+    for one, merit in zip(rollouts, (0.2, 0.2, 0.3, 0.2, 0.2, 0.7, 0.2, 0.2, 0.1)):
+        one.merit = one.reward = merit
+    samples = choose_samples(rollouts, str)
+    assert {"5", "8"} < {sample["answer"] for sample in samples}
+    assert {sample["accuracy"] for sample in samples} == {None}
+    for number, found in enumerate((samples, choose_samples([rollout(1.0), rollout(0.0)], str))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "samples.jsonl").write_text(json.dumps({"step": 1, "samples": found}) + "\n")
+        table = samples_table(Run("run", folder, {}, {}))
+        assert list(table.columns[3].cells) == ([""] * 4, ["right", "wrong"])[number]
 
 
 def test_samples_are_of_different_prompts():

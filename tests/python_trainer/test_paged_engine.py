@@ -22,6 +22,7 @@ from scipy import stats
 from support import Launches
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from python_trainer.model import varlen
 from python_trainer.model.paged_attention import Paging
 from python_trainer.rollout import Request, SamplingParams
 from python_trainer.rollout.ordering import LengthHistory
@@ -329,10 +330,12 @@ def test_long_answers_first_are_the_same_answers_in_fewer_passes():
     assert engine.lengths.predict([requests[4].prompt_ids]) == [40]
 
 
-def test_launches_and_waits_of_a_decode_pass_are_few(monkeypatch):
-    """As on a GPU without proven kernels: plain torch, attention over padded rows."""
+@pytest.mark.parametrize(("kind", "most"), [("padded_rows", 384), ("varlen_rows", 341)])
+def test_launches_and_waits_of_a_decode_pass_are_few(monkeypatch, kind, most):
+    """As on a GPU without proven kernels: plain torch, attention by FlashAttention (here one launch) or padded rows."""
     monkeypatch.setenv("RLKERNELS_BACKEND", "torch")
-    monkeypatch.setattr(Paging, "is_padded", lambda self, query: True)
+    monkeypatch.setattr(Paging, "rows_for", lambda self, query: getattr(self, kind))
+    monkeypatch.setattr(varlen, "kernel_for", lambda query: lambda query, *rows, scale: query.clone())
     monkeypatch.setattr(draw, "keyed_uniform", partial(keyed_uniform, backend="cpu"))  # one call on the host
     engine = engine_for(make(), fused=False)
     engine.submit([Request(prompt, max_new_tokens=8, num_samples=4) for prompt in prompts([9, 5])], SamplingParams())
@@ -351,7 +354,7 @@ def test_launches_and_waits_of_a_decode_pass_are_few(monkeypatch):
         assert launches.waits == ["aten._local_scalar_dense.default"] * 2 * len(engine.cache.key_cache)
         assert lists == [(3 * 8,)]  # tokens, accepted drafts and log-probabilities at once
         assert not {"sort", "argsort", "topk"} & launches.counts.keys()
-        # 3 layers of Transformers with padded rows, sampling, nothing of the random numbers
-        assert launches.counts.total() <= 385, launches.counts
+        # 3 layers of Transformers with attention, sampling, nothing of the random numbers
+        assert launches.counts.total() <= most, launches.counts
         assert "bitwise_xor" not in launches.counts
     assert len(found) == 3

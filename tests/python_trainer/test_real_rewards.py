@@ -154,6 +154,30 @@ def test_a_reward_model_judges_prompt_and_answer(judge, monkeypatch):
     assert chat == pytest.approx([scored_alone(judge, "UABAC")], rel=1e-4)
 
 
+@pytest.mark.parametrize("own", [None, 5])
+def test_a_reward_model_scores_the_last_token_of_a_row_whatever_its_tokenizer_pads_with(judge, tmp_path, own):
+    """Here its pad token is its end token, in which the rows of a chat end."""
+    tokenizer = AutoTokenizer.from_pretrained(judge)
+    assert tokenizer.pad_token == tokenizer.eos_token == "<eos>"
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}<eos>"
+    tokenizer.save_pretrained(tmp_path)
+    plain = AutoModelForSequenceClassification.from_pretrained(judge, num_labels=1)
+    plain.config.pad_token_id = own
+    plain.save_pretrained(tmp_path)
+    texts = [("AB", "C"), ("H", "0123456789"), ("AAAA", "B"), *(("A", letter) for letter in "0123456789BCDEFGH")]
+    asked = [[{"role": "user", "content": prompt}] for prompt, _ in texts]
+    got = REWARDS.resolve(f"reward_model:{tmp_path}")(asked, [[{"role": "a", "content": said}] for _, said in texts])
+    with torch.no_grad():
+        rows = [tokenizer(prompt + said + "<eos>", return_tensors="pt")["input_ids"] for prompt, said in texts]
+        last = [float(plain.score(plain.model(row).last_hidden_state)[0, -1]) for row in rows]
+    assert got == pytest.approx(last, rel=1e-4) and len({round(x, 5) for x in got}) > 5
+
+
+def test_no_pass_of_a_reward_model_lacks_a_token_to_pad_with():
+    parts = list(reward_model.batches([3, 1, 2, 5, 4], most=2))
+    assert parts == [[1, 2], [0, 4], [3]]
+
+
 def test_training_by_a_reward_model(make_config, judge, tmp_path):
     trainer = Trainer(make_config(task={"reward": f"reward_model:{judge}"}), tmp_path / "run", console=QUIET)
     trainer.run()

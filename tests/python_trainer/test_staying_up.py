@@ -203,6 +203,20 @@ def test_a_learning_rate_beyond_reason_is_named(make_config, tmp_path):
         Trainer(config, tmp_path / "run", console=QUIET).run()
 
 
+def test_out_of_memory_is_said_in_one_line(make_config, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "settings.yaml"
+    path.write_text(dump_config(make_config(max_steps=4)))
+    original = Trainer.step
+
+    def step(self, number):
+        return original(self, number) if number < 3 else torch.empty(1 << 60)
+
+    monkeypatch.setattr(Trainer, "step", step)
+    assert main(["train", "--config", str(path), "--output-dir", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err
+    assert "error: out of memory; " in said and "step 2 is saved" in said and "Traceback" not in said
+
+
 @pytest.fixture
 def full_disk():
     """Files of at most so many bytes from the call on, as a disk that is full has it in the middle of a write."""
@@ -242,6 +256,23 @@ def test_metrics_that_do_not_fit_on_the_disk(make_config, tmp_path, monkeypatch,
     monkeypatch.setattr(Trainer, "step", original)
     assert main([*command, "--resume"]) == 0
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0, 1, 2, 3, 4]
+
+
+def test_a_model_that_does_not_fit_on_the_disk(make_config, tmp_path, full_disk):
+    config = make_config(max_steps=2, save={"save_model": True})
+    trainer = Trainer(config, tmp_path / "run", console=QUIET)
+    original = trainer.policy.save
+
+    def save(folder):
+        full_disk(20_000)
+        original(folder)
+
+    trainer.policy.save = save
+    with pytest.raises(UserError, match="run/model cannot be written: .*too large.*; step 2 is saved"):
+        trainer.run()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    Trainer(config, tmp_path / "run", resume=True, console=QUIET).run()
+    assert (tmp_path / "run" / "model" / "model.safetensors").stat().st_size > 20_000
 
 
 HOLD = """
@@ -355,12 +386,32 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(make_config, tmp_path,
         Trainer(config, tmp_path / "parts", resume=True, console=QUIET)
 
 
+@pytest.mark.parametrize("change", [dict.clear, lambda sums: sums.update(more="0")])
+def test_checksums_are_of_all_files_and_no_other(tmp_path, change):
+    folder = save_checkpoint(tmp_path, 1, {"w": torch.ones(4)}, keep=1)
+    sums = json.loads((folder / "checksums.json").read_text())
+    change(sums)
+    (folder / "checksums.json").write_text(json.dumps(sums))
+    with pytest.raises(UserError, match="step-000001 is damaged"):
+        load_checkpoint(folder)
+    (folder / "checksums.json").unlink()
+    with pytest.raises(UserError, match="step-000001 is damaged"):
+        load_checkpoint(folder)
+
+
+def test_a_checkpoint_of_something_else_is_refused(make_config, tmp_path):
+    """Its checksums are right, and what it holds is not this trainer's."""
+    save_checkpoint(tmp_path / "run" / "checkpoints", 1, {"step": 1, "accelerators": {}, "model": {}}, keep=1)
+    with pytest.raises(UserError, match="written by another version of the trainer or something else"):
+        Trainer(make_config(), tmp_path / "run", resume=True, console=QUIET)
+
+
 @pytest.mark.parametrize(("before", "said"), [([1.0] * 6, True), ([1.0, 0, 0, 0, 0, 0], False)])
 def test_a_policy_that_has_collapsed_is_told_of_once(make_config, tmp_path, capsys, before, said):
     config = make_config(
         max_steps=2, task={"accuracy": "digits"}, optimizer={"learning_rate": 1.0}, evaluation={"eval_steps": 1}
     )
-    Trainer(config, tmp_path / "run", start=before).run()
+    Trainer(config, tmp_path / "run", start=({"eval/accuracy": sum(before) / 6}, before)).run()
     errors = capsys.readouterr().err
     assert errors.count("accuracy fell from 1.000 to 0.") == errors.count("the policy has collapsed") == said
     assert not said or "optimizer.learning_rate 1 may be too high" in errors

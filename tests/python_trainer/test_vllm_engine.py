@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny import save_tiny_policy
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from python_trainer.errors import UserError
@@ -258,6 +259,15 @@ def test_the_limit_of_vllm_counts_like_that_of_the_model(make_config, tmp_path, 
     source = r"the vLLM server http.* \(--max-model-len\)" if on_server else "rollout.engine vllm .*memory_bytes.*"
     with pytest.raises(UserError, match=f"leaves no room for a prompt: the limit of {source} is 12 tokens"):
         Trainer(make_config(rollout=rollout), tmp_path / "run")
+
+
+def test_training_stays_within_a_sliding_window_where_vllm_goes_on(make_config, tmp_path, fake):
+    """vLLM goes beyond it, as the model does; packed training would end the run at the first such answer."""
+    options = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 0}
+    model = {"path": str(save_tiny_policy(tmp_path / "policy", **options)), "device": "cpu"}
+    rollout = {"engine": "vllm", "vllm_server": fake.url}
+    with pytest.raises(UserError, match="leaves no room for a prompt: the model's sliding window is 12 tokens"):
+        Trainer(make_config(model=model, rollout=rollout), tmp_path / "run")
 
 
 def test_a_server_gets_weights_by_file_and_prompts_by_token(fake, model, tmp_path):

@@ -12,6 +12,7 @@ from urllib.request import urlopen
 
 import pytest
 import torch
+import yaml
 from rich.console import Console
 from tiny import save_tiny_policy
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -281,6 +282,26 @@ def test_training(folder, tmp_path):
     model = load(exported)
     assert [list(one.outputs[0].token_ids) for one in found] == [own_greedy(model, p, 20) for p in PROMPTS]
     assert any(own_greedy(model, p, 20) != own_greedy(load(folder), p, 20) for p in PROMPTS)
+
+
+@pytest.mark.parametrize("where", ["in_process", "server"])
+def test_training_on_answers_in_turns_with_an_environment(where, folder, tmp_path, monkeypatch, request):
+    """The guessing game of the examples: hints are put between turns, and what vLLM drew is what is trained on."""
+    examples = Path(__file__).parents[2] / "examples"
+    monkeypatch.syspath_prepend(str(examples))
+    settings = yaml.safe_load((examples / "guessing_game.yaml").read_text())
+    rollout = {"engine": "vllm", "prompts_per_step": 3, "num_generations": 8, "max_completion_length": 12}
+    if where == "server":
+        rollout |= {"vllm_server": request.getfixturevalue("address"), "stop": ["0", "1", "2", "3"]}
+    settings["task"] |= {"numbers": 3, "max_turns": 2}
+    settings |= {"max_steps": 3, "model": {"path": str(folder), "device": "cpu"}, "save": {"save_model": False}}
+    settings["rollout"] = settings.get("rollout", {}) | rollout | {"memory_bytes": MEMORY}
+    Trainer(check_config(settings, source="test"), tmp_path / "run", console=Console(quiet=True)).run()
+    rows = [row for row in read_metrics(tmp_path / "run") if "reward" in row]
+    assert len(rows) == 3 and all(row["environment/failures"] == 0 for row in rows)
+    assert max(row["environment/turns"] for row in rows) > 1
+    assert all(row["completions/generated_length"] < row["completions/mean_length"] for row in rows)  # hints
+    assert all(row["sampling/logp_difference/max"] < 1e-3 for row in rows)
 
 
 def test_training_with_a_server(folder, address, tmp_path):
