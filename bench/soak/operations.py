@@ -13,6 +13,7 @@ from rlkernels.prefix_cache.block_pool import BlockPool, OutOfBlocks, compiled_p
 
 Draw = Callable[[int], int]  # a number below its argument
 PER_ROUND = 100_000  # operations on one pair, of sizes of its own
+MOST_OPEN = 60  # sequences at a time: empty ones cost no block, and would become ever more
 FIRST, EVERY = 200, 10  # everything is compared after each of the first, and after some of the others
 
 
@@ -45,7 +46,7 @@ class PoolPair:
         def tokens(most: int) -> list[int]:  # few different ones, so that there are beginnings in common
             return [1 if draw(6) else draw(3) for _ in range(draw(most + 1))]
 
-        kind = draw(16)
+        kind = draw(16) if len(self.open) < MOST_OPEN else 12
         if kind < 4 or not self.open:
             prompts = [tokens(7 * size) for _ in range(1 + draw(3))]
             found = self.both(*2 * [lambda pool: pool.open_many(prompts)])
@@ -161,7 +162,7 @@ def run_pool(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_history(args: argparse.Namespace) -> dict[str, Any]:
-    return soak("rollout history", lambda rng: HistoryPair(rng.choice([100, 400, 1500])), args)
+    return soak("rollout history", lambda rng: HistoryPair(rng.choice([100, 200, 400, 1500])), args)
 
 
 def soak(what: str, make: Callable[[random.Random], Any], args: argparse.Namespace) -> dict[str, Any]:
