@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +17,8 @@ from rich.console import Console
 
 from bench._runner import reset_resident_peak, resident_peak
 from python_trainer.config import Config
-from python_trainer.model.policy import choose_dtype, set_matmul_precision
+from python_trainer.model.dtype import choose_dtype, count_weights
+from python_trainer.model.policy import set_matmul_precision
 from python_trainer.model.shipped import policy_folder
 from python_trainer.run import Trainer
 from python_trainer.run_state import Clock
@@ -46,7 +48,8 @@ def make_grpo_trainer(config: Config, folder: Path, *, batch: int, callbacks: Se
     rollout, algorithm, optimizer = config.rollout, config.algorithm, config.optimizer
     answers = rollout.prompts_per_step * rollout.num_generations
     task, path = config.task.load(), policy_folder(config.model.path, config.model.revision)
-    dtype = str(choose_dtype(config.model.dtype, torch.device("cpu"))).removeprefix("torch.")
+    weights = partial(count_weights, path, config.model)
+    dtype = str(choose_dtype(config.model.dtype, torch.device("cpu"), weights)).removeprefix("torch.")
     arguments = GRPOConfig(
         output_dir=str(folder), seed=config.seed, max_steps=config.max_steps,
         per_device_train_batch_size=batch, gradient_accumulation_steps=answers // batch,

@@ -30,6 +30,7 @@ FAMILIES = {
     "database": "the database locked, full, cut off, restarted",
     "folder": "two trainers in one folder",
     "badly": "a reward that hangs, forks, writes or ends the process",
+    "vllm": "a vLLM server that dies",
 }
 
 

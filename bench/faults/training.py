@@ -43,10 +43,14 @@ Fault = Callable[[], object]
 def make_inputs(folder: Path) -> None:
     """The policy, random and of 20 thousand weights, and files of prompts."""
     if not (folder / "prompts.jsonl").exists():
-        # in a process of its own: threads that work here would be missing in the forks that runs are
-        process = multiprocessing.get_context("fork").Process(target=_write_inputs, args=(folder,))
-        process.start()
-        process.join()
+        apart(_write_inputs, folder)
+
+
+def apart(write: Callable[[Path], None], folder: Path) -> None:
+    """Calls it in a process of its own: threads that work here would be missing in the forks that runs are."""
+    process = multiprocessing.get_context("fork").Process(target=write, args=(folder,))
+    process.start()
+    process.join()
 
 
 def _write_inputs(folder: Path) -> None:
@@ -237,7 +241,8 @@ def processes_of(sessions: Sequence[int]) -> dict[int, str]:
             continue
         state, _, _, session = rest.split()[:4]
         if int(session) in sessions and state != "Z":
-            found[int(path.parent.name)] = path.with_name("cmdline").read_bytes().replace(b"\0", b" ").decode()[-60:]
+            command = path.with_name("cmdline").read_bytes().replace(b"\0", b" ").decode()
+            found[int(path.parent.name)] = command.strip()[-60:]
     return found
 
 

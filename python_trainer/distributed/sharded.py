@@ -20,9 +20,10 @@ from python_trainer.distributed.shard_loading import (
     take_rows,
     whole_weights,
 )
+from python_trainer.model.dtype import choose_dtype, count_weights
 from python_trainer.model.hollow import META, allocate, emptied, hollow_model, weights_of
 from python_trainer.model.lora import adapted_folder, inject_adapters, is_adapter
-from python_trainer.model.policy import Policy, choose_device, choose_dtype, recompute_activations
+from python_trainer.model.policy import Policy, choose_device, recompute_activations
 from python_trainer.model.reading import check_finite, check_vocabulary, read_tokenizer
 from python_trainer.model.settings import ModelConfig
 from python_trainer.model.shipped import policy_folder
@@ -47,7 +48,7 @@ class Sharded(Replicated):
         What cannot be read in parts is read by the first rank, in the memory of its host, and sent to the others.
         """
         device, folder = choose_device(config.device), policy_folder(config.path, config.revision)
-        dtype = choose_dtype(config.dtype, device)
+        dtype = choose_dtype(config.dtype, device, lambda: count_weights(folder, config))
         with self.together():
             plain = adapted_folder(folder) if (folder / "adapter_config.json").is_file() else folder
             tokenizer, hollow = read_tokenizer(plain, config), hollow_model(plain, config, dtype)

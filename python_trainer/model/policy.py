@@ -14,6 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from python_trainer.data import Example, Messages
 from python_trainer.errors import UserError
 from python_trainer.files import usual_mode
+from python_trainer.model.dtype import choose_dtype, count_weights
 from python_trainer.model.flat_forward import flat_attention, forward_with_states
 from python_trainer.model.fused import FusedDecoder, supports
 from python_trainer.model.lora import add_adapters, merged_weights, without_adapters
@@ -44,13 +45,6 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The type of weights that the setting ``model.dtype`` stands for on a device."""
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
-
-
 def load_policy(config: ModelConfig) -> "Policy":
     """Loads a model: a folder, a GGUF file, one of the Hub, a base policy that ships, or an adapter, merged.
 
@@ -59,7 +53,8 @@ def load_policy(config: ModelConfig) -> "Policy":
     """
     folder = policy_folder(config.path, config.revision)
     device = choose_device(config.device)
-    model, tokenizer = read_model(folder, config, choose_dtype(config.dtype, device))
+    dtype = choose_dtype(config.dtype, device, lambda: count_weights(folder, config))
+    model, tokenizer = read_model(folder, config, dtype)
     policy = Policy(model.to(device=device), tokenizer, name=str(folder))
     if config.lora is not None:
         policy.whole, policy.adapted = add_adapters(policy.model, config.lora), True

@@ -29,7 +29,7 @@ class ModelConfig(Section):
     """Branch, tag or commit of a model of the Hub; null for its default branch."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the weights in memory: bfloat16 keeps float32 master weights in the optimizer. auto: bfloat16 on a GPU,
-    float32 on a CPU."""
+    and of more than 256 MB of float32 weights on a CPU that has products of bfloat16; else float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; auto takes the GPU when there is one."""
     matmul_precision: Literal["highest", "medium"] = "highest"

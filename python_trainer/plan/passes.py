@@ -19,6 +19,7 @@ import rlkernels.backend
 from python_trainer.data import Rollout
 from python_trainer.errors import UserError
 from python_trainer.hub import is_hub_id
+from python_trainer.model.dtype import choose_dtype, count_described
 from python_trainer.model.flat_forward import evaluation_mode, flat_attention, forward
 from python_trainer.model.fused import FusedDecoder, supports
 from python_trainer.model.hollow import META, model_on_meta
@@ -27,7 +28,7 @@ from python_trainer.model.packed_attention import PackedLayout
 from python_trainer.model.packing import micro_batches, pack
 from python_trainer.model.padded_rows import PaddedRows
 from python_trainer.model.paged_attention import LARGEST_SCORES
-from python_trainer.model.policy import Policy, choose_dtype, recompute_activations
+from python_trainer.model.policy import Policy, recompute_activations
 from python_trainer.model.reading import options_of, place_of
 from python_trainer.model.settings import ModelConfig
 from python_trainer.model.shipped import policy_folder
@@ -61,7 +62,7 @@ class PlannedPolicy(Policy):
 
     def __init__(self, config: ModelConfig, device: Device):
         settings, name = read_config(config)
-        dtype = choose_dtype(config.dtype, torch.device(device.kind))
+        dtype = choose_dtype(config.dtype, torch.device(device.kind), lambda: count_described(settings, config))
         self.model = model_on_meta(settings, config, dtype).eval()
         self.whole, self.name, self.device = self.model, name, META
         text = self.model.config.get_text_config()

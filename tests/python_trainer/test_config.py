@@ -3,13 +3,11 @@
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 from python_trainer.accelerators import ACCELERATORS
 from python_trainer.config import Config, check_config, describe_settings, dump_config, flatten, load_config
 from python_trainer.errors import UserError
-from python_trainer.model.policy import choose_dtype
 
 ROOT = Path(__file__).parents[2]
 
@@ -187,19 +185,6 @@ def test_presets_for_gpus_leave_room_for_activations():
         adapted, ranks = config.model.lora is not None, 8 if config.parallel == "fsdp2" else 1
         bytes_each = 4 if adapted else 18 if ranks == 1 else 2 + 16 / ranks
         assert bytes_each * billions + config.rollout.memory_bytes / 1e9 < 0.85 * gigabytes, path
-
-
-@pytest.mark.parametrize(
-    ("name", "device", "dtype"),
-    [
-        ("auto", "cpu", "float32"),
-        ("auto", "cuda", "bfloat16"),
-        ("float32", "cuda", "float32"),
-        ("bfloat16", "cpu", "bfloat16"),
-    ],
-)
-def test_type_of_the_weights_suits_the_device(name, device, dtype):
-    assert choose_dtype(name, torch.device(device)) == getattr(torch, dtype)
 
 
 def test_a_shipped_file_goes_by_its_name(tmp_path, monkeypatch):

