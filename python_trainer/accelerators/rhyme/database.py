@@ -42,7 +42,7 @@ class RetrospectiveDatabase:
         max_bytes: bound on everything stored (text, tensors, and 200 bytes a row). When a write exceeds it, answers are
             removed, lowest reward first and oldest first among equals, until 90 % are left; should trajectories
             alone exceed it, the oldest runs go as a whole. A SQLite file does not shrink, but reuses the space.
-        create: make the database when it is not there.
+        create: make the database when it is not there; false: for reading, which leaves a file as it is.
 
     Raises:
         UserError: it cannot be reached or written, is damaged, was made by something else or by another version.
@@ -56,8 +56,8 @@ class RetrospectiveDatabase:
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
         if self.is_sqlite:
             check_sqlite_file(Path(parsed.database or ""), create=create)
-        self._engine = make_engine(parsed, self.is_sqlite)
-        with self._transaction() as connection:
+        self._engine = make_engine(parsed, self.is_sqlite, create)
+        with self._transaction(write=create) as connection:  # to begin one for writing puts SQLite's header right
             self._open(connection, create)
 
     def _open(self, connection: sa.Connection, create: bool) -> None:
@@ -290,7 +290,7 @@ def parse_url(url: str) -> sa.URL:
     """A path or URL as SQLAlchemy's URL."""
     try:
         parsed = sa.make_url(url if "://" in url else f"sqlite:///{url}")
-    except ArgumentError as error:
+    except (ArgumentError, ValueError) as error:  # of a port that is no number
         raise UserError(
             f"{hide_passwords(url)!r} is neither a path nor a database URL such as postgresql://user@host/name"
         ) from error
@@ -310,7 +310,7 @@ def one_writer(connection: sa.Connection) -> None:
     connection.execute(sa.text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": WRITE_LOCK})
 
 
-def make_engine(url: sa.URL, is_sqlite: bool) -> sa.Engine:
+def make_engine(url: sa.URL, is_sqlite: bool, create: bool) -> sa.Engine:
     options = {"connect_args": {"timeout": BUSY_SECONDS}} if is_sqlite else {}
     try:
         engine = sa.create_engine(url, poolclass=sa.NullPool, **options)
@@ -322,7 +322,8 @@ def make_engine(url: sa.URL, is_sqlite: bool) -> sa.Engine:
         @event.listens_for(engine, "connect")
         def set_up(connection, record):
             connection.isolation_level = None  # transactions begin below, not where the driver thinks
-            for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON"):
+            journal = ["journal_mode = WAL"] if create else []  # which is written into the file
+            for pragma in (*journal, "synchronous = NORMAL", "foreign_keys = ON"):
                 connection.execute(f"PRAGMA {pragma}")
 
         @event.listens_for(engine, "begin")
@@ -363,6 +364,7 @@ def check_sqlite_file(path: Path, *, create: bool) -> None:
     try:
         connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=BUSY_SECONDS)
         try:
+            connection.execute("BEGIN")  # one look, while another may be making it
             (owner,) = connection.execute("PRAGMA application_id").fetchone()
             (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
             if tables and owner != schema.APPLICATION_ID:

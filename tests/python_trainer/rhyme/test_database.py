@@ -230,6 +230,7 @@ def test_half_a_set_of_tables_is_refused(postgres_url):
         ("sqlite://", "needs a file"),
         ("/nowhere/at/all/history.db", "there is no folder /nowhere/at/all"),
         ("/tmp", "is a folder"),
+        ("postgresql://://", "neither a path nor a database URL"),
         ("postgresql://nobody:secret@127.0.0.1:1/none", "127.0.0.1"),
     ],
 )
@@ -239,6 +240,20 @@ def test_bad_urls_are_named(url, words):
     with pytest.raises(UserError) as error:
         RetrospectiveDatabase(url)
     assert words in str(error.value) and "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize(("place", "written"), [(18, b"\1\1"), (24, b"\0\0\0\0")])  # journal mode, change counter
+def test_reading_leaves_a_file_as_it_is(tmp_path, place, written):
+    """Also where SQLite would put its header right."""
+    path = tmp_path / "history.db"
+    database = RetrospectiveDatabase(str(path))
+    run = database.add_run(FACTS)
+    before = bytearray(path.read_bytes())
+    before[place : place + len(written)] = written
+    path.write_bytes(before)
+    reader = RetrospectiveDatabase(str(path), create=False)
+    assert [stored.id for stored in reader.runs()] == [run] and reader.samples() == []
+    assert path.read_bytes() == before
 
 
 def test_looking_into_what_is_not_there_makes_nothing(tmp_path):
