@@ -6,6 +6,7 @@ python -m bench.soak pool --operations 10000000          # the block pool agains
 python -m bench.soak history --operations 10000000       # the rollout history against its model
 python -m bench.soak sanitized --operations 1000000      # both in C++, with ASan, UBSan; the history with TSan
 python -m bench.soak memory --steps 5000 --variant rhyme # resident memory of a run, its slope with an interval
+python -m bench.soak large                               # ops on more than 2^31 elements (13 GB)
 python -m bench.soak --report                            # the table of docs/trust.md, of all rows
 """
 
@@ -23,7 +24,7 @@ import torch
 
 from bench._runner import cpu_model
 from bench.faults.records import append_row, read_rows
-from bench.soak import memory, operations, sanitized, trainers
+from bench.soak import large, memory, operations, sanitized, trainers
 
 RECORDS = Path(__file__).parents[1] / "results" / "soak.jsonl"
 PARTS = {
@@ -32,6 +33,7 @@ PARTS = {
     "history": operations.run_history,
     "sanitized": sanitized.run,
     "memory": memory.run,
+    "large": large.run,
 }
 
 

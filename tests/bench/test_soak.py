@@ -10,7 +10,7 @@ from support import lacks
 
 from bench.faults.training import Ended
 from bench.soak import __main__ as soak
-from bench.soak import memory, operations, trainers
+from bench.soak import large, memory, operations, trainers
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
 from python_trainer.accelerators.rhyme.records import RunFacts, StepRecord, StoredAnswer
 from rlkernels import backend
@@ -85,3 +85,9 @@ def test_what_went_wrong_with_trainers_on_one_database_is_named(seats):
     database.remove_run(2, created=created)
     assert trainers.judge(seats, url, 1 << 20)[-1] == "1 runs went, though all steps had room"
     assert not any("went" in text for text in trainers.judge(seats, url, 2000))
+
+
+@pytest.mark.parametrize("name", large.CHECKS)
+def test_the_checks_of_large_tensors_on_smaller_ones(name):
+    assert large.judge(name, large.CHECKS[name], 1 << 20) == ""
+    assert "off by 1.0e+00" in large.judge(name, lambda n: (torch.zeros(3), torch.ones(3)), 0)

@@ -94,7 +94,7 @@ class RetrospectiveDatabase:
         except DatabaseError as error:
             reason = " ".join(str(error.orig).split())
             raise UserError(f"retrospective database {self.name}: {reason}") from error
-        except SQLAlchemyError as error:
+        except (SQLAlchemyError, UnicodeDecodeError) as error:
             raise UserError(f"retrospective database {self.name}: {' '.join(str(error).split())}") from error
 
     def add_run(self, facts: RunFacts, *, created: float | None = None) -> int:
@@ -372,7 +372,7 @@ def check_sqlite_file(path: Path, *, create: bool) -> None:
             (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
         finally:
             connection.close()
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # whose messages quote what is there
         raise UserError(f"retrospective database {path} is damaged ({error}); it was left as it is") from error
     if verdict != "ok":
         reason = " ".join(verdict.split())

@@ -242,6 +242,15 @@ def test_bad_urls_are_named(url, words):
     assert words in str(error.value) and "secret" not in str(error.value)
 
 
+@pytest.mark.parametrize("damage", [(b"CREATE TABLE", b"CREATE T\x80BLE"), (b"CREATE TABLE", b"\x80REATE TABLE")])
+def test_damage_that_is_no_text_is_named(tmp_path, damage):
+    path = tmp_path / "history.db"
+    RetrospectiveDatabase(str(path))
+    path.write_bytes(path.read_bytes().replace(*damage))
+    with pytest.raises(UserError, match="history.db"):
+        RetrospectiveDatabase(str(path), create=False).runs()
+
+
 @pytest.mark.parametrize(("place", "written"), [(18, b"\1\1"), (24, b"\0\0\0\0")])  # journal mode, change counter
 def test_reading_leaves_a_file_as_it_is(tmp_path, place, written):
     """Also where SQLite would put its header right."""
