@@ -1,4 +1,4 @@
-"""Hostile input: configurations, JSONL files, database URLs and files, checkpoints and safetensors files.
+"""Hostile input: configurations, JSONL files, database URLs and files, checkpoints and safetensors files, tensors.
 
 Whatever comes is accepted, or refused by one clear line; no other exception, no hang, nothing written. The tests run a
 fixed share of this; ``python -m bench.faults fuzz --cases N`` runs N cases of every target, others for another seed.
@@ -23,6 +23,7 @@ from hypothesis import seed as seeded
 from hypothesis import strategies as st
 from safetensors.torch import save
 
+from bench.faults import tensors
 from bench.faults.case import Case, Outcome, Place, with_
 from python_trainer.__main__ import main
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase, parse_url
@@ -315,6 +316,7 @@ TARGETS: dict[str, Target] = {
     "evaluations of runs": evaluations,
     "rows of runs": rows_of_run,
     "checkpoints": checkpoint,
+    **{f"tensors for {name}": tensors.target(op) for name, op in tensors.OPS.items()},
 }
 
 

@@ -292,6 +292,9 @@ def _check_cache(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
     _check.tensor("key_cache", key_cache, ndim=4, floating=True)
     _check.tensor("value_cache", value_cache, ndim=4, dtype=key_cache.dtype, device=key_cache.device)
     _check.shape("value_cache", value_cache, key_cache.shape)
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if cache.stride(-1) != 1 and cache.shape[-1] > 1:
+            raise ValueError(f"{name} must be contiguous in its last dimension, got strides {cache.stride()}")
 
 
 def _check_heads(query: torch.Tensor, kv_heads: int) -> None:

@@ -101,6 +101,7 @@ def merge_attention(
     """See :func:`rlkernels.merge_attention`."""
     exact = torch.float64 if out_a.dtype == torch.float64 else torch.float32
     lse = torch.logaddexp(lse_a.to(exact), lse_b.to(exact))
+    lse = lse.masked_fill(lse == torch.inf, torch.nan)  # no softmax has such a denominator
     finite = lse.masked_fill(lse == -torch.inf, 0)
     # a side that saw no key takes no part, whatever its output holds
     parts = [

@@ -1,8 +1,10 @@
 """Hostile input: the fixed share of ``python -m bench.faults fuzz``, and what it has found."""
 
 import pytest
+import torch
 
 from bench.faults.fuzz import TARGETS, Written, attempt, run_target
+from bench.faults.tensors import Op, target
 from python_trainer.__main__ import main
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
 from python_trainer.accelerators.rhyme.records import unpack_tensors
@@ -25,6 +27,26 @@ def test_the_search_sees_what_it_is_for(error):
         run_target(lambda data, folder: attempt(fails), 5)
     with pytest.raises(Written):
         run_target(lambda data, folder: attempt(lambda: (folder / "made").touch(), folder), 5)
+
+
+@pytest.mark.parametrize("fails", ["another result", "a write", "another error", "no refusal", "no name"])
+def test_what_is_wrong_with_an_op_is_seen(fails):
+    def call(u, backend):
+        if not isinstance(u, torch.Tensor) or u.dtype != torch.float32 or u.requires_grad:
+            raise TypeError("u must be float32")
+        bad = backend == "auto" and u.dim() != 1
+        if bad and fails in ("a write", "no name"):
+            u[0] = 7
+            raise ValueError("u must be a vector" if fails == "a write" else "bad")
+        if bad and fails == "another error":
+            raise RuntimeError("u")
+        if u.dim() != 1 and not (bad and fails == "no refusal"):
+            raise ValueError("u must be a vector")
+        return u + (fails == "another result" and backend == "auto")
+
+    op = Op(call, lambda random, sizes: {"u": torch.zeros(sizes[0])})
+    with pytest.raises((AssertionError, RuntimeError)):
+        run_target(target(op), 100)
 
 
 def test_an_empty_file_is_no_database_and_stays_empty(tmp_path):

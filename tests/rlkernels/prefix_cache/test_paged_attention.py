@@ -203,6 +203,9 @@ def test_wrong_types_and_shapes_are_named():
         rlkernels.paged_attention(p.query[:, :3], *p.tables(), scale=1.0)
     with pytest.raises(ValueError, match=r"query must have shape \[any, any, 32\]"):
         rlkernels.paged_attention(p.query[..., :16], *p.tables(), scale=1.0)
+    narrow = p.key_cache.repeat_interleave(2, -1)[..., ::2]
+    with pytest.raises(ValueError, match="key_cache must be contiguous in its last dimension, got strides"):
+        rlkernels.paged_attention(p.query, narrow, *p.tables()[1:], scale=1.0)
     with pytest.raises(TypeError, match="block_tables must have dtype torch.int32"):
         rlkernels.paged_attention(
             p.query, p.key_cache, p.value_cache, p.block_tables.long(), p.seq_lens, p.query_starts, scale=1.0

@@ -1,0 +1,276 @@
+"""Hostile tensors for every public op: other shapes, strides, types, NaN, gradients.
+
+Whatever comes, the compiled op and the reference agree: both refuse it, by a TypeError or ValueError that names an
+argument and before anything is written, or both take it and give the same.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from hypothesis import strategies as st
+
+import rlkernels
+from rlkernels import GroupedLayout, Trajectories
+
+Tensors = dict[str, Any]  # by the names of arguments; most of them tensors
+
+FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+OTHERS = [torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64]
+VALUES = [float("nan"), float("inf"), -float("inf"), -1.0, 0.0, 60.0, 1e-40]
+WHOLE = [-1.0, 0.0, 1.0, 7.0, 100.0]
+GREATEST = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # relative error
+
+
+class Op(NamedTuple):
+    """An op, and tensors that it takes.
+
+    Attributes:
+        call: with the tensors by name and ``backend``; returns all that can be compared, what was written too.
+        make: tensors that fit together, of sizes from a list of three in 1 .. 4.
+        exact: both give the same numbers.
+        also: other arguments that an error may name.
+    """
+
+    call: Callable[..., Any]
+    make: Callable[[torch.Generator, list[int]], Tensors]
+    exact: bool = False
+    also: tuple[str, ...] = ()
+
+
+def normal(random: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=random)
+
+
+def below(random: torch.Generator, high: int, *shape: int) -> torch.Tensor:
+    return torch.randint(0, high, shape, generator=random)
+
+
+def curves(random: torch.Generator, sizes: list[int]) -> Tensors:
+    n, m, length = sizes
+    return {"x": normal(random, n, length), "y": normal(random, m, length + 1),
+            "x_lengths": below(random, length, n) + 1, "y_lengths": below(random, length, m) + 1}  # fmt: skip
+
+
+def pairs(random: torch.Generator, sizes: list[int]) -> Tensors:
+    return curves(random, [sizes[0], sizes[0], sizes[2]])
+
+
+def histograms(random: torch.Generator, sizes: list[int]) -> Tensors:
+    n, m, bins = sizes
+    return {"x": normal(random, n, bins).abs(), "y": normal(random, m, bins).abs()}
+
+
+def runs(random: torch.Generator, sizes: list[int]) -> Tensors:
+    n, length, bins = sizes
+    return {"rewards": normal(random, n, length), "states": normal(random, n, bins).abs(),
+            "lengths": below(random, length, n) + 1}  # fmt: skip
+
+
+def similar_runs(rewards: Any, states: Any, lengths: Any, backend: str) -> Any:
+    bank = Trajectories(rewards, states, lengths)
+    return rlkernels.rhyme_similarity(bank, bank, state_metric="hellinger", backend=backend)
+
+
+def predictions(random: torch.Generator, sizes: list[int]) -> Tensors:
+    count, half, _ = sizes
+    return {"logits": normal(random, count, 2 * half), "ids": below(random, 2 * half, count)}
+
+
+def head(random: torch.Generator, sizes: list[int]) -> Tensors:
+    count, width, half = sizes
+    return {"hidden": normal(random, count, width), "weight": normal(random, 2 * half, width),
+            "ids": below(random, 2 * half, count), "bias": normal(random, 2 * half)}  # fmt: skip
+
+
+def draws(random: torch.Generator, sizes: list[int]) -> Tensors:
+    return {"logits": normal(random, sizes[0], sizes[1]), "uniforms": torch.rand(sizes[0], generator=random)}
+
+
+def keys(random: torch.Generator, sizes: list[int]) -> Tensors:
+    return {"sample_ids": below(random, 99, sizes[0]), "positions": below(random, 99, sizes[0])}
+
+
+def matrices(random: torch.Generator, sizes: list[int]) -> Tensors:
+    m, n, _ = sizes
+    return {"weight": normal(random, m, n), "base": normal(random, m, n), "v": normal(random, n)}
+
+
+def update(random: torch.Generator, sizes: list[int]) -> Tensors:
+    m, n, _ = sizes
+    return {"weight": normal(random, m, n), "u": normal(random, m), "v": normal(random, n)}
+
+
+def add(weight: Any, u: Any, v: Any, backend: str) -> Any:
+    rlkernels.add_rank1_(weight, u, v, 0.5, backend=backend)
+    return weight
+
+
+def new_tokens(random: torch.Generator, sizes: list[int]) -> Tensors:
+    count, heads, dim = sizes
+    return {"key": normal(random, count, heads, dim), "value": normal(random, count, heads, dim),
+            "key_cache": torch.zeros(3, 2, heads, dim), "value_cache": torch.zeros(3, 2, heads, dim),
+            "slots": torch.randperm(6, generator=random)[:count]}  # fmt: skip
+
+
+def write(key: Any, value: Any, key_cache: Any, value_cache: Any, slots: Any, backend: str) -> Any:
+    rlkernels.write_kv(key, value, key_cache, value_cache, slots, backend=backend)
+    return key_cache, value_cache
+
+
+def paged(random: torch.Generator, sizes: list[int]) -> Tensors:
+    sequences, heads, dim = sizes
+    shape = 2 * sequences, 2, heads, dim
+    return {"query": normal(random, sequences, 2 * heads, dim), "key_cache": normal(random, *shape),
+            "value_cache": normal(random, *shape),
+            "block_tables": torch.randperm(2 * sequences, generator=random).view(sequences, 2).int(),
+            "seq_lens": below(random, 4, sequences).int() + 1,
+            "query_starts": torch.arange(sequences + 1).int()}  # fmt: skip
+
+
+def attend(backend: str, **tensors: Any) -> Any:
+    return rlkernels.paged_attention(**tensors, scale=0.5, return_lse=True, backend=backend)
+
+
+def halves(random: torch.Generator, sizes: list[int]) -> Tensors:
+    count, heads, dim = sizes
+    return {"out_a": normal(random, count, heads, dim), "lse_a": normal(random, count, heads),
+            "out_b": normal(random, count, heads, dim), "lse_b": normal(random, count, heads)}  # fmt: skip
+
+
+def grouped(random: torch.Generator, sizes: list[int]) -> Tensors:
+    prefix, suffix, dim = sizes
+    count = prefix + 2 * suffix
+    layout = GroupedLayout([prefix], [suffix] * 2, [0, 2])
+    return {"query": normal(random, count, 2, dim), "key": normal(random, count, 1, dim),
+            "value": normal(random, count, 1, dim), "layout": layout}  # fmt: skip
+
+
+def topk(x: Any, y: Any, backend: str, **lengths: Any) -> Any:
+    return rlkernels.dtw_topk(x, y, 1, backend=backend, **lengths)[0]  # of equals any may come
+
+
+OPS = {
+    "dtw": Op(rlkernels.dtw, curves),
+    "dtw_topk": Op(topk, curves, also=("k must",)),
+    "soft_dtw": Op(rlkernels.soft_dtw, pairs),
+    "state_similarity": Op(lambda **tensors: rlkernels.state_similarity(metric="hellinger", **tensors), histograms),
+    "rhyme_similarity": Op(similar_runs, runs),
+    "token_logprobs": Op(lambda **tensors: rlkernels.token_logprobs(return_entropy=True, **tensors), predictions),
+    "linear_token_logprobs": Op(lambda **tensors: rlkernels.linear_token_logprobs(**tensors), head),
+    "sample_tokens": Op(lambda **tensors: rlkernels.sample_tokens(top_k=3, **tensors), draws),
+    "keyed_uniform": Op(lambda **tensors: rlkernels.keyed_uniform(3, **tensors), keys, exact=True),
+    "delta_matvec": Op(rlkernels.delta_matvec, matrices),
+    "add_rank1_": Op(add, update),
+    "write_kv": Op(write, new_tokens, exact=True),
+    "paged_attention": Op(attend, paged),
+    "merge_attention": Op(rlkernels.merge_attention, halves),
+    "grouped_attention": Op(lambda **tensors: rlkernels.grouped_attention(scale=0.5, **tensors), grouped),
+}
+
+
+class Change(NamedTuple):
+    """What is done to one tensor."""
+
+    name: str
+    kind: str
+    number: int  # chooses among what the kind has
+
+
+CHANGES = ("other float", "other type", "strides", "offset", "expanded", "value", "fewer", "longer", "none", "flat",
+           "unsqueezed", "gradient", "list")  # fmt: skip
+
+
+def changed(tensor: torch.Tensor, change: Change) -> Any:
+    kind, number = change.kind, change.number
+    if kind == "other float":
+        return tensor.to(FLOATS[number % len(FLOATS)]) if tensor.is_floating_point() else tensor
+    if kind == "other type":
+        return tensor.to(OTHERS[number % len(OTHERS)])
+    if kind == "strides":
+        turned = tensor.transpose(0, -1).contiguous().transpose(0, -1)
+        return turned if number % 2 else tensor.repeat_interleave(2, -1)[..., ::2]
+    if kind == "offset":
+        return torch.cat([tensor[:1], tensor])[1:]
+    if kind == "expanded":
+        return tensor[:1].expand(tensor.shape)
+    if kind == "value" and tensor.numel():
+        flat = tensor.clone().flatten()
+        values = VALUES if tensor.is_floating_point() else WHOLE
+        flat[number % len(flat)] = values[number % len(values)]
+        return flat.view(tensor.shape)
+    if kind in ("fewer", "longer", "none"):
+        return {"fewer": tensor[1:], "longer": torch.cat([tensor, tensor[:1]]), "none": tensor[:0]}[kind]
+    if kind == "flat":
+        return tensor.flatten()
+    if kind == "unsqueezed":
+        return tensor[None]
+    if kind == "gradient" and tensor.is_floating_point():
+        return tensor.detach().requires_grad_()
+    return tensor.tolist() if kind == "list" else tensor
+
+
+def tensors_of(op: Op, seed: int, sizes: list[int], changes: list[Change]) -> Tensors:
+    """Always the same ones."""
+    tensors = op.make(torch.Generator().manual_seed(seed), sizes)
+    for change in changes:
+        if isinstance(tensors[change.name], torch.Tensor) and tensors[change.name].dim():
+            tensors[change.name] = changed(tensors[change.name], change)
+    return tensors
+
+
+def judge(op: Op, seed: int, sizes: list[int], changes: list[Change]) -> str:
+    """ "accepted" or "refused", by both.
+
+    Raises:
+        AssertionError: they disagree, an error names no argument, or what was refused was written to.
+        Exception: any other error of the op.
+    """
+    ours, theirs = (attempt(op, tensors_of(op, seed, sizes, changes), backend) for backend in ("auto", "torch"))
+    if isinstance(ours, Exception) or isinstance(theirs, Exception):
+        assert isinstance(ours, Exception), f"refused by the reference alone: {theirs}"
+        assert isinstance(theirs, Exception), f"refused by the compiled op alone: {ours}"
+        return "refused"
+    tensors = tensors_of(op, seed, sizes, changes).values()
+    types = [t.dtype for t in (*theirs, *tensors) if isinstance(t, torch.Tensor)]
+    greatest = 0 if op.exact else max(GREATEST.get(dtype, 0) for dtype in types)
+    for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        same(a, b, greatest, f"result {number}")
+    return "accepted"
+
+
+def attempt(op: Op, tensors: Tensors, backend: str) -> list[torch.Tensor] | Exception:
+    """Results, or how they were refused."""
+    before = {name: t.detach().clone() for name, t in tensors.items() if isinstance(t, torch.Tensor)}
+    try:
+        return leaves(op.call(**tensors, backend=backend))
+    except (TypeError, ValueError) as error:
+        refused = error
+    assert any(name in str(refused) for name in (*tensors, *op.also)), f"{refused!r} names no argument"
+    for name, tensor in before.items():
+        same(tensors[name].detach(), tensor, 0, f"{name}, which was refused")
+    return refused
+
+
+def leaves(found: Any) -> list[torch.Tensor]:
+    return [x.detach() for x in (found if isinstance(found, tuple) else (found,))]
+
+
+def same(a: torch.Tensor, b: torch.Tensor, greatest: float, what: str) -> None:
+    assert a.shape == b.shape and a.dtype == b.dtype, f"{what}: {a.dtype} {a.shape}, expected {b.dtype} {b.shape}"
+    torch.testing.assert_close(a, b, rtol=greatest, atol=greatest, equal_nan=True, msg=lambda m: f"{what}: {m}")
+
+
+def target(op: Op) -> Callable[[Any, Path], str]:
+    """As of :mod:`bench.faults.fuzz`."""
+    names = list(op.make(torch.Generator(), [1, 1, 1]))
+    changes = st.lists(
+        st.builds(Change, st.sampled_from(names), st.sampled_from(CHANGES), st.integers(0, 40)), max_size=3
+    )
+    sizes = st.lists(st.integers(1, 4), min_size=3, max_size=3)
+
+    def hostile(data: Any, folder: Path) -> str:
+        return judge(op, data.draw(st.integers(0, 99)), data.draw(sizes), data.draw(changes))
+
+    return hostile
