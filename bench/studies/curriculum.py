@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
+from bench.faults.records import read_rows
 from bench.studies.curriculum_report import write
 from bench.studies.ground import RECORDS as GROUND
-from bench.studies.ground import RIVALS, SEEDS, Ground, add_task_arguments, read_records, rival
+from bench.studies.ground import RIVALS, SEEDS, Ground, add_task_arguments, rival
 from bench.studies.ground_report import PLAIN
 
 RECORDS = Path(__file__).parent / "results" / "curriculum.jsonl"
@@ -28,11 +29,13 @@ CURRICULUM: dict[str, Any] = {ON: ["curriculum"]}
 RUNS: dict[str, Mapping[str, Any]] = {
     "Beta bandit": {ON: ["bench.studies.beta_bandit:BetaBanditSettings"]},
     "curriculum": CURRICULUM,
+    "curriculum, twice the steps": CURRICULUM,  # which are smaller ones: about the answers of plain training
     # ablations
     "as many prompts": CURRICULUM | {"accelerators.curriculum.same_signal": False},
     "random prompts, as few": CURRICULUM | {"accelerators.curriculum.sharpness": 0.0},
     "from the first step": CURRICULUM | {"accelerators.curriculum.least_gain": 0.0},
 }
+SIZES = {"curriculum, twice the steps": 2.0}  # of a run, in steps of plain training
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,6 +58,6 @@ def run(args: argparse.Namespace) -> None:
                 if name in RIVALS:
                     rival(ground, name, seed)
                 else:
-                    chosen.run("curriculum", name, RUNS[name], seed)
-    without = [row for row in read_records(args.ground_records) if row["part"] == "rivals"]
-    write([*without, *read_records(args.records)], args.records.parent)
+                    chosen.run("curriculum", name, RUNS[name], seed, SIZES.get(name, 1.0))
+    without = [row for row in read_rows(args.ground_records) if row["part"] == "rivals"]
+    write([*without, *read_rows(args.records)], args.records.parent)

@@ -28,6 +28,7 @@ import torch
 from rich.console import Console
 
 from bench._runner import commit, cpu_model
+from bench.faults.records import read_rows
 from bench.studies.ground_report import PLAIN, write
 from python_trainer.compare import train_once
 from python_trainer.config import Config, check_config, load_config
@@ -90,7 +91,7 @@ class Ground:
         """
         config = self.config(changes, seed, size)
         key = {"task": self.task, "part": part, "name": name, "seed": seed}
-        for row in read_records(self.records):
+        for row in read_rows(self.records):
             if {field: row.get(field) for field in key} == key and is_of(row, config):
                 return row
         folder = self.folder / part / re.sub(r"[^a-z0-9.]+", "-", name) / f"seed-{seed}"
@@ -158,10 +159,6 @@ def settings_of(point: Mapping[str, Any]) -> dict[str, Any]:
 
 def as_overrides(changes: Mapping[str, Any]) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in changes.items()]
-
-
-def read_records(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def score(row: Mapping[str, Any]) -> float:
@@ -234,4 +231,4 @@ def run(args: argparse.Namespace) -> None:
     for part in args.parts if not args.report_only else ():
         for task in args.tasks:
             PARTS[part](Ground(task, args.output_dir, args.records))
-    write(read_records(args.records), args.records.parent)
+    write(read_rows(args.records), args.records.parent)
