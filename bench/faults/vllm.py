@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from bench._vllm_server import ROOT, VLLMServer
@@ -86,7 +87,8 @@ def killed(place: Place, case: Case, args: tuple[Path, dict[Path, VLLMServer], K
 
 def serve(root: Path, python: Path) -> VLLMServer:
     """Started, with the policy that it serves."""
-    apart(write_policy, root)
+    if not (root / "policy-vllm").exists():  # that of the run without a fault, which may be of an earlier time
+        apart(write_policy, root)
     server = VLLMServer(python, root / "policy-vllm", root / "vllm.log", MEMORY_BYTES)
     server.start()
     return server
@@ -96,6 +98,7 @@ def write_policy(root: Path) -> None:
     """The policy of the other runs with larger heads."""
     heads = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
     config = AutoConfig.from_pretrained(root / "policy", **heads)
+    torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(root / "policy-vllm")
     AutoTokenizer.from_pretrained(root / "policy").save_pretrained(root / "policy-vllm")
 

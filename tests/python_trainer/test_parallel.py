@@ -44,6 +44,7 @@ CASES = {
         "rollout": {"num_generations": 2},
     },
     "logits in blocks": {"optimizer": MANY},
+    "offloaded": {"optimizer": MANY | {"offload": True}},
     "recomputed activations": {"model": {"gradient_checkpointing": True}, "optimizer": MANY},
 }  # fmt: skip
 
