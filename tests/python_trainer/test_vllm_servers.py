@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from conftest import merged, run_settings
-from fake_vllm import LIMIT, draw, serving
+from fake_vllm import EOS, LIMIT, draw, serving
 from gloo import KINDS, run_on_ranks, train
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from python_trainer.config import load_config
+from python_trainer.environment import Environment
 from python_trainer.errors import UserError
 from python_trainer.learner import Learner
 from python_trainer.rollout import Request, SamplingParams, VLLMEngine
@@ -185,8 +186,22 @@ def test_servers_of_different_models(fakes, model, tmp_path, answers, settings, 
         Servers(model, urls(fakes), tmp_path / "weights")
 
 
+class Twice(Environment):
+    """Two turns."""
+
+    turns = 0
+
+    def step(self, text):
+        self.turns += 1
+        return "AB", len(text) / 8, self.turns == 2
+
+
 CASES = {
     "plain": {},
+    "environment": {
+        "task": {"environment": "test_vllm_servers:Twice", "max_turns": 2, "reward": "environment"},
+        "rollout": {"schedule": "fifo"},
+    },
     "adapters, suffix rollouts": {
         "model": {"lora": {"r": 4, "alpha": 16}},
         "accelerators": {"enabled": ["rpo"], "rpo": {"keep": "any"}},
@@ -205,7 +220,8 @@ def train_and_tell(settings, folder, parallel=None):
     with patch.object(Learner, "update", recorded):
         trainer = train(settings, folder, parallel)
     engine = trainer.engine
-    known = [given, engine.stats, engine.lengths.state_dict(), engine.policy_version, engine.max_positions]
+    lengths = engine.lengths and engine.lengths.state_dict()
+    known = [given, engine.stats, lengths, engine.policy_version, engine.max_positions]
     (folder / f"rank-{trainer.ranks.rank}.json").write_text(json.dumps(known))
 
 
@@ -251,6 +267,8 @@ def test_several_trainers_are_given_the_same_and_end_as_one_does(runs, name, par
     one, several = (load_file(runs / kind / name / "weights.safetensors") for kind in ("none", parallel))
     for key, value in one.items():
         torch.testing.assert_close(several[key], value, rtol=1e-5, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
+    if name == "environment":
+        assert any(EOS in ids[:-1] for step in known[0][0] for _, ids, *_ in step)  # a second turn
     first, second = (read_metrics(runs / kind / name) for kind in ("none", parallel))
     for row, other in zip(first, second, strict=True):
         known = {k for k in row if "time" not in k and "per_second" not in k}

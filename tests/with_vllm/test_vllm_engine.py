@@ -237,7 +237,7 @@ def train(settings, folder):
 def test_training(folder, tmp_path):
     """And the model that a run leaves behind: vLLM reads it, and gives Transformers' tokens."""
     rows = train(run_settings(folder, tmp_path), tmp_path / "run")
-    assert rows[-1]["rpo/prefix_share"] > 0
+    assert max(row["rpo/prefix_share"] for row in rows[1:]) > 0  # of a single step cuts may leave nothing
     again = train(run_settings(folder, tmp_path), tmp_path / "again")
     assert [row["reward"] for row in again[1:]] == [row["reward"] for row in rows[1:]]
 
@@ -277,7 +277,7 @@ def test_training_on_answers_in_turns_with_an_environment(where, folder, tmp_pat
 
 def test_training_with_a_server(folder, address, tmp_path):
     rows = train(run_settings(folder, tmp_path, vllm_server=address), tmp_path / "run")
-    assert rows[-1]["rpo/prefix_share"] > 0
+    assert max(row["rpo/prefix_share"] for row in rows[1:]) > 0  # of a single step cuts may leave nothing
     assert not (tmp_path / "run" / ".vllm").exists()
 
 
