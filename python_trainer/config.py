@@ -173,8 +173,11 @@ class Config(Section):
                     )
             if self.parallel == "fsdp2" and not self.save.older_moments:
                 raise ValueError("save.older_moments must be true with parallel=fsdp2, got false")
-            if self.rollout.engine == "vllm":
-                raise ValueError(f"rollout.engine vllm needs parallel=none, got {self.parallel}")
+            if not self.rollout.divisible:
+                raise ValueError(
+                    f"rollout.vllm_server must name servers with rollout.engine vllm and parallel={self.parallel}, got "
+                    "null: vLLM within the trainer needs parallel=none"
+                )
         return self
 
 

@@ -155,7 +155,9 @@ class Trainer(EvaluatingLoop, SavingLoop):
         shards = self.ranks.size if config.parallel == "fsdp2" else 1
         offload = config.optimizer.offload and self.policy.device.type != "cpu"
         reserved = bytes_to_come(self.policy, config.algorithm, config.critic, shards, offload=offload)
-        engine = make_engine(config.rollout, config.model, self.policy, output_dir, reserved_bytes=reserved)
+        engine = make_engine(
+            config.rollout, config.model, self.policy, output_dir, reserved_bytes=reserved, ranks=self.ranks
+        )
         if self.environment is not None:
             engine = EpisodeEngine(
                 engine,

@@ -3,12 +3,14 @@
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from python_trainer.data import Request, Rollout
 from python_trainer.model.policy import Policy
 from python_trainer.rollout.engine import Engine, SamplingParams, WrappedEngine, new_rollouts
 from python_trainer.rollout.ordering import remember
+
+T = TypeVar("T")
 
 
 class Ranks(Protocol):
@@ -21,12 +23,15 @@ class Ranks(Protocol):
 
     def gather(self, value: Any) -> list[Any]: ...
 
+    def first(self, value: T) -> T: ...
+
 
 class RankedEngine(WrappedEngine):
     """Generates with ``policy.whole``, and brings that up to date when the policy has been updated.
 
-    Of n ranks, r answers requests r, r + n, ... and all get the answers of all. Noise is keyed by sample, so answers do
-    not depend on who gives them. All ranks submit and poll the same; a poll generates all that was submitted.
+    Of n ranks, r answers requests r, r + n, ..., or the first one all of them (``engine.on_first_rank``), and all get
+    the answers of all. Noise is keyed by sample, so answers do not depend on who gives them. All ranks submit and poll
+    the same; a poll generates all that was submitted.
 
     Args:
         engine: one that runs ``policy.whole``.
@@ -69,16 +74,19 @@ class RankedEngine(WrappedEngine):
     ) -> None:
         """Generates this rank's part of a submission, and takes over the others'."""
         before, own, groups = self.inner.stats, list[Rollout](), list(groups_of(requests, rollouts))
+        working = 1 if self.on_first_rank else ranks.size
         with ranks.together():
-            own = self.inner.generate(requests[ranks.rank :: ranks.size], sampling)
+            if ranks.rank < working:
+                own = self.inner.generate(requests[ranks.rank :: working], sampling)
         spent = {name: count - before[name] for name, count in self.inner.stats.items()}
-        for rank, (answers, counts) in enumerate(ranks.gather((own, spent))):
-            for rollout, answer in zip(chain.from_iterable(groups[rank :: ranks.size]), answers, strict=True):
+        said = [ranks.first((own, spent))] if self.on_first_rank else ranks.gather((own, spent))
+        for rank, (answers, counts) in enumerate(said):
+            for rollout, answer in zip(chain.from_iterable(groups[rank::working]), answers, strict=True):
                 rollout.become(answer)
             if rank != ranks.rank:
                 self._others = {name: count + counts[name] for name, count in self._others.items()}
                 if self.lengths:  # the engine has seen its own
-                    remember(self.lengths, requests[rank :: ranks.size], answers)
+                    remember(self.lengths, requests[rank::working], answers)
 
 
 def groups_of(requests: Sequence[Request], rollouts: Sequence[Rollout]) -> Iterator[Sequence[Rollout]]:

@@ -52,15 +52,18 @@ class Replicated(RankGroup):
             yield
         except Exception as error:
             problem = error
-        said = self.gather(problem if problem is None else f"{type(problem).__name__}: {problem}")
+        known = isinstance(problem, UserError)
+        said = self.gather(None if problem is None else f"{'' if known else type(problem).__name__ + ': '}{problem}")
         if problem is not None:
             raise problem
         for rank, text in enumerate(said):
             if text is not None:
-                raise UserError(f"process {rank} of {self.size}: {text.removeprefix('UserError: ')}")
+                raise UserError(f"process {rank} of {self.size}: {text}")
 
     def first(self, value: T) -> T:
-        return self.gather(value)[0]
+        said = [value]
+        dist.broadcast_object_list(said, src=0)
+        return said[0]
 
     def any(self, value: T) -> T:
         said = self.gather(value)

@@ -3,12 +3,17 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 
 from python_trainer.distributed.group import RankGroup
 from python_trainer.errors import UserError
 from python_trainer.model.policy import choose_device
+
+# How long processes wait for one another: while the first one asks vLLM's servers the others do nothing. One that ends
+# is noticed at once.
+PATIENCE = timedelta(hours=2)
 
 
 @contextmanager
@@ -35,7 +40,7 @@ def start(parallel: str, device: str = "auto") -> Iterator[RankGroup]:
 
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=PATIENCE)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:

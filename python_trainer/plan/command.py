@@ -126,7 +126,8 @@ def run(args: argparse.Namespace) -> None:
         memory = memory.like(config)
         plan = memory.plan(config.parallel)
         said.append("model.gradient_checkpointing: auto is true here")
-    plans = [memory.plan(name) for name in PARALLEL if device.count > 1 or name == config.parallel]
+    shared = device.count > 1 and config.rollout.divisible
+    plans = [memory.plan(name) for name in PARALLEL if shared or name == config.parallel]
     fix = what_would_fit(memory) if plan.trouble is not None else None
     if json_file is not None:
         write_text(json_file, json.dumps(as_json(memory, plans, fix and fix[0]), indent=1) + "\n")

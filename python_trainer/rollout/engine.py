@@ -33,6 +33,7 @@ class Engine(ABC):
         drafter: guesses tokens that the engine then verifies; None: no drafts.
         keep_answers: whether answers will be gone on with: what is computed of them stays in the cache, where it can.
         lengths: how long earlier answers were, which decides the order of work; None: the order of the requests.
+        on_first_rank: whether of several processes the first one alone asks it, for all of them.
         tell: is called with the numbers of finished answers and of all within :meth:`generate`; None: nobody listens.
     """
 
@@ -42,6 +43,7 @@ class Engine(ABC):
     drafter: Drafter | None = None
     keep_answers = False
     lengths: LengthHistory | None = None
+    on_first_rank = False
     tell: Callable[[int, int], None] | None = None
 
     def __init__(self) -> None:
@@ -132,6 +134,10 @@ class WrappedEngine(Engine):
     @lengths.setter
     def lengths(self, lengths: LengthHistory | None) -> None:
         self.inner.lengths = lengths
+
+    @property
+    def on_first_rank(self) -> bool:  # type: ignore[override]
+        return self.inner.on_first_rank
 
     @property
     def max_positions(self) -> int:  # type: ignore[override]

@@ -107,7 +107,7 @@ def balance(works: Sequence[Work], workers: int, overhead: float, spread: float 
     overhead = overhead if spread <= SURE else 0.0
     order = longest_first(works)
     given = [sorted(part, key=order.index) for part in in_turn(len(works), workers)]
-    plans = [_greedy(works, order, workers, overhead), _runs(works, order, workers, overhead), given]
+    plans = [to_least_loaded(works, order, workers, overhead), _runs(works, order, workers, overhead), given]
     return min(plans, key=lambda plan: makespan(works, plan, overhead))
 
 
@@ -116,7 +116,11 @@ def makespan(works: Sequence[Work], plan: Sequence[Sequence[int]], overhead: flo
     return max(sum((works[i] for i in part), NOTHING).duration(overhead) for part in plan)
 
 
-def _greedy(works: Sequence[Work], order: Sequence[int], workers: int, overhead: float) -> list[list[int]]:
+def to_least_loaded(works: Sequence[Work], order: Sequence[int], workers: int, overhead: float) -> list[list[int]]:
+    """In this order each to the worker that would then finish first -> indices by worker.
+
+    Without ``overhead`` no worker has more tokens than the mean of all and those of one work.
+    """
     plan: list[list[int]] = [[] for _ in range(workers)]
     loads = [NOTHING] * workers
     for i in order:

@@ -1,21 +1,24 @@
 """Settings of generation."""
 
-from typing import Literal
+import re
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from python_trainer.settings import Section
 
 PromptOrder = Literal["shuffled", "inverse_length", "shortest_first", "shorter_half"]
+SERVER = re.compile(r"https?://[^/\s]+(/\S*)?")
 
 
 class RolloutConfig(Section):
     """How answers are generated."""
 
     engine: Literal["paged", "vllm"] = "paged"
-    """`paged`: the trainer's own engine; `vllm`: vLLM 0.32 or newer, on the device of the model or on a server."""
-    vllm_server: str | None = Field(None, pattern=r"^https?://[^/]+(/.*)?$")
-    """URL of a server for engine vllm, started as docs/vllm.md says; it reads weights from OUTPUT_DIR."""
+    """`paged`: the trainer's own engine; `vllm`: vLLM 0.32 or newer, on the device of the model or on servers."""
+    vllm_server: str | list[str] | None = Field(None)
+    """URL of a server for engine vllm, or a list of them that share the work, started as docs/vllm.md says; they read
+    weights from OUTPUT_DIR."""
     prompts_per_step: int = Field(32, ge=1)
     """Prompts in one training step."""
     num_generations: int = Field(8, ge=1)
@@ -47,3 +50,30 @@ class RolloutConfig(Section):
     """Size of the KV cache; null chooses by model and device."""
     block_size: int = Field(16, ge=1)
     """Tokens in a block of the KV cache."""
+
+    @field_validator("vllm_server", mode="before")
+    @classmethod
+    def _servers_have_addresses(cls, value: Any) -> Any:
+        """Here, since what pydantic says of a union names its parts and not the setting."""
+        allowed = "must be a URL like http://HOST:8000, or a list of such, each once"
+        if value is None:
+            return None
+        urls = value if isinstance(value, list) else [value]
+        if not urls or not all(isinstance(url, str) and SERVER.fullmatch(url) for url in urls):
+            raise ValueError(f"{allowed}; got {value!r}")
+        same = [url.rstrip("/").lower() for url in urls]
+        if twice := [url for i, url in enumerate(urls) if same[i] in same[:i]]:
+            raise ValueError(f"{allowed}; got {twice[0]} more than once in {value!r}")
+        return value
+
+    @property
+    def servers(self) -> list[str]:
+        """Those of ``vllm_server``; none where answers are generated within the trainer."""
+        if self.vllm_server is None:
+            return []
+        return [self.vllm_server] if isinstance(self.vllm_server, str) else self.vllm_server
+
+    @property
+    def divisible(self) -> bool:
+        """Whether several processes can share a run that generates so; vLLM within the trainer has one device."""
+        return self.engine != "vllm" or bool(self.servers)

@@ -58,6 +58,7 @@ class PolicyWorker:
             "max_model_len": config.max_model_len,
             "vocab_size": config.get_vocab_size(),
             "model_type": config.hf_text_config.model_type,
+            "dtype": str(config.dtype).removeprefix("torch."),
         }
 
 

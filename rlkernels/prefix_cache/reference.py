@@ -31,6 +31,7 @@ def attend(
     if mask is not None:
         score = score.masked_fill(~mask, -torch.inf)
     lse = score.logsumexp(-1) if score.shape[-1] else score.new_full(score.shape[:2], -torch.inf)  # [Hq, q]
+    lse = lse.masked_fill(lse == torch.inf, torch.nan)  # inf / inf, as of the output
     weight = (score - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
     return torch.einsum("hqk,khd->qhd", weight, value), lse.T
 

@@ -208,6 +208,17 @@ def test_what_would_fit_is_told_and_does(small, tmp_path, capsys, gpus, said):
         assert run_plan(small, tmp_path, capsys, "--gpus", gpus, "--set", *changes)[0] == 0
 
 
+def test_vllm_within_the_trainer_is_planned_for_one_process(small, tmp_path, capsys):
+    small["rollout"] |= {"engine": "vllm"}
+    code, said = run_plan(small, tmp_path, capsys, "--gpus", "2x24")
+    assert code == 0 and "none, 1 of 24.0" in said.out and "ddp" not in said.out
+    code, said = run_plan(small, tmp_path, capsys, "--gpus", "2x0.0001")
+    assert code == 2 and "parallel=" not in said.err, said.err
+    servers = "rollout.vllm_server=[http://a:8000, http://b:8000]"
+    code, said = run_plan(small, tmp_path, capsys, "--gpus", "2x24", "--set", servers, "parallel=fsdp2")
+    assert code == 0 and "fsdp2, 2 of 24.0" in said.out and "weights of vLLM" not in said.out
+
+
 def test_of_changes_only_those_that_are_needed_are_told(small, tmp_path, capsys):
     """Where weights are all there is, smaller passes do not help, and are tried before what does."""
     folder = save_tiny_policy(tmp_path / "wide", hidden_size=512, intermediate_size=2048, num_hidden_layers=6)

@@ -1,14 +1,12 @@
 """What the vLLM engine does on its own; tests/with_vllm has the rest."""
 
-import json
 import sys
 import threading
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_vllm import LIMIT, serving
 from safetensors.torch import load_file
 from tiny import save_tiny_policy
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -18,9 +16,8 @@ from python_trainer.rollout import Request, SamplingParams, VLLMEngine
 from python_trainer.rollout.ordering import LengthHistory
 from python_trainer.rollout.vllm.engine import COUNTERS, Drawn, InProcess, checkpoint_weights, import_vllm
 from python_trainer.rollout.vllm.server import Server
+from python_trainer.rollout.vllm.servers import Servers
 from python_trainer.run import Trainer
-
-LIMIT = 128
 
 
 @pytest.fixture(scope="module")
@@ -183,62 +180,10 @@ def test_several_devices_need_a_server(model, monkeypatch):
         InProcess(model, "anywhere")
 
 
-class FakeServer(ThreadingHTTPServer):
-    """Answers as vLLM does, from a dictionary: path -> answer, or status of a refusal."""
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.bodies = []
-        self.settings = {"logprobs_mode": "processed_logprobs", "max_model_len": LIMIT, "vocab_size": 64,
-                         "model_type": "qwen2"}  # fmt: skip
-        self.answers = {"/version": {"version": "0.32.0"}, "/v1/models": {"data": [{"id": "policy"}]}}
-        self.counted = {"prompt_tokens_total": 5, "prompt_tokens_cached_total": 2, "iteration_tokens_total_count": 3}
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: FakeServer
-
-    def do_GET(self):
-        if self.path == "/metrics":
-            lines = [f'vllm:{name}{{engine="{i}"}} {n:.1f}' for name, n in self.server.counted.items() for i in (0, 1)]
-            return self.send("\n".join(["# HELP vllm:prompt_tokens_total Tokens", *lines]))
-        return self.send(self.server.answers.get(self.path, 404))
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.bodies.append((self.path, body))
-        if body.get("method") == "load_policy":
-            (folder,) = body["args"]
-            self.server.loaded = load_file(f"{folder}/model.safetensors")
-        answer = self.server.answers.get(self.path, {"results": [self.server.settings]})
-        return self.send(answer(body) if callable(answer) else answer)
-
-    def send(self, answer):
-        status, text = (answer, "refused") if isinstance(answer, int) else (200, answer)
-        data = (text if isinstance(text, str) else json.dumps(text)).encode()
-        with suppress(ConnectionError):  # who asked may not wait any more
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-    def log_message(self, *args):
-        pass
-
-
 @pytest.fixture
 def fake():
-    server = FakeServer()
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving() as server:
+        yield server
 
 
 class FakeLLM:
@@ -278,7 +223,7 @@ def test_a_server_gets_weights_by_file_and_prompts_by_token(fake, model, tmp_pat
                              "finish_reason": "stop"} for i in (1, 0)]}  # fmt: skip
 
     fake.answers["/v1/completions"] = complete
-    server = Server(model, f"{fake.url}/", tmp_path / "weights")
+    server = Servers(model, [f"{fake.url}/"], tmp_path / "weights")
     assert server.max_positions == LIMIT
     engine = VLLMEngine(model, server, eos_token_ids=[63])
     got = engine.generate([Request([1, 2], [3], 2, 8, sample_id=4)], SamplingParams(seed=1))
@@ -309,11 +254,11 @@ def test_a_server_gets_weights_by_file_and_prompts_by_token(fake, model, tmp_pat
         ({}, {"model_type": "llama"}, "serves policy, whose model_type is llama; the policy's is qwen2"),
     ],
 )
-def test_a_server_that_will_not_do(fake, model, tmp_path, answers, settings, message):
+def test_a_server_that_will_not_do(fake, model, answers, settings, message):
     fake.answers |= answers
     fake.settings |= settings
     with pytest.raises(UserError, match=message):
-        Server(model, fake.url, tmp_path)
+        Server(model, fake.url)
 
 
 def test_no_server(model, make_config, tmp_path):

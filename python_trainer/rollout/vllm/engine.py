@@ -41,6 +41,7 @@ class Continuation:
     n: int
     max_tokens: int
     seed: int
+    expected: float  # tokens of one, by earlier answers; max_tokens where nothing is known
 
 
 class Drawn(NamedTuple):
@@ -80,11 +81,13 @@ class VLLMEngine(Engine):
 
     Args:
         model: the policy, trained elsewhere; the weights are read from it, and it is never run.
-        backend: vLLM in this process (:class:`InProcess`) or a server (``vllm_server.Server``).
+        backend: vLLM in this process (:class:`InProcess`) or on servers (``servers.Servers``).
         eos_token_ids: tokens that end an answer.
         tokenizer: needed for stop strings only.
         lengths: of earlier answers; with it, vLLM is asked for long ones first. None: in the order of the requests.
     """
+
+    on_first_rank = True
 
     def __init__(
         self,
@@ -131,7 +134,8 @@ class VLLMEngine(Engine):
             raise UserError(f"sampling must be {self._sampling} until all is generated, got {sampling}")
         self._sampling = sampling
         rollouts = [rollout for request in requests for rollout in new_rollouts(request, self.policy_version)]
-        self._waiting.append((list(requests), rollouts))
+        if rollouts:  # otherwise nobody polls, and the next submission could not have other sampling
+            self._waiting.append((list(requests), rollouts))
         return rollouts
 
     def _work(self, count: int) -> list[Rollout]:
@@ -175,8 +179,8 @@ class VLLMEngine(Engine):
     ) -> tuple[list[Continuation], list[int]]:
         """What to ask for, and the index of the request that each belongs to."""
         asked, owners = [], []
-        order = longest_first(expectations(self.lengths, requests)) if self.lengths else range(len(requests))
-        for i in order:
+        works = expectations(self.lengths, requests) if self.lengths else None
+        for i in range(len(requests)) if works is None else longest_first(works):
             request = requests[i]
             ids = [*request.prompt_ids, *request.prefix_ids]
             room = min(request.max_new_tokens, self.max_positions - len(ids))
@@ -187,7 +191,8 @@ class VLLMEngine(Engine):
             base = keyed_seed(sampling.seed, "vllm", *turn) >> 1
             # vLLM refuses several greedy samples
             repeats, n = (request.num_samples, 1) if sampling.temperature == 0 else (1, request.num_samples)
-            asked += [Continuation(ids, n, room, base + request.sample_id)] * repeats
+            expected = float(room) if works is None else min(works[i].longest, float(room))
+            asked += [Continuation(ids, n, room, base + request.sample_id, expected)] * repeats
             owners += [i] * repeats
         return asked, owners
 

@@ -1,43 +1,39 @@
-"""A vLLM server as the backend of :class:`VLLMEngine`. It may run anywhere that can read the folder of the weights."""
+"""A vLLM server, over HTTP. It may run anywhere that can read the folder of the weights."""
 
 import json
-import shutil
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from python_trainer.errors import UserError
-from python_trainer.files import usual_mode
 from python_trainer.rollout.vllm.engine import COUNTERS, WORKER, Continuation, Drawn, check_version
 from python_trainer.rollout.vllm.http import read
 
-CONNECTIONS = 64  # vLLM batches what it is asked at the same time
 TIMEOUT_S = 3600
 HEALTH_TIMEOUT_S = 60  # a busy server answers late
 START = f"VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --worker-extension-cls {WORKER}"
 
 
 class Server:
-    """A server that was started as ``START`` says, for one trainer at a time.
-
-    Weights go through files: the server must see ``folder`` by the same absolute path.
+    """A server that was started as ``START`` says.
 
     Args:
         model: what the server should be serving.
         url: where it listens, e.g. http://localhost:8000.
-        folder: for the weights; made for each transfer and removed after it.
+
+    Attributes:
+        serves: what servers of one model have in common.
+        max_positions, limited_by: as of ``Engine``.
 
     Raises:
         UserError: nothing answers there, vLLM is too old, was not started that way, or serves another model.
     """
 
-    def __init__(self, model: PreTrainedModel, url: str, folder: Path):
-        self.url, self.folder = url.rstrip("/"), folder.absolute()
+    def __init__(self, model: PreTrainedModel, url: str):
+        self.url = url.rstrip("/")
         check_version(self._ask("/version")["version"], f"the server {self.url}")
-        self._served: str = self._ask("/v1/models")["data"][0]["id"]
+        self._name: str = self._ask("/v1/models")["data"][0]["id"]
         settings = self._rpc("policy_settings")
         if settings["logprobs_mode"] != "processed_logprobs":
             raise UserError(
@@ -48,29 +44,21 @@ class Server:
         for name in ("model_type", "vocab_size"):
             if settings[name] != getattr(config, name):
                 raise UserError(
-                    f"the vLLM server {self.url} serves {self._served}, whose {name} is {settings[name]}; the policy's "
+                    f"the vLLM server {self.url} serves {self._name}, whose {name} is {settings[name]}; the policy's "
                     f"is {getattr(config, name)}"
                 )
-        self.max_positions: int = settings["max_model_len"]
+        self.max_positions: int = settings.pop("max_model_len")
+        self.serves: dict[str, Any] = {"model": self._name} | settings
         self.limited_by = f"the limit of the vLLM server {self.url} (--max-model-len)"
 
-    def load(self, model: PreTrainedModel) -> None:
-        try:
-            model.save_pretrained(self.folder)
-            usual_mode(self.folder)  # the server may be another user's
-            self._rpc("load_policy", str(self.folder))
-        finally:
-            shutil.rmtree(self.folder, ignore_errors=True)
+    def load(self, folder: Path) -> None:
+        """Has it read the weights in a folder, which it must see by the same path."""
+        self._rpc("load_policy", str(folder))
 
-    def complete(self, asked: Sequence[Continuation], settings: dict[str, Any], salt: str) -> list[list[Drawn]]:
-        common = settings | {"model": self._served, "cache_salt": salt, "return_token_ids": True}
-        bodies = [
-            common | {"prompt": one.ids, "n": one.n, "max_tokens": one.max_tokens, "seed": one.seed} for one in asked
-        ]
-        with ThreadPoolExecutor(CONNECTIONS) as pool:
-            return list(pool.map(self._complete, bodies))
-
-    def _complete(self, body: dict[str, Any]) -> list[Drawn]:
+    def complete(self, one: Continuation, settings: dict[str, Any], salt: str) -> list[Drawn]:
+        """The samples of one; ``settings`` are those that all have in common, by vLLM's names."""
+        common = settings | {"model": self._name, "cache_salt": salt, "return_token_ids": True}
+        body = common | {"prompt": one.ids, "n": one.n, "max_tokens": one.max_tokens, "seed": one.seed}
         choices = sorted(self._ask("/v1/completions", body)["choices"], key=lambda choice: choice["index"])
         return [
             Drawn(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"])
@@ -97,7 +85,13 @@ class Server:
             ) from error
 
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        return json.loads(self._read(path, body))
+        text = self._read(path, body)
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise UserError(
+                f"rollout.vllm_server: {self.url}{path} must answer with JSON, as vLLM does, got {text[:100]!r}"
+            ) from error
 
     def _read(self, path: str, body: dict[str, Any] | None = None) -> str:
         data = None if body is None else json.dumps(body).encode()

@@ -1,0 +1,292 @@
+"""Several vLLM servers, and several trainers that share them; tests/with_vllm has real ones."""
+
+import json
+import threading
+from contextlib import ExitStack
+from unittest.mock import patch
+
+import pytest
+import torch
+from conftest import merged, run_settings
+from fake_vllm import EOS, LIMIT, draw, serving
+from gloo import KINDS, run_on_ranks, train
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from python_trainer.config import load_config
+from python_trainer.environment import Environment
+from python_trainer.errors import UserError
+from python_trainer.learner import Learner
+from python_trainer.rollout import Request, SamplingParams, VLLMEngine
+from python_trainer.rollout.ordering import LengthHistory
+from python_trainer.rollout.vllm.engine import Continuation
+from python_trainer.rollout.vllm.servers import Elsewhere, Servers, assigned
+from python_trainer.run_directory import read_metrics
+
+
+@pytest.fixture(scope="module")
+def model(tiny_policy):
+    return AutoModelForCausalLM.from_pretrained(tiny_policy, dtype=torch.float32)
+
+
+@pytest.fixture
+def fakes():
+    """Three servers."""
+    with ExitStack() as running:
+        servers = [running.enter_context(serving()) for _ in range(3)]
+        for server in servers:
+            server.answers["/v1/completions"] = draw
+        yield servers
+
+
+def urls(fakes):
+    return [fake.url for fake in fakes]
+
+
+@pytest.mark.parametrize(
+    ("server", "message"),
+    [
+        ("[]", r"rollout.vllm_server: must be a URL like http://HOST:8000, or a list of such, each once; got \[\]"),
+        ("5", "rollout.vllm_server: must be a URL .* got 5"),
+        ("[http://a:8000, b:8000]", r"rollout.vllm_server: must be .* got \['http://a:8000', 'b:8000'\]"),
+        ("[http://a:8000,http://b:8000,http://A:8000/]", "each once; got http://A:8000/ more than once in .*b:8000"),
+    ],
+)
+def test_what_is_no_list_of_servers(server, message):
+    with pytest.raises(UserError, match=message):
+        load_config(None, ["rollout.engine=vllm", f"rollout.vllm_server={server}"])
+
+
+def test_one_address_or_several():
+    for text, servers in [
+        ("null", []),
+        ("http://a:1", ["http://a:1"]),
+        ("[http://a:1,http://b:1]", ["http://a:1", "http://b:1"]),
+    ]:
+        config = load_config(None, ["rollout.engine=vllm", f"rollout.vllm_server={text}"])
+        assert config.rollout.servers == servers
+        assert config.rollout.divisible == bool(servers)
+    assert load_config(None).rollout.divisible
+
+
+items = st.tuples(st.integers(1, 400), st.integers(1, 9), st.integers(0, 3))
+
+
+@given(st.lists(items, max_size=60), st.integers(1, 6))
+def test_loads_differ_by_one_item_at_most(drawn, servers):
+    asked = [Continuation([k], n, 500, seed, float(length)) for k, (length, n, seed) in enumerate(drawn)]
+    asked += asked[:3]  # greedy samples: the same tokens, the same seed
+    found = assigned(asked, servers)
+    loads, sizes = [0.0] * servers, {}
+    for one, server in zip(asked, found, strict=True):
+        loads[server] += one.n * one.expected
+        key = one.seed, *one.ids
+        sizes[key] = sizes.get(key, 0.0) + one.n * one.expected
+    assert found[len(drawn) :] == found[: len(asked) - len(drawn)]
+    assert max(loads) <= sum(loads) / servers + max(sizes.values(), default=0.0)
+
+
+def test_the_longest_goes_to_the_server_with_the_fewest_tokens(model):
+    history = LengthHistory()
+    for token, length in (1, 10), (2, 50), (3, 30), (4, 24):
+        history.observe([token], [length])
+    engine = VLLMEngine(model, Elsewhere(LIMIT, "the limit"), eos_token_ids=[], lengths=history)
+    requests = [Request([token], (), samples, 100) for token, samples in ((1, 2), (2, 1), (3, 1), (4, 1), (5, 1))]
+    asked, _ = engine._continuations(requests, SamplingParams())
+    assert [(one.ids, one.expected) for one in asked] == [([2], 50), ([3], 30), ([5], 28.5), ([4], 24), ([1], 10)]
+    assert assigned(asked, 2) == [0, 1, 1, 0, 1]
+    engine.lengths = None
+    unknown = [Request([1], max_new_tokens=9), Request([1], max_new_tokens=400)]
+    asked, _ = engine._continuations(unknown, SamplingParams())
+    assert [one.expected for one in asked] == [9, LIMIT - 1]
+
+
+def test_answers_do_not_depend_on_the_number_of_servers(fakes, model, tmp_path):
+    requests = [Request([i, 1], [2] * (i % 2), 1 + i % 4, 20 + i, sample_id=10 * i) for i in range(20)]
+    for sampling in SamplingParams(seed=1), SamplingParams(temperature=0.0):
+        found = []
+        for count in (1, 2, 3):
+            engine = VLLMEngine(model, Servers(model, urls(fakes[:count]), tmp_path / "weights"), eos_token_ids=[63])
+            found.append(engine.generate(requests, sampling))
+        assert found[0] == found[1] == found[2] and {r.finish_reason for r in found[0]} == {"stop"}
+    assert all(fake.asked() for fake in fakes)
+
+
+def test_weights_are_written_once_and_read_by_all_at_the_same_time(fakes, model, tmp_path):
+    """Each server answers only when all have been asked."""
+    folder, all_are_reading, events = tmp_path / "weights", threading.Barrier(3), []
+
+    def load(body):
+        if body["method"] == "load_policy":
+            assert folder.exists()
+            all_are_reading.wait(60)
+            events.append("load")
+        return {"results": [fakes[0].settings]}
+
+    def complete(body):
+        events.append("complete")
+        return draw(body)
+
+    for fake in fakes:
+        fake.answers |= {"/collective_rpc": load, "/v1/completions": complete}
+    engine = VLLMEngine(model, Servers(model, urls(fakes), folder), eos_token_ids=[63])
+    with patch.object(type(model), "save_pretrained", autospec=True, side_effect=type(model).save_pretrained) as save:
+        for _ in range(2):
+            engine.generate([Request([i]) for i in range(4)], SamplingParams())
+            engine.policy_updated()
+    assert save.call_count == 2 and not folder.exists()
+    assert events == (["load"] * 3 + ["complete"] * 4) * 2
+    assert all(fake.loaded.keys() == fakes[0].loaded.keys() for fake in fakes)
+
+
+def test_counts_are_added_up_and_the_smallest_limit_holds(fakes, model, tmp_path):
+    fakes[1].settings["max_model_len"] = 40
+    servers = Servers(model, urls(fakes), tmp_path / "weights")
+    assert servers.counters() == {"prompt_tokens": 30, "cached_tokens": 12, "preemptions": 0, "forward_passes": 18}
+    assert servers.max_positions == 40 and fakes[1].url in servers.limited_by
+
+
+def test_the_server_that_fails_is_named(fakes, model, tmp_path):
+    engine = VLLMEngine(model, Servers(model, urls(fakes), tmp_path / "weights"), eos_token_ids=[63])
+    requests = [Request([i]) for i in range(9)]
+    fakes[1].answers["/v1/completions"] = 500
+    with pytest.raises(UserError, match=f"of the vLLM server {fakes[1].url} answers 500: refused"):
+        engine.generate(requests, SamplingParams())
+    fakes[2].answers["/collective_rpc"] = 500
+    engine.policy_updated()
+    with pytest.raises(UserError, match=f"the vLLM server {fakes[2].url} does not take weights"):
+        engine.generate(requests, SamplingParams())
+    assert not (tmp_path / "weights").exists()
+    fakes[1].answers["/version"] = "no JSON"
+    with pytest.raises(UserError, match=f"{fakes[1].url}/version must answer with JSON, as vLLM does, got 'no JSON'"):
+        Servers(model, urls(fakes), tmp_path / "weights")
+    blocked = tmp_path / "file"
+    blocked.touch()
+    servers = Servers(model, urls(fakes[:1]), blocked / "weights")
+    with pytest.raises(UserError, match="the weights for rollout.vllm_server cannot be written: .*file"):
+        servers.load(model)
+
+
+@pytest.mark.parametrize(
+    ("answers", "settings", "difference"),
+    [
+        ({"/v1/models": {"data": [{"id": "another"}]}}, {}, "model policy at {0} and another at {2}"),
+        ({}, {"dtype": "bfloat16"}, "dtype float32 at {0} and bfloat16 at {2}"),
+    ],
+)
+def test_servers_of_different_models(fakes, model, tmp_path, answers, settings, difference):
+    for fake in fakes:
+        fake.settings["dtype"] = "float32"
+    fakes[2].answers |= answers
+    fakes[2].settings |= settings
+    expected = f"rollout.vllm_server must name servers of the same model, got {difference.format(*urls(fakes))}"
+    with pytest.raises(UserError, match=expected):
+        Servers(model, urls(fakes), tmp_path / "weights")
+
+
+class Twice(Environment):
+    """Two turns."""
+
+    turns = 0
+
+    def step(self, text):
+        self.turns += 1
+        return "AB", len(text) / 8, self.turns == 2
+
+
+CASES = {
+    "plain": {},
+    "environment": {
+        "task": {"environment": "test_vllm_servers:Twice", "max_turns": 2, "reward": "environment"},
+        "rollout": {"schedule": "fifo"},
+    },
+    "adapters, suffix rollouts": {
+        "model": {"lora": {"r": 4, "alpha": 16}},
+        "accelerators": {"enabled": ["rpo"], "rpo": {"keep": "any"}},
+    },
+}
+
+
+def train_and_tell(settings, folder, parallel=None):
+    """Trains; every process writes what it was given to train on, and the state of its engine."""
+    given, update = [], Learner.update
+
+    def recorded(self, rollouts, number):
+        given.append([(r.prompt_ids, r.response_ids, r.logprobs, r.finish_reason, r.policy_version) for r in rollouts])
+        return update(self, rollouts, number)
+
+    with patch.object(Learner, "update", recorded):
+        trainer = train(settings, folder, parallel)
+    engine = trainer.engine
+    lengths = engine.lengths and engine.lengths.state_dict()
+    known = [given, engine.stats, lengths, engine.policy_version, engine.max_positions]
+    (folder / f"rank-{trainer.ranks.rank}.json").write_text(json.dumps(known))
+
+
+def train_all(settings, folder, broken):
+    """Every case on both kinds of ranks; then with servers that fail in the first process alone."""
+    for parallel in KINDS:
+        for name, changes in CASES.items():
+            train_and_tell(merged(settings, changes), folder / parallel / name, parallel)
+        for name, addresses in broken.items():
+            changed = merged(settings, {"rollout": {"vllm_server": addresses}})
+            rank = torch.distributed.get_rank()
+            try:
+                train(changed, folder / parallel / name, parallel)
+            except UserError as error:
+                (folder / f"{parallel}, {name}, {rank}").write_text(str(error))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, tiny_policy, jsonl_files):
+    """Run directories: KIND/CASE, of one process and of two, all with the same two servers."""
+    folder = tmp_path_factory.mktemp("runs")
+    with ExitStack() as running:
+        one, other, refusing = (running.enter_context(serving()) for _ in range(3))
+        one.answers["/v1/completions"] = other.answers["/v1/completions"] = draw
+        refusing.answers["/v1/completions"] = 500
+        rollout = {"engine": "vllm", "vllm_server": urls([one, other]), "schedule": "history"}
+        settings = run_settings(tiny_policy, jsonl_files) | {"max_steps": 2}
+        settings["optimizer"] = {"learning_rate": 1e-3, "adam_epsilon": 1e-4}  # as in test_parallel.py
+        settings = merged(settings, {"rollout": rollout})
+        broken = {"refuses": urls([one, refusing]), "is not there": [one.url, "http://127.0.0.1:1"]}
+        run_on_ranks(folder, train_all, settings, folder, broken)
+        for name, changes in CASES.items():
+            train_and_tell(merged(settings, changes), folder / "none" / name)
+    return folder
+
+
+@pytest.mark.parametrize("parallel", KINDS)
+@pytest.mark.parametrize("name", CASES)
+def test_several_trainers_are_given_the_same_and_end_as_one_does(runs, name, parallel):
+    known = [json.loads((runs / kind / name / f"rank-{rank}.json").read_text())
+             for kind, rank in (("none", 0), (parallel, 0), (parallel, 1))]  # fmt: skip
+    assert known[0] == known[1] == known[2] and len(known[0][0]) == 2
+    one, several = (load_file(runs / kind / name / "weights.safetensors") for kind in ("none", parallel))
+    for key, value in one.items():
+        torch.testing.assert_close(several[key], value, rtol=1e-5, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
+    if name == "environment":
+        assert any(EOS in ids[:-1] for step in known[0][0] for _, ids, *_ in step)  # a second turn
+    first, second = (read_metrics(runs / kind / name) for kind in ("none", parallel))
+    for row, other in zip(first, second, strict=True):
+        known = {k for k in row if "time" not in k and "per_second" not in k}
+        for key in known - {"tokens/trained"}:  # of prompts that both compute
+            assert other[key] == pytest.approx(row[key], rel=1e-5, abs=2e-6), key
+    assert not (runs / parallel / name / ".vllm").exists()
+
+
+@pytest.mark.parametrize("parallel", KINDS)
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("refuses", "of the vLLM server http://.* answers 500"),
+        ("is not there", "no vLLM server answers at http://.*:1: "),
+    ],
+)
+def test_an_error_of_the_first_process_ends_all(runs, parallel, name, message):
+    first, second = ((runs / f"{parallel}, {name}, {rank}").read_text() for rank in (0, 1))
+    assert second == f"process 0 of 2: {first}"
+    with pytest.raises(UserError, match=message):
+        raise UserError(first)
