@@ -107,14 +107,14 @@ class Config(Section):
                 "rollout.dynamic_sampling needs rollout.num_generations >= 2: one answer has no spread, got "
                 f"{self.rollout.num_generations}"
             )
-        if self.rollout.vllm_server is not None and self.rollout.engine != "vllm":
+        if self.rollout.servers and self.rollout.engine == "paged":
             raise ValueError(f"rollout.vllm_server needs rollout.engine vllm, got {self.rollout.engine}")
         if self.rollout.vllm_server is not None and len(self.rollout.stop) > SERVER_STOPS:
             raise ValueError(
                 f"rollout.stop must have at most {SERVER_STOPS} strings with rollout.vllm_server, which takes no more, "
                 f"got {len(self.rollout.stop)}"
             )
-        if self.rollout.engine == "vllm" and self.rollout.workers > 1:
+        if self.rollout.by_vllm and self.rollout.workers > 1:
             raise ValueError(f"rollout.workers must be 1 with rollout.engine vllm, got {self.rollout.workers}")
         if self.task.environment is not None and self.rollout.workers > 1:
             raise ValueError(f"rollout.workers must be 1 with task.environment, got {self.rollout.workers}")

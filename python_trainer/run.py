@@ -18,6 +18,7 @@ from python_trainer.checkpoint import load_checkpoint
 from python_trainer.config import Config
 from python_trainer.data import Example, Messages, Rollout
 from python_trainer.distributed import RankGroup
+from python_trainer.engine_choice import choose_engine
 from python_trainer.environment import ENVIRONMENTS
 from python_trainer.errors import UserError
 from python_trainer.evaluating import EvaluatingLoop
@@ -92,6 +93,7 @@ class Trainer(EvaluatingLoop, SavingLoop):
         start: Evaluated | None = None,
         ranks: RankGroup | None = None,
     ):
+        config, self._said_of_engine = choose_engine(config)
         self.config, self.label, self.timer, self.ranks = config, label, timer, ranks or RankGroup()
         output_dir = Path(output_dir)
         if config.parallel != self.ranks.name:
@@ -132,7 +134,7 @@ class Trainer(EvaluatingLoop, SavingLoop):
         make = config.task.environment
         self.environment = None if make is None else ENVIRONMENTS.resolve(make)
         named = {name: self._task_of_set(name) for name in config.evaluation.sets}
-        for text in self.task.notes:
+        for text in [*self.task.notes, *filter(None, [self._said_of_engine])]:
             self._note(text)
         splits = ["train", "test"]
         for settings in config.accelerators.chosen():

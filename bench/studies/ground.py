@@ -32,6 +32,7 @@ from bench.faults.records import read_rows
 from bench.studies.ground_report import PLAIN, write
 from python_trainer.compare import train_once
 from python_trainer.config import Config, check_config, load_config
+from python_trainer.engine_choice import choose_engine
 from python_trainer.errors import UserError
 from python_trainer.run_directory import read_metrics
 
@@ -137,7 +138,7 @@ class Ground:
 def is_of(row: Mapping[str, Any], config: Config) -> bool:
     """Whether a record is of a run with these settings; those that came later have their default there."""
     try:
-        return check_config(row["settings"], source="a record") == config
+        return choose_engine(check_config(row["settings"], source="a record")) == choose_engine(config)
     except UserError:  # with a setting that is no more
         return False
 

@@ -120,7 +120,7 @@ class Memory:
         answers = min(SEQUENCES, rollout.prompts_per_step * rollout.num_generations)
         prompts = max(min(rollout.prompts_per_step, BATCH_TOKENS // self.prompt), 1)
         sizes = [(prompts, min(self.prompt, BATCH_TOKENS), self.prompt), (answers, 1, self.longest)]
-        gathered = self.device.kind != "cpu" and rollout.engine == "paged"
+        gathered = self.device.kind != "cpu" and rollout.engine != "vllm"
         filtered = rollout.top_p < 1 or rollout.top_k > 0
         key = self.policy, tuple(sizes), gathered, filtered
         if key not in self.known:

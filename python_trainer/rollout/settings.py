@@ -1,9 +1,11 @@
 """Settings of generation."""
 
+import ipaddress
 import re
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from python_trainer.settings import Section
 
@@ -14,11 +16,15 @@ SERVER = re.compile(r"https?://[^/\s]+(/\S*)?")
 class RolloutConfig(Section):
     """How answers are generated."""
 
-    engine: Literal["paged", "vllm"] = "paged"
-    """`paged`: the trainer's own engine; `vllm`: vLLM 0.32 or newer, on the device of the model or on servers."""
+    engine: Literal["auto", "paged", "vllm"] = "auto"
+    """`paged`: the trainer's own engine; `vllm`: vLLM 0.32 or newer, on the device of the model or on servers; `auto`:
+    vllm where vllm_server is set or where it is installed and there is a GPU, else paged."""
     vllm_server: str | list[str] | None = Field(None)
     """URL of a server for engine vllm, or a list of them that share the work, started as docs/vllm.md says; they read
     weights from OUTPUT_DIR."""
+    allow_remote: bool = False
+    """Let vllm_server name another machine: whoever can listen between reads prompts and answers, and whoever reaches
+    the server can call anything in its workers."""
     prompts_per_step: int = Field(32, ge=1)
     """Prompts in one training step."""
     num_generations: int = Field(8, ge=1)
@@ -66,6 +72,13 @@ class RolloutConfig(Section):
             raise ValueError(f"{allowed}; got {twice[0]} more than once in {value!r}")
         return value
 
+    @model_validator(mode="after")
+    def _servers_are_near(self) -> "RolloutConfig":
+        far = [url for url in self.servers if not is_loopback(urlsplit(url).hostname or "")]
+        if far and not self.allow_remote:
+            raise ValueError(f"vllm_server must be on this machine unless rollout.allow_remote is true, got {far[0]}")
+        return self
+
     @property
     def servers(self) -> list[str]:
         """Those of ``vllm_server``; none where answers are generated within the trainer."""
@@ -77,3 +90,15 @@ class RolloutConfig(Section):
     def divisible(self) -> bool:
         """Whether several processes can share a run that generates so; vLLM within the trainer has one device."""
         return self.engine != "vllm" or bool(self.servers)
+
+    @property
+    def by_vllm(self) -> bool:
+        """Whether vLLM generates, as far as the settings alone say."""
+        return self.engine == "vllm" or bool(self.servers)
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")

@@ -215,7 +215,8 @@ def test_vllm_within_the_trainer_is_planned_for_one_process(small, tmp_path, cap
     code, said = run_plan(small, tmp_path, capsys, "--gpus", "2x0.0001")
     assert code == 2 and "parallel=" not in said.err, said.err
     servers = "rollout.vllm_server=[http://a:8000, http://b:8000]"
-    code, said = run_plan(small, tmp_path, capsys, "--gpus", "2x24", "--set", servers, "parallel=fsdp2")
+    elsewhere = [servers, "rollout.allow_remote=true", "parallel=fsdp2"]
+    code, said = run_plan(small, tmp_path, capsys, "--gpus", "2x24", "--set", *elsewhere)
     assert code == 0 and "fsdp2, 2 of 24.0" in said.out and "weights of vLLM" not in said.out
 
 

@@ -150,7 +150,7 @@ def test_weights_have_their_names_in_a_checkpoint(tmp_path):
 
 def test_settings_that_do_not_go_together(make_config):
     with pytest.raises(UserError, match="rollout.vllm_server needs rollout.engine vllm, got paged"):
-        make_config(rollout={"vllm_server": "http://localhost:8000"})
+        make_config(rollout={"engine": "paged", "vllm_server": "http://localhost:8000"})
     with pytest.raises(UserError, match="rollout.vllm_server: .*got 'localhost:8000'"):
         make_config(rollout={"engine": "vllm", "vllm_server": "localhost:8000"})
     with pytest.raises(UserError, match="rollout.workers must be 1 with rollout.engine vllm, got 2"):
@@ -272,7 +272,7 @@ def test_no_server(model, make_config, tmp_path):
 def test_an_engine_that_dies_while_it_is_waited_for(fake, model, tmp_path, monkeypatch, health, message):
     """vLLM then never answers what loads weights."""
     monkeypatch.setattr("python_trainer.rollout.vllm.http.LOOK_SECONDS", 0.02)
-    server, asked, over = Server(model, fake.url, tmp_path / "weights"), threading.Event(), threading.Event()
+    server, asked, over = Servers(model, [fake.url], tmp_path / "weights"), threading.Event(), threading.Event()
 
     def hang(body):
         asked.wait(60)

@@ -62,13 +62,23 @@ def test_what_is_no_list_of_servers(server, message):
 def test_one_address_or_several():
     for text, servers in [
         ("null", []),
-        ("http://a:1", ["http://a:1"]),
-        ("[http://a:1,http://b:1]", ["http://a:1", "http://b:1"]),
+        ("http://127.0.0.1:1", ["http://127.0.0.1:1"]),
+        ("[http://localhost:1,'http://[::1]:2/v']", ["http://localhost:1", "http://[::1]:2/v"]),
     ]:
         config = load_config(None, ["rollout.engine=vllm", f"rollout.vllm_server={text}"])
         assert config.rollout.servers == servers
         assert config.rollout.divisible == bool(servers)
     assert load_config(None).rollout.divisible
+
+
+@pytest.mark.parametrize(
+    "url", ["http://a:1", "https://10.0.0.7", "http://127.0.0.1.example.org:80", "http://localhost.com"]
+)
+def test_other_machines_are_asked_for(url):
+    servers = f"rollout.vllm_server=[http://127.0.0.1:1, '{url}']"
+    with pytest.raises(UserError, match=f"on this machine unless rollout.allow_remote is true, got {url}"):
+        load_config(None, [servers])
+    assert load_config(None, [servers, "rollout.allow_remote=true"]).rollout.servers[1] == url
 
 
 items = st.tuples(st.integers(1, 400), st.integers(1, 9), st.integers(0, 3))

@@ -27,9 +27,9 @@ class DraftsSettings(AcceleratorSettings):
     """What a forward pass costs on top of its tokens, in tokens. null: measured in the first step and kept."""
 
     def conflicts(self, config: Any) -> str | None:
-        if config.rollout.engine == "paged":
+        if not config.rollout.by_vllm:
             return None
         return (
-            f"the accelerator drafts needs rollout.engine paged, got {config.rollout.engine}; vLLM itself drafts from "
+            "the accelerator drafts needs rollout.engine paged, got vllm; vLLM itself drafts from "
             "a history by rlkernels.integrations.vllm.HistoryProposer (docs/vllm.md)"
         )

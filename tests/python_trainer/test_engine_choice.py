@@ -1,0 +1,84 @@
+"""What ``rollout.engine: auto`` stands for, and that a run says so."""
+
+import importlib.metadata
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from python_trainer.config import check_config
+from python_trainer.engine_choice import choose_engine
+from python_trainer.rollout.make import make_engine
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Sets whether there is a GPU, and which vLLM is installed."""
+
+    def be(gpu, vllm):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+        find = importlib.util.find_spec
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: vllm if name == "vllm" else find(name))
+        version = importlib.metadata.version
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: vllm if name == "vllm" else version(name))
+
+    return be
+
+
+def chosen(**sections):
+    config, said = choose_engine(check_config(sections, source="test"))
+    return config.rollout.engine, said
+
+
+@pytest.mark.parametrize(
+    ("gpu", "vllm", "engine"),
+    [(False, "0.32.1", "paged"), (True, None, "paged"), (True, "0.31.0", "paged"), (True, "0.32.1", "vllm")],
+)
+def test_vllm_generates_where_there_is_a_gpu_and_it_is_installed(machine, gpu, vllm, engine):
+    machine(gpu, vllm)
+    found, said = chosen()
+    assert found == engine and (said is not None) == (engine == "vllm")
+    assert chosen(rollout={"engine": "paged"}) == ("paged", None)
+    assert chosen(model={"device": "cpu"}) == ("paged", None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"accelerators": {"enabled": ["drafts"]}}, "drafts needs rollout.engine paged"),
+        ({"parallel": "ddp"}, "needs parallel=none"),
+        ({"rollout": {"workers": 2}}, "rollout.workers must be 1"),
+    ],
+)
+def test_settings_that_do_not_go_with_it_come_first(machine, settings, reason):
+    machine(True, "0.32.1")
+    engine, said = chosen(**settings)
+    assert engine == "paged" and reason in said
+    machine(True, None)
+    assert chosen(**settings) == ("paged", None)
+
+
+def test_a_server_is_enough(machine):
+    machine(False, None)
+    assert chosen(rollout={"vllm_server": "http://localhost:8000"}) == ("vllm", None)
+
+
+def test_a_run_says_what_generates(make_config, machine, monkeypatch, tmp_path):
+    from rich.console import Console
+
+    from python_trainer import run
+
+    machine(False, "0.32.1")
+    monkeypatch.setattr("python_trainer.engine_choice.trains_on_gpu", lambda device: True)
+    seen = []
+
+    def own_engine(rollout, *args, **kwargs):
+        seen.append(rollout.engine)
+        return make_engine(rollout.model_copy(update={"engine": "paged"}), *args, **kwargs)
+
+    monkeypatch.setattr(run, "make_engine", own_engine)
+    console = Console(record=True, file=SimpleNamespace(write=lambda text: None, flush=lambda: None))
+    trainer = run.Trainer(make_config(), tmp_path / "run", console=console)
+    assert seen == ["vllm"] and trainer.learner.algorithm.importance_sampling == "token_truncate"
+    assert "auto generates with vLLM, which is installed" in " ".join(console.export_text().split())
