@@ -1,4 +1,4 @@
-"""Hostile tensors for every public op: other shapes, strides, types, NaN, gradients.
+"""Hostile tensors for the ops: other shapes, strides, types, NaN, gradients.
 
 Whatever comes, the compiled op and the reference agree: both refuse it, by a TypeError or ValueError that names an
 argument and before anything is written, or both take it and give the same.
