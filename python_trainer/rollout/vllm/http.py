@@ -1,8 +1,8 @@
 """Requests to a server that may take an hour to answer, and may die meanwhile without closing the connection."""
 
 import http.client
-import select
 from collections.abc import Callable
+from selectors import EVENT_READ, DefaultSelector
 from urllib.parse import urlsplit
 
 LOOK_SECONDS = 10.0  # between two looks at a server that has not answered yet
@@ -25,11 +25,13 @@ def read(url: str, body: bytes | None, timeout: float, alive: Callable[[], objec
     try:
         connection.request("POST" if body is not None else "GET", parts.path or "/", body, HEADERS)
         waited = 0.0
-        while not select.select([connection.sock], [], [], LOOK_SECONDS)[0]:
-            waited += LOOK_SECONDS
-            if waited >= timeout:
-                raise TimeoutError(f"no answer in {timeout:g} s")
-            alive()
+        with DefaultSelector() as selector:  # select() knows no file beyond the 1,024th
+            selector.register(connection.sock, EVENT_READ)
+            while not selector.select(LOOK_SECONDS):
+                waited += LOOK_SECONDS
+                if waited >= timeout:
+                    raise TimeoutError(f"no answer in {timeout:g} s")
+                alive()
         response = connection.getresponse()
         return response.status, response.read().decode(errors="replace")
     except http.client.HTTPException as error:
