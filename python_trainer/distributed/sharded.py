@@ -48,8 +48,8 @@ class Sharded(Replicated):
         What cannot be read in parts is read by the first rank, in the memory of its host, and sent to the others.
         """
         device, folder = choose_device(config.device), policy_folder(config.path, config.revision)
-        dtype = choose_dtype(config.dtype, device, lambda: count_weights(folder, config))
         with self.together():
+            dtype = choose_dtype(config.dtype, device, lambda: count_weights(folder, config))
             plain = adapted_folder(folder) if (folder / "adapter_config.json").is_file() else folder
             tokenizer, hollow = read_tokenizer(plain, config), hollow_model(plain, config, dtype)
             check_vocabulary(folder, hollow, tokenizer)
