@@ -93,7 +93,7 @@ class Trainer(EvaluatingLoop, SavingLoop):
         start: Evaluated | None = None,
         ranks: RankGroup | None = None,
     ):
-        config, self._said_of_engine = choose_engine(config)
+        self._chosen, self._said_of_engine = choose_engine(config)  # the run directory keeps what was given
         self.config, self.label, self.timer, self.ranks = config, label, timer, ranks or RankGroup()
         output_dir = Path(output_dir)
         if config.parallel != self.ranks.name:
@@ -112,7 +112,7 @@ class Trainer(EvaluatingLoop, SavingLoop):
         with self.ranks.together():
             saved = found[1] if found else load_checkpoint(self.checkpoint) if self.checkpoint else None
             self._load(output_dir)
-        self.learner = make_learner(config, self.policy, self.ranks)
+        self.learner = make_learner(self._chosen, self.policy, self.ranks)
         self.callbacks = Callbacks([*config.callbacks, *callbacks])
         self.accelerators = [settings.make() for settings in config.accelerators.chosen()]
         self.state = RunState(target=config.evaluation.target_accuracy)
@@ -139,7 +139,7 @@ class Trainer(EvaluatingLoop, SavingLoop):
         splits = ["train", "test"]
         for settings in config.accelerators.chosen():
             splits += settings.splits(self.task)
-        recompute = self.ranks.first(needs_recomputing(config, self.ranks.size))
+        recompute = self.ranks.first(needs_recomputing(self._chosen, self.ranks.size))
         if recompute:
             self._note("model.gradient_checkpointing: auto recomputes activations, which would not fit otherwise")
         model = config.model.model_copy(update={"gradient_checkpointing": True}) if recompute else config.model
@@ -158,7 +158,7 @@ class Trainer(EvaluatingLoop, SavingLoop):
         offload = config.optimizer.offload and self.policy.device.type != "cpu"
         reserved = bytes_to_come(self.policy, config.algorithm, config.critic, shards, offload=offload)
         engine = make_engine(
-            config.rollout, config.model, self.policy, output_dir, reserved_bytes=reserved, ranks=self.ranks
+            self._chosen.rollout, config.model, self.policy, output_dir, reserved_bytes=reserved, ranks=self.ranks
         )
         if self.environment is not None:
             engine = EpisodeEngine(

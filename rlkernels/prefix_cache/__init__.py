@@ -53,7 +53,7 @@ def write_kv(
     _check.tensor("slots", slots, ndim=1, dtype=torch.int64, device=key_cache.device)
     _check.shape("slots", slots, (key.shape[0],))
     _check_no_gradient("write_kv", key=key, value=value, key_cache=key_cache, value_cache=value_cache)
-    chosen = _choose("write_kv", backend, key_cache, key, value)
+    chosen = _choose_for_cache("write_kv", backend, key_cache, value_cache, key, value)
     if chosen == "cpu":
         torch.ops.rlkernels.write_kv(key, value, key_cache, value_cache, slots.contiguous())
         _backend.mark_written(key_cache, value_cache)
@@ -103,7 +103,7 @@ def paged_attention(
     _check_attention("paged_attention", query, key_cache, value_cache, scale)
     sequences = _ragged(query.device, block_tables=block_tables, seq_lens=seq_lens, query_starts=query_starts)
     args = (query, key_cache, value_cache, *sequences.values(), float(scale))
-    chosen = _choose("paged_attention", backend, query, key_cache)
+    chosen = _choose_for_cache("paged_attention", backend, key_cache, value_cache, query)
     if chosen == "cpu":
         out, lse = torch.ops.rlkernels.paged_attention(*args)
     else:
@@ -151,7 +151,7 @@ def shared_prefix_attention(
     groups = _ragged(query.device, group_tables=group_tables, group_lens=group_lens, group_starts=group_starts)
     sequences = _ragged(query.device, block_tables=block_tables, seq_lens=seq_lens, query_starts=query_starts)
     args = (query, key_cache, value_cache, *groups.values(), *sequences.values(), float(scale))
-    chosen = _choose("shared_prefix_attention", backend, query, key_cache)
+    chosen = _choose_for_cache("shared_prefix_attention", backend, key_cache, value_cache, query)
     if chosen == "cpu":
         out, lse = torch.ops.rlkernels.shared_prefix_attention(*args)
     else:
@@ -288,13 +288,26 @@ def _choose(op: str, backend: str, *tensors: torch.Tensor) -> str:
     return "torch"
 
 
+def _choose_for_cache(
+    op: str, backend: str, key_cache: torch.Tensor, value_cache: torch.Tensor, *tensors: torch.Tensor
+) -> str:
+    """As :func:`_choose`; our code for CPUs knows no cache whose last dimension is not contiguous."""
+    chosen = _choose(op, backend, key_cache, *tensors)
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if chosen == "cpu" and cache.stride(-1) != 1 and cache.shape[-1] > 1:
+            if backend != "auto":
+                raise ValueError(
+                    f"{name} must be contiguous in its last dimension with backend={backend!r}, got strides "
+                    f"{cache.stride()}"
+                )
+            return "torch"
+    return chosen
+
+
 def _check_cache(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
     _check.tensor("key_cache", key_cache, ndim=4, floating=True)
     _check.tensor("value_cache", value_cache, ndim=4, dtype=key_cache.dtype, device=key_cache.device)
     _check.shape("value_cache", value_cache, key_cache.shape)
-    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-        if cache.stride(-1) != 1 and cache.shape[-1] > 1:
-            raise ValueError(f"{name} must be contiguous in its last dimension, got strides {cache.stride()}")
 
 
 def _check_heads(query: torch.Tensor, kv_heads: int) -> None:
