@@ -30,12 +30,14 @@ class Op(NamedTuple):
         call: with the tensors by name and ``backend``; returns all that can be compared, what was written too.
         make: tensors that fit together, of sizes from a list of three in 1 .. 4.
         exact: both give the same numbers.
+        off: relative error allowed whatever the types, of ops that stop when they are near enough.
         also: other arguments that an error may name.
     """
 
     call: Callable[..., Any]
     make: Callable[[torch.Generator, list[int]], Tensors]
     exact: bool = False
+    off: float = 0.0
     also: tuple[str, ...] = ()
 
 
@@ -73,6 +75,11 @@ def similar_runs(rewards: Any, states: Any, lengths: Any, backend: str) -> Any:
     return rlkernels.rhyme_similarity(bank, bank, state_metric="hellinger", backend=backend)
 
 
+def nearest_runs(rewards: Any, states: Any, lengths: Any, backend: str) -> Any:
+    bank = Trajectories(rewards, states, lengths)
+    return rlkernels.rhyme_topk(bank, bank, k=1, state_metric="hellinger", backend=backend)[0]
+
+
 def predictions(random: torch.Generator, sizes: list[int]) -> Tensors:
     count, half, _ = sizes
     return {"logits": normal(random, count, 2 * half), "ids": below(random, 2 * half, count)}
@@ -88,6 +95,15 @@ def draws(random: torch.Generator, sizes: list[int]) -> Tensors:
     return {"logits": normal(random, sizes[0], sizes[1]), "uniforms": torch.rand(sizes[0], generator=random)}
 
 
+def drafted(random: torch.Generator, sizes: list[int]) -> Tensors:
+    """As many sequences as the first size says, each with a draft of as many tokens as the second."""
+    sequences, length, half = sizes
+    rows = sequences * (length + 1)
+    return {"logits": normal(random, rows, 2 * half), "drafts": below(random, 2 * half, sequences * length),
+            "starts": torch.arange(sequences + 1) * (length + 1),
+            "uniforms": torch.rand(rows, generator=random)}  # fmt: skip
+
+
 def keys(random: torch.Generator, sizes: list[int]) -> Tensors:
     return {"sample_ids": below(random, 99, sizes[0]), "positions": below(random, 99, sizes[0])}
 
@@ -95,6 +111,20 @@ def keys(random: torch.Generator, sizes: list[int]) -> Tensors:
 def matrices(random: torch.Generator, sizes: list[int]) -> Tensors:
     m, n, _ = sizes
     return {"weight": normal(random, m, n), "base": normal(random, m, n), "v": normal(random, n)}
+
+
+def pair(random: torch.Generator, sizes: list[int]) -> Tensors:
+    return {name: tensor for name, tensor in matrices(random, sizes).items() if name != "v"}
+
+
+def direction(weight: Any, base: Any, backend: str) -> Any:
+    found = rlkernels.top1_delta(weight, base, backend=backend)
+    return torch.tensor([found.sigma, found.frobenius])
+
+
+def directions(weight: Any, base: Any, backend: str) -> Any:
+    found = rlkernels.top1_deltas({"weight": (weight, base)}, backend=backend)["weight"]
+    return torch.tensor([found.sigma, found.frobenius])
 
 
 def update(random: torch.Generator, sizes: list[int]) -> Tensors:
@@ -129,6 +159,21 @@ def paged(random: torch.Generator, sizes: list[int]) -> Tensors:
             "query_starts": torch.arange(sequences + 1).int()}  # fmt: skip
 
 
+def shared(random: torch.Generator, sizes: list[int]) -> Tensors:
+    """One group of all sequences, with a prefix of three tokens in two blocks of its own."""
+    sequences, heads, dim = sizes
+    tensors = paged(random, [sequences + 1, heads, dim])
+    tables = tensors["block_tables"]
+    return tensors | {"query": tensors["query"][:sequences], "group_tables": tables[:1].clone(),
+                      "group_lens": torch.tensor([3]).int(), "group_starts": torch.tensor([0, sequences]).int(),
+                      "block_tables": tables[1:].clone(), "seq_lens": tensors["seq_lens"][1:].clone(),
+                      "query_starts": tensors["query_starts"][:-1].clone()}  # fmt: skip
+
+
+def attend_shared(backend: str, **tensors: Any) -> Any:
+    return rlkernels.shared_prefix_attention(**tensors, scale=0.5, return_lse=True, backend=backend)
+
+
 def attend(backend: str, **tensors: Any) -> Any:
     return rlkernels.paged_attention(**tensors, scale=0.5, return_lse=True, backend=backend)
 
@@ -157,14 +202,19 @@ OPS = {
     "soft_dtw": Op(rlkernels.soft_dtw, pairs),
     "state_similarity": Op(lambda **tensors: rlkernels.state_similarity(metric="hellinger", **tensors), histograms),
     "rhyme_similarity": Op(similar_runs, runs),
+    "rhyme_topk": Op(nearest_runs, runs, also=("k must",)),
     "token_logprobs": Op(lambda **tensors: rlkernels.token_logprobs(return_entropy=True, **tensors), predictions),
     "linear_token_logprobs": Op(lambda **tensors: rlkernels.linear_token_logprobs(**tensors), head),
     "sample_tokens": Op(lambda **tensors: rlkernels.sample_tokens(top_k=3, **tensors), draws),
+    "verify_drafts": Op(lambda **tensors: rlkernels.verify_drafts(top_k=3, **tensors), drafted),
     "keyed_uniform": Op(lambda **tensors: rlkernels.keyed_uniform(3, **tensors), keys, exact=True),
     "delta_matvec": Op(rlkernels.delta_matvec, matrices),
+    "top1_delta": Op(direction, pair, off=0.02),
+    "top1_deltas": Op(directions, pair, off=0.02),
     "add_rank1_": Op(add, update),
     "write_kv": Op(write, new_tokens, exact=True),
     "paged_attention": Op(attend, paged),
+    "shared_prefix_attention": Op(attend_shared, shared),
     "merge_attention": Op(rlkernels.merge_attention, halves),
     "grouped_attention": Op(lambda **tensors: rlkernels.grouped_attention(scale=0.5, **tensors), grouped),
 }
@@ -198,7 +248,7 @@ def changed(tensor: torch.Tensor, change: Change) -> Any:
     if kind == "value" and tensor.numel():
         flat = tensor.clone().flatten()
         values = VALUES if tensor.is_floating_point() else WHOLE
-        flat[number % len(flat)] = values[number % len(values)]
+        flat[number % len(flat)] = torch.tensor(values[number % len(values)]).to(flat.dtype)  # in uint8 -1 is 255
         return flat.view(tensor.shape)
     if kind in ("fewer", "longer", "none"):
         return {"fewer": tensor[1:], "longer": torch.cat([tensor, tensor[:1]]), "none": tensor[:0]}[kind]
@@ -234,7 +284,7 @@ def judge(op: Op, seed: int, sizes: list[int], changes: list[Change]) -> str:
         return "refused"
     tensors = tensors_of(op, seed, sizes, changes).values()
     types = [t.dtype for t in (*theirs, *tensors) if isinstance(t, torch.Tensor)]
-    greatest = 0 if op.exact else max(GREATEST.get(dtype, 0) for dtype in types)
+    greatest = 0 if op.exact else max(op.off, *(GREATEST.get(dtype, 0) for dtype in types))
     for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         same(a, b, greatest, f"result {number}")
     return "accepted"

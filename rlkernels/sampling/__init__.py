@@ -2,6 +2,7 @@
 
 import math
 import operator
+import reprlib
 from collections.abc import Sequence
 from itertools import chain, pairwise
 
@@ -233,7 +234,11 @@ def _drafts(
         _check.shape("drafts", drafts, [sum(lengths)])
         flat = drafts
     else:
-        given = [len(draft) for draft in drafts]
+        try:
+            given = [len(draft) for draft in drafts]
+        except TypeError:
+            message = "drafts must be a tensor of all tokens or hold a sequence of tokens for each sequence, got"
+            raise TypeError(f"{message} {reprlib.repr(drafts)}") from None
         if given != lengths:
             raise ValueError(f"drafts must have the lengths {lengths} that starts leaves room for, got {given}")
         try:

@@ -389,6 +389,7 @@ def test_bad_drafts(drafts, starts, message):
     ("drafts", "starts", "message"),
     [
         ([[1.5], []], [0, 2, 3], "an entry of drafts must be an integer, got 1.5"),
+        ([1], [0, 2, 3], r"drafts must be a tensor of all tokens or hold a sequence .* got \[1\]"),
         ([[1], []], [0, 2.5, 3], "an entry of starts must be an integer, got 2.5"),
         ([[1], []], torch.tensor([0.0, 2.0, 3.0]), "starts must have dtype .* got torch.float32"),
     ],
