@@ -30,12 +30,13 @@ RUNS: dict[str, Mapping[str, Any]] = {
     "Beta bandit": {ON: ["bench.studies.beta_bandit:BetaBanditSettings"]},
     "curriculum": CURRICULUM,
     "curriculum, twice the steps": CURRICULUM,  # which are smaller ones: about the answers of plain training
+    "by 1 / length, three times the steps": RIVALS["by 1 / length"],  # about the tokens of plain training
     # ablations
     "as many prompts": CURRICULUM | {"accelerators.curriculum.same_signal": False},
     "random prompts, as few": CURRICULUM | {"accelerators.curriculum.sharpness": 0.0},
     "from the first step": CURRICULUM | {"accelerators.curriculum.least_gain": 0.0},
 }
-SIZES = {"curriculum, twice the steps": 2.0}  # of a run, in steps of plain training
+SIZES = {"curriculum, twice the steps": 2.0, "by 1 / length, three times the steps": 3.0}  # of a run, in steps of plain training
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
