@@ -75,6 +75,7 @@ class Rollout:
     accuracy: float = 0.0  # raw task accuracy, 0 or 1; filters use this, never the shaped reward
     merit: float | None = None  # the raw reward, which they use where a task has no right and wrong; else None
     importance_cap: float | None = None  # of a stored answer: truncates its importance weights; None: fresh
+    expected: float | None = None  # chance of being right that a stored answer is judged against; None: its group
 
     @property
     def ids(self) -> list[int]:

@@ -17,6 +17,7 @@ class Refill:
         self.size, self.rounds = size, 0
         self.kept: list[list[Rollout]] = []
         self.dropped: list[list[Rollout]] = []
+        self.alone: list[list[Rollout]] = []  # stored answers that no group judges
 
     @property
     def missing(self) -> int:
@@ -26,11 +27,17 @@ class Refill:
         """The answers of one round."""
         self.rounds += 1
         for members in by_group(rollouts).values():
-            (self.kept if len(set(merits(members))) > 1 else self.dropped).append(members)
+            if members[0].expected is not None:
+                self.alone.append(members)
+            else:
+                (self.kept if len(set(merits(members))) > 1 else self.dropped).append(members)
 
     def batch(self) -> list[Rollout]:
-        """``size`` groups, numbered from 0: those worth training on, filled up with others where they are too few."""
-        groups = [*self.kept, *self.dropped][: self.size]
+        """``size`` groups, numbered from 0: those worth training on, filled up with others where they are too few.
+
+        Stored answers that no group judges come on top.
+        """
+        groups = [*[*self.kept, *self.dropped][: self.size], *self.alone]
         return [replace(rollout, group=number) for number, group in enumerate(groups) for rollout in group]
 
     def metrics(self) -> dict[str, float]:

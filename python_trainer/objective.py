@@ -6,7 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from python_trainer.algorithms.advantages import StepRewards, explained_variance, overlong_penalties
+from python_trainer.algorithms.advantages import (
+    StepRewards,
+    against_chance,
+    explained_variance,
+    overlong_penalties,
+)
 from python_trainer.algorithms.kl import kl_estimate
 from python_trainer.algorithms.losses import Aggregation, importance_weights, policy_loss, value_loss
 from python_trainer.algorithms.settings import LOSS_TYPES, AlgorithmConfig
@@ -73,6 +78,9 @@ class StepBatch:
     values: Ragged | None = None  # what the critic predicted before the update
     advantages: Ragged | None = None  # from here on by set_advantages
     returns: Ragged | None = None  # what the critic should have predicted
+    expected: torch.Tensor | None = (
+        None  # float32 [B] chances that answers are judged against; NaN: against their group
+    )
     score_prefix: bool = True  # whether given prefixes are in the loss
 
     def pack(self, samples: Sequence[int], *, share: bool = True) -> Packed:
@@ -126,6 +134,7 @@ def make_batch(rollouts: Sequence[Rollout], config: AlgorithmConfig, device: tor
         caps=torch.tensor(
             [torch.nan if r.importance_cap is None else r.importance_cap for r in rollouts], device=device
         ),
+        expected=torch.tensor([torch.nan if r.expected is None else r.expected for r in rollouts], device=device),
     )
 
 
@@ -161,6 +170,9 @@ def set_advantages(batch: StepBatch, config: AlgorithmConfig) -> dict[str, float
     )
     advantages, returns = config.judge(step, config)
     advantages = advantages[:, None].expand(mask.shape) if advantages.ndim == 1 else advantages
+    if batch.expected is not None:
+        known = against_chance(batch.expected, deviations=config.in_deviations)[:, None]
+        advantages = torch.where(known.isnan(), advantages, known)
     batch.advantages = batch.sampler.like(advantages)
     if step.values is not None and returns is not None:
         batch.returns = batch.sampler.like(returns)

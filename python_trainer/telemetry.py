@@ -26,8 +26,10 @@ SAMPLE_STEPS = 64  # steps left there when it is thinned out, at twice as many
 def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Metrics of a step's answers, by TRL's names. ``reward_std`` is the mean deviation within groups.
 
-    Stored answers count in the deviations, which decide whether a group teaches anything, and nowhere else.
+    Stored answers count in the deviations, which decide whether a group teaches anything, and nowhere else; those that
+    no group judges not even there.
     """
+    rollouts = [rollout for rollout in rollouts if rollout.expected is None]
     rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
     groups = torch.tensor([rollout.group for rollout in rollouts])
     deviation = group_statistics(rewards, groups)[2]

@@ -143,7 +143,11 @@ class TrainingLoop(ABC):
         for accelerator in self.accelerators:
             with self.timed(accelerator):
                 rollouts = accelerator.collect(context, rollouts)
-        return rollouts
+        stored = []
+        for accelerator in self.accelerators:
+            with self.timed(accelerator):
+                stored += accelerator.replay(context, rollouts)
+        return rollouts + stored
 
     def choose(self, context: StepContext, count: int) -> list[Group]:
         """The groups that the first accelerator with a choice of its own wants, or the next prompts in plain order."""

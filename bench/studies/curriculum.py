@@ -34,9 +34,14 @@ RUNS: dict[str, Mapping[str, Any]] = {
     # ablations
     "as many prompts": CURRICULUM | {"accelerators.curriculum.same_signal": False},
     "random prompts, as few": CURRICULUM | {"accelerators.curriculum.sharpness": 0.0},
+    "nothing stored": CURRICULUM | {"accelerators.curriculum.stored_share": 0.0},
+    "plain order, stored answers": CURRICULUM | {"accelerators.curriculum.least_gain": 1e9},
     "from the first step": CURRICULUM | {"accelerators.curriculum.least_gain": 0.0},
 }
-SIZES = {"curriculum, twice the steps": 2.0, "by 1 / length, three times the steps": 3.0}  # of a run, in steps of plain training
+SIZES = {
+    "curriculum, twice the steps": 2.0,
+    "by 1 / length, three times the steps": 3.0,
+}  # of a run, in steps of plain training
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -96,6 +96,13 @@ class Accelerator:
         """After scoring, before advantages: shape rewards, remember answers, mix in others."""
         return rollouts
 
+    def replay(self, context: StepContext, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """After all have collected: stored answers to train on beside these, each a group of its own.
+
+        They say how often their prompt is answered right, ``expected``, which they are judged against.
+        """
+        return []
+
     def after_update(self, context: StepContext) -> None:
         """After the optimizer step. Whoever changes the weights ends with ``context.engine.policy_updated()``."""
 

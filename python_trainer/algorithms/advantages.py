@@ -54,6 +54,15 @@ def against_batch(step: StepRewards, settings: AlgorithmConfig) -> Judged:
     return _whitened(advantages, step, settings), None
 
 
+def against_chance(p: torch.Tensor, *, deviations: bool) -> torch.Tensor:
+    """Advantages [B] of right answers to prompts that are answered right with chance ``p`` [B], 0 < p < 1.
+
+    Args:
+        deviations: whether advantages are in standard deviations of the reward, here sqrt(p (1 - p)).
+    """
+    return ((1 - p) / p).sqrt() if deviations else 1 - p
+
+
 def _whitened(advantages: torch.Tensor, step: StepRewards, settings: AlgorithmConfig) -> torch.Tensor:
     return whiten(advantages, step.in_loss) if settings.whiten_advantages else advantages
 

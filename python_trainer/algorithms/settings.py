@@ -124,6 +124,13 @@ class AlgorithmConfig(Section):
     def judge(self) -> Advantage:
         return ADVANTAGES.resolve(self.advantage)
 
+    @property
+    def in_deviations(self) -> bool:
+        """Whether advantages are in standard deviations of the rewards, or in rewards."""
+        if self.advantage in ("gae", "reinforce++"):
+            return self.whiten_advantages
+        return self.advantage == "group" and self.scale_rewards != "none"
+
     @model_validator(mode="after")
     def delta_beyond_clip(self) -> "AlgorithmConfig":
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high

@@ -186,6 +186,24 @@ def test_expectations_are_calibrated():
     assert curriculum.outcomes.best.own in (1.0, 2.5)  # in truth 2
 
 
+def test_a_choice_that_does_not_bring_what_it_promised_is_given_up():
+    """All groups that are chosen have no spread, whatever is believed of them; later it is tried again."""
+    curriculum = started([9] * 80, least_gain=1.0)
+    simulate(curriculum, [0.5 if i % 4 == 0 else 0.0 for i in range(80)], 30)
+    assert curriculum.trust() > 0.7
+    left = []
+    for step in range(31, 41):
+        context = step_context(step)
+        keys = curriculum.choose(context, 16)
+        left.append(keys is not None)
+        for group, key in enumerate(keys or []):
+            curriculum.collect(context, answers(key, 0, group=group))
+    assert left[0] and not left[-1] and curriculum.trust() < 0.7
+    before = curriculum.trust()
+    curriculum._enter(step_context(42))
+    assert before < curriculum.trust() < 1
+
+
 def test_no_prompt_is_forgotten():
     curriculum = started([9] * 50, floor=0.2)
     share = curriculum.shares(torch.tensor([1e-9] * 49 + [1.0]).double(), torch.ones(50).double())
@@ -260,7 +278,7 @@ def run(config, folder, **options):
 def test_without_a_sure_gain_a_run_is_plain_training_to_the_bit(make_config, tmp_path, sampling):
     rollout = {"dynamic_sampling": sampling, "max_sampling_rounds": 2}
     plain = run(make_config(max_steps=4, rollout=rollout), tmp_path / "plain")
-    options = {"enabled": ["curriculum"], "curriculum": {"least_gain": 1e6}}
+    options = {"enabled": ["curriculum"], "curriculum": {"least_gain": 1e6, "stored_share": 0}}
     declined = run(make_config(max_steps=4, rollout=rollout, accelerators=options), tmp_path / "declined")
     assert all(torch.equal(a, b) for a, b in zip(weights_of(plain), weights_of(declined)))
     rows = read_metrics(tmp_path / "declined")[1:]

@@ -8,10 +8,13 @@ prompts near p = 1/2 by Thompson sampling, without costs or neighbours.
 
 Prompts are drawn, not sorted, so that a batch stays mixed; a floor keeps all of them in the game. Plain order is left
 only where a choice is sure to gain; until then the run is plain training to the bit. What is chosen is a function of
-answers and seed alone: no clock is looked at.
+answers and seed alone: no clock is looked at. In any order, right answers to prompts that are hardly ever answered
+right are trained on again (:mod:`.stored`).
 """
 
 import statistics
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from torch import Tensor
 from python_trainer.accelerators.base import Accelerator, RunContext, StepContext
 from python_trainer.accelerators.curriculum.outcomes import Outcomes
 from python_trainer.accelerators.curriculum.settings import CurriculumSettings
+from python_trainer.accelerators.curriculum.stored import StoredAnswers
 from python_trainer.data import Group, Rollout, by_group, merits
 from python_trainer.keyed import keyed_seed
 
@@ -27,6 +31,8 @@ CANDIDATES = 4096  # prompts of which the next ones are chosen; of more, so many
 WORLDS = 64  # draws from the beliefs, whose gains tell how sure a gain is
 CERTAINTY = 0.95
 BINS = 10  # of the expected chance, in the reliability table
+KEEP = 0.98  # from step to step, of what chosen groups have brought
+PRIOR = 4.0  # groups of the greatest signal that stand for the choice bringing what is expected
 
 
 class Curriculum(Accelerator):
@@ -35,6 +41,7 @@ class Curriculum(Accelerator):
     Attributes:
         table: of all groups by their expected chance: answers, expected right ones, right ones, float64 [BINS, 3].
         signals: expected and seen signal of all chosen groups.
+        recent: the same, of the last steps above all.
     """
 
     settings: CurriculumSettings
@@ -46,6 +53,8 @@ class Curriculum(Accelerator):
         self.lengths, self.outcomes = lengths, Outcomes(lengths, self.settings.memory)
         self.table = torch.zeros(BINS, 3, dtype=torch.float64)
         self.signals = torch.zeros(2, dtype=torch.float64)
+        self.recent = torch.zeros(2, dtype=torch.float64)
+        self.stored = StoredAnswers(self.settings.stored_uses, self.settings.memory)
         self.counted_step, self.left_order = 0, False
 
     def choose(self, context: StepContext, count: int) -> list[Group] | None:
@@ -56,7 +65,7 @@ class Curriculum(Accelerator):
         share = self.shares(signal, cost)
         worlds = self.outcomes.signal_draws(keys, WORLDS, generator)
         gains = (worlds @ share) / (cost @ share) / (worlds.mean(1) / cost.mean())
-        sure = gains.quantile(1 - CERTAINTY).item()
+        sure = gains.quantile(1 - CERTAINTY).item() * self.trust()
         self.left_order = sure >= self.settings.least_gain
         context.telemetry |= {"curriculum/expected_gain": gains.mean().item(), "curriculum/sure_gain": sure}
         if not self.left_order:
@@ -69,6 +78,16 @@ class Curriculum(Accelerator):
         context.telemetry["curriculum/chosen_prompts"] += len(order)
         return context.groups_of(keys[order].tolist())
 
+    def trust(self) -> float:
+        """Of the signal that was expected of the groups chosen lately, the share that came; at most 1.
+
+        Chosen are those that too much is expected of. While nothing is chosen, trust comes back.
+        """
+        if not self.outcomes.judged:  # signals have another unit
+            return 1.0
+        expected, seen = self.recent.tolist()
+        return min((seen + PRIOR / 2) / (expected + PRIOR / 2), 1.0)
+
     def shares(self, signal: Tensor, cost: Tensor) -> Tensor:
         """How often each candidate is drawn, [K], from its expected signal and tokens; they sum to 1."""
         score = (signal / cost).log()
@@ -77,20 +96,33 @@ class Curriculum(Accelerator):
 
     def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
         self._enter(context)
-        fresh = [rollout for rollout in rollouts if rollout.importance_cap is None and not rollout.prefix_len]
-        groups = list(by_group(fresh).values())
+        groups = list(by_group(fresh_ones(rollouts)).values())
         if groups:
             self._compare(context, groups)
         for group in groups:
             self.outcomes.learn(group)
         return rollouts
 
+    def replay(self, context: StepContext, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        size, groups = context.generation.num_generations, list(by_group(fresh_ones(rollouts)).values())
+        taken = []
+        if size > 1 and self.outcomes.judged:
+            teaching = sum(len(answer.ids) for group in groups if difference(group) for answer in group)
+            taken = self.stored.take(context.step, self.outcomes.p, size, self.settings.stored_share * teaching)
+        for group in groups:
+            self.stored.add(group, context.step)
+        context.telemetry["curriculum/stored_answers"] += len(taken)
+        first = 1 + max((rollout.group for rollout in rollouts), default=-1)
+        return [replace(answer, group=first + i) for i, answer in enumerate(taken)]
+
     def _enter(self, context: StepContext) -> None:
         """Begins a step, once."""
         if context.step != self.counted_step:
             self.counted_step = context.step
             self.outcomes.advance(context.step)
-            context.telemetry["curriculum/chosen_prompts"] = 0.0
+            self.stored.advance(context.step)
+            self.recent *= KEEP
+            context.telemetry |= {"curriculum/chosen_prompts": 0.0, "curriculum/stored_answers": 0.0}
 
     def _candidates(self, generator: torch.Generator) -> Tensor:
         """Numbers of prompts, [K], in order."""
@@ -116,7 +148,9 @@ class Curriculum(Accelerator):
                 for signal, group in zip(expected.tolist(), groups)
                 if (seen := difference(group)) is not None
             ]
-            self.signals += torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2).sum(0)
+            brought = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2).sum(0)
+            self.signals += brought
+            self.recent += brought
 
     def summary(self) -> dict[str, Any]:
         """``reliability``: rows of [answers, expected share right, share right] by expected share;
@@ -135,12 +169,20 @@ class Curriculum(Accelerator):
             "outcomes": self.outcomes.state_dict(),
             "table": self.table.clone(),
             "signals": self.signals.clone(),
+            "recent": self.recent.clone(),
+            "stored": self.stored.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._start(state["lengths"].tolist())
         self.outcomes.load_state_dict(state["outcomes"])
-        self.table, self.signals = state["table"].clone(), state["signals"].clone()
+        self.table, self.signals, self.recent = (state[name].clone() for name in ("table", "signals", "recent"))
+        self.stored.load_state_dict(state["stored"])
+
+
+def fresh_ones(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """Those that the policy has just begun and finished by itself."""
+    return [rollout for rollout in rollouts if rollout.importance_cap is None and not rollout.prefix_len]
 
 
 def difference(group: list[Rollout]) -> float | None:

@@ -13,7 +13,10 @@ class CurriculumSettings(AcceleratorSettings):
     name = "curriculum"
     accelerator = "python_trainer.accelerators.curriculum.accelerator:Curriculum"
     divisible = True  # every rank sees all answers and chooses alike
-    counters: ClassVar = {"curriculum/chosen_prompts": "prompts chosen by what they can teach (curriculum)"}
+    counters: ClassVar = {
+        "curriculum/chosen_prompts": "prompts chosen by what they can teach (curriculum)",
+        "curriculum/stored_answers": "right answers trained on again (curriculum)",
+    }
     advice: ClassVar = {
         "curriculum/chosen_prompts": "plain order was never left, as no choice was sure to gain least_gain: prompts "
         "have to differ in difficulty, and to show it by their length or in several epochs"
@@ -36,3 +39,8 @@ class CurriculumSettings(AcceleratorSettings):
     """A step has as many prompts as bring the signal of a step in plain order; false: `rollout.prompts_per_step`."""
     memory: float = Field(60, gt=0)
     """Steps after which what a prompt alone has shown is forgotten to 1/e."""
+    stored_share: float = Field(0.5, ge=0)
+    """Right answers of earlier steps to prompts that are hardly ever answered right are trained on again: of at most so
+    many tokens per token of fresh answers that teach something; 0: none."""
+    stored_uses: int = Field(8, ge=1)
+    """How often a stored answer is trained on again; none is older than `memory` steps."""
