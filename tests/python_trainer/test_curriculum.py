@@ -96,7 +96,8 @@ def test_expectations_against_a_fine_grid():
     differ = (2 * p * (1 - p)) @ density
     assert torch.allclose(chance_to_differ(mean, variance), differ, atol=4e-3)
     evidence = (3 * p.log() + 5 * (1 - p).log()).exp() @ density
-    assert torch.allclose(log_evidence(mean, variance, 3, 8), evidence.log(), atol=0.25)
+    for facts in zip(mean.tolist(), variance.tolist(), evidence.log().tolist()):
+        assert log_evidence(*facts[:2], 3, 8) == pytest.approx(facts[2], abs=0.25)
 
 
 def test_features_of_one_length_say_nothing():
@@ -158,7 +159,7 @@ def test_length_tells_of_prompts_that_were_never_seen():
     curriculum = started(lengths)
     simulate(curriculum, chances, 6)
     p = curriculum.outcomes.p(torch.arange(400))
-    assert curriculum.outcomes.best.seen.count_nonzero() < 100
+    assert (curriculum.outcomes.best.seen > 0).sum() < 100
     assert (p - torch.tensor(chances)).abs().mean() < 0.1
 
 

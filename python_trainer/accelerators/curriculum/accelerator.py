@@ -12,7 +12,6 @@ answers and seed alone: no clock is looked at. In any order, right answers to pr
 right are trained on again (:mod:`.stored`).
 """
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -189,5 +188,7 @@ def difference(group: list[Rollout]) -> float | None:
     """Unbiased estimate from a group of what :meth:`Outcomes.signal` expects; None: one answer tells nothing."""
     if len(group) < 2:
         return None
-    variance = statistics.variance(merits(group))
+    worth = merits(group)
+    mean = sum(worth) / len(worth)
+    variance = sum((value - mean) ** 2 for value in worth) / (len(worth) - 1)
     return 2 * variance if group[0].merit is None else variance

@@ -7,14 +7,18 @@ by assumed density filtering (Opper 1998), where an answer's being right has cha
 """
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 # Gauss-Hermite quadrature: E[g(x)], x ~ N(0, 1), is the sum of WEIGHTS times g at POINTS
-POINTS, WEIGHTS = map(torch.from_numpy, np.polynomial.hermite_e.hermegauss(15))
-WEIGHTS /= WEIGHTS.sum()
+NODES, SHARES = np.polynomial.hermite_e.hermegauss(15)
+SHARES /= SHARES.sum()
+LOG_WEIGHTS = np.log(SHARES)
+POINTS, WEIGHTS = torch.from_numpy(NODES), torch.from_numpy(SHARES)
+STATE = ("w", "covariance", "u", "variance", "seen")
 
 
 class Field:
@@ -31,37 +35,37 @@ class Field:
 
     def __init__(self, features: Tensor, *, mean: float = 0.0, spread: float, own: float, walk: float, memory: float):
         prompts, width = features.shape
-        self.features, self.own, self.walk, self.memory = features, own, walk, memory
-        self.w = torch.zeros(width, dtype=torch.float64)
+        self.features, self.own, self.walk, self.memory = features.numpy(), own, walk, memory
+        self.w = np.zeros(width)
         self.w[0] = mean
-        self.covariance = spread**2 * torch.eye(width, dtype=torch.float64)
-        self.u = torch.zeros(prompts, dtype=torch.float64)
-        self.variance = torch.full((prompts,), own**2, dtype=torch.float64)
-        self.seen = torch.zeros(prompts, dtype=torch.int64)  # step of the last update
+        self.covariance = spread**2 * np.eye(width)
+        self.u = np.zeros(prompts)
+        self.variance = np.full(prompts, own**2)
+        self.seen = np.zeros(prompts, dtype=np.int64)  # step of the last update
         self.step = 0
 
     def advance(self, step: int) -> None:
         """Time goes on to this step."""
         passed, self.step = step - self.step, step
-        self.covariance += passed * self.walk**2 * torch.eye(len(self.w), dtype=torch.float64)
+        self.covariance += passed * self.walk**2 * np.eye(len(self.w))
 
     def moments(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance of ``f`` of these prompts, now, each [K]."""
-        x, (u, variance) = self.features[keys], self._own(keys)
-        return x @ self.w + u, ((x @ self.covariance) * x).sum(-1) + variance
+        x, (u, variance) = self.features[keys.numpy()], self._own(keys.numpy())
+        both = x @ self.w + u, ((x @ self.covariance) * x).sum(-1) + variance
+        return torch.from_numpy(both[0]), torch.from_numpy(both[1])
 
     def draws(self, keys: Tensor, count: int, generator: torch.Generator) -> Tensor:
         """``count`` draws of ``f`` of these prompts, together, [count, K]."""
-        x, (u, variance) = self.features[keys], self._own(keys)
-        shared = torch.linalg.cholesky(self.covariance + 1e-12 * torch.eye(len(self.w), dtype=torch.float64))
-        noise = torch.randn(count, len(self.w), generator=generator, dtype=torch.float64)
-        own = torch.randn(count, len(keys), generator=generator, dtype=torch.float64)
-        return (self.w + noise @ shared.T) @ x.T + u + own * variance.sqrt()
+        x, (u, variance) = self.features[keys.numpy()], self._own(keys.numpy())
+        shared = np.linalg.cholesky(self.covariance + 1e-12 * np.eye(len(self.w)))
+        noise = torch.randn(count, len(self.w), generator=generator, dtype=torch.float64).numpy()
+        own = torch.randn(count, len(keys), generator=generator, dtype=torch.float64).numpy()
+        return torch.from_numpy((self.w + noise @ shared.T) @ x.T + u + own * np.sqrt(variance))
 
     def observe_right(self, key: int, right: float, tries: int) -> float:
         """So many of the tries at a prompt were right. -> log of the chance that this field gave them."""
-        before = self.moments(torch.tensor([key]))
-        mean, variance = (part.item() for part in before)
+        mean, variance = self._moments(key)
         low, high = mean - tries * variance, mean + tries * variance  # where the slope below changes its sign
         mode = mean
         for _ in range(60):
@@ -75,37 +79,41 @@ class Field:
                 break
         p = sigmoid(mode)
         self._move(key, (mean, variance), (mode, 1 / (1 / variance + tries * p * (1 - p))))
-        return log_evidence(*before, right, tries).item()
+        return log_evidence(mean, variance, right, tries)
 
     def observe(self, key: int, value: float, noise: float) -> None:
         """A measurement of ``f``, with its standard deviation."""
-        mean, variance = (part.item() for part in self.moments(torch.tensor([key])))
+        mean, variance = self._moments(key)
         gain = variance / (variance + noise**2)
         self._move(key, (mean, variance), (mean + gain * (value - mean), (1 - gain) * variance))
 
-    def _own(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and variance of ``u`` of these prompts, now."""
-        left = torch.exp(-(self.step - self.seen[keys]).double() / self.memory)
+    def _moments(self, key: int) -> tuple[float, float]:
+        """:meth:`moments` of one prompt."""
+        x, (u, variance) = self.features[key], self._own(key)
+        return float(x @ self.w + u), float(x @ self.covariance @ x + variance)
+
+    def _own(self, keys: Any) -> tuple[Any, Any]:
+        """Mean and variance of ``u`` of these prompts, or of this one, now."""
+        left = np.exp((self.seen[keys] - self.step) / self.memory)
         return left * self.u[keys], left**2 * self.variance[keys] + (1 - left**2) * self.own**2
 
     def _move(self, key: int, before: tuple[float, float], after: tuple[float, float]) -> None:
         """Mean and variance of ``f`` of a prompt go from these to those; of ``w`` and ``u`` what follows from it."""
-        (mean, variance), (u, own) = before, self._own(torch.tensor([key]))
+        (mean, variance), (u, own) = before, self._own(key)
         moved, sharper = (after[0] - mean) / variance, (variance - after[1]) / variance**2
         shared = self.covariance @ self.features[key]  # its covariance with f, [F]
         self.w += shared * moved
-        self.covariance -= torch.outer(shared, shared) * sharper
-        self.u[key] = u[0] + own[0] * moved
-        self.variance[key] = own[0] - own[0] ** 2 * sharper
+        self.covariance -= np.outer(shared, shared) * sharper
+        self.u[key] = u + own * moved
+        self.variance[key] = own - own**2 * sharper
         self.seen[key] = self.step
 
     def state_dict(self) -> dict[str, Tensor | int]:
-        return {"w": self.w.clone(), "covariance": self.covariance.clone(), "u": self.u.clone(),
-                "variance": self.variance.clone(), "seen": self.seen.clone(), "step": self.step}  # fmt: skip
+        return {name: torch.tensor(getattr(self, name)) for name in STATE} | {"step": self.step}
 
     def load_state_dict(self, state: dict) -> None:
-        for name in ("w", "covariance", "u", "variance", "seen"):
-            setattr(self, name, state[name].clone())
+        for name in STATE:
+            setattr(self, name, state[name].numpy().copy())
         self.step = int(state["step"])
 
 
@@ -129,8 +137,8 @@ def chance_to_differ(mean: Tensor, variance: Tensor) -> Tensor:
     return (2 * p * (1 - p)) @ WEIGHTS
 
 
-def log_evidence(mean: Tensor, variance: Tensor, right: float, tries: int) -> Tensor:
+def log_evidence(mean: float, variance: float, right: float, tries: int) -> float:
     """log E[p^right (1 - p)^(tries - right)], p = sigma(f), f ~ N(mean, variance)."""
-    p = at_nodes(mean, variance).clamp(1e-9, 1 - 1e-9)
-    logs = right * p.log() + (tries - right) * (-p).log1p()
-    return (logs + WEIGHTS.log()).logsumexp(-1)
+    f = mean + math.sqrt(variance) * NODES
+    logs = right * f - tries * np.logaddexp(0.0, f) + LOG_WEIGHTS  # log p = f - log(1 + e^f)
+    return float(np.logaddexp.reduce(logs))
