@@ -35,6 +35,7 @@ RUNS: dict[str, Mapping[str, Any]] = {
     "as many prompts": CURRICULUM | {"accelerators.curriculum.same_signal": False},
     "random prompts, as few": CURRICULUM | {"accelerators.curriculum.sharpness": 0.0},
     "nothing stored": CURRICULUM | {"accelerators.curriculum.stored_share": 0.0},
+    "chosen for a gain of 1.1 already": CURRICULUM | {"accelerators.curriculum.least_gain": 1.1},
     "plain order, stored answers": CURRICULUM | {"accelerators.curriculum.least_gain": 1e9},
     "from the first step": CURRICULUM | {"accelerators.curriculum.least_gain": 0.0},
 }

@@ -145,7 +145,7 @@ def simulate(curriculum, chances, steps, count=16, seed=0, tokens=20):
 
 def test_chooses_what_has_a_spread_where_nothing_but_history_tells_it():
     chances = [0.001] * 60 + [0.999] * 60 + [0.5] * 30
-    curriculum = started([9] * 150)
+    curriculum = started([9] * 150, least_gain=1.1)
     chosen = [keys for keys in simulate(curriculum, chances, 60)[30:] if keys is not None]
     assert len(chosen) >= 28
     share = sum(key >= 120 for keys in chosen for key in keys) / sum(map(len, chosen))
@@ -178,7 +178,7 @@ def test_plain_order_where_all_prompts_are_alike(p):
 def test_expectations_are_calibrated():
     generator = torch.Generator().manual_seed(1)
     chances = torch.randn(300, generator=generator).mul(2).sigmoid().tolist()
-    curriculum = started([9] * 300)
+    curriculum = started([9] * 300, least_gain=1.1)
     simulate(curriculum, chances, 120)
     summary = curriculum.summary()
     assert summary["calibration_error"] < 0.08 and len(summary["reliability"]) == 10
