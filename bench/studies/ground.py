@@ -138,9 +138,17 @@ class Ground:
 def is_of(row: Mapping[str, Any], config: Config) -> bool:
     """Whether a record is of a run with these settings; those that came later have their default there."""
     try:
-        return choose_engine(check_config(row["settings"], source="a record")) == choose_engine(config)
+        return in_use(check_config(row["settings"], source="a record")) == in_use(config)
     except UserError:  # with a setting that is no more
         return False
+
+
+def in_use(config: Config) -> dict[str, Any]:
+    """Its settings, without those of accelerators that are off."""
+    settings = choose_engine(config)[0].model_dump(mode="json")
+    on = {accelerator.name for accelerator in config.accelerators.chosen()}
+    kept = {name: section for name, section in settings["accelerators"].items() if name in on | {"enabled"}}
+    return settings | {"accelerators": kept}
 
 
 def words(point: Mapping[str, Any]) -> str:
