@@ -66,9 +66,7 @@ def test_a_record_stands_for_a_run_as_long_as_its_settings_mean_the_same(tmp_pat
     sections = settings["accelerators"]
     other = settings | {"accelerators": sections | {"curriculum": sections["curriculum"] | {"floor": 0.2}}}
     assert is_of({"settings": other}, config)  # it is off
-    on = config.model_copy(
-        update={"accelerators": AcceleratorsConfig.fitting({"enabled": ["curriculum"]})(enabled=["curriculum"])}
-    )
+    on = Ground("sums", tmp_path, tmp_path / "records").config({"accelerators.enabled": ["curriculum"]}, 0, 0.5)
     other["accelerators"]["enabled"] = ["curriculum"]
     assert not is_of({"settings": other}, on) and is_of({"settings": on.model_dump(mode="json")}, on)
     assert not is_of({"settings": settings | {"gone": 1}}, config)
