@@ -5,12 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from python_trainer.model.fused import MAX_BYTES
 from python_trainer.model.hollow import model_on_meta
-from python_trainer.model.lora import adapted_folder
-from python_trainer.model.reading import options_of, place_of, reading
+from python_trainer.model.reading import base_folder, read_settings, reading
 from python_trainer.model.settings import ModelConfig
 
 PRODUCTS = ("amx_bf16", "avx512_bf16", "bf16")  # of a processor, as torch names them; the last one of Arm
@@ -43,10 +41,8 @@ def count_weights(folder: Path, config: ModelConfig) -> int:
     Raises:
         UserError: it does not say what model it is.
     """
-    if (folder / "adapter_config.json").is_file():
-        folder = adapted_folder(folder)
-    with reading(folder):
-        return count_described(AutoConfig.from_pretrained(**place_of(folder), **options_of(config)), config)
+    with reading(base := base_folder(folder)):
+        return count_described(read_settings(base, config), config)
 
 
 def count_described(settings: Any, config: ModelConfig) -> int:

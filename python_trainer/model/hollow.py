@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
-from python_trainer.model.reading import options_of, place_of, reading
+from python_trainer.model.reading import place_of, read_settings, reading
 from python_trainer.model.settings import ModelConfig
 
 META = torch.device("meta")
@@ -23,9 +23,9 @@ def hollow_model(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Any:
     Raises:
         UserError: it does not say what model it is.
     """
-    place, options = place_of(folder), options_of(config)
+    place = place_of(folder)
     with reading(folder):
-        settings = AutoConfig.from_pretrained(**place, **options)
+        settings = read_settings(folder, config)
         shapes = model_on_meta(settings, config, dtype)
         weights = {name: _repeated(tensor) for name, tensor in weights_of(shapes)}
         model = type(shapes).from_pretrained(None, config=settings, state_dict=weights, dtype=dtype)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from python_trainer.errors import UserError
@@ -22,13 +22,27 @@ def read_model(folder: Path, config: ModelConfig, dtype: torch.dtype) -> tuple[A
     Raises:
         UserError: one of them is not there, not complete, or does not fit the other.
     """
-    if (folder / "adapter_config.json").is_file():
-        model, tokenizer = _read(adapted_folder(folder), config, torch.float32)
+    if (base := base_folder(folder)) != folder:
+        model, tokenizer = _read(base, config, torch.float32)
         merged = merge_adapter(model, folder).requires_grad_(True)  # PEFT has frozen it
         for p in merged.parameters():  # rounded once, and no buffers: those are float32 in any model
             p.data = p.data.to(dtype)
         return merged, tokenizer
     return _read(folder, config, dtype)
+
+
+def base_folder(folder: Path) -> Path:
+    """Where the model itself lies: of an adapter its base, else the folder or GGUF file that is given.
+
+    Raises:
+        UserError: an adapter that names no base, or one that is not there.
+    """
+    return adapted_folder(folder) if (folder / "adapter_config.json").is_file() else folder
+
+
+def read_settings(base: Path, config: ModelConfig) -> Any:
+    """The configuration of Transformers in a folder or GGUF file; what it raises is Transformers' own."""
+    return AutoConfig.from_pretrained(**place_of(base), **options_of(config))
 
 
 @contextmanager

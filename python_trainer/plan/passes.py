@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch.nn.functional import embedding
-from transformers import AutoConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import rlkernels.backend
@@ -23,13 +22,13 @@ from python_trainer.model.dtype import choose_dtype, count_described
 from python_trainer.model.flat_forward import evaluation_mode, flat_attention, forward
 from python_trainer.model.fused import FusedDecoder, supports
 from python_trainer.model.hollow import META, model_on_meta
-from python_trainer.model.lora import adapted_folder, add_adapters
+from python_trainer.model.lora import add_adapters
 from python_trainer.model.packed_attention import PackedLayout
 from python_trainer.model.packing import micro_batches, pack
 from python_trainer.model.padded_rows import PaddedRows
 from python_trainer.model.paged_attention import LARGEST_SCORES
 from python_trainer.model.policy import Policy, recompute_activations
-from python_trainer.model.reading import options_of, place_of
+from python_trainer.model.reading import base_folder, read_settings
 from python_trainer.model.settings import ModelConfig
 from python_trainer.model.shipped import policy_folder
 from python_trainer.model.traits import run_flat
@@ -84,11 +83,9 @@ def read_config(config: ModelConfig) -> tuple[Any, str]:
         UserError: there is no such folder, or no model in it.
     """
     hub = is_hub_id(config.path)
-    folder = policy_folder(config.path, config.revision, *([("*.json", "*.py")] if hub else []))
-    if (folder / "adapter_config.json").is_file():
-        folder = adapted_folder(folder)
+    folder = base_folder(policy_folder(config.path, config.revision, *([("*.json", "*.py")] if hub else [])))
     try:
-        found = AutoConfig.from_pretrained(**place_of(folder), **options_of(config))
+        found = read_settings(folder, config)
     except (OSError, ValueError, KeyError, ImportError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"model.path: {folder} does not say what model it is: {first}") from error
