@@ -26,6 +26,7 @@ from python_trainer.evaluation import Evaluated, PromptSet
 from python_trainer.files import publish, write_text
 from python_trainer.keyed import keyed_seed
 from python_trainer.learner import Learner, bytes_to_come
+from python_trainer.model.dtype import dtype_before, going_on, name_of, told_of_change
 from python_trainer.model.policy import Policy, set_matmul_precision
 from python_trainer.plan.command import needs_recomputing
 from python_trainer.rollout.episodes import EpisodeEngine, opening
@@ -111,7 +112,12 @@ class Trainer(EvaluatingLoop, SavingLoop):
         self.checkpoint = self.ranks.first(found and found[0])
         with self.ranks.together():
             saved = found[1] if found else load_checkpoint(self.checkpoint) if self.checkpoint else None
+            before = dtype_before(saved)
+            model = going_on(self._chosen.model, before)  # with weights of another type it would be another run
+            self._chosen = self._chosen.model_copy(update={"model": model})
             self._load(output_dir)
+        if said := told_of_change(config.model.dtype, before, self.policy.whole):
+            self._note(said)
         self.learner = make_learner(self._chosen, self.policy, self.ranks)
         self.callbacks = Callbacks([*config.callbacks, *callbacks])
         self.accelerators = [settings.make() for settings in config.accelerators.chosen()]
@@ -142,7 +148,9 @@ class Trainer(EvaluatingLoop, SavingLoop):
         recompute = self.ranks.first(needs_recomputing(self._chosen, self.ranks.size))
         if recompute:
             self._note("model.gradient_checkpointing: auto recomputes activations, which would not fit otherwise")
-        model = config.model.model_copy(update={"gradient_checkpointing": True}) if recompute else config.model
+        model = self._chosen.model
+        if recompute:
+            model = model.model_copy(update={"gradient_checkpointing": True})
         self.policy = self.ranks.load(model, self._note)
         self.policy.chat_template_kwargs = config.task.chat_template_kwargs
         for task in (self.task, *named.values()):
@@ -158,7 +166,7 @@ class Trainer(EvaluatingLoop, SavingLoop):
         offload = config.optimizer.offload and self.policy.device.type != "cpu"
         reserved = bytes_to_come(self.policy, config.algorithm, config.critic, shards, offload=offload)
         engine = make_engine(
-            self._chosen.rollout, config.model, self.policy, output_dir, reserved_bytes=reserved, ranks=self.ranks
+            self._chosen.rollout, self._chosen.model, self.policy, output_dir, reserved_bytes=reserved, ranks=self.ranks
         )
         if self.environment is not None:
             engine = EpisodeEngine(
@@ -296,6 +304,7 @@ class Trainer(EvaluatingLoop, SavingLoop):
                 raise UserError(f"{self.folder / 'model'} cannot be written: {error}; {self._kept()}") from error
         summary = summarise(state, self.clock.seconds, wall_s=self._wall_seconds())
         summary |= {"target_accuracy": config.evaluation.target_accuracy, "device": device_name(self.policy.device)}
+        summary["dtype"] = name_of(self.policy.whole.dtype)
         summary["accelerators"] = {accelerator.name: accelerator.summary() for accelerator in self.accelerators}
         write_text(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         self.tell_callbacks("on_end", summary)

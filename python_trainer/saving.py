@@ -14,6 +14,7 @@ from python_trainer.distributed.shard_files import read_shards
 from python_trainer.errors import NotFinite, UserError
 from python_trainer.files import check_output_dir, unusable_output_dir, write_text
 from python_trainer.learner import without_moments
+from python_trainer.model.dtype import name_of
 from python_trainer.run_directory import check_new, check_unlocked, locked, read_metrics
 from python_trainer.run_state import RunState, best_evaluated
 from python_trainer.trainer import TrainingLoop
@@ -158,7 +159,8 @@ class SavingLoop(TrainingLoop):
         state.policy_version = self.engine.policy_version
         states = {a.name: a.snapshot() if lasting else a.state_dict() for a in self.accelerators}
         lengths = self.engine.lengths.state_dict() if self.engine.lengths else None
-        return {"state": asdict(state), "accelerators": states, "lengths": lengths}
+        dtype = name_of(self.policy.whole.dtype)
+        return {"state": asdict(state), "accelerators": states, "lengths": lengths, "dtype": dtype}
 
     @contextmanager
     def keeping(self) -> Iterator[None]:

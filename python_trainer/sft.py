@@ -20,6 +20,7 @@ from python_trainer.errors import Interrupted, NotFinite, UserError
 from python_trainer.files import check_output_dir, publish, write_text
 from python_trainer.keyed import prompt_order
 from python_trainer.learner import Learner, without_moments
+from python_trainer.model.dtype import dtype_before, going_on, name_of, told_of_change
 from python_trainer.model.optimizer import learning_rate
 from python_trainer.model.packing import micro_batches, pack
 from python_trainer.model.policy import Policy, load_policy, set_matmul_precision
@@ -112,7 +113,11 @@ class Sft:
         if not resume:
             check_new(output_dir)
         task = load_task(config)
-        self.policy = load_policy(config.model)
+        found = load_newest(self.checkpoints, self.console.print) if resume else None
+        before = dtype_before(found and found[1])
+        self.policy = load_policy(going_on(config.model, before))
+        if said := told_of_change(config.model.dtype, before, self.policy.whole):
+            self.console.print(f"note: {said}", highlight=False, markup=False, soft_wrap=True)
         self.policy.chat_template_kwargs = config.task.chat_template_kwargs
         set_matmul_precision(config.model.matmul_precision)
         self.rows = reference_answers(self.policy, task.train, config.sft.column)
@@ -125,7 +130,7 @@ class Sft:
         self.step, self.seconds = 0, 0.0
         self.before: float | None = None  # loss on held-out answers
         self.learner = self._learner()
-        if resume and (found := load_newest(self.checkpoints, self.console.print)):
+        if found:
             self._restore(found[1])
 
     def _learner(self) -> Learner:
@@ -195,7 +200,8 @@ class Sft:
         return self.seconds / self.step * (len(self.batches) - self.step)
 
     def _save(self) -> None:
-        state = {"step": self.step, "steps": len(self.batches), "seconds": self.seconds, "before": self.before}
+        state = {"step": self.step, "steps": len(self.batches), "seconds": self.seconds, "before": self.before,
+                 "dtype": name_of(self.policy.whole.dtype)}  # fmt: skip
         settings = self.config.save
         save_checkpoint(self.checkpoints, self.step, state | self.learner.state_dict(), keep=settings.save_total_limit,
                         older=None if settings.older_moments else without_moments)  # fmt: skip

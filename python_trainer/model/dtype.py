@@ -11,6 +11,7 @@ from python_trainer.model.hollow import model_on_meta
 from python_trainer.model.reading import base_folder, read_settings, reading
 from python_trainer.model.settings import ModelConfig
 
+NAMED = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PRODUCTS = ("amx_bf16", "avx512_bf16", "bf16")  # of a processor, as torch names them; the last one of Arm
 
 
@@ -21,12 +22,46 @@ def choose_dtype(name: str, device: torch.device, weights: Callable[[], int]) ->
         weights: counts those of the model, where it depends on them.
     """
     if name != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+        return NAMED[name]
     if device.type == "cuda":
         return torch.bfloat16
     # small models are fused, in float32; what matters in large ones is the rate of products
     large = multiplies_bfloat16() and weights() * torch.float32.itemsize > MAX_BYTES
     return torch.bfloat16 if large else torch.float32
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """As the setting ``model.dtype`` names it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_before(saved: object) -> str | None:
+    """The type of weights that a checkpoint names, if it does."""
+    found = saved.get("dtype") if isinstance(saved, dict) else None
+    return found if found in NAMED else None
+
+
+def going_on(config: ModelConfig, before: str | None) -> ModelConfig:
+    """The settings of a run that goes on: ``auto`` is the type that its weights had ``before``."""
+    return config.model_copy(update={"dtype": before}) if before is not None and config.dtype == "auto" else config
+
+
+def told_of_change(wanted: str, before: str | None, model: torch.nn.Module) -> str | None:
+    """What to say of the type in which a run goes on, where it is not that of ``before`` or not the one for here.
+
+    Args:
+        wanted: the setting ``model.dtype``.
+        model: with the weights as they are now.
+    """
+    one = next(model.parameters())
+    if before is None or (wanted != "auto" and before == name_of(one.dtype)):
+        return None
+    if wanted != "auto":
+        return f"model.dtype: the run had weights in {before} and goes on in {wanted}"
+    here = name_of(choose_dtype("auto", one.device, lambda: sum(p.numel() for p in model.parameters())))
+    if here == before:
+        return None
+    return f"model.dtype: auto goes on in {before}, as the run began, where a new run would take {here}"
 
 
 def multiplies_bfloat16() -> bool:

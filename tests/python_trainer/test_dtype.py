@@ -1,14 +1,31 @@
 """The type of weights: by the setting, the device, the processor and the size of the model."""
 
+import io
+import json
+
 import pytest
 import torch
+from rich.console import Console
 from tiny import save_tiny_policy
 from transformers import AutoModelForCausalLM
 
+from python_trainer.checkpoint import list_checkpoints, load_checkpoint
 from python_trainer.errors import UserError
-from python_trainer.model.dtype import choose_dtype, count_weights
+from python_trainer.model.dtype import choose_dtype, count_weights, dtype_before, told_of_change
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
+from python_trainer.run import Trainer
+
+
+@pytest.fixture
+def another_processor(monkeypatch):
+    """Makes this machine one on which ``auto`` is bfloat16 for models of any size."""
+
+    def make():
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True}, raising=False)
+        monkeypatch.setattr("python_trainer.model.dtype.MAX_BYTES", 0)
+
+    return make
 
 
 @pytest.mark.parametrize(
@@ -51,3 +68,28 @@ def test_the_type_follows_the_size_of_the_model_that_is_loaded(tmp_path, monkeyp
     assert load_policy(config).model.dtype == torch.float32
     monkeypatch.setattr("python_trainer.model.dtype.MAX_BYTES", 1000)
     assert load_policy(config).model.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("wanted", "said"), [
+    ("auto", "note: model.dtype: auto goes on in float32, as the run began, where a new run would take bfloat16"),
+    ("bfloat16", "note: model.dtype: the run had weights in float32 and goes on in bfloat16"),
+    ("float32", ""),
+])  # fmt: skip
+def test_a_run_goes_on_in_its_type_on_another_processor(make_config, tmp_path, another_processor, wanted, said):
+    Trainer(make_config(max_steps=1), tmp_path / "run", console=Console(quiet=True)).run()
+    assert json.loads((tmp_path / "run/summary.json").read_text())["dtype"] == "float32"
+    another_processor()
+    config, out = make_config(max_steps=2, model={"dtype": wanted}), io.StringIO()
+    resumed = Trainer(config, tmp_path / "run", resume=True, console=Console(file=out))
+    assert resumed.policy.model.dtype == (torch.bfloat16 if wanted == "bfloat16" else torch.float32)
+    assert said in out.getvalue() and ("model.dtype" in out.getvalue()) == bool(said)
+    resumed.run()
+    assert load_checkpoint(list_checkpoints(tmp_path / "run/checkpoints")[-1])["dtype"] in (wanted, "float32")
+    assert f"dtype: {wanted}" in (tmp_path / "run/config.yaml").read_text(), "what was asked for"
+    fresh = Trainer(make_config(), tmp_path / "fresh", console=Console(quiet=True))
+    assert fresh.policy.model.dtype == torch.bfloat16
+
+
+def test_a_checkpoint_that_names_no_type_changes_nothing():
+    assert dtype_before({"dtype": "float16"}) is dtype_before({}) is dtype_before([]) is dtype_before(None) is None
+    assert told_of_change("auto", None, torch.nn.Linear(1, 1)) is None

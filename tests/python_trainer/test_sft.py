@@ -1,5 +1,6 @@
 """Supervised steps on reference answers, and models in GGUF files."""
 
+import io
 import json
 
 import pytest
@@ -111,6 +112,15 @@ def test_resume_gives_the_same_weights(lessons, tmp_path, monkeypatch):
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     rows = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "cut")]
     assert [len(r) for r in rows] == [5, 5]
+
+
+def test_resume_keeps_the_type_of_the_weights(lessons, tmp_path, monkeypatch):
+    config, out = config_of(lessons, save={"save_steps": 1}), io.StringIO()
+    Sft(config, tmp_path / "run", console=QUIET).run()
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True}, raising=False)
+    monkeypatch.setattr("python_trainer.model.dtype.MAX_BYTES", 0)
+    resumed = Sft(config, tmp_path / "run", resume=True, console=Console(file=out))
+    assert resumed.policy.model.dtype == torch.float32 and "auto goes on in float32" in out.getvalue()
 
 
 def test_errors_name_the_setting_or_the_line(lessons, tmp_path):
