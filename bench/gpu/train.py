@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +30,7 @@ from bench.gpu.journal import ROOT, call_facts, record_path
 from bench.gpu.process import AFTER_KILL_S
 from bench.gpu.proven import passed, read_record
 from bench.gpu.record import Record
+from bench.gpu.subjects import SUBJECTS, Scale, Subject, choose
 from bench.gpu.trainee import FACTS, STOPPED
 from python_trainer.checkpoint import list_checkpoints, step_of
 from python_trainer.compare import enabled_in, finished
@@ -38,7 +39,6 @@ from python_trainer.errors import UserError
 from python_trainer.run_directory import read_metrics
 from python_trainer.run_state import versions
 from rlkernels import backend as backends
-from tools.policies import arithmetic as pretrain
 
 VARIANTS = ("baseline", "all", "rpo", "drafts", "rhyme", "alpha")  # the most telling first
 PARTS = "parts.json"  # of a run: what each process that worked on it did
@@ -47,27 +47,6 @@ MOST_FAILURES = 2  # of a run; the second is without proven backends
 PATIENCE_S = 240.0  # without a step, after which a run hangs; what comes before the first is the longest
 HUNG = "killed because no step came"
 now = time.monotonic  # the clock of the budget
-
-
-@dataclass(frozen=True)
-class Scale:
-    """What differs between the training and its dry run."""
-
-    policy: str  # size, as pretrain has it
-    policy_s: float  # least time to begin to make it
-    run_s: float  # least time to begin a run
-    grace_s: float  # for the step that is under way when the time is up, and its checkpoint
-    settings: tuple[str, ...] = ()
-
-
-# an answer takes more than 500 passes: a step may take half a minute, where attention has no kernel
-CUDA = Scale("large", 420, 90, 60)
-CPU = Scale("tiny", 0, 15, 20, (
-    "max_steps=3", "task.variant=short", "task.train_size=8", "task.gate_size=8", "task.test_size=8",
-    "rollout.prompts_per_step=4", "rollout.num_generations=2", "rollout.max_completion_length=16", "save.save_steps=1",
-    "accelerators.alpha.first_step=2", "accelerators.alpha.track_steps=1", "accelerators.alpha.gate_prompts=8",
-    "accelerators.rpo.fill=1",
-))  # fmt: skip
 
 
 def child(command: Sequence[str], stop_at: float, kill_at: float, watched: Path | None = None) -> tuple[int, str]:
@@ -99,17 +78,17 @@ def child(command: Sequence[str], stop_at: float, kill_at: float, watched: Path 
     return code, ended
 
 
-def make_policy(work: Path, scale: Scale, device: str, deadline: float) -> dict[str, Any]:
-    """Makes the base policy where there is none yet -> what ``pretrain`` found; ``failed`` says why there is none."""
+def make_policy(subject: Subject, work: Path, settings: Sequence[str], deadline: float) -> dict[str, Any]:
+    """Makes the base policy where there is none yet -> what was found of it; ``failed`` says why there is none."""
     folder, aside = work / "policy", work / ".policy.tmp"
-    if not (folder / pretrain.FACTS).exists():
+    if not (folder / subject.facts).exists():
         shutil.rmtree(aside, ignore_errors=True)
-        arguments = ["--size", scale.policy, "--device", device, "--output", str(aside)]
-        code, ended = child(["-m", "tools.policies.arithmetic", *arguments], deadline, deadline)
+        command = subject.maker(aside, [*settings])
+        code, ended = child(command, deadline, deadline, aside / subject.watched if subject.watched else None)
         if code:
-            return {"failed": ended or f"tools.policies.arithmetic ended with code {code}"}
+            return {"failed": ended or f"python {' '.join(command[:3])} ended with code {code}"}
         aside.replace(folder)
-    return json.loads((folder / pretrain.FACTS).read_text())
+    return json.loads((folder / subject.facts).read_text())
 
 
 def variant_config(base: Config, variant: str, policy: Path, device: str) -> Config:
@@ -222,13 +201,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu.train", description=__doc__)
     parser.add_argument("--work-dir", type=Path, required=True, help="what was made so far, and what to go on from")
     parser.add_argument("--budget-seconds", type=float, default=540, help="end after this long (default 540)")
-    parser.add_argument("--output", type=Path, help="the record (default bench/gpu/records/DEVICE-COMMIT-train.json)")
+    parser.add_argument("--output", type=Path, help="the record (default bench/gpu/records/DEVICE-COMMIT-SUBJECT.json)")
     parser.add_argument("--checks", type=Path, metavar="RECORD",
                         help="what passed (default bench/gpu/records/DEVICE-COMMIT.jsonl)")  # fmt: skip
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run, about a minute")
+    parser.add_argument("--subject", choices=SUBJECTS, default="sums", help="what is trained (default sums)")
+    parser.add_argument("--weights", type=Path, metavar="FOLDER",
+                        help="of gsm8k: the model, or pieces of its GGUF file")  # fmt: skip
+    parser.add_argument("--data", type=Path, metavar="FOLDER", help="of gsm8k: train.jsonl and test.jsonl")
     parser.add_argument("--variants", default=",".join(VARIANTS), metavar="A,B,...", help="runs, in this order")
     parser.add_argument("--set", dest="overrides", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
-                        help="change settings of bench/gpu/train.yaml")  # fmt: skip
+                        help="change settings of the subject, in bench/gpu")  # fmt: skip
     parser.add_argument("--commit", help="what the record names where there is no git repository")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -253,20 +236,22 @@ def trusted_backends(path: Path, device: str, commit: str, console: Console) -> 
 
 def work(args: argparse.Namespace, console: Console) -> int:
     deadline = now() + args.budget_seconds
-    scale = CUDA if args.device == "cuda" else CPU
+    subject = choose(args)
+    scale = subject.cuda if args.device == "cuda" else subject.cpu
     grace = min(scale.grace_s, args.budget_seconds / 4)
     scale = replace(scale, grace_s=grace)
     facts = call_facts(args.commit)
     device = facts["gpu"] or "cpu"
-    base = load_config(ROOT / "bench/gpu/train.yaml", [*scale.settings, *args.overrides])
-    folder, policy = args.work_dir.resolve(), args.work_dir.resolve() / "policy"
-    plans = {v: variant_config(base, v, policy, args.device) for v in args.variants.split(",")}
+    folder = args.work_dir.resolve()
+    settings = [*subject.given(), *scale.settings, *args.overrides]
+    base, made = load_config(subject.settings, settings), folder / "policy" / subject.facts
+    plans = {v: variant_config(base, v, subject.policy(made.parent), args.device) for v in args.variants.split(",")}
     for variant, config in plans.items():
         check_same(folder / "runs" / variant, config)
     proven = trusted_backends(args.checks or record_path(facts), device, facts["commit"], console)
     triton = version("triton") if find_spec("triton") else None
     record = Record(
-        args.output or record_path(facts, "-train.json"), **facts, device=device,
+        args.output or record_path(facts, subject.ending), **facts, device=device,
         versions={**versions(), "cuda": torch.version.cuda, "triton": triton}, settings=base.model_dump(mode="json"),
         proven=proven, policy={}, runs={}, left_out=[], failed=[],
     )  # fmt: skip
@@ -279,14 +264,14 @@ def work(args: argparse.Namespace, console: Console) -> int:
         record.save()
 
     left_out, failed = record.data["left_out"], record.data["failed"]
-    if not (policy / pretrain.FACTS).exists() and deadline - now() < scale.policy_s:
+    if not made.exists() and deadline - now() < scale.policy_s:
         left_out.append("policy")
     else:
-        record.data["policy"] = make_policy(folder, scale, args.device, deadline)
+        record.data["policy"] = make_policy(subject, folder, settings, deadline)
         if "failed" in record.data["policy"]:
             failed.append("policy")
     record.save()
-    ready = (policy / pretrain.FACTS).exists()
+    ready = made.exists()
     if ready and any(not finished(folder / "runs" / variant) for variant in plans):
         warm_up(next(iter(plans.values())), proven, facts["commit"], deadline, scale)
     hopeless = 0  # runs that never came to a step: the next would not either

@@ -1,18 +1,22 @@
 """The training on a GPU, as far as it runs without one."""
 
+import hashlib
 import json
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from tiny import save_tiny_policy
 
-from bench.gpu import train
+from bench.gpu import subjects, train
 from bench.gpu.proven import prove
 from python_trainer.accelerators import ACCELERATORS
 from python_trainer.config import dump_config, load_config
 from python_trainer.errors import UserError
 from python_trainer.run_directory import read_metrics
+from python_trainer.sft import load_task
 from python_trainer.tasks.arithmetic import ArithmeticSettings
 from rlkernels.backend import OPS, choose
 from tools.policies import arithmetic as pretrain
@@ -48,7 +52,7 @@ def test_settings_fit_task_and_policy():
     config = load_config(SETTINGS)
     task, longest = config.task.load(), config.rollout.max_completion_length
     with torch.device("meta"):
-        room = pretrain.new_policy(train.CUDA.policy).config.max_position_embeddings
+        room = pretrain.new_policy("large").config.max_position_embeddings
     for example in [*task.train, *task.gate, *task.test]:
         terms = [int(term) for term in example.prompt[:-1].split("+")]
         assert len(pretrain.solution(terms)) < longest and len(example.prompt) + longest <= room
@@ -111,7 +115,8 @@ def test_a_failed_run_is_tried_once_more_without_proven_backends(tmp_path, monke
 
     monkeypatch.setattr(train, "child", child)
     config = load_config(SETTINGS)
-    arguments = (config, tmp_path, "all", {"paged_attention": ["triton"]}, "abc", train.now() + 1000, train.CUDA)
+    proven, scale = {"paged_attention": ["triton"]}, subjects.Sums.cuda
+    arguments = (config, tmp_path, "all", proven, "abc", train.now() + 1000, scale)
     assert not train.train(*arguments)
     assert not train.train(*arguments)  # and no third time
     assert trusted == [{"paged_attention": ["triton"]}, {}]
@@ -165,7 +170,7 @@ def test_too_little_time_leaves_everything_out(dry, monkeypatch):
     code, record = dry("--budget-seconds", "1", "--variants", "baseline,rpo")
     assert code == 1 and record["failed"] == ["policy"] and record["left_out"] == ["baseline", "rpo"]
     assert record["policy"] == {"failed": "killed at the end of the budget"}
-    monkeypatch.setattr(train, "CPU", replace(train.CPU, policy_s=5))
+    monkeypatch.setattr(subjects.Sums, "cpu", replace(subjects.Sums.cpu, policy_s=5))
     code, record = dry("--budget-seconds", "1", "--variants", "baseline")
     assert code == 0 and record["left_out"] == ["policy", "baseline"] and not record["finished"]
 
@@ -198,6 +203,11 @@ def test_bad_arguments_are_named(dry, monkeypatch, capsys, tmp_path):
     for arguments, message in (
         (["--variants", "baseline,fast"], "must hold names out of"),
         (["--set", "max_steps=0"], "max_steps"),
+        (["--subject", "gsm8k"], "--weights must be a folder for --subject gsm8k, got None"),
+        (
+            ["--subject", "gsm8k", "--weights", str(tmp_path), "--data", str(tmp_path)],
+            "no file train.jsonl in",
+        ),
         (["--checks", str(tmp_path / "checks.jsonl")], "is of NVIDIA X at abc, not of cpu"),
     ):
         assert dry(*arguments)[0] == 2
@@ -211,3 +221,76 @@ def test_other_settings_in_the_folder_are_refused(tmp_path):
     train.check_same(tmp_path, elsewhere)
     with pytest.raises(UserError, match="other settings"):
         train.check_same(tmp_path, train.variant_config(config, "rpo", tmp_path, "auto"))
+
+
+@pytest.fixture
+def word_problems(tmp_path):
+    """Options for a tiny model on problems that it can read."""
+    save_tiny_policy(tmp_path / "weights")
+    (tmp_path / "data").mkdir()
+    for name, count in (("train", 40), ("test", 8)):
+        rows = [{"question": f"{i}A{i}", "answer": f"A{i}\n#### {i}"} for i in range(count)]
+        (tmp_path / f"data/{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ["--subject", "gsm8k", "--weights", str(tmp_path / "weights"), "--data", str(tmp_path / "data")]
+
+
+@pytest.mark.slow
+def test_a_language_model_is_warmed_up_and_trained(dry, tmp_path, word_problems, monkeypatch):
+    code, record = dry(*word_problems, "--variants", "baseline,drafts", "--budget-seconds", "500")
+    assert code == 0 and record["finished"] and not record["failed"]
+    found = record["policy"]
+    assert found["examples"] == 8 and found["held_out"] == 4 and found["held_out_loss_final"] is not None
+    for run in record["runs"].values():
+        assert run["finished"] and run["steps"] == 3 and run["generated_tokens"] > 0
+    assert record["settings"]["task"]["name"] == "gsm8k"
+    # warmed up once; what is finished stays
+    monkeypatch.setattr(train, "child", None)
+    assert dry(*word_problems, "--variants", "baseline,drafts")[1]["runs"] == record["runs"]
+
+
+def test_a_warm_up_that_hangs_or_fails_is_named(dry, word_problems, monkeypatch):
+    watched = []
+
+    def child(command, stop_at, kill_at, file=None):
+        watched.append((command, file))
+        return (-9, f"{train.HUNG}, for 240 s") if len(watched) == 1 else (2, "")
+
+    monkeypatch.setattr(train, "child", child)
+    for reason in ("killed because no step came, for 240 s", "python -m python_trainer sft ended with code 2"):
+        code, record = dry(*word_problems, "--variants", "baseline")
+        assert code == 1 and record["policy"] == {"failed": reason} and record["left_out"] == ["baseline"]
+    command, file = watched[0]
+    assert command[:3] == ["-m", "python_trainer", "sft"] and "save.save_steps=0" in command
+    assert file.name == "metrics.jsonl" and str(file.parent) in command
+
+
+def test_a_model_travels_in_pieces(tmp_path):
+    whole, sent = bytes(range(256)) * 9, tmp_path / "sent"
+    for number, start in enumerate((0, 1000, 2000)):
+        (sent / str(number)).mkdir(parents=True)
+        (sent / str(number) / f"m.gguf.0{number}").write_bytes(whole[start : start + 1000])
+    (sent / "m.gguf.sha256").write_text(f"{hashlib.sha256(whole).hexdigest()}  m.gguf\n")
+    found = subjects.whole_model(sent, tmp_path / "weights")
+    assert found.name == "m.gguf" and found.read_bytes() == whole
+    (sent / "2/m.gguf.02").unlink()
+    assert subjects.whole_model(sent, tmp_path / "weights") == found, "put together once"
+    with pytest.raises(UserError, match=r"pieces of m.gguf \(m.gguf.00, m.gguf.01; 2,000 bytes\) do not give"):
+        subjects.whole_model(sent, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+    with pytest.raises(UserError, match="no model, no GGUF file and no pieces"):
+        subjects.whole_model(sent / "0", tmp_path / "again")
+    assert subjects.whole_model(tmp_path / "weights", tmp_path / "again") == (tmp_path / "weights").resolve()
+
+
+def test_settings_of_the_language_model(word_problems):
+    options = dict(zip(word_problems[::2], map(Path, word_problems[1::2])))
+    subject = subjects.Gsm8k(Namespace(weights=options["--weights"], data=options["--data"], device="cuda"))
+    config = load_config(subject.settings, subject.given())
+    command = subject.maker(options["--data"] / "policy", subject.given())
+    lessons = load_task(load_config(subject.settings, command[command.index("--set") + 1 :]))
+    assert [e.prompt for e in lessons.train] == [f"{i}A{i}\n" for i in range(20)], (
+        "the whole half that is not trained on"
+    )
+    assert config.task.train_half == "second" and not lessons.gate
+    assert config.accelerators.alpha.gate_prompts <= config.task.gate_size
+    assert config.accelerators.alpha.first_step < config.max_steps
