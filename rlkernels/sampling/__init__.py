@@ -5,6 +5,7 @@ import operator
 import reprlib
 from collections.abc import Sequence
 from itertools import chain, pairwise
+from typing import Any
 
 import torch
 
@@ -68,7 +69,9 @@ def sample_tokens(
         temperature: >= 0, number or [T]; 0 takes the largest logit (the first of equals).
         top_p: in (0, 1], number or [T]; 1 is off.
         top_k: >= 0, number or integer [T]; 0 is off.
-        validate: False leaves bad rows to the caller (id -1, log-probability NaN) and on a GPU waits for nothing.
+        validate: False leaves bad rows to the caller (id -1, log-probability NaN) and on a GPU waits for nothing; but
+            plain torch asks once for which rows 1,024 candidates are too few, unless it knows by the numbers given
+            that nothing is filtered or ``top_k`` is at most that.
 
     Returns:
         ids int64 [T] and logprobs float32 [T], natural log, of the distribution sampled from (0 when greedy). Not
@@ -92,7 +95,8 @@ def sample_tokens(
             _rows(logits), uniforms.contiguous(), *settings, filtered=_filters(top_p, top_k)
         )
     else:
-        ids, logprobs = reference.sample_tokens(logits, uniforms, *settings, filtered=_filters(top_p, top_k))
+        known: dict[str, Any] = {"filtered": _filters(top_p, top_k), "few": _few(top_k)}
+        ids, logprobs = reference.sample_tokens(logits, uniforms, *settings, **known)
     if validate:
         _raise_bad_rows(logprobs, logits, uniforms)
     return ids, logprobs
@@ -150,8 +154,8 @@ def verify_drafts(
         )
         accepted, ids, logprobs = reference.accept(ids, logprobs, flat, starts, owner)
     else:
-        filtered = _filters(top_p, top_k)
-        accepted, ids, logprobs = reference.verify_drafts(logits, flat, starts, uniforms, *settings, filtered=filtered)
+        known: dict[str, Any] = {"filtered": _filters(top_p, top_k), "few": _few(top_k)}
+        accepted, ids, logprobs = reference.verify_drafts(logits, flat, starts, uniforms, *settings, **known)
     if validate:
         _raise_bad_rows(logprobs, logits, uniforms)
     return accepted, ids, logprobs
@@ -172,6 +176,11 @@ def _rows(logits: torch.Tensor) -> torch.Tensor:
 def _filters(top_p: float | torch.Tensor, top_k: int | torch.Tensor) -> bool:
     """False when it is known, without waiting for a GPU, that nothing is cut off."""
     return isinstance(top_p, torch.Tensor) or isinstance(top_k, torch.Tensor) or top_p < 1 or top_k > 0
+
+
+def _few(top_k: int | torch.Tensor) -> bool:
+    """True when it is known, without waiting for a GPU, that every row is cut to a few of the largest."""
+    return not isinstance(top_k, torch.Tensor) and 0 < top_k <= reference.CANDIDATES
 
 
 def _settings(

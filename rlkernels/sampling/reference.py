@@ -33,6 +33,9 @@ ROUND = 12582912.0  # 1.5 * 2**23: adding and subtracting it rounds a float32 to
 WEIGHT_BITS = 42  # weight of the largest logit; up to 2**20 of them fit a signed 64-bit sum
 
 
+CANDIDATES = 1024  # largest logits among which a filter's tokens are looked for before a whole row is sorted
+
+
 def token_weights(z: torch.Tensor) -> torch.Tensor:
     """exp(z) as integers, ``floor(exp(z) * 2**42)``, for float32 z <= 0.
 
@@ -57,27 +60,67 @@ def scaled_share(fraction: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     return units * (total >> 24) + ((units * (total & 0xFFFFFF)) >> 24)
 
 
-def _kept_weights(
-    logits: torch.Tensor, weights: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor
-) -> torch.Tensor:
-    """Weights [T, V] of the tokens that top-k, then top-p leave; 0 for the others."""
+def first_of(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """The ``count`` largest of each row of float32 [T, V], in order, equal ones by lower id -> int64 [T, count]."""
     vocab = logits.shape[1]
-    order = logits.nan_to_num(0.0).argsort(dim=1, descending=True, stable=True)  # ties by lower id
+    bits = (logits + 0.0).view(torch.int32)  # -0.0 is 0.0
+    rank = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # rises with the number
+    later = torch.arange(vocab - 1, -1, -1, device=logits.device)
+    return vocab - 1 - ((rank.long() << 32) | later).topk(count, dim=1).values.bitwise_and_(0xFFFFFFFF)
+
+
+def _cut(
+    weights: torch.Tensor, order: torch.Tensor, total: torch.Tensor, top_p: torch.Tensor, limit: torch.Tensor
+) -> torch.Tensor:
+    """Of the tokens in ``order``, the largest of each row, the weights [T, V] that ``limit`` and then top-p leave."""
     ranked = weights.gather(1, order)
-    limit = torch.where(top_k == 0, vocab, top_k)
-    ranked[torch.arange(vocab, device=logits.device) >= limit[:, None]] = 0
+    ranked[torch.arange(order.shape[1], device=order.device) >= limit[:, None]] = 0
+    total = torch.where(limit >= weights.shape[1], total, ranked.sum(1))
     before = ranked.cumsum(1) - ranked
-    needed = scaled_share(top_p, ranked.sum(1)).clamp(min=1)  # the nucleus: tokens before which less than this lies
+    needed = scaled_share(top_p, total).clamp(min=1)  # the nucleus: tokens before which less than this lies
     ranked[(before >= needed[:, None]) & (top_p < 1)[:, None]] = 0
     return torch.zeros_like(weights).scatter_(1, order, ranked)
 
 
+def _kept_weights(
+    logits: torch.Tensor, weights: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor, few: bool
+) -> torch.Tensor:
+    """Weights [T, V] of the tokens that top-k, then top-p leave; 0 for the others.
+
+    What is left hardly ever has more than ``CANDIDATES`` tokens, which are found without sorting a vocabulary.
+
+    Args:
+        few: every row is known to have a top_k of 1 to ``CANDIDATES``; else the host asks which rows need more.
+    """
+    vocab, total = logits.shape[1], weights.sum(1)
+    logits, limit = logits.nan_to_num(0.0), torch.where(top_k == 0, vocab, top_k)
+
+    def by_sorting(rows: torch.Tensor | slice) -> torch.Tensor:
+        order = logits[rows].argsort(dim=1, descending=True, stable=True)
+        return _cut(weights[rows], order, total[rows], top_p[rows], limit[rows])
+
+    if vocab <= CANDIDATES or logits.is_meta:
+        return by_sorting(slice(None))
+    order = first_of(logits, CANDIDATES)
+    off = (limit >= vocab) & (top_p == 1)
+    kept = torch.where(off[:, None], weights, _cut(weights, order, total, top_p, limit))
+    if not few:
+        # without top-k the nucleus of the whole row has to end among them
+        ends = (limit >= vocab) & (weights.gather(1, order).sum(1) >= scaled_share(top_p, total))
+        rest = (~(off | ends | (limit <= CANDIDATES))).nonzero()[:, 0]
+        if len(rest):
+            kept[rest] = by_sorting(rest)
+    return kept
+
+
 def sample_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor,
-                  top_k: torch.Tensor, *, filtered: bool = True) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+                  top_k: torch.Tensor, *, filtered: bool = True, few: bool = False,
+                  ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """See :func:`rlkernels.sample_tokens`; settings are tensors [T], and a row without a distribution gives -1, NaN.
 
     Args:
         filtered: some row may have top_k or top_p on. False: nothing is cut off, so nothing need be sorted.
+        few: every row has a top_k of 1 to ``CANDIDATES``, so that nobody need ask.
     """
     rows, vocab = logits.shape
     if rows == 0:
@@ -92,7 +135,7 @@ def sample_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: tor
     z = (logits - largest[:, None]) * inverse[:, None]
     weights = token_weights(z.nan_to_num(0.0, 0.0, -float("inf")))  # [T, V] int64
 
-    kept = _kept_weights(logits, weights, top_p, top_k) if filtered else weights
+    kept = _kept_weights(logits, weights, top_p, top_k, few) if filtered else weights
     cumulative = kept.cumsum(1)
     target = scaled_share(uniforms.clamp(0, 1 - 2.0**-24), cumulative[:, -1])
     ids = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp(max=vocab - 1)
@@ -103,12 +146,12 @@ def sample_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: tor
 
 def verify_drafts(logits: torch.Tensor, drafts: torch.Tensor, starts: torch.Tensor, uniforms: torch.Tensor,
                   temperature: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor, *, filtered: bool = True,
-                  ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+                  few: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """See :func:`rlkernels.verify_drafts`; drafts are concatenated, int64 [R - B], settings are tensors [B]."""
     lengths = starts.diff()  # [B], the token after the draft included
     owner = torch.repeat_interleave(lengths, output_size=len(logits))  # [R]
     settings = temperature[owner], top_p[owner], top_k[owner]
-    ids, logprobs = sample_tokens(logits, uniforms, *settings, filtered=filtered)
+    ids, logprobs = sample_tokens(logits, uniforms, *settings, filtered=filtered, few=few)
     return accept(ids, logprobs, drafts, starts, owner)
 
 

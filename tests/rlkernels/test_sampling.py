@@ -335,6 +335,43 @@ def test_without_filters_nothing_is_sorted_and_the_tokens_are_the_same(temperatu
     assert (got[0] == -1).nonzero().flatten().tolist() == [9, 11]
 
 
+@pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 7), (0.6, 30), (0.6, 0), (1.0, 0), (0.9, 40), (0.999, 0)])
+@pytest.mark.parametrize("per_row", [False, True])
+def test_few_candidates_stand_for_the_whole_vocabulary(monkeypatch, top_p, top_k, per_row):
+    """Ties, rows that are ruled out but for a token, flat ones whose nucleus is no few: all as by a sort."""
+    logits = torch.cat([rows_of_every_kind(500), torch.randn(3, 500) * 9])
+    logits[-1, 3] = torch.nan
+    u, options = uniforms(len(logits)), {"top_p": top_p, "top_k": top_k, "validate": False, "backend": "torch"}
+    if per_row:
+        kinds = torch.arange(len(logits)) % 3
+        options["top_p"] = torch.tensor([top_p, 1.0, 0.5])[kinds]
+        options["top_k"] = torch.tensor([top_k, 0, 9])[kinds]
+    wanted = rlkernels.sample_tokens(logits, u, **options)
+    monkeypatch.setattr(reference, "CANDIDATES", 32)
+    for rows in (slice(None), slice(0, 6), slice(-3, None)):
+        own = {k: v[rows] if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+        ids, logprobs = rlkernels.sample_tokens(logits[rows], u[rows], **own)
+        assert torch.equal(ids, wanted[0][rows])
+        assert torch.equal(logprobs.nan_to_num(7), wanted[1][rows].nan_to_num(7))
+
+
+@pytest.mark.parametrize(
+    ("options", "waits"), [({"top_k": 50}, 0), ({"top_p": 0.9}, 1), ({"top_p": 0.9, "top_k": 50}, 0)]
+)
+def test_filters_do_not_sort_the_vocabulary(options, waits):
+    logits, u = torch.randn(8, 5003) * 9, uniforms(8)
+    drafts = [[1] * 7], [0, 8]
+    with Launches() as found:
+        rlkernels.sample_tokens(logits, u, validate=False, backend="torch", **options)
+    assert "sort" not in found.counts and len(found.waits) == waits
+    with Launches() as found:
+        rlkernels.verify_drafts(logits, *drafts, u, validate=False, backend="torch", **options)
+    assert "sort" not in found.counts
+    with Launches() as found:  # too flat: its nucleus is nearly all of it
+        rlkernels.sample_tokens(logits * 0, u, validate=False, backend="torch", top_p=0.9)
+    assert "sort" in found.counts
+
+
 def test_acceptance_rate_is_the_probability_of_the_draft():
     row, n = torch.tensor([0.0, 1.0, 2.0, -1.0]), 20_000
     starts = torch.arange(0, 2 * n + 1, 2)
