@@ -173,11 +173,6 @@ class Config(Section):
                     )
             if self.parallel == "fsdp2" and not self.save.older_moments:
                 raise ValueError("save.older_moments must be true with parallel=fsdp2, got false")
-            if not self.rollout.divisible:
-                raise ValueError(
-                    f"rollout.vllm_server must name servers with rollout.engine vllm and parallel={self.parallel}, got "
-                    "null: vLLM within the trainer needs parallel=none"
-                )
         return self
 
 

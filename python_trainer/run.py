@@ -166,7 +166,13 @@ class Trainer(EvaluatingLoop, SavingLoop):
         offload = config.optimizer.offload and self.policy.device.type != "cpu"
         reserved = bytes_to_come(self.policy, config.algorithm, config.critic, shards, offload=offload)
         engine = make_engine(
-            self._chosen.rollout, self._chosen.model, self.policy, output_dir, reserved_bytes=reserved, ranks=self.ranks
+            self._chosen.rollout,
+            self._chosen.model,
+            self.policy,
+            output_dir,
+            reserved_bytes=reserved,
+            ranks=self.ranks,
+            note=self._note,
         )
         if self.environment is not None:
             engine = EpisodeEngine(
@@ -354,7 +360,8 @@ class Trainer(EvaluatingLoop, SavingLoop):
         return left if self.config.max_seconds is None else max(min(left, self.config.max_seconds - spent), 0.0)
 
     def totals(self) -> dict[str, float]:
-        return {
+        sent = self.engine.stats.get("weight_bytes")
+        return ({} if sent is None else {"total/weight_bytes": sent}) | {
             "time/wall_s": self._wall_seconds(),
             "time/training_s": self._training_seconds(),
             "total/generated_tokens": self.state.counts.get("generated_tokens", 0),

@@ -95,6 +95,8 @@ class TrainingLoop(ABC):
         telemetry, before, tokens_before = context.telemetry, dict(clock.seconds), dict(self.state.counts)
         rollouts = self.roll_out(context)
         self.tell_callbacks("on_rollouts", number, rollouts)
+        with clock.measure("rollout"):
+            self.engine.rest()
         with clock.measure("train"):
             learned = self.update(rollouts, number)
             telemetry |= rollout_statistics(rollouts) | learned

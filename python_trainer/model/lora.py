@@ -3,10 +3,10 @@
 import copy
 import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -16,8 +16,18 @@ from python_trainer.keyed import keyed_seed
 from python_trainer.model.settings import LoraSettings
 from python_trainer.model.shipped import policy_folder
 from python_trainer.model.tensors import full
+from rlkernels.integrations.vllm_worker import merged_weight
 
 ADAPTER = "default"
+
+
+class AdaptedWeight(NamedTuple):
+    """A weight [out, in] with an adapter: ``base`` + ``scale`` x ``up`` [out, r] ``down`` [r, in]."""
+
+    base: torch.Tensor
+    down: torch.Tensor
+    up: torch.Tensor
+    scale: float
 
 
 def add_adapters(model: Any, settings: LoraSettings) -> Any:
@@ -104,13 +114,23 @@ def adapted_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, module) for name, module in model.named_modules() if hasattr(module, "lora_A"))
 
 
-def merged_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name in the plain model and weight [out, in], float32, wherever there is an adapter."""
+def adapted_weights(model: torch.nn.Module) -> Iterator[tuple[str, AdaptedWeight]]:
+    """Name in the plain model and parts, wherever there is an adapter; of a sharded model all ranks must ask."""
     for name, layer in adapted_layers(model):
-        down, up, base = (
-            full(part.weight) for part in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER], layer.base_layer)
+        base, down, up = (
+            full(part.weight) for part in (layer.base_layer, layer.lora_A[ADAPTER], layer.lora_B[ADAPTER])
         )
-        yield f"{name}.weight", base.float() + layer.scaling[ADAPTER] * (up.float() @ down.float())
+        yield f"{name}.weight", AdaptedWeight(base, down, up, layer.scaling[ADAPTER])
+
+
+def merged_weights(
+    model: torch.nn.Module, seen: Callable[[str, AdaptedWeight], object] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name in the plain model and weight [out, in], float32, wherever there is an adapter; ``seen`` gets the parts."""
+    for name, parts in adapted_weights(model):
+        if seen is not None:
+            seen(name, parts)
+        yield name, merged_weight(*parts)
 
 
 def plain_name(parameter: str) -> str:

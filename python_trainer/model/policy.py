@@ -17,7 +17,7 @@ from python_trainer.files import usual_mode
 from python_trainer.model.dtype import choose_dtype, count_weights
 from python_trainer.model.flat_forward import flat_attention, forward_with_states
 from python_trainer.model.fused import FusedDecoder, supports
-from python_trainer.model.lora import add_adapters, merged_weights, without_adapters
+from python_trainer.model.lora import AdaptedWeight, add_adapters, merged_weights, without_adapters
 from python_trainer.model.packing import Packed
 from python_trainer.model.reading import read_model
 from python_trainer.model.settings import ModelConfig
@@ -92,6 +92,7 @@ class Policy:
         traits: what was found of the plain model.
         fused: small models may take :class:`FusedDecoder` for passes with gradients.
         adapted: whether only adapters train (``model.lora``).
+        on_merge: is told name and parts of every weight with an adapter whenever ``whole`` is brought up to date.
         eos_token_ids: every token that ends an answer, from the generation config, the config and the tokenizer.
         max_length: most tokens of prompt and answer together.
         limited_by: what that limit is, for messages.
@@ -104,6 +105,7 @@ class Policy:
     def __init__(self, model: Any, tokenizer: Any, *, name: str):
         self.model, self.whole, self.tokenizer, self.name = model, model, tokenizer, name
         self.adapted = False
+        self.on_merge: Callable[[str, AdaptedWeight], object] | None = None
         self.device = next(model.parameters()).device
         self.eos_token_ids = find_eos(model, tokenizer, name)
         config = model.config.get_text_config()
@@ -276,7 +278,7 @@ class Policy:
             trained = (
                 (name, full(p.to(targets[name].dtype))) for name, p in self.model.named_parameters() if p.requires_grad
             )
-            for name, value in merged_weights(self.model) if self.adapted else trained:
+            for name, value in merged_weights(self.model, self.on_merge) if self.adapted else trained:
                 targets[name].copy_(value)
 
     def save(self, folder: Path) -> None:

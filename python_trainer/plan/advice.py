@@ -45,7 +45,7 @@ def possible_changes(memory: Memory) -> Iterator[Change]:
         yield {"rollout.memory_bytes": cache}
     if config.model.lora is None:
         yield {"model.lora": LoraSettings()}
-    if config.parallel != "fsdp2" and memory.device.count > 1 and config.rollout.divisible:
+    if config.parallel != "fsdp2" and memory.device.count > 1:
         yield {"parallel": "fsdp2"}
 
 

@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> None:
         memory = memory.like(config)
         plan = memory.plan(config.parallel)
         said.append("model.gradient_checkpointing: auto is true here")
-    shared = device.count > 1 and config.rollout.divisible
+    shared = device.count > 1
     plans = [memory.plan(name) for name in PARALLEL if shared or name == config.parallel]
     fix = what_would_fit(memory) if plan.trouble is not None else None
     if json_file is not None:

@@ -20,6 +20,7 @@ SEQUENCES = 256  # most answers in a pass of either engine, and
 BATCH_TOKENS = 8192  # most tokens
 ROUNDED = 9  # bytes for each entry of the largest weight that an optimizer step holds, where masters are rounded to it
 PARALLEL = ("none", "ddp", "fsdp2")
+ASLEEP = ("weights of vLLM", "KV cache")
 OFFLOADED = ("moments", "moments of the critic", "float32 masters")
 
 
@@ -141,9 +142,10 @@ class Memory:
         cache = self._cache_bytes(parts, size if parallel == "fsdp2" else 1)
         if cache:
             parts["KV cache"] = cache
-        held = sum(parts.values())
+        everything = sum(parts.values())
+        held = everything - sum(parts.get(name, 0) for name in ASLEEP if self._sleeps)
         phases = {
-            "generation": held + self.generating,
+            "generation": everything + self.generating,
             "the update": held + gradients + self.activations,
             "the optimizer step": held + gradients + self._step_bytes(parallel, size),
         }
@@ -160,6 +162,12 @@ class Memory:
     def _offload(self) -> bool:
         """Whether what is offloaded is in another memory."""
         return self.config.optimizer.offload and self.device.kind != "cpu"
+
+    @property
+    def _sleeps(self) -> bool:
+        """Whether vLLM within the trainer gives its memory up during updates."""
+        rollout = self.config.rollout
+        return rollout.engine == "vllm" and not rollout.servers and rollout.vllm_sleep and self.device.kind != "cpu"
 
     @property
     def _params(self) -> list[torch.nn.Parameter]:

@@ -108,6 +108,9 @@ class Engine(ABC):
         """
         raise UserError(f"{type(self).__name__} does not tell what a forward pass costs")
 
+    def rest(self) -> None:  # noqa: B027
+        """No answers are wanted for a while: lets go of what it can of the device's memory; the next ones wake it."""
+
     def close(self) -> None:  # noqa: B027
         """Lets go of processes that the engine has started; a later call starts them again."""
 
@@ -154,6 +157,9 @@ class WrappedEngine(Engine):
     def policy_updated(self) -> None:
         super().policy_updated()
         self.inner.policy_updated()
+
+    def rest(self) -> None:
+        self.inner.rest()
 
     def close(self) -> None:
         self.inner.close()

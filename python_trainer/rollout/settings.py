@@ -25,6 +25,8 @@ class RolloutConfig(Section):
     allow_remote: bool = False
     """Let vllm_server name another machine: whoever can listen between reads prompts and answers, and whoever reaches
     the server can call anything in its workers."""
+    vllm_sleep: bool = True
+    """Let vLLM within the trainer give its weights and its cache up during updates; on a CPU it keeps them."""
     prompts_per_step: int = Field(32, ge=1)
     """Prompts in one training step."""
     num_generations: int = Field(8, ge=1)
@@ -85,11 +87,6 @@ class RolloutConfig(Section):
         if self.vllm_server is None:
             return []
         return [self.vllm_server] if isinstance(self.vllm_server, str) else self.vllm_server
-
-    @property
-    def divisible(self) -> bool:
-        """Whether several processes can share a run that generates so; vLLM within the trainer has one device."""
-        return self.engine != "vllm" or bool(self.servers)
 
     @property
     def by_vllm(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["PolicyWorker"]
+__all__ = ["PolicyWorker", "merged_weight", "read_policy"]
 
 
 class PolicyWorker:
@@ -26,24 +26,26 @@ class PolicyWorker:
     vllm_config: Any
     reload_weights: Any
 
-    def load_policy(self, weights: Iterable[tuple[str, torch.Tensor]] | str) -> None:
+    def load_policy(self, weights: Iterable[tuple[str, torch.Tensor]] | str, adapter: str | None = None) -> None:
         """Loads weights in place.
 
         What was computed with the old ones stays in the prefix cache: send another ``cache_salt`` from now on.
 
         Args:
             weights: by their names in a checkpoint; or a folder of safetensors files that this process can read.
+            adapter: for a folder, as of :func:`read_policy`.
 
         Raises:
-            FileNotFoundError: there is no such file in the folder.
+            FileNotFoundError, KeyError: as of :func:`read_policy`.
         """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
         # modules without weights of their own are reported as not loaded, each time
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-        pairs = _read(Path(weights)) if isinstance(weights, str) else weights
-        self.reload_weights(weights_iterator=pairs)
+        if isinstance(weights, str):
+            weights = read_policy(weights, adapter, self.model_runner.device)
+        self.reload_weights(weights_iterator=weights)
         with set_current_vllm_config(self.vllm_config):
             for module in self.model_runner.get_model().modules():
                 # On a CPU a head that is tied to the embedding has a repacked copy, which vLLM 0.32 leaves as it was.
@@ -62,11 +64,37 @@ class PolicyWorker:
         }
 
 
-def _read(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def merged_weight(base: torch.Tensor, down: torch.Tensor, up: torch.Tensor, scale: float) -> torch.Tensor:
+    """``base`` [out, in] + ``scale`` x ``up`` [out, r] ``down`` [r, in], float32."""
+    return base.float() + scale * (up.float() @ down.float())
+
+
+def read_policy(folder: str, adapter: str | None, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and weight, in its own type, of all that the safetensors files of a folder hold.
+
+    Args:
+        adapter: a safetensors file of low-rank changes, which are added: for a weight NAME [out, in] ``NAME.down``
+            [r, in], ``NAME.up`` [out, r] and ``NAME.scale`` [].
+        device: where they are added.
+
+    Raises:
+        FileNotFoundError: there is no such file in the folder.
+        KeyError: the adapter changes what is not among the weights, or lacks a part.
+    """
     from safetensors.torch import load_file
 
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{folder} holds no safetensors file that vLLM's worker can see")
+    parts = {} if adapter is None else load_file(adapter)
+    left = {name.removesuffix(".down") for name in parts if name.endswith(".down")}
     for file in files:
-        yield from load_file(file).items()
+        for name, weight in load_file(file).items():
+            if name in left:
+                left.remove(name)
+                base, down, up = (x.to(device) for x in (weight, parts[f"{name}.down"], parts[f"{name}.up"]))
+                yield name, merged_weight(base, down, up, parts[f"{name}.scale"].item()).to(weight.dtype)
+            else:
+                yield name, weight
+    if left:
+        raise KeyError(f"the adapter changes {min(left)}, which is not among the weights")

@@ -6,7 +6,9 @@ import threading
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from safetensors.torch import load_file
+import torch
+
+from rlkernels.integrations.vllm_worker import read_policy
 
 LIMIT = 128
 EOS = 63
@@ -59,8 +61,8 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.bodies.append((self.path, body))
         if body.get("method") == "load_policy":
-            (folder,) = body["args"]
-            self.server.loaded = load_file(f"{folder}/model.safetensors")
+            folder, *adapter = body["args"]
+            self.server.loaded = dict(read_policy(folder, *(adapter or [None]), torch.device("cpu")))
         answer = self.server.answers.get(self.path, {"results": [self.server.settings]})
         return self.send(answer(body) if callable(answer) else answer)
 

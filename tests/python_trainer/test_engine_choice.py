@@ -41,13 +41,13 @@ def test_vllm_generates_where_there_is_a_gpu_and_it_is_installed(machine, gpu, v
     assert found == engine and (said is not None) == (engine == "vllm")
     assert chosen(rollout={"engine": "paged"}) == ("paged", None)
     assert chosen(model={"device": "cpu"}) == ("paged", None)
+    assert chosen(parallel="fsdp2")[0] == engine
 
 
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
         ({"accelerators": {"enabled": ["drafts"]}}, "drafts needs rollout.engine paged"),
-        ({"parallel": "ddp"}, "needs parallel=none"),
         ({"rollout": {"workers": 2}}, "rollout.workers must be 1"),
     ],
 )

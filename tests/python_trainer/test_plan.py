@@ -208,12 +208,16 @@ def test_what_would_fit_is_told_and_does(small, tmp_path, capsys, gpus, said):
         assert run_plan(small, tmp_path, capsys, "--gpus", gpus, "--set", *changes)[0] == 0
 
 
-def test_vllm_within_the_trainer_is_planned_for_one_process(small, tmp_path, capsys):
+def test_vllm_within_the_trainer_sleeps_during_updates(small, tmp_path, capsys):
     small["rollout"] |= {"engine": "vllm"}
     code, said = run_plan(small, tmp_path, capsys, "--gpus", "2x24")
-    assert code == 0 and "none, 1 of 24.0" in said.out and "ddp" not in said.out
-    code, said = run_plan(small, tmp_path, capsys, "--gpus", "2x0.0001")
-    assert code == 2 and "parallel=" not in said.err, said.err
+    assert code == 0 and "fsdp2, 2 of 24.0" in said.out and "weights of vLLM" in said.out
+    for parallel in ("none", "ddp", "fsdp2"):
+        asleep, awake = (plan_of(small, "2x24", parallel=parallel, rollout__vllm_sleep=s) for s in (True, False))
+        given_up = asleep.parts["weights of vLLM"] + asleep.parts["KV cache"]
+        assert asleep.parts == awake.parts and asleep.phases["generation"] == awake.phases["generation"]
+        for phase in ("the update", "the optimizer step"):
+            assert awake.phases[phase] - asleep.phases[phase] == given_up > 0
     servers = "rollout.vllm_server=[http://a:8000, http://b:8000]"
     elsewhere = [servers, "rollout.allow_remote=true", "parallel=fsdp2"]
     code, said = run_plan(small, tmp_path, capsys, "--gpus", "2x24", "--set", *elsewhere)

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qw
 from python_trainer.errors import UserError
 from python_trainer.rollout import Request, SamplingParams, VLLMEngine
 from python_trainer.rollout.ordering import LengthHistory
-from python_trainer.rollout.vllm.engine import COUNTERS, Drawn, InProcess, checkpoint_weights, import_vllm
+from python_trainer.rollout.vllm.engine import COUNTERS, Drawn
+from python_trainer.rollout.vllm.in_process import checkpoint_weights, import_vllm
 from python_trainer.rollout.vllm.server import Server
 from python_trainer.rollout.vllm.servers import Servers
 from python_trainer.run import Trainer
@@ -35,12 +36,14 @@ class Recorder:
 
     max_positions = LIMIT
     limited_by = "the limit of the recorder"
+    on_first_rank = True
 
     def __init__(self):
         self.loads, self.asked, self.prompt_tokens = 0, [], 0
 
     def load(self, model):
         self.loads += 1
+        return 100
 
     def complete(self, jobs, settings, salt):
         self.asked.append((jobs, settings, salt))
@@ -52,6 +55,9 @@ class Recorder:
 
     def counters(self):
         return dict.fromkeys(COUNTERS, 0.0) | {"prompt_tokens": 7.0 + self.prompt_tokens}
+
+    def sleep(self):
+        return False
 
 
 @pytest.fixture
@@ -171,13 +177,6 @@ def test_vllm_is_missing_or_too_old(make_config, monkeypatch, tmp_path):
         else:
             with pytest.raises(UserError, match=f"needs vllm >= 0.32; the package vllm is {version}"):
                 import_vllm()
-
-
-def test_several_devices_need_a_server(model, monkeypatch):
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(UserError, match="start a server and set rollout.vllm_server"):
-        InProcess(model, "anywhere")
 
 
 @pytest.fixture

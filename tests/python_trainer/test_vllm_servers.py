@@ -16,12 +16,17 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from python_trainer.config import load_config
+from python_trainer.distributed.ranked_engine import RankedEngine
 from python_trainer.environment import Environment
 from python_trainer.errors import UserError
 from python_trainer.learner import Learner
+from python_trainer.model.lora import is_adapter
+from python_trainer.model.policy import load_policy
 from python_trainer.rollout import Request, SamplingParams, VLLMEngine
+from python_trainer.rollout.make import make_engine
 from python_trainer.rollout.ordering import LengthHistory
 from python_trainer.rollout.vllm.engine import Continuation
+from python_trainer.rollout.vllm.in_process import checkpoint_weights
 from python_trainer.rollout.vllm.servers import Elsewhere, Servers, assigned
 from python_trainer.run_directory import read_metrics
 
@@ -67,8 +72,6 @@ def test_one_address_or_several():
     ]:
         config = load_config(None, ["rollout.engine=vllm", f"rollout.vllm_server={text}"])
         assert config.rollout.servers == servers
-        assert config.rollout.divisible == bool(servers)
-    assert load_config(None).rollout.divisible
 
 
 @pytest.mark.parametrize(
@@ -300,3 +303,84 @@ def test_an_error_of_the_first_process_ends_all(runs, parallel, name, message):
     assert second == f"process 0 of 2: {first}"
     with pytest.raises(UserError, match=message):
         raise UserError(first)
+
+
+LORA = {"r": 4, "alpha": 12, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+
+
+def stir(policy, seed):
+    """Adapters that matter, as if they had been trained."""
+    gen = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in policy.model.named_parameters():
+            if is_adapter(name):
+                p.copy_(torch.randn(p.shape, generator=gen) * 0.2)
+
+
+def assert_same(loaded, model):
+    saved = dict(checkpoint_weights(model))
+    assert loaded.keys() == saved.keys() and all(torch.equal(loaded[name], saved[name]) for name in saved)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_of_a_policy_with_adapters_servers_get_the_weights_once(fakes, tiny_policy, tmp_path, dtype, resumed):
+    config = load_config({"model": {"path": str(tiny_policy), "device": "cpu", "dtype": dtype, "lora": LORA},
+                          "rollout": {"vllm_server": urls(fakes[:2])}})  # fmt: skip
+    policy = load_policy(config.model)
+    engine = RankedEngine(make_engine(config.rollout, config.model, policy, tmp_path), policy)
+    names = [name for name, p in policy.model.named_parameters() if p.requires_grad]
+    adapters = sum(policy.model.get_parameter(name).nbytes for name in names)
+    weights, sent = sum(w.nbytes for _, w in checkpoint_weights(policy.whole)), []
+    assert adapters < weights / 4
+    if resumed:
+        stir(policy, 9)
+        engine.policy_updated()
+    for seed in range(3):
+        before = engine.stats["weight_bytes"]
+        engine.generate([Request([1])], SamplingParams())
+        sent.append(engine.stats["weight_bytes"] - before)
+        for fake in fakes[:2]:
+            assert_same(fake.loaded, policy.whole)
+        stir(policy, seed)
+        engine.policy_updated()
+    header = 250 * len(names)  # names and shapes in the file
+    assert weights < sent[0] < weights + adapters * resumed + 10_000
+    assert all(adapters < size < adapters + header for size in sent[1:])
+    assert (tmp_path / ".vllm").exists()
+    engine.close()
+    assert not (tmp_path / ".vllm").exists()
+
+
+def test_adapters_of_weights_that_a_checkpoint_has_otherwise(fakes, tiny_policy, tmp_path, monkeypatch):
+    """Then all weights are sent."""
+    config = load_config({"model": {"path": str(tiny_policy), "device": "cpu", "lora": LORA},
+                          "rollout": {"vllm_server": fakes[0].url}})  # fmt: skip
+    split = {"a": torch.zeros(1), "b": torch.zeros(1)}
+    monkeypatch.setattr("transformers.core_model_loading.revert_weight_conversion", lambda model, state: split)
+    policy, said = load_policy(config.model), []
+    engine = RankedEngine(make_engine(config.rollout, config.model, policy, tmp_path, note=said.append), policy)
+    assert len(said) == 1 and "gets all weights after each update" in said[0]
+    monkeypatch.undo()
+    stir(policy, 0)
+    engine.policy_updated()
+    engine.generate([Request([1])], SamplingParams())
+    assert_same(fakes[0].loaded, policy.whole)
+    assert not (tmp_path / ".vllm").exists()
+
+
+def go_on(settings, folder, parallel):
+    train(settings | {"max_steps": 1}, folder, parallel)
+    train(settings, folder, parallel, resume=True)
+
+
+def test_a_sharded_run_with_adapters_goes_on(fakes, tiny_policy, jsonl_files, tmp_path):
+    """The servers get the weights of before, as the first process has gathered them, and the adapters."""
+    settings = merged(run_settings(tiny_policy, jsonl_files), {"rollout": {"vllm_server": fakes[0].url}})
+    settings |= {"max_steps": 2, "optimizer": {"learning_rate": 0.05}, "save": {"save_steps": 1}}
+    settings["model"] = settings["model"] | {"lora": LORA}
+    run_on_ranks(tmp_path, go_on, settings, tmp_path / "run", "fsdp2")
+    start, trained = load_file(tiny_policy / "model.safetensors"), load_file(tmp_path / "run" / "weights.safetensors")
+    assert all(torch.equal(fakes[0].loaded[name], trained[name]) for name in fakes[0].loaded)
+    changed = {name for name in start if not torch.equal(start[name], trained[name])}
+    assert changed and all(any(target in name for target in LORA["target_modules"]) for name in changed)

@@ -14,9 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from bench._vllm_server import VLLMServer
 from python_trainer.config import check_config
 from python_trainer.errors import UserError
+from python_trainer.model.lora import AdaptedWeight
 from python_trainer.rollout import PagedEngine, Request, SamplingParams
 from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
+from rlkernels.integrations.vllm_worker import merged_weight
 
 MEMORY = 8 << 20
 GREEDY = SamplingParams(temperature=0.0)
@@ -44,7 +46,7 @@ def load(folder):
 @pytest.fixture(scope="module")
 def in_process(folder):
     """vLLM's backend, started once."""
-    from python_trainer.rollout.vllm.engine import InProcess
+    from python_trainer.rollout.vllm.in_process import InProcess
 
     set_threads = torch.set_num_threads
     backend = InProcess(load(folder), folder, memory_bytes=MEMORY)
@@ -171,6 +173,44 @@ def test_new_weights_take_over_and_no_stale_cache_is_used(engine, model):
     assert spent(engine, before)["cached_tokens"] == 0 and spent(engine, before)["prefill_tokens"] == 80
 
 
+def test_a_server_merges_adapters_itself(address, model, tmp_path):
+    """It then says what it says when it is sent the merged weights."""
+    from python_trainer.rollout import VLLMEngine
+    from python_trainer.rollout.vllm.adapters import AdapterFiles, names_in_checkpoint
+    from python_trainer.rollout.vllm.servers import Servers
+
+    names = [
+        name for name in model.state_dict() if name.endswith(("q_proj.weight", "v_proj.weight", "down_proj.weight"))
+    ]
+    adapters = AdapterFiles(names_in_checkpoint(model, names), tmp_path / "weights")
+    alone = VLLMEngine(model, Servers(model, [address], tmp_path / "weights", adapters), eos_token_ids=[EOS])
+    base = {name: model.get_parameter(name).detach().clone() for name in names}
+    requests = [Request(prompt, (), 3, 20, sample_id=10 * i) for i, prompt in enumerate(PROMPTS)]
+    gen, found, sent = torch.Generator().manual_seed(0), [], []
+    for update in range(3):
+        if update:
+            for name, weight in base.items():
+                up, down = (torch.randn(size, generator=gen) * 0.2 for size in ((len(weight), 4), (4, weight.shape[1])))
+                parts = AdaptedWeight(weight, down, up, 0.75)
+                adapters.see(name, parts)
+                with torch.no_grad():
+                    model.get_parameter(name).copy_(merged_weight(*parts))
+            alone.policy_updated()
+        before = alone.stats["weight_bytes"]
+        found.append(alone.generate(requests, SamplingParams(seed=1)))
+        sent.append(alone.stats["weight_bytes"] - before)
+        whole = VLLMEngine(model, Servers(model, [address], tmp_path / "whole"), eos_token_ids=[EOS])
+        expected = whole.generate(requests, SamplingParams(seed=1))
+        assert [c.ids for c in found[-1]] == [c.ids for c in expected]
+        for one, other in zip(found[-1], expected, strict=True):
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-6)
+    assert [c.ids for c in found[0]] != [c.ids for c in found[1]] != [c.ids for c in found[2]]
+    size = sum(4 * 4 * sum(weight.shape) for weight in base.values())
+    assert size < sent[1] == sent[2] < size + 300 * 2 * len(names) < sent[0] == whole.stats["weight_bytes"]
+    alone.close()
+    assert not (tmp_path / "weights").exists()
+
+
 def test_suffix_rollouts_share_their_prefix(engine):
     prompt, prefix = PROMPTS[4][:50], PROMPTS[4][50:]
     before = engine.stats
@@ -294,6 +334,22 @@ def test_several_trainers_and_servers(folder, addresses, tmp_path, monkeypatch):
         assert [row[name] for row in two[1:]] == [row[name] for row in one[1:]]
     assert max(row["sampling/logp_difference/max"] for row in two[1:]) < 1e-3
     assert not (tmp_path / "two" / ".vllm").exists()
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_several_trainers_with_an_engine_each(folder, tmp_path, monkeypatch, parallel):
+    """Two processes, connected by gloo, which vLLM's engines find and must leave as it is: the answers of one."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "python_trainer"))
+    import gloo
+
+    settings = run_settings(folder, tmp_path)
+    one = train(settings, tmp_path / "one")
+    gloo.run_on_ranks(tmp_path, gloo.train, settings, tmp_path / "two", parallel)
+    two = read_metrics(tmp_path / "two")
+    for name in ("reward", "tokens/generated"):
+        assert [row[name] for row in two[1:]] == [row[name] for row in one[1:]]
+    assert max(row["sampling/logp_difference/max"] for row in two[1:]) < 1e-3
+    assert two[-1]["total/weight_bytes"] == 2 * one[-1]["total/weight_bytes"] > 0
 
 
 def test_what_vllm_cannot_run_is_named(folder, tmp_path):

@@ -1,15 +1,11 @@
 """VLLMEngine: rollouts by vLLM, in the trainer's process or on a server."""
 
-import importlib
-import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from uuid import uuid4
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from python_trainer.data import Request, Rollout
@@ -17,13 +13,12 @@ from python_trainer.errors import UserError
 from python_trainer.keyed import keyed_seed
 from python_trainer.rollout.engine import Engine, SamplingParams, check_requests, check_sampling, new_rollouts
 from python_trainer.rollout.ordering import LengthHistory, expectations, longest_first, remember
-from python_trainer.rollout.paged.engine import memory_limit
 from python_trainer.rollout.stopping import StopStrings
 
 OLDEST = (0, 32)
 WORKER = "rlkernels.integrations.vllm_worker.PolicyWorker"
 LOWEST_TEMPERATURE = 0.01  # vLLM raises lower ones to this
-CPU_BLOCK = 32  # vLLM's attention on a CPU takes multiples of it
+OWN_COUNTERS = ("generated_tokens", "prefill_tokens", "weight_bytes")
 # The engine's counter -> vLLM's
 COUNTERS = {
     "prompt_tokens": "vllm:prompt_tokens",
@@ -57,9 +52,10 @@ class Backend(Protocol):
 
     max_positions: int
     limited_by: str  # as of ``Engine``
+    on_first_rank: bool  # as of ``Engine``
 
-    def load(self, model: PreTrainedModel) -> None:
-        """Gives vLLM the weights of the model."""
+    def load(self, model: PreTrainedModel) -> int:
+        """Gives vLLM the weights of the model -> how many bytes that took."""
         ...
 
     def complete(self, asked: Sequence[Continuation], settings: dict[str, Any], salt: str) -> list[list[Drawn]]:
@@ -68,6 +64,14 @@ class Backend(Protocol):
 
     def counters(self) -> dict[str, float]:
         """Counts since vLLM was started, by the keys of ``COUNTERS``."""
+        ...
+
+    def sleep(self) -> bool:
+        """Lets go of memory until :meth:`load`, where it can -> whether it did, and has no weights any more."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of files."""
         ...
 
 
@@ -81,13 +85,11 @@ class VLLMEngine(Engine):
 
     Args:
         model: the policy, trained elsewhere; the weights are read from it, and it is never run.
-        backend: vLLM in this process (:class:`InProcess`) or on servers (``servers.Servers``).
+        backend: vLLM in this process (``in_process.InProcess``) or on servers (``servers.Servers``).
         eos_token_ids: tokens that end an answer.
         tokenizer: needed for stop strings only.
         lengths: of earlier answers; with it, vLLM is asked for long ones first. None: in the order of the requests.
     """
-
-    on_first_rank = True
 
     def __init__(
         self,
@@ -103,12 +105,13 @@ class VLLMEngine(Engine):
         self.eos_token_ids = sorted(eos_token_ids)
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self.max_positions, self.limited_by = backend.max_positions, backend.limited_by
+        self.on_first_rank = backend.on_first_rank
         self.lengths = lengths
         self._waiting: list[tuple[Sequence[Request], list[Rollout]]] = []  # submitted, with one and the same sampling
         self._sampling = SamplingParams()
         self._name = uuid4().hex  # of this run: a server may have served others
-        self._loaded = -1  # version of the policy that vLLM has
-        self._stats: dict[str, float] = dict.fromkeys(("generated_tokens", "prefill_tokens", *COUNTERS), 0)
+        self._loaded: int | None = None  # version of the policy that vLLM has
+        self._stats: dict[str, float] = dict.fromkeys((*OWN_COUNTERS, *COUNTERS), 0)
         self._seen = backend.counters()
 
     @property
@@ -116,8 +119,9 @@ class VLLMEngine(Engine):
         """Counters since the engine was made.
 
         ``generated_tokens``; ``prompt_tokens`` of prompts and prefixes, once per sample; ``cached_tokens`` of those,
-        found in vLLM's prefix cache; ``prefill_tokens``, the others; ``forward_passes``; ``preemptions``. All but the
-        first are vLLM's own counts: on a server they include what others ask it meanwhile.
+        found in vLLM's prefix cache; ``prefill_tokens``, the others; ``forward_passes``; ``preemptions``;
+        ``weight_bytes`` of weights that were written for servers or handed to vLLM in this process. But for the first
+        and the last they are vLLM's own counts: on a server they include what others ask it meanwhile.
         """
         return dict(self._stats)
 
@@ -145,7 +149,7 @@ class VLLMEngine(Engine):
         if not rollouts:
             return []
         if self._loaded != self.policy_version:
-            self.backend.load(self.model)
+            self._stats["weight_bytes"] += self.backend.load(self.model)
             self._loaded = self.policy_version
         asked, owners = self._continuations(requests, self._sampling)
         salt = f"{self._name}-{self.policy_version}"
@@ -217,6 +221,13 @@ class VLLMEngine(Engine):
         self._seen = now
         self._stats["prefill_tokens"] = self._stats["prompt_tokens"] - self._stats["cached_tokens"]
 
+    def rest(self) -> None:
+        if self.backend.sleep():
+            self._loaded = None
+
+    def close(self) -> None:
+        self.backend.close()
+
     def pass_seconds(self, sequences: int, tokens: int) -> float:
         """Not known of vLLM: it schedules on its own."""
         raise UserError(
@@ -233,126 +244,9 @@ def _cut_at_stop(rollout: Rollout, stop: StopStrings) -> None:
             return
 
 
-class InProcess:
-    """vLLM's engine in this process, on the device of the model.
-
-    Args:
-        model: gives device and type of the weights.
-        folder: configuration and tokenizer of the model; its weights are not read.
-        memory_bytes: size of vLLM's KV cache; by default 1 GiB on a CPU and on a GPU 40 % of the memory that is free
-            and not reserved.
-        block_size: tokens per block of it; on a CPU rounded up to a multiple of 32.
-        trust_remote_code: run Python code that comes with the folder.
-        reserved_bytes: of the device's memory, for what comes later, such as an optimizer.
-
-    Raises:
-        UserError: vLLM is missing or too old, or cannot run the model.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        folder: str | Path,
-        *,
-        memory_bytes: int | None = None,
-        block_size: int = 16,
-        trust_remote_code: bool = False,
-        reserved_bytes: int = 0,
-    ):
-        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            raise UserError(
-                "rollout.engine vllm runs on one device inside the trainer, which has several: start a server and set "
-                "rollout.vllm_server"
-            )
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-        self._vllm: Any = import_vllm()
-        device = next(model.parameters()).device
-        if device.type == "cpu":
-            block_size = -(-block_size // CPU_BLOCK) * CPU_BLOCK
-        set_threads = torch.set_num_threads
-        try:
-            self._llm = self._vllm.LLM(
-                str(folder),
-                load_format="dummy",
-                dtype=str(model.dtype).removeprefix("torch."),
-                seed=0,
-                max_model_len=-1,  # the model's, or what fits into the memory
-                kv_cache_memory_bytes=memory_limit(device, reserved_bytes) if memory_bytes is None else memory_bytes,
-                gpu_memory_utilization=0.01,  # nothing but a start-up check of vLLM looks at it
-                block_size=block_size,
-                enable_prefix_caching=True,
-                logprobs_mode="processed_logprobs",
-                worker_extension_cls=WORKER,
-                disable_log_stats=False,
-                trust_remote_code=trust_remote_code,
-                enforce_eager=device.type == "cpu",
-            )
-        except (ValueError, RuntimeError, NotImplementedError) as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise UserError(f"vLLM cannot run the model {folder}: {reason}") from error
-        finally:
-            torch.set_num_threads = set_threads  # on a CPU vLLM takes it away
-        self.max_positions: int = self._llm.model_config.max_model_len
-        self.limited_by = "the limit of rollout.engine vllm (the model's, or what rollout.memory_bytes has room for)"
-
-    def load(self, model: PreTrainedModel) -> None:
-        self._llm.collective_rpc("load_policy", args=(checkpoint_weights(model),))
-
-    def complete(self, asked: Sequence[Continuation], settings: dict[str, Any], salt: str) -> list[list[Drawn]]:
-        prompts = [{"prompt_token_ids": one.ids, "cache_salt": salt} for one in asked]
-        params = [
-            self._vllm.SamplingParams(
-                **settings, n=one.n, seed=one.seed, max_tokens=one.max_tokens, detokenize=bool(settings["stop"])
-            )
-            for one in asked
-        ]
-        found = self._llm.generate(prompts, params, use_tqdm=False)
-        return [
-            [
-                Drawn(
-                    list(one.token_ids), [p[t].logprob for t, p in zip(one.token_ids, one.logprobs)], one.finish_reason
-                )
-                for one in output.outputs
-            ]
-            for output in found
-        ]
-
-    def counters(self) -> dict[str, float]:
-        found: dict[str, Any] = {metric.name: metric for metric in self._llm.get_metrics()}
-        values = {name: found[theirs] for name, theirs in COUNTERS.items()}
-        return {name: float(one.value if hasattr(one, "value") else one.count) for name, one in values.items()}
-
-
-def import_vllm() -> Any:
-    """The package; UserError where it is missing or too old."""
-    try:
-        vllm = importlib.import_module("vllm")
-    except ImportError as error:
-        raise UserError(
-            f"rollout.engine vllm needs the package vllm >= {'.'.join(map(str, OLDEST))} here, or a server "
-            f"(rollout.vllm_server); importing it says: {error}"
-        ) from error
-    check_version(vllm.__version__, "the package vllm")
-    return vllm
-
-
 def check_version(version: str, what: str) -> None:
     """Raises UserError for a vLLM that is too old."""
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None or (int(found[1]), int(found[2])) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise UserError(f"rollout.engine vllm needs vllm >= {oldest}; {what} is {version}")
-
-
-def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Weights by their names in a checkpoint, tied ones once."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    seen, state = set(), {}
-    for name, tensor in model.state_dict().items():
-        key = tensor.data_ptr(), tensor.shape, tensor.stride()
-        if key not in seen or not tensor.numel():
-            seen.add(key)
-            state[name] = tensor.detach()
-    yield from revert_weight_conversion(model, state).items()

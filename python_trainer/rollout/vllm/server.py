@@ -1,7 +1,6 @@
 """A vLLM server, over HTTP. It may run anywhere that can read the folder of the weights."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -51,9 +50,9 @@ class Server:
         self.serves: dict[str, Any] = {"model": self._name} | settings
         self.limited_by = f"the limit of the vLLM server {self.url} (--max-model-len)"
 
-    def load(self, folder: Path) -> None:
-        """Has it read the weights in a folder, which it must see by the same path."""
-        self._rpc("load_policy", str(folder))
+    def load(self, folder: str, *adapter: str) -> None:
+        """Has it read the weights in a folder, and add an adapter in a file; it must see both by the same path."""
+        self._rpc("load_policy", folder, *adapter)
 
     def complete(self, one: Continuation, settings: dict[str, Any], salt: str) -> list[Drawn]:
         """The samples of one; ``settings`` are those that all have in common, by vLLM's names."""

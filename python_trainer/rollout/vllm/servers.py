@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from python_trainer.errors import UserError
 from python_trainer.files import usual_mode
 from python_trainer.rollout.ordering import Work, longest_first, to_least_loaded
+from python_trainer.rollout.vllm.adapters import AdapterFiles
 from python_trainer.rollout.vllm.engine import COUNTERS, Continuation, Drawn
 from python_trainer.rollout.vllm.server import Server
 
@@ -35,13 +36,16 @@ class Servers:
         model: what the servers should be serving.
         urls: where they listen.
         folder: for the weights; made for each transfer and removed after it.
+        adapters: of a policy that trains nothing else; their files are in ``folder`` too, until :meth:`close`.
 
     Raises:
         UserError: a server will not do, as of :class:`Server`, or they do not serve the same.
     """
 
-    def __init__(self, model: PreTrainedModel, urls: Sequence[str], folder: Path):
-        self.folder = folder.absolute()
+    on_first_rank = True
+
+    def __init__(self, model: PreTrainedModel, urls: Sequence[str], folder: Path, adapters: AdapterFiles | None = None):
+        self.folder, self.adapters = folder.absolute(), adapters
         self.servers = [Server(model, url) for url in urls]
         one = self.servers[0]
         for other in self.servers[1:]:
@@ -54,16 +58,31 @@ class Servers:
         tightest = min(self.servers, key=lambda server: server.max_positions)
         self.max_positions, self.limited_by = tightest.max_positions, tightest.limited_by
 
-    def load(self, model: PreTrainedModel) -> None:
+    def load(self, model: PreTrainedModel) -> int:
         try:
             try:
-                model.save_pretrained(self.folder)
-                usual_mode(self.folder)  # a server may be another user's
+                sent, places = self._write(model)
             except (OSError, SafetensorError) as error:
                 raise UserError(f"the weights for rollout.vllm_server cannot be written: {error}") from error
-            self._each(lambda server: server.load(self.folder))
+            self._each(lambda server: server.load(*places))
         finally:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            if self.adapters is None:
+                self.close()
+        return sent
+
+    def _write(self, model: PreTrainedModel) -> tuple[int, list[str]]:
+        """How many bytes were written, and where servers find what they need."""
+        if self.adapters is not None:
+            return self.adapters.write(model), self.adapters.places
+        model.save_pretrained(self.folder)
+        usual_mode(self.folder)  # a server may be another user's
+        return sum(path.stat().st_size for path in self.folder.glob("*.safetensors")), [str(self.folder)]
+
+    def close(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def sleep(self) -> bool:
+        return False  # the memory is theirs
 
     def complete(self, asked: Sequence[Continuation], settings: dict[str, Any], salt: str) -> list[list[Drawn]]:
         with ExitStack() as held:
@@ -113,8 +132,9 @@ class Elsewhere:
 
     max_positions: int
     limited_by: str
+    on_first_rank = True
 
-    def load(self, model: PreTrainedModel) -> None:
+    def load(self, model: PreTrainedModel) -> int:
         raise RuntimeError("the first process gives servers their weights, this is another")
 
     def complete(self, asked: Sequence[Continuation], settings: dict[str, Any], salt: str) -> list[list[Drawn]]:
@@ -122,3 +142,9 @@ class Elsewhere:
 
     def counters(self) -> dict[str, float]:
         return dict.fromkeys(COUNTERS, 0.0)
+
+    def sleep(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
