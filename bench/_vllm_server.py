@@ -23,12 +23,13 @@ class VLLMServer:
         model: the folder that is served, with random weights; a trainer gives it others.
         log: file for what the server says.
         memory_bytes: of its KV cache.
+        further: arguments of the server.
 
     Raises:
         RuntimeError: it ended, or does not answer in time; with the end of its log.
     """
 
-    def __init__(self, python: Path | str, model: Path, log: Path, memory_bytes: int):
+    def __init__(self, python: Path | str, model: Path, log: Path, memory_bytes: int, *further: str):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -37,7 +38,7 @@ class VLLMServer:
             str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1",
             "--port", str(self.port), "--logprobs-mode", "processed_logprobs", "--worker-extension-cls", WORKER,
             "--dtype", "float32", "--enforce-eager", "--block-size", "32", "--kv-cache-memory-bytes", str(memory_bytes),
-            "--load-format", "dummy",
+            "--load-format", "dummy", *further,
         ]  # fmt: skip
         self.process: subprocess.Popen[bytes] | None = None
 

@@ -33,7 +33,8 @@ from python_trainer.run_directory import read_metrics
 LIMIT = 120.0  # seconds that a run may take, many times what it needs
 PATIENCE = 30.0  # and what it has started, after its end
 STEPS = 8
-# what depends on the clock: seconds, and drafts, whose length follows the measured cost of a pass
+# what depends on the clock: seconds, and drafts, whose length follows the measured cost of a pass; and what was sent to
+# vLLM, which a run that goes on sends again
 CLOCK = re.compile("time/|per_second|_s$|^drafts/")
 CLOCK_STATE = ("seconds", "pass_overhead")
 

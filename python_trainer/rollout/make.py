@@ -58,7 +58,7 @@ def make_engine(
     }
     sizes: dict[str, Any] = {"memory_bytes": rollout.memory_bytes, "block_size": rollout.block_size}
     if rollout.servers:
-        return _on_servers(rollout.servers, policy, output_dir / ".vllm", ranks, note, options)
+        return _on_servers(rollout, policy, output_dir / ".vllm", ranks, note, options)
     if rollout.engine == "vllm":
         from python_trainer.rollout.vllm.engine import VLLMEngine
         from python_trainer.rollout.vllm.in_process import InProcess, import_vllm
@@ -88,7 +88,7 @@ def make_engine(
 
 
 def _on_servers(
-    urls: list[str],
+    rollout: RolloutConfig,
     policy: Policy,
     folder: Path,
     ranks: Processes | None,
@@ -100,7 +100,9 @@ def _on_servers(
     from python_trainer.rollout.vllm.servers import Elsewhere, Servers
 
     def connected() -> VLLMEngine:
-        servers = Servers(policy.whole, urls, folder, _adapter_files(policy, folder, note))
+        adapters = _adapter_files(policy, folder, note)
+        transfer = None if adapters is not None or rollout.vllm_transfer == "files" else rollout.vllm_transfer
+        servers = Servers(policy.whole, rollout.servers, folder, adapters, transfer)
         return VLLMEngine(policy.whole, servers, **options)
 
     if ranks is None:

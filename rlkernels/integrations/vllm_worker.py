@@ -38,14 +38,18 @@ class PolicyWorker:
         Raises:
             FileNotFoundError, KeyError: as of :func:`read_policy`.
         """
-        from vllm.config import set_current_vllm_config
-        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
         # modules without weights of their own are reported as not loaded, each time
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
         if isinstance(weights, str):
             weights = read_policy(weights, adapter, self.model_runner.device)
         self.reload_weights(weights_iterator=weights)
+        self.policy_loaded()
+
+    def policy_loaded(self) -> None:
+        """Mends what vLLM leaves undone when weights are replaced, in whatever way; :meth:`load_policy` does it too."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
         with set_current_vllm_config(self.vllm_config):
             for module in self.model_runner.get_model().modules():
                 # On a CPU a head that is tied to the embedding has a repacked copy, which vLLM 0.32 leaves as it was.
@@ -54,8 +58,10 @@ class PolicyWorker:
 
     def policy_settings(self) -> dict[str, Any]:
         """What a trainer has to know of the engine."""
-        config = self.model_runner.model_config
+        config, transfer = self.model_runner.model_config, self.vllm_config.weight_transfer_config
         return {
+            "workers": self.vllm_config.parallel_config.world_size_across_dp,
+            "transfer": None if transfer is None else transfer.backend,
             "logprobs_mode": config.logprobs_mode,
             "max_model_len": config.max_model_len,
             "vocab_size": config.get_vocab_size(),
@@ -65,17 +71,30 @@ class PolicyWorker:
 
 
 def merged_weight(base: torch.Tensor, down: torch.Tensor, up: torch.Tensor, scale: float) -> torch.Tensor:
-    """``base`` [out, in] + ``scale`` x ``up`` [out, r] ``down`` [r, in], float32."""
+    """A weight with a low-rank adapter.
+
+    Args:
+        base: floating point [out, in].
+        down, up: floating point [r, in] and [out, r].
+        scale: of their product.
+
+    Returns:
+        ``base`` + ``scale`` x ``up`` ``down``, float32 [out, in].
+    """
     return base.float() + scale * (up.float() @ down.float())
 
 
 def read_policy(folder: str, adapter: str | None, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and weight, in its own type, of all that the safetensors files of a folder hold.
+    """What the safetensors files of a folder hold.
 
     Args:
+        folder: has them.
         adapter: a safetensors file of low-rank changes, which are added: for a weight NAME [out, in] ``NAME.down``
             [r, in], ``NAME.up`` [out, r] and ``NAME.scale`` [].
         device: where they are added.
+
+    Yields:
+        name and weight, in its own type.
 
     Raises:
         FileNotFoundError: there is no such file in the folder.

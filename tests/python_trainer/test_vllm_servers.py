@@ -350,6 +350,9 @@ def test_of_a_policy_with_adapters_servers_get_the_weights_once(fakes, tiny_poli
     assert (tmp_path / ".vllm").exists()
     engine.close()
     assert not (tmp_path / ".vllm").exists()
+    engine.generate([Request([1])], SamplingParams())  # who asks again, all the same
+    assert_same(fakes[0].loaded, policy.whole)
+    assert not (tmp_path / ".vllm").exists()
 
 
 def test_adapters_of_weights_that_a_checkpoint_has_otherwise(fakes, tiny_policy, tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ from python_trainer.rollout.ordering import Work, longest_first, to_least_loaded
 from python_trainer.rollout.vllm.adapters import AdapterFiles
 from python_trainer.rollout.vllm.engine import COUNTERS, Continuation, Drawn
 from python_trainer.rollout.vllm.server import Server
+from python_trainer.rollout.vllm.transfer import Transfer
 
 T = TypeVar("T")
 
@@ -30,12 +31,13 @@ class Servers:
     server, which computes their prompt once. Samples have seeds of their own, so they do not depend on the number of
     servers.
 
-    Weights go through files: every server must see ``folder`` by the same absolute path.
+    Weights go through files, and every server must see ``folder`` by the same absolute path; or by ``transfer``.
 
     Args:
         model: what the servers should be serving.
         urls: where they listen.
         folder: for the weights; made for each transfer and removed after it.
+        transfer: backend of vLLM's weight transfer, by which weights then go; None: through files.
         adapters: of a policy that trains nothing else; their files are in ``folder`` too, until :meth:`close`.
 
     Raises:
@@ -44,9 +46,17 @@ class Servers:
 
     on_first_rank = True
 
-    def __init__(self, model: PreTrainedModel, urls: Sequence[str], folder: Path, adapters: AdapterFiles | None = None):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        urls: Sequence[str],
+        folder: Path,
+        adapters: AdapterFiles | None = None,
+        transfer: str | None = None,
+    ):
         self.folder, self.adapters = folder.absolute(), adapters
         self.servers = [Server(model, url) for url in urls]
+        self.transfers = [] if transfer is None else [Transfer(server, transfer) for server in self.servers]
         one = self.servers[0]
         for other in self.servers[1:]:
             for name, value in one.serves.items():
@@ -59,6 +69,8 @@ class Servers:
         self.max_positions, self.limited_by = tightest.max_positions, tightest.limited_by
 
     def load(self, model: PreTrainedModel) -> int:
+        if self.transfers:  # one after the other: each has all of the trainer's bandwidth
+            return sum(transfer.send(model) for transfer in self.transfers)
         try:
             try:
                 sent, places = self._write(model)
@@ -79,6 +91,7 @@ class Servers:
         return sum(path.stat().st_size for path in self.folder.glob("*.safetensors")), [str(self.folder)]
 
     def close(self) -> None:
+        self.adapters = None  # the weights that they belong to go: who asks again sends all
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def sleep(self) -> bool:
