@@ -167,7 +167,12 @@ class Memory:
     def _sleeps(self) -> bool:
         """Whether vLLM within the trainer gives its memory up during updates."""
         rollout = self.config.rollout
-        return rollout.engine == "vllm" and not rollout.servers and rollout.vllm_sleep and self.device.kind != "cpu"
+        return (
+            rollout.engine == "vllm"
+            and not rollout.servers
+            and rollout.vllm_enable_sleep_mode
+            and self.device.kind != "cpu"
+        )
 
     @property
     def _params(self) -> list[torch.nn.Parameter]:

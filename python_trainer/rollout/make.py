@@ -72,7 +72,7 @@ def make_engine(
             policy.name,
             trust_remote_code=trust,
             reserved_bytes=reserved_bytes,
-            sleeps=rollout.vllm_sleep,
+            sleeps=rollout.vllm_enable_sleep_mode,
             **sizes,
         )
         return VLLMEngine(policy.whole, in_process, **options)

@@ -28,7 +28,7 @@ class RolloutConfig(Section):
     vllm_transfer: Literal["files", "nccl"] = "files"
     """How weights go to vllm_server: through files in OUTPUT_DIR, or by vLLM's own weight transfer over NCCL, for which
     the trainer's environment needs vLLM too. Adapters alone go through files in any case."""
-    vllm_sleep: bool = True
+    vllm_enable_sleep_mode: bool = True
     """Let vLLM within the trainer give its weights and its cache up during updates; on a CPU it keeps them."""
     prompts_per_step: int = Field(32, ge=1)
     """Prompts in one training step."""

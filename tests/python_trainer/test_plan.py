@@ -213,7 +213,9 @@ def test_vllm_within_the_trainer_sleeps_during_updates(small, tmp_path, capsys):
     code, said = run_plan(small, tmp_path, capsys, "--gpus", "2x24")
     assert code == 0 and "fsdp2, 2 of 24.0" in said.out and "weights of vLLM" in said.out
     for parallel in ("none", "ddp", "fsdp2"):
-        asleep, awake = (plan_of(small, "2x24", parallel=parallel, rollout__vllm_sleep=s) for s in (True, False))
+        asleep, awake = (
+            plan_of(small, "2x24", parallel=parallel, rollout__vllm_enable_sleep_mode=s) for s in (True, False)
+        )
         given_up = asleep.parts["weights of vLLM"] + asleep.parts["KV cache"]
         assert asleep.parts == awake.parts and asleep.phases["generation"] == awake.phases["generation"]
         for phase in ("the update", "the optimizer step"):

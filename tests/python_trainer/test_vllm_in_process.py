@@ -93,7 +93,7 @@ def test_the_weights_that_went_to_vllm_are_counted(runs):
 @pytest.mark.parametrize("setting", [True, False])
 def test_it_need_not_sleep(make_config, tmp_path, setting, monkeypatch):
     install(monkeypatch, sleeps=True)
-    config = make_config(max_steps=1, rollout={"engine": "vllm", "vllm_sleep": setting})
+    config = make_config(max_steps=1, rollout={"engine": "vllm", "vllm_enable_sleep_mode": setting})
     train(config.model_dump(), tmp_path / "run")
     assert FakeLLM.last.options["enable_sleep_mode"] == setting == ("sleep 2" in FakeLLM.last.events)
 

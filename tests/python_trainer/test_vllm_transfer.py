@@ -18,7 +18,7 @@ from python_trainer.rollout import Request, SamplingParams, VLLMEngine
 from python_trainer.rollout.make import make_engine
 from python_trainer.rollout.vllm.in_process import checkpoint_weights
 from python_trainer.rollout.vllm.servers import Servers
-from python_trainer.rollout.vllm.transfer import HOME, address_towards
+from python_trainer.rollout.vllm.transfer import BACKENDS, HOME, Transfer, address_towards, nccl_info
 
 
 @dataclass
@@ -56,6 +56,7 @@ def vllm(monkeypatch):
     factory = SimpleNamespace(WeightTransferTrainerFactory=SimpleNamespace(trainer_init=Sender))
     parts = {"factory": factory, "nccl_engine": SimpleNamespace(NCCLTrainerInitInfo=Info)}
     parts["base"] = SimpleNamespace(WeightSource=object, ParamMeta=lambda *a: SimpleNamespace(**dict(zip(META, a))))
+    monkeypatch.setitem(BACKENDS, "letters", nccl_info)  # for a policy on a CPU
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0"))
     for name, part in parts.items():
         monkeypatch.setitem(sys.modules, f"{HOME}.{name}", part)
@@ -75,7 +76,7 @@ def fakes():
     with serving() as one, serving() as other:
         for workers, fake in enumerate((one, other), 1):
             fake.answers["/v1/completions"] = draw
-            fake.settings |= {"transfer": "nccl", "workers": workers}
+            fake.settings |= {"transfer": "letters", "workers": workers}
         yield one, other
 
 
@@ -83,7 +84,10 @@ def test_weights_go_by_vllms_transfer(fakes, tiny_policy, tmp_path):
     rollout = {"vllm_server": [fake.url for fake in fakes], "vllm_transfer": "nccl"}
     config = load_config({"model": {"path": str(tiny_policy), "device": "cpu"}, "rollout": rollout})
     policy = load_policy(config.model)
-    engine = make_engine(config.rollout, config.model, policy, tmp_path)
+    with pytest.raises(UserError, match="vllm_transfer must be files for a policy that is not on a GPU, got nccl"):
+        make_engine(config.rollout, config.model, policy, tmp_path)
+    rollout = config.rollout.model_copy(update={"vllm_transfer": "letters"})
+    engine = make_engine(rollout, config.model, policy, tmp_path)
     for fake in fakes:
         fake.bodies.clear()
     weights = dict(checkpoint_weights(policy.whole))
@@ -117,17 +121,25 @@ def test_adapters_go_through_files_all_the_same(fakes, tiny_policy, tmp_path):
 def test_a_server_with_another_backend(fakes, tiny_policy, tmp_path, has):
     fakes[1].settings["transfer"] = has
     model = AutoModelForCausalLM.from_pretrained(tiny_policy, dtype=torch.float32)
-    message = f"{fakes[1].url} takes weights by {has}, .*vllm_transfer is nccl.*--weight-transfer-config '.*nccl.*'"
+    message = f"{fakes[1].url} takes weights by {has}, .*_transfer is letters.*--weight-transfer-config '.*letters.*'"
     with pytest.raises(UserError, match=message):
-        Servers(model, [fake.url for fake in fakes], tmp_path, transfer="nccl")
+        Servers(model, [fake.url for fake in fakes], tmp_path, transfer="letters")
 
 
 def test_a_server_that_refuses_an_update_ends_the_run(fakes, tiny_policy, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tiny_policy, dtype=torch.float32)
-    engine = VLLMEngine(model, Servers(model, [fakes[0].url], tmp_path, transfer="nccl"), eos_token_ids=[63])
+    engine = VLLMEngine(model, Servers(model, [fakes[0].url], tmp_path, transfer="letters"), eos_token_ids=[63])
     fakes[0].answers["/update_weights"] = 500
     with pytest.raises(UserError, match=f"/update_weights of the vLLM server {fakes[0].url} answers 500"):
         engine.generate([Request([1])], SamplingParams())
+
+
+def test_vllm_is_needed_here_too(fakes, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(
+        UserError, match="rollout.vllm_transfer nccl needs the package vllm >= 0.32 here, beside that of"
+    ):
+        Transfer(SimpleNamespace(transfer="nccl"), "nccl", torch.device("cuda"))
 
 
 def test_the_address_of_this_machine_towards_another():

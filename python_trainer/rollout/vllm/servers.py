@@ -56,7 +56,9 @@ class Servers:
     ):
         self.folder, self.adapters = folder.absolute(), adapters
         self.servers = [Server(model, url) for url in urls]
-        self.transfers = [] if transfer is None else [Transfer(server, transfer) for server in self.servers]
+        self.transfers = (
+            [] if transfer is None else [Transfer(server, transfer, model.device) for server in self.servers]
+        )
         one = self.servers[0]
         for other in self.servers[1:]:
             for name, value in one.serves.items():

@@ -36,12 +36,17 @@ BACKENDS: dict[str, Callable[[Server], Any]] = {"nccl": nccl_info}
 class Transfer:
     """To one server, which was started with the same backend; the connection is made with the first weights.
 
+    Args:
+        device: of the weights.
+
     Raises:
-        UserError: the server has another backend or none, or vLLM is not here.
+        UserError: the server has another backend or none, or vLLM or a GPU is not here.
     """
 
-    def __init__(self, server: Server, backend: str):
-        import_vllm()
+    def __init__(self, server: Server, backend: str, device: torch.device):
+        if backend == "nccl" and device.type != "cuda":
+            raise UserError(f"rollout.vllm_transfer must be files for a policy that is not on a GPU, got {backend}")
+        import_vllm(f"rollout.vllm_transfer {backend}", ", beside that of the server")
         if server.transfer != backend:
             raise UserError(
                 f"the vLLM server {server.url} takes weights by {server.transfer}, rollout.vllm_transfer is {backend}; "
