@@ -27,6 +27,7 @@ from python_trainer.files import publish, write_text
 from python_trainer.keyed import keyed_seed
 from python_trainer.learner import Learner, bytes_to_come
 from python_trainer.model.dtype import dtype_before, going_on, name_of, told_of_change
+from python_trainer.model.gathering import fill_whole
 from python_trainer.model.policy import Policy, set_matmul_precision
 from python_trainer.plan.command import needs_recomputing
 from python_trainer.rollout.episodes import EpisodeEngine, opening
@@ -301,6 +302,9 @@ class Trainer(EvaluatingLoop, SavingLoop):
     def _finish(self) -> dict[str, Any]:
         """Writes the trained policy and the summary."""
         config, state = self.config, self.state
+        if config.save.save_model and self.policy.lean:
+            self.engine.rest()  # for its memory
+            fill_whole(self.policy)
         if config.save.save_model and self.ranks.rank == 0:
             aside = self.folder / MODEL_ASIDE
             try:

@@ -77,6 +77,7 @@ class RankedEngine(WrappedEngine):
         working = 1 if self.on_first_rank else ranks.size
         with ranks.together():
             if ranks.rank < working:
+                self.inner.refresh()  # where weights are gathered for it, by all, also those without a request
                 own = self.inner.generate(requests[ranks.rank :: working], sampling)
         spent = {name: count - before[name] for name, count in self.inner.stats.items()}
         said = [ranks.first((own, spent))] if self.on_first_rank else ranks.gather((own, spent))

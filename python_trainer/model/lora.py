@@ -29,6 +29,10 @@ class AdaptedWeight(NamedTuple):
     up: torch.Tensor
     scale: float
 
+    def merged(self) -> torch.Tensor:
+        """[out, in], float32."""
+        return merged_weight(*self)
+
 
 def add_adapters(model: Any, settings: LoraSettings) -> Any:
     """Freezes the model and adds adapters, which change nothing yet -> the plain model as a copy.
@@ -114,23 +118,21 @@ def adapted_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, module) for name, module in model.named_modules() if hasattr(module, "lora_A"))
 
 
-def adapted_weights(model: torch.nn.Module) -> Iterator[tuple[str, AdaptedWeight]]:
-    """Name in the plain model and parts, wherever there is an adapter; of a sharded model all ranks must ask."""
-    for name, layer in adapted_layers(model):
-        base, down, up = (
-            full(part.weight) for part in (layer.base_layer, layer.lora_A[ADAPTER], layer.lora_B[ADAPTER])
-        )
-        yield f"{name}.weight", AdaptedWeight(base, down, up, layer.scaling[ADAPTER])
+def adapted_weight(layer: Any) -> AdaptedWeight:
+    """The parts of a layer with an adapter; of a sharded one all ranks must ask."""
+    base, down, up = (full(part.weight) for part in (layer.base_layer, layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]))
+    return AdaptedWeight(base, down, up, layer.scaling[ADAPTER])
 
 
 def merged_weights(
     model: torch.nn.Module, seen: Callable[[str, AdaptedWeight], object] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Name in the plain model and weight [out, in], float32, wherever there is an adapter; ``seen`` gets the parts."""
-    for name, parts in adapted_weights(model):
+    for name, layer in adapted_layers(model):
+        parts = adapted_weight(layer)
         if seen is not None:
-            seen(name, parts)
-        yield name, merged_weight(*parts)
+            seen(f"{name}.weight", parts)
+        yield f"{name}.weight", parts.merged()
 
 
 def plain_name(parameter: str) -> str:

@@ -92,6 +92,7 @@ class Policy:
         traits: what was found of the plain model.
         fused: small models may take :class:`FusedDecoder` for passes with gradients.
         adapted: whether only adapters train (``model.lora``).
+        lean: whether generation gathers the weights itself: ``whole`` then stays as it is, or without memory.
         on_merge: is told name and parts of every weight with an adapter whenever ``whole`` is brought up to date.
         eos_token_ids: every token that ends an answer, from the generation config, the config and the tokenizer.
         max_length: most tokens of prompt and answer together.
@@ -104,7 +105,7 @@ class Policy:
 
     def __init__(self, model: Any, tokenizer: Any, *, name: str):
         self.model, self.whole, self.tokenizer, self.name = model, model, tokenizer, name
-        self.adapted = False
+        self.adapted = self.lean = False
         self.on_merge: Callable[[str, AdaptedWeight], object] | None = None
         self.device = next(model.parameters()).device
         self.eos_token_ids = find_eos(model, tokenizer, name)
@@ -272,7 +273,7 @@ class Policy:
     @torch.no_grad()
     def update_whole(self) -> None:
         """Gives ``whole`` the weights of ``model``; where those are sharded all ranks must call this together."""
-        if self.whole is not self.model:
+        if self.whole is not self.model and not self.lean:
             targets = dict(self.whole.named_parameters())
             # rounded before it is gathered: half as much is sent and held
             trained = (
@@ -281,8 +282,21 @@ class Policy:
             for name, value in merged_weights(self.model, self.on_merge) if self.adapted else trained:
                 targets[name].copy_(value)
 
+    def release_whole(self) -> None:
+        """Gives the memory of ``whole`` back; its modules, shapes and types stay."""
+        for parameter in self.whole.parameters():
+            parameter.untyped_storage().resize_(0)
+
     def save(self, folder: Path) -> None:
-        """Writes model and tokenizer in Hugging Face format."""
+        """Writes model and tokenizer in Hugging Face format; the weights are those of ``whole``.
+
+        Raises:
+            UserError: it has none now.
+        """
+        if any(p.numel() and not p.untyped_storage().nbytes() for p in self.whole.parameters()):
+            raise UserError(
+                "the policy's weights are in shards: model.gathering.fill_whole, called in all processes, gathers them"
+            )
         self.whole.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         usual_mode(folder)

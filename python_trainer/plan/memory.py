@@ -142,6 +142,8 @@ class Memory:
         cache = self._cache_bytes(parts, size if parallel == "fsdp2" else 1)
         if cache:
             parts["KV cache"] = cache
+        # vLLM's weights are gathered from the shards, and the copy goes
+        copy = parts.pop("copy for generation") if parallel == "fsdp2" and self._vllm_inside else None
         everything = sum(parts.values())
         held = everything - sum(parts.get(name, 0) for name in ASLEEP if self._sleeps)
         phases = {
@@ -152,8 +154,11 @@ class Memory:
         if parallel == "fsdp2":
             gathered, ending = self._gathered(size)
             phases["the update"] = held + gradients + max(self.activations + gathered, ending)
-            # shards, and the copy for generation, gathered from them weight by weight; the cache comes after
-            phases["loading"] = parts["float32 weights"] + parts["copy for generation"] + self._gathering(size)
+            # shards, and the copy for generation, gathered from them weight by weight; the cache comes after, and with
+            # vLLM its weights, before the copy goes
+            vllm = 0 if copy is None else sum(parts.get(name, 0) for name in ASLEEP)
+            copy = parts["copy for generation"] if copy is None else copy
+            phases["loading"] = parts["float32 weights"] + copy + max(self._gathering(size), vllm)
         parts |= {"gradients": gradients, "activations": self.activations}
         room = cache // self.token_bytes if cache else None
         return Plan(parallel, self.device, parts, phases, room, self.longest, host)
@@ -164,15 +169,13 @@ class Memory:
         return self.config.optimizer.offload and self.device.kind != "cpu"
 
     @property
+    def _vllm_inside(self) -> bool:
+        return self.config.rollout.engine == "vllm" and not self.config.rollout.servers
+
+    @property
     def _sleeps(self) -> bool:
         """Whether vLLM within the trainer gives its memory up during updates."""
-        rollout = self.config.rollout
-        return (
-            rollout.engine == "vllm"
-            and not rollout.servers
-            and rollout.vllm_enable_sleep_mode
-            and self.device.kind != "cpu"
-        )
+        return self._vllm_inside and self.config.rollout.vllm_enable_sleep_mode and self.device.kind != "cpu"
 
     @property
     def _params(self) -> list[torch.nn.Parameter]:
@@ -219,7 +222,7 @@ class Memory:
     def _copies(self) -> dict[str, int]:
         """Of the weights, that engines keep."""
         rollout, whole = self.config.rollout, _bytes(list(self.policy.whole.parameters()))
-        if rollout.engine == "vllm" and rollout.vllm_server is None:
+        if self._vllm_inside:
             return {"weights of vLLM": whole}
         return {"weights of the workers": whole} if rollout.workers > 1 else {}
 

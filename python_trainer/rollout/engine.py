@@ -108,6 +108,9 @@ class Engine(ABC):
         """
         raise UserError(f"{type(self).__name__} does not tell what a forward pass costs")
 
+    def refresh(self) -> None:  # noqa: B027
+        """Takes over the policy's weights where it has old ones; ranks with an engine each call it together."""
+
     def rest(self) -> None:  # noqa: B027
         """No answers are wanted for a while: lets go of what it can of the device's memory; the next ones wake it."""
 
@@ -157,6 +160,9 @@ class WrappedEngine(Engine):
     def policy_updated(self) -> None:
         super().policy_updated()
         self.inner.policy_updated()
+
+    def refresh(self) -> None:
+        self.inner.refresh()
 
     def rest(self) -> None:
         self.inner.rest()

@@ -3,9 +3,11 @@
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from python_trainer.model.gathering import gathered_checkpoint
 from python_trainer.model.policy import Policy
 from python_trainer.model.settings import ModelConfig
 from python_trainer.rollout.engine import Engine
@@ -25,6 +27,7 @@ class Processes(Protocol):
     """Those that share a run: what a ``RankGroup`` has."""
 
     rank: int
+    sharded: bool
 
     def together(self) -> AbstractContextManager[None]: ...
 
@@ -67,11 +70,13 @@ def make_engine(
         if ranks is not None:  # what one of them alone would stumble over before all meet in vLLM
             with ranks.together():
                 import_vllm()
+        policy.lean = ranks is not None and ranks.sharded
         in_process = InProcess(
             policy.whole,
             policy.name,
             trust_remote_code=trust,
             reserved_bytes=reserved_bytes,
+            gathered=partial(gathered_checkpoint, policy) if policy.lean else None,
             sleeps=rollout.vllm_enable_sleep_mode,
             **sizes,
         )

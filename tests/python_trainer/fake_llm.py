@@ -24,7 +24,7 @@ class FakeLLM:
 
     def sleep(self, level):
         assert self.options["enable_sleep_mode"] and self.there == {"weights", "kv_cache"}
-        self.there, self.loaded = set(), {}
+        self.there, self.loaded, self.lost = set(), {}, self.loaded
         self.events.append(f"sleep {level}")
 
     def wake_up(self, tags):

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from python_trainer.config import check_config
 from python_trainer.distributed.replicated import Replicated
 from python_trainer.distributed.sharded import Sharded
+from python_trainer.model.gathering import fill_whole
 from python_trainer.run import Trainer
 
 KINDS = {"ddp": Replicated, "fsdp2": Sharded}
@@ -42,6 +43,7 @@ def train(settings: dict, folder: Path, parallel: str | None = None, *, resume: 
     config = check_config(settings | {"parallel": parallel or "none"}, source="test")
     trainer = Trainer(config, folder, console=Console(quiet=True), ranks=ranks, resume=resume)
     trainer.run()
+    fill_whole(trainer.policy)
     if trainer.ranks.rank == 0:
         weights = {name: p.detach().clone() for name, p in trainer.policy.whole.named_parameters()}
         save_file(weights, folder / "weights.safetensors")

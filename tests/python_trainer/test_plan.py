@@ -220,6 +220,9 @@ def test_vllm_within_the_trainer_sleeps_during_updates(small, tmp_path, capsys):
         assert asleep.parts == awake.parts and asleep.phases["generation"] == awake.phases["generation"]
         for phase in ("the update", "the optimizer step"):
             assert awake.phases[phase] - asleep.phases[phase] == given_up > 0
+        paged = plan_of(small, "2x24", parallel=parallel, rollout__engine="paged")
+        copies = [plan.parts.get("copy for generation", 0) for plan in (paged, asleep)]
+        assert (copies[0] > copies[1] == 0) == (parallel == "fsdp2"), copies
     servers = "rollout.vllm_server=[http://a:8000, http://b:8000]"
     elsewhere = [servers, "rollout.allow_remote=true", "parallel=fsdp2"]
     code, said = run_plan(small, tmp_path, capsys, "--gpus", "2x24", "--set", *elsewhere)

@@ -1,5 +1,6 @@
 """An engine of vLLM in each process of a run, by one that stands in for it; tests/with_vllm has the real one."""
 
+import copy
 import json
 import sys
 from types import SimpleNamespace
@@ -12,17 +13,22 @@ from fake_llm import FakeLLM, install
 from gloo import KINDS, run_on_ranks, train
 from safetensors.torch import load_file
 
+from python_trainer.errors import UserError
 from python_trainer.learner import Learner
+from python_trainer.model.gathering import fill_whole, gathered_checkpoint
+from python_trainer.model.policy import load_policy
+from python_trainer.model.settings import ModelConfig
 from python_trainer.rollout.vllm.in_process import _can_sleep, checkpoint_weights
 from python_trainer.run_directory import read_metrics
 
 
 def train_and_tell(settings, folder, parallel, sleeps):
     """Trains; every process writes what it was given to train on, and what became of its engine."""
-    given, update = [], Learner.update
+    given, held, update = [], [], Learner.update
 
     def recorded(self, rollouts, number):
         FakeLLM.last.events.append("update")
+        held.append(sum(p.untyped_storage().nbytes() for p in self.policy.whole.parameters()))
         given.append([(r.prompt_ids, r.response_ids, r.logprobs, r.finish_reason) for r in rollouts])
         return update(self, rollouts, number)
 
@@ -31,19 +37,33 @@ def train_and_tell(settings, folder, parallel, sleeps):
         trainer = train(settings, folder, parallel)
         llm, stats = FakeLLM.last, {k: v for k, v in trainer.engine.stats.items() if k != "weight_bytes"}
         saved = dict(checkpoint_weights(trainer.policy.whole))
-        assert llm.loaded.keys() == saved.keys() and all(torch.equal(llm.loaded[name], saved[name]) for name in saved)
+        loaded = llm.loaded or llm.lost  # it sleeps while a model is saved that has to be gathered
+        assert loaded.keys() == saved.keys() and all(torch.equal(loaded[name], saved[name]) for name in saved)
     told = {
         "given": given,
         "stats": stats,
         "events": llm.events,
+        "held": held,
         "backend": llm.options.get("distributed_executor_backend"),
     }
     (folder / f"rank-{trainer.ranks.rank}.json").write_text(json.dumps(told))
 
 
+LORA = {"r": 4, "alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+
+
 def train_all(settings, folder):
     for parallel in KINDS:
         train_and_tell(settings, folder / parallel, parallel, True)
+        adapted = merged(settings, {"model": {"lora": LORA}, "save": {"save_model": True}})
+        train_and_tell(adapted, folder / f"{parallel}, adapters", parallel, True)
+    train_with_one_prompt(settings, folder / "one prompt")
+
+
+def train_with_one_prompt(settings, folder):
+    """The second process has nothing to answer, and takes part in gathering."""
+    few = {"max_steps": 1, "rollout": {"prompts_per_step": 1}, "evaluation": {"eval_limit": 1}}
+    train_and_tell(merged(settings, few), folder, "fsdp2", True)
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +75,7 @@ def runs(tmp_path_factory, tiny_policy, jsonl_files):
     settings = merged(settings, {"rollout": {"engine": "vllm", "schedule": "history"}})
     run_on_ranks(folder, train_all, settings, folder)
     train_and_tell(settings, folder / "none", None, False)
+    train_and_tell(merged(settings, {"model": {"lora": LORA}}), folder / "none, adapters", None, False)
     return folder
 
 
@@ -63,12 +84,14 @@ def told(runs, kind, rank=0):
 
 
 @pytest.mark.parametrize("parallel", KINDS)
-def test_each_process_has_an_engine_and_all_end_as_one_does(runs, parallel):
-    one, first, second = told(runs, "none"), told(runs, parallel), told(runs, parallel, 1)
+@pytest.mark.parametrize("kind", ["", ", adapters"])
+def test_each_process_has_an_engine_and_all_end_as_one_does(runs, parallel, kind):
+    none, parallel = f"none{kind}", f"{parallel}{kind}"
+    one, first, second = told(runs, none), told(runs, parallel), told(runs, parallel, 1)
     assert one["given"] == first["given"] == second["given"] and len(one["given"]) == 2
     assert one["stats"] == first["stats"] == second["stats"]
     assert one["backend"] is None and first["backend"] == second["backend"] == "external_launcher"
-    single, several = (load_file(runs / kind / "weights.safetensors") for kind in ("none", parallel))
+    single, several = (load_file(runs / name / "weights.safetensors") for name in (none, parallel))
     for key, value in single.items():
         torch.testing.assert_close(several[key], value, rtol=1e-5, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
 
@@ -88,6 +111,43 @@ def test_the_weights_that_went_to_vllm_are_counted(runs):
     for kind, engines in (("none", 1), ("ddp", 2), ("fsdp2", 2)):
         rows = read_metrics(runs / kind)
         assert [row["total/weight_bytes"] for row in rows] == [engines * n * weights for n in (1, 1, 3)], kind
+
+
+def test_sharded_weights_go_from_the_shards_to_vllm(runs):
+    """The copy for generation has no memory from the first answers on, until the model is saved."""
+    weights = sum(w.nbytes for w in load_file(runs / "none" / "weights.safetensors").values())
+    for kind in "", ", adapters":
+        assert told(runs, f"fsdp2{kind}")["held"] == told(runs, f"fsdp2{kind}", 1)["held"] == [0, 0]
+        assert told(runs, f"ddp{kind}")["held"] == [weights, weights]
+    saved = load_file(runs / "fsdp2, adapters" / "model" / "model.safetensors")
+    trained = load_file(runs / "fsdp2, adapters" / "weights.safetensors")
+    assert saved and all(torch.equal(saved[name], trained[name]) for name in saved)
+    without = ["load", "sleep 2", "update", "wake weights", "load without a cache", "wake kv_cache"]
+    assert told(runs, "one prompt", 1)["events"] == without
+
+
+def test_layers_are_gathered_one_by_one(tiny_policy):
+    """Of a model whose names are other ones in a checkpoint, too."""
+    policy = load_policy(ModelConfig(path=str(tiny_policy), device="cpu"))
+    expected = {name: weight.clone() for name, weight in checkpoint_weights(policy.whole)}
+    policy.whole = copy.deepcopy(policy.whole)
+    calls = []
+
+    def revert(model, state):
+        calls.append(list(state))
+        return {f"there.{name}": weight for name, weight in state.items()}
+
+    with patch("transformers.core_model_loading.revert_weight_conversion", revert):
+        found = dict(gathered_checkpoint(policy))
+    assert found.keys() == {f"there.{name}" for name in expected}
+    assert all(torch.equal(found[f"there.{name}"], weight) for name, weight in expected.items())
+    layers, others = ([names for names in calls if ("layers" in names[0]) == inside] for inside in (True, False))
+    assert len(layers) == policy.model.config.num_hidden_layers and all(len(names) == 1 for names in others)
+    with pytest.raises(UserError, match="the policy's weights are in shards: .*fill_whole"):
+        policy.save(tiny_policy / "never")
+    policy.lean = True
+    fill_whole(policy)
+    assert all(torch.equal(weight, expected[name]) for name, weight in checkpoint_weights(policy.whole))
 
 
 @pytest.mark.parametrize("setting", [True, False])

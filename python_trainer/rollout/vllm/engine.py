@@ -148,9 +148,7 @@ class VLLMEngine(Engine):
         rollouts = [rollout for _, part in submitted for rollout in part]
         if not rollouts:
             return []
-        if self._loaded != self.policy_version:
-            self._stats["weight_bytes"] += self.backend.load(self.model)
-            self._loaded = self.policy_version
+        self.refresh()
         asked, owners = self._continuations(requests, self._sampling)
         salt = f"{self._name}-{self.policy_version}"
         found = self.backend.complete(asked, self._settings(self._sampling), salt) if asked else []
@@ -220,6 +218,11 @@ class VLLMEngine(Engine):
             self._stats[name] += now[name] - self._seen[name]
         self._seen = now
         self._stats["prefill_tokens"] = self._stats["prompt_tokens"] - self._stats["cached_tokens"]
+
+    def refresh(self) -> None:
+        if self._loaded != self.policy_version:
+            self._stats["weight_bytes"] += self.backend.load(self.model)
+            self._loaded = self.policy_version
 
     def rest(self) -> None:
         if self.backend.sleep():

@@ -2,7 +2,7 @@
 
 import importlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ class InProcess:
         block_size: tokens per block of it; on a CPU rounded up to a multiple of 32.
         trust_remote_code: run Python code that comes with the folder.
         reserved_bytes: of the device's memory, for what comes later, such as an optimizer.
+        gathered: makes the weights, by their names in a checkpoint, where the model does not have them.
         sleeps: let :meth:`sleep` have an effect, on a device where vLLM can do that.
 
     Raises:
@@ -49,8 +50,10 @@ class InProcess:
         block_size: int = 16,
         trust_remote_code: bool = False,
         reserved_bytes: int = 0,
+        gathered: Callable[[], Iterator[tuple[str, torch.Tensor]]] | None = None,
         sleeps: bool = True,
     ):
+        self._gathered = gathered
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         self._vllm: Any = import_vllm()
@@ -104,12 +107,12 @@ class InProcess:
         return sent
 
     def _send(self, model: PreTrainedModel) -> int:
-        """The weights, straight from the model's memory -> their bytes."""
+        """The weights, straight from the memory of the policy -> their bytes."""
         sent = 0
 
         def counted() -> Iterator[tuple[str, torch.Tensor]]:
             nonlocal sent
-            for name, weight in checkpoint_weights(model):
+            for name, weight in checkpoint_weights(model) if self._gathered is None else self._gathered():
                 sent += weight.nbytes
                 yield name, weight
 
