@@ -24,8 +24,9 @@ from rich.markup import escape
 from bench._case import Row
 from bench._runner import table
 from bench.gpu.build import Build
+from bench.gpu.cases import TESTS
 from bench.gpu.journal import ROOT, Journal, call_facts, name_of, record_path
-from bench.gpu.plan import FIRST, LIMITS_S, SANITIZED, Job, plan
+from bench.gpu.plan import FIRST, LIMITS_S, SANITIZED, Job, decides, plan
 from bench.gpu.process import DeviceLost, Message, Worker, run
 from bench.gpu.proven import passed, sources
 from rlkernels.backend import OPS
@@ -62,7 +63,10 @@ class Session:
         try:
             if not self.journal.last("device").get("ok"):
                 self.one({"kind": "device", "device": self.args.device})
-            self.run([job for job in jobs if not job.get("spins")])
+            self.run([job for job in jobs if decides(job)])
+            proving = {file for op in FIRST for file in TESTS[op]}
+            self.test([file for file in test_files() if file in proving])
+            self.run([job for job in jobs if not decides(job) and not job.get("spins")])
             self.test([file for file in test_files() if file not in SPINNING_TESTS])
             self.run([job for job in jobs if job.get("spins")])
             self.test(SPINNING_TESTS)
@@ -75,7 +79,7 @@ class Session:
         for job in jobs:
             if self.left() < LEAST_S:
                 return
-            if job["kind"] not in ("check", "time") or job["op"] not in FIRST:
+            if job["kind"] == "model" or not decides(job):
                 self.built()
             if job["kind"] == "sanitize":
                 self.sanitize(job)

@@ -34,6 +34,11 @@ LIMITS_S = {"device": 120.0, "check": 120.0, "time": 120.0, "sweep": 60.0, "mode
             "tests": 300.0}  # fmt: skip
 
 
+def decides(job: Job) -> bool:
+    """Whether a job is of what decides how long a step takes: done first, with the tests of its kernels."""
+    return job["kind"] == "model" or (job["kind"] in ("check", "time") and job["op"] in FIRST)
+
+
 def small(cases: Sequence[GpuCase], op: str, device: str, spins: bool) -> list[Job]:
     """The checks of an op, of every backend that is written for it and of plain torch."""
     names = ("cuda", "triton") if device == "cuda" else ("cpu", "triton")

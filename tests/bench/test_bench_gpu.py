@@ -130,6 +130,21 @@ def test_next_call_does_what_the_record_lacks(tmp_path, monkeypatch):
         assert len(of(dry_run(path, "--ops", "keyed_uniform", "--commit", commit)[1], "check")) == 2
 
 
+def test_what_matters_is_tested_before_anything_else_is_tried(tmp_path, monkeypatch):
+    done = []
+    monkeypatch.setattr(command, "Worker", Answers())
+    monkeypatch.setattr(command, "plan", lambda *_: plan(CASES, "cuda", 0.5, sanitizer=True))
+    monkeypatch.setattr(command.Session, "run", lambda self, jobs: done.append(jobs))
+    monkeypatch.setattr(command.Session, "test", lambda self, files: done.append(list(files)))
+    dry_run(tmp_path / "record.jsonl")
+    first, tests, rest, others, spins, spinning = done
+    assert {job["kind"] for job in first} == {"check", "time", "model"}
+    assert {file for op in FIRST for file in TESTS[op]} == set(tests)
+    assert rest[0]["kind"] == "sweep" and all(job["spins"] for job in spins)
+    assert {*tests, *others, *spinning} == set(command.test_files())
+    assert [*first, *rest, *spins] == plan(CASES, "cuda", 0.5, sanitizer=True)
+
+
 def test_inputs_that_cannot_be_made_are_tried_once(tmp_path, monkeypatch):
     worker = Answers(time={"ok": False, "message": "the process died with code 7: [/]"})
     monkeypatch.setattr(command, "Worker", worker)
