@@ -32,7 +32,7 @@ def _(*_):
 @torch.library.register_fake("rlkernels::add_rms_norm")
 def _(residual, x, *_):
     total = residual.new_empty(0, residual.shape[1]) if x is None else torch.empty_like(residual)
-    return total, torch.empty_like(residual), residual.new_empty(residual.shape[0])
+    return total, torch.empty_like(residual), residual.new_empty(residual.shape[0], dtype=torch.float32)
 
 
 @torch.library.register_fake("rlkernels::rms_norm_backward")
@@ -47,7 +47,7 @@ def _(x, *_):
 
 @torch.library.register_fake("rlkernels::rope_backward")
 def _(grad_out, x, positions, cos, *_):
-    return torch.empty_like(x), cos.new_empty(2, cos.shape[1])
+    return torch.empty_like(x), cos.new_empty(2, cos.shape[1], dtype=torch.float32)
 
 
 @torch.library.register_fake("rlkernels::silu_mul_backward")

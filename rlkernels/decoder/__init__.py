@@ -1,6 +1,7 @@
 """The small operations between the matrix products of a decoder layer (Llama, Mistral, Qwen), one pass each.
 
-Differentiable. Compiled for float32 on a CPU; there gradients of gradients raise.
+Differentiable. Compiled for float32 and bfloat16 on a CPU; there gradients of gradients raise. bfloat16 is computed in
+float32 and rounded once a tensor, where plain torch rounds after every operation.
 """
 
 from typing import Any
@@ -13,12 +14,14 @@ from rlkernels.decoder import _autograd, reference
 
 __all__ = ["add_rms_norm", "rope", "silu_mul"]
 
+TYPES = (torch.float32, torch.bfloat16)  # of compiled code
+
 
 def _native(op: str, x: torch.Tensor, backend: str) -> bool:
     chosen = _backend.choose(op, x.device, backend)
-    if backend == "cpu" and x.dtype != torch.float32:
-        raise ValueError(f"backend='cpu' computes {op} in float32, got {x.dtype}")
-    return chosen == "cpu" and x.dtype == torch.float32
+    if backend == "cpu" and x.dtype not in TYPES:
+        raise ValueError(f"backend='cpu' computes {op} in float32 or bfloat16, got {x.dtype}")
+    return chosen == "cpu" and x.dtype in TYPES
 
 
 def add_rms_norm(
@@ -29,7 +32,7 @@ def add_rms_norm(
     Args:
         residual: [T, D], contiguous.
         x: [T, D], contiguous; None: the sum is the residual itself.
-        weight: [D].
+        weight: [D]; compiled code wants it of the dtype of the residual.
         eps: added to the mean square.
 
     Returns:
@@ -38,7 +41,8 @@ def add_rms_norm(
     Raises:
         ValueError, RuntimeError: shapes that do not fit, or tensors that are not contiguous.
     """
-    if not _native("add_rms_norm", residual, backend):
+    mixed = backend == "auto" and residual.dtype == torch.bfloat16 != weight.dtype  # torch gives the larger type
+    if mixed or not _native("add_rms_norm", residual, backend):
         return reference.add_rms_norm(residual, x, weight, eps)
     if torch.is_grad_enabled():
         out = _autograd.AddRmsNorm.apply(residual, x, weight, eps)
@@ -59,7 +63,8 @@ def rope(x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch
             They get no gradient.
         q_heads: how many of the heads are queries.
         heads: queries and keys together.
-        q_weight, k_weight: [d] each, to normalise every query and key head before (Qwen3); None, both: no norm.
+        q_weight, k_weight: [d] each, of the dtype of x or float32, to normalise every query and key head before
+            (Qwen3); None, both: no norm.
         eps: added to the mean square in that norm.
 
     Returns:

@@ -49,7 +49,8 @@ class Rope(torch.autograd.Function):
         x = grad_out if x is None else x  # without norms it is not looked at
         tables = positions, cos, sin, q_heads, heads
         grad, of_weights = torch.ops.rlkernels.rope_backward(grad_out, x, *tables, *weights, eps)
-        return grad, None, None, None, None, None, *(of_weights if weights[0] is not None else (None, None)), None
+        found = [None if weight is None else g.to(weight.dtype) for weight, g in zip(weights, of_weights, strict=True)]
+        return grad, None, None, None, None, None, *found, None
 
 
 class SiluMul(torch.autograd.Function):
