@@ -25,7 +25,7 @@ def choose_dtype(name: str, device: torch.device, weights: Callable[[], int]) ->
         return NAMED[name]
     if device.type == "cuda":
         return torch.bfloat16
-    # small models are fused, in float32; what matters in large ones is the rate of products
+    # in small models calls count as much as products; what matters in large ones is the rate of products
     large = multiplies_bfloat16() and weights() * torch.float32.itemsize > MAX_BYTES
     return torch.bfloat16 if large else torch.float32
 

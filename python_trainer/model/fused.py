@@ -1,9 +1,10 @@
-"""The forward pass of Llama-like models in few calls, for small models on a CPU, where calls cost as much as numbers.
+"""The forward pass of Llama-like models in few calls, for a CPU, where calls and passes over memory cost much.
 
 Transformers runs about sixty operations per layer; here a layer is four matrix products, four fused operations
 (``rlkernels.decoder``) and attention. All of it is differentiable.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,32 +17,79 @@ from rlkernels.decoder import add_rms_norm, rope, silu_mul
 from rlkernels.integrations.transformers_attention import Attention
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-MAX_BYTES = 1 << 28  # of weights; in larger models the calls do not count, and joined copies of weights do
+# Of float32 weights: in larger models the calls do not count, and joined copies of weights do. In bfloat16, where
+# products are several times faster, what lies between them counts at every size, and a copy is next to nothing beside
+# the products of a micro-batch or of a call of ``generate``.
+MAX_BYTES = 1 << 28
+
+
+class Product:
+    """Linear layers of the same input as one.
+
+    Args:
+        pack: lay the weights out once as the processor's products want them, which else happens at every call. Takes a
+            copy, gives the same numbers, has no gradient.
+    """
+
+    def __init__(self, *parts: nn.Linear, pack: bool):
+        joined = _joined([part.weight for part in parts])
+        self.bias = None if parts[0].bias is None else _joined([part.bias for part in parts])
+        self.packed = pack and joined.dtype == torch.bfloat16 and packs_bfloat16()
+        self.weight: torch.Tensor = _packed(joined) if self.packed else joined
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.packed and not x.is_meta:
+            out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            return out
+        return linear(x, self.weight, self.bias)
+
+
+def _joined(parts: list[Any]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _packed(weight: torch.Tensor) -> torch.Tensor:
+    # what has no numbers, in a plan of memory, has no layout either
+    copy: torch.Tensor = weight.clone() if weight.is_meta else torch.ops.mkldnn._reorder_linear_weight(weight)
+    return copy
+
+
+@functools.cache
+def packs_bfloat16() -> bool:
+    """Whether torch has what its own compiler uses for weights that stay as they are."""
+    ops = torch.ops.mkldnn
+    needed = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
+    return torch.backends.mkldnn.is_available() and all(hasattr(ops, op) for op in needed) and bool(
+        ops._is_mkldnn_bf16_supported()
+    )  # fmt: skip
 
 
 @dataclass
 class FusedLayer:
-    """The weights of a layer, those of products of the same input joined."""
+    """The weights of a layer."""
 
     norms: tuple[torch.Tensor, torch.Tensor]  # before attention and before the MLP
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
+    q_heads: int
+    qkv: Product
     head_norms: tuple[torch.Tensor | None, torch.Tensor | None]
-    out: nn.Linear
-    gate_up: torch.Tensor
-    gate_up_bias: torch.Tensor | None
-    down: nn.Linear
+    out: Product
+    gate_up: Product
+    down: Product
     scale: float
     window: int | None
 
 
 def supports(model: Any) -> bool:
-    """True for an unmodified float32 model of a known type on a CPU. Its numbers are compared by ``find_traits``."""
+    """True for an unmodified model of a known type on a CPU, in bfloat16 or, where it is small, in float32.
+
+    Its numbers are compared by ``find_traits``.
+    """
     if model.config.model_type not in MODEL_TYPES or not hasattr(model, "lm_head") or not hasattr(model, "model"):
         return False
     parameters = list(model.parameters())
-    small = sum(p.numel() * p.element_size() for p in parameters) <= MAX_BYTES
-    plain = all(p.dtype == torch.float32 and rlkernels.backend.runs_on(p.device) == "cpu" for p in parameters)
+    plain = all(p.dtype == model.dtype and rlkernels.backend.runs_on(p.device) == "cpu" for p in parameters)
+    small = model.dtype == torch.float32 and sum(p.nbytes for p in parameters) <= MAX_BYTES
+    suits = plain and (small or model.dtype == torch.bfloat16)
     linears = [
         getattr(part, name + "_proj", None)
         for layer in model.model.layers
@@ -56,7 +104,7 @@ def supports(model: Any) -> bool:
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     )
     silu = model.config.hidden_act in ("silu", "swish")
-    return small and plain and untouched and silu and rlkernels.backend.extension_error() is None
+    return suits and untouched and silu and rlkernels.backend.extension_error() is None
 
 
 class FusedDecoder:
@@ -64,15 +112,24 @@ class FusedDecoder:
 
     Args:
         longest: positions 0 .. longest - 1 may be asked for.
+        pack: for many passes without gradients; see :class:`Product`.
     """
 
-    def __init__(self, model: Any, longest: int):
+    def __init__(self, model: Any, longest: int, *, pack: bool = False):
         base = model.model
-        self.embed, self.head, self.norm = base.embed_tokens, model.lm_head, base.norm.weight
+        self.embed, self.norm, self.rotary = base.embed_tokens, base.norm.weight, base.rotary_emb
         self.eps = base.norm.variance_epsilon
-        self.layers = [_layer(layer) for layer in base.layers]
-        cos, sin = base.rotary_emb(self.norm, torch.arange(longest, device=self.norm.device)[None])
-        self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()  # [longest, d]
+        self.head = Product(model.lm_head, pack=pack)
+        self.layers = [_layer(layer, pack) for layer in base.layers]
+        self.longest = 0
+        self.reach(longest)
+
+    def reach(self, longest: int) -> None:
+        """Lets positions up to ``longest`` - 1 be asked for."""
+        if longest > self.longest:
+            places = torch.arange(longest, device=self.norm.device)[None]
+            cos, sin = self.rotary(self.norm.detach().float(), places)  # in float32, whatever the weights are
+            self.cos, self.sin, self.longest = cos[0].contiguous(), sin[0].contiguous(), longest  # [longest, d]
 
     def __call__(
         self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, attention: Attention
@@ -89,41 +146,32 @@ class FusedDecoder:
         update = None
         for i, layer in enumerate(self.layers):
             hidden, x = add_rms_norm(hidden, update, layer.norms[0], self.eps)
-            qkv = linear(x, layer.qkv, layer.qkv_bias)  # [T, (Hq + 2 Hk) d]
-            q_heads = layer.out.in_features // dim
+            qkv, q_heads = layer.qkv(x), layer.q_heads  # [T, (Hq + 2 Hk) d]
             k_heads = (qkv.shape[1] // dim - q_heads) // 2
             qkv = rope(qkv, positions, self.cos, self.sin, q_heads, q_heads + k_heads, *layer.head_norms, self.eps)
             query, key, value = qkv.view(len(ids), -1, dim).split([q_heads, k_heads, k_heads], 1)
             attended = attention.attend(i, query, key, value, layer.scale, layer.window)
-            update = linear(attended.reshape(len(ids), -1), layer.out.weight, layer.out.bias)
+            update = layer.out(attended.reshape(len(ids), -1))
             hidden, x = add_rms_norm(hidden, update, layer.norms[1], self.eps)
-            update = linear(silu_mul(linear(x, layer.gate_up, layer.gate_up_bias)), layer.down.weight, layer.down.bias)
+            update = layer.down(silu_mul(layer.gate_up(x)))
         assert update is not None
         # picked by embedding, whose gradient adds up repeated rows several times faster than that of an index
         hidden, update = embedding(rows, hidden), embedding(rows, update)
         return add_rms_norm(hidden, update, self.norm, self.eps)[1]
 
 
-def _layer(layer: Any) -> FusedLayer:
+def _layer(layer: Any, pack: bool) -> FusedLayer:
     attention, mlp = layer.self_attn, layer.mlp
-    qkv, qkv_bias = _joined(attention.q_proj, attention.k_proj, attention.v_proj)
-    gate_up, gate_up_bias = _joined(mlp.gate_proj, mlp.up_proj)
     normed = hasattr(attention, "q_norm")
     return FusedLayer(
         norms=(layer.input_layernorm.weight, layer.post_attention_layernorm.weight),
-        qkv=qkv,
-        qkv_bias=qkv_bias,
+        q_heads=attention.o_proj.in_features // attention.head_dim,
+        qkv=Product(attention.q_proj, attention.k_proj, attention.v_proj, pack=pack),
         head_norms=(attention.q_norm.weight, attention.k_norm.weight) if normed else (None, None),
-        out=attention.o_proj,
-        gate_up=gate_up,
-        gate_up_bias=gate_up_bias,
-        down=mlp.down_proj,
+        out=Product(attention.o_proj, pack=pack),
+        gate_up=Product(mlp.gate_proj, mlp.up_proj, pack=pack),
+        down=Product(mlp.down_proj, pack=pack),
         scale=attention.scaling,
         # of Mistral it is in the config only
         window=getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None)),
     )
-
-
-def _joined(*parts: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
-    bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
-    return torch.cat([part.weight for part in parts]), bias

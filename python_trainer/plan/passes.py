@@ -275,7 +275,7 @@ def generating_bytes(
         attention = GatheredKeys(sequences, new, seen) if gathered else Nothing()
         layers = nullcontext() if policy.fused else first_layers(model)  # nothing of them is kept
         with layers, like(device), evaluation_mode(model), flat_attention(model), Peak(_held(model)) as peak:
-            run: Any = FusedDecoder(model, seen) if policy.fused else partial(forward, model)
+            run: Any = FusedDecoder(model, seen, pack=True) if policy.fused else partial(forward, model)
             logits = run(ids, ids, ids[:sequences], attention)
             uniforms = torch.empty(sequences, device=META)
             sample_tokens(logits, uniforms, top_p=0.9 if filtered else 1.0, validate=False)

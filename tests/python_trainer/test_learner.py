@@ -1,5 +1,7 @@
 """What makes the update cheaper does not change it: fused passes, and samples without an advantage."""
 
+import copy
+
 import pytest
 import torch
 from rich.console import Console
@@ -44,10 +46,7 @@ def gradients(policy, packed):
     return logprobs.detach(), entropy.detach(), states.detach(), found
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_fused_pass_has_the_gradients_of_the_model(tiny_policy, kind):
-    policy = make_policy(kind, tiny_policy)
-    assert policy.fused
+def some_answers():
     gen = torch.Generator().manual_seed(2)
 
     def ids(n):
@@ -58,7 +57,14 @@ def test_fused_pass_has_the_gradients_of_the_model(tiny_policy, kind):
         Rollout(ids(4), ids(6)),
         Rollout([9], ids(1)),
     ]
-    packed = pack(answers, range(5))
+    return pack(answers, range(5))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fused_pass_has_the_gradients_of_the_model(tiny_policy, kind):
+    policy = make_policy(kind, tiny_policy)
+    assert policy.fused
+    packed = some_answers()
     ours = gradients(policy, packed)
     policy.fused = False
     wanted = gradients(policy, packed)
@@ -67,6 +73,30 @@ def test_fused_pass_has_the_gradients_of_the_model(tiny_policy, kind):
     for name, value in wanted[3].items():
         assert value.any()
         torch.testing.assert_close(ours[3][name], value, rtol=1e-4, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fused_pass_in_bfloat16_is_as_exact_as_the_model(tiny_policy, kind):
+    """At most twice the model's own error of bfloat16, both against float64 with the same weights; by tensor."""
+    policy = make_policy(kind, tiny_policy)
+    policy.model.bfloat16()
+    packed, exact = some_answers(), copy.deepcopy(policy)
+    exact.model.double()
+    exact.fused = False
+    wanted = gradients(exact, packed)
+    assert policy.fused and policy.model.dtype == torch.bfloat16
+    ours = gradients(policy, packed)
+    policy.fused = False
+    plain = gradients(policy, packed)
+
+    def errors(found):
+        """Relative, of outputs and of gradients."""
+        both = zip([*found[:3], *found[3].values()], [*wanted[:3], *wanted[3].values()], strict=True)
+        return [((x.double() - gold).norm() / gold.norm()).item() for x, gold in both]
+
+    pairs = list(zip(errors(ours), errors(plain), strict=True))
+    assert all(mine <= 2 * allowed for mine, allowed in pairs), pairs
+    assert 0 < max(mine for mine, _ in pairs) < 0.1
 
 
 def test_hooks_and_checkpointing_take_the_model_itself(tiny_policy, monkeypatch):

@@ -59,8 +59,8 @@ class PagedEngine(Engine):
         max_sequences: most samples in one forward pass.
         max_batch_tokens: most tokens in one forward pass; longer prompts are computed in chunks.
         share_reads: read the keys of a long common prefix once per group of samples, where there is a kernel for it.
-        fused: run small Llama-like float32 models on a CPU through :class:`FusedDecoder`, which gives the same
-            numbers in fewer calls. False: always the model's own forward.
+        fused: run Llama-like models on a CPU, in bfloat16 or small ones in float32, through :class:`FusedDecoder`,
+            which gives the same numbers up to rounding in fewer calls. False: always the model's own forward.
         lengths: of earlier answers; with it, prompts of long answers go first where not all fit into a pass. None: in
             the order of the requests.
         traits: of the model, where they are known; None: found here.
@@ -111,9 +111,7 @@ class PagedEngine(Engine):
         if memory_bytes < block_size * token_bytes:
             raise UserError(f"memory_bytes must be at least {block_size * token_bytes} (one block), got {memory_bytes}")
         self.cache = PagedKVCache(
-            traits.layers,
-            traits.kv_heads,
-            traits.head_dim,
+            *(traits.layers, traits.kv_heads, traits.head_dim),
             memory_bytes=memory_bytes,
             block_size=block_size,
             dtype=model.dtype,
@@ -122,6 +120,7 @@ class PagedEngine(Engine):
         self.room = self.cache.num_blocks * self.cache.block_size
         self.lengths = lengths
         self._session: Session | None = None  # while there is something to generate
+        self._decoder: FusedDecoder | None = None  # of the weights as they are, while there is a session
         self._submitted: list[tuple[list[Request], list[Rollout]]] = []  # whose lengths are not remembered yet
         self._stats: dict[str, float] = dict.fromkeys(STATS, 0)
 
@@ -138,7 +137,8 @@ class PagedEngine(Engine):
 
     def policy_updated(self) -> None:
         super().policy_updated()
-        if self._session is not None:
+        self._decoder = None
+        if self._session:
             self._session.scheduler.restart()
         self.cache.advance_version()
 
@@ -183,11 +183,14 @@ class PagedEngine(Engine):
         for requests, rollouts in self._submitted:
             if self.lengths and all(rollout.finish_reason for rollout in rollouts):
                 remember(self.lengths, requests, rollouts)
-        self._session, self._submitted = None, []
+        self._session, self._decoder, self._submitted = None, None, []
 
     def _runner(self, longest: int) -> Forward:
+        longest = min(self.max_positions, longest)
         if self.fused and supports(self.model):  # a hook may have come since
-            return FusedDecoder(self.model, min(self.max_positions, longest))
+            self._decoder = self._decoder or FusedDecoder(self.model, longest, pack=True)
+            self._decoder.reach(longest)
+            return self._decoder
         return partial(forward, self.model)
 
     def _forward(self, run: Forward, step: Pass, share: bool) -> torch.Tensor:
@@ -253,15 +256,11 @@ class PagedEngine(Engine):
         return bool(rollout.finish_reason)
 
     def _count(self, samples: list[Decoding], accepted: list[int], kept: list[list[int]]) -> None:
-        counts = {
-            "generated_tokens": sum(map(len, kept)),
-            "sample_steps": len(samples),
-            "draft_steps": sum(bool(sample.draft) for sample in samples),
-            "draft_tokens": sum(len(sample.draft) for sample in samples),
-            "accepted_tokens": sum(accepted),
-        }
-        for name, count in counts.items():
-            self._stats[name] += count
+        self._stats["generated_tokens"] += sum(map(len, kept))
+        self._stats["sample_steps"] += len(samples)
+        self._stats["draft_steps"] += sum(bool(sample.draft) for sample in samples)
+        self._stats["draft_tokens"] += sum(len(sample.draft) for sample in samples)
+        self._stats["accepted_tokens"] += sum(accepted)
 
     def pass_seconds(self, sequences: int, tokens: int, *, context: int = 32, repeats: int = 5) -> float:
         """Quickest time of a pass over ``tokens`` tokens of each of ``sequences``, or of several where few fit."""
@@ -291,6 +290,7 @@ class PagedEngine(Engine):
                     sample_tokens(logits.nan_to_num(), torch.full((len(logits),), 0.5, device=self.device))
                     taken.append(time.perf_counter() - before)
         finally:
+            self._decoder = None
             for sequence in opened:
                 self.cache.close(sequence)
         return min(taken)
