@@ -3,9 +3,12 @@
 import argparse
 import importlib.util
 import json
+from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 from support import lacks
+from transformers import LlamaConfig
 
 from bench import _trl, trl
 from bench._trl import Step
@@ -69,12 +72,29 @@ def test_trl_gets_the_settings_of_the_run(has_trl, tmp_path):
 
 
 def test_rows(tmp_path):
-    work = trl.Workload("some", trl.random_policy(tmp_path))
+    work = replace(trl.small(tmp_path), name="some")
     taken = {"a": [Step(2.0, 0.5, 1.9, 100, 60), Step(4.0, 1.0, 3.9, 300, 60)]}
     whole, rollout, update = trl.rows(work, taken)
     assert [table[0].median_s for table in (whole, rollout, update)] == [3.0, 0.75, 2.25]
     assert whole[0].peak_bytes == 300 and rollout[0].peak_bytes is None and whole[0].extra == "20 tokens/s"
     assert whole[0].shape == "some: 16 x 8, up to 64"
+
+
+def test_rows_of_real_size_say_what_share_of_the_rate_they_reach(tmp_path, monkeypatch):
+    sizes = {"num_hidden_layers": 1, "vocab_size": 1000, "intermediate_size": 64}
+    monkeypatch.setattr(trl, "LlamaConfig", lambda **shape: LlamaConfig(**shape | sizes))
+    monkeypatch.setattr(trl, "product_rate", lambda: 1e9)
+    work = trl.real_size(tmp_path)
+    assert work.config.model.dtype == "bfloat16" and len(trl.providers(work)) == 1 + (find_spec("trl") is not None)
+    body = 576 * (576 + 2 * 192 + 576) + 3 * 576 * 64 + 2 * 576
+    assert work.weights == 1000 * 576 + body + 576, "the tied ones once"
+    work = replace(work, weights=10**6)
+    tables = trl.rows(work, {"a": [Step(2.0, 0.5, 1.9, 100, 125)]})
+    assert [table[0].extra for table in tables] == [
+        "62 tokens/s, 0 GFLOP/s, 50% of a large product",
+        "250 tokens/s, 0 GFLOP/s, 50% of a large product",
+        "83 tokens/s, 0 GFLOP/s, 50% of a large product",
+    ]
 
 
 @pytest.mark.slow
