@@ -68,7 +68,7 @@ def correct(prompt: str, text: str) -> bool:
         return False
     for row, line in zip(rows, drawn):
         before, column = column, line.find("o")
-        if column < 0 or row[:column] + "o" + row[column + 1 :] != line:
+        if not 0 <= column < len(row) or row[:column] + "o" + row[column + 1 :] != line:
             return False
         if row[column] != "." or abs(column - before) > 1:
             return False

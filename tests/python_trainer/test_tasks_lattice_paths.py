@@ -4,6 +4,8 @@ from itertools import pairwise, product
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis.strategies import text
 
 from python_trainer.tasks.lattice_paths import (
     ROWS,
@@ -62,6 +64,8 @@ def blind(rows, row, column):
         (".#O#\n.O#.\n#O.#", 0.0),
         ("", 0.0),
         ("o\no\no", 0.0),
+        (".#o#o\n.o#.\n#o.#", 0.0),
+        (".#.#o\n.o#.\n#o.#", 0.0),  # beyond the last column
     ],
 )
 def test_reward_takes_nothing_but_a_path(answer, right):
@@ -80,6 +84,12 @@ def test_reward_takes_just_the_paths_that_a_search_finds():
         for columns in product(range(4), repeat=4):
             drawn = "\n".join(row[:c] + "o" + row[c + 1 :] for row, c in zip(rows, columns))
             assert correct(prompt, drawn) == ((start, *columns) in paths)
+
+
+@given(text(alphabet="#.o\n", max_size=20))
+def test_any_text_gets_a_verdict(answer):
+    """Of a grid with two paths."""
+    assert correct("#o#\n.#.\n", answer) == (answer in ("o#.", ".#o"))
 
 
 def test_prompts_are_disjoint_and_all_alike_in_length(task):
