@@ -152,10 +152,10 @@ class Generation:
         return ids, logprobs
 
 
-def _work(connection: Connection, run: Callable, config: Config, threads: int, options: dict[str, Any]) -> None:
+def _work(connection: Connection, run: Callable, values: dict[str, Any], threads: int, options: dict[str, Any]) -> None:
     torch.set_num_threads(threads)
     with TemporaryDirectory() as folder, connection, suppress(Finished):
-        run(config, Path(folder), Meter(connection), **options)
+        run(Config.model_validate(values), Path(folder), Meter(connection), **options)
 
 
 class Worker:
@@ -169,7 +169,8 @@ class Worker:
     def __init__(self, run: Callable, config: Config, **options: Any):
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        arguments = (theirs, run, config, torch.get_num_threads(), options)
+        # as values: the classes of its sections are made as they are needed, and cannot be pickled
+        arguments = (theirs, run, config.model_dump(mode="json"), torch.get_num_threads(), options)
         self.process = context.Process(target=_work, args=arguments, daemon=True)
         self.process.start()
         theirs.close()

@@ -80,6 +80,20 @@ def test_rows(tmp_path):
     assert whole[0].shape == "some: 16 x 8, up to 64"
 
 
+def given_values(config, folder, meter, *, want):
+    meter.begin()
+    meter.end(float(config.model_dump(mode="json") == want), 0)
+    meter.begin()
+
+
+def test_the_settings_reach_the_process_of_a_trainer(tmp_path):
+    config = trl.small(tmp_path).config
+    worker = _trl.Worker(given_values, config, want=config.model_dump(mode="json"))
+    worker.wait()
+    assert worker.step().rollout_s == 1.0
+    worker.stop()
+
+
 def test_rows_of_real_size_say_what_share_of_the_rate_they_reach(tmp_path, monkeypatch):
     sizes = {"num_hidden_layers": 1, "vocab_size": 1000, "intermediate_size": 64}
     monkeypatch.setattr(trl, "LlamaConfig", lambda **shape: LlamaConfig(**shape | sizes))
