@@ -7,7 +7,8 @@
 Every run has the task's settings and as many answers or steps as plain training; the seeds pair. What counts are the
 seconds and tokens to plain training's own final accuracy, held in two successive evaluations. A finished run is a row
 of bench/studies/results/curriculum.jsonl and is not made again; runs without history are those of the study of the
-ground, in its records. Writes curriculum.md and curriculum.png.
+ground, in its records, but for those that were made again here, on the machine of the runs beside them. Writes
+curriculum.md and curriculum.png.
 """
 
 import argparse
@@ -66,5 +67,6 @@ def run(args: argparse.Namespace) -> None:
                     rival(ground, name, seed)
                 else:
                     chosen.run("curriculum", name, RUNS[name], seed, SIZES.get(name, 1.0))
-    without = [row for row in read_rows(args.ground_records) if row["part"] == "rivals"]
-    write([*without, *read_rows(args.records)], args.records.parent)
+    rows = [*read_rows(args.ground_records), *read_rows(args.records)]
+    told = {(row["task"], row["name"], row["seed"]): row for row in rows if row["part"] in ("rivals", "curriculum")}
+    write(list(told.values()), args.records.parent)

@@ -19,7 +19,7 @@ def write(records: Sequence[Record], folder: Path) -> None:
              "seconds to the accuracy at which plain training of the same seed ends, in two successive evaluations,",
              "as shares of what plain training needs: geometric mean over seeds and its 95 % interval. *For half of",
              "plain's tokens*: the accuracy on 512 prompts when half of plain training's tokens were generated, or at",
-             "the end of a run that generated fewer."]  # fmt: skip
+             "the end of a run that generated fewer. Pairs are of one machine."]  # fmt: skip
     for task in dict.fromkeys(row["task"] for row in records):
         mine = [row for row in records if row["task"] == task]
         lines += ["", f"## {task}", "", machines(mine), "", *task_lines(mine)]
@@ -35,7 +35,9 @@ def task_lines(records: Sequence[Record]) -> list[str]:
             "tokens to plain's end", "CPU s to plain's end"]  # fmt: skip
     rows = []
     for name in dict.fromkeys(row["name"] for row in records):
-        group = [row for row in records if row["name"] == name and row["seed"] in plain]
+        group = [row for row in records if row["name"] == name and row["cpu"] == plain.get(row["seed"], {}).get("cpu")]
+        if not group:
+            continue
         pairs = [(row, plain[row["seed"]]) for row in group]
         rows.append([
             name, ", ".join(str(row["seed"]) for row in group), f"{fmean(row['final'] for row in group):.3f}",
