@@ -27,21 +27,29 @@ class Product:
     """Linear layers of the same input as one.
 
     Args:
-        pack: lay the weights out once as the processor's products want them, which else happens at every call. Takes a
-            copy, gives the same numbers, has no gradient.
+        pack: join the weights once, and lay those in bfloat16 out as the processor's products want them, which else
+            happens at every call. Takes a copy, gives the same numbers, has no gradient.
     """
 
     def __init__(self, *parts: nn.Linear, pack: bool):
-        joined = _joined([part.weight for part in parts])
-        self.bias = None if parts[0].bias is None else _joined([part.bias for part in parts])
-        self.packed = pack and joined.dtype == torch.bfloat16 and packs_bfloat16()
-        self.weight: torch.Tensor = _packed(joined) if self.packed else joined
+        self.parts = parts
+        self.packed = pack and parts[0].weight.dtype == torch.bfloat16 and packs_bfloat16()
+        self.kept: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        if pack:
+            weight, bias = self._joined()
+            self.kept = _packed(weight) if self.packed else weight, bias
+
+    def _joined(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias, now; without gradients their copy lasts for a product."""
+        bias = None if self.parts[0].bias is None else _joined([part.bias for part in self.parts])
+        return _joined([part.weight for part in self.parts]), bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.kept or self._joined()
         if self.packed and not x.is_meta:
-            out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
             return out
-        return linear(x, self.weight, self.bias)
+        return linear(x, weight, bias)
 
 
 def _joined(parts: list[Any]) -> torch.Tensor:

@@ -86,7 +86,7 @@ def summary_of(folder: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[dict[st
         "evaluation": results,
         "seconds_to_target": None, "tokens_to_target": None,
         "target_accuracy": json.loads(settings.get("evaluation.target_accuracy", "null")),
-        "accelerators": {name: {} for name in names}, "device": "-", "versions": {},
+        "accelerators": {name: {} for name in names}, "device": "-", "dtype": "-", "versions": {},
     }, False  # fmt: skip
 
 

@@ -29,7 +29,17 @@ def test_packed_products_are_as_exact_as_linear(bias, width, outputs, rows):
 
 def test_float32_is_not_packed():
     layer = nn.Linear(8, 8)
-    assert Product(layer, pack=True).weight is layer.weight
+    assert Product(layer, pack=True).kept == (layer.weight, layer.bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_packing_nothing_is_copied_before_it_is_needed(dtype):
+    layers = [nn.Linear(8, n, dtype=dtype) for n in (4, 12)]
+    product, x = Product(*layers, pack=False), torch.randn(3, 8, dtype=dtype)
+    assert product.kept is None
+    with torch.no_grad():
+        layers[0].weight.add_(1)  # weights are those of the call
+    torch.testing.assert_close(product(x)[:, :4], layers[0](x))
 
 
 @pytest.mark.parametrize("name", MODELS)
