@@ -1,7 +1,7 @@
 """Tables and picture of ``python -m bench.studies ground``."""
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -71,26 +71,39 @@ def first_time(row: Record, accuracy: float, column: int = 1) -> float | None:
 
 
 def draw(records: Sequence[Record], path: Path, column: int = 1, words: str = "CPU seconds") -> None:
-    """A row of pictures a task: accuracy over a column of the curves, and the groups without a spread by step."""
+    """A row of pictures a task: accuracy over a column of the curves, and the groups without a spread by step.
+
+    Of several seeds each has a thin line, and their mean, as far as all of them go, a thick one.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
+    import numpy as np
     from matplotlib import pyplot
 
     tasks, names = (list(dict.fromkeys(row[key] for row in records)) for key in ("task", "name"))
     figure, grid = pyplot.subplots(len(tasks), 2, figsize=(11, 3.4 * len(tasks)), layout="constrained", squeeze=False)
-    drawn = {}
-    for task, (left, right) in zip(tasks, grid):
-        for row in (row for row in records if row["task"] == task):
-            look = {"color": f"C{names.index(row['name'])}", "linewidth": 1.2, "alpha": 0.8}
-            (drawn[row["name"]],) = left.plot(*zip(*[(point[column], point[-1]) for point in row["curve"]]), **look)
+    drawn, colors = {}, pyplot.get_cmap("tab20").colors  # light ones at odd places
+    for task, name in product(tasks, names):
+        (left, right), number = grid[tasks.index(task)], names.index(name)
+        rows = [row for row in records if (row["task"], row["name"]) == (task, name)]
+        curves = [np.array([(point[column], point[-1]) for point in row["curve"]]).T for row in rows]
+        color = colors[2 * number % 20 + number // 10]
+        for row, curve in zip(rows, curves):
+            look = {"color": color, "linewidth": 1.6 if len(rows) == 1 else 0.6, "alpha": 0.9}
+            (drawn[name],) = left.plot(*curve, **look)
             width = max(1, row["steps"] // 12)
             smooth = [fmean(row["without_spread"][i : i + width]) for i in range(0, row["steps"], width)]
             right.plot([i * width for i in range(len(smooth))], smooth, **look)
+        if len(rows) > 1:
+            places = np.linspace(0, min(curve[0, -1] for curve in curves), 50)
+            mean = np.mean([np.interp(places, *curve) for curve in curves], 0)
+            (drawn[name],) = left.plot(places, mean, color=color, linewidth=3)
+    for task, (left, right) in zip(tasks, grid):
         left.set(title=task, xlabel=words, ylabel="accuracy, unseen prompts")
         right.set(title=task, xlabel="step", ylabel="groups without a spread", ylim=(0, 1))
         for axes in (left, right):
             axes.grid(alpha=0.3)
-    figure.legend(drawn.values(), drawn.keys(), loc="outside upper center", ncols=5, frameon=False)
+    figure.legend(drawn.values(), drawn.keys(), loc="outside upper center", ncols=3, frameon=False)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
