@@ -83,7 +83,7 @@ def draw(records: Sequence[Record], path: Path, column: int = 1, words: str = "C
 
     tasks, names = (list(dict.fromkeys(row[key] for row in records)) for key in ("task", "name"))
     figure, grid = pyplot.subplots(len(tasks), 2, figsize=(11, 3.4 * len(tasks)), layout="constrained", squeeze=False)
-    drawn, colors = {}, pyplot.get_cmap("tab20").colors  # light ones at odd places
+    drawn, colors = {}, pyplot.get_cmap("tab20")(range(20))  # light ones at odd places
     for task, name in product(tasks, names):
         (left, right), number = grid[tasks.index(task)], names.index(name)
         rows = [row for row in records if (row["task"], row["name"]) == (task, name)]
