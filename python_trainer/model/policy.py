@@ -17,6 +17,7 @@ from python_trainer.files import usual_mode
 from python_trainer.model.dtype import choose_dtype, count_weights
 from python_trainer.model.flat_forward import flat_attention, forward_with_states
 from python_trainer.model.fused import FusedDecoder, supports
+from python_trainer.model.logit_rule import LogitRule
 from python_trainer.model.lora import AdaptedWeight, add_adapters, merged_weights, without_adapters
 from python_trainer.model.packing import Packed
 from python_trainer.model.reading import read_model
@@ -24,7 +25,7 @@ from python_trainer.model.settings import ModelConfig
 from python_trainer.model.shipped import policy_folder
 from python_trainer.model.tensors import full
 from python_trainer.model.traits import find_traits
-from rlkernels import linear_token_logprobs, token_logprobs
+from rlkernels import token_logprobs
 
 LARGEST_LOGITS = 1 << 28  # bytes of logits in a micro-batch; more are not held but computed block by block, twice
 
@@ -228,13 +229,12 @@ class Policy:
         """:meth:`score`, and the last hidden states [R, H] that its R pairs were predicted from."""
         head, targets = self.model.get_output_embeddings(), packed.targets
         logits_bytes = targets.numel() * head.weight.shape[0] * head.weight.element_size()
-        options: dict[str, Any] = {"temperature": temperature, "return_entropy": True}
-        if logits_bytes > LARGEST_LOGITS and self.traits.plain_head:
+        if logits_bytes > LARGEST_LOGITS and self.traits.logits is not None:
             _, states = self._run(packed, predict=1)
-            logprobs, entropy = linear_token_logprobs(states, head.weight, targets, bias=head.bias, **options)
+            logprobs, entropy = self.traits.logits.logprobs(states, head, targets, temperature)
         else:
             logits, states = self._run(packed)
-            logprobs, entropy = token_logprobs(logits, targets, **options)
+            logprobs, entropy = token_logprobs(logits, targets, temperature=temperature, return_entropy=True)
         return packed.spread(logprobs), packed.spread(entropy), states
 
     def _run(self, packed: Packed, predict: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -254,9 +254,10 @@ class Policy:
         Args:
             table: float32 [V, K].
         """
-        head = self.model.get_output_embeddings()
+        head, rule = self.model.get_output_embeddings(), self.traits.logits or LogitRule()
         rows = max(LARGEST_LOGITS // (table.element_size() * len(table)), 1)
-        return torch.cat([(head(part).float() / temperature).softmax(-1) @ table for part in states.split(rows)])
+        parts = [(rule(head(part)).float() / temperature).softmax(-1) @ table for part in states.split(rows)]
+        return torch.cat(parts)
 
     def frozen_copy(self, copied: Callable[[Any], Any] = copy.deepcopy) -> "Policy":
         """The policy as it is, with weights of its own that do not train; with adapters: as it was without them.

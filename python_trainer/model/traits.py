@@ -3,12 +3,13 @@
 from dataclasses import dataclass, field
 
 import torch
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from python_trainer.errors import UserError
 from python_trainer.model.flat_forward import evaluation_mode, flat_attention, forward_with_states
 from python_trainer.model.fused import FusedDecoder, supports
+from python_trainer.model.logit_rule import LogitRule, observed
 from rlkernels.integrations.transformers_attention import other_layers
 
 FLAT = [1, 2, 1], [0, 1, 0], [0, 1, 2]  # ids of two sequences side by side, their positions, and all rows
@@ -22,7 +23,7 @@ class ModelTraits:
     kv_heads: int
     head_dim: int
     window: int | None  # tokens of the smallest sliding window
-    plain_head: bool  # logits are the product of states and output matrix, not scaled or capped
+    logits: LogitRule | None  # what they are of the product of states and output matrix; None: something else
     fusible: bool  # FusedDecoder computes what the model computes
 
 
@@ -45,10 +46,10 @@ class AttentionRecorder:
             parts.append(scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True))
         return torch.cat(parts, 1).transpose(0, 1)
 
-    def traits(self, plain_head: bool, fusible: bool) -> ModelTraits:
+    def traits(self, logits: LogitRule | None, fusible: bool) -> ModelTraits:
         """Of a model whose layers are all alike, as :class:`ModelTraits`."""
         (kv_heads, head_dim, _), windows = self.shapes[0], [w for w in self.windows.values() if w is not None]
-        return ModelTraits(len(self.shapes), kv_heads, head_dim, min(windows, default=None), plain_head, fusible)
+        return ModelTraits(len(self.shapes), kv_heads, head_dim, min(windows, default=None), logits, fusible)
 
 
 def flat_input(model: PreTrainedModel) -> list[torch.Tensor]:
@@ -98,9 +99,9 @@ def find_traits(model: PreTrainedModel, name: str | None = None) -> ModelTraits:
                 f"cannot run {name} on flattened tokens: it computes something else than on its own; nothing but "
                 "attention may mix tokens"
             )
-        plain_head = _is_plain(model, logits, states)
+        rule = observed(model, logits, states)
         fusible = supports(model) and _agree(model, FusedDecoder(model, 2)(ids, positions, rows, again), own)
-    return seen.traits(plain_head, fusible and again == seen)
+    return seen.traits(rule, fusible and again == seen)
 
 
 def _check_layers(model: PreTrainedModel, name: str, seen: AttentionRecorder) -> None:
@@ -123,9 +124,3 @@ def _agree(model: PreTrainedModel, flat: torch.Tensor, own: torch.Tensor) -> boo
     own = own.float()
     tolerance = (1e-3 if model.dtype == torch.float32 else 0.1) * own.abs().max()
     return bool((flat.float() - own[[0, 1, 0]]).abs().max() <= tolerance)
-
-
-def _is_plain(model: PreTrainedModel, logits: torch.Tensor, states: torch.Tensor) -> bool:
-    head = model.get_output_embeddings()
-    product = linear(states[None], head.weight, head.bias)[0]
-    return logits.dtype == product.dtype and torch.equal(logits, product)

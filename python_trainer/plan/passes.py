@@ -22,6 +22,7 @@ from python_trainer.model.dtype import choose_dtype, count_described
 from python_trainer.model.flat_forward import evaluation_mode, flat_attention, forward
 from python_trainer.model.fused import FusedDecoder, supports
 from python_trainer.model.hollow import META, model_on_meta
+from python_trainer.model.logit_rule import described
 from python_trainer.model.lora import add_adapters
 from python_trainer.model.packed_attention import PackedLayout
 from python_trainer.model.packing import micro_batches, pack
@@ -37,8 +38,6 @@ from python_trainer.plan.peak import Peak
 from rlkernels import sample_tokens
 
 LAYERS = 3  # that are run, of a deep model
-# of a config: logits are not the plain product with the output matrix where one of them is set
-SCALED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "logits_scale")
 
 
 @dataclass(frozen=True)
@@ -67,10 +66,9 @@ class PlannedPolicy(Policy):
         text = self.model.config.get_text_config()
         self.max_length = getattr(text, "max_position_embeddings", None) or 1 << 30
         self.vocab_size: int = text.vocab_size
-        plain_head = all(getattr(text, name, None) in (None, 1, 1.0) for name in SCALED_LOGITS)
         with like(device):
             self.fused = supports(self.model)
-        self.traits = run_flat(self.model, name)[0].traits(plain_head, self.fused)
+        self.traits = run_flat(self.model, name)[0].traits(described(text), self.fused)
         self.adapted = config.lora is not None
         if config.lora is not None:
             self.whole = add_adapters(self.model, config.lora)

@@ -16,6 +16,7 @@ from transformers import (
 
 from python_trainer.data import Rollout
 from python_trainer.errors import UserError
+from python_trainer.model.logit_rule import LogitRule
 from python_trainer.model.packing import pack
 from python_trainer.model.policy import Policy, load_policy
 from python_trainer.model.settings import ModelConfig
@@ -68,7 +69,7 @@ def test_masks_that_short_sequences_do_not_show_are_refused():
 
 def test_traits_of_models():
     found = find_traits(make())
-    assert found == ModelTraits(layers=3, kv_heads=2, head_dim=8, window=None, plain_head=True, fusible=True)
+    assert found == ModelTraits(layers=3, kv_heads=2, head_dim=8, window=None, logits=LogitRule(), fusible=True)
     assert find_traits(make().bfloat16()).fusible and not find_traits(make().half()).fusible
     windowed = find_traits(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=24)))
     assert windowed.window == 24 and windowed.fusible
