@@ -9,6 +9,7 @@ Needs vllm 0.32 or newer, and nothing compiled of this package.
 """
 
 import logging
+import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 
 __all__ = ["PolicyWorker", "merged_weight", "read_policy"]
+
+ENGINE = uuid.uuid4().hex  # of this process
 
 
 class PolicyWorker:
@@ -60,6 +63,7 @@ class PolicyWorker:
         """What a trainer has to know of the engine."""
         config, transfer = self.model_runner.model_config, self.vllm_config.weight_transfer_config
         return {
+            "engine": ENGINE,
             "workers": self.vllm_config.parallel_config.world_size_across_dp,
             "transfer": None if transfer is None else transfer.backend,
             "logprobs_mode": config.logprobs_mode,

@@ -182,6 +182,16 @@ def test_the_server_that_fails_is_named(fakes, model, tmp_path):
         servers.load(model)
 
 
+def test_one_server_under_two_names(fakes, model, tmp_path):
+    for number, fake in enumerate(fakes):
+        fake.settings["engine"] = f"engine {number}"
+    Servers(model, urls(fakes), tmp_path / "weights")
+    other = fakes[0].url.replace("127.0.0.1", "localhost")
+    expected = f"rollout.vllm_server must name each server once, got {fakes[0].url} and {other}, which are one"
+    with pytest.raises(UserError, match=expected):
+        Servers(model, [*urls(fakes), other], tmp_path / "weights")
+
+
 @pytest.mark.parametrize(
     ("answers", "settings", "difference"),
     [

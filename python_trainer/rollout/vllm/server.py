@@ -24,6 +24,7 @@ class Server:
     Attributes:
         serves: what servers of one model have in common.
         workers: processes that hold its weights.
+        engine: names the first of them, whatever the address; None: it does not say.
         transfer: the backend of vLLM's weight transfer that it was started with; None: it has none.
         max_positions, limited_by: as of ``Engine``.
 
@@ -50,6 +51,7 @@ class Server:
                 )
         self.max_positions: int = settings.pop("max_model_len")
         self.workers: int = settings.pop("workers", 1)
+        self.engine: str | None = settings.pop("engine", None)
         self.transfer: str | None = settings.pop("transfer", None)
         self.serves: dict[str, Any] = {"model": self._name} | settings
         self.limited_by = f"the limit of the vLLM server {self.url} (--max-model-len)"

@@ -41,7 +41,7 @@ class Servers:
         adapters: of a policy that trains nothing else; their files are in ``folder`` too, until :meth:`close`.
 
     Raises:
-        UserError: a server will not do, as of :class:`Server`, or they do not serve the same.
+        UserError: a server will not do, as of :class:`Server`, they do not serve the same, or two are one.
     """
 
     on_first_rank = True
@@ -60,6 +60,13 @@ class Servers:
             [] if transfer is None else [Transfer(server, transfer, model.device) for server in self.servers]
         )
         one = self.servers[0]
+        known: dict[str | None, str] = {}
+        for server in self.servers:
+            if server.engine is not None and known.setdefault(server.engine, server.url) != server.url:
+                raise UserError(
+                    f"rollout.vllm_server must name each server once, got {known[server.engine]} and {server.url}, "
+                    "which are one"
+                )
         for other in self.servers[1:]:
             for name, value in one.serves.items():
                 if other.serves.get(name) != value:
