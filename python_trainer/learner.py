@@ -89,8 +89,11 @@ class Learner:
         self.objective = Objective(algorithm, max_completion_length)
         self.changed = False
 
-    def update(self, rollouts: Sequence[Rollout], number: int) -> dict[str, float]:
+    def update(self, rollouts: Sequence[Rollout], number: int, rise: float | None = None) -> dict[str, float]:
         """All optimizer steps on the answers of step ``number`` -> metrics.
+
+        Args:
+            rise: share of the full learning rate, at most 1; None: that of the schedule.
 
         Raises:
             NotFinite: NaN or infinity in loss or gradients.
@@ -98,7 +101,8 @@ class Learner:
         algorithm = self.algorithm
         batch = make_batch(rollouts, algorithm, self.policy.device)
         minibatches = self._minibatches(rollouts)
-        lr = learning_rate(self.settings, number, self.max_steps)
+        scheduled = learning_rate(self.settings, number, self.max_steps)
+        lr = scheduled if rise is None else self.settings.learning_rate * min(rise, 1.0)
         metrics, norms, trained = MetricSums(batch.rewards.device), list[float](), 0
         with self.policy.packed_attention():
             self._look_before(batch)

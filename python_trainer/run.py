@@ -196,8 +196,11 @@ class Trainer(EvaluatingLoop, SavingLoop):
         self.console.print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
 
     def _tell_work(self, done: int, total: int) -> None:
+        self.tell_work(self._work, done, total)
+
+    def tell_work(self, what: str, done: int, total: int) -> None:
         if self.told is not None:
-            self.told.log_work(self._work, done, total)
+            self.told.log_work(what, done, total)
 
     def _prompts(self, split: str) -> list[list[int]]:
         """Token ids of the prompts of a split."""

@@ -30,6 +30,7 @@ from python_trainer.tasks.base import Task
 from python_trainer.tasks.rewards import Scores
 from python_trainer.telemetry import Telemetry, choose_samples, rollout_statistics
 
+REHEARSAL_RISE = 5  # updates on stored answers alone until their learning rate is the full one
 COUNTED = ("generated_tokens", "prefill_tokens", "cached_tokens")  # of the engine's counters
 
 
@@ -93,6 +94,7 @@ class TrainingLoop(ABC):
         """One step: a batch of answers, and the update that they lead to -> metrics, a few of the answers."""
         clock, context = self.clock, self.context(number)
         telemetry, before, tokens_before = context.telemetry, dict(clock.seconds), dict(self.state.counts)
+        self.rehearse(context)
         rollouts = self.roll_out(context)
         self.tell_callbacks("on_rollouts", number, rollouts)
         with clock.measure("rollout"):
@@ -118,6 +120,20 @@ class TrainingLoop(ABC):
         """The prompt of a training answer as it was given; of messages their contents, without the template's text."""
         prompt = self.task.train[rollout.prompt_key].prompt
         return prompt if isinstance(prompt, str) else "\n".join(str(message["content"]) for message in prompt)
+
+    def rehearse(self, context: StepContext) -> None:
+        """Updates on stored answers alone, with a rise of the learning rate of their own."""
+        batches: list[list[Rollout]] = []
+        for accelerator in self.accelerators:
+            with self.timed(accelerator):
+                batches += accelerator.rehearse(context)
+        for number, batch in enumerate(batches, 1):
+            with self.clock.measure("train"):
+                learned = self.update(batch, context.step, rise=number / REHEARSAL_RISE)
+                self.state.count("trained_tokens", learned["tokens/trained"])
+            self.tell_work("stored answers in batches", number, len(batches))
+        if batches:
+            self.engine.policy_updated()
 
     def roll_out(self, context: StepContext) -> list[Rollout]:
         """The scored answers of one step: of one round, or with dynamic sampling of as many as it takes."""
@@ -197,10 +213,10 @@ class TrainingLoop(ABC):
             rollout.merit = None if scores.merit is None else scores.merit[i]
             rollout.rewards = {name: values[i] for name, values in scores.rewards.items()}
 
-    def update(self, rollouts: list[Rollout], number: int) -> dict[str, float]:
+    def update(self, rollouts: list[Rollout], number: int, rise: float | None = None) -> dict[str, float]:
         """New weights -> metrics; where something is not finite the run ends, and a file tells on which answers."""
         try:
-            return self.learner.update(rollouts, number)
+            return self.learner.update(rollouts, number, rise)
         except NotFinite as error:
             path = self.folder / f"not-finite-step-{number:06d}.json"
             chosen = error.samples or range(len(rollouts))
@@ -257,6 +273,10 @@ class TrainingLoop(ABC):
     @abstractmethod
     def evaluate_each(self, split: str, rows: range | None = None) -> list[float]:
         """1 for every prompt answered right, else 0; or the raw reward where nothing is right or wrong."""
+
+    @abstractmethod
+    def tell_work(self, what: str, done: int, total: int) -> None:
+        """Shows how far long work within a step is."""
 
     @abstractmethod
     def evaluation_due(self) -> bool: ...

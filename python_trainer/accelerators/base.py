@@ -84,6 +84,10 @@ class Accelerator:
     def begin(self, run: RunContext) -> None:
         """Before the first step of a new run, on its clock; a resumed run calls :meth:`load_state_dict` instead."""
 
+    def rehearse(self, context: StepContext) -> list[list[Rollout]]:
+        """Before a step generates: stored answers to train on by themselves, an update each, as of :meth:`replay`."""
+        return []
+
     def choose(self, context: StepContext, count: int) -> list[Group] | None:
         """Which ``count`` prompts come next, where they start and how many answers they get; None: no opinion."""
         return None

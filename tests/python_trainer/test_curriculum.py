@@ -1,6 +1,7 @@
 """Prompts by what their answers can teach."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -115,7 +116,7 @@ def answers(key, right, count=8, tokens=20, group=0, **changes):
 
 def started(lengths, **settings):
     curriculum = Curriculum(CurriculumSettings(**settings))
-    curriculum.begin(SimpleNamespace(prompts=[[1] * length for length in lengths]))
+    curriculum.begin(SimpleNamespace(prompts=[[1] * length for length in lengths], output_dir=Path()))
     return curriculum
 
 

@@ -14,7 +14,8 @@ right are trained on again (:mod:`.stored`).
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,9 +23,12 @@ from torch import Tensor
 from python_trainer.accelerators.base import Accelerator, RunContext, StepContext
 from python_trainer.accelerators.curriculum.outcomes import Outcomes
 from python_trainer.accelerators.curriculum.settings import CurriculumSettings
-from python_trainer.accelerators.curriculum.stored import StoredAnswers
+from python_trainer.accelerators.curriculum.stored import StoredAnswers, in_batches
 from python_trainer.data import Group, Rollout, by_group, merits
 from python_trainer.keyed import keyed_seed
+
+if TYPE_CHECKING:
+    from python_trainer.accelerators.curriculum.earlier import EarlierRuns
 
 CANDIDATES = 4096  # prompts of which the next ones are chosen; of more, so many are drawn
 WORLDS = 64  # draws from the beliefs, whose gains tell how sure a gain is
@@ -46,15 +50,33 @@ class Curriculum(Accelerator):
     settings: CurriculumSettings
 
     def begin(self, run: RunContext) -> None:
-        self._start([len(prompt) for prompt in run.prompts])
+        self._start([len(prompt) for prompt in run.prompts], run.output_dir)
 
-    def _start(self, lengths: list[int]) -> None:
+    def _start(self, lengths: list[int], folder: Path, run_id: int | None = None) -> None:
+        self.earlier: EarlierRuns | None = None
+        if self.settings.database is not None:
+            from python_trainer.accelerators.curriculum import earlier  # imports sqlalchemy
+
+            self.earlier = earlier.EarlierRuns(self.settings.database, folder, run_id)
+        self.rehearsed = 0
         self.lengths, self.outcomes = lengths, Outcomes(lengths, self.settings.memory)
         self.table = torch.zeros(BINS, 3, dtype=torch.float64)
         self.signals = torch.zeros(2, dtype=torch.float64)
         self.recent = torch.zeros(2, dtype=torch.float64)
         self.stored = StoredAnswers(self.settings.stored_uses, self.settings.memory)
         self.counted_step, self.left_order = 0, False
+
+    def rehearse(self, context: StepContext) -> list[list[Rollout]]:
+        if self.earlier is None or self.earlier.begun or not self.earlier.begin(context):
+            return []
+        settings, grouped = self.settings, context.generation.num_generations > 1
+        groups = self.earlier.answers(context, settings.rehearsed) if grouped else []
+        for group in groups:
+            self.stored.add(group, 0)
+        self.rehearsed = sum(map(len, groups))
+        batches = in_batches(groups, settings.rehearsal_batch, settings.rehearsals, context.seed)
+        context.telemetry["curriculum/rehearsed_answers"] = sum(map(len, batches))
+        return batches
 
     def choose(self, context: StepContext, count: int) -> list[Group] | None:
         self._enter(context)
@@ -100,6 +122,8 @@ class Curriculum(Accelerator):
             self._compare(context, groups)
         for group in groups:
             self.outcomes.learn(group)
+        if self.earlier is not None and groups:
+            self.earlier.record(context, groups)
         return rollouts
 
     def replay(self, context: StepContext, rollouts: Sequence[Rollout]) -> list[Rollout]:
@@ -153,18 +177,22 @@ class Curriculum(Accelerator):
 
     def summary(self) -> dict[str, Any]:
         """``reliability``: rows of [answers, expected share right, share right] by expected share;
-        ``calibration_error``: their mean distance; ``signal_ratio``: signal seen over signal expected where it chose.
+        ``calibration_error``: their mean distance; ``signal_ratio``: signal seen over signal expected where it chose;
+        ``earlier_answers``: right answers of earlier runs that there were.
         """
         rows = self.table[self.table[:, 0] > 0]
         share = rows[:, 1:] / rows[:, :1]
         error = ((share[:, 0] - share[:, 1]).abs() * rows[:, 0]).sum() / rows[:, 0].sum().clamp_min(1)
         reliability = [[int(n), round(e, 4), round(s, 4)] for n, (e, s) in zip(rows[:, 0].tolist(), share.tolist())]
         ratio = (self.signals[1] / self.signals[0]).item() if self.signals[0] else None
-        return {"reliability": reliability, "calibration_error": round(error.item(), 4), "signal_ratio": ratio}
+        found = {"reliability": reliability, "calibration_error": round(error.item(), 4), "signal_ratio": ratio}
+        return found if self.earlier is None else found | {"earlier_answers": self.rehearsed}
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "lengths": torch.tensor(self.lengths),
+            "run_id": None if self.earlier is None else self.earlier.run_id,
+            "rehearsed": self.rehearsed,
             "outcomes": self.outcomes.state_dict(),
             "table": self.table.clone(),
             "signals": self.signals.clone(),
@@ -173,7 +201,8 @@ class Curriculum(Accelerator):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._start(state["lengths"].tolist())
+        self._start(state["lengths"].tolist(), Path(), state.get("run_id"))
+        self.rehearsed = state.get("rehearsed", 0)
         self.outcomes.load_state_dict(state["outcomes"])
         self.table, self.signals, self.recent = (state[name].clone() for name in ("table", "signals", "recent"))
         self.stored.load_state_dict(state["stored"])

@@ -1,6 +1,6 @@
 """Settings of the curriculum."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -44,3 +44,17 @@ class CurriculumSettings(AcceleratorSettings):
     many tokens per token of fresh answers that teach something; 0: none."""
     stored_uses: int = Field(8, ge=1)
     """How often a stored answer is trained on again; none is older than `memory` steps."""
+    database: str | None = None
+    """Retrospective database: a path (SQLite), sqlite:/// or postgresql:// URL. What earlier runs answered right to
+    these prompts is trained on before the first step; this run's right answers are added. null: neither."""
+    rehearsals: int = Field(1, ge=0)
+    """How often the right answers of earlier runs are trained on before the first step."""
+    rehearsed: int = Field(12, ge=1)
+    """Most of them for one prompt, the newest."""
+    rehearsal_batch: int = Field(16, ge=1)
+    """Answers in an update on nothing else; those to one prompt stay together, so that it is computed once."""
+
+    def conflicts(self, config: Any) -> str | None:
+        if self.database is not None and config.parallel != "none":
+            return f"accelerators.curriculum.database needs parallel none, got {config.parallel}"
+        return None

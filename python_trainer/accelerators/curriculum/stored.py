@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from python_trainer.data import Rollout
+from python_trainer.keyed import prompt_order
 
 PER_PROMPT = 2  # answers, the newest
 MOST = 4096  # of all
@@ -120,3 +121,14 @@ class StoredAnswers:
             )
             stored.append(Stored(answer, born, last, uses))
         self._fill(stored)
+
+
+def in_batches(groups: Sequence[list[Rollout]], size: int, times: int, seed: int) -> list[list[Rollout]]:
+    """All groups so many times, in another order each time, in batches of ``size`` answers or just above."""
+    batches: list[list[Rollout]] = []
+    for place in prompt_order(seed, 0, times * len(groups), len(groups)) if groups else ():
+        if not batches or len(batches[-1]) >= size:
+            batches.append([])
+        number = len({answer.group for answer in batches[-1]})
+        batches[-1] += [replace(answer, group=number) for answer in groups[place]]
+    return batches

@@ -25,16 +25,10 @@ from python_trainer.accelerators.rhyme.bank import SampleBank, for_tokenizer
 from python_trainer.accelerators.rhyme.judging import judged
 from python_trainer.accelerators.rhyme.matching import Curve, Matches, curve_of, rhyming_stages
 from python_trainer.accelerators.rhyme.ranking import Candidate, Ranking, Reservation
-from python_trainer.accelerators.rhyme.records import (
-    RunFacts,
-    StepRecord,
-    StoredAnswer,
-    prompt_key,
-)
+from python_trainer.accelerators.rhyme.recording import GatheredStep, right_answers, run_facts
+from python_trainer.accelerators.rhyme.records import StoredAnswer, prompt_key
 from python_trainer.accelerators.rhyme.settings import RhymeSettings
-from python_trainer.accelerators.rhyme.sketch import sketch_of
 from python_trainer.data import Group, Rollout, by_group, good_ones
-from python_trainer.keyed import keyed_seed
 from python_trainer.model.tokenizer import tokenizer_fingerprint
 
 if TYPE_CHECKING:
@@ -42,7 +36,6 @@ if TYPE_CHECKING:
     from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
 
 FIRST_STEPS = 2  # of a run, before any stage is trusted
-STORED_OF_GROUP = 2  # most right answers of a group that are stored at each visit
 
 
 class Rhyme(Accelerator):
@@ -68,8 +61,7 @@ class Rhyme(Accelerator):
         self.matches = Matches([], threshold=settings.threshold, lookahead=settings.lookahead)
         self.ranking = Ranking(settings)
         self.places: dict[int, Reservation] = {}
-        self.seen: list[list[Rollout]] = []  # fresh groups of the current step, over all rounds of dynamic sampling
-        self.kept: list[StoredAnswer] = []  # and what was stored of them
+        self.gathered = GatheredStep()
 
     def begin(self, run: "RunContext") -> None:
         self.folder = run.output_dir
@@ -86,7 +78,7 @@ class Rhyme(Accelerator):
             self.run_id = 0
             if self.database is not None:
                 if self.settings.record:
-                    self.run_id = begin_run(self.database, self._facts(context), self.folder)
+                    self.run_id = begin_run(self.database, run_facts(context, self.fingerprint), self.folder)
                 self._read_history(context)
         elif self.database is not None and self._refresh_due(context.step):
             self._read_history(context)
@@ -94,15 +86,6 @@ class Rhyme(Accelerator):
     def _refresh_due(self, step: int) -> bool:
         every = self.settings.refresh_steps
         return every > 0 and step % every == 0
-
-    def _facts(self, context: StepContext) -> RunFacts:
-        return RunFacts(
-            family=str(context.policy.model.config.model_type),
-            parameters=sum(p.numel() for p in context.policy.model.parameters()),
-            tokenizer=self.fingerprint,
-            task=context.task.name,
-            **context.facts,
-        )
 
     def _read_history(self, context: StepContext) -> None:
         """Good answers to the prompts of this task, and the trajectories of the runs that found them."""
@@ -235,49 +218,13 @@ class Rhyme(Accelerator):
         """The step goes into this run's trajectory, its right answers into the bank, all of it into the database."""
         if len(self.curve) and int(self.curve.steps[-1]) == context.step:  # a further round
             self.curve = self.curve.first(len(self.curve) - 1)
-        else:
-            self.seen, self.kept = [], []
-        self.seen += groups
-        fresh = [rollout for group in self.seen for rollout in group]
-        record = StepRecord(
-            context.step,
-            fresh[0].policy_version,
-            sum(r.reward for r in fresh) / len(fresh),
-            sum(r.accuracy for r in fresh) / len(fresh),
-            sketch_of(self.seen),
-            sum(len(r.logprobs) for r in fresh),
-        )
+        kept = right_answers(context, groups, self.run_id or 0, self.fingerprint)
+        record, answers = self.gathered.add(context.step, groups, kept)
         self.curve = self.curve.extended(record, *self.settings.reward_range)
-        kept = self._right_answers(context, groups)
         for sample in kept:
             self.bank.add(sample, fresh=True)
-        self.kept += kept
         if self.database is not None and self.settings.record:
-            self.database.add_step(self.run_id or 0, record, self.kept)
-
-    def _right_answers(self, context: StepContext, groups: list[list[Rollout]]) -> list[StoredAnswer]:
-        """Of each group a few different good ones, see :func:`good_ones`; best reward first, then at random."""
-        kept = []
-        for number, fresh in enumerate(groups):
-            right = {r.text: r for r in good_ones(fresh) if r.response_ids}
-            draw = {text: keyed_seed(context.seed, "rhyme store", number, text) for text in right}
-            order = sorted(right, key=lambda text: (-right[text].reward, draw[text]))
-            for rollout in (right[text] for text in order[:STORED_OF_GROUP]):
-                kept.append(
-                    StoredAnswer(
-                        self.run_id or 0,
-                        context.step,
-                        rollout.policy_version,
-                        self.places[rollout.prompt_key].key,
-                        rollout.text,
-                        rollout.finish_reason == "stop",
-                        rollout.reward,
-                        list(rollout.response_ids),
-                        [float("nan")] * rollout.prefix_len + list(rollout.logprobs),
-                        self.fingerprint,
-                    )
-                )
-        return kept
+            self.database.add_step(self.run_id or 0, record, answers)
 
     def summary(self) -> dict[str, Any]:
         """The runs that answers were taken from, and what those had cost."""

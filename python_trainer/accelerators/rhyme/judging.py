@@ -6,10 +6,11 @@ from python_trainer.accelerators.base import StepContext
 from python_trainer.accelerators.rhyme.records import StoredAnswer, prompt_key
 
 
-def judged(samples: Sequence[StoredAnswer], context: StepContext) -> list[StoredAnswer]:
+def judged(samples: Sequence[StoredAnswer], context: StepContext, *, unjudged: bool = True) -> list[StoredAnswer]:
     """Those that this run calls right, in their order; their rewards become what fresh answers would get.
 
-    Where nothing is right or wrong all stay: each was better than the mean of its group when it was given.
+    Where nothing is right or wrong all stay, as each was better than the mean of its group when it was given; or none,
+    without ``unjudged``.
 
     Runs of other reward functions, weights or penalties, and an earlier part of a resumed run, have rewards of their
     own scale, which say nothing next to those of fresh answers. Answers that this run could not give are left out: to
@@ -25,6 +26,6 @@ def judged(samples: Sequence[StoredAnswer], context: StepContext) -> list[Stored
         scores = context.judge([examples[sample.prompt_key] for sample in part], [s.text for s in part], ids)
         for sample, reward, accuracy in zip(part, scores.total, scores.accuracy):
             sample.reward = reward
-            if scores.merit is not None or accuracy > 0.5:
+            if unjudged if scores.merit is not None else accuracy > 0.5:
                 right.append(sample)
     return right

@@ -1,0 +1,77 @@
+"""What a run writes into the retrospective database: facts about it, its steps, and a few right answers of each."""
+
+from collections.abc import Sequence
+
+from python_trainer.accelerators.base import StepContext
+from python_trainer.accelerators.rhyme.records import RunFacts, StepRecord, StoredAnswer, prompt_key
+from python_trainer.accelerators.rhyme.sketch import sketch_of
+from python_trainer.data import Rollout, good_ones
+from python_trainer.keyed import keyed_seed
+
+STORED_OF_GROUP = 2  # most right answers of a group that are stored at each visit
+
+
+def run_facts(context: StepContext, fingerprint: str) -> RunFacts:
+    """Of the run whose step this is; the fingerprint is that of its tokenizer."""
+    return RunFacts(
+        family=str(context.policy.model.config.model_type),
+        parameters=sum(p.numel() for p in context.policy.model.parameters()),
+        tokenizer=fingerprint,
+        task=context.task.name,
+        **context.facts,
+    )
+
+
+class GatheredStep:
+    """The fresh answers of a step, and what is stored of them, over all rounds of dynamic sampling."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.groups: list[list[Rollout]] = []
+        self.kept: list[StoredAnswer] = []
+
+    def add(
+        self, step: int, groups: Sequence[list[Rollout]], kept: Sequence[StoredAnswer]
+    ) -> tuple[StepRecord, list[StoredAnswer]]:
+        """A round -> the step as far as it has come, and all that is stored of it."""
+        if step != self.step:
+            self.step, self.groups, self.kept = step, [], []
+        self.groups += groups
+        self.kept += kept
+        fresh = [rollout for group in self.groups for rollout in group]
+        record = StepRecord(
+            step,
+            fresh[0].policy_version,
+            sum(r.reward for r in fresh) / len(fresh),
+            sum(r.accuracy for r in fresh) / len(fresh),
+            sketch_of(self.groups),
+            sum(len(r.logprobs) for r in fresh),
+        )
+        return record, self.kept
+
+
+def right_answers(
+    context: StepContext, groups: Sequence[Sequence[Rollout]], run_id: int, fingerprint: str
+) -> list[StoredAnswer]:
+    """Of each group a few different good ones, see :func:`good_ones`; best reward first, then at random."""
+    kept = []
+    for number, fresh in enumerate(groups):
+        right = {r.text: r for r in good_ones(fresh) if r.response_ids}
+        draw = {text: keyed_seed(context.seed, "rhyme store", number, text) for text in right}
+        order = sorted(right, key=lambda text: (-right[text].reward, draw[text]))
+        for rollout in (right[text] for text in order[:STORED_OF_GROUP]):
+            kept.append(
+                StoredAnswer(
+                    run_id,
+                    context.step,
+                    rollout.policy_version,
+                    prompt_key(context.task.train[rollout.prompt_key].prompt),
+                    rollout.text,
+                    rollout.finish_reason == "stop",
+                    rollout.reward,
+                    list(rollout.response_ids),
+                    [float("nan")] * rollout.prefix_len + list(rollout.logprobs),
+                    fingerprint,
+                )
+            )
+    return kept

@@ -1,0 +1,139 @@
+"""Right answers of earlier runs, trained on before the first step."""
+
+import json
+
+import pytest
+import torch
+from rich.console import Console
+
+from python_trainer.accelerators.curriculum.stored import in_batches
+from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
+from python_trainer.data import Rollout
+from python_trainer.errors import UserError
+from python_trainer.run import Trainer
+from python_trainer.run_directory import read_metrics
+
+
+def odd(prompts, completions, completion_ids, **_):
+    """Right where the first token is odd, so that some answers of a random policy are."""
+    return [float(ids[0] % 2) for ids in completion_ids]
+
+
+@pytest.fixture
+def run(make_config, tmp_path):
+    """run(folder, steps, **settings of curriculum) -> the trainer of a run that is over; on one database by default."""
+
+    def make(folder, steps=4, resume=False, task=None, seed=0, **curriculum):
+        curriculum = {"database": str(tmp_path / "history.db"), "least_gain": 1e9} | curriculum
+        config = make_config(
+            max_steps=steps,
+            seed=seed,
+            rollout={"num_generations": 4, "prompts_per_step": 4},
+            accelerators={"enabled": ["curriculum"], "curriculum": curriculum},
+            task={"reward": "test_earlier_runs:odd"} | (task or {}),
+        )
+        trainer = Trainer(config, tmp_path / folder, console=Console(quiet=True), resume=resume)
+        trainer.run()
+        return trainer
+
+    return make
+
+
+def weights(trainer):
+    return [p.detach().clone() for p in trainer.policy.model.parameters()]
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(weights(a), weights(b), strict=True))
+
+
+def found(tmp_path, folder):
+    summary = json.loads((tmp_path / folder / "summary.json").read_text())
+    return summary["accelerators"]["curriculum"]["earlier_answers"]
+
+
+def test_the_first_run_is_as_without_a_database_and_the_second_begins_with_its_answers(run, tmp_path):
+    first, alone = run("first"), run("alone", database=None)
+    assert same(first, alone)
+    database = RetrospectiveDatabase(str(tmp_path / "history.db"))
+    answers = database.samples()
+    (recorded,) = database.runs()
+    assert recorded.steps == 4 and answers
+    assert all(answer.response_ids[0] % 2 for answer in answers)
+    second = run("second", seed=1)
+    rows = read_metrics(tmp_path / "second")[1:]
+    assert found(tmp_path, "first") == 0 < found(tmp_path, "second") == rows[0]["curriculum/rehearsed_answers"]
+    assert "curriculum/rehearsed_answers" not in rows[1]
+    assert rows[0]["tokens/trained"] > rows[1]["tokens/trained"] > 0
+    assert json.loads((tmp_path / "second" / "summary.json").read_text())["generated_tokens"] == sum(
+        row["tokens/generated"] for row in rows
+    )
+    assert not same(second, run("other", seed=1, database=None))
+    assert len(database.runs()) == 2
+
+
+def test_rehearsal_makes_right_answers_more_likely(run, tmp_path):
+    run("first", steps=6)
+    prompts = RetrospectiveDatabase(str(tmp_path / "history.db")).samples()
+    assert prompts
+    run("with", steps=1, seed=1, rehearsals=20)
+    run("without", steps=1, seed=1, rehearsals=0)
+    accuracy = {name: read_metrics(tmp_path / name)[1]["accuracy"] for name in ("with", "without")}
+    assert accuracy["with"] > accuracy["without"] + 0.2
+
+
+def test_a_resumed_run_makes_its_steps_once(run, tmp_path):
+    run("first")
+    copy = (tmp_path / "history.db").read_bytes()
+    whole = run("whole", steps=6, seed=1)
+    (tmp_path / "history.db").write_bytes(copy)
+    run("parts", steps=3, seed=1)
+    database = RetrospectiveDatabase(str(tmp_path / "history.db"))
+    stray = database.trajectory(2)[-1]
+    stray.step = 4  # written by a process that died before it saved step 4
+    database.add_step(2, stray, [])
+    rest = run("parts", steps=6, seed=1, resume=True)
+    assert same(whole, rest)
+    assert [record.step for record in database.trajectory(2)] == [1, 2, 3, 4, 5, 6]
+    assert len(database.runs()) == 2 and found(tmp_path, "parts") == found(tmp_path, "whole")
+
+
+def test_other_rewards_judge_again(run, tmp_path):
+    run("first")
+    run("second", seed=1, task={"reward": "test_earlier_runs:even"})
+    assert found(tmp_path, "second") == 0
+    run("third", seed=1, task={"reward": "test_earlier_runs:share"})  # nothing is right or wrong
+    assert found(tmp_path, "third") == 0
+
+
+def share(prompts, completions, completion_ids, **_):
+    return [sum(token % 2 for token in ids) / (len(ids) + 1) for ids in completion_ids]
+
+
+def even(prompts, completions, completion_ids, **_):
+    return [float(ids[0] % 2 == 0) for ids in completion_ids]
+
+
+def test_what_it_cannot_go_with(make_config, tmp_path):
+    options = {"enabled": ["curriculum"], "curriculum": {"database": "history.db"}}
+    with pytest.raises(UserError, match="accelerators.curriculum.database needs parallel none, got ddp"):
+        make_config(parallel="ddp", accelerators=options)
+    (tmp_path / "notes.db").write_text("no database at all")
+    options["curriculum"]["database"] = str(tmp_path / "notes.db")
+    trainer = Trainer(make_config(accelerators=options), tmp_path / "run", console=Console(quiet=True))
+    with pytest.raises(UserError, match="notes.db"):
+        trainer.run()
+    assert (tmp_path / "notes.db").read_text() == "no database at all"
+
+
+def test_batches_keep_a_prompt_together_and_see_all_as_often():
+    groups = [[Rollout([key], [1], prompt_key=key)] * size for key, size in enumerate([1, 3, 2, 5, 1])]
+    batches = in_batches(groups, size=4, times=3, seed=7)
+    keys = [answer.prompt_key for batch in batches for answer in batch]
+    assert [keys.count(key) for key in range(5)] == [3, 9, 6, 15, 3]
+    for batch in batches[:-1]:
+        assert 4 <= len(batch) <= 8
+    for batch in batches:
+        assert len({answer.group for answer in batch}) == len({(a.group, a.prompt_key) for a in batch})
+    assert in_batches([], 4, 3, 7) == [] == in_batches(groups, 4, 0, 7)
+    assert in_batches(groups, 4, 3, 8) != batches
