@@ -4,6 +4,9 @@
     python -m bench.studies curriculum --tasks sums --names curriculum "shorter half" --seeds 0 1
     python -m bench.studies curriculum --report-only
 
+Names with "earlier" are of runs that begin with what one run of another seed, with a curriculum too, has left in its
+database; each has a copy of it. What that run took is told beside them.
+
 Every run has the task's settings and as many answers or steps as plain training; the seeds pair. What counts are the
 seconds and tokens to plain training's own final accuracy, held in two successive evaluations. A finished run is a row
 of bench/studies/results/curriculum.jsonl and is not made again; runs without history are those of the study of the
@@ -12,6 +15,8 @@ curriculum.md and curriculum.png.
 """
 
 import argparse
+import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,13 +24,13 @@ from typing import Any
 import torch
 
 from bench.faults.records import read_rows
-from bench.studies.curriculum_report import write
+from bench.studies.curriculum_report import EARLIER, write
 from bench.studies.ground import RECORDS as GROUND
 from bench.studies.ground import RIVALS, SEEDS, Ground, add_task_arguments, rival
 from bench.studies.ground_report import PLAIN
 
 RECORDS = Path(__file__).parent / "results" / "curriculum.jsonl"
-ON = "accelerators.enabled"
+ON, DATABASE = "accelerators.enabled", "accelerators.curriculum.database"
 CURRICULUM: dict[str, Any] = {ON: ["curriculum"]}
 RUNS: dict[str, Mapping[str, Any]] = {
     "Beta bandit": {ON: ["bench.studies.beta_bandit:BetaBanditSettings"]},
@@ -40,20 +45,40 @@ RUNS: dict[str, Mapping[str, Any]] = {
     "plain order, stored answers": CURRICULUM | {"accelerators.curriculum.least_gain": 1e9},
     "from the first step": CURRICULUM | {"accelerators.curriculum.least_gain": 0.0},
 }
+EARLIER_SEED = 1000
+AFTER: dict[str, Mapping[str, Any]] = {
+    "curriculum after an earlier run": CURRICULUM,
+    # the rule that could explain it: supervised steps on the stored answers, then plain training
+    "answers of an earlier run, then plain": CURRICULUM | {
+        "accelerators.curriculum.least_gain": 1e9, "accelerators.curriculum.stored_share": 0.0,
+    },
+}  # fmt: skip
 SIZES = {
     "curriculum, twice the steps": 2.0,
     "by 1 / length, three times the steps": 3.0,
 }  # of a run, in steps of plain training
+PARTS = "rivals", "curriculum", "earlier"
+NAMES = [*RIVALS, *RUNS, *AFTER]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_task_arguments(parser, "curriculum", RECORDS)
-    parser.add_argument("--names", nargs="+", choices=[*RIVALS, *RUNS], metavar="NAME",
-                        default=[*RIVALS, *RUNS], help=f"{', '.join([*RIVALS, *RUNS])}; default: all")  # fmt: skip
+    parser.add_argument("--names", nargs="+", choices=NAMES, metavar="NAME", default=NAMES,
+                        help=f"{', '.join(NAMES)}; default: all")  # fmt: skip
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS), metavar="N")
     parser.add_argument(
         "--ground-records", type=Path, default=GROUND, metavar="FILE", help="of the runs without history"
     )
+
+
+def after_an_earlier_run(ground: Ground, name: str, seed: int) -> None:
+    """A run on a copy of the database that the earlier run, which is made unless it is there, has left."""
+    left = ground.folder / "earlier.db"
+    ground.run("earlier", EARLIER, CURRICULUM | {DATABASE: str(left)}, EARLIER_SEED)
+    own = ground.folder / f"{re.sub('[^a-z]+', '-', name)}-{seed}.db"
+    if left.exists() and not own.exists():
+        shutil.copy(left, own)
+    ground.run("curriculum", name, AFTER[name] | {DATABASE: str(own)}, seed)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -65,8 +90,10 @@ def run(args: argparse.Namespace) -> None:
             for name in dict.fromkeys([PLAIN, *args.names]):
                 if name in RIVALS:
                     rival(ground, name, seed)
+                elif name in AFTER:
+                    after_an_earlier_run(chosen, name, seed)
                 else:
                     chosen.run("curriculum", name, RUNS[name], seed, SIZES.get(name, 1.0))
     rows = [*read_rows(args.ground_records), *read_rows(args.records)]
-    told = {(row["task"], row["name"], row["seed"]): row for row in rows if row["part"] in ("rivals", "curriculum")}
+    told = {(row["task"], row["name"], row["seed"]): row for row in rows if row["part"] in PARTS}
     write(list(told.values()), args.records.parent)

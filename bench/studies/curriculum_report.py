@@ -10,6 +10,7 @@ from bench.studies.ground_report import PLAIN, Record, draw, first_time, machine
 from python_trainer.files import write_text
 
 TOKENS, SECONDS = 2, 1  # columns of a curve
+EARLIER = "the earlier run"
 
 
 def write(records: Sequence[Record], folder: Path) -> None:
@@ -23,9 +24,13 @@ def write(records: Sequence[Record], folder: Path) -> None:
     for task in dict.fromkeys(row["task"] for row in records):
         mine = [row for row in records if row["task"] == task]
         lines += ["", f"## {task}", "", machines(mine), "", *task_lines(mine)]
+        for row in (row for row in mine if row["name"] == EARLIER):
+            cost = f"{row['generated_tokens']:,} tokens and {row['cpu_s']:.0f} CPU s"
+            lines += ["", f"The earlier run took {cost} and ended at {row['final']:.3f}."]
     write_text(folder / "curriculum.md", "\n".join(lines) + "\n")
     if records:
-        draw(records, folder / "curriculum.png", TOKENS, "generated tokens")
+        later = [row for row in records if row["name"] != EARLIER]
+        draw(later, folder / "curriculum.png", TOKENS, "generated tokens")
 
 
 def task_lines(records: Sequence[Record]) -> list[str]:

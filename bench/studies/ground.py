@@ -144,11 +144,14 @@ def is_of(row: Mapping[str, Any], config: Config) -> bool:
 
 
 def in_use(config: Config) -> dict[str, Any]:
-    """Its settings, without those of accelerators that are off."""
+    """Its settings, without those of accelerators that are off, and wherever databases are."""
     settings = choose_engine(config)[0].model_dump(mode="json")
-    on = {accelerator.name for accelerator in config.accelerators.chosen()}
-    kept = {name: section for name, section in settings["accelerators"].items() if name in on | {"enabled"}}
-    return settings | {"accelerators": kept}
+    own = settings["accelerators"]
+    on = {accelerator.name: own[accelerator.name] for accelerator in config.accelerators.chosen()}
+    for section in on.values():
+        if section.get("database") is not None:
+            section["database"] = "some"
+    return settings | {"accelerators": on | {"enabled": own["enabled"]}}
 
 
 def words(point: Mapping[str, Any]) -> str:

@@ -47,9 +47,9 @@ class CurriculumSettings(AcceleratorSettings):
     database: str | None = None
     """Retrospective database: a path (SQLite), sqlite:/// or postgresql:// URL. What earlier runs answered right to
     these prompts is trained on before the first step; this run's right answers are added. null: neither."""
-    rehearsals: int = Field(1, ge=0)
+    rehearsals: int = Field(3, ge=0)
     """How often the right answers of earlier runs are trained on before the first step."""
-    rehearsed: int = Field(12, ge=1)
+    rehearsed: int = Field(4, ge=1)
     """Most of them for one prompt, the newest."""
     rehearsal_batch: int = Field(16, ge=1)
     """Answers in an update on nothing else; those to one prompt stay together, so that it is computed once."""
