@@ -61,17 +61,37 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(builder, "create_dot", create_dot)
     for module in (triton_kernels, triton_grouped, logprob_kernels):
         monkeypatch.setattr(module, "triton_interpreted", lambda: False)
+    monkeypatch.setattr(triton_kernels, "processors", lambda _: 132)  # so few programs as here are split along the keys
 
 
 def assert_close(ours, plain, exact, floor=2e-6):
     for a, b, gold in zip(ours, plain, exact, strict=True):
         assert a.dtype == b.dtype and not a.isnan().any()
-        error, allowed = ((x.double() - gold).abs().max() for x in (a, b))
+        seen = gold > -torch.inf
+        assert torch.equal(a > -torch.inf, seen)
+        gold = gold[seen]
+        error, allowed = ((x[seen].double() - gold).abs().max() for x in (a, b))
         assert error <= 2 * allowed + floor * gold.abs().max(), f"error {error:.3g}, of plain torch {allowed:.3g}"
 
 
+def ints(values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
 def starts_of(counts):
-    return torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return ints([0, *counts]).cumsum(0, dtype=torch.int32)
+
+
+def pages(lens, kv_heads, dim):
+    """Key and value cache in blocks of 16, and the tables of sequences of these lengths; NaN beyond them."""
+    counts = [-(-n // 16) for n in lens]
+    caches = torch.full((2, sum(counts), 16, kv_heads, dim), torch.nan, dtype=BF16)
+    tables = torch.full((len(lens), max(counts)), -1, dtype=torch.int32)
+    for row, n, blocks in zip(tables, lens, torch.randperm(sum(counts)).int().split(counts)):
+        row[: len(blocks)] = blocks
+        at = torch.arange(n)
+        caches[:, blocks[at // 16].long(), at % 16] = torch.randn(2, n, kv_heads, dim).to(BF16)
+    return *caches, tables
 
 
 @pytest.mark.parametrize(("lens", "queries", "heads", "dim", "tile"), [
@@ -79,19 +99,67 @@ def starts_of(counts):
     ([150], [70], (2, 1), 64, (128, 64)),
 ], ids=["decode", "prefill"])  # fmt: skip
 def test_paged_attention(lens, queries, heads, dim, tile):
-    counts = [-(-n // 16) for n in lens]
-    caches = torch.randn(2, sum(counts), 16, heads[1], dim).to(BF16)
-    tables = torch.full((len(lens), max(counts)), -1, dtype=torch.int32)
-    for row, blocks in zip(tables, torch.randperm(sum(counts)).int().split(counts)):
-        row[: len(blocks)] = blocks
+    *caches, tables = pages(lens, heads[1], dim)
     query = torch.randn(sum(queries), heads[0], dim).to(BF16)
-    rest = tables, torch.tensor(lens, dtype=torch.int32), starts_of(queries)
+    rest = tables, ints(lens), starts_of(queries)
     scale, launch = dim**-0.5, triton_kernels._Launch(query, caches[0], tables)
     assert (launch.block_m, launch.block_n, launch.upcast) == (*tile, False)
     ours = rlkernels.paged_attention(query, *caches, *rest, scale=scale, return_lse=True, backend="triton")
     plain = reference.paged_attention(query, *caches, *rest, scale)
-    exact = reference.paged_attention(query.double(), *caches.double(), *rest, scale)
+    exact = reference.paged_attention(query.double(), *(c.double() for c in caches), *rest, scale)
     assert_close(ours, plain, exact)
+
+
+SHARED = {  # tokens of each prefix, keys and queries of its sequences; heads, dim; tiles and splits of both
+    "decode": ([(600, [70, *range(1, 8)], [1] * 8), (70, [33, 16, 2], [1] * 3)], (8, 2), 128, (32, 2), (16, 1)),
+    "drafts": ([(530, [300, 40], [40, 33]), (0, [20], [3])], (4, 1), 64, (128, 2), (128, 1)),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_prefix_attention(name):
+    """A prefix in two splits, so that three parts in float32 are merged into bfloat16."""
+    groups, heads, dim, *cut = SHARED[name]
+    prefixes, sizes = [g[0] for g in groups], [len(g[1]) for g in groups]
+    lens, counts = ([n for g in groups for n in g[i]] for i in (1, 2))
+    *caches, tables = pages(prefixes + lens, heads[1], dim)
+    query = torch.randn(sum(counts), heads[0], dim).to(BF16)
+    group_tables, own_tables = tables[: len(prefixes)], tables[len(prefixes) :, : -(-max(lens) // 16)]
+    launches = [triton_kernels._Launch(query, caches[0], t) for t in (group_tables, own_tables)]
+    assert [(launch.block_m, launch.splits, launch.block_n) for launch in launches] == [(*c, 64) for c in cut]
+    rest = group_tables, ints(prefixes), starts_of(sizes), own_tables, ints(lens), starts_of(counts)
+    scale = dim**-0.5
+    ours = rlkernels.shared_prefix_attention(query, *caches, *rest, scale=scale, return_lse=True, backend="triton")
+    plain = reference.shared_prefix_attention(query, *caches, *rest, scale)
+    exact = reference.shared_prefix_attention(query.double(), *(c.double() for c in caches), *rest, scale)
+    assert_close(ours, plain, exact)
+
+
+@pytest.mark.parametrize(("dim", "dtype"), [(128, BF16), (80, BF16), (128, torch.float32)], ids=str)
+def test_merge_attention(dim, dtype):
+    """Blocks of 8 rows, the third in part."""
+    a, b = torch.randn(2, 7, 3, dim).to(dtype)
+    lse_a, lse_b = torch.randn(2, 7, 3) * 3
+    lse_a[:2], lse_b[1:3] = -torch.inf, -torch.inf  # row 1: neither side saw a key
+    a[:2], b[1:3] = torch.nan, torch.nan
+    ours = rlkernels.merge_attention(a, lse_a, b, lse_b, backend="triton")
+    plain = reference.merge_attention(a, lse_a, b, lse_b)
+    assert_close(ours, plain, reference.merge_attention(*(t.double() for t in (a, lse_a, b, lse_b))))
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)
+def test_write_kv(dtype):
+    """Blocks of 16 rows, the third in part, rounded on their way; nothing is written for slots outside the cache."""
+    storage = torch.full((2, 5, 16, 3, 128), torch.nan, dtype=BF16)
+    caches = storage[:, 1:4]
+    key, value = torch.randn(2, 13, 3, 128).to(dtype)
+    slots = torch.randperm(48)[:13]
+    slots[4], slots[7] = -1, 48
+    kept = (slots >= 0) & (slots < 48)
+    expected = storage.clone()
+    reference.write_kv(key[kept], value[kept], *expected[:, 1:4], slots[kept])
+    triton_kernels.write_kv(key, value, *caches, slots)  # the public function refuses such slots on a CPU
+    torch.testing.assert_close(storage, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
