@@ -13,6 +13,7 @@ from support import lacks
 import rlkernels
 from rlkernels.logprobs import reference as logprobs
 from rlkernels.prefix_cache import reference
+from rlkernels.similarity import reference as similarity
 
 triton_kernels = pytest.importorskip("rlkernels.prefix_cache.triton_kernels", reason="this machine lacks triton")
 BF16 = torch.bfloat16
@@ -194,6 +195,41 @@ def test_token_logprobs():
     ours = run(logits, lambda x: rlkernels.token_logprobs(x, ids, return_entropy=True, backend="triton"))
     plain = run(logits, lambda x: logprobs.token_logprobs(x, ids))
     assert_close(ours, plain, run(logits.double(), lambda x: logprobs.token_logprobs(x, ids)))
+
+
+SAMPLED = [  # temperature, top_p, top_k, uniform
+    (1.0, 1.0, 0, 0.4),
+    (1.5, 0.99, 0, 0.97),  # cut among negative logits
+    (1.3, 0.8, 5000, 0.6),
+    (1.0, 1.0, 40, 1 - 2**-24),
+    (0.0, 1.0, 0, 0.5),
+]
+
+
+@pytest.mark.parametrize("filtered", [True, False], ids=["filtered", "not filtered"])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+def test_sample_tokens(dtype, filtered):
+    """Blocks of 4,096, the ninth in part; bfloat16 has many equal logits, at every cut."""
+    logits = (torch.randn(len(SAMPLED), 33333) * 3).to(dtype)
+    logits[:, ::7] = -torch.inf
+    logits[4, [32999, 31111]] = 20.0  # the first of equals, in the last block but one
+    temperatures, top_ps, top_ks, uniforms = map(torch.tensor, zip(*SAMPLED))
+    settings = {"temperature": temperatures} | ({"top_p": top_ps, "top_k": top_ks} if filtered else {})
+    ours, wanted = (rlkernels.sample_tokens(logits, uniforms, backend=b, **settings) for b in ("triton", "torch"))
+    assert torch.equal(ours[0], wanted[0]) and ours[0][4] == 31111
+    torch.testing.assert_close(ours[1], wanted[1], atol=2e-7, rtol=2e-7)
+
+
+@pytest.mark.parametrize("how", [{}, {"band": 9}, {"mode": "subsequence"}], ids=["full", "band", "subsequence"])
+def test_dtw(how):
+    """A strip of 128 rows and one of 22, along more columns than a strip has rows."""
+    x, y, length = torch.randn(1, 150, 2), torch.randn(1, 140, 2), torch.tensor([131])
+    ours, plain = (rlkernels.dtw(x, y, y_lengths=length, **how, backend=b) for b in ("triton", "torch"))
+    exact = similarity.dtw(x.double(), y.double(), y_lengths=length, **how)
+    if "mode" in how:
+        (ours, *places), (plain, *wanted), (exact, *_) = ours, plain, exact
+        assert places == wanted  # of a single pair
+    assert_close([ours], [plain], [exact])
 
 
 def test_conversions_are_those_of_torch():
