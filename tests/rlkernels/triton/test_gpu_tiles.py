@@ -3,6 +3,8 @@
 Elsewhere the interpreter gets small tiles and float32, because its own bfloat16 is cut off and its products take the
 bits for integers. Here both are mended: conversions round to nearest even and products multiply the values in float32,
 which is what tensor cores do. So the rules by which a GPU is judged are tried out on the rounding that it will have.
+Those of rank 1 are in test_rank1.py: they take bfloat16 as its bits, and programs of panels wait for each other, so on
+a GPU that file runs last.
 """
 
 import numpy as np

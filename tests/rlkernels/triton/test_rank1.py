@@ -141,6 +141,41 @@ def test_first_block_is_that_of_the_reference():
     assert torch.equal(solver.work.T, reference.random_block(70, 4, 2**62 + 5, pair[0].device))
 
 
+WHOLE = {  # shapes at which the tiles of a GPU are whole, and in part
+    "rows": [(66, 4096), (70, 2053), (5, 1021)],  # 64 rows of 4,096 columns, aligned; 1,024 columns are the fewest
+    "panels": [(214, 5003), (18, 5008)],  # 208 rows in float32; chunks of 1,024 columns, strips of 256; aligned
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", WHOLE)
+def test_reads_at_the_tiles_of_a_gpu(name, dtype):
+    pairs = [generated(planted, m, n, 3e-3, seed=m, dtype=dtype) for m, n in WHOLE[name]]
+    settings = {"tol": 1e-2, "max_passes": 1, "min_passes": 1, "rank": 1, "seed": 7}
+    solver = grouped.Solver(pairs, [None] * len(pairs), **settings, tiling=Tiling())
+    solver._start()
+    heights, widths = zip(*WHOLE[name])
+    for first, basis in zip(solver.work.split(widths, 1), solver.q.double().split(widths, 1)):
+        assert torch.equal(first.T, reference.random_block(first.shape[1], 4, 7, first.device))
+        torch.testing.assert_close(basis @ basis.T, torch.eye(4).double(), rtol=0, atol=1e-6)
+    solver._read(0, statistics=True)
+    y, z, q = solver.y.split(heights, 1), solver.z.split(widths, 1), solver.q.split(widths, 1)
+    for pair, stats, block, *ours in zip(pairs, solver._statistics(), q, y, z):
+        delta = pair[0].double() - pair[1].double()
+        exact = delta @ block.double().T, delta.T @ (delta @ block.double().T)
+        for mine, plain, gold in zip(ours, reference.delta_read(*pair, block.T), exact):
+            error, allowed = ((t.double() - gold).abs().max() for t in (mine.T, plain))
+            assert error <= 2 * allowed + 1e-6 * gold.abs().max(), f"error {error:.3g}, of plain {allowed:.3g}"
+        assert math.isclose(stats[0], delta.square().sum(), rel_tol=1e-5) and stats[1] == delta.count_nonzero()
+
+
+def test_solves_at_the_tiles_of_a_gpu():
+    pairs = [generated(planted, m, n, 3e-3, share=0.9) for m, n in ((66, 2053), (18, 5003))]
+    for got, pair in zip(solve(pairs), pairs):
+        check(got, *pair)
+        assert got.status == "ok"
+
+
 def test_small_matrices_like_the_reference():
     g = torch.Generator().manual_seed(0)
     with torch.device("cpu"):
@@ -155,7 +190,7 @@ def test_small_matrices_like_the_reference():
     assert grouped.spectral_norm(torch.zeros(2, 4, 4).double()).tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (5, 1023), (33, 70)])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 1023), (33, 70), (6, 2053)])
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float16)])
 def test_delta_matvec(shape, dtypes):
     weight, base = generated(planted, *shape, 1e-2, dtype=torch.float32)
@@ -185,6 +220,17 @@ def test_add_rank1(dtype, stochastic):
     spacing = torch.finfo(dtype).eps * plain.abs().clamp_min(torch.finfo(dtype).smallest_normal)
     assert ((ours - plain).abs()[finite] <= (3e-7 * plain.abs() + spacing)[finite]).all()
     assert torch.equal(ours.isfinite(), finite)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_add_rank1_at_the_tiles_of_a_gpu(dtype, stochastic):
+    """Blocks of 4 x 1,024, the third row and column of them in part; a sum that float32 holds exactly, fused or not."""
+    weight = (torch.randint(-128, 128, (10, 2053)) / 64).to(dtype)
+    u, v = torch.randint(-7, 8, (10,)) / 1024, torch.randint(-15, 16, (2053,)) / 64
+    options = {"stochastic_rounding": stochastic, "seed": 5}
+    wanted = reference.add_rank1_(weight.clone(), u, v, 0.5, **options)
+    assert torch.equal(rlkernels.add_rank1_(weight, u, v, 0.5, backend="triton", **options), wanted)
 
 
 def test_add_rank1_takes_a_row_of_the_weight_and_counts_as_a_change():
