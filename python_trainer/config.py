@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from python_trainer.accelerators import AcceleratorsConfig, registered
+from python_trainer.accelerators import AUTO, AcceleratorsConfig, OrAuto, registered
+from python_trainer.accelerators.settings import AcceleratorSettings
 from python_trainer.algorithms.settings import AlgorithmConfig
 from python_trainer.callbacks import CALLBACKS
 from python_trainer.errors import UserError, hide_passwords
@@ -150,29 +151,34 @@ class Config(Section):
 
     @model_validator(mode="after")
     def accelerators_fit(self) -> "Config":
+        if self.accelerators.enabled == AUTO:
+            self.accelerators.choose(self._refused)
         for accelerator in self.accelerators.chosen():
-            if self.task.environment is not None and not accelerator.multi_turn:
-                able = ", ".join(kind.name for kind in registered() if kind.multi_turn)
-                raise ValueError(
-                    f"accelerators.enabled: {accelerator.name} needs task.environment=null, got "
-                    f"{self.task.environment}, which allows {able}"
-                )
-            if (conflict := accelerator.conflicts(self)) is not None:
+            if (refused := self._refused(accelerator)) is not None:
+                raise ValueError(refused)
+        for accelerator in self.accelerators.others():
+            if accelerator.idle() is not None and (conflict := accelerator.conflicts(self)) is not None:
                 raise ValueError(conflict)
         return self
 
+    def _refused(self, accelerator: AcceleratorSettings) -> str | None:
+        """Why these settings do not go with an accelerator."""
+        if self.task.environment is not None and not accelerator.multi_turn:
+            able = ", ".join(kind.name for kind in registered() if kind.multi_turn)
+            return (
+                f"accelerators.enabled: {accelerator.name} needs task.environment=null, got {self.task.environment}, "
+                f"which allows {able}"
+            )
+        if self.parallel != "none" and not accelerator.divisible:
+            able = ", ".join(kind.name for kind in registered() if kind.divisible)
+            name = accelerator.name
+            return f"accelerators.enabled: {name} needs parallel=none, got {self.parallel}, which allows {able}"
+        return accelerator.conflicts(self)
+
     @model_validator(mode="after")
-    def processes_can_share(self) -> "Config":
-        if self.parallel != "none":
-            for accelerator in self.accelerators.chosen():
-                if not accelerator.divisible:
-                    able = ", ".join(kind.name for kind in registered() if kind.divisible)
-                    raise ValueError(
-                        f"accelerators.enabled: {accelerator.name} needs parallel=none, got {self.parallel}, which "
-                        f"allows {able}"
-                    )
-            if self.parallel == "fsdp2" and not self.save.older_moments:
-                raise ValueError("save.older_moments must be true with parallel=fsdp2, got false")
+    def shards_have_moments(self) -> "Config":
+        if self.parallel == "fsdp2" and not self.save.older_moments:
+            raise ValueError("save.older_moments must be true with parallel=fsdp2, got false")
         return self
 
 
@@ -351,6 +357,8 @@ def type_name(kind: Any, metadata: Sequence[Any] = ()) -> str:
     plugin = next((item for item in metadata if isinstance(item, Plugin)), None)
     if plugin is not None:
         several = f"list of {plugin.choices}" if get_origin(kind) is list else plugin.choices
+        if any(isinstance(item, OrAuto) for item in metadata):
+            several = f"{AUTO} | {several}"
         return f"{several} | list" if any(get_origin(part) is list for part in get_args(kind)) else several
     if get_origin(kind) is Annotated:
         return type_name(get_args(kind)[0], get_args(kind)[1:])

@@ -103,6 +103,11 @@ class Rollout:
         return replace(example, columns=example.columns | {"environment_reward": self.episode.reward})
 
 
+def fresh_ones(rollouts: Iterable[Rollout]) -> list[Rollout]:
+    """Those that the policy has just begun and finished by itself."""
+    return [rollout for rollout in rollouts if rollout.importance_cap is None and not rollout.prefix_len]
+
+
 def merits(answers: Iterable[Rollout]) -> list[float]:
     """What filters compare: accuracies, or raw rewards where nothing is right or wrong."""
     return [answer.accuracy if answer.merit is None else answer.merit for answer in answers]

@@ -161,7 +161,7 @@ def add_compare(parsers: Parsers, names: Sequence[str]) -> None:
         "--variants",
         default="baseline,all",
         metavar="A,B,...",
-        help=f"comma-separated: baseline (no accelerator), {', '.join(names)}, all, or several joined by + "
+        help=f"comma-separated: baseline (no accelerator), auto, {', '.join(names)}, all, or several joined by + "
         f"({'+'.join(names[:2])}); default: baseline,all",
     )
     compare.add_argument(

@@ -30,6 +30,7 @@ from python_trainer.model.dtype import dtype_before, going_on, name_of, told_of_
 from python_trainer.model.gathering import fill_whole
 from python_trainer.model.policy import Policy, set_matmul_precision
 from python_trainer.plan.command import needs_recomputing
+from python_trainer.registry import load
 from python_trainer.rollout.episodes import EpisodeEngine, opening
 from python_trainer.rollout.make import make_engine
 from python_trainer.run_state import Clock, RunState, device_name, summarise
@@ -122,6 +123,7 @@ class Trainer(EvaluatingLoop, SavingLoop):
         self.learner = make_learner(self._chosen, self.policy, self.ranks)
         self.callbacks = Callbacks([*config.callbacks, *callbacks])
         self.accelerators = [settings.make() for settings in config.accelerators.chosen()]
+        self.accelerators += [load(idle)(x) for x in config.accelerators.others() if (idle := x.idle()) is not None]
         self.state = RunState(target=config.evaluation.target_accuracy)
         self.saved_step = 0  # of the newest checkpoint
         self.told: Telemetry | None = None
@@ -141,7 +143,7 @@ class Trainer(EvaluatingLoop, SavingLoop):
         make = config.task.environment
         self.environment = None if make is None else ENVIRONMENTS.resolve(make)
         named = {name: self._task_of_set(name) for name in config.evaluation.sets}
-        for text in [*self.task.notes, *filter(None, [self._said_of_engine])]:
+        for text in [*self.task.notes, *filter(None, [self._said_of_engine, config.accelerators.said])]:
             self._note(text)
         splits = ["train", "test"]
         for settings in config.accelerators.chosen():

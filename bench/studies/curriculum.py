@@ -46,7 +46,7 @@ RUNS: dict[str, Mapping[str, Any]] = {
     "from the first step": CURRICULUM | {"accelerators.curriculum.least_gain": 0.0},
 }
 EARLIER_SEED = 1000
-AFTER: dict[str, Mapping[str, Any]] = {
+AFTER: dict[str, dict[str, Any]] = {
     "curriculum after an earlier run": CURRICULUM,
     # the rule that could explain it: supervised steps on the stored answers, then plain training
     "answers of an earlier run, then plain": CURRICULUM | {

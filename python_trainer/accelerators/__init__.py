@@ -4,12 +4,13 @@ One of somebody else's is a module with a subclass of ``AcceleratorSettings`` an
 ``python_trainer.accelerators.base.Accelerator``, and ``accelerators.enabled: [module:Class]`` names the first.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Annotated, Any
 
-from pydantic import Field, create_model, field_validator
+from pydantic import Field, GetCoreSchemaHandler, PrivateAttr, create_model, field_validator
+from pydantic_core import CoreSchema, core_schema
 
 from python_trainer.accelerators.settings import AcceleratorSettings
 from python_trainer.registry import PluginError, Registry
@@ -31,15 +32,53 @@ ACCELERATORS: Registry[type[AcceleratorSettings]] = Registry(
 )
 
 
+AUTO: Any = "auto"
+
+
+class OrAuto:
+    """Annotation of a list that may be ``auto`` until the other settings are known."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_wrap_validator_function(
+            lambda value, inner: AUTO if value == AUTO else inner(value), handler(source)
+        )
+
+
 class AcceleratorsConfig(Section):
     """Which accelerators run, and their settings."""
 
-    enabled: Annotated[list[str], Plugin(ACCELERATORS)] = Field([])
-    """Which of them take part. The order of the registered ones does not matter; others run after them."""
+    enabled: Annotated[list[str], Plugin(ACCELERATORS), OrAuto()] = Field([])
+    """Which of them take part. The order of the registered ones does not matter; others run after them. auto: those
+    that leave plain training as it is where they do not expect to pay, as far as the other settings allow them."""
+
+    _said: str | None = PrivateAttr(None)
+
+    @property
+    def said(self) -> str | None:
+        """What to say of ``auto``."""
+        return self._said
+
+    def choose(self, refused: Callable[[AcceleratorSettings], str | None]) -> None:
+        """Replaces ``auto``.
+
+        Args:
+            refused: why an accelerator cannot go with the other settings; None: it can.
+        """
+        able = [getattr(self, kind.name) for kind in registered() if kind.modest]
+        reasons = {
+            settings.name: reason.removeprefix("accelerators.enabled: ")
+            for settings in able
+            if (reason := refused(settings)) is not None
+        }
+        self.enabled = [settings.name for settings in able if settings.name not in reasons]
+        chosen = [f"{settings.name}: {settings.modest}" for settings in able if settings.name in self.enabled]
+        self._said = f"accelerators.enabled: auto turns on {'; '.join([*(chosen or ['nothing']), *reasons.values()])}"
 
     @field_validator("enabled")
     @classmethod
     def in_their_order(cls, enabled: list[str]) -> list[str]:
+        if enabled == AUTO:
+            return enabled
         names = ACCELERATORS.names()
         ordered = [name for name in names if name in enabled]
         return ordered + [name for name in dict.fromkeys(enabled) if name not in names]
@@ -53,13 +92,18 @@ class AcceleratorsConfig(Section):
 
     def with_enabled(self, enabled: Sequence[str]) -> dict[str, Any]:
         """These settings as values, with others enabled; only enabled and registered plug-ins have sections."""
-        known = AcceleratorsConfig.fitting({"enabled": list(enabled)}).model_fields
+        wanted = enabled if enabled == AUTO else list(enabled)
+        known = AcceleratorsConfig.fitting({"enabled": wanted}).model_fields
         sections = {name: values for name, values in self.model_dump(mode="json").items() if name in known}
-        return sections | {"enabled": list(enabled)}
+        return sections | {"enabled": wanted}
 
     def chosen(self) -> list[AcceleratorSettings]:
         """Settings of the enabled ones, in the order in which they run."""
         return [getattr(self, ACCELERATORS.resolve(name).name) for name in self.enabled]
+
+    def others(self) -> list[AcceleratorSettings]:
+        """Settings of those that are not enabled."""
+        return [settings for kind in registered() if (settings := getattr(self, kind.name)) not in self.chosen()]
 
 
 def registered() -> list[type[AcceleratorSettings]]:

@@ -36,6 +36,8 @@ class AcceleratorSettings(Section):
     """Whether several ranks, each of which generates a part of the answers, can run it side by side."""
     multi_turn: ClassVar[bool] = False
     """Whether it leaves answers alone that are given in turns with an environment, or can deal with them."""
+    modest: ClassVar[str | None] = None
+    """Why it costs next to nothing where it does not pay, so that ``enabled: auto`` turns it on; None: it does not."""
     counters: ClassVar[Mapping[str, str]] = {}
     """Metrics whose sum over a run shows what was done in it -> the words of their row in tables."""
     advice: ClassVar[Mapping[str, str]] = {}
@@ -62,6 +64,10 @@ class AcceleratorSettings(Section):
     def columns(cls, summary: Mapping[str, Any]) -> dict[str, float]:
         """Further rows of tables, from the summary of any run: words -> number."""
         return {}
+
+    def idle(self) -> str | None:
+        """``module:Class`` of what takes part where the accelerator is not enabled; None: nothing does."""
+        return None
 
     def make(self) -> Any:
         """The accelerator."""

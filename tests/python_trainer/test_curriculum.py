@@ -1,5 +1,6 @@
 """Prompts by what their answers can teach."""
 
+import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from python_trainer.accelerators.curriculum.outcomes import Outcomes, features_o
 from python_trainer.accelerators.curriculum.picture import asked, draw_chosen
 from python_trainer.accelerators.curriculum.settings import CurriculumSettings
 from python_trainer.data import Rollout
+from python_trainer.errors import UserError
 from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
 
@@ -317,3 +319,23 @@ def test_outcomes_of_a_group_of_one():
     outcomes.learn(answers(0, 1, count=1))
     outcomes.learn(answers(1, 0, count=1, tokens=0))
     assert outcomes.p(torch.tensor([0])) > outcomes.p(torch.tensor([1]))
+
+
+def test_auto_turns_on_what_declines_by_itself(make_config, tmp_path):
+    config = make_config(max_steps=4, accelerators={"enabled": "auto"})
+    assert config.accelerators.enabled == ["curriculum"]
+    assert "auto turns on curriculum: prompts come in plain order until" in config.accelerators.said
+    game = make_config(task={"environment": "test_environments:Echo"}, accelerators={"enabled": "auto"}).accelerators
+    assert game.enabled == []
+    assert "auto turns on nothing; curriculum needs task.environment=null, got test_environments:Echo" in game.said
+    assert make_config(parallel="ddp", accelerators={"enabled": "auto"}).accelerators.enabled == ["curriculum"]
+    with pytest.raises(UserError, match="accelerators.enabled: .*list, got 'automatic'"):
+        make_config(accelerators={"enabled": "automatic"})
+    lines = io.StringIO()
+    trainer = Trainer(config, tmp_path / "auto", console=Console(file=lines, width=200))
+    trainer.run()
+    plain = run(make_config(max_steps=4), tmp_path / "plain")
+    assert "note: accelerators.enabled: auto turns on curriculum" in lines.getvalue()
+    assert all(torch.equal(a, b) for a, b in zip(weights_of(plain), weights_of(trainer)))
+    rows = read_metrics(tmp_path / "auto")[1:]
+    assert all(row["curriculum/chosen_prompts"] == row["curriculum/stored_answers"] == 0 for row in rows)

@@ -23,13 +23,13 @@ def odd(prompts, completions, completion_ids, **_):
 def run(make_config, tmp_path):
     """run(folder, steps, **settings of curriculum) -> the trainer of a run that is over; on one database by default."""
 
-    def make(folder, steps=4, resume=False, task=None, seed=0, **curriculum):
+    def make(folder, steps=4, resume=False, task=None, seed=0, enabled=("curriculum",), **curriculum):
         curriculum = {"database": str(tmp_path / "history.db"), "least_gain": 1e9} | curriculum
         config = make_config(
             max_steps=steps,
             seed=seed,
             rollout={"num_generations": 4, "prompts_per_step": 4},
-            accelerators={"enabled": ["curriculum"], "curriculum": curriculum},
+            accelerators={"enabled": list(enabled), "curriculum": curriculum},
             task={"reward": "test_earlier_runs:odd"} | (task or {}),
         )
         trainer = Trainer(config, tmp_path / folder, console=Console(quiet=True), resume=resume)
@@ -62,7 +62,7 @@ def test_the_first_run_is_as_without_a_database_and_the_second_begins_with_its_a
     assert all(answer.response_ids[0] % 2 for answer in answers)
     second = run("second", seed=1)
     rows = read_metrics(tmp_path / "second")[1:]
-    assert found(tmp_path, "first") == 0 < found(tmp_path, "second") == rows[0]["curriculum/rehearsed_answers"]
+    assert found(tmp_path, "first") == 0 < found(tmp_path, "second") == rows[0]["curriculum/rehearsed_answers"] / 3
     assert "curriculum/rehearsed_answers" not in rows[1]
     assert rows[0]["tokens/trained"] > rows[1]["tokens/trained"] > 0
     assert json.loads((tmp_path / "second" / "summary.json").read_text())["generated_tokens"] == sum(
@@ -98,6 +98,20 @@ def test_a_resumed_run_makes_its_steps_once(run, tmp_path):
     assert len(database.runs()) == 2 and found(tmp_path, "parts") == found(tmp_path, "whole")
 
 
+def test_a_plain_run_leaves_its_answers_too(run, tmp_path):
+    plain, alone = run("plain", steps=6, enabled=[]), run("alone", steps=6, enabled=[], database=None)
+    assert same(plain, alone)
+    database = RetrospectiveDatabase(str(tmp_path / "history.db"))
+    assert [record.step for record in database.trajectory(1)] == [1, 2, 3, 4, 5, 6]
+    run("parts", steps=2, enabled=[], seed=2)
+    run("parts", steps=4, enabled=[], seed=2, resume=True)
+    assert [record.step for record in database.trajectory(2)] == [1, 2, 3, 4]
+    run("after", seed=1)
+    summary = json.loads((tmp_path / "after" / "summary.json").read_text())["accelerators"]["curriculum"]
+    tokens = sum(stored.generated_tokens for stored in database.runs()[:2])
+    assert summary["earlier_answers"] > 0 and summary["earlier_generated_tokens"] == tokens > 0
+
+
 def test_other_rewards_judge_again(run, tmp_path):
     run("first")
     run("second", seed=1, task={"reward": "test_earlier_runs:even"})
@@ -118,6 +132,10 @@ def test_what_it_cannot_go_with(make_config, tmp_path):
     options = {"enabled": ["curriculum"], "curriculum": {"database": "history.db"}}
     with pytest.raises(UserError, match="accelerators.curriculum.database needs parallel none, got ddp"):
         make_config(parallel="ddp", accelerators=options)
+    with pytest.raises(
+        UserError, match="accelerators.curriculum.database needs task.environment null, got test_environments:"
+    ):
+        make_config(task={"environment": "test_environments:Echo"}, accelerators=options | {"enabled": []})
     (tmp_path / "notes.db").write_text("no database at all")
     options["curriculum"]["database"] = str(tmp_path / "notes.db")
     trainer = Trainer(make_config(accelerators=options), tmp_path / "run", console=Console(quiet=True))

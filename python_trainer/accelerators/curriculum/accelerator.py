@@ -24,7 +24,7 @@ from python_trainer.accelerators.base import Accelerator, RunContext, StepContex
 from python_trainer.accelerators.curriculum.outcomes import Outcomes
 from python_trainer.accelerators.curriculum.settings import CurriculumSettings
 from python_trainer.accelerators.curriculum.stored import StoredAnswers, in_batches
-from python_trainer.data import Group, Rollout, by_group, merits
+from python_trainer.data import Group, Rollout, by_group, fresh_ones, merits
 from python_trainer.keyed import keyed_seed
 
 if TYPE_CHECKING:
@@ -178,21 +178,27 @@ class Curriculum(Accelerator):
     def summary(self) -> dict[str, Any]:
         """``reliability``: rows of [answers, expected share right, share right] by expected share;
         ``calibration_error``: their mean distance; ``signal_ratio``: signal seen over signal expected where it chose;
-        ``earlier_answers``: right answers of earlier runs that there were.
+        ``earlier_answers``: right answers of earlier runs that there were, and the tokens that those runs generated.
         """
         rows = self.table[self.table[:, 0] > 0]
         share = rows[:, 1:] / rows[:, :1]
         error = ((share[:, 0] - share[:, 1]).abs() * rows[:, 0]).sum() / rows[:, 0].sum().clamp_min(1)
         reliability = [[int(n), round(e, 4), round(s, 4)] for n, (e, s) in zip(rows[:, 0].tolist(), share.tolist())]
         ratio = (self.signals[1] / self.signals[0]).item() if self.signals[0] else None
-        found = {"reliability": reliability, "calibration_error": round(error.item(), 4), "signal_ratio": ratio}
-        return found if self.earlier is None else found | {"earlier_answers": self.rehearsed}
+        found: dict[str, Any] = {
+            "reliability": reliability,
+            "calibration_error": round(error.item(), 4),
+            "signal_ratio": ratio,
+        }
+        if self.earlier is not None:
+            found |= {"earlier_answers": self.rehearsed, "earlier_generated_tokens": self.earlier.generated_tokens}
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "lengths": torch.tensor(self.lengths),
             "run_id": None if self.earlier is None else self.earlier.run_id,
-            "rehearsed": self.rehearsed,
+            "rehearsed": [self.rehearsed, 0 if self.earlier is None else self.earlier.generated_tokens],
             "outcomes": self.outcomes.state_dict(),
             "table": self.table.clone(),
             "signals": self.signals.clone(),
@@ -202,15 +208,12 @@ class Curriculum(Accelerator):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._start(state["lengths"].tolist(), Path(), state.get("run_id"))
-        self.rehearsed = state.get("rehearsed", 0)
+        self.rehearsed, earlier_tokens = state.get("rehearsed", (0, 0))
+        if self.earlier is not None:
+            self.earlier.generated_tokens = earlier_tokens
         self.outcomes.load_state_dict(state["outcomes"])
         self.table, self.signals, self.recent = (state[name].clone() for name in ("table", "signals", "recent"))
         self.stored.load_state_dict(state["stored"])
-
-
-def fresh_ones(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Those that the policy has just begun and finished by itself."""
-    return [rollout for rollout in rollouts if rollout.importance_cap is None and not rollout.prefix_len]
 
 
 def difference(group: list[Rollout]) -> float | None:

@@ -26,6 +26,7 @@ class EarlierRuns:
 
     Attributes:
         begun: whether this process has entered it.
+        generated_tokens: by the runs that answers were taken of.
 
     Raises:
         UserError: as of :class:`RetrospectiveDatabase`.
@@ -33,7 +34,7 @@ class EarlierRuns:
 
     def __init__(self, url: str, folder: Path, run_id: int | None = None):
         self.database, self.folder, self.run_id = RetrospectiveDatabase(url), folder, run_id
-        self.fingerprint, self.begun = "", False
+        self.fingerprint, self.begun, self.generated_tokens = "", False, 0
         self.gathered = GatheredStep()
 
     def begin(self, context: StepContext) -> bool:
@@ -61,7 +62,10 @@ class EarlierRuns:
         few = [sample for texts in chosen.values() for sample in list(texts.values())[:per_prompt]]
         ours = for_tokenizer(few, context.policy.tokenizer, self.fingerprint)
         by_prompt: dict[int, list[Rollout]] = {}
-        for sample in judged(ours, context, unjudged=False):
+        right = judged(ours, context, unjudged=False)
+        used = {sample.run_id for sample in right}
+        self.generated_tokens = sum(run.generated_tokens for run in self.database.runs() if run.id in used)
+        for sample in right:
             for number in numbers[sample.prompt_key]:
                 prompt_ids = list(context.groups_of([number])[0].prompt_ids)
                 by_prompt.setdefault(number, []).append(as_rollout(sample, number, prompt_ids))
