@@ -15,7 +15,7 @@ RUN ?= runs/train
 .DEFAULT_GOAL := help
 
 help:
-	@echo 'make train   set up, train the arithmetic task without and with the accelerators, compare ($(RUN))'
+	@echo 'make train   set up, train a small model twice, plainly and then with what the first run has left ($(RUN))'
 	@echo 'make test    set up, then lint, types and every test; names what this machine lacks'
 	@echo 'make test-vllm   the tests inside vLLM for the CPU, in an environment of its own ($(VENV)-vllm, about 3 GB)'
 	@echo 'make bench   set up, then every benchmark (BENCH="--quick similarity" for less)'
@@ -40,7 +40,8 @@ $(VENV)/.built: $(VENV)/.packages $(SOURCES)
 setup build: $(VENV)/.built
 
 train: $(VENV)/.built
-	$(PY) -m python_trainer compare --config configs/arithmetic.yaml --output-dir $(RUN) $(TRAIN)
+	$(PY) -m python_trainer compare --config configs/lattice_paths.yaml --variants baseline,auto --output-dir $(RUN) \
+	  --set max_steps=120 evaluation.eval_limit=1024 accelerators.curriculum.database=$(RUN)/history.db $(TRAIN)
 
 smoke: $(VENV)/.built
 	rm -rf runs/smoke

@@ -5,7 +5,7 @@
     python -m bench.studies curriculum --report-only
 
 Names with "earlier" are of runs that begin with what one run of another seed, with a curriculum too, has left in its
-database; each has a copy of it. What that run took is told beside them.
+database; each has a copy of it. What that run took is told beside them. On `sums` it is a run of a smaller policy.
 
 Every run has the task's settings and as many answers or steps as plain training; the seeds pair. What counts are the
 seconds and tokens to plain training's own final accuracy, held in two successive evaluations. A finished run is a row
@@ -46,6 +46,7 @@ RUNS: dict[str, Mapping[str, Any]] = {
     "from the first step": CURRICULUM | {"accelerators.curriculum.least_gain": 0.0},
 }
 EARLIER_SEED = 1000
+EARLIER_POLICY = {"sums": {"model.path": "small"}}  # a quarter of the weights, not taught by this task
 AFTER: dict[str, dict[str, Any]] = {
     "curriculum after an earlier run": CURRICULUM,
     # the rule that could explain it: supervised steps on the stored answers, then plain training
@@ -74,7 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def after_an_earlier_run(ground: Ground, name: str, seed: int) -> None:
     """A run on a copy of the database that the earlier run, which is made unless it is there, has left."""
     left = ground.folder / "earlier.db"
-    ground.run("earlier", EARLIER, CURRICULUM | {DATABASE: str(left)}, EARLIER_SEED)
+    other = EARLIER_POLICY.get(ground.task, {})
+    ground.run("earlier", EARLIER, CURRICULUM | other | {DATABASE: str(left)}, EARLIER_SEED)
     own = ground.folder / f"{re.sub('[^a-z]+', '-', name)}-{seed}.db"
     if left.exists() and not own.exists():
         shutil.copy(left, own)
