@@ -41,7 +41,8 @@ setup build: $(VENV)/.built
 
 train: $(VENV)/.built
 	$(PY) -m python_trainer compare --config configs/lattice_paths.yaml --variants baseline,auto --output-dir $(RUN) \
-	  --set max_steps=120 evaluation.eval_limit=1024 accelerators.curriculum.database=$(RUN)/history.db $(TRAIN)
+	  --set max_steps=120 evaluation.eval_steps=10 evaluation.eval_limit=1024 evaluation.target_accuracy=0.6 \
+	  accelerators.curriculum.database=$(RUN)/history.db $(TRAIN)
 
 smoke: $(VENV)/.built
 	rm -rf runs/smoke

@@ -13,6 +13,7 @@ class Recorder(Accelerator):
     """Records the right answers of a run that takes none itself."""
 
     settings: CurriculumSettings
+    name = "recorder"  # curriculum itself is off
 
     def begin(self, run: RunContext) -> None:
         self._start(run.output_dir)

@@ -19,6 +19,7 @@ class CurriculumSettings(AcceleratorSettings):
         "they are rarer than one in a group"
     )
     counters: ClassVar = {
+        "curriculum/rehearsed_answers": "right answers of earlier runs trained on first (curriculum)",
         "curriculum/chosen_prompts": "prompts chosen by what they can teach (curriculum)",
         "curriculum/stored_answers": "right answers trained on again (curriculum)",
     }
