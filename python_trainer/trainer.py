@@ -239,6 +239,7 @@ class TrainingLoop(ABC):
             plain_order=self.plain_order,
             generation=self.generation,
             micro_batch_tokens=self.learner.settings.micro_batch_tokens,
+            max_steps=self.learner.max_steps,
             facts=self.facts,
             rules=self.rules,
         )

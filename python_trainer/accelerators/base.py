@@ -35,6 +35,7 @@ class StepContext:
         plain_order: count -> numbers of the next training prompts in plain order, which moves on by them.
         generation: the section ``rollout`` of the settings.
         micro_batch_tokens: how many tokens a pass of training may have.
+        max_steps: of the run.
         facts: what describes the run in a database: ``algorithm``, ``settings`` (without those of accelerators).
         rules: what decides the reward of an answer; answers judged by other rules have to be judged again.
     """
@@ -51,6 +52,7 @@ class StepContext:
     plain_order: Callable[[int], list[int]]
     generation: RolloutConfig
     micro_batch_tokens: int
+    max_steps: int
     facts: Mapping[str, Any] = field(default_factory=dict)
     rules: Mapping[str, Any] = field(default_factory=dict)
     telemetry: dict[str, float] = field(default_factory=dict)

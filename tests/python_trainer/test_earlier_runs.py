@@ -24,7 +24,8 @@ def run(make_config, tmp_path):
     """run(folder, steps, **settings of curriculum) -> the trainer of a run that is over; on one database by default."""
 
     def make(folder, steps=4, resume=False, task=None, seed=0, enabled=("curriculum",), **curriculum):
-        curriculum = {"database": str(tmp_path / "history.db"), "least_gain": 1e9} | curriculum
+        usual = {"database": str(tmp_path / "history.db"), "least_gain": 1e9, "rehearsal_share": 10}
+        curriculum = usual | curriculum
         config = make_config(
             max_steps=steps,
             seed=seed,
@@ -70,6 +71,14 @@ def test_the_first_run_is_as_without_a_database_and_the_second_begins_with_its_a
     )
     assert not same(second, run("other", seed=1, database=None))
     assert len(database.runs()) == 2
+
+
+def test_rehearsal_is_a_share_of_the_run(run, tmp_path):
+    run("first", steps=6)
+    for share in (0.0, 0.5, 10.0):
+        run(f"share {share}", seed=1, steps=2, rehearsal_share=share, rehearsals=3)
+    rehearsed = [read_metrics(tmp_path / f"share {s}")[1]["curriculum/rehearsed_answers"] for s in (0.0, 0.5, 10.0)]
+    assert rehearsed[0] == 0 < rehearsed[1] <= 16 + 3 < 3 * found(tmp_path, "share 10.0") == rehearsed[2]
 
 
 def test_rehearsal_makes_right_answers_more_likely(run, tmp_path):

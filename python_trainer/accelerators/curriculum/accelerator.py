@@ -69,12 +69,14 @@ class Curriculum(Accelerator):
     def rehearse(self, context: StepContext) -> list[list[Rollout]]:
         if self.earlier is None or self.earlier.begun or not self.earlier.begin(context):
             return []
-        settings, grouped = self.settings, context.generation.num_generations > 1
-        groups = self.earlier.answers(context, settings.rehearsed) if grouped else []
+        settings, size = self.settings, context.generation.num_generations
+        groups = self.earlier.answers(context, settings.rehearsed) if size > 1 else []
         for group in groups:
             self.stored.add(group, 0)
         self.rehearsed = sum(map(len, groups))
+        most = settings.rehearsal_share * context.max_steps * context.generation.prompts_per_step * size
         batches = in_batches(groups, settings.rehearsal_batch, settings.rehearsals, context.seed)
+        batches = batches[: int(most / settings.rehearsal_batch)]
         context.telemetry["curriculum/rehearsed_answers"] = sum(map(len, batches))
         return batches
 

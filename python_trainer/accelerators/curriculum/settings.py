@@ -60,6 +60,8 @@ class CurriculumSettings(AcceleratorSettings):
     """Most of them for one prompt, the newest."""
     rehearsal_batch: int = Field(16, ge=1)
     """Answers in an update on nothing else; those to one prompt stay together, so that it is computed once."""
+    rehearsal_share: float = Field(0.2, ge=0)
+    """Answers in all these updates for each that the run is to generate, at most."""
 
     def conflicts(self, config: Any) -> str | None:
         if self.database is not None and config.parallel != "none":
