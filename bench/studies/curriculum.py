@@ -5,7 +5,7 @@
     python -m bench.studies curriculum --report-only
 
 Names with "earlier" are of runs that begin with what one run of another seed, with a curriculum too, has left in its
-database; each has a copy of it. What that run took is told beside them. On `sums` it is a run of a smaller policy.
+database; each has a copy of it. What that run took is told beside them. On `sums` there is one of a smaller policy too.
 
 Every run has the task's settings and as many answers or steps as plain training; the seeds pair. What counts are the
 seconds and tokens to plain training's own final accuracy, held in two successive evaluations. A finished run is a row
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from bench.faults.records import read_rows
-from bench.studies.curriculum_report import EARLIER, write
+from bench.studies.curriculum_report import EARLIER, EARLIER_SMALLER, write
 from bench.studies.ground import RECORDS as GROUND
 from bench.studies.ground import RIVALS, SEEDS, Ground, add_task_arguments, rival
 from bench.studies.ground_report import PLAIN
@@ -45,19 +45,22 @@ RUNS: dict[str, Mapping[str, Any]] = {
     "plain order, stored answers": CURRICULUM | {"accelerators.curriculum.least_gain": 1e9},
     "from the first step": CURRICULUM | {"accelerators.curriculum.least_gain": 0.0},
 }
-EARLIER_SEED = 1000
-EARLIER_POLICY = {"sums": {"model.path": "small"}}  # a quarter of the weights, not taught by this task
-AFTER: dict[str, dict[str, Any]] = {
-    "curriculum after an earlier run": CURRICULUM,
-    # the rule that could explain it: supervised steps on the stored answers, then plain training
-    "answers of an earlier run, then plain": CURRICULUM | {
-        "accelerators.curriculum.least_gain": 1e9, "accelerators.curriculum.stored_share": 0.0,
-    },
-}  # fmt: skip
 SIZES = {
     "curriculum, twice the steps": 2.0,
     "by 1 / length, three times the steps": 3.0,
 }  # of a run, in steps of plain training
+EARLIER_SEED = 1000
+SMALLER = {"sums": {"model.path": "small"}}  # a quarter of the weights, not taught by this task
+THEN_PLAIN = CURRICULUM | {"accelerators.curriculum.least_gain": 1e9, "accelerators.curriculum.stored_share": 0.0}
+AFTER: dict[str, tuple[str, dict[str, Any]]] = {  # the earlier run, settings
+    "curriculum after an earlier run": (EARLIER, CURRICULUM),
+    # the rule that could explain it: supervised steps on the stored answers, then plain training
+    "answers of an earlier run, then plain": (EARLIER, THEN_PLAIN),
+    "answers of an earlier run, then plain order and stored answers": (
+        EARLIER, CURRICULUM | {"accelerators.curriculum.least_gain": 1e9},
+    ),
+    "curriculum after a smaller policy's run": (EARLIER_SMALLER, CURRICULUM),
+}  # fmt: skip
 PARTS = "rivals", "curriculum", "earlier"
 NAMES = [*RIVALS, *RUNS, *AFTER]
 
@@ -74,13 +77,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def after_an_earlier_run(ground: Ground, name: str, seed: int) -> None:
     """A run on a copy of the database that the earlier run, which is made unless it is there, has left."""
-    left = ground.folder / "earlier.db"
-    other = EARLIER_POLICY.get(ground.task, {})
-    ground.run("earlier", EARLIER, CURRICULUM | other | {DATABASE: str(left)}, EARLIER_SEED)
-    own = ground.folder / f"{re.sub('[^a-z]+', '-', name)}-{seed}.db"
+    earlier, settings = AFTER[name]
+    other = SMALLER.get(ground.task) if earlier == EARLIER_SMALLER else {}
+    if other is None:
+        return
+    left = ground.folder / f"{slug(earlier)}.db"
+    ground.run("earlier", earlier, CURRICULUM | other | {DATABASE: str(left)}, EARLIER_SEED)
+    own = ground.folder / f"{slug(name)}-{seed}.db"
     if left.exists() and not own.exists():
         shutil.copy(left, own)
-    ground.run("curriculum", name, AFTER[name] | {DATABASE: str(own)}, seed)
+    ground.run("curriculum", name, settings | {DATABASE: str(own)}, seed)
+
+
+def slug(name: str) -> str:
+    return re.sub("[^a-z]+", "-", name)
 
 
 def run(args: argparse.Namespace) -> None:

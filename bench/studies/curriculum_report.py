@@ -10,7 +10,7 @@ from bench.studies.ground_report import PLAIN, Record, draw, first_time, machine
 from python_trainer.files import write_text
 
 TOKENS, SECONDS = 2, 1  # columns of a curve
-EARLIER = "the earlier run"
+EARLIER, EARLIER_SMALLER = "the earlier run", "the earlier run of a smaller policy"
 
 
 def write(records: Sequence[Record], folder: Path) -> None:
@@ -24,12 +24,12 @@ def write(records: Sequence[Record], folder: Path) -> None:
     for task in dict.fromkeys(row["task"] for row in records):
         mine = [row for row in records if row["task"] == task]
         lines += ["", f"## {task}", "", machines(mine), "", *task_lines(mine)]
-        for row in (row for row in mine if row["name"] == EARLIER):
+        for row in (row for row in mine if row["part"] == "earlier"):
             cost = f"{row['generated_tokens']:,} tokens and {row['cpu_s']:.0f} CPU s"
-            lines += ["", f"The earlier run took {cost} and ended at {row['final']:.3f}."]
+            lines += ["", f"{row['name'].capitalize()} took {cost} and ended at {row['final']:.3f}."]
     write_text(folder / "curriculum.md", "\n".join(lines) + "\n")
     if records:
-        later = [row for row in records if row["name"] != EARLIER]
+        later = [row for row in records if row["part"] != "earlier"]
         draw(later, folder / "curriculum.png", TOKENS, "generated tokens")
 
 
