@@ -1,15 +1,20 @@
 """Right answers of earlier runs, trained on before the first step."""
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
 
+from python_trainer.accelerators.curriculum.accelerator import Curriculum
 from python_trainer.accelerators.curriculum.stored import in_batches
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
+from python_trainer.accelerators.rhyme.records import prompt_key
 from python_trainer.data import Rollout
 from python_trainer.errors import UserError
+from python_trainer.model.policy import load_policy
 from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
 
@@ -89,6 +94,31 @@ def test_rehearsal_makes_right_answers_more_likely(run, tmp_path):
     run("without", steps=1, seed=1, rehearsals=0)
     accuracy = {name: read_metrics(tmp_path / name)[1]["accuracy"] for name in ("with", "without")}
     assert accuracy["with"] > accuracy["without"] + 0.2
+
+
+def test_the_newest_different_answers_are_taken(run, make_config, tmp_path):
+    run("first", steps=1, enabled=[])
+    task = make_config().task.load()
+    database = RetrospectiveDatabase(str(tmp_path / "history.db"))
+    facts, known = database.runs()[0].facts, database.samples()[0]
+    record, key = database.trajectory(1)[0], prompt_key(task.train[0].prompt)
+    later = database.add_run(facts)
+    texts = ["1", "3", "1", "5", "3"]  # what was said in steps 1 to 5
+    for step, text in enumerate(texts, 1):
+        ids = load_policy(make_config().model).tokenizer(text, add_special_tokens=False)["input_ids"]
+        answer = replace(known, prompt_key=key, text=text, response_ids=ids, logprobs=[-1.0] * len(ids))
+        database.add_step(later, replace(record, step=step), [replace(answer, step=step)])
+    trainer = run("second", steps=1, seed=1, rehearsed=2, task={"reward": "test_earlier_runs:anything"})
+    curriculum = Curriculum(trainer.accelerators[0].settings)
+    curriculum.begin(SimpleNamespace(prompts=trainer.prompts["train"], output_dir=tmp_path / "third"))
+    batches = curriculum.rehearse(trainer.context(1))
+    texts = [answer.text for batch in batches for answer in batch if answer.prompt_key == 0]
+    assert texts == ["3", "5"] * 3
+    assert [stored.answer.text for stored in curriculum.stored.by_prompt[0]] == ["5", "3"]
+
+
+def anything(prompts, completions, completion_ids, **_):
+    return [1.0 for _ in completion_ids]
 
 
 def test_a_resumed_run_makes_its_steps_once(run, tmp_path):

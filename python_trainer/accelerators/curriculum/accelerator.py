@@ -72,7 +72,7 @@ class Curriculum(Accelerator):
         settings, size = self.settings, context.generation.num_generations
         groups = self.earlier.answers(context, settings.rehearsed) if size > 1 else []
         for group in groups:
-            self.stored.add(group, 0)
+            self.stored.add(group[::-1], 0)  # the newest last
         self.rehearsed = sum(map(len, groups))
         most = settings.rehearsal_share * context.max_steps * context.generation.prompts_per_step * size
         batches = in_batches(groups, settings.rehearsal_batch, settings.rehearsals, context.seed)
