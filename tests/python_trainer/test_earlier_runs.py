@@ -109,6 +109,7 @@ def test_the_newest_different_answers_are_taken(run, make_config, tmp_path):
         answer = replace(known, prompt_key=key, text=text, response_ids=ids, logprobs=[-1.0] * len(ids))
         database.add_step(later, replace(record, step=step), [replace(answer, step=step)])
     trainer = run("second", steps=1, seed=1, rehearsed=2, task={"reward": "test_earlier_runs:anything"})
+    (tmp_path / "third").mkdir()
     curriculum = Curriculum(trainer.accelerators[0].settings)
     curriculum.begin(SimpleNamespace(prompts=trainer.prompts["train"], output_dir=tmp_path / "third"))
     batches = curriculum.rehearse(trainer.context(1))
