@@ -93,7 +93,7 @@ class Learner:
         """All optimizer steps on the answers of step ``number`` -> metrics.
 
         Args:
-            rise: share of the full learning rate, at most 1; None: that of the schedule.
+            rise: for stored answers alone: share of the full learning rate, at most 1; None: that of the schedule.
 
         Raises:
             NotFinite: NaN or infinity in loss or gradients.
@@ -107,6 +107,8 @@ class Learner:
         with self.policy.packed_attention():
             self._look_before(batch)
             row = set_advantages(batch, algorithm)
+            if rise is not None:  # of right answers alone a critic would learn that all are right
+                batch.returns = None
             # of one rank: sums on a GPU have no order, and all must cut the step into the same micro-batches
             teaches = self.ranks.first(self._teaching(batch))
             steps = [
@@ -163,7 +165,7 @@ class Learner:
             self.ranks.sum_gradients(self.policy.model, list(self.optimizer.masters.values()))
             norm = self.optimizer.step(lr)
             self.changed = True
-            if self.critic is not None:
+            if self.critic is not None and batch.returns is not None:
                 self.ranks.sum_gradients(self.critic, list(self.critic.optimizer.masters.values()))
                 self.critic.step(lr)
             return norm

@@ -127,6 +127,9 @@ class TrainingLoop(ABC):
         for accelerator in self.accelerators:
             with self.timed(accelerator):
                 batches += accelerator.rehearse(context)
+        if batches:
+            with self.clock.measure("rollout"):
+                self.engine.rest()
         for number, batch in enumerate(batches, 1):
             with self.clock.measure("train"):
                 learned = self.update(batch, context.step, rise=number / REHEARSAL_RISE)

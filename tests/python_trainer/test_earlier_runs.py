@@ -28,13 +28,15 @@ def odd(prompts, completions, completion_ids, **_):
 def run(make_config, tmp_path):
     """run(folder, steps, **settings of curriculum) -> the trainer of a run that is over; on one database by default."""
 
-    def make(folder, steps=4, resume=False, task=None, seed=0, enabled=("curriculum",), **curriculum):
+    def make(folder, steps=4, resume=False, task=None, seed=0, enabled=("curriculum",), **settings):
+        names = ("algorithm", "optimizer", "rollout")
+        sections = {name: settings.pop(name) for name in names if name in settings}
         usual = {"database": str(tmp_path / "history.db"), "least_gain": 1e9, "rehearsal_share": 10}
-        curriculum = usual | curriculum
+        curriculum = usual | settings
         config = make_config(
             max_steps=steps,
             seed=seed,
-            rollout={"num_generations": 4, "prompts_per_step": 4},
+            **{"rollout": {"num_generations": 4, "prompts_per_step": 4}} | sections,
             accelerators={"enabled": list(enabled), "curriculum": curriculum},
             task={"reward": "test_earlier_runs:odd"} | (task or {}),
         )
@@ -150,6 +152,26 @@ def test_a_plain_run_leaves_its_answers_too(run, tmp_path):
     summary = json.loads((tmp_path / "after" / "summary.json").read_text())["accelerators"]["curriculum"]
     tokens = sum(stored.generated_tokens for stored in database.runs()[:2])
     assert summary["earlier_answers"] > 0 and summary["earlier_generated_tokens"] == tokens > 0
+
+
+def test_a_critic_learns_nothing_of_right_answers_alone(run, tmp_path):
+    run("first")
+    algorithm = {"advantage": "gae", "num_iterations": 2}
+    before, after = (
+        run(f"{times}", steps=1, seed=1, rehearsals=times, algorithm=algorithm, optimizer={"learning_rate": 1e-12})
+        for times in (0, 3)
+    )
+    assert read_metrics(tmp_path / "3")[1]["curriculum/rehearsed_answers"] > 0
+    for x, y in zip(before.learner.critic.parameters(), after.learner.critic.parameters(), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_answers_that_were_begun_elsewhere_are_not_recorded(run, tmp_path):
+    trainer = run("plain", steps=2, enabled=[])
+    (recorder,) = trainer.accelerators
+    continued = [Rollout([1], [2, 3], prefix_len=1, logprobs=[-0.1], accuracy=1.0)]
+    assert recorder.collect(trainer.context(3), continued) == continued
+    assert [record.step for record in RetrospectiveDatabase(str(tmp_path / "history.db")).trajectory(1)] == [1, 2]
 
 
 def test_other_rewards_judge_again(run, tmp_path):

@@ -28,7 +28,8 @@ class Recorder(Accelerator):
         return []
 
     def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
-        self.runs.record(context, list(by_group(fresh_ones(rollouts)).values()))
+        if groups := list(by_group(fresh_ones(rollouts)).values()):
+            self.runs.record(context, groups)
         return rollouts
 
     def state_dict(self) -> dict[str, Any]:
