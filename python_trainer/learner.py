@@ -89,25 +89,31 @@ class Learner:
         self.objective = Objective(algorithm, max_completion_length)
         self.changed = False
 
-    def update(self, rollouts: Sequence[Rollout], number: int, rise: float | None = None) -> dict[str, float]:
+    def update(self, rollouts: Sequence[Rollout], number: int) -> dict[str, float]:
         """All optimizer steps on the answers of step ``number`` -> metrics.
-
-        Args:
-            rise: for stored answers alone: share of the full learning rate, at most 1; None: that of the schedule.
 
         Raises:
             NotFinite: NaN or infinity in loss or gradients.
         """
+        return self._update(rollouts, learning_rate(self.settings, number, self.max_steps))
+
+    def rehearse(self, rollouts: Sequence[Rollout], rise: float) -> dict[str, float]:
+        """:meth:`update` of the policy alone, by stored answers: of right ones a critic would learn that all are right.
+
+        Args:
+            rise: share of the full learning rate, at most 1.
+        """
+        return self._update(rollouts, self.settings.learning_rate * min(rise, 1.0), criticised=False)
+
+    def _update(self, rollouts: Sequence[Rollout], lr: float, *, criticised: bool = True) -> dict[str, float]:
         algorithm = self.algorithm
         batch = make_batch(rollouts, algorithm, self.policy.device)
         minibatches = self._minibatches(rollouts)
-        scheduled = learning_rate(self.settings, number, self.max_steps)
-        lr = scheduled if rise is None else self.settings.learning_rate * min(rise, 1.0)
         metrics, norms, trained = MetricSums(batch.rewards.device), list[float](), 0
         with self.policy.packed_attention():
             self._look_before(batch)
             row = set_advantages(batch, algorithm)
-            if rise is not None:  # of right answers alone a critic would learn that all are right
+            if not criticised:
                 batch.returns = None
             # of one rank: sums on a GPU have no order, and all must cut the step into the same micro-batches
             teaches = self.ranks.first(self._teaching(batch))

@@ -5,7 +5,8 @@ What it runs on, how it is evaluated and what is written is set up by :mod:`pyth
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,8 @@ class TrainingLoop(ABC):
                 self.engine.rest()
         for number, batch in enumerate(batches, 1):
             with self.clock.measure("train"):
-                learned = self.update(batch, context.step, rise=number / REHEARSAL_RISE)
+                with self.telling_culprits(batch, context.step):
+                    learned = self.learner.rehearse(batch, number / REHEARSAL_RISE)
                 self.state.count("trained_tokens", learned["tokens/trained"])
             self.tell_work("stored answers in batches", number, len(batches))
         if batches:
@@ -216,10 +218,16 @@ class TrainingLoop(ABC):
             rollout.merit = None if scores.merit is None else scores.merit[i]
             rollout.rewards = {name: values[i] for name, values in scores.rewards.items()}
 
-    def update(self, rollouts: list[Rollout], number: int, rise: float | None = None) -> dict[str, float]:
-        """New weights -> metrics; where something is not finite the run ends, and a file tells on which answers."""
+    def update(self, rollouts: list[Rollout], number: int) -> dict[str, float]:
+        """New weights -> metrics."""
+        with self.telling_culprits(rollouts, number):
+            return self.learner.update(rollouts, number)
+
+    @contextmanager
+    def telling_culprits(self, rollouts: Sequence[Rollout], number: int) -> Iterator[None]:
+        """Where something is not finite the run ends, and a file tells on which of these answers."""
         try:
-            return self.learner.update(rollouts, number, rise)
+            yield
         except NotFinite as error:
             path = self.folder / f"not-finite-step-{number:06d}.json"
             chosen = error.samples or range(len(rollouts))

@@ -24,12 +24,12 @@ def write(records: Sequence[Record], folder: Path) -> None:
     for task in dict.fromkeys(row["task"] for row in records):
         mine = [row for row in records if row["task"] == task]
         lines += ["", f"## {task}", "", machines(mine), "", *task_lines(mine)]
-        for row in (row for row in mine if row["part"] == "earlier"):
+        for row in (row for row in mine if row.get("part") == "earlier"):
             cost = f"{row['generated_tokens']:,} tokens and {row['cpu_s']:.0f} CPU s"
             lines += ["", f"{row['name'].capitalize()} took {cost} and ended at {row['final']:.3f}."]
     write_text(folder / "curriculum.md", "\n".join(lines) + "\n")
     if records:
-        later = [row for row in records if row["part"] != "earlier"]
+        later = [row for row in records if row.get("part") != "earlier"]
         draw(later, folder / "curriculum.png", TOKENS, "generated tokens")
 
 

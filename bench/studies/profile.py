@@ -70,8 +70,8 @@ class Traced(Trainer):
     def generate(self, requests: Sequence[Request], seed: int) -> list[Rollout]:
         return self._trace("generation", lambda: super(Traced, self).generate(requests, seed))
 
-    def update(self, rollouts: list[Rollout], number: int, rise: float | None = None) -> dict[str, float]:
-        return self._trace("update", lambda: super(Traced, self).update(rollouts, number, rise))
+    def update(self, rollouts: list[Rollout], number: int) -> dict[str, float]:
+        return self._trace("update", lambda: super(Traced, self).update(rollouts, number))
 
     def _trace(self, part: str, call: Callable[[], Any]) -> Any:
         if self.state.step < self.skip:

@@ -277,7 +277,9 @@ def test_rounds_of_dynamic_sampling_are_one_step_of_history(rhyme_config, tmp_pa
     trainer, _, _ = train(config, tmp_path / "run")
     database = RetrospectiveDatabase(str(path))
     assert [s.step for s in database.trajectory(1)] == [1, 2, 3, 4]
-    assert len(trainer.accelerators[0].seen) > 4 and len(trainer.accelerators[0].curve) == 4  # prompts of a step
+    assert (
+        len(trainer.accelerators[0].gathered.groups) > 4 and len(trainer.accelerators[0].curve) == 4
+    )  # prompts of a step
     assert len(database.samples()) == len(trainer.accelerators[0].bank) > 0
 
 
