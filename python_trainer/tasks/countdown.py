@@ -15,13 +15,14 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import combinations, product
+from itertools import combinations, islice, product
 from typing import Annotated
 
 import numpy
 from pydantic import Field, field_validator
 
 from python_trainer.data import Example
+from python_trainer.errors import UserError
 from python_trainer.tasks.base import Task
 from python_trainer.tasks.settings import TaskSettings
 
@@ -29,6 +30,7 @@ NUMBERS = range(1, 21)
 HIGHEST = 99  # of results and targets; the lowest is 0
 OPERATORS = "+-*"
 SIZES = {"train": 192, "gate": 512, "test": 4096}
+PATIENCE = 1 << 14  # sets of numbers without a new prompt; of three numbers there are 1,540
 FINAL_ANSWER = re.compile(r"(?:\A|\n)A:([0-9()+*-]{1,400})\Z")
 
 
@@ -186,7 +188,13 @@ def draw_numbers(rng: random.Random, count: int) -> Iterator[tuple[list[int], nu
 
 
 def draw_examples(seed: int, sizes: Sequence[int], counts: Sequence[int]) -> list[list[Example]]:
-    """One list of examples for each size, as many numbers as ``counts`` allows; no prompt occurs twice."""
+    """One list of examples for each size, as many numbers as ``counts`` allows; no prompt occurs twice.
+
+    A stratum that has no more prompts leaves its share to the others.
+
+    Raises:
+        UserError: none of them has.
+    """
     rng = random.Random(f"countdown/{seed}")
     pools = {count: draw_numbers(random.Random(f"countdown/{seed}/{count}"), count) for count in counts}
     strata = {name: stratum for name, stratum in STRATA.items() if stratum.count in counts}
@@ -197,6 +205,14 @@ def draw_examples(seed: int, sizes: Sequence[int], counts: Sequence[int]) -> lis
         while len(examples) < size:
             (name,) = rng.choices(list(strata), [stratum.share for stratum in strata.values()])
             example = draw_example(rng, name, pools[strata[name].count], seen)
+            if example is None:
+                del strata[name]
+                if not strata:
+                    raise UserError(
+                        f"task.numbers {list(counts)} leaves {len(seen)} prompts, fewer than train_size, gate_size and "
+                        f"test_size together, {sum(sizes)}"
+                    )
+                continue
             seen.add(str(example.prompt))
             examples.append(example)
         splits.append(examples)
@@ -205,10 +221,10 @@ def draw_examples(seed: int, sizes: Sequence[int], counts: Sequence[int]) -> lis
 
 def draw_example(
     rng: random.Random, name: str, pool: Iterator[tuple[list[int], numpy.ndarray]], seen: set[str]
-) -> Example:
-    """A prompt of a stratum that was not seen."""
+) -> Example | None:
+    """A prompt of a stratum that was not seen; None: there seems to be none."""
     stratum = STRATA[name]
-    for numbers, chances in pool:
+    for numbers, chances in islice(pool, PATIENCE):
         targets = numpy.flatnonzero((chances > stratum.low) & (chances <= stratum.high)).tolist()
         prompts = {target: prompt_of(numbers, target) for target in targets}
         unseen = [target for target, prompt in prompts.items() if not for_pretraining(prompt) and prompt not in seen]
@@ -216,7 +232,7 @@ def draw_example(
             target = rng.choice(unseen)
             columns = {"numbers": numbers, "target": target, "stratum": name, "chance": float(chances[target])}
             return Example(prompts[target], columns)
-    raise AssertionError("a pool is endless")
+    return None
 
 
 class CountdownSettings(TaskSettings):

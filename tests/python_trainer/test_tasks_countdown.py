@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from python_trainer.errors import UserError
 from python_trainer.tasks.countdown import STRATA, CountdownSettings, accuracy, apply, chain, correct, count_chains
 from tools.policies import countdown as maker
 from tools.policies.countdown import ATTEMPTS, draw_answer, draw_chain, draw_near
@@ -170,6 +171,18 @@ def test_prompts_are_disjoint_and_of_their_strata():
 def test_fewer_numbers():
     task = CountdownSettings(numbers=[3, 4], train_size=64, gate_size=0, test_size=1).load()
     assert {len(example.columns["numbers"]) for example in task.train} == {3, 4}
+
+
+def test_prompts_run_out():
+    """Of two easy or rare ones in three the easy ones are too few: the rare ones fill up; then nothing is left."""
+    settings = CountdownSettings(numbers=[3], train_size=64, gate_size=64, test_size=3000)
+    task = settings.load()
+    strata = Counter(example.columns["stratum"] for example in [*task.train, *task.test])
+    assert len(task.test) == 3000 and strata["rare"] > 1150  # a third would be 1,021
+    with pytest.raises(
+        UserError, match=r"task.numbers \[3\] leaves 4[0-9]{3} prompts, fewer than train_size, gate_size"
+    ):
+        settings.model_copy(update={"test_size": 5000}).load()
 
 
 def test_accuracy_judges_each_completion_by_its_own_columns():
