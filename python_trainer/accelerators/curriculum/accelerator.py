@@ -12,6 +12,7 @@ answers and seed alone: no clock is looked at. In any order, right answers to pr
 right are trained on again (:mod:`.stored`).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,7 @@ WORLDS = 64  # draws from the beliefs, whose gains tell how sure a gain is
 CERTAINTY = 0.95
 BINS = 10  # of the expected chance, in the reliability table
 KEEP = 0.98  # from step to step, of what chosen groups have brought
+SMALLEST = 0.75  # a step of chosen prompts, in steps of plain order: smaller ones throw a run back now and then
 PRIOR = 4.0  # groups of the greatest signal that stand for the choice bringing what is expected
 
 
@@ -97,7 +99,7 @@ class Curriculum(Accelerator):
         order = (share.log() + gumbel).argsort(descending=True)[:count]
         if self.settings.same_signal:
             enough = int((signal[order].cumsum(0) < count * signal.mean()).sum()) + 1
-            order = order[:enough]
+            order = order[: max(enough, math.ceil(SMALLEST * count))]
         context.telemetry["curriculum/chosen_prompts"] += len(order)
         return context.groups_of(keys[order].tolist())
 

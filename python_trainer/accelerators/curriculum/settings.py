@@ -42,7 +42,8 @@ class CurriculumSettings(AcceleratorSettings):
     """Plain order is left where signal per token is expected to be this many times its own, with 95 % certainty; 0:
     from the first step on. Steps of chosen prompts are smaller and less mixed, so that a small gain is none."""
     same_signal: bool = True
-    """A step has as many prompts as bring the signal of a step in plain order; false: `rollout.prompts_per_step`."""
+    """A step has as many prompts as bring the signal of a step in plain order, three quarters of
+    `rollout.prompts_per_step` at least; false: all of them."""
     memory: float = Field(60, gt=0)
     """Steps after which what a prompt alone has shown is forgotten to 1/e."""
     stored_share: float = Field(0.5, ge=0)
