@@ -15,7 +15,6 @@ curriculum.md and curriculum.png.
 """
 
 import argparse
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,7 +25,7 @@ import torch
 from bench.faults.records import read_rows
 from bench.studies.curriculum_report import EARLIER, EARLIER_SMALLER, write
 from bench.studies.ground import RECORDS as GROUND
-from bench.studies.ground import RIVALS, SEEDS, Ground, add_task_arguments, rival
+from bench.studies.ground import RIVALS, SEEDS, Ground, add_task_arguments, rival, slug
 from bench.studies.ground_report import PLAIN
 
 RECORDS = Path(__file__).parent / "results" / "curriculum.jsonl"
@@ -56,9 +55,6 @@ AFTER: dict[str, tuple[str, dict[str, Any]]] = {  # the earlier run, settings
     "curriculum after an earlier run": (EARLIER, CURRICULUM),
     # the rule that could explain it: supervised steps on the stored answers, then plain training
     "answers of an earlier run, then plain": (EARLIER, THEN_PLAIN),
-    "answers of an earlier run, then plain order and stored answers": (
-        EARLIER, CURRICULUM | {"accelerators.curriculum.least_gain": 1e9},
-    ),
     "curriculum after a smaller policy's run": (EARLIER_SMALLER, CURRICULUM),
 }  # fmt: skip
 PARTS = "rivals", "curriculum", "earlier"
@@ -87,10 +83,6 @@ def after_an_earlier_run(ground: Ground, name: str, seed: int) -> None:
     if left.exists() and not own.exists():
         shutil.copy(left, own)
     ground.run("curriculum", name, settings | {DATABASE: str(own)}, seed)
-
-
-def slug(name: str) -> str:
-    return re.sub("[^a-z]+", "-", name)
 
 
 def run(args: argparse.Namespace) -> None:

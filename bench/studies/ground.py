@@ -95,7 +95,7 @@ class Ground:
         for row in read_rows(self.records):
             if {field: row.get(field) for field in key} == key and is_of(row, config):
                 return row
-        folder = self.folder / part / re.sub(r"[^a-z0-9.]+", "-", name) / f"seed-{seed}"
+        folder = self.folder / part / slug(name) / f"seed-{seed}"
         label = f"{self.task}, {name} (seed {seed})"
         siblings = sorted(self.folder.glob(f"*/*/seed-{seed}"))  # with the same accuracy at the start
         train_once(config, folder, siblings, label=label, console=Console(), timer=time.process_time)
@@ -152,6 +152,11 @@ def in_use(config: Config) -> dict[str, Any]:
         if section.get("database") is not None:
             section["database"] = "some"
     return settings | {"accelerators": on | {"enabled": own["enabled"]}}
+
+
+def slug(name: str) -> str:
+    """Of a name, for a file."""
+    return re.sub(r"[^a-z0-9.]+", "-", name)
 
 
 def words(point: Mapping[str, Any]) -> str:

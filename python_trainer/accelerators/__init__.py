@@ -103,7 +103,8 @@ class AcceleratorsConfig(Section):
 
     def others(self) -> list[AcceleratorSettings]:
         """Settings of those that are not enabled."""
-        return [settings for kind in registered() if (settings := getattr(self, kind.name)) not in self.chosen()]
+        enabled = {settings.name for settings in self.chosen()}
+        return [getattr(self, kind.name) for kind in registered() if kind.name not in enabled]
 
 
 def registered() -> list[type[AcceleratorSettings]]:

@@ -1,6 +1,5 @@
 """What a model makes of the product of hidden states and output matrix, before it calls it logits."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,9 +37,8 @@ class LogitRule:
             options: dict[str, Any] = {"temperature": temperature / self.scale, "return_entropy": True}
             return linear_token_logprobs(states, head.weight, targets, bias=head.bias, **options)
         rows = max(PIECE // len(head.weight), 1)
-        score: Callable = checkpoint
         parts = [
-            score(self._capped, *piece, head.weight, head.bias, temperature, use_reentrant=False)
+            checkpoint(self._capped, *piece, head.weight, head.bias, temperature, use_reentrant=False)
             for piece in zip(states.split(rows), targets.split(rows))
         ]
         logprobs, entropy = zip(*parts)

@@ -54,13 +54,12 @@ class Curriculum(Accelerator):
     def begin(self, run: RunContext) -> None:
         self._start([len(prompt) for prompt in run.prompts], run.output_dir)
 
-    def _start(self, lengths: list[int], folder: Path, run_id: int | None = None) -> None:
+    def _start(self, lengths: list[int], folder: Path) -> None:
         self.earlier: EarlierRuns | None = None
         if self.settings.database is not None:
             from python_trainer.accelerators.curriculum import earlier  # imports sqlalchemy
 
-            self.earlier = earlier.EarlierRuns(self.settings.database, folder, run_id)
-        self.rehearsed = 0
+            self.earlier = earlier.EarlierRuns(self.settings.database, folder)
         self.lengths, self.outcomes = lengths, Outcomes(lengths, self.settings.memory)
         self.table = torch.zeros(BINS, 3, dtype=torch.float64)
         self.signals = torch.zeros(2, dtype=torch.float64)
@@ -75,7 +74,6 @@ class Curriculum(Accelerator):
         groups = self.earlier.answers(context, settings.rehearsed) if size > 1 else []
         for group in groups:
             self.stored.add(group[::-1], 0)  # the newest last
-        self.rehearsed = sum(map(len, groups))
         most = settings.rehearsal_share * context.max_steps * context.generation.prompts_per_step * size
         batches = in_batches(groups, settings.rehearsal_batch, settings.rehearsals, context.seed)
         batches = batches[: int(most / settings.rehearsal_batch)]
@@ -195,14 +193,13 @@ class Curriculum(Accelerator):
             "signal_ratio": ratio,
         }
         if self.earlier is not None:
-            found |= {"earlier_answers": self.rehearsed, "earlier_generated_tokens": self.earlier.generated_tokens}
+            found |= {"earlier_answers": self.earlier.found, "earlier_generated_tokens": self.earlier.generated_tokens}
         return found
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "lengths": torch.tensor(self.lengths),
-            "run_id": None if self.earlier is None else self.earlier.run_id,
-            "rehearsed": [self.rehearsed, 0 if self.earlier is None else self.earlier.generated_tokens],
+            "earlier": None if self.earlier is None else self.earlier.state_dict(),
             "outcomes": self.outcomes.state_dict(),
             "table": self.table.clone(),
             "signals": self.signals.clone(),
@@ -211,10 +208,9 @@ class Curriculum(Accelerator):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._start(state["lengths"].tolist(), Path(), state.get("run_id"))
-        self.rehearsed, earlier_tokens = state.get("rehearsed", (0, 0))
+        self._start(state["lengths"].tolist(), Path())
         if self.earlier is not None:
-            self.earlier.generated_tokens = earlier_tokens
+            self.earlier.load_state_dict(state["earlier"])
         self.outcomes.load_state_dict(state["outcomes"])
         self.table, self.signals, self.recent = (state[name].clone() for name in ("table", "signals", "recent"))
         self.stored.load_state_dict(state["stored"])

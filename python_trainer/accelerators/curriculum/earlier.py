@@ -1,7 +1,8 @@
 """What earlier runs answered right, from the retrospective database; and what this run does, for later ones."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from python_trainer.accelerators.base import StepContext
 from python_trainer.accelerators.rhyme.attempts import begin_run
@@ -22,19 +23,22 @@ class EarlierRuns:
     Args:
         url: of the database, which is made where there is none.
         folder: of this run, where it is new.
-        run_id: of this run in the database; None: it is new.
 
     Attributes:
+        run_id: of this run in the database; None: it is new.
         begun: whether this process has entered it.
-        generated_tokens: by the runs that answers were taken of.
+        found: answers that were taken of other runs.
+        generated_tokens: by those runs.
 
     Raises:
         UserError: as of :class:`RetrospectiveDatabase`.
     """
 
-    def __init__(self, url: str, folder: Path, run_id: int | None = None):
-        self.database, self.folder, self.run_id = RetrospectiveDatabase(url), folder, run_id
-        self.fingerprint, self.begun, self.generated_tokens = "", False, 0
+    def __init__(self, url: str, folder: Path):
+        self.database, self.folder = RetrospectiveDatabase(url), folder
+        self.run_id: int | None = None
+        self.fingerprint, self.begun = "", False
+        self.found = self.generated_tokens = 0
         self.gathered = GatheredStep()
 
     def begin(self, context: StepContext) -> bool:
@@ -61,21 +65,30 @@ class EarlierRuns:
             chosen.setdefault(sample.prompt_key, {}).setdefault(sample.text, sample)
         few = [sample for texts in chosen.values() for sample in list(texts.values())[:per_prompt]]
         ours = for_tokenizer(few, context.policy.tokenizer, self.fingerprint)
-        by_prompt: dict[int, list[Rollout]] = {}
         right = judged(ours, context, unjudged=False)
         used = {sample.run_id for sample in right}
         self.generated_tokens = sum(run.generated_tokens for run in self.database.runs() if run.id in used)
+        by_prompt: dict[int, list[StoredAnswer]] = {}
         for sample in right:
             for number in numbers[sample.prompt_key]:
-                prompt_ids = list(context.groups_of([number])[0].prompt_ids)
-                by_prompt.setdefault(number, []).append(as_rollout(sample, number, prompt_ids))
-        return list(by_prompt.values())
+                by_prompt.setdefault(number, []).append(sample)
+        self.found = sum(map(len, by_prompt.values()))
+        return [
+            [as_rollout(sample, group.prompt_key, list(group.prompt_ids)) for sample in by_prompt[group.prompt_key]]
+            for group in context.groups_of(list(by_prompt))
+        ]
 
     def record(self, context: StepContext, groups: Sequence[list[Rollout]]) -> None:
         """The step, as far as it has come, with a few right answers of each group."""
         run_id = self.run_id or 0
         kept = right_answers(context, groups, run_id, self.fingerprint)
         self.database.add_step(run_id, *self.gathered.add(context.step, groups, kept))
+
+    def state_dict(self) -> dict[str, int | None]:
+        return {name: getattr(self, name) for name in ("run_id", "found", "generated_tokens")}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.run_id, self.found, self.generated_tokens = state["run_id"], state["found"], state["generated_tokens"]
 
 
 def as_rollout(sample: StoredAnswer, number: int, prompt_ids: list[int]) -> Rollout:

@@ -18,9 +18,9 @@ class Recorder(Accelerator):
     def begin(self, run: RunContext) -> None:
         self._start(run.output_dir)
 
-    def _start(self, folder: Path, run_id: int | None = None) -> None:
+    def _start(self, folder: Path) -> None:
         assert self.settings.database is not None
-        self.runs = EarlierRuns(self.settings.database, folder, run_id)
+        self.runs = EarlierRuns(self.settings.database, folder)
 
     def rehearse(self, context: StepContext) -> list[list[Rollout]]:
         if not self.runs.begun:
@@ -33,7 +33,8 @@ class Recorder(Accelerator):
         return rollouts
 
     def state_dict(self) -> dict[str, Any]:
-        return {"run_id": self.runs.run_id}
+        return self.runs.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._start(Path(), state["run_id"])
+        self._start(Path())
+        self.runs.load_state_dict(state)
