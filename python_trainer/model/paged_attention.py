@@ -11,8 +11,8 @@ from python_trainer.model.padded_rows import PaddedRows
 from python_trainer.model.varlen import VarlenRows, flash_rows, kernel_for, varlen_options
 from rlkernels import PagedKVCache, paged_attention, shared_prefix_attention, write_kv
 
-# scores of a pass over padded rows, all heads: 1 GiB of float32, and a few times that in the making
-LARGEST_SCORES = 1 << 28
+# scores of a pass, all heads, up to which padding costs less than an older varlen_attn, which repeats the heads of keys
+FEW_SCORES = 1 << 28
 
 
 @dataclass
@@ -55,16 +55,14 @@ class Paging:
     def rows_for(self, query: torch.Tensor) -> Callable[[], VarlenRows | PaddedRows] | None:
         """What stands in on a GPU without a proven kernel: FlashAttention where it runs, else padded rows.
 
-        None: a kernel of our own, or its reference, a loop over sequences, where padded rows would be too many.
+        None: a kernel of our own.
         """
         if query.device.type == "cpu" or rlkernels.backend.choose("paged_attention", query.device) != "torch":
             return None
         scores = len(self.seq_lens) * self.longest_query * self.longest_key * query.shape[1]
-        fits, flash = scores <= LARGEST_SCORES, kernel_for(query) is flash_rows
-        # an older torch repeats the heads of keys, which costs more than padding where there are few queries
-        if flash and ("enable_gqa" in varlen_options() or not fits):
+        if kernel_for(query) is flash_rows and ("enable_gqa" in varlen_options() or scores > FEW_SCORES):
             return self.varlen_rows
-        return self.padded_rows if fits else None
+        return self.padded_rows
 
     def varlen_rows(self) -> VarlenRows:
         """The sequences end to end, whose keys are slots of the cache: nothing is padded, and no score is held."""
@@ -84,10 +82,9 @@ class Paging:
         slots = self.block_tables.long()[:, k // block_size] * block_size + k % block_size  # [R, K]
         # what lies beyond a sequence is masked, but must be a number: its own first key is written
         slots = torch.where(k < self.seq_lens[:, None], slots, slots[:, :1])
-        visible = k <= ((self.seq_lens - query_lens)[:, None] + q)[..., None]  # [R, Q, K]
         return PaddedRows(
             torch.where(has_query, self.query_starts[:-1, None] + q, 0),
             slots,
-            torch.where(visible, 0.0, -torch.inf),
+            (self.seq_lens - query_lens)[:, None] + q,
             has_query.flatten().nonzero_static(size=len(self.slots)).flatten(),
         )

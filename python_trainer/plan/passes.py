@@ -27,7 +27,7 @@ from python_trainer.model.lora import add_adapters
 from python_trainer.model.packed_attention import PackedLayout
 from python_trainer.model.packing import micro_batches, pack
 from python_trainer.model.padded_rows import PaddedRows
-from python_trainer.model.paged_attention import LARGEST_SCORES
+from python_trainer.model.paged_attention import FEW_SCORES
 from python_trainer.model.policy import Policy, recompute_activations
 from python_trainer.model.reading import base_folder, read_settings
 from python_trainer.model.settings import ModelConfig
@@ -237,15 +237,18 @@ class GatheredKeys:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
     ) -> torch.Tensor:
         keys = torch.empty(self.sequences, self.key, dtype=torch.int64, device=META)
-        fits = self.sequences * self.query * self.key * query.shape[1] <= LARGEST_SCORES
-        if query.dtype in HALVES and ("enable_gqa" in varlen_options() or not fits):
+        scores = self.sequences * self.query * self.key * query.shape[1]
+        if query.dtype in HALVES and ("enable_gqa" in varlen_options() or scores > FEW_SCORES):
             starts = torch.empty(self.sequences + 1, dtype=torch.int32, device=META)
             return flash(VarlenRows(keys.flatten(), starts, starts, self.query, self.key), query, key, value, scale)
-        if not fits:
-            return torch.empty_like(query)  # by a loop over sequences
         index = torch.empty(self.sequences, self.query, dtype=torch.int64, device=META)
-        bias, place = torch.empty(*index.shape, self.key, device=META), index.flatten()[: len(query)]
-        return PaddedRows(index, keys, bias, place).attend(query, key, value, scale)
+        place = index.flatten()[: len(query)]
+        return PaddedRows(index, keys, index, place, kernel=output_alone).attend(query, key, value, scale)
+
+
+def output_alone(query: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+    """A kernel that holds nothing but what it returns, as those for ``scaled_dot_product_attention`` with a mask."""
+    return torch.empty_like(query)
 
 
 class Nothing:

@@ -330,7 +330,7 @@ def test_long_answers_first_are_the_same_answers_in_fewer_passes():
     assert engine.lengths.predict([requests[4].prompt_ids]) == [40]
 
 
-@pytest.mark.parametrize(("kind", "most"), [("padded_rows", 384), ("varlen_rows", 341)])
+@pytest.mark.parametrize(("kind", "most"), [("padded_rows", 356), ("varlen_rows", 341)])
 def test_launches_and_waits_of_a_decode_pass_are_few(monkeypatch, kind, most):
     """As on a GPU without proven kernels: plain torch, attention by FlashAttention (here one launch) or padded rows."""
     monkeypatch.setenv("RLKERNELS_BACKEND", "torch")
@@ -355,6 +355,6 @@ def test_launches_and_waits_of_a_decode_pass_are_few(monkeypatch, kind, most):
         assert lists == [(3 * 8,)]  # tokens, accepted drafts and log-probabilities at once
         assert not {"sort", "argsort", "topk"} & launches.counts.keys()
         # 3 layers of Transformers with attention, sampling, nothing of the random numbers
-        assert launches.counts.total() <= most, launches.counts
+        assert launches.counts.total() <= most, (launches.counts.total(), launches.counts)
         assert "bitwise_xor" not in launches.counts
     assert len(found) == 3
