@@ -30,6 +30,7 @@ from rich.console import Console
 from bench._runner import commit, cpu_model
 from bench.faults.records import read_rows
 from bench.studies.ground_report import PLAIN, write
+from bench.studies.pass_at import pass_at_8
 from python_trainer.compare import train_once
 from python_trainer.config import Config, check_config, load_config
 from python_trainer.engine_choice import choose_engine
@@ -100,6 +101,8 @@ class Ground:
         siblings = sorted(self.folder.glob(f"*/*/seed-{seed}"))  # with the same accuracy at the start
         train_once(config, folder, siblings, label=label, console=Console(), timer=time.process_time)
         row = key | {"settings": config.model_dump(mode="json")} | outcome(folder)
+        if size != SHORT:
+            row["pass@8"] = pass_at_8(folder, config)
         self.records.parent.mkdir(parents=True, exist_ok=True)
         with self.records.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")

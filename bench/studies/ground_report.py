@@ -45,6 +45,8 @@ def plain_accuracy(records: Sequence[Record]) -> float | None:
 def run_lines(runs: Sequence[Record], target: float | None) -> list[str]:
     """A row for each setting, over its seeds."""
     head = ["", "seeds", "steps", "CPU s", "tokens", "accuracy before", "after", "without spread, first tenth", "mean"]
+    judged = any("pass@8" in row for row in runs)
+    head += ["pass@8"] if judged else []
     head += [] if target is None else [f"CPU s to {target:.3f}"]
     rows = []
     for name in dict.fromkeys(row["name"] for row in runs):
@@ -55,6 +57,9 @@ def run_lines(runs: Sequence[Record], target: float | None) -> list[str]:
                  f"{fmean(row['generated_tokens'] for row in group):,.0f}",
                  f"{fmean(row['start'] for row in group):.3f}", f"{fmean(row['final'] for row in group):.3f}",
                  f"{fmean(first):.2f}", f"{fmean(fmean(row['without_spread']) for row in group):.2f}"]  # fmt: skip
+        if judged:
+            passed = [row["pass@8"] for row in group if "pass@8" in row]
+            cells.append(f"{fmean(passed):.3f}" if len(passed) == len(group) else "-")
         if target is not None:
             reached = [seconds for row in group if (seconds := first_time(row, target)) is not None]
             cells.append(f"{fmean(reached):.0f}" if len(reached) == len(group) else f"{len(reached)} of {len(group)}")

@@ -1,0 +1,276 @@
+"""A GPU that is not there: tensors that say they are on ``cuda:0``, whose numbers are computed on the CPU.
+
+What a GPU would refuse is refused: an operation on tensors of both devices, or numpy of one there. So code runs as on a
+GPU as far as devices decide anything (kernels, the type of weights, where a tensor is made), and a tensor that was left
+behind on the other side is found. Times it the host waits for the device are counted.
+"""
+
+import inspect
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch._library.custom_ops import OPDEFS
+from torch.autograd.graph import _engine_run_backward as run_backward
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from python_trainer.model import varlen
+
+GPU = torch.device("cuda", 0)
+REAL_VARLEN: Any = varlen.varlen_attn
+APPLY: Any = torch.nn.Module._apply
+MEMORY = 24 << 30
+aten = torch.ops.aten
+BY_INDEX = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default}  # which may lie on the host
+WAITS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.is_nonzero.default, aten.masked_select.default}
+
+
+class GPUTensor(torch.Tensor):
+    """Numbers on the CPU under another name."""
+
+    numbers: torch.Tensor
+    waits: ClassVar[Counter[str]] = Counter()
+
+    @staticmethod
+    def __new__(cls, numbers: torch.Tensor) -> "GPUTensor":
+        made = torch.Tensor._make_wrapper_subclass(
+            cls,
+            numbers.size(),
+            strides=numbers.stride(),
+            storage_offset=numbers.storage_offset(),
+            dtype=numbers.dtype,
+            device="cpu",  # for torch itself, which has no autograd for CUDA in a build without it
+        )
+        made.numbers = numbers
+        return made
+
+    device = property(lambda self: GPU)
+    is_cuda = property(lambda self: True)
+    is_cpu = property(lambda self: False)
+
+    def get_device(self) -> int:
+        return 0
+
+    def data_ptr(self) -> int:
+        return self.numbers.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.numbers.untyped_storage()
+
+    def numpy(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    def tolist(self) -> Any:
+        self.waits["tolist"] += 1
+        return self.numbers.tolist()
+
+    def __repr__(self, **_: Any) -> str:
+        return f"GPUTensor({self.numbers})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GPUTensor":
+        copied = GPUTensor(self.numbers.clone()).requires_grad_(self.requires_grad)
+        return torch.nn.Parameter(copied, self.requires_grad) if isinstance(self, torch.nn.Parameter) else copied
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run_there(func, args, kwargs or {})
+
+
+def run_there(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """An operation on tensors of which some are there -> its result, there."""
+    checked = (args[:1], args[2:]) if func in BY_INDEX else (args, kwargs)
+    tensors = [x for x in tree_leaves(checked) if isinstance(x, torch.Tensor)]
+    if func is not aten.copy_.default and any(not isinstance(x, GPUTensor) and x.dim() for x in tensors):
+        raise RuntimeError(f"{func}: expected all tensors to be on the same device, but found cuda:0 and cpu")
+    if func.namespace == "rlkernels":  # its lines, on tensors that are there
+        with PretendGPU():
+            return OPDEFS[func._schema.name]._backend_fns[None](*args, **kwargs)
+    if func in WAITS:
+        GPUTensor.waits[str(func)] += 1
+    numbers = tree_map(lambda x: x.numbers if isinstance(x, GPUTensor) else x, (args, kwargs))
+    out = func(*numbers[0], **numbers[1])
+    written = [i for i, argument in enumerate(func._schema.arguments) if argument.is_write]
+    if written and len(func._schema.returns):  # in place, or into out=
+        given = [args[i] if i < len(args) else kwargs[func._schema.arguments[i].name] for i in written]
+        return given[0] if len(func._schema.returns) == 1 else tuple(given)
+    return tree_map(lambda x: GPUTensor(x) if isinstance(x, torch.Tensor) else x, out)
+
+
+class Upload(torch.autograd.Function):
+    """To the device; a copy, as it is on a real one."""
+
+    @staticmethod
+    def forward(context: Any, here: torch.Tensor) -> torch.Tensor:
+        return GPUTensor(here.detach().clone())
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0].numbers.clone()  # type: ignore[attr-defined]
+
+
+class Download(torch.autograd.Function):
+    """To the host, which waits for it."""
+
+    @staticmethod
+    def forward(context: Any, there: torch.Tensor) -> torch.Tensor:
+        GPUTensor.waits["to the host"] += 1
+        return there.numbers.clone()  # type: ignore[attr-defined]
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> Any:
+        return GPUTensor(gradients[0].clone())
+
+
+class PretendGPU(TorchFunctionMode):
+    """Makes and moves tensors where ``device`` says, "cuda" included."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.Tensor.cuda, torch.Tensor.cpu):
+            return move(args[0], "cuda" if func is torch.Tensor.cuda else "cpu")
+        if func is torch.Tensor.backward:  # which may compute layers again
+            with self:
+                gradient = torch.ones_like(args[0])
+                run_backward((args[0],), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+                return None
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        if func is torch.Tensor.to:
+            given = [x for x in (*args[1:], *kwargs.values()) if x is not None]
+            where = next((found for x in given if (found := device_of(x))), None)
+            if where == "meta" or args[0].is_meta:
+                return func(*args, **kwargs)
+            dtype = next((x for x in given if isinstance(x, torch.dtype)), None)
+            dtype = next((x.dtype for x in given if isinstance(x, torch.Tensor)), dtype)
+            moved = args[0] if where is None else move(args[0], where)
+            return moved if dtype is None else func(moved, dtype, copy=kwargs.get("copy", False))
+        if func is torch.nn.functional.scaled_dot_product_attention and isinstance(args[0], GPUTensor):
+            with self:
+                return attend(*args, **kwargs)
+        where = device_of(kwargs.get("device"))
+        kwargs.pop("pin_memory", None)
+        if where in (None, "meta") or func is torch._C._nn._parse_to:
+            return func(*args, **kwargs)
+        kwargs["device"] = torch.device("cpu")
+        out = func(*args, **kwargs)
+        if where == "cuda":
+            return out if isinstance(out, GPUTensor) else GPUTensor(out).requires_grad_(out.requires_grad)
+        return out.numbers if isinstance(out, GPUTensor) else out
+
+
+def device_of(value: Any) -> str | None:
+    """Type of the device that an argument of torch names, if it is one."""
+    if isinstance(value, torch.Tensor):
+        return value.device.type
+    if isinstance(value, str) and value.split(":")[0] in ("cuda", "cpu", "meta"):
+        return value.split(":")[0]
+    return value.type if isinstance(value, torch.device) else None
+
+
+def move(tensor: torch.Tensor, where: str | None) -> torch.Tensor:
+    if where == tensor.device.type:
+        return tensor
+    return Upload.apply(tensor) if where == "cuda" else Download.apply(tensor)
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """``scaled_dot_product_attention``, whose own masks torch would make on the host."""
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    score = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        seen = torch.ones(score.shape[-2:], dtype=torch.bool, device=query.device).tril()
+        score = score.masked_fill(~seen, -torch.inf)
+    if attn_mask is not None:
+        score = score.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else score + attn_mask
+    return score.softmax(-1) @ value
+
+
+def varlen_attn(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """What torch's computes on a GPU, where everything it is given has to be."""
+    given = query, key, value, cu_seq_q, cu_seq_k
+    if query.is_meta:  # of a plan
+        options: dict[str, Any] = {"scale": scale, "window_size": window_size, "enable_gqa": enable_gqa}
+        return REAL_VARLEN(*given, max_q, max_k, **options)
+    assert all(isinstance(x, GPUTensor) for x in given) and query.dtype in varlen.HALVES
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and window_size == varlen.CAUSAL
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    assert max_q >= int(cu_seq_q.numbers.diff().max()) and max_k >= int(cu_seq_k.numbers.diff().max())
+    starts = cu_seq_q.numbers, cu_seq_k.numbers
+    return varlen.attend_rows(query, key, value, *starts, max_q, max_k, scale=scale)
+
+
+def move_module(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    """``Module._apply`` where parameters get another class, so that new ones are made: those that were one stay one."""
+    names: dict[torch.nn.Parameter, list[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    APPLY(module, *args, **kwargs)
+    for first, *others in names.values():
+        for name in others:
+            owner, _, own = name.rpartition(".")
+            setattr(module.get_submodule(owner), own, module.get_parameter(first))
+    return module
+
+
+@contextmanager
+def pretended() -> Iterator[Counter[str]]:
+    """Within it there is a GPU -> how often the host waited for it, by operation."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        yield from _pretended(monkeypatch)
+
+
+def _pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    assert set(inspect.signature(varlen_attn).parameters) <= set(inspect.signature(varlen.varlen_attn).parameters)
+    properties = SimpleNamespace(total_memory=MEMORY, major=9, minor=0, multi_processor_count=132)
+    for name, value in {
+        "is_available": True,
+        "device_count": 1,
+        "get_device_name": "a GPU that is not there",
+        "get_device_capability": (9, 0),
+        "get_device_properties": properties,
+        "mem_get_info": (MEMORY, MEMORY),
+        "synchronize": None,
+        "empty_cache": None,
+        "max_memory_allocated": 1 << 30,
+        "get_rng_state": torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(torch.nn.Module, "_apply", move_module)
+    varlen.varlen_options.cache_clear()
+    GPUTensor.waits.clear()
+    torch.__future__.set_overwrite_module_params_on_conversion(True)  # to parameters of another class
+    try:
+        with PretendGPU():
+            yield GPUTensor.waits
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+        varlen.varlen_options.cache_clear()

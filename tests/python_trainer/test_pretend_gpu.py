@@ -1,0 +1,150 @@
+"""Training as on a GPU: every tensor where it has to be, found by a GPU that is not there."""
+
+import json
+from contextlib import nullcontext
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import merged
+from paged import prompts
+from pretend_gpu import GPUTensor, pretended
+from rich.console import Console
+from tiny import save_tiny_policy
+from torch.utils._pytree import tree_leaves
+
+from bench.faults.tensors import OPS
+from python_trainer.config import check_config, load_config
+from python_trainer.model.policy import load_policy
+from python_trainer.probe import probe
+from python_trainer.rollout import PagedEngine, Request, SamplingParams
+from python_trainer.run import Trainer
+from python_trainer.run_directory import read_metrics
+from python_trainer.sft import Sft
+
+QUIET = Console(quiet=True)
+SMOKE = Path(__file__).parents[2] / "configs" / "smoke.yaml"
+RUNS = {
+    "plain": {},
+    "float32": {"model": {"dtype": "float32"}},
+    "activations computed again": {"model": {"gradient_checkpointing": True}},
+    "adapters": {"model": {"lora": {"r": 2}}},
+    "PPO with a critic of its own": {"algorithm": {"advantage": "gae"}, "critic": {"separate": True}},
+    "reference and entropy": {"algorithm": {"beta": 0.1, "entropy_coef": 0.01, "num_iterations": 2}},
+    "rewards less a divergence": {"algorithm": {"beta": 0.1, "use_kl_in_reward": True}},
+    "sequences' ratios": {"algorithm": {"importance_sampling_level": "sequence"}},
+    "filters": {"rollout": {"top_p": 0.9, "top_k": 5, "dynamic_sampling": True}},
+    "moments on the host": {"optimizer": {"offload": True}},
+    **{name: {"accelerators": {"enabled": [name]}} for name in ("curriculum", "rhyme", "rpo", "drafts")},
+}
+
+
+def config_of(make_config, name, steps):
+    settings = RUNS[name]
+    return make_config(max_steps=steps, **settings | {"model": {"device": "cuda"} | settings.get("model", {})})
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_on_a_gpu(make_config, tmp_path, name):
+    """In bfloat16 but for one; then it goes on from its checkpoint."""
+    with pretended():
+        trainer = Trainer(config_of(make_config, name, 3), tmp_path / "run", console=QUIET)
+        trainer.run()
+        dtype = torch.float32 if name == "float32" else torch.bfloat16
+        weights = chain(trainer.policy.whole.parameters(), trainer.policy.whole.buffers())
+        assert all(isinstance(x, GPUTensor) for x in weights)
+        assert {x.dtype for x in trainer.policy.whole.parameters()} == {dtype}
+        again = Trainer(config_of(make_config, name, 4), tmp_path / "run", resume=True, console=QUIET)
+        again.run()
+        assert again.state.step == 4
+
+
+def test_a_gpu_is_pretended():
+    """What a real one would refuse is refused, and results lie where the operands do."""
+    with pretended() as waits:
+        there, here = torch.randn(3, 4).to("cuda"), torch.randn(4)
+        assert there.device.type == "cuda" and there.cpu().device.type == here.device.type == "cpu"
+        assert (there @ there.T).is_cuda and torch.zeros(2, device=there.device).is_cuda and not here.is_cuda
+        for wrong in (
+            lambda: there + here,
+            lambda: torch.cat([there[0], here]),
+            lambda: here[torch.tensor([1]).to("cuda")],
+        ):
+            with pytest.raises(RuntimeError, match="same device"):
+                wrong()
+        with pytest.raises(TypeError, match="numpy"):
+            there.numpy()
+        waits.clear()
+        assert there.sum().item() == float(there.numbers.sum()) and waits.total() == 1
+        there[torch.tensor([0])] = here.to("cuda")
+        torch.testing.assert_close(there.cpu()[0], here)
+    assert not torch.cuda.is_available()
+
+
+def test_numbers_are_those_of_the_cpu(make_config, tmp_path):
+    """In float32, where the same answers are drawn."""
+    rows = {}
+    for device in ("cpu", "cuda"):
+        config = make_config(max_steps=3, model={"device": device, "dtype": "float32"})
+        with pretended() if device == "cuda" else nullcontext():
+            Trainer(config, tmp_path / device, console=QUIET).run()
+        rows[device] = read_metrics(tmp_path / device)
+    for here, there in zip(rows["cpu"], rows["cuda"], strict=True):
+        for name in here.keys() & {"reward", "loss", "grad_norm", "entropy", "total/generated_tokens"}:
+            assert there[name] == pytest.approx(here[name], rel=2e-4, abs=1e-6), (name, here["step"])
+    assert rows["cpu"][-1]["grad_norm"] > 0
+
+
+def test_a_pass_of_generation_waits_once(tmp_path):
+    config = check_config({"model": {"path": str(save_tiny_policy(tmp_path)), "device": "cuda"}}, source="test")
+    with pretended() as waits:
+        policy = load_policy(config.model)
+        engine = PagedEngine(policy.whole, eos_token_ids=policy.eos_token_ids)
+        requests = [Request(ids, num_samples=3, max_new_tokens=12) for ids in prompts([9, 5, 30])]
+        waits.clear()
+        engine.generate(requests, SamplingParams(temperature=0.9, seed=1))
+        passes = engine.stats["forward_passes"]
+    assert passes >= 12 and waits.total() <= passes + 2, waits
+
+
+def test_supervised_steps_and_a_probe(settings, tmp_path):
+    for name in ("train", "test"):
+        rows = [{"prompt": prompt, "answer": prompt[::-1]} for prompt in ("ABC", "D", "FGAB", "HC")]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    paths = {f"{name}_path": str(tmp_path / f"{name}.jsonl") for name in ("train", "test")}
+    changes = {"task": paths, "model": {"device": "cuda"}, "sft": {"epochs": 2, "batch_tokens": 32}}
+    config = check_config(merged(settings, changes), source="test")
+    with pretended():
+        Sft(config, tmp_path / "sft", console=QUIET).run()
+        found = probe(config, seconds=1, prompts=2)
+    assert json.loads((tmp_path / "sft/summary.json").read_text())["held_out_loss_final"] > 0
+    assert len(found["p"]) == 2
+
+
+def test_all_accelerators(tmp_path):
+    short = ["max_steps=4", "task.train_size=8", "evaluation.eval_limit=8", "accelerators.alpha.gate_prompts=8"]
+    short += ["rollout.prompts_per_step=4", "rollout.max_completion_length=12"]
+    config = load_config(SMOKE, ["model.device=cuda", *short])
+    with pretended():
+        trainer = Trainer(config, tmp_path / "run", console=QUIET)
+        trainer.run()
+    assert trainer.state.step == 4
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_ops_on_a_gpu(name):
+    """Their reference, which a GPU takes as long as nothing else is proven there, makes all it needs where it runs."""
+    op = OPS[name]
+    given = op.make(torch.Generator().manual_seed(0), [3, 2, 4])
+    expected = op.call(**copied(given), backend="torch")
+    with pretended():
+        there = {key: x.to("cuda") if isinstance(x, torch.Tensor) else x for key, x in copied(given).items()}
+        found = op.call(**there, backend="auto")
+        for ours, theirs in zip(tree_leaves(found), tree_leaves(expected), strict=True):
+            if isinstance(ours, torch.Tensor):
+                torch.testing.assert_close(ours.cpu(), theirs, atol=1e-5, rtol=1e-5, equal_nan=True)
+
+
+def copied(tensors):
+    return {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in tensors.items()}
