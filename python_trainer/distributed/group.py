@@ -13,8 +13,9 @@ from rich.console import Console
 from python_trainer.checkpoint import aside_for, save_checkpoint
 from python_trainer.data import Example, Messages, Rollout
 from python_trainer.distributed.ranked_engine import RankedEngine
+from python_trainer.model.dtype import name_of
 from python_trainer.model.packing import micro_batches
-from python_trainer.model.policy import Policy, load_policy
+from python_trainer.model.policy import Policy, find_dtype, load_policy
 from python_trainer.model.settings import ModelConfig
 from python_trainer.rollout.engine import Engine
 from python_trainer.tasks import Task
@@ -100,7 +101,13 @@ class RankGroup:
         Args:
             note: tells the user of what takes more memory than it might.
         """
-        return load_policy(config)
+        return load_policy(self.in_one_dtype(config))
+
+    def in_one_dtype(self, config: ModelConfig) -> ModelConfig:
+        """With ``model.dtype: auto`` as the type that the first rank would take, whose processor may be another."""
+        with self.together():
+            mine = name_of(find_dtype(config))
+        return config.model_copy(update={"dtype": self.first(mine)})
 
     def copy(self, module: Any, *, trains: bool) -> Any:
         """A copy of a plain module, of which each rank has as much as of the policy's model."""

@@ -20,10 +20,9 @@ from python_trainer.distributed.shard_loading import (
     take_rows,
     whole_weights,
 )
-from python_trainer.model.dtype import choose_dtype, count_weights
 from python_trainer.model.hollow import META, allocate, emptied, hollow_model, weights_of
 from python_trainer.model.lora import inject_adapters, is_adapter
-from python_trainer.model.policy import Policy, choose_device, recompute_activations
+from python_trainer.model.policy import Policy, choose_device, find_dtype, recompute_activations
 from python_trainer.model.reading import base_folder, check_finite, check_vocabulary, read_tokenizer
 from python_trainer.model.settings import ModelConfig
 from python_trainer.model.shipped import policy_folder
@@ -47,10 +46,10 @@ class Sharded(Replicated):
 
         What cannot be read in parts is read by the first rank, in the memory of its host, and sent to the others.
         """
+        config = self.in_one_dtype(config)
         device, folder = choose_device(config.device), policy_folder(config.path, config.revision)
         with self.together():
-            dtype = choose_dtype(config.dtype, device, lambda: count_weights(folder, config))
-            plain = base_folder(folder)
+            dtype, plain = find_dtype(config), base_folder(folder)
             tokenizer, hollow = read_tokenizer(plain, config), hollow_model(plain, config, dtype)
             check_vocabulary(folder, hollow, tokenizer)
             found = find_files(folder, hollow)

@@ -54,14 +54,19 @@ def load_policy(config: ModelConfig) -> "Policy":
     """
     folder = policy_folder(config.path, config.revision)
     device = choose_device(config.device)
-    dtype = choose_dtype(config.dtype, device, lambda: count_weights(folder, config))
-    model, tokenizer = read_model(folder, config, dtype)
+    model, tokenizer = read_model(folder, config, find_dtype(config))
     policy = Policy(model.to(device=device), tokenizer, name=str(folder))
     if config.lora is not None:
         policy.whole, policy.adapted = add_adapters(policy.model, config.lora), True
     if config.gradient_checkpointing is True:
         recompute_activations(policy.model)
     return policy
+
+
+def find_dtype(config: ModelConfig) -> torch.dtype:
+    """The type of weights that the settings stand for, here."""
+    folder = policy_folder(config.path, config.revision)
+    return choose_dtype(config.dtype, choose_device(config.device), lambda: count_weights(folder, config))
 
 
 def recompute_activations(model: Any) -> None:

@@ -2,9 +2,12 @@
 
 import io
 import json
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
+from gloo import KINDS, run_on_ranks
 from rich.console import Console
 from tiny import save_tiny_policy
 from transformers import AutoModelForCausalLM
@@ -93,3 +96,16 @@ def test_a_run_goes_on_in_its_type_on_another_processor(make_config, tmp_path, a
 def test_a_checkpoint_that_names_no_type_changes_nothing():
     assert dtype_before({"dtype": "float16"}) is dtype_before({}) is dtype_before([]) is dtype_before(None) is None
     assert told_of_change("auto", None, torch.nn.Linear(1, 1)) is None
+
+
+def load_on_unlike_processors(path):
+    """The second process would take bfloat16."""
+    with patch("python_trainer.model.dtype.MAX_BYTES", 0 if dist.get_rank() else 1 << 40):
+        for make in KINDS.values():
+            torch.cpu.get_capabilities = lambda: {"avx512_bf16": True}
+            policy = make().load(ModelConfig(path=path, device="cpu"), print)
+            assert policy.whole.dtype == torch.float32
+
+
+def test_all_processes_take_the_type_of_the_first(tmp_path):
+    run_on_ranks(tmp_path, load_on_unlike_processors, str(save_tiny_policy(tmp_path / "policy")))
