@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from python_trainer.errors import UserError
 from python_trainer.tasks.countdown import STRATA, CountdownSettings, accuracy, apply, chain, correct, count_chains
 from tools.policies import countdown as maker
-from tools.policies.countdown import AIMED_ATTEMPTS, draw_answer, draw_chain, draw_near
+from tools.policies.countdown import LONG, draw_answer, draw_chain, draw_near
 
 numbers_lists = st.lists(st.integers(1, 20), min_size=3, max_size=5, unique=True)
 
@@ -124,10 +124,10 @@ def test_chains_are_counted_as_by_brute_force(numbers):
         assert {int(i): int(row[i]) for i in row.nonzero()[0]} == counts
 
 
-@given(numbers_lists, st.integers(0, 99), st.booleans(), st.integers(0, 2**32))
-def test_answers_to_learn_from_are_legal_and_say_what_was_found(numbers, target, near, seed):
-    *lines, last = draw_answer(random.Random(seed), numbers, target, near).split("\n")
-    assert 1 <= len(lines) <= AIMED_ATTEMPTS[len(numbers)][1] and len("\n".join([*lines, last])) < 400
+@given(numbers_lists, st.integers(0, 99), st.integers(0, 2), st.integers(0, 2**32))
+def test_answers_to_learn_from_are_legal_and_say_what_was_found(numbers, target, aimed, seed):
+    *lines, last = draw_answer(random.Random(seed), numbers, target, LONG[len(numbers)], aimed).split("\n")
+    assert 1 <= len(lines) <= LONG[len(numbers)][1] and len("\n".join([*lines, last])) < 400
     for line in lines:
         steps = [step.split("=") for step in line.split(",")]
         used, before = [], None
@@ -150,8 +150,9 @@ def test_aiming_hits_more_often():
         numbers = rng.sample(range(1, 21), 4)
         target = draw_chain(rng, numbers).results[-1]
         hits["random"] += draw_chain(rng, numbers).results[-1] == target
-        hits["near"] += draw_near(rng, numbers, target).results[-1] == target
-    assert hits["near"] > 1.8 * hits["random"]
+        for steps in (1, 2):
+            hits[steps] += draw_near(rng, numbers, target, steps).results[-1] == target
+    assert hits[1] > 1.8 * hits["random"] and hits[2] > 1.5 * hits[1]
 
 
 def test_prompts_are_disjoint_and_of_their_strata():
