@@ -53,6 +53,8 @@ class Curriculum(Accelerator):
 
     def begin(self, run: RunContext) -> None:
         self._start([len(prompt) for prompt in run.prompts], run.output_dir)
+        if (earlier := self.earlier) is not None:
+            run.once(earlier.reach)
 
     def _start(self, lengths: list[int], folder: Path) -> None:
         self.earlier: EarlierRuns | None = None

@@ -1,6 +1,10 @@
-"""What earlier runs answered right, from the retrospective database; and what this run does, for later ones."""
+"""What earlier runs answered right, from the retrospective database; and what this run does, for later ones.
+
+Of several ranks the first alone opens the database; what it reads all know.
+"""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,26 +33,40 @@ class EarlierRuns:
         begun: whether this process has entered it.
         found: answers that were taken of other runs.
         generated_tokens: by those runs.
-
-    Raises:
-        UserError: as of :class:`RetrospectiveDatabase`.
     """
 
     def __init__(self, url: str, folder: Path):
-        self.database, self.folder = RetrospectiveDatabase(url), folder
+        self.url, self.folder = url, folder
         self.run_id: int | None = None
         self.fingerprint, self.begun = "", False
         self.found = self.generated_tokens = 0
         self.gathered = GatheredStep()
 
+    @cached_property
+    def database(self) -> RetrospectiveDatabase:
+        """Opened where it is first asked for, which only the first rank does."""
+        return RetrospectiveDatabase(self.url)
+
+    def reach(self) -> None:
+        """Opens the database, where it is not open.
+
+        Raises:
+            UserError: as of :class:`RetrospectiveDatabase`.
+        """
+        _ = self.database
+
     def begin(self, context: StepContext) -> bool:
         """Enters this run; of one that is resumed, forgets the steps that are made again -> whether it is new."""
         self.fingerprint, self.begun = tokenizer_fingerprint(context.policy.tokenizer), True
-        if self.run_id is not None:
-            self.database.cut_run(self.run_id, context.step - 1)
-            return False
-        self.run_id = begin_run(self.database, run_facts(context, self.fingerprint), self.folder)
-        return True
+        new = self.run_id is None
+        self.run_id = context.once(lambda: self._enter(context))
+        return new
+
+    def _enter(self, context: StepContext) -> int:
+        if self.run_id is None:
+            return begin_run(self.database, run_facts(context, self.fingerprint), self.folder)
+        self.database.cut_run(self.run_id, context.step - 1)
+        return self.run_id
 
     def answers(self, context: StepContext, per_prompt: int) -> list[list[Rollout]]:
         """Different right answers of other runs to each prompt of this one, the newest first, at most so many.
@@ -59,15 +77,10 @@ class EarlierRuns:
         numbers: dict[str, list[int]] = {}
         for number, example in enumerate(context.task.train):
             numbers.setdefault(prompt_key(example.prompt), []).append(number)
-        found = self.database.samples(prompt_keys=list(numbers), limit=MOST, without_run=self.run_id)
-        chosen: dict[str, dict[str, StoredAnswer]] = {}
-        for sample in sorted(found, key=lambda sample: (-sample.run_id, -sample.step)):
-            chosen.setdefault(sample.prompt_key, {}).setdefault(sample.text, sample)
-        few = [sample for texts in chosen.values() for sample in list(texts.values())[:per_prompt]]
+        few, tokens = context.once(lambda: self._newest(list(numbers), per_prompt))
         ours = for_tokenizer(few, context.policy.tokenizer, self.fingerprint)
         right = judged(ours, context, unjudged=False)
-        used = {sample.run_id for sample in right}
-        self.generated_tokens = sum(run.generated_tokens for run in self.database.runs() if run.id in used)
+        self.generated_tokens = sum(tokens[run_id] for run_id in {sample.run_id for sample in right})
         by_prompt: dict[int, list[StoredAnswer]] = {}
         for sample in right:
             for number in numbers[sample.prompt_key]:
@@ -78,8 +91,20 @@ class EarlierRuns:
             for group in context.groups_of(list(by_prompt))
         ]
 
+    def _newest(self, prompt_keys: list[str], per_prompt: int) -> tuple[list[StoredAnswer], dict[int, int]]:
+        """Different answers of other runs, and what each run has generated."""
+        found = self.database.samples(prompt_keys=prompt_keys, limit=MOST, without_run=self.run_id)
+        chosen: dict[str, dict[str, StoredAnswer]] = {}
+        for sample in sorted(found, key=lambda sample: (-sample.run_id, -sample.step)):
+            chosen.setdefault(sample.prompt_key, {}).setdefault(sample.text, sample)
+        few = [sample for texts in chosen.values() for sample in list(texts.values())[:per_prompt]]
+        return few, {run.id: run.generated_tokens for run in self.database.runs()}
+
     def record(self, context: StepContext, groups: Sequence[list[Rollout]]) -> None:
         """The step, as far as it has come, with a few right answers of each group."""
+        context.once(lambda: self._write(context, groups))
+
+    def _write(self, context: StepContext, groups: Sequence[list[Rollout]]) -> None:
         run_id = self.run_id or 0
         kept = right_answers(context, groups, run_id, self.fingerprint)
         self.database.add_step(run_id, *self.gathered.add(context.step, groups, kept))

@@ -65,8 +65,6 @@ class CurriculumSettings(AcceleratorSettings):
     """Answers in all these updates for each that the run is to generate, at most."""
 
     def conflicts(self, config: Any) -> str | None:
-        if self.database is not None and config.parallel != "none":
-            return f"accelerators.curriculum.database needs parallel none, got {config.parallel}"
         if self.database is not None and config.task.environment is not None:
             return f"accelerators.curriculum.database needs task.environment null, got {config.task.environment}"
         return None
