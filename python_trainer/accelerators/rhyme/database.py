@@ -29,6 +29,7 @@ from python_trainer.errors import UserError, hide_passwords
 
 BUSY_SECONDS = 60  # how long a writer waits for others
 ROW_BYTES = 200  # what a row takes next to its payload, about
+WRITERS = 16  # that may fill the room there is side by side; with more the bound is passed by their share of it
 KEEP_SHARE = 0.9  # retention removes down to this share, so that it need not run at every step
 SQLITE_MAGIC = b"SQLite format 3\0"
 WRITE_LOCK = 0x524C4B52  # PostgreSQL advisory lock
@@ -51,6 +52,7 @@ class RetrospectiveDatabase:
 
     def __init__(self, url: str, *, max_bytes: int = 1 << 30, create: bool = True):
         self.url, self.max_bytes = url, max_bytes
+        self._room = 0  # what may be written before the sizes are added up again
         parsed = parse_url(url)
         self.name = parsed.render_as_string(hide_password=True)
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
@@ -151,7 +153,11 @@ class RetrospectiveDatabase:
             )
             if rows:
                 connection.execute(schema.rollouts.insert(), rows)
-            self._retain(connection, run_id)
+            self._room -= len(sketch) + ROW_BYTES + sum(row["bytes"] for row in rows)
+            if self._room < 0:
+                self._retain(connection, run_id)
+                held = sum(self._bytes(connection, table) for table in (schema.rollouts, schema.steps))
+                self._room = (self.max_bytes - held) // WRITERS
 
     def cut_run(self, run_id: int, after_step: int) -> None:
         """Forgets the steps of a run beyond ``after_step``, which a resumed run makes again."""
