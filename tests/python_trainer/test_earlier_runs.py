@@ -160,6 +160,24 @@ def test_a_plain_run_leaves_its_answers_too(run, tmp_path):
     assert summary["earlier_answers"] > 0 and summary["earlier_generated_tokens"] == tokens > 0
 
 
+def test_what_each_prompt_was_answered_with_is_counted(run, tmp_path):
+    sampling = {"num_generations": 2, "prompts_per_step": 4, "dynamic_sampling": True}
+    trainer = run("plain", steps=3, enabled=[], rollout=sampling)
+    counted, rounds = {}, []
+    names = [prompt_key(example.prompt) for example in trainer.task.train]
+    for record in RetrospectiveDatabase(str(tmp_path / "history.db")).trajectory(1):
+        outcomes = record.outcomes
+        assert set(outcomes["answers"].tolist()) == {2} and (outcomes["right"] <= 2).all()
+        assert outcomes["right"].sum().item() / outcomes["answers"].sum().item() == pytest.approx(record.accuracy)
+        for key, right in zip(outcomes["prompts"].tolist(), outcomes["right"].tolist(), strict=True):
+            counted.setdefault(bytes(key).hex(), []).append(right)
+        rounds.append(len(outcomes["prompts"]))
+    assert max(rounds) > 4 and sum(rounds) == trainer.state.prompts  # all rounds of a step
+    assert counted.keys() <= set(names) and any(right for visits in counted.values() for right in visits)
+    run("share", steps=1, enabled=[], task={"reward": "test_earlier_runs:share"})  # nothing is right or wrong
+    assert RetrospectiveDatabase(str(tmp_path / "history.db")).trajectory(2)[0].outcomes == {}
+
+
 def test_a_critic_learns_nothing_of_right_answers_alone(run, tmp_path):
     run("first")
     algorithm = {"advantage": "gae", "num_iterations": 2}

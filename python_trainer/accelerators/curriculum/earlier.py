@@ -107,7 +107,7 @@ class EarlierRuns:
     def _write(self, context: StepContext, groups: Sequence[list[Rollout]]) -> None:
         run_id = self.run_id or 0
         kept = right_answers(context, groups, run_id, self.fingerprint)
-        self.database.add_step(run_id, *self.gathered.add(context.step, groups, kept))
+        self.database.add_step(run_id, *self.gathered.add(context, groups, kept))
 
     def state_dict(self) -> dict[str, int | None]:
         return {name: getattr(self, name) for name in ("run_id", "found", "generated_tokens")}

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import sqlalchemy as sa
 import torch
@@ -25,6 +26,7 @@ from python_trainer.accelerators.rhyme.records import (
     pack_tensors,
     unpack_tensors,
 )
+from python_trainer.accelerators.rhyme.sketch import PARTS
 from python_trainer.errors import UserError, hide_passwords
 
 BUSY_SECONDS = 60  # how long a writer waits for others
@@ -111,8 +113,8 @@ class RetrospectiveDatabase:
 
         A run that the retention rule has removed takes no more steps.
         """
-        sketch = pack_tensors(record.sketch)
-        rows = []
+        sketch = pack_tensors(record.sketch | record.outcomes)
+        rows: list[dict[str, Any]] = []
         for sample in samples:
             tensors = pack_tensors(
                 {
@@ -238,12 +240,7 @@ class RetrospectiveDatabase:
         table = schema.steps
         with self._transaction(write=False) as connection:
             rows = connection.execute(sa.select(table).where(table.c.run_id == run_id).order_by(table.c.step)).all()
-        return [
-            StepRecord(
-                row.step, row.policy_version, row.reward, row.accuracy, unpack_tensors(row.sketch), row.generated_tokens
-            )
-            for row in rows
-        ]
+        return [step_of(row) for row in rows]
 
     def samples(
         self, *, prompt_keys: Sequence[str] | None = None, limit: int | None = None, without_run: int | None = None
@@ -269,6 +266,12 @@ class RetrospectiveDatabase:
                 if wanted is None or row.prompt_key in wanted:
                     found.append(sample_of(row))
         return found
+
+
+def step_of(row: sa.Row) -> StepRecord:
+    sketch = unpack_tensors(row.sketch)
+    outcomes = {name: sketch.pop(name) for name in sketch.keys() - PARTS.keys()}
+    return StepRecord(row.step, row.policy_version, row.reward, row.accuracy, sketch, row.generated_tokens, outcomes)
 
 
 def sample_of(row: sa.Row) -> StoredAnswer:
