@@ -13,6 +13,8 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from python_trainer.accelerators.curriculum.accelerator import Curriculum
+from python_trainer.accelerators.curriculum.difficulty import difficulties
+from python_trainer.accelerators.curriculum.earlier import keys_of
 from python_trainer.accelerators.curriculum.stored import in_batches
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
 from python_trainer.accelerators.rhyme.records import prompt_key
@@ -82,6 +84,14 @@ def test_the_first_run_is_as_without_a_database_and_the_second_begins_with_its_a
     )
     assert not same(second, run("other", seed=1, database=None))
     assert len(database.runs()) == 2
+    earlier = second.accelerators[0].outcomes.earlier
+    counted = difficulties([[step.outcomes for step in database.trajectory(1)]], keys_of(second.context(1)), 60)
+    assert torch.equal(earlier, counted) and first.accelerators[0].outcomes.earlier is None
+    elsewhere = RetrospectiveDatabase(str(tmp_path / "another task.db"))
+    run_id = elsewhere.add_run(replace(recorded.facts, task="another"))
+    elsewhere.add_step(run_id, database.trajectory(1)[0], [])
+    third = run("third", seed=1, steps=1, database=str(tmp_path / "another task.db"))
+    assert third.accelerators[0].outcomes.earlier is None
 
 
 def test_rehearsal_is_a_share_of_the_run(run, tmp_path):

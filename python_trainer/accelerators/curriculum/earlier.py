@@ -8,7 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from python_trainer.accelerators.base import StepContext
+from python_trainer.accelerators.curriculum.difficulty import difficulties
 from python_trainer.accelerators.rhyme.attempts import begin_run
 from python_trainer.accelerators.rhyme.bank import for_tokenizer
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
@@ -19,6 +22,7 @@ from python_trainer.data import Rollout
 from python_trainer.model.tokenizer import tokenizer_fingerprint
 
 MOST = 16_384  # answers that are read
+RUNS = 8  # whose difficulties are looked at, the newest
 
 
 class EarlierRuns:
@@ -75,8 +79,8 @@ class EarlierRuns:
         answers down from which there is most to learn.
         """
         numbers: dict[str, list[int]] = {}
-        for number, example in enumerate(context.task.train):
-            numbers.setdefault(prompt_key(example.prompt), []).append(number)
+        for number, key in enumerate(keys_of(context)):
+            numbers.setdefault(key, []).append(number)
         few, tokens = context.once(lambda: self._newest(list(numbers), per_prompt))
         ours = for_tokenizer(few, context.policy.tokenizer, self.fingerprint)
         right = judged(ours, context, unjudged=False)
@@ -100,6 +104,15 @@ class EarlierRuns:
         few = [sample for texts in chosen.values() for sample in list(texts.values())[:per_prompt]]
         return few, {run.id: run.generated_tokens for run in self.database.runs()}
 
+    def difficulties(self, context: StepContext, memory: float) -> Tensor | None:
+        """As :func:`.difficulty.difficulties` of each training prompt, by the newest runs of the task."""
+        return context.once(lambda: self._difficulties(context, memory))
+
+    def _difficulties(self, context: StepContext, memory: float) -> Tensor | None:
+        others = [run for run in self.database.runs() if run.id != self.run_id and run.facts.task == context.task.name]
+        trajectories = [self.database.trajectory(run.id) for run in others[-RUNS:]]
+        return difficulties([[step.outcomes for step in steps] for steps in trajectories], keys_of(context), memory)
+
     def record(self, context: StepContext, groups: Sequence[list[Rollout]]) -> None:
         """The step, as far as it has come, with a few right answers of each group."""
         context.once(lambda: self._write(context, groups))
@@ -114,6 +127,11 @@ class EarlierRuns:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.run_id, self.found, self.generated_tokens = state["run_id"], state["found"], state["generated_tokens"]
+
+
+def keys_of(context: StepContext) -> list[str]:
+    """Names of the training prompts in the database."""
+    return [prompt_key(example.prompt) for example in context.task.train]
 
 
 def as_rollout(sample: StoredAnswer, number: int, prompt_ids: list[int]) -> Rollout:
