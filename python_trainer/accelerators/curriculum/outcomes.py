@@ -147,8 +147,8 @@ class Outcomes:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["earlier"] is not None:
-            self.know(state["earlier"].clone())
+        if (earlier := state.get("earlier")) is not None:
+            self.know(earlier.clone())
         for name, field in zip(FIELDS, (self.tokens, self.variance, *self.success)):
             field.load_state_dict(state[name])
         self.evidence, self.differences = state["evidence"].clone(), state["differences"].clone()
