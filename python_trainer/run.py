@@ -334,7 +334,7 @@ class Trainer(EvaluatingLoop, SavingLoop):
             answer=self._answer_once,
             seed=self.seed,
             console=self.console,
-            writes=self.ranks.rank == 0,
+            once=self.ranks.once,
         )
         for accelerator in self.accelerators:
             with self.timed(accelerator):

@@ -251,6 +251,7 @@ class TrainingLoop(ABC):
             generation=self.generation,
             micro_batch_tokens=self.learner.settings.micro_batch_tokens,
             max_steps=self.learner.max_steps,
+            once=self.ranks.once,
             facts=self.facts,
             rules=self.rules,
         )

@@ -122,7 +122,9 @@ def judge(seats: list[Seat], url: str, bound: int) -> list[str]:
         problems.append("steps in the database and their last: {}, in the runs: {}".format(*said))
     elif gone:  # whole runs may go where trajectories alone are too much
         sizes = [
-            len(pack_tensors(record.sketch)) + ROW_BYTES for records in trajectories.values() for record in records
+            len(pack_tensors(record.sketch | record.outcomes)) + ROW_BYTES
+            for records in trajectories.values()
+            for record in records
         ]
         if sum(map(len, made)) * max(sizes, default=0) <= KEEP_SHARE * bound:
             problems.append(f"{len(gone)} runs went, though all steps had room")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from python_trainer.model.policy import Policy
     from python_trainer.rollout.engine import Engine
 
+Once = Callable[[Callable[[], Any]], Any]  # what a function returns that the first rank calls, and no other
 # examples, texts, token ids -> what each answer is worth to the loss
 Judge = Callable[[Sequence[Example], Sequence[str], Sequence[Sequence[int]]], Scores]
 
@@ -36,6 +37,7 @@ class StepContext:
         generation: the section ``rollout`` of the settings.
         micro_batch_tokens: how many tokens a pass of training may have.
         max_steps: of the run.
+        once: calls a function on the first rank alone -> what it returned, on all; for files and databases.
         facts: what describes the run in a database: ``algorithm``, ``settings`` (without those of accelerators).
         rules: what decides the reward of an answer; answers judged by other rules have to be judged again.
     """
@@ -53,6 +55,7 @@ class StepContext:
     generation: RolloutConfig
     micro_batch_tokens: int
     max_steps: int
+    once: Once
     facts: Mapping[str, Any] = field(default_factory=dict)
     rules: Mapping[str, Any] = field(default_factory=dict)
     telemetry: dict[str, float] = field(default_factory=dict)
@@ -70,7 +73,7 @@ class RunContext:
     # (prompt keys, number of the attempt) -> one whole answer each by the policy, scored
     seed: int
     console: "Console"
-    writes: bool = True  # whether this process writes what all ranks share
+    once: Once  # as of StepContext
 
 
 class Accelerator:

@@ -48,6 +48,14 @@ class RankGroup:
         """What the first rank says."""
         return value
 
+    def once(self, function: Callable[[], T]) -> T:
+        """What the first rank's call of it returns: it alone calls, and what fails in that fails on all."""
+        said: Any = None
+        with self.together():
+            if self.rank == 0:
+                said = function()
+        return self.first(said)
+
     def any(self, value: T) -> T:
         """The value of the first rank where it is true (or not empty); else that of the first."""
         return value

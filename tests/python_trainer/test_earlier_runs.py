@@ -1,14 +1,20 @@
 """Right answers of earlier runs, trained on before the first step."""
 
 import json
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import merged
+from gloo import KINDS, run_on_ranks, train
 from rich.console import Console
+from safetensors.torch import load_file
 
 from python_trainer.accelerators.curriculum.accelerator import Curriculum
+from python_trainer.accelerators.curriculum.difficulty import difficulties
+from python_trainer.accelerators.curriculum.earlier import keys_of
 from python_trainer.accelerators.curriculum.stored import in_batches
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
 from python_trainer.accelerators.rhyme.records import prompt_key
@@ -78,6 +84,14 @@ def test_the_first_run_is_as_without_a_database_and_the_second_begins_with_its_a
     )
     assert not same(second, run("other", seed=1, database=None))
     assert len(database.runs()) == 2
+    earlier = second.accelerators[0].outcomes.earlier
+    counted = difficulties([[step.outcomes for step in database.trajectory(1)]], keys_of(second.context(1)), 60)
+    assert torch.equal(earlier, counted) and first.accelerators[0].outcomes.earlier is None
+    elsewhere = RetrospectiveDatabase(str(tmp_path / "another task.db"))
+    run_id = elsewhere.add_run(replace(recorded.facts, task="another"))
+    elsewhere.add_step(run_id, database.trajectory(1)[0], [])
+    third = run("third", seed=1, steps=1, database=str(tmp_path / "another task.db"))
+    assert third.accelerators[0].outcomes.earlier is None
 
 
 def test_rehearsal_is_a_share_of_the_run(run, tmp_path):
@@ -113,7 +127,9 @@ def test_the_newest_different_answers_are_taken(run, make_config, tmp_path):
     trainer = run("second", steps=1, seed=1, rehearsed=2, task={"reward": "test_earlier_runs:anything"})
     (tmp_path / "third").mkdir()
     curriculum = Curriculum(trainer.accelerators[0].settings)
-    curriculum.begin(SimpleNamespace(prompts=trainer.prompts["train"], output_dir=tmp_path / "third"))
+    curriculum.begin(
+        SimpleNamespace(prompts=trainer.prompts["train"], output_dir=tmp_path / "third", once=trainer.ranks.once)
+    )
     batches = curriculum.rehearse(trainer.context(1))
     texts = [answer.text for batch in batches for answer in batch if answer.prompt_key == 0]
     assert texts == ["3", "5"] * 3
@@ -154,6 +170,24 @@ def test_a_plain_run_leaves_its_answers_too(run, tmp_path):
     assert summary["earlier_answers"] > 0 and summary["earlier_generated_tokens"] == tokens > 0
 
 
+def test_what_each_prompt_was_answered_with_is_counted(run, tmp_path):
+    sampling = {"num_generations": 2, "prompts_per_step": 4, "dynamic_sampling": True}
+    trainer = run("plain", steps=3, enabled=[], rollout=sampling)
+    counted, rounds = {}, []
+    names = [prompt_key(example.prompt) for example in trainer.task.train]
+    for record in RetrospectiveDatabase(str(tmp_path / "history.db")).trajectory(1):
+        outcomes = record.outcomes
+        assert set(outcomes["answers"].tolist()) == {2} and (outcomes["right"] <= 2).all()
+        assert outcomes["right"].sum().item() / outcomes["answers"].sum().item() == pytest.approx(record.accuracy)
+        for key, right in zip(outcomes["prompts"].tolist(), outcomes["right"].tolist(), strict=True):
+            counted.setdefault(bytes(key).hex(), []).append(right)
+        rounds.append(len(outcomes["prompts"]))
+    assert max(rounds) > 4 and sum(rounds) == trainer.state.prompts  # all rounds of a step
+    assert counted.keys() <= set(names) and any(right for visits in counted.values() for right in visits)
+    run("share", steps=1, enabled=[], task={"reward": "test_earlier_runs:share"})  # nothing is right or wrong
+    assert RetrospectiveDatabase(str(tmp_path / "history.db")).trajectory(2)[0].outcomes == {}
+
+
 def test_a_critic_learns_nothing_of_right_answers_alone(run, tmp_path):
     run("first")
     algorithm = {"advantage": "gae", "num_iterations": 2}
@@ -192,8 +226,6 @@ def even(prompts, completions, completion_ids, **_):
 
 def test_what_it_cannot_go_with(make_config, tmp_path):
     options = {"enabled": ["curriculum"], "curriculum": {"database": "history.db"}}
-    with pytest.raises(UserError, match="accelerators.curriculum.database needs parallel none, got ddp"):
-        make_config(parallel="ddp", accelerators=options)
     with pytest.raises(
         UserError, match="accelerators.curriculum.database needs task.environment null, got test_environments:"
     ):
@@ -204,6 +236,51 @@ def test_what_it_cannot_go_with(make_config, tmp_path):
     with pytest.raises(UserError, match="notes.db"):
         trainer.run()
     assert (tmp_path / "notes.db").read_text() == "no database at all"
+
+
+def settings_of_ranks(settings, database, steps):
+    sections = {
+        "max_steps": steps,
+        "seed": 1,
+        "task": {"reward": "test_earlier_runs:odd"},
+        # several micro-batches for each process; Adam divides by the size of a gradient, of rounding errors too
+        "optimizer": {"learning_rate": 1e-3, "adam_epsilon": 1e-4, "micro_batch_tokens": 30},
+        "accelerators": {"enabled": ["curriculum"], "curriculum": {"database": database, "rehearsal_share": 10}},
+    }
+    return merged(settings, sections)
+
+
+def train_ranks(settings, folder):
+    for kind in KINDS:
+        database = str(folder / f"{kind}.db")
+        for steps in (2, 3):
+            train(settings_of_ranks(settings, database, steps), folder / kind, kind, resume=steps == 3)
+        enabled = {"accelerators": {"enabled": [], "curriculum": {"database": str(folder / "plain.db")}}}
+        train(merged(settings_of_ranks(settings, database, 1), enabled), folder / f"plain {kind}", kind)
+        with pytest.raises(UserError, match="notes.db is not a retrospective database"):  # on both ranks
+            train(settings_of_ranks(settings, str(folder / "notes.db"), 1), folder / f"bad {kind}", kind)
+
+
+def test_the_first_rank_alone_reads_and_writes_and_all_rehearse(run, settings, tmp_path):
+    run("first")
+    for name in ("none", *KINDS):
+        shutil.copy(tmp_path / "history.db", tmp_path / f"{name}.db")
+    (tmp_path / "notes.db").write_text("no database at all")
+    run_on_ranks(tmp_path, train_ranks, settings, tmp_path)
+    train(settings_of_ranks(settings, str(tmp_path / "none.db"), 3), tmp_path / "none")
+    one = load_file(tmp_path / "none" / "weights.safetensors")
+    for kind in KINDS:
+        several = load_file(tmp_path / kind / "weights.safetensors")
+        for key, value in one.items():
+            torch.testing.assert_close(several[key], value, rtol=1e-5, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
+        rows = [read_metrics(tmp_path / name)[1]["curriculum/rehearsed_answers"] for name in ("none", kind)]
+        assert rows[0] == rows[1] > 0
+        database = RetrospectiveDatabase(str(tmp_path / f"{kind}.db"))
+        assert len(database.runs()) == 2 and [record.step for record in database.trajectory(2)] == [1, 2, 3]
+        alone = RetrospectiveDatabase(str(tmp_path / "none.db"))
+        assert [record.reward for record in database.trajectory(2)] == [r.reward for r in alone.trajectory(2)]
+        assert database.runs()[1].facts.parameters == alone.runs()[1].facts.parameters
+    assert [stored.steps for stored in RetrospectiveDatabase(str(tmp_path / "plain.db")).runs()] == [1, 1]
 
 
 def test_batches_keep_a_prompt_together_and_see_all_as_often():

@@ -254,7 +254,7 @@ def test_filling_tries_again_what_found_no_answer(tmp_path):
         return [answered([float(key % 3 == attempt)], key=key)[0] for key in keys]
 
     rpo = RPO(RPOSettings(fill=2))
-    run = RunContext(tmp_path, None, [[1]] * 7, answer, 0, Console(quiet=True))
+    run = RunContext(tmp_path, None, [[1]] * 7, answer, 0, Console(quiet=True), lambda call: call())
     rpo.fill(run)
     assert asked == [(list(range(7)), 0), ([1, 2, 4, 5], 1)] and sorted(rpo.answers) == [0, 1, 3, 4, 6]
 

@@ -53,6 +53,8 @@ class Curriculum(Accelerator):
 
     def begin(self, run: RunContext) -> None:
         self._start([len(prompt) for prompt in run.prompts], run.output_dir)
+        if (earlier := self.earlier) is not None:
+            run.once(earlier.reach)
 
     def _start(self, lengths: list[int], folder: Path) -> None:
         self.earlier: EarlierRuns | None = None
@@ -71,6 +73,8 @@ class Curriculum(Accelerator):
         if self.earlier is None or self.earlier.begun or not self.earlier.begin(context):
             return []
         settings, size = self.settings, context.generation.num_generations
+        if (difficulties := self.earlier.difficulties(context, settings.memory)) is not None:
+            self.outcomes.know(difficulties)
         groups = self.earlier.answers(context, settings.rehearsed) if size > 1 else []
         for group in groups:
             self.stored.add(group[::-1], 0)  # the newest last
@@ -180,7 +184,8 @@ class Curriculum(Accelerator):
     def summary(self) -> dict[str, Any]:
         """``reliability``: rows of [answers, expected share right, share right] by expected share;
         ``calibration_error``: their mean distance; ``signal_ratio``: signal seen over signal expected where it chose;
-        ``earlier_answers``: right answers of earlier runs that there were, and the tokens that those runs generated.
+        ``earlier_answers``: right answers of earlier runs that there were, and the tokens that those runs generated;
+        ``earlier_weight``: how much their prompts' difficulty counts in what is believed.
         """
         rows = self.table[self.table[:, 0] > 0]
         share = rows[:, 1:] / rows[:, :1]
@@ -194,6 +199,7 @@ class Curriculum(Accelerator):
         }
         if self.earlier is not None:
             found |= {"earlier_answers": self.earlier.found, "earlier_generated_tokens": self.earlier.generated_tokens}
+            found["earlier_weight"] = self.outcomes.weight
         return found
 
     def state_dict(self) -> dict[str, Any]:

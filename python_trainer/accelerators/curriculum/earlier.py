@@ -1,10 +1,17 @@
-"""What earlier runs answered right, from the retrospective database; and what this run does, for later ones."""
+"""What earlier runs answered right, from the retrospective database; and what this run does, for later ones.
+
+Of several ranks the first alone opens the database; what it reads all know.
+"""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from python_trainer.accelerators.base import StepContext
+from python_trainer.accelerators.curriculum.difficulty import difficulties
 from python_trainer.accelerators.rhyme.attempts import begin_run
 from python_trainer.accelerators.rhyme.bank import for_tokenizer
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
@@ -15,6 +22,7 @@ from python_trainer.data import Rollout
 from python_trainer.model.tokenizer import tokenizer_fingerprint
 
 MOST = 16_384  # answers that are read
+RUNS = 8  # whose difficulties are looked at, the newest
 
 
 class EarlierRuns:
@@ -29,26 +37,40 @@ class EarlierRuns:
         begun: whether this process has entered it.
         found: answers that were taken of other runs.
         generated_tokens: by those runs.
-
-    Raises:
-        UserError: as of :class:`RetrospectiveDatabase`.
     """
 
     def __init__(self, url: str, folder: Path):
-        self.database, self.folder = RetrospectiveDatabase(url), folder
+        self.url, self.folder = url, folder
         self.run_id: int | None = None
         self.fingerprint, self.begun = "", False
         self.found = self.generated_tokens = 0
         self.gathered = GatheredStep()
 
+    @cached_property
+    def database(self) -> RetrospectiveDatabase:
+        """Opened where it is first asked for, which only the first rank does."""
+        return RetrospectiveDatabase(self.url)
+
+    def reach(self) -> None:
+        """Opens the database, where it is not open.
+
+        Raises:
+            UserError: as of :class:`RetrospectiveDatabase`.
+        """
+        _ = self.database
+
     def begin(self, context: StepContext) -> bool:
         """Enters this run; of one that is resumed, forgets the steps that are made again -> whether it is new."""
         self.fingerprint, self.begun = tokenizer_fingerprint(context.policy.tokenizer), True
-        if self.run_id is not None:
-            self.database.cut_run(self.run_id, context.step - 1)
-            return False
-        self.run_id = begin_run(self.database, run_facts(context, self.fingerprint), self.folder)
-        return True
+        new = self.run_id is None
+        self.run_id = context.once(lambda: self._enter(context))
+        return new
+
+    def _enter(self, context: StepContext) -> int:
+        if self.run_id is None:
+            return begin_run(self.database, run_facts(context, self.fingerprint), self.folder)
+        self.database.cut_run(self.run_id, context.step - 1)
+        return self.run_id
 
     def answers(self, context: StepContext, per_prompt: int) -> list[list[Rollout]]:
         """Different right answers of other runs to each prompt of this one, the newest first, at most so many.
@@ -57,17 +79,12 @@ class EarlierRuns:
         answers down from which there is most to learn.
         """
         numbers: dict[str, list[int]] = {}
-        for number, example in enumerate(context.task.train):
-            numbers.setdefault(prompt_key(example.prompt), []).append(number)
-        found = self.database.samples(prompt_keys=list(numbers), limit=MOST, without_run=self.run_id)
-        chosen: dict[str, dict[str, StoredAnswer]] = {}
-        for sample in sorted(found, key=lambda sample: (-sample.run_id, -sample.step)):
-            chosen.setdefault(sample.prompt_key, {}).setdefault(sample.text, sample)
-        few = [sample for texts in chosen.values() for sample in list(texts.values())[:per_prompt]]
+        for number, key in enumerate(keys_of(context)):
+            numbers.setdefault(key, []).append(number)
+        few, tokens = context.once(lambda: self._newest(list(numbers), per_prompt))
         ours = for_tokenizer(few, context.policy.tokenizer, self.fingerprint)
         right = judged(ours, context, unjudged=False)
-        used = {sample.run_id for sample in right}
-        self.generated_tokens = sum(run.generated_tokens for run in self.database.runs() if run.id in used)
+        self.generated_tokens = sum(tokens[run_id] for run_id in {sample.run_id for sample in right})
         by_prompt: dict[int, list[StoredAnswer]] = {}
         for sample in right:
             for number in numbers[sample.prompt_key]:
@@ -78,17 +95,43 @@ class EarlierRuns:
             for group in context.groups_of(list(by_prompt))
         ]
 
+    def _newest(self, prompt_keys: list[str], per_prompt: int) -> tuple[list[StoredAnswer], dict[int, int]]:
+        """Different answers of other runs, and what each run has generated."""
+        found = self.database.samples(prompt_keys=prompt_keys, limit=MOST, without_run=self.run_id)
+        chosen: dict[str, dict[str, StoredAnswer]] = {}
+        for sample in sorted(found, key=lambda sample: (-sample.run_id, -sample.step)):
+            chosen.setdefault(sample.prompt_key, {}).setdefault(sample.text, sample)
+        few = [sample for texts in chosen.values() for sample in list(texts.values())[:per_prompt]]
+        return few, {run.id: run.generated_tokens for run in self.database.runs()}
+
+    def difficulties(self, context: StepContext, memory: float) -> Tensor | None:
+        """As :func:`.difficulty.difficulties` of each training prompt, by the newest runs of the task."""
+        return context.once(lambda: self._difficulties(context, memory))
+
+    def _difficulties(self, context: StepContext, memory: float) -> Tensor | None:
+        others = [run for run in self.database.runs() if run.id != self.run_id and run.facts.task == context.task.name]
+        trajectories = [self.database.trajectory(run.id) for run in others[-RUNS:]]
+        return difficulties([[step.outcomes for step in steps] for steps in trajectories], keys_of(context), memory)
+
     def record(self, context: StepContext, groups: Sequence[list[Rollout]]) -> None:
         """The step, as far as it has come, with a few right answers of each group."""
+        context.once(lambda: self._write(context, groups))
+
+    def _write(self, context: StepContext, groups: Sequence[list[Rollout]]) -> None:
         run_id = self.run_id or 0
         kept = right_answers(context, groups, run_id, self.fingerprint)
-        self.database.add_step(run_id, *self.gathered.add(context.step, groups, kept))
+        self.database.add_step(run_id, *self.gathered.add(context, groups, kept))
 
     def state_dict(self) -> dict[str, int | None]:
         return {name: getattr(self, name) for name in ("run_id", "found", "generated_tokens")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.run_id, self.found, self.generated_tokens = state["run_id"], state["found"], state["generated_tokens"]
+
+
+def keys_of(context: StepContext) -> list[str]:
+    """Names of the training prompts in the database."""
+    return [prompt_key(example.prompt) for example in context.task.train]
 
 
 def as_rollout(sample: StoredAnswer, number: int, prompt_ids: list[int]) -> Rollout:

@@ -44,6 +44,13 @@ class Field:
         self.seen = np.zeros(prompts, dtype=np.int64)  # step of the last update
         self.step = 0
 
+    def add_feature(self, column: Tensor, *, mean: float, spread: float) -> None:
+        """A further feature, float64 [P], of whose weight this is believed."""
+        self.features = np.column_stack([self.features, column.numpy()])
+        self.w = np.append(self.w, mean)
+        self.covariance = np.pad(self.covariance, (0, 1))
+        self.covariance[-1, -1] = spread**2
+
     def advance(self, step: int) -> None:
         """Time goes on to this step."""
         passed, self.step = step - self.step, step
@@ -54,6 +61,11 @@ class Field:
         x, (u, variance) = self.features[keys.numpy()], self._own(keys.numpy())
         both = x @ self.w + u, ((x @ self.covariance) * x).sum(-1) + variance
         return torch.from_numpy(both[0]), torch.from_numpy(both[1])
+
+    def own_moments(self) -> tuple[Tensor, Tensor]:
+        """Mean and variance of ``u`` of all prompts, now, each [P]."""
+        u, variance = self._own(np.arange(len(self.u)))
+        return torch.from_numpy(u), torch.from_numpy(variance)
 
     def draws(self, keys: Tensor, count: int, generator: torch.Generator) -> Tensor:
         """``count`` draws of ``f`` of these prompts, together, [count, K]."""

@@ -10,6 +10,7 @@ from python_trainer.accelerators.curriculum.field import Field, chance_to_differ
 from python_trainer.data import Rollout, merits
 
 OWN = (0.3, 1.0, 2.5, 6.0)  # how far prompts with the same features may lie apart, in logits; evidence decides
+EARLIER = 0.5  # weight of what earlier runs have shown of a prompt, give or take as much
 CLEAR = 2.0  # nats of evidence
 KEEP = 0.98  # of the evidence from step to step
 BINS = 10  # of the chance that two answers differ, from 0 to 1/2
@@ -30,6 +31,8 @@ class Outcomes:
     Attributes:
         judged: whether answers are right or wrong; else what counts is the variance of their rewards.
 
+        earlier: of :meth:`know`.
+
     Args:
         lengths: tokens of each training prompt.
         memory: steps after which what a prompt alone has shown is forgotten to 1/e.
@@ -38,11 +41,26 @@ class Outcomes:
     def __init__(self, lengths: Sequence[int], memory: float):
         features = features_of(lengths)
         self.judged = True
+        self.earlier: Tensor | None = None
         self.success = [Field(features, spread=2.0, own=own, walk=0.1, memory=memory) for own in OWN]
         self.evidence = torch.zeros(len(OWN), dtype=torch.float64)
         self.differences = torch.zeros(2, BINS, dtype=torch.float64)  # share of pairs, expected and seen
         self.tokens = Field(features, mean=5.0, spread=2.0, own=0.3, walk=0.02, memory=memory)  # logarithms
         self.variance = Field(features, spread=3.0, own=1.5, walk=0.1, memory=memory)
+
+    def know(self, earlier: Tensor) -> None:
+        """Before anything is learned: how easy prompts were to earlier runs, logits [P], see :mod:`.difficulty`.
+
+        How much that says here is learned with everything else: it is one more feature that prompts share.
+        """
+        self.earlier = earlier
+        for field in self.success:
+            field.add_feature(earlier, mean=EARLIER, spread=EARLIER)
+
+    @property
+    def weight(self) -> float | None:
+        """Of what earlier runs have shown, in logits per logit; None: nothing is known of them."""
+        return None if self.earlier is None else float(self.best.w[-1])
 
     @property
     def best(self) -> Field:
@@ -125,9 +143,12 @@ class Outcomes:
             "evidence": self.evidence.clone(),
             "differences": self.differences.clone(),
             "judged": self.judged,
+            "earlier": None if self.earlier is None else self.earlier.clone(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if (earlier := state.get("earlier")) is not None:
+            self.know(earlier.clone())
         for name, field in zip(FIELDS, (self.tokens, self.variance, *self.success)):
             field.load_state_dict(state[name])
         self.evidence, self.differences = state["evidence"].clone(), state["differences"].clone()

@@ -17,6 +17,7 @@ class Recorder(Accelerator):
 
     def begin(self, run: RunContext) -> None:
         self._start(run.output_dir)
+        run.once(self.runs.reach)
 
     def _start(self, folder: Path) -> None:
         assert self.settings.database is not None

@@ -53,8 +53,8 @@ class CurriculumSettings(AcceleratorSettings):
     """How often a stored answer is trained on again; none is older than `memory` steps."""
     database: str | None = None
     """Retrospective database: a path (SQLite), sqlite:/// or postgresql:// URL. What earlier runs answered right to
-    these prompts is trained on before the first step. Right answers of this run are added, also where `curriculum` is
-    not enabled. null: neither."""
+    these prompts is trained on before the first step, and how hard each was to them is where beliefs begin. This run is
+    added, also where `curriculum` is not enabled. null: neither."""
     rehearsals: int = Field(3, ge=0)
     """How often the right answers of earlier runs are trained on before the first step."""
     rehearsed: int = Field(4, ge=1)
@@ -65,8 +65,6 @@ class CurriculumSettings(AcceleratorSettings):
     """Answers in all these updates for each that the run is to generate, at most."""
 
     def conflicts(self, config: Any) -> str | None:
-        if self.database is not None and config.parallel != "none":
-            return f"accelerators.curriculum.database needs parallel none, got {config.parallel}"
         if self.database is not None and config.task.environment is not None:
             return f"accelerators.curriculum.database needs task.environment null, got {config.task.environment}"
         return None

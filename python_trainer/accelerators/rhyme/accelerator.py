@@ -219,7 +219,7 @@ class Rhyme(Accelerator):
         if len(self.curve) and int(self.curve.steps[-1]) == context.step:  # a further round
             self.curve = self.curve.first(len(self.curve) - 1)
         kept = right_answers(context, groups, self.run_id or 0, self.fingerprint)
-        record, answers = self.gathered.add(context.step, groups, kept)
+        record, answers = self.gathered.add(context, groups, kept)
         self.curve = self.curve.extended(record, *self.settings.reward_range)
         for sample in kept:
             self.bank.add(sample, fresh=True)

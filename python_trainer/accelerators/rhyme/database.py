@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import sqlalchemy as sa
 import torch
@@ -25,10 +26,12 @@ from python_trainer.accelerators.rhyme.records import (
     pack_tensors,
     unpack_tensors,
 )
+from python_trainer.accelerators.rhyme.sketch import PARTS
 from python_trainer.errors import UserError, hide_passwords
 
 BUSY_SECONDS = 60  # how long a writer waits for others
 ROW_BYTES = 200  # what a row takes next to its payload, about
+WRITERS = 16  # that may fill the room there is side by side; with more the bound is passed by their share of it
 KEEP_SHARE = 0.9  # retention removes down to this share, so that it need not run at every step
 SQLITE_MAGIC = b"SQLite format 3\0"
 WRITE_LOCK = 0x524C4B52  # PostgreSQL advisory lock
@@ -51,6 +54,7 @@ class RetrospectiveDatabase:
 
     def __init__(self, url: str, *, max_bytes: int = 1 << 30, create: bool = True):
         self.url, self.max_bytes = url, max_bytes
+        self._room = 0  # what may be written before the sizes are added up again
         parsed = parse_url(url)
         self.name = parsed.render_as_string(hide_password=True)
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
@@ -109,8 +113,8 @@ class RetrospectiveDatabase:
 
         A run that the retention rule has removed takes no more steps.
         """
-        sketch = pack_tensors(record.sketch)
-        rows = []
+        sketch = pack_tensors(record.sketch | record.outcomes)
+        rows: list[dict[str, Any]] = []
         for sample in samples:
             tensors = pack_tensors(
                 {
@@ -151,7 +155,11 @@ class RetrospectiveDatabase:
             )
             if rows:
                 connection.execute(schema.rollouts.insert(), rows)
-            self._retain(connection, run_id)
+            self._room -= len(sketch) + ROW_BYTES + sum(row["bytes"] for row in rows)
+            if self._room < 0:
+                self._retain(connection, run_id)
+                held = sum(self._bytes(connection, table) for table in (schema.rollouts, schema.steps))
+                self._room = (self.max_bytes - held) // WRITERS
 
     def cut_run(self, run_id: int, after_step: int) -> None:
         """Forgets the steps of a run beyond ``after_step``, which a resumed run makes again."""
@@ -232,12 +240,7 @@ class RetrospectiveDatabase:
         table = schema.steps
         with self._transaction(write=False) as connection:
             rows = connection.execute(sa.select(table).where(table.c.run_id == run_id).order_by(table.c.step)).all()
-        return [
-            StepRecord(
-                row.step, row.policy_version, row.reward, row.accuracy, unpack_tensors(row.sketch), row.generated_tokens
-            )
-            for row in rows
-        ]
+        return [step_of(row) for row in rows]
 
     def samples(
         self, *, prompt_keys: Sequence[str] | None = None, limit: int | None = None, without_run: int | None = None
@@ -263,6 +266,12 @@ class RetrospectiveDatabase:
                 if wanted is None or row.prompt_key in wanted:
                     found.append(sample_of(row))
         return found
+
+
+def step_of(row: sa.Row) -> StepRecord:
+    sketch = unpack_tensors(row.sketch)
+    outcomes = {name: sketch.pop(name) for name in sketch.keys() - PARTS.keys()}
+    return StepRecord(row.step, row.policy_version, row.reward, row.accuracy, sketch, row.generated_tokens, outcomes)
 
 
 def sample_of(row: sa.Row) -> StoredAnswer:

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 
+import torch
+
 from python_trainer.accelerators.base import StepContext
 from python_trainer.accelerators.rhyme.records import RunFacts, StepRecord, StoredAnswer, prompt_key
 from python_trainer.accelerators.rhyme.sketch import sketch_of
-from python_trainer.data import Rollout, good_ones
+from python_trainer.data import Rollout, fresh_ones, good_ones
 from python_trainer.keyed import keyed_seed
 
 STORED_OF_GROUP = 2  # most right answers of a group that are stored at each visit
@@ -31,23 +33,37 @@ class GatheredStep:
         self.kept: list[StoredAnswer] = []
 
     def add(
-        self, step: int, groups: Sequence[list[Rollout]], kept: Sequence[StoredAnswer]
+        self, context: StepContext, groups: Sequence[list[Rollout]], kept: Sequence[StoredAnswer]
     ) -> tuple[StepRecord, list[StoredAnswer]]:
         """A round -> the step as far as it has come, and all that is stored of it."""
-        if step != self.step:
-            self.step, self.groups, self.kept = step, [], []
+        if context.step != self.step:
+            self.step, self.groups, self.kept = context.step, [], []
         self.groups += groups
         self.kept += kept
         fresh = [rollout for group in self.groups for rollout in group]
         record = StepRecord(
-            step,
+            self.step,
             fresh[0].policy_version,
             sum(r.reward for r in fresh) / len(fresh),
             sum(r.accuracy for r in fresh) / len(fresh),
             sketch_of(self.groups),
             sum(len(r.logprobs) for r in fresh),
+            outcomes_of(context, self.groups),
         )
         return record, self.kept
+
+
+def outcomes_of(context: StepContext, groups: Sequence[Sequence[Rollout]]) -> dict[str, torch.Tensor]:
+    """How many answers to each prompt there were, and how many right ones, see :class:`StepRecord`."""
+    whole = [fresh for group in groups if (fresh := fresh_ones(group))]
+    if not whole or any(answer.merit is not None for group in whole for answer in group):
+        return {}
+    keys = b"".join(bytes.fromhex(prompt_key(context.task.train[group[0].prompt_key].prompt)) for group in whole)
+    return {
+        "prompts": torch.frombuffer(bytearray(keys), dtype=torch.uint8).reshape(len(whole), -1),
+        "answers": torch.tensor([len(group) for group in whole], dtype=torch.int32),
+        "right": torch.tensor([sum(answer.accuracy > 0.5 for answer in group) for group in whole], dtype=torch.int32),
+    }
 
 
 def right_answers(

@@ -47,6 +47,8 @@ class StepRecord:
     accuracy: float
     sketch: dict[str, torch.Tensor]
     generated_tokens: int = 0
+    # of each group, where answers are right or wrong: prompts uint8 [G, 16], the key; answers and right int32 [G]
+    outcomes: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass

@@ -37,7 +37,7 @@ steps = sa.Table(
     sa.Column("accuracy", sa.Float, nullable=False),
     sa.Column("generated_tokens", sa.BigInteger, nullable=False),  # what the step cost
     sa.Column("rollouts", sa.Integer, nullable=False),  # how many were stored with this step
-    sa.Column("sketch", sa.LargeBinary, nullable=False),  # safetensors
+    sa.Column("sketch", sa.LargeBinary, nullable=False),  # safetensors: sketch, and since November 2026 outcomes
     sa.Column("bytes", sa.Integer, nullable=False),
 )  # fmt: skip
 

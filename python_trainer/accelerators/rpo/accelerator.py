@@ -69,13 +69,8 @@ class RPO(Accelerator):
             run.console.print(f"rpo: {len(self.answers)} remembered answers from {path}", highlight=False)
         elif self.settings.fill:
             self.fill(run)
-            if run.writes:
-                save_answers(
-                    Path(path) if path else run.output_dir / "rpo_answers.safetensors",
-                    self.answers,
-                    run.prompts,
-                    run.tokenizer,
-                )
+            file = Path(path) if path else run.output_dir / "rpo_answers.safetensors"
+            run.once(lambda: save_answers(file, self.answers, run.prompts, run.tokenizer))
         self.shortest = {key: len(answer) for key, answer in self.answers.items()}
 
     def fill(self, run: RunContext) -> None:

@@ -26,7 +26,8 @@ def test_round_trip(database, url):
     run = database.add_run(FACTS)
     sample = make_sample(text="héllo\nA:15", key=prompt_key("12+3="))
     database.add_step(run, make_step(1, 0.25), [sample])
-    database.add_step(run, make_step(2, 0.75), [])
+    counts = {"prompts": torch.arange(32, dtype=torch.uint8).reshape(2, 16), "right": torch.tensor([0, 3])}
+    database.add_step(run, replace(make_step(2, 0.75), outcomes=counts), [])
     again = RetrospectiveDatabase(url, create=False)
     (stored,) = again.runs()
     assert (stored.facts, stored.steps, stored.rollouts, stored.last_reward) == (FACTS, 2, 1, 0.75)
@@ -35,6 +36,8 @@ def test_round_trip(database, url):
     assert (first.generated_tokens, second.generated_tokens) == (100, 200)
     assert (first.step, first.reward, second.reward) == (1, 0.25, 0.75)
     assert torch.equal(first.sketch["ngrams"], torch.arange(4.0)) and second.sketch["lengths"].tolist() == [2]
+    assert first.outcomes == {} and second.sketch.keys() == first.sketch.keys()
+    assert all(torch.equal(second.outcomes[name], values) for name, values in counts.items())
     (back,) = again.samples()
     assert (back.text, back.response_ids, back.tokenizer, back.finished) == (sample.text, [1, 2, 3], "tok", True)
     assert back.logprobs[0] == -0.5 and math.isnan(back.logprobs[1]) and back.run_id == run
