@@ -54,6 +54,9 @@ OURS = [
 ]  # fmt: skip
 Row = Mapping[str, float | None]
 Cost = Callable[[torch.Tensor], torch.Tensor]  # numbers of prompts [K] -> what an answer to each costs [K]
+Kept = NDArray[np.intp]  # numbers of batches
+Value = Callable[[str, Kept], float]  # kind of batch, which of them -> what they are worth
+FACTS = {"prompts": "{:.1f}", "tokens": "{:,.0f}", "trained": "{:,.0f}", "seconds": "{:.2f}"}  # of a batch
 
 
 @dataclass
@@ -182,47 +185,60 @@ def look(trainer: Trainer, count: int, rates: Sequence[float]) -> dict[str, list
     return found
 
 
-def brought(found: Mapping[str, Sequence[Batch]]) -> dict[str, tuple[float, float]]:
-    """What the gradients of each kind bring by token, over that of uniform batches, with its deviation."""
-    count = len(found[UNIFORM])
-    uniform = torch.stack([batch.gradient for batch in found[UNIFORM]])
-    products = {k: (torch.stack([b.gradient for b in kind]) @ uniform.T).double().numpy() for k, kind in found.items()}
-    squares = {
-        k: np.array([batch.gradient.double().square().sum().item() for batch in kind]) for k, kind in found.items()
-    }
-    tokens = {kind: np.array([batch.tokens for batch in batches]) for kind, batches in found.items()}
-    off_diagonal = ~np.eye(count, dtype=bool)
+def over_uniform(found: Mapping[str, Sequence[Batch]], value: Value) -> dict[str, tuple[float, float]]:
+    """Of each kind of batch a value over that of uniform ones, and its deviation, by a jackknife."""
+    every = np.arange(len(found[UNIFORM]))
 
-    def bring(kind: str, left: NDArray[np.intp]) -> float:
-        of_both = products[kind][np.ix_(left, left)]
-        along = of_both[off_diagonal[np.ix_(left, left)]].mean() if kind == UNIFORM else of_both.mean()
-        return along * abs(along) / squares[kind][left].mean() / tokens[kind][left].mean()
+    def ratio(kind: str, kept: Kept) -> float:
+        return value(kind, kept) / value(UNIFORM, kept)
 
-    def ratio(kind: str, left: NDArray[np.intp]) -> float:
-        return bring(kind, left) / bring(UNIFORM, left)
-
-    every = np.arange(count)
     parts = {kind: np.array([ratio(kind, np.delete(every, i)) for i in every]) for kind in found}
-    return {k: (ratio(k, every), float(parts[k].std() * (count - 1) ** 0.5)) for k in found}
+    return {kind: (ratio(kind, every), float(part.std() * (len(every) - 1) ** 0.5)) for kind, part in parts.items()}
+
+
+def signal_by(found: Mapping[str, Sequence[Batch]], unit: str) -> Value:
+    """Signal that answers showed by token or by second, ``unit`` being the name in :class:`Batch`."""
+    pairs = {kind: np.array([(b.signal, getattr(b, unit)) for b in batches]) for kind, batches in found.items()}
+
+    def value(kind: str, kept: Kept) -> float:
+        signal, units = pairs[kind][kept].sum(0)
+        return signal / units
+
+    return value
+
+
+def gradient_by_token(found: Mapping[str, Sequence[Batch]]) -> Value:
+    """What the gradients of a kind bring by token; negative where they lead away."""
+    uniform = torch.stack([batch.gradient for batch in found[UNIFORM]])
+    products, facts = {}, {}
+    for kind, batches in found.items():
+        gradients = torch.stack([batch.gradient for batch in batches])
+        products[kind] = (gradients @ uniform.T).double().numpy()
+        squares = gradients.double().square().sum(1).numpy()
+        facts[kind] = np.array([squares, [batch.tokens for batch in batches]])
+    others = ~np.eye(len(uniform), dtype=bool)
+
+    def value(kind: str, kept: Kept) -> float:
+        of_both = products[kind][np.ix_(kept, kept)]
+        along = of_both[others[np.ix_(kept, kept)]].mean() if kind == UNIFORM else of_both.mean()
+        square, tokens = facts[kind][:, kept].mean(1)
+        return along * abs(along) / square / tokens
+
+    return value
 
 
 def table(found: Mapping[str, Sequence[Batch]]) -> list[str]:
     """A row for each kind of batch."""
-    names, gains = ("prompts", "tokens", "trained", "seconds", "signal"), brought(found)
-    means = {
-        kind: {name: fmean(getattr(batch, name) for batch in batches) for name in names}
-        for kind, batches in found.items()
-    }
-    plain, rows = means[UNIFORM], []
-    for kind, mean in means.items():
-        by = [mean["signal"] / mean[unit] * plain[unit] / plain["signal"] for unit in ("tokens", "seconds")]
-        gain, deviation = gains[kind]
+    values = signal_by(found, "tokens"), signal_by(found, "seconds"), gradient_by_token(found)
+    ratios = [over_uniform(found, value) for value in values]
+    rows = []
+    for kind, batches in found.items():
+        means = {name: fmean(getattr(batch, name) for batch in batches) for name in FACTS}
         rows.append([
-            kind, f"{mean['prompts']:.1f}", f"{mean['tokens']:,.0f}", f"{mean['trained']:,.0f}",
-            f"{mean['seconds']:.2f}", *(f"{ratio:.2f}" for ratio in by), f"{gain:.2f} +- {deviation:.2f}",
+            kind, *(FACTS[name].format(mean) for name, mean in means.items()),
+            *("{:.2f} +- {:.2f}".format(*ratio[kind]) for ratio in ratios),
         ])  # fmt: skip
-    head = ["prompts", "a batch", "tokens", "trained", "CPU s", "signal by token", "by second", "gradient by token"]
-    return table_lines(head, rows)
+    return table_lines(["batches", *FACTS, "signal by token", "by second", "gradient by token"], rows)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -15,10 +15,11 @@ from bench.studies.gradients import (
     Batch,
     as_broad,
     breadth,
-    brought,
     explained,
     fit,
+    gradient_by_token,
     look,
+    over_uniform,
     seconds_of,
     table,
 )
@@ -86,16 +87,16 @@ def batches(mean, tokens, noise, count=100, width=30):
 
 def test_what_gradients_bring_is_their_part_along_that_of_uniform_prompts():
     found = {UNIFORM: batches(1.0, 1000, 0.5), "half": batches(1.0, 500, 0.5), "steep": batches(2.0, 999, 0.5)}
-    gains = brought(found)
+    gains = over_uniform(found, gradient_by_token(found))
     assert gains[UNIFORM] == (1.0, 0.0)
     assert gains["half"][0] == pytest.approx(2.0, abs=4 * gains["half"][1]) and 0.02 < gains["half"][1] < 0.4
     square = 30 * 0.25
     assert gains["steep"][0] == pytest.approx(4 * (1 + square) / (4 + square), rel=0.2)
     aside = {UNIFORM: found[UNIFORM], "against": batches(-1.0, 1001, 0.5)}
-    assert brought(aside)["against"][0] == pytest.approx(-1.0, rel=0.2)
+    assert over_uniform(aside, gradient_by_token(aside))["against"][0] == pytest.approx(-1.0, rel=0.2)
     rows = table(found)
-    assert rows[2].startswith("| uniform | 16.0 | 1,000 | 500 | 1.00 | 1.00 | 1.00 | 1.00 +- 0.00 |")
-    assert rows[3].startswith("| half | 16.0 | 500 | 250 | 1.00 | 2.00 | 1.00 | ")
+    assert rows[2] == "| uniform | 16.0 | 1,000 | 500 | 1.00 | 1.00 +- 0.00 | 1.00 +- 0.00 | 1.00 +- 0.00 |"
+    assert rows[3].startswith("| half | 16.0 | 500 | 250 | 1.00 | 2.00 +- 0.00 | 1.00 +- 0.00 | ")
 
 
 @pytest.mark.slow
