@@ -9,7 +9,7 @@ answers in a step, aggregation of the loss), in runs of half the length with a s
 what a sceptic would try first, one seed each, all with the tuned settings; `seeds` repeats plain training and the best
 rival over five seeds; `longer` gives plain training twice the answers. A run's size is a number of answers, so that
 settings with larger steps make fewer of them, and the learning rate rises over a share of the run. Seconds are CPU
-seconds of one thread without evaluations.
+seconds of one thread without evaluations. But for the search, runs end with pass@8 on 512 prompts.
 
 A finished run is a row of bench/studies/results/ground.jsonl, with its settings, machine and commit, and is not made
 again. Writes ground.md and ground.png beside it. Run it on a core of its own, with nothing beside it.

@@ -1,10 +1,16 @@
 """What the studies of chosen prompts make of their runs."""
 
 import json
+from types import SimpleNamespace
 
+from rich.console import Console
+
+from bench.studies import pass_at
 from bench.studies.curriculum_report import accuracy_for, share, share_words, write
 from bench.studies.ground import Ground, is_of, no_spread
 from bench.studies.ground_report import first_time
+from python_trainer.config import load_config
+from python_trainer.run import Trainer
 
 CURVE = [[0, 0.0, 0, 0.1], [10, 5.0, 100, 0.4], [20, 9.0, 190, 0.3], [30, 14.0, 300, 0.5], [40, 20.0, 390, 0.6]]
 
@@ -70,3 +76,23 @@ def test_a_record_stands_for_a_run_as_long_as_its_settings_mean_the_same(tmp_pat
     other["accelerators"]["enabled"] = ["curriculum"]
     assert not is_of({"settings": other}, on) and is_of({"settings": on.model_dump(mode="json")}, on)
     assert not is_of({"settings": settings | {"gone": 1}}, config)
+
+
+def test_pass_at_8_is_of_the_last_policy_on_the_first_prompts(tmp_path, monkeypatch):
+    settings = ["model.path=small", "task.train_size=4", "task.test_size=5", "rollout.max_completion_length=8"]
+    settings += ["rollout.prompts_per_step=2", "rollout.num_generations=2", "max_steps=1", "evaluation.eval_limit=2"]
+    config = load_config("configs/arithmetic.yaml", [*settings, "save.save_steps=1"])
+    Trainer(config, tmp_path / "run", console=Console(quiet=True)).run()
+    before = sorted((tmp_path / "run").iterdir())
+    asked = []
+
+    def judge(task, examples, texts, ids):
+        asked.extend(examples)
+        assert len(texts) == len(ids) == 6
+        return SimpleNamespace(accuracy=[0, 0, 1, 0, 1, 1])
+
+    for name, value in {"PROMPTS": 3, "ANSWERS": 2, "score": judge}.items():
+        monkeypatch.setattr(pass_at, name, value)
+    assert pass_at.pass_at_8(tmp_path / "run", config) == 0.6667
+    assert asked == [example for example in config.task.load().test[:3] for _ in range(2)]
+    assert sorted((tmp_path / "run").iterdir()) == before, "the model is taken away again"
