@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from bench._markdown import table_lines
-from bench.studies.ground_report import PLAIN, Record, draw, first_time, machines
+from bench.studies.ground_report import PLAIN, Record, draw, first_time, machines, pass_words
 from python_trainer.files import write_text
 
 TOKENS, SECONDS = 2, 1  # columns of a curve
@@ -20,7 +20,8 @@ def write(records: Sequence[Record], folder: Path) -> None:
              "seconds to the accuracy at which plain training of the same seed ends, in two successive evaluations,",
              "as shares of what plain training needs: geometric mean over seeds and its 95 % interval. *For half of",
              "plain's tokens*: the accuracy on 512 prompts when half of plain training's tokens were generated, or at",
-             "the end of a run that generated fewer. Pairs are of one machine."]  # fmt: skip
+             "the end of a run that generated fewer. *pass@8*: of 512 prompts (of as many runs as in parentheses).",
+             "Pairs are of one machine."]  # fmt: skip
     for task in dict.fromkeys(row["task"] for row in records):
         mine = [row for row in records if row["task"] == task]
         lines += ["", f"## {task}", "", machines(mine), "", *task_lines(mine)]
@@ -36,7 +37,7 @@ def write(records: Sequence[Record], folder: Path) -> None:
 def task_lines(records: Sequence[Record]) -> list[str]:
     """A row for each name, over its seeds."""
     plain = {row["seed"]: row for row in records if row["name"] == PLAIN}
-    head = ["", "seeds", "accuracy at the end", "tokens", "CPU s", "for half of plain's tokens",
+    head = ["", "seeds", "accuracy at the end", "pass@8", "tokens", "CPU s", "for half of plain's tokens",
             "tokens to plain's end", "CPU s to plain's end"]  # fmt: skip
     rows = []
     for name in dict.fromkeys(row["name"] for row in records):
@@ -46,6 +47,7 @@ def task_lines(records: Sequence[Record]) -> list[str]:
         pairs = [(row, plain[row["seed"]]) for row in group]
         rows.append([
             name, ", ".join(str(row["seed"]) for row in group), f"{fmean(row['final'] for row in group):.3f}",
+            pass_words(group),
             f"{fmean(row['generated_tokens'] for row in group):,.0f}", f"{fmean(row['cpu_s'] for row in group):.0f}",
             f"{fmean(accuracy_for(row, base['curve'][-1][TOKENS] / 2) for row, base in pairs):.3f}",
             *(share_words([share(row, base, column) for row, base in pairs]) for column in (TOKENS, SECONDS)),

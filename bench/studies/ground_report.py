@@ -58,13 +58,20 @@ def run_lines(runs: Sequence[Record], target: float | None) -> list[str]:
                  f"{fmean(row['start'] for row in group):.3f}", f"{fmean(row['final'] for row in group):.3f}",
                  f"{fmean(first):.2f}", f"{fmean(fmean(row['without_spread']) for row in group):.2f}"]  # fmt: skip
         if judged:
-            passed = [row["pass@8"] for row in group if "pass@8" in row]
-            cells.append(f"{fmean(passed):.3f}" if len(passed) == len(group) else "-")
+            cells.append(pass_words(group))
         if target is not None:
             reached = [seconds for row in group if (seconds := first_time(row, target)) is not None]
             cells.append(f"{fmean(reached):.0f}" if len(reached) == len(group) else f"{len(reached)} of {len(group)}")
         rows.append(cells)
     return table_lines(head, rows)
+
+
+def pass_words(runs: Sequence[Record]) -> str:
+    """Mean pass@8, and of how many runs where not of all: it came later than the first records."""
+    passed = [row["pass@8"] for row in runs if "pass@8" in row]
+    if not passed:
+        return "-"
+    return f"{fmean(passed):.3f}" + ("" if len(passed) == len(runs) else f" ({len(passed)})")
 
 
 def first_time(row: Record, accuracy: float, column: int = 1) -> float | None:
