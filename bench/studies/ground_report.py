@@ -116,6 +116,7 @@ def draw(records: Sequence[Record], path: Path, column: int = 1, words: str = "C
         right.set(title=task, xlabel="step", ylabel="groups without a spread", ylim=(0, 1))
         for axes in (left, right):
             axes.grid(alpha=0.3)
-    figure.legend(drawn.values(), drawn.keys(), loc="outside upper center", ncols=3, frameon=False)
+    look = {"ncols": 3, "frameon": False, "fontsize": "medium" if len(drawn) < 9 else "x-small"}
+    figure.legend(drawn.values(), drawn.keys(), loc="outside upper center", **look)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
