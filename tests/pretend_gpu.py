@@ -5,7 +5,7 @@ GPU as far as devices decide anything (kernels, the type of weights, where a ten
 behind on the other side is found. Times it the host waits for the device are counted.
 """
 
-import inspect
+import functools
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -200,30 +200,20 @@ def attend(
     return score.softmax(-1) @ value
 
 
+@functools.wraps(REAL_VARLEN)  # its arguments are looked at
 def varlen_attn(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float,
-    window_size: tuple[int, int],
-    enable_gqa: bool,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *starts_and_longest: Any, **options: Any
 ) -> torch.Tensor:
     """What torch's computes on a GPU, where everything it is given has to be."""
-    given = query, key, value, cu_seq_q, cu_seq_k
     if query.is_meta:  # of a plan
-        options: dict[str, Any] = {"scale": scale, "window_size": window_size, "enable_gqa": enable_gqa}
-        return REAL_VARLEN(*given, max_q, max_k, **options)
-    assert all(isinstance(x, GPUTensor) for x in given) and query.dtype in varlen.HALVES
-    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and window_size == varlen.CAUSAL
-    assert enable_gqa or query.shape[1] == key.shape[1]
-    assert max_q >= int(cu_seq_q.numbers.diff().max()) and max_k >= int(cu_seq_k.numbers.diff().max())
-    starts = cu_seq_q.numbers, cu_seq_k.numbers
-    return varlen.attend_rows(query, key, value, *starts, max_q, max_k, scale=scale)
+        return REAL_VARLEN(query, key, value, *starts_and_longest, **options)
+    *starts, max_q, max_k = starts_and_longest
+    assert all(isinstance(x, GPUTensor) for x in (query, key, value, *starts)) and query.dtype in varlen.HALVES
+    assert {x.dtype for x in starts} == {torch.int32} and options["window_size"] == varlen.CAUSAL
+    assert options.get("enable_gqa") or query.shape[1] == key.shape[1]
+    assert all(longest >= int(x.numbers.diff().max()) for x, longest in zip(starts, (max_q, max_k), strict=True))
+    on_host = (x.numbers for x in starts)
+    return varlen.attend_rows(query, key, value, *on_host, max_q, max_k, scale=options["scale"])
 
 
 def move_module(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
@@ -247,7 +237,6 @@ def pretended() -> Iterator[Counter[str]]:
 
 
 def _pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    assert set(inspect.signature(varlen_attn).parameters) <= set(inspect.signature(varlen.varlen_attn).parameters)
     properties = SimpleNamespace(total_memory=MEMORY, major=9, minor=0, multi_processor_count=132)
     for name, value in {
         "is_available": True,
