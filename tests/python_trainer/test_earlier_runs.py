@@ -84,9 +84,11 @@ def test_the_first_run_is_as_without_a_database_and_the_second_begins_with_its_a
     )
     assert not same(second, run("other", seed=1, database=None))
     assert len(database.runs()) == 2
-    earlier = second.accelerators[0].outcomes.earlier
-    counted = difficulties([[step.outcomes for step in database.trajectory(1)]], keys_of(second.context(1)), 60)
-    assert torch.equal(earlier, counted) and first.accelerators[0].outcomes.earlier is None
+    assert first.accelerators[0].outcomes.earlier is second.accelerators[0].outcomes.earlier is None
+    unrehearsed = run("unrehearsed", seed=1, steps=1, rehearsals=0)
+    trajectories = [[step.outcomes for step in database.trajectory(run_id)] for run_id in (1, 2)]
+    counted = difficulties(trajectories, keys_of(unrehearsed.context(1)), 60)
+    assert torch.equal(unrehearsed.accelerators[0].outcomes.earlier, counted)
     elsewhere = RetrospectiveDatabase(str(tmp_path / "another task.db"))
     run_id = elsewhere.add_run(replace(recorded.facts, task="another"))
     elsewhere.add_step(run_id, database.trajectory(1)[0], [])

@@ -73,8 +73,6 @@ class Curriculum(Accelerator):
         if self.earlier is None or self.earlier.begun or not self.earlier.begin(context):
             return []
         settings, size = self.settings, context.generation.num_generations
-        if (difficulties := self.earlier.difficulties(context, settings.memory)) is not None:
-            self.outcomes.know(difficulties)
         groups = self.earlier.answers(context, settings.rehearsed) if size > 1 else []
         for group in groups:
             self.stored.add(group[::-1], 0)  # the newest last
@@ -82,6 +80,9 @@ class Curriculum(Accelerator):
         batches = in_batches(groups, settings.rehearsal_batch, settings.rehearsals, context.seed)
         batches = batches[: int(most / settings.rehearsal_batch)]
         context.telemetry["curriculum/rehearsed_answers"] = sum(map(len, batches))
+        # what was hard is so no more once its right answers were trained on
+        if not batches and (difficulties := self.earlier.difficulties(context, settings.memory)) is not None:
+            self.outcomes.know(difficulties)
         return batches
 
     def choose(self, context: StepContext, count: int) -> list[Group] | None:

@@ -53,8 +53,8 @@ class CurriculumSettings(AcceleratorSettings):
     """How often a stored answer is trained on again; none is older than `memory` steps."""
     database: str | None = None
     """Retrospective database: a path (SQLite), sqlite:/// or postgresql:// URL. What earlier runs answered right to
-    these prompts is trained on before the first step, and how hard each was to them is where beliefs begin. This run is
-    added, also where `curriculum` is not enabled. null: neither."""
+    these prompts is trained on before the first step; where there is nothing, how hard each was to them is where
+    beliefs begin. This run is added, also where `curriculum` is not enabled. null: neither."""
     rehearsals: int = Field(3, ge=0)
     """How often the right answers of earlier runs are trained on before the first step."""
     rehearsed: int = Field(4, ge=1)
