@@ -1,6 +1,7 @@
 """Joins the processes that torchrun started."""
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,6 +15,10 @@ from python_trainer.model.policy import choose_device
 # How long processes wait for one another: while the first one asks vLLM's servers the others do nothing. One that ends
 # is noticed at once.
 PATIENCE = timedelta(hours=2)
+# Seconds until gloo's threads have let go of what was sent last. One that lets go of a tensor while Python ends aborts
+# its process, and torchrun calls the finished run failed (pytorch/pytorch#179291): they live on after the group is
+# destroyed, since DTensor keeps it.
+LET_GO = 0.5
 
 
 @contextmanager
@@ -51,6 +56,8 @@ def start(parallel: str, device: str = "auto") -> Iterator[RankGroup]:
         yield ranks
     finally:
         dist.destroy_process_group()
+        if size > 1:
+            time.sleep(LET_GO)
 
 
 def _choose_gpu(number: int) -> None:
