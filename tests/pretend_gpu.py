@@ -2,7 +2,7 @@
 
 What a GPU would refuse is refused: an operation on tensors of both devices, or numpy of one there. So code runs as on a
 GPU as far as devices decide anything (kernels, the type of weights, where a tensor is made), and a tensor that was left
-behind on the other side is found. Times it the host waits for the device are counted.
+behind on the other side is found. How often the host waits for the device is counted.
 """
 
 import functools
@@ -232,13 +232,8 @@ def move_module(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.
 @contextmanager
 def pretended() -> Iterator[Counter[str]]:
     """Within it there is a GPU -> how often the host waited for it, by operation."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        yield from _pretended(monkeypatch)
-
-
-def _pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     properties = SimpleNamespace(total_memory=MEMORY, major=9, minor=0, multi_processor_count=132)
-    for name, value in {
+    answers = {
         "is_available": True,
         "device_count": 1,
         "get_device_name": "a GPU that is not there",
@@ -250,16 +245,15 @@ def _pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         "max_memory_allocated": 1 << 30,
         "get_rng_state": torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": None,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
-    monkeypatch.setattr(torch.nn.Module, "_apply", move_module)
-    varlen.varlen_options.cache_clear()
+    }
     GPUTensor.waits.clear()
     torch.__future__.set_overwrite_module_params_on_conversion(True)  # to parameters of another class
     try:
-        with PretendGPU():
+        with pytest.MonkeyPatch.context() as monkeypatch, PretendGPU():
+            for name, value in answers.items():
+                monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+            monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+            monkeypatch.setattr(torch.nn.Module, "_apply", move_module)
             yield GPUTensor.waits
     finally:
         torch.__future__.set_overwrite_module_params_on_conversion(False)
-        varlen.varlen_options.cache_clear()

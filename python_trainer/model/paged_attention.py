@@ -15,6 +15,11 @@ from rlkernels import PagedKVCache, paged_attention, shared_prefix_attention, wr
 FEW_SCORES = 1 << 28
 
 
+def beats_padding(scores: int) -> bool:
+    """Whether varlen_attn, where it runs, costs less than padded rows for a pass with so many scores."""
+    return "enable_gqa" in varlen_options() or scores > FEW_SCORES
+
+
 @dataclass
 class Paging:
     """The ``attention`` of a forward pass: where its tokens live; see :func:`rlkernels.paged_attention`.
@@ -60,9 +65,7 @@ class Paging:
         if query.device.type == "cpu" or rlkernels.backend.choose("paged_attention", query.device) != "torch":
             return None
         scores = len(self.seq_lens) * self.longest_query * self.longest_key * query.shape[1]
-        if kernel_for(query) is flash_rows and ("enable_gqa" in varlen_options() or scores > FEW_SCORES):
-            return self.varlen_rows
-        return self.padded_rows
+        return self.varlen_rows if kernel_for(query) is flash_rows and beats_padding(scores) else self.padded_rows
 
     def varlen_rows(self) -> VarlenRows:
         """The sequences end to end, whose keys are slots of the cache: nothing is padded, and no score is held."""

@@ -65,8 +65,11 @@ def load_policy(config: ModelConfig) -> "Policy":
 
 def find_dtype(config: ModelConfig) -> torch.dtype:
     """The type of weights that the settings stand for, here."""
-    folder = policy_folder(config.path, config.revision)
-    return choose_dtype(config.dtype, choose_device(config.device), lambda: count_weights(folder, config))
+    device = choose_device(config.device)
+    # of a model of the Hub the folder takes requests: it is looked for only where the size decides
+    return choose_dtype(
+        config.dtype, device, lambda: count_weights(policy_folder(config.path, config.revision), config)
+    )
 
 
 def recompute_activations(model: Any) -> None:

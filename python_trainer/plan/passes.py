@@ -27,13 +27,13 @@ from python_trainer.model.lora import add_adapters
 from python_trainer.model.packed_attention import PackedLayout
 from python_trainer.model.packing import micro_batches, pack
 from python_trainer.model.padded_rows import PaddedRows
-from python_trainer.model.paged_attention import FEW_SCORES
+from python_trainer.model.paged_attention import beats_padding
 from python_trainer.model.policy import Policy, recompute_activations
 from python_trainer.model.reading import base_folder, read_settings
 from python_trainer.model.settings import ModelConfig
 from python_trainer.model.shipped import policy_folder
 from python_trainer.model.traits import run_flat
-from python_trainer.model.varlen import HALVES, VarlenRows, flash_rows, varlen_options, varlen_rows
+from python_trainer.model.varlen import HALVES, VarlenRows, flash_rows, varlen_rows
 from python_trainer.plan.peak import Peak
 from rlkernels import sample_tokens
 
@@ -238,7 +238,7 @@ class GatheredKeys:
     ) -> torch.Tensor:
         keys = torch.empty(self.sequences, self.key, dtype=torch.int64, device=META)
         scores = self.sequences * self.query * self.key * query.shape[1]
-        if query.dtype in HALVES and ("enable_gqa" in varlen_options() or scores > FEW_SCORES):
+        if query.dtype in HALVES and beats_padding(scores):
             starts = torch.empty(self.sequences + 1, dtype=torch.int32, device=META)
             return flash(VarlenRows(keys.flatten(), starts, starts, self.query, self.key), query, key, value, scale)
         index = torch.empty(self.sequences, self.query, dtype=torch.int64, device=META)

@@ -39,6 +39,7 @@ Patience = dict[int, tuple[int, int]]  # how many numbers -> fewest and most att
 STEADY: Patience = {3: (8, 12), 4: (6, 10), 5: (5, 8)}
 LONG: Patience = {3: (10, 12), 4: (9, 11), 5: (7, 8)}
 SHORT: Patience = {3: (2, 5), 4: (2, 5), 5: (2, 4)}
+EVENLY = {3: 0.3, 4: 0.35, 5: 0.35}  # how many numbers -> share of the answers
 SYMBOLS = [*map(str, range(HIGHEST + 1)), *"+-*=,\n>:A() "]
 VOCABULARY = {symbol: number for number, symbol in enumerate([*SYMBOLS, PAD, START, EOS])}
 
@@ -64,13 +65,13 @@ PHASES = [
           stream=1),
     Phase("answers", 500, 4e-3, 0.3, warmup=30, batch=48, near=0.6, counts={3: 0.4, 4: 0.35, 5: 0.25}, stream=2),
     Phase("answers that hit more often", 450, 3e-3, 0.0, warmup=30, batch=48, near=0.5, likely=0.6,
-          counts={3: 0.3, 4: 0.35, 5: 0.35}, stream=12),
+          counts=EVENLY, stream=12),
     Phase("answers, few of which aim", 300, 2.5e-3, 1.0, warmup=30, batch=48, near=0.3, likely=0.6,
-          counts={3: 0.3, 4: 0.35, 5: 0.35}, stream=13),
+          counts=EVENLY, stream=13),
     Phase("those that aim go on for long", 350, 3e-3, 0.2, warmup=30, batch=48, near=0.8, likely=0.6, aimed=1,
-          counts={3: 0.3, 4: 0.35, 5: 0.35}, patience=SHORT, aimed_patience=LONG, stream=22, rounded=True),
+          counts=EVENLY, patience=SHORT, aimed_patience=LONG, stream=22, rounded=True),
     Phase("the same, few of which aim", 250, 2.5e-3, 1.0, warmup=30, batch=48, near=0.3, likely=0.6, aimed=1,
-          counts={3: 0.3, 4: 0.35, 5: 0.35}, patience=SHORT, aimed_patience=LONG, stream=23),
+          counts=EVENLY, patience=SHORT, aimed_patience=LONG, stream=23),
 ]  # fmt: skip
 
 
@@ -99,7 +100,7 @@ def draw_chain(rng: random.Random, numbers: list[int]) -> Chain:
             return found
 
 
-def draw_near(rng: random.Random, numbers: list[int], target: int, steps: int = 1) -> Chain:
+def draw_near(rng: random.Random, numbers: list[int], target: int, steps: int) -> Chain:
     """A random chain with its last steps replaced by those that end nearest the target."""
     drawn = draw_chain(rng, numbers)
     start, rest = drawn.numbers[:-steps], drawn.numbers[-steps:]

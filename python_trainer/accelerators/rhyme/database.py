@@ -158,8 +158,7 @@ class RetrospectiveDatabase:
             self._room -= len(sketch) + ROW_BYTES + sum(row["bytes"] for row in rows)
             if self._room < 0:
                 self._retain(connection, run_id)
-                held = sum(self._bytes(connection, table) for table in (schema.rollouts, schema.steps))
-                self._room = (self.max_bytes - held) // WRITERS
+                self._room = (self.max_bytes - self._held(connection)) // WRITERS
 
     def cut_run(self, run_id: int, after_step: int) -> None:
         """Forgets the steps of a run beyond ``after_step``, which a resumed run makes again."""
@@ -209,7 +208,10 @@ class RetrospectiveDatabase:
     def bytes(self) -> int:
         """What ``max_bytes`` bounds."""
         with self._transaction(write=False) as connection:
-            return sum(self._bytes(connection, table) for table in (schema.rollouts, schema.steps))
+            return self._held(connection)
+
+    def _held(self, connection: sa.Connection) -> int:
+        return sum(self._bytes(connection, table) for table in (schema.rollouts, schema.steps))
 
     def runs(self) -> list[StoredRun]:
         """All runs, oldest first."""
