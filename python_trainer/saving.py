@@ -71,7 +71,7 @@ class SavingLoop(TrainingLoop):
             ) from error
 
     def _take_over(self, saved: dict[str, Any]) -> None:
-        names = {accelerator.name for accelerator in self.accelerators}
+        names = {accelerator.name for accelerator in self.accelerators if not accelerator.watches}
         if set(saved["accelerators"]) != names:
             raise UserError(
                 f"{self.folder} was run with the accelerators {sorted(saved['accelerators'])}, not {sorted(names)}"
@@ -99,7 +99,9 @@ class SavingLoop(TrainingLoop):
                 f"the checkpoint in {self.folder} is of another model than the settings: {reason}"
             ) from error
         for accelerator in self.accelerators:
-            accelerator.load_state_dict(saved["accelerators"][accelerator.name])
+            states = saved.get("watchers", {}) if accelerator.watches else saved["accelerators"]
+            if not accelerator.watches or accelerator.name in states:
+                accelerator.load_state_dict(states[accelerator.name])
         if self.engine.lengths and saved.get("lengths"):
             self.engine.lengths.load_state_dict(saved["lengths"])
         self.engine.policy_updated()
@@ -157,10 +159,18 @@ class SavingLoop(TrainingLoop):
         state = self.state
         state.wall_s, state.seconds = self._wall_seconds(), dict(self.clock.seconds)
         state.policy_version = self.engine.policy_version
-        states = {a.name: a.snapshot() if lasting else a.state_dict() for a in self.accelerators}
+        states: dict[bool, dict[str, Any]] = {False: {}, True: {}}
+        for a in self.accelerators:
+            states[a.watches][a.name] = a.snapshot() if lasting else a.state_dict()
         lengths = self.engine.lengths.state_dict() if self.engine.lengths else None
         dtype = name_of(self.policy.whole.dtype)
-        return {"state": asdict(state), "accelerators": states, "lengths": lengths, "dtype": dtype}
+        return {
+            "state": asdict(state),
+            "accelerators": states[False],
+            "watchers": states[True],
+            "lengths": lengths,
+            "dtype": dtype,
+        }
 
     @contextmanager
     def keeping(self) -> Iterator[None]:

@@ -115,6 +115,7 @@ class Ground:
         steps = round(size * ANSWERS[self.task] / (rollout.prompts_per_step * rollout.num_generations))
         ours = {
             "seed": seed,
+            "accelerators.curriculum.database": changes.get("accelerators.curriculum.database"),
             "max_steps": steps,
             "optimizer.warmup_steps": max(1, round(WARMUP * steps)),
             "evaluation.eval_steps": max(1, round(steps / (EVALUATIONS * size))),

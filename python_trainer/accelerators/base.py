@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from python_trainer.data import Example, Group, Rollout
 from python_trainer.rollout.settings import RolloutConfig
@@ -78,6 +78,9 @@ class RunContext:
 
 class Accelerator:
     """Optional hooks, called in this order within a step. Subclasses override what they need."""
+
+    watches: ClassVar[bool] = False
+    """Whether training is the same without it: a run may be resumed with it or without."""
 
     def __init__(self, settings: Any):
         self.settings = settings

@@ -52,6 +52,9 @@ class AcceleratorSettings(Section):
         """What in the sections of the whole configuration it cannot go with, by name and value; None: nothing."""
         return None
 
+    def settle(self, config: Any) -> None:
+        """Replaces what is ``auto`` where the whole configuration decides what it stands for."""
+
     def splits(self, task: "Task") -> list[str]:
         """Splits of the task that the accelerator asks, beside train and test.
 

@@ -46,7 +46,7 @@ def test_seconds_are_explained_by_what_makes_them():
 
 def curriculum_of(outcomes):
     """After groups of 8 of which so many were right, prompt by prompt."""
-    curriculum = Curriculum(CurriculumSettings())
+    curriculum = Curriculum(CurriculumSettings(database=None))
     curriculum.begin(SimpleNamespace(prompts=[[1] * 9] * len(outcomes), output_dir=Path()))
     for _ in range(4):
         for key, right in enumerate(outcomes):

@@ -117,7 +117,7 @@ def answers(key, right, count=8, tokens=20, group=0, **changes):
 
 
 def started(lengths, **settings):
-    curriculum = Curriculum(CurriculumSettings(**settings))
+    curriculum = Curriculum(CurriculumSettings(database=None, **settings))
     curriculum.begin(SimpleNamespace(prompts=[[1] * length for length in lengths], output_dir=Path()))
     return curriculum
 
@@ -196,7 +196,7 @@ def test_a_choice_that_does_not_bring_what_it_promised_is_given_up_for_a_time():
     assert chosen[-1] is not None and curriculum.trust() > 0.7
     assert torch.equal(curriculum.recent <= curriculum.signals, torch.tensor([True, True])) and curriculum.recent[0] > 0
     curriculum.recent = torch.tensor([20.0, 2.0], dtype=torch.float64)
-    other = Curriculum(CurriculumSettings())
+    other = Curriculum(CurriculumSettings(database=None))
     other.load_state_dict(curriculum.snapshot())
     for one in (curriculum, other):
         assert one.trust() == pytest.approx(4 / 22) and one.choose(step_context(31), 16) is None
@@ -250,7 +250,7 @@ def test_state_round_trip():
     lengths, chances = [3 + i % 7 for i in range(80)], [0.02 + 0.96 * (i % 3 == 0) / 2 for i in range(80)]
     curriculum = started(lengths)
     simulate(curriculum, chances, 25)
-    other = Curriculum(CurriculumSettings())
+    other = Curriculum(CurriculumSettings(database=None))
     other.load_state_dict(curriculum.snapshot())
     a, b = (simulate_from(c, chances) for c in (curriculum, other))
     assert a == b and any(keys is not None for keys in a)

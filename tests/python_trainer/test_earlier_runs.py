@@ -259,6 +259,8 @@ def train_ranks(settings, folder):
             train(settings_of_ranks(settings, database, steps), folder / kind, kind, resume=steps == 3)
         enabled = {"accelerators": {"enabled": [], "curriculum": {"database": str(folder / "plain.db")}}}
         train(merged(settings_of_ranks(settings, database, 1), enabled), folder / f"plain {kind}", kind)
+        by_default = {"accelerators": {"enabled": [], "curriculum": {}}}
+        train(merged(settings_of_ranks(settings, database, 1), by_default), folder / f"default {kind}" / "run", kind)
         with pytest.raises(UserError, match="notes.db is not a retrospective database"):  # on both ranks
             train(settings_of_ranks(settings, str(folder / "notes.db"), 1), folder / f"bad {kind}", kind)
 
@@ -283,6 +285,9 @@ def test_the_first_rank_alone_reads_and_writes_and_all_rehearse(run, settings, t
         assert [record.reward for record in database.trajectory(2)] == [r.reward for r in alone.trajectory(2)]
         assert database.runs()[1].facts.parameters == alone.runs()[1].facts.parameters
     assert [stored.steps for stored in RetrospectiveDatabase(str(tmp_path / "plain.db")).runs()] == [1, 1]
+    for kind in KINDS:
+        recorded = RetrospectiveDatabase(str(tmp_path / f"default {kind}" / "history.db"))
+        assert [stored.steps for stored in recorded.runs()] == [1]
 
 
 def test_batches_keep_a_prompt_together_and_see_all_as_often():

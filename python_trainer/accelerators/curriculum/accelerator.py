@@ -53,15 +53,15 @@ class Curriculum(Accelerator):
 
     def begin(self, run: RunContext) -> None:
         self._start([len(prompt) for prompt in run.prompts], run.output_dir)
-        if (earlier := self.earlier) is not None:
-            run.once(earlier.reach)
+        if self.earlier is not None:
+            self.earlier.reach(run)
 
     def _start(self, lengths: list[int], folder: Path) -> None:
         self.earlier: EarlierRuns | None = None
         if self.settings.database is not None:
             from python_trainer.accelerators.curriculum import earlier  # imports sqlalchemy
 
-            self.earlier = earlier.EarlierRuns(self.settings.database, folder)
+            self.earlier = earlier.runs_of(self.settings, folder)
         self.lengths, self.outcomes = lengths, Outcomes(lengths, self.settings.memory)
         self.table = torch.zeros(BINS, 3, dtype=torch.float64)
         self.signals = torch.zeros(2, dtype=torch.float64)
@@ -198,7 +198,7 @@ class Curriculum(Accelerator):
             "calibration_error": round(error.item(), 4),
             "signal_ratio": ratio,
         }
-        if self.earlier is not None:
+        if self.earlier is not None and self.settings.reads:
             found |= {"earlier_answers": self.earlier.found, "earlier_generated_tokens": self.earlier.generated_tokens}
             found["earlier_weight"] = self.outcomes.weight
         return found
@@ -216,6 +216,8 @@ class Curriculum(Accelerator):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._start(state["lengths"].tolist(), Path())
+        if state["earlier"] is None and not self.settings.reads:  # begun without being recorded
+            self.earlier = None
         if self.earlier is not None:
             self.earlier.load_state_dict(state["earlier"])
         self.outcomes.load_state_dict(state["outcomes"])

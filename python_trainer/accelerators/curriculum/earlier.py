@@ -3,15 +3,16 @@
 Of several ranks the first alone opens the database; what it reads all know.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
-from python_trainer.accelerators.base import StepContext
+from python_trainer.accelerators.base import RunContext, StepContext
 from python_trainer.accelerators.curriculum.difficulty import difficulties
+from python_trainer.accelerators.curriculum.settings import CurriculumSettings
 from python_trainer.accelerators.rhyme.attempts import begin_run
 from python_trainer.accelerators.rhyme.bank import for_tokenizer
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
@@ -19,8 +20,15 @@ from python_trainer.accelerators.rhyme.judging import judged
 from python_trainer.accelerators.rhyme.recording import GatheredStep, right_answers, run_facts
 from python_trainer.accelerators.rhyme.records import StoredAnswer, prompt_key
 from python_trainer.data import Rollout
+from python_trainer.errors import UserError, tell
 from python_trainer.model.tokenizer import tokenizer_fingerprint
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+T = TypeVar("T")
+
+NOTE = "recorded_run.json"
 MOST = 16_384  # answers that are read
 RUNS = 8  # whose difficulties are looked at, the newest
 
@@ -51,13 +59,13 @@ class EarlierRuns:
         """Opened where it is first asked for, which only the first rank does."""
         return RetrospectiveDatabase(self.url)
 
-    def reach(self) -> None:
+    def reach(self, run: RunContext) -> None:
         """Opens the database, where it is not open.
 
         Raises:
             UserError: as of :class:`RetrospectiveDatabase`.
         """
-        _ = self.database
+        run.once(lambda: self.database.name)
 
     def begin(self, context: StepContext) -> bool:
         """Enters this run; of one that is resumed, forgets the steps that are made again -> whether it is new."""
@@ -68,7 +76,7 @@ class EarlierRuns:
 
     def _enter(self, context: StepContext) -> int:
         if self.run_id is None:
-            return begin_run(self.database, run_facts(context, self.fingerprint), self.folder)
+            return begin_run(self.database, run_facts(context, self.fingerprint), self.folder, NOTE)
         self.database.cut_run(self.run_id, context.step - 1)
         return self.run_id
 
@@ -122,11 +130,63 @@ class EarlierRuns:
         kept = right_answers(context, groups, run_id, self.fingerprint)
         self.database.add_step(run_id, *self.gathered.add(context, groups, kept))
 
-    def state_dict(self) -> dict[str, int | None]:
-        return {name: getattr(self, name) for name in ("run_id", "found", "generated_tokens")}
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("url", "run_id", "found", "generated_tokens")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.run_id, self.found, self.generated_tokens = state["run_id"], state["found"], state["generated_tokens"]
+
+
+class Unasked(EarlierRuns):
+    """A run that is recorded although nobody asked for it: it reads nothing, and what goes wrong ends no training."""
+
+    console: "Console | None" = None
+    lost = False
+
+    def reach(self, run: RunContext) -> None:
+        self.console = run.console
+        said = (
+            f"note: this run is recorded in {self.url}; with accelerators.curriculum.database={self.url} another "
+            "begins with what it has learned, null records nothing"
+        )
+        run.once(lambda: self._say(said) if self._does(lambda: self.database) else None)
+
+    def begin(self, context: StepContext) -> bool:
+        self.fingerprint, self.begun = tokenizer_fingerprint(context.policy.tokenizer), True
+        self.run_id = context.once(lambda: self._does(lambda: self._enter(context)))
+        return False
+
+    def _write(self, context: StepContext, groups: Sequence[list[Rollout]]) -> None:
+        if self.run_id is not None:
+            self._does(lambda: super(Unasked, self)._write(context, groups))
+
+    def _does(self, function: Callable[[], T]) -> T | None:
+        """What a call returns; from the first one on that fails nothing is recorded."""
+        try:
+            return None if self.lost else function()
+        except (UserError, OSError) as error:
+            self.lost = True
+            self._say(f"note: this run is not recorded any more: {error}")
+            return None
+
+    def _say(self, text: str) -> None:
+        if self.console is None:  # of a run that is resumed
+            tell(text)
+        else:
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.url, self.lost = state["url"], state["run_id"] is None
+
+
+def runs_of(settings: CurriculumSettings, output_dir: Path) -> EarlierRuns | None:
+    """Where a run with these settings reads and is recorded."""
+    if settings.database is None:
+        return None
+    if settings.reads:
+        return EarlierRuns(settings.database, output_dir)
+    return Unasked(settings.default_database(output_dir), output_dir)
 
 
 def keys_of(context: StepContext) -> list[str]:

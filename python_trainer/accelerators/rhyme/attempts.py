@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 NOTE = "rhyme_run.json"
 
 
-def begin_run(database: "RetrospectiveDatabase", facts: RunFacts, folder: Path) -> int:
+def begin_run(database: "RetrospectiveDatabase", facts: RunFacts, folder: Path, name: str = NOTE) -> int:
     """Adds a run that begins in a folder to the database -> its id.
 
     An earlier attempt in the same folder leaves the database with all that it stored: the run that takes its place
-    would find itself there. Which one that was is in ``rhyme_run.json``. Ids are used again, so the moment at which
-    the run began must agree; a copy of the folder has no claim on the run.
+    would find itself there. Which one that was is in the file ``name`` of the folder. Ids are used again, so the moment
+    at which the run began must agree; a copy of the folder has no claim on the run.
     """
-    note, here, created = folder / NOTE, str(folder.resolve()), time.time()
+    note, here, created = folder / name, str(folder.resolve()), time.time()
     try:
         before = json.loads(note.read_text())
         attempt = (int(before["run"]), float(before["created"])) if before["folder"] == here else None
