@@ -19,10 +19,11 @@ from python_trainer.run_directory import read_metrics
 def run(make_config, tmp_path):
     """run(folder, steps, **settings of curriculum) -> (trainer of a run that is over, what it has said)."""
 
-    def make(folder, steps=2, resume=False, enabled=(), callbacks=(), **curriculum):
+    def make(folder, steps=2, resume=False, enabled=(), callbacks=(), reward="test_earlier_runs:odd", **curriculum):
         accelerators = {"enabled": list(enabled), "curriculum": {"least_gain": 1e9, "rehearsal_share": 10} | curriculum}
-        task = {"reward": "test_earlier_runs:odd"}
-        config = make_config(max_steps=steps, accelerators=accelerators, task=task, save={"save_steps": 1})
+        config = make_config(
+            max_steps=steps, accelerators=accelerators, task={"reward": reward}, save={"save_steps": 1}
+        )
         said = io.StringIO()
         console = Console(file=said, width=1000)
         trainer = Trainer(config, tmp_path / folder, console=console, resume=resume, callbacks=callbacks)
@@ -87,7 +88,7 @@ def test_what_goes_wrong_ends_the_recording_alone(run, tmp_path, enabled):
     alone, _ = run("alone", database=None, enabled=enabled)
     (tmp_path / "history.db").write_text("notes of somebody")
     foreign, said = run("foreign", enabled=enabled)
-    assert said.count("this run is not recorded any more: ") == 1 and "history.db is not a" in said
+    assert said.count("this run is not recorded: ") == 1 and "history.db is not a" in said
     assert "this run is recorded in" not in said
     assert (tmp_path / "history.db").read_text() == "notes of somebody"
     assert torch.equal(weights(foreign), weights(alone))
@@ -99,8 +100,18 @@ def test_what_goes_wrong_ends_the_recording_alone(run, tmp_path, enabled):
             (tmp_path / "history.db").write_bytes(b"\0" * 8192)
 
     damaged, said = run("damaged", enabled=enabled, callbacks=[Damage()])
-    assert said.count("this run is not recorded any more: ") == 1
+    assert said.count("this run is not recorded: ") == 1
     assert torch.equal(weights(damaged), weights(alone))
+
+
+def broken(prompts, completions, completion_ids, **_):
+    raise KeyError("no score")
+
+
+def test_a_run_that_fails_in_its_first_step_leaves_nothing(run, tmp_path):
+    with pytest.raises(UserError, match="no score"):
+        run("run", reward="test_recorded:broken")
+    assert not (tmp_path / "history.db").exists()
 
 
 def test_what_is_recorded_elsewhere_is_not_recorded_here(make_config):

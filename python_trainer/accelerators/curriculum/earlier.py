@@ -145,20 +145,25 @@ class Unasked(EarlierRuns):
 
     def reach(self, run: RunContext) -> None:
         self.console = run.console
-        said = (
-            f"note: this run is recorded in {self.url}; with accelerators.curriculum.database={self.url} another "
-            "begins with what it has learned, null records nothing"
-        )
-        run.once(lambda: self._say(said) if self._does(lambda: self.database) else None)
 
     def begin(self, context: StepContext) -> bool:
         self.fingerprint, self.begun = tokenizer_fingerprint(context.policy.tokenizer), True
-        self.run_id = context.once(lambda: self._does(lambda: self._enter(context)))
+        if self.run_id is not None:
+            context.once(lambda: self._does(lambda: self._enter(context)))
         return False
 
     def _write(self, context: StepContext, groups: Sequence[list[Rollout]]) -> None:
-        if self.run_id is not None:
-            self._does(lambda: super(Unasked, self)._write(context, groups))
+        self._does(lambda: self._add(context, groups))
+
+    def _add(self, context: StepContext, groups: Sequence[list[Rollout]]) -> None:
+        """The run too, with its first step: one that fails before leaves nothing."""
+        if self.run_id is None:
+            self.run_id = self._enter(context)
+            self._say(
+                f"note: this run is recorded in {self.url}; with accelerators.curriculum.database={self.url} another "
+                "begins with what it has learned, null records nothing"
+            )
+        super()._write(context, groups)
 
     def _does(self, function: Callable[[], T]) -> T | None:
         """What a call returns; from the first one on that fails nothing is recorded."""
@@ -166,7 +171,7 @@ class Unasked(EarlierRuns):
             return None if self.lost else function()
         except (UserError, OSError) as error:
             self.lost = True
-            self._say(f"note: this run is not recorded any more: {error}")
+            self._say(f"note: this run is not recorded: {error}")
             return None
 
     def _say(self, text: str) -> None:
