@@ -43,6 +43,12 @@ RUNS: dict[str, Mapping[str, Any]] = {
     "chosen for a gain of 1.1 already": CURRICULUM | {"accelerators.curriculum.least_gain": 1.1},
     "plain order, stored answers": CURRICULUM | {"accelerators.curriculum.least_gain": 1e9},
     "from the first step": CURRICULUM | {"accelerators.curriculum.least_gain": 0.0},
+    "p known": {ON: ["bench.studies.oracle:OracleSettings"]},  # measured; not among the tokens, but in the seconds
+    "p known, nothing stored": {
+        ON: ["bench.studies.oracle:OracleSettings"],
+        "accelerators.oracle.stored_share": 0.0,
+        "accelerators.oracle.least_gain": 1.1,
+    },
 }
 SIZES = {
     "curriculum, twice the steps": 2.0,
