@@ -75,6 +75,16 @@ def test_whether_it_is_recorded_may_change_when_a_run_is_resumed(run, tmp_path, 
     assert steps_of(tmp_path / "history.db") == [[1, 2]] and torch.equal(weights(first), weights(second))
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_a_resumed_run_never_writes_into_another(run, tmp_path, named):
+    place = {"database": str(tmp_path / "history.db")} if named else {}
+    run("run", steps=2, enabled=["curriculum"], **place)
+    (tmp_path / "history.db").unlink()
+    run("another", steps=3)  # with the same id
+    run("run", steps=4, resume=True, enabled=["curriculum"], **place)
+    assert steps_of(tmp_path / "history.db") == [[1, 2, 3]]
+
+
 def test_a_run_that_begins_anew_takes_the_place_of_what_it_left(run, tmp_path):
     run("run", steps=1)
     shutil.rmtree(tmp_path / "run" / "checkpoints")

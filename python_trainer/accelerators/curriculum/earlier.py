@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 NOTE = "recorded_run.json"
+STATE = "run_id", "created", "found", "generated_tokens"
+NOBODY = 0  # no run has this id
 MOST = 16_384  # answers that are read
 RUNS = 8  # whose difficulties are looked at, the newest
 
@@ -42,6 +44,7 @@ class EarlierRuns:
 
     Attributes:
         run_id: of this run in the database; None: it is new.
+        created: when it was added; ids are used again.
         begun: whether this process has entered it.
         found: answers that were taken of other runs.
         generated_tokens: by those runs.
@@ -50,6 +53,7 @@ class EarlierRuns:
     def __init__(self, url: str, folder: Path):
         self.url, self.folder = url, folder
         self.run_id: int | None = None
+        self.created = 0.0
         self.fingerprint, self.begun = "", False
         self.found = self.generated_tokens = 0
         self.gathered = GatheredStep()
@@ -71,14 +75,16 @@ class EarlierRuns:
         """Enters this run; of one that is resumed, forgets the steps that are made again -> whether it is new."""
         self.fingerprint, self.begun = tokenizer_fingerprint(context.policy.tokenizer), True
         new = self.run_id is None
-        self.run_id = context.once(lambda: self._enter(context))
+        context.once(lambda: self._enter(context))
         return new
 
-    def _enter(self, context: StepContext) -> int:
+    def _enter(self, context: StepContext) -> None:
+        """A resumed run that the database does not have any more is not recorded any more."""
         if self.run_id is None:
-            return begin_run(self.database, run_facts(context, self.fingerprint), self.folder, NOTE)
-        self.database.cut_run(self.run_id, context.step - 1)
-        return self.run_id
+            facts = run_facts(context, self.fingerprint)
+            self.run_id, self.created = begin_run(self.database, facts, self.folder, NOTE)
+        elif not self.database.cut_run(self.run_id, context.step - 1, created=self.created):
+            self.run_id = NOBODY
 
     def answers(self, context: StepContext, per_prompt: int) -> list[list[Rollout]]:
         """Different right answers of other runs to each prompt of this one, the newest first, at most so many.
@@ -126,15 +132,16 @@ class EarlierRuns:
         context.once(lambda: self._write(context, groups))
 
     def _write(self, context: StepContext, groups: Sequence[list[Rollout]]) -> None:
-        run_id = self.run_id or 0
+        run_id = self.run_id or NOBODY
         kept = right_answers(context, groups, run_id, self.fingerprint)
         self.database.add_step(run_id, *self.gathered.add(context, groups, kept))
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("url", "run_id", "found", "generated_tokens")}
+        return {name: getattr(self, name) for name in STATE}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.run_id, self.found, self.generated_tokens = state["run_id"], state["found"], state["generated_tokens"]
+        for name in STATE:
+            setattr(self, name, state[name])
 
 
 class Unasked(EarlierRuns):
@@ -158,7 +165,7 @@ class Unasked(EarlierRuns):
     def _add(self, context: StepContext, groups: Sequence[list[Rollout]]) -> None:
         """The run too, with its first step: one that fails before leaves nothing."""
         if self.run_id is None:
-            self.run_id = self._enter(context)
+            self._enter(context)
             self._say(
                 f"note: this run is recorded in {self.url}; with accelerators.curriculum.database={self.url} another "
                 "begins with what it has learned, null records nothing"
@@ -174,6 +181,9 @@ class Unasked(EarlierRuns):
             self._say(f"note: this run is not recorded: {error}")
             return None
 
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"url": self.url}
+
     def _say(self, text: str) -> None:
         if self.console is None:  # of a run that is resumed
             tell(text)
@@ -182,7 +192,7 @@ class Unasked(EarlierRuns):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self.url, self.lost = state["url"], state["run_id"] is None
+        self.url, self.lost = state["url"], self.run_id is None
 
 
 def runs_of(settings: CurriculumSettings, output_dir: Path) -> EarlierRuns | None:

@@ -75,7 +75,7 @@ class CurriculumSettings(AcceleratorSettings):
 
     def default_database(self, output_dir: Path) -> str:
         """Where a run of this directory is recorded unless another place is named."""
-        return str(output_dir.parent / "history.db")
+        return str(output_dir.resolve().parent / "history.db")
 
     def settle(self, config: Any) -> None:
         if self.database == AUTO and (config.task.environment is not None or recorded_by_rhyme(config)):

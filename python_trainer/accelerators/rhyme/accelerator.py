@@ -78,7 +78,7 @@ class Rhyme(Accelerator):
             self.run_id = 0
             if self.database is not None:
                 if self.settings.record:
-                    self.run_id = begin_run(self.database, run_facts(context, self.fingerprint), self.folder)
+                    self.run_id, _ = begin_run(self.database, run_facts(context, self.fingerprint), self.folder)
                 self._read_history(context)
         elif self.database is not None and self._refresh_due(context.step):
             self._read_history(context)

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 NOTE = "rhyme_run.json"
 
 
-def begin_run(database: "RetrospectiveDatabase", facts: RunFacts, folder: Path, name: str = NOTE) -> int:
-    """Adds a run that begins in a folder to the database -> its id.
+def begin_run(database: "RetrospectiveDatabase", facts: RunFacts, folder: Path, name: str = NOTE) -> tuple[int, float]:
+    """Adds a run that begins in a folder to the database -> its id, and when it was added.
 
     An earlier attempt in the same folder leaves the database with all that it stored: the run that takes its place
     would find itself there. Which one that was is in the file ``name`` of the folder. Ids are used again, so the moment
@@ -31,4 +31,4 @@ def begin_run(database: "RetrospectiveDatabase", facts: RunFacts, folder: Path, 
         database.remove_run(attempt[0], created=attempt[1])
     run_id = database.add_run(facts, created=created)
     write_text(note, json.dumps({"folder": here, "run": run_id, "created": created}) + "\n")
-    return run_id
+    return run_id, created

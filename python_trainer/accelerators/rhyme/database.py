@@ -160,11 +160,22 @@ class RetrospectiveDatabase:
                 self._retain(connection, run_id)
                 self._room = (self.max_bytes - self._held(connection)) // WRITERS
 
-    def cut_run(self, run_id: int, after_step: int) -> None:
-        """Forgets the steps of a run beyond ``after_step``, which a resumed run makes again."""
+    def cut_run(self, run_id: int, after_step: int, *, created: float | None = None) -> bool:
+        """Forgets the steps of a run beyond ``after_step``, which a resumed run makes again.
+
+        Args:
+            created: when the run was; None: whenever it was.
+
+        Returns:
+            Whether the run is there; else nothing has changed.
+        """
+        run, was = schema.runs, sa.true() if created is None else schema.runs.c.created == created
         with self._transaction() as connection:
+            if connection.execute(sa.select(run.c.id).where(run.c.id == run_id, was)).first() is None:
+                return False
             for table in (schema.rollouts, schema.steps):
                 connection.execute(table.delete().where(table.c.run_id == run_id, table.c.step > after_step))
+        return True
 
     def remove_run(self, run_id: int, *, created: float) -> None:
         """Forgets a run and all that it stored, if it is still the one that was created then."""

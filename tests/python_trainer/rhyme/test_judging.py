@@ -93,13 +93,14 @@ def test_a_run_takes_the_place_of_its_own_attempt_and_of_no_other(url, tmp_path)
     database, folders = RetrospectiveDatabase(url), [tmp_path / name for name in ("run", "copy")]
     other = database.add_run(FACTS)
     folders[0].mkdir()
-    first = begin_run(database, FACTS, folders[0])
+    first, created = begin_run(database, FACTS, folders[0])
     for run in (other, first):
         database.add_step(run, make_step(), [make_sample(text=f"{run}")])
     shutil.copytree(*folders)
     begin_run(database, FACTS, folders[1])  # a copy of the folder is no attempt at the same run
     assert [run.steps for run in database.runs()] == [1, 1, 0]
-    again = begin_run(database, FACTS, folders[0])
+    assert [run.created for run in database.runs() if run.id == first] == [created]
+    again, _ = begin_run(database, FACTS, folders[0])
     assert {run.id: run.steps for run in database.runs()}[again] == 0
     assert [run.steps for run in database.runs()] == [1, 0, 0] and [s.text for s in database.samples()] == [f"{other}"]
     note = json.loads((folders[0] / NOTE).read_text())
