@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from bench._markdown import table_lines
-from bench.studies.ground_report import PLAIN, Record, draw, first_time, machines, pass_words
+from bench.studies.ground_report import DYNAMIC_SAMPLING, PLAIN, Record, draw, first_time, machines, pass_words
 from python_trainer.files import write_text
 
 TOKENS, SECONDS = 2, 1  # columns of a curve
@@ -18,10 +18,11 @@ def write(records: Sequence[Record], folder: Path) -> None:
     lines = ["# Prompts chosen by history", "",
              "By `python -m bench.studies curriculum`; records in curriculum.jsonl. *To plain's end*: tokens and CPU",
              "seconds to the accuracy at which plain training of the same seed ends, in two successive evaluations,",
-             "as shares of what plain training needs: geometric mean over seeds and its 95 % interval. *For half of",
-             "plain's tokens*: the accuracy on 512 prompts when half of plain training's tokens were generated, or at",
-             "the end of a run that generated fewer. *pass@8*: of 512 prompts (of as many runs as in parentheses).",
-             "Pairs are of one machine."]  # fmt: skip
+             "as shares of what plain training needs: geometric mean over seeds and its 95 % interval. *To dynamic",
+             "sampling's end*: the same against that rival, which ends higher and later. *For half of plain's tokens*:",
+             "the accuracy on 512 prompts when half of plain training's tokens were generated, or at the end of a run",
+             "that generated fewer. *pass@8*: of 512 prompts (of as many runs as in parentheses). Pairs are of one",
+             "machine."]  # fmt: skip
     for task in dict.fromkeys(row["task"] for row in records):
         mine = [row for row in records if row["task"] == task]
         lines += ["", f"## {task}", "", machines(mine), "", *task_lines(mine)]
@@ -36,21 +37,26 @@ def write(records: Sequence[Record], folder: Path) -> None:
 
 def task_lines(records: Sequence[Record]) -> list[str]:
     """A row for each name, over its seeds."""
-    plain = {row["seed"]: row for row in records if row["name"] == PLAIN}
+    plain, dynamic = (
+        {row["seed"]: row for row in records if row["name"] == name} for name in (PLAIN, DYNAMIC_SAMPLING)
+    )
     head = ["", "seeds", "accuracy at the end", "pass@8", "tokens", "CPU s", "for half of plain's tokens",
-            "tokens to plain's end", "CPU s to plain's end"]  # fmt: skip
+            "tokens to plain's end", "CPU s to plain's end", "tokens to dynamic sampling's end",
+            "CPU s to dynamic sampling's end"]  # fmt: skip
     rows = []
     for name in dict.fromkeys(row["name"] for row in records):
         group = [row for row in records if row["name"] == name and row["cpu"] == plain.get(row["seed"], {}).get("cpu")]
         if not group:
             continue
         pairs = [(row, plain[row["seed"]]) for row in group]
+        rivals = [(row, dynamic[row["seed"]]) for row in group if dynamic.get(row["seed"], {}).get("cpu") == row["cpu"]]
         rows.append([
             name, ", ".join(str(row["seed"]) for row in group), f"{fmean(row['final'] for row in group):.3f}",
             pass_words(group),
             f"{fmean(row['generated_tokens'] for row in group):,.0f}", f"{fmean(row['cpu_s'] for row in group):.0f}",
             f"{fmean(accuracy_for(row, base['curve'][-1][TOKENS] / 2) for row, base in pairs):.3f}",
             *(share_words([share(row, base, column) for row, base in pairs]) for column in (TOKENS, SECONDS)),
+            *(share_words([share(row, base, column) for row, base in rivals]) for column in (TOKENS, SECONDS)),
         ])  # fmt: skip
     return table_lines(head, rows)
 
@@ -60,17 +66,19 @@ def accuracy_for(row: Record, tokens: float) -> float:
     return min(row["curve"], key=lambda point: abs(point[TOKENS] - tokens))[-1]
 
 
-def share(row: Record, plain: Record, column: int) -> float | None:
-    """What a run needs to plain training's end, over what plain training needs; None: it does not get there."""
-    if row is plain:
+def share(row: Record, other: Record, column: int) -> float | None:
+    """What a run needs to the end of another one, over what that needs; None: it does not get there."""
+    if row is other:
         return 1.0
-    target = plain["curve"][-1][-1]
-    reached, needed = first_time(row, target, column), first_time(plain, target, column) or plain["curve"][-1][column]
+    target = other["curve"][-1][-1]
+    reached, needed = first_time(row, target, column), first_time(other, target, column) or other["curve"][-1][column]
     return None if reached is None else reached / needed
 
 
 def share_words(shares: Sequence[float | None]) -> str:
-    """``0.52 (0.41 to 0.66)``; where some runs did not get there, how many did."""
+    """``0.52 (0.41 to 0.66)``; where some runs did not get there, how many did; ``-``: there are no pairs."""
+    if not shares:
+        return "-"
     got = [math.log(value) for value in shares if value is not None]
     if not got:
         return f"none of {len(shares)}"

@@ -29,7 +29,7 @@ from rich.console import Console
 
 from bench._runner import commit, cpu_model
 from bench.faults.records import read_rows
-from bench.studies.ground_report import PLAIN, write
+from bench.studies.ground_report import DYNAMIC_SAMPLING, PLAIN, write
 from bench.studies.pass_at import pass_at_8
 from python_trainer.compare import train_once
 from python_trainer.config import Config, check_config, load_config
@@ -46,7 +46,7 @@ TUNING_SEED = 100
 SEEDS = (0, 1, 2, 3, 4)
 RIVALS: dict[str, dict[str, Any]] = {
     PLAIN: {},
-    "dynamic sampling": {"rollout.dynamic_sampling": True},
+    DYNAMIC_SAMPLING: {"rollout.dynamic_sampling": True},
     "by 1 / length": {"rollout.prompt_order": "inverse_length"},
     "shortest first": {"rollout.prompt_order": "shortest_first"},
     "shorter half": {"rollout.prompt_order": "shorter_half"},

@@ -11,6 +11,7 @@ from python_trainer.files import write_text
 
 Record = Mapping[str, Any]
 PLAIN = "plain"
+DYNAMIC_SAMPLING = "dynamic sampling"
 
 
 def write(records: Sequence[Record], folder: Path) -> None:

@@ -8,7 +8,7 @@ from rich.console import Console
 from bench.studies import pass_at
 from bench.studies.curriculum_report import accuracy_for, share, share_words, write
 from bench.studies.ground import Ground, is_of, no_spread
-from bench.studies.ground_report import first_time
+from bench.studies.ground_report import DYNAMIC_SAMPLING, first_time
 from python_trainer.config import load_config
 from python_trainer.run import Trainer
 
@@ -58,7 +58,14 @@ def test_report_has_a_row_for_each_name_and_a_picture(tmp_path):
         row["curve"].append([50, 12.5, 240, 0.7])
     write([record("plain"), record("plain", 1), *fast], tmp_path)
     (row,) = [line for line in (tmp_path / "curriculum.md").read_text().splitlines() if line.startswith("| fast")]
-    assert "| 0.50 | 0.50 |" in row and "| 0, 1 |" in row
+    assert row.endswith("| 0.50 | 0.50 | - | - |") and "| 0, 1 |" in row
+    rival = record(DYNAMIC_SAMPLING, 1, 2.0)
+    write([record("plain"), record("plain", 1), rival, *fast], tmp_path)
+    (row,) = [line for line in (tmp_path / "curriculum.md").read_text().splitlines() if line.startswith("| fast")]
+    tokens, seconds = (f"{share(fast[1], rival, column):.2f}" for column in (2, 1))
+    assert row.endswith(f"| 0.50 | 0.50 | {tokens} | {seconds} |") and tokens == seconds == "0.25"
+    write([record("plain"), record("plain", 1), rival | {"cpu": "another"}, *fast], tmp_path)
+    assert f"{row.split('| 0.50 | 0.50 |')[0]}| 0.50 | 0.50 | - | - |" in (tmp_path / "curriculum.md").read_text()
     assert (tmp_path / "curriculum.png").stat().st_size > 5000
 
 
