@@ -203,6 +203,17 @@ def test_resume_equals_the_uninterrupted_run(filled, rhyme_config, tmp_path):
     assert runs[0][1].rollouts == runs[1][1].rollouts
 
 
+def test_a_resumed_run_never_writes_into_another(rhyme_config, tmp_path):
+    """Of the same id, where a new database has taken the place of the one that it was in."""
+    path = tmp_path / "history.db"
+    train(rhyme_config(path, max_steps=2), tmp_path / "run")
+    path.unlink()
+    train(rhyme_config(path, max_steps=3), tmp_path / "another")
+    train(rhyme_config(path, max_steps=4), tmp_path / "run", resume=True)
+    (run,) = RetrospectiveDatabase(str(path)).runs()
+    assert run.steps == 3
+
+
 def test_retrodiction_is_measured_before_it_learns(filled, rhyme_config, tmp_path):
     _, _, rows = train(rhyme_config(filled, {**TRUST_ALL, "retrodiction_steps": 2, "held_out": 8}, max_steps=6),
                        tmp_path / "run")  # fmt: skip

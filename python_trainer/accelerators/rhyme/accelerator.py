@@ -52,6 +52,8 @@ class Rhyme(Accelerator):
             self.database = database.RetrospectiveDatabase(settings.database, max_bytes=settings.max_database_bytes)
         self.folder = Path()  # of this run
         self.run_id: int | None = None  # None until the first step; 0 without a database
+        self.created = 0.0  # when it was added there; ids are used again
+        self.records = self.database is not None and settings.record
         self.fingerprint = ""
         self.rules: dict[str, Any] | None = None  # by which the answers in the bank were judged
         self.curve = curve_of(0, [])
@@ -77,8 +79,9 @@ class Rhyme(Accelerator):
         if self.run_id is None:
             self.run_id = 0
             if self.database is not None:
-                if self.settings.record:
-                    self.run_id, _ = begin_run(self.database, run_facts(context, self.fingerprint), self.folder)
+                if self.records:
+                    facts = run_facts(context, self.fingerprint)
+                    self.run_id, self.created = begin_run(self.database, facts, self.folder)
                 self._read_history(context)
         elif self.database is not None and self._refresh_due(context.step):
             self._read_history(context)
@@ -223,7 +226,7 @@ class Rhyme(Accelerator):
         self.curve = self.curve.extended(record, *self.settings.reward_range)
         for sample in kept:
             self.bank.add(sample, fresh=True)
-        if self.database is not None and self.settings.record:
+        if self.database is not None and self.records:
             self.database.add_step(self.run_id or 0, record, answers)
 
     def summary(self) -> dict[str, Any]:
@@ -233,6 +236,7 @@ class Rhyme(Accelerator):
     def state_dict(self) -> dict[str, Any]:
         return {
             "run_id": self.run_id,
+            "created": self.created,
             "rules": self.rules,
             "curve": dict(vars(self.curve)),
             "history": [dict(vars(curve)) for curve in self.history],
@@ -242,13 +246,14 @@ class Rhyme(Accelerator):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.run_id, self.rules = state["run_id"], state.get("rules")
+        self.run_id, self.created, self.rules = state["run_id"], state["created"], state.get("rules")
         self.curve, self.history = Curve(**state["curve"]), [Curve(**curve) for curve in state["history"]]
         self.earlier_tokens = state["earlier_tokens"]
         self.bank.load_state_dict(state["bank"])
         self.ranking.load_state_dict(state["ranking"])
-        if self.database is not None and self.settings.record and self.run_id is not None:
-            self.database.cut_run(self.run_id, int(self.curve.steps[-1]) if len(self.curve) else 0)
+        if self.database is not None and self.records and self.run_id is not None:
+            done = int(self.curve.steps[-1]) if len(self.curve) else 0
+            self.records = self.database.cut_run(self.run_id, done, created=self.created)
 
 
 def begins_with(response_ids: list[int], prefix_ids: list[int]) -> bool:
