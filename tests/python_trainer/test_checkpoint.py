@@ -113,7 +113,7 @@ def final_state(folder):
 
 
 def assert_same_run(a, b):
-    """Weights, optimizer, accelerators (but for when runs were added to a database) to the bit; metrics but for times."""
+    """Weights, optimizer, accelerators (but for when runs entered a database) to the bit; metrics but for times."""
     first, second = final_state(a), final_state(b)
     for state in (first, second):
         for own in state["accelerators"].values():
