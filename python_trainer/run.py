@@ -320,7 +320,7 @@ class Trainer(EvaluatingLoop, SavingLoop):
         summary = summarise(state, self.clock.seconds, wall_s=self._wall_seconds())
         summary |= {"target_accuracy": config.evaluation.target_accuracy, "device": device_name(self.policy.device)}
         summary["dtype"] = name_of(self.policy.whole.dtype)
-        summary["accelerators"] = {accelerator.name: accelerator.summary() for accelerator in self.accelerators}
+        summary["accelerators"] = {a.name: a.summary() for a in self.accelerators if not a.watches}
         write_text(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         self.tell_callbacks("on_end", summary)
         return summary

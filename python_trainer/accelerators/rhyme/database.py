@@ -161,13 +161,9 @@ class RetrospectiveDatabase:
                 self._room = (self.max_bytes - self._held(connection)) // WRITERS
 
     def cut_run(self, run_id: int, after_step: int, *, created: float | None = None) -> bool:
-        """Forgets the steps of a run beyond ``after_step``, which a resumed run makes again.
+        """Forgets the steps of a run beyond ``after_step``, which are made again -> whether the run is there.
 
-        Args:
-            created: when the run was; None: whenever it was.
-
-        Returns:
-            Whether the run is there; else nothing has changed.
+        ``created``: when it was added; None: whenever that was.
         """
         run, was = schema.runs, sa.true() if created is None else schema.runs.c.created == created
         with self._transaction() as connection:
