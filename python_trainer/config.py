@@ -151,10 +151,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def accelerators_fit(self) -> "Config":
-        if self.accelerators.enabled == AUTO:
-            self.accelerators.choose(self._refused)
         for accelerator in [*self.accelerators.chosen(), *self.accelerators.others()]:
             accelerator.settle(self)
+        if self.accelerators.enabled == AUTO:
+            self.accelerators.choose(self._refused)
         for accelerator in self.accelerators.chosen():
             if (refused := self._refused(accelerator)) is not None:
                 raise ValueError(refused)

@@ -98,7 +98,9 @@ class AcceleratorsConfig(Section):
         return sections | {"enabled": wanted}
 
     def chosen(self) -> list[AcceleratorSettings]:
-        """Settings of the enabled ones, in the order in which they run."""
+        """Settings of the enabled ones, in the order in which they run; none as long as ``auto`` stands there."""
+        if self.enabled == AUTO:
+            return []
         return [getattr(self, ACCELERATORS.resolve(name).name) for name in self.enabled]
 
     def others(self) -> list[AcceleratorSettings]:

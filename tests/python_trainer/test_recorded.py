@@ -126,9 +126,13 @@ def test_a_run_that_fails_in_its_first_step_leaves_nothing(run, tmp_path):
 
 def test_what_is_recorded_elsewhere_is_not_recorded_here(make_config):
     def database(enabled=(), task=None, **sections):
-        accelerators = {"enabled": list(enabled), "curriculum": {}} | sections
+        enabled = enabled if enabled == "auto" else list(enabled)
+        accelerators = {"enabled": enabled, "curriculum": {}} | sections
         return make_config(accelerators=accelerators, task=task or {}).accelerators.curriculum.database
 
+    assert database("auto", curriculum={"database": "a.db"}) == "a.db"
+    assert database("auto") == database("auto", rhyme={"database": "a.db"}) == "auto"
+    assert database("auto", task={"environment": "test_environments:Echo"}) is None
     assert database() == database(["curriculum"]) == database(rhyme={"database": "a.db"}) == "auto"
     assert database(["rhyme"]) == database(["rhyme"], rhyme={"database": "a.db", "record": False}) == "auto"
     assert database(["rhyme"], rhyme={"database": "a.db"}) is None
