@@ -1,5 +1,6 @@
 """Runs are recorded beside their directories unless another place, or none, is named."""
 
+import importlib.util
 import io
 import json
 import shutil
@@ -124,7 +125,7 @@ def test_a_run_that_fails_in_its_first_step_leaves_nothing(run, tmp_path):
     assert not (tmp_path / "history.db").exists()
 
 
-def test_what_is_recorded_elsewhere_is_not_recorded_here(make_config):
+def test_what_is_recorded_elsewhere_is_not_recorded_here(make_config, monkeypatch):
     def database(enabled=(), task=None, **sections):
         enabled = enabled if enabled == "auto" else list(enabled)
         accelerators = {"enabled": enabled, "curriculum": {}} | sections
@@ -141,4 +142,7 @@ def test_what_is_recorded_elsewhere_is_not_recorded_here(make_config):
     assert database(["rhyme"], rhyme={"database": "a.db"}, curriculum={"database": "b.db"}) == "b.db"
     with pytest.raises(UserError, match=r"must not be that of rhyme, which records .*, got a.db for both"):
         database(["rhyme"], rhyme={"database": "a.db"}, curriculum={"database": "a.db"})
+    with monkeypatch.context() as without_it:
+        without_it.setattr(importlib.util, "find_spec", lambda name: None)
+        assert database() is None and database(curriculum={"database": "b.db"}) == "b.db"
     assert database() == "auto"  # what one configuration stands for is not the default of the next

@@ -1,5 +1,6 @@
 """Settings of the curriculum."""
 
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -58,7 +59,7 @@ class CurriculumSettings(AcceleratorSettings):
     """Retrospective database: a path (SQLite), sqlite:/// or postgresql:// URL. What earlier runs answered right to
     these prompts is trained on before the first step; where there is nothing, how hard each was to them is where
     beliefs begin. This run is added, also where `curriculum` is not enabled. auto: it is added to `history.db` beside
-    its directory, and nothing is read. null: neither."""
+    its directory where SQLAlchemy is installed, and nothing is read. null: neither."""
     rehearsals: int = Field(3, ge=0)
     """How often the right answers of earlier runs are trained on before the first step."""
     rehearsed: int = Field(4, ge=1)
@@ -78,7 +79,8 @@ class CurriculumSettings(AcceleratorSettings):
         return str(output_dir.resolve().parent / "history.db")
 
     def settle(self, config: Any) -> None:
-        if self.database == AUTO and (config.task.environment is not None or recorded_by_rhyme(config)):
+        able = config.task.environment is None and importlib.util.find_spec("sqlalchemy") is not None
+        if self.database == AUTO and (not able or recorded_by_rhyme(config)):
             self.database = None
 
     def conflicts(self, config: Any) -> str | None:
