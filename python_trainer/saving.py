@@ -98,9 +98,9 @@ class SavingLoop(TrainingLoop):
             raise UserError(
                 f"the checkpoint in {self.folder} is of another model than the settings: {reason}"
             ) from error
+        states = saved["accelerators"] | saved.get("watchers", {})
         for accelerator in self.accelerators:
-            states = saved.get("watchers", {}) if accelerator.watches else saved["accelerators"]
-            if not accelerator.watches or accelerator.name in states:
+            if accelerator.name in states:  # a watcher may be new
                 accelerator.load_state_dict(states[accelerator.name])
         if self.engine.lengths and saved.get("lengths"):
             self.engine.lengths.load_state_dict(saved["lengths"])
@@ -159,15 +159,13 @@ class SavingLoop(TrainingLoop):
         state = self.state
         state.wall_s, state.seconds = self._wall_seconds(), dict(self.clock.seconds)
         state.policy_version = self.engine.policy_version
-        states: dict[bool, dict[str, Any]] = {False: {}, True: {}}
-        for a in self.accelerators:
-            states[a.watches][a.name] = a.snapshot() if lasting else a.state_dict()
+        states = {a: a.snapshot() if lasting else a.state_dict() for a in self.accelerators}
         lengths = self.engine.lengths.state_dict() if self.engine.lengths else None
         dtype = name_of(self.policy.whole.dtype)
         return {
             "state": asdict(state),
-            "accelerators": states[False],
-            "watchers": states[True],
+            "accelerators": {a.name: own for a, own in states.items() if not a.watches},
+            "watchers": {a.name: own for a, own in states.items() if a.watches},
             "lengths": lengths,
             "dtype": dtype,
         }

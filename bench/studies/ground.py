@@ -115,7 +115,6 @@ class Ground:
         steps = round(size * ANSWERS[self.task] / (rollout.prompts_per_step * rollout.num_generations))
         ours = {
             "seed": seed,
-            "accelerators.curriculum.database": changes.get("accelerators.curriculum.database"),
             "max_steps": steps,
             "optimizer.warmup_steps": max(1, round(WARMUP * steps)),
             "evaluation.eval_steps": max(1, round(steps / (EVALUATIONS * size))),
@@ -125,7 +124,8 @@ class Ground:
             "save.save_total_limit": 1,
             "save.save_model": False,
         }
-        return load_config(path, as_overrides({**changes, **ours}))
+        unrecorded = {"accelerators.curriculum.database": None}  # unless a database is named
+        return load_config(path, as_overrides({**unrecorded, **changes, **ours}))
 
     def tune(self) -> dict[str, Any]:
         """The best settings of plain training, a coordinate at a time; all that was tried is in the records."""

@@ -80,7 +80,7 @@ def test_what_went_wrong_with_trainers_on_one_database_is_named(seats):
     assert said == ["trainer 0 ended with 2: error: database is locked", "trainer 0 left process 7",
                     "trainer 1 ended with 0: "]  # fmt: skip
     database, created = RetrospectiveDatabase(url), RetrospectiveDatabase(url).runs()[1].created
-    database.cut_run(2, after_step=3)
+    database.cut_run(2, after_step=3, created=created)
     assert trainers.judge(seats, url, 1 << 20)[-1].startswith("steps in the database and their last: [(3, [3]), (3,")
     database.remove_run(2, created=created)
     assert trainers.judge(seats, url, 1 << 20)[-1] == "1 runs went, though all steps had room"

@@ -69,7 +69,7 @@ class EarlierRuns:
         Raises:
             UserError: as of :class:`RetrospectiveDatabase`.
         """
-        run.once(lambda: self.database.name)
+        run.once(lambda: self.database.name)  # which can be sent to the other ranks
 
     def begin(self, context: StepContext) -> bool:
         """Enters this run; of one that is resumed, forgets the steps that are made again -> whether it is new."""
@@ -181,14 +181,14 @@ class Unasked(EarlierRuns):
             self._say(f"note: this run is not recorded: {error}")
             return None
 
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"url": self.url}
-
     def _say(self, text: str) -> None:
         if self.console is None:  # of a run that is resumed
             tell(text)
         else:
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"url": self.url}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)

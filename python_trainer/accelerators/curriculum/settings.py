@@ -79,8 +79,11 @@ class CurriculumSettings(AcceleratorSettings):
         return str(output_dir.resolve().parent / "history.db")
 
     def settle(self, config: Any) -> None:
-        able = config.task.environment is None and importlib.util.find_spec("sqlalchemy") is not None
-        if self.database == AUTO and (not able or recorded_by_rhyme(config)):
+        if self.database == AUTO and (
+            config.task.environment is not None
+            or recorded_by_rhyme(config)
+            or importlib.util.find_spec("sqlalchemy") is None
+        ):
             self.database = None
 
     def conflicts(self, config: Any) -> str | None:

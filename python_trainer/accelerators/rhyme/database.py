@@ -160,14 +160,14 @@ class RetrospectiveDatabase:
                 self._retain(connection, run_id)
                 self._room = (self.max_bytes - self._held(connection)) // WRITERS
 
-    def cut_run(self, run_id: int, after_step: int, *, created: float | None = None) -> bool:
-        """Forgets the steps of a run beyond ``after_step``, which are made again -> whether the run is there.
+    def cut_run(self, run_id: int, after_step: int, *, created: float) -> bool:
+        """Forgets the steps of a run beyond ``after_step``, which are made again.
 
-        ``created``: when it was added; None: whenever that was.
+        Returns whether the run is there and still the one that was created then; else nothing has changed.
         """
-        run, was = schema.runs, sa.true() if created is None else schema.runs.c.created == created
+        run = schema.runs.c
         with self._transaction() as connection:
-            if connection.execute(sa.select(run.c.id).where(run.c.id == run_id, was)).first() is None:
+            if connection.execute(sa.select(run.id).where(run.id == run_id, run.created == created)).first() is None:
                 return False
             for table in (schema.rollouts, schema.steps):
                 connection.execute(table.delete().where(table.c.run_id == run_id, table.c.step > after_step))

@@ -48,9 +48,10 @@ def test_a_step_is_replaced_and_a_run_can_be_cut(database):
     for step in (1, 2, 3, 2):
         database.add_step(run, make_step(step, step / 10), [make_sample(step, text=f"{step}")])
     assert [s.step for s in database.trajectory(run)] == [1, 2, 3] and database.runs()[0].rollouts == 3
-    assert not database.cut_run(run + 1, 1) and not database.cut_run(run, 1, created=database.runs()[0].created - 1)
+    created = database.runs()[0].created
+    assert not database.cut_run(run + 1, 1, created=created) and not database.cut_run(run, 1, created=created - 1)
     assert [s.step for s in database.trajectory(run)] == [1, 2, 3]
-    assert database.cut_run(run, 1, created=database.runs()[0].created)
+    assert database.cut_run(run, 1, created=created)
     assert [s.step for s in database.trajectory(run)] == [1] and [s.step for s in database.samples()] == [1]
 
 
