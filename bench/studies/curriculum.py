@@ -6,6 +6,7 @@
 
 Names with "earlier" are of runs that begin with what one run of another seed, with a curriculum too, has left in its
 database; each has a copy of it. What that run took is told beside them. On `sums` there is one of a smaller policy too.
+Those with "rhyme" mix answers of that run into their groups, chosen in several ways.
 
 Every run has the task's settings and as many answers or steps as plain training; the seeds pair. What counts are the
 seconds and tokens to plain training's own final accuracy, held in two successive evaluations. A finished run is a row
@@ -27,9 +28,11 @@ from bench.studies.curriculum_report import EARLIER, EARLIER_SMALLER, write
 from bench.studies.ground import RECORDS as GROUND
 from bench.studies.ground import RIVALS, SEEDS, Ground, add_task_arguments, rival, slug
 from bench.studies.ground_report import PLAIN
+from python_trainer.errors import UserError
 
 RECORDS = Path(__file__).parent / "results" / "curriculum.jsonl"
 ON, DATABASE = "accelerators.enabled", "accelerators.curriculum.database"
+RHYME_DATABASE = "accelerators.rhyme.database"
 CURRICULUM: dict[str, Any] = {ON: ["curriculum"]}
 RUNS: dict[str, Mapping[str, Any]] = {
     "Beta bandit": {ON: ["bench.studies.beta_bandit:BetaBanditSettings"]},
@@ -57,11 +60,30 @@ SIZES = {
 EARLIER_SEED = 1000
 SMALLER = {"sums": {"model.path": "small"}}  # a quarter of the weights, not taught by this task
 THEN_PLAIN = CURRICULUM | {"accelerators.curriculum.least_gain": 1e9, "accelerators.curriculum.stored_share": 0.0}
+# two of the four places of a group for the best of up to sixteen candidates
+SELECTIONS: dict[str, dict[str, Any]] = {
+    "by likelihood": {},
+    "at random": {"selection": "random"},
+    "by retrodiction": {"selection": "retrodiction", "retrodiction_steps": 1, "held_out": 64},
+    "by the oracle": {"selection": "oracle"},
+    "of all stages": {"fraction": 1.0, "threshold": 0.0},
+    "of the best 5 % of stages": {"fraction": 0.05},
+}
+
+
+def rhyme(**chosen: Any) -> dict[str, Any]:
+    """Settings of a run that mixes stored answers into its groups, and is not recorded itself."""
+    settings = {"record": False, "history_ratio": 1.0, "candidates": 16, "bank_per_prompt": 256, "bank_size": 65536,
+                "window": 4, **chosen}  # fmt: skip
+    return {ON: ["rhyme"], RHYME_DATABASE: None} | {f"accelerators.rhyme.{key}": x for key, x in settings.items()}
+
+
 AFTER: dict[str, tuple[str, dict[str, Any]]] = {  # the earlier run, settings
     "curriculum after an earlier run": (EARLIER, CURRICULUM),
     # the rule that could explain it: supervised steps on the stored answers, then plain training
     "answers of an earlier run, then plain": (EARLIER, THEN_PLAIN),
     "curriculum after a smaller policy's run": (EARLIER_SMALLER, CURRICULUM),
+    **{f"rhyme, {words}": (EARLIER, rhyme(**chosen)) for words, chosen in SELECTIONS.items()},
 }  # fmt: skip
 PARTS = "rivals", "curriculum", "earlier"
 NAMES = [*RIVALS, *RUNS, *AFTER]
@@ -86,9 +108,12 @@ def after_an_earlier_run(ground: Ground, name: str, seed: int) -> None:
     left = ground.folder / f"{slug(earlier)}.db"
     ground.run("earlier", earlier, CURRICULUM | other | {DATABASE: str(left)}, EARLIER_SEED)
     own = ground.folder / f"{slug(name)}-{seed}.db"
-    if left.exists() and not own.exists():
+    if not left.exists():
+        raise UserError(f"{left} is not there: its run is in the records, so make it again with other --records")
+    if not own.exists():
         shutil.copy(left, own)
-    ground.run("curriculum", name, settings | {DATABASE: str(own)}, seed)
+    database = RHYME_DATABASE if RHYME_DATABASE in settings else DATABASE
+    ground.run("curriculum", name, settings | {database: str(own)}, seed)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -19,7 +19,7 @@ import argparse
 import json
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -212,10 +212,17 @@ def outcome(folder: Path) -> dict[str, Any]:
         "start": summary["eval_accuracy_start"],
         "final": summary["eval_accuracy_final"],
         "without_spread": [round(no_spread(row), 4) for row in steps],  # share of groups, by step
+        **means(steps, "rhyme/"),
         "torch": torch.__version__,
         "cpu": cpu_model(),
         "commit": commit(),
     }
+
+
+def means(steps: Sequence[Mapping[str, Any]], prefix: str) -> dict[str, float]:
+    """Over the steps that have them, of all metrics whose names begin so."""
+    names = dict.fromkeys(name for row in steps for name in row if name.startswith(prefix))
+    return {name: round(fmean(row[name] for row in steps if name in row), 4) for name in names}
 
 
 def tune(ground: Ground) -> None:

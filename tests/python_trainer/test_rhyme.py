@@ -18,7 +18,7 @@ from python_trainer.accelerators.rhyme.settings import RhymeSettings
 from python_trainer.config import check_config
 from python_trainer.data import Rollout, by_group
 from python_trainer.errors import UserError
-from python_trainer.keyed import prompt_order
+from python_trainer.keyed import keyed_unit, prompt_order
 from python_trainer.objective import Objective, make_batch, set_advantages
 from python_trainer.report.write import report
 from python_trainer.run import Trainer
@@ -159,6 +159,65 @@ def test_stale_own_answers_and_far_ones_stay_out(rhyme_config, tmp_path):
         assert ("rhyme/too_far" in row) == (name == "far")
 
 
+def test_no_more_answers_are_spared_than_stored_ones_can_come(rhyme_config, tmp_path):
+    """A candidate that the policy would not write spares none, two spare two, and both of them join."""
+    config = rhyme_config(None, {"history_ratio": 1.0, "min_weight": 0.5}, max_steps=1,
+                          task={"reward": "test_rhyme:failing"})  # fmt: skip
+    trainer = Trainer(config, tmp_path / "run", console=QUIET)
+    rhyme, keys = trainer.accelerators[0], prompt_order(0, 0, 4, 12)[:3]
+    for key, answers in zip(keys, ([(1, 2)], [(1, 2), (3, 4)], [(1, 2), (3, 4), (5, 6)])):
+        for ids in answers:
+            known = 0.0 if key == keys[0] else -9.0  # certain then; hardly possible then
+            sample = stored_answer(trainer, key, ids, [known] * 2)
+            sample.text = str(ids)
+            rhyme.bank.add(sample, fresh=True)
+    trainer.run()
+    assert [rhyme.spared[key] for key in keys] == [0, 2, 2] and len(rhyme.offers) == 5
+    row = read_metrics(tmp_path / "run")[1]
+    assert row["rhyme/spared_answers"] == row["rhyme/stored_answers"] == 4 and row["rhyme/candidates"] == 6
+    assert row["rhyme/passed_over"] == 1 and row["rhyme/too_far"] == pytest.approx(1 / 6)
+
+
+@pytest.mark.parametrize("selection", ["likelihood", "reward", "random"])
+def test_the_selection_chooses(rhyme_config, tmp_path, selection):
+    """Among sixteen candidates for two places."""
+    settings = {"history_ratio": 1.0, "min_weight": 0, "candidates": 16, "selection": selection}
+    config = rhyme_config(None, settings, max_steps=1, task={"reward": "test_rhyme:failing"})
+    trainer = Trainer(config, tmp_path / "run", console=QUIET)
+    key = prompt_order(0, 0, 4, 12)[0]
+    for i in range(16):
+        sample = stored_answer(trainer, key, (i % 10, i % 7, i % 3))
+        sample.text, sample.reward = str(i), 1.0 + i % 5
+        trainer.accelerators[0].bank.add(sample, fresh=True)
+    rhyme, seeds, chosen = trainer.accelerators[0], [], []
+    original = rhyme.collect
+
+    def spy(context, rollouts):
+        seeds.append(context.seed)
+        mixed = original(context, rollouts)
+        chosen.extend(rollout for rollout in mixed if rollout.importance_cap is not None)
+        return mixed
+
+    rhyme.collect = spy
+    trainer.run()
+    offers, evidence = rhyme.offers, rhyme.evidence
+    worth = {
+        "likelihood": [float(values.mean()) for values in evidence.logprobs],
+        "reward": [offer.sample.reward for offer in offers],
+        "random": [keyed_unit(seeds[0], "rhyme random", i) for i in range(16)],
+    }
+    best = sorted(range(16), key=lambda i: -worth[selection][i])[:2]
+    assert [answer.text for answer in chosen] == [offers[i].sample.text for i in best]
+    assert read_metrics(tmp_path / "run")[1]["rhyme/passed_over"] == 14
+
+
+def test_rewards_outside_of_their_range_are_told_of_once(rhyme_config, tmp_path, capsys):
+    config = rhyme_config(None, max_steps=3, task={"reward_weights": [10.0]})
+    train(config, tmp_path / "run")
+    notes = [line for line in capsys.readouterr().err.splitlines() if "reward_range [0, 1]" in line]
+    assert len(notes) == 1 and "outside" in notes[0]
+
+
 @pytest.mark.parametrize(("ratio", "weight"), [(0.5, 0.5), (4.0, 1.5), (math.nan, 1.0)])
 def test_a_stored_token_enters_the_loss_with_its_truncated_weight(make_config, ratio, weight):
     """The weight is min(pi / behaviour, cap), or 1 where nobody knows; also without any importance_sampling."""
@@ -258,8 +317,9 @@ def test_stored_answers_join_a_group_only_from_where_it_begins(make_config, tmp_
     assert not begins_with([1, 2], [1, 2]) and begins_with([1, 2], []) and not begins_with([1, 3, 2], [1, 2])
 
 
-def test_with_suffix_rollouts(filled, rhyme_config, tmp_path):
-    config = rhyme_config(filled, TRUST_ALL, enabled=("rhyme", "rpo"), max_steps=8, seed=1)
+@pytest.mark.parametrize("enabled", [("rhyme", "rpo"), ("rpo", "rhyme")])
+def test_with_suffix_rollouts(filled, rhyme_config, tmp_path, enabled):
+    config = rhyme_config(filled, TRUST_ALL, enabled=enabled, max_steps=8, seed=1)
     _, _, rows = train(config, tmp_path / "run")
     assert max(row["rhyme/stored_share"] for row in rows) > 0 and rows[-1]["rpo/hit_rate"] > 0.5
     stored = [s for s in RetrospectiveDatabase(str(filled)).samples() if s.run_id == 2]

@@ -5,15 +5,16 @@ weights. A step goes like this:
 
 1. Execution matching (plan): the last steps of this run are aligned with every earlier run in the retrospective
    database; the most similar stages that can be trusted are kept (stage 1).
-2. Prompts with good stored answers from those stages, or from earlier steps of this run, get fewer fresh answers.
-3. Stage 2 (collect): the current policy scores the stored answers and the best of them join the groups, above all
-   where every fresh answer failed.
+2. Stage 2: the current policy looks at the good stored answers from those stages, and from earlier steps of this run.
+   As many fresh answers are spared as stored ones that it might have written can take their places.
+3. The best of these join the groups (collect), also where every fresh answer failed.
 4. The step and its good answers go into the sample bank and the database.
 
 docs/rhyme.md has the method, its settings and what was measured.
 """
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,13 +23,15 @@ from typing import TYPE_CHECKING, Any
 from python_trainer.accelerators.base import Accelerator, StepContext
 from python_trainer.accelerators.rhyme.attempts import begin_run
 from python_trainer.accelerators.rhyme.bank import SampleBank, for_tokenizer
+from python_trainer.accelerators.rhyme.evidence import Evidence
 from python_trainer.accelerators.rhyme.judging import judged
 from python_trainer.accelerators.rhyme.matching import Curve, Matches, curve_of, rhyming_stages
-from python_trainer.accelerators.rhyme.ranking import Candidate, Ranking, Reservation
+from python_trainer.accelerators.rhyme.ranking import Candidate, Ranking
 from python_trainer.accelerators.rhyme.recording import GatheredStep, right_answers, run_facts
 from python_trainer.accelerators.rhyme.records import StoredAnswer, prompt_key
 from python_trainer.accelerators.rhyme.settings import RhymeSettings
 from python_trainer.data import Group, Rollout, by_group, good_ones
+from python_trainer.errors import tell
 from python_trainer.model.tokenizer import tokenizer_fingerprint
 
 if TYPE_CHECKING:
@@ -62,8 +65,11 @@ class Rhyme(Accelerator):
         self.bank = SampleBank(settings.bank_per_prompt, settings.bank_size)
         self.matches = Matches([], threshold=settings.threshold, lookahead=settings.lookahead)
         self.ranking = Ranking(settings)
-        self.places: dict[int, Reservation] = {}
+        self.offers: list[Candidate] = []  # of this step, near enough to the policy
+        self.evidence: Evidence | None = None  # of the offers; None: there are none
+        self.spared: dict[int, int] = {}  # prompt -> fresh answers that were left out for stored ones
         self.gathered = GatheredStep()
+        self.warned = False  # of rewards outside of their range
 
     def begin(self, run: "RunContext") -> None:
         self.folder = run.output_dir
@@ -120,22 +126,50 @@ class Rhyme(Accelerator):
                     reward_scale=settings.reward_scale,
                 )
             self.matches = Matches(stages, threshold=settings.threshold, lookahead=settings.lookahead)
+        candidates = [candidate for group in groups for candidate in self._candidates(group, context.step)]
+        with timed(context, "stage2"):
+            self._look(context, candidates)
+        offered = Counter(offer.asked.prompt_key for offer in self.offers)
         share = settings.history_ratio / (1 + settings.history_ratio)
-        self.places = {}
+        self.spared = {}
         for group in groups:
-            key = prompt_key(group.example.prompt)
-            found = self.bank.candidates(key, lambda s: self._worth(s, context.step), settings.candidates)
-            reserved = min(round(share * group.num_samples), group.num_samples - 1) if found else 0
-            self.places[group.prompt_key] = Reservation(key, found, reserved)
-            group.num_samples -= reserved
-        with_candidates = sum(bool(place.candidates) for place in self.places.values())
+            size = group.num_samples
+            spared = min(round(share * size), size - 1, offered[group.prompt_key])
+            self.spared[group.prompt_key] = spared
+            group.num_samples -= spared
         context.telemetry |= {
             "rhyme/best_match": stages[0].score if stages else 0.0,
             "rhyme/trusted_stages": len(self.matches.trusted),
             "rhyme/bank": len(self.bank),
-            "rhyme/prompts_with_candidates": with_candidates / max(len(self.places), 1),
+            "rhyme/prompts_with_candidates": len({c.asked.prompt_key for c in candidates}) / max(len(groups), 1),
         }
         return groups
+
+    def _candidates(self, group: Group, step: int) -> list[Candidate]:
+        """The stored answers to a prompt that stage 2 looks at."""
+        key = prompt_key(group.example.prompt)
+        found = self.bank.candidates(key, lambda sample: self._worth(sample, step), self.settings.candidates)
+        made = []
+        for sample in found:
+            own, match = sample.run_id == self.run_id, self.matches.score(sample.run_id, sample.step)
+            if begins_with(sample.response_ids, list(group.prefix_ids)):
+                made.append(Candidate(sample, group, match, own, age=float(step - sample.step) if own else 0.0))
+        return made
+
+    def _look(self, context: StepContext, candidates: list[Candidate]) -> None:
+        """Keeps those that the present policy might have written."""
+        self.offers, self.evidence = [], None
+        if not candidates:
+            return
+        evidence = self.ranking.examine(context, candidates)
+        near = (evidence.weights >= self.settings.min_weight).nonzero()[:, 0].tolist()
+        context.telemetry |= {
+            "rhyme/candidates": len(candidates),
+            "rhyme/too_far": 1 - len(near) / len(candidates),
+            "rhyme/weight": float(evidence.weights.mean()),
+        }
+        if near:
+            self.offers, self.evidence = [candidates[i] for i in near], evidence.of(near)
 
     def _worth(self, sample: StoredAnswer, step: int) -> float:
         """How far a stored answer is to be trusted, in [0, 1]; 0: not a candidate."""
@@ -155,6 +189,7 @@ class Rhyme(Accelerator):
         failed = {number for number, fresh in groups.items() if not good_ones(fresh)}
         context.telemetry |= {
             "rhyme/stored_answers": context.telemetry.get("rhyme/stored_answers", 0.0) + len(mixed) - len(rollouts),
+            "rhyme/spared_answers": context.telemetry.get("rhyme/spared_answers", 0.0) + sum(self.spared.values()),
             "rhyme/stored_share": 1 - len(rollouts) / len(mixed),
             "rhyme/failed_groups": len(failed) / len(groups),
             "rhyme/rescued_groups": len(failed & chosen.keys()) / len(groups),
@@ -163,40 +198,31 @@ class Rhyme(Accelerator):
 
     def _choose(self, context: StepContext, groups: dict[int, list[Rollout]]) -> dict[int, list[Candidate]]:
         """The stored answers that join each group."""
-        settings = self.settings
-        candidates = [
-            self._candidate(sample, number, fresh, place, context.step)
-            for number, fresh in groups.items()
-            for place in [self.places[fresh[0].prompt_key]]
-            for sample in place.candidates
-            if any(rollout.reward != sample.reward for rollout in fresh)  # otherwise the group teaches nothing
-            and begins_with(sample.response_ids, fresh[0].response_ids[: fresh[0].prefix_len])
-        ]
-        if not candidates:
+        numbers = {fresh[0].prompt_key: number for number, fresh in groups.items()}
+        useful = []
+        for i, offer in enumerate(self.offers):
+            offer.group = numbers[offer.asked.prompt_key]
+            offer.fresh = groups[offer.group]
+            given = offer.fresh[0].response_ids[: offer.fresh[0].prefix_len]
+            differs = any(rollout.reward != offer.sample.reward for rollout in offer.fresh)
+            if differs and begins_with(offer.sample.response_ids, given):  # otherwise the group teaches nothing
+                useful.append(i)
+        if not useful or self.evidence is None:
             return {}
         accuracy = float(self.curve.rewards[-1]) if len(self.curve) else 0.0
-        ranking, weights = self.ranking.rank(context, candidates, groups, accuracy)
+        candidates = [self.offers[i] for i in useful]
+        ranking = self.ranking.rank(context, candidates, self.evidence.of(useful), groups, accuracy)
         chosen: dict[int, list[Candidate]] = {}
-        near = [i for i in range(len(candidates)) if weights[i] >= settings.min_weight]
-        for i in sorted(near, key=lambda i: -float(ranking[i])):
+        for i in ranking.argsort(descending=True, stable=True).tolist():
             candidate = candidates[i]
-            failed = settings.rescue and not good_ones(candidate.fresh)
+            failed = self.settings.rescue and not good_ones(candidate.fresh)
             taken = chosen.setdefault(candidate.group, [])
-            if len(taken) < max(candidate.place.reserved, int(failed)):
+            if len(taken) < max(self.spared[candidate.asked.prompt_key], int(failed)):
                 taken.append(candidate)
         chosen = {number: taken for number, taken in chosen.items() if taken}
-        context.telemetry |= {
-            "rhyme/candidates": len(candidates),
-            "rhyme/too_far": 1 - len(near) / len(candidates),
-            "rhyme/weight": float(weights.mean()),
-        }
+        rivals = sum(candidate.group in chosen for candidate in candidates)
+        context.telemetry["rhyme/passed_over"] = rivals - sum(map(len, chosen.values()))  # by the ranking
         return chosen
-
-    def _candidate(
-        self, sample: StoredAnswer, group: int, fresh: list[Rollout], place: Reservation, step: int
-    ) -> Candidate:
-        own, match = sample.run_id == self.run_id, self.matches.score(sample.run_id, sample.step)
-        return Candidate(sample, group, fresh, place, match=match, own=own, age=float(step - sample.step) if own else 0)
 
     def _as_rollout(self, candidate: Candidate) -> Rollout:
         """A stored answer as one of its group; what the group was given counts as given to it too."""
@@ -223,11 +249,22 @@ class Rhyme(Accelerator):
             self.curve = self.curve.first(len(self.curve) - 1)
         kept = right_answers(context, groups, self.run_id or 0, self.fingerprint)
         record, answers = self.gathered.add(context, groups, kept)
+        self._check_range(record.reward)
         self.curve = self.curve.extended(record, *self.settings.reward_range)
         for sample in kept:
             self.bank.add(sample, fresh=True)
         if self.database is not None and self.records:
             self.database.add_step(self.run_id or 0, record, answers)
+
+    def _check_range(self, reward: float) -> None:
+        """Beyond it all rewards are alike in C_rhyme, which nobody would notice."""
+        low, high = self.settings.reward_range
+        if not self.warned and not low <= reward <= high:
+            self.warned = True
+            tell(
+                f"note: the mean reward of this step is {reward:.4g}, outside of accelerators.rhyme.reward_range "
+                f"[{low:g}, {high:g}]: runs are compared as if it were at its edge"
+            )
 
     def summary(self) -> dict[str, Any]:
         """The runs that answers were taken from, and what those had cost."""

@@ -33,6 +33,12 @@ class Evidence:
     weights: torch.Tensor  # [N] mean truncated importance weight; 1 where no log-probabilities are known
     gradients: torch.Tensor | None  # [N, SIZE * SIZE]
 
+    def of(self, chosen: Sequence[int]) -> "Evidence":
+        """Of these answers alone."""
+        rows = torch.tensor(chosen, dtype=torch.int64)
+        gradients = None if self.gradients is None else self.gradients[rows]
+        return Evidence([self.logprobs[i] for i in chosen], self.entropy[rows], self.weights[rows], gradients)
+
 
 def signs(rows: int, seed: int, device: torch.device) -> torch.Tensor:
     """[rows, SIZE] random signs / sqrt(SIZE), the same on every device; the identity for ``rows`` up to SIZE."""

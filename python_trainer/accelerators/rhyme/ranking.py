@@ -1,5 +1,6 @@
 """Stage 2: the current policy looks at stored answers, and ranks them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,19 +12,10 @@ from python_trainer.accelerators.rhyme.records import StoredAnswer
 from python_trainer.accelerators.rhyme.retrodiction import Retrodictor, alignments, rank_correlation
 from python_trainer.accelerators.rhyme.settings import RhymeSettings
 from python_trainer.algorithms.advantages import group_advantages
-from python_trainer.data import Rollout
+from python_trainer.data import Group, Rollout
 from python_trainer.keyed import keyed_seed, keyed_unit
 
 GRADIENT_MEMORY = 0.7  # how much of the remembered held-out gradient stays when a new one comes
-
-
-@dataclass
-class Reservation:
-    """What was planned for a prompt of this step."""
-
-    key: str
-    candidates: list[StoredAnswer]
-    reserved: int  # fresh answers that were left out for stored ones
 
 
 @dataclass
@@ -31,12 +23,12 @@ class Candidate:
     """A stored answer in stage 2."""
 
     sample: StoredAnswer
-    group: int
-    fresh: list[Rollout]  # of its group
-    place: Reservation
+    asked: Group  # what the fresh answers of its group are to answer
     match: float = 0.0
     own: bool = False  # of this run
     age: float = 0.0  # steps, of this run's own answers
+    group: int = -1  # of the fresh answers, once they are there
+    fresh: Sequence[Rollout] = ()
 
 
 class Ranking:
@@ -51,45 +43,47 @@ class Ranking:
         self.retrodictor = Retrodictor(0)
         self.last_gradient: torch.Tensor | None = None
 
+    def examine(self, context: StepContext, candidates: Sequence[Candidate]) -> Evidence:
+        """What the present policy says of the candidates."""
+        gradients = bool(self.settings.retrodiction_steps) or self.settings.selection == "oracle"
+        return self._examine(context, [(c.asked.prompt_ids, c.sample) for c in candidates], gradients=gradients)
+
     def rank(
         self,
         context: StepContext,
         candidates: list[Candidate],
+        evidence: Evidence,
         groups: dict[int, list[Rollout]],
         accuracy: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the candidates are ranked by, [N], and their mean importance weights, [N].
+    ) -> torch.Tensor:
+        """What the candidates are ranked by, [N].
 
         Args:
+            candidates: with the fresh answers of their groups.
+            evidence: of :meth:`examine`.
             groups: the fresh answers of the step.
             accuracy: of this run at its last step.
         """
         settings = self.settings
         due = settings.retrodiction_steps and context.step % settings.retrodiction_steps == 0
-        hindsight = settings.selection == "oracle"
-        evidence = self._examine(
-            context,
-            [c.fresh[0] for c in candidates],
-            [c.sample for c in candidates],
-            gradients=bool(settings.retrodiction_steps) or hindsight,
-        )
         scores = self._simple_scores(context, candidates, evidence)
         features = None
         if settings.retrodiction_steps:
             features = self._features(candidates, evidence, accuracy)
             if self.retrodictor.ready:
                 scores["retrodiction"] = self.retrodictor.predict(features)
-        if due or hindsight:
+        if due or settings.selection == "oracle":
             self._look_back(context, candidates, evidence, scores, features, groups)
-        return scores.get(settings.selection, scores["likelihood"]), evidence.weights
+        return scores.get(settings.selection, scores["likelihood"])
 
     def _examine(
-        self, context: StepContext, asked: list[Rollout], samples: list[StoredAnswer], *, gradients: bool
+        self, context: StepContext, answers: Sequence[tuple[Sequence[int], StoredAnswer]], *, gradients: bool
     ) -> Evidence:
+        """Of answers to prompts, given as tokens."""
         return examine(
             context.policy,
-            [Rollout(a.prompt_ids, s.response_ids) for a, s in zip(asked, samples)],
-            [s.logprobs for s in samples],
+            [Rollout(prompt_ids, sample.response_ids) for prompt_ids, sample in answers],
+            [sample.logprobs for _, sample in answers],
             temperature=context.generation.temperature,
             cap=self.settings.importance_cap,
             max_tokens=context.micro_batch_tokens,
@@ -191,7 +185,7 @@ class Ranking:
             StoredAnswer(0, 0, 0, "", r.text, True, r.reward, r.response_ids, [float("nan")] * len(r.response_ids))
             for r in taken
         ]
-        evidence = self._examine(context, taken, samples, gradients=True)
+        evidence = self._examine(context, [(r.prompt_ids, s) for r, s in zip(taken, samples)], gradients=True)
         assert evidence.gradients is not None
         found: dict[int, torch.Tensor] = {}
         rewards, owners = torch.tensor([r.reward for r in taken]), torch.tensor([r.group for r in taken])
