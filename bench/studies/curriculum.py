@@ -41,7 +41,10 @@ RUNS: dict[str, Mapping[str, Any]] = {
     "by 1 / length, three times the steps": RIVALS["by 1 / length"],  # about the tokens of plain training
     # ablations
     "as many prompts": CURRICULUM | {"accelerators.curriculum.same_signal": False},
-    "random prompts, as few": CURRICULUM | {"accelerators.curriculum.sharpness": 0.0},
+    "random prompts, as few": CURRICULUM  # no gain is expected of them, so none is asked for
+    | {"accelerators.curriculum.sharpness": 0.0, "accelerators.curriculum.least_gain": 0.0},
+    "from the first step, no floor": CURRICULUM
+    | {"accelerators.curriculum.floor": 1e-9, "accelerators.curriculum.least_gain": 0.0},
     "nothing stored": CURRICULUM | {"accelerators.curriculum.stored_share": 0.0},
     "chosen for a gain of 1.1 already": CURRICULUM | {"accelerators.curriculum.least_gain": 1.1},
     "plain order, stored answers": CURRICULUM | {"accelerators.curriculum.least_gain": 1e9},
