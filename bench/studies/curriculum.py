@@ -63,21 +63,23 @@ SIZES = {
 EARLIER_SEED = 1000
 SMALLER = {"sums": {"model.path": "small"}}  # a quarter of the weights, not taught by this task
 THEN_PLAIN = CURRICULUM | {"accelerators.curriculum.least_gain": 1e9, "accelerators.curriculum.stored_share": 0.0}
-# two of the four places of a group for the best of up to sixteen candidates
 SELECTIONS: dict[str, dict[str, Any]] = {
     "by likelihood": {},
     "at random": {"selection": "random"},
     "by retrodiction": {"selection": "retrodiction", "retrodiction_steps": 1, "held_out": 64},
     "by the oracle": {"selection": "oracle"},
-    "of all stages": {"fraction": 1.0, "threshold": 0.0},
-    "of the best 5 % of stages": {"fraction": 0.05},
+    "of the 20 % best stages": {"fraction": 0.2, "threshold": 0.7},
+    "of the 5 % best stages": {"fraction": 0.05, "threshold": 0.7},
 }
 
 
 def rhyme(**chosen: Any) -> dict[str, Any]:
-    """Settings of a run that mixes stored answers into its groups, and is not recorded itself."""
+    """Settings of a run that mixes stored answers into its groups, and is not recorded itself.
+
+    Two of the four places of a group are for the best of up to sixteen candidates, here of all stages.
+    """
     settings = {"record": False, "history_ratio": 1.0, "candidates": 16, "bank_per_prompt": 256, "bank_size": 65536,
-                "window": 4, **chosen}  # fmt: skip
+                "window": 4, "fraction": 1.0, "threshold": 0.0, **chosen}  # fmt: skip
     return {ON: ["rhyme"], RHYME_DATABASE: None} | {f"accelerators.rhyme.{key}": x for key, x in settings.items()}
 
 
