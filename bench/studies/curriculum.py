@@ -39,6 +39,8 @@ RUNS: dict[str, Mapping[str, Any]] = {
     "curriculum": CURRICULUM,
     "curriculum, twice the steps": CURRICULUM,  # which are smaller ones: about the answers of plain training
     "by 1 / length, three times the steps": RIVALS["by 1 / length"],  # about the tokens of plain training
+    "rpo": {ON: ["rpo"]},
+    "rpo, 11 % of an answer at most": {ON: ["rpo"], "accelerators.rpo.cut_share": 0.11},  # the paper's 300 tokens
     # ablations
     "as many prompts": CURRICULUM | {"accelerators.curriculum.same_signal": False},
     "random prompts, as few": CURRICULUM  # no gain is expected of them, so none is asked for
