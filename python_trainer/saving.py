@@ -76,6 +76,7 @@ class SavingLoop(TrainingLoop):
             raise UserError(
                 f"{self.folder} was run with the accelerators {sorted(saved['accelerators'])}, not {sorted(names)}"
             )
+        self._check_prompts(saved.get("prompts"), names)
         if "model" not in saved:
             assert self.checkpoint is not None
             saved |= read_shards(self.checkpoint, self.learner.state_dict())
@@ -106,6 +107,18 @@ class SavingLoop(TrainingLoop):
             self.engine.lengths.load_state_dict(saved["lengths"])
         self.engine.policy_updated()
         self.engine.policy_version = self.state.policy_version
+
+    def _check_prompts(self, before: str | None, accelerators: set[str]) -> None:
+        """What accelerators have learned of prompts is kept by their numbers."""
+        if before is None or before == self.task.fingerprint:
+            return
+        if accelerators:
+            raise UserError(
+                f"{self.folder} was run on other training prompts than those of task, and what its accelerators "
+                f"{sorted(accelerators)} have learned is of those: resume it with the task of its config.yaml, or "
+                f"begin a new run with model.path={self.folder}"
+            )
+        self._note("the training prompts are others than before")
 
     def _look_back_for_target(self) -> None:
         """Where the target is another one than before, an evaluation of before may have reached it."""
@@ -168,6 +181,7 @@ class SavingLoop(TrainingLoop):
             "watchers": {a.name: own for a, own in states.items() if a.watches},
             "lengths": lengths,
             "dtype": dtype,
+            "prompts": self.task.fingerprint,
         }
 
     @contextmanager

@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
 from python_trainer.algorithms.advantages import group_statistics
-from python_trainer.data import Rollout, merits
+from python_trainer.data import Rollout, fresh_ones, merits
 from python_trainer.files import append, write_text
 from python_trainer.run_directory import lines_until
 
@@ -26,34 +27,33 @@ SAMPLE_STEPS = 64  # steps left there when it is thinned out, at twice as many
 def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Metrics of a step's answers, by TRL's names. ``reward_std`` is the mean deviation within groups.
 
-    Stored answers count in the deviations, which decide whether a group teaches anything, and nowhere else; those that
-    no group judges not even there.
+    Rewards and accuracy are of answers that the policy has begun itself, and missing where there are none: those that
+    go on from a given beginning have ``continued/`` ones, since most of a right beginning's are right. Stored answers
+    count in the deviations, which decide whether a group teaches anything, and nowhere else; those that no group
+    judges not even there.
     """
     rollouts = [rollout for rollout in rollouts if rollout.expected is None]
     rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
     groups = torch.tensor([rollout.group for rollout in rollouts])
     deviation = group_statistics(rewards, groups)[2]
     rollouts = [rollout for rollout in rollouts if rollout.importance_cap is None]
-    rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
     lengths = [len(rollout.response_ids) for rollout in rollouts]
     ended = [n for n, rollout in zip(lengths, rollouts) if rollout.finish_reason != "length"]
     row = {
-        "reward": float(rewards.mean()),
         "reward_std": float(deviation.mean()),
         "frac_reward_zero_std": float((deviation == 0).double().mean()),
-        "accuracy": sum(rollout.accuracy for rollout in rollouts) / len(rollouts),
         "completions/clipped_ratio": 1 - len(ended) / len(rollouts),
         "completions/generated_length": sum(rollout.written for rollout in rollouts) / len(rollouts),
     }
+    begun = fresh_ones(rollouts)
+    continued = [rollout for rollout in rollouts if rollout.prefix_len]
+    row |= reward_statistics(begun) | {f"continued/{name}": x for name, x in reward_statistics(continued).items()}
+    if continued:
+        row["continued/share"] = len(continued) / len(rollouts)
     episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
     if episodes:
         row["environment/turns"] = sum(episode.turns for episode in episodes) / len(episodes)
         row["environment/failures"] = float(sum(bool(episode.failure) for episode in episodes))
-    for name in rollouts[0].rewards:
-        column = torch.tensor([r.rewards[name] for r in rollouts if r.rewards[name] is not None], dtype=torch.float64)
-        if len(column):
-            row[f"rewards/{name}/mean"] = float(column.mean())
-            row[f"rewards/{name}/std"] = float(column.std(correction=min(len(column) - 1, 1)))
     for kind, values in (("length", lengths), ("terminated_length", ended)):
         if values:
             row |= {
@@ -61,6 +61,22 @@ def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
                 f"completions/min_{kind}": min(values),
                 f"completions/max_{kind}": max(values),
             }
+    return row
+
+
+def reward_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Of the rewards of these answers; empty without any."""
+    if not rollouts:
+        return {}
+    row = {
+        "reward": fmean(rollout.reward for rollout in rollouts),
+        "accuracy": fmean(rollout.accuracy for rollout in rollouts),
+    }
+    for name in rollouts[0].rewards:
+        column = torch.tensor([r.rewards[name] for r in rollouts if r.rewards[name] is not None], dtype=torch.float64)
+        if len(column):
+            row[f"rewards/{name}/mean"] = float(column.mean())
+            row[f"rewards/{name}/std"] = float(column.std(correction=min(len(column) - 1, 1)))
     return row
 
 

@@ -49,8 +49,9 @@ def over_everything(title: str, key: str, note: str) -> list[Chart]:
 
 GROUPS: dict[str, list[Chart]] = {
     "Results": [
-        *over_everything("Training accuracy", "accuracy", "of the step's own answers, continued ones included"),
-        *over_everything("Reward", "reward", "mean of the step's answers"),
+        *over_everything("Training accuracy", "accuracy", "of the answers that the policy has begun itself"),
+        *over_everything("Reward", "reward", "mean of the answers that the policy has begun itself"),
+        Chart("Continued answers", ("continued/accuracy", "continued/reward"), "accuracy, reward"),
     ],
     "Groups": [
         Chart("Spread of the reward", ("reward_std",), "mean standard deviation within a group"),

@@ -1,7 +1,10 @@
 """What a task is: prompts and reward functions."""
 
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from python_trainer.data import Example, Messages
@@ -27,6 +30,14 @@ class Task:
     notes: Sequence[str] = ()  # what the user may want to know about the files
     # whether somebody said which function decides what is right; if not, one that gives more than 1, 0, -1 does not
     accuracy_chosen: bool = True
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the training prompts in their order: what a run knows of prompts by their numbers is of these."""
+        digest = hashlib.blake2b(digest_size=16)
+        for example in self.train:
+            digest.update(json.dumps(example.prompt).encode() + b"\n")
+        return digest.hexdigest()
 
 
 def completion_text(completion: str | Messages) -> str:

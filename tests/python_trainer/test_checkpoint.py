@@ -1,5 +1,6 @@
 """Checkpoints: exact resume, and nothing that a kill can damage."""
 
+import io
 import os
 import random
 import shutil
@@ -219,3 +220,22 @@ def test_a_kill_at_any_moment_loses_nothing(settings, make_config, tmp_path):
             break
     assert kills == wanted
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
+
+
+def test_what_accelerators_know_is_of_their_prompts(make_config, jsonl_files, tmp_path):
+    """Kept by the numbers of prompts, it would be taken for knowledge of others; plain training has none of it."""
+    lines = jsonl_files[0].read_text().splitlines(keepends=True)
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(lines[::-1]))
+    changed = {"task": {"train_path": str(other)}}
+    for enabled in ([], ["rpo"]):
+        folder, accelerators = tmp_path / f"run{len(enabled)}", {"enabled": enabled}
+        Trainer(make_config(max_steps=2, accelerators=accelerators), folder, console=QUIET).run()
+        config = make_config(max_steps=3, accelerators=accelerators, **changed)
+        if enabled:
+            with pytest.raises(UserError, match="other training prompts.*'rpo'.*model.path="):
+                Trainer(config, folder, resume=True, console=QUIET)
+        else:
+            said = Console(file=io.StringIO())
+            assert Trainer(config, folder, resume=True, console=said).run()["steps"] == 3
+            assert "prompts are others than before" in said.file.getvalue()

@@ -10,12 +10,13 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from python_trainer.accelerators.base import RunContext
+from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
 from python_trainer.accelerators.rpo.accelerator import RPO, length_reward
 from python_trainer.accelerators.rpo.answers import load_answers, save_answers
 from python_trainer.accelerators.rpo.picture import draw_informative, informative_by_cut
 from python_trainer.accelerators.rpo.settings import RPOSettings
 from python_trainer.config import check_config
-from python_trainer.data import Group, Rollout
+from python_trainer.data import Group, Rollout, merits
 from python_trainer.errors import UserError
 from python_trainer.objective import make_batch
 from python_trainer.run import Trainer
@@ -363,3 +364,43 @@ def test_prefix_tokens_take_part_in_the_loss_where_asked_for(make_config, whole,
     batch = make_batch(rollouts, config.algorithm, torch.device("cpu"))
     assert batch.loss_tokens.tolist() == tokens and batch.score_prefix is whole
     assert batch.sampler.flat.isnan().tolist() == [True, True, False, True, True, False, False]
+
+
+def test_continued_answers_are_not_taken_for_the_policys_own(make_config, jsonl_files, tmp_path):
+    """Neither in rewards and accuracy, nor in what alpha and the database go by."""
+    accelerators = {
+        "enabled": ["rpo", "alpha", "rhyme"],
+        "rpo": {"fill": 0, "keep": "any"},
+        "alpha": {"first_step": 99, "gate_prompts": 6},
+        "rhyme": {"database": str(tmp_path / "history.db"), "history_ratio": 0, "rescue": False},
+    }
+    config = make_config(max_steps=20, accelerators=accelerators, task={"gate_path": str(jsonl_files[1])},
+                         rollout={"prompts_per_step": 2})  # fmt: skip
+    trainer = Trainer(config, tmp_path / "run", console=Console(quiet=True))
+    seen, original = [], trainer.learner.update
+
+    def spy(rollouts, number):
+        seen.append(rollouts)
+        return original(rollouts, number)
+
+    trainer.learner.update = spy
+    trainer.run()
+    rows = read_metrics(tmp_path / "run")[1:]
+    known, recorded, level = [], [], None
+    for row, rollouts in zip(rows, seen):
+        begun = [r for r in rollouts if not r.prefix_len]
+        continued = [r for r in rollouts if r.prefix_len]
+        for words, answers in (("", begun), ("continued/", continued)):
+            for name in ("reward", "accuracy"):
+                worth = [getattr(answer, name) for answer in answers]
+                assert row.get(words + name) == (pytest.approx(sum(worth) / len(worth)) if worth else None)
+        assert row.get("continued/share", 0) == len(continued) / len(rollouts)
+        if begun:
+            level = sum(r.reward for r in begun) / len(begun)
+            known.append([row["step"], sum(merits(begun)), len(begun)])
+        recorded.append(level)
+    assert any("reward" not in row for row in rows), "a step whose answers were all continued"
+    trajectory = RetrospectiveDatabase(str(tmp_path / "history.db")).trajectory(1)
+    assert [step.reward for step in trajectory] == pytest.approx(recorded)
+    alpha = next(a for a in trainer.accelerators if a.name == "alpha")
+    assert alpha.answered == known and len(known) < 20

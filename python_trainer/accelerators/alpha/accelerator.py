@@ -23,7 +23,7 @@ import torch
 
 from python_trainer.accelerators.alpha.settings import AlphaSettings
 from python_trainer.accelerators.base import Accelerator, StepContext
-from python_trainer.data import Group, Rollout, merits
+from python_trainer.data import Group, Rollout, fresh_ones, merits
 from python_trainer.errors import UserError
 from rlkernels import RankOneTrajectory
 from rlkernels.extrapolation import Attempt, Gate
@@ -53,11 +53,12 @@ class Alpha(Accelerator):
         return groups
 
     def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
-        if not self.answered or self.answered[-1][0] != context.step:
+        fresh = merits(fresh_ones(rollouts))  # not those that were stored, or had a right beginning
+        if fresh and (not self.answered or self.answered[-1][0] != context.step):
             self.answered.append([context.step, 0, 0])
-        fresh = merits(rollout for rollout in rollouts if rollout.importance_cap is None)  # not stored right ones
-        self.answered[-1][1] += sum(fresh)
-        self.answered[-1][2] += len(fresh)  # dynamic sampling comes in several rounds
+        if fresh:  # dynamic sampling comes in several rounds
+            self.answered[-1][1] += sum(fresh)
+            self.answered[-1][2] += len(fresh)
         return rollouts
 
     def after_update(self, context: StepContext) -> None:
@@ -83,8 +84,9 @@ class Alpha(Accelerator):
         """Adds the weights as they are to the trajectory, with the smoothed training accuracy."""
         assert self.trajectory is not None
         window = [right / answers for _, right, answers in self.answered[-self.settings.smoothing :]]
-        accuracy = sum(window) / len(window)
-        self.trajectory.track(self.weights(context), step=context.step - self.anchor, accuracy=accuracy)
+        if window:  # else nobody knows how good they are
+            accuracy = sum(window) / len(window)
+            self.trajectory.track(self.weights(context), step=context.step - self.anchor, accuracy=accuracy)
 
     def weights(self, context: StepContext) -> dict[str, torch.Tensor]:
         """Those that are tracked, as precise as they are trained."""

@@ -280,6 +280,7 @@ class Rhyme(Accelerator):
             "earlier_tokens": self.earlier_tokens,
             "bank": self.bank.state_dict(),
             "ranking": self.ranking.state_dict(),
+            "level": list(self.gathered.level),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -288,6 +289,7 @@ class Rhyme(Accelerator):
         self.earlier_tokens = state["earlier_tokens"]
         self.bank.load_state_dict(state["bank"])
         self.ranking.load_state_dict(state["ranking"])
+        self.gathered.level = tuple(state["level"])
         if self.database is not None and self.records and self.run_id is not None:
             done = int(self.curve.steps[-1]) if len(self.curve) else 0
             self.records = self.database.cut_run(self.run_id, done, created=self.created)

@@ -1,6 +1,8 @@
 """What a run writes into the retrospective database: facts about it, its steps, and a few right answers of each."""
 
+import math
 from collections.abc import Sequence
+from statistics import fmean
 
 import torch
 
@@ -31,6 +33,7 @@ class GatheredStep:
         self.step = 0
         self.groups: list[list[Rollout]] = []
         self.kept: list[StoredAnswer] = []
+        self.level = (math.nan, math.nan)  # mean reward and accuracy of the last answers begun at their start
 
     def add(
         self, context: StepContext, groups: Sequence[list[Rollout]], kept: Sequence[StoredAnswer]
@@ -41,16 +44,27 @@ class GatheredStep:
         self.groups += groups
         self.kept += kept
         fresh = [rollout for group in self.groups for rollout in group]
+        self.level = self._level(fresh)
         record = StepRecord(
             self.step,
             fresh[0].policy_version,
-            sum(r.reward for r in fresh) / len(fresh),
-            sum(r.accuracy for r in fresh) / len(fresh),
+            *self.level,
             sketch_of(self.groups),
             sum(len(r.logprobs) for r in fresh),
             outcomes_of(context, self.groups),
         )
         return record, self.kept
+
+    def _level(self, fresh: list[Rollout]) -> tuple[float, float]:
+        """Of the step: answers that go on from a given beginning say little of what the policy can do.
+
+        Where there is nothing else it is that of the step before, and in the first one theirs.
+        """
+        begun = fresh_ones(fresh)
+        if not begun and not math.isnan(self.level[0]):
+            return self.level
+        seen = begun or fresh
+        return fmean(r.reward for r in seen), fmean(r.accuracy for r in seen)
 
 
 def outcomes_of(context: StepContext, groups: Sequence[Sequence[Rollout]]) -> dict[str, torch.Tensor]:
