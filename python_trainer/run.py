@@ -174,6 +174,7 @@ class Trainer(EvaluatingLoop, SavingLoop):
             self.policy,
             output_dir,
             reserved_bytes=reserved,
+            longest_draft=max((x.longest_draft() for x in config.accelerators.chosen()), default=0),
             ranks=self.ranks,
             note=self._note,
         )

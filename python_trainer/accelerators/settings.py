@@ -68,6 +68,10 @@ class AcceleratorSettings(Section):
         """Further rows of tables, from the summary of any run: words -> number."""
         return {}
 
+    def longest_draft(self) -> int:
+        """Most tokens of a draft that it has the engine verify at once; 0: it gives the engine no drafter."""
+        return 0
+
     def idle(self) -> str | None:
         """``module:Class`` of what takes part where the accelerator is not enabled; None: nothing does."""
         return None

@@ -30,20 +30,26 @@ class Drafter:
         history: earlier answers; filled by the caller.
         max_tokens: longest draft.
         pass_overhead: what a forward pass costs on top of its tokens, in tokens. With n samples in a pass a draft
-            token costs the share n / (n + pass_overhead) of a decode step; drafts are as long as they pay.
+            token costs the share n / (n + pass_overhead) of a decode step; drafts are as long as they pay. None: the
+            history's ``token_cost``, whatever n is.
         news: what was added to the history since the drafter before this one: for engines with copies of it.
     """
 
     def __init__(
-        self, history: RolloutHistory, *, max_tokens: int = 16, pass_overhead: float, news: Sequence[HistoryEntry] = ()
+        self,
+        history: RolloutHistory,
+        *,
+        max_tokens: int = 16,
+        pass_overhead: float | None,
+        news: Sequence[HistoryEntry] = (),
     ):
         self.history, self.max_tokens, self.pass_overhead = history, max_tokens, pass_overhead
         self.news = news
         self.handles: dict[Decoding, int] = {}
 
-    def token_cost(self, samples: int) -> float:
-        """Time of one more draft token, as a share of a sample's decode step."""
-        return samples / (samples + self.pass_overhead)
+    def token_cost(self, samples: int) -> float | None:
+        """Time of one more draft token, as a share of a sample's decode step; None: what the history says."""
+        return None if self.pass_overhead is None else samples / (samples + self.pass_overhead)
 
     def start(self, samples: Sequence[Decoding]) -> None:
         """Follows rollouts that begin, or come from another engine; those that go on after a preemption are known."""
@@ -61,7 +67,7 @@ class Drafter:
         if not followed:
             return
         longest, cost = min(self.max_tokens, budget // len(samples)), self.token_cost(len(samples))
-        if longest <= 0 or cost >= WORTHLESS:
+        if longest <= 0 or (cost is not None and cost >= WORTHLESS):
             return
         handles = [self.handles[sample] for sample in followed]
         ids, lengths = self.history.draft_tracked(handles, max_tokens=longest, token_cost=cost)

@@ -41,6 +41,7 @@ def make_engine(
     output_dir: Path,
     *,
     reserved_bytes: int = 0,
+    longest_draft: int = 0,
     ranks: Processes | None = None,
     note: Callable[[str], object] = logger.info,
 ) -> Engine:
@@ -48,6 +49,7 @@ def make_engine(
 
     Args:
         reserved_bytes: of the device's memory, which training will take and the KV cache must leave.
+        longest_draft: of the drafters that it will be given, which vLLM has to know before; 0: it will get none.
         ranks: all of them make an engine together; None: one process.
         note: tells the user what may not be meant so.
 
@@ -78,6 +80,7 @@ def make_engine(
             reserved_bytes=reserved_bytes,
             gathered=partial(gathered_checkpoint, policy) if policy.lean else None,
             sleeps=rollout.vllm_enable_sleep_mode,
+            longest_draft=longest_draft,
             **sizes,
         )
         return VLLMEngine(policy.whole, in_process, **options)

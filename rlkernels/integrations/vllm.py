@@ -16,6 +16,7 @@ Needs vllm 0.32 or newer.
 import logging
 import os
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -36,21 +37,27 @@ if tuple(vllm.__version_tuple__[:2]) < OLDEST:
 
 logger = logging.getLogger(__name__)
 _shared: RolloutHistory | None = None
+_token_cost: Callable[[int], float | None] | None = None
 
 
-def share_history(history: RolloutHistory | None) -> None:
-    """Gives proposers of this process a history that goes on being filled; None takes it back.
+def share_history(history: RolloutHistory | None, token_cost: Callable[[int], float | None] | None = None) -> None:
+    """Gives proposers of this process a history that goes on being filled, or another one; None: no drafts.
 
-    Only an engine in this process sees it (``VLLM_ENABLE_V1_MULTIPROCESSING=0``); others read a file. Call it before
-    the engine is made.
+    Only an engine in this process sees it (``VLLM_ENABLE_V1_MULTIPROCESSING=0``); others read a file. There has to be
+    one when the engine is made.
+
+    Args:
+        history: what they draft from, from the next step on.
+        token_cost: number of sequences in a step -> what a draft token costs then, as of ``RolloutHistory``. None, and
+            where it returns None: the history's own.
 
     Raises:
         TypeError: not a RolloutHistory.
     """
-    global _shared
+    global _shared, _token_cost
     if not isinstance(history, RolloutHistory | None):
         raise TypeError(f"history must be a RolloutHistory or None, got {history!r}")
-    _shared = history
+    _shared, _token_cost = history, token_cost
 
 
 @dataclass(eq=False)
@@ -59,7 +66,7 @@ class _Tracked:
 
     prompt: np.ndarray  # int32 [P]
     tokens: bytearray  # int32, prompt and answer so far
-    handle: int
+    handle: int | None  # None: the history does not know its prompt
     draft: list[int] = field(default_factory=list)  # the last one, not judged yet
 
 
@@ -72,20 +79,26 @@ def _expand(
     return expanded.masked_fill(expanded == replace_from, replace_to)
 
 
-def _mend_temperatures() -> None:
-    """Replaces a function of vLLM where it is wrong.
+def _mend_sampler() -> None:
+    """Replaces functions of vLLM where they are wrong, whatever made the drafts.
 
     On a CPU vLLM 0.32 writes the temperature and top-p of verified tokens into a copy that it throws away, and samples
-    with what the memory held before, whatever made the drafts.
+    with what the memory held before; and it fails with top-k in a step without a draft.
     """
     from vllm.platforms import current_platform
 
     # an engine has imported it; by itself it can not be imported on a CPU
     rejection_sampler: Any = sys.modules.get("vllm.v1.sample.rejection_sampler")
-    if current_platform.is_cpu() and rejection_sampler is not None:
-        asked = torch.tensor([0.25, 0.0, 4.0]), torch.tensor([2, 3, 6]), 6, 0, 1
-        if not torch.equal(rejection_sampler.expand_batch_to_tokens(*asked), _expand(*asked)):
-            rejection_sampler.expand_batch_to_tokens = _expand
+    if not current_platform.is_cpu() or rejection_sampler is None:
+        return
+    asked = torch.tensor([0.25, 0.0, 4.0]), torch.tensor([2, 3, 6]), 6, 0, 1
+    if not torch.equal(rejection_sampler.expand_batch_to_tokens(*asked), _expand(*asked)):
+        rejection_sampler.expand_batch_to_tokens = _expand
+    mask = rejection_sampler.apply_top_k_top_p
+    try:
+        mask(torch.empty(0, 2), torch.empty(0, dtype=torch.int32), None)
+    except RuntimeError:
+        rejection_sampler.apply_top_k_top_p = lambda logits, k, p: mask(logits, k, p) if len(logits) else logits
 
 
 class HistoryProposer:
@@ -94,8 +107,8 @@ class HistoryProposer:
     The history is the file that ``additional_config={"rlkernels_history": path}`` names, written by
     ``RolloutHistory.save`` and read again whenever it has been replaced, or else the one given to
     :func:`share_history`. A sequence is looked up under the longest prompt in it that what vLLM got as its prompt
-    begins with, so the prefix of a suffix rollout counts as the start of an answer; where there is none, under all of
-    it.
+    begins with, so the prefix of a suffix rollout counts as the start of an answer. Where there is none, it is left
+    alone: what other prompts suggest costs more than it saves.
 
     Args:
         vllm_config: vLLM's, with ``num_speculative_tokens`` the longest draft.
@@ -119,7 +132,7 @@ class HistoryProposer:
                 f"additional_config[{HISTORY!r}] must be the path of a file that RolloutHistory.save wrote, got "
                 f"{self._path!r}"
             )
-        _mend_temperatures()
+        _mend_sampler()
         self._limit: int = vllm_config.speculative_config.num_speculative_tokens
         self._max_length: int = vllm_config.model_config.max_model_len
         self._vocab_size: int = vllm_config.model_config.get_vocab_size()
@@ -162,28 +175,34 @@ class HistoryProposer:
         Returns:
             B drafts of 0 .. num_speculative_tokens tokens.
         """
-        self._refresh()
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         rows = [i for i, new in enumerate(sampled_token_ids) if new]
-        if not rows:
-            return [[] for _ in sampled_token_ids]
+        if not self._refresh() or not rows:
+            return drafts
         lengths = [int(num_tokens_no_spec[i]) for i in rows]
         news = [np.asarray(sampled_token_ids[i], np.int32) for i in rows]
         before = [token_ids_cpu[i, : n - len(new)].astype(np.int32) for i, n, new in zip(rows, lengths, news)]
         tracked = self._recognise(before)
-        self._judge(tracked, news)
-        handles = [seq.handle for seq in tracked]
-        self._history.extend_tracked(handles, np.concatenate(news), [len(new) for new in news])
-        ids, counts = self._history.draft_tracked(handles, max_tokens=self._limit)
-        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
-        for row, seq, new, length, guess, count in zip(
-            rows, tracked, news, lengths, ids.tolist(), counts.tolist(), strict=True
-        ):
-            room = max(self._max_length - length - 1, 0)
+        for seq, new in zip(tracked, news):
             seq.tokens += new.tobytes()
-            # a history of another tokenizer may hold ids that this model does not have
-            seq.draft = list(takewhile(lambda t: t < self._vocab_size, guess[: min(count, room)]))
-            drafts[row] = list(seq.draft)
+        known = [j for j, seq in enumerate(tracked) if seq.handle is not None]
+        if known:
+            self._judge([tracked[j] for j in known], [news[j] for j in known])
+            self._draft([tracked[j] for j in known], len(rows))
+        for j in known:
+            room = max(self._max_length - lengths[j] - 1, 0)
+            del tracked[j].draft[room:]
+            drafts[rows[j]] = list(tracked[j].draft)
         return drafts
+
+    def _draft(self, tracked: list[_Tracked], running: int) -> None:
+        """Gives sequences their next drafts; ``running`` is how many there are in all."""
+        cost = None if self._path is not None or _token_cost is None else _token_cost(running)
+        handles = [seq.handle for seq in tracked if seq.handle is not None]  # all
+        ids, counts = self._history.draft_tracked(handles, max_tokens=self._limit, token_cost=cost)
+        for seq, guess, count in zip(tracked, ids.tolist(), counts.tolist(), strict=True):
+            # a history of another tokenizer may hold ids that this model does not have
+            seq.draft = list(takewhile(lambda t: t < self._vocab_size, guess[:count]))
 
     def _recognise(self, before: list[np.ndarray]) -> list[_Tracked]:
         """The tracked sequences that hold these tokens, new ones where there are none; the others become absent."""
@@ -202,20 +221,26 @@ class HistoryProposer:
                 seq.draft = []
         absent = [seq for seq in (*self._absent, *self._present) if id(seq) in left]
         surplus = max(len(absent) - self._max_absent, 0)
-        for seq in absent[:surplus]:
-            self._history.release(seq.handle)
+        self._release(absent[:surplus])
         self._present, self._absent = found, absent[surplus:]
         return found
 
-    def _follow(self, prompt: np.ndarray, tokens: np.ndarray) -> int:
+    def _follow(self, prompt: np.ndarray, tokens: np.ndarray) -> int | None:
         """Tracks a sequence that began as ``prompt``; what follows the prompt that the history knows is its answer."""
-        length = self._history.longest_prompt(prompt) or len(prompt)
+        length = self._history.longest_prompt(prompt)
+        if not length:
+            return None
         handle = self._history.track(tokens[:length])
         self._history.extend(handle, tokens[length:])
         return handle
 
+    def _release(self, tracked: Sequence[_Tracked]) -> None:
+        for seq in tracked:
+            if seq.handle is not None:
+                self._history.release(seq.handle)
+
     def _judge(self, tracked: list[_Tracked], news: list[np.ndarray]) -> None:
-        """Tells the history what became of the last drafts."""
+        """Tells the history what became of the last drafts, and which tokens have come."""
         offered, accepted = [], []
         for seq, new in zip(tracked, news):
             right = min(len(new) - 1, len(seq.draft))
@@ -223,21 +248,30 @@ class HistoryProposer:
             cut = right < len(seq.draft) and new[right] == seq.draft[right]
             offered.append(right if cut else len(seq.draft))
             accepted.append(right)
-        self._history.observe([seq.handle for seq in tracked], offered, accepted)
+        handles = [seq.handle for seq in tracked if seq.handle is not None]  # all
+        self._history.observe(handles, offered, accepted)
+        self._history.extend_tracked(handles, np.concatenate(news), [len(new) for new in news])
 
-    def _refresh(self) -> None:
-        """Reads the file again if it is another one now."""
+    def _refresh(self) -> bool:
+        """Takes over another history, where the file was replaced or another one is shared -> whether there is one."""
+        found = self._read_again() if self._path is not None else _shared
+        if found is not None and found is not self._history:
+            self._release((*self._absent, *self._present))
+            self._history = found
+            for seq in (*self._absent, *self._present):
+                seq.handle, seq.draft = self._follow(seq.prompt, np.frombuffer(seq.tokens, np.int32)), []
+        return found is not None
+
+    def _read_again(self) -> RolloutHistory:
         stamp = self._file_stamp()
         if stamp == self._stamp or self._path is None:
-            return
+            return self._history
         self._stamp = stamp
         try:
-            self._history = RolloutHistory.load(self._path)
+            return RolloutHistory.load(self._path)
         except (OSError, ValueError) as error:
             logger.warning("the history %s was not read again: %s", self._path, error)
-            return
-        for seq in (*self._absent, *self._present):
-            seq.handle = self._follow(seq.prompt, np.frombuffer(seq.tokens, np.int32))
+            return self._history
 
     def _file_stamp(self) -> tuple[int, ...] | None:
         try:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from fake_vllm import LIMIT, draw
 
-from python_trainer.rollout.vllm.engine import COUNTERS
+from python_trainer.rollout.vllm.engine import COUNTERS, DRAFT_COUNTERS
 
 
 class FakeLLM:
@@ -20,7 +20,8 @@ class FakeLLM:
 
     def get_metrics(self):
         counts = {"vllm:prompt_tokens": self.prompt_tokens}
-        return [SimpleNamespace(name=name, value=counts.get(name, 0.0)) for name in COUNTERS.values()]
+        names = COUNTERS | (DRAFT_COUNTERS if "speculative_config" in self.options else {})
+        return [SimpleNamespace(name=name, value=counts.get(name, 0.0)) for name in names.values()]
 
     def sleep(self, level):
         assert self.options["enable_sleep_mode"] and self.there == {"weights", "kv_cache"}

@@ -41,13 +41,16 @@ def test_vllm_generates_where_there_is_a_gpu_and_it_is_installed(machine, gpu, v
     assert found == engine and (said is not None) == (engine == "vllm")
     assert chosen(rollout={"engine": "paged"}) == ("paged", None)
     assert chosen(model={"device": "cpu"}) == ("paged", None)
-    assert chosen(parallel="fsdp2")[0] == engine
+    assert chosen(parallel="fsdp2")[0] == chosen(accelerators={"enabled": ["drafts"]})[0] == engine
 
 
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"accelerators": {"enabled": ["drafts"]}}, "drafts needs rollout.engine paged"),
+        (
+            {"accelerators": {"enabled": ["drafts"], "drafts": {"max_draft_tokens": 200}}},
+            "max_draft_tokens must be at most 128 with rollout.engine vllm, got 200",
+        ),
         ({"rollout": {"workers": 2}}, "rollout.workers must be 1"),
     ],
 )

@@ -59,6 +59,9 @@ class Recorder:
     def sleep(self):
         return False
 
+    def draft_from(self, drafter):
+        self.drafter = drafter
+
 
 @pytest.fixture
 def backend():
@@ -161,8 +164,17 @@ def test_settings_that_do_not_go_together(make_config):
         make_config(rollout={"engine": "vllm", "vllm_server": "localhost:8000"})
     with pytest.raises(UserError, match="rollout.workers must be 1 with rollout.engine vllm, got 2"):
         make_config(rollout={"engine": "vllm", "workers": 2})
-    with pytest.raises(UserError, match="drafts needs rollout.engine paged, got vllm"):
-        make_config(rollout={"engine": "vllm"}, accelerators={"enabled": ["drafts"]})
+    drafts = {"enabled": ["drafts"]}
+    assert make_config(rollout={"engine": "vllm"}, accelerators=drafts).accelerators.chosen()[0].longest_draft() == 16
+    for engine in "auto", "vllm":
+        rollout = {"engine": engine, "vllm_server": ["http://localhost:1", "http://localhost:2"]}
+        refused = "drafts needs rollout.vllm_server null, got http://localhost:1, http://localhost:2; .*docs/vllm.md"
+        with pytest.raises(UserError, match=refused):
+            make_config(rollout=rollout, accelerators=drafts)
+    long = drafts | {"drafts": {"max_draft_tokens": 129}}
+    make_config(rollout={"engine": "paged"}, accelerators=long)
+    with pytest.raises(UserError, match="max_draft_tokens must be at most 128 with rollout.engine vllm, got 129"):
+        make_config(rollout={"engine": "vllm"}, accelerators=long)
 
 
 def test_vllm_is_missing_or_too_old(make_config, monkeypatch, tmp_path):

@@ -158,6 +158,37 @@ def test_it_need_not_sleep(make_config, tmp_path, setting, monkeypatch):
     assert FakeLLM.last.options["enable_sleep_mode"] == setting == ("sleep 2" in FakeLLM.last.events)
 
 
+def test_drafts_come_from_the_accelerators_history(make_config, tmp_path, monkeypatch):
+    """Those of training: an evaluation has prompts of its own, which are not drafted."""
+    seen, shared = [], SimpleNamespace(history=None)
+
+    def share_history(history, token_cost=None):
+        shared.history, shared.cost = history, token_cost and token_cost(10)
+
+    def generate(self, *args, **kwargs):
+        seen.append((shared.history, shared.cost))
+        return made(self, *args, **kwargs)
+
+    install(monkeypatch, sleeps=False)
+    monkeypatch.setitem(sys.modules, "rlkernels.integrations.vllm", SimpleNamespace(share_history=share_history))
+    made = FakeLLM.generate
+    monkeypatch.setattr(FakeLLM, "generate", generate)
+    for overhead, cost in (None, None), (30, 0.25):
+        seen.clear()
+        drafts = {"enabled": ["drafts"], "drafts": {"max_draft_tokens": 5, "pass_overhead": overhead}}
+        config = make_config(max_steps=2, rollout={"engine": "vllm"}, accelerators=drafts)
+        trainer = train(config.model_dump(), tmp_path / str(overhead))
+        history = trainer.accelerators[0].history
+        proposer = {"method": "custom_class", "model": "rlkernels.integrations.vllm.HistoryProposer"}
+        assert FakeLLM.last.options["speculative_config"] == proposer | {"num_speculative_tokens": 5}
+        assert seen == [(None, None), (history, cost), (history, cost), (None, None)] and history.stats["tokens"] > 0
+        assert shared.history is None, "let go of at the end"
+        row = read_metrics(tmp_path / str(overhead))[-1]
+        assert row["drafts/tokens_per_step"] == 1 and row.get("drafts/pass_overhead") == overhead
+    train(make_config(max_steps=1, rollout={"engine": "vllm"}).model_dump(), tmp_path / "plain")
+    assert "speculative_config" not in FakeLLM.last.options
+
+
 def test_where_vllm_can_sleep(monkeypatch):
     platform = SimpleNamespace(is_sleep_mode_available=lambda: True)
     monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platform))

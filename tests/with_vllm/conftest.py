@@ -28,6 +28,16 @@ def poison_uninitialised_memory():
 
 
 @pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """A policy whose head is tied to its embedding; vLLM's attention wants heads of 32 numbers."""
+    from rollouts import LIMIT
+    from tiny import save_tiny_policy
+
+    size = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return save_tiny_policy(tmp_path_factory.mktemp("policy"), max_position_embeddings=LIMIT, **size)
+
+
+@pytest.fixture(scope="session")
 def make_model(tmp_path_factory):
     """Writes a tiny random Llama whose greedy answers vary; returns its folder."""
 

@@ -44,6 +44,11 @@ def step(drafter, rows: list[tuple[list[int], list[int]]]) -> list[list[int]]:
     return drafter.propose([new for _, new in rows], lengths, ids, slot_mappings=None)
 
 
+def known(prompt: list[int]) -> tuple[list[int], list[int]]:
+    """Makes a prompt one that the history knows, with an answer that suggests nothing."""
+    return prompt, [VOCAB - 1]
+
+
 def remembering(*answers: tuple[list[int], list[int]], epoch: int = 0) -> rlkernels.RolloutHistory:
     history = rlkernels.RolloutHistory()
     for prompt, answer in answers:
@@ -76,11 +81,54 @@ def test_follows_rows_that_move_leave_and_come_back():
 
 
 def test_keeps_few_sequences_that_have_left():
-    history = shared((PROMPTS[0], ANSWER))
+    history = shared(*(known([i, i]) for i in range(9)))
     drafter = proposer()
     for i in range(9):
         step(drafter, [([i, i, 1], [1])])
     assert history.stats["handles"] == 3  # the one at work, and max_num_seqs that may come back
+
+
+def test_prompts_without_answers_are_left_alone():
+    """What the answers to others suggest costs more than it saves; beside them the others are drafted."""
+    history = shared((PROMPTS[0], ANSWER))
+    drafter = proposer()
+    others = [(PROMPTS[2] + ANSWER[:9], ANSWER[:9]), ([1, 2] * 9, [1, 2])]
+    assert step(drafter, others) == [[], []] and history.stats["handles"] == 0
+    rows = [(others[0][0] + [29], [29]), (PROMPTS[0] + ANSWER[:1], ANSWER[:1])]
+    assert step(drafter, rows) == [[], ANSWER[1:9]] and history.stats["handles"] == 1
+
+
+def test_another_history_takes_over_and_none_drafts_nothing():
+    """As when a trainer evaluates, or has loaded a checkpoint."""
+    from rlkernels.integrations.vllm import share_history
+
+    first, other = shared((PROMPTS[0], ANSWER)), remembering((PROMPTS[0], [*ANSWER[:9], 70, 71, 72]))
+    drafter = proposer()
+    tokens = PROMPTS[0] + ANSWER[:1]
+    assert step(drafter, [(tokens, ANSWER[:1])]) == [ANSWER[1:9]]
+    share_history(None)
+    assert step(drafter, [(PROMPTS[0] + ANSWER[:1], ANSWER[:1])]) == [[]]
+    share_history(first)
+    tokens = tokens + ANSWER[1:9]
+    assert step(drafter, [(tokens, ANSWER[1:9])]) == [ANSWER[9:17]] and first.stats["handles"] == 1
+    share_history(other)
+    tokens = [*tokens, 70]
+    assert step(drafter, [(tokens, [70])]) == [[71, 72]]
+    assert first.stats["handles"] == 0 and other.stats["handles"] == 1
+    share_history(remembering(known(PROMPTS[1])))
+    assert step(drafter, [([*tokens, 71, 72], [71, 72])]) == [[]] and other.stats["handles"] == 0
+
+
+def test_what_a_draft_token_costs_may_depend_on_the_batch():
+    from rlkernels.integrations.vllm import share_history
+
+    history = shared((PROMPTS[0], ANSWER), known(PROMPTS[1]))
+    asked = []
+    share_history(history, lambda running: asked.append(running) or (1.0 if running > 1 else None))
+    drafter = proposer()
+    rows = [(PROMPTS[0] + ANSWER[:1], ANSWER[:1]), (PROMPTS[1] + [3], [3])]
+    assert step(drafter, rows) == [[], []] and step(proposer(), rows[:1]) == [ANSWER[1:9]]
+    assert asked == [2, 1]
 
 
 def test_same_prompt_several_times():

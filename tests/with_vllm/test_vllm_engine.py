@@ -8,8 +8,21 @@ import pytest
 import torch
 import yaml
 from rich.console import Console
-from tiny import save_tiny_policy
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from rollouts import (
+    EOS,
+    GREEDY,
+    LIMIT,
+    MEMORY,
+    PROMPTS,
+    SAMPLINGS,
+    load,
+    own_greedy,
+    own_logprobs,
+    run_settings,
+    spent,
+    train,
+)
+from transformers import AutoTokenizer
 
 from bench._vllm_server import VLLMServer
 from python_trainer.config import check_config
@@ -20,27 +33,10 @@ from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
 from rlkernels.integrations.vllm_worker import merged_weight
 
-MEMORY = 8 << 20
-GREEDY = SamplingParams(temperature=0.0)
-EOS = 63
-LIMIT = 128
-PROMPTS = [[7], [5, 6, 7, 8, 9], list(range(40)), [*range(40), 3, 1, 4, 1, 5], list(range(60, 20, -1)) * 2]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A policy whose head is tied to its embedding; vLLM's attention wants heads of 32 numbers."""
-    size = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return save_tiny_policy(tmp_path_factory.mktemp("policy"), max_position_embeddings=LIMIT, **size)
-
 
 @pytest.fixture(scope="module")
 def tokenizer(folder):
     return AutoTokenizer.from_pretrained(folder)
-
-
-def load(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
@@ -93,17 +89,6 @@ def engine(backend, model, tokenizer):
     return VLLMEngine(model, backend, eos_token_ids=[EOS], tokenizer=tokenizer)
 
 
-def own_greedy(model, prompt, count):
-    ids = torch.tensor([prompt])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count,
-                         eos_token_id=EOS, pad_token_id=0)  # fmt: skip
-    return out[0, len(prompt) :].tolist()
-
-
-def spent(engine, before):
-    return {name: count - before[name] for name, count in engine.stats.items()}
-
-
 def test_greedy_equals_transformers(backend, model):
     from python_trainer.rollout import VLLMEngine
 
@@ -121,28 +106,15 @@ def test_greedy_equals_transformers(backend, model):
     assert engine.stats["generated_tokens"] == sum(map(len, expected)) + 6
 
 
-@pytest.mark.parametrize(
-    "sampling", [SamplingParams(seed=1), SamplingParams(temperature=0.7, top_k=9, seed=2), SamplingParams(top_p=0.8)]
-)
+@pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_logprobs_are_those_of_the_model(engine, model, sampling):
     prefix = list(range(8))
     requests = [Request(prompt, prefix, 3, 20, sample_id=10 * i) for i, prompt in enumerate(PROMPTS)]
     completions = engine.generate(requests, sampling)
     assert len({tuple(c.ids) for c in completions}) == len(completions) == 15
     for i, completion in enumerate(completions):
-        context = [*PROMPTS[i // 3], *prefix]
-        with torch.no_grad():
-            logits = model(torch.tensor([[*context, *completion.ids]])).logits[0, len(context) - 1 : -1]
-        logprobs = (logits / sampling.temperature).log_softmax(-1)
-        if sampling.top_k:
-            kept = logprobs.topk(sampling.top_k).indices
-            logprobs = torch.full_like(logprobs, -torch.inf).scatter(1, kept, logprobs.gather(1, kept)).log_softmax(-1)
-        if sampling.top_p < 1:
-            ordered, order = logprobs.sort(descending=True)
-            ordered[ordered.exp().cumsum(-1) - ordered.exp() >= sampling.top_p] = -torch.inf
-            logprobs = torch.empty_like(logprobs).scatter(1, order, ordered.log_softmax(-1))
-        expected = logprobs.gather(1, torch.tensor(completion.ids)[:, None])[:, 0]
-        assert completion.logprobs == pytest.approx(expected.tolist(), abs=2e-4)
+        expected = own_logprobs(model, [*PROMPTS[i // 3], *prefix], completion.ids, sampling)
+        assert completion.logprobs == pytest.approx(expected, abs=2e-4)
 
 
 def test_samples_follow_seed_and_sample_id(engine):
@@ -286,32 +258,6 @@ def test_stop_strings_end_answers_as_in_the_paged_engine(engine, model, tokenize
     expected = paged.generate(requests, sampling)
     assert [c.finish_reason for c in expected[1:3]] == ["stop", "stop"] and len(expected[-1].ids) == 1
     assert engine.generate(requests, sampling) == expected
-
-
-def run_settings(folder, path, **rollout):
-    prompts = path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in ("AB", "CDE", "FFAB", "G")))
-    return {
-        "max_steps": 3,
-        "task": {"name": "jsonl", "train_path": str(prompts), "test_path": str(prompts), "reward": "tiny:digits"},
-        "model": {"path": str(folder), "device": "cpu"},
-        "rollout": {"engine": "vllm", "prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12,
-                    "memory_bytes": MEMORY, **rollout},
-        "optimizer": {"learning_rate": 1e-2},
-        "accelerators": {"enabled": ["rpo"], "rpo": {"fill": 1, "keep": "any"}},
-        "save": {"save_model": True},
-    }  # fmt: skip
-
-
-def train(settings, folder):
-    config = check_config(settings, source="test")
-    summary = Trainer(config, folder, console=Console(quiet=True)).run()
-    rows = read_metrics(folder)
-    assert summary["steps"] == 3 and summary["generated_tokens"] > 0 and summary["prefill_tokens"] > 0
-    # every step's answers are the current policy's: with weights one step old this is 0.1 and more
-    assert max(row["sampling/logp_difference/max"] for row in rows[1:]) < 1e-3
-    assert all(row["grad_norm"] > 0 for row in rows[1:])
-    return rows
 
 
 def test_training(folder, tmp_path):

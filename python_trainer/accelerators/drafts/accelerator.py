@@ -1,7 +1,8 @@
 """Drafts: earlier answers guess the new ones, and a forward pass verifies many tokens of an answer at once.
 
 Lossless, after RhymeRL's HistoSpec (arXiv 2508.18588): the noise of every position is keyed, so the tokens are those
-that plain decoding draws, and training is what it is without drafts. Only the number of forward passes changes.
+that plain decoding draws, and training is what it is without drafts. Only the number of forward passes changes. vLLM
+verifies by a rule of its own, which keeps the distribution and draws other tokens.
 """
 
 from typing import Any
@@ -34,7 +35,9 @@ class Drafts(Accelerator):
     def plan(self, context: StepContext, groups: list[Group]) -> list[Group]:
         engine = context.engine
         if self.pass_overhead is None:
-            self.pass_overhead = pass_overhead({n * t: engine.pass_seconds(n, t) for n, t in MEASURED_PASSES})
+            seconds = {n * t: engine.pass_seconds(n, t) for n, t in MEASURED_PASSES}
+            known = {tokens: taken for tokens, taken in seconds.items() if taken is not None}
+            self.pass_overhead = pass_overhead(known) if known else None
         if context.step != self.counted_step:  # not a further round of dynamic sampling
             self.counted_step, self.before = context.step, engine.stats
         engine.drafter = Drafter(
@@ -64,9 +67,10 @@ class Drafts(Accelerator):
             "drafts/accepted_tokens": spent["accepted_tokens"],
             "drafts/off_share": 1 - spent["draft_steps"] / max(spent["sample_steps"], 1),
             "drafts/forward_passes": spent["forward_passes"],
-            "drafts/pass_overhead": self.pass_overhead or 0.0,
             "drafts/history_tokens": self.history.stats["tokens"],
         }
+        if self.pass_overhead is not None:
+            telemetry["drafts/pass_overhead"] = self.pass_overhead
 
     def state_dict(self) -> dict[str, Any]:
         return {

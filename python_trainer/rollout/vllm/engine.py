@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from python_trainer.data import Request, Rollout
 from python_trainer.errors import UserError
 from python_trainer.keyed import keyed_seed
+from python_trainer.rollout.drafting import Drafter
 from python_trainer.rollout.engine import Engine, SamplingParams, check_requests, check_sampling, new_rollouts
 from python_trainer.rollout.ordering import LengthHistory, expectations, longest_first, remember
 from python_trainer.rollout.stopping import StopStrings
@@ -25,6 +26,11 @@ COUNTERS = {
     "cached_tokens": "vllm:prompt_tokens_cached",
     "preemptions": "vllm:num_preemptions",
     "forward_passes": "vllm:iteration_tokens_total",  # a histogram over passes: its count
+}
+DRAFT_COUNTERS = {
+    "draft_steps": "vllm:spec_decode_num_drafts",
+    "draft_tokens": "vllm:spec_decode_num_draft_tokens",
+    "accepted_tokens": "vllm:spec_decode_num_accepted_tokens",
 }
 
 
@@ -62,8 +68,12 @@ class Backend(Protocol):
         """The samples of each; ``settings`` are those that all have in common, by vLLM's names."""
         ...
 
+    def draft_from(self, drafter: Drafter | None) -> None:
+        """Lets vLLM draft from the drafter's history, where it can, until this is called again; None: no drafts."""
+        ...
+
     def counters(self) -> dict[str, float]:
-        """Counts since vLLM was started, by the keys of ``COUNTERS``."""
+        """Counts since vLLM was started, by the keys of ``COUNTERS``, and of ``DRAFT_COUNTERS`` where it can draft."""
         ...
 
     def sleep(self) -> bool:
@@ -111,8 +121,9 @@ class VLLMEngine(Engine):
         self._sampling = SamplingParams()
         self._name = uuid4().hex  # of this run: a server may have served others
         self._loaded: int | None = None  # version of the policy that vLLM has
-        self._stats: dict[str, float] = dict.fromkeys((*OWN_COUNTERS, *COUNTERS), 0)
         self._seen = backend.counters()
+        steps = ["sample_steps"] if "accepted_tokens" in self._seen else []
+        self._stats: dict[str, float] = dict.fromkeys((*OWN_COUNTERS, *self._seen, *steps), 0)
 
     @property
     def stats(self) -> dict[str, float]:
@@ -121,7 +132,9 @@ class VLLMEngine(Engine):
         ``generated_tokens``; ``prompt_tokens`` of prompts and prefixes, once per sample; ``cached_tokens`` of those,
         found in vLLM's prefix cache; ``prefill_tokens``, the others; ``forward_passes``; ``preemptions``;
         ``weight_bytes`` of weights that were written for servers or handed to vLLM in this process. But for the first
-        and the last they are vLLM's own counts: on a server they include what others ask it meanwhile.
+        and the last they are vLLM's own counts: on a server they include what others ask it meanwhile. Where it can
+        draft also ``draft_tokens``, ``accepted_tokens``, ``sample_steps`` (a sample's part in a pass) and
+        ``draft_steps``, those with a draft.
         """
         return dict(self._stats)
 
@@ -149,6 +162,7 @@ class VLLMEngine(Engine):
         if not rollouts:
             return []
         self.refresh()
+        self.backend.draft_from(self.drafter)
         asked, owners = self._continuations(requests, self._sampling)
         salt = f"{self._name}-{self.policy_version}"
         found = self.backend.complete(asked, self._settings(self._sampling), salt) if asked else []
@@ -212,11 +226,14 @@ class VLLMEngine(Engine):
         }
 
     def _count(self, rollouts: Sequence[Rollout]) -> None:
-        self._stats["generated_tokens"] += sum(len(rollout.logprobs) for rollout in rollouts)
-        now = self.backend.counters()
-        for name in COUNTERS:
-            self._stats[name] += now[name] - self._seen[name]
+        now, generated = self.backend.counters(), sum(len(rollout.logprobs) for rollout in rollouts)
+        spent = {name: count - self._seen[name] for name, count in now.items()} | {"generated_tokens": generated}
         self._seen = now
+        if "accepted_tokens" in spent:
+            # a step gives one token more than it accepts, but what it accepts behind an answer's end counts too
+            spent["sample_steps"] = max(generated - spent["accepted_tokens"], spent["draft_steps"])
+        for name, count in spent.items():
+            self._stats[name] += count
         self._stats["prefill_tokens"] = self._stats["prompt_tokens"] - self._stats["cached_tokens"]
 
     def refresh(self) -> None:
@@ -230,12 +247,6 @@ class VLLMEngine(Engine):
 
     def close(self) -> None:
         self.backend.close()
-
-    def pass_seconds(self, sequences: int, tokens: int) -> float:
-        """Not known of vLLM: it schedules on its own."""
-        raise UserError(
-            "rollout.engine vllm schedules on its own and does not tell what a forward pass costs; paged does"
-        )
 
 
 def _cut_at_stop(rollout: Rollout, stop: StopStrings) -> None:

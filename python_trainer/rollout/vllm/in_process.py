@@ -10,9 +10,20 @@ import torch
 from transformers import PreTrainedModel
 
 from python_trainer.errors import UserError
+from python_trainer.rollout.drafting import Drafter
 from python_trainer.rollout.paged.engine import memory_limit
-from python_trainer.rollout.vllm.engine import COUNTERS, OLDEST, WORKER, Continuation, Drawn, check_version
+from python_trainer.rollout.vllm.engine import (
+    COUNTERS,
+    DRAFT_COUNTERS,
+    OLDEST,
+    WORKER,
+    Continuation,
+    Drawn,
+    check_version,
+)
+from rlkernels import RolloutHistory
 
+PROPOSER = "rlkernels.integrations.vllm.HistoryProposer"
 CPU_BLOCK = 32  # vLLM's attention on a CPU takes multiples of it
 
 
@@ -34,6 +45,8 @@ class InProcess:
         reserved_bytes: of the device's memory, for what comes later, such as an optimizer.
         gathered: makes the weights, by their names in a checkpoint, where the model does not have them.
         sleeps: let :meth:`sleep` have an effect, on a device where vLLM can do that.
+        longest_draft: most tokens that vLLM verifies at once; 0: it is made without drafts, and :meth:`draft_from` has
+            no effect.
 
     Raises:
         UserError: vLLM is missing or too old, or cannot run the model.
@@ -52,6 +65,7 @@ class InProcess:
         reserved_bytes: int = 0,
         gathered: Callable[[], Iterator[tuple[str, torch.Tensor]]] | None = None,
         sleeps: bool = True,
+        longest_draft: int = 0,
     ):
         self._gathered = gathered
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -60,6 +74,7 @@ class InProcess:
         device = next(model.parameters()).device
         if device.type == "cpu":
             block_size = -(-block_size // CPU_BLOCK) * CPU_BLOCK
+        self._drafts = longest_draft > 0
         self._sleeps, self._asleep = sleeps and _can_sleep(device), False
         set_threads = torch.set_num_threads
         try:
@@ -80,6 +95,7 @@ class InProcess:
                 enforce_eager=device.type == "cpu",
                 enable_sleep_mode=self._sleeps,
                 **_place_among_ranks(device),
+                **_drafting(longest_draft),
             )
         except (ValueError, RuntimeError, NotImplementedError) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
@@ -119,8 +135,18 @@ class InProcess:
         self._llm.collective_rpc("load_policy", args=(counted(),))
         return sent
 
+    def draft_from(self, drafter: Drafter | None) -> None:
+        if not self._drafts:
+            return
+        from rlkernels.integrations.vllm import share_history
+
+        if drafter is None:
+            share_history(None)
+        else:
+            share_history(drafter.history, drafter.token_cost)
+
     def close(self) -> None:
-        pass
+        self.draft_from(None)
 
     def complete(self, asked: Sequence[Continuation], settings: dict[str, Any], salt: str) -> list[list[Drawn]]:
         prompts = [{"prompt_token_ids": one.ids, "cache_salt": salt} for one in asked]
@@ -143,8 +169,19 @@ class InProcess:
 
     def counters(self) -> dict[str, float]:
         found: dict[str, Any] = {metric.name: metric for metric in self._llm.get_metrics()}
-        values = {name: found[theirs] for name, theirs in COUNTERS.items()}
+        named = COUNTERS | (DRAFT_COUNTERS if self._drafts else {})
+        values = {name: found[theirs] for name, theirs in named.items()}
         return {name: float(one.value if hasattr(one, "value") else one.count) for name, one in values.items()}
+
+
+def _drafting(longest: int) -> dict[str, Any]:
+    """Options of an engine that will be given drafters; none where it will not."""
+    if not longest:
+        return {}
+    from rlkernels.integrations.vllm import share_history
+
+    share_history(RolloutHistory())  # there has to be one when the engine is made
+    return {"speculative_config": {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": longest}}
 
 
 def _can_sleep(device: torch.device) -> bool:

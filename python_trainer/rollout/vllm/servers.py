@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from python_trainer.errors import UserError
 from python_trainer.files import usual_mode
+from python_trainer.rollout.drafting import Drafter
 from python_trainer.rollout.ordering import Work, longest_first, to_least_loaded
 from python_trainer.rollout.vllm.adapters import AdapterFiles
 from python_trainer.rollout.vllm.engine import COUNTERS, Continuation, Drawn
@@ -106,6 +107,9 @@ class Servers:
     def sleep(self) -> bool:
         return False  # the memory is theirs
 
+    def draft_from(self, drafter: Drafter | None) -> None:
+        pass  # they draft from files, or not at all
+
     def complete(self, asked: Sequence[Continuation], settings: dict[str, Any], salt: str) -> list[list[Drawn]]:
         with ExitStack() as held:
             pools = [held.enter_context(ThreadPoolExecutor(CONNECTIONS)) for _ in self.servers]
@@ -167,6 +171,9 @@ class Elsewhere:
 
     def sleep(self) -> bool:
         return False
+
+    def draft_from(self, drafter: Drafter | None) -> None:
+        pass
 
     def close(self) -> None:
         pass

@@ -25,7 +25,7 @@ class HistoryUpdate:
     history: bytes | None  # all of it, as of ``RolloutHistory.to_bytes``; None: as it was, and ``news``
     news: list[HistoryEntry]
     max_tokens: int
-    pass_overhead: float
+    pass_overhead: float | None
 
 
 @dataclass(frozen=True)

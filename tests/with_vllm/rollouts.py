@@ -1,0 +1,75 @@
+"""What tests of the trainer's vLLM engine have in common."""
+
+import json
+
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from python_trainer.config import check_config
+from python_trainer.rollout import SamplingParams
+from python_trainer.run import Trainer
+from python_trainer.run_directory import read_metrics
+
+MEMORY = 8 << 20
+GREEDY = SamplingParams(temperature=0.0)
+EOS = 63
+LIMIT = 128
+PROMPTS = [[7], [5, 6, 7, 8, 9], list(range(40)), [*range(40), 3, 1, 4, 1, 5], list(range(60, 20, -1)) * 2]
+SAMPLINGS = [SamplingParams(seed=1), SamplingParams(temperature=0.7, top_k=9, seed=2), SamplingParams(top_p=0.8)]
+
+
+def load(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def own_greedy(model, prompt, count):
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count,
+                         eos_token_id=EOS, pad_token_id=0)  # fmt: skip
+    return out[0, len(prompt) :].tolist()
+
+
+def spent(engine, before):
+    return {name: count - before[name] for name, count in engine.stats.items()}
+
+
+def own_logprobs(model, context, ids, sampling):
+    """Those of the distribution that is sampled from, by one pass of the model."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*context, *ids]])).logits[0, len(context) - 1 : -1]
+    logprobs = (logits / sampling.temperature).log_softmax(-1)
+    if sampling.top_k:
+        kept = logprobs.topk(sampling.top_k).indices
+        logprobs = torch.full_like(logprobs, -torch.inf).scatter(1, kept, logprobs.gather(1, kept)).log_softmax(-1)
+    if sampling.top_p < 1:
+        ordered, order = logprobs.sort(descending=True)
+        ordered[ordered.exp().cumsum(-1) - ordered.exp() >= sampling.top_p] = -torch.inf
+        logprobs = torch.empty_like(logprobs).scatter(1, order, ordered.log_softmax(-1))
+    return logprobs.gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
+
+
+def run_settings(folder, path, **rollout):
+    prompts = path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in ("AB", "CDE", "FFAB", "G")))
+    return {
+        "max_steps": 3,
+        "task": {"name": "jsonl", "train_path": str(prompts), "test_path": str(prompts), "reward": "tiny:digits"},
+        "model": {"path": str(folder), "device": "cpu"},
+        "rollout": {"engine": "vllm", "prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12,
+                    "memory_bytes": MEMORY, **rollout},
+        "optimizer": {"learning_rate": 1e-2},
+        "accelerators": {"enabled": ["rpo"], "rpo": {"fill": 1, "keep": "any"}},
+        "save": {"save_model": True},
+    }  # fmt: skip
+
+
+def train(settings, folder):
+    config = check_config(settings, source="test")
+    summary = Trainer(config, folder, console=Console(quiet=True)).run()
+    rows = read_metrics(folder)
+    assert summary["steps"] == 3 and summary["generated_tokens"] > 0 and summary["prefill_tokens"] > 0
+    # every step's answers are the current policy's: with weights one step old this is 0.1 and more
+    assert max(row["sampling/logp_difference/max"] for row in rows[1:]) < 1e-3
+    assert all(row["grad_norm"] > 0 for row in rows[1:])
+    return rows

@@ -1,0 +1,142 @@
+"""The accelerator drafts with vLLM in the trainer's process."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from rollouts import EOS, GREEDY, MEMORY, PROMPTS, SAMPLINGS, load, own_logprobs, run_settings, spent, train
+
+from python_trainer.config import check_config
+from python_trainer.rollout import Request, SamplingParams
+from python_trainer.rollout.drafting import Drafter
+from python_trainer.run import Trainer
+from python_trainer.run_directory import read_metrics
+from rlkernels import RolloutHistory
+
+
+@pytest.fixture(scope="module")
+def plain(folder):
+    """vLLM's backend without drafts; made first, since vLLM counts for the newest engine of a process."""
+    from python_trainer.rollout.vllm.in_process import InProcess
+
+    return InProcess(load(folder), folder, memory_bytes=MEMORY)
+
+
+@pytest.fixture(scope="module")
+def drafting(folder, plain):
+    """vLLM's backend as the accelerator drafts needs it."""
+    from python_trainer.rollout.vllm.in_process import InProcess
+
+    return InProcess(load(folder), folder, memory_bytes=MEMORY, longest_draft=8)
+
+
+@pytest.fixture
+def model(folder):
+    return load(folder)
+
+
+def test_drafts_change_no_greedy_token(drafting, model):
+    from python_trainer.rollout import VLLMEngine
+
+    engine = VLLMEngine(model, drafting, eos_token_ids=[EOS])
+    requests = [Request(prompt, max_new_tokens=30) for prompt in PROMPTS]
+    plain = engine.generate(requests, GREEDY)
+    assert engine.stats["draft_tokens"] == 0 and engine.stats["sample_steps"] == engine.stats["generated_tokens"]
+    engine.drafter = Drafter(RolloutHistory(), max_tokens=8, pass_overhead=None)
+    for wrong in (31, 7):  # every so many tokens
+        for request, answer in zip(requests, plain, strict=True):
+            ids = [(token + (i % wrong == wrong - 1)) % EOS for i, token in enumerate(answer.ids)]
+            engine.drafter.history.add(request.prompt_ids, ids)
+        before = engine.stats
+        assert engine.generate(requests, GREEDY) == plain
+        counts = spent(engine, before)
+        assert 0 < counts["accepted_tokens"] <= counts["draft_tokens"]
+        assert 0 < counts["draft_steps"] <= counts["sample_steps"]
+        assert wrong == 7 or counts["sample_steps"] < 0.5 * counts["generated_tokens"]
+        engine.drafter = Drafter(RolloutHistory(), max_tokens=8, pass_overhead=None)
+
+
+@pytest.mark.parametrize("sampling", [*SAMPLINGS, SamplingParams(temperature=0.3, seed=4)])
+def test_logprobs_of_verified_tokens_are_those_of_the_model(plain, drafting, model, sampling):
+    """Accepted or drawn in place of a draft; and what is not drafted is drawn as by an engine that cannot draft."""
+    from python_trainer.rollout import VLLMEngine
+
+    engine = VLLMEngine(model, drafting, eos_token_ids=[EOS])
+    prefix = list(range(8))
+    requests = [Request(prompt, prefix, 3, 20, sample_id=10 * i) for i, prompt in enumerate(PROMPTS)]
+    first = engine.generate(requests, sampling)
+    other = VLLMEngine(model, plain, eos_token_ids=[EOS]).generate(requests, sampling)
+    assert [c.ids for c in first] == [c.ids for c in other]
+    engine.drafter = Drafter(RolloutHistory(), max_tokens=8, pass_overhead=None)
+    for i, answer in enumerate(first):
+        engine.drafter.history.add(PROMPTS[i // 3], answer.response_ids)
+    before = engine.stats
+    for i, completion in enumerate(engine.generate(requests, sampling)):
+        expected = own_logprobs(model, [*PROMPTS[i // 3], *prefix], completion.ids, sampling)
+        assert completion.logprobs == pytest.approx(expected, abs=2e-4)
+    counts = spent(engine, before)
+    assert 0 < counts["accepted_tokens"] < counts["draft_tokens"]
+
+
+def test_drafts_keep_the_distribution(drafting, model):
+    """Chi-square of the second token of 2,000 samples whose drafts are often wrong, against the model's own."""
+    from python_trainer.rollout import VLLMEngine
+
+    engine = VLLMEngine(model, drafting, eos_token_ids=[])
+    prompt, sampling = PROMPTS[1], SamplingParams(temperature=0.5, seed=7)
+    with torch.no_grad():
+        first = (model(torch.tensor([prompt])).logits[0, -1] / 0.5).softmax(-1)
+        pairs = torch.cat([torch.tensor([prompt]).repeat(64, 1), torch.arange(64)[:, None]], 1)
+        second = (model(pairs).logits[:, -1] / 0.5).softmax(-1)
+    engine.drafter = Drafter(RolloutHistory(), max_tokens=8, pass_overhead=None)
+    for token, after in enumerate(second.argsort(-1, descending=True)[:, :2].tolist()):
+        engine.drafter.history.add(prompt, [token, after[token % 2], 0])
+    before = engine.stats
+    answers = engine.generate([Request(prompt, (), 2000, 3)], sampling)
+    counts = spent(engine, before)
+    assert 100 < counts["accepted_tokens"] < 0.9 * counts["draft_tokens"]
+    wanted = first @ second * len(answers)
+    seen = torch.tensor([answer.ids[1] for answer in answers]).bincount(minlength=64)
+    enough = wanted > 8
+    wanted = torch.cat([wanted[enough], wanted[~enough].sum()[None]]).double()
+    seen = torch.cat([seen[enough], seen[~enough].sum()[None]]).double()
+    chi2, freedom = ((seen - wanted) ** 2 / wanted).sum(), torch.tensor(len(seen) - 1.0, dtype=torch.float64)
+    assert freedom > 4 and torch.special.gammaincc(freedom / 2, chi2 / 2) > 1e-3  # the p-value
+
+
+def draft_settings(folder, path, **accelerator):
+    settings = run_settings(folder, path, temperature=0.5)
+    settings["accelerators"] = {"enabled": ["drafts"], "drafts": accelerator}
+    return settings
+
+
+def test_training_with_drafts(folder, tmp_path):
+    """Every step is an epoch: from the second one on there are drafts. A resumed run repeats, drafts included."""
+    settings = draft_settings(folder, tmp_path)
+    rows = train(settings, tmp_path / "run")[1:]
+    plain = train(settings | {"accelerators": {"enabled": []}}, tmp_path / "plain")[1:]
+    assert rows[0]["drafts/offered_tokens"] == 0 and rows[0]["drafts/tokens_per_step"] == 1
+    for name in ("reward", "loss", "tokens/generated"):
+        assert rows[0][name] == plain[0][name], name  # nothing is drafted that would change what is drawn
+    for row in rows[1:]:
+        assert 0 < row["drafts/accepted_tokens"] < row["drafts/offered_tokens"]
+        assert 0 < row["drafts/off_share"] < 1 < row["drafts/tokens_per_step"]
+    half = check_config(settings | {"max_steps": 2, "save": {"save_steps": 2}}, source="test")
+    Trainer(half, tmp_path / "half", console=Console(quiet=True)).run()
+    more = check_config(settings, source="test")
+    Trainer(more, tmp_path / "half", resume=True, console=Console(quiet=True)).run()
+    again = read_metrics(tmp_path / "half")[1:]
+    for name in ("reward", "loss", "tokens/generated", *(key for key in rows[0] if key.startswith("drafts/"))):
+        assert [row[name] for row in again] == [row[name] for row in rows], name
+
+
+def test_several_trainers_with_drafts(folder, tmp_path, monkeypatch):
+    """Each engine drafts from the answers of all."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "python_trainer"))
+    import gloo
+
+    gloo.run_on_ranks(tmp_path, gloo.train, draft_settings(folder, tmp_path), tmp_path / "two", "ddp")
+    rows = read_metrics(tmp_path / "two")[1:]
+    assert rows[0]["drafts/offered_tokens"] == 0 and min(row["drafts/accepted_tokens"] for row in rows[1:]) > 0
+    assert max(row["sampling/logp_difference/max"] for row in rows) < 1e-3
