@@ -144,8 +144,9 @@ class EvaluatingLoop(TrainingLoop):
         return row, by_prompt(scores.accuracy, settings.samples)
 
     def evaluation_due(self) -> bool:
+        """Every so many steps, and after updates on stored answers alone, to show what they have brought."""
         every = self.config.evaluation.eval_steps
-        return every > 0 and self.state.step % every == 0
+        return every > 0 and (self.rehearsed or self.state.step % every == 0)
 
     def _target_ends_it(self) -> bool:
         return self.config.evaluation.stop_at_target and self.state.seconds_to_target is not None

@@ -47,7 +47,8 @@ class EvaluationConfig(EvaluationSampling):
     """Accuracy on the test set."""
 
     eval_steps: int = Field(0, ge=0)
-    """Evaluate every so many steps; 0: only before the first and after the last step."""
+    """Evaluate every so many steps, and after a first step that began with answers of earlier runs; 0: only before the
+    first and after the last step."""
     eval_limit: int | None = Field(None, ge=1)
     """Test prompts in evaluations at the start and at the end, of each set; null for all."""
     eval_limit_during: int | None = Field(512, ge=1)

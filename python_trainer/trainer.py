@@ -61,6 +61,7 @@ class TrainingLoop(ABC):
     folder: Path
     facts: Mapping[str, Any]
     rules: Mapping[str, Any]
+    rehearsed = False  # in the present step
 
     def loop(self, telemetry: Telemetry, stop: StopSignal) -> None:
         """Steps until the run is finished; all rows of metrics go to ``telemetry``.
@@ -128,6 +129,7 @@ class TrainingLoop(ABC):
         for accelerator in self.accelerators:
             with self.timed(accelerator):
                 batches += accelerator.rehearse(context)
+        self.rehearsed = bool(batches)
         if batches:
             with self.clock.measure("rollout"):
                 self.engine.rest()

@@ -35,7 +35,7 @@ def run(make_config, tmp_path):
     """run(folder, steps, **settings of curriculum) -> the trainer of a run that is over; on one database by default."""
 
     def make(folder, steps=4, resume=False, task=None, seed=0, enabled=("curriculum",), **settings):
-        names = ("algorithm", "optimizer", "rollout")
+        names = ("algorithm", "optimizer", "rollout", "evaluation")
         sections = {name: settings.pop(name) for name in names if name in settings}
         usual = {"database": str(tmp_path / "history.db"), "least_gain": 1e9, "rehearsal_share": 10}
         curriculum = usual | settings
@@ -102,6 +102,17 @@ def test_rehearsal_is_a_share_of_the_run(run, tmp_path):
         run(f"share {share}", seed=1, steps=2, rehearsal_share=share, rehearsals=3)
     rehearsed = [read_metrics(tmp_path / f"share {s}")[1]["curriculum/rehearsed_answers"] for s in (0.0, 0.5, 10.0)]
     assert rehearsed[0] == 0 < rehearsed[1] <= 16 + 3 < 3 * found(tmp_path, "share 10.0") == rehearsed[2]
+
+
+def test_what_rehearsal_has_brought_is_seen_at_once(run, tmp_path):
+    run("first")
+    for name, every, rehearsals in ("with", 3, 1), ("without", 3, 0), ("never", 0, 1):
+        run(name, seed=1, steps=4, rehearsals=rehearsals, evaluation={"eval_steps": every})
+    seen = {
+        name: [row["step"] for row in read_metrics(tmp_path / name) if "eval/accuracy" in row]
+        for name in ("with", "without", "never")
+    }
+    assert seen == {"with": [0, 1, 3, 4], "without": [0, 3, 4], "never": [0, 4]}
 
 
 def test_rehearsal_makes_right_answers_more_likely(run, tmp_path):
