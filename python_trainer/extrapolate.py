@@ -77,7 +77,8 @@ def find(folders: Sequence[Path], base: Path | None, accuracy: Sequence[float] |
         found = list_checkpoints(folders[0] / "checkpoints")
         steps = [step_of(path) for path in found]
         rows = {row["step"]: row["accuracy"] for row in read_metrics(folders[0]) if "accuracy" in row}
-        smooth = [[rows[s] for s in range(step - 4, step + 1) if s in rows] for step in steps]
+        # a mean of five steps, the last ones up to there that had answers from their start
+        smooth = [[rows[s] for s in sorted(rows) if s <= step][-5:] for step in steps]
         known = [sum(window) / len(window) for window in smooth] if all(smooth) else None
         saved = Saved(base or policy_folder(config.model.path, config.model.revision), found, steps, known, True)
     else:

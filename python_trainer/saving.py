@@ -76,7 +76,7 @@ class SavingLoop(TrainingLoop):
             raise UserError(
                 f"{self.folder} was run with the accelerators {sorted(saved['accelerators'])}, not {sorted(names)}"
             )
-        self._check_prompts(saved.get("prompts"), names)
+        self._check_prompts(saved.get("prompts"))
         if "model" not in saved:
             assert self.checkpoint is not None
             saved |= read_shards(self.checkpoint, self.learner.state_dict())
@@ -108,15 +108,18 @@ class SavingLoop(TrainingLoop):
         self.engine.policy_updated()
         self.engine.policy_version = self.state.policy_version
 
-    def _check_prompts(self, before: str | None, accelerators: set[str]) -> None:
-        """What accelerators have learned of prompts is kept by their numbers."""
+    def _check_prompts(self, before: str | None) -> None:
+        """What some accelerators have learned of prompts is kept by their numbers."""
         if before is None or before == self.task.fingerprint:
             return
-        if accelerators:
+        names = [accelerator.name for accelerator in self.accelerators if accelerator.numbers_prompts]
+        if names:
+            model = self.folder / "model"
+            path = str(model) if model.is_dir() else f"{self.folder / 'export'}, which `export {self.folder}` writes"
             raise UserError(
-                f"{self.folder} was run on other training prompts than those of task, and what its accelerators "
-                f"{sorted(accelerators)} have learned is of those: resume it with the task of its config.yaml, or "
-                f"begin a new run with model.path={self.folder}"
+                f"{self.folder} was run on other training prompts than task has now, also where those too long for "
+                f"rollout were left out, and what its accelerators {sorted(names)} have learned is of those: resume it "
+                f"with task and rollout of its config.yaml, or begin a new run with model.path={path}"
             )
         self._note("the training prompts are others than before")
 

@@ -113,14 +113,16 @@ def after_an_earlier_run(ground: Ground, name: str, seed: int) -> None:
     if other is None:
         return
     left = ground.folder / f"{slug(earlier)}.db"
-    ground.run("earlier", earlier, CURRICULUM | other | {DATABASE: str(left)}, EARLIER_SEED)
     own = ground.folder / f"{slug(name)}-{seed}.db"
+    settings = settings | {RHYME_DATABASE if RHYME_DATABASE in settings else DATABASE: str(own)}
+    if ground.known("curriculum", name, settings, seed):
+        return
+    ground.run("earlier", earlier, CURRICULUM | other | {DATABASE: str(left)}, EARLIER_SEED)
     if not left.exists():
         raise UserError(f"{left} is not there: its run is in the records, so make it again with other --records")
     if not own.exists():
         shutil.copy(left, own)
-    database = RHYME_DATABASE if RHYME_DATABASE in settings else DATABASE
-    ground.run("curriculum", name, settings | {database: str(own)}, seed)
+    ground.run("curriculum", name, settings, seed)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -91,11 +91,10 @@ class Ground:
         Args:
             size: of the task's answers.
         """
+        if found := self.known(part, name, changes, seed, size):
+            return found
         config = self.config(changes, seed, size)
         key = {"task": self.task, "part": part, "name": name, "seed": seed}
-        for row in read_rows(self.records):
-            if {field: row.get(field) for field in key} == key and is_of(row, config):
-                return row
         folder = self.folder / part / slug(name) / f"seed-{seed}"
         label = f"{self.task}, {name} (seed {seed})"
         siblings = sorted(self.folder.glob(f"*/*/seed-{seed}"))  # with the same accuracy at the start
@@ -107,6 +106,17 @@ class Ground:
         with self.records.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         return row
+
+    def known(
+        self, part: str, name: str, changes: Mapping[str, Any], seed: int, size: float = 1.0
+    ) -> dict[str, Any] | None:
+        """The record of a run with these settings; None: there is none."""
+        config = self.config(changes, seed, size)
+        key = {"task": self.task, "part": part, "name": name, "seed": seed}
+        for row in read_rows(self.records):
+            if {field: row.get(field) for field in key} == key and is_of(row, config):
+                return row
+        return None
 
     def config(self, changes: Mapping[str, Any], seed: int, size: float) -> Config:
         """The task's configuration with these changes, in as many steps as use up the answers."""

@@ -112,7 +112,7 @@ def facts(runs: Sequence[Run]) -> dict[str, Any]:
     """Means over the seeds of a variant, and each seed's own figures where they matter."""
     summaries = [run.summary for run in runs]
     metrics = [read_metrics(run.folder) for run in runs]
-    answers = [[row for row in rows if "accuracy" in row] for rows in metrics]
+    answers = [[row for row in rows if row["step"]] for rows in metrics]
     spent = fmean(s["training_s"] for s in summaries)
     out: dict[str, Any] = {
         "seeds": len(runs),

@@ -22,8 +22,8 @@ ACCELERATORS: Registry[type[AcceleratorSettings]] = Registry(
     "accelerator",
     {
         "curriculum": f"{HOME}.curriculum.settings:CurriculumSettings",
+        "rpo": f"{HOME}.rpo.settings:RPOSettings",  # decides what the answers of a group begin with
         "rhyme": f"{HOME}.rhyme.settings:RhymeSettings",
-        "rpo": f"{HOME}.rpo.settings:RPOSettings",
         "drafts": f"{HOME}.drafts.settings:DraftsSettings",
         "alpha": f"{HOME}.alpha.settings:AlphaSettings",
     },

@@ -81,6 +81,8 @@ class Accelerator:
 
     watches: ClassVar[bool] = False
     """Whether training is the same without it: a run may be resumed with it or without."""
+    numbers_prompts: ClassVar[bool] = True
+    """Whether its state names training prompts by their numbers: a run is then not resumed with other prompts."""
 
     def __init__(self, settings: Any):
         self.settings = settings
@@ -111,7 +113,8 @@ class Accelerator:
     def replay(self, context: StepContext, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """After all have collected: stored answers to train on beside these, each a group of its own.
 
-        They say how often their prompt is answered right, ``expected``, which they are judged against.
+        They say how often their prompt is answered right, ``expected``, which they are judged against. Whoever needs
+        the groups as they will be trained on looks at them here.
         """
         return []
 

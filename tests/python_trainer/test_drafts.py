@@ -16,6 +16,7 @@ from python_trainer.run_directory import read_metrics
 from rlkernels import RolloutHistory
 
 SETTINGS = [GREEDY, SamplingParams(seed=3), SamplingParams(temperature=0.7, top_p=0.8, top_k=9, seed=1)]
+QUIET = Console(quiet=True)
 
 
 def drafter(pass_overhead=1e9, **options) -> Drafter:
@@ -284,14 +285,18 @@ def test_metrics_are_of_all_rounds_of_a_step(make_config, tmp_path):
 
 
 def test_cost_is_measured_once(make_config, tmp_path):
-    trainer = Trainer(
-        make_config(max_steps=2, accelerators={"enabled": ["drafts"]}), tmp_path / "run", console=Console(quiet=True)
-    )
-    calls = []
-    trainer.engine.pass_seconds = lambda n, t: calls.append((n, t)) or 0.01 + 0.001 * n * t
-    trainer.run()
-    assert len(calls) == 3 and trainer.accelerators[0].pass_overhead == pytest.approx(10.0)
+    calls, config = [], {"accelerators": {"enabled": ["drafts"]}}
+
+    def run(steps, seconds, **options):
+        trainer = Trainer(make_config(max_steps=steps, **config), tmp_path / "run", console=QUIET, **options)
+        trainer.engine.pass_seconds = lambda n, t: calls.append((n, t)) or seconds(n * t)
+        trainer.run()
+        return trainer.accelerators[0].pass_overhead
+
+    assert run(2, lambda tokens: 0.01 + 0.001 * tokens) == pytest.approx(10.0) and len(calls) == 3
     assert read_metrics(tmp_path / "run")[-1]["drafts/pass_overhead"] == pytest.approx(10.0)
+    assert run(3, lambda tokens: 1.0, resume=True) == pytest.approx(10.0)
+    assert run(4, lambda tokens: None, resume=True) is None, "an engine that does not tell is not judged by another"
 
 
 def test_damaged_history_in_a_checkpoint():

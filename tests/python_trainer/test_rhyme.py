@@ -3,6 +3,7 @@
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from test_checkpoint import assert_same_run
 from python_trainer.accelerators.rhyme import accelerator as rhyme_module
 from python_trainer.accelerators.rhyme.accelerator import begins_with
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
+from python_trainer.accelerators.rhyme.recording import GatheredStep
 from python_trainer.accelerators.rhyme.records import StoredAnswer, prompt_key
 from python_trainer.accelerators.rhyme.settings import RhymeSettings
 from python_trainer.config import check_config
@@ -172,10 +174,52 @@ def test_no_more_answers_are_spared_than_stored_ones_can_come(rhyme_config, tmp_
             sample.text = str(ids)
             rhyme.bank.add(sample, fresh=True)
     trainer.run()
-    assert [rhyme.spared[key] for key in keys] == [0, 2, 2] and len(rhyme.offers) == 5
+    assert rhyme.spared == [0, 2, 2, 0] and len(rhyme.offers) == 5
     row = read_metrics(tmp_path / "run")[1]
     assert row["rhyme/spared_answers"] == row["rhyme/stored_answers"] == 4 and row["rhyme/candidates"] == 6
     assert row["rhyme/passed_over"] == 1 and row["rhyme/too_far"] == pytest.approx(1 / 6)
+
+
+def test_a_prompt_that_comes_twice_in_a_step_has_stored_answers_in_both_groups(rhyme_config, tmp_path, monkeypatch):
+    rollout = {"prompts_per_step": 24}  # two epochs of 12 prompts
+    config = rhyme_config(None, {"min_weight": 0}, max_steps=1, rollout=rollout, task={"reward": "test_rhyme:failing"})
+    trainer = Trainer(config, tmp_path / "run", console=QUIET)
+    rhyme, update, groups = trainer.accelerators[0], trainer.learner.update, []
+    rhyme.bank.add(stored_answer(trainer, 5), fresh=True)
+
+    def spy(rollouts, number):
+        groups.extend(by_group(rollouts).values())
+        return update(rollouts, number)
+
+    monkeypatch.setattr(trainer.learner, "update", spy)
+    trainer.run()
+    stored = [sum(r.importance_cap is not None for r in group) for group in groups if group[0].prompt_key == 5]
+    assert stored == [1, 1] and {len(group) for group in groups} == {4}
+    row = read_metrics(tmp_path / "run")[1]
+    assert row["rhyme/spared_answers"] == row["rhyme/stored_answers"] == 2
+    assert row["rhyme/prompts_with_candidates"] == row["rhyme/rescued_groups"] == 2 / 24
+
+
+def test_what_is_recorded_is_of_answers_from_their_start():
+    """And of the step before where there are none."""
+
+    def group(reward, prefix_len, text):
+        return [Rollout([1], [2, 3], prefix_len, [-1.0] * (2 - prefix_len), text=text, reward=reward, accuracy=reward)]
+
+    example = SimpleNamespace(prompt="p")
+    context = SimpleNamespace(step=1, task=SimpleNamespace(train=[example]))
+    gathered = GatheredStep()
+    first, _ = gathered.add(context, [group(0.25, 1, "begun")], [])
+    assert first.reward == 0.25, "there is nothing else"
+    both, _ = gathered.add(context, [group(0.75, 1, "begun")], [])
+    assert both.reward == 0.5, "of all rounds"
+    whole, _ = gathered.add(context, [group(1.0, 0, "from its start")], [])
+    alone, _ = GatheredStep().add(context, [group(1.0, 0, "from its start")], [])
+    context.step = 2
+    after, _ = gathered.add(context, [group(0.0, 1, "begun")], [])
+    for record in whole, after:
+        assert record.reward == record.accuracy == 1.0
+        assert all(torch.equal(record.sketch[part], alone.sketch[part]) for part in alone.sketch)
 
 
 @pytest.mark.parametrize("selection", ["likelihood", "reward", "random"])
@@ -317,11 +361,26 @@ def test_stored_answers_join_a_group_only_from_where_it_begins(make_config, tmp_
     assert not begins_with([1, 2], [1, 2]) and begins_with([1, 2], []) and not begins_with([1, 3, 2], [1, 2])
 
 
-@pytest.mark.parametrize("enabled", [("rhyme", "rpo"), ("rpo", "rhyme")])
-def test_with_suffix_rollouts(filled, rhyme_config, tmp_path, enabled):
-    config = rhyme_config(filled, TRUST_ALL, enabled=enabled, max_steps=8, seed=1)
+def test_no_answer_is_spared_for_stored_ones_that_begin_otherwise(rhyme_config, tmp_path):
+    config = rhyme_config(None, {"min_weight": 0}, enabled=("rhyme", "rpo"), max_steps=1,
+                          task={"reward": "test_rhyme:failing"})  # fmt: skip
+    trainer = Trainer(config, tmp_path / "run", console=QUIET)
+    assert [accelerator.name for accelerator in trainer.accelerators if not accelerator.watches] == ["rpo", "rhyme"]
+    rpo, rhyme = trainer.accelerators[:2]
+    for key in range(12):
+        rpo.answers[key], rpo.shortest[key] = [7, 8, 9, 10], 4
+        rhyme.bank.add(stored_answer(trainer, key), fresh=True)
+    trainer.run()
+    row = read_metrics(tmp_path / "run")[1]
+    begun = row["rpo/hit_rate"]
+    assert begun > 0 and row["rhyme/prompts_with_candidates"] == 1 - begun
+    assert row["rhyme/spared_answers"] == row["rhyme/stored_answers"] == 4 * (1 - begun)
+
+
+def test_with_suffix_rollouts(filled, rhyme_config, tmp_path):
+    config = rhyme_config(filled, TRUST_ALL, enabled=("rhyme", "rpo"), max_steps=8, seed=1)
     _, _, rows = train(config, tmp_path / "run")
-    assert max(row["rhyme/stored_share"] for row in rows) > 0 and rows[-1]["rpo/hit_rate"] > 0.5
+    assert max(row["rhyme/stored_share"] for row in rows) > 0 and rows[-1]["rpo/hit_rate"] >= 0.5
     stored = [s for s in RetrospectiveDatabase(str(filled)).samples() if s.run_id == 2]
     assert any(math.isnan(s.logprobs[0]) for s in stored)  # a given beginning has no log-probabilities
 

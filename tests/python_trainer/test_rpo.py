@@ -49,7 +49,7 @@ def test_first_visit_is_whole_then_a_prefix_of_a_remembered_answer():
     rpo, first = RPO(RPOSettings()), planned()
     rpo.plan(context(), [first])
     assert first.prefix_ids == [] and first.max_new_tokens == 20
-    rpo.collect(context(), answered([0.0, 1.0, 0.0]))
+    rpo.replay(context(), answered([0.0, 1.0, 0.0]))
     kept = rpo.answers[4]
     group = planned()
     assert rpo.plan(context(seed=9), [group]) == [group]
@@ -90,21 +90,21 @@ def test_longest_cut_follows_its_schedule():
 
 def test_only_answers_worth_keeping_are_remembered():
     rpo, group = RPO(RPOSettings()), answered([0.0, 0.0])
-    rpo.collect(context(), group)
+    rpo.replay(context(), group)
     assert rpo.answers == {}  # none was right
     group = answered([1.0, 0.0, 1.0])
     group[0].finish_reason = "length"
-    rpo.collect(context(), group)
+    rpo.replay(context(), group)
     assert rpo.answers == {4: group[2].response_ids} and rpo.shortest == {4: 2}
-    rpo.collect(context(), answered([0.0, 0.0]))
+    rpo.replay(context(), answered([0.0, 0.0]))
     assert rpo.answers == {4: group[2].response_ids}  # what was there stays
     every = RPO(RPOSettings(keep="any"))
-    every.collect(context(), answered([0.0, 0.0]))
+    every.replay(context(), answered([0.0, 0.0]))
     assert every.answers
     cut_off = answered([1.0])
     cut_off[0].finish_reason = "length"
     other = RPO(RPOSettings(keep="any"))
-    other.collect(context(), cut_off)
+    other.replay(context(), cut_off)
     assert other.answers == {}
 
 
@@ -118,7 +118,7 @@ def test_cache_takes_the_best_answer_with_probability_epsilon():
     counts = Counter()
     for seed in range(2000):
         rpo = RPO(RPOSettings(epsilon=0.7, keep="any"))
-        rpo.collect(context(seed), answered([0.0, 1.0, 0.5, 0.0]))
+        rpo.replay(context(seed), answered([0.0, 1.0, 0.5, 0.0]))
         counts[rpo.answers[4][0]] += 1
     assert 0.66 < counts[11] / 2000 < 0.74  # the best
     for other in (10, 12, 13):
@@ -126,7 +126,7 @@ def test_cache_takes_the_best_answer_with_probability_epsilon():
     ties = Counter()
     for seed in range(600):
         rpo = RPO(RPOSettings(epsilon=1.0))
-        rpo.collect(context(seed), answered([1.0, 1.0, 0.0]))
+        rpo.replay(context(seed), answered([1.0, 1.0, 0.0]))
         ties[rpo.answers[4][0]] += 1
     assert set(ties) == {10, 11} and min(ties.values()) > 200
 
@@ -143,7 +143,8 @@ def test_length_reward_known_values():
 
 def test_length_reward_leaves_raw_accuracy_alone():
     rpo = RPO(RPOSettings(length_reward="correct", epsilon=1.0))
-    rollouts = rpo.collect(context(), answered([1.0, 1.0, 0.0]))
+    rollouts = answered([1.0, 1.0, 0.0])
+    assert rpo.replay(context(), rollouts) == []
     assert rpo.answers[4] == rollouts[0].response_ids  # the best by the shaped reward
     assert [r.accuracy for r in rollouts] == [1.0, 1.0, 0.0]
     assert rollouts[0].reward > rollouts[1].reward == 0.5 and rollouts[2].reward == 0
@@ -158,7 +159,7 @@ def test_metrics_count_informative_groups_by_cut():
             rollout.group, rollout.prefix_len = key, prefix
         groups += group
     seen = context()
-    rpo.collect(seen, groups)
+    rpo.replay(seen, groups)
     assert seen.telemetry == {
         "rpo/groups_cut_10": 2, "rpo/informative_cut_10": 1, "rpo/groups_cut_80": 1, "rpo/informative_cut_80": 1,
         "rpo/groups_cut_100": 1, "rpo/informative_cut_100": 0, "rpo/hit_rate": 0.75, "rpo/informative": 0.5,

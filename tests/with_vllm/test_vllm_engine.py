@@ -175,7 +175,7 @@ def test_a_server_merges_adapters_itself(address, model, tmp_path):
         expected = whole.generate(requests, SamplingParams(seed=1))
         assert [c.ids for c in found[-1]] == [c.ids for c in expected]
         for one, other in zip(found[-1], expected, strict=True):
-            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-6)
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
     assert [c.ids for c in found[0]] != [c.ids for c in found[1]] != [c.ids for c in found[2]]
     size = sum(4 * 4 * sum(weight.shape) for weight in base.values())
     assert size < sent[1] == sent[2] < size + 300 * 2 * len(names) < sent[0] == whole.stats["weight_bytes"]

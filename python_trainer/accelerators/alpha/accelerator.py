@@ -34,6 +34,7 @@ class Alpha(Accelerator):
     """Tracks, extrapolates and asks the gate."""
 
     settings: AlphaSettings
+    numbers_prompts = False
 
     def __init__(self, settings: AlphaSettings):
         super().__init__(settings)

@@ -18,6 +18,7 @@ class Recorder(Accelerator):
     settings: CurriculumSettings
     name = "recorder"  # curriculum itself is off
     watches = True
+    numbers_prompts = False
     runs: EarlierRuns | None = None
 
     def begin(self, run: RunContext) -> None:

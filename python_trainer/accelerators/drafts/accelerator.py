@@ -28,16 +28,15 @@ class Drafts(Accelerator):
         self.history = RolloutHistory(max_tokens=settings.history_tokens)
         self.visits: dict[int, int] = {}  # prompt key -> steps that it was part of
         self.pass_overhead = settings.pass_overhead
+        self.engine_asked = settings.pass_overhead is not None
         self.news: list[HistoryEntry] = []  # answers since the drafter before
         self.counted_step = 0
         self.before: dict[str, float] = {}  # the engine's counters when that step began
 
     def plan(self, context: StepContext, groups: list[Group]) -> list[Group]:
         engine = context.engine
-        if self.pass_overhead is None:
-            seconds = {n * t: engine.pass_seconds(n, t) for n, t in MEASURED_PASSES}
-            known = {tokens: taken for tokens, taken in seconds.items() if taken is not None}
-            self.pass_overhead = pass_overhead(known) if known else None
+        if not self.engine_asked:
+            self.engine_asked, self.pass_overhead = True, self._measured(engine)
         if context.step != self.counted_step:  # not a further round of dynamic sampling
             self.counted_step, self.before = context.step, engine.stats
         engine.drafter = Drafter(
@@ -45,6 +44,16 @@ class Drafts(Accelerator):
         )
         self.news = []
         return groups
+
+    def _measured(self, engine: Engine) -> float | None:
+        """As the run has measured it once; None: its engine of now does not tell."""
+        known = self.pass_overhead is not None
+        passes = MEASURED_PASSES[:1] if known else MEASURED_PASSES
+        seconds = {n * t: engine.pass_seconds(n, t) for n, t in passes}
+        found = {tokens: taken for tokens, taken in seconds.items() if taken is not None}
+        if not found:
+            return None
+        return self.pass_overhead if known else pass_overhead(found)
 
     def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
         context.engine.drafter = None  # evaluations have prompts of their own

@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING, Any
 from python_trainer.accelerators.base import Accelerator, StepContext
 from python_trainer.accelerators.rhyme.attempts import begin_run
 from python_trainer.accelerators.rhyme.bank import SampleBank, for_tokenizer
+from python_trainer.accelerators.rhyme.counts import Counts
 from python_trainer.accelerators.rhyme.evidence import Evidence
 from python_trainer.accelerators.rhyme.judging import judged
 from python_trainer.accelerators.rhyme.matching import Curve, Matches, curve_of, rhyming_stages
 from python_trainer.accelerators.rhyme.ranking import Candidate, Ranking
-from python_trainer.accelerators.rhyme.recording import GatheredStep, right_answers, run_facts
+from python_trainer.accelerators.rhyme.recording import GatheredStep, Shown, right_answers, run_facts
 from python_trainer.accelerators.rhyme.records import StoredAnswer, prompt_key
 from python_trainer.accelerators.rhyme.settings import RhymeSettings
 from python_trainer.data import Group, Rollout, by_group, good_ones
@@ -45,6 +46,7 @@ class Rhyme(Accelerator):
     """A sample bank of good answers, and where in the history this run is."""
 
     settings: RhymeSettings
+    numbers_prompts = False
 
     def __init__(self, settings: RhymeSettings):
         super().__init__(settings)
@@ -67,7 +69,9 @@ class Rhyme(Accelerator):
         self.ranking = Ranking(settings)
         self.offers: list[Candidate] = []  # of this step, near enough to the policy
         self.evidence: Evidence | None = None  # of the offers; None: there are none
-        self.spared: dict[int, int] = {}  # prompt -> fresh answers that were left out for stored ones
+        self.planned: list[Group] = []
+        self.spared: list[int] = []  # of each planned group: fresh answers that were left out for stored ones
+        self.counts = Counts()
         self.gathered = GatheredStep()
         self.warned = False  # of rewards outside of their range
 
@@ -126,34 +130,38 @@ class Rhyme(Accelerator):
                     reward_scale=settings.reward_scale,
                 )
             self.matches = Matches(stages, threshold=settings.threshold, lookahead=settings.lookahead)
-        candidates = [candidate for group in groups for candidate in self._candidates(group, context.step)]
+        if context.step != self.counts.step:  # not a further round of dynamic sampling
+            self.counts = Counts(context.step)
+        self.planned = groups
+        candidates = [c for place in range(len(groups)) for c in self._candidates(place, context.step)]
         with timed(context, "stage2"):
             self._look(context, candidates)
-        offered = Counter(offer.asked.prompt_key for offer in self.offers)
+        offered = Counter(offer.place for offer in self.offers)
         share = settings.history_ratio / (1 + settings.history_ratio)
-        self.spared = {}
-        for group in groups:
+        self.spared = []
+        for place, group in enumerate(groups):
             size = group.num_samples
-            spared = min(round(share * size), size - 1, offered[group.prompt_key])
-            self.spared[group.prompt_key] = spared
-            group.num_samples -= spared
+            self.spared.append(min(round(share * size), size - 1, offered[place]))
+            group.num_samples -= self.spared[-1]
+        self.counts.with_candidates += len({candidate.place for candidate in candidates})
         context.telemetry |= {
             "rhyme/best_match": stages[0].score if stages else 0.0,
             "rhyme/trusted_stages": len(self.matches.trusted),
             "rhyme/bank": len(self.bank),
-            "rhyme/prompts_with_candidates": len({c.asked.prompt_key for c in candidates}) / max(len(groups), 1),
         }
         return groups
 
-    def _candidates(self, group: Group, step: int) -> list[Candidate]:
-        """The stored answers to a prompt that stage 2 looks at."""
+    def _candidates(self, place: int, step: int) -> list[Candidate]:
+        """The stored answers to the prompt of a planned group that stage 2 looks at."""
+        group = self.planned[place]
         key = prompt_key(group.example.prompt)
         found = self.bank.candidates(key, lambda sample: self._worth(sample, step), self.settings.candidates)
         made = []
         for sample in found:
             own, match = sample.run_id == self.run_id, self.matches.score(sample.run_id, sample.step)
             if begins_with(sample.response_ids, list(group.prefix_ids)):
-                made.append(Candidate(sample, group, match, own, age=float(step - sample.step) if own else 0.0))
+                age = float(step - sample.step) if own else 0.0
+                made.append(Candidate(sample, group.prompt_ids, place, match, own, age))
         return made
 
     def _look(self, context: StepContext, candidates: list[Candidate]) -> None:
@@ -163,11 +171,9 @@ class Rhyme(Accelerator):
             return
         evidence = self.ranking.examine(context, candidates)
         near = (evidence.weights >= self.settings.min_weight).nonzero()[:, 0].tolist()
-        context.telemetry |= {
-            "rhyme/candidates": len(candidates),
-            "rhyme/too_far": 1 - len(near) / len(candidates),
-            "rhyme/weight": float(evidence.weights.mean()),
-        }
+        self.counts.candidates += len(candidates)
+        self.counts.near += len(near)
+        self.counts.weight += float(evidence.weights.sum())
         if near:
             self.offers, self.evidence = [candidates[i] for i in near], evidence.of(near)
 
@@ -186,22 +192,24 @@ class Rhyme(Accelerator):
             mixed += [*fresh, *(self._as_rollout(candidate) for candidate in chosen.get(number, ()))]
         with timed(context, "database"):
             self._remember(context, list(groups.values()))
-        failed = {number for number, fresh in groups.items() if not good_ones(fresh)}
-        context.telemetry |= {
-            "rhyme/stored_answers": context.telemetry.get("rhyme/stored_answers", 0.0) + len(mixed) - len(rollouts),
-            "rhyme/spared_answers": context.telemetry.get("rhyme/spared_answers", 0.0) + sum(self.spared.values()),
-            "rhyme/stored_share": 1 - len(rollouts) / len(mixed),
-            "rhyme/failed_groups": len(failed) / len(groups),
-            "rhyme/rescued_groups": len(failed & chosen.keys()) / len(groups),
-        }
+        failed, counts = {number for number, fresh in groups.items() if not good_ones(fresh)}, self.counts
+        counts.groups += len(groups)
+        counts.fresh += len(rollouts)
+        counts.stored += len(mixed) - len(rollouts)
+        counts.spared += sum(self.spared)
+        counts.failed += len(failed)
+        counts.rescued += len(failed & chosen.keys())
+        context.telemetry |= counts.metrics()
         return mixed
 
     def _choose(self, context: StepContext, groups: dict[int, list[Rollout]]) -> dict[int, list[Candidate]]:
         """The stored answers that join each group."""
-        numbers = {fresh[0].prompt_key: number for number, fresh in groups.items()}
+        numbers = self._numbers(groups)
         useful = []
         for i, offer in enumerate(self.offers):
-            offer.group = numbers[offer.asked.prompt_key]
+            if offer.place not in numbers:
+                continue
+            offer.group = numbers[offer.place]
             offer.fresh = groups[offer.group]
             given = offer.fresh[0].response_ids[: offer.fresh[0].prefix_len]
             differs = any(rollout.reward != offer.sample.reward for rollout in offer.fresh)
@@ -217,12 +225,21 @@ class Rhyme(Accelerator):
             candidate = candidates[i]
             failed = self.settings.rescue and not good_ones(candidate.fresh)
             taken = chosen.setdefault(candidate.group, [])
-            if len(taken) < max(self.spared[candidate.asked.prompt_key], int(failed)):
+            if len(taken) < max(self.spared[candidate.place], int(failed)):
                 taken.append(candidate)
         chosen = {number: taken for number, taken in chosen.items() if taken}
         rivals = sum(candidate.group in chosen for candidate in candidates)
-        context.telemetry["rhyme/passed_over"] = rivals - sum(map(len, chosen.values()))  # by the ranking
+        self.counts.passed_over += rivals - sum(map(len, chosen.values()))
         return chosen
+
+    def _numbers(self, groups: dict[int, list[Rollout]]) -> dict[int, int]:
+        """Place of a planned group -> number of its fresh answers; a prompt may come twice, others may drop groups."""
+        of_prompt: dict[int, list[int]] = {}
+        for number, fresh in groups.items():
+            of_prompt.setdefault(fresh[0].prompt_key, []).append(number)
+        waiting = {key: iter(numbers) for key, numbers in of_prompt.items()}
+        found = {i: next(waiting.get(group.prompt_key, iter(())), None) for i, group in enumerate(self.planned)}
+        return {place: number for place, number in found.items() if number is not None}
 
     def _as_rollout(self, candidate: Candidate) -> Rollout:
         """A stored answer as one of its group; what the group was given counts as given to it too."""
@@ -280,7 +297,7 @@ class Rhyme(Accelerator):
             "earlier_tokens": self.earlier_tokens,
             "bank": self.bank.state_dict(),
             "ranking": self.ranking.state_dict(),
-            "level": list(self.gathered.level),
+            "shown": None if self.gathered.shown is None else self.gathered.shown._asdict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -289,7 +306,7 @@ class Rhyme(Accelerator):
         self.earlier_tokens = state["earlier_tokens"]
         self.bank.load_state_dict(state["bank"])
         self.ranking.load_state_dict(state["ranking"])
-        self.gathered.level = tuple(state["level"])
+        self.gathered.shown = Shown(**shown) if (shown := state.get("shown")) is not None else None
         if self.database is not None and self.records and self.run_id is not None:
             done = int(self.curve.steps[-1]) if len(self.curve) else 0
             self.records = self.database.cut_run(self.run_id, done, created=self.created)

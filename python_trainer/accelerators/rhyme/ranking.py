@@ -12,7 +12,7 @@ from python_trainer.accelerators.rhyme.records import StoredAnswer
 from python_trainer.accelerators.rhyme.retrodiction import Retrodictor, alignments, rank_correlation
 from python_trainer.accelerators.rhyme.settings import RhymeSettings
 from python_trainer.algorithms.advantages import group_advantages
-from python_trainer.data import Group, Rollout
+from python_trainer.data import Rollout
 from python_trainer.keyed import keyed_seed, keyed_unit
 
 GRADIENT_MEMORY = 0.7  # how much of the remembered held-out gradient stays when a new one comes
@@ -23,7 +23,8 @@ class Candidate:
     """A stored answer in stage 2."""
 
     sample: StoredAnswer
-    asked: Group  # what the fresh answers of its group are to answer
+    prompt_ids: Sequence[int]
+    place: int  # of its group among the planned ones
     match: float = 0.0
     own: bool = False  # of this run
     age: float = 0.0  # steps, of this run's own answers
@@ -46,7 +47,7 @@ class Ranking:
     def examine(self, context: StepContext, candidates: Sequence[Candidate]) -> Evidence:
         """What the present policy says of the candidates."""
         gradients = bool(self.settings.retrodiction_steps) or self.settings.selection == "oracle"
-        return self._examine(context, [(c.asked.prompt_ids, c.sample) for c in candidates], gradients=gradients)
+        return self._examine(context, [(c.prompt_ids, c.sample) for c in candidates], gradients=gradients)
 
     def rank(
         self,

@@ -1,8 +1,8 @@
 """What a run writes into the retrospective database: facts about it, its steps, and a few right answers of each."""
 
-import math
 from collections.abc import Sequence
 from statistics import fmean
+from typing import NamedTuple
 
 import torch
 
@@ -26,45 +26,52 @@ def run_facts(context: StepContext, fingerprint: str) -> RunFacts:
     )
 
 
+class Shown(NamedTuple):
+    """What the answers of a step show of the policy."""
+
+    reward: float  # mean
+    accuracy: float  # mean
+    sketch: dict[str, torch.Tensor]  # as of :func:`sketch_of`
+
+
 class GatheredStep:
-    """The fresh answers of a step, and what is stored of them, over all rounds of dynamic sampling."""
+    """The fresh answers of a step, and what is stored of them, over all rounds of dynamic sampling.
+
+    Answers that go on from a given beginning say little of what the policy can do: what is shown is that of the others.
+    Where there are none it is that of the step before, and in the first one of all.
+    """
 
     def __init__(self) -> None:
         self.step = 0
         self.groups: list[list[Rollout]] = []
         self.kept: list[StoredAnswer] = []
-        self.level = (math.nan, math.nan)  # mean reward and accuracy of the last answers begun at their start
+        self.shown: Shown | None = None  # so far
+        self.before: Shown | None = None  # by the steps before
 
     def add(
         self, context: StepContext, groups: Sequence[list[Rollout]], kept: Sequence[StoredAnswer]
     ) -> tuple[StepRecord, list[StoredAnswer]]:
         """A round -> the step as far as it has come, and all that is stored of it."""
         if context.step != self.step:
-            self.step, self.groups, self.kept = context.step, [], []
+            self.step, self.groups, self.kept, self.before = context.step, [], [], self.shown
         self.groups += groups
         self.kept += kept
         fresh = [rollout for group in self.groups for rollout in group]
-        self.level = self._level(fresh)
+        begun = [answers for group in self.groups if (answers := fresh_ones(group))]
+        self.shown = shown_by(begun) if begun else self.before or shown_by(self.groups)
         record = StepRecord(
             self.step,
             fresh[0].policy_version,
-            *self.level,
-            sketch_of(self.groups),
+            *self.shown,
             sum(len(r.logprobs) for r in fresh),
             outcomes_of(context, self.groups),
         )
         return record, self.kept
 
-    def _level(self, fresh: list[Rollout]) -> tuple[float, float]:
-        """Of the step: answers that go on from a given beginning say little of what the policy can do.
 
-        Where there is nothing else it is that of the step before, and in the first one theirs.
-        """
-        begun = fresh_ones(fresh)
-        if not begun and not math.isnan(self.level[0]):
-            return self.level
-        seen = begun or fresh
-        return fmean(r.reward for r in seen), fmean(r.accuracy for r in seen)
+def shown_by(groups: Sequence[Sequence[Rollout]]) -> Shown:
+    answers = [rollout for group in groups for rollout in group]
+    return Shown(fmean(r.reward for r in answers), fmean(r.accuracy for r in answers), sketch_of(groups))
 
 
 def outcomes_of(context: StepContext, groups: Sequence[Sequence[Rollout]]) -> dict[str, torch.Tensor]:

@@ -32,8 +32,8 @@ class RhymeSettings(AcceleratorSettings):
     max_database_bytes: int = Field(1 << 30, ge=1)
     """Bound on the database; beyond it the worst, then the oldest answers go."""
     history_ratio: float = Field(0.34, ge=0)
-    """Stored answers per fresh one, at most: with 0.34 a group of 8 has 6 fresh ones, and up to 2 stored ones, where
-    there are any; otherwise 8 fresh ones. 0: only rescue."""
+    """Stored answers per fresh one, at most: with 0.34 up to 2 of a group of 8, in place of as many fresh ones; fewer
+    where fewer are near enough to the policy. 0: only rescue."""
     rescue: bool = True
     """Give a group in which every fresh answer failed a stored one, whatever the ratio."""
     fraction: float = Field(0.2, gt=0, le=1)

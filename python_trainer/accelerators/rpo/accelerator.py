@@ -13,6 +13,7 @@ earlier version of it) began. What differs from the paper:
 import math
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,8 @@ class RPO(Accelerator):
                 group.max_new_tokens -= len(group.prefix_ids)
         return groups
 
-    def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
+    def replay(self, context: StepContext, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Shapes and remembers whole groups, with what others have mixed in; adds nothing."""
         groups = by_group(rollouts)
         if context.step != self.counted_step:
             self.counted_step, self.counts = context.step, Counter()
@@ -127,7 +129,7 @@ class RPO(Accelerator):
                 for rollout, reward in zip(group, shaped):
                     rollout.reward = reward
             self.remember(context.seed, group)
-        return rollouts
+        return []
 
     def count(self, groups: list[list[Rollout]]) -> None:
         """Adds groups to the counts of the step, before anything of them is remembered."""
