@@ -59,8 +59,13 @@ def all_bounds(found: Mapping[str, Any], *, answers_of_step: int) -> list[Bound]
     else:
         bounds = [Bound(name, None, "no group taught anything") for name in ("selection", "dynamic_sampling")]
     gate = f"a decision of its gate takes up to 512 held-out answers, those of {512 / answers_of_step:.1f} steps"
+    earlier = (
+        "of a run that is in a database: nothing here bounds it; it saved most where right answers are rare, and "
+        f"{found['all_wrong']:.0%} of groups are all wrong"
+    )
     return [
         *bounds,
+        Bound("earlier_answers", None, earlier),
         *history_bounds(found, 1 - 1 / max(epochs, 1.0)),
         Bound("alpha", None, f"nothing bounds it; {gate}"),
     ]
@@ -69,7 +74,7 @@ def all_bounds(found: Mapping[str, Any], *, answers_of_step: int) -> list[Bound]
 def history_bounds(found: Mapping[str, Any], repeats: float) -> list[Bound]:
     """Of those that need an earlier answer; ``repeats``: share of the visits to prompts that were asked before."""
     if not repeats:
-        why = "no prompt comes back within these steps; only a database of earlier runs could help (rhyme)"
+        why = "no prompt comes back within these steps; only a database of earlier runs could help"
         return [Bound(name, 1.0, why) for name in ("rhyme", "rpo", "drafts")]
     spread, wrong, seconds = found["spread"], found["all_wrong"], found["seconds"]
     whole, generation, gain = sum(seconds.values()), seconds["generation"], sample_gain(found["p"])

@@ -64,13 +64,14 @@ def found(**changes):
 
 def test_bounds_by_hand():
     bounds = {b.name: b.at_most for b in all_bounds(found(), answers_of_step=128)}
-    expected = {"selection": 8 / 5, "dynamic_sampling": 1, "rhyme": 1.25, "rpo": 1, "drafts": 8 / 5, "alpha": None}
+    expected = {"selection": 8 / 5, "dynamic_sampling": 1, "earlier_answers": None, "rhyme": 1.25, "rpo": 1,
+                "drafts": 8 / 5, "alpha": None}  # fmt: skip
     assert bounds == expected
     bounds = {b.name: b.at_most for b in all_bounds(found(epochs=0.5), answers_of_step=128)}
     assert bounds == expected | {"rhyme": 1, "drafts": 1}
     bounds = {b.name: b for b in all_bounds(found(p=[0.0] * 8, spread=0.0, all_wrong=1.0), answers_of_step=128)}
     assert bounds["selection"].at_most is None and bounds["selection"].why == "no group taught anything"
-    assert "those of 4.0 steps" in bounds["alpha"].why
+    assert "those of 4.0 steps" in bounds["alpha"].why and "100% of groups" in bounds["earlier_answers"].why
 
 
 def test_histogram_has_everyone():
@@ -92,7 +93,8 @@ def test_the_command(settings, tmp_path, capsys):
     assert seen["mean_length"] == pytest.approx(sum(seen["lengths"]) / count) and seen["mean_length"] <= 12
     assert seen["epochs"] == 4 * 4 / 12 and min(seen["seconds"].values()) > 0 and seen["memory_bytes"] > 1 << 20
     assert 0 <= seen["truncated"] <= 1 and seen["tokens_per_second"] > 0
-    assert set(seen["bounds"]) == {"selection", "dynamic_sampling", "rhyme", "rpo", "drafts", "alpha"}
+    names = {"selection", "earlier_answers", "dynamic_sampling", "rhyme", "rpo", "drafts", "alpha"}
+    assert set(seen["bounds"]) == names
     assert f"{count} prompts, 6 answers each" in said and "what could pay" in said
     assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
 
