@@ -28,7 +28,7 @@ def test_settings_are_described_as_they_are_written():
     assert rows["task.numbers"] == ("list of int", "[3, 4, 5]")
     kind, default = rows["task.prompt_template"]
     assert kind == "str" and yaml.safe_load(default).startswith("{question}\nReason") and "\n" not in default
-    assert rows["accelerators.enabled"][0] == "auto | list of curriculum | rhyme | rpo | drafts | alpha | module:Class"
+    assert rows["accelerators.enabled"][0] == "auto | list of curriculum | rpo | rhyme | drafts | alpha | module:Class"
     for key, (kind, default) in rows.items():
         assert "Annotated" not in kind and kind not in ("list", "tuple", "dict"), key
         yaml.safe_load(default)
@@ -147,7 +147,7 @@ def test_missing_file_is_named(tmp_path):
 
 def test_accelerators_run_in_their_fixed_order_with_their_settings():
     names = ACCELERATORS.names()
-    shipped = ["curriculum", "rhyme", "rpo", "drafts", "alpha"]
+    shipped = ["curriculum", "rpo", "rhyme", "drafts", "alpha"]
     assert [name for name in names if name in shipped] == shipped
     values = {"accelerators": {"enabled": names[::-1], "rpo": {"cut_tokens": 9}}}
     chosen = check_config(values, source="test").accelerators.chosen()

@@ -117,7 +117,8 @@ def answers(key, right, count=8, tokens=20, group=0, **changes):
 
 
 def started(lengths, **settings):
-    curriculum = Curriculum(CurriculumSettings(database=None, **settings))
+    """One that may choose."""
+    curriculum = Curriculum(CurriculumSettings(**{"database": None, "least_gain": 1.5} | settings))
     curriculum.begin(SimpleNamespace(prompts=[[1] * length for length in lengths], output_dir=Path()))
     return curriculum
 
@@ -173,6 +174,12 @@ def test_long_answers_have_to_bring_more():
     assert len(chosen) == 15 and sum(key < 50 for keys in chosen for key in keys) > 0.8 * sum(map(len, chosen))
 
 
+def test_prompts_are_chosen_only_where_that_is_asked_for():
+    chances = [0.5 if i % 4 == 0 else 0.0 for i in range(80)]
+    assert simulate(started([9] * 80, least_gain=None), chances, 30).count(None) == 30
+    assert CurriculumSettings().least_gain is None and simulate(started([9] * 80), chances, 30).count(None) < 30
+
+
 @pytest.mark.parametrize("p", [0.5, 0.05, 0.95])
 def test_plain_order_where_all_prompts_are_alike(p):
     assert simulate(started([9] * 100), [p] * 100, 40).count(None) == 40
@@ -196,7 +203,7 @@ def test_a_choice_that_does_not_bring_what_it_promised_is_given_up_for_a_time():
     assert chosen[-1] is not None and curriculum.trust() > 0.7
     assert torch.equal(curriculum.recent <= curriculum.signals, torch.tensor([True, True])) and curriculum.recent[0] > 0
     curriculum.recent = torch.tensor([20.0, 2.0], dtype=torch.float64)
-    other = Curriculum(CurriculumSettings(database=None))
+    other = Curriculum(curriculum.settings)
     other.load_state_dict(curriculum.snapshot())
     for one in (curriculum, other):
         assert one.trust() == pytest.approx(4 / 22) and one.choose(step_context(31), 16) is None
@@ -250,7 +257,7 @@ def test_state_round_trip():
     lengths, chances = [3 + i % 7 for i in range(80)], [0.02 + 0.96 * (i % 3 == 0) / 2 for i in range(80)]
     curriculum = started(lengths)
     simulate(curriculum, chances, 25)
-    other = Curriculum(CurriculumSettings(database=None))
+    other = Curriculum(curriculum.settings)
     other.load_state_dict(curriculum.snapshot())
     a, b = (simulate_from(c, chances) for c in (curriculum, other))
     assert a == b and any(keys is not None for keys in a)
@@ -324,7 +331,7 @@ def test_outcomes_of_a_group_of_one():
 def test_auto_turns_on_what_declines_by_itself(make_config, tmp_path):
     config = make_config(max_steps=4, accelerators={"enabled": "auto"})
     assert config.accelerators.enabled == ["curriculum"]
-    assert "auto turns on curriculum: prompts come in plain order until" in config.accelerators.said
+    assert "auto turns on curriculum: right answers are trained on again where" in config.accelerators.said
     game = make_config(task={"environment": "test_environments:Echo"}, accelerators={"enabled": "auto"}).accelerators
     assert game.enabled == []
     assert "auto turns on nothing; curriculum needs task.environment=null, got test_environments:Echo" in game.said

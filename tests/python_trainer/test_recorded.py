@@ -21,7 +21,7 @@ def run(make_config, tmp_path):
     """run(folder, steps, **settings of curriculum) -> (trainer of a run that is over, what it has said)."""
 
     def make(folder, steps=2, resume=False, enabled=(), callbacks=(), reward="test_earlier_runs:odd", **curriculum):
-        accelerators = {"enabled": list(enabled), "curriculum": {"least_gain": 1e9, "rehearsal_share": 10} | curriculum}
+        accelerators = {"enabled": list(enabled), "curriculum": {"rehearsal_share": 10} | curriculum}
         config = make_config(
             max_steps=steps, accelerators=accelerators, task={"reward": reward}, save={"save_steps": 1}
         )

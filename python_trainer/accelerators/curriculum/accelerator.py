@@ -1,15 +1,16 @@
-"""Curriculum: the next prompts are those whose answers are expected to bring the most signal for their tokens.
+"""Curriculum: rare right answers are trained on more than once, and prompts may be chosen by what they can teach.
 
-A group whose answers are all right or all wrong teaches nothing; most groups of a real training set are. What a prompt
-brings is the variance of its reward, p (1 - p); what it costs are the tokens of its answers. Both are known before the
-answers are there as far as the run has shown them (:mod:`.outcomes`). Related: DAPO's dynamic sampling (arXiv
-2503.14476), which answers all prompts and throws away groups without a spread; MoPPS (2507.04632), which samples
-prompts near p = 1/2 by Thompson sampling, without costs or neighbours.
+A group whose answers are all right or all wrong teaches nothing; most groups of a real training set are. How often each
+prompt is answered right by the present policy is believed from what the run has shown (:mod:`.outcomes`). Right answers
+to prompts that are hardly ever answered right are trained on again (:mod:`.stored`), those of earlier runs before the
+first step (:mod:`.earlier`).
 
-Prompts are drawn, not sorted, so that a batch stays mixed; a floor keeps all of them in the game. Plain order is left
-only where a choice is sure to gain; until then the run is plain training to the bit. What is chosen is a function of
-answers and seed alone: no clock is looked at. In any order, right answers to prompts that are hardly ever answered
-right are trained on again (:mod:`.stored`).
+With ``least_gain`` the next prompts may be those whose answers are expected to bring the most signal for their tokens:
+the variance of the reward, p (1 - p), over the length. They are drawn, not sorted, so that a batch stays mixed; a floor
+keeps all of them in the game. Plain order is left only where a choice is sure to gain. What is chosen is a function of
+answers and seed alone: no clock is looked at. Related: DAPO's dynamic sampling (arXiv 2503.14476), which answers all
+prompts and throws away groups without a spread; MoPPS (2507.04632), which samples prompts near p = 1/2 by Thompson
+sampling, without costs or neighbours.
 """
 
 import math
@@ -41,7 +42,7 @@ PRIOR = 4.0  # groups of the greatest signal that stand for the choice bringing 
 
 
 class Curriculum(Accelerator):
-    """Chooses prompts by expected signal per token.
+    """Beliefs about prompts, and what follows from them.
 
     Attributes:
         table: of all groups by their expected chance: answers, expected right ones, right ones, float64 [BINS, 3].
@@ -94,7 +95,7 @@ class Curriculum(Accelerator):
         worlds = self.outcomes.signal_draws(keys, WORLDS, generator)
         gains = (worlds @ share) / (cost @ share) / (worlds.mean(1) / cost.mean())
         sure = gains.quantile(1 - CERTAINTY).item() * self.trust()
-        self.left_order = sure >= self.settings.least_gain
+        self.left_order = self.settings.least_gain is not None and sure >= self.settings.least_gain
         context.telemetry |= {"curriculum/expected_gain": gains.mean().item(), "curriculum/sure_gain": sure}
         if not self.left_order:
             return None

@@ -19,8 +19,8 @@ class CurriculumSettings(AcceleratorSettings):
     accelerator = "python_trainer.accelerators.curriculum.accelerator:Curriculum"
     divisible = True  # every rank sees all answers and chooses alike
     modest = (
-        "prompts come in plain order until another is sure to bring more, and right answers are trained on again where "
-        "they are rarer than one in a group"
+        "right answers are trained on again where they are rarer than one in a group, those of earlier runs first where "
+        "a database is named"
     )
     counters: ClassVar = {
         "curriculum/rehearsed_answers": "right answers of earlier runs trained on first (curriculum)",
@@ -28,8 +28,8 @@ class CurriculumSettings(AcceleratorSettings):
         "curriculum/stored_answers": "right answers trained on again (curriculum)",
     }
     advice: ClassVar = {
-        "curriculum/chosen_prompts": "plain order was never left, as no choice was sure to gain least_gain: prompts "
-        "have to differ in difficulty, and to show it by their length or in several epochs"
+        "curriculum/stored_answers": "no right answer was trained on again: none was to a prompt that is answered right "
+        "less than once in a group"
     }
     pictures: ClassVar = (
         Picture(
@@ -42,9 +42,9 @@ class CurriculumSettings(AcceleratorSettings):
     """Prompts are drawn in proportion to this power of the signal that they are expected to bring per token."""
     floor: float = Field(0.1, gt=0, le=1)
     """Share of the draws that any prompt may get, so that none is forgotten."""
-    least_gain: float = Field(1.5, ge=0)
-    """Plain order is left where signal per token is expected to be this many times its own, with 95 % certainty; 0:
-    from the first step on. Steps of chosen prompts are smaller and less mixed, so that a small gain is none."""
+    least_gain: float | None = Field(None, ge=0)
+    """Plain order is left where signal per token is expected to be this many times its own, with 95 % certainty: 1.5,
+    say, since steps of chosen prompts are smaller and less mixed; 0: from the first step on; null: never."""
     same_signal: bool = True
     """A step has as many prompts as bring the signal of a step in plain order, three quarters of
     `rollout.prompts_per_step` at least; false: all of them."""
