@@ -81,6 +81,8 @@ class Session:
                 return
             if job["kind"] == "model" or not decides(job):
                 self.built()
+            if self.build and needs_build(job):
+                continue  # not before it is done: the next call waits for it again
             if job["kind"] == "sanitize":
                 self.sanitize(job)
             elif job["kind"] in ("check", "device"):
@@ -209,6 +211,12 @@ class Session:
         if left:
             self.console.print("the same command goes on")
         return 1 if failed else 0
+
+
+def needs_build(job: Job) -> bool:
+    """Whether a job is of kernels in CUDA C++, which would count as failed where they are not compiled yet."""
+    ops = SANITIZED.get(job["op"], (job["op"],))
+    return job.get("backend", "cuda") == "cuda" and any(op in OPS and OPS[op].cuda for op in ops)
 
 
 def places(job: Job) -> tuple[str, str, str]:

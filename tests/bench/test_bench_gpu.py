@@ -294,6 +294,40 @@ def test_a_slow_build_is_waited_for_half_of_the_time_at_most(tmp_path, monkeypat
     assert {job["op"] for job in worker.asked if job["kind"] == "time"} == {"write_kv", "silu_mul"}
 
 
+def test_what_waits_for_a_build_that_is_not_done_is_left_for_the_next_call(tmp_path, monkeypatch):
+    """And not recorded as failed: neither checks of kernels in CUDA C++, nor rows or the sanitizer."""
+
+    class Build:
+        def __init__(self, device):
+            self.found = {"ok": True, "seconds": 1.0}
+
+        def done(self, seconds):
+            return finished
+
+        def stop(self):
+            pass
+
+    worker, sanitized = Answers(time=[ROW]), []
+    monkeypatch.setattr(command, "Build", Build)
+    monkeypatch.setattr(command, "Worker", worker)
+    monkeypatch.setattr(command, "plan", lambda *_: [j for j in plan(CASES, "cuda", 1, True) if j["op"] == "dtw"])
+    monkeypatch.setattr(command, "run", lambda command, *_: sanitized.append(command[2]) or (0, "clean"))
+    path = tmp_path / "record.jsonl"
+    options = ["--device", "cpu", "--no-tests", "--output", str(path), "--commit", "abc", "--ops", "dtw"]
+    finished = False
+    assert command.main(options) == 0
+    entries, left = read(path), read(path)[-1]["left_out"]
+    assert {e["backend"] for e in of(entries, "check")} == {"triton", "torch"}
+    assert not of(entries, "row") and not sanitized and "check dtw on cuda: 7 x 5" in " ".join(left)
+    assert {line.split()[0] for line in left} >= {"check", "time", "sanitize"}
+    finished = True
+    assert command.main(options) == 0
+    later = read(path)[len(entries) :]
+    assert {e["backend"] for e in of(later, "check")} == {"cuda"} and of(later, "row")
+    assert sanitized == ["memcheck", "racecheck"]
+    assert {line.split()[0] for line in later[-1]["left_out"]} == {"tests"}
+
+
 def test_a_command_is_cut_with_all_that_it_started(tmp_path):
     mark = tmp_path / "late"
     script = f"(sleep 1; touch {mark}) & echo begun; wait"
