@@ -16,9 +16,10 @@ from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 
 from rlkernels.prefix_cache import GroupedLayout
 
-CAUSAL = (-1, 0)  # the window of varlen_attn: everything before; the last query stands at the last key
+# windows of varlen_attn: everything before, where the last query stands at the last key; all keys
+CAUSAL, WHOLE = (-1, 0), (-1, -1)
 HALVES = (torch.bfloat16, torch.float16)  # what FlashAttention computes in
-LARGEST_HEAD = 256  # and its largest head dimension
+LARGEST_HEAD, HEAD_STEP = 256, 8  # and its largest head dimension, and what all have to be multiples of
 OLDEST = (8, 0)  # and the compute capability that it needs
 
 
@@ -64,14 +65,19 @@ def varlen_rows(layout: GroupedLayout, device: torch.device) -> VarlenRows:
 
 def kernel_for(query: torch.Tensor) -> Callable[..., torch.Tensor]:
     """varlen_attn of torch where it runs, else :func:`attend_rows`; both take the same."""
-    flash = query.is_cuda and query.dtype in HALVES and query.shape[2] <= LARGEST_HEAD
     if (
-        flash
+        query.is_cuda
+        and suits_flash(query)
         and torch.cuda.get_device_capability(query.device) >= OLDEST
         and varlen_options() >= {"scale", "window_size"}
     ):
         return flash_rows
     return attend_rows
+
+
+def suits_flash(query: torch.Tensor) -> bool:
+    """Whether FlashAttention has kernels for such queries [T, Hq, d]."""
+    return query.dtype in HALVES and query.shape[2] <= LARGEST_HEAD and query.shape[2] % HEAD_STEP == 0
 
 
 @functools.cache

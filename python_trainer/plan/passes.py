@@ -33,7 +33,7 @@ from python_trainer.model.reading import base_folder, read_settings
 from python_trainer.model.settings import ModelConfig
 from python_trainer.model.shipped import policy_folder
 from python_trainer.model.traits import run_flat
-from python_trainer.model.varlen import HALVES, VarlenRows, flash_rows, varlen_rows
+from python_trainer.model.varlen import VarlenRows, flash_rows, suits_flash, varlen_rows
 from python_trainer.plan.peak import Peak
 from rlkernels import sample_tokens
 
@@ -238,7 +238,7 @@ class GatheredKeys:
     ) -> torch.Tensor:
         keys = torch.empty(self.sequences, self.key, dtype=torch.int64, device=META)
         scores = self.sequences * self.query * self.key * query.shape[1]
-        if query.dtype in HALVES and beats_padding(scores):
+        if suits_flash(query) and beats_padding(scores):
             starts = torch.empty(self.sequences + 1, dtype=torch.int32, device=META)
             return flash(VarlenRows(keys.flatten(), starts, starts, self.query, self.key), query, key, value, scale)
         index = torch.empty(self.sequences, self.query, dtype=torch.int64, device=META)

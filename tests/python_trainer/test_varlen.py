@@ -84,6 +84,8 @@ def test_varlen_attn_gets_arguments_that_it_takes(monkeypatch, shares_heads):
         (torch.float32, 64, (9, 0), False),
         (torch.bfloat16, 512, (9, 0), False),
         (torch.bfloat16, 64, (7, 5), False),
+        (torch.bfloat16, 100, (9, 0), False),
+        (torch.bfloat16, 104, (9, 0), True),
     ],
 )
 def test_flash_attention_is_for_what_it_can_do(monkeypatch, dtype, dim, capability, flash):
