@@ -98,7 +98,11 @@ def flash_rows(
     scale: float,
 ) -> torch.Tensor:
     """varlen_attn; heads of keys are repeated where it cannot share them."""
-    options: dict[str, Any] = {"scale": scale, "window_size": CAUSAL}
+    # a single query sees all keys anyway; without a window they are read once for the heads that share them, and in
+    # pieces side by side, which the backward pass knows nothing of
+    single = max_q == 1 and len(query) == len(cu_seq_q) - 1
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    options: dict[str, Any] = {"scale": scale, "window_size": WHOLE if single and not learns else CAUSAL}
     if "enable_gqa" in varlen_options():
         options["enable_gqa"] = query.shape[1] != key.shape[1]
     else:

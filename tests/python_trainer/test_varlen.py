@@ -77,6 +77,44 @@ def test_varlen_attn_gets_arguments_that_it_takes(monkeypatch, shares_heads):
     assert named["scale"] == 0.3 and named["window_size"] == (-1, 0)
 
 
+def windowed(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, **_):
+    """What varlen_attn computes, by its window alone."""
+    key, value = varlen.repeat_heads(query, key, value)
+    rows = [x.split(starts.diff().tolist()) for x, starts in ((query, cu_q), (key, cu_k), (value, cu_k))]
+    out = []
+    for q, k, v in zip(*rows):
+        last = torch.arange(len(q))[:, None] + len(k) - len(q) if window_size == (-1, 0) else len(k)
+        score = torch.einsum("qhd,khd->hqk", q, k) * scale
+        seen = torch.arange(len(k)) <= last
+        out.append(torch.einsum("hqk,khd->qhd", score.masked_fill(~seen, -torch.inf).softmax(-1), v))
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize(
+    ("queries", "learns", "window"),
+    [
+        ([1, 1, 1], False, (-1, -1)),
+        ([1, 1, 1], True, (-1, 0)),
+        ([1, 0, 1], False, (-1, 0)),  # which those kernels would refuse
+        ([1, 3, 1], False, (-1, 0)),
+    ],
+)
+def test_a_single_query_of_a_row_needs_no_window(monkeypatch, queries, learns, window):
+    """Without one FlashAttention has quicker kernels for it: the results are those of a causal window."""
+    used = []
+    monkeypatch.setattr(
+        varlen, "varlen_attn", lambda *a, **options: used.append(options["window_size"]) or windowed(*a, **options)
+    )
+    query, *_ = tensors(sum(queries), 6, 2)
+    _, key, value = tensors(19, 6, 2)
+    starts = [torch.tensor([0, *lens]).cumsum(0).int() for lens in (queries, [5, 3, 11])]
+    rows = query, key, value, *starts, max(queries), 11
+    with torch.set_grad_enabled(learns):
+        out = varlen.flash_rows(*rows, scale=0.3)
+    assert used == [window]
+    torch.testing.assert_close(out, varlen.attend_rows(*rows, scale=0.3), rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize(
     ("dtype", "dim", "capability", "flash"),
     [
