@@ -146,9 +146,9 @@ class Session:
 
     def show(self, rows: Sequence[Message]) -> None:
         if rows:
-            self.console.print(table([Row(**{k: v for k, v in row.items() if k in ROW_FIELDS}) for row in rows]))
+            self.console.print(table([shown(row) for row in rows]))
         for row in rows:
-            if not row["ok"]:
+            if row["ok"] is False:
                 self.console.print(f"[red]FAILED[/red] {escape(told(row))}", highlight=False)
 
     def sanitize(self, job: Job) -> None:
@@ -223,6 +223,12 @@ def needs_build(job: Job) -> bool:
 
 def places(job: Job) -> tuple[str, str, str]:
     return job["kind"], job["op"], job["case"]
+
+
+def shown(row: Message) -> Row:
+    """A line of the table; a package that is not installed has a row without ``ok``."""
+    found = {name: value for name, value in row.items() if name in ROW_FIELDS}
+    return Row(**found | ({"missing": f"{row['missing']} is not installed"} if row["ok"] is None else {}))
 
 
 def told(entry: Message) -> str:

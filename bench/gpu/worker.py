@@ -87,10 +87,23 @@ def timed_row(case: GpuCase, name: str, problem: Problem, call: Callable[[], Any
     return dataclasses.asdict(row)
 
 
+class NotInstalled(Exception):
+    """The package of a rival."""
+
+
 def contest(gate: Gate, contestant: Contestant, device: torch.device) -> tuple[Callable[[], Any], Message]:
-    """The call of a contestant, made once, and the verdict on what it returned."""
+    """The call of a contestant, made once, and the verdict on what it returned.
+
+    Raises:
+        NotInstalled: a rival's package is not there.
+    """
     make, rival = contestant
-    call = make()
+    try:
+        call = make()
+    except ModuleNotFoundError as error:
+        if rival is None:
+            raise
+        raise NotInstalled(error.name or str(error)) from error
     if gate.problem.reset:
         gate.problem.reset()
     returned = call()
@@ -126,6 +139,8 @@ def run_contest(
             row |= found
             if found["ok"]:
                 row |= timed_row(case, name, problem, call, device, seconds)
+        except NotInstalled as error:
+            row |= {"ok": None, "missing": str(error)}
         except Exception as error:
             row |= {"ok": False, "missing": f"{type(error).__name__}: {error}"[:300]}
             settled(device)

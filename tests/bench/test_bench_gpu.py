@@ -155,6 +155,15 @@ def test_inputs_that_cannot_be_made_are_tried_once(tmp_path, monkeypatch):
     assert {"kind": "done", "job": "time silu_mul: 37 x 1023 float32"} in entries
 
 
+def test_a_rival_that_is_not_installed_is_no_failure(tmp_path, monkeypatch, capsys):
+    absent = {"row": {**ROW["row"], "provider": "FlashInfer", "ok": None, "median_s": None, "missing": "flashinfer"}}
+    monkeypatch.setattr(command, "Worker", Answers(time=[ROW, absent]))
+    code, entries = dry_run(tmp_path / "record.jsonl", "--ops", "silu_mul")
+    printed = " ".join(capsys.readouterr().out.split())
+    assert code == 0 and entries[-1]["failed"] == [] and of(entries, "row")[1]["missing"] == "flashinfer"
+    assert "FlashInfer: flashinfer is not installed" in printed and "FAILED" not in printed
+
+
 def test_what_the_end_of_the_budget_cuts_is_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "Worker", Answers(check={"ok": False, "cut": True}, time={"ok": False, "cut": True}))
     code, entries = dry_run(tmp_path / "record.jsonl", "--ops", "keyed_uniform")

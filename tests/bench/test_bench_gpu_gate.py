@@ -100,9 +100,17 @@ def test_a_provider_that_fails_is_named_and_the_others_are_timed(monkeypatch):
     def fails():
         raise RuntimeError("out of memory")
 
-    problem = Problem(lambda backend: torch.ones(3), rivals={"peer": Rival(fails), "late": Rival(lambda: torch.zeros)})
+    def absent():
+        import no_such_package.attention as attention
+
+        return attention
+
+    peers = {"peer": fails, "late": lambda: torch.zeros, "absent": absent, "breaks": lambda: absent}
+    problem = Problem(lambda backend: torch.ones(3), rivals={name: Rival(make) for name, make in peers.items()})
     rows = contest(problem)
     assert rows["torch"]["ok"] and "out of memory" in rows["peer"]["missing"] and "TypeError" in rows["late"]["missing"]
+    assert (rows["absent"]["ok"], rows["absent"]["missing"]) == (None, "no_such_package")
+    assert rows["breaks"]["ok"] is False  # not when it is made, but when it is called
 
     def broken(device):
         raise RuntimeError("illegal memory access")
