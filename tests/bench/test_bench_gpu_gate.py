@@ -1,11 +1,16 @@
 """What decides whether a provider is right, and the rivals it is held against."""
 
+import importlib.util
 import math
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
 import torch
+from aot_kernels import grouped
+from support import lacks
+from triton_aot import compile_for
 
 from bench.gpu import sweeps, worker
 from bench.gpu.cases import CASES, attention, logits, rivals, samplers
@@ -255,3 +260,15 @@ def test_cross_entropy_from_states_is_the_loss_that_others_compute():
 def test_every_grid_belongs_to_a_timed_case():
     for op, beginning in sweeps.GRIDS:
         assert sum(case.timed and case.op == op and case.label.startswith(beginning) for case in CASES) == 1
+
+
+def test_largest_settings_of_grouped_attention_fit_into_shared_memory():
+    """And into registers, nearly."""
+    if importlib.util.find_spec("triton") is None:
+        lacks("triton")
+    (values,) = (grid for (op, _), grid in sweeps.GRIDS.items() if op == "grouped_attention")
+    block, warps, stages = (max(values[name]) for name in ("block", "num_warps", "num_stages"))
+    kernel = grouped("query", 128)
+    tile = {**kernel.constexprs, "BLOCK_M": block, "BLOCK_N": block}
+    (built,) = compile_for([replace(kernel, constexprs=tile, num_warps=warps, num_stages=stages)], [90])
+    assert built.shared_bytes <= 227 * 1024 and built.stack_bytes <= 16, built
