@@ -26,14 +26,13 @@ from bench._runner import table
 from bench.gpu.build import Build
 from bench.gpu.cases import TESTS
 from bench.gpu.journal import ROOT, Journal, call_facts, name_of, record_path
-from bench.gpu.plan import FIRST, LIMITS_S, SANITIZED, Job, decides, plan
+from bench.gpu.plan import FIRST, LEAST_SANITIZED_S, LIMITS_S, SANITIZED, Job, decides, plan
 from bench.gpu.process import DeviceLost, Message, Worker, run
-from bench.gpu.proven import passed, sources
+from bench.gpu.proven import passed, sources, unsanitized
 from rlkernels.backend import OPS
 
 LEAST_S = 5.0  # to begin a job
 LEAST_TESTS_S = 20.0  # to begin a file of tests
-LEAST_SANITIZED_S = 60.0
 BUILD_S = 240.0  # of a call, after which nobody waits for the build any more
 ROW_FIELDS = Row.__dataclass_fields__
 SPINNING_TESTS = ("tests/rlkernels/triton/test_rank1.py",)
@@ -48,7 +47,9 @@ class Session:
         self.build_end = time.monotonic() + min(BUILD_S, args.budget_seconds / 2)
         facts = call_facts(args.commit)
         self.journal = Journal(args.output or record_path(facts), facts)
-        self.journal.add("call", **facts, device=args.device, budget_s=args.budget_seconds, sources=sources())
+        self.sanitizer = args.device == "cuda" and shutil.which("compute-sanitizer") is not None
+        limits = {"budget_s": args.budget_seconds, "sanitizer": self.sanitizer}
+        self.journal.add("call", **facts, device=args.device, **limits, sources=sources())
         self.env = {**os.environ, "TRITON_INTERPRET": "1" if args.device == "cpu" else "0"}
         self.worker = Worker(self.env, cases)
         self.build: Build | None = None
@@ -202,14 +203,17 @@ class Session:
         failed = [told(e) for e in self.journal.entries if e.get("ok") is False and e["kind"] != "build"]
         failed += ["build"] if self.journal.last("build").get("ok") is False else []
         failed += [f"device lost: {lost}"] if lost else []
-        proved = {op: list(names) for op, names in passed(self.journal.entries).items()}
-        self.journal.add("end", left_out=left, failed=failed, lost=lost, finished=not left, proved=proved)
+        end = {"left_s": round(self.left(), 1), "left_out": left, "failed": failed, "lost": lost, "finished": not left}
+        proved = {op: list(names) for op, names in passed([*self.journal.entries, {"kind": "end", **end}]).items()}
+        self.journal.add("end", **end, proved=proved)
         for line in failed:
             self.console.print(f"failed: {escape(line)}", highlight=False)
         rows = sum(1 for e in self.journal.of("row") if e["ok"])
         counts = f"{sum(1 for _ in self.journal.of('check'))} checks, {rows} rows, {len(tested)} files of tests"
         self.console.print(f"{counts}; {len(failed)} failed; {len(left)} left out", highlight=False)
         self.console.print(f"right, and quicker than all else: {proved or 'nothing'}", highlight=False)
+        if unseen := [op for op in proved if unsanitized(self.journal.entries, op)]:
+            self.console.print(f"of these not sanitized: {', '.join(unseen)}", highlight=False)
         if left:
             self.console.print("the same command goes on")
         return 1 if failed else 0
@@ -272,8 +276,7 @@ def main(argv: list[str] | None = None, cases: str = "bench.gpu.cases") -> int:
     console = Console(width=None if sys.stdout.isatty() else 120)
     session = Session(args, cases, console)
     console.print(f"record: {session.journal.path}{', which goes on' if session.journal.goes_on else ''}")
-    sanitizer = args.device == "cuda" and shutil.which("compute-sanitizer") is not None
-    jobs = plan(importlib.import_module(cases).CASES, args.device, args.seconds, sanitizer)
+    jobs = plan(importlib.import_module(cases).CASES, args.device, args.seconds, session.sanitizer)
     wanted = [job for job in jobs if not session.journal.done(job) and (not args.ops or job["op"] in args.ops)]
     lost = ""
     try:

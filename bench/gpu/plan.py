@@ -22,13 +22,14 @@ MODEL_OPS = {
     "decode": ("paged_attention", "shared_prefix_attention", "write_kv", "sample_tokens"),
     "train": ("grouped_attention", "token_logprobs", "linear_token_logprobs"),
 }
-# what the sanitizer looks at in one process; the kernel of rank1 that waits for other programs is not among it
+# what the sanitizer looks at in one process; not the ops of rank1, where a kernel waits for other programs
 SANITIZED = {
     "attention": FIRST[:3] + FIRST[4:],
-    "sampling": ("sample_tokens", "verify_drafts", "token_logprobs"),
-    "dtw": ("dtw",),
+    "sampling": ("sample_tokens", "verify_drafts", "token_logprobs", "linear_token_logprobs"),
+    "dtw": ("dtw", "dtw_topk"),
 }
 SANITIZERS = ("memcheck", "racecheck")
+LEAST_SANITIZED_S = 60.0  # to begin with one of them
 # kind of a job -> seconds from one sign of life to the next, after which it hangs
 LIMITS_S = {"device": 120.0, "check": 120.0, "time": 120.0, "sweep": 60.0, "model": 120.0, "sanitize": 240.0,
             "tests": 300.0}  # fmt: skip

@@ -1,8 +1,9 @@
 """``python -m bench.gpu.proven``: from the records in bench/gpu/records to what ``auto`` takes on a GPU.
 
 Writes rlkernels/proven.json, which a wheel brings along, and says of every backend that is not in it why. A backend of
-an op has to pass all checks, timings, tests and the sanitizer, and to be at least as quick as the default and every
-rival that is right; what has changed in its source since the record was made counts as never run.
+an op has to pass all checks, timings, tests and the sanitizer (it says so where that could not run), and to be at least
+as quick as the default and every rival that is right; what has changed in its source since the record was made counts
+as never run.
 """
 
 import ast
@@ -18,7 +19,7 @@ from typing import Any
 import rlkernels
 from bench.gpu.cases import CASES, TESTS
 from bench.gpu.journal import RECORDS, ROOT, Entry, read
-from bench.gpu.plan import MODEL_OPS, SANITIZED
+from bench.gpu.plan import LEAST_SANITIZED_S, MODEL_OPS, SANITIZED, SANITIZERS
 from rlkernels.backend import OPS
 
 GPU_BACKENDS = ("cuda", "triton")
@@ -126,6 +127,25 @@ def _untested(entries: Sequence[Entry], op: str, backend: str) -> Iterator[str]:
     for e in entries:
         if e["kind"] == "sanitize" and op in SANITIZED[e["op"]] and not e["ok"]:
             yield f"{e['case']}: {e['message'][-200:]}"
+    if any(op in ops for ops in SANITIZED.values()) and _could_sanitize(entries):
+        yield from (f"{tool}: not run" for tool in unsanitized(entries, op))
+
+
+def unsanitized(entries: Sequence[Entry], op: str) -> list[str]:
+    """The tools of the sanitizer that have not looked at an op."""
+    seen = {e["case"] for e in entries if e["kind"] == "sanitize" and op in SANITIZED[e["op"]]}
+    return [tool for tool in SANITIZERS if tool not in seen]
+
+
+def _could_sanitize(entries: Sequence[Entry]) -> bool:
+    """Whether a call had the sanitizer and ended before its time was up."""
+    there = False
+    for e in entries:
+        if e["kind"] == "call":
+            there = e.get("sanitizer", False)
+        elif e["kind"] == "end" and there and e["left_s"] >= LEAST_SANITIZED_S:
+            return True
+    return False
 
 
 def _slower_in_a_model(entries: Sequence[Entry], op: str, backend: str) -> Iterator[str]:
@@ -186,7 +206,10 @@ def compose(records: Iterable[Path]) -> tuple[dict[str, Any], list[str]]:
                 continue
             won.setdefault(capability, {})[op] = tuple(b for b in good.get(op, ()) if b in current)
             used.add(name)
-            complaints += [f"{capability} {op} {b}: {why}" for b in current for why in objections(entries, op, b)]
+            for b in sorted(current):
+                lacks = ", ".join(unsanitized(entries, op))
+                note = [f"proven, but not sanitized by {lacks}"] if b in good.get(op, ()) and lacks else []
+                complaints += [f"{capability} {op} {b}: {why}" for why in [*objections(entries, op, b), *note]]
     kept = {arch: {op: list(names) for op, names in ops.items() if names} for arch, ops in won.items()}
     return {"won": {arch: ops for arch, ops in kept.items() if ops}, "records": sorted(used)}, complaints
 

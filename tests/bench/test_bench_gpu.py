@@ -29,6 +29,8 @@ def test_every_op_that_runs_on_a_gpu_is_checked_timed_and_tested():
     assert len({(case.op, case.label) for case in CASES}) == len(CASES)
     assert TESTS.keys() == {name for name, op in OPS.items() if op.triton or op.cuda}
     assert {file for files in TESTS.values() for file in files} <= set(command.test_files())
+    sanitized = [op for ops in SANITIZED.values() for op in ops]
+    assert sorted(sanitized) == sorted(op for op in TESTS if command.SPINNING_TESTS[0] not in TESTS[op])
 
 
 def test_what_matters_most_comes_first_and_what_may_hang_last():

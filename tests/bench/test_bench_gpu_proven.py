@@ -9,7 +9,7 @@ import torch
 import rlkernels.backend
 from bench.gpu import proven
 from bench.gpu.cases import CASES, TESTS
-from bench.gpu.plan import MODEL_OPS, SANITIZED
+from bench.gpu.plan import MODEL_OPS, SANITIZED, SANITIZERS
 from rlkernels.backend import OPS, choose
 
 OP = "grouped_attention"
@@ -24,7 +24,14 @@ def row(op, provider, shape, seconds, **more):
 def a_record(op=OP, backend="triton", date="2026-01-02", capability="9.0"):
     """Of a GPU on which a backend of an op has won everything."""
     entries = [
-        {"kind": "call", "gpu": "NVIDIA X", "commit": "abc", "date": date, "sources": proven.sources()},
+        {
+            "kind": "call",
+            "gpu": "NVIDIA X",
+            "commit": "abc",
+            "date": date,
+            "sanitizer": True,
+            "sources": proven.sources(),
+        },
         {"kind": "device", "ok": True, "capability": capability},
     ]
     for case in CASES:
@@ -37,9 +44,9 @@ def a_record(op=OP, backend="triton", date="2026-01-02", capability="9.0"):
     entries += [{"kind": "tests", "file": file, "ok": True} for file in TESTS[op]]
     for part in MODEL_OPS:
         entries += [{**row(part, who, who, s), "of": "model"} for who, s in (("default", 3.0), ("triton", 2.0))]
-    groups = [group for group, ops in SANITIZED.items() if op in ops]
-    entries += [{"kind": "sanitize", "op": g, "case": "memcheck", "ok": True, "message": "clean"} for g in groups]
-    return entries
+    (group,) = (group for group, ops in SANITIZED.items() if op in ops)
+    entries += [{"kind": "sanitize", "op": group, "case": t, "ok": True, "message": "clean"} for t in SANITIZERS]
+    return [*entries, {"kind": "end", "left_s": 300.0}]
 
 
 def test_a_backend_that_wins_everything_is_proven():
@@ -67,6 +74,7 @@ def in_a_model(entries):
     (lambda e: e.remove(first(e, "tests")), "not run"),
     (lambda e: first(e, "tests").update(ok=False), "failed"),
     (lambda e: first(e, "sanitize").update(ok=False, message="exit code 9: 1 error"), "exit code 9: 1 error"),
+    (lambda e: e.remove(first(e, "sanitize", case="racecheck")), "racecheck: not run"),
     (lambda e: in_a_model(e).update(median_s=6.0), "2.00 times as long as the default"),
     (lambda e: e.remove(in_a_model(e)), "model, train: not measured"),
     (lambda e: [e.remove(r) for r in list(e) if r.get("provider", "")[:5] == "torch"], "nobody to compare with"),
@@ -76,6 +84,18 @@ def test_what_keeps_a_backend_from_being_proven(change, why):
     change(entries)
     assert proven.passed(entries) == {}
     assert {why in reason for reason in proven.objections(entries, OP, "triton")} == {True}
+
+
+@pytest.mark.parametrize("values", [{"sanitizer": False}, {"left_s": 20.0}])
+def test_where_the_sanitizer_could_not_run_it_is_said(records, values):
+    """Where it is not installed, or the time was up before its turn."""
+    entries = [{**e, **{k: v for k, v in values.items() if k in e}} for e in a_record() if e["kind"] != "sanitize"]
+    assert records("a", entries)["won"] == {"9.0": {OP: ["triton"]}}
+    _, complaints = proven.compose(sorted(proven.RECORDS.glob("*.jsonl")))
+    assert f"9.0 {OP} triton: proven, but not sanitized by memcheck, racecheck" in complaints
+    records("a", a_record())
+    _, complaints = proven.compose(sorted(proven.RECORDS.glob("*.jsonl")))
+    assert not [line for line in complaints if OP in line]
 
 
 def test_a_rival_that_is_wrong_or_missing_need_not_be_beaten():
