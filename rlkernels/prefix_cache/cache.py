@@ -215,7 +215,8 @@ class PagedKVCache:
 
         Returns:
             int32 tensors: group_tables [G, most shared blocks], group_lens [G] in tokens, group_starts [G + 1],
-            block_tables [B, most blocks] and seq_lens [B] of what each sequence has beyond the shared part.
+            block_tables [B, most blocks] and seq_lens [B] of what each sequence has beyond the shared part. Where
+            nothing is shared group_tables is [G, 0], which the host sees without waiting for the device.
         """
         handles, min_tokens = self._handles(sequences), _check.integer("min_tokens", min_tokens, 0)
         cpu, size = torch.device("cpu"), self.block_size  # the default device may be another one

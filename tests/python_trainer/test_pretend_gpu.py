@@ -19,6 +19,7 @@ from python_trainer.config import check_config, load_config
 from python_trainer.model.policy import load_policy
 from python_trainer.probe import probe
 from python_trainer.rollout import PagedEngine, Request, SamplingParams
+from python_trainer.rollout.paged import engine as engine_module
 from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
 from python_trainer.sft import Sft
@@ -106,6 +107,27 @@ def test_a_pass_of_generation_waits_once(tmp_path):
         engine.generate(requests, SamplingParams(temperature=0.9, seed=1))
         passes = engine.stats["forward_passes"]
     assert passes >= 12 and waits.total() <= passes + 2, waits
+
+
+def test_prefixes_to_be_shared_are_found_without_waiting(tmp_path, monkeypatch):
+    config = check_config({"model": {"path": str(save_tiny_policy(tmp_path)), "device": "cuda"}}, source="test")
+    monkeypatch.setattr(engine_module, "MIN_SHARED_TOKENS", 16)
+    found = []
+    with pretended() as waits:
+        policy = load_policy(config.model)
+        engine = PagedEngine(policy.whole, eos_token_ids=policy.eos_token_ids)
+        engine.share_reads, paging = True, engine._paging  # as where there is a kernel
+
+        def counted(*args):
+            before = waits.total()
+            made = paging(*args)
+            found.append((waits.total() - before, made.groups is not None))
+            return made
+
+        monkeypatch.setattr(engine, "_paging", counted)
+        requests = [Request(ids, num_samples=3, max_new_tokens=4) for ids in prompts([40, 5])]
+        engine.generate(requests, SamplingParams(temperature=0.9, seed=1))
+    assert {shared for _, shared in found} == {True, False} and not any(count for count, _ in found), found
 
 
 def test_supervised_steps_and_a_probe(settings, tmp_path):

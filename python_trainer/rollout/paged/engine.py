@@ -212,9 +212,10 @@ class PagedEngine(Engine):
             prefix_tables, group_lens, group_starts, tables, _ = self.cache.group(
                 step.sequences, min_tokens=MIN_SHARED_TOKENS
             )
-            if group_lens.any():
+            if prefix_tables.shape[1]:  # which the host knows, unlike the lengths
                 # of a prompt that is computed in chunks, this pass sees less than the cache knows
-                own_lens = seq_lens - group_lens.repeat_interleave(group_starts.diff())
+                members = group_starts.diff()
+                own_lens = seq_lens - group_lens.repeat_interleave(members, output_size=len(step.sequences))
                 groups = prefix_tables, group_lens, group_starts
                 return Paging(self.cache, step.slots, tables, own_lens, query_starts, *sizes, groups)
         return Paging(self.cache, step.slots, self.cache.tables(step.sequences)[0], seq_lens, query_starts, *sizes)
