@@ -45,9 +45,10 @@ def attend(dim: int, block_m: int, causal: bool = True, group: int = 4) -> Kerne
 def grouped(name: str, dim: int) -> Kernel:
     """As ``_blocks`` and ``backward`` choose for bfloat16."""
     pointers = dict.fromkeys(("query", "key", "value", "grad", "grad_query", "grad_key", "grad_value", "out"), "*bf16")
-    kinds = {**pointers, "lse": "*fp32", "delta": "*fp32", "tiles": "*i32", "heads": "i32", "kv_heads": "i32",
-             "scale": "fp32"}  # fmt: skip
-    own = {"forward": ("out",), "query": (*BACKWARD, "grad_query"), "key": (*BACKWARD, "grad_key", "grad_value")}
+    kinds = {**pointers, **dict.fromkeys(("lse", "delta", "parts"), "*fp32"), "tiles": "*i32", "heads": "i32",
+             "kv_heads": "i32", "scale": "fp32"}  # fmt: skip
+    own = {"forward": ("out",), "query": (*BACKWARD, "grad_query"),
+           "key": (*BACKWARD, "grad_key", "grad_value", "parts")}  # fmt: skip
     arguments = ("query", "key", "value", "lse", "tiles", "heads", "kv_heads", "scale", *own[name])
     block_m, stages = (32, 1) if name == "key" else (64, 2)
     tile = {"GROUP": 4, "DIM": dim, "BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_D": dim, "UPCAST": False}

@@ -2,8 +2,11 @@
 
 In a group [prefix | suffix 1 | suffix 2 | ...] a token sees its prefix and its own part, never anything behind it. So a
 tile of queries reads two stretches of keys, and a tile of the prefix's keys is seen by everything behind it in the
-group: one stretch of queries, over which its gradients are summed.
+group: one stretch of queries, over which its gradients are summed. Where that stretch is much longer than others it is
+cut into pieces, whose sums in float32 are added up afterwards.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -13,6 +16,17 @@ from rlkernels.backend import on_its_device, triton_interpreted
 from rlkernels.prefix_cache.layout import GroupedLayout
 
 LOG2_E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
+PIECES = 8  # into which a long stretch of queries is cut
+SHORT = 4096  # queries times heads that one program may go through in any case
+
+
+class Tiles(NamedTuple):
+    """What the programs of the kernels work on; the longest loops first."""
+
+    queries: torch.Tensor  # int32 [tiles, 5], see :func:`_tile`
+    keys: torch.Tensor  # int32 [programs, 5], see :func:`_key_kernel`
+    cut: int  # tiles of keys that are cut into pieces
+    places: torch.Tensor  # int64 [2, keys in these]: places among the keys of cut tiles, and their tokens
 
 
 @triton.jit
@@ -121,13 +135,14 @@ def _query_kernel(
 
 @triton.jit
 def _key_kernel(
-    query, key, value, grad, lse, delta, grad_key, grad_value, tiles, heads, kv_heads, scale,
+    query, key, value, grad, lse, delta, grad_key, grad_value, parts, tiles, heads, kv_heads, scale,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """A tile (first key, end of its part, end of the queries that may see it) and a KV head."""
-    tile, kv_head = tiles + tl.program_id(0) * 3, tl.program_id(1)
-    first, part_end, queries_end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    """A tile (first key, end of its part, first of the queries that may see it and their end, -1) and a KV head; or a
+    piece of a tile: its queries, and where its sums go in ``parts`` [pieces, 2, BLOCK_N, kv_heads, DIM]."""
+    tile, kv_head = tiles + tl.program_id(0) * 5, tl.program_id(1)
+    first, part_end, queries, queries_end, piece = _tile(tile)
     n = first + tl.arange(0, BLOCK_N)
     valid = n < part_end
     k = _rows(key, n, valid, kv_heads, kv_head, DIM, BLOCK_D, UPCAST)
@@ -136,7 +151,7 @@ def _key_kernel(
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for member in range(GROUP):
         head = kv_head * GROUP + member
-        for start in range(first, queries_end, BLOCK_M):
+        for start in range(queries, queries_end, BLOCK_M):
             token = start + tl.arange(0, BLOCK_M)
             inside = token < queries_end
             q = _rows(query, token, inside, heads, head, DIM, BLOCK_D, UPCAST)
@@ -144,8 +159,13 @@ def _key_kernel(
             weight, ds = _score_gradients(q, k, v, g, token, inside, n, valid, lse, delta, heads, head, scale)
             dv += tl.dot(tl.trans(weight.to(g.dtype)), g, input_precision="ieee")
             dk += tl.dot(tl.trans(ds.to(q.dtype)), q, input_precision="ieee")
-    _store_rows(grad_key, dk, n, valid, kv_heads, kv_head, DIM, BLOCK_D)
-    _store_rows(grad_value, dv, n, valid, kv_heads, kv_head, DIM, BLOCK_D)
+    if piece < 0:
+        _store_rows(grad_key, dk, n, valid, kv_heads, kv_head, DIM, BLOCK_D)
+        _store_rows(grad_value, dv, n, valid, kv_heads, kv_head, DIM, BLOCK_D)
+    else:
+        row = piece * 2 * BLOCK_N + tl.arange(0, BLOCK_N)
+        _store_rows(parts, dk, row, valid, kv_heads, kv_head, DIM, BLOCK_D)
+        _store_rows(parts, dv, row + BLOCK_N, valid, kv_heads, kv_head, DIM, BLOCK_D)
 
 
 def _blocks(query: torch.Tensor) -> dict[str, int | bool]:
@@ -168,24 +188,42 @@ def query_tiles(layout: GroupedLayout, block: int) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int32, device="cpu").view(-1, 5)
 
 
-def key_tiles(layout: GroupedLayout, block: int) -> torch.Tensor:
-    """int32 [tiles, 3] for the key kernel; the longest loops first."""
-    rows = []
+def key_tiles(layout: GroupedLayout, block: int, group: int) -> tuple[torch.Tensor, int, torch.Tensor]:
+    """``keys``, ``cut`` and ``places`` of :class:`Tiles`; a program goes through ``group`` heads of queries.
+
+    Cut is what would be gone through for more than twice the mean, so less than half of the tiles.
+    """
+    tiles = []
     for prefix, suffixes in layout.spans():
         group_end = suffixes[-1].stop if suffixes else prefix.stop
         for part in [prefix, *suffixes]:
             end = group_end if part is prefix else part.stop
-            rows += [(first, part.stop, end) for first in range(part.start, part.stop, block)]
-    rows.sort(key=lambda r: r[0] - r[2])
-    return torch.tensor(rows, dtype=torch.int32, device="cpu").view(-1, 3)
+            tiles += [(first, part.stop, end) for first in range(part.start, part.stop, block)]
+    most = max(SHORT / group, 2 * sum(end - first for first, _, end in tiles) / max(len(tiles), 1))
+    cut = [tile for tile in tiles if tile[2] - tile[0] > most]
+    rows = [(first, stop, first, end, -1) for first, stop, end in tiles if end - first <= most]
+    for i, (first, stop, end) in enumerate(cut):
+        step = -(-(end - first) // (16 * PIECES)) * 16
+        starts = [min(first + step * j, end) for j in range(PIECES + 1)]
+        rows += [(first, stop, starts[j], starts[j + 1], i * PIECES + j) for j in range(PIECES)]
+    rows.sort(key=lambda r: r[2] - r[3])
+    tokens = [range(first, min(first + block, stop)) for first, stop, _ in cut]
+    places = [(i * block + j, token) for i, tile in enumerate(tokens) for j, token in enumerate(tile)]
+    return (
+        torch.tensor(rows, dtype=torch.int32, device="cpu").view(-1, 5), len(cut),
+        torch.tensor(places, dtype=torch.int64, device="cpu").view(-1, 2).T.contiguous(),
+    )  # fmt: skip
 
 
-def _tiles(layout: GroupedLayout, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both kinds on the device of the query; made once per layout, used in every layer."""
-    place = int(_blocks(query)["BLOCK_M"]), query.device
-    if place not in layout.tiles:
-        layout.tiles[place] = query_tiles(layout, place[0]).to(place[1]), key_tiles(layout, place[0]).to(place[1])
-    return layout.tiles[place]
+def _tiles(layout: GroupedLayout, query: torch.Tensor, kv_heads: int) -> Tiles:
+    """On the device of the query; made once per layout, used in every layer."""
+    block, group, device = int(_blocks(query)["BLOCK_M"]), query.shape[1] // kv_heads, query.device
+    if (block, group, device) not in layout.tiles:
+        keys, cut, places = key_tiles(layout, block, group)
+        layout.tiles[block, group, device] = Tiles(
+            query_tiles(layout, block).to(device), keys.to(device), cut, places.to(device)
+        )
+    return layout.tiles[block, group, device]
 
 
 @on_its_device
@@ -197,7 +235,7 @@ def forward(
     out = torch.empty_like(query, dtype=torch.float32 if triton_interpreted() else query.dtype)
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
     heads, kv_heads = query.shape[1], key.shape[1]
-    tiles, _ = _tiles(layout, query)
+    tiles = _tiles(layout, query, kv_heads).queries
     if out.numel():
         _forward_kernel[(len(tiles), heads)](
             query, key, value, out, lse, tiles, heads, kv_heads, scale, GROUP=heads // kv_heads, **_blocks(query)
@@ -211,15 +249,22 @@ def backward(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: 
     """-> gradients of query, key and value."""
     heads, kv_heads = query.shape[1], key.shape[1]
     delta = (out.float() * grad.float()).sum(-1)  # [T, Hq]
-    queries, keys = _tiles(layout, query)
+    tiles = _tiles(layout, query, kv_heads)
     dtype = torch.float32 if triton_interpreted() else query.dtype
     grads = [torch.empty_like(t, dtype=dtype) for t in (query, key, value)]
     if query.numel():
         shared = (query, key, value, grad, lse, delta)
         sizes = {"GROUP": heads // kv_heads, **_blocks(query)}
-        _query_kernel[(len(queries), heads)](*shared, grads[0], queries, heads, kv_heads, scale, **sizes)
+        _query_kernel[(len(tiles.queries), heads)](*shared, grads[0], tiles.queries, heads, kv_heads, scale, **sizes)
         # two accumulators leave registers for fewer queries; products with them are asynchronous on sm_90 and would
         # still read what a second stage copies over
         sizes |= {"BLOCK_M": max(16, sizes["BLOCK_M"] // 2), "num_stages": 1}
-        _key_kernel[(len(keys), kv_heads)](*shared, grads[1], grads[2], keys, heads, kv_heads, scale, **sizes)
+        parts = lse.new_empty(tiles.cut, PIECES, 2, sizes["BLOCK_N"], kv_heads, query.shape[2])
+        _key_kernel[(len(tiles.keys), kv_heads)](
+            *shared, grads[1], grads[2], parts, tiles.keys, heads, kv_heads, scale, **sizes
+        )
+        if tiles.cut:
+            sums = parts.sum(1).transpose(0, 1).flatten(1, 2)  # [2, keys of cut tiles, kv_heads, DIM]
+            for whole, pieces in zip(grads[1:], sums):
+                whole.index_copy_(0, tiles.places[1], pieces[tiles.places[0]].to(dtype))
     return tuple(t.to(query.dtype) for t in grads)

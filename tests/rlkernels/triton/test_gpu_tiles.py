@@ -18,6 +18,7 @@ from rlkernels.prefix_cache import reference
 from rlkernels.similarity import reference as similarity
 
 triton_kernels = pytest.importorskip("rlkernels.prefix_cache.triton_kernels", reason="this machine lacks triton")
+triton_grouped = pytest.importorskip("rlkernels.prefix_cache.triton_grouped", reason="this machine lacks triton")
 BF16 = torch.bfloat16
 
 
@@ -38,7 +39,6 @@ def as_on_a_gpu(monkeypatch):
     from triton.runtime import interpreter
 
     from rlkernels.logprobs import triton_kernels as logprob_kernels
-    from rlkernels.prefix_cache import triton_grouped
 
     builder = interpreter.InterpreterBuilder
     cast, dot = builder.cast_impl, builder.create_dot
@@ -165,9 +165,10 @@ def test_write_kv(dtype):
     torch.testing.assert_close(storage, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-def test_grouped_attention(dim):
-    """Tiles of 64 x 64, and 32 x 64 for the gradients of the keys."""
+@pytest.mark.parametrize(("dim", "short"), [(64, 4096), (128, 4096), (64, 1)])
+def test_grouped_attention(monkeypatch, dim, short):
+    """Tiles of 64 x 64, and 32 x 64 for the gradients of the keys, where those of the first are cut into pieces."""
+    monkeypatch.setattr(triton_grouped, "SHORT", short)
     layout = rlkernels.GroupedLayout([70], [66, 3], [0, 2])
     shapes = [(layout.num_tokens, heads, dim) for heads in (2, 1, 1, 2)]
     *tensors, grad = [torch.randn(shape).to(BF16) for shape in shapes]

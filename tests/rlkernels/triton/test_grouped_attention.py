@@ -6,7 +6,7 @@ import torch
 import rlkernels
 from rlkernels.prefix_cache import reference
 
-pytest.importorskip("triton", reason="this machine lacks triton")
+triton_grouped = pytest.importorskip("rlkernels.prefix_cache.triton_grouped", reason="this machine lacks triton")
 LAYOUTS = {
     "odd": ([5, 0, 3, 40], [2, 4, 1, 0, 6, 3, 37, 1], [0, 3, 5, 6, 8]),
     "no suffixes": ([35, 1], [], [0, 0, 0]),
@@ -42,6 +42,50 @@ def check(layout, heads, kv_heads, dim, dtype):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_equals_the_reference(name):
     check(LAYOUTS[name], 2, 1, 40, torch.float32)
+
+
+@pytest.mark.parametrize("heads", [(6, 2), (2, 2)], ids=["shared", "not shared"])
+@pytest.mark.parametrize("name", ["odd", "several tiles"])
+def test_a_long_prefix_is_cut_into_pieces(monkeypatch, name, heads):
+    """The gradients of its keys are sums of those of its pieces, the same bits in every run."""
+    monkeypatch.setattr(triton_grouped, "SHORT", 1)
+    layout = rlkernels.GroupedLayout(*LAYOUTS[name])
+    _, cut, places = triton_grouped.key_tiles(layout, 32, heads[0] // heads[1])
+    assert 1 <= cut and places.shape[1] <= 32 * cut
+    check(LAYOUTS[name], *heads, 40, torch.float32)
+    tensors = [torch.randn(layout.num_tokens, h, 40) for h in (heads[0], *heads[1:] * 2)]
+
+    def once():
+        return run(tensors, tensors[0], lambda *t: rlkernels.grouped_attention(*t, layout, scale=0.2, backend="triton"))
+
+    assert all(torch.equal(a, b) for a, b in zip(once(), once(), strict=True))
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS.values(), ([256] * 8, [256] * 64, [*range(0, 65, 8)])])
+@pytest.mark.parametrize(("group", "short"), [(1, 1), (1, 4096), (7, 4096)])
+def test_pieces_meet_every_query_once_and_none_is_much_longer(monkeypatch, layout, group, short):
+    monkeypatch.setattr(triton_grouped, "SHORT", short)
+    layout = rlkernels.GroupedLayout(*layout)
+    programs, cut, places = triton_grouped.key_tiles(layout, 64, group)
+    queries, tokens, most = {}, {}, 0
+    for first, stop, start, end, piece in programs.tolist():
+        queries.setdefault(first, []).extend(range(start, end))
+        if piece >= 0:
+            at = piece // triton_grouped.PIECES * 64
+            tokens |= {at + i: token for i, token in enumerate(range(first, min(first + 64, stop)))}
+        most = max(most, end - start)
+    for prefix, suffixes in layout.spans():
+        for part in [prefix, *suffixes]:
+            end = [prefix, *suffixes][-1].stop if part is prefix else part.stop
+            for first in range(part.start, part.stop, 64):
+                assert sorted(queries.pop(first)) == [*range(first, end)]
+    assert not queries and tokens == dict(places.T.tolist())
+    assert not cut or 2 * cut < len(programs) - (triton_grouped.PIECES - 1) * cut  # of all tiles
+    lengths = (programs[:, 3] - programs[:, 2]).tolist()
+    assert lengths == sorted(lengths, reverse=True)
+    if len(layout.prefix_lens) == 8:  # of 288 tiles 32 are gone through for 2,304 queries and less, the others for 256
+        expected = (2304, 0) if group == 1 and short > 1 else (288, 32)
+        assert (most, cut) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
