@@ -11,8 +11,8 @@ from python_trainer.files import write_text
 
 TOKENS, SECONDS = 2, 1  # columns of a curve
 SHOWN = (  # in the picture; the rest is in the table
-    PLAIN, DYNAMIC_SAMPLING, "curriculum", "curriculum, twice the steps", "answers of an earlier run, then plain",
-    "curriculum after an earlier run", "curriculum after an earlier run, with its difficulties", "p known",
+    PLAIN, DYNAMIC_SAMPLING, "shortest first", "curriculum", "prompts chosen", "prompts chosen, twice the steps",
+    "answers of an earlier run, then plain", "curriculum after an earlier run", "p known",
 )  # fmt: skip
 EARLIER, EARLIER_SMALLER = "the earlier run", "the earlier run of a smaller policy"
 
