@@ -130,7 +130,7 @@ class Accelerator:
         return {}
 
     def snapshot(self) -> dict[str, Any]:
-        """As :meth:`state_dict`, and what the hooks up to ``collect`` do later changes nothing in it."""
+        """As :meth:`state_dict`, and what the hooks up to ``replay`` do later changes nothing in it."""
         return copy.deepcopy(self.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
