@@ -19,8 +19,8 @@ class CurriculumSettings(AcceleratorSettings):
     accelerator = "python_trainer.accelerators.curriculum.accelerator:Curriculum"
     divisible = True  # every rank sees all answers and chooses alike
     modest = (
-        "right answers are trained on again where they are rarer than one in a group, those of earlier runs first where "
-        "a database is named"
+        "right answers are trained on again where they are rarer than one in a group, those of earlier runs first "
+        "where a database is named"
     )
     counters: ClassVar = {
         "curriculum/rehearsed_answers": "right answers of earlier runs trained on first (curriculum)",
@@ -28,8 +28,8 @@ class CurriculumSettings(AcceleratorSettings):
         "curriculum/stored_answers": "right answers trained on again (curriculum)",
     }
     advice: ClassVar = {
-        "curriculum/stored_answers": "no right answer was trained on again: none was to a prompt that is answered right "
-        "less than once in a group"
+        "curriculum/stored_answers": "no right answer was trained on again: none was to a prompt that is answered "
+        "right less than once in a group"
     }
     pictures: ClassVar = (
         Picture(
