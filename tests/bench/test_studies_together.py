@@ -51,7 +51,7 @@ def cells(lines, start):
 
 def test_outcomes_compare_with_plain_training(runs):
     groups = together_report.grouped(runs / "short")
-    assert list(groups) == ["baseline", "rhyme", "rpo", "rhyme+rpo"]
+    assert list(groups) == ["baseline", "rpo", "rhyme", "rhyme+rpo"]
     lines = together_report.outcome_lines(groups, [0.85])
     assert cells(lines, "baseline")[:7] == ["**baseline**", "2", "10.00", "1.00x", "35.0", "1.00x", "3,500"]
     assert cells(lines, "rpo")[2:6] == ["5.00", "2.00x", "17.5", "2.00x"]
