@@ -38,7 +38,7 @@ def sample_gain(p: Sequence[float]) -> float:
 
 
 def all_bounds(found: Mapping[str, Any], *, answers_of_step: int) -> list[Bound]:
-    """One for each accelerator and for dynamic sampling.
+    """One for each accelerator, for the choice of prompts, answers of earlier runs and dynamic sampling.
 
     Args:
         found: of :func:`python_trainer.probe.describe`: p, judged, spread, all_wrong, seconds and epochs.
@@ -59,16 +59,23 @@ def all_bounds(found: Mapping[str, Any], *, answers_of_step: int) -> list[Bound]
     else:
         bounds = [Bound(name, None, "no group taught anything") for name in ("selection", "dynamic_sampling")]
     gate = f"a decision of its gate takes up to 512 held-out answers, those of {512 / answers_of_step:.1f} steps"
-    earlier = (
-        "of a run that is in a database: nothing here bounds it; it saved most where right answers are rare, and "
-        f"{found['all_wrong']:.0%} of groups are all wrong"
-    )
     return [
         *bounds,
-        Bound("earlier_answers", None, earlier),
+        earlier_bound(found),
         *history_bounds(found, 1 - 1 / max(epochs, 1.0)),
         Bound("alpha", None, f"nothing bounds it; {gate}"),
     ]
+
+
+def earlier_bound(found: Mapping[str, Any]) -> Bound:
+    """Of the right answers of a run that is in a database."""
+    if not found["judged"]:
+        return Bound("earlier_answers", 1.0, "nothing is right or wrong in this task, and only right answers are taken")
+    why = (
+        "of a run that is in a database: nothing here bounds it; it saved most where right answers are rare, and "
+        f"{found['all_wrong']:.0%} of groups are all wrong"
+    )
+    return Bound("earlier_answers", None, why)
 
 
 def history_bounds(found: Mapping[str, Any], repeats: float) -> list[Bound]:

@@ -41,7 +41,7 @@ class AcceleratorSettings(Section):
     counters: ClassVar[Mapping[str, str]] = {}
     """Metrics whose sum over a run shows what was done in it -> the words of their row in tables."""
     advice: ClassVar[Mapping[str, str]] = {}
-    """Counter -> what to do where it stayed 0 although the accelerator was on."""
+    """Counter -> what to do where it and all others stayed 0 although the accelerator was on."""
     pictures: ClassVar[tuple[Picture, ...]] = ()
     command: ClassVar[str | None] = None
     """``module:function`` that adds a command to the command line. It gets a function that makes the parser,

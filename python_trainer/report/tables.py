@@ -137,7 +137,7 @@ def idle_accelerators(runs: Sequence[Run]) -> list[str]:
     for kind in accelerators_of(run.folder for run in runs):
         for counter, advice in kind.advice.items():
             for name, mine in by_variant(run for run in runs if kind.name in run.summary["accelerators"]).items():
-                if not any(run.counters.get(counter) for run in mine):
+                if not any(run.counters.get(metric) for run in mine for metric in (counter, *kind.counters)):
                     lines.append(f"{kind.name} had nothing to do in {name}: {advice}")
     return lines
 

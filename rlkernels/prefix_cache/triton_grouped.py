@@ -23,7 +23,7 @@ SHORT = 4096  # queries times heads that one program may go through in any case
 class Tiles(NamedTuple):
     """What the programs of the kernels work on; the longest loops first."""
 
-    queries: torch.Tensor  # int32 [tiles, 5], see :func:`_tile`
+    queries: torch.Tensor  # int32 [tiles, 5], see :func:`_forward_kernel`
     keys: torch.Tensor  # int32 [programs, 5], see :func:`_key_kernel`
     cut: int  # tiles of keys that are cut into pieces
     places: torch.Tensor  # int64 [2, keys in these]: places among the keys of cut tiles, and their tokens
@@ -47,7 +47,7 @@ def _store_rows(pointer, x, token, valid, heads, head, DIM: tl.constexpr, BLOCK_
 
 @triton.jit
 def _tile(tile):
-    """First query, end of its part, start of its part, start and end of the prefix before it."""
+    """The five numbers of a row of :class:`Tiles`."""
     return tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
 
 
@@ -65,7 +65,7 @@ def _forward_kernel(
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries, see :func:`_tile`, and a head."""
+    """A tile of queries (first query, end and start of its part, start and end of the prefix before it) and a head."""
     head = tl.program_id(1)
     first, part_end, part, prefix, prefix_end = _tile(tiles + tl.program_id(0) * 5)
     token = first + tl.arange(0, BLOCK_M)

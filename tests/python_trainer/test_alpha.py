@@ -326,6 +326,23 @@ def test_an_interrupted_run_resumes_to_the_same_weights(alpha_config, tmp_path):
         assert torch.equal(value, theirs["trajectory"][name]), name
 
 
+def test_a_run_resumes_exactly_before_anything_is_tracked(alpha_config, tmp_path):
+    """The base is what the weights were at the start, not where the run was interrupted."""
+    states = []
+    for name, parts in (("whole", [4]), ("parts", [2, 4])):
+        for steps in parts:
+            config = alpha_config(max_steps=steps, alpha={"track_steps": 3, "first_step": 99})
+            Trainer(config, tmp_path / name, console=QUIET, resume=steps > parts[0]).run()
+        saved = load_checkpoint(tmp_path / name / "checkpoints" / "step-000004")
+        states.append(saved["accelerators"]["alpha"])
+    whole, parts = states
+    assert whole["anchor"] == parts["anchor"] == 0 and whole["answered"] == parts["answered"]
+    for part in "base", "trajectory":
+        for name, value in whole[part].items():
+            assert torch.equal(value, parts[part][name]), name
+    assert whole["trajectory"]["steps"].tolist() == [3]
+
+
 def test_too_few_gate_prompts_are_named_before_anything_is_loaded(alpha_config, tmp_path):
     config = alpha_config(alpha={"gate_prompts": 7}, model={"path": str(tmp_path / "nowhere")})
     with pytest.raises(UserError, match=r"gate_prompts: 7 .* the task has 6; .*task\.gate_path.*task\.gate_size"):

@@ -119,6 +119,7 @@ def test_where_nothing_is_right_or_wrong_groups_go_by_rewards(settings):
     assert "nothing is right or wrong in this task" in "\n".join(lines(found))
     assert found["bounds"]["rhyme"]["at_most"] is None and found["bounds"]["rpo"]["at_most"] is None
     assert found["bounds"]["drafts"]["at_most"] >= 1
+    assert found["bounds"]["earlier_answers"]["at_most"] == 1, "none of them are right ones"
 
 
 def test_it_tells_how_far_it_is(settings, monkeypatch, capsys):

@@ -18,7 +18,7 @@ from python_trainer.config import check_config, dump_config, load_config
 from python_trainer.data import Example
 from python_trainer.errors import UserError
 from python_trainer.registry import PluginError, Registry
-from python_trainer.report.runs import find_runs
+from python_trainer.report.runs import Run, find_runs
 from python_trainer.report.tables import idle_accelerators, summary_columns
 from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
@@ -122,6 +122,17 @@ def test_an_accelerator_of_one_file(make_config, tmp_path):
     assert idle_accelerators(runs) == [] and (tmp_path / "runs" / "counter.png").stat().st_size > 1000
     page = (tmp_path / "runs" / "report.html").read_text()
     assert "answers over the steps" in page and "hidden 1" not in page
+
+
+def test_an_accelerator_that_did_anything_was_not_idle(tmp_path):
+    """Such as train on answers of earlier runs, and on none of this one again."""
+    idle, busy = (
+        Run("run", tmp_path, {"accelerators": {"curriculum": {}}}, counters)
+        for counters in ({"curriculum/stored_answers": 0.0}, {"curriculum/rehearsed_answers": 9.0})
+    )
+    (line,) = idle_accelerators([idle])
+    assert line.startswith("curriculum had nothing to do in run: no right answer was trained on again")
+    assert idle_accelerators([busy]) == idle_accelerators([idle, busy]) == []
 
 
 def test_what_an_accelerator_says_of_the_configuration(make_config):

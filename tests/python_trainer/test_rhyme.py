@@ -3,7 +3,6 @@
 import math
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from test_checkpoint import assert_same_run
 from python_trainer.accelerators.rhyme import accelerator as rhyme_module
 from python_trainer.accelerators.rhyme.accelerator import begins_with
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
-from python_trainer.accelerators.rhyme.recording import GatheredStep
 from python_trainer.accelerators.rhyme.records import StoredAnswer, prompt_key
 from python_trainer.accelerators.rhyme.settings import RhymeSettings
 from python_trainer.config import check_config
@@ -198,28 +196,6 @@ def test_a_prompt_that_comes_twice_in_a_step_has_stored_answers_in_both_groups(r
     row = read_metrics(tmp_path / "run")[1]
     assert row["rhyme/spared_answers"] == row["rhyme/stored_answers"] == 2
     assert row["rhyme/prompts_with_candidates"] == row["rhyme/rescued_groups"] == 2 / 24
-
-
-def test_what_is_recorded_is_of_answers_from_their_start():
-    """And of the step before where there are none."""
-
-    def group(reward, prefix_len, text):
-        return [Rollout([1], [2, 3], prefix_len, [-1.0] * (2 - prefix_len), text=text, reward=reward, accuracy=reward)]
-
-    example = SimpleNamespace(prompt="p")
-    context = SimpleNamespace(step=1, task=SimpleNamespace(train=[example]))
-    gathered = GatheredStep()
-    first, _ = gathered.add(context, [group(0.25, 1, "begun")], [])
-    assert first.reward == 0.25, "there is nothing else"
-    both, _ = gathered.add(context, [group(0.75, 1, "begun")], [])
-    assert both.reward == 0.5, "of all rounds"
-    whole, _ = gathered.add(context, [group(1.0, 0, "from its start")], [])
-    alone, _ = GatheredStep().add(context, [group(1.0, 0, "from its start")], [])
-    context.step = 2
-    after, _ = gathered.add(context, [group(0.0, 1, "begun")], [])
-    for record in whole, after:
-        assert record.reward == record.accuracy == 1.0
-        assert all(torch.equal(record.sketch[part], alone.sketch[part]) for part in alone.sketch)
 
 
 @pytest.mark.parametrize("selection", ["likelihood", "reward", "random"])

@@ -151,8 +151,8 @@ class Alpha(Accelerator):
     def state_dict(self) -> dict[str, Any]:
         tracked = self.trajectory
         return {
-            "base": tracked.base if tracked else None,
-            "trajectory": tracked.state_dict() if tracked else None,
+            "base": None if tracked is None else tracked.base,  # one without points counts as false
+            "trajectory": None if tracked is None else tracked.state_dict(),
             "anchor": self.anchor,
             "answered": self.answered,
             "next_attempt": self.next_attempt,

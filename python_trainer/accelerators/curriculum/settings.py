@@ -13,7 +13,7 @@ AUTO = "auto"
 
 
 class CurriculumSettings(AcceleratorSettings):
-    """Prompts by what their answers can teach for their length, learned from the answers of the run."""
+    """Rare right answers are trained on more than once; prompts are chosen by what they can teach, where asked for."""
 
     name = "curriculum"
     accelerator = "python_trainer.accelerators.curriculum.accelerator:Curriculum"

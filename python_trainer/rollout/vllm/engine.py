@@ -81,7 +81,7 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None:
-        """Lets go of files."""
+        """Lets go of files and of what it drafts from."""
         ...
 
 

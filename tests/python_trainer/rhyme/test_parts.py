@@ -1,6 +1,7 @@
-"""Sketches, execution matching, the sample bank, gradient sketches and retrodiction."""
+"""Sketches, what is recorded of a step, execution matching, the sample bank, gradient sketches and retrodiction."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import python_trainer.model.policy
 from python_trainer.accelerators.rhyme.bank import SampleBank, for_tokenizer
 from python_trainer.accelerators.rhyme.evidence import SIZE, examine
 from python_trainer.accelerators.rhyme.matching import Curve, Matches, Stage, align, curve_of, rhyming_stages
+from python_trainer.accelerators.rhyme.recording import GatheredStep
 from python_trainer.accelerators.rhyme.records import StepRecord, prompt_key
 from python_trainer.accelerators.rhyme.retrodiction import FEATURES, Retrodictor, alignments, rank_correlation
 from python_trainer.accelerators.rhyme.sketch import PARTS, byte_trigrams, histogram, sketch_of, stack
@@ -55,6 +57,28 @@ def test_trigrams_are_counted_all():
     assert byte_trigrams(b"").sum() == byte_trigrams(b"ab").sum() == 0
     assert byte_trigrams(b"abcabc").sum() == 4 and byte_trigrams(b"abcabc").max() >= 2
     assert sketch_of([[answer("")]])["ngrams"].sum() == 0  # an empty answer is one, too
+
+
+def test_what_is_recorded_is_of_answers_from_their_start():
+    """And of the step before where there are none."""
+
+    def group(reward, prefix_len, text):
+        return [Rollout([1], [2, 3], prefix_len, [-1.0] * (2 - prefix_len), text=text, reward=reward, accuracy=reward)]
+
+    example = SimpleNamespace(prompt="p")
+    context = SimpleNamespace(step=1, task=SimpleNamespace(train=[example]))
+    gathered = GatheredStep()
+    first, _ = gathered.add(context, [group(0.25, 1, "begun")], [])
+    assert first.reward == 0.25, "there is nothing else"
+    both, _ = gathered.add(context, [group(0.75, 1, "begun")], [])
+    assert both.reward == 0.5, "of all rounds"
+    whole, _ = gathered.add(context, [group(1.0, 0, "from its start")], [])
+    alone, _ = GatheredStep().add(context, [group(1.0, 0, "from its start")], [])
+    context.step = 2
+    after, _ = gathered.add(context, [group(0.0, 1, "begun")], [])
+    for record in whole, after:
+        assert record.reward == record.accuracy == 1.0
+        assert all(torch.equal(record.sketch[part], alone.sketch[part]) for part in alone.sketch)
 
 
 def run_of(run_id, rewards, style=None):
