@@ -35,12 +35,17 @@ ON, DATABASE = "accelerators.enabled", "accelerators.curriculum.database"
 RHYME_DATABASE = "accelerators.rhyme.database"
 CURRICULUM: dict[str, Any] = {ON: ["curriculum"]}
 CHOOSING = CURRICULUM | {"accelerators.curriculum.least_gain": 1.5}
+# gradients of chosen prompts change in size from step to step: a second moment that follows, and half as much rate again
+STEADY: dict[str, Any] = {"optimizer.adam_beta2": 0.95, "optimizer.learning_rate": 1.5e-4}
 RUNS: dict[str, Mapping[str, Any]] = {
     "Beta bandit": {ON: ["bench.studies.beta_bandit:BetaBanditSettings"]},
     "curriculum": CURRICULUM,
     "prompts chosen": CHOOSING,
     "prompts chosen, twice the steps": CHOOSING,  # which are smaller ones: about the answers of plain training
     "by 1 / length, three times the steps": RIVALS["by 1 / length"],  # about the tokens of plain training
+    "plain, beta2 0.95": STEADY,
+    "by 1 / length, beta2 0.95": RIVALS["by 1 / length"] | STEADY,
+    "prompts chosen, beta2 0.95": CURRICULUM | {"accelerators.curriculum.least_gain": 1.1} | STEADY,
     "rpo": {ON: ["rpo"]},
     "rpo, 11 % of an answer at most": {ON: ["rpo"], "accelerators.rpo.cut_share": 0.11},  # the paper's 300 tokens
     # ablations
@@ -65,6 +70,9 @@ RUNS: dict[str, Mapping[str, Any]] = {
 SIZES = {
     "prompts chosen, twice the steps": 2.0,
     "by 1 / length, three times the steps": 3.0,
+    "plain, beta2 0.95": 2 / 3,
+    "by 1 / length, beta2 0.95": 5 / 3,  # the tokens of the other two with this optimizer
+    "prompts chosen, beta2 0.95": 5 / 4,
 }  # of a run, in steps of plain training
 EARLIER_SEED = 1000
 SMALLER = {"sums": {"model.path": "small"}}  # a quarter of the weights, not taught by this task
