@@ -38,13 +38,14 @@ def sample_gain(p: Sequence[float]) -> float:
 
 
 def all_bounds(found: Mapping[str, Any], *, answers_of_step: int) -> list[Bound]:
-    """One for each accelerator, for the choice of prompts, answers of earlier runs and dynamic sampling.
+    """One for each accelerator, for each thing that `curriculum` does, and for dynamic sampling.
 
     Args:
         found: of :func:`python_trainer.probe.describe`: p, judged, spread, all_wrong, seconds and epochs.
         answers_of_step: prompts of a step times answers to each.
     """
-    spread, seconds, epochs = found["spread"], found["seconds"], found["epochs"]
+    spread, seconds = found["spread"], found["seconds"]
+    repeats = 1 - 1 / max(found["epochs"], 1.0)
     whole, answering = sum(seconds.values()), seconds["generation"] + seconds["rewards"]
     if spread:
         bounds = [
@@ -61,10 +62,24 @@ def all_bounds(found: Mapping[str, Any], *, answers_of_step: int) -> list[Bound]
     gate = f"a decision of its gate takes up to 512 held-out answers, those of {512 / answers_of_step:.1f} steps"
     return [
         *bounds,
+        stored_bound(found),
         earlier_bound(found),
-        *history_bounds(found, 1 - 1 / max(epochs, 1.0)),
+        *history_bounds(found, repeats),
         Bound("alpha", None, f"nothing bounds it; {gate}"),
     ]
+
+
+def failed_bound(name: str, found: Mapping[str, Any], share: float, why: str) -> Bound:
+    """Of what makes up for this share of the groups that are all wrong."""
+    wrong, spread = found["all_wrong"], found["spread"]
+    return Bound(name, 1 + share * wrong / spread if spread else None, f"{wrong:.0%} of groups are all wrong{why}")
+
+
+def stored_bound(found: Mapping[str, Any]) -> Bound:
+    """Of the right answers of this run, trained on again."""
+    if not found["judged"]:
+        return Bound("stored_answers", 1.0, "nothing is right or wrong in this task, and only right answers are kept")
+    return failed_bound("stored_answers", found, 1.0, ", where a right answer of before is something to learn from")
 
 
 def earlier_bound(found: Mapping[str, Any]) -> Bound:
@@ -83,8 +98,8 @@ def history_bounds(found: Mapping[str, Any], repeats: float) -> list[Bound]:
     if not repeats:
         why = "no prompt comes back within these steps; only a database of earlier runs could help"
         return [Bound(name, 1.0, why) for name in ("rhyme", "rpo", "drafts")]
-    spread, wrong, seconds = found["spread"], found["all_wrong"], found["seconds"]
-    whole, generation, gain = sum(seconds.values()), seconds["generation"], sample_gain(found["p"])
+    seconds, gain = found["seconds"], sample_gain(found["p"])
+    whole, generation = sum(seconds.values()), seconds["generation"]
     visits = f"{repeats:.0%} of visits are repeats"
     drafts = Bound(
         "drafts",
@@ -95,11 +110,7 @@ def history_bounds(found: Mapping[str, Any], repeats: float) -> list[Bound]:
         unknown = "nothing is right or wrong in this task, and the bound is made of p"
         return [Bound("rhyme", None, unknown), Bound("rpo", None, unknown), drafts]
     return [
-        Bound(
-            "rhyme",
-            1 + repeats * wrong / spread if spread else None,
-            f"{wrong:.0%} of groups are all wrong and {visits}, where a stored right answer can give them a spread",
-        ),
+        failed_bound("rhyme", found, repeats, f" and {visits}, where a stored right answer can give them a spread"),
         Bound(
             "rpo",
             1 + repeats * max(gain - 1, 0.0),

@@ -9,37 +9,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 TEXT = "\n".join((ROOT / name).read_text() for name in ("README.md", "docs/install.md", "docs/speed.md"))
 PAGES = [
-    ROOT / name
-    for name in (
-        "README.md",
-        "docs/algorithms.md",
-        "docs/alpha.md",
-        "docs/claims.md",
-        "docs/data.md",
-        "docs/environments.md",
-        "docs/guide.md",
-        "docs/history.md",
-        "docs/install.md",
-        "docs/ops.md",
-        "docs/other_trainers.md",
-        "docs/prefix_cache.md",
-        "docs/probe.md",
-        "docs/python_api.md",
-        "docs/rank1.md",
-        "docs/rhyme.md",
-        "docs/curriculum.md",
-        "docs/rpo.md",
-        "docs/scale.md",
-        "docs/sft.md",
-        "docs/similarity.md",
-        "docs/speed.md",
-        "docs/tasks.md",
-        "docs/together.md",
-        "docs/vllm.md",
-        "CONTRIBUTING.md",
-        "bench/README.md",
-        "bench/gpu/README.md",
-    )
+    *sorted((ROOT / "docs").glob("*.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "bench/README.md", "bench/gpu/README.md")),
 ]
 
 

@@ -6,6 +6,7 @@ as quick as the default and every rival that is right; what has changed in its s
 as never run.
 """
 
+import argparse
 import ast
 import functools
 import hashlib
@@ -216,6 +217,9 @@ def compose(records: Iterable[Path]) -> tuple[dict[str, Any], list[str]]:
 
 def main() -> int:
     """Writes rlkernels/proven.json -> exit code."""
+    argparse.ArgumentParser(
+        prog="python -m bench.gpu.proven", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     try:
         found, complaints = compose(sorted(RECORDS.glob("*.jsonl")))
     except ValueError as error:

@@ -14,7 +14,7 @@ STUDIES = {
     "scheduling": "rollouts over several workers: how well lengths are predicted, what balancing by them saves",
     "trl": "this trainer against TRL's: seconds to the same accuracy",
     "profile": "where the seconds of a training step go, operation by operation",
-    "together": "every accelerator, in pairs and all together: what they are worth, what they do to each other",
+    "together": "the four accelerators of the papers, alone, in pairs and all: their worth, what they do to each other",
     "rhyme": "training guided by history: what a database of a small policy's run saves, and what does not help",
 }
 
@@ -24,7 +24,8 @@ def main() -> None:
     commands = parser.add_subparsers(dest="study", required=True, metavar=" | ".join(STUDIES))
     modules = {name: importlib.import_module(f"bench.studies.{name}") for name in STUDIES}
     for name, module in modules.items():
-        module.add_arguments(commands.add_parser(name, help=STUDIES[name], description=module.__doc__,
+        words = STUDIES[name].replace("%", "%%")  # argparse formats help texts
+        module.add_arguments(commands.add_parser(name, help=words, description=module.__doc__,
                                                  formatter_class=argparse.RawDescriptionHelpFormatter))  # fmt: skip
     args = parser.parse_args()
     modules[args.study].run(args)

@@ -35,7 +35,7 @@ ON, DATABASE = "accelerators.enabled", "accelerators.curriculum.database"
 RHYME_DATABASE = "accelerators.rhyme.database"
 CURRICULUM: dict[str, Any] = {ON: ["curriculum"]}
 CHOOSING = CURRICULUM | {"accelerators.curriculum.least_gain": 1.5}
-# gradients of chosen prompts change in size from step to step: a second moment that follows, and half as much rate again
+# gradients of chosen prompts change in size from step to step: a second moment that follows, and a higher rate
 STEADY: dict[str, Any] = {"optimizer.adam_beta2": 0.95, "optimizer.learning_rate": 1.5e-4}
 RUNS: dict[str, Mapping[str, Any]] = {
     "Beta bandit": {ON: ["bench.studies.beta_bandit:BetaBanditSettings"]},
@@ -112,7 +112,7 @@ NAMES = [*RIVALS, *RUNS, *AFTER]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_task_arguments(parser, "curriculum", RECORDS)
     parser.add_argument("--names", nargs="+", choices=NAMES, metavar="NAME", default=NAMES,
-                        help=f"{', '.join(NAMES)}; default: all")  # fmt: skip
+                        help=f"{', '.join(NAMES).replace('%', '%%')}; default: all")  # fmt: skip
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS), metavar="N")
     parser.add_argument(
         "--ground-records", type=Path, default=GROUND, metavar="FILE", help="of the runs without history"

@@ -19,7 +19,7 @@ EARLIER, EARLIER_SMALLER = "the earlier run", "the earlier run of a smaller poli
 
 def write(records: Sequence[Record], folder: Path) -> None:
     """curriculum.md and curriculum.png, of the runs that are recorded."""
-    lines = ["# Prompts chosen by history", "",
+    lines = ["# Right answers kept, prompts chosen, earlier runs read", "",
              "By `python -m bench.studies curriculum`; records in curriculum.jsonl. *To plain's end*: tokens and CPU",
              "seconds to the accuracy at which plain training of the same seed ends, in two successive evaluations,",
              "as shares of what plain training needs: geometric mean over seeds and its 95 % interval. *To dynamic",

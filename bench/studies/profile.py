@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from bench import _limits
 from bench._markdown import table_lines
 from bench._runner import commit, cpu_model
-from python_trainer.compare import enabled_in
+from bench.studies.together import enabled
 from python_trainer.config import Config, load_config
 from python_trainer.data import Request, Rollout
 from python_trainer.files import write_text
@@ -47,7 +47,7 @@ KINDS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--accelerators", default="baseline", help="as a variant of compare: rhyme+drafts, all, ...")
+    parser.add_argument("--accelerators", default="baseline", help="as a variant of together: rhyme+drafts, all, ...")
     parser.add_argument("--skip", type=int, default=20, help="steps that are not measured (default: %(default)s)")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", metavar="DIR")
     parser.add_argument("--steps", type=int, default=4, help="steps that are (default: %(default)s)")
@@ -85,14 +85,17 @@ class Traced(Trainer):
         return out
 
 
-def run(args: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    config = load_config(CONFIG, [
-        f"accelerators.enabled=[{', '.join(enabled_in(args.accelerators))}]", "evaluation.eval_steps=0",
+def settings(args: argparse.Namespace) -> Config:
+    return load_config(CONFIG, [
+        f"accelerators.enabled=[{', '.join(enabled(args.accelerators))}]", "evaluation.eval_steps=0",
         "evaluation.eval_limit=64", "save.save_steps=0", "save.save_model=false", f"max_steps={args.skip + args.steps}",
     ])  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Traced(config, Path(folder) / "run", args.skip)
+        trainer = Traced(settings(args), Path(folder) / "run", args.skip)
         trainer.run()
     text = "\n".join(report(trainer, args)) + "\n"
     print(text, end="")

@@ -1,4 +1,4 @@
-"""All accelerators: each alone, in pairs, all four; what they are worth, and what they do to each other.
+"""The four accelerators of the papers: each alone, in pairs, all; what they are worth, what they do to each other.
 
     python -m bench.studies together --output-dir runs/studies/together
     python -m bench.studies together --output-dir runs/studies/together --parts short --seeds 0   # a part of it
@@ -20,13 +20,13 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from bench.studies import PAPERS
 from bench.studies.together_report import write
-from python_trainer.accelerators import ACCELERATORS
 from python_trainer.compare import enabled_in, train_once
 from python_trainer.config import Config, load_config
 
-SINGLE = ["baseline", *ACCELERATORS.names(), "all"]
-PAIRS = ["+".join(pair) for pair in combinations(ACCELERATORS.names(), 2)]
+SINGLE = ["baseline", *PAPERS, "all"]
+PAIRS = ["+".join(pair) for pair in combinations(PAPERS, 2)]
 COMMON = ["save.save_steps=10", "save.save_total_limit=1", "save.save_model=false"]
 SHORT = ["max_steps=40", "evaluation.eval_steps=4", "evaluation.eval_limit_during=1024"]
 LONG = ["max_steps=24", "evaluation.eval_steps=6", "evaluation.eval_limit=null", "evaluation.eval_limit_during=512"]
@@ -52,6 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--report-only", action="store_true", help="train nothing, report what is there")
 
 
+def enabled(variant: str) -> list[str]:
+    """Accelerators of a variant of ``compare``, where `all` are the four, and not what has come later too."""
+    return list(PAPERS) if variant == "all" else enabled_in(variant)
+
+
 def settings(folder: str, variant: str, seed: int, database: Path) -> Config:
     """Of one run; a variant is a name of ``compare``, perhaps with what is special about it after a comma."""
     names, _, special = variant.partition(", ")
@@ -61,8 +66,8 @@ def settings(folder: str, variant: str, seed: int, database: Path) -> Config:
         "database": [f"accelerators.rhyme.database={database}", "accelerators.rhyme.record=false"],
         "half the prompts": ["rollout.prompts_per_step=16"],
     }[special]
-    enabled = f"accelerators.enabled=[{', '.join(enabled_in(names))}]"
-    return load_config(config[0], [*COMMON, *config[1:], enabled, *more, f"seed={seed}"])
+    on = f"accelerators.enabled=[{', '.join(enabled(names))}]"
+    return load_config(config[0], [*COMMON, *config[1:], on, *more, f"seed={seed}"])
 
 
 def fill(database: Path, folder: Path) -> None:

@@ -11,11 +11,12 @@ import torch
 
 from bench._markdown import table_lines
 from bench._runner import commit, cpu_model
+from bench.studies import PAPERS
 from bench.studies.rpo import reached
 from python_trainer.accelerators import ACCELERATORS
 from python_trainer.files import write_text
 from python_trainer.report.intervals import Interval, difference_of_runs
-from python_trainer.report.runs import BASELINE, Run, accelerators_of, find_runs
+from python_trainer.report.runs import BASELINE, Run, find_runs
 from python_trainer.report.tables import accelerator_facts, mean, seconds_per_step
 from python_trainer.report.write import draw
 from python_trainer.run_directory import load_evaluations, read_metrics
@@ -102,15 +103,15 @@ def contrast(plus: Sequence[Group], minus: Sequence[Group]) -> Interval:
 
 def time_lines(groups: dict[str, Group]) -> list[str]:
     """Where the seconds went, and what the accelerators did."""
-    names, kinds = ACCELERATORS.names(), accelerators_of([])
+    kinds = [ACCELERATORS.resolve(name) for name in PAPERS]
     did = {name: accelerator_facts(list(group.values()), kinds) for name, group in groups.items()}
-    head = ["", "generation", "training", *names, "else", *did[BASELINE]]
+    head = ["", "generation", "training", *PAPERS, "else", *did[BASELINE]]
     rows = []
     for name, group in groups.items():
         found = summaries(group)
         spent = fmean(s["training_s"] for s in found)
         parts = [fmean(s[f"{part}_s"] for s in found) for part in ("rollout", "train")]
-        parts += [fmean(s["accelerator_s"].get(kind, 0.0) for s in found) for kind in names]
+        parts += [fmean(s["accelerator_s"].get(kind, 0.0) for s in found) for kind in PAPERS]
         parts.append(spent - sum(parts))
         counts = [count or 0.0 for count in did[name].values()]
         rows.append([f"**{name}**", *(f"{100 * part / spent:.0f} %" for part in parts),

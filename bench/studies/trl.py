@@ -3,9 +3,9 @@
     python -m bench.studies trl --output-dir runs/studies/trl
 
 The same policy, prompts, rewards, loss and optimizer, float32 with exact products everywhere, on one thread: TRL, this
-trainer, and this trainer with every accelerator at its defaults. A run ends at the target. Seconds are CPU seconds of
-the process from the first step on; evaluations, all by the code of python_trainer, are not in them, what accelerators
-do before the first step is. Runs that are finished are kept. Writes bench/studies/results/trl.md.
+trainer, and this trainer with the four accelerators of the papers at their defaults. A run ends at the target. Seconds
+are CPU seconds of the process from the first step on; evaluations, all by the code of python_trainer, are not in them,
+what accelerators do before the first step is. Runs that are finished are kept. Writes bench/studies/results/trl.md.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from rich.console import Console
 from bench._markdown import table_lines
 from bench._runner import commit, cpu_model
 from bench._trl import TRL_BATCH, Generation, make_grpo_trainer
+from bench.studies import PAPERS
 from bench.studies.rpo import reached
 from bench.studies.together import folder_name
 from python_trainer.compare import check_same, finished
@@ -39,7 +40,7 @@ COMMON = [
 VARIANTS = {
     "TRL": [],
     "python_trainer": [],
-    "python_trainer, all accelerators": ["accelerators.enabled=[rhyme, rpo, drafts, alpha]"],
+    "python_trainer, all accelerators": [f"accelerators.enabled=[{', '.join(PAPERS)}]"],
 }
 
 

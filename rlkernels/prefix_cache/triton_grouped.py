@@ -3,7 +3,7 @@
 In a group [prefix | suffix 1 | suffix 2 | ...] a token sees its prefix and its own part, never anything behind it. So a
 tile of queries reads two stretches of keys, and a tile of the prefix's keys is seen by everything behind it in the
 group: one stretch of queries, over which its gradients are summed. Where that stretch is much longer than others it is
-cut into pieces, whose sums in float32 are added up afterwards.
+cut into pieces, whose sums in float32 are added up afterwards, unless enough others run meanwhile.
 """
 
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from rlkernels.prefix_cache.layout import GroupedLayout
 LOG2_E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 PIECES = 8  # into which a long stretch of queries is cut
 SHORT = 4096  # queries times heads that one program may go through in any case
+AT_ONCE = 256  # programs that a GPU runs side by side, about
 
 
 class Tiles(NamedTuple):
@@ -188,10 +189,12 @@ def query_tiles(layout: GroupedLayout, block: int) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int32, device="cpu").view(-1, 5)
 
 
-def key_tiles(layout: GroupedLayout, block: int, group: int) -> tuple[torch.Tensor, int, torch.Tensor]:
+def key_tiles(layout: GroupedLayout, block: int, group: int, kv_heads: int) -> tuple[torch.Tensor, int, torch.Tensor]:
     """``keys``, ``cut`` and ``places`` of :class:`Tiles`; a program goes through ``group`` heads of queries.
 
-    Cut is what would be gone through for more than twice the mean, so less than half of the tiles.
+    Cut is what would be gone through for more than twice the mean, so less than half of the tiles, and for longer than
+    all of it takes ``AT_ONCE`` programs: of more, a long one hides behind the others. So ``parts`` holds less than
+    ``AT_ONCE`` tiles, however long the batch.
     """
     tiles = []
     for prefix, suffixes in layout.spans():
@@ -199,7 +202,8 @@ def key_tiles(layout: GroupedLayout, block: int, group: int) -> tuple[torch.Tens
         for part in [prefix, *suffixes]:
             end = group_end if part is prefix else part.stop
             tiles += [(first, part.stop, end) for first in range(part.start, part.stop, block)]
-    most = max(SHORT / group, 2 * sum(end - first for first, _, end in tiles) / max(len(tiles), 1))
+    work = sum(end - first for first, _, end in tiles)
+    most = max(SHORT / group, 2 * work / max(len(tiles), 1), work * kv_heads / AT_ONCE)
     cut = [tile for tile in tiles if tile[2] - tile[0] > most]
     rows = [(first, stop, first, end, -1) for first, stop, end in tiles if end - first <= most]
     for i, (first, stop, end) in enumerate(cut):
@@ -218,12 +222,10 @@ def key_tiles(layout: GroupedLayout, block: int, group: int) -> tuple[torch.Tens
 def _tiles(layout: GroupedLayout, query: torch.Tensor, kv_heads: int) -> Tiles:
     """On the device of the query; made once per layout, used in every layer."""
     block, group, device = int(_blocks(query)["BLOCK_M"]), query.shape[1] // kv_heads, query.device
-    if (block, group, device) not in layout.tiles:
-        keys, cut, places = key_tiles(layout, block, group)
-        layout.tiles[block, group, device] = Tiles(
-            query_tiles(layout, block).to(device), keys.to(device), cut, places.to(device)
-        )
-    return layout.tiles[block, group, device]
+    if (place := (block, group, kv_heads, device)) not in layout.tiles:
+        keys, cut, places = key_tiles(layout, block, group, kv_heads)
+        layout.tiles[place] = Tiles(query_tiles(layout, block).to(device), keys.to(device), cut, places.to(device))
+    return layout.tiles[place]
 
 
 @on_its_device

@@ -1,15 +1,16 @@
 """The study of all accelerators: its runs, and its tables from runs made up by hand."""
 
+import argparse
 import json
+import re
 from pathlib import Path
 
 import numpy
 import pytest
 from safetensors.numpy import save_file
 
-from bench.studies import together, together_report
+from bench.studies import PAPERS, profile, together, together_report, trl
 from bench.studies.profile import OTHER, kind_of
-from python_trainer.accelerators import ACCELERATORS
 
 PROMPTS = 400
 
@@ -81,6 +82,7 @@ def test_time_and_counters_are_means_over_seeds(runs):
     found = dict(zip(head, cells(lines, "rhyme"), strict=True))
     assert [found[name] for name in ("generation", "training", "rhyme", "rpo")] == ["50 %", "25 %", "12 %", "0 %"]
     assert found["stored answers used (rhyme)"] == "10" and found[head[-1]] == "5,000"
+    assert "curriculum" not in lines[0], "columns are of the four"
 
 
 def test_report_of_what_there_is(runs, capsys):
@@ -97,12 +99,27 @@ def test_settings_of_every_run():
         for variant in variants
     }
     assert all(config.seed == 1 for config in configs.values())
-    assert configs["short", "all"].accelerators.enabled == ACCELERATORS.names()
+    assert configs["short", "all"].accelerators.enabled == ["rpo", "rhyme", "drafts", "alpha"]
     assert configs["long", "all"].task.variant == "long"
     assert configs["short", "all, database"].accelerators.rhyme.database == "history.db"
     assert configs["short", "baseline, half the prompts"].rollout.prompts_per_step == 16
     names = [together.folder_name(variant) for _, variant in configs]
     assert len(set(names)) == len(set(variant for _, variant in configs))
+
+
+def test_names_are_those_of_the_recorded_tables():
+    tables = (Path(together.__file__).parent / "results" / "together.md").read_text()
+    recorded = set(re.findall(r"^\| \*\*(.*?)\*\*", tables, re.M))
+    made = {together.folder_name(variant) for _, variants in together.PARTS.values() for variant in variants}
+    assert made == recorded
+
+
+def test_all_is_the_four_of_the_papers_in_other_studies_too():
+    parser = argparse.ArgumentParser()
+    profile.add_arguments(parser)
+    profiled = profile.settings(parser.parse_args(["--accelerators", "all"]))
+    for config in (profiled, trl.settings("python_trainer, all accelerators", 0)):
+        assert sorted(config.accelerators.enabled) == sorted(PAPERS)
 
 
 def test_kinds_of_operations():

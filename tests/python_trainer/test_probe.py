@@ -64,13 +64,14 @@ def found(**changes):
 
 def test_bounds_by_hand():
     bounds = {b.name: b.at_most for b in all_bounds(found(), answers_of_step=128)}
-    expected = {"selection": 8 / 5, "dynamic_sampling": 1, "earlier_answers": None, "rhyme": 1.25, "rpo": 1,
-                "drafts": 8 / 5, "alpha": None}  # fmt: skip
+    expected = {"selection": 8 / 5, "dynamic_sampling": 1, "stored_answers": 1.5, "earlier_answers": None,
+                "rhyme": 1.25, "rpo": 1, "drafts": 8 / 5, "alpha": None}  # fmt: skip
     assert bounds == expected
     bounds = {b.name: b.at_most for b in all_bounds(found(epochs=0.5), answers_of_step=128)}
     assert bounds == expected | {"rhyme": 1, "drafts": 1}
     bounds = {b.name: b for b in all_bounds(found(p=[0.0] * 8, spread=0.0, all_wrong=1.0), answers_of_step=128)}
     assert bounds["selection"].at_most is None and bounds["selection"].why == "no group taught anything"
+    assert bounds["stored_answers"].at_most is None is bounds["rhyme"].at_most
     assert "those of 4.0 steps" in bounds["alpha"].why and "100% of groups" in bounds["earlier_answers"].why
 
 
@@ -93,7 +94,7 @@ def test_the_command(settings, tmp_path, capsys):
     assert seen["mean_length"] == pytest.approx(sum(seen["lengths"]) / count) and seen["mean_length"] <= 12
     assert seen["epochs"] == 4 * 4 / 12 and min(seen["seconds"].values()) > 0 and seen["memory_bytes"] > 1 << 20
     assert 0 <= seen["truncated"] <= 1 and seen["tokens_per_second"] > 0
-    names = {"selection", "earlier_answers", "dynamic_sampling", "rhyme", "rpo", "drafts", "alpha"}
+    names = {"selection", "dynamic_sampling", "stored_answers", "earlier_answers", "rhyme", "rpo", "drafts", "alpha"}
     assert set(seen["bounds"]) == names
     assert f"{count} prompts, 6 answers each" in said and "what could pay" in said
     assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
@@ -119,7 +120,8 @@ def test_where_nothing_is_right_or_wrong_groups_go_by_rewards(settings):
     assert "nothing is right or wrong in this task" in "\n".join(lines(found))
     assert found["bounds"]["rhyme"]["at_most"] is None and found["bounds"]["rpo"]["at_most"] is None
     assert found["bounds"]["drafts"]["at_most"] >= 1
-    assert found["bounds"]["earlier_answers"]["at_most"] == 1, "none of them are right ones"
+    for name in ("stored_answers", "earlier_answers"):
+        assert found["bounds"][name]["at_most"] == 1, "none of them are right ones"
 
 
 def test_it_tells_how_far_it_is(settings, monkeypatch, capsys):

@@ -11,8 +11,9 @@ def add(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         "history",
         help="look into a retrospective database",
         examples=["history runs/history.db --run 1"],
-        description="Lists the runs in the database that accelerators.rhyme.database names, draws how their stages "
-        "rhyme, and\nshows the best matches of one run.",
+        description="Lists the runs in a database, draws how their stages rhyme, and shows the best matches of one.\n"
+        "Every run is recorded in history.db beside its directory, unless accelerators.curriculum.database, or with\n"
+        "rhyme accelerators.rhyme.database, names another.",
     )
     parser.add_argument("url", metavar="URL", help="a path, sqlite:/// or postgresql:// URL")
     parser.add_argument("--run", type=int, metavar="ID", help="show what each stage of this run rhymes with")

@@ -31,6 +31,14 @@ def test_lists_runs_draws_them_and_shows_matches(url, tmp_path, capsys, monkeypa
     assert (tmp_path / "rhyme.png").stat().st_size > 5000
 
 
+def test_help_says_where_runs_are_recorded(capsys):
+    with pytest.raises(SystemExit):
+        main(["history", "--help"])
+    out = capsys.readouterr().out
+    for words in ("history.db beside its directory", "accelerators.curriculum.database", "accelerators.rhyme.database"):
+        assert words in out, out
+
+
 def test_what_is_not_there_is_named(tmp_path, capsys):
     path = str(tmp_path / "history.db")
     assert main(["history", path]) == 2

@@ -50,7 +50,7 @@ def test_a_long_prefix_is_cut_into_pieces(monkeypatch, name, heads):
     """The gradients of its keys are sums of those of its pieces, the same bits in every run."""
     monkeypatch.setattr(triton_grouped, "SHORT", 1)
     layout = rlkernels.GroupedLayout(*LAYOUTS[name])
-    _, cut, places = triton_grouped.key_tiles(layout, 32, heads[0] // heads[1])
+    _, cut, places = triton_grouped.key_tiles(layout, 32, heads[0] // heads[1], heads[1])
     assert 1 <= cut and places.shape[1] <= 32 * cut
     check(LAYOUTS[name], *heads, 40, torch.float32)
     tensors = [torch.randn(layout.num_tokens, h, 40) for h in (heads[0], *heads[1:] * 2)]
@@ -66,7 +66,7 @@ def test_a_long_prefix_is_cut_into_pieces(monkeypatch, name, heads):
 def test_pieces_meet_every_query_once_and_none_is_much_longer(monkeypatch, layout, group, short):
     monkeypatch.setattr(triton_grouped, "SHORT", short)
     layout = rlkernels.GroupedLayout(*layout)
-    programs, cut, places = triton_grouped.key_tiles(layout, 64, group)
+    programs, cut, places = triton_grouped.key_tiles(layout, 64, group, 1)
     queries, tokens, most = {}, {}, 0
     for first, stop, start, end, piece in programs.tolist():
         queries.setdefault(first, []).extend(range(start, end))
@@ -86,6 +86,18 @@ def test_pieces_meet_every_query_once_and_none_is_much_longer(monkeypatch, layou
     if len(layout.prefix_lens) == 8:  # of 288 tiles 32 are gone through for 2,304 queries and less, the others for 256
         expected = (2304, 0) if group == 1 and short > 1 else (288, 32)
         assert (most, cut) == expected
+
+
+@pytest.mark.parametrize("kv_heads", [2, 8, 32])
+@pytest.mark.parametrize("groups", [1, 8, 64])
+def test_what_pieces_take_is_bounded(groups, kv_heads):
+    """Where many programs run, a long one hides behind the others and is not cut."""
+    layout = rlkernels.GroupedLayout([4096] * groups, [512] * 8 * groups, [*range(0, 8 * groups + 1, 8)])
+    programs, cut, _ = triton_grouped.key_tiles(layout, 64, 7, kv_heads)
+    assert cut * kv_heads < triton_grouped.AT_ONCE
+    lengths = programs[:, 3] - programs[:, 2]
+    share = int(lengths.sum()) * kv_heads / triton_grouped.AT_ONCE
+    assert lengths.max() <= max(share, 2 * lengths.float().mean(), triton_grouped.SHORT / 7) or cut
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
