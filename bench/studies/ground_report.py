@@ -86,7 +86,7 @@ def first_time(row: Record, accuracy: float, column: int = 1) -> float | None:
 def draw(records: Sequence[Record], path: Path, column: int = 1, words: str = "CPU seconds") -> None:
     """A row of pictures a task: accuracy over a column of the curves, and the groups without a spread by step.
 
-    Of several seeds each has a thin line, and their mean, as far as all of them go, a thick one.
+    Of several seeds each has a faint line, and their mean, as far as all of them go, a thick one.
     """
     import matplotlib
 
@@ -103,11 +103,14 @@ def draw(records: Sequence[Record], path: Path, column: int = 1, words: str = "C
         curves = [np.array([(point[column], point[-1]) for point in row["curve"]]).T for row in rows]
         color = colors[2 * number % 20 + number // 10]
         for row, curve in zip(rows, curves):
-            look = {"color": color, "linewidth": 1.6 if len(rows) == 1 else 0.6, "alpha": 0.9}
-            (drawn[name],) = left.plot(*curve, **look)
-            width = max(1, row["steps"] // 12)
-            smooth = [fmean(row["without_spread"][i : i + width]) for i in range(0, row["steps"], width)]
-            right.plot([i * width for i in range(len(smooth))], smooth, **look)
+            look = {"linewidth": 1.6, "alpha": 0.9} if len(rows) == 1 else {"linewidth": 0.6, "alpha": 0.3}
+            (drawn[name],) = left.plot(*curve, color=color, **look)
+        if rows:
+            steps = min(row["steps"] for row in rows)
+            width = max(1, steps // 12)
+            wasted = np.mean([row["without_spread"][:steps] for row in rows], 0)
+            starts = range(0, steps, width)
+            right.plot(starts, [wasted[i : i + width].mean() for i in starts], color=color, linewidth=1.6)
         if len(rows) > 1:
             places = np.linspace(0, min(curve[0, -1] for curve in curves), 50)
             mean = np.mean([np.interp(places, *curve) for curve in curves], 0)
