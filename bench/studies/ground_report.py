@@ -102,15 +102,15 @@ def draw(records: Sequence[Record], path: Path, column: int = 1, words: str = "C
         rows = [row for row in records if (row["task"], row["name"]) == (task, name)]
         curves = [np.array([(point[column], point[-1]) for point in row["curve"]]).T for row in rows]
         color = colors[2 * number % 20 + number // 10]
-        for row, curve in zip(rows, curves):
-            look = {"linewidth": 1.6, "alpha": 0.9} if len(rows) == 1 else {"linewidth": 0.6, "alpha": 0.3}
-            (drawn[name],) = left.plot(*curve, color=color, **look)
+        width, alpha = (1.6, 0.9) if len(rows) == 1 else (0.6, 0.3)
+        for curve in curves:
+            (drawn[name],) = left.plot(*curve, color=color, linewidth=width, alpha=alpha)
         if rows:
             steps = min(row["steps"] for row in rows)
-            width = max(1, steps // 12)
+            stride = max(1, steps // 12)
             wasted = np.mean([row["without_spread"][:steps] for row in rows], 0)
-            starts = range(0, steps, width)
-            right.plot(starts, [wasted[i : i + width].mean() for i in starts], color=color, linewidth=1.6)
+            starts = range(0, steps, stride)
+            right.plot(starts, [wasted[i : i + stride].mean() for i in starts], color=color, linewidth=1.6)
         if len(rows) > 1:
             places = np.linspace(0, min(curve[0, -1] for curve in curves), 50)
             mean = np.mean([np.interp(places, *curve) for curve in curves], 0)
