@@ -62,8 +62,7 @@ def all_bounds(found: Mapping[str, Any], *, answers_of_step: int) -> list[Bound]
     gate = f"a decision of its gate takes up to 512 held-out answers, those of {512 / answers_of_step:.1f} steps"
     return [
         *bounds,
-        stored_bound(found),
-        earlier_bound(found),
+        *right_answer_bounds(found),
         *history_bounds(found, repeats),
         Bound("alpha", None, f"nothing bounds it; {gate}"),
     ]
@@ -75,22 +74,19 @@ def failed_bound(name: str, found: Mapping[str, Any], share: float, why: str) ->
     return Bound(name, 1 + share * wrong / spread if spread else None, f"{wrong:.0%} of groups are all wrong{why}")
 
 
-def stored_bound(found: Mapping[str, Any]) -> Bound:
-    """Of the right answers of this run, trained on again."""
+def right_answer_bounds(found: Mapping[str, Any]) -> list[Bound]:
+    """Of right answers that are trained on again: those of this run, and those of a run that is in a database."""
     if not found["judged"]:
-        return Bound("stored_answers", 1.0, "nothing is right or wrong in this task, and only right answers are kept")
-    return failed_bound("stored_answers", found, 1.0, ", where a right answer of before is something to learn from")
-
-
-def earlier_bound(found: Mapping[str, Any]) -> Bound:
-    """Of the right answers of a run that is in a database."""
-    if not found["judged"]:
-        return Bound("earlier_answers", 1.0, "nothing is right or wrong in this task, and only right answers are taken")
-    why = (
+        why = "nothing is right or wrong in this task, and only right answers are taken"
+        return [Bound(name, 1.0, why) for name in ("stored_answers", "earlier_answers")]
+    earlier = (
         "of a run that is in a database: nothing here bounds it; it saved most where right answers are rare, and "
         f"{found['all_wrong']:.0%} of groups are all wrong"
     )
-    return Bound("earlier_answers", None, why)
+    return [
+        failed_bound("stored_answers", found, 1.0, ", where a right answer of before is something to learn from"),
+        Bound("earlier_answers", None, earlier),
+    ]
 
 
 def history_bounds(found: Mapping[str, Any], repeats: float) -> list[Bound]:

@@ -40,8 +40,8 @@ class AcceleratorSettings(Section):
     """Why it costs next to nothing where it does not pay, so that ``enabled: auto`` turns it on; None: it does not."""
     counters: ClassVar[Mapping[str, str]] = {}
     """Metrics whose sum over a run shows what was done in it -> the words of their row in tables."""
-    advice: ClassVar[Mapping[str, str]] = {}
-    """Counter -> what to do where it and all others stayed 0 although the accelerator was on."""
+    advice: ClassVar[str] = ""
+    """What to do where all counters stayed 0 although the accelerator was on."""
     pictures: ClassVar[tuple[Picture, ...]] = ()
     command: ClassVar[str | None] = None
     """``module:function`` that adds a command to the command line. It gets a function that makes the parser,

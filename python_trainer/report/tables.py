@@ -135,10 +135,9 @@ def idle_accelerators(runs: Sequence[Run]) -> list[str]:
     """A line on each accelerator that was on and did nothing in all runs of a variant."""
     lines = []
     for kind in accelerators_of(run.folder for run in runs):
-        for counter, advice in kind.advice.items():
-            for name, mine in by_variant(run for run in runs if kind.name in run.summary["accelerators"]).items():
-                if not any(run.counters.get(metric) for run in mine for metric in (counter, *kind.counters)):
-                    lines.append(f"{kind.name} had nothing to do in {name}: {advice}")
+        for name, mine in by_variant(run for run in runs if kind.name in run.summary["accelerators"]).items():
+            if kind.advice and not any(run.counters.get(counter) for run in mine for counter in kind.counters):
+                lines.append(f"{kind.name} had nothing to do in {name}: {kind.advice}")
     return lines
 
 

@@ -34,7 +34,7 @@ class CounterSettings(AcceleratorSettings):
     name = "counter"
     accelerator = f"{HERE}:Counter"
     counters = {"counter/answers": "answers (counter)"}  # noqa: RUF012
-    advice = {"counter/answers": "there was nothing to count"}  # noqa: RUF012
+    advice = "there was nothing to count"
     pictures = (Picture(f"{HERE}:draw", "counter.png", "answers over the steps", ("counter/hidden_",)),)
     every: int = 1
     """Count every so many steps."""

@@ -22,9 +22,7 @@ class AlphaSettings(AcceleratorSettings):
         "alpha/tried": "extrapolations tried (alpha)",
         "alpha/accepted": "extrapolations accepted (alpha)",
     }
-    advice: ClassVar = {
-        "alpha/tried": "no extrapolation was tried: train for more steps than accelerators.alpha.first_step"
-    }
+    advice = "no extrapolation was tried: train for more steps than accelerators.alpha.first_step"
     command = "python_trainer.accelerators.alpha.command:add"
 
     track_steps: int = Field(2, ge=1)

@@ -27,10 +27,9 @@ class CurriculumSettings(AcceleratorSettings):
         "curriculum/chosen_prompts": "prompts chosen by what they can teach (curriculum)",
         "curriculum/stored_answers": "right answers trained on again (curriculum)",
     }
-    advice: ClassVar = {
-        "curriculum/stored_answers": "no right answer was trained on again: none was to a prompt that is answered "
-        "right less than once in a group"
-    }
+    advice = (
+        "no right answer was trained on again: none was to a prompt that is answered right less than once in a group"
+    )
     pictures: ClassVar = (
         Picture(
             "python_trainer.accelerators.curriculum.picture:draw_chosen", "chosen.png",

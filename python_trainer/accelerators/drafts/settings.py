@@ -17,9 +17,7 @@ class DraftsSettings(AcceleratorSettings):
     divisible = True
     multi_turn = True
     counters: ClassVar = {"drafts/accepted_tokens": "draft tokens accepted (drafts)"}
-    advice: ClassVar = {
-        "drafts/accepted_tokens": "no draft was accepted: a prompt has to come back, and its answers to be alike"
-    }
+    advice = "no draft was accepted: a prompt has to come back, and its answers to be alike"
 
     max_draft_tokens: int = Field(16, ge=1)
     """Longest draft; at most 128 with rollout.engine vllm."""

@@ -14,10 +14,9 @@ class RhymeSettings(AcceleratorSettings):
     name = "rhyme"
     accelerator = "python_trainer.accelerators.rhyme.accelerator:Rhyme"
     counters: ClassVar = {"rhyme/stored_answers": "stored answers used (rhyme)"}
-    advice: ClassVar = {
-        "rhyme/stored_answers": "no stored answer was used: a prompt has to come back, or accelerators.rhyme.database "
-        "to hold an earlier run"
-    }
+    advice = (
+        "no stored answer was used: a prompt has to come back, or accelerators.rhyme.database to hold an earlier run"
+    )
     pictures: ClassVar = (
         Picture(
             "python_trainer.accelerators.rhyme.picture:draw_history", "history.png", "stored answers over the steps"

@@ -14,10 +14,10 @@ class RPOSettings(AcceleratorSettings):
     accelerator = "python_trainer.accelerators.rpo.accelerator:RPO"
     divisible = True
     counters: ClassVar = {"rpo/given_tokens": "tokens given, not generated (rpo)"}
-    advice: ClassVar = {
-        "rpo/given_tokens": "no answer was begun from a remembered one: a prompt has to come back (more steps or fewer "
+    advice = (
+        "no answer was begun from a remembered one: a prompt has to come back (more steps or fewer "
         "prompts), or set accelerators.rpo.fill"
-    }
+    )
     pictures: ClassVar = (
         Picture(
             "python_trainer.accelerators.rpo.picture:draw_informative", "informative.png",

@@ -95,9 +95,11 @@ def test_what_pieces_take_is_bounded(groups, kv_heads):
     layout = rlkernels.GroupedLayout([4096] * groups, [512] * 8 * groups, [*range(0, 8 * groups + 1, 8)])
     programs, cut, _ = triton_grouped.key_tiles(layout, 64, 7, kv_heads)
     assert cut * kv_heads < triton_grouped.AT_ONCE
+    assert bool(cut) == (groups == 1 and kv_heads == 2)
     lengths = programs[:, 3] - programs[:, 2]
-    share = int(lengths.sum()) * kv_heads / triton_grouped.AT_ONCE
-    assert lengths.max() <= max(share, 2 * lengths.float().mean(), triton_grouped.SHORT / 7) or cut
+    work, tiles = int(lengths.sum()), len(programs) - (triton_grouped.PIECES - 1) * cut
+    share = work * kv_heads / triton_grouped.AT_ONCE
+    assert lengths.max() <= max(share, 2 * work / tiles, triton_grouped.SHORT / 7)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
