@@ -5,8 +5,9 @@
     python -m bench.studies curriculum --report-only
 
 Names with "earlier" are of runs that begin with what one run of another seed, with a curriculum too, has left in its
-database; each has a copy of it. What that run took is told beside them. On `sums` there is one of a smaller policy too.
-Those with "rhyme" mix answers of that run into their groups, chosen in several ways.
+database; each has a copy of it. What that run took is told beside them. Those with "smaller" have it of a policy with a
+quarter of the weights, which is made first. Those with "rhyme" mix answers of the earlier run into their groups, chosen
+in several ways.
 
 Every run has the task's settings and as many answers or steps as plain training; the seeds pair. What counts are the
 seconds and tokens to plain training's own final accuracy, held in two successive evaluations. A finished run is a row
@@ -29,6 +30,7 @@ from bench.studies.ground import RECORDS as GROUND
 from bench.studies.ground import RIVALS, SEEDS, Ground, add_task_arguments, rival, slug
 from bench.studies.ground_report import PLAIN
 from python_trainer.errors import UserError
+from tools.policies import countdown, lattice_paths
 
 RECORDS = Path(__file__).parent / "results" / "curriculum.jsonl"
 ON, DATABASE = "accelerators.enabled", "accelerators.curriculum.database"
@@ -57,6 +59,23 @@ RUNS: dict[str, Mapping[str, Any]] = {
     "nothing stored": CHOOSING | {"accelerators.curriculum.stored_share": 0.0},
     "chosen for a gain of 1.1 already": CURRICULUM | {"accelerators.curriculum.least_gain": 1.1},
     "from the first step": CURRICULUM | {"accelerators.curriculum.least_gain": 0.0},
+    "sizes by value": {ON: ["bench.studies.group_sizes:GroupSizesSettings"]},
+    "sizes by 1 / p": {
+        ON: ["bench.studies.group_sizes:GroupSizesSettings"],
+        "accelerators.group_sizes.rule": "rarity",
+    },
+    "sizes by value, p known": {ON: ["bench.studies.group_sizes:KnownGroupSizesSettings"]},
+    "a cut where p is 1/2": {ON: ["bench.studies.cuts:CutsSettings"]},
+    "a random cut": {ON: ["bench.studies.cuts:CutsSettings"], "accelerators.cuts.cut": "random"},
+    "one more visit, no cut": {ON: ["bench.studies.cuts:CutsSettings"], "accelerators.cuts.cut": "start"},
+    "from the first step, no cost": {
+        ON: ["bench.studies.signals:SignalsSettings"],
+        "accelerators.signals.kind": "free",
+    },
+    "from the first step, weighed by G": {
+        ON: ["bench.studies.signals:SignalsSettings"],
+        "accelerators.signals.kind": "weighed",
+    },
     "p known": {  # measured; not among the tokens, but in the seconds
         ON: ["bench.studies.oracle:OracleSettings"],
         "accelerators.oracle.least_gain": 1.5,
@@ -75,7 +94,7 @@ SIZES = {
     "prompts chosen, beta2 0.95": 5 / 4,
 }  # of a run, in steps of plain training
 EARLIER_SEED = 1000
-SMALLER = {"sums": {"model.path": "small"}}  # a quarter of the weights, not taught by this task
+MAKERS = {"lattice_paths": lattice_paths.main, "countdown": countdown.main}  # of policies with a quarter of the weights
 THEN_PLAIN = CURRICULUM | {"accelerators.curriculum.stored_share": 0.0}
 SELECTIONS: dict[str, dict[str, Any]] = {
     "by likelihood": {},
@@ -103,6 +122,7 @@ AFTER: dict[str, tuple[str, dict[str, Any]]] = {  # the earlier run, settings
     # the rule that could explain it: supervised steps on the stored answers, then plain training
     "answers of an earlier run, then plain": (EARLIER, THEN_PLAIN),
     "curriculum after a smaller policy's run": (EARLIER_SMALLER, CURRICULUM),
+    "answers of a smaller policy's run, then plain": (EARLIER_SMALLER, THEN_PLAIN),
     **{f"rhyme, {words}": (EARLIER, rhyme(**chosen)) for words, chosen in SELECTIONS.items()},
 }  # fmt: skip
 PARTS = "rivals", "curriculum", "earlier"
@@ -122,20 +142,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def after_an_earlier_run(ground: Ground, name: str, seed: int) -> None:
     """A run on a copy of the database that the earlier run, which is made unless it is there, has left."""
     earlier, settings = AFTER[name]
-    other = SMALLER.get(ground.task) if earlier == EARLIER_SMALLER else {}
-    if other is None:
-        return
     left = ground.folder / f"{slug(earlier)}.db"
     own = ground.folder / f"{slug(name)}-{seed}.db"
     settings = settings | {RHYME_DATABASE if RHYME_DATABASE in settings else DATABASE: str(own)}
     if ground.known("curriculum", name, settings, seed):
         return
-    ground.run("earlier", earlier, CHOOSING | other | {DATABASE: str(left)}, EARLIER_SEED)
+    policy = {"model.path": smaller_policy(ground)} if earlier == EARLIER_SMALLER else {}
+    ground.run("earlier", earlier, CHOOSING | policy | {DATABASE: str(left)}, EARLIER_SEED)
     if not left.exists():
         raise UserError(f"{left} is not there: its run is in the records, so make it again with other --records")
     if not own.exists():
         shutil.copy(left, own)
     ground.run("curriculum", name, settings, seed)
+
+
+def smaller_policy(ground: Ground) -> str:
+    """Where a policy with a quarter of the weights is, which is made unless it is there; that of `sums` is shipped."""
+    if ground.task == "sums":
+        return "small"
+    folder = ground.folder / "small-policy"
+    if not folder.exists():
+        MAKERS[ground.task](["--size", "small", "--output", str(folder)])
+    return str(folder)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -6,7 +6,7 @@ every attempt aims, its last steps or its last operator chosen by the target; in
 on for long, the others give up after 2 to 5. At first most answers aim, which teaches how; in the end 30 % do. So the
 policy knows how to calculate, how to aim and how to go on, but mostly does neither: reinforcement learning can bring it
 out. A whole number is a token. On one thread and processor the result depends on nothing but the seed; it takes about
-45 minutes.
+45 minutes. `--size small` has a quarter of the weights.
 """
 
 import random
@@ -25,16 +25,9 @@ from python_trainer.tasks.countdown import (
     for_pretraining,
     prompt_of,
 )
-from tools.policies.arithmetic import EOS, PAD, START, Corpus, Stretch, policy_of, save, train
+from tools.policies.arithmetic import EOS, PAD, SHAPES, START, Corpus, Stretch, policy_of, save, train
 from tools.policies.maker import begin
 
-SHAPE = {
-    "hidden_size": 192,
-    "intermediate_size": 512,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 3,
-}
 Patience = dict[int, tuple[int, int]]  # how many numbers -> fewest and most attempts before giving up
 STEADY: Patience = {3: (8, 12), 4: (6, 10), 5: (5, 8)}
 LONG: Patience = {3: (10, 12), 4: (9, 11), 5: (7, 8)}
@@ -155,8 +148,8 @@ class Answers(Corpus):
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = begin(__doc__, argv)
-    policy = policy_of(SHAPE, VOCABULARY[PAD], VOCABULARY[EOS])
+    args = begin(__doc__, argv, ("main", "small"))
+    policy = policy_of(SHAPES[args.size], VOCABULARY[PAD], VOCABULARY[EOS])
     for phase in PHASES:
         if phase.rounded:
             policy.bfloat16().float()

@@ -78,7 +78,8 @@ class Curriculum(Accelerator):
         for group in groups:
             self.stored.add(group[::-1], 0)  # the newest last
         most = settings.rehearsal_share * context.max_steps * context.generation.prompts_per_step * size
-        batches = in_batches(groups, settings.rehearsal_batch, settings.rehearsals, context.seed)
+        answers = [answer for group in groups for answer in group]
+        batches = in_batches(answers, settings.rehearsal_batch, settings.rehearsals, context.seed)
         batches = batches[: int(most / settings.rehearsal_batch)]
         context.telemetry["curriculum/rehearsed_answers"] = sum(map(len, batches))
         # what was hard is so no more once its right answers were trained on

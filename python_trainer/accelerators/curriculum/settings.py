@@ -61,10 +61,10 @@ class CurriculumSettings(AcceleratorSettings):
     its directory where SQLAlchemy is installed, and nothing is read. null: neither."""
     rehearsals: int = Field(3, ge=0)
     """How often the right answers of earlier runs are trained on before the first step."""
-    rehearsed: int = Field(4, ge=1)
+    rehearsed: int = Field(1, ge=1)
     """Most of them for one prompt, the newest."""
-    rehearsal_batch: int = Field(16, ge=1)
-    """Answers in an update on nothing else; those to one prompt stay together, so that it is computed once."""
+    rehearsal_batch: int = Field(8, ge=1)
+    """Answers in an update on nothing else, of any prompts."""
     rehearsal_share: float = Field(0.2, ge=0)
     """Answers in all these updates for each that the run is to generate, at most."""
 
