@@ -71,20 +71,22 @@ class Curriculum(Accelerator):
         self.counted_step, self.left_order = 0, False
 
     def rehearse(self, context: StepContext) -> list[list[Rollout]]:
-        if self.earlier is None or self.earlier.begun or not self.earlier.begin(context):
+        if self.earlier is None:
             return []
         settings, size = self.settings, context.generation.num_generations
-        groups = self.earlier.answers(context, settings.rehearsed) if size > 1 else []
+        new, rehearses = not self.earlier.begun and self.earlier.begin(context), settings.rehearsals and size > 1
+        # what was hard is so no more once its right answers were trained on
+        if new and not rehearses and (known := self.earlier.difficulties(context, settings.memory)) is not None:
+            self.outcomes.know(known)
+        groups = self.earlier.answers(context, settings.rehearsed) if settings.reads and rehearses else []
         for group in groups:
-            self.stored.add(group[::-1], 0)  # the newest last
+            self.stored.add(group[::-1], context.step)  # the newest last
         most = settings.rehearsal_share * context.max_steps * context.generation.prompts_per_step * size
         answers = [answer for group in groups for answer in group]
         batches = in_batches(answers, settings.rehearsal_batch, settings.rehearsals, context.seed)
         batches = batches[: int(most / settings.rehearsal_batch)]
-        context.telemetry["curriculum/rehearsed_answers"] = sum(map(len, batches))
-        # what was hard is so no more once its right answers were trained on
-        if not batches and (difficulties := self.earlier.difficulties(context, settings.memory)) is not None:
-            self.outcomes.know(difficulties)
+        if batches:
+            context.telemetry["curriculum/rehearsed_answers"] = sum(map(len, batches))
         return batches
 
     def choose(self, context: StepContext, count: int) -> list[Group] | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import Tensor
 
 from python_trainer.accelerators.base import RunContext, StepContext
+from python_trainer.accelerators.curriculum.better import clearly_better, last_shares
 from python_trainer.accelerators.curriculum.difficulty import difficulties
 from python_trainer.accelerators.curriculum.settings import CurriculumSettings
 from python_trainer.accelerators.rhyme.attempts import begin_run
@@ -29,10 +30,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 NOTE = "recorded_run.json"
-STATE = "run_id", "created", "found", "generated_tokens"
+STATE = "run_id", "created", "found", "generated_tokens", "settled"
 NOBODY = 0  # no run has this id
 MOST = 16_384  # answers that are read
-RUNS = 8  # whose difficulties are looked at, the newest
+RUNS = 8  # whose answers and difficulties are looked at, the newest
+LOOKS = 12  # steps in which earlier runs may turn out to be better
 
 
 class EarlierRuns:
@@ -46,6 +48,7 @@ class EarlierRuns:
         run_id: of this run in the database; None: it is new.
         created: when it was added; ids are used again.
         begun: whether this process has entered it.
+        settled: whether it is known which runs are better than this one, or it does not matter any more.
         found: answers that were taken of other runs.
         generated_tokens: by those runs.
     """
@@ -54,7 +57,8 @@ class EarlierRuns:
         self.url, self.folder = url, folder
         self.run_id: int | None = None
         self.created = 0.0
-        self.fingerprint, self.begun = "", False
+        self.fingerprint, self.begun, self.settled = "", False, False
+        self.read: tuple[list[StoredAnswer], dict[int, dict[str, float]]] | None = None
         self.found = self.generated_tokens = 0
         self.gathered = GatheredStep()
 
@@ -87,17 +91,26 @@ class EarlierRuns:
             self.run_id = NOBODY
 
     def answers(self, context: StepContext, per_prompt: int) -> list[list[Rollout]]:
-        """Different right answers of other runs to each prompt of this one, the newest first, at most so many.
+        """Different right answers of better runs to each prompt of this one, the newest first, at most so many.
+
+        There are none before this run has answered enough prompts to tell that a run is better, and none any more
+        once that has been told of one, or after :data:`LOOKS` steps.
 
         Their log-probabilities are unknown: those under a policy that had learned more than this one would weigh the
         answers down from which there is most to learn.
         """
+        if self.settled or context.step == 1:
+            return []
         numbers: dict[str, list[int]] = {}
         for number, key in enumerate(keys_of(context)):
             numbers.setdefault(key, []).append(number)
         few, tokens = context.once(lambda: self._newest(list(numbers), per_prompt))
+        if not few:
+            self.settled = context.step > LOOKS
+            return []
         ours = for_tokenizer(few, context.policy.tokenizer, self.fingerprint)
         right = judged(ours, context, unjudged=False)
+        self.settled, self.read = True, None
         self.generated_tokens = sum(tokens[run_id] for run_id in {sample.run_id for sample in right})
         by_prompt: dict[int, list[StoredAnswer]] = {}
         for sample in right:
@@ -110,13 +123,26 @@ class EarlierRuns:
         ]
 
     def _newest(self, prompt_keys: list[str], per_prompt: int) -> tuple[list[StoredAnswer], dict[int, int]]:
-        """Different answers of other runs, and what each run has generated."""
-        found = self.database.samples(prompt_keys=prompt_keys, limit=MOST, without_run=self.run_id)
+        """Different answers of better runs, and what each run has generated."""
+        answers, shares = self.read = self.read or self._others(prompt_keys)
+        own = self._last_shares(self.run_id or NOBODY)
+        better = {run_id for run_id, theirs in shares.items() if clearly_better(theirs, own)}
         chosen: dict[str, dict[str, StoredAnswer]] = {}
-        for sample in sorted(found, key=lambda sample: (-sample.run_id, -sample.step)):
-            chosen.setdefault(sample.prompt_key, {}).setdefault(sample.text, sample)
+        for sample in answers:
+            if sample.run_id in better:
+                chosen.setdefault(sample.prompt_key, {}).setdefault(sample.text, sample)
         few = [sample for texts in chosen.values() for sample in list(texts.values())[:per_prompt]]
-        return few, {run.id: run.generated_tokens for run in self.database.runs()}
+        return few, {run.id: run.generated_tokens for run in self.database.runs() if run.id in better}
+
+    def _others(self, prompt_keys: list[str]) -> tuple[list[StoredAnswer], dict[int, dict[str, float]]]:
+        """Answers of other runs, the newest first, and how often each of the newest of them was right in the end."""
+        found = self.database.samples(prompt_keys=prompt_keys, limit=MOST, without_run=self.run_id)
+        newest = sorted({sample.run_id for sample in found})[-RUNS:]
+        answers = sorted(found, key=lambda sample: (-sample.run_id, -sample.step))
+        return answers, {run_id: self._last_shares(run_id) for run_id in newest}
+
+    def _last_shares(self, run_id: int) -> dict[str, float]:
+        return last_shares(step.outcomes for step in self.database.trajectory(run_id))
 
     def difficulties(self, context: StepContext, memory: float) -> Tensor | None:
         """As :func:`.difficulty.difficulties` of each training prompt, by the newest runs of the task."""
