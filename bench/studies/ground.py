@@ -97,7 +97,8 @@ class Ground:
         key = {"task": self.task, "part": part, "name": name, "seed": seed}
         folder = self.folder / part / slug(name) / f"seed-{seed}"
         label = f"{self.task}, {name} (seed {seed})"
-        siblings = sorted(self.folder.glob(f"*/*/seed-{seed}"))  # with the same accuracy at the start
+        # with the same accuracy at the start; earlier runs may be of another policy
+        siblings = [] if part == "earlier" else sorted(self.folder.glob(f"*/*/seed-{seed}"))
         train_once(config, folder, siblings, label=label, console=Console(), timer=time.process_time)
         row = key | {"settings": config.model_dump(mode="json")} | outcome(folder)
         if size != SHORT:

@@ -25,7 +25,7 @@ def worth_of_one_more(chance: float, size: int, rule: Rule) -> float:
     """What an answer is worth to a group that has ``size`` of them."""
     if rule == "rarity":  # highest averages: sizes in proportion to 1 / p
         return 1 / (max(chance, 1e-3) * size)
-    return chance * (1 - chance) * (size / (size + NOISE) - (size - 1) / (size - 1 + NOISE))
+    return max(chance * (1 - chance), 1e-6) * (size / (size + NOISE) - (size - 1) / (size - 1 + NOISE))
 
 
 def sizes(chances: list[float], total: int, rule: Rule) -> list[int]:

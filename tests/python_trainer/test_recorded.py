@@ -9,6 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from python_trainer.accelerators.curriculum import earlier
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
 from python_trainer.callbacks import Callback
 from python_trainer.errors import UserError
@@ -43,7 +44,8 @@ def steps_of(path):
     return [[record.step for record in database.trajectory(run.id)] for run in database.runs()]
 
 
-def test_every_run_is_recorded_and_none_reads(run, tmp_path):
+def test_every_run_is_recorded_and_none_reads(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(earlier, "clearly_better", lambda theirs, own: True)
     first, said = run("first")
     assert said.count(f"this run is recorded in {tmp_path / 'history.db'}; with accelerators.curriculum.database=") == 1
     second, _ = run("second")
@@ -55,7 +57,7 @@ def test_every_run_is_recorded_and_none_reads(run, tmp_path):
     assert "earlier_answers" not in summary and chosen.accelerators[0].outcomes.earlier is None
     assert "curriculum/rehearsed_answers" not in read_metrics(tmp_path / "chosen")[1]
     named, _ = run("named", enabled=["curriculum"], database=str(tmp_path / "history.db"))
-    assert read_metrics(tmp_path / "named")[1]["curriculum/rehearsed_answers"] > 0
+    assert read_metrics(tmp_path / "named")[2]["curriculum/rehearsed_answers"] > 0
     assert steps_of(tmp_path / "history.db") == [[1, 2]] * 4 and not torch.equal(weights(named), weights(alone))
 
 

@@ -1,0 +1,120 @@
+"""Which earlier runs are learned from: those that are clearly better than the present one."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from python_trainer.accelerators.curriculum.better import CLEAR, ENOUGH, clearly_better, last_shares
+from python_trainer.accelerators.curriculum.earlier import LOOKS
+from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
+from python_trainer.run import Trainer
+from python_trainer.run_directory import read_metrics
+
+SHARES = st.dictionaries(st.text(max_size=3), st.floats(0, 1), max_size=30)
+
+
+def outcomes(rows):
+    """Of (number of a prompt, answers, right ones)."""
+    keys = torch.zeros(len(rows), 16, dtype=torch.uint8)
+    keys[:, 0] = torch.tensor([number for number, *_ in rows])
+    counts = torch.tensor([counts for _, *counts in rows], dtype=torch.int32)
+    return {"prompts": keys, "answers": counts[:, 0], "right": counts[:, 1]}
+
+
+def test_the_last_visit_of_each_prompt_counts():
+    shares = last_shares([outcomes([(1, 4, 0), (2, 4, 4)]), {}, outcomes([(1, 8, 2), (3, 4, 3)])])
+    assert {bytes.fromhex(key)[0]: share for key, share in shares.items()} == {1: 0.25, 2: 1.0, 3: 0.75}
+
+
+@given(SHARES, SHARES)
+def test_no_two_runs_are_better_than_each_other(theirs, own):
+    assert not (clearly_better(theirs, own) and clearly_better(own, theirs))
+    assert not clearly_better(own, own) and not clearly_better({}, own)
+
+
+def test_few_prompts_tell_nothing_and_more_a_clear_gain():
+    own = {str(i): 0.25 for i in range(ENOUGH)}
+    theirs = {str(i): 0.75 for i in range(ENOUGH)} | {"another": 0.0}
+    assert clearly_better(theirs, own)
+    del own["0"]
+    assert not clearly_better(theirs, own)
+
+
+def test_runs_that_are_as_good_seldom_seem_better():
+    generator = torch.Generator().manual_seed(5)
+    p = torch.rand(2000, 16, 1, generator=generator).expand(-1, -1, 8)
+    rows = [torch.bernoulli(p, generator=generator).mean(2).tolist() for _ in range(2)]
+    seen = [clearly_better(*(dict(enumerate(shares)) for shares in pair)) for pair in zip(*rows)]
+    # a normal variable exceeds two deviations in 2.3 % of the cases, Student's with 15 degrees of freedom in 3.2 %
+    assert CLEAR == 2 and 0.01 < sum(seen) / len(seen) < 0.045
+    p = torch.rand(2000, 16, 1, generator=generator) * 0.5
+    worse, better = (torch.bernoulli(q.expand(-1, -1, 8), generator=generator).mean(2).tolist() for q in (p, p + 0.3))
+    seen = [clearly_better(dict(enumerate(a)), dict(enumerate(b))) for a, b in zip(better, worse)]
+    assert sum(seen) / len(seen) > 0.99
+
+
+@pytest.fixture
+def run(make_config, tmp_path):
+    """run(folder, **settings of curriculum) -> the trainer of a run that is over."""
+
+    def make(folder, steps=4, seed=0, resume=False, **curriculum):
+        config = make_config(
+            max_steps=steps,
+            seed=seed,
+            task={"reward": "test_earlier_runs:odd"},
+            save={"save_steps": 1},
+            accelerators={"enabled": ["curriculum"], "curriculum": {"rehearsal_share": 10} | curriculum},
+        )
+        trainer = Trainer(config, tmp_path / folder, console=Console(quiet=True), resume=resume)
+        trainer.run()
+        return trainer
+
+    return make
+
+
+def judged_otherwise(database, right):
+    """Counts so many of the answers of the first run as right."""
+    for record in database.trajectory(1):
+        counts = record.outcomes | {"right": (record.outcomes["answers"] * right).int()}
+        database.add_step(1, replace(record, outcomes=counts), [s for s in database.samples() if s.step == record.step])
+
+
+def forget_the_second(database):
+    _, second = database.runs()
+    database.remove_run(second.id, created=second.created)
+
+
+def answers_of(tmp_path, folder):
+    summary = json.loads((tmp_path / folder / "summary.json").read_text())
+    return summary["accelerators"]["curriculum"]["earlier_answers"]
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a.policy.model.parameters(), b.policy.model.parameters(), strict=True))
+
+
+def test_a_worse_run_changes_nothing_to_the_bit_and_a_better_one_is_learned_from(run, tmp_path):
+    url = str(tmp_path / "history.db")
+    run("first", database=url)
+    database = RetrospectiveDatabase(url)
+    samples = len(database.samples())
+    judged_otherwise(database, 0.0)
+    assert len(database.samples()) == samples > 0
+    alone, after = (run(name, seed=1, steps=LOOKS + 3, database=db) for name, db in (("alone", None), ("worse", url)))
+    assert same(alone, after) and answers_of(tmp_path, "worse") == 0
+    assert after.accelerators[0].earlier.settled
+    forget_the_second(database)
+    judged_otherwise(database, 1.0)
+    better = run("better", seed=1, steps=LOOKS + 3, database=url)
+    assert not same(alone, better) and answers_of(tmp_path, "better") > 0
+    taken = [row["step"] for row in read_metrics(tmp_path / "better") if row.get("curriculum/rehearsed_answers")]
+    assert taken == [3]  # eight prompts are answered after two steps
+    forget_the_second(database)
+    run("parts", seed=1, steps=2, database=url)  # ends before it has learned from it
+    parts = run("parts", seed=1, steps=LOOKS + 3, resume=True, database=url)
+    assert same(parts, better)
