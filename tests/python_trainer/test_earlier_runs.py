@@ -1,4 +1,4 @@
-"""Right answers of earlier runs, trained on before the first step."""
+"""Right answers of earlier runs, trained on at first."""
 
 import json
 import shutil

@@ -2,8 +2,8 @@
 
 A group whose answers are all right or all wrong teaches nothing; most groups of a real training set are. How often each
 prompt is answered right by the present policy is believed from what the run has shown (:mod:`.outcomes`). Right answers
-to prompts that are hardly ever answered right are trained on again (:mod:`.stored`), those of earlier runs before the
-first step (:mod:`.earlier`).
+to prompts that are hardly ever answered right are trained on again (:mod:`.stored`), those of better runs at first
+(:mod:`.earlier`).
 
 With ``least_gain`` the next prompts may be those whose answers are expected to bring the most signal for their tokens:
 the variance of the reward, p (1 - p), over the length. They are drawn, not sorted, so that a batch stays mixed; a floor
@@ -189,7 +189,7 @@ class Curriculum(Accelerator):
     def summary(self) -> dict[str, Any]:
         """``reliability``: rows of [answers, expected share right, share right] by expected share;
         ``calibration_error``: their mean distance; ``signal_ratio``: signal seen over signal expected where it chose;
-        ``earlier_answers``: right answers of earlier runs that there were, and the tokens that those runs generated;
+        ``earlier_answers``: right answers of better runs that were taken, and the tokens that those runs generated;
         ``earlier_weight``: how much their prompts' difficulty counts in what is believed.
         """
         rows = self.table[self.table[:, 0] > 0]

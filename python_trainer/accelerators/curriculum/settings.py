@@ -19,16 +19,17 @@ class CurriculumSettings(AcceleratorSettings):
     accelerator = "python_trainer.accelerators.curriculum.accelerator:Curriculum"
     divisible = True  # every rank sees all answers and chooses alike
     modest = (
-        "right answers are trained on again where they are rarer than one in a group, those of earlier runs first "
+        "right answers are trained on again where they are rarer than one in a group, those of better runs first "
         "where a database is named"
     )
     counters: ClassVar = {
-        "curriculum/rehearsed_answers": "right answers of earlier runs trained on first (curriculum)",
+        "curriculum/rehearsed_answers": "right answers of better runs trained on first (curriculum)",
         "curriculum/chosen_prompts": "prompts chosen by what they can teach (curriculum)",
         "curriculum/stored_answers": "right answers trained on again (curriculum)",
     }
     advice = (
-        "no right answer was trained on again: none was to a prompt that is answered right less than once in a group"
+        "no right answer was trained on again: none was to a prompt that is answered right less than once in a group, "
+        "and no run of a database that is named was clearly better than this one"
     )
     pictures: ClassVar = (
         Picture(
@@ -55,12 +56,12 @@ class CurriculumSettings(AcceleratorSettings):
     stored_uses: int = Field(8, ge=1)
     """How often a stored answer is trained on again; none is older than `memory` steps."""
     database: str | None = AUTO
-    """Retrospective database: a path (SQLite), sqlite:/// or postgresql:// URL. What earlier runs answered right to
-    these prompts is trained on before the first step; where there is nothing, how hard each was to them is where
-    beliefs begin. This run is added, also where `curriculum` is not enabled. auto: it is added to `history.db` beside
-    its directory where SQLAlchemy is installed, and nothing is read. null: neither."""
+    """Retrospective database: a path (SQLite), sqlite:/// or postgresql:// URL. What runs that are clearly better than
+    this one answered right to these prompts is trained on; with `rehearsals` 0 beliefs begin with how hard each prompt
+    was to earlier runs. This run is added, also where `curriculum` is not enabled. auto: it is added to `history.db`
+    beside its directory where SQLAlchemy is installed, and nothing is read. null: neither."""
     rehearsals: int = Field(3, ge=0)
-    """How often the right answers of earlier runs are trained on before the first step."""
+    """How often the right answers of better runs are trained on, as soon as it is told which are; 0: never."""
     rehearsed: int = Field(1, ge=1)
     """Most of them for one prompt, the newest."""
     rehearsal_batch: int = Field(8, ge=1)
