@@ -48,7 +48,7 @@ def run(make_config, tmp_path):
     def make(folder, steps=4, resume=False, task=None, seed=0, enabled=("curriculum",), **settings):
         names = ("algorithm", "optimizer", "rollout", "evaluation")
         sections = {name: settings.pop(name) for name in names if name in settings}
-        usual = {"database": str(tmp_path / "history.db"), "rehearsal_share": 10}
+        usual = {"database": str(tmp_path / "history.db"), "rehearsal_share": 10, "rehearsals": 3}
         curriculum = usual | settings
         config = make_config(
             max_steps=steps,
