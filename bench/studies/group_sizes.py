@@ -43,34 +43,24 @@ def sizes(chances: list[float], total: int, rule: Rule) -> list[int]:
     return found
 
 
-def resized(context: StepContext, groups: list[Group], chances: list[float], rule: Rule) -> list[Group]:
-    """The same groups with as many answers in all."""
-    total = len(groups) * context.generation.num_generations
-    for group, size in zip(groups, sizes(chances, total, rule)):
-        group.num_samples = size
-    return groups
-
-
 class GroupSizes(Curriculum):
     """By what is believed of each prompt."""
 
-    settings: "GroupSizesSettings"
+    settings: "GroupSizesSettings | KnownGroupSizesSettings"
 
     def choose(self, context: StepContext, count: int) -> list[Group] | None:
         groups = super().choose(context, count) or context.groups_of(context.plain_order(count))
         chances = self.outcomes.p(torch.tensor([group.prompt_key for group in groups])).tolist()
-        return resized(context, groups, chances, self.settings.rule)
+        total = len(groups) * context.generation.num_generations
+        for group, size in zip(groups, sizes(chances, total, self.settings.rule)):
+            group.num_samples = size
+        return groups
 
 
-class KnownGroupSizes(Oracle):
+class KnownGroupSizes(GroupSizes, Oracle):
     """By measured chances."""
 
     settings: "KnownGroupSizesSettings"
-
-    def choose(self, context: StepContext, count: int) -> list[Group] | None:
-        groups = super().choose(context, count) or context.groups_of(context.plain_order(count))
-        chances = self.outcomes.p(torch.tensor([group.prompt_key for group in groups])).tolist()
-        return resized(context, groups, chances, self.settings.rule)
 
 
 class GroupSizesSettings(CurriculumSettings):
