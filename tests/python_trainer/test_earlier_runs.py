@@ -48,7 +48,7 @@ def run(make_config, tmp_path):
     def make(folder, steps=4, resume=False, task=None, seed=0, enabled=("curriculum",), **settings):
         names = ("algorithm", "optimizer", "rollout", "evaluation")
         sections = {name: settings.pop(name) for name in names if name in settings}
-        usual = {"database": str(tmp_path / "history.db"), "rehearsal_share": 10, "rehearsals": 3}
+        usual = {"database": str(tmp_path / "history.db"), "rehearsal_share": 10}
         curriculum = usual | settings
         config = make_config(
             max_steps=steps,
@@ -113,7 +113,7 @@ def test_rehearsal_is_a_share_of_the_run(run, tmp_path):
         run(f"share {share}", seed=1, steps=2, rehearsal_share=share, rehearsals=3)
     rows = [read_metrics(tmp_path / f"share {share}")[2] for share in (0.0, 0.5, 10.0)]
     rehearsed = [row.get("curriculum/rehearsed_answers", 0) for row in rows]
-    assert rehearsed[0] == 0 < rehearsed[1] <= 16 < 3 * found(tmp_path, "share 10.0") == rehearsed[2]
+    assert rehearsed[0] == 0 < rehearsed[1] <= 16 + 3 < 3 * found(tmp_path, "share 10.0") == rehearsed[2]
 
 
 def test_what_rehearsal_has_brought_is_seen_at_once(run, tmp_path):
@@ -315,15 +315,14 @@ def test_the_first_rank_alone_reads_and_writes_and_all_rehearse(run, settings, t
         assert [stored.steps for stored in recorded.runs()] == [1]
 
 
-def test_batches_see_all_answers_as_often():
-    answers = [Rollout([key], [1], prompt_key=key) for key in (0, 1, 1, 1, 2, 2, 3)]
-    batches = in_batches(answers, size=4, times=3, seed=7)
+def test_batches_keep_a_prompt_together_and_see_all_as_often():
+    groups = [[Rollout([key], [1], prompt_key=key)] * size for key, size in enumerate([1, 3, 2, 5, 1])]
+    batches = in_batches(groups, size=4, times=3, seed=7)
     keys = [answer.prompt_key for batch in batches for answer in batch]
-    assert [keys.count(key) for key in range(4)] == [3, 9, 6, 3]
-    for first in 0, 7, 14:
-        assert sorted(keys[first : first + 7]) == [0, 1, 1, 1, 2, 2, 3]
-    assert [len(batch) for batch in batches] == [4, 4, 4, 4, 4, 1]
+    assert [keys.count(key) for key in range(5)] == [3, 9, 6, 15, 3]
+    for batch in batches[:-1]:
+        assert 4 <= len(batch) <= 8
     for batch in batches:
-        assert [answer.group for answer in batch] == list(range(len(batch)))
-    assert in_batches([], 4, 3, 7) == [] == in_batches(answers, 4, 0, 7)
-    assert in_batches(answers, 4, 3, 8) != batches
+        assert len({answer.group for answer in batch}) == len({(a.group, a.prompt_key) for a in batch})
+    assert in_batches([], 4, 3, 7) == [] == in_batches(groups, 4, 0, 7)
+    assert in_batches(groups, 4, 3, 8) != batches

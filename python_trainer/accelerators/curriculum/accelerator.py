@@ -82,8 +82,7 @@ class Curriculum(Accelerator):
         for group in groups:
             self.stored.add(group[::-1], context.step)  # the newest last
         most = settings.rehearsal_share * context.max_steps * context.generation.prompts_per_step * size
-        answers = [answer for group in groups for answer in group]
-        batches = in_batches(answers, settings.rehearsal_batch, settings.rehearsals, context.seed)
+        batches = in_batches(groups, settings.rehearsal_batch, settings.rehearsals, context.seed)
         batches = batches[: int(most / settings.rehearsal_batch)]
         if batches:
             context.telemetry["curriculum/rehearsed_answers"] = sum(map(len, batches))

@@ -60,12 +60,12 @@ class CurriculumSettings(AcceleratorSettings):
     this one answered right to these prompts is trained on; with `rehearsals` 0 beliefs begin with how hard each prompt
     was to earlier runs. This run is added, also where `curriculum` is not enabled. auto: it is added to `history.db`
     beside its directory where SQLAlchemy is installed, and nothing is read. null: neither."""
-    rehearsals: int = Field(1, ge=0)
+    rehearsals: int = Field(3, ge=0)
     """How often the right answers of better runs are trained on, as soon as it is told which are; 0: never."""
     rehearsed: int = Field(4, ge=1)
     """Most of them for one prompt, the newest."""
-    rehearsal_batch: int = Field(8, ge=1)
-    """Answers in an update on nothing else, of any prompts."""
+    rehearsal_batch: int = Field(16, ge=1)
+    """Answers in an update on nothing else; those to one prompt stay together, so that it is computed once."""
     rehearsal_share: float = Field(0.2, ge=0)
     """Answers in all these updates for each that the run is to generate, at most."""
 

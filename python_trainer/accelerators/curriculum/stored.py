@@ -123,10 +123,12 @@ class StoredAnswers:
         self._fill(stored)
 
 
-def in_batches(answers: Sequence[Rollout], size: int, times: int, seed: int) -> list[list[Rollout]]:
-    """All answers so many times, in another order each time, in batches of ``size``, each a group of its own."""
-    places = prompt_order(seed, 0, times * len(answers), len(answers)) if answers else []
-    return [
-        [replace(answers[place], group=number) for number, place in enumerate(places[first : first + size])]
-        for first in range(0, len(places), size)
-    ]
+def in_batches(groups: Sequence[list[Rollout]], size: int, times: int, seed: int) -> list[list[Rollout]]:
+    """All groups so many times, in another order each time, in batches of ``size`` answers or just above."""
+    batches: list[list[Rollout]] = []
+    for place in prompt_order(seed, 0, times * len(groups), len(groups)) if groups else ():
+        if not batches or len(batches[-1]) >= size:
+            batches.append([])
+        number = len({answer.group for answer in batches[-1]})
+        batches[-1] += [replace(answer, group=number) for answer in groups[place]]
+    return batches
