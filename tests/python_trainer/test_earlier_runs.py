@@ -131,8 +131,9 @@ def test_rehearsal_makes_right_answers_more_likely(run, tmp_path):
     run("first", steps=6)
     prompts = RetrospectiveDatabase(str(tmp_path / "history.db")).samples()
     assert prompts
-    run("with", steps=2, seed=1, rehearsals=20)
-    run("without", steps=2, seed=1, rehearsals=0)
+    many = {"num_generations": 32, "prompts_per_step": 4}
+    run("with", steps=2, seed=1, rehearsals=20, rollout=many)
+    run("without", steps=2, seed=1, rehearsals=0, rollout=many)
     accuracy = {name: read_metrics(tmp_path / name)[2]["accuracy"] for name in ("with", "without")}
     assert accuracy["with"] > accuracy["without"] + 0.2
 
