@@ -19,6 +19,7 @@ curriculum.md and curriculum.png.
 import argparse
 import shutil
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ from bench.studies.ground import RECORDS as GROUND
 from bench.studies.ground import RIVALS, SEEDS, Ground, add_task_arguments, rival, slug
 from bench.studies.ground_report import PLAIN
 from python_trainer.errors import UserError
-from tools.policies import countdown, lattice_paths
 
 RECORDS = Path(__file__).parent / "results" / "curriculum.jsonl"
 ON, DATABASE = "accelerators.enabled", "accelerators.curriculum.database"
@@ -94,7 +94,6 @@ SIZES = {
     "prompts chosen, beta2 0.95": 5 / 4,
 }  # of a run, in steps of plain training
 EARLIER_SEED = 1000
-MAKERS = {"lattice_paths": lattice_paths.main, "countdown": countdown.main}  # of policies with a quarter of the weights
 THEN_PLAIN = CURRICULUM | {"accelerators.curriculum.stored_share": 0.0}
 SELECTIONS: dict[str, dict[str, Any]] = {
     "by likelihood": {},
@@ -162,7 +161,8 @@ def smaller_policy(ground: Ground) -> str:
         return "small"
     folder = ground.folder / "small-policy"
     if not folder.exists():
-        MAKERS[ground.task](["--size", "small", "--output", str(folder)])
+        maker = import_module(f"tools.policies.{ground.task}")
+        maker.main(["--size", "small", "--output", str(folder)])
     return str(folder)
 
 

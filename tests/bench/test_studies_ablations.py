@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from bench.studies.curriculum import RUNS
+from bench.studies.curriculum import RUNS, smaller_policy
 from bench.studies.cuts import GUESS, fitted
+from bench.studies.ground import Ground
 from bench.studies.group_sizes import FEWEST, MOST, sizes
 from bench.studies.signals import FreeOutcomes, WeighedOutcomes, gradient_weight
 from python_trainer.accelerators.curriculum.outcomes import Outcomes
@@ -41,6 +42,21 @@ def run(tmp_path):
 
 def weights(trainer):
     return list(trainer.policy.model.parameters())
+
+
+def test_a_smaller_policy_is_made_once(tmp_path, monkeypatch):
+    asked = []
+
+    def make(argv):
+        asked.append(argv)
+        (tmp_path / "lattice_paths" / "small-policy").mkdir(parents=True)
+
+    monkeypatch.setattr("tools.policies.lattice_paths.main", make)
+    ground = Ground("lattice_paths", tmp_path, tmp_path / "records")
+    folder = str(tmp_path / "lattice_paths" / "small-policy")
+    assert smaller_policy(ground) == smaller_policy(ground) == folder
+    assert asked == [["--size", "small", "--output", folder]]
+    assert smaller_policy(Ground("sums", tmp_path, tmp_path / "records")) == "small"
 
 
 @given(

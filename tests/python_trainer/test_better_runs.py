@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from python_trainer.accelerators.curriculum.better import CLEAR, ENOUGH, clearly_better, last_shares
-from python_trainer.accelerators.curriculum.earlier import LOOKS
+from python_trainer.accelerators.curriculum.earlier import LOOKS, EarlierRuns
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
 from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
@@ -118,3 +118,8 @@ def test_a_worse_run_changes_nothing_to_the_bit_and_a_better_one_is_learned_from
     run("parts", seed=1, steps=2, database=url)  # ends before it has learned from it
     parts = run("parts", seed=1, steps=LOOKS + 3, resume=True, database=url)
     assert same(parts, better)
+    state = after.accelerators[0].earlier.state_dict()
+    del state["settled"]  # of before runs were compared: what was to be taken was taken before the first step
+    older = EarlierRuns(url, tmp_path)
+    older.load_state_dict(state)
+    assert older.settled and older.run_id == state["run_id"]

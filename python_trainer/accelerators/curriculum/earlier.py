@@ -101,16 +101,16 @@ class EarlierRuns:
         """
         if self.settled or context.step == 1:
             return []
+        few, tokens = context.once(lambda: self._newest(context, per_prompt))
+        if few or context.step > LOOKS:
+            self.settled, self.read = True, None
+        if not few:
+            return []
         numbers: dict[str, list[int]] = {}
         for number, key in enumerate(keys_of(context)):
             numbers.setdefault(key, []).append(number)
-        few, tokens = context.once(lambda: self._newest(list(numbers), per_prompt))
-        if not few:
-            self.settled = context.step > LOOKS
-            return []
         ours = for_tokenizer(few, context.policy.tokenizer, self.fingerprint)
         right = judged(ours, context, unjudged=False)
-        self.settled, self.read = True, None
         self.generated_tokens = sum(tokens[run_id] for run_id in {sample.run_id for sample in right})
         by_prompt: dict[int, list[StoredAnswer]] = {}
         for sample in right:
@@ -122,11 +122,13 @@ class EarlierRuns:
             for group in context.groups_of(list(by_prompt))
         ]
 
-    def _newest(self, prompt_keys: list[str], per_prompt: int) -> tuple[list[StoredAnswer], dict[int, int]]:
+    def _newest(self, context: StepContext, per_prompt: int) -> tuple[list[StoredAnswer], dict[int, int]]:
         """Different answers of better runs, and what each run has generated."""
-        answers, shares = self.read = self.read or self._others(prompt_keys)
+        answers, shares = self.read = self.read or self._others(keys_of(context))
         own = self._last_shares(self.run_id or NOBODY)
         better = {run_id for run_id, theirs in shares.items() if clearly_better(theirs, own)}
+        if not better:
+            return [], {}
         chosen: dict[str, dict[str, StoredAnswer]] = {}
         for sample in answers:
             if sample.run_id in better:
@@ -166,8 +168,10 @@ class EarlierRuns:
         return {name: getattr(self, name) for name in STATE}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        # checkpoints of November 2026 and before do not say: answers were taken before the first step then
+        known = {"settled": True, **state}
         for name in STATE:
-            setattr(self, name, state[name])
+            setattr(self, name, known[name])
 
 
 class Unasked(EarlierRuns):
