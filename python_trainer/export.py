@@ -104,7 +104,7 @@ def choose(run: Path, checkpoint: str | None) -> Path:
     if checkpoint is None:
         return found[-1]
     if checkpoint == "best":
-        best = best_evaluated(load_checkpoint(found[-1])["state"]["evaluations"], steps)
+        best = best_evaluated(load_checkpoint(found[-1]).get("state", {}).get("evaluations", []), steps)
         if best is None:
             raise UserError(f"no checkpoint of {run} was evaluated: set evaluation.eval_steps so that some are")
         return found[steps.index(best)]

@@ -123,12 +123,12 @@ class Learner:
                 for minibatch in minibatches
                 if batch.loss_tokens[minibatch].any()  # else every answer was truncated and is masked
             ]
-            if batch.old is None and algorithm.num_iterations * len(minibatches) > 1:
+            if steps and batch.old is None and algorithm.num_iterations * len(minibatches) > 1:
                 self._remember_logprobs(batch, [index for _, samples in steps for index in samples])
             for minibatch, samples in steps * algorithm.num_iterations:
                 loss, tokens = self._pass(batch, minibatch, samples, metrics)
                 trained += tokens
-                norms.append(self._step(lr, float(self.ranks.sum(loss)), batch, minibatch))
+                norms.append(self._step(lr, float(self.ranks.sum(loss)), batch, minibatch, samples))
         self.changed = True  # or will be, by an accelerator
         row = metrics.means(len(norms), self.ranks) | row
         if norms:
@@ -163,7 +163,9 @@ class Learner:
         values = self.critic(packed, states) if self.critic else None
         return self.objective.loss(packed, logprobs, entropy, batch, minibatch, values)
 
-    def _step(self, lr: float, loss: float, batch: StepBatch, minibatch: Sequence[int]) -> float:
+    def _step(
+        self, lr: float, loss: float, batch: StepBatch, minibatch: Sequence[int], samples: Sequence[int]
+    ) -> float:
         """One optimizer step, if everything is finite -> norm of the policy's gradient."""
         try:
             if not math.isfinite(loss):
@@ -176,14 +178,14 @@ class Learner:
                 self.critic.step(lr)
             return norm
         except NotFinite as error:
-            raise NotFinite(str(error), self._culprits(batch, minibatch)) from error
+            raise NotFinite(str(error), self._culprits(batch, minibatch, samples)) from error
 
-    def _culprits(self, batch: StepBatch, minibatch: Sequence[int]) -> list[int]:
-        """The samples whose own loss or gradient is not finite."""
+    def _culprits(self, batch: StepBatch, minibatch: Sequence[int], samples: Sequence[int]) -> list[int]:
+        """Those of a minibatch's ``samples``, which had a pass, whose own loss or gradient is not finite."""
         optimizers = [self.optimizer, *([self.critic.optimizer] if self.critic is not None else [])]
         weights = [weight for optimizer in optimizers for weight in optimizer.masters.values()]
         found = []
-        for index in minibatch:
+        for index in samples:
             for weight in weights:
                 weight.grad = None
             loss, _ = self._loss(batch.pack([index]).to(self.policy.device), batch, minibatch)

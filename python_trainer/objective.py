@@ -77,7 +77,7 @@ class StepBatch:
     reference: Ragged | None = None  # log-probabilities of the reference model, with beta > 0
     values: Ragged | None = None  # what the critic predicted before the update
     advantages: Ragged | None = None  # from here on by set_advantages
-    returns: Ragged | None = None  # what the critic should have predicted
+    returns: Ragged | None = None  # what the critic should have predicted; NaN: nothing
     expected: torch.Tensor | None = (
         None  # float32 [B] chances that answers are judged against; NaN: against their group
     )
@@ -155,7 +155,8 @@ def set_advantages(batch: StepBatch, config: AlgorithmConfig) -> dict[str, float
     """Advantages (and returns, for a critic) of the whole step, from what was recorded before the update -> metrics.
 
     The KL penalty goes where the reward is: per token for what looks at what comes after a token, as a sum per answer
-    for what compares answers.
+    for what compares answers. Answers that are judged against a chance change nothing for others, and nothing for a
+    critic: all of them are right.
     """
     mask = batch.scored
     in_loss = mask & batch.in_loss[:, None]
@@ -165,20 +166,25 @@ def set_advantages(batch: StepBatch, config: AlgorithmConfig) -> dict[str, float
         kl = kl_estimate(batch.old.padded(), batch.reference.padded(), mask, config.kl_estimator)
         penalty = config.beta * kl
         metrics["kl"] = float(kl.sum() / mask.sum().clamp(min=1))
-    step = StepRewards(
-        batch.rewards, batch.groups, mask, in_loss, penalty, None if batch.values is None else batch.values.padded()
-    )
-    advantages, returns = config.judge(step, config)
-    advantages = advantages[:, None].expand(mask.shape) if advantages.ndim == 1 else advantages
+    values = None if batch.values is None else batch.values.padded()
+    every = torch.arange(len(batch.rewards), device=mask.device)
+    judged = every if batch.expected is None else every[batch.expected.isnan()]
+    advantages = torch.zeros(mask.shape, device=mask.device)
     if batch.expected is not None:
-        known = against_chance(batch.expected, deviations=config.in_deviations)[:, None]
-        advantages = torch.where(known.isnan(), advantages, known)
+        advantages += against_chance(batch.expected, deviations=config.in_deviations)[:, None]
+    if len(judged):
+        step = StepRewards(
+            batch.rewards[judged], batch.groups[judged], mask[judged], in_loss[judged], penalty[judged],
+            None if values is None else values[judged],
+        )  # fmt: skip
+        own, returns = config.judge(step, config)
+        advantages[judged] = own[:, None].expand(step.mask.shape) if own.ndim == 1 else own
+        if step.values is not None and returns is not None:
+            batch.returns = batch.sampler.like(torch.full_like(advantages, torch.nan).index_copy(0, judged, returns))
+            metrics["explained_variance"] = explained_variance(step.values, returns, step.in_loss)
+            for name, table in (("values", step.values), ("returns", returns)):
+                metrics[f"{name}/mean"] = float(table[step.in_loss].mean()) if step.in_loss.any() else 0.0
     batch.advantages = batch.sampler.like(advantages)
-    if step.values is not None and returns is not None:
-        batch.returns = batch.sampler.like(returns)
-        metrics["explained_variance"] = explained_variance(step.values, returns, in_loss)
-        for name, table in (("values", step.values), ("returns", returns)):
-            metrics[f"{name}/mean"] = float(table[in_loss].mean()) if in_loss.any() else 0.0
     return metrics
 
 
@@ -259,10 +265,12 @@ class Objective:
         loss = (per_token * weight).sum()
         error, moved_far = torch.zeros_like(logprobs), torch.zeros_like(mask)
         if values is not None and batch.values is not None and batch.returns is not None:
-            before, clip = batch.values.get(packed), config.cliprange_value
-            error = value_loss(values, before, batch.returns.get(packed), mask, clip=clip)
-            loss = loss + config.vf_coef * error.sum() / max(num_tokens, 1)
-            moved_far = mask & ((values - before).abs() > (torch.inf if clip is None else clip))
+            before, returns, clip = batch.values.get(packed), batch.returns.get(packed), config.cliprange_value
+            due = mask & ~returns.isnan()
+            error = value_loss(values, before, returns, due, clip=clip)
+            fresh_tokens = sum(int(batch.loss_tokens[i]) for i in minibatch if batch.rollouts[i].expected is None)
+            loss = loss + config.vf_coef * error.sum() / max(fresh_tokens, 1)
+            moved_far = due & ((values - before).abs() > (torch.inf if clip is None else clip))
         with torch.no_grad():
             difference = torch.where(fresh, (old - sampler).abs(), 0.0)
             entropy = torch.where(mask, entropy, 0.0)

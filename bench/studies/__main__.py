@@ -8,6 +8,7 @@ STUDIES = {
     "rpo": "suffix rollouts against plain GRPO and DAPO: tokens, seconds to the same accuracy, final accuracy",
     "ground": "tasks of mixed difficulty: plain training tuned, and rivals without history",
     "curriculum": "prompts chosen by history against plain GRPO and rules without history, task by task",
+    "replay": "what stages of earlier runs, of this task or another, could have told a run of its answers and accuracy",
     "gradients": "what the choice of prompts expects, against what gradients show of it, by token and by second",
     "drafts": "lossless drafts: forward passes and rollout seconds by epoch, and that training does not change",
     "lossless": "how often the engine draws each token, against the exact probabilities, over random settings",

@@ -178,12 +178,14 @@ class PolicyOptimizer:
 
     def load_state_dict(self, state: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> None:
         """Undoes :meth:`state_dict`; ``weights`` are those of the model, for whom no master was saved."""
+        own = self.host is None
         for name, master in self.masters.items():
             with torch.no_grad(), self._here([name]):
                 values = dict(state.get(name, {}))  # without moments where no gradient has come yet
                 master.copy_(like(values.pop("master", weights[name]), master))
-                # the fused step wants its count beside the weights; it is one number, never sharded
+                # the fused step wants its count beside the weights; it is one number, never sharded. What is put away
+                # needs a storage of its own: that of a file that was read cannot be let go of.
                 self.adamw.state[master] = {
-                    key: value.to(master.device) if key == "step" else like(value, master)
+                    key: value.to(master.device) if key == "step" else like(value if own else value.clone(), master)
                     for key, value in values.items()
                 }

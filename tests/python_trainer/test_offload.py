@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from conftest import merged, run_settings
 from gloo import run_on_ranks, train
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from python_trainer.checkpoint import list_checkpoints
 from python_trainer.distributed.shard_files import load_whole
@@ -90,6 +90,23 @@ def test_a_checkpoint_is_taken_over_with_and_without(dtype, offload):
     for seed in (1, 2):
         assert before.step(seed) == after.step(seed)
     assert all(torch.equal(a, b) for a, b in zip(before.model.parameters(), after.model.parameters()))
+    assert_equal_states(before.optimizer.state_dict(), after.optimizer.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_file_holds_is_taken_over(tmp_path, dtype):
+    """Its tensors share the memory of the file, which cannot be let go of."""
+    before, after = (Pair(dtype, offload=True) for _ in range(2))
+    before.step(0)
+    flat = {f"{name}/{key}": v for name, s in before.optimizer.state_dict().items() for key, v in s.items()}
+    save_file(flat, tmp_path / "state.safetensors")
+    saved = {name: {} for name in before.optimizer.masters}
+    for path, value in load_file(tmp_path / "state.safetensors").items():
+        name, key = path.split("/")
+        saved[name][key] = value
+    after.model.load_state_dict(before.model.state_dict())
+    after.optimizer.load_state_dict(saved, before.model.state_dict())
+    assert before.step(1) == after.step(1)
     assert_equal_states(before.optimizer.state_dict(), after.optimizer.state_dict())
 
 

@@ -45,6 +45,10 @@ CASES = {
     },
     "logits in blocks": {"optimizer": MANY},
     "offloaded": {"optimizer": MANY | {"offload": True}},
+    "all cut off": {
+        "rollout": {"max_completion_length": 2},
+        "algorithm": {"mask_truncated_completions": True, "num_iterations": 2},
+    },
     "recomputed activations": {"model": {"gradient_checkpointing": True}, "optimizer": MANY},
 }  # fmt: skip
 
@@ -88,6 +92,11 @@ def test_same_weights_and_metrics_as_one_process(runs, name, parallel):
         assert known <= set(second)
         for key in known - {"tokens/trained", "tokens/prefill", "tokens/cached"}:  # of prompts that both compute
             assert second[key] == pytest.approx(first[key], rel=1e-5, abs=2e-6), key
+
+
+def test_all_answers_of_a_step_are_cut_off(runs):
+    rows = read_metrics(runs / "none" / "all cut off")[1:]
+    assert any(row["completions/clipped_ratio"] == 1 and "grad_norm" not in row for row in rows)
 
 
 def test_some_answers_have_no_advantage(runs):

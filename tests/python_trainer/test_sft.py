@@ -58,6 +58,8 @@ def test_an_answer_is_learned_by_heart(lessons, tmp_path, capsys):
     found = engine.generate([Request(ids, max_new_tokens=8) for ids in prompts], SamplingParams(temperature=0))
     assert [policy.decode(row.response_ids) for row in found] == ["CBA", "BAGF"]
     assert [row.finish_reason for row in found] == ["stop", "stop"]
+    assert main(["export", str(tmp_path / "run"), "--checkpoint", "best"]) == 2
+    assert "no checkpoint of" in (said := capsys.readouterr().err) and "was evaluated" in said
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [4, 4096])

@@ -11,7 +11,7 @@ from python_trainer.algorithms.advantages import against_chance
 from python_trainer.algorithms.settings import AlgorithmConfig
 from python_trainer.data import Episode, Rollout
 from python_trainer.dynamic_sampling import Refill
-from python_trainer.objective import make_batch, set_advantages
+from python_trainer.objective import Objective, make_batch, set_advantages
 from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
 from python_trainer.telemetry import rollout_statistics
@@ -117,6 +117,7 @@ def test_advantage_is_that_of_a_large_group_that_is_right_as_often():
         ({"scale_rewards": "none"}, 0.9),
         ({"advantage": "rloo"}, 0.9),
         ({"advantage": "reinforce++"}, math.sqrt(0.9 / 0.1)),
+        ({"advantage": "gae"}, math.sqrt(0.9 / 0.1)),
     ],
 )
 def test_the_loss_judges_it_against_the_chance_and_others_as_before(algorithm, wanted):
@@ -125,11 +126,43 @@ def test_the_loss_judges_it_against_the_chance_and_others_as_before(algorithm, w
     config = AlgorithmConfig(**algorithm)
     batches = [make_batch(rollouts, config, torch.device("cpu")) for rollouts in (fresh, [*fresh, lone])]
     for batch in batches:
-        set_advantages(batch, config)
+        if algorithm.get("advantage") == "gae":
+            batch.values = batch.sampler.like(torch.full(batch.scored.shape, 0.25))
+    facts = [set_advantages(batch, config) for batch in batches]
     alone, both = (batch.advantages.padded() for batch in batches)
     assert torch.allclose(both[4], torch.tensor(wanted))
-    if algorithm.get("scale_rewards") != "batch" and algorithm.get("advantage") != "reinforce++":
-        assert torch.equal(both[:4], alone)
+    assert torch.equal(both[:4], alone) and facts[0] == facts[1]
+    if algorithm.get("advantage") == "gae":
+        alone, both = (batch.returns.padded() for batch in batches)
+        assert torch.equal(both[:4], alone) and both[4].isnan().all(), "a critic learns nothing of it"
+
+
+def test_a_critic_learns_nothing_of_it():
+    """Its loss, and that of the policy, have the gradients of the fresh answers."""
+    fresh = [answer(0, reward=float(i < 1), group=0) for i in range(4)]
+    lone = answer(1, group=1, reward=1.0, expected=0.1, importance_cap=1.0)
+    config = AlgorithmConfig(advantage="gae", vf_coef=0.5)
+    gradients = []
+    for rollouts in (fresh, [*fresh, lone]):
+        batch, every = make_batch(rollouts, config, torch.device("cpu")), list(range(len(rollouts)))
+        batch.values = batch.sampler.like(torch.full(batch.scored.shape, 0.25))
+        set_advantages(batch, config)
+        batch.advantages.flat.zero_()
+        packed = batch.pack(every)
+        logprobs = torch.full(packed.mask.shape, -0.3)
+        values = torch.full(packed.mask.shape, 0.3, requires_grad=True)
+        loss, _ = Objective(config, 10).loss(packed, logprobs, torch.zeros_like(logprobs), batch, every, values)
+        loss.backward()
+        gradients.append({i: values.grad[row] for row, i in enumerate(packed.samples)})
+    alone, both = gradients
+    assert all(torch.equal(alone[i], both[i]) and alone[i].any() for i in range(4)) and not both[4].any()
+
+
+def test_answers_that_are_all_stored_need_nothing_to_compare_them_with():
+    config = AlgorithmConfig()
+    batch = make_batch([answer(1, group=1, expected=0.5)], config, torch.device("cpu"))
+    assert set_advantages(batch, config) == {}
+    assert torch.equal(batch.advantages.padded(), torch.ones(1, 10))
 
 
 def test_dynamic_sampling_lets_them_through():

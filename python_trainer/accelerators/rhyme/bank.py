@@ -29,9 +29,9 @@ class SampleBank:
 
     def add(self, sample: StoredAnswer, *, fresh: bool) -> None:
         """A fresh answer goes in front of equally good ones, a historical one behind them; the last may fall out."""
-        here = self.by_prompt.setdefault(sample.prompt_key, [])
         if self.knows(sample) or (not fresh and self.count >= self.size):
             return
+        here = self.by_prompt.setdefault(sample.prompt_key, [])
         better = sum(other.reward > sample.reward or (other.reward == sample.reward and not fresh) for other in here)
         here.insert(better, sample)
         self.count += 1
@@ -60,10 +60,12 @@ class SampleBank:
             self._drop_one()
 
     def _drop_one(self) -> None:
-        """Out of the prompt with the most answers, its last."""
-        longest = max(self.by_prompt.values(), key=len)
-        longest.pop()
+        """Out of the prompt with the most answers, the first of several such, its last."""
+        prompt = max(self.by_prompt, key=lambda key: len(self.by_prompt[key]))
+        self.by_prompt[prompt].pop()
         self.count -= 1
+        if not self.by_prompt[prompt]:  # a bank that is read again knows of no prompt without answers
+            del self.by_prompt[prompt]
 
     def candidates(self, prompt_key: str, worth: Callable[[StoredAnswer], float], limit: int) -> list[StoredAnswer]:
         """At most ``limit`` different answers of a prompt for which ``worth`` is positive, those worth most first."""

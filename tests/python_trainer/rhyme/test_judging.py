@@ -82,6 +82,19 @@ def test_a_bank_of_another_size_keeps_the_best_that_fit():
     assert loaded(4, 5) == "a1a3b1b3b4" and loaded(4, 1) == "b1"
 
 
+def test_a_full_bank_drops_the_same_answers_after_it_was_saved():
+    whole, parts = SampleBank(per_prompt=2, size=3), SampleBank(per_prompt=2, size=3)
+    for step, key in enumerate("abcdaeafb", 1):
+        for bank in (whole, parts):
+            bank.add(make_sample(step, text=f"{step}", key=key), fresh=True)
+        saved, parts = parts.state_dict(), SampleBank(per_prompt=2, size=3)
+        parts.load_state_dict(saved)
+        assert [(s.prompt_key, s.step) for s in whole] == [(s.prompt_key, s.step) for s in parts]
+        assert len(whole) == len(list(whole)) and all(whole.by_prompt.values())
+    whole.add(make_sample(10, key="new"), fresh=False)
+    assert "new" not in whole.by_prompt, "there is no room for what is historical"
+
+
 def test_filling_a_bank_sorts_by_reward_and_leaves_equal_ones_in_order():
     bank = SampleBank(9, 9)
     bank.fill([make_sample(step, reward, text=f"{step}") for step, reward in ((1, 0.6), (2, 2.0), (3, 0.6), (4, 2.0))])
