@@ -23,8 +23,9 @@ def write(records: Sequence[Record], folder: Path) -> None:
     lines = ["# Right answers kept, prompts chosen, earlier runs read", "",
              "By `python -m bench.studies curriculum`; records in curriculum.jsonl. *To plain's end*: tokens and CPU",
              "seconds to the accuracy at which plain training of the same seed ends, in two successive evaluations,",
-             "as shares of what plain training needs: geometric mean over seeds and its 95 % interval. *To the end",
-             "of* the best rival without history: the same against that. *For half of plain's tokens*:",
+             "as shares of what plain training needs: geometric mean over seeds and its 95 % interval. *At least*, *N of",
+             "M*: so many runs got there, and those that did not are counted with all that they took. *To the end of*",
+             "the best rival without history: the same against that. *For half of plain's tokens*:",
              "the accuracy on 512 prompts when half of plain training's tokens were generated, or at the end of a run",
              "that generated fewer. *pass@8*: of 512 prompts (of as many runs as in parentheses). Pairs are of one",
              "machine."]  # fmt: skip
@@ -70,28 +71,32 @@ def accuracy_for(row: Record, tokens: float) -> float:
     return min(row["curve"], key=lambda point: abs(point[TOKENS] - tokens))[-1]
 
 
-def share(row: Record, other: Record, column: int) -> float | None:
-    """What a run needs to the end of another one, over what that needs; None: it does not get there."""
+def share(row: Record, other: Record, column: int) -> tuple[float, bool]:
+    """What a run needs to the end of another one, over what that needs, and whether it gets there at all.
+
+    Of one that does not it is what the whole run took: it would have needed more.
+    """
     if row is other:
-        return 1.0
+        return 1.0, True
     target = other["curve"][-1][-1]
     reached, needed = first_time(row, target, column), first_time(other, target, column) or other["curve"][-1][column]
-    return None if reached is None else reached / needed
+    return (row["curve"][-1][column] if reached is None else reached) / needed, reached is not None
 
 
-def share_words(shares: Sequence[float | None]) -> str:
+def share_words(shares: Sequence[tuple[float, bool]]) -> str:
     """``0.52 (0.41 to 0.66)``; where some runs did not get there, how many did; ``-``: there are no pairs."""
     if not shares:
         return "-"
-    got = [math.log(value) for value in shares if value is not None]
+    got = sum(reached for _, reached in shares)
     if not got:
         return f"none of {len(shares)}"
-    mean = fmean(got)
+    logs = [math.log(value) for value, _ in shares]
+    mean = fmean(logs)
     words = f"{math.exp(mean):.2f}"
-    if len(got) > 2:
-        half = STUDENT[min(len(got) - 1, len(STUDENT))] * stdev(got) / math.sqrt(len(got))
+    if len(logs) > 2:
+        half = STUDENT[min(len(logs) - 1, len(STUDENT))] * stdev(logs) / math.sqrt(len(logs))
         words += f" ({math.exp(mean - half):.2f} to {math.exp(mean + half):.2f})"
-    return words if len(got) == len(shares) else f"{words}, {len(got)} of {len(shares)}"
+    return words if got == len(shares) else f"at least {words}, {got} of {len(shares)}"
 
 
 STUDENT = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78}  # t for 95 % by degrees of freedom

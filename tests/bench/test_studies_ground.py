@@ -45,11 +45,13 @@ def test_an_accuracy_is_reached_when_two_evaluations_after_another_are_as_high()
 def test_shares_are_of_what_plain_training_of_the_seed_needs():
     plain, fast = record("plain"), record("fast", speed=0.5)
     fast["curve"].append([50, 12.5, 240, 0.7])
-    assert share(fast, plain, 2) == 195 / 390 and share(fast, plain, 1) == 10 / 20
-    assert share(record("same"), plain, 2) is None  # 0.6 once
+    assert share(fast, plain, 2) == (195 / 390, True) and share(fast, plain, 1) == (10 / 20, True)
+    assert share(record("same", speed=0.75), plain, 1) == (0.75, False)  # 0.6 once, so all that it took
     assert accuracy_for(plain, 195) == 0.3 and accuracy_for(plain, 1e9) == 0.6
-    assert share_words([0.5, 2.0]) == "1.00" and share_words([0.5, None]) == "0.50, 1 of 2"
-    assert share_words([None]) == "none of 1" and share_words([0.5, 0.5, 0.5]) == "0.50 (0.50 to 0.50)"
+    there = [(0.5, True)] * 3
+    assert share_words([(0.5, True), (2.0, True)]) == "1.00" and share_words(there) == "0.50 (0.50 to 0.50)"
+    assert share_words([(0.5, True), (2.0, False)]) == "at least 1.00, 1 of 2"
+    assert share_words([(1.0, False)]) == "none of 1" and share_words([]) == "-"
 
 
 def test_report_has_a_row_for_each_name_and_a_picture(tmp_path):
@@ -62,7 +64,7 @@ def test_report_has_a_row_for_each_name_and_a_picture(tmp_path):
     rival = record(DYNAMIC_SAMPLING, 1, 2.0)
     write([record("plain"), record("plain", 1), rival, *fast], tmp_path)
     (row,) = [line for line in (tmp_path / "curriculum.md").read_text().splitlines() if line.startswith("| fast")]
-    tokens, seconds = (f"{share(fast[1], rival, column):.2f}" for column in (2, 1))
+    tokens, seconds = (f"{share(fast[1], rival, column)[0]:.2f}" for column in (2, 1))
     assert row.endswith(f"| 0.50 | 0.50 | {tokens} | {seconds} |") and tokens == seconds == "0.25"
     write([record("plain"), record("plain", 1), rival | {"cpu": "another"}, *fast], tmp_path)
     assert f"{row.split('| 0.50 | 0.50 |')[0]}| 0.50 | 0.50 | - | - |" in (tmp_path / "curriculum.md").read_text()
