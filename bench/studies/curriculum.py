@@ -36,29 +36,31 @@ RECORDS = Path(__file__).parent / "results" / "curriculum.jsonl"
 ON, DATABASE = "accelerators.enabled", "accelerators.curriculum.database"
 RHYME_DATABASE = "accelerators.rhyme.database"
 CURRICULUM: dict[str, Any] = {ON: ["curriculum"]}
-CHOOSING = CURRICULUM | {"accelerators.curriculum.least_gain": 1.5}
+ALWAYS = CURRICULUM | {"accelerators.curriculum.rare_share": 0.0}  # whether right answers are rare or not
+CHOOSING = ALWAYS | {"accelerators.curriculum.least_gain": 1.5}
 # gradients of chosen prompts change in size from step to step: a second moment that follows, and a higher rate
 STEADY: dict[str, Any] = {"optimizer.adam_beta2": 0.95, "optimizer.learning_rate": 1.5e-4}
 RUNS: dict[str, Mapping[str, Any]] = {
     "Beta bandit": {ON: ["bench.studies.beta_bandit:BetaBanditSettings"]},
     "curriculum": CURRICULUM,
+    "right answers kept, rare or not": ALWAYS,
     "prompts chosen": CHOOSING,
     "prompts chosen, twice the steps": CHOOSING,  # which are smaller ones: about the answers of plain training
     "by 1 / length, three times the steps": RIVALS["by 1 / length"],  # about the tokens of plain training
     "plain, beta2 0.95": STEADY,
     "by 1 / length, beta2 0.95": RIVALS["by 1 / length"] | STEADY,
-    "prompts chosen, beta2 0.95": CURRICULUM | {"accelerators.curriculum.least_gain": 1.1} | STEADY,
+    "prompts chosen, beta2 0.95": ALWAYS | {"accelerators.curriculum.least_gain": 1.1} | STEADY,
     "rpo": {ON: ["rpo"]},
     "rpo, 11 % of an answer at most": {ON: ["rpo"], "accelerators.rpo.cut_share": 0.11},  # the paper's 300 tokens
     # ablations
     "as many prompts": CHOOSING | {"accelerators.curriculum.same_signal": False},
-    "random prompts, as few": CURRICULUM  # no gain is expected of them, so none is asked for
+    "random prompts, as few": ALWAYS  # no gain is expected of them, so none is asked for
     | {"accelerators.curriculum.sharpness": 0.0, "accelerators.curriculum.least_gain": 0.0},
-    "from the first step, no floor": CURRICULUM
+    "from the first step, no floor": ALWAYS
     | {"accelerators.curriculum.floor": 1e-9, "accelerators.curriculum.least_gain": 0.0},
     "nothing stored": CHOOSING | {"accelerators.curriculum.stored_share": 0.0},
-    "chosen for a gain of 1.1 already": CURRICULUM | {"accelerators.curriculum.least_gain": 1.1},
-    "from the first step": CURRICULUM | {"accelerators.curriculum.least_gain": 0.0},
+    "chosen for a gain of 1.1 already": ALWAYS | {"accelerators.curriculum.least_gain": 1.1},
+    "from the first step": ALWAYS | {"accelerators.curriculum.least_gain": 0.0},
     "sizes by value": {ON: ["bench.studies.group_sizes:GroupSizesSettings"]},
     "sizes by 1 / p": {
         ON: ["bench.studies.group_sizes:GroupSizesSettings"],

@@ -23,9 +23,9 @@ def write(records: Sequence[Record], folder: Path) -> None:
     lines = ["# Right answers kept, prompts chosen, earlier runs read", "",
              "By `python -m bench.studies curriculum`; records in curriculum.jsonl. *To plain's end*: tokens and CPU",
              "seconds to the accuracy at which plain training of the same seed ends, in two successive evaluations,",
-             "as shares of what plain training needs: geometric mean over seeds and its 95 % interval. *At least*, *N of",
-             "M*: so many runs got there, and those that did not are counted with all that they took. *To the end of*",
-             "the best rival without history: the same against that. *For half of plain's tokens*:",
+             "as shares of what plain training needs: geometric mean over seeds and its 95 % interval. *At least*, *N",
+             "of M*: so many runs got there, and those that did not are counted with all that they took. *To the end",
+             "of* the best rival without history: the same against that. *For half of plain's tokens*:",
              "the accuracy on 512 prompts when half of plain training's tokens were generated, or at the end of a run",
              "that generated fewer. *pass@8*: of 512 prompts (of as many runs as in parentheses). Pairs are of one",
              "machine."]  # fmt: skip

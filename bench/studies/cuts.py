@@ -106,3 +106,5 @@ class CutsSettings(CurriculumSettings):
     """Where: at an even chance, anywhere, or nowhere."""
     database: str | None = None
     """As of the curriculum."""
+    rare_share: float = 0.0
+    """As of the curriculum."""

@@ -73,6 +73,8 @@ class GroupSizesSettings(CurriculumSettings):
     """What sizes go by."""
     database: str | None = None
     """As of the curriculum."""
+    rare_share: float = 0.0
+    """As of the curriculum."""
 
 
 class KnownGroupSizesSettings(OracleSettings):

@@ -91,3 +91,5 @@ class OracleSettings(CurriculumSettings):
     """Answers to each prompt."""
     database: str | None = None
     """As of the curriculum."""
+    rare_share: float = 0.0
+    """As of the curriculum."""

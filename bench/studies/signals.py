@@ -90,3 +90,5 @@ class SignalsSettings(CurriculumSettings):
     """From the first step on."""
     database: str | None = None
     """As of the curriculum."""
+    rare_share: float = 0.0
+    """As of the curriculum."""

@@ -154,7 +154,9 @@ def test_the_newest_different_answers_are_taken(run, make_config, tmp_path):
     (tmp_path / "third").mkdir()
     curriculum = Curriculum(trainer.accelerators[0].settings)
     curriculum.begin(
-        SimpleNamespace(prompts=trainer.prompts["train"], output_dir=tmp_path / "third", once=trainer.ranks.once)
+        SimpleNamespace(
+            prompts=trainer.prompts["train"], output_dir=tmp_path / "third", once=trainer.ranks.once, console=None
+        )
     )
     assert curriculum.rehearse(trainer.context(1)) == []
     batches = curriculum.rehearse(trainer.context(2))

@@ -1,11 +1,17 @@
 """Right answers that are trained on again."""
 
+import io
 import math
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
 
+from python_trainer.accelerators.curriculum.accelerator import Curriculum
+from python_trainer.accelerators.curriculum.rare import FIRST, Rarity
+from python_trainer.accelerators.curriculum.settings import CurriculumSettings
 from python_trainer.accelerators.curriculum.stored import MOST, PER_PROMPT, REST, StoredAnswers
 from python_trainer.algorithms.advantages import against_chance
 from python_trainer.algorithms.settings import AlgorithmConfig
@@ -184,7 +190,7 @@ def test_a_run_uses_them_and_resumes_with_the_same_weights(make_config, tmp_path
     """``stored_uses: 1`` against the default is a switch that changes what is trained on."""
 
     def run(folder, steps, resume=False, **curriculum):
-        options = {"enabled": enabled, "curriculum": {"least_gain": 0, **curriculum}}
+        options = {"enabled": enabled, "curriculum": {"least_gain": 0, "rare_share": 0, **curriculum}}
         config = make_config(
             max_steps=steps,
             rollout={"num_generations": 2, "prompts_per_step": 8},
@@ -203,3 +209,63 @@ def test_a_run_uses_them_and_resumes_with_the_same_weights(make_config, tmp_path
     assert sum(row["curriculum/stored_answers"] for row in rows) > 0
     without = run("without", 8, stored_share=0)
     assert any(not torch.equal(a, b) for a, b in zip(whole, without))
+
+
+def test_rarity_is_of_the_first_groups():
+    rarity, wrong = Rarity(0.5), answer(0, accuracy=0.0)
+    for _ in range(FIRST // 2):
+        assert not rarity.known and not rarity.rare
+        decided = rarity.count([[wrong, wrong], [wrong, answer(0)]])
+    assert decided and rarity.known and rarity.rare
+    assert rarity.words().startswith("64 of the first 128 groups had no right answer: right answers are rare here")
+    assert not rarity.count([[answer(0)]] * 99) and rarity.groups == FIRST
+    other = Rarity(0.51)
+    other.load_state_dict(rarity.state_dict())
+    assert other.known and not other.rare and "a share below 0.51: right answers are not rare here" in other.words()
+    assert Rarity(0).rare and not Rarity(0).count([[wrong]])
+
+
+def test_where_right_answers_are_not_rare_a_run_is_plain_training(make_config, tmp_path, monkeypatch):
+    """Before it is known they are not used either; what is decided is in the checkpoint."""
+    monkeypatch.setattr("python_trainer.accelerators.curriculum.rare.FIRST", 16)
+
+    def run(folder, steps, resume=False, **accelerators):
+        config = make_config(
+            max_steps=steps,
+            rollout={"num_generations": 2, "prompts_per_step": 8},
+            accelerators=accelerators,
+            task={"reward": "conftest:even"},
+        )
+        lines = io.StringIO()
+        trainer = Trainer(config, tmp_path / folder, console=Console(file=lines, width=300), resume=resume)
+        trainer.run()
+        used = [row["curriculum/stored_answers"] for row in read_metrics(tmp_path / folder)[1:] if accelerators]
+        return [p.detach().clone() for p in trainer.policy.model.parameters()], used, lines.getvalue(), trainer
+
+    def curriculum(share, **options):
+        return {"enabled": ["curriculum"], "curriculum": {"rare_share": share, **options}}
+
+    plain, *_ = run("plain", 8)
+    declined, used, told, trainer = run("declined", 8, **curriculum(1.0))
+    assert all(torch.equal(a, b) for a, b in zip(plain, declined)) and not any(used)
+    assert "of the first 16 groups had no right answer, a share below 1: right answers are not rare here" in told
+    (accelerator,) = trainer.accelerators
+    assert not len(accelerator.stored)
+    rare = curriculum(0.01, least_gain=0)
+    whole, used, told, _ = run("whole", 8, **rare)
+    assert not any(used[:1]) and any(used[1:]), "decided after the second step"
+    assert told.count("right answers are rare here, and trained on again") == 1
+    run("parts", 1, **rare)
+    run("parts", 4, resume=True, **rare)
+    rest, *_ = run("parts", 8, resume=True, **rare)
+    assert all(torch.equal(a, b) for a, b in zip(whole, rest))
+
+
+def test_checkpoints_of_before_always_used_them():
+    context = SimpleNamespace(prompts=[[1]] * 4, output_dir=Path(), console=None)
+    before, after = (Curriculum(CurriculumSettings(database=None)) for _ in range(2))
+    before.begin(context)
+    state = before.state_dict()
+    del state["rarity"]
+    after.load_state_dict(state)
+    assert after.rare and not before.rare

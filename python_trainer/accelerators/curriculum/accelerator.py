@@ -2,8 +2,8 @@
 
 A group whose answers are all right or all wrong teaches nothing; most groups of a real training set are. How often each
 prompt is answered right by the present policy is believed from what the run has shown (:mod:`.outcomes`). Right answers
-to prompts that are hardly ever answered right are trained on again (:mod:`.stored`), those of better runs at first
-(:mod:`.earlier`).
+to prompts that are hardly ever answered right are trained on again (:mod:`.stored`) where that is so of most prompts
+(:mod:`.rare`), those of better runs at first (:mod:`.earlier`).
 
 With ``least_gain`` the next prompts may be those whose answers are expected to bring the most signal for their tokens:
 the variance of the reward, p (1 - p), over the length. They are drawn, not sorted, so that a batch stays mixed; a floor
@@ -23,13 +23,17 @@ import torch
 from torch import Tensor
 
 from python_trainer.accelerators.base import Accelerator, RunContext, StepContext
+from python_trainer.accelerators.curriculum.notes import say
 from python_trainer.accelerators.curriculum.outcomes import Outcomes
+from python_trainer.accelerators.curriculum.rare import FIRST, Rarity
 from python_trainer.accelerators.curriculum.settings import CurriculumSettings
 from python_trainer.accelerators.curriculum.stored import StoredAnswers, in_batches
 from python_trainer.data import Group, Rollout, by_group, fresh_ones, merits
 from python_trainer.keyed import keyed_seed
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from python_trainer.accelerators.curriculum.earlier import EarlierRuns
 
 CANDIDATES = 4096  # prompts of which the next ones are chosen; of more, so many are drawn
@@ -51,8 +55,10 @@ class Curriculum(Accelerator):
     """
 
     settings: CurriculumSettings
+    console: "Console | None" = None  # of a run that is resumed
 
     def begin(self, run: RunContext) -> None:
+        self.console = run.console
         self._start([len(prompt) for prompt in run.prompts], run.output_dir)
         if self.earlier is not None:
             self.earlier.reach(run)
@@ -67,7 +73,9 @@ class Curriculum(Accelerator):
         self.table = torch.zeros(BINS, 3, dtype=torch.float64)
         self.signals = torch.zeros(2, dtype=torch.float64)
         self.recent = torch.zeros(2, dtype=torch.float64)
-        self.stored = StoredAnswers(self.settings.stored_uses, self.settings.memory)
+        self.stored, self.rarity = StoredAnswers(self.settings.stored_uses, self.settings.memory), Rarity(0)
+        if self.settings.stored_share:
+            self.rarity = Rarity(self.settings.rare_share)
         self.counted_step, self.left_order = 0, False
 
     def rehearse(self, context: StepContext) -> list[list[Rollout]]:
@@ -136,17 +144,31 @@ class Curriculum(Accelerator):
             self.earlier.record(context, groups)
         return rollouts
 
+    @property
+    def rare(self) -> bool:
+        """Whether right answers are trained on again: they are known to be rare, or a better run has left some."""
+        return self.rarity.rare or (self.earlier is not None and self.earlier.found > 0)
+
     def replay(self, context: StepContext, rollouts: Sequence[Rollout]) -> list[Rollout]:
         size, groups = context.generation.num_generations, list(by_group(fresh_ones(rollouts)).values())
         taken = []
         if size > 1 and self.outcomes.judged:
+            self._count(groups)
+        if size > 1 and self.outcomes.judged and self.rare:
             teaching = sum(len(answer.ids) for group in groups if difference(group) for answer in group)
             taken = self.stored.take(context.step, self.outcomes.p, size, self.settings.stored_share * teaching)
-        for group in groups:
+        for group in groups if self.rare or not self.rarity.known else ():
             self.stored.add(group, context.step)
         context.telemetry["curriculum/stored_answers"] += len(taken)
         first = 1 + max((rollout.group for rollout in rollouts), default=-1)
         return [replace(answer, group=first + i) for i, answer in enumerate(taken)]
+
+    def _count(self, groups: Sequence[list[Rollout]]) -> None:
+        """Decides whether right answers are rare, once enough groups were seen, and says so."""
+        if self.rarity.count(groups) and self.rarity.rare == self.rare:
+            say(self.console, self.rarity.words())
+            if not self.rare:  # none of them will be used
+                self.stored = StoredAnswers(self.settings.stored_uses, self.settings.memory)
 
     def _enter(self, context: StepContext) -> None:
         """Begins a step, once."""
@@ -215,6 +237,7 @@ class Curriculum(Accelerator):
             "signals": self.signals.clone(),
             "recent": self.recent.clone(),
             "stored": self.stored.state_dict(),
+            "rarity": self.rarity.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -226,6 +249,8 @@ class Curriculum(Accelerator):
         self.outcomes.load_state_dict(state["outcomes"])
         self.table, self.signals, self.recent = (state[name].clone() for name in ("table", "signals", "recent"))
         self.stored.load_state_dict(state["stored"])
+        # checkpoints of November 2026 and before do not say: right answers were always trained on again
+        self.rarity.load_state_dict(state.get("rarity", {"groups": FIRST, "failed": FIRST}))
 
 
 def difference(group: list[Rollout]) -> float | None:

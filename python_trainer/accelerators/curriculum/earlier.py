@@ -13,6 +13,7 @@ from torch import Tensor
 from python_trainer.accelerators.base import RunContext, StepContext
 from python_trainer.accelerators.curriculum.better import clearly_better, last_shares
 from python_trainer.accelerators.curriculum.difficulty import difficulties
+from python_trainer.accelerators.curriculum.notes import say
 from python_trainer.accelerators.curriculum.settings import CurriculumSettings
 from python_trainer.accelerators.rhyme.attempts import begin_run
 from python_trainer.accelerators.rhyme.bank import for_tokenizer
@@ -21,7 +22,7 @@ from python_trainer.accelerators.rhyme.judging import judged
 from python_trainer.accelerators.rhyme.recording import GatheredStep, right_answers, run_facts
 from python_trainer.accelerators.rhyme.records import StoredAnswer, prompt_key
 from python_trainer.data import Rollout
-from python_trainer.errors import UserError, tell
+from python_trainer.errors import UserError
 from python_trainer.model.tokenizer import tokenizer_fingerprint
 
 if TYPE_CHECKING:
@@ -196,9 +197,10 @@ class Unasked(EarlierRuns):
         """The run too, with its first step: one that fails before leaves nothing."""
         if self.run_id is None:
             self._enter(context)
-            self._say(
-                f"note: this run is recorded in {self.url}; with accelerators.curriculum.database={self.url} another "
-                "begins with what it has learned, null records nothing"
+            say(
+                self.console,
+                f"this run is recorded in {self.url}; with accelerators.curriculum.database={self.url} another "
+                "begins with what it has learned, null records nothing",
             )
         super()._write(context, groups)
 
@@ -208,14 +210,8 @@ class Unasked(EarlierRuns):
             return None if self.lost else function()
         except (UserError, OSError) as error:
             self.lost = True
-            self._say(f"note: this run is not recorded: {error}")
+            say(self.console, f"this run is not recorded: {error}")
             return None
-
-    def _say(self, text: str) -> None:
-        if self.console is None:  # of a run that is resumed
-            tell(text)
-        else:
-            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"url": self.url}

@@ -19,8 +19,8 @@ class CurriculumSettings(AcceleratorSettings):
     accelerator = "python_trainer.accelerators.curriculum.accelerator:Curriculum"
     divisible = True  # every rank sees all answers and chooses alike
     modest = (
-        "right answers are trained on again where they are rarer than one in a group, those of better runs first "
-        "where a database is named"
+        "right answers are trained on again where most groups have none, those of better runs first where a database "
+        "is named"
     )
     counters: ClassVar = {
         "curriculum/rehearsed_answers": "right answers of better runs trained on first (curriculum)",
@@ -28,8 +28,8 @@ class CurriculumSettings(AcceleratorSettings):
         "curriculum/stored_answers": "right answers trained on again (curriculum)",
     }
     advice = (
-        "no right answer was trained on again: none was to a prompt that is answered right less than once in a group, "
-        "and no run of a database that is named was clearly better than this one"
+        "no right answer was trained on again: too many groups had one (rare_share), or none was to a prompt that is "
+        "answered right less than once in a group; and no run of a database that is named was clearly better than this"
     )
     pictures: ClassVar = (
         Picture(
@@ -53,6 +53,9 @@ class CurriculumSettings(AcceleratorSettings):
     stored_share: float = Field(0.5, ge=0)
     """Right answers of earlier steps to prompts that are hardly ever answered right are trained on again: of at most so
     many tokens per token of fresh answers that teach something; 0: none."""
+    rare_share: float = Field(0.5, ge=0, le=1)
+    """They are where at least this share of the first 128 groups has no right answer, and where a better run had right
+    ones: where they are not as rare it did not pay. 0: always, from the first step on."""
     stored_uses: int = Field(8, ge=1)
     """How often a stored answer is trained on again; none is older than `memory` steps."""
     database: str | None = AUTO
