@@ -53,7 +53,7 @@ class CurriculumSettings(AcceleratorSettings):
     stored_share: float = Field(0.5, ge=0)
     """Right answers of earlier steps to prompts that are hardly ever answered right are trained on again: of at most so
     many tokens per token of fresh answers that teach something; 0: none."""
-    rare_share: float = Field(0.5, ge=0, le=1)
+    rare_share: float = Field(0.55, ge=0, le=1)
     """They are where at least this share of the first 128 groups has no right answer, and where a better run had right
     ones: where they are not as rare it did not pay. 0: always, from the first step on."""
     stored_uses: int = Field(8, ge=1)
