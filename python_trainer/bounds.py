@@ -5,6 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+UNKNOWN = "nothing is right or wrong in this task, and the bound is made of p"
+NEVER = "no prompt comes back within these steps"
+
 
 @dataclass(frozen=True)
 class Bound:
@@ -37,12 +40,13 @@ def sample_gain(p: Sequence[float]) -> float:
     return sum(w * suffix_gain(x) for w, x in zip(weights, p)) / sum(weights) if any(weights) else 1.0
 
 
-def all_bounds(found: Mapping[str, Any], *, answers_of_step: int) -> list[Bound]:
+def all_bounds(found: Mapping[str, Any], *, answers_of_step: int, rare_share: float = 0.0) -> list[Bound]:
     """One for each accelerator, for each thing that `curriculum` does, and for dynamic sampling.
 
     Args:
         found: of :func:`python_trainer.probe.describe`: p, judged, spread, all_wrong, seconds and epochs.
         answers_of_step: prompts of a step times answers to each.
+        rare_share: of groups that are all wrong, below which `curriculum` leaves a run alone.
     """
     spread, seconds = found["spread"], found["seconds"]
     repeats = 1 - 1 / max(found["epochs"], 1.0)
@@ -62,7 +66,7 @@ def all_bounds(found: Mapping[str, Any], *, answers_of_step: int) -> list[Bound]
     gate = f"a decision of its gate takes up to 512 held-out answers, those of {512 / answers_of_step:.1f} steps"
     return [
         *bounds,
-        *right_answer_bounds(found),
+        *right_answer_bounds(found, rare_share),
         *history_bounds(found, repeats),
         Bound("alpha", None, f"nothing bounds it; {gate}"),
     ]
@@ -74,7 +78,7 @@ def failed_bound(name: str, found: Mapping[str, Any], share: float, why: str) ->
     return Bound(name, 1 + share * wrong / spread if spread else None, f"{wrong:.0%} of groups are all wrong{why}")
 
 
-def right_answer_bounds(found: Mapping[str, Any]) -> list[Bound]:
+def right_answer_bounds(found: Mapping[str, Any], rare_share: float) -> list[Bound]:
     """Of right answers that are trained on again: those of this run, and those of a run that is in a database."""
     if not found["judged"]:
         why = "nothing is right or wrong in this task, and only right answers are taken"
@@ -83,34 +87,50 @@ def right_answer_bounds(found: Mapping[str, Any]) -> list[Bound]:
         "of a run that is in a database: nothing here bounds it; it saved most where right answers are rare, and "
         f"{found['all_wrong']:.0%} of groups are all wrong"
     )
-    return [
-        failed_bound("stored_answers", found, 1.0, ", where a right answer of before is something to learn from"),
-        Bound("earlier_answers", None, earlier),
-    ]
+    stored = failed_bound("stored_answers", found, 1.0, ", where a right answer of before is something to learn from")
+    if found["all_wrong"] < rare_share:
+        few = (
+            f"{found['all_wrong']:.0%} of groups are all wrong: below accelerators.curriculum.rare_share {rare_share:g}"
+        )
+        stored = Bound("stored_answers", 1.0, f"{few} nothing is trained on again")
+    return [stored, Bound("earlier_answers", None, earlier)]
 
 
 def history_bounds(found: Mapping[str, Any], repeats: float) -> list[Bound]:
     """Of those that need an earlier answer; ``repeats``: share of the visits to prompts that were asked before."""
+    return [rhyme_bound(found, repeats), rpo_bound(found, repeats), drafts_bound(found["seconds"], repeats)]
+
+
+def rhyme_bound(found: Mapping[str, Any], repeats: float) -> Bound:
     if not repeats:
-        why = "no prompt comes back within these steps; only a database of earlier runs could help"
-        return [Bound(name, 1.0, why) for name in ("rhyme", "rpo", "drafts")]
-    seconds, gain = found["seconds"], sample_gain(found["p"])
-    whole, generation = sum(seconds.values()), seconds["generation"]
-    visits = f"{repeats:.0%} of visits are repeats"
-    drafts = Bound(
-        "drafts",
-        whole / max(whole - generation * repeats, 1e-9),
-        f"generation takes {generation / whole:.0%} of a step, and {visits}",
-    )
+        return Bound("rhyme", 1.0, f"{NEVER}; only a database of earlier runs could help, which nothing here bounds")
     if not found["judged"]:
-        unknown = "nothing is right or wrong in this task, and the bound is made of p"
-        return [Bound("rhyme", None, unknown), Bound("rpo", None, unknown), drafts]
-    return [
-        failed_bound("rhyme", found, repeats, f" and {visits}, where a stored right answer can give them a spread"),
-        Bound(
-            "rpo",
-            1 + repeats * max(gain - 1, 0.0),
-            f"a token of uniform cuts teaches {gain:.2f} times what one of whole answers does at these p, and {visits}",
-        ),
-        drafts,
-    ]
+        return Bound("rhyme", None, UNKNOWN)
+    why = f" and {repeats:.0%} of visits are repeats, where a stored right answer can give them a spread"
+    return failed_bound("rhyme", found, repeats, why)
+
+
+def rpo_bound(found: Mapping[str, Any], repeats: float) -> Bound:
+    """Without ``fill`` and ``cache_path``, which give the first visit an answer to go on from too."""
+    gain = max(sample_gain(found["p"]), 1.0)
+    if not repeats:
+        filled = f"it is at most {gain:.2f} then" if found["judged"] else "nothing here bounds it then"
+        why = f"{NEVER}; accelerators.rpo.fill or cache_path gives first visits an answer to go on from: {filled}"
+        return Bound("rpo", 1.0, why)
+    if not found["judged"]:
+        return Bound("rpo", None, UNKNOWN)
+    why = (
+        f"a token of uniform cuts teaches {sample_gain(found['p']):.2f} times what one of whole answers does at these "
+        f"p, and {repeats:.0%} of visits are repeats"
+    )
+    return Bound("rpo", 1 + repeats * (gain - 1), why)
+
+
+def drafts_bound(seconds: Mapping[str, float], repeats: float) -> Bound:
+    """Of drafts from earlier answers to the same prompt."""
+    whole, generation = sum(seconds.values()), seconds["generation"]
+    if not repeats:
+        why = f"{NEVER}; what other prompts and the answer itself let it draft, often little, is not counted"
+        return Bound("drafts", 1.0, why)
+    why = f"generation takes {generation / whole:.0%} of a step, and {repeats:.0%} of visits are repeats"
+    return Bound("drafts", whole / max(whole - generation * repeats, 1e-9), why)

@@ -236,7 +236,9 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise UserError(f"--set {key}: {text!r} is not valid YAML") from error
+        form = {"[": "[A, B]", "{": "{A: B}"}.get(text.lstrip()[:1])
+        quoted = f"; a shell cuts it at spaces, so write it in quotes: '{key}={form}'" if form else ""
+        raise UserError(f"--set {key}: {text!r} is not valid YAML{quoted}") from error
     *parents, last = key.strip().split(".")
     for parent in parents:
         inner = values.setdefault(parent, {})
@@ -271,7 +273,21 @@ def describe_problem(problem: Any, values: Mapping[str, Any]) -> str:
         return f"{key}: unknown setting{known}"
     if problem["type"] == "value_error":
         return f"{key}: {message}" if problem["loc"] else message
+    if problem["type"] in ("list_type", "tuple_type") and problem["loc"]:
+        return f"{key}: {list_wanted(problem['loc'], problem['input'], values)}, got {problem['input']!r}"
     return f"{key}: {message[0].lower() + message[1:]}, got {problem['input']!r}"
+
+
+def list_wanted(path: Sequence[str | int], given: Any, values: Mapping[str, Any]) -> str:
+    """How to write what was given for the setting at this path, which is a list."""
+    section = section_of(path[:-1], values)
+    field = None if section is None else section.model_fields.get(str(path[-1]))
+    auto = field is not None and any(isinstance(item, OrAuto) for item in field.metadata)
+    parts = given.split(",") if isinstance(given, str) else [as_yaml(given)] if isinstance(given, int | float) else []
+    kept = [part.strip() for part in parts if part.strip() and not (auto and part.strip() == AUTO)]
+    listed = ", ".join(kept or ["A", "B"])
+    kinds = f"{AUTO} alone or a list" if auto else "a list"
+    return f"must be {kinds}, on a command line in quotes: '{'.'.join(map(str, path))}=[{listed}]'"
 
 
 def section_of(path: Sequence[str | int], values: Any) -> type[Section] | None:

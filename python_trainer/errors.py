@@ -32,6 +32,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(text in str(error) for text in said)
 
 
+def kind_of(error: BaseException) -> type[Exception] | None:
+    """Which error that ends a run in one line it is, for another process to raise; None: it is none of them."""
+    for kind in (UserError, NotFinite):
+        if isinstance(error, kind):
+            return kind
+    return MemoryError if is_out_of_memory(error) else None
+
+
 def hide_passwords(text: str) -> str:
     """With *** for the password of every URL in it: of ``scheme://user:password@host`` and of ``?password=``."""
     text = re.sub(r"(://[^:/@\s]*:)[^@\s]*@", r"\1***@", text)

@@ -8,6 +8,7 @@ from python_trainer.data import Group
 from python_trainer.errors import UserError
 from python_trainer.evaluation import Evaluated, EvaluationSampling, PromptSet, by_prompt, metrics_of
 from python_trainer.keyed import keyed_seed
+from python_trainer.model.policy import ANSWER_LENGTH
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.run_directory import save_evaluation
 from python_trainer.tasks.rewards import Scores, partial_values
@@ -157,6 +158,11 @@ class EvaluatingLoop(TrainingLoop):
 
     def _longest(self, sampling: EvaluationSampling) -> int:
         return sampling.max_new_tokens or self.config.rollout.max_completion_length
+
+    def _longest_by(self, name: str, sampling: EvaluationSampling) -> str:
+        """The setting of :meth:`_longest`, for a split or the section of a named set."""
+        section = "evaluation" if name == "test" else name
+        return ANSWER_LENGTH if sampling.max_new_tokens is None else f"{section}.max_new_tokens"
 
     def _no_prompts(self, split: str) -> UserError:
         size, path = (getattr(self.config.task, f"{split}_{kind}", None) for kind in ("size", "path"))

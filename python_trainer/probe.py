@@ -201,7 +201,8 @@ def describe(trainer: Trainer, answers: Answers, updating: float) -> dict[str, A
         "device": device_name(trainer.policy.device),
         "versions": versions(),
     }
-    bounds: list[Bound] = all_bounds(found, answers_of_step=settings.prompts_per_step * size)
+    rare_share = getattr(config.accelerators, "curriculum").rare_share  # noqa: B009, its sections are made by name
+    bounds: list[Bound] = all_bounds(found, answers_of_step=settings.prompts_per_step * size, rare_share=rare_share)
     return found | {"bounds": {bound.name: {"at_most": bound.at_most, "why": bound.why} for bound in bounds}}
 
 

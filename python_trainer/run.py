@@ -22,7 +22,7 @@ from python_trainer.engine_choice import choose_engine
 from python_trainer.environment import ENVIRONMENTS
 from python_trainer.errors import UserError
 from python_trainer.evaluating import EvaluatingLoop
-from python_trainer.evaluation import Evaluated, PromptSet
+from python_trainer.evaluation import Evaluated, EvaluationSampling, PromptSet
 from python_trainer.files import publish, write_text
 from python_trainer.keyed import keyed_seed
 from python_trainer.learner import Learner, bytes_to_come
@@ -188,8 +188,8 @@ class Trainer(EvaluatingLoop, SavingLoop):
                 timeout=config.task.environment_timeout,
                 note=self._note,
             )
-        engine.tell = self._tell_work  # of several processes each generates a part, and the first tells of its own
         self.engine = self.ranks.engine(engine, self.policy)
+        self.engine.tell = self._tell_work  # of several processes each generates a part, and the first tells of its own
         self._heed_limit_of_engine()
         self.named_sets = [self._named_set(name, task) for name, task in named.items()]
         set_matmul_precision(config.model.matmul_precision)
@@ -229,8 +229,8 @@ class Trainer(EvaluatingLoop, SavingLoop):
     def _heed_length(self, split: str) -> None:
         """A prompt that leaves no room for an answer ends the run, or is dropped where task.overlong says so."""
         examples, prompts = getattr(self.task, split), self.prompts[split]
-        length, drop = self._longest(self._sampling(split)), self.config.task.overlong == "drop"
-        left, kept = self._fitting(split, examples, prompts, length, drop=drop)
+        drop = self.config.task.overlong == "drop"
+        left, kept = self._fitting(split, examples, prompts, self._sampling(split), drop=drop)
         if len(left) < len(examples):
             fewer: dict[str, Any] = {split: left}
             self.task, self.prompts[split] = replace(self.task, **fewer), kept
@@ -238,10 +238,17 @@ class Trainer(EvaluatingLoop, SavingLoop):
                 settings.splits(self.task)  # may be too few by now
 
     def _fitting(
-        self, name: str, examples: Sequence[Example], prompts: list[list[int]], length: int, *, drop: bool
+        self,
+        name: str,
+        examples: Sequence[Example],
+        prompts: list[list[int]],
+        sampling: EvaluationSampling,
+        *,
+        drop: bool,
     ) -> tuple[Sequence[Example], list[list[int]]]:
-        """Examples and prompts that leave room for an answer of this length; UserError where not all do, or none."""
-        room = self.policy.room(length)
+        """Examples and prompts that leave room for the longest answer; UserError where not all do, or none."""
+        limit = self._longest(sampling), self._longest_by(name, sampling)
+        room = self.policy.room(*limit)
         kept = [row for row, ids in enumerate(prompts) if len(ids) <= room]
         if drop and len(kept) < len(prompts):
             longest = max(range(len(prompts)), key=lambda row: len(prompts[row]))
@@ -251,7 +258,7 @@ class Trainer(EvaluatingLoop, SavingLoop):
                 raise UserError(f"{about}; none is left")
             self._note(f"{about}; the longest is {examples[longest].place or longest} with {len(prompts[longest])}")
             examples, prompts = [examples[row] for row in kept], [prompts[row] for row in kept]
-        self.policy.check_room(name, examples, prompts, length)
+        self.policy.check_room(name, examples, prompts, *limit)
         return examples, prompts
 
     def _named_set(self, name: str, task: Task) -> PromptSet:
@@ -260,7 +267,7 @@ class Trainer(EvaluatingLoop, SavingLoop):
         if not prompts:
             raise UserError(f"evaluation.sets.{name}.task has no test prompts")
         examples, prompts = self._fitting(
-            f"evaluation.sets.{name}", task.test, prompts, self._longest(sampling), drop=settings.overlong == "drop"
+            f"evaluation.sets.{name}", task.test, prompts, sampling, drop=settings.overlong == "drop"
         )
         return PromptSet(f"set {name}", task, examples, prompts, sampling)
 

@@ -207,8 +207,7 @@ class SavingLoop(TrainingLoop):
 
     def _keep(self, step: int, progress: dict[str, Any] | None, error: Exception) -> None:
         """Saves the last finished step where it can be, after an error in the one that follows ``step``."""
-        # several processes save together, and only what each of them was told of ends all
-        if self.ranks.size > 1 and not isinstance(error, UserError):
+        if not self.ranks.all_know(error):  # several processes save together
             return
         try:
             if self.state.step > step:  # its evaluation failed, or its row of metrics
@@ -217,6 +216,7 @@ class SavingLoop(TrainingLoop):
                 self._save(progress)
         except UserError as unwritten:
             error.add_note(str(unwritten))
+        self.ranks.first(None)  # none ends before: torchrun then ends the others, even one that is still writing
 
     def _kept(self) -> str:
         return f"step {self.saved_step} is saved: --resume goes on from it" if self.saved_step else "no step is saved"

@@ -120,7 +120,7 @@ class TrainingLoop(ABC):
 
     def asked(self, rollout: Rollout) -> str:
         """The prompt of a training answer as it was given; of messages their contents, without the template's text."""
-        prompt = self.task.train[rollout.prompt_key].prompt
+        (prompt,) = self._asked([self.task.train[rollout.prompt_key]])
         return prompt if isinstance(prompt, str) else "\n".join(str(message["content"]) for message in prompt)
 
     def rehearse(self, context: StepContext) -> None:
@@ -284,6 +284,10 @@ class TrainingLoop(ABC):
     def timed(self, accelerator: Accelerator) -> Any:
         """Within it, time counts as the accelerator's."""
         return self.clock.measure(f"accelerator/{accelerator.name}")
+
+    @abstractmethod
+    def _asked(self, examples: Sequence[Example]) -> list[str | Messages]:
+        """What the policy is asked."""
 
     @abstractmethod
     def evaluate_each(self, split: str, rows: range | None = None) -> list[float]:

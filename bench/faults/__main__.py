@@ -24,7 +24,7 @@ from bench.faults.case import Place
 
 FAMILIES = {
     "kills": "SIGKILL and SIGTERM at random moments",
-    "writes": "a disk that is full, read-only or fails, at every write in turn",
+    "writes": "a disk that is full, read-only or fails, at one write of a run after another",
     "checkpoints": "the newest checkpoint torn, or with a bit flipped",
     "memory": "the trainer or a worker out of memory",
     "database": "the database locked, full, cut off, restarted",

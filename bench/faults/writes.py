@@ -1,4 +1,4 @@
-"""A disk that is full, read-only, full in the middle of a write, or fails once: at every write in turn.
+"""A disk that is full, read-only, full in the middle of a write, or fails once, at one write of a run after another.
 
 Writes of Python go through :class:`Disk`, which replaces ``open``, ``os.fsync``, ``os.rename`` and the like in the
 process of the run, for files in the run directory; so the n-th of them can fail, whichever it is. Compiled code writes

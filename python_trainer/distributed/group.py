@@ -44,6 +44,10 @@ class RankGroup:
         """What fails within it on one rank fails on all."""
         return nullcontext()
 
+    def all_know(self, error: Exception) -> bool:
+        """Whether an error ends all ranks, each of them knowing of it, so that they can still save together."""
+        return True
+
     def first(self, value: T) -> T:
         """What the first rank says."""
         return value

@@ -1,6 +1,6 @@
 """A rollout engine on weights that are kept elsewhere, whose requests are divided among ranks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any, Protocol, TypeVar
@@ -49,6 +49,15 @@ class RankedEngine(WrappedEngine):
     @property
     def stats(self) -> dict[str, float]:
         return {name: count + self._others[name] for name, count in self.inner.stats.items()}
+
+    @property
+    def tell(self) -> Callable[[int, int], None] | None:  # type: ignore[override]
+        """With ranks None: the inner engine generates this one's part, and tells of that."""
+        return self.inner.tell if self.ranks is None else None
+
+    @tell.setter
+    def tell(self, tell: Callable[[int, int], None] | None) -> None:
+        self.inner.tell = tell
 
     def policy_updated(self) -> None:
         self.policy.update_whole()

@@ -13,7 +13,7 @@ from rich.console import Console
 from python_trainer.data import Example, Messages, Rollout
 from python_trainer.distributed.group import RankGroup
 from python_trainer.distributed.ranked_engine import RankedEngine
-from python_trainer.errors import UserError
+from python_trainer.errors import UserError, kind_of
 from python_trainer.model.packing import micro_batches, split_evenly
 from python_trainer.model.policy import Policy
 from python_trainer.rollout.engine import Engine
@@ -38,6 +38,7 @@ class Replicated(RankGroup):
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._aside: TemporaryDirectory[str] | None = None
+        self._told: Exception | None = None  # what all were told of last, as this rank raises it
 
     def gather(self, value: T) -> list[T]:
         """What every rank says, by rank."""
@@ -47,18 +48,23 @@ class Replicated(RankGroup):
 
     @contextmanager
     def together(self) -> Iterator[None]:
+        """An error is raised as it is where it came up, and elsewhere as an error of its kind, or a UserError."""
         problem: Exception | None = None
         try:
             yield
         except Exception as error:
             problem = error
-        known = isinstance(problem, UserError)
-        said = self.gather(None if problem is None else f"{'' if known else type(problem).__name__ + ': '}{problem}")
+        said = self.gather(None if problem is None else _as_told(problem))
+        for rank, told in enumerate(said):
+            if problem is None and told is not None:
+                kind, text = told
+                problem = kind(f"process {rank} of {self.size}: {text}")
+        self._told = problem
         if problem is not None:
             raise problem
-        for rank, text in enumerate(said):
-            if text is not None:
-                raise UserError(f"process {rank} of {self.size}: {text}")
+
+    def all_know(self, error: Exception) -> bool:
+        return self.size == 1 or isinstance(error, UserError) or error is self._told
 
     def first(self, value: T) -> T:
         said = [value]
@@ -156,3 +162,9 @@ class Replicated(RankGroup):
         dist.all_reduce(flat)
         for weight, total in zip(weights, flat.split([w.numel() for w in weights])):
             weight.grad = total.view_as(weight)
+
+
+def _as_told(error: Exception) -> tuple[type[Exception], str]:
+    """What ranks without an error raise for this one."""
+    kind, name = kind_of(error), type(error).__name__
+    return (UserError, f"{name}: {error}") if kind is None else (kind, str(error) or name)

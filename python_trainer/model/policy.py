@@ -27,6 +27,7 @@ from python_trainer.model.tensors import full
 from python_trainer.model.traits import find_traits
 from rlkernels import token_logprobs
 
+ANSWER_LENGTH = "rollout.max_completion_length"  # the setting
 LARGEST_LOGITS = 1 << 28  # bytes of logits in a micro-batch; more are not held but computed block by block, twice
 
 
@@ -193,28 +194,37 @@ class Policy:
             between = between.removeprefix(self.tokenizer.decode([last]))
         return self.tokenizer(between, add_special_tokens=False)["input_ids"]
 
-    def room(self, max_completion_length: int) -> int:
-        """Most tokens of a prompt; UserError where there is room for none."""
+    def room(self, max_completion_length: int, setting: str = ANSWER_LENGTH) -> int:
+        """Most tokens of a prompt; UserError where there is room for none.
+
+        Args:
+            setting: the one that says how long answers may be, for messages.
+        """
         room = self.max_length - max_completion_length
         if room < 1:
             raise UserError(
-                f"rollout.max_completion_length {max_completion_length} leaves no room for a prompt: {self.limited_by} "
-                f"is {self.max_length} tokens, prompt and answer together"
+                f"{setting} {max_completion_length} leaves no room for a prompt: {self.limited_by} is "
+                f"{self.max_length} tokens, prompt and answer together"
             )
         return room
 
     def check_room(
-        self, split: str, examples: Sequence[Example], encoded: Sequence[Sequence[int]], max_completion_length: int
+        self,
+        split: str,
+        examples: Sequence[Example],
+        encoded: Sequence[Sequence[int]],
+        max_completion_length: int,
+        setting: str = ANSWER_LENGTH,
     ) -> None:
         """Raises UserError that names a prompt which is empty, or together with its answer beyond ``max_length``."""
-        room = self.room(max_completion_length)
+        room = self.room(max_completion_length, setting)
         for index, ids in enumerate(encoded):
             if not 0 < len(ids) <= room:
                 name = examples[index].place or f"{index} of the {split} split"
                 raise UserError(
-                    f"prompt {name} has {len(ids)} tokens; with rollout.max_completion_length "
-                    f"{max_completion_length} and {self.limited_by} of {self.max_length} tokens it may have 1 to "
-                    f"{room}: {str(examples[index].prompt)[:60]!r}"
+                    f"prompt {name} has {len(ids)} tokens; with {setting} {max_completion_length} and "
+                    f"{self.limited_by} of {self.max_length} tokens it may have 1 to {room}: "
+                    f"{str(examples[index].prompt)[:60]!r}"
                 )
 
     def decode(self, response_ids: Sequence[int]) -> str:

@@ -122,6 +122,14 @@ class WrappedEngine(Engine):
         self.inner = inner
 
     @property
+    def policy_version(self) -> int:  # type: ignore[override]
+        return self.inner.policy_version
+
+    @policy_version.setter
+    def policy_version(self, version: int) -> None:
+        self.inner.policy_version = version
+
+    @property
     def drafter(self) -> Drafter | None:  # type: ignore[override]
         return self.inner.drafter
 
@@ -154,8 +162,7 @@ class WrappedEngine(Engine):
         return self.inner.stats
 
     def policy_updated(self) -> None:
-        super().policy_updated()
-        self.inner.policy_updated()
+        self.inner.policy_updated()  # which counts
 
     def refresh(self) -> None:
         self.inner.refresh()

@@ -70,7 +70,7 @@ class RolloutConfig(Section):
         if value is None:
             return None
         urls = value if isinstance(value, list) else [value]
-        if not urls or not all(isinstance(url, str) and SERVER.fullmatch(url) for url in urls):
+        if not urls or not all(map(is_address, urls)):
             raise ValueError(f"{allowed}; got {value!r}")
         same = [url.rstrip("/").lower() for url in urls]
         if twice := [url for i, url in enumerate(urls) if same[i] in same[:i]]:
@@ -95,6 +95,17 @@ class RolloutConfig(Section):
     def by_vllm(self) -> bool:
         """Whether vLLM generates, as far as the settings alone say."""
         return self.engine == "vllm" or bool(self.servers)
+
+
+def is_address(url: Any) -> bool:
+    """Whether it is the URL of a server."""
+    if not isinstance(url, str) or not SERVER.fullmatch(url):
+        return False
+    try:
+        parts = urlsplit(url)
+        return parts.hostname is not None and parts.port != 0  # reading a port that is no number raises
+    except ValueError:
+        return False
 
 
 def is_loopback(host: str) -> bool:

@@ -9,8 +9,8 @@ from typing import Any
 
 from python_trainer.data import Example, Messages
 
-# TRL's signature, f(prompts, completions, completion_ids, **dataset_columns) -> list[float | None], one per completion;
-# it may be async. Of a prompt that is a list of messages the completion is one too.
+# f(prompts, completions, completion_ids, **dataset_columns) -> list[float | None], one per completion; it may be async.
+# Of a prompt that is a list of messages the completion is one too. As in TRL, but for the arguments rewards.OF_TRL.
 RewardFunction = Callable[..., Any]
 
 

@@ -12,7 +12,7 @@ from python_trainer.errors import UserError
 from python_trainer.settings import Plugin
 from python_trainer.tasks.base import Task
 from python_trainer.tasks.files import FileTaskSettings, SplitTaskSettings, read_rows
-from python_trainer.tasks.rewards import REWARDS
+from python_trainer.tasks.rewards import OF_TRL, REWARDS, about_trl
 
 PROMPT_COLUMNS = ("prompt", "messages")
 
@@ -100,6 +100,8 @@ def check_columns(name: str, function: Any, examples: Sequence[Example], added: 
     given = {"prompts", "completions", "completion_ids", *columns, *added}
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     missing = [p.name for p in named if p.default is p.empty and p.name not in given]
+    if of_trl := [name for name in missing if name in OF_TRL]:
+        raise UserError(f"reward function {name} cannot be called here: {about_trl(of_trl[0])}")
     if missing and examples:
         file = examples[0].place.rpartition(":")[0]
         has = ", ".join(map(repr, sorted(examples[0].columns))) or "no other columns"

@@ -19,6 +19,7 @@ from python_trainer.tasks.base import RewardFunction, Task
 from python_trainer.tasks.mathematics import math_reward
 
 PACKAGE = Path(__file__).parents[1]
+OF_TRL = ("trainer_state", "log_extra", "log_metric", "environments")  # what reward functions get there, and not here
 
 
 def environment_reward(
@@ -148,7 +149,18 @@ def _place(function: Any, error: BaseException) -> str:
 def _given(error: BaseException, names: Iterable[str]) -> str:
     """Where the error looks like a column that is not there or not expected: what a reward function is given."""
     call = isinstance(error, TypeError) and re.search(r"unexpected keyword argument|missing \d+ required", str(error))
-    return f"; it is given {', '.join(names)}" if call or isinstance(error, KeyError) else ""
+    if not (call or isinstance(error, KeyError)):
+        return ""
+    of_trl = next((name for name in OF_TRL if f"'{name}'" in str(error)), None)
+    return f"; it is given {', '.join(names)}" + (f"; {about_trl(of_trl)}" if of_trl else "")
+
+
+def about_trl(name: str) -> str:
+    """Of an argument that reward functions get in TRL alone: what to do about it."""
+    return (
+        f"{name} is an argument of TRL's, which this trainer does not pass: let it be None by default ({name}=None) "
+        "and do without it"
+    )
 
 
 def _checked(

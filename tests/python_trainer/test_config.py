@@ -80,6 +80,19 @@ def test_exponents_without_a_dot_are_numbers(tmp_path):
         ("=3", "--set takes key=value"),
         ("seed.x=1", "seed"),
         ("max_steps=[1", r"--set max_steps: '\[1' is not valid YAML"),
+        ("task={name:", r"'\{name:' is not valid YAML; a shell .* in quotes: 'task=\{A: B\}'"),
+        ("accelerators.enabled=[drafts,", r"'\[drafts,' is not .* in quotes: 'accelerators.enabled=\[A, B\]'"),
+        ("rollout.stop=a: b:", "'a: b:' is not valid YAML$"),
+        (
+            "accelerators.enabled=drafts",
+            r"must be auto alone or a list, on a command line in quotes: "
+            r"'accelerators.enabled=\[drafts\]', got 'drafts'$",
+        ),
+        ("accelerators.enabled=auto,drafts", r"'accelerators.enabled=\[drafts\]', got 'auto,drafts'$"),
+        ("accelerators.enabled=rpo, drafts", r"'accelerators.enabled=\[rpo, drafts\]', got 'rpo, drafts'$"),
+        ("evaluation.pass_at=8", r"evaluation.pass_at: must be a list, .*: 'evaluation.pass_at=\[8\]', got 8$"),
+        ("rollout.stop=null", r"rollout.stop: must be a list, .*'rollout.stop=\[A, B\]', got None$"),
+        ("callbacks=wandb", r"--set: callbacks: must be a list, on .*: 'callbacks=\[wandb\]', got 'wandb'$"),
     ],
 )
 def test_wrong_values_are_named(override, message):

@@ -71,6 +71,16 @@ class Failing(Echo):
         return super().reset(example)
 
 
+class Opening(Environment):
+    """Asks something else than the example says."""
+
+    def reset(self, example):
+        return f"HH{example.prompt}"
+
+    def step(self, text):
+        return "", 1.0, True
+
+
 def encode(said, chat, last):
     return [ord(letter) for letter in said]
 
@@ -394,6 +404,15 @@ def test_an_interrupted_game_goes_on_as_if_nothing_had_been(playing, tmp_path):
 def test_what_cannot_take_turns_is_refused(playing, changes, message):
     with pytest.raises(UserError, match=message):
         check_config(merged(playing, changes), source="test")
+
+
+def test_samples_show_what_was_asked(make_config, tmp_path):
+    config = make_config(max_steps=1, task={"environment": "test_environments:Opening"})
+    trainer = Trainer(config, tmp_path, console=Console(quiet=True))
+    trainer.run()
+    (line,) = (tmp_path / "samples.jsonl").read_text().splitlines()
+    prompts = {sample["prompt"] for sample in json.loads(line)["samples"]}
+    assert prompts and prompts <= {f"HH{example.prompt}" for example in trainer.task.train}
 
 
 def test_rewards_get_what_the_environment_gave():

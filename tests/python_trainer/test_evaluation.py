@@ -67,6 +67,23 @@ def test_several_answers_and_several_sets(make_config, jsonl_files, tmp_path):
     assert table["pass@3 after"] == f"{rows[1]['eval/pass@3']:.3f}" and table["greedy/accuracy after"]
 
 
+@pytest.mark.parametrize(
+    ("section", "evaluation"),
+    [
+        ("evaluation", lambda longest: {"max_new_tokens": longest}),
+        ("evaluation.sets.long", lambda longest: {"sets": {"long": {"max_new_tokens": longest}}}),
+    ],
+)
+def test_answers_without_room_are_blamed_on_the_setting_that_allows_them(make_config, tmp_path, section, evaluation):
+    limit = Trainer(make_config(), tmp_path, console=QUIET).policy.max_length
+    for longest, message in (
+        (limit, f"{section}.max_new_tokens {limit} leaves no room for a prompt"),
+        (limit - 1, f"prompt .* tokens; with {section}.max_new_tokens {limit - 1} and .* it may have 1 to 1"),
+    ):
+        with pytest.raises(UserError, match=message):
+            Trainer(make_config(evaluation=evaluation(longest)), tmp_path, console=QUIET)
+
+
 @pytest.mark.parametrize("evaluation", [{}, {"samples": 2, "pass_at": [2], "sets": {"cold": {"temperature": 0}}}])
 def test_a_start_known_from_a_sibling_is_what_its_own_would_be(make_config, tmp_path, monkeypatch, evaluation):
     config, asked, answer = make_config(max_steps=1, evaluation=evaluation), [], Trainer.answer_set

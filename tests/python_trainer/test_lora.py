@@ -7,7 +7,9 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
+from python_trainer.callbacks import Callback
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint
+from python_trainer.distributed import start
 from python_trainer.errors import UserError
 from python_trainer.model.lora import adapted_layers, is_adapter, merged_weights
 from python_trainer.model.packing import pack
@@ -133,6 +135,25 @@ def test_resume_is_exact_and_checkpoints_hold_adapters_alone(make_config, tmp_pa
     for first, second in ((whole.policy.model, parts.policy.model), (whole.policy.whole, parts.policy.whole)):
         others = dict(second.named_parameters())
         assert all(torch.equal(p, others[name]) for name, p in first.named_parameters())
+
+
+@pytest.mark.parametrize("parallel", ["none", "ddp"])
+def test_answers_carry_the_version_of_the_policy_and_progress_is_told(make_config, tmp_path, parallel):
+    """Once each, by whichever of the engines; also of a run that goes on."""
+    versions, told = [], []
+
+    class Seen(Callback):
+        def on_rollouts(self, trainer, step, rollouts):
+            versions.append({rollout.policy_version for rollout in rollouts})
+
+    with start(parallel) as ranks:
+        for steps, resume in ((2, False), (3, True)):
+            config = make_config(max_steps=steps, model={"lora": LORA}, parallel=parallel)
+            trainer = Trainer(config, tmp_path, console=QUIET, callbacks=[Seen], resume=resume, ranks=ranks)
+            trainer.tell_work = lambda *work: told.append(work)
+            trainer.run()
+    assert versions == [{0}, {1}, {2}] and trainer.engine.policy_version == 3
+    assert [told.count(work) for work in (("answers", 16, 16), ("evaluation", 6, 6))] == [3, 3]
 
 
 def test_low_precision_adapters_have_float32_masters(make_config, tmp_path):

@@ -1,7 +1,9 @@
 """Checkpoints written by any number of processes are read by any other; what fails in one process ends all."""
 
+import itertools
 import shutil
 import warnings
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,8 +17,9 @@ from python_trainer.checkpoint import SHARDS, list_checkpoints, load_checkpoint
 from python_trainer.config import check_config
 from python_trainer.distributed import start
 from python_trainer.distributed.shard_files import load_whole, read_shards, write_shards
-from python_trainer.errors import UserError
+from python_trainer.errors import NotFinite, UserError
 from python_trainer.objective import Objective
+from python_trainer.rollout.paged.engine import PagedEngine
 from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
 
@@ -57,6 +60,29 @@ def nan_in_the_second_process(settings, folder):
         fail(settings, folder, "nan")
     finally:
         Objective.loss = original
+
+
+ERRORS = {
+    "finite": NotFinite("no distribution"), "memory": MemoryError("no bytes"), "other": LookupError("no such token"),
+}  # fmt: skip
+FAILURES = [("fsdp2", "finite"), ("fsdp2", "memory"), ("fsdp2", "other"), ("ddp", "memory")]
+
+
+def generation_that_fails(settings, folder):
+    """Ends runs in the second process, in their second step; what each process sees is in KIND-ERROR-RANK.txt."""
+    original = PagedEngine._work
+    for parallel, name in FAILURES:
+        calls = itertools.count()
+
+        def work(self, count, calls=calls, error=ERRORS[name]):
+            if next(calls) == 3 and dist.get_rank() == 1:  # the evaluation at the start is in two parts
+                raise error
+            return original(self, count)
+
+        with patch.object(PagedEngine, "_work", work), pytest.raises(Exception) as caught:
+            train(settings, folder / f"{parallel}-{name}", parallel)
+        said = "; ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+        (folder / f"{parallel}-{name}-{dist.get_rank()}.txt").write_text(f"{type(caught.value).__name__}: {said}")
 
 
 def several(settings, folder):
@@ -161,6 +187,24 @@ def test_what_fails_in_one_process_ends_all_of_them(runs, name, message):
     assert message in first and message in second
     if name == "reward":
         assert first.startswith("process 1 of 2: ")
+
+
+def test_generation_that_fails_in_one_process_is_told_by_all_and_leaves_the_last_step(settings, tmp_path):
+    """All save together, and all end in one line; but for a bug, in the process where it came up."""
+    changes = {"save": {"save_steps": 0}, "callbacks": ["python_trainer.callbacks:Callback"], "max_steps": 2}
+    run_on_ranks(tmp_path, generation_that_fails, merged(settings, changes), tmp_path)
+    seen = {
+        "finite": ("UserError", "UserError", "no distribution: optimizer.learning_rate 0.001 may be too high"),
+        "memory": ("MemoryError", "MemoryError", "no bytes"),
+        "other": ("UserError", "LookupError", "no such token"),
+    }
+    for parallel, name in FAILURES:
+        *kinds, text = seen[name]
+        said = [(tmp_path / f"{parallel}-{name}-{rank}.txt").read_text() for rank in range(2)]
+        assert [one.partition(": ")[0] for one in said] == kinds and "process 1 of 2: " in said[0]
+        assert all(text in one and "step 1 is saved: --resume goes on from it" in one for one in said)
+        checkpoints = list_checkpoints(tmp_path / f"{parallel}-{name}" / "checkpoints")
+        assert [path.name for path in checkpoints] == ["step-000001"]
 
 
 def test_the_number_of_processes_must_fit_the_settings(settings, monkeypatch):

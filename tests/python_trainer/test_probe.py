@@ -72,7 +72,26 @@ def test_bounds_by_hand():
     bounds = {b.name: b for b in all_bounds(found(p=[0.0] * 8, spread=0.0, all_wrong=1.0), answers_of_step=128)}
     assert bounds["selection"].at_most is None and bounds["selection"].why == "no group taught anything"
     assert bounds["stored_answers"].at_most is None is bounds["rhyme"].at_most
+    for share, at_most in ((0.25, 1.5), (0.26, 1.0)):
+        (stored,) = (
+            b for b in all_bounds(found(), answers_of_step=128, rare_share=share) if b.name == "stored_answers"
+        )
+        assert stored.at_most == at_most
+    assert "25% of groups are all wrong: below accelerators.curriculum.rare_share 0.26" in stored.why
     assert "those of 4.0 steps" in bounds["alpha"].why and "100% of groups" in bounds["earlier_answers"].why
+
+
+def test_what_helps_where_no_prompt_comes_back():
+    """A database is rhyme's alone, and rpo can be given answers to begin with."""
+    p, told = [0.1] * 8, {}
+    for judged in (True, False):
+        for b in all_bounds(found(epochs=1.0, p=p, judged=judged), answers_of_step=128):
+            told[b.name, judged] = b.why
+            assert b.at_most == 1 or b.name not in ("rhyme", "rpo", "drafts")
+    assert [name for name, why in told.items() if "only a database" in why] == [("rhyme", True), ("rhyme", False)]
+    assert "fill or cache_path gives first visits an answer" in told["rpo", True]
+    assert told["rpo", True].endswith(f"it is at most {suffix_gain(0.1):.2f} then")
+    assert "nothing here bounds it then" in told["rpo", False] and "other prompts" in told["drafts", True]
 
 
 def test_histogram_has_everyone():

@@ -160,7 +160,7 @@ def test_what_an_accelerator_says_of_the_configuration(make_config):
          f"accelerators: {HERE}:Nameless.name must be an identifier that no accelerator has, got 'rpo'"),
         ({"enabled": [f"{HERE}.py:CounterSettings"]}, f"accelerators.enabled: .*; write {HERE}:CounterSettings$"),
         ({"enabled": [3]}, "accelerators.enabled.0: .*string, got 3"),
-        ({"enabled": "rpo"}, "accelerators.enabled: .*list, got 'rpo'"),
+        ({"enabled": "rpo"}, "accelerators.enabled: must be auto alone or a list, .*, got 'rpo'"),
     ],
 )  # fmt: skip
 def test_wrong_accelerators_are_named(make_config, accelerators, message):

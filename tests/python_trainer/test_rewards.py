@@ -95,6 +95,12 @@ class Judge:
         return 1 / 0
 
 judge = functools.partial(Judge(), more=1)
+
+def logs(completions, log_metric, **columns):
+    return [1.0, 1.0]
+
+def extra(completions, **columns):
+    return columns["log_extra"]
 """
 
 
@@ -109,6 +115,8 @@ judge = functools.partial(Judge(), more=1)
         ("asks", r"asks raised KeyError: 'total' \(own_rewards.py:11\); it is given prompts, .*, answer$"),
         ("later", r"later raised AttributeError: .* 'strip' \(own_rewards.py:14\)$"),
         ("judge", r"judge raised ZeroDivisionError: division by zero \(own_rewards.py:21\)$"),
+        ("logs", r"own_rewards.py:25\); it is given .*, answer; log_metric is an argument of TRL's, which this"),
+        ("extra", r"own_rewards.py:29\); it is given .*; log_extra is .* None by default \(log_extra=None\)"),
     ],
 )  # fmt: skip
 def test_errors_name_the_place_and_what_was_given(tmp_path, monkeypatch, limit, name, message):

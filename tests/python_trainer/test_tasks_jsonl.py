@@ -232,3 +232,16 @@ def test_a_reward_without_its_column(folder):
     settings = JSONLSettings(reward="math", train_path="data.jsonl", test_path="data.jsonl")
     with pytest.raises(UserError, match="math needs column 'answer', which data.jsonl lacks; it has 'gold'"):
         settings.load()
+
+
+@pytest.mark.parametrize("name", ["trainer_state", "log_extra", "log_metric"])
+def test_an_argument_of_trl_is_no_column(folder, name):
+    (folder / "data.jsonl").write_text('{"prompt": "1 + 1?", "gold": "2"}\n')
+    module = folder / f"rewards_{folder.name}.py"
+    module.write_text(f"def lm(completions, gold, {name}, **_): ...\ndef can(completions, {name}=None, **_): ...\n")
+    settings = {"train_path": "data.jsonl", "test_path": "data.jsonl"}
+    with pytest.raises(UserError, match=f"reward function lm cannot be called here: {name} is an argument of TRL's"):
+        JSONLSettings(reward=reward(folder, "lm"), **settings).load()
+    JSONLSettings(reward=reward(folder, "can"), **settings).load()
+    (folder / "data.jsonl").write_text(f'{{"prompt": "1 + 1?", "gold": "2", "{name}": 1}}\n')  # a column all the same
+    JSONLSettings(reward=reward(folder, "lm"), **settings).load()

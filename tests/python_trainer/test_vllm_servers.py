@@ -55,6 +55,9 @@ def urls(fakes):
     [
         ("[]", r"rollout.vllm_server: must be a URL like http://HOST:8000, or a list of such, each once; got \[\]"),
         ("5", "rollout.vllm_server: must be a URL .* got 5"),
+        ("'http://127.0.0.1:8000,'", "rollout.vllm_server: must be a URL .* got 'http://127.0.0.1:8000,'"),
+        ("http://localhost:8o00", "rollout.vllm_server: must be a URL .* got 'http://localhost:8o00'"),
+        ("http://:8000", "rollout.vllm_server: must be a URL .* got 'http://:8000'"),
         ("[http://a:8000, b:8000]", r"rollout.vllm_server: must be .* got \['http://a:8000', 'b:8000'\]"),
         ("[http://a:8000,http://b:8000,http://A:8000/]", "each once; got http://A:8000/ more than once in .*b:8000"),
     ],

@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ NOTE = "rhyme_run.json"
 def begin_run(database: "RetrospectiveDatabase", facts: RunFacts, folder: Path, name: str = NOTE) -> tuple[int, float]:
     """Adds a run that begins in a folder to the database -> its id, and when it was added.
 
+    The folder is among what is recorded of its settings, as ``output_dir``.
     An earlier attempt in the same folder leaves the database with all that it stored: the run that takes its place
     would find itself there. Which one that was is in the file ``name`` of the folder. Ids are used again, so the moment
     at which the run began must agree; a copy of the folder has no claim on the run.
@@ -29,6 +31,7 @@ def begin_run(database: "RetrospectiveDatabase", facts: RunFacts, folder: Path, 
         attempt = None
     if attempt is not None:
         database.remove_run(attempt[0], created=attempt[1])
+    facts = replace(facts, settings={**facts.settings, "output_dir": here})
     run_id = database.add_run(facts, created=created)
     write_text(note, json.dumps({"folder": here, "run": run_id, "created": created}) + "\n")
     return run_id, created

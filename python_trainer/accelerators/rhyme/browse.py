@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase, parse_url
@@ -36,20 +37,22 @@ def history(
         raise UserError(f"--window must be at least 1, got {window}")
     database = RetrospectiveDatabase(url, create=False)
     runs = database.runs()
-    console.print(run_table(runs))
+    parsed = parse_url(url)
+    folder = Path(parsed.database or "").parent if database.is_sqlite else Path()
+    console.print(run_table(runs, folder.resolve()))
     console.print(f"{database.name}: {len(runs)} runs, {database.bytes():,} bytes stored", highlight=False)
     if run is not None and run not in {stored.id for stored in runs}:
         known = ", ".join(str(stored.id) for stored in runs) or "none"
         raise UserError(f"--run: there is no run {run} in {database.name}; there are {known}")
     curves = [curve for stored in runs if len(curve := curve_of(stored.id, database.trajectory(stored.id)))]
     if run is not None:
+        for line in facts_told(next(stored for stored in runs if stored.id == run)):
+            console.print(line, highlight=False, soft_wrap=True, markup=False)
         mine = [curve for curve in curves if curve.run_id == run]
         console.print(match_table(mine, [curve for curve in curves if curve.run_id != run], window))
     while len(curves) > 1 and sum(-(-len(curve) // window) for curve in curves) > MOST_STAGES:
         curves.pop(0)
     if curves:
-        parsed = parse_url(url)
-        folder = Path(parsed.database or "").parent if database.is_sqlite else Path()
         picture = picture or folder / "rhyme.png"
         draw_heatmap(curves, window, picture)
         console.print(f"how stages of {window} steps rhyme: {picture}", highlight=False, soft_wrap=True)
@@ -60,38 +63,55 @@ def run(args: argparse.Namespace) -> None:
     history(args.url, run=args.run, picture=args.picture, window=args.window)
 
 
-def run_table(runs: list[StoredRun]) -> Table:
-    table = Table()
-    for name in (
-        "run",
-        "begun",
-        "model",
-        "parameters",
-        "task",
-        "algorithm",
-        "seed",
-        "steps",
-        "tokens",
-        "last reward",
-        "answers",
-    ):
-        table.add_column(name, justify="left" if name in ("begun", "model", "task", "algorithm") else "right")
+def run_table(runs: list[StoredRun], home: Path) -> Table:
+    """A row for each run, in 80 columns; ``home``: the folder of the database, from where folders are named."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("run", "begun", "folder", "task", "seed", "steps", "tokens", "last\naccuracy"):
+        if name == "folder":
+            table.add_column(name, overflow="fold")
+        else:
+            left = name in ("begun", "task")
+            table.add_column(name, justify="left" if left else "right", no_wrap=True, max_width=20)
     for stored in runs:
-        facts = stored.facts
         table.add_row(
             str(stored.id),
             f"{datetime.fromtimestamp(stored.created):%Y-%m-%d %H:%M}",
-            facts.family,
-            f"{facts.parameters:,}",
-            facts.task,
-            facts.algorithm,
-            str(facts.settings.get("seed", "-")),
+            escape(folder_name(stored, home)),
+            escape(stored.facts.task),
+            str(stored.facts.settings.get("seed", "-")),
             str(stored.steps),
-            f"{stored.generated_tokens:,}",
-            "-" if stored.last_reward is None else f"{stored.last_reward:.3f}",
-            f"{stored.rollouts:,}",
+            in_short(stored.generated_tokens),
+            "-" if stored.last_accuracy is None else f"{stored.last_accuracy:.3f}",
         )
     return table
+
+
+def folder_name(stored: StoredRun, home: Path) -> str:
+    """Of the run: from the folder of the database on, if it lies there; ``-`` of one recorded before that was."""
+    folder = stored.facts.settings.get("output_dir")
+    if folder is None:
+        return "-"
+    path = Path(str(folder))
+    return str(path.relative_to(home)) if path != home and path.is_relative_to(home) else path.name
+
+
+def in_short(count: int) -> str:
+    """``812``, ``506k``, ``1.6M``."""
+    if count < 1000:
+        return str(count)
+    return f"{count / 1e3:.0f}k" if count < 999_500 else f"{count / 1e6:.1f}M"
+
+
+def facts_told(stored: StoredRun) -> list[str]:
+    """What the table has no room for."""
+    facts = stored.facts
+    last = [("last reward", stored.last_reward), ("last accuracy", stored.last_accuracy)]
+    shown = "".join(f", {name} {value:.3f}" for name, value in last if value is not None)
+    return [
+        f"run {stored.id}: {facts.settings.get('output_dir', 'its folder was not recorded')}",
+        f"  {facts.family}, {facts.parameters:,} parameters; {facts.task}; advantage {facts.algorithm}",
+        f"  steps {stored.steps}, tokens {stored.generated_tokens:,}, stored answers {stored.rollouts:,}{shown}",
+    ]
 
 
 def stages_of(curves: list[Curve], window: int) -> tuple[Trajectories, list[tuple[int, int, int]]]:

@@ -231,15 +231,16 @@ class RetrospectiveDatabase:
                 (steps, sa.cast(sa.func.coalesce(sa.func.sum(steps.c.generated_tokens), 0), sa.BigInteger)),
             )
         ]
-        last = sa.select(steps.c.reward).where(steps.c.run_id == runs.c.id).order_by(steps.c.step.desc()).limit(1)
+        newest = sa.select(steps).where(steps.c.run_id == runs.c.id).order_by(steps.c.step.desc()).limit(1)
+        last = [newest.with_only_columns(of).scalar_subquery() for of in (steps.c.reward, steps.c.accuracy)]
         with self._transaction(write=False) as connection:
-            rows = connection.execute(sa.select(runs, *totals, last.scalar_subquery()).order_by(runs.c.id)).all()
+            rows = connection.execute(sa.select(runs, *totals, *last).order_by(runs.c.id)).all()
         return [
             StoredRun(
                 row.id,
                 row.created,
                 RunFacts(row.family, row.parameters, row.tokenizer, row.task, row.algorithm, json.loads(row.settings)),
-                *row[-4:],
+                *row[-5:],
             )
             for row in rows
         ]

@@ -35,6 +35,7 @@ class StoredRun:
     rollouts: int
     generated_tokens: int
     last_reward: float | None
+    last_accuracy: float | None
 
 
 @dataclass

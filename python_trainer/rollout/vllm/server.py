@@ -34,8 +34,8 @@ class Server:
 
     def __init__(self, model: PreTrainedModel, url: str):
         self.url = url.rstrip("/")
-        check_version(self._ask("/version")["version"], f"the server {self.url}")
-        self._name: str = self._ask("/v1/models")["data"][0]["id"]
+        check_version(str(self._ask("/version", None, "version")), f"the server {self.url}")
+        self._name: str = self._ask("/v1/models", None, "data", 0, "id")
         settings = self._rpc("policy_settings")
         if settings["logprobs_mode"] != "processed_logprobs":
             raise UserError(
@@ -101,19 +101,25 @@ class Server:
     def _rpc(self, method: str, *args: str) -> Any:
         """What the first worker answers."""
         try:
-            return self._ask("/collective_rpc", {"method": method, "args": args})["results"][0]
+            return self._ask("/collective_rpc", {"method": method, "args": args}, "results", 0)
         except HTTPFailure as error:
             raise UserError(
                 f"the vLLM server {self.url} does not take weights ({method}: {error}); start it with: {START}"
             ) from error
 
-    def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        text = self._read(path, body)
+    def _ask(self, path: str, body: dict[str, Any] | None = None, *places: str | int) -> Any:
+        """The answer, or what is at these places in it, one within the other."""
+        text, wanted = self._read(path, body), "JSON"
         try:
-            return json.loads(text)
-        except ValueError as error:
+            answer = json.loads(text)
+            if places:
+                wanted += " that has " + "".join(f"[{place!r}]" for place in places)
+            for place in places:
+                answer = answer[place]
+            return answer
+        except (ValueError, LookupError, TypeError) as error:
             raise UserError(
-                f"rollout.vllm_server: {self.url}{path} must answer with JSON, as vLLM does, got {text[:100]!r}"
+                f"rollout.vllm_server: {self.url}{path} must answer with {wanted}, as vLLM does, got {text[:100]!r}"
             ) from error
 
     def _read(self, path: str, body: dict[str, Any] | None = None) -> str:

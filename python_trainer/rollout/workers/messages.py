@@ -108,4 +108,4 @@ class Failed:
     """From a worker that ends."""
 
     message: str
-    error: type[Exception]  # UserError; MemoryError; RuntimeError, with the traceback as its message
+    error: type[Exception]  # as of ``kind_of``; RuntimeError, with the traceback as its message, where that is None

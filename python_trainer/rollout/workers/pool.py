@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from python_trainer.data import Request, Rollout
-from python_trainer.errors import UserError
+from python_trainer.errors import NotFinite, UserError
 from python_trainer.rollout.drafting import Drafter, pass_overhead
 from python_trainer.rollout.engine import Engine, SamplingParams, check_requests, check_sampling, new_rollouts
 from python_trainer.rollout.ordering import (
@@ -70,6 +70,7 @@ class WorkerPool(Engine):
     Raises:
         UserError: the model is not one that PagedEngine can run or that can be shared; from any call: a worker died.
         MemoryError: from any call: a worker has no memory left.
+        NotFinite: the policy cannot be sampled from.
     """
 
     def __init__(
@@ -135,8 +136,9 @@ class WorkerPool(Engine):
                 raise self._died(worker) from None
             if isinstance(message, m.Failed):
                 self.close()
-                who = f"rollout worker {worker} of {self.workers}"
-                raise message.error(message.message if message.error is UserError else f"{who}: {message.message}")
+                # what would come up in one process too names none of them
+                who = "" if message.error in (UserError, NotFinite) else f"rollout worker {worker} of {self.workers}: "
+                raise message.error(who + message.message)
             if isinstance(message, kinds):
                 return message
 

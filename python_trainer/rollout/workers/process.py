@@ -2,7 +2,9 @@
 
 import errno
 import os
+import queue
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 
 from python_trainer.data import Request
-from python_trainer.errors import UserError, is_out_of_memory
+from python_trainer.errors import kind_of
 from python_trainer.model.policy import set_matmul_precision
 from python_trainer.rollout.decoding import Decoding
 from python_trainer.rollout.drafting import Drafter
@@ -59,14 +61,46 @@ def serve(connection: Connection, setup: Setup) -> None:
 
 
 def _tell(connection: Connection, error: Exception) -> None:
-    if isinstance(error, UserError):
-        message = m.Failed(str(error), UserError)
-    elif is_out_of_memory(error):
-        message = m.Failed("".join(str(error).splitlines()[:1]), MemoryError)
-    else:
+    kind = kind_of(error)
+    if kind is None:
         message = m.Failed(traceback.format_exc(), RuntimeError)
+    elif kind is MemoryError:
+        message = m.Failed("".join(str(error).splitlines()[:1]), kind)
+    else:
+        message = m.Failed(str(error), kind)
     with suppress(OSError):  # nobody may be left to be told
         connection.send(message)
+
+
+class Inbox:
+    """The messages of a connection, each taken out of it by a thread as it comes.
+
+    Left in the connection they would fill it while this process sends: it and the trainer, each waiting for the other
+    to read, would wait for ever.
+    """
+
+    def __init__(self, connection: Connection):
+        self._connection, self._found = connection, queue.SimpleQueue[Any]()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._found.put(self._connection.recv())
+        except MemoryError:
+            os._exit(OUT_OF_MEMORY)
+        except Exception as error:
+            self._found.put(error)
+
+    def __bool__(self) -> bool:
+        return not self._found.empty()
+
+    def get(self) -> Any:
+        """The next message, once it is there; raises what ended the connection."""
+        found = self._found.get()
+        if isinstance(found, Exception):
+            raise found
+        return found
 
 
 @dataclass
@@ -83,14 +117,14 @@ class RolloutWorker:
     """Serves one connection with one engine."""
 
     def __init__(self, connection: Connection, engine: PagedEngine):
-        self.connection, self.engine = connection, engine
+        self.connection, self.inbox, self.engine = connection, Inbox(connection), engine
         self.history = RolloutHistory()
         self.tasks: dict[Decoding, Assignment] = {}
         self.spread = 0.0  # of answers about their expected length
 
     def run(self) -> None:
         while True:
-            message = self.connection.recv()
+            message = self.inbox.get()
             if isinstance(message, m.Begin):
                 self.connection.send(self.generate(message))
             elif isinstance(message, m.Updated):
@@ -126,8 +160,8 @@ class RolloutWorker:
 
     def _listen(self, session: Session, overhead: float) -> bool:
         """Handles what has come, and waits for more while there is nothing to do -> False at the end of the call."""
-        while not session.busy or self.connection.poll():
-            message = self.connection.recv()
+        while not session.busy or self.inbox:
+            message = self.inbox.get()
             if isinstance(message, m.End):
                 return False
             if isinstance(message, m.Add):

@@ -1,9 +1,13 @@
 """``python -m python_trainer history URL``."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from python_trainer.__main__ import main
+from python_trainer.accelerators.rhyme.attempts import begin_run
+from python_trainer.accelerators.rhyme.browse import in_short
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
 from python_trainer.accelerators.rhyme.records import StepRecord
 from python_trainer.accelerators.rhyme.sketch import PARTS
@@ -26,9 +30,40 @@ def test_lists_runs_draws_them_and_shows_matches(url, tmp_path, capsys, monkeypa
     fill(url)
     assert main(["history", url, "--run", "2", "--window", "5"]) == 0
     out = capsys.readouterr().out
-    for words in ("qwen2", "arithmetic-short", "1.000", "2 runs", "6 - 10", "run 1", "rhyme.png"):
+    for words in ("qwen2", "arithmetic-short", "1.000", "2 runs", "6 - 10", "run 1", "rhyme.png", "1,000 parameters"):
         assert words in out, out
     assert (tmp_path / "rhyme.png").stat().st_size > 5000
+
+
+def test_runs_can_be_told_apart_in_80_columns(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    database = RetrospectiveDatabase("history.db")
+    database.add_run(FACTS)  # as before folders were recorded
+    for folder in (tmp_path / "first[a]", tmp_path / "compare" / "rpo" / "seed-1", tmp_path.parent / "elsewhere"):
+        folder.mkdir(parents=True, exist_ok=True)
+        run, _ = begin_run(database, replace(FACTS, settings={"seed": 7}), folder)
+    sketch = {name: torch.ones(bins) for name, bins in PARTS.items()}
+    database.add_step(run, StepRecord(25, 25, 0.5, 0.625, sketch, generated_tokens=2400), [])
+    assert main(["history", "history.db", "--run", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"run {run}: {tmp_path.parent / 'elsewhere'}" in lines
+    header = next(i for i, line in enumerate(lines) if line.startswith("run"))
+    assert lines[header].split() == ["run", "begun", "folder", "task", "seed", "steps", "tokens", "accuracy"]
+    rows = [row for line in lines[header + 1 :] if (row := line.split()) and row[0].isdecimal()]
+    assert [row[3] for row in rows[:2] + rows[3:]] == ["-", "first[a]", "elsewhere"]
+    assert "compare/rpo/seed-1".startswith(rows[2][3]) and len(rows[2][3]) > 10  # the rest is below
+    assert [row[4:6] for row in rows] == [["arithmetic-short", seed] for seed in ("-", "7", "7", "7")]
+    assert rows[0][6:] == ["0", "0", "-"] and rows[3][6:] == ["1", "2k", "0.625"]
+    assert max(map(len, lines[: header + 6])) <= 80
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [(0, "0"), (999, "999"), (1000, "1k"), (999_499, "999k"), (999_500, "1.0M"), (1_610_000, "1.6M")],
+)
+def test_counts_are_short(count, words):
+    assert in_short(count) == words
 
 
 def test_help_says_where_runs_are_recorded(capsys):

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -13,9 +14,10 @@ import torch
 from paged import GREEDY, assert_same, engine_for, make, mixed_requests, prompts
 from rich.console import Console
 from test_drafts import fed
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.faults.memory import serve_greedily
-from python_trainer.errors import UserError, is_out_of_memory
+from python_trainer.errors import NotFinite, UserError, is_out_of_memory
 from python_trainer.rollout import Request, SamplingParams
 from python_trainer.rollout.drafting import Drafter, HistoryEntry
 from python_trainer.rollout.ordering import LengthHistory
@@ -224,9 +226,35 @@ def test_errors_inside_a_worker_come_out():
     with pytest.raises(UserError, match="workers must be at least 1, got 0"):
         WorkerPool(make(), workers=0, eos_token_ids=())
     model = make()
+    pool = WorkerPool(model, workers=2, eos_token_ids=())
+    with torch.no_grad():
+        model.get_output_embeddings().weight.fill_(torch.nan)
+    pool.policy_updated()
+    with pytest.raises(NotFinite, match="^the policy cannot be sampled from"):
+        pool.generate(mixed_requests(), SAMPLED)
+    model = make()
     model.extra = lambda: None
     with pytest.raises(UserError, match="the model cannot be sent to other processes"):
         WorkerPool(model, workers=2, eos_token_ids=())
+
+
+def test_more_may_be_submitted_while_a_worker_waits_to_be_read():
+    """What it says and what it is sent are each more than a connection holds."""
+    tiny = LlamaConfig(vocab_size=61, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    pool = WorkerPool(LlamaForCausalLM(tiny), workers=1, eos_token_ids=(), memory_bytes=1 << 21)
+    first = pool.submit([Request([1], num_samples=250, max_new_tokens=100)], SAMPLED)
+    assert pool._connections[0].poll(60)  # all are finished in the same pass: it says so at once
+    more = [Request([i % 61] * 1000, max_new_tokens=1) for i in range(200)]
+    submitting = threading.Thread(target=pool.submit, args=(more, SAMPLED), daemon=True)
+    submitting.start()
+    submitting.join(30)
+    try:
+        assert not submitting.is_alive()
+        pool.poll(len(first))
+        assert all(rollout.finish_reason for rollout in first)
+    finally:
+        pool._processes[0].kill()
+        pool.close()
 
 
 SCRIPT = """
