@@ -11,8 +11,9 @@ from python_trainer.files import write_text
 
 TOKENS, SECONDS = 2, 1  # columns of a curve
 SHOWN = (  # in the picture; the rest is in the table
-    PLAIN, DYNAMIC_SAMPLING, "shortest first", "curriculum", "prompts chosen", "prompts chosen, twice the steps",
-    "answers of an earlier run, then plain", "curriculum after an earlier run", "p known",
+    PLAIN, DYNAMIC_SAMPLING, "shortest first", "right answers kept, rare or not", "prompts chosen",
+    "prompts chosen, twice the steps", "answers of an earlier run, then plain", "curriculum after an earlier run",
+    "curriculum after a smaller policy's run", "p known",
 )  # fmt: skip
 BEST_RIVAL = {"countdown": "shortest first"}  # of the rules without history, over five seeds; else dynamic sampling
 EARLIER, EARLIER_SMALLER = "the earlier run", "the earlier run of a smaller policy"
