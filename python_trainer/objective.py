@@ -172,7 +172,7 @@ def set_advantages(batch: StepBatch, config: AlgorithmConfig) -> dict[str, float
     advantages = torch.zeros(mask.shape, device=mask.device)
     if batch.expected is not None:
         advantages += against_chance(batch.expected, deviations=config.in_deviations)[:, None]
-    if len(judged):
+    if len(judged) or not len(every):  # else all are judged against a chance
         step = StepRewards(
             batch.rewards[judged], batch.groups[judged], mask[judged], in_loss[judged], penalty[judged],
             None if values is None else values[judged],

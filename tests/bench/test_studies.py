@@ -9,7 +9,10 @@ import pytest
 from bench.studies.__main__ import STUDIES
 
 
-@pytest.mark.parametrize("name", [name for name in STUDIES if name not in ("profile", "lossless")])  # keep no runs
+KEEP_NO_RUNS = "profile", "lossless", "replay"
+
+
+@pytest.mark.parametrize("name", [name for name in STUDIES if name not in KEEP_NO_RUNS])
 def test_where_the_runs_go_by_default(name):
     parser = argparse.ArgumentParser()
     importlib.import_module(f"bench.studies.{name}").add_arguments(parser)

@@ -47,7 +47,7 @@ def test_seconds_are_explained_by_what_makes_them():
 def curriculum_of(outcomes):
     """After groups of 8 of which so many were right, prompt by prompt."""
     curriculum = Curriculum(CurriculumSettings(database=None))
-    curriculum.begin(SimpleNamespace(prompts=[[1] * 9] * len(outcomes), output_dir=Path()))
+    curriculum.begin(SimpleNamespace(prompts=[[1] * 9] * len(outcomes), output_dir=Path(), console=None))
     for _ in range(4):
         for key, right in enumerate(outcomes):
             group = [Rollout([1], [5] * 20, prompt_key=key, accuracy=float(i < right)) for i in range(8)]
