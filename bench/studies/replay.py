@@ -1,8 +1,9 @@
 """What stages of earlier runs could have told a run, replayed from what both have recorded; nothing is trained.
 
+    make train
     for seed in 0 1; do python -m python_trainer train --config configs/countdown.yaml \\
-        --output-dir runs/replay/countdown-$seed --set seed=$seed; done
-    python -m bench.studies replay runs/replay/history.db
+        --output-dir runs/train/countdown-$seed --set seed=$seed; done
+    python -m bench.studies replay
 
 Each run of the database is replayed step by step beside each earlier one, and asks two things of it:
 
@@ -59,7 +60,8 @@ class Recorded:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("database", help="of the runs, a path or a URL")
+    parser.add_argument("database", nargs="?", default="runs/train/history.db",
+                        help="of the runs, a path or a URL (default: %(default)s, of make train)")  # fmt: skip
 
 
 def recorded(run: StoredRun, trajectory: Sequence[StepRecord]) -> Recorded:

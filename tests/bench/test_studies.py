@@ -8,7 +8,6 @@ import pytest
 
 from bench.studies.__main__ import STUDIES
 
-
 KEEP_NO_RUNS = "profile", "lossless", "replay"
 
 
