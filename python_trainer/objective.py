@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -82,6 +83,11 @@ class StepBatch:
         None  # float32 [B] chances that answers are judged against; NaN: against their group
     )
     score_prefix: bool = True  # whether given prefixes are in the loss
+
+    @cached_property
+    def critic_tokens(self) -> torch.Tensor:
+        """int64 [B] response tokens in the loss that a critic learns from."""
+        return self.loss_tokens if self.expected is None else self.loss_tokens * self.expected.isnan().cpu()
 
     def pack(self, samples: Sequence[int], *, share: bool = True) -> Packed:
         """These samples as a micro-batch."""
@@ -268,8 +274,7 @@ class Objective:
             before, returns, clip = batch.values.get(packed), batch.returns.get(packed), config.cliprange_value
             due = mask & ~returns.isnan()
             error = value_loss(values, before, returns, due, clip=clip)
-            fresh_tokens = sum(int(batch.loss_tokens[i]) for i in minibatch if batch.rollouts[i].expected is None)
-            loss = loss + config.vf_coef * error.sum() / max(fresh_tokens, 1)
+            loss = loss + config.vf_coef * error.sum() / max(int(batch.critic_tokens[list(minibatch)].sum()), 1)
             moved_far = due & ((values - before).abs() > (torch.inf if clip is None else clip))
         with torch.no_grad():
             difference = torch.where(fresh, (old - sampler).abs(), 0.0)

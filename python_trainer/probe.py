@@ -17,6 +17,7 @@ import numpy
 import torch
 from rich.console import Console
 
+from python_trainer.accelerators.curriculum.settings import CurriculumSettings
 from python_trainer.bounds import Bound, all_bounds
 from python_trainer.config import Config
 from python_trainer.data import Rollout
@@ -201,8 +202,10 @@ def describe(trainer: Trainer, answers: Answers, updating: float) -> dict[str, A
         "device": device_name(trainer.policy.device),
         "versions": versions(),
     }
-    rare_share = getattr(config.accelerators, "curriculum").rare_share  # noqa: B009, its sections are made by name
-    bounds: list[Bound] = all_bounds(found, answers_of_step=settings.prompts_per_step * size, rare_share=rare_share)
+    curriculum: CurriculumSettings = getattr(config.accelerators, CurriculumSettings.name)
+    bounds: list[Bound] = all_bounds(
+        found, answers_of_step=settings.prompts_per_step * size, rare_share=curriculum.rare_share
+    )
     return found | {"bounds": {bound.name: {"at_most": bound.at_most, "why": bound.why} for bound in bounds}}
 
 

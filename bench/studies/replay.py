@@ -5,12 +5,12 @@
         --output-dir runs/train/countdown-$seed --set seed=$seed; done
     python -m bench.studies replay
 
-Each run of the database is replayed step by step beside each earlier one, and asks two things of it:
+Each run of the database is replayed step by step beside the others, and asks two things of them:
 
-- *How will these prompts be answered?* (Runs of one task.) Every answer is predicted from what the run has seen of its
-  prompt, fading over 60 steps, and from what the earlier run saw around one of its steps, fading over 24, of which it
-  tries several choices. What an answer there is worth beside an own one is learned on the way: 0 where it did not help.
-  Nats an answer, less is better.
+- *How will these prompts be answered?* (Earlier runs of its task.) Every answer is predicted from what the run has seen
+  of its prompt, fading over 60 steps, and from what the earlier run saw around one of its steps, fading over 24, of
+  which it tries several choices. What an answer there is worth beside an own one is learned on the way: 0 where it did
+  not help. Nats an answer, less is better.
 - *How far will accuracy be?* (Runs of any task; matching across tasks can tell no more than that, as prompts and
   answers differ.) The mean over the 8 steps that end so many steps on, predicted from the last 8 alone, from their
   line over 24 steps, and from what the earlier run gained behind the stage that rhymes best. How far the last two are
@@ -23,6 +23,7 @@ rewards being accuracies. Prints its tables as Markdown.
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
 
 import torch
@@ -146,9 +147,9 @@ def as_accurate(run: Recorded, earlier: Recorded) -> list[int]:
     return found
 
 
-def outcome_table(run: Recorded, earlier: Recorded) -> list[str]:
-    """Nats an answer by where the earlier run is looked at."""
-    rhyming, alike, last = rhymes(run, earlier), as_accurate(run, earlier), len(earlier.curve) - 1
+def outcome_table(run: Recorded, earlier: Recorded, rhyming: Sequence[int]) -> list[str]:
+    """Nats an answer by where the earlier run is looked at; ``rhyming``: of :func:`rhymes`."""
+    alike, last = as_accurate(run, earlier), len(earlier.curve) - 1
     unseen = replace(earlier, groups=[{} for _ in earlier.groups])
     choices: dict[str, tuple[Recorded, Places]] = {
         "not at all": (unseen, lambda step: 0),
@@ -162,29 +163,46 @@ def outcome_table(run: Recorded, earlier: Recorded) -> list[str]:
     for words, (source, places) in choices.items():
         losses, answers = outcome_losses(run, source, places)
         parts = [slice(*span) for span in SPANS.values()]
-        rows.append([words, *(f"{losses[part].sum() / answers[part].sum():.3f}" for part in parts)])
+        sums = [(losses[part].sum(), answers[part].sum()) for part in parts]
+        rows.append([words, *(f"{loss / count:.3f}" if count else "-" for loss, count in sums)])
     return table_lines(["earlier run looked at", *SPANS], rows)
 
 
-def gains(run: Recorded, earlier: Recorded, ahead: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """For each rule what it predicts accuracy to gain within ``ahead`` steps, and what it gained, [N] both."""
-    total, rhyming = len(run.accuracy), rhymes(run, earlier)
-    predicted: dict[str, list[float]] = {"the last 8 steps": [], "their line over 24": [], "the stage that rhymes": []}
-    gained = []
-    for step in range(WINDOW, total - ahead + 1):  # steps before this one were seen
-        now = run.accuracy[step - WINDOW : step].mean()
-        gained.append((run.accuracy[step + ahead - WINDOW : step + ahead].mean() - now).item())
-        known = run.accuracy[max(0, step - TREND) : step]
+def looks(run: Recorded, ahead: int) -> range:
+    """How many steps were seen, each time that accuracy ``ahead`` of them is predicted, N of them."""
+    return range(WINDOW, len(run.accuracy) - ahead + 1)
+
+
+def recent(accuracy: Tensor, steps: int) -> float:
+    """The mean accuracy of the last of so many steps, or of the run where it has no more."""
+    end = min(steps, len(accuracy))
+    return accuracy[max(0, end - WINDOW) : end].mean().item()
+
+
+def gained(run: Recorded, ahead: int) -> Tensor:
+    """By how much accuracy had risen so many steps on, [N]."""
+    return torch.tensor([recent(run.accuracy, n + ahead) - recent(run.accuracy, n) for n in looks(run, ahead)])
+
+
+def not_at_all(run: Recorded, ahead: int) -> Tensor:
+    """That it stays as it is, [N]."""
+    return torch.zeros(len(looks(run, ahead)))
+
+
+def by_their_line(run: Recorded, ahead: int) -> Tensor:
+    """By how much it rises along the line through the last steps, [N]."""
+    found = []
+    for n in looks(run, ahead):
+        known = run.accuracy[max(0, n - TREND) : n]
         x = torch.arange(len(known), dtype=torch.float64) - (len(known) - 1) / 2
-        place, accuracy = rhyming[step], earlier.accuracy
-        there, then = (
-            accuracy[max(0, min(end, len(accuracy)) - WINDOW) : min(end, len(accuracy))].mean()
-            for end in (place + 1, place + 1 + ahead)
-        )
-        predicted["the last 8 steps"].append(0.0)
-        predicted["their line over 24"].append((ahead * (x @ known) / (x @ x)).item())
-        predicted["the stage that rhymes"].append((then - there).item())
-    return {rule: (torch.tensor(values), torch.tensor(gained)) for rule, values in predicted.items()}
+        found.append((ahead * (x @ known) / (x @ x)).item())
+    return torch.tensor(found)
+
+
+def by_the_stage(run: Recorded, earlier: Recorded, rhyming: Sequence[int], ahead: int) -> Tensor:
+    """By how much it rose in the earlier run behind the stage that rhymes, [N]."""
+    ends = [rhyming[n] + 1 for n in looks(run, ahead)]
+    return torch.tensor([recent(earlier.accuracy, end + ahead) - recent(earlier.accuracy, end) for end in ends])
 
 
 def error(predicted: Tensor, gained: Tensor, ahead: int) -> float:
@@ -198,19 +216,9 @@ def error(predicted: Tensor, gained: Tensor, ahead: int) -> float:
     return 100 * fmean(errors) ** 0.5
 
 
-def gain_rows(run: Recorded, others: Sequence[Recorded]) -> list[list[str]]:
-    """A row for each rule, the last of which asks the other runs one by one."""
-    rows = []
-    for other in others:
-        found = [gains(run, other, ahead) for ahead in AHEAD]
-        for rule in found[0]:
-            own = rule != "the stage that rhymes"
-            if own and other is not others[0]:  # it does not depend on the other run
-                continue
-            words = rule if own else f"{rule} in {other.name()}"
-            figures = (error(*each[rule], ahead) for each, ahead in zip(found, AHEAD))
-            rows.append([run.name(), words, *(f"{figure:.1f}" for figure in figures)])
-    return rows
+def gain_row(run: Recorded, words: str, predicted: Callable[[int], Tensor]) -> list[str]:
+    """Errors of what is predicted so many steps ahead."""
+    return [run.name(), words, *(f"{error(predicted(ahead), gained(run, ahead), ahead):.1f}" for ahead in AHEAD)]
 
 
 def run(args: argparse.Namespace) -> None:
@@ -219,11 +227,18 @@ def run(args: argparse.Namespace) -> None:
     runs = [each for each in runs if len(each.curve) >= WINDOW + max(AHEAD)]
     if len(runs) < 2:
         raise UserError(f"{database.name} has {len(runs)} runs of {WINDOW + max(AHEAD)} steps or more; it takes two")
+    rows = []
     for number, each in enumerate(runs):
-        for earlier in runs[:number]:
-            if earlier.run.facts.task == each.run.facts.task:
-                print(f"\n{each.name()}, beside run {earlier.run.id}: nats an answer\n")
-                print("\n".join(outcome_table(each, earlier)), flush=True)
-    rows = [row for each in runs for row in gain_rows(each, [other for other in runs if other is not each])]
+        rows.append(gain_row(each, "the last 8 steps", partial(not_at_all, each)))
+        rows.append(gain_row(each, "their line over 24", partial(by_their_line, each)))
+        for place, other in enumerate(runs):
+            if other is each:
+                continue
+            rhyming = rhymes(each, other)
+            if place < number and other.run.facts.task == each.run.facts.task:
+                print(f"\n{each.name()}, beside run {other.run.id}: nats an answer\n")
+                print("\n".join(outcome_table(each, other, rhyming)), flush=True)
+            words = f"the stage that rhymes in {other.name()}"
+            rows.append(gain_row(each, words, partial(by_the_stage, each, other, rhyming)))
     print("\nError of accuracy, in points, so many steps ahead\n")
     print("\n".join(table_lines(["run", "predicted from", *(str(ahead) for ahead in AHEAD)], rows)), flush=True)

@@ -8,8 +8,10 @@ import torch
 
 from bench.studies.replay import (
     SPANS,
+    by_the_stage,
+    by_their_line,
     error,
-    gains,
+    gained,
     outcome_losses,
     outcome_table,
     recorded,
@@ -85,10 +87,10 @@ def test_the_run_that_goes_ahead_tells_what_comes(database):
     for task in ("paths", "sums"):  # of another task, as far as curves go
         add_run(database, task, rising, [0.5] * 30, 1)
     here, there = read(database)
-    assert rhymes(here, there)[30] == pytest.approx(29, abs=1)
-    found = gains(here, there, 8)
-    assert error(*found["the stage that rhymes"], 8) < 1
-    assert 5 < error(*found["their line over 24"], 8) < error(*found["the last 8 steps"], 8)
+    rhyming, truth = rhymes(here, there), gained(here, 8)
+    assert rhyming[30] == pytest.approx(29, abs=1)
+    assert error(by_the_stage(here, there, rhyming, 8), truth, 8) < 1
+    assert 5 < error(by_their_line(here, 8), truth, 8) < error(torch.zeros(len(truth)), truth, 8)
 
 
 def test_a_prediction_that_misleads_is_believed_no_more():
@@ -107,7 +109,8 @@ def test_the_tables(database, capsys):
     assert out.count("not at all") == 1 and "paths, run 2 (seed 3), beside run 1: nats an answer" in out
     assert out.count("| the last 8 steps |") == out.count("| their line over 24 |") == 3
     assert out.count("| the stage that rhymes in ") == 6
-    assert len(outcome_table(*read(database)[:2])[2].split("|")) == len(SPANS) + 3
+    runs = read(database)
+    assert len(outcome_table(runs[1], runs[0], rhymes(runs[1], runs[0]))[2].split("|")) == len(SPANS) + 3
 
 
 def test_it_takes_two_runs(database):

@@ -73,9 +73,8 @@ class Curriculum(Accelerator):
         self.table = torch.zeros(BINS, 3, dtype=torch.float64)
         self.signals = torch.zeros(2, dtype=torch.float64)
         self.recent = torch.zeros(2, dtype=torch.float64)
-        self.stored, self.rarity = StoredAnswers(self.settings.stored_uses, self.settings.memory), Rarity(0)
-        if self.settings.stored_share:
-            self.rarity = Rarity(self.settings.rare_share)
+        self.stored = StoredAnswers(self.settings.stored_uses, self.settings.memory)
+        self.rarity = Rarity(self.settings.rare_share if self.settings.stored_share else 0)
         self.counted_step, self.left_order = 0, False
 
     def rehearse(self, context: StepContext) -> list[list[Rollout]]:
@@ -167,8 +166,8 @@ class Curriculum(Accelerator):
         """Decides whether right answers are rare, once enough groups were seen, and says so."""
         if self.rarity.count(groups) and self.rarity.rare == self.rare:
             say(self.console, self.rarity.words())
-            if not self.rare:  # none of them will be used
-                self.stored = StoredAnswers(self.settings.stored_uses, self.settings.memory)
+            if not self.rare:
+                self.stored.clear()  # none of them will be used
 
     def _enter(self, context: StepContext) -> None:
         """Begins a step, once."""

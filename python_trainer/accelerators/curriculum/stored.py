@@ -58,6 +58,9 @@ class StoredAnswers:
                 if all(stored.answer.response_ids != answer.response_ids for stored in kept):
                     kept.append(Stored(answer, step, step))
 
+    def clear(self) -> None:
+        self.by_prompt = {}
+
     def advance(self, step: int) -> None:
         """Time goes on to this step: what is used up or old goes, and the oldest of too many."""
         left = [s for s in self if s.uses < self.uses and step - s.born <= self.memory]
@@ -82,7 +85,7 @@ class StoredAnswers:
         return taken
 
     def _fill(self, answers: Sequence[Stored]) -> None:
-        self.by_prompt = {}
+        self.clear()
         for stored in answers:
             self.by_prompt.setdefault(stored.answer.prompt_key, deque(maxlen=PER_PROMPT)).append(stored)
 
