@@ -40,6 +40,7 @@ ALWAYS = CURRICULUM | {"accelerators.curriculum.rare_share": 0.0}  # whether rig
 CHOOSING = ALWAYS | {"accelerators.curriculum.least_gain": 1.5}
 # gradients of chosen prompts change in size from step to step: a second moment that follows, and a higher rate
 STEADY: dict[str, Any] = {"optimizer.adam_beta2": 0.95, "optimizer.learning_rate": 1.5e-4}
+TO_ZERO: dict[str, Any] = {"optimizer.lr_scheduler_type": "linear"}
 RUNS: dict[str, Mapping[str, Any]] = {
     "Beta bandit": {ON: ["bench.studies.beta_bandit:BetaBanditSettings"]},
     "curriculum": CURRICULUM,
@@ -50,6 +51,8 @@ RUNS: dict[str, Mapping[str, Any]] = {
     "plain, beta2 0.95": STEADY,
     "by 1 / length, beta2 0.95": RIVALS["by 1 / length"] | STEADY,
     "prompts chosen, beta2 0.95": ALWAYS | {"accelerators.curriculum.least_gain": 1.1} | STEADY,
+    "plain, half as long, rate to 0": TO_ZERO,
+    "curriculum, half as long, rate to 0": CURRICULUM | TO_ZERO,
     "rpo": {ON: ["rpo"]},
     "rpo, 11 % of an answer at most": {ON: ["rpo"], "accelerators.rpo.cut_share": 0.11},  # the paper's 300 tokens
     # ablations
@@ -89,6 +92,8 @@ RUNS: dict[str, Mapping[str, Any]] = {
     },
 }
 SIZES = {
+    "plain, half as long, rate to 0": 0.5,
+    "curriculum, half as long, rate to 0": 0.5,
     "prompts chosen, twice the steps": 2.0,
     "by 1 / length, three times the steps": 3.0,
     "plain, beta2 0.95": 2 / 3,

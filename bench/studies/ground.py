@@ -101,7 +101,7 @@ class Ground:
         siblings = [] if part == "earlier" else sorted(self.folder.glob(f"*/*/seed-{seed}"))
         train_once(config, folder, siblings, label=label, console=Console(), timer=time.process_time)
         row = key | {"settings": config.model_dump(mode="json")} | outcome(folder)
-        if size != SHORT:
+        if config.evaluation.eval_limit is None:
             row["pass@8"] = pass_at_8(folder, config)
         self.records.parent.mkdir(parents=True, exist_ok=True)
         with self.records.open("a", encoding="utf-8") as file:
@@ -129,14 +129,14 @@ class Ground:
             "max_steps": steps,
             "optimizer.warmup_steps": max(1, round(WARMUP * steps)),
             "evaluation.eval_steps": max(1, round(steps / (EVALUATIONS * size))),
-            "evaluation.eval_limit": 512 if size == SHORT else None,
             "evaluation.eval_limit_during": 512,
             "save.save_steps": max(1, steps // 6),
             "save.save_total_limit": 1,
             "save.save_model": False,
         }
-        unrecorded = {"accelerators.curriculum.database": None}  # unless a database is named
-        return load_config(path, as_overrides({**unrecorded, **changes, **ours}))
+        # unless a database or a limit is named
+        usual = {"accelerators.curriculum.database": None, "evaluation.eval_limit": None}
+        return load_config(path, as_overrides({**usual, **changes, **ours}))
 
     def tune(self) -> dict[str, Any]:
         """The best settings of plain training, a coordinate at a time; all that was tried is in the records."""
@@ -151,21 +151,29 @@ class Ground:
 
 
 def is_of(row: Mapping[str, Any], config: Config) -> bool:
-    """Whether a record is of a run with these settings; those that came later have their default there."""
+    """Whether a record is of a run with these settings; those that came later have their default there.
+
+    But for the database of `curriculum`, which runs had none of before there was a setting.
+    """
+    sections = row["settings"]["accelerators"]
+    if "curriculum" in sections:
+        sections = sections | {"curriculum": {"database": None} | sections["curriculum"]}
     try:
-        return in_use(check_config(row["settings"], source="a record")) == in_use(config)
+        return in_use(check_config(row["settings"] | {"accelerators": sections}, source="a record")) == in_use(config)
     except UserError:  # with a setting that is no more
         return False
 
 
 def in_use(config: Config) -> dict[str, Any]:
-    """Its settings, without those of accelerators that are off, and wherever databases are."""
+    """Its settings, without those of accelerators that are off, of what is read from no database, and where one is."""
     settings = choose_engine(config)[0].model_dump(mode="json")
     own = settings["accelerators"]
     on = {accelerator.name: own[accelerator.name] for accelerator in config.accelerators.chosen()}
-    for section in on.values():
+    for name, section in on.items():
         if section.get("database") is not None:
-            section["database"] = "some"
+            on[name] = section | {"database": "some"}
+        else:  # nothing is rehearsed
+            on[name] = {key: value for key, value in section.items() if not key.startswith("rehears")}
     return settings | {"accelerators": on | {"enabled": own["enabled"]}}
 
 
@@ -186,6 +194,7 @@ def settings_of(point: Mapping[str, Any]) -> dict[str, Any]:
         "rollout.num_generations": point["group"],
         "rollout.prompts_per_step": point["answers a step"] // point["group"],
         "algorithm.loss_type": point["loss"],
+        "evaluation.eval_limit": 512,
     }
 
 

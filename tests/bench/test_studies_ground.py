@@ -84,6 +84,14 @@ def test_a_record_stands_for_a_run_as_long_as_its_settings_mean_the_same(tmp_pat
     on = Ground("sums", tmp_path, tmp_path / "records").config({"accelerators.enabled": ["curriculum"]}, 0, 0.5)
     other["accelerators"]["enabled"] = ["curriculum"]
     assert not is_of({"settings": other}, on) and is_of({"settings": on.model_dump(mode="json")}, on)
+    older = on.model_dump(mode="json")  # of before there were databases, or answers to rehearse
+    del older["accelerators"]["curriculum"]["database"]
+    older["accelerators"]["curriculum"]["rehearsals"] = 1
+    assert is_of({"settings": older}, on)
+    read = Ground("sums", tmp_path, tmp_path / "records").config(
+        {"accelerators.enabled": ["curriculum"], "accelerators.curriculum.database": "some.db"}, 0, 0.5
+    )
+    assert not is_of({"settings": older}, read)
     assert not is_of({"settings": settings | {"gone": 1}}, config)
 
 
