@@ -25,11 +25,11 @@ def write(records: Sequence[Record], folder: Path) -> None:
              "By `python -m bench.studies curriculum`; records in curriculum.jsonl. *To plain's end*: tokens and CPU",
              "seconds to the accuracy at which plain training of the same seed ends, in two successive evaluations,",
              "as shares of what plain training needs: geometric mean over seeds and its 95 % interval. *At least*, *N",
-             "of M*: so many runs got there, and those that did not are counted with all that they took. *To the end",
-             "of* the best rival without history: the same against that. *For half of plain's tokens*:",
-             "the accuracy on 512 prompts when half of plain training's tokens were generated, or at the end of a run",
-             "that generated fewer. *pass@8*: of 512 prompts (of as many runs as in parentheses). Pairs are of one",
-             "machine."]  # fmt: skip
+             "of M*: so many runs got there, and those that did not are counted with all that they took, so there is",
+             "no interval. *To the end of* the best rival without history: the same against that. *For half of",
+             "plain's tokens*: the accuracy on 512 prompts when half of plain training's tokens were generated, or at",
+             "the end of a run that generated fewer. *pass@8*: of 512 prompts (of as many runs as in parentheses).",
+             "Pairs are of one machine."]  # fmt: skip
     for task in dict.fromkeys(row["task"] for row in records):
         mine = [row for row in records if row["task"] == task]
         lines += ["", f"## {task}", "", machines(mine), "", *task_lines(mine)]
@@ -81,11 +81,15 @@ def share(row: Record, other: Record, column: int) -> tuple[float, bool]:
         return 1.0, True
     target = other["curve"][-1][-1]
     reached, needed = first_time(row, target, column), first_time(other, target, column) or other["curve"][-1][column]
-    return (row["curve"][-1][column] if reached is None else reached) / needed, reached is not None
+    took = row["generated_tokens"] if column == TOKENS else row["cpu_s"]  # its curve may end sooner
+    return (took if reached is None else reached) / needed, reached is not None
 
 
 def share_words(shares: Sequence[tuple[float, bool]]) -> str:
-    """``0.52 (0.41 to 0.66)``; where some runs did not get there, how many did; ``-``: there are no pairs."""
+    """``0.52 (0.41 to 0.66)``; ``at least 0.52, 4 of 5``: the others did not get there; ``-``: there are no pairs.
+
+    What those would have needed is not known, so there is no interval then.
+    """
     if not shares:
         return "-"
     got = sum(reached for _, reached in shares)
@@ -94,10 +98,12 @@ def share_words(shares: Sequence[tuple[float, bool]]) -> str:
     logs = [math.log(value) for value, _ in shares]
     mean = fmean(logs)
     words = f"{math.exp(mean):.2f}"
+    if got < len(shares):
+        return f"at least {words}, {got} of {len(shares)}"
     if len(logs) > 2:
         half = STUDENT[min(len(logs) - 1, len(STUDENT))] * stdev(logs) / math.sqrt(len(logs))
         words += f" ({math.exp(mean - half):.2f} to {math.exp(mean + half):.2f})"
-    return words if got == len(shares) else f"at least {words}, {got} of {len(shares)}"
+    return words
 
 
 STUDENT = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78}  # t for 95 % by degrees of freedom

@@ -3,10 +3,10 @@
     python -m bench.studies rhyme --output-dir runs/studies/rhyme --seeds 0 1 2 --minutes 60
 
 First fills the databases (their cost is in the table), then trains every variant on every seed and writes
-results/rhyme.csv and a table. What is finished is kept, what was interrupted goes on; no run is started after
-``--minutes``. The learning rate is the best of the plain run's sweep (bench/sweep). `fresh-4` is a control: it has the
-4 fresh answers per prompt of `ratio-1`, but no history. Seconds are CPU seconds of the one thread that runs, so other
-programs on the machine count little.
+results/rhyme.csv, where rows of other variants and seeds stay, and a table. What is finished is kept, what was
+interrupted goes on; no run is started after ``--minutes``. The learning rate is the best of the plain run's sweep
+(bench/sweep). `fresh-4` is a control: it has the 4 fresh answers per prompt of `ratio-1`, but no history. Seconds are
+CPU seconds of the one thread that runs, so other programs on the machine count little.
 """
 
 import argparse
@@ -159,13 +159,24 @@ def row_of(name: str, seed: int, folder: Path, summary: dict[str, Any]) -> dict[
     }  # fmt: skip
 
 
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows that are there; numbers are text."""
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
 def write(rows: list[dict[str, Any]], folder: Path) -> None:
-    """results/rhyme.csv, and the table on the terminal."""
+    """results/rhyme.csv, where rows of other variants and seeds stay, and the table of ``rows`` on the terminal."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "rhyme.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
+    path = folder / "rhyme.csv"
+    kept = {(row["variant"], row["seed"]): row for row in read(path)}
+    kept |= {(row["variant"], str(row["seed"])): row for row in rows}
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in kept.values() for name in row)))
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(kept.values())
     table = Table("variant", "seeds", "tokens to target", "seconds to target", "accuracy after", "generated tokens",
                   "stored", "rhyme's share of time")  # fmt: skip
     for name in dict.fromkeys(row["variant"] for row in rows):

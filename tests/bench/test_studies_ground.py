@@ -22,10 +22,10 @@ def record(name, seed=0, speed=1.0, **changes):
         "cpu": "a",
         "torch": "b",
         "commit": "c",
-        "generated_tokens": 390,
+        "generated_tokens": curve[-1][2],
         "steps": 40,
         "without_spread": [0.5] * 40,
-        "cpu_s": 20.0,
+        "cpu_s": curve[-1][1],
         "final": 0.6,
     }
     return facts | {"name": name, "seed": seed, "curve": curve} | changes
@@ -52,6 +52,18 @@ def test_shares_are_of_what_plain_training_of_the_seed_needs():
     assert share_words([(0.5, True), (2.0, True)]) == "1.00" and share_words(there) == "0.50 (0.50 to 0.50)"
     assert share_words([(0.5, True), (2.0, False)]) == "at least 1.00, 1 of 2"
     assert share_words([(1.0, False)]) == "none of 1" and share_words([]) == "-"
+
+
+def test_a_share_of_which_one_is_only_a_bound_has_no_interval():
+    """All that a run took says nothing of what it would have needed."""
+    assert share_words([(0.5, True), (0.5, True), (1.0, False)]) == "at least 0.63, 2 of 3"
+
+
+def test_a_run_that_does_not_get_there_counts_with_all_that_it_took():
+    """Its last evaluation may be before its last step."""
+    plain, slow = record("plain"), record("slow", generated_tokens=450, cpu_s=23.0)
+    del slow["curve"][-1]
+    assert share(slow, plain, 2) == (450 / 390, False) and share(slow, plain, 1) == (23.0 / 20.0, False)
 
 
 def test_report_has_a_row_for_each_name_and_a_picture(tmp_path):

@@ -44,6 +44,18 @@ def test_no_run_is_started_after_its_time(study, tmp_path):
     assert list(study("baseline", "fresh-4", minutes=0)) == ["baseline"]
 
 
+def test_rows_of_other_variants_and_seeds_stay(tmp_path):
+    def rows(name, seed, accuracy):
+        numbers = dict.fromkeys(["tokens_to_target", "seconds_to_target", "generated_tokens", "stored_share"], 0.1)
+        row = {"variant": name, "seed": seed, "accuracy_final": accuracy, "rhyme_share": None, **numbers}
+        return [row | {f"rank_{ranking}": 0.5 for ranking in rhyme.RANKINGS}]
+
+    for name, seed, accuracy in (("baseline", 0, 0.1), ("baseline", 1, 0.2), ("ranking", 0, 0.3), ("baseline", 0, 0.4)):
+        rhyme.write(rows(name, seed, accuracy), tmp_path)
+    found = [(row["variant"], row["seed"], row["accuracy_final"]) for row in rhyme.read(tmp_path / "rhyme.csv")]
+    assert found == [("baseline", "0", "0.4"), ("baseline", "1", "0.2"), ("ranking", "0", "0.3")]
+
+
 def test_every_variant_has_valid_settings(tmp_path):
     for name, overrides in rhyme.VARIANTS.items():
         config = rhyme.load_config(rhyme.CONFIG, [value.format(databases=tmp_path) for value in overrides])
