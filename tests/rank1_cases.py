@@ -23,7 +23,7 @@ def with_spectrum(m: int, n: int, sigmas: torch.Tensor, *, seed: int = 0):
     r = len(sigmas)
     u = torch.linalg.qr(torch.randn(m, r, generator=g, dtype=torch.float64)).Q
     v = torch.linalg.qr(torch.randn(n, r, generator=g, dtype=torch.float64)).Q
-    return ((u * sigmas.double()) @ v.T).float(), v
+    return ((u * sigmas.to(u)) @ v.T).float(), v
 
 
 def exact(weight: torch.Tensor, base: torch.Tensor):

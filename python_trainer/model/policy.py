@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from jinja2 import TemplateError
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from python_trainer.data import Example, Messages
@@ -92,6 +92,28 @@ def find_eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: s
     return sorted(found)
 
 
+def mend_generation_config(model: PreTrainedModel) -> None:
+    """Makes it one that can be written: Transformers reads a temperature without sampling, say, and refuses to save it.
+
+    What still cannot be written then is left out but for the special tokens.
+    """
+    found = model.generation_config
+    if found is None or can_be_written(found):
+        return
+    found.do_sample = True
+    if not can_be_written(found):
+        names = ("bos_token_id", "eos_token_id", "pad_token_id")
+        model.generation_config = GenerationConfig(**{name: getattr(found, name) for name in names})
+
+
+def can_be_written(found: GenerationConfig) -> bool:
+    try:
+        found.validate(strict=True)
+    except ValueError:
+        return False
+    return True
+
+
 class Policy:
     """A model with its tokenizer.
 
@@ -118,6 +140,7 @@ class Policy:
         self.adapted = self.lean = False
         self.on_merge: Callable[[str, AdaptedWeight], object] | None = None
         self.device = next(model.parameters()).device
+        mend_generation_config(model)
         self.eos_token_ids = find_eos(model, tokenizer, name)
         config = model.config.get_text_config()
         self.max_length: int = getattr(config, "max_position_embeddings", None) or 1 << 30

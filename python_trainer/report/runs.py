@@ -60,7 +60,8 @@ def summary_of(folder: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[dict[st
     """summary.json of a run that has ended, else the same of the rows that it has written; and whether it has ended."""
     path, last = folder / "summary.json", rows[-1]
     found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    if found and found["steps"] >= last["step"]:
+    ended = bool(found) and found["steps"] >= last["step"]
+    if ended and "target_accuracy" in found:
         return found, True
 
     def total(metric: str) -> float:
@@ -87,7 +88,8 @@ def summary_of(folder: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[dict[st
         "seconds_to_target": None, "tokens_to_target": None,
         "target_accuracy": json.loads(settings.get("evaluation.target_accuracy", "null")),
         "accelerators": {name: {} for name in names}, "device": "-", "dtype": "-", "versions": {},
-    }, False  # fmt: skip
+        **(found if ended else {}),  # supervised steps tell less
+    }, ended  # fmt: skip
 
 
 def accelerators_of(folders: Iterable[Path]) -> list[Kind]:

@@ -3,12 +3,13 @@
 import asyncio
 import inspect
 import math
+import os
 import re
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,17 @@ def _within(seconds: float | None, call: Callable[[], Any]) -> Any:
     return result
 
 
+@lru_cache(maxsize=1)
+def _event_loop(process: int) -> asyncio.AbstractEventLoop:
+    """One for all calls of a process: what functions keep between them, such as a client, belongs to its loop.
+
+    It runs in a thread of its own, so that callers may have one that runs, as notebooks do.
+    """
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="rewards", daemon=True).start()
+    return loop
+
+
 async def _gather(functions: dict[str, RewardFunction], arguments: dict[str, Any], limit: float | None) -> list[Any]:
     """What async reward functions return, or the exceptions that they raise; they run side by side."""
 
@@ -115,7 +127,8 @@ def _call_all(functions: dict[str, RewardFunction], arguments: dict[str, Any], l
                 found[name] = error
     waiting = {name: function for name, function in functions.items() if name not in found}
     if waiting:
-        found |= zip(waiting, asyncio.run(_gather(waiting, arguments, limit)))
+        loop = _event_loop(os.getpid())
+        found |= zip(waiting, asyncio.run_coroutine_threadsafe(_gather(waiting, arguments, limit), loop).result())
     return {name: found[name] for name in functions}
 
 

@@ -41,11 +41,14 @@ def count_changes(after: Sequence[float], before: Sequence[float]) -> tuple[int,
     """Prompts gained and lost: whose answer scores more after than before, be it 1 instead of 0, and less.
 
     Raises:
-        ValueError: numbers of prompts that differ, or none.
+        ValueError: numbers of prompts that differ, or none; a score that is not finite.
     """
     if len(after) != len(before) or len(after) == 0:
         counts = [len(after), len(before)]
         raise ValueError(f"a paired comparison needs the same prompts, at least one, got {counts}")
+    for name, scores in (("after", after), ("before", before)):
+        if wrong := [float(score) for score in scores if not math.isfinite(score)]:
+            raise ValueError(f"{name} must hold finite scores, got {wrong[0]}")
     gained = sum(bool(a > b) for a, b in zip(after, before))
     lost = sum(bool(a < b) for a, b in zip(after, before))
     return gained, lost
@@ -91,8 +94,9 @@ class Gate:
         """Judges one candidate by all prompts at once; ``after`` and ``before`` are 0 or 1, or any score, for each.
 
         Raises:
-            ValueError: numbers of prompts that differ, or none.
+            ValueError: numbers of prompts that differ, or none; a score that is not finite.
         """
+        count_changes(after, before)  # what is wrong uses up no evidence
         self.comparisons += 1
         return self._judge(after, before)
 

@@ -303,6 +303,11 @@ class PagedCache(Cache):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self._pick(torch.arange(len(self._sequences), device="cpu")[indices.cpu()].tolist())
 
+    def activate_past_recording(self) -> None:
+        """Assisted generation begins: its first pass feeds the whole prompt, also what is cached."""
+        if not self._started:
+            self._columns = 0
+
     def crop(self, tokens_to_remove: int) -> None:
         """Drops the last ``-tokens_to_remove`` columns."""
         if tokens_to_remove > 0:

@@ -5,6 +5,7 @@ Arithmetic is float32, or float64 when the query is float64. Loops over sequence
 
 import torch
 
+from rlkernels._precision import without_autocast
 from rlkernels.prefix_cache.layout import GroupedLayout
 
 
@@ -27,13 +28,15 @@ def attend(
     exact = torch.float64 if query.dtype == torch.float64 else torch.float32
     heads_per_kv = query.shape[1] // key.shape[1]
     key, value = (t.to(exact).repeat_interleave(heads_per_kv, 1) for t in (key, value))
-    score = torch.einsum("qhd,khd->hqk", query.to(exact), key) * scale
+    with without_autocast(query.device):
+        score = torch.einsum("qhd,khd->hqk", query.to(exact), key) * scale
     if mask is not None:
         score = score.masked_fill(~mask, -torch.inf)
     lse = score.logsumexp(-1) if score.shape[-1] else score.new_full(score.shape[:2], -torch.inf)  # [Hq, q]
     lse = lse.masked_fill(lse == torch.inf, torch.nan)  # inf / inf, as of the output
     weight = (score - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
-    return torch.einsum("hqk,khd->qhd", weight, value), lse.T
+    with without_autocast(query.device):
+        return torch.einsum("hqk,khd->qhd", weight, value), lse.T
 
 
 def gather(cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:

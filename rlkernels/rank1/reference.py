@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rlkernels._precision import without_autocast
 from rlkernels.rank1.update import GAP_FLOOR, Leading, Rank1Update, factors
 from rlkernels.sampling.reference import keyed_uniform, philox_word
 
@@ -29,8 +30,9 @@ def delta_read(weight: torch.Tensor, base: torch.Tensor, q: torch.Tensor) -> tup
     ys, z = [], torch.zeros_like(q)
     for w, b in zip(weight.split(ROWS), base.split(ROWS)):
         delta = w.float() - b.float()
-        ys.append(delta @ q)
-        z += delta.T @ ys[-1]
+        with without_autocast(q.device):
+            ys.append(delta @ q)
+            z += delta.T @ ys[-1]
     return torch.cat(ys), z
 
 
@@ -225,7 +227,8 @@ def top1_delta(weight: torch.Tensor, base: torch.Tensor, **settings: Any) -> Ran
 def delta_matvec(weight: torch.Tensor, base: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """See :func:`rlkernels.delta_matvec`."""
     v = v.float()
-    return torch.cat([(w.float() - b.float()) @ v for w, b in zip(weight.split(ROWS), base.split(ROWS))])
+    with without_autocast(v.device):
+        return torch.cat([(w.float() - b.float()) @ v for w, b in zip(weight.split(ROWS), base.split(ROWS))])
 
 
 def stochastic_round(value: torch.Tensor, dtype: torch.dtype, seed: int) -> torch.Tensor:

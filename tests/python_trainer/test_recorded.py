@@ -68,14 +68,35 @@ def test_a_resumed_run_goes_on_where_it_was_recorded(run, tmp_path, enabled):
     assert steps_of(tmp_path / "history.db") == [[1, 2, 3]] and "recorded" not in said
 
 
+PLACES = {None: None, "auto": "history.db", "named": "named.db"}
+
+
 @pytest.mark.parametrize("enabled", [[], ["curriculum"]])
-def test_whether_it_is_recorded_may_change_when_a_run_is_resumed(run, tmp_path, enabled):
-    run("run", steps=2, enabled=enabled, database=None)
-    first, _ = run("run", steps=3, resume=True, enabled=enabled)
-    assert not (tmp_path / "history.db").exists()
-    run("other", steps=2, enabled=enabled)
-    second, _ = run("other", steps=3, resume=True, enabled=enabled, database=None)
-    assert steps_of(tmp_path / "history.db") == [[1, 2]] and torch.equal(weights(first), weights(second))
+@pytest.mark.parametrize("later", PLACES)
+@pytest.mark.parametrize("begun", PLACES)
+def test_whether_it_is_recorded_may_change_when_a_run_is_resumed(run, tmp_path, capsys, begun, later, enabled):
+    def place(kind):
+        return {"enabled": enabled, "database": str(tmp_path / "named.db") if kind == "named" else kind}
+
+    run("run", steps=1, **place(begun))
+    resumed, _ = run("run", steps=2, resume=True, **place(later))
+    alone, _ = run("alone", steps=2, **place(None))
+    assert torch.equal(weights(resumed), weights(alone))
+    for kind in ("auto", "named"):
+        file = tmp_path / PLACES[kind]
+        found = steps_of(file) if file.exists() else []
+        assert found == ([] if kind != begun else [[1, 2]] if kind == later else [[1]])
+    unrecorded = "named" in (begun, later) and begun != later is not None
+    assert capsys.readouterr().err.count("note: this run is not recorded ") == unrecorded
+
+
+@pytest.mark.parametrize("enabled", [[], ["curriculum"]])
+def test_a_resumed_run_goes_on_where_it_was_recorded_once_that_is_named_again(run, tmp_path, enabled):
+    named = {"enabled": enabled, "database": str(tmp_path / "named.db")}
+    run("run", steps=1, **named)
+    run("run", steps=2, resume=True, enabled=enabled)
+    run("run", steps=3, resume=True, **named)
+    assert steps_of(tmp_path / "named.db") == [[1, 3]] and not (tmp_path / "history.db").exists()
 
 
 @pytest.mark.parametrize("named", [False, True])

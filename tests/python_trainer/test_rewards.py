@@ -45,6 +45,25 @@ def test_async_functions_run_side_by_side():
     assert scores.total == [5.0, 8.5]
 
 
+def test_async_functions_keep_their_loop():
+    """What they hold between calls belongs to it; a caller may have one that runs, as notebooks do."""
+    narrow = asyncio.Semaphore(1)
+
+    async def contended(completions, **_):
+        async def one(text):
+            async with narrow:
+                await asyncio.sleep(0.001)
+                return float(len(text))
+
+        return await asyncio.gather(*map(one, completions))
+
+    async def notebook():
+        return judge(contended=contended)
+
+    assert [judge(contended=contended).total for _ in range(2)] == [[1.0, 2.0]] * 2
+    assert asyncio.run(notebook()).total == [1.0, 2.0]
+
+
 def test_none_leaves_a_function_out_of_the_sum():
     async def sometimes(completions, **_):
         return [None, 1.0]

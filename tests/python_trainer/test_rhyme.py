@@ -293,6 +293,14 @@ def test_a_resumed_run_never_writes_into_another(rhyme_config, tmp_path):
     assert run.steps == 3
 
 
+def test_a_database_that_is_named_only_at_resume_records_nothing_which_is_said(rhyme_config, tmp_path, capsys):
+    path = tmp_path / "history.db"
+    train(rhyme_config(max_steps=1), tmp_path / "run")
+    train(rhyme_config(path, max_steps=2), tmp_path / "run", resume=True)
+    assert capsys.readouterr().err.count(f"this run is not recorded in sqlite:///{path}: it began without it") == 1
+    assert RetrospectiveDatabase(str(path)).runs() == []
+
+
 def test_retrodiction_is_measured_before_it_learns(filled, rhyme_config, tmp_path):
     _, _, rows = train(rhyme_config(filled, {**TRUST_ALL, "retrodiction_steps": 2, "held_out": 8}, max_steps=6),
                        tmp_path / "run")  # fmt: skip

@@ -58,6 +58,8 @@ def test_an_answer_is_learned_by_heart(lessons, tmp_path, capsys):
     found = engine.generate([Request(ids, max_new_tokens=8) for ids in prompts], SamplingParams(temperature=0))
     assert [policy.decode(row.response_ids) for row in found] == ["CBA", "BAGF"]
     assert [row.finish_reason for row in found] == ["stop", "stop"]
+    assert main(["report", str(tmp_path)]) == 0  # has no accuracy or accelerators to tell
+    assert "no checkpoint of" not in capsys.readouterr().err
     assert main(["export", str(tmp_path / "run"), "--checkpoint", "best"]) == 2
     assert "no checkpoint of" in (said := capsys.readouterr().err) and "was evaluated" in said
 
@@ -123,6 +125,21 @@ def test_resume_keeps_the_type_of_the_weights(lessons, tmp_path, monkeypatch):
     monkeypatch.setattr("python_trainer.model.dtype.MAX_BYTES", 0)
     resumed = Sft(config, tmp_path / "run", resume=True, console=Console(file=out))
     assert resumed.policy.model.dtype == torch.float32 and "auto goes on in float32" in out.getvalue()
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": 0.6}, {"temperature": 0.6, "num_beams": -1}])
+def test_a_generation_config_that_transformers_would_not_write(lessons, tmp_path, wrong):
+    """Models of the Hub have a temperature without sampling; a run is not to end without its model for that."""
+    before = load_policy(config_of(lessons).model)
+    before.save(tmp_path / "policy")
+    path = tmp_path / "policy/generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | wrong | {"do_sample": False}))
+    policy = load_policy(config_of(lessons, model={"path": str(tmp_path / "policy")}).model)
+    policy.save(tmp_path / "again")
+    assert (
+        load_policy(config_of(lessons, model={"path": str(tmp_path / "again")}).model).eos_token_ids
+        == before.eos_token_ids
+    )
 
 
 def test_errors_name_the_setting_or_the_line(lessons, tmp_path):

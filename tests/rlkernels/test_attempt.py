@@ -90,3 +90,13 @@ def test_bad_settings_are_named(setting, error, message):
 def test_a_level_outside_of_0_and_1_is_named():
     with pytest.raises(ValueError, match="level must be between 0 and 1"):
         rlkernels.Gate(1.0)
+
+
+def test_scores_that_are_not_finite_use_up_no_evidence():
+    gate = rlkernels.Gate(0.05)
+    for after, before, name in (([1.0, float("nan")], [0.0, 0.0], "after"), ([1.0], [float("inf")], "before")):
+        with pytest.raises(ValueError, match=f"{name} must hold finite scores, got (nan|inf)"):
+            gate.compare(after, before)
+    with pytest.raises(ValueError, match="needs the same prompts"):
+        gate.compare([1.0], [])
+    assert gate.comparisons == 0

@@ -165,8 +165,13 @@ def test_another_default_device(model):
 
 def test_assisted_generation(model):
     inputs, assistant = padded(9), build(num_hidden_layers=1)
-    plain, paged, _ = both(model, inputs, assistant_model=assistant)
-    assert torch.equal(plain, paged)
+    for how in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 3}):
+        plain, paged, kv = both(model, inputs, **how)
+        assert torch.equal(plain, paged)
+        with PagedCache(kv, **inputs) as cache:
+            assert max(cache.num_cached) > 0
+            assert torch.equal(plain, generate(model, inputs, cache, **how))
+        model.set_attn_implementation("sdpa")
 
 
 def test_what_the_kernels_do_not_know_is_refused(model):

@@ -16,6 +16,7 @@ sampling, without costs or neighbours.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +91,7 @@ class Curriculum(Accelerator):
             self.stored.add(group[::-1], context.step)  # the newest last
         most = settings.rehearsal_share * context.max_steps * context.generation.prompts_per_step * size
         batches = in_batches(groups, settings.rehearsal_batch, settings.rehearsals, context.seed)
-        batches = batches[: int(most / settings.rehearsal_batch)]
+        batches = [batch for batch, so_far in zip(batches, accumulate(map(len, batches))) if so_far <= most]
         if batches:
             context.telemetry["curriculum/rehearsed_answers"] = sum(map(len, batches))
         return batches
@@ -244,7 +245,7 @@ class Curriculum(Accelerator):
         if state["earlier"] is None and not self.settings.reads:  # begun without being recorded
             self.earlier = None
         if self.earlier is not None:
-            self.earlier.load_state_dict(state["earlier"])
+            self.earlier.load_state_dict(state["earlier"] or {})
         self.outcomes.load_state_dict(state["outcomes"])
         self.table, self.signals, self.recent = (state[name].clone() for name in ("table", "signals", "recent"))
         self.stored.load_state_dict(state["stored"])

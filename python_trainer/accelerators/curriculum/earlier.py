@@ -14,8 +14,8 @@ from python_trainer.accelerators.base import RunContext, StepContext
 from python_trainer.accelerators.curriculum.better import clearly_better, last_shares
 from python_trainer.accelerators.curriculum.difficulty import difficulties
 from python_trainer.accelerators.curriculum.notes import say
-from python_trainer.accelerators.curriculum.settings import CurriculumSettings
-from python_trainer.accelerators.rhyme.attempts import begin_run
+from python_trainer.accelerators.curriculum.settings import AUTO, CurriculumSettings
+from python_trainer.accelerators.rhyme.attempts import begin_run, resume_run
 from python_trainer.accelerators.rhyme.bank import for_tokenizer
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
 from python_trainer.accelerators.rhyme.judging import judged
@@ -80,16 +80,22 @@ class EarlierRuns:
         """Enters this run; of one that is resumed, forgets the steps that are made again -> whether it is new."""
         self.fingerprint, self.begun = tokenizer_fingerprint(context.policy.tokenizer), True
         new = self.run_id is None
-        context.once(lambda: self._enter(context))
+        if not context.once(lambda: self._enter(context)):
+            self.settled = True  # without its own steps no run can be told to be better
         return new
 
-    def _enter(self, context: StepContext) -> None:
-        """A resumed run that the database does not have any more is not recorded any more."""
+    def _enter(self, context: StepContext) -> bool:
+        """A resumed run that the database does not have is not recorded any more -> whether this one is."""
         if self.run_id is None:
             facts = run_facts(context, self.fingerprint)
             self.run_id, self.created = begin_run(self.database, facts, self.folder, NOTE)
-        elif not self.database.cut_run(self.run_id, context.step - 1, created=self.created):
+            return True
+        there = resume_run(
+            self.database, self.run_id, context.step - 1, created=self.created, lost="it learns nothing from there"
+        )
+        if not there:
             self.run_id = NOBODY
+        return there
 
     def answers(self, context: StepContext, per_prompt: int) -> list[list[Rollout]]:
         """Different right answers of better runs to each prompt of this one, the newest first, at most so many.
@@ -169,10 +175,12 @@ class EarlierRuns:
         return {name: getattr(self, name) for name in STATE}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        # checkpoints of November 2026 and before do not say: answers were taken before the first step then
-        known = {"settled": True, **state}
+        """Of a run that was begun without a database, the state is empty: it has no place in one."""
+        # checkpoints of November 2026 and before do not say "settled": answers were taken before the first step then
+        known = {"run_id": None, "created": 0.0, "found": 0, "generated_tokens": 0, "settled": True, **state}
         for name in STATE:
             setattr(self, name, known[name])
+        self.run_id = self.run_id or NOBODY
 
 
 class Unasked(EarlierRuns):
@@ -218,7 +226,14 @@ class Unasked(EarlierRuns):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self.url, self.lost = state["url"], self.run_id is None
+        self.url = state.get("url", "")  # not there where a database was named
+        self.lost = not (self.run_id and self.url)
+        if self.lost and self.run_id:
+            say(
+                None,
+                "this run is not recorded any more: it was recorded in a database that "
+                f"accelerators.curriculum.database named, which is {AUTO} now; name it to go on there",
+            )
 
 
 def runs_of(settings: CurriculumSettings, output_dir: Path) -> EarlierRuns | None:

@@ -12,7 +12,7 @@ from python_trainer.data import Rollout, by_group, fresh_ones
 class Recorder(Accelerator):
     """Records the right answers of a run that takes none itself.
 
-    A run that was begun without it has none when it is resumed.
+    A run that was begun without it is not recorded when it is resumed, which is said where a database is named.
     """
 
     settings: CurriculumSettings
@@ -27,6 +27,8 @@ class Recorder(Accelerator):
         self.runs = runs
 
     def rehearse(self, context: StepContext) -> list[list[Rollout]]:
+        if self.runs is None and self.settings.reads:  # resumed, and begun without a recorder
+            self.load_state_dict({})
         if self.runs is not None and not self.runs.begun:
             self.runs.begin(context)
         return []
@@ -40,6 +42,6 @@ class Recorder(Accelerator):
         return {} if self.runs is None else self.runs.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state and (runs := runs_of(self.settings, Path())) is not None:
+        if (state or self.settings.reads) and (runs := runs_of(self.settings, Path())) is not None:
             runs.load_state_dict(state)
             self.runs = runs

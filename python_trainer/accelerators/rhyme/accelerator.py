@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from python_trainer.accelerators.base import Accelerator, StepContext
-from python_trainer.accelerators.rhyme.attempts import begin_run
+from python_trainer.accelerators.rhyme.attempts import begin_run, resume_run
 from python_trainer.accelerators.rhyme.bank import SampleBank, for_tokenizer
 from python_trainer.accelerators.rhyme.counts import Counts
 from python_trainer.accelerators.rhyme.evidence import Evidence
@@ -309,7 +309,8 @@ class Rhyme(Accelerator):
         self.gathered.shown = Shown(**shown) if (shown := state.get("shown")) is not None else None
         if self.database is not None and self.records and self.run_id is not None:
             done = int(self.curve.steps[-1]) if len(self.curve) else 0
-            self.records = self.database.cut_run(self.run_id, done, created=self.created)
+            lost = "it is read only every accelerators.rhyme.refresh_steps, where these are above 0"
+            self.records = resume_run(self.database, self.run_id, done, created=self.created, lost=lost)
 
 
 def begins_with(response_ids: list[int], prefix_ids: list[int]) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from python_trainer.accelerators.rhyme.records import RunFacts
+from python_trainer.errors import tell
 from python_trainer.files import write_text
 
 if TYPE_CHECKING:
@@ -35,3 +36,14 @@ def begin_run(database: "RetrospectiveDatabase", facts: RunFacts, folder: Path, 
     run_id = database.add_run(facts, created=created)
     write_text(note, json.dumps({"folder": here, "run": run_id, "created": created}) + "\n")
     return run_id, created
+
+
+def resume_run(database: "RetrospectiveDatabase", run_id: int, done: int, *, created: float, lost: str) -> bool:
+    """Forgets the steps of a resumed run beyond ``done``, as :meth:`RetrospectiveDatabase.cut_run`.
+
+    Where the run is not in the database that is said, and ``lost``, what else follows from it.
+    """
+    there = database.cut_run(run_id, done, created=created)
+    if not there:
+        tell(f"note: this run is not recorded in {database.name}: it began without it, or was removed from it; {lost}")
+    return there
