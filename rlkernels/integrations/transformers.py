@@ -135,7 +135,7 @@ class PagedCache(Cache):
     def begin(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
         """Prepares a forward pass on the next columns [B, q] of the batch."""
         batch, new = input_ids.shape
-        if not self._started:
+        if first := not self._started:
             self._start(batch)
         elif batch != len(self._sequences):
             raise ValueError(f"input_ids must have {len(self._sequences)} rows, got {batch}")
@@ -145,6 +145,8 @@ class PagedCache(Cache):
                 f"input_ids must hold all {self._width - self._columns} columns that are not cached, got {new}; "
                 "prefill_chunk_size is not supported"
             )
+        if first:
+            self._check_tokens(input_ids)
         if attention_mask is not None:
             self._check_mask(attention_mask, end, first=self._columns if self._step is not None else 0)
         if end > self._width:
@@ -181,6 +183,17 @@ class PagedCache(Cache):
             self._open(batch // rows)
             assert self._columns == before
         self._started = True
+
+    def _check_tokens(self, input_ids: torch.Tensor) -> None:
+        """The first pass has the prompts' tokens: it is under those that others will find its keys and values."""
+        for row, (prompt, pad, given) in enumerate(zip(self._prompts, self._pads, input_ids.tolist())):
+            start = self._columns - pad
+            expected = prompt[max(start, 0) :]
+            if given[max(-start, 0) :][: len(expected)] != expected:
+                raise ValueError(
+                    f"input_ids must be those that the PagedCache was opened with, got others in row {row}: "
+                    "open one for each batch"
+                )
 
     def _check_mask(self, mask: torch.Tensor, end: int, *, first: int) -> None:
         """Raises unless columns ``first`` to ``end`` are 0 for the padding known since the start, and 1 after it."""

@@ -48,6 +48,11 @@ def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Te
     for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ValueError(f"{type(module).__name__} uses {name}, which the attention of rlkernels does not know")
+    if attention_mask is not None or getattr(module, "is_causal", None) is False:
+        what = "looks ahead (is_causal is False)" if attention_mask is None else "makes an attention_mask of its own"
+        raise ValueError(
+            f"{type(module).__name__} {what}, which the attention of rlkernels does not know: it is causal"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     batch, tokens = query.shape[0], query.shape[2]
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # [B * q, H, d]

@@ -19,9 +19,9 @@ SIZES = {
 }  # fmt: skip
 
 
-def build(kind="Llama", **changes):
+def build(kind="Llama", config_kind=None, **changes):
     torch.manual_seed(3)
-    config = getattr(transformers, f"{kind}Config")(**SIZES | changes)
+    config = getattr(transformers, f"{config_kind or kind}Config")(**SIZES | changes)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     with torch.no_grad():
         model.lm_head.weight.copy_(torch.randn_like(model.lm_head.weight))  # no two tokens alike
@@ -177,6 +177,10 @@ def test_assisted_generation(model):
 def test_what_the_kernels_do_not_know_is_refused(model):
     with pytest.raises(ValueError, match="Gemma2ForCausalLM with attn_logit_softcapping"):
         paged_kv_cache(build("Gemma2", head_dim=8), num_blocks=8)
+    with pytest.raises(ValueError, match="Gemma3Attention looks ahead .is_causal is False."):
+        both(build("Gemma3", "Gemma3Text", head_dim=16, use_bidirectional_attention=True), padded(5))
+    with pytest.raises(ValueError, match="DogeAttention makes an attention_mask of its own"):
+        both(build("Doge"), padded(5))
     windowed = build("Mistral", sliding_window=8)
     with pytest.raises(ValueError, match="at most 8 tokens, the sliding window of layer 0, got 9"):
         both(windowed, padded(5))
@@ -190,6 +194,13 @@ def test_what_the_kernels_do_not_know_is_refused(model):
         PagedCache(kv, inputs["input_ids"], torch.tensor([[1] * 6, [0] * 6]))
     with pytest.raises(ValueError, match="must be the one that the PagedCache was opened with"):
         generate(model, inputs, PagedCache(kv, inputs["input_ids"]))
+    other = inputs["input_ids"].clone()
+    other[1, -1] += 1
+    with (
+        PagedCache(kv, **inputs) as cache,
+        pytest.raises(ValueError, match="must be those that the PagedCache was opened with, got others in row 1"),
+    ):
+        generate(model, {**inputs, "input_ids": other}, cache)
     with pytest.raises(ValueError, match="prefill_chunk_size is not supported"):
         generate(model, inputs, PagedCache(kv, **inputs), prefill_chunk_size=2)
     with pytest.raises(rlkernels.OutOfBlocks):
