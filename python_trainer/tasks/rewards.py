@@ -97,7 +97,15 @@ def _event_loop(process: int) -> asyncio.AbstractEventLoop:
     It runs in a thread of its own, so that callers may have one that runs, as notebooks do.
     """
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="rewards", daemon=True).start()
+
+    def work() -> None:
+        while True:
+            try:
+                loop.run_forever()
+            except (SystemExit, KeyboardInterrupt):  # of a function; asyncio stops for them, and callers would wait
+                continue
+
+    threading.Thread(target=work, name="rewards", daemon=True).start()
     return loop
 
 

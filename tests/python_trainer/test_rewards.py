@@ -64,6 +64,18 @@ def test_async_functions_keep_their_loop():
     assert asyncio.run(notebook()).total == [1.0, 2.0]
 
 
+def test_sys_exit_in_an_async_function_is_an_error_of_its_own():
+    async def leaves(completions, **_):
+        sys.exit("no key")
+
+    async def stays(completions, **_):
+        return [1.0, 2.0]
+
+    with pytest.raises(UserError, match="reward function leaves raised SystemExit: no key"):
+        judge(leaves=leaves, stays=stays)
+    assert judge(stays=stays).total == [1.0, 2.0]  # the loop goes on
+
+
 def test_none_leaves_a_function_out_of_the_sum():
     async def sometimes(completions, **_):
         return [None, 1.0]
