@@ -5,7 +5,7 @@ import errno
 import os
 import sys
 
-from python_trainer.errors import Interrupted, NotFinite, UserError, hide_passwords, is_out_of_memory, tell
+from python_trainer.errors import Interrupted, NotFinite, UserError, hide_passwords, is_out_of_memory, tell, tell_error
 from python_trainer.parsers import check_packages, make_parser
 from python_trainer.registry import load
 
@@ -37,20 +37,20 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
     except (UserError, NotFinite) as error:
         said = "; ".join([str(error), *getattr(error, "__notes__", ())])
-        tell(f"error: {hide_passwords(' '.join(said.split()))}")
+        tell_error(error, hide_passwords(" ".join(said.split())))
         return 2
     except BrokenPipeError:  # whoever read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
-        tell(f"error: {error}; {'; '.join(getattr(error, '__notes__', ()))}".rstrip("; "))
+        tell_error(error, f"{error}; {'; '.join(getattr(error, '__notes__', ()))}".rstrip("; "))
         return 2
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         said = "; ".join(["out of memory", *str(error).splitlines()[:1], *getattr(error, "__notes__", ())])
-        tell(f"error: {said}")
+        tell_error(error, said)
         return 2
     except Interrupted as stopped:
         tell(f"{stopped}{how_to_go_on(args)}")

@@ -50,3 +50,28 @@ def tell(message: str) -> None:
     """Once, whatever the number of processes that torchrun started."""
     if int(os.environ.get("RANK", 0)) == 0:
         print(message, file=sys.stderr)
+
+
+def mark_shared(error: Exception) -> None:
+    """Marks an error that all ranks raise together, each as an object of its own."""
+    error.shared = True  # type: ignore[attr-defined]
+
+
+def is_shared(error: BaseException | None) -> bool:
+    """Whether all ranks raise it together, or what it was raised from."""
+    while error is not None:
+        # loss and norm are sums over all ranks; what one alone samples from is raised together
+        if isinstance(error, NotFinite) or getattr(error, "shared", False):
+            return True
+        error = error.__cause__
+    return False
+
+
+def tell_error(error: BaseException, message: str) -> None:
+    """Of an error that all ranks raise together the first tells; of others each that has one, by its number."""
+    if is_shared(error):
+        tell(f"error: {message}")
+        return
+    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    who = "" if size == "1" else f"process {rank} of {size}: "
+    print(f"error: {who}{message}", file=sys.stderr)

@@ -31,6 +31,7 @@ from python_trainer.run_state import device_name, versions
 from python_trainer.saving import MODEL_ASIDE
 from python_trainer.signals import StopSignal
 from python_trainer.tasks import Task
+from python_trainer.tasks.files import check_text
 from python_trainer.telemetry import Telemetry
 
 
@@ -49,9 +50,11 @@ def reference_answers(policy: Policy, examples: Sequence[Example], column: str) 
         UserError: names an example without such a column, or that is longer than the model allows.
     """
     for example in examples:
-        if not isinstance(example.columns.get(column), str | int | float):
+        answer = example.columns.get(column)
+        if not isinstance(answer, str | int | float):
             known = ", ".join(example.columns) or "none"
             raise UserError(f"sft.column: {place_of(example)} has no text or number {column!r}; its columns: {known}")
+        check_text(place_of(example), column, str(answer))
     prompts = policy.encode([example.prompt for example in examples])
     answers = [policy.tokenizer(str(e.columns[column]), add_special_tokens=False)["input_ids"] for e in examples]
     found = [Rollout(prompt, [*ids, policy.tokenizer.eos_token_id]) for prompt, ids in zip(prompts, answers)]

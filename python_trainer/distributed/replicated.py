@@ -13,7 +13,7 @@ from rich.console import Console
 from python_trainer.data import Example, Messages, Rollout
 from python_trainer.distributed.group import RankGroup
 from python_trainer.distributed.ranked_engine import RankedEngine
-from python_trainer.errors import UserError, kind_of
+from python_trainer.errors import UserError, is_shared, kind_of, mark_shared
 from python_trainer.model.packing import micro_batches, split_evenly
 from python_trainer.model.policy import Policy
 from python_trainer.rollout.engine import Engine
@@ -38,7 +38,6 @@ class Replicated(RankGroup):
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._aside: TemporaryDirectory[str] | None = None
-        self._told: Exception | None = None  # what all were told of last, as this rank raises it
 
     def gather(self, value: T) -> list[T]:
         """What every rank says, by rank."""
@@ -59,12 +58,12 @@ class Replicated(RankGroup):
             if problem is None and told is not None:
                 kind, text = told
                 problem = kind(f"process {rank} of {self.size}: {text}")
-        self._told = problem
         if problem is not None:
+            mark_shared(problem)
             raise problem
 
     def all_know(self, error: Exception) -> bool:
-        return self.size == 1 or isinstance(error, UserError) or error is self._told
+        return self.size == 1 or isinstance(error, UserError) or is_shared(error)
 
     def first(self, value: T) -> T:
         said = [value]

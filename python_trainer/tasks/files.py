@@ -160,10 +160,22 @@ def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
     return rows
 
 
+def check_text(place: str, column: str, text: str) -> None:
+    r"""Raises UserError for what no tokenizer takes: half of a character, as JSON's \ud83d by itself."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{place}: {column} has the lone surrogate {text[error.start]!r} at character {error.start}, which is half "
+            "of a character and no text; allowed: Unicode text. Write the whole character, or take it out"
+        ) from error
+
+
 def text_column(path: Path, number: int, row: dict[str, Any], column: str) -> str:
     """A column that must be a non-empty string."""
     if column not in row:
         raise UserError(f"{path}:{number}: no column {column!r}; the line has {', '.join(map(repr, row)) or 'none'}")
     if not isinstance(row[column], str) or not row[column]:
         raise UserError(f"{path}:{number}: {column} is {row[column]!r:.80}; allowed: a string that is not empty")
+    check_text(f"{path}:{number}", column, row[column])
     return row[column]

@@ -11,7 +11,7 @@ from python_trainer.data import Example
 from python_trainer.errors import UserError
 from python_trainer.settings import Plugin
 from python_trainer.tasks.base import Task
-from python_trainer.tasks.files import FileTaskSettings, SplitTaskSettings, read_rows
+from python_trainer.tasks.files import FileTaskSettings, SplitTaskSettings, check_text, read_rows
 from python_trainer.tasks.rewards import OF_TRL, REWARDS, about_trl
 
 PROMPT_COLUMNS = ("prompt", "messages")
@@ -128,6 +128,8 @@ def read_prompts(
                 f"{source}:{number}: {column} is {prompt!r:.80}; allowed: a string that is not empty, or a list of "
                 'messages {"role": "user", "content": "..."}'
             )
+        for text in [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]:
+            check_text(f"{source}:{number}", column, text)
         columns = {name: value for name, value in row.items() if name != column}
         if reserved := {"prompts", "completions", "completion_ids", "environment_reward"} & columns.keys():
             raise UserError(

@@ -17,7 +17,7 @@ from python_trainer.checkpoint import SHARDS, list_checkpoints, load_checkpoint
 from python_trainer.config import check_config
 from python_trainer.distributed import start
 from python_trainer.distributed.shard_files import load_whole, read_shards, write_shards
-from python_trainer.errors import NotFinite, UserError
+from python_trainer.errors import NotFinite, UserError, is_shared
 from python_trainer.objective import Objective
 from python_trainer.rollout.paged.engine import PagedEngine
 from python_trainer.run import Trainer
@@ -45,6 +45,7 @@ def fail(settings, folder, name):
     """The error that ends a run, as each process sees it."""
     with pytest.raises(UserError) as caught:
         train(settings, folder / name, "fsdp2")
+    assert is_shared(caught.value)  # the command line prints it once
     (folder / f"{name}-{dist.get_rank()}.txt").write_text(str(caught.value))
 
 
@@ -81,6 +82,7 @@ def generation_that_fails(settings, folder):
 
         with patch.object(PagedEngine, "_work", work), pytest.raises(Exception) as caught:
             train(settings, folder / f"{parallel}-{name}", parallel)
+        assert is_shared(caught.value)
         said = "; ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
         (folder / f"{parallel}-{name}-{dist.get_rank()}.txt").write_text(f"{type(caught.value).__name__}: {said}")
 

@@ -1,5 +1,6 @@
 """The command line under torchrun."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -8,10 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from python_trainer.__main__ import main
 from python_trainer.checkpoint import list_checkpoints
+from python_trainer.errors import UserError, mark_shared
 from python_trainer.run_directory import read_lines, read_metrics
 
 HERE = Path(__file__).parent
@@ -56,3 +60,30 @@ def test_two_processes_stop_together_and_one_goes_on(settings, tmp_path):
     assert (run / "report.html").exists()
     model = AutoModelForCausalLM.from_pretrained(run / "model")
     assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(run / "model")) == 64
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), "out of memory; CUDA out of memory."),
+        (UserError("model.path: there is no model here"), "model.path: there is no model here"),
+        (OSError(errno.ENOSPC, "No space left on device"), "[Errno 28] No space left on device"),
+    ],
+)
+def test_an_error_is_told_by_the_process_that_has_it(tmp_path, monkeypatch, capsys, rank, shared, error, said):
+    """Of what all raise together the first tells; what one has alone the others may never know."""
+    raised = type(error)(*error.args)
+    if shared:
+        mark_shared(raised)
+
+    def fail(folders):
+        raise raised
+
+    monkeypatch.setattr("python_trainer.report.write.report", fail)
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["report", str(tmp_path)]) == 2
+    alone, together = f"error: process {rank} of 2: {said}\n", {"0": f"error: {said}\n", "1": ""}[rank]
+    assert capsys.readouterr().err == (together if shared else alone)

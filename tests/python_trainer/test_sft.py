@@ -17,6 +17,7 @@ from python_trainer.errors import UserError
 from python_trainer.model.policy import load_policy
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.rollout.make import make_engine
+from python_trainer.run import Trainer
 from python_trainer.sft import Sft, reference_answers, token_losses
 
 QUIET = Console(quiet=True)
@@ -58,7 +59,9 @@ def test_an_answer_is_learned_by_heart(lessons, tmp_path, capsys):
     found = engine.generate([Request(ids, max_new_tokens=8) for ids in prompts], SamplingParams(temperature=0))
     assert [policy.decode(row.response_ids) for row in found] == ["CBA", "BAGF"]
     assert [row.finish_reason for row in found] == ["stop", "stop"]
-    assert main(["report", str(tmp_path)]) == 0  # has no accuracy or accelerators to tell
+    Trainer(config_of(lessons, max_steps=1), tmp_path / "rl", console=QUIET).run()
+    assert main(["report", str(tmp_path / "run")]) == 0  # has no accuracy or accelerators to tell
+    assert main(["report", str(tmp_path)]) == 0  # nor beside a run that has
     assert "no checkpoint of" not in capsys.readouterr().err
     assert main(["export", str(tmp_path / "run"), "--checkpoint", "best"]) == 2
     assert "no checkpoint of" in (said := capsys.readouterr().err) and "was evaluated" in said
@@ -153,6 +156,8 @@ def test_errors_name_the_setting_or_the_line(lessons, tmp_path):
     arithmetic = {**lessons, "task": {"name": "arithmetic"}, "sft": {"train_half": "first"}}
     with pytest.raises(UserError, match=r"sft.train_half must be null, as task arithmetic has no halves, got first"):
         Sft(check_config(arithmetic, source="test"), tmp_path / "run")
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "A", "answer": "B\ud83d"}) + "\n")
+    refused(r"train.jsonl:1: answer has the lone surrogate '\\ud83d' at character 1, .*; allowed: Unicode text")
     (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "A", "answer": "B" * 200}) + "\n")
     refused(r"train.jsonl:1 has 1 tokens and 202 with its answer; allowed: .* at most 128")
 

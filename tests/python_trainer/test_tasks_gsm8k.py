@@ -89,6 +89,9 @@ def test_an_answer_without_a_number_is_named(tmp_path):
     file.write_text('{"question": "1+1?", "answer": "#### 2"}\n\n{"question": "1+2?", "answer": "three"}\n')
     with pytest.raises(UserError, match=r"problems\.jsonl:3: answer has no final number"):
         GSM8KSettings(train_path=file, test_path=file).load()
+    file.write_text(r'{"question": "1+1?\ud83d", "answer": "#### 2"}')
+    with pytest.raises(UserError, match=r"problems\.jsonl:1: question has the lone surrogate"):
+        GSM8KSettings(train_path=file, test_path=file).load()
 
 
 def test_problems_of_few_steps(gsm8k_dir):

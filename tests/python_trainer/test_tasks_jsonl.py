@@ -126,6 +126,11 @@ def test_columns_that_some_lines_lack_are_noted_once(folder):
         (['{"prompt": 3}'], r"data\.jsonl:1: prompt is 3"),
         (['{"messages": []}'], r"data\.jsonl:1: messages is \[\]"),
         (['{"messages": [{"role": "user"}]}'], r"data\.jsonl:1: messages is"),
+        (
+            [r'{"prompt": "ABC\ud83d"}'],
+            r"data\.jsonl:1: prompt has the lone surrogate '\\ud83d' at character 3, .* allowed",
+        ),
+        ([r'{"messages": [{"role": "user", "content": "\ude00"}]}'], r"data\.jsonl:1: messages has the lone surrogate"),
         (['{"prompt": "a", "completions": 1}'], r"data\.jsonl:1: column 'completions'"),
     ],
 )
