@@ -119,11 +119,16 @@ class Gate:
         Args:
             after, before: number of prompts -> 0 or 1 for each of so many, in an order that does not change.
             prompts: how many there are.
+
+        Raises:
+            ValueError: numbers of answers that differ, or none; a score that is not finite.
         """
-        self.comparisons += 1
         for look in LOOKS:
             count = -(-prompts * look // LOOKS[-1])
             seen = before(count), after(count)
+            if look == LOOKS[0]:
+                count_changes(seen[1], seen[0])  # what is wrong uses up no evidence
+                self.comparisons += 1
             found = self._judge(seen[1], seen[0])
             if found.accepted or self._hopeless(seen[1], seen[0], prompts, found.needed):
                 break

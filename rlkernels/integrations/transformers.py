@@ -8,6 +8,7 @@ Works for decoder models whose layers use Transformers' attention interface. Nee
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -111,10 +112,10 @@ class PagedCache(Cache):
         self.kv = kv
         self._prompts, self._pads = _unpadded(input_ids, attention_mask)
         self._sequences: list[Sequence] = []
-        self._width = self._columns = input_ids.shape[1]  # columns of the batch that have blocks; that were computed
+        self._width = self._columns = input_ids.shape[1]  # columns of the batch that are known; that were computed
         self._started = self._committed = False
         self._step: _Step | None = None
-        self._waiting: set[int] = set()  # layers that have given keys, and not attended yet
+        self._attended: Counter[int] = Counter()  # how often each layer has attended in this pass
         self._open(1)
 
     @property
@@ -135,7 +136,8 @@ class PagedCache(Cache):
     def begin(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
         """Prepares a forward pass on the next columns [B, q] of the batch."""
         batch, new = input_ids.shape
-        if first := not self._started:
+        self._undo_failed()
+        if not self._started:
             self._start(batch)
         elif batch != len(self._sequences):
             raise ValueError(f"input_ids must have {len(self._sequences)} rows, got {batch}")
@@ -145,13 +147,12 @@ class PagedCache(Cache):
                 f"input_ids must hold all {self._width - self._columns} columns that are not cached, got {new}; "
                 "prefill_chunk_size is not supported"
             )
-        if first:
+        if not self._committed:
             self._check_tokens(input_ids)
         if attention_mask is not None:
-            self._check_mask(attention_mask, end, first=self._columns if self._step is not None else 0)
+            self._check_mask(attention_mask, end)
         if end > self._width:
             self.kv.append_many(self._sequences, input_ids[:, self._width - end :].tolist())
-            self._width = end
         device, size = self.kv.device, self.kv.block_size
         tables, _ = self.kv.tables(self._sequences)
         pads, cached = (torch.tensor(x, device=device) for x in (self._pads, self._cached))
@@ -174,6 +175,14 @@ class PagedCache(Cache):
         )
         self._end = end
 
+    def _undo_failed(self) -> None:
+        """Takes back the tokens of a forward pass that did not end, so that the next one may bring others."""
+        self._step = None
+        self._attended.clear()
+        for seq, pad in zip(self._sequences, self._pads):
+            if seq.length > self._width - pad:
+                self.kv.truncate(seq, self._width - pad)
+
     def _start(self, batch: int) -> None:
         rows = len(self._sequences)
         if batch % rows:
@@ -195,20 +204,15 @@ class PagedCache(Cache):
                     "open one for each batch"
                 )
 
-    def _check_mask(self, mask: torch.Tensor, end: int, *, first: int) -> None:
-        """Raises unless columns ``first`` to ``end`` are 0 for the padding known since the start, and 1 after it."""
+    def _check_mask(self, mask: torch.Tensor, end: int) -> None:
+        """Raises unless columns up to ``end`` are 0 for the padding known since the start, and 1 after it."""
         rows = len(self._sequences)
         if mask.ndim != 2 or mask.shape[0] != rows or mask.shape[1] < end:
             raise ValueError(f"attention_mask must have shape [{rows}, {end}], got {list(mask.shape)}")
-        if first < max(self._pads):
-            pads = torch.tensor(self._pads, device=mask.device)
-            wanted = torch.arange(first, end, device=mask.device) >= pads[:, None]
-            wrong = (mask[:, first:end] != 0) != wanted
-        else:
-            wrong = mask[:, first:end] == 0
+        pads = torch.tensor(self._pads, device=mask.device)
+        wrong = (mask[:, :end] != 0) != (torch.arange(end, device=mask.device) >= pads[:, None])
         if wrong.any():
             row, column = wrong.nonzero()[0].tolist()
-            column += first
             raise ValueError(
                 f"attention_mask must be the one that the PagedCache was opened with ({self._pads} columns of padding "
                 f"on the left), then 1 for every new column, got {int(mask[row, column])} at [{row}, {column}]"
@@ -239,7 +243,7 @@ class PagedCache(Cache):
             step.block_tables, step.seq_lens, step.query_starts, scale=scale,
         )  # fmt: skip
         assert isinstance(out, torch.Tensor)
-        self._waiting.discard(layer)
+        self._attended[layer] += 1
         if step.queries is None:
             return out
         return out.new_zeros(query.shape).index_put((step.queries,), out)
@@ -247,12 +251,14 @@ class PagedCache(Cache):
     def finish(self, name: str) -> None:
         """Ends a forward pass, whose keys and values are written now."""
         self._step = None
-        if self._waiting:
+        times = {layer: self._attended[layer] for layer in range(len(self.kv.key_cache))}
+        if wrong := {layer: n for layer, n in times.items() if n != 1}:
             raise ValueError(
-                f"layers {sorted(self._waiting)} of {name} did not use the attention implementation {IMPLEMENTATION!r}"
+                f"each of the {len(times)} layers of the PagedKVCache must attend once in a pass of {name}, by the "
+                f"attention implementation {IMPLEMENTATION!r}, got {wrong} (layer: times); run it without a PagedCache"
             )
-        self._columns = self._end
-        if not self._committed and self._columns == self._width:
+        self._columns = self._width = self._end
+        if not self._committed:
             self._commit()
 
     def _commit(self) -> None:
@@ -262,7 +268,8 @@ class PagedCache(Cache):
 
     def close(self) -> None:
         """Gives the blocks back; what was computed stays cached for later prompts until its space is needed."""
-        if self._started and self._step is None and self._columns == self._width:
+        self._undo_failed()
+        if self._started and self._columns == self._width:
             self._commit()
         for seq in self._sequences:
             self.kv.close(seq)
@@ -291,7 +298,6 @@ class PagedCache(Cache):
                 "past_key_values must be a PagedCache of a model prepared by paged_kv_cache(model, ...), got one in a "
                 "forward pass of another model"
             )
-        self._waiting.add(layer_idx)
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -318,7 +324,7 @@ class PagedCache(Cache):
 
     def activate_past_recording(self) -> None:
         """Assisted generation begins: its first pass feeds the whole prompt, also what is cached."""
-        if not self._started:
+        if not self._committed:
             self._columns = 0
 
     def crop(self, tokens_to_remove: int) -> None:

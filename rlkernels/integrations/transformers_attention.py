@@ -37,9 +37,21 @@ def other_layers(config: PretrainedConfig) -> list[str]:
     return sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
 
 
+def _window(module: Any) -> int | None:
+    """Of a layer that passes no sliding window on, since its model puts it into the mask: the window of the config."""
+    config: Any = getattr(module, "config", None)
+    if not hasattr(type(config), "sliding_window"):  # that of a Llama may hold one, which the model does not know
+        return None
+    if (kinds := getattr(config, "layer_types", None)) is not None:
+        used = kinds[module.layer_idx] == "sliding_attention"
+    else:
+        used = getattr(config, "use_sliding_window", None) is not False
+    return config.sliding_window if used else None
+
+
 def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
             attention_mask: torch.Tensor | None, scaling: float | None = None, *, attention: Attention | None = None,
-            sliding_window: int | None = None, **kwargs: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
+            **kwargs: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
     """The attention function that Transformers calls: [B, H, q, d] each -> [B, q, Hq, d]."""
     if attention is None:
         raise ValueError(
@@ -53,10 +65,11 @@ def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Te
         raise ValueError(
             f"{type(module).__name__} {what}, which the attention of rlkernels does not know: it is causal"
         )
+    window = kwargs["sliding_window"] if "sliding_window" in kwargs else _window(module)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     batch, tokens = query.shape[0], query.shape[2]
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # [B * q, H, d]
-    out = attention.attend(module.layer_idx, query, key, value, scale, sliding_window)
+    out = attention.attend(module.layer_idx, query, key, value, scale, window)
     return out.unflatten(0, (batch, tokens)), None
 
 

@@ -99,4 +99,7 @@ def test_scores_that_are_not_finite_use_up_no_evidence():
             gate.compare(after, before)
     with pytest.raises(ValueError, match="needs the same prompts"):
         gate.compare([1.0], [])
+    for wrong in ([float("nan")] * 8, []):
+        with pytest.raises(ValueError, match="finite scores, got nan|the same prompts"):
+            gate.compare_in_parts(lambda n, wrong=wrong: wrong[:n], lambda n: [0.0] * n, 8)
     assert gate.comparisons == 0

@@ -156,6 +156,36 @@ def test_a_second_turn_in_the_same_cache(model):
     assert torch.equal(paged, generate(model, second))
 
 
+@pytest.mark.parametrize("passes", [0, 1])
+def test_a_failed_pass_leaves_nothing_behind(model, passes):
+    """Neither in the first one, of a prompt and three more tokens, nor in a later one; then closed, or done again."""
+    ids = torch.randint(1, 61, (1, 8))
+    wrong, right = ids.clone(), ids.clone()
+    wrong[:, 5:], right[:, 5:] = torch.tensor([11, 12, 13]), torch.tensor([21, 22, 23])
+    with torch.no_grad():
+        plain = model(right).logits[:, -1]
+        kv = paged_kv_cache(model, num_blocks=64, block_size=4)
+
+        def fail(*_):
+            raise RuntimeError("out of memory")
+
+        for again in (False, True):
+            kv.advance_version()
+            with PagedCache(kv, ids[:, :5]) as cache:
+                if passes:
+                    model(ids[:, :5], past_key_values=cache)
+                hook = model.lm_head.register_forward_pre_hook(fail)
+                with pytest.raises(RuntimeError, match="out of memory"):
+                    model(wrong[:, 5 * passes :], past_key_values=cache)
+                hook.remove()
+                if again:
+                    got = model(right[:, 5 * passes :], past_key_values=cache).logits[:, -1]
+                    torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-4)
+            asked = torch.cat([right if again else wrong, ids[:, :1]], 1)
+            with PagedCache(kv, asked) as cache:
+                assert cache.num_cached == [8 if again else 4 * passes]
+
+
 def test_another_default_device(model):
     inputs = padded(6, 5)
     kv = paged_kv_cache(model, num_blocks=8, block_size=4)
@@ -181,11 +211,15 @@ def test_what_the_kernels_do_not_know_is_refused(model):
         both(build("Gemma3", "Gemma3Text", head_dim=16, use_bidirectional_attention=True), padded(5))
     with pytest.raises(ValueError, match="DogeAttention makes an attention_mask of its own"):
         both(build("Doge"), padded(5))
-    windowed = build("Mistral", sliding_window=8)
-    with pytest.raises(ValueError, match="at most 8 tokens, the sliding window of layer 0, got 9"):
-        both(windowed, padded(5))
-    kv = paged_kv_cache(model, num_blocks=8, block_size=4)
+    with pytest.raises(ValueError, match=r"must attend once in a pass of DiffLlama.* got \{0: 2, 1: 2\}"):
+        both(build("DiffLlama"), padded(5))
+    with pytest.raises(ValueError, match=r"must attend once in a pass of RecurrentGemma.* got \{0: 0, 1: 0\}"):
+        both(build("RecurrentGemma", num_hidden_layers=3, head_dim=8, lru_width=32), padded(5))
     inputs = padded(6, 5)
+    deeper = paged_kv_cache(build(num_hidden_layers=3), num_blocks=8)
+    kv = paged_kv_cache(model, num_blocks=8, block_size=4)
+    with pytest.raises(ValueError, match=r"each of the 3 layers of the PagedKVCache must .* got \{2: 0\}"):
+        generate(model, inputs, PagedCache(deeper, **inputs))
     with pytest.raises(ValueError, match="needs past_key_values=PagedCache.* got no such cache"):
         generate(model, inputs)
     with pytest.raises(ValueError, match=r"attention_mask must be 0 on the left only .* got 1 at \[1, 0\] and 0 to"):
@@ -196,11 +230,10 @@ def test_what_the_kernels_do_not_know_is_refused(model):
         generate(model, inputs, PagedCache(kv, inputs["input_ids"]))
     other = inputs["input_ids"].clone()
     other[1, -1] += 1
-    with (
-        PagedCache(kv, **inputs) as cache,
-        pytest.raises(ValueError, match="must be those that the PagedCache was opened with, got others in row 1"),
-    ):
-        generate(model, {**inputs, "input_ids": other}, cache)
+    with PagedCache(kv, **inputs) as cache:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="those that the PagedCache was opened with, got others in row 1"):
+                generate(model, {**inputs, "input_ids": other}, cache)
     with pytest.raises(ValueError, match="prefill_chunk_size is not supported"):
         generate(model, inputs, PagedCache(kv, **inputs), prefill_chunk_size=2)
     with pytest.raises(rlkernels.OutOfBlocks):
@@ -210,6 +243,33 @@ def test_what_the_kernels_do_not_know_is_refused(model):
         generate(plain, inputs, PagedCache(paged_kv_cache(model, num_blocks=8), **inputs))
     with torch.enable_grad(), pytest.raises(ValueError, match="has no gradient"):
         model(**inputs, past_key_values=PagedCache(paged_kv_cache(model, num_blocks=8), **inputs))
+
+
+MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+@pytest.mark.parametrize(("kind", "layer", "extra"), [
+    ("Mistral", 0, {"sliding_window": 8}),
+    ("Phimoe", 0, MOE | {"sliding_window": 8}),  # in the mask only, as in the next one
+    ("Qwen2Moe", 1, MOE | {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True,
+                           "sliding_window": 8}),
+])  # fmt: skip
+def test_sequences_beyond_a_sliding_window_are_refused(kind, layer, extra):
+    model = build(kind, **extra)
+    with pytest.raises(ValueError, match=f"at most 8 tokens, the sliding window of layer {layer}, got 9"):
+        both(model, padded(5))
+
+
+@pytest.mark.parametrize(("kind", "extra"), [
+    ("Phimoe", MOE),
+    ("Qwen2Moe", MOE | {"sliding_window": 8}),  # use_sliding_window is not set
+    ("Qwen2Moe", MOE | {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention"] * 2}),
+    ("Llama", {"sliding_window": 8}),  # which it does not know
+])  # fmt: skip
+def test_a_window_that_the_model_does_not_use_is_no_limit(kind, extra):
+    model, inputs = build(kind, **extra), padded(7, 12, 1)
+    plain = generate(model, inputs, use_cache=False)  # a DynamicCache would cut at any window of the config
+    assert torch.equal(plain, both(model, inputs)[1])
 
 
 class Tokenizer:
