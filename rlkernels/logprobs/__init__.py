@@ -69,7 +69,7 @@ def token_logprobs(
         logprobs, entropy = _fused(chosen, logits, ids, float(temperature), return_entropy)
     else:
         _check.indices("ids", ids, logits.shape[-1])
-        logprobs, entropy = reference.token_logprobs(logits, ids, temperature)
+        logprobs, entropy = reference.token_logprobs(logits, ids, temperature, return_entropy)
     return (logprobs, entropy) if return_entropy else logprobs
 
 

@@ -4,16 +4,19 @@ import torch
 
 
 def token_logprobs(
-    logits: torch.Tensor, ids: torch.Tensor, temperature: float = 1.0
+    logits: torch.Tensor, ids: torch.Tensor, temperature: float = 1.0, with_entropy: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of ``ids`` and entropy, both [...], in float32 (float64 for float64 logits [..., V]).
 
-    That of an id outside the vocabulary is NaN: on a GPU ids are not looked at before, and the gather would be fatal.
+    The log-probability of an id outside the vocabulary is NaN: a GPU does not look at ids before, and the gather would
+    be fatal. The entropy is [0] unless ``with_entropy``: it takes four more tensors of the size of the logits.
     """
     work = logits if logits.dtype == torch.float64 else logits.float()
-    log_p = torch.log_softmax(work / temperature, dim=-1)
-    p = log_p.exp()
-    entropy = -(p * log_p.masked_fill(p == 0, 0.0)).sum(-1)  # p log p is 0 at p = 0
+    log_p = torch.log_softmax(work if temperature == 1 else work / temperature, dim=-1)
+    entropy = log_p.new_empty(0)
+    if with_entropy:
+        p = log_p.exp()
+        entropy = -(p * log_p.masked_fill(p == 0, 0.0)).sum(-1)  # p log p is 0 at p = 0
     inside = (ids >= 0) & (ids < logits.shape[-1])
     logprobs = log_p.gather(-1, ids.where(inside, 0)[..., None])[..., 0]
     return logprobs.masked_fill(~inside, torch.nan), entropy

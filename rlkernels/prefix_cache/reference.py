@@ -12,7 +12,11 @@ from rlkernels.prefix_cache.layout import GroupedLayout
 def write_kv(
     key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """See :func:`rlkernels.write_kv`."""
+    """See :func:`rlkernels.write_kv`; a negative slot counts from the end of the cache.
+
+    On a GPU, where slots are not looked at before, only the Triton kernel leaves out those outside the cache. To do so
+    here would take 16 launches instead of 4, in every layer.
+    """
     block, offset = slots // key_cache.shape[1], slots % key_cache.shape[1]
     key_cache[block, offset] = key.to(key_cache.dtype)
     value_cache[block, offset] = value.to(value_cache.dtype)

@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernels
 from rlkernels.logprobs import reference
@@ -179,3 +180,23 @@ def test_an_id_outside_the_vocabulary_is_nan_where_ids_are_not_looked_at():
     assert torch.equal(found[[0, 3]], expected[[0, 3], [1, 4]])
     found[[0, 3]].sum().backward()
     assert logits.grad.isfinite().all() and not logits.grad[1:3].any()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_plain_torch_makes_only_the_passes_that_were_asked_for(temperature):
+    logits, ids = torch.randn(3, 50), torch.tensor([0, 49, 7])
+    passes = []
+
+    class Passes(TorchDispatchMode):
+        """Notes what gives a tensor of the size of the logits."""
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if torch.is_tensor(out) and out.numel() == logits.numel():
+                passes.append(func.overloadpacket.__name__)
+            return out
+
+    with Passes():
+        found = rlkernels.token_logprobs(logits, ids, temperature=temperature, backend="torch")
+    assert passes == (["_log_softmax"] if temperature == 1 else ["div", "_log_softmax"])
+    assert torch.equal(found, reference.token_logprobs(logits, ids, temperature)[0])

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 import rlkernels
+from rlkernels import _check
 from rlkernels.logprobs import reference
 
 
@@ -39,6 +40,19 @@ def test_log_probabilities_alone_and_rows_without_a_distribution():
     logprobs.sum().backward()
     assert logprobs.isnan().tolist() == [False, True, True, False]
     assert logits.grad.isnan().all(1).tolist() == [False, True, True, False]
+
+
+def test_an_id_outside_the_vocabulary_is_nan_as_in_plain_torch(monkeypatch):
+    monkeypatch.setattr(_check, "indices", lambda *_: None)  # which does not look on a GPU
+    values, ids = torch.randn(4, 5), torch.tensor([1, -100, 5, 4])
+    found = {}
+    for backend in ("torch", "triton"):
+        logits = values.clone().requires_grad_()
+        out = rlkernels.token_logprobs(logits, ids, return_entropy=True, backend=backend)
+        (out[0][[0, 3]].sum() + out[1].sum()).backward()
+        found[backend] = (*out, logits.grad)
+    assert found["torch"][0].isnan().tolist() == [False, True, True, False]
+    torch.testing.assert_close(found["triton"], found["torch"], equal_nan=True)
 
 
 def test_blocks_of_hidden_states_ruled_out_and_with_nan():
