@@ -97,7 +97,7 @@ def mend_generation_config(model: PreTrainedModel) -> None:
 
     What still cannot be written then is left out but for the special tokens.
     """
-    found = model.generation_config
+    found = getattr(model, "generation_config", None)
     if found is None or can_be_written(found):
         return
     found.do_sample = True

@@ -57,12 +57,10 @@ def find_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def summary_of(folder: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], bool]:
-    """summary.json of a run that has ended, else the same of the rows that it has written; and whether it has ended."""
+    """What the rows of a run tell, and summary.json in their place once it has ended; and whether it has."""
     path, last = folder / "summary.json", rows[-1]
     found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     ended = bool(found) and found["steps"] >= last["step"]
-    if ended and "target_accuracy" in found:
-        return found, True
 
     def total(metric: str) -> float:
         return sum(row.get(metric) or 0.0 for row in rows)
@@ -88,7 +86,7 @@ def summary_of(folder: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[dict[st
         "seconds_to_target": None, "tokens_to_target": None,
         "target_accuracy": json.loads(settings.get("evaluation.target_accuracy", "null")),
         "accelerators": {name: {} for name in names}, "device": "-", "dtype": "-", "versions": {},
-        **(found if ended else {}),  # supervised steps tell less
+        **(found if ended else {}),  # of supervised steps it tells less
     }, ended  # fmt: skip
 
 

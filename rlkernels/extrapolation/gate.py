@@ -96,14 +96,15 @@ class Gate:
         Raises:
             ValueError: numbers of prompts that differ, or none; a score that is not finite.
         """
-        count_changes(after, before)  # what is wrong uses up no evidence
-        self.comparisons += 1
-        return self._judge(after, before)
+        found = self._judge(after, before, self.comparisons + 1)
+        self.comparisons += 1  # what is wrong uses up no evidence
+        return found
 
-    def _judge(self, after: Sequence[float], before: Sequence[float]) -> Comparison:
+    def _judge(self, after: Sequence[float], before: Sequence[float], comparison: int) -> Comparison:
+        """The ``comparison``-th, counted from 1."""
         e_value = improvement_e_value(*count_changes(after, before))
         means = math.fsum(before) / len(before), math.fsum(after) / len(after)
-        needed = self.comparisons * (self.comparisons + 1) / self.level
+        needed = comparison * (comparison + 1) / self.level
         return Comparison(*means, len(after), e_value, needed, e_value >= needed)
 
     def _hopeless(self, after: Sequence[float], before: Sequence[float], prompts: int, needed: float) -> bool:
@@ -123,13 +124,12 @@ class Gate:
         Raises:
             ValueError: numbers of answers that differ, or none; a score that is not finite.
         """
+        comparison = self.comparisons + 1
         for look in LOOKS:
             count = -(-prompts * look // LOOKS[-1])
             seen = before(count), after(count)
-            if look == LOOKS[0]:
-                count_changes(seen[1], seen[0])  # what is wrong uses up no evidence
-                self.comparisons += 1
-            found = self._judge(seen[1], seen[0])
+            found = self._judge(seen[1], seen[0], comparison)
+            self.comparisons = comparison  # a first look that is wrong uses up no evidence
             if found.accepted or self._hopeless(seen[1], seen[0], prompts, found.needed):
                 break
         return found
