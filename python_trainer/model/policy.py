@@ -24,7 +24,7 @@ from python_trainer.model.reading import read_model
 from python_trainer.model.settings import ModelConfig
 from python_trainer.model.shipped import policy_folder
 from python_trainer.model.tensors import full
-from python_trainer.model.traits import find_traits
+from python_trainer.model.traits import find_traits, longest_sequence
 from rlkernels import token_logprobs
 
 ANSWER_LENGTH = "rollout.max_completion_length"  # the setting
@@ -142,14 +142,10 @@ class Policy:
         self.device = next(model.parameters()).device
         mend_generation_config(model)
         self.eos_token_ids = find_eos(model, tokenizer, name)
-        config = model.config.get_text_config()
-        self.max_length: int = getattr(config, "max_position_embeddings", None) or 1 << 30
-        self.limited_by = "the model's limit"
         self.chat_template_kwargs: dict[str, Any] = {}
         model.eval()
         self.traits = find_traits(model, f"{name} ({type(model).__name__})")
-        if (window := self.traits.window) is not None and window < self.max_length:
-            self.max_length, self.limited_by = window, "the model's sliding window"  # training takes no longer ones
+        self.max_length, self.limited_by = longest_sequence(model, self.traits.window)
         self.fused = self.traits.fusible
 
     def encode(self, prompts: Sequence[str | Messages]) -> list[list[int]]:

@@ -10,7 +10,7 @@ from python_trainer.errors import UserError
 from python_trainer.model.flat_forward import evaluation_mode, flat_attention, forward_with_states
 from python_trainer.model.fused import FusedDecoder, supports
 from python_trainer.model.logit_rule import LogitRule, observed
-from rlkernels.integrations.transformers_attention import other_layers
+from rlkernels.integrations.transformers_attention import other_layers, rotary_limit
 
 FLAT = [1, 2, 1], [0, 1, 0], [0, 1, 2]  # ids of two sequences side by side, their positions, and all rows
 
@@ -102,6 +102,24 @@ def find_traits(model: PreTrainedModel, name: str | None = None) -> ModelTraits:
         rule = observed(model, logits, states)
         fusible = supports(model) and _agree(model, FusedDecoder(model, 2)(ids, positions, rows, again), own)
     return seen.traits(rule, fusible and again == seen)
+
+
+def longest_sequence(model: PreTrainedModel, window: int | None) -> tuple[int, str]:
+    """Most tokens of a sequence that the model computes as it would by itself, whatever it is packed or cached with.
+
+    Args:
+        window: as of :class:`ModelTraits`.
+
+    Returns:
+        Their number, and what of the model says so, for messages.
+    """
+    config = model.config.get_text_config()
+    limits = [
+        (getattr(config, "max_position_embeddings", None) or 1 << 30, "the model's limit"),
+        (window, "the model's sliding window"),
+        (rotary_limit(config), "the original length of the model's rotary factors"),
+    ]
+    return min(((n, reason) for n, reason in limits if n is not None), key=lambda limit: limit[0])
 
 
 def _check_layers(model: PreTrainedModel, name: str, seen: AttentionRecorder) -> None:

@@ -233,8 +233,7 @@ class Memory:
             return 0
         if rollout.memory_bytes is not None:
             return rollout.memory_bytes * rollout.workers
-        longest = min(self.policy.max_length, self.policy.traits.window or 1 << 30)
-        wanted = SEQUENCES * (longest + rollout.block_size) * self.token_bytes
+        wanted = SEQUENCES * (self.policy.max_length + rollout.block_size) * self.token_bytes
         if self.device.kind == "cpu":
             return min(wanted, CPU_MEMORY_BYTES) * rollout.workers
         # what is there before the engine is: the weights, and their copy

@@ -32,7 +32,7 @@ from python_trainer.model.policy import Policy, recompute_activations
 from python_trainer.model.reading import base_folder, read_settings
 from python_trainer.model.settings import ModelConfig
 from python_trainer.model.shipped import policy_folder
-from python_trainer.model.traits import run_flat
+from python_trainer.model.traits import longest_sequence, run_flat
 from python_trainer.model.varlen import VarlenRows, flash_rows, suits_flash, varlen_rows
 from python_trainer.plan.peak import Peak
 from rlkernels import sample_tokens
@@ -64,11 +64,11 @@ class PlannedPolicy(Policy):
         self.model = model_on_meta(settings, config, dtype).eval()
         self.whole, self.name, self.device = self.model, name, META
         text = self.model.config.get_text_config()
-        self.max_length = getattr(text, "max_position_embeddings", None) or 1 << 30
         self.vocab_size: int = text.vocab_size
         with like(device):
             self.fused = supports(self.model)
         self.traits = run_flat(self.model, name)[0].traits(described(text), self.fused)
+        self.max_length, self.limited_by = longest_sequence(self.model, self.traits.window)
         self.adapted = config.lora is not None
         if config.lora is not None:
             self.whole = add_adapters(self.model, config.lora)

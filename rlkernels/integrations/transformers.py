@@ -7,6 +7,7 @@
 Works for decoder models whose layers use Transformers' attention interface. Needs transformers 5.19 or newer, below 6.
 """
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Sequence as Seq
@@ -17,7 +18,7 @@ import torch
 import transformers
 from transformers import Cache, PreTrainedModel
 
-from rlkernels.integrations.transformers_attention import IMPLEMENTATION, other_layers
+from rlkernels.integrations.transformers_attention import IMPLEMENTATION, other_layers, rotary_limit
 from rlkernels.prefix_cache import PagedKVCache, Sequence, paged_attention, write_kv
 
 __all__ = ["IMPLEMENTATION", "PagedCache", "paged_kv_cache"]
@@ -69,7 +70,8 @@ def paged_kv_cache(
     )  # fmt: skip
     model.set_attn_implementation(IMPLEMENTATION)
     if model not in _attached:
-        model.register_forward_pre_hook(_before_forward, with_kwargs=True)
+        before = functools.partial(_before_forward, rotary_limit(config))
+        model.register_forward_pre_hook(before, with_kwargs=True)
         model.register_forward_hook(_after_forward, with_kwargs=True)
         _attached.add(model)
     return kv
@@ -133,8 +135,8 @@ class PagedCache(Cache):
         self._cached = [seq.num_cached for seq in self._sequences]
         self._columns = min((pad + n for pad, n in zip(self._pads, self._cached)), default=0)
 
-    def begin(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
-        """Prepares a forward pass on the next columns [B, q] of the batch."""
+    def begin(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, limit: int | None) -> None:
+        """Prepares a forward pass on the next columns [B, q] of the batch; ``limit``: as of :func:`rotary_limit`."""
         batch, new = input_ids.shape
         self._undo_failed()
         if not self._started:
@@ -146,6 +148,11 @@ class PagedCache(Cache):
             raise ValueError(
                 f"input_ids must hold all {self._width - self._columns} columns that are not cached, got {new}; "
                 "prefill_chunk_size is not supported"
+            )
+        if limit is not None and (longest := end - min(self._pads)) > limit:
+            raise ValueError(
+                f"sequences must be at most {limit} tokens, the original length of the model's rotary factors, got "
+                f"{longest}: beyond it they change, and what is cached was computed with others"
             )
         if not self._committed:
             self._check_tokens(input_ids)
@@ -361,14 +368,16 @@ def _unpadded(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> t
     return [ids[pad:] for ids, pad in zip(input_ids.tolist(), pads)], pads
 
 
-def _before_forward(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def _before_forward(
+    limit: int | None, model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
     cache = kwargs.get("past_key_values")
     if not isinstance(cache, PagedCache):
         return args, kwargs
     input_ids = args[0] if args else kwargs.get("input_ids")
     if input_ids is None:
         raise ValueError("input_ids must be given, got None: a PagedCache finds shared beginnings by their tokens")
-    cache.begin(input_ids, kwargs.get("attention_mask"))
+    cache.begin(input_ids, kwargs.get("attention_mask"), limit)
     return args, {**kwargs, "attention": cache}
 
 

@@ -37,6 +37,25 @@ def other_layers(config: PretrainedConfig) -> list[str]:
     return sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
 
 
+def rotary_limit(config: PretrainedConfig) -> int | None:
+    """Most tokens of a sequence up to which rotary factors do not change with the length; None: they never do.
+
+    Beyond it those of all tokens follow the longest sequence of a pass, and keys that are cached do not fit any more.
+
+    Args:
+        config: of the decoder.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    limits = []
+    for one in (parameters, *parameters.values()):  # of all layers, or of each kind of them
+        kind = (one.get("rope_type") if isinstance(one, dict) else None) or ""
+        if kind == "longrope":
+            limits.append(one["original_max_position_embeddings"])
+        elif "dynamic" in kind:
+            limits.append(config.max_position_embeddings)
+    return min(limits, default=None)
+
+
 def _window(module: Any) -> int | None:
     """Of a layer that passes no sliding window on, since its model puts it into the mask: the window of the config."""
     config: Any = getattr(module, "config", None)

@@ -12,6 +12,8 @@ from transformers import (
     Llama4TextConfig,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
 )
 
 from python_trainer.data import Rollout
@@ -84,6 +86,26 @@ def test_an_engine_of_a_policy_does_not_look_again(make_config, tmp_path, monkey
     monkeypatch.setattr(engine_module, "find_traits", None)
     engine = make_engine(config.rollout, config.model, policy, tmp_path)
     assert engine.fused and engine.cache.key_cache.shape[3:] == (policy.traits.kv_heads, policy.traits.head_dim)
+
+
+def test_a_policy_is_limited_to_the_original_length_of_its_rotary_factors(tiny_policy):
+    """Up to it log-probabilities do not depend on what else is in the micro-batch; beyond it they do."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+    config = Phi3Config(**SIZES | {"pad_token_id": 0}, rope_parameters=rope, original_max_position_embeddings=12)
+    policy = load_policy(ModelConfig(path=str(tiny_policy), device="cpu"))
+    policy = Policy(Phi3ForCausalLM(config).eval(), policy.tokenizer, name="phi")
+    assert policy.max_length == 12
+
+    def beside(length):
+        """Log-probabilities of a short answer in one micro-batch with another, of so many tokens with its prompt."""
+        answers = [Rollout([1, 2], [3, 4, 5]), Rollout([6], [7] * (length - 1))]
+        with torch.no_grad(), policy.packed_attention():
+            return policy.score(pack(answers, [0, 1]), 1.0)[0][0, :3]
+
+    torch.testing.assert_close(beside(5), beside(12), rtol=0, atol=1e-5)
+    assert not torch.allclose(beside(5), beside(14), atol=1e-2)
+    with pytest.raises(UserError, match="12 leaves .* the original length of the model's rotary factors is 12 tokens"):
+        policy.room(12)
 
 
 @pytest.mark.parametrize("fused", [True, False])

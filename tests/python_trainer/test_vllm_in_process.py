@@ -10,15 +10,18 @@ import pytest
 import torch
 from conftest import merged, run_settings
 from fake_llm import FakeLLM, install
+from fake_vllm import LIMIT, serving
 from gloo import KINDS, run_on_ranks, train
 from safetensors.torch import load_file
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from python_trainer.errors import UserError
 from python_trainer.learner import Learner
 from python_trainer.model.gathering import fill_whole, gathered_checkpoint
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
-from python_trainer.rollout.vllm.in_process import _can_sleep, checkpoint_weights
+from python_trainer.rollout.vllm.in_process import InProcess, _can_sleep, checkpoint_weights
+from python_trainer.rollout.vllm.servers import Servers
 from python_trainer.run_directory import read_metrics
 
 
@@ -195,3 +198,20 @@ def test_where_vllm_can_sleep(monkeypatch):
     assert _can_sleep(torch.device("cuda", 1)) and not _can_sleep(torch.device("cpu"))
     platform.is_sleep_mode_available = lambda: False
     assert not _can_sleep(torch.device("cuda", 1))
+
+
+def test_vllm_takes_the_rotary_factors_that_training_takes(tmp_path, monkeypatch):
+    """Of longrope vLLM takes those of long sequences for all, unless none may be longer than the original length."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+    model = Qwen2ForCausalLM(Qwen2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, rope_parameters=rope | {"original_max_position_embeddings": 20},
+    ))  # fmt: skip
+    install(monkeypatch, sleeps=False)
+    InProcess(model, tmp_path)
+    assert FakeLLM.last.options["max_model_len"] == 20
+    with serving() as fake:
+        with pytest.raises(UserError, match=f"up to {LIMIT} tokens, and beyond 20 .* start it with --max-model-len 20"):
+            Servers(model, [fake.url], tmp_path / "weights")
+        fake.settings["max_model_len"] = 20
+        assert Servers(model, [fake.url], tmp_path / "weights").max_positions == 20

@@ -272,6 +272,30 @@ def test_a_window_that_the_model_does_not_use_is_no_limit(kind, extra):
     assert torch.equal(plain, both(model, inputs)[1])
 
 
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+
+
+@pytest.mark.parametrize(("kind", "extra"), [
+    ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}),
+    ("Phimoe", MOE | {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 16, "short_mscale": 1.2,
+                                                     "long_mscale": 1.5}}),
+    ("Llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 16}),
+])  # fmt: skip
+def test_rotary_factors_that_change_with_the_length_are_limited_to_the_original_one(kind, extra):
+    model, inputs = build(kind, **extra), padded(8, 5)
+    plain, paged, kv = both(model, inputs)  # 16 tokens at most: the last one is never fed
+    assert torch.equal(plain, paged)
+    kv.advance_version()
+    with torch.no_grad(), PagedCache(kv, plain[:1, :12]) as cache:
+        model(plain[:1, :12], past_key_values=cache)
+        with pytest.raises(ValueError, match="at most 16 tokens, the original length of .* rotary factors, got 17"):
+            model(plain[:1, 12:], past_key_values=cache)
+        got = model(plain[:1, 12:-1], past_key_values=cache).logits[:, -1]  # the cache is as it was
+        model.set_attn_implementation("sdpa")
+        torch.testing.assert_close(got, model(plain[:1, :-1]).logits[:, -1], rtol=1e-4, atol=1e-4)
+
+
 class Tokenizer:
     """A letter is a token."""
 

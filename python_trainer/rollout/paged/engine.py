@@ -14,7 +14,7 @@ from python_trainer.errors import UserError
 from python_trainer.model.flat_forward import Forward, evaluation_mode, flat_attention, forward
 from python_trainer.model.fused import FusedDecoder, supports
 from python_trainer.model.paged_attention import Paging
-from python_trainer.model.traits import ModelTraits, find_traits
+from python_trainer.model.traits import ModelTraits, find_traits, longest_sequence
 from python_trainer.rollout.decoding import Decoding
 from python_trainer.rollout.engine import Engine, SamplingParams, check_requests, check_sampling, new_rollouts
 from python_trainer.rollout.ordering import LengthHistory, expectations, longest_first, remember
@@ -23,7 +23,6 @@ from python_trainer.rollout.paged.scheduler import Pass, Scheduler
 from python_trainer.rollout.stopping import StopStrings
 from rlkernels import OutOfBlocks, PagedKVCache, sample_tokens
 
-ROPE_BY_LENGTH = ("dynamic", "longrope")  # whose angles depend on the longest sequence of the batch
 CPU_MEMORY_BYTES = 1 << 30
 CUDA_MEMORY_SHARE = 0.4
 # Shorter prefixes are read by every sample. Measured on a CPU, groups of 8: attention alone gains 1.3 to 1.6 times at
@@ -101,7 +100,7 @@ class PagedEngine(Engine):
         self.share_reads = share_reads and has_kernel
         traits = traits or find_traits(model)
         self.fused = fused and traits.fusible
-        self.max_positions, reason = _max_positions(model, traits.window)
+        self.max_positions, reason = longest_sequence(model, traits.window)
         self.limited_by = f"the limit of rollout.engine paged ({reason})"
         self.vocab_size: int = model.config.get_text_config().vocab_size
         token_bytes = 2 * traits.layers * traits.kv_heads * traits.head_dim * model.dtype.itemsize
@@ -365,21 +364,6 @@ class Session:
 
 def _shares(request: Request) -> bool:
     return request.num_samples > 1 and len(request.prompt_ids) + len(request.prefix_ids) >= MIN_SHARED_TOKENS
-
-
-def _max_positions(model: PreTrainedModel, window: int | None) -> tuple[int, str]:
-    """Longest sequence that the engine computes as the model would, and what of the model says so."""
-    config = model.config.get_text_config()
-    limits = [
-        (getattr(config, "max_position_embeddings", None), "max_position_embeddings of the model"),
-        (window, "the model's sliding window"),
-    ]
-    rope = getattr(config, "rope_parameters", None) or {}
-    for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
-        if parameters.get("rope_type") in ROPE_BY_LENGTH:
-            original = parameters.get("original_max_position_embeddings")
-            limits.append((original, "original_max_position_embeddings of the model"))
-    return min(((n, reason) for n, reason in limits if n), default=(1 << 20, "of its own"), key=lambda limit: limit[0])
 
 
 def memory_limit(device: torch.device, reserved: int = 0) -> int:

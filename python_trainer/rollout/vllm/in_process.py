@@ -22,6 +22,7 @@ from python_trainer.rollout.vllm.engine import (
     check_version,
 )
 from rlkernels import RolloutHistory
+from rlkernels.integrations.transformers_attention import rotary_limit
 
 PROPOSER = "rlkernels.integrations.vllm.HistoryProposer"
 CPU_BLOCK = 32  # vLLM's attention on a CPU takes multiples of it
@@ -83,7 +84,8 @@ class InProcess:
                 load_format="dummy",
                 dtype=str(model.dtype).removeprefix("torch."),
                 seed=0,
-                max_model_len=-1,  # the model's, or what fits into the memory
+                # else the model's, or what fits into the memory; beyond the limit vLLM takes other factors for all
+                max_model_len=rotary_limit(model.config.get_text_config()) or -1,
                 kv_cache_memory_bytes=memory_limit(device, reserved_bytes) if memory_bytes is None else memory_bytes,
                 gpu_memory_utilization=0.01,  # nothing but a start-up check of vLLM looks at it
                 block_size=block_size,

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from python_trainer.errors import UserError
 from python_trainer.rollout.vllm.engine import COUNTERS, WORKER, Continuation, Drawn, check_version
 from python_trainer.rollout.vllm.http import read
+from rlkernels.integrations.transformers_attention import rotary_limit
 
 TIMEOUT_S = 3600
 HEALTH_TIMEOUT_S = 60  # a busy server answers late
@@ -50,6 +51,12 @@ class Server:
                     f"is {getattr(config, name)}"
                 )
         self.max_positions: int = settings.pop("max_model_len")
+        if (limit := rotary_limit(config)) is not None and self.max_positions > limit:
+            raise UserError(
+                f"the vLLM server {self.url} takes up to {self.max_positions} tokens, and beyond {limit} the model's "
+                "rotary factors change: vLLM then takes those of long sequences for all, unlike the trainer; start it "
+                f"with --max-model-len {limit}"
+            )
         self.workers: int = settings.pop("workers", 1)
         self.engine: str | None = settings.pop("engine", None)
         self.transfer: str | None = settings.pop("transfer", None)

@@ -13,6 +13,8 @@ from transformers import (
     MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
 )
 
 from python_trainer.errors import UserError
@@ -34,10 +36,17 @@ def test_absolute_positions_and_sliding_window():
 
 
 def test_angles_that_depend_on_the_longest_sequence():
-    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 40}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+    sizes = SIZES | {"pad_token_id": 0}
+    model = Phi3ForCausalLM(Phi3Config(**sizes, rope_parameters=rope, original_max_position_embeddings=40)).eval()
+    engine = engine_for(model)
+    assert engine.max_positions == 40 and "original length of the model's rotary factors" in engine.limited_by
+    request = Request(prompts([20])[0], max_new_tokens=30)
+    assert engine.generate([request], GREEDY)[0].ids == own_greedy(model, request.prompt_ids, 20)  # and ends there
+    # what Transformers compares with is another number
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 40}
     engine = engine_for(LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=rope)))
-    assert engine.max_positions == 40 and "original_max_position_embeddings" in engine.limited_by
-    assert engine_for(make()).max_positions == 160
+    assert engine.max_positions == engine_for(make()).max_positions == 160
 
 
 @pytest.mark.parametrize(("positions", "blocks"), [(160, 9), (160, 1), (24, 40), (5, 40), (5, 1)])
