@@ -19,7 +19,7 @@ import transformers
 from transformers import Cache, PreTrainedModel
 
 from rlkernels.integrations.transformers_attention import IMPLEMENTATION, other_layers, rotary_limit
-from rlkernels.prefix_cache import PagedKVCache, Sequence, paged_attention, write_kv
+from rlkernels.prefix_cache import OutOfBlocks, PagedKVCache, Sequence, paged_attention, write_kv
 
 __all__ = ["IMPLEMENTATION", "PagedCache", "paged_kv_cache"]
 
@@ -126,12 +126,9 @@ class PagedCache(Cache):
         return list(self._cached)
 
     def _open(self, copies: int) -> None:
-        self._prompts = [prompt for prompt in self._prompts for _ in range(copies)]
-        self._pads = [pad for pad in self._pads for _ in range(copies)]
-        for seq in self._sequences:
-            self.kv.close(seq)
-        self._sequences = []
-        self._sequences = self.kv.open_many(self._prompts)
+        prompts = [prompt for prompt in self._prompts for _ in range(copies)]
+        self._sequences = self.kv.open_many(prompts)
+        self._prompts, self._pads = prompts, [pad for pad in self._pads for _ in range(copies)]
         self._cached = [seq.num_cached for seq in self._sequences]
         self._columns = min((pad + n for pad, n in zip(self._pads, self._cached)), default=0)
 
@@ -196,7 +193,14 @@ class PagedCache(Cache):
             raise ValueError(f"input_ids must have {rows} rows or a multiple (samples or beams), got {batch}")
         before = self._columns
         if batch > rows:
-            self._open(batch // rows)
+            for seq in self._sequences:
+                self.kv.close(seq)
+            self._sequences = []
+            try:
+                self._open(batch // rows)
+            except OutOfBlocks:
+                self._open(1)  # in what has just been given back
+                raise
             assert self._columns == before
         self._started = True
 

@@ -126,6 +126,21 @@ def test_samples_and_beams_share_the_prompt(model):
         assert kv.stats["hits"] == 2 * (8 + 4)
 
 
+def test_copies_that_do_not_fit_leave_the_cache_as_it_was(model):
+    """Of the samples of two prompts, which need 3 blocks and one more for each further sample."""
+    inputs = padded(7, 3)
+    plain = model(**inputs).logits[:, -1]
+    kv = paged_kv_cache(model, num_blocks=6, block_size=4)
+    with PagedCache(kv, **inputs) as cache:
+        for _ in range(2):
+            with pytest.raises(rlkernels.OutOfBlocks, match="9 blocks are needed, 6 of 6"):
+                generate(model, inputs, cache, do_sample=True, num_return_sequences=4)
+            assert kv.stats["blocks_pinned"] == 3 and cache.num_cached == [0, 0]
+        with torch.no_grad():
+            torch.testing.assert_close(model(**inputs, past_key_values=cache).logits[:, -1], plain)
+    assert kv.stats["blocks_pinned"] == 0
+
+
 def test_crop_and_continue(model):
     inputs = padded(9, 6)
     plain, _, kv = both(model, inputs)
