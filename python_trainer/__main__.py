@@ -5,7 +5,16 @@ import errno
 import os
 import sys
 
-from python_trainer.errors import Interrupted, NotFinite, UserError, hide_passwords, is_out_of_memory, tell, tell_error
+from python_trainer.errors import (
+    Interrupted,
+    NotFinite,
+    UserError,
+    hide_passwords,
+    is_lost_connection,
+    is_out_of_memory,
+    tell,
+    tell_error,
+)
 from python_trainer.parsers import check_packages, make_parser
 from python_trainer.registry import load
 
@@ -47,10 +56,13 @@ def main(argv: list[str] | None = None) -> int:
         tell_error(error, f"{error}; {'; '.join(getattr(error, '__notes__', ()))}".rstrip("; "))
         return 2
     except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
+        if is_out_of_memory(error):
+            what = ["out of memory", *str(error).splitlines()[:1]]
+        elif is_lost_connection(error):
+            what = ["another process has ended: its own message says why, or the report of torchrun"]
+        else:
             raise
-        said = "; ".join(["out of memory", *str(error).splitlines()[:1], *getattr(error, "__notes__", ())])
-        tell_error(error, said)
+        tell_error(error, "; ".join([*what, *getattr(error, "__notes__", ())]))
         return 2
     except Interrupted as stopped:
         tell(f"{stopped}{how_to_go_on(args)}")

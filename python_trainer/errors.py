@@ -32,6 +32,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(text in str(error) for text in said)
 
 
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether another process of the run has ended, as gloo or NCCL notice it."""
+    said = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+    return os.environ.get("WORLD_SIZE", "1") != "1" and any(text in str(error) for text in said)
+
+
 def kind_of(error: BaseException) -> type[Exception] | None:
     """Which error that ends a run in one line it is, for another process to raise; None: it is none of them."""
     for kind in (UserError, NotFinite):
@@ -52,7 +58,7 @@ def tell(message: str) -> None:
         print(message, file=sys.stderr)
 
 
-def mark_shared(error: Exception) -> None:
+def mark_shared(error: BaseException) -> None:
     """Marks an error that all ranks raise together, each as an object of its own."""
     error.shared = True  # type: ignore[attr-defined]
 

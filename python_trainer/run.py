@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -117,13 +117,15 @@ class Trainer(EvaluatingLoop, SavingLoop):
             before = dtype_before(saved)
             model = going_on(self._chosen.model, before)  # with weights of another type it would be another run
             self._chosen = self._chosen.model_copy(update={"model": model})
-            self._load(output_dir)
+        self._load(output_dir)
         if said := told_of_change(config.model.dtype, before, self.policy.whole):
             self._note(said)
-        self.learner = make_learner(self._chosen, self.policy, self.ranks)
-        self.callbacks = Callbacks([*config.callbacks, *callbacks])
-        self.accelerators = [settings.make() for settings in config.accelerators.chosen()]
-        self.accelerators += [load(idle)(x) for x in config.accelerators.others() if (idle := x.idle()) is not None]
+        with self.ranks.together():
+            self.learner = make_learner(self._chosen, self.policy, self.ranks)
+            self.callbacks = Callbacks([*config.callbacks, *callbacks])
+            self.accelerators = [settings.make() for settings in config.accelerators.chosen()]
+            idle = [(x, name) for x in config.accelerators.others() if (name := x.idle()) is not None]
+            self.accelerators += [load(name)(x) for x, name in idle]
         self.state = RunState(target=config.evaluation.target_accuracy)
         self.saved_step = 0  # of the newest checkpoint
         self.told: Telemetry | None = None
@@ -134,37 +136,15 @@ class Trainer(EvaluatingLoop, SavingLoop):
     def _load(self, output_dir: Path) -> None:
         """Task, policy and engine."""
         config = self.config
-        try:
-            rlkernels.backend.wanted()
-        except ValueError as error:
-            raise UserError(str(error)) from error
-        set_matmul_precision("highest")  # until the policy's model has been checked
-        self.task = config.task.load()
-        make = config.task.environment
-        self.environment = None if make is None else ENVIRONMENTS.resolve(make)
-        named = {name: self._task_of_set(name) for name in config.evaluation.sets}
-        for text in [*self.task.notes, *filter(None, [self._said_of_engine, config.accelerators.said])]:
-            self._note(text)
-        splits = ["train", "test"]
-        for settings in config.accelerators.chosen():
-            splits += settings.splits(self.task)
-        recompute = self.ranks.first(needs_recomputing(self._chosen, self.ranks.size))
-        if recompute:
-            self._note("model.gradient_checkpointing: auto recomputes activations, which would not fit otherwise")
+        with self.ranks.together():
+            named, splits = self._load_tasks()
         model = self._chosen.model
-        if recompute:
+        if self.ranks.once(lambda: needs_recomputing(self._chosen, self.ranks.size)):
+            self._note("model.gradient_checkpointing: auto recomputes activations, which would not fit otherwise")
             model = model.model_copy(update={"gradient_checkpointing": True})
         self.policy = self.ranks.load(model, self._note)
-        self.policy.chat_template_kwargs = config.task.chat_template_kwargs
-        for task in (self.task, *named.values()):
-            for function in task.reward_functions.values():
-                if hasattr(function, "to"):  # a model
-                    function.to(self.policy.device)
-        self.prompts = {}
-        for split in splits:
-            self._prompts(split)
-        if not self.prompts["train"]:
-            raise self._no_prompts("train")
+        with self.ranks.together():
+            self._read_prompts(splits, named)
         shards = self.ranks.size if config.parallel == "fsdp2" else 1
         offload = config.optimizer.offload and self.policy.device.type != "cpu"
         reserved = bytes_to_come(self.policy, config.algorithm, config.critic, shards, offload=offload)
@@ -190,9 +170,41 @@ class Trainer(EvaluatingLoop, SavingLoop):
             )
         self.engine = self.ranks.engine(engine, self.policy)
         self.engine.tell = self._tell_work  # of several processes each generates a part, and the first tells of its own
-        self._heed_limit_of_engine()
-        self.named_sets = [self._named_set(name, task) for name, task in named.items()]
+        with self.ranks.together():
+            self._heed_limit_of_engine()
+            self.named_sets = [self._named_set(name, task) for name, task in named.items()]
         set_matmul_precision(config.model.matmul_precision)
+
+    def _load_tasks(self) -> tuple[dict[str, Task], list[str]]:
+        """Those of the named sets, and which splits of the task are needed."""
+        config = self.config
+        try:
+            rlkernels.backend.wanted()
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        set_matmul_precision("highest")  # until the policy's model has been checked
+        self.task = config.task.load()
+        make = config.task.environment
+        self.environment = None if make is None else ENVIRONMENTS.resolve(make)
+        named = {name: self._task_of_set(name) for name in config.evaluation.sets}
+        for text in [*self.task.notes, *filter(None, [self._said_of_engine, config.accelerators.said])]:
+            self._note(text)
+        splits = ["train", "test"]
+        for settings in config.accelerators.chosen():
+            splits += settings.splits(self.task)
+        return named, splits
+
+    def _read_prompts(self, splits: Sequence[str], named: Mapping[str, Task]) -> None:
+        self.policy.chat_template_kwargs = self.config.task.chat_template_kwargs
+        for task in (self.task, *named.values()):
+            for function in task.reward_functions.values():
+                if hasattr(function, "to"):  # a model
+                    function.to(self.policy.device)
+        self.prompts: dict[str, list[list[int]]] = {}
+        for split in splits:
+            self._prompts(split)
+        if not self.prompts["train"]:
+            raise self._no_prompts("train")
 
     def _note(self, text: str) -> None:
         """A line for the user, about what is no error but may not be meant so."""

@@ -71,15 +71,28 @@ class SavingLoop(TrainingLoop):
             ) from error
 
     def _take_over(self, saved: dict[str, Any]) -> None:
-        names = {accelerator.name for accelerator in self.accelerators if not accelerator.watches}
-        if set(saved["accelerators"]) != names:
-            raise UserError(
-                f"{self.folder} was run with the accelerators {sorted(saved['accelerators'])}, not {sorted(names)}"
-            )
-        self._check_prompts(saved.get("prompts"))
+        with self.ranks.together():
+            names = {accelerator.name for accelerator in self.accelerators if not accelerator.watches}
+            if set(saved["accelerators"]) != names:
+                raise UserError(
+                    f"{self.folder} was run with the accelerators {sorted(saved['accelerators'])}, not {sorted(names)}"
+                )
+            self._check_prompts(saved.get("prompts"))
         if "model" not in saved:
             assert self.checkpoint is not None
             saved |= read_shards(self.checkpoint, self.learner.state_dict())
+        with self.ranks.together():
+            self._take_over_learned(saved)
+            states = saved["accelerators"] | saved.get("watchers", {})
+            for accelerator in self.accelerators:
+                if accelerator.name in states:  # a watcher may be new
+                    accelerator.load_state_dict(states[accelerator.name])
+            if self.engine.lengths and saved.get("lengths"):
+                self.engine.lengths.load_state_dict(saved["lengths"])
+        self.engine.policy_updated()
+        self.engine.policy_version = self.state.policy_version
+
+    def _take_over_learned(self, saved: dict[str, Any]) -> None:
         if (self.learner.critic is None) != (saved["critic"] is None):
             had, wanted = ("without", "not be gae") if saved["critic"] is None else ("with", "be gae")
             raise UserError(
@@ -99,14 +112,6 @@ class SavingLoop(TrainingLoop):
             raise UserError(
                 f"the checkpoint in {self.folder} is of another model than the settings: {reason}"
             ) from error
-        states = saved["accelerators"] | saved.get("watchers", {})
-        for accelerator in self.accelerators:
-            if accelerator.name in states:  # a watcher may be new
-                accelerator.load_state_dict(states[accelerator.name])
-        if self.engine.lengths and saved.get("lengths"):
-            self.engine.lengths.load_state_dict(saved["lengths"])
-        self.engine.policy_updated()
-        self.engine.policy_version = self.state.policy_version
 
     def _check_prompts(self, before: str | None) -> None:
         """What some accelerators have learned of prompts is kept by their numbers."""

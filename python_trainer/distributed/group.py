@@ -41,7 +41,7 @@ class RankGroup:
     sharded = False
 
     def together(self) -> AbstractContextManager[None]:
-        """What fails within it on one rank fails on all."""
+        """What fails within it on one rank fails on all; nothing within it may wait for other ranks."""
         return nullcontext()
 
     def all_know(self, error: Exception) -> bool:
@@ -113,7 +113,9 @@ class RankGroup:
         Args:
             note: tells the user of what takes more memory than it might.
         """
-        return load_policy(self.in_one_dtype(config))
+        config = self.in_one_dtype(config)
+        with self.together():
+            return load_policy(config)
 
     def in_one_dtype(self, config: ModelConfig) -> ModelConfig:
         """With ``model.dtype: auto`` as the type that the first rank would take, whose processor may be another."""

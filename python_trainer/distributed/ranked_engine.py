@@ -84,9 +84,10 @@ class RankedEngine(WrappedEngine):
         """Generates this rank's part of a submission, and takes over the others'."""
         before, own, groups = self.inner.stats, list[Rollout](), list(groups_of(requests, rollouts))
         working = 1 if self.on_first_rank else ranks.size
+        if self.policy.lean:  # weights are gathered for it, by all, also those without a request
+            self.inner.refresh()
         with ranks.together():
             if ranks.rank < working:
-                self.inner.refresh()  # where weights are gathered for it, by all, also those without a request
                 own = self.inner.generate(requests[ranks.rank :: working], sampling)
         spent = {name: count - before[name] for name, count in self.inner.stats.items()}
         said = [ranks.first((own, spent))] if self.on_first_rank else ranks.gather((own, spent))

@@ -23,6 +23,7 @@ from python_trainer.tasks.rewards import Scores, score
 T = TypeVar("T")
 
 BUCKET_ELEMENTS = 1 << 24  # gradients that are sent at once
+ALONE = "no rank waits for others within together(): one that has failed there would not come"
 
 
 class Replicated(RankGroup):
@@ -37,10 +38,12 @@ class Replicated(RankGroup):
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._apart = False  # within together()
         self._aside: TemporaryDirectory[str] | None = None
 
     def gather(self, value: T) -> list[T]:
         """What every rank says, by rank."""
+        assert not self._apart, ALONE
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value)
         return found
@@ -48,11 +51,15 @@ class Replicated(RankGroup):
     @contextmanager
     def together(self) -> Iterator[None]:
         """An error is raised as it is where it came up, and elsewhere as an error of its kind, or a UserError."""
+        assert not self._apart, ALONE
         problem: Exception | None = None
+        self._apart = True
         try:
             yield
         except Exception as error:
             problem = error
+        finally:
+            self._apart = False
         said = self.gather(None if problem is None else _as_told(problem))
         for rank, told in enumerate(said):
             if problem is None and told is not None:
@@ -66,6 +73,7 @@ class Replicated(RankGroup):
         return self.size == 1 or isinstance(error, UserError) or is_shared(error)
 
     def first(self, value: T) -> T:
+        assert not self._apart, ALONE
         said = [value]
         dist.broadcast_object_list(said, src=0)
         return said[0]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from python_trainer.checkpoint import SHARDS, load_checkpoint
-from python_trainer.errors import UserError
+from python_trainer.errors import UserError, is_lost_connection, mark_shared
 
 State = Mapping[str, Any]
 
@@ -57,7 +57,7 @@ def read_shards(checkpoint: Path, present: State) -> dict[str, Any]:
             Everything else is read whole, in any process.
 
     Raises:
-        UserError: files are missing or damaged.
+        UserError: files are missing or damaged, in whichever of several processes that read together.
     """
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
@@ -78,6 +78,10 @@ def read_shards(checkpoint: Path, present: State) -> dict[str, Any]:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process may read as well
             dcp.load(flat, checkpoint_id=checkpoint / SHARDS, no_dist=not dist.is_initialized())
     except (OSError, ValueError, RuntimeError, EOFError, CheckpointException) as error:
+        if is_lost_connection(error):
+            raise
+        if isinstance(error, CheckpointException):
+            mark_shared(error)
         reason = str(error).splitlines()[0]
         raise UserError(f"checkpoint {checkpoint} is damaged ({reason})") from error
     state: dict[str, Any] = {"critic": None} | unflatten(flat)

@@ -47,35 +47,46 @@ class Sharded(Replicated):
         What cannot be read in parts is read by the first rank, in the memory of its host, and sent to the others.
         """
         config = self.in_one_dtype(config)
-        device, folder = choose_device(config.device), policy_folder(config.path, config.revision)
         with self.together():
+            device, folder = choose_device(config.device), policy_folder(config.path, config.revision)
             dtype, plain = find_dtype(config), base_folder(folder)
             tokenizer, hollow = read_tokenizer(plain, config), hollow_model(plain, config, dtype)
             check_vocabulary(folder, hollow, tokenizer)
             found = find_files(folder, hollow)
+        self._meet(device)
         if (reason := self.first(found.reason)) is not None:
             note(f"{folder} is read by the first process and sent to the others: {reason}")
             with self.together():
                 values = whole_weights(folder, config, dtype, hollow) if self.rank == 0 else None
-        dtypes, plain_model = {name: tensor.dtype for name, tensor in weights_of(hollow)}, emptied(hollow, META)
-        if config.lora is not None:
-            with self.together():
+        with self.together():
+            dtypes, plain_model = {name: tensor.dtype for name, tensor in weights_of(hollow)}, emptied(hollow, META)
+            if config.lora is not None:
                 inject_adapters(hollow, config.lora)
-        model = self._in_shards(hollow, device)
-        take_rows(model, {name: p for name, p in hollow.named_parameters() if is_adapter(name)})
+            model = self._in_shards(hollow, device)
+            take_rows(model, {name: p for name, p in hollow.named_parameters() if is_adapter(name)})
+        broken: list[str] = []
         if reason is not None:
             receive(model, values, dtypes)
         else:
             with self.together():
                 broken = read_parts(model, found, dtypes)
-            check_finite(folder, sorted({name for names in self.gather(broken) for name in names}))
-        whole = emptied(plain_model, device).requires_grad_(False)
+        everywhere = {name for names in self.gather(broken) for name in names}
+        with self.together():
+            check_finite(folder, sorted(everywhere))
+            whole = emptied(plain_model, device).requires_grad_(False)
         gather(whole, model)
-        policy = Policy(whole, tokenizer, name=str(folder))
+        with self.together():
+            policy = Policy(whole, tokenizer, name=str(folder))
         policy.model, policy.adapted = model.eval(), config.lora is not None
         if config.gradient_checkpointing is True:
             recompute_activations(model)
         return policy
+
+    def _meet(self, device: torch.device) -> DeviceMesh:
+        """The mesh of all ranks, who must ask for it together when they do so first."""
+        if self.mesh is None:
+            self.mesh = init_device_mesh(device.type, (self.size,))
+        return self.mesh
 
     def copy(self, module: Any, *, trains: bool) -> Any:
         copied = self._in_shards(module, next(module.parameters()).device, trains=trains)
@@ -96,8 +107,7 @@ class Sharded(Replicated):
 
     def _cut(self, module: torch.nn.Module, device: torch.device) -> None:
         dtype = next(module.parameters()).dtype
-        if self.mesh is None:
-            self.mesh = init_device_mesh(device.type, (self.size,))
+        mesh = self._meet(device)
         if any(p.requires_grad for p in module.parameters()):
             precision = MixedPrecisionPolicy(
                 param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
@@ -108,7 +118,7 @@ class Sharded(Replicated):
         layers = [x for x in module.modules() if isinstance(x, GradientCheckpointingLayer)]
         for part in (*layers, module):
             if not isinstance(part, FSDPModule):
-                fully_shard(part, mesh=self.mesh, mp_policy=precision)
+                fully_shard(part, mesh=mesh, mp_policy=precision)
                 if isinstance(part, FSDPModule):
                     part.set_gradient_divide_factor(1.0)  # the loss of a micro-batch is its share: gradients add up
                     part.set_force_sum_reduction_for_comms(True)

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -84,15 +84,16 @@ def make_engine(
             **sizes,
         )
         return VLLMEngine(policy.whole, in_process, **options)
-    if rollout.workers > 1:
-        from python_trainer.rollout.workers.pool import WorkerPool
+    with nullcontext() if ranks is None else ranks.together():
+        if rollout.workers > 1:
+            from python_trainer.rollout.workers.pool import WorkerPool
 
-        precision = model.matmul_precision
-        options |= sizes | {"traits": policy.traits}
-        return WorkerPool(policy.whole, workers=rollout.workers, matmul_precision=precision, **options)
-    from python_trainer.rollout.paged.engine import PagedEngine
+            precision = model.matmul_precision
+            options |= sizes | {"traits": policy.traits}
+            return WorkerPool(policy.whole, workers=rollout.workers, matmul_precision=precision, **options)
+        from python_trainer.rollout.paged.engine import PagedEngine
 
-    return PagedEngine(policy.whole, traits=policy.traits, reserved_bytes=reserved_bytes, **sizes, **options)
+        return PagedEngine(policy.whole, traits=policy.traits, reserved_bytes=reserved_bytes, **sizes, **options)
 
 
 def _on_servers(

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -16,12 +17,13 @@ from python_trainer.distributed.sharded import Sharded
 from python_trainer.model.gathering import fill_whole
 from python_trainer.run import Trainer
 
+PATIENCE = timedelta(minutes=5)  # for another process, which may have more to do; then it will never come
 KINDS = {"ddp": Replicated, "fsdp2": Sharded}
 
 
 def _enter(rank, size, threads, rendezvous, function, args):
     torch.set_num_threads(threads)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=PATIENCE)
     try:
         function(*args)
     finally:

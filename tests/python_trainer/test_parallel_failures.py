@@ -1,0 +1,111 @@
+"""What fails in one of several processes: all end, and the error is told once."""
+
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from unittest.mock import Mock, patch
+
+import pytest
+import torch.distributed as dist
+from conftest import run_settings
+from gloo import KINDS, run_on_ranks, train
+from rich.console import Console
+
+from python_trainer.__main__ import main
+from python_trainer.config import check_config
+from python_trainer.distributed.ranked_engine import RankedEngine
+from python_trainer.distributed.replicated import Replicated
+from python_trainer.errors import UserError, is_shared
+from python_trainer.rollout.engine import SamplingParams
+from python_trainer.run import Trainer
+
+# what of a set-up fails in the second process, by what it is called there
+PLACES = {
+    "task": "python_trainer.tasks.jsonl.JSONLSettings.load",
+    "tokenizer": "python_trainer.model.policy.Policy.encode",
+    "engine": "python_trainer.rollout.paged.engine.PagedEngine.__init__",
+    "learner": "python_trainer.run.make_learner",
+    "checkpoint": "python_trainer.learner.Learner.load_state_dict",
+    "whole model": "python_trainer.distributed.group.load_policy",
+    "shards": "python_trainer.distributed.sharded.allocate",
+    "policy": "python_trainer.model.policy.Policy.__init__",
+}
+OF_A_KIND = {"whole model": "ddp", "shards": "fsdp2"}
+
+
+def set_ups_that_fail(settings, folder):
+    """What each process is told, in KIND-PLACE-RANK.txt."""
+    for parallel, ranks in KINDS.items():
+        train(settings, folder / parallel, parallel)
+        config = check_config(settings | {"parallel": parallel}, source="test")
+        for name, place in PLACES.items():
+            fails = Mock(side_effect=UserError(f"no {name} here"))
+            with ExitStack() as stack:
+                if dist.get_rank() == 1 and OF_A_KIND.get(name, parallel) == parallel:
+                    stack.enter_context(patch(place, fails))
+                try:
+                    Trainer(config, folder / parallel, console=Console(quiet=True), ranks=ranks(), resume=True)
+                except UserError as error:
+                    (folder / f"{parallel}-{name}-{dist.get_rank()}.txt").write_text(f"{is_shared(error)}: {error}")
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory, tiny_policy, jsonl_files):
+    folder = tmp_path_factory.mktemp("runs")
+    run_on_ranks(folder, set_ups_that_fail, run_settings(tiny_policy, jsonl_files) | {"max_steps": 1}, folder)
+    return folder
+
+
+@pytest.mark.parametrize("parallel", KINDS)
+@pytest.mark.parametrize("name", PLACES)
+def test_a_set_up_that_fails_in_one_process_ends_all(told, parallel, name):
+    if OF_A_KIND.get(name, parallel) == parallel:
+        first, second = ((told / f"{parallel}-{name}-{rank}.txt").read_text() for rank in range(2))
+        assert (first, second) == (f"True: process 1 of 2: no {name} here", f"True: no {name} here")
+
+
+def test_no_rank_waits_for_others_within_together(monkeypatch):
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(dist, "all_gather_object", lambda found, value: found.__setitem__(0, value))
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda said, src: None)
+    ranks = Replicated()
+    for waits in (lambda: ranks.gather(1), lambda: ranks.first(1), lambda: ranks.any(1), lambda: ranks.once(int)):
+        with pytest.raises(AssertionError, match="no rank waits for others"), ranks.together():
+            waits()
+        waits()
+
+
+@pytest.mark.parametrize("lean", [True, False])
+def test_weights_are_gathered_for_the_engine_by_all_ranks_at_once(lean):
+    """Not where one rank may have failed already, and by those that have nothing to answer too."""
+    inside, refreshed = [], []
+
+    @contextmanager
+    def together():
+        inside.append(True)
+        yield
+        inside.pop()
+
+    ranks = SimpleNamespace(rank=1, size=2, together=together, gather=lambda value: [([], {}), value])
+    inner = Mock(stats={}, lengths=None, on_first_rank=False, policy_version=0)
+    inner.refresh = lambda: refreshed.append(bool(inside))
+    inner.generate.return_value = []
+    engine = RankedEngine(inner, SimpleNamespace(lean=lean), ranks)
+    engine.submit([], SamplingParams())
+    engine.poll()
+    assert refreshed == ([False] if lean else []) and inner.generate.call_count == 1
+
+
+@pytest.mark.parametrize("size", ["1", "2"])
+def test_a_process_that_is_left_alone_says_so(tmp_path, monkeypatch, capsys, size):
+    """As gloo puts it where another process was killed."""
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:39313.")
+    lost.add_note("step 2 is saved: --resume goes on from it")
+    monkeypatch.setattr("python_trainer.report.write.report", Mock(side_effect=lost))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", size)
+    with nullcontext() if size == "2" else pytest.raises(RuntimeError):
+        assert main(["report", str(tmp_path)]) == 2
+        said = "another process has ended: its own message says why, or the report of torchrun"
+        note = "step 2 is saved: --resume goes on from it"
+        assert capsys.readouterr().err == f"error: process 0 of 2: {said}; {note}\n"
