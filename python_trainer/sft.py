@@ -31,7 +31,7 @@ from python_trainer.run_state import device_name, versions
 from python_trainer.saving import MODEL_ASIDE
 from python_trainer.signals import StopSignal
 from python_trainer.tasks import Task
-from python_trainer.tasks.files import check_text
+from python_trainer.tasks.checking import check_text
 from python_trainer.telemetry import Telemetry
 
 

@@ -2,12 +2,15 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from python_trainer.data import Example, Messages
+from python_trainer.errors import UserError
+from python_trainer.tasks.checking import check_names, check_prompt
 
 # f(prompts, completions, completion_ids, **dataset_columns) -> list[float | None], one per completion; it may be async.
 # Of a prompt that is a list of messages the completion is one too. As in TRL, but for the arguments rewards.OF_TRL.
@@ -16,7 +19,11 @@ RewardFunction = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Task:
-    """Prompts to train on, prompts to test on, and how answers are judged."""
+    """Prompts to train on, prompts to test on, and how answers are judged.
+
+    Raises:
+        UserError: names what of it could not be trained on, its value and what is allowed.
+    """
 
     name: str
     train: Sequence[Example]
@@ -31,13 +38,63 @@ class Task:
     # whether somebody said which function decides what is right; if not, one that gives more than 1, 0, -1 does not
     accuracy_chosen: bool = True
 
+    def __post_init__(self) -> None:
+        check_task(self)
+
     @cached_property
     def fingerprint(self) -> str:
         """Of the training prompts in their order: what a run knows of prompts by their numbers is of these."""
-        digest = hashlib.blake2b(digest_size=16)
-        for example in self.train:
-            digest.update(json.dumps(example.prompt).encode() + b"\n")
-        return digest.hexdigest()
+        return fingerprint_of(example.prompt for example in self.train)
+
+
+def check_task(task: Task) -> None:
+    """Raises UserError that names what of a task could not be trained on."""
+    if not isinstance(task.name, str) or not task.name:
+        raise UserError(f"Task: name must be a string that is not empty, got {task.name!r:.80}")
+
+    def wrong(what: str, allowed: str, got: Any) -> UserError:
+        return UserError(f"task {task.name}: {what} must be {allowed}, got {got!r:.80}")
+
+    for split in ("train", "test", "gate"):
+        examples = getattr(task, split)
+        if not isinstance(examples, Sequence) or isinstance(examples, str):
+            raise wrong(split, "a list of Example", examples)
+        for number, example in enumerate(examples):
+            if not isinstance(example, Example):
+                raise wrong(f"{split}[{number}]", "an Example", example)
+            place = example.place or f"task {task.name}: {split}[{number}]"
+            check_prompt(place, "prompt", example.prompt)
+            if not isinstance(example.columns, Mapping) or not all(isinstance(name, str) for name in example.columns):
+                raise UserError(f"{place}: columns must be a dict with names, got {example.columns!r:.80}")
+            check_names(place, example.columns)
+    functions, weights, limit = task.reward_functions, task.reward_weights, task.reward_timeout
+    if not isinstance(functions, Mapping) or not functions:
+        raise wrong("reward_functions", "a dict of names and functions, of one or more", functions)
+    for name, function in functions.items():
+        if not isinstance(name, str) or not callable(function):
+            raise wrong(f"reward_functions[{name!r}]", "a function, under a name", function)
+    known = ", ".join(functions)
+    if task.accuracy not in functions:
+        raise wrong("accuracy", f"a name in reward_functions ({known})", task.accuracy)
+    if not isinstance(weights, Mapping) or not weights.keys() <= functions.keys():
+        raise wrong("reward_weights", f"a dict with names in reward_functions ({known})", weights)
+    for name, weight in weights.items():
+        if not is_number(weight) or not math.isfinite(weight):
+            raise wrong(f"reward_weights[{name!r}]", "a finite number", weight)
+    if limit is not None and not (is_number(limit) and limit > 0):
+        raise wrong("reward_timeout", "a number of seconds above 0, or None", limit)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def fingerprint_of(values: Iterable[Any]) -> str:
+    """Of texts, messages and the like in their order."""
+    digest = hashlib.blake2b(digest_size=16)
+    for value in values:
+        digest.update(json.dumps(value).encode() + b"\n")
+    return digest.hexdigest()
 
 
 def completion_text(completion: str | Messages) -> str:

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from python_trainer.data import Example
 from python_trainer.errors import UserError
+from python_trainer.tasks.checking import check_text
 from python_trainer.tasks.settings import TaskSettings
 
 
@@ -158,17 +159,6 @@ def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
     if not rows:
         raise UserError(f"{path}: no examples; at least one line with a JSON object is needed")
     return rows
-
-
-def check_text(place: str, column: str, text: str) -> None:
-    r"""Raises UserError for what no tokenizer takes: half of a character, as JSON's \ud83d by itself."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"{place}: {column} has the lone surrogate {text[error.start]!r} at character {error.start}, which is half "
-            "of a character and no text; allowed: Unicode text. Write the whole character, or take it out"
-        ) from error
 
 
 def text_column(path: Path, number: int, row: dict[str, Any], column: str) -> str:

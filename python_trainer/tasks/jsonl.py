@@ -11,7 +11,8 @@ from python_trainer.data import Example
 from python_trainer.errors import UserError
 from python_trainer.settings import Plugin
 from python_trainer.tasks.base import Task
-from python_trainer.tasks.files import FileTaskSettings, SplitTaskSettings, check_text, read_rows
+from python_trainer.tasks.checking import check_names, check_prompt
+from python_trainer.tasks.files import FileTaskSettings, SplitTaskSettings, read_rows
 from python_trainer.tasks.rewards import OF_TRL, REWARDS, about_trl
 
 PROMPT_COLUMNS = ("prompt", "messages")
@@ -81,15 +82,6 @@ class JSONLSettings(RewardedSettings, FileTaskSettings):
         return read_prompts(source, read_rows(source), (self.prompt_column,) if self.prompt_column else PROMPT_COLUMNS)
 
 
-def is_chat(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(m, dict) for m in value)
-        and all(isinstance(m.get(key), str) for m in value for key in ("role", "content"))
-    )
-
-
 def check_columns(name: str, function: Any, examples: Sequence[Example], added: Set[str]) -> None:
     """Raises UserError where a reward function cannot do without a column that no example has, and nobody adds."""
     try:
@@ -123,18 +115,9 @@ def read_prompts(
             wanted, has = " or ".join(map(repr, prompt_columns)), ", ".join(map(repr, row)) or "none"
             raise UserError(f"{source}:{number}: no column {wanted}; the line has {has}")
         prompt = row[column]
-        if not (is_chat(prompt) or (isinstance(prompt, str) and prompt)):
-            raise UserError(
-                f"{source}:{number}: {column} is {prompt!r:.80}; allowed: a string that is not empty, or a list of "
-                'messages {"role": "user", "content": "..."}'
-            )
-        for text in [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]:
-            check_text(f"{source}:{number}", column, text)
+        check_prompt(f"{source}:{number}", column, prompt)
         columns = {name: value for name, value in row.items() if name != column}
-        if reserved := {"prompts", "completions", "completion_ids", "environment_reward"} & columns.keys():
-            raise UserError(
-                f"{source}:{number}: column {min(reserved)!r} has a name that reward functions get from the trainer"
-            )
+        check_names(f"{source}:{number}", columns)
         examples.append(Example(prompt, columns, f"{source}:{number}"))
         numbers.append(number)
     return examples, _gaps(source, numbers, examples)

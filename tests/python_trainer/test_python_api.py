@@ -188,3 +188,30 @@ def test_the_example_trains(tmp_path):
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("step 0: accuracy ") and lines[-1].startswith("accuracy ") and len(lines) == 7
+
+
+@pytest.mark.parametrize(("wrong", "match"), [
+    ({"name": ""}, "Task: name must be a string that is not empty, got ''"),
+    ({"train": ["AB"]}, r"task mine: train\[0\] must be an Example, got 'AB'"),
+    ({"train": "AB"}, "task mine: train must be a list of Example, got 'AB'"),
+    ({"test": iter([])}, "task mine: test must be a list of Example, got <list_iterator"),
+    ({"train": [Example("A"), Example(5)]}, r"task mine: train\[1\]: prompt is 5; allowed: a string that"),
+    ({"gate": [Example("")]}, r"task mine: gate\[0\]: prompt is ''; allowed: a string that is not empty"),
+    ({"train": [Example([{"role": "user"}])]}, r"task mine: train\[0\]: prompt is \[{'role': 'user'}\]; allowed: "),
+    ({"train": [Example("\ud83d", place="mine.py:3")]}, "mine.py:3: prompt has the lone surrogate"),
+    ({"train": [Example("A", ["answer"])]}, r"task mine: train\[0\]: columns must be a dict .*, got \['answer'\]"),
+    ({"train": [Example("A", {"prompts": 1})]}, r"task mine: train\[0\]: column 'prompts' has a name that"),
+    ({"reward_functions": {}}, "task mine: reward_functions must be a dict .*, of one or more, got {}"),
+    ({"reward_functions": digits}, "task mine: reward_functions must be a dict of .*, got <function digits"),
+    ({"reward_functions": {"digits": 1.0}}, r"task mine: reward_functions\['digits'\] must be a function, .* got 1.0"),
+    ({"accuracy": "accuracy"}, r"task mine: accuracy must be a name in reward_functions \(digits\), got 'accuracy'"),
+    ({"reward_weights": [1.0]}, r"task mine: reward_weights must be a dict with names in .* \(digits\), got \[1.0\]"),
+    ({"reward_weights": {"digit": 2.0}}, r"task mine: reward_weights must be a dict .*, got {'digit': 2.0}"),
+    ({"reward_weights": {"digits": float("nan")}}, r"mine: reward_weights\['digits'\] must be a finite .*, got nan"),
+    ({"reward_timeout": 0}, "task mine: reward_timeout must be a number of seconds above 0, or None, got 0"),
+])  # fmt: skip
+def test_what_is_wrong_with_a_task_is_named(wrong, match):
+    right = {"name": "mine", "train": [Example("A")], "test": (), "reward_functions": {"digits": digits}}
+    Task(**right, accuracy="digits", reward_weights={"digits": 2}, reward_timeout=1.5)
+    with pytest.raises(UserError, match=match):
+        Task(**{**right, "accuracy": "digits", **wrong})
