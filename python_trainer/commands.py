@@ -30,6 +30,21 @@ def run_compare(args: argparse.Namespace) -> None:
 
 
 def run_train(args: argparse.Namespace) -> None:
+    config = config_of(args)
+    from python_trainer.distributed import start
+    from python_trainer.report.write import report
+    from python_trainer.run import Trainer
+
+    if args.resume:
+        tell_of_resuming(args.output_dir, config)
+    with start(config.parallel, config.model.device) as ranks:
+        Trainer(config, args.output_dir, resume=args.resume, ranks=ranks).run()
+    if ranks.rank == 0:
+        report([args.output_dir])
+
+
+def config_of(args: argparse.Namespace) -> "Config":
+    """Settings of a run in one folder; mistakes in them, or in the folder, come before torch, which takes seconds."""
     from python_trainer.config import load_config
 
     config = load_config(args.config, args.overrides)
@@ -40,16 +55,7 @@ def run_train(args: argparse.Namespace) -> None:
 
         check_new(args.output_dir)
     tell_of_load()
-    from python_trainer.distributed import start  # torch, which takes seconds: all mistakes above come before it
-    from python_trainer.report.write import report
-    from python_trainer.run import Trainer
-
-    if args.resume:
-        tell_of_resuming(args.output_dir, config)
-    with start(config.parallel, config.model.device) as ranks:
-        Trainer(config, args.output_dir, resume=args.resume, ranks=ranks).run()
-    if ranks.rank == 0:
-        report([args.output_dir])
+    return config
 
 
 def check_files(config: "Config") -> None:
@@ -72,11 +78,11 @@ def tell_of_load() -> None:
 
 
 def run_sft(args: argparse.Namespace) -> None:
-    from python_trainer.config import load_config
-
-    config = load_config(args.config, args.overrides)
+    config = config_of(args)
     from python_trainer.sft import Sft
 
+    if args.resume:
+        tell_of_resuming(args.output_dir, config)
     summary = Sft(config, args.output_dir, resume=args.resume).run()
     losses = [
         summary[f"{part}loss_{when}"] for part, when in (("", "final"), ("held_out_", "start"), ("held_out_", "final"))

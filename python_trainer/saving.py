@@ -13,13 +13,35 @@ from python_trainer.config import Config, dump_config
 from python_trainer.distributed.shard_files import read_shards
 from python_trainer.errors import NotFinite, UserError
 from python_trainer.files import check_output_dir, unusable_output_dir, write_text
-from python_trainer.learner import without_moments
+from python_trainer.learner import Learner, without_moments
 from python_trainer.model.dtype import name_of
 from python_trainer.run_directory import check_new, check_unlocked, locked, read_metrics
 from python_trainer.run_state import RunState, best_evaluated
 from python_trainer.trainer import TrainingLoop
 
 MODEL_ASIDE = ".model.tmp"  # the trained policy, while it is being written
+
+
+@contextmanager
+def reading_checkpoint(folder: Path) -> Iterator[None]:
+    """Within it what a checkpoint lacks, or has in another form, is a UserError."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"the checkpoint in {folder} was written by another version of the trainer or something else: it "
+            f"cannot be read ({type(error).__name__}: {error})"
+        ) from error
+
+
+def load_learned(learner: Learner, saved: dict[str, Any], folder: Path) -> None:
+    """Weights and moments of a checkpoint; UserError where they do not fit the model."""
+    try:
+        learner.load_state_dict(saved)
+    except (RuntimeError, KeyError) as error:
+        lines = str(error).splitlines()  # torch's first one says that there are others
+        reason = lines[min(1, len(lines) - 1)].strip()
+        raise UserError(f"the checkpoint in {folder} is of another model than the settings: {reason}") from error
 
 
 class SavingLoop(TrainingLoop):
@@ -62,13 +84,8 @@ class SavingLoop(TrainingLoop):
         return found
 
     def _restore(self, saved: dict[str, Any]) -> None:
-        try:
+        with reading_checkpoint(self.folder):
             self._take_over(saved)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(
-                f"the checkpoint in {self.folder} was written by another version of the trainer or something else: it "
-                f"cannot be read ({type(error).__name__}: {error})"
-            ) from error
 
     def _take_over(self, saved: dict[str, Any]) -> None:
         with self.ranks.together():
@@ -104,14 +121,7 @@ class SavingLoop(TrainingLoop):
         self.state = RunState(**saved["state"])
         self.saved_step = self.state.step
         self._look_back_for_target()
-        try:
-            self.learner.load_state_dict(saved)
-        except (RuntimeError, KeyError) as error:
-            lines = str(error).splitlines()  # torch's first one says that there are others
-            reason = lines[min(1, len(lines) - 1)].strip()
-            raise UserError(
-                f"the checkpoint in {self.folder} is of another model than the settings: {reason}"
-            ) from error
+        load_learned(self.learner, saved, self.folder)
 
     def _check_prompts(self, before: str | None) -> None:
         """What some accelerators have learned of prompts is kept by their numbers."""

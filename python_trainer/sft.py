@@ -23,14 +23,16 @@ from python_trainer.learner import Learner, without_moments
 from python_trainer.model.dtype import dtype_before, going_on, name_of, told_of_change
 from python_trainer.model.optimizer import learning_rate
 from python_trainer.model.packing import micro_batches, pack
-from python_trainer.model.policy import Policy, load_policy, set_matmul_precision
+from python_trainer.model.policy import Policy, load_policy, recompute_activations, set_matmul_precision
 from python_trainer.model.settings import OptimizerConfig
+from python_trainer.plan.command import needs_recomputing
 from python_trainer.run import make_learner
 from python_trainer.run_directory import check_new, locked, read_metrics
 from python_trainer.run_state import device_name, versions
-from python_trainer.saving import MODEL_ASIDE
+from python_trainer.saving import MODEL_ASIDE, load_learned, reading_checkpoint
 from python_trainer.signals import StopSignal
 from python_trainer.tasks import Task
+from python_trainer.tasks.base import fingerprint_of
 from python_trainer.tasks.checking import check_text
 from python_trainer.telemetry import Telemetry
 
@@ -47,7 +49,7 @@ def reference_answers(policy: Policy, examples: Sequence[Example], column: str) 
     """What the policy should have answered: the column of each example, then the end token.
 
     Raises:
-        UserError: names an example without such a column, or that is longer than the model allows.
+        UserError: names an example without such a column, or whose prompt is empty.
     """
     for example in examples:
         answer = example.columns.get(column)
@@ -57,15 +59,15 @@ def reference_answers(policy: Policy, examples: Sequence[Example], column: str) 
         check_text(place_of(example), column, str(answer))
     prompts = policy.encode([example.prompt for example in examples])
     answers = [policy.tokenizer(str(e.columns[column]), add_special_tokens=False)["input_ids"] for e in examples]
-    found = [Rollout(prompt, [*ids, policy.tokenizer.eos_token_id]) for prompt, ids in zip(prompts, answers)]
-    for example, row in zip(examples, found):
-        length = len(row.prompt_ids) + len(row.response_ids)
-        if not row.prompt_ids or length > policy.max_length:
-            raise UserError(
-                f"{place_of(example)} has {len(row.prompt_ids)} tokens and {length} with its answer; allowed: 1 or "
-                f"more, and at most {policy.max_length} with its answer, {policy.limited_by}"
-            )
-    return found
+    for example, prompt in zip(examples, prompts):
+        if not prompt:
+            raise UserError(f"{place_of(example)} has 0 tokens; allowed: 1 or more")
+    return [Rollout(prompt, [*ids, policy.tokenizer.eos_token_id]) for prompt, ids in zip(prompts, answers)]
+
+
+def tokens_of(row: Rollout) -> int:
+    """Of prompt and answer."""
+    return len(row.prompt_ids) + len(row.response_ids)
 
 
 def place_of(example: Example) -> str:
@@ -120,13 +122,18 @@ class Sft:
         before = dtype_before(found and found[1])
         self.policy = load_policy(going_on(config.model, before))
         if said := told_of_change(config.model.dtype, before, self.policy.whole):
-            self.console.print(f"note: {said}", highlight=False, markup=False, soft_wrap=True)
+            self._note(said)
         self.policy.chat_template_kwargs = config.task.chat_template_kwargs
         set_matmul_precision(config.model.matmul_precision)
-        self.rows = reference_answers(self.policy, task.train, config.sft.column)
+        examples, self.rows = self._lessons("train", task.train)
         if not self.rows:
             raise UserError(f"task {task.name} has no training examples")
-        self.held_out = reference_answers(self.policy, task.test[: config.sft.held_out], config.sft.column)
+        others, self.held_out = self._lessons("test", task.test[: config.sft.held_out])
+        self.fingerprint = fingerprint_of([e.prompt, str(e.columns[config.sft.column])] for e in [*examples, *others])
+        longest = max(self.rows, key=tokens_of)
+        if needs_recomputing(self._alone(len(longest.response_ids)), 1, len(longest.prompt_ids)):
+            self._note("model.gradient_checkpointing: auto recomputes activations, which would not fit otherwise")
+            recompute_activations(self.policy.model)
         order = prompt_order(config.seed, 0, config.sft.epochs * len(self.rows), len(self.rows))
         self.batches = list(micro_batches(self.rows, order, config.sft.batch_tokens, share=False))
         self.settings = config.optimizer.model_copy(update={"learning_rate": config.sft.learning_rate})
@@ -134,7 +141,38 @@ class Sft:
         self.before: float | None = None  # loss on held-out answers
         self.learner = self._learner()
         if found:
-            self._restore(found[1])
+            with reading_checkpoint(self.folder):
+                self._restore(found[1])
+
+    def _note(self, text: str) -> None:
+        """A line for the user, about what is no error but may not be meant so."""
+        self.console.print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
+
+    def _lessons(self, split: str, examples: Sequence[Example]) -> tuple[list[Example], list[Rollout]]:
+        """Examples with their answers; too long ones end the run or, where task.overlong says so, are left out."""
+        policy, rows = self.policy, reference_answers(self.policy, examples, self.config.sft.column)
+        kept = [(example, row) for example, row in zip(examples, rows) if tokens_of(row) <= policy.max_length]
+        if len(kept) < len(rows):
+            example, row = max(zip(examples, rows), key=lambda pair: tokens_of(pair[1]))
+            place, length = place_of(example), tokens_of(row)
+            if self.config.task.overlong != "drop":
+                raise UserError(
+                    f"{place} has {len(row.prompt_ids)} tokens and {length} with its answer; allowed: at most "
+                    f"{policy.max_length} with its answer, {policy.limited_by}; task.overlong=drop leaves it out"
+                )
+            counts = f"{len(rows) - len(kept)} of {len(rows)} {split} examples dropped (task.overlong)"
+            about = f"{counts}: more than {policy.max_length} tokens with their answers"
+            if not kept:
+                raise UserError(f"{about}; none is left")
+            self._note(f"{about}; the longest is {place} with {length}")
+        return [example for example, _ in kept], [row for _, row in kept]
+
+    def _alone(self, answer: int) -> Config:
+        """Settings of a training run that takes the same memory: answers of so many tokens that come from elsewhere."""
+        server: dict[str, Any] = {"engine": "vllm", "vllm_server": "elsewhere", "workers": 1}
+        answers = {"prompts_per_step": len(self.rows), "num_generations": 1, "max_completion_length": answer}
+        update = {"rollout": self.config.rollout.model_copy(update=server | answers), "algorithm": AlgorithmConfig()}
+        return self.config.model_copy(update=update)
 
     def _learner(self) -> Learner:
         """Only for its optimizer and what a checkpoint holds; it has no reference model and no critic."""
@@ -147,8 +185,10 @@ class Sft:
                 f"{self.folder} was run with {saved['steps']} steps, and these settings make {len(self.batches)}: "
                 "change sft and task back, or choose another --output-dir"
             )
+        if saved.get("examples", self.fingerprint) != self.fingerprint:
+            self._note("the examples are others than before")
         self.step, self.seconds, self.before = saved["step"], saved["seconds"], saved["before"]
-        self.learner.load_state_dict(saved)
+        load_learned(self.learner, saved, self.folder)
 
     def run(self) -> dict[str, Any]:
         """All steps, then the model -> what is in summary.json.
@@ -190,7 +230,7 @@ class Sft:
             ) from error
         seconds = time.perf_counter() - begun
         self.step, self.seconds = self.step + 1, self.seconds + seconds
-        tokens = sum(len(self.rows[index].prompt_ids) + len(self.rows[index].response_ids) for index in samples)
+        tokens = sum(tokens_of(self.rows[index]) for index in samples)
         return {
             "sft/loss": loss,
             "grad_norm": norm,
@@ -204,7 +244,7 @@ class Sft:
 
     def _save(self) -> None:
         state = {"step": self.step, "steps": len(self.batches), "seconds": self.seconds, "before": self.before,
-                 "dtype": name_of(self.policy.whole.dtype)}  # fmt: skip
+                 "dtype": name_of(self.policy.whole.dtype), "examples": self.fingerprint}  # fmt: skip
         settings = self.config.save
         save_checkpoint(self.checkpoints, self.step, state | self.learner.state_dict(), keep=settings.save_total_limit,
                         older=None if settings.older_moments else without_moments)  # fmt: skip

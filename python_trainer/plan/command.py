@@ -19,7 +19,7 @@ from python_trainer.files import write_text
 from python_trainer.model.policy import choose_device
 from python_trainer.model.settings import LoraSettings
 from python_trainer.plan.advice import what_would_fit
-from python_trainer.plan.memory import PARALLEL, Memory, Plan
+from python_trainer.plan.memory import PARALLEL, PROMPT_TOKENS, Memory, Plan
 from python_trainer.plan.passes import Device
 
 USABLE = 0.94  # of a GPU's memory; the rest is for CUDA's context and for gaps between tensors: not measured yet
@@ -45,12 +45,16 @@ def device_here(name: str) -> Device:
     return Device("cuda", int(total * USABLE), torch.cuda.device_count())
 
 
-def needs_recomputing(config: Config, ranks: int) -> bool:
-    """Whether ``model.gradient_checkpointing`` is ``auto`` and activations do not fit into the GPU without it."""
+def needs_recomputing(config: Config, ranks: int, prompt: int = PROMPT_TOKENS) -> bool:
+    """Whether ``model.gradient_checkpointing`` is ``auto`` and activations do not fit into the GPU without it.
+
+    Args:
+        prompt: tokens of one.
+    """
     if config.model.gradient_checkpointing != "auto" or choose_device(config.model.device).type == "cpu":
         return False
     device = replace(device_here(config.model.device), count=ranks)
-    return Memory(config, device).plan(config.parallel).trouble is not None
+    return Memory(config, device, prompt).plan(config.parallel).trouble is not None
 
 
 def make_table(plans: list[Plan], chosen: str) -> Table:

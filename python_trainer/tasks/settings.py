@@ -39,7 +39,8 @@ class TaskSettings(Section):
     chat_template_kwargs: dict[str, Any] = Field({})
     """Further arguments of the tokenizer's chat template: {enable_thinking: false}, tools, and the like."""
     overlong: Literal["error", "drop"] = "error"
-    """What a prompt does that leaves no room for an answer: end the run, or be left out, counted in a note."""
+    """What a prompt does that leaves no room for an answer (`sft`: for its own): end the run, or be left out, with a
+    note."""
 
     environment: Annotated[str, Plugin(ENVIRONMENTS)] | None = None
     """What the policy has turns with in an answer (docs/environments.md); null: an answer is one turn."""

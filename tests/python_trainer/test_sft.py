@@ -15,6 +15,9 @@ from python_trainer.config import check_config
 from python_trainer.data import Request
 from python_trainer.errors import UserError
 from python_trainer.model.policy import load_policy
+from python_trainer.plan import command
+from python_trainer.plan.memory import Memory
+from python_trainer.plan.passes import Device
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.rollout.make import make_engine
 from python_trainer.run import Trainer
@@ -159,7 +162,66 @@ def test_errors_name_the_setting_or_the_line(lessons, tmp_path):
     (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "A", "answer": "B\ud83d"}) + "\n")
     refused(r"train.jsonl:1: answer has the lone surrogate '\\ud83d' at character 1, .*; allowed: Unicode text")
     (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "A", "answer": "B" * 200}) + "\n")
-    refused(r"train.jsonl:1 has 1 tokens and 202 with its answer; allowed: .* at most 128")
+    refused(r"train.jsonl:1 has 1 tokens and 202 with its answer; allowed: at most 128 .*; task.overlong=drop leaves")
+    refused(r"1 of 1 train examples dropped .*; none is left", task={**lessons["task"], "overlong": "drop"})
+
+
+def test_examples_that_are_too_long_are_left_out_where_that_is_asked_for(lessons, tmp_path):
+    for name in ("train", "test"):
+        rows = [{"prompt": "A", "answer": "B" * length} for length in (200, 126, 127)]  # 128 with prompt and end token
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = io.StringIO()
+    config = config_of(lessons, task={**lessons["task"], "overlong": "drop"})
+    run = Sft(config, tmp_path / "run", console=Console(file=out, width=1000))
+    assert [[len(row.response_ids) for row in rows] for rows in (run.rows, run.held_out)] == [[127], [127]]
+    for name in ("train", "test"):
+        assert f"2 of 3 {name} examples dropped (task.overlong): more than 128 tokens with" in out.getvalue()
+        assert f"{name}.jsonl:1 with 202" in out.getvalue()
+
+
+def test_a_run_is_resumed_with_what_it_was_begun_with_or_says_so(lessons, tmp_path, capsys):
+    config, out = config_of(lessons, sft={**lessons["sft"], "epochs": 2}, save={"save_steps": 1}), io.StringIO()
+
+    def resume(**changes):
+        out.truncate(0)
+        Sft(config_of(config.model_dump(), **changes), tmp_path / "run", resume=True, console=Console(file=out))
+        return out.getvalue()
+
+    Sft(config, tmp_path / "run", console=QUIET).run()
+    assert "others than before" not in resume()
+    for name, before in (("train", '"CBA"'), ("test", '"AC"')):
+        path = tmp_path / f"{name}.jsonl"
+        text = path.read_text()
+        path.write_text(text.replace(before, before[::-1]))
+        assert "note: the examples are others than before" in resume()
+        path.write_text(text)
+    assert "others than before" not in resume()
+    path = tmp_path / "settings.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    options = ["--config", str(path), "--output-dir", str(tmp_path / "run"), "--resume"]
+    assert main(["sft", *options, "--set", "sft.learning_rate=0.1"]) == 0
+    assert "resumed with other settings than before: sft.learning_rate: 0.005 -> 0.1" in capsys.readouterr().err
+    with pytest.raises(UserError, match="is of another model than the settings: .*adapters"):
+        resume(model={"lora": {"r": 2}})
+    Trainer(config_of(lessons, max_steps=1), tmp_path / "rl", console=QUIET).run()
+    with pytest.raises(UserError, match="was written by another version of the trainer or something else"):
+        Sft(config, tmp_path / "rl", resume=True)
+
+
+@pytest.mark.parametrize(
+    ("setting", "memory", "expected"), [("auto", 1.1, False), ("auto", 0.9, True), (False, 0.9, False)]
+)
+def test_activations_are_recomputed_by_need(lessons, tmp_path, monkeypatch, setting, memory, expected):
+    """``auto`` on a device that is said to be a GPU; the run itself is on the CPU."""
+    model = {"dtype": "float32", "gradient_checkpointing": setting}
+    config = config_of(lessons, model=model, sft={**lessons["sft"], "epochs": 1})
+    alone = Sft(config, tmp_path / "run")._alone(5)
+    bytes_kept = Memory(alone, Device("cuda", 24 << 30), 4).plan("none").peak
+    monkeypatch.setattr(command, "choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(command, "device_here", lambda name: Device("cuda", int(bytes_kept * memory)))
+    run = Sft(config, tmp_path / "run", console=QUIET)
+    assert run.policy.model.is_gradient_checkpointing == expected
+    assert run.run()["loss_final"] > 0
 
 
 def test_the_halves_of_a_file_are_two(lessons, tmp_path):
