@@ -155,7 +155,8 @@ RLK_INLINE float sum_lanes(vfloat v) { return reduce(v, [](vfloat a, vfloat b) {
 
 // exp(x) for x <= 88, within 2 units in the last place (Cephes' polynomial); 0 below -87.3, NaN stays.
 RLK_INLINE vfloat vexp(vfloat x) {
-  const vfloat magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  // 1.5 * 2^23: adding it rounds to an integer; and the bias of exponents, so that its low bits are those of 2^n
+  const vfloat magic = splat(12582912.0f + 127);
   const vfloat shifted = x * 1.44269504f + magic, n = shifted - magic;
   const vfloat r = x - n * 0.693359375f - n * -2.12194440e-4f;
   vfloat p = r * 1.9875691500e-4f + 1.3981999507e-3f;
@@ -164,8 +165,8 @@ RLK_INLINE vfloat vexp(vfloat x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  const vint exponent = ((vint)shifted - (vint)magic) << 23;
-  return x < -87.3f ? vfloat{} : (vfloat)((vint)p + exponent);
+  const vfloat power = (vfloat)((vint)shifted << 23);  // multiplied: adding to exponents would make numbers of some NaNs
+  return x < -87.3f ? vfloat{} : p * power;
 }
 
 // log(x) for 1 <= x <= 2, within 1e-7 (Cephes' polynomial); NaN stays.

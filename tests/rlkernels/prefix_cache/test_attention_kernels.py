@@ -109,6 +109,18 @@ def test_nan_stays_in_its_sequence(cpu_isa):
     assert out[1].isnan().all() and lse[1].isnan().all() and out[0].isfinite().all()
 
 
+@pytest.mark.parametrize("bits", [0x7FC00001, -1])  # -1: memory full of ones
+def test_every_nan_is_one(cpu_isa, bits):
+    nan = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    problem = paged([30, 70], [1, 1])
+    problem.key_cache[problem.block_tables[1, 2], 1] = nan
+    out, lse = rlkernels.paged_attention(*problem.args(), scale=1.0, return_lse=True, backend="cpu")
+    assert out[1].isnan().all() and lse[1].isnan().all() and out[0].isfinite().all()
+    ones, lses = torch.ones(2, 4, 32), (nan.expand(2, 4).contiguous(), torch.zeros(2, 4))
+    for a, b in (lses, lses[::-1]):
+        assert all(t.isnan().all() for t in rlkernels.merge_attention(ones, a, ones, b, backend="cpu"))
+
+
 def test_empty(cpu_isa):
     problem = paged([], [])
     out, lse = rlkernels.paged_attention(*problem.args(), scale=1.0, return_lse=True, backend="cpu")
