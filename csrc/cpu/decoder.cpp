@@ -76,8 +76,7 @@ RLK_INLINE void turn(const T* x, const float* cos, const float* sin, float sign,
 }
 
 RLK_INLINE vfloat exp_of_minus(vfloat x) {
-  // beyond -87 exp is out of the polynomial's range, and the result is 0 in float32 but for denormals
-  return vexp(x < -87.0f ? splat(87.0f) : -x);
+  return x < -88.0f ? splat(__builtin_inff()) : vexp(-x);  // beyond it is out of the polynomial's range
 }
 
 template <class T>

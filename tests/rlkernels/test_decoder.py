@@ -96,6 +96,15 @@ def test_silu_mul(cpu_isa, shape, dtype):
     check("silu_mul", {"gate_up": x}, dtype)
 
 
+def test_silu_mul_of_the_largest_numbers(cpu_isa):
+    gate = torch.tensor([-3e38, -1e20, -1e3, 3e38]).repeat_interleave(17)
+    x = torch.cat([gate, torch.ones(68)])[None].requires_grad_()
+    out = decoder.silu_mul(x, backend="cpu")
+    assert torch.equal(out, gate.relu()[None])
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    assert torch.equal(grad, torch.cat([(gate > 0).float(), gate.relu()])[None])
+
+
 def test_gradients_do_not_depend_on_threads():
     tensors, settings = rope_arguments(999, 4, 2, 16, norm=True)
     residual, weight = torch.randn(2000, 48, requires_grad=True), torch.randn(48, requires_grad=True)
