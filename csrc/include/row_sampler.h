@@ -26,7 +26,7 @@ struct SamplingSettings {
 };
 
 struct Drawn {
-  int64_t id;     // -1 when the row has no distribution
+  int64_t id;     // -1 when the row has no distribution, or wrong settings
   float logprob;  // NaN then
 };
 
@@ -95,7 +95,7 @@ inline float RowSampler::logit(const void* row, int64_t i) const {
 inline Drawn RowSampler::draw(const void* row, float uniform, const SamplingSettings& settings) {
   const bool nan = RLK_DISPATCH(logit_maxima)(row, bf16_, vocabulary_, maxima_.data());
   largest_ = *std::max_element(maxima_.begin(), maxima_.begin() + kGroups * sums_.size());
-  if (nan || !std::isfinite(largest_) || !(uniform >= 0 && uniform < 1))
+  if (nan || !std::isfinite(largest_) || !(uniform >= 0 && uniform < 1) || !(settings.temperature >= 0))
     return {-1, std::numeric_limits<float>::quiet_NaN()};
   if (settings.temperature == 0) return {first_of(row, largest_), 0.0f};
   inverse_ = std::min(1.0f / settings.temperature, std::numeric_limits<float>::max());

@@ -38,8 +38,8 @@ Float float_type(const at::Tensor& t, const char* name) {
 }
 
 Pages pages(const at::Tensor& cache, const char* name) {
-  TORCH_CHECK(cache.is_cpu() && cache.dim() == 4 && (cache.stride(3) == 1 || cache.size(3) == 1), name,
-              " must be a CPU tensor of rank 4 whose last dimension is contiguous");
+  TORCH_CHECK(cache.is_cpu() && cache.dim() == 4 && (cache.stride(3) == 1 || cache.size(3) == 1 || cache.numel() == 0),
+              name, " must be a CPU tensor of rank 4 whose last dimension is contiguous");
   return {cache.data_ptr(), cache.stride(0), cache.stride(1), cache.stride(2)};
 }
 
@@ -191,6 +191,7 @@ std::tuple<at::Tensor, at::Tensor> merge_attention(const at::Tensor& out_a, cons
 void write_kv(const at::Tensor& key, const at::Tensor& value, const at::Tensor& key_cache,
               const at::Tensor& value_cache, const at::Tensor& slots) {
   RLK_CHECK_TENSOR(slots, at::kLong, 1);
+  TORCH_CHECK(key_cache.dim() == 4 && key_cache.sizes() == value_cache.sizes(), "value_cache must be like key_cache");
   const int64_t total = key_cache.size(0) * key_cache.size(1), tokens = slots.size(0);
   const int64_t* slot = slots.const_data_ptr<int64_t>();
   for (int64_t t = 0; t < tokens; ++t)
@@ -228,8 +229,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> grouped_attention_backward(
   std::vector<int64_t> first(groups + 1, 0);
   int64_t longest = 0;
   for (int64_t g = 0; g < groups; ++g) {
+    TORCH_CHECK(prefix[g] >= 0, "prefix_lens must be >= 0, got ", prefix[g]);
+    TORCH_CHECK(members[g] <= members[g + 1] && members[g + 1] <= suffix_lens.size(0),
+                "group_starts must rise from 0 to the number of suffixes");
     first[g + 1] = first[g] + prefix[g];
-    for (int64_t i = members[g]; i < members[g + 1]; ++i) first[g + 1] += suffix[i];
+    for (int64_t i = members[g]; i < members[g + 1]; ++i) {
+      TORCH_CHECK(suffix[i] >= 0, "suffix_lens must be >= 0, got ", suffix[i]);
+      first[g + 1] += suffix[i];
+    }
     longest = std::max(longest, first[g + 1] - first[g]);
   }
   TORCH_CHECK(first[groups] == query.size(0) && query.sizes() == out.sizes() && query.sizes() == grad_out.sizes() &&

@@ -93,6 +93,30 @@ def test_opcheck():
         torch.library.opcheck(getattr(torch.ops.rlkernels, name).default, args)
 
 
+@pytest.mark.parametrize(
+    ("op", "changes", "message"),
+    [
+        ("write_kv", {3: torch.zeros(1, 4, 1, 8)}, "value_cache must be like key_cache"),
+        ("grouped_attention_backward", {6: torch.tensor([-4])}, "prefix_lens must be >= 0"),
+        ("grouped_attention_backward", {7: torch.tensor([-3, 8])}, "suffix_lens must be >= 0"),
+        ("grouped_attention_backward", {6: torch.tensor([4, 0]), 8: torch.tensor([0, 9, 2])}, "group_starts must rise"),
+    ],
+)
+def test_no_direct_call_leaves_its_tensors(op, changes, message):
+    args = list(problems()[op])
+    for place, value in changes.items():
+        args[place] = value
+    with pytest.raises(RuntimeError, match=message):
+        getattr(torch.ops.rlkernels, op)(*args)
+
+
+@pytest.mark.parametrize("temperature", [torch.nan, -1.0])
+def test_a_wrong_temperature_draws_nothing(temperature):
+    settings = torch.full((3,), temperature), torch.ones(3), torch.zeros(3, dtype=torch.int64)
+    ids, logprobs = torch.ops.rlkernels.sample_tokens(torch.randn(3, 11), torch.rand(3), *settings)
+    assert (ids == -1).all() and logprobs.isnan().all()
+
+
 def in_one_graph(function, *args):
     torch.compiler.reset()
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")(*args)

@@ -97,6 +97,8 @@ def test_nothing():
     out = rlkernels.grouped_attention(empty, empty, empty, layout, scale=1.0)
     out.sum().backward()
     assert out.shape == (0, 2, 8) and empty.grad.shape == (0, 2, 8)
+    strided = torch.zeros(4, 2, 17)[:0, :, 1::2]  # counts as contiguous, for it holds nothing
+    assert rlkernels.grouped_attention(strided, strided, strided, layout, scale=1.0).shape == (0, 2, 8)
 
 
 def test_gradient_flows_only_where_asked():
