@@ -216,8 +216,8 @@ def _settings(
                 raise ValueError(f"top_p must be > 0 and <= 1, got {low if not low > 0 else high!r}")
         else:
             _check.positive(name, low, zero=True)
-            if high == float("inf"):
-                raise ValueError(f"{name} must be finite, got {high}")
+            if high > torch.finfo(torch.float32).max:
+                raise ValueError(f"{name} must be finite in float32, got {high}")
     return (
         expand("temperature", temperature, torch.float32),
         expand("top_p", top_p, torch.float32),
