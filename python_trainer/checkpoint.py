@@ -8,8 +8,8 @@ import json
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,28 +64,36 @@ def save_checkpoint(
     keep: int,
     spare: int | None = None,
     older: Callable[[Any], Any] | None = None,
-    add: Callable[[Path], None] = lambda aside: None,
 ) -> Path:
     """Writes ``folder/step-N``, then removes all but the newest ``keep`` and that of the step ``spare``.
 
     Args:
         state: made of tensors, strings, numbers, lists and dictionaries.
         older: what the checkpoints before keep of their state; None: all of it.
-        add: writes more files into the folder before it is complete.
 
     Raises:
         UserError: it cannot be written, as on a full disk; those of before are as they were.
     """
-    target = folder / f"step-{step:06d}"
-    try:
+    begin_checkpoint(folder, step, state)
+    return finish_checkpoint(folder, step, keep=keep, spare=spare, older=older)
+
+
+def begin_checkpoint(folder: Path, step: int, state: Any) -> None:
+    """The part of :func:`save_checkpoint` after which more files may be written into ``aside_for(folder, step)``."""
+    with or_none(folder, step):
         folder.mkdir(parents=True, exist_ok=True)
         for leftover in folder.glob(".*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        write_checkpoint(target, state, add)
-    except (OSError, SafetensorError) as error:
-        found = list_checkpoints(folder)
-        newest = f"the newest there is {found[-1].name}" if found else "there is none yet"
-        raise UserError(f"checkpoint {target} cannot be written: {error}; {newest}") from error
+        write_aside(aside_for(folder, step), state)
+
+
+def finish_checkpoint(
+    folder: Path, step: int, *, keep: int, spare: int | None = None, older: Callable[[Any], Any] | None = None
+) -> Path:
+    """The rest of :func:`save_checkpoint`."""
+    target = folder / f"step-{step:06d}"
+    with or_none(folder, step):
+        put_in_place(aside_for(folder, step), target)
     for old in [path for path in list_checkpoints(folder)[:-keep] if step_of(path) != spare]:
         # out of sight in one step, so that a kill in the middle leaves no half of it
         gone = old.rename(old.with_name(f".old-{old.name}"))
@@ -96,21 +104,34 @@ def save_checkpoint(
     return target
 
 
-def write_checkpoint(target: Path, state: Any, add: Callable[[Path], None] = lambda aside: None) -> None:
-    """Writes one aside, then renames it; OSError or SafetensorError leaves nothing of it."""
-    aside = aside_for(target.parent, step_of(target))
+@contextmanager
+def or_none(folder: Path, step: int) -> Iterator[None]:
+    """What cannot be written within it is a UserError, and leaves nothing of the checkpoint of this step."""
     try:
-        aside.mkdir()
-        tensors: dict[str, torch.Tensor] = {}
-        (aside / "state.json").write_text(json.dumps(encode(state, tensors)), encoding="utf-8")
-        save_file(tensors, aside / "tensors.safetensors")
-        add(aside)
-        (aside / CHECKSUMS).write_text(json.dumps(checksums(aside), indent=1) + "\n", encoding="utf-8")
-        usual_mode(aside)
-        publish(aside, target)
-    except (OSError, SafetensorError):
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
+        yield
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(aside_for(folder, step), ignore_errors=True)
+        found = list_checkpoints(folder)
+        newest = f"the newest there is {found[-1].name}" if found else "there is none yet"
+        raise UserError(
+            f"checkpoint {folder / f'step-{step:06d}'} cannot be written: {error}; {newest}: make room there, or "
+            "let it be written to, and --resume"
+        ) from error
+
+
+def write_aside(aside: Path, state: Any) -> None:
+    """Into a new folder."""
+    aside.mkdir()
+    tensors: dict[str, torch.Tensor] = {}
+    (aside / "state.json").write_text(json.dumps(encode(state, tensors)), encoding="utf-8")
+    save_file(tensors, aside / "tensors.safetensors")
+
+
+def put_in_place(aside: Path, target: Path) -> None:
+    """Completes what was written aside, and renames it."""
+    (aside / CHECKSUMS).write_text(json.dumps(checksums(aside), indent=1) + "\n", encoding="utf-8")
+    usual_mode(aside)
+    publish(aside, target)
 
 
 def shorten(checkpoint: Path, kept: Callable[[Any], Any]) -> None:
@@ -122,7 +143,10 @@ def shorten(checkpoint: Path, kept: Callable[[Any], Any]) -> None:
         # most are short already, which their names tell: tensors are read of the others alone
         outline = decode(json.loads((checkpoint / "state.json").read_text(encoding="utf-8")), defaultdict(torch.Tensor))
         if kept(outline) is not outline:
-            write_checkpoint(checkpoint, kept(load_checkpoint(checkpoint)))
+            with or_none(checkpoint.parent, step_of(checkpoint)):
+                aside = aside_for(checkpoint.parent, step_of(checkpoint))
+                write_aside(aside, kept(load_checkpoint(checkpoint)))
+                put_in_place(aside, checkpoint)
 
 
 def checksums(checkpoint: Path) -> dict[str, str]:

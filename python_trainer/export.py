@@ -19,6 +19,7 @@ from python_trainer.distributed.shard_files import load_whole
 from python_trainer.errors import UserError
 from python_trainer.files import check_output_dir, publish, usual_mode
 from python_trainer.hub import is_hub_id
+from python_trainer.model.dtype import dtype_before
 from python_trainer.model.gguf import gguf_file
 from python_trainer.model.lora import adapted_layers
 from python_trainer.model.policy import Policy, load_policy
@@ -57,9 +58,12 @@ def export(run: Path, *, checkpoint: str | None = None, output: Path | None = No
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"--output-dir must be a new folder, got {output}")
     found = choose(run, checkpoint)
-    weights = load_whole(found)["model"]
+    saved = load_whole(found, part="model/")
+    weights = saved["model"]
+    # shards are float32 whatever the type is in which the run computes; checkpoints of before do not name that
     low = any(value.dtype == torch.bfloat16 for value in weights.values())
-    here = {"device": "cpu", "dtype": "bfloat16" if low else "float32", "gradient_checkpointing": False}
+    dtype = dtype_before(saved) or ("bfloat16" if low else "float32")
+    here = {"device": "cpu", "dtype": dtype, "gradient_checkpointing": False}
     policy = load_policy(config.model_copy(update=here))
     try:
         load_weights(policy.model, weights, partly=policy.adapted)

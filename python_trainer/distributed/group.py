@@ -3,14 +3,13 @@
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
 
-from python_trainer.checkpoint import aside_for, save_checkpoint
+from python_trainer.checkpoint import save_checkpoint
 from python_trainer.data import Example, Messages, Rollout
 from python_trainer.distributed.ranked_engine import RankedEngine
 from python_trainer.model.dtype import name_of
@@ -143,14 +142,8 @@ class RankGroup:
     ) -> None:
         """Writes a checkpoint: ``state``, the same on all ranks, and ``learned`` by ``Learner.state_dict``.
 
-        ``keep``, ``spare`` and ``older`` are those of ``save_checkpoint``.
+        ``keep``, ``spare`` and ``older`` are those of ``save_checkpoint``. Where it cannot be written all ranks say so.
         """
-        whole = {} if self.sharded else learned
-        if self.rank == 0:
-            add = partial(self.add_shards, learned)
-            save_checkpoint(folder, step, {**state, **whole}, keep=keep, spare=spare, older=older, add=add)
-        else:
-            self.add_shards(learned, aside_for(folder, step))
-
-    def add_shards(self, learned: Mapping[str, Any], aside: Path) -> None:
-        """Writes this rank's part of ``learned`` into a checkpoint that is being made, where ranks have parts of it."""
+        with self.together():
+            if self.rank == 0:
+                save_checkpoint(folder, step, {**state, **learned}, keep=keep, spare=spare, older=older)

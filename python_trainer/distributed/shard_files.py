@@ -37,20 +37,38 @@ def unflatten(flat: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def write_shards(checkpoint: Path, state: State) -> None:
-    """Writes what ``Learner.state_dict`` gives; all ranks must call this together."""
+    """Writes what ``Learner.state_dict`` gives; all ranks must call this together.
+
+    Raises:
+        OSError: what one of them cannot write, all raise together.
+    """
+    import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
 
-    dcp.save(flatten(state), checkpoint_id=checkpoint / SHARDS)
+    try:
+        dcp.save(flatten(state), checkpoint_id=checkpoint / SHARDS)
+    except CheckpointException as error:  # which is no Exception
+        rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+        size = dist.get_world_size() if dist.is_initialized() else 1
+        reason = (str(cause).splitlines() or [type(cause).__name__])[0]  # torch's writer of files does not say it well
+        unwritten = OSError(f"process {rank} of {size}: {reason}" if size > 1 else reason)
+        mark_shared(unwritten)
+        raise unwritten from error
 
 
-def load_whole(checkpoint: Path) -> dict[str, Any]:
-    """As :func:`python_trainer.checkpoint.load_checkpoint`, with whatever was written in shards, in any process."""
+def load_whole(checkpoint: Path, *, part: str = "") -> dict[str, Any]:
+    """As :func:`python_trainer.checkpoint.load_checkpoint`, with whatever was written in shards, in any process.
+
+    Args:
+        part: which of what was written in shards is read, ``model/`` alone say.
+    """
     state = load_checkpoint(checkpoint)
-    return state | read_shards(checkpoint, {}) if (checkpoint / SHARDS).is_dir() else state
+    return state | read_shards(checkpoint, {}, part=part) if (checkpoint / SHARDS).is_dir() else state
 
 
-def read_shards(checkpoint: Path, present: State) -> dict[str, Any]:
-    """Undoes :func:`write_shards`.
+def read_shards(checkpoint: Path, present: State, *, part: str = "") -> dict[str, Any]:
+    """Undoes :func:`write_shards`, for all of it or one ``part``.
 
     Args:
         present: the same state as it is now: what is sharded in it is read in the same shards, its moments too.
@@ -68,6 +86,8 @@ def read_shards(checkpoint: Path, present: State) -> dict[str, Any]:
     try:
         index = dcp.FileSystemReader(checkpoint / SHARDS).read_metadata()
         for path, entry in index.state_dict_metadata.items():
+            if not path.startswith(part):
+                continue
             assert isinstance(entry, TensorStorageMetadata)
             weight = own.get(weight_of(path))
             if hasattr(weight, "to_local") and weight is not None and weight.shape == entry.size:
@@ -85,9 +105,9 @@ def read_shards(checkpoint: Path, present: State) -> dict[str, Any]:
         reason = str(error).splitlines()[0]
         raise UserError(f"checkpoint {checkpoint} is damaged ({reason})") from error
     state: dict[str, Any] = {"critic": None} | unflatten(flat)
-    for part in (state, state["critic"]):
-        if part is not None:
-            part.setdefault("optimizer", {})  # before the first optimizer step there is nothing in it to write
+    for learned in (state, state["critic"]):
+        if learned is not None:
+            learned.setdefault("optimizer", {})  # before the first optimizer step there is nothing in it to write
     return state
 
 

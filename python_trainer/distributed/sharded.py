@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from python_trainer.checkpoint import aside_for, begin_checkpoint, finish_checkpoint, or_none
 from python_trainer.distributed.replicated import Replicated
 from python_trainer.distributed.shard_files import write_shards
 from python_trainer.distributed.shard_loading import (
@@ -129,6 +129,13 @@ class Sharded(Replicated):
             if isinstance(part, FSDPModule):
                 part.reshard()
 
-    def add_shards(self, learned: Mapping[str, Any], aside: Path) -> None:
-        dist.barrier()  # the folder is there
-        write_shards(aside, learned)
+    def save(self, folder: Path, step: int, state: Mapping[str, Any], learned: Mapping[str, Any], **kept: Any) -> None:
+        """Each rank writes its part of ``learned``, between what the first one does alone."""
+        with self.together():
+            if self.rank == 0:
+                begin_checkpoint(folder, step, state)
+        with or_none(folder, step):
+            write_shards(aside_for(folder, step), learned)
+        with self.together():
+            if self.rank == 0:
+                finish_checkpoint(folder, step, **kept)

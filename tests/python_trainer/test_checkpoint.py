@@ -91,17 +91,17 @@ def test_a_run_goes_on_with_new_moments(make_config, tmp_path, capsys):
 def test_what_has_no_room_a_second_time_stays_whole(tmp_path, monkeypatch):
     for step in (1, 2):
         save_checkpoint(tmp_path, step, {"w": torch.ones(4), "m": torch.ones(4)}, keep=3)
-    written = checkpoint.write_checkpoint
+    written = checkpoint.put_in_place
 
-    def full(target, *rest):
+    def full(aside, target):
         if target.name != "step-000003":
             raise OSError("no space left")
-        written(target, *rest)
+        written(aside, target)
 
     def without_m(state):
         return {"w": state["w"]} if "m" in state else state
 
-    monkeypatch.setattr(checkpoint, "write_checkpoint", full)
+    monkeypatch.setattr(checkpoint, "put_in_place", full)
     save_checkpoint(tmp_path, 3, {"w": torch.ones(4), "m": torch.ones(4)}, keep=3, older=without_m)
     assert [sorted(load_checkpoint(path)) for path in list_checkpoints(tmp_path)] == [["m", "w"]] * 3
     monkeypatch.undo()

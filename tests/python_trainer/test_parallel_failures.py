@@ -1,19 +1,26 @@
 """What fails in one of several processes: all end, and the error is told once."""
 
+import resource
 from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
 import pytest
+import torch
 import torch.distributed as dist
 from conftest import run_settings
 from gloo import KINDS, run_on_ranks, train
 from rich.console import Console
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from python_trainer.__main__ import main
+from python_trainer.checkpoint import list_checkpoints
 from python_trainer.config import check_config
 from python_trainer.distributed.ranked_engine import RankedEngine
 from python_trainer.distributed.replicated import Replicated
+from python_trainer.distributed.shard_files import load_whole
 from python_trainer.errors import UserError, is_shared
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.run import Trainer
@@ -61,6 +68,51 @@ def test_a_set_up_that_fails_in_one_process_ends_all(told, parallel, name):
     if OF_A_KIND.get(name, parallel) == parallel:
         first, second = ((told / f"{parallel}-{name}-{rank}.txt").read_text() for rank in range(2))
         assert (first, second) == (f"True: process 1 of 2: no {name} here", f"True: no {name} here")
+
+
+def unwritten_checkpoints(folder):
+    """Of the second step, where a process can write files of so many bytes at most; what each is told."""
+    for parallel, kind in KINDS.items():
+        ranks = kind()
+        whole = torch.ones(64, 1024)
+        weight = distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(0)]) if ranks.sharded else whole
+        learned = {"model": {"w": weight}, "optimizer": {}, "critic": None}
+        for rank, size in FULL:
+            place = folder / f"{parallel}-{rank}-{size}"
+            ranks.save(place, 1, {"state": {"step": 1}}, learned, keep=2)
+            before = resource.getrlimit(resource.RLIMIT_FSIZE)
+            if ranks.rank == rank:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+            try:
+                ranks.save(place, 2, {"state": {"step": 2}}, learned, keep=2)
+            except UserError as error:
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
+                (folder / f"{place.name}-{ranks.rank}.txt").write_text(f"{is_shared(error)}: {error}")
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        ranks.save(folder / parallel, 3, {"state": {"step": 3}}, learned, keep=2)  # all still go together
+
+
+FULL = [(0, 10), (0, 10_000), (1, 10_000)]  # before the shards, while they are written
+
+
+def test_a_checkpoint_that_one_process_cannot_write_is_told_by_all(tmp_path):
+    run_on_ranks(tmp_path, unwritten_checkpoints, tmp_path)
+    for parallel in KINDS:
+        for rank, size in FULL:
+            place = tmp_path / f"{parallel}-{rank}-{size}"
+            told = [Path(f"{place}-{number}.txt") for number in range(2)]
+            if parallel == "ddp" and rank == 1:
+                assert not any(path.exists() for path in told), "it writes nothing"
+                continue
+            (kept,) = place.iterdir()
+            assert kept.name == "step-000001" and load_whole(kept)["model"]["w"].shape == (64, 1024)
+            for path in told:
+                said = path.read_text()
+                assert said.startswith("True: ") and f"checkpoint {place}/step-000002 cannot be written: " in said
+                assert "too large" in said or size == 10_000, "torch's own words are others"
+                assert "the newest there is step-000001: make room there" in said
+                assert said.count("cannot be written") == 1 and "\n" not in said
+        assert list_checkpoints(tmp_path / parallel)
 
 
 def test_no_rank_waits_for_others_within_together(monkeypatch):
