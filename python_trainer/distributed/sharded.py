@@ -107,18 +107,18 @@ class Sharded(Replicated):
 
     def _cut(self, module: torch.nn.Module, device: torch.device) -> None:
         dtype = next(module.parameters()).dtype
-        mesh = self._meet(device)
+        mesh, reshard = self._meet(device), None  # embeddings and output layer stay gathered until the backward pass
         if any(p.requires_grad for p in module.parameters()):
             precision = MixedPrecisionPolicy(
                 param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
             )
             module.float()  # the master weights
         else:
-            precision = MixedPrecisionPolicy()
+            precision, reshard = MixedPrecisionPolicy(), True  # there is none
         layers = [x for x in module.modules() if isinstance(x, GradientCheckpointingLayer)]
         for part in (*layers, module):
             if not isinstance(part, FSDPModule):
-                fully_shard(part, mesh=mesh, mp_policy=precision)
+                fully_shard(part, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
                 if isinstance(part, FSDPModule):
                     part.set_gradient_divide_factor(1.0)  # the loss of a micro-batch is its share: gradients add up
                     part.set_force_sum_reduction_for_comms(True)

@@ -8,6 +8,7 @@ import re
 import shutil
 import traceback
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -23,11 +24,12 @@ from transformers import AutoModelForCausalLM
 
 from python_trainer.algorithms.settings import AlgorithmConfig
 from python_trainer.data import Rollout
-from python_trainer.distributed import sharded
+from python_trainer.distributed import sharded, start
 from python_trainer.distributed.shard_loading import rows_of
 from python_trainer.distributed.sharded import Sharded
 from python_trainer.errors import UserError
 from python_trainer.learner import Learner
+from python_trainer.model.packing import pack
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import CriticConfig, ModelConfig, OptimizerConfig
 from python_trainer.model.tensors import full, local
@@ -283,3 +285,14 @@ def test_rows_are_those_of_chunk(rows, ranks):
             __len__ = lambda self: rows  # noqa: E731
 
         assert torch.equal(torch.arange(rows)[rows_of(Shard())], own)
+
+
+def test_a_reference_is_whole_within_its_passes_only(tiny_policy, answers):
+    """The policy keeps embeddings and output layer for the backward pass, a reference has none."""
+    with start("fsdp2", "cpu") as ranks:
+        policy = ranks.load(ModelConfig(path=str(tiny_policy), device="cpu"), print)
+        reference = policy.frozen_copy(partial(ranks.copy, trains=False))
+        for model, sharded in (policy, False), (reference, True):
+            with torch.no_grad(), model.packed_attention():
+                model.score(pack(answers, range(len(answers)), share=True), 1.0)
+            assert all(hasattr(p, "to_local") for p in model.model.parameters()) == sharded
