@@ -9,6 +9,7 @@ from python_trainer.errors import (
     Interrupted,
     NotFinite,
     UserError,
+    found_by_each,
     hide_passwords,
     is_lost_connection,
     is_out_of_memory,
@@ -39,9 +40,10 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     args = argparse.Namespace(command=None)
     try:
-        make_parser().parse_args(argv, args)
-        check_packages()
-        call = load(args.call) if isinstance(args.call, str) else args.call
+        with found_by_each():
+            make_parser().parse_args(argv, args)
+            check_packages()
+            call = load(args.call) if isinstance(args.call, str) else args.call
         call(args)
         sys.stdout.flush()
     except (UserError, NotFinite) as error:

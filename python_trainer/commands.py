@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from python_trainer.errors import UserError, tell
+from python_trainer.errors import UserError, found_by_each, tell
 from python_trainer.files import check_output_dir
 
 if TYPE_CHECKING:
@@ -47,13 +47,14 @@ def config_of(args: argparse.Namespace) -> "Config":
     """Settings of a run in one folder; mistakes in them, or in the folder, come before torch, which takes seconds."""
     from python_trainer.config import load_config
 
-    config = load_config(args.config, args.overrides)
-    check_files(config)
-    check_output_dir(args.output_dir)
-    if not args.resume:
-        from python_trainer.run_directory import check_new
+    with found_by_each():
+        config = load_config(args.config, args.overrides)
+        check_files(config)
+        check_output_dir(args.output_dir)
+        if not args.resume:
+            from python_trainer.run_directory import check_new
 
-        check_new(args.output_dir)
+            check_new(args.output_dir)
     tell_of_load()
     return config
 

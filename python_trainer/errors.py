@@ -3,7 +3,11 @@
 import os
 import re
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+HEAD_START = 5.0  # seconds
 
 
 class UserError(Exception):
@@ -56,6 +60,25 @@ def tell(message: str) -> None:
     """Once, whatever the number of processes that torchrun started."""
     if int(os.environ.get("RANK", 0)) == 0:
         print(message, file=sys.stderr)
+
+
+def after_the_first() -> None:
+    """Lets the first process of a host tell before this one, which torchrun ends when that one has ended.
+
+    For errors that all find before they know of one another. What one alone finds is told a little later.
+    """
+    if int(os.environ.get("LOCAL_RANK", 0)) > 0:
+        time.sleep(HEAD_START)
+
+
+@contextmanager
+def found_by_each() -> Iterator[None]:
+    """Within it every process finds the same errors, each by itself; of a host the first one tells."""
+    try:
+        yield
+    except UserError:
+        after_the_first()
+        raise
 
 
 def mark_shared(error: BaseException) -> None:

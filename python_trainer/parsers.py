@@ -5,9 +5,9 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from python_trainer.errors import UserError
+from python_trainer.errors import UserError, after_the_first
 from python_trainer.registry import load
 
 PROGRAM = "python -m python_trainer"
@@ -68,11 +68,19 @@ class SettingsHelp(argparse.Action):
         parser.exit()
 
 
+class Parser(argparse.ArgumentParser):
+    """Of several processes on a host the first one says what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        after_the_first()
+        super().error(message)
+
+
 class Parsers:
     """The parser of the command line, to which commands are added one by one, each with its examples."""
 
     def __init__(self) -> None:
-        self.whole = argparse.ArgumentParser(
+        self.whole = Parser(
             prog=PROGRAM,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             description="Trains language models on tasks with checkable answers (GRPO and relatives).",

@@ -13,6 +13,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from python_trainer import errors
 from python_trainer.__main__ import main
 from python_trainer.checkpoint import list_checkpoints
 from python_trainer.errors import UserError, mark_shared
@@ -87,3 +88,31 @@ def test_an_error_is_told_by_the_process_that_has_it(tmp_path, monkeypatch, caps
     assert main(["report", str(tmp_path)]) == 2
     alone, together = f"error: process {rank} of 2: {said}\n", {"0": f"error: {said}\n", "1": ""}[rank]
     assert capsys.readouterr().err == (together if shared else alone)
+
+
+@pytest.mark.parametrize("local_rank", ["0", "1"])
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["--config", "smoke", "--set", "max_steps=0"], "max_steps"),
+        (["--config", "smoke"], "parallel is none, but torchrun started 2 processes"),
+        (["--config"], "--config"),
+    ],
+)
+def test_what_each_process_finds_is_told_by_the_first_of_a_host(
+    tmp_path, monkeypatch, capsys, arguments, said, local_rank
+):
+    """The others wait for a while, in which torchrun ends them; one that still lives has it alone, and tells."""
+    events = []
+    monkeypatch.setattr(errors.time, "sleep", lambda seconds: events.append((seconds, capsys.readouterr().err)))
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setenv("RANK", local_rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    try:
+        code = main(["train", "--output-dir", str(tmp_path / "run"), *arguments])
+    except SystemExit as ended:  # as argparse does it
+        code = ended.code
+    assert code == 2 and said in capsys.readouterr().err
+    assert [seconds for seconds, _ in events] == ([] if local_rank == "0" else [errors.HEAD_START])
+    assert not any(said in before for _, before in events)
