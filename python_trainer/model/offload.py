@@ -1,5 +1,7 @@
 """Optimizer state in the memory of the host between steps (``optimizer.offload``)."""
 
+import mmap
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -8,6 +10,32 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from python_trainer.model.tensors import local
+
+PORTABLE = 1  # pinned for all CUDA contexts
+
+
+def pinned(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Memory of the host that a GPU reads and writes by itself, with unknown contents.
+
+    It has pages of its own, as many as it takes: torch's allocator of pinned memory rounds each tensor up to a power of
+    two, to twice its size at worst.
+
+    Raises:
+        MemoryError: so much cannot be pinned.
+    """
+    size = shape.numel() * dtype.itemsize
+    if not size:
+        return torch.empty(shape, dtype=dtype)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    tensor = torch.frombuffer(pages, dtype=dtype).view(shape)
+    cuda: Any = torch.cuda.cudart()
+    if status := int(cuda.cudaHostRegister(tensor.data_ptr(), size, PORTABLE)):
+        raise MemoryError(
+            f"optimizer.offload: {size} more bytes of the host's memory cannot be pinned (CUDA's error {status})"
+        )
+    # not when Python ends, where CUDA may have ended before
+    weakref.finalize(tensor, cuda.cudaHostUnregister, tensor.data_ptr()).atexit = False
+    return tensor
 
 
 class HostStore:
@@ -26,7 +54,8 @@ class HostStore:
         for tensor in tensors:
             part = local(tensor.detach())
             if tensor not in self._host:
-                self._host[tensor] = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
+                empty = pinned(part.shape, part.dtype) if part.is_cuda else torch.empty(part.shape, dtype=part.dtype)
+                self._host[tensor] = empty
             self._host[tensor].copy_(part)  # waits: others may read it there
             self._away[tensor] = part.untyped_storage().nbytes()
             part.untyped_storage().resize_(0)

@@ -1,5 +1,6 @@
 """Optimizer state on the host between steps: the same weights and checkpoints, to the bit."""
 
+import mmap
 import shutil
 
 import pytest
@@ -13,7 +14,7 @@ from python_trainer.checkpoint import list_checkpoints
 from python_trainer.distributed.shard_files import load_whole
 from python_trainer.errors import NotFinite, UserError
 from python_trainer.model import optimizer as module
-from python_trainer.model.offload import in_parts
+from python_trainer.model.offload import in_parts, pinned
 from python_trainer.model.optimizer import PolicyOptimizer
 from python_trainer.model.settings import OptimizerConfig
 from python_trainer.plan.command import parse_gpus
@@ -54,6 +55,44 @@ def assert_equal_states(first, second):
     for name, values in first.items():
         assert values.keys() == second[name].keys()
         assert all(torch.equal(value, second[name][key]) for key, value in values.items()), name
+
+
+class FakeCuda:
+    """What ``torch.cuda.cudart`` gives: it pins whole pages, each of them once."""
+
+    def __init__(self, pages=1 << 20):
+        self.left, self.ranges = pages, {}
+
+    def cudaHostRegister(self, address, size, flags):
+        pages = set(range(address // mmap.PAGESIZE, (address + size - 1) // mmap.PAGESIZE + 1))
+        if len(pages) > self.left or any(pages & others for _, others in self.ranges.values()):
+            return 2
+        self.left -= len(pages)
+        self.ranges[address] = size, pages
+        return 0
+
+    def cudaHostUnregister(self, address):
+        del self.ranges[address]
+        return 0
+
+
+def test_pinned_memory_is_as_large_as_what_is_in_it(monkeypatch):
+    cuda = FakeCuda()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    shapes = [(), (3,), (0, 4), (1025, 3), (1025, 3), (1 << 20,)]
+    values = [torch.randn(shape).to(dtype) for shape in shapes for dtype in (torch.float32, torch.bfloat16)]
+    kept = [pinned(value.shape, value.dtype).copy_(value) for value in values]
+    assert all(torch.equal(a, b) and a.dtype == b.dtype and a.is_contiguous() for a, b in zip(kept, values))
+    assert [a.untyped_storage().nbytes() for a in kept] == [value.nbytes for value in values]
+    assert sorted(size for size, _ in cuda.ranges.values()) == sorted(value.nbytes for value in values if value.nbytes)
+    del kept[3:]
+    assert len(cuda.ranges) == 3, "is let go of with the tensors"
+
+
+def test_what_cannot_be_pinned_is_too_little_memory(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeCuda(pages=1))
+    with pytest.raises(MemoryError, match="optimizer.offload: 40000 more bytes of the host's memory cannot be pinned"):
+        pinned(torch.Size([10_000]), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
