@@ -13,15 +13,19 @@ if TYPE_CHECKING:
     from python_trainer.config import Config
 
 
-def choose_engine(config: "Config") -> tuple["Config", str | None]:
+def choose_engine(config: "Config", *, gpu: bool | None = None) -> tuple["Config", str | None]:
     """The settings with ``auto`` replaced, and what to say of it.
 
     vLLM where servers are named, or where it is installed and training is on a GPU, if the other settings go with it;
     else the trainer's own engine.
+
+    Args:
+        gpu: whether training is on one; None: as ``model.device`` has it here.
     """
     if config.rollout.engine != "auto":
         return config, None
-    if not config.rollout.servers and not (trains_on_gpu(config.model.device) and has_vllm()):
+    gpu = trains_on_gpu(config.model.device) if gpu is None else gpu
+    if not config.rollout.servers and not (gpu and has_vllm()):
         return with_engine(config, "paged"), None
     try:
         found = with_engine(config, "vllm")

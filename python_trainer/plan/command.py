@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from python_trainer.config import Config, as_yaml, load_config
-from python_trainer.engine_choice import choose_engine
+from python_trainer.engine_choice import choose_engine, has_vllm
 from python_trainer.errors import UserError
 from python_trainer.files import write_text
 from python_trainer.model.policy import choose_device
@@ -123,11 +123,12 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"there is no folder {json_file.parent} for {json_file.name}")
     if prompt < 1:
         raise UserError(f"--prompt-tokens must be at least 1, got {prompt}")
-    if args.gpus is None:
-        config, device = choose_engine(config)[0], device_here(config.model.device)
-    else:
-        device = parse_gpus(args.gpus)
-    memory, said = Memory(config, device, prompt), []
+    device = device_here(config.model.device) if args.gpus is None else parse_gpus(args.gpus)
+    told = config.rollout.engine == "auto" and args.gpus is not None and not has_vllm()
+    config, of_engine = choose_engine(config, gpu=None if args.gpus is None else True)
+    memory, said = Memory(config, device, prompt), [of_engine] if of_engine else []
+    if told and config.rollout.engine == "paged":
+        said.append("rollout.engine: auto is paged here; where vLLM is installed a run takes that: set it to vllm")
     plan = memory.plan(config.parallel)
     if plan.trouble is not None and config.model.gradient_checkpointing == "auto" and device.kind != "cpu":
         config = config.model_copy(update={"model": config.model.model_copy(update={"gradient_checkpointing": True})})

@@ -229,6 +229,22 @@ def test_vllm_within_the_trainer_sleeps_during_updates(small, tmp_path, capsys):
     assert code == 0 and "fsdp2, 2 of 24.0" in said.out and "weights of vLLM" not in said.out
 
 
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_engine_is_the_one_that_a_run_would_take(small, tmp_path, capsys, monkeypatch, installed):
+    """On GPUs, which this machine has none of; whether vLLM is there too, it cannot know."""
+    monkeypatch.setattr("python_trainer.engine_choice.has_vllm", lambda: installed)
+    monkeypatch.setattr("python_trainer.plan.command.has_vllm", lambda: installed)
+    small["rollout"] |= {"engine": "auto"}
+    code, said = run_plan(small, tmp_path, capsys, "--gpus", "24")
+    assert code == 0 and ("weights of vLLM" in said.out) == installed
+    assert ("auto generates with vLLM" in said.out) == installed
+    assert ("auto is paged here; where vLLM is installed a run takes that" in said.out) != installed
+    for settled in ["rollout.engine=paged"], ["rollout.workers=2"]:
+        said = run_plan(small, tmp_path, capsys, "--gpus", "24", "--set", *settled)[1]
+        assert "weights of vLLM" not in said.out, settled
+    assert "rollout.engine: auto" not in run_plan(small, tmp_path, capsys)[1].out
+
+
 def test_of_changes_only_those_that_are_needed_are_told(small, tmp_path, capsys):
     """Where weights are all there is, smaller passes do not help, and are tried before what does."""
     folder = save_tiny_policy(tmp_path / "wide", hidden_size=512, intermediate_size=2048, num_hidden_layers=6)
