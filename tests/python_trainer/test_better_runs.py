@@ -1,6 +1,7 @@
 """Which earlier runs are learned from: those that are clearly better than the present one."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -77,11 +78,12 @@ def run(make_config, tmp_path):
     return make
 
 
-def judged_otherwise(database, right):
-    """Counts so many of the answers of the first run as right."""
-    for record in database.trajectory(1):
+def judged_otherwise(database, right, run_id=1):
+    """Counts so many of the answers of a run, the first one, as right."""
+    for record in database.trajectory(run_id):
         counts = record.outcomes | {"right": (record.outcomes["answers"] * right).int()}
-        database.add_step(1, replace(record, outcomes=counts), [s for s in database.samples() if s.step == record.step])
+        answers = [s for s in database.samples() if (s.run_id, s.step) == (run_id, record.step)]
+        database.add_step(run_id, replace(record, outcomes=counts), answers)
 
 
 def forget_the_second(database):
@@ -123,3 +125,23 @@ def test_a_worse_run_changes_nothing_to_the_bit_and_a_better_one_is_learned_from
     older = EarlierRuns(url, tmp_path)
     older.load_state_dict(state)
     assert older.settled and older.run_id == state["run_id"]
+
+
+@pytest.mark.parametrize("right", [0.0, 1.0])
+@pytest.mark.parametrize("done", [1, 2])
+def test_what_others_write_while_a_run_is_stopped_is_not_for_it(run, tmp_path, done, right):
+    url = str(tmp_path / "history.db")
+    run("first", database=url)
+    database = RetrospectiveDatabase(url)
+    judged_otherwise(database, right)
+    shutil.copy(tmp_path / "history.db", tmp_path / "whole.db")
+    whole = run("whole", seed=1, steps=4, database=str(tmp_path / "whole.db"))
+    run("parts", seed=1, steps=done, database=url)
+    judged_otherwise(database, 1 - right)
+    run("others", seed=2, database=url)
+    judged_otherwise(database, 1.0, run_id=3)
+    parts = run("parts", seed=1, steps=4, resume=True, database=url)
+    assert same(whole, parts)
+    summaries = [trainer.accelerators[0].summary() for trainer in (whole, parts)]
+    assert summaries[0] == summaries[1] and (summaries[0]["earlier_answers"] > 0) == (right == 1.0)
+    assert parts.accelerators[0].earlier.left is None or right == 0.0

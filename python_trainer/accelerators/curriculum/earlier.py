@@ -4,6 +4,7 @@ Of several ranks the first alone opens the database; what it reads all know.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,7 +17,7 @@ from python_trainer.accelerators.curriculum.difficulty import difficulties
 from python_trainer.accelerators.curriculum.notes import say
 from python_trainer.accelerators.curriculum.settings import AUTO, CurriculumSettings
 from python_trainer.accelerators.rhyme.attempts import begin_run, resume_run
-from python_trainer.accelerators.rhyme.bank import for_tokenizer
+from python_trainer.accelerators.rhyme.bank import answers_in, for_tokenizer, state_of
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
 from python_trainer.accelerators.rhyme.judging import judged
 from python_trainer.accelerators.rhyme.recording import GatheredStep, right_answers, run_facts
@@ -36,6 +37,26 @@ NOBODY = 0  # no run has this id
 MOST = 16_384  # answers that are read
 RUNS = 8  # whose answers and difficulties are looked at, the newest
 LOOKS = 12  # steps in which earlier runs may turn out to be better
+
+
+@dataclass
+class Left:
+    """What other runs had left in the database when this one began.
+
+    Attributes:
+        answers: right ones to its prompts, the newest first.
+        shares: of the runs that they are from, how often each prompt was answered right in the end.
+        tokens: that each run had generated.
+    """
+
+    answers: list[StoredAnswer]
+    shares: dict[int, dict[str, float]]
+    tokens: dict[int, int]
+
+    @cached_property
+    def state(self) -> dict[str, Any]:
+        """As a checkpoint holds it; answers do not change as long as they are waiting here."""
+        return {"answers": state_of(self.answers), "shares": self.shares, "tokens": self.tokens}
 
 
 class EarlierRuns:
@@ -59,7 +80,7 @@ class EarlierRuns:
         self.run_id: int | None = None
         self.created = 0.0
         self.fingerprint, self.begun, self.settled = "", False, False
-        self.read: tuple[list[StoredAnswer], dict[int, dict[str, float]]] | None = None
+        self.left: Left | None = None  # on the first rank, until it is settled
         self.found = self.generated_tokens = 0
         self.gathered = GatheredStep()
 
@@ -81,7 +102,7 @@ class EarlierRuns:
         self.fingerprint, self.begun = tokenizer_fingerprint(context.policy.tokenizer), True
         new = self.run_id is None
         if not context.once(lambda: self._enter(context)):
-            self.settled = True  # without its own steps no run can be told to be better
+            self.settled, self.left = True, None  # without its own steps no run can be told to be better
         return new
 
     def _enter(self, context: StepContext) -> bool:
@@ -106,11 +127,11 @@ class EarlierRuns:
         Their log-probabilities are unknown: those under a policy that had learned more than this one would weigh the
         answers down from which there is most to learn.
         """
-        if self.settled or context.step == 1:
+        if self.settled:
             return []
         few, tokens = context.once(lambda: self._newest(context, per_prompt))
         if few or context.step > LOOKS:
-            self.settled, self.read = True, None
+            self.settled, self.left = True, None
         if not few:
             return []
         numbers: dict[str, list[int]] = {}
@@ -131,24 +152,28 @@ class EarlierRuns:
 
     def _newest(self, context: StepContext, per_prompt: int) -> tuple[list[StoredAnswer], dict[int, int]]:
         """Different answers of better runs, and what each run has generated."""
-        answers, shares = self.read = self.read or self._others(keys_of(context))
-        own = self._last_shares(self.run_id or NOBODY)
-        better = {run_id for run_id, theirs in shares.items() if clearly_better(theirs, own)}
-        if not better:
+        left = self.left = self.left or self._others(keys_of(context))
+        if context.step == 1:
             return [], {}
+        own = self._last_shares(self.run_id or NOBODY)
+        better = {run_id for run_id, theirs in left.shares.items() if clearly_better(theirs, own)}
         chosen: dict[str, dict[str, StoredAnswer]] = {}
-        for sample in answers:
+        for sample in left.answers:
             if sample.run_id in better:
                 chosen.setdefault(sample.prompt_key, {}).setdefault(sample.text, sample)
         few = [sample for texts in chosen.values() for sample in list(texts.values())[:per_prompt]]
-        return few, {run.id: run.generated_tokens for run in self.database.runs() if run.id in better}
+        return few, left.tokens
 
-    def _others(self, prompt_keys: list[str]) -> tuple[list[StoredAnswer], dict[int, dict[str, float]]]:
-        """Answers of other runs, the newest first, and how often each of the newest of them was right in the end."""
+    def _others(self, prompt_keys: list[str]) -> Left:
+        """Of the newest other runs that have answered these prompts."""
         found = self.database.samples(prompt_keys=prompt_keys, limit=MOST, without_run=self.run_id)
         newest = sorted({sample.run_id for sample in found})[-RUNS:]
-        answers = sorted(found, key=lambda sample: (-sample.run_id, -sample.step))
-        return answers, {run_id: self._last_shares(run_id) for run_id in newest}
+        answers = [sample for sample in found if sample.run_id in newest]
+        return Left(
+            sorted(answers, key=lambda sample: (-sample.run_id, -sample.step)),
+            {run_id: self._last_shares(run_id) for run_id in newest},
+            {run.id: run.generated_tokens for run in self.database.runs() if run.id in newest},
+        )
 
     def _last_shares(self, run_id: int) -> dict[str, float]:
         return last_shares(step.outcomes for step in self.database.trajectory(run_id))
@@ -172,7 +197,7 @@ class EarlierRuns:
         self.database.add_step(run_id, *self.gathered.add(context, groups, kept))
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in STATE}
+        return {name: getattr(self, name) for name in STATE} | {"left": None if self.left is None else self.left.state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Of a run that was begun without a database, the state is empty: it has no place in one."""
@@ -180,6 +205,8 @@ class EarlierRuns:
         known = {"run_id": None, "created": 0.0, "found": 0, "generated_tokens": 0, "settled": True, **state}
         for name in STATE:
             setattr(self, name, known[name])
+        if (left := state.get("left")) is not None:  # what others have written since is not for this run
+            self.left = Left(answers_in(left["answers"]), left["shares"], left["tokens"])
         self.run_id = self.run_id or NOBODY
 
 

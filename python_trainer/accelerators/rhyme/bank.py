@@ -1,6 +1,6 @@
 """The sample bank: stored answers to the prompts of this task, from history and from the current run."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,26 +77,35 @@ class SampleBank:
         return list(distinct.values())[:limit]
 
     def state_dict(self) -> dict[str, Any]:
-        samples = list(self)
-        return {
-            "rows": [
-                [s.run_id, s.step, s.policy_version, s.prompt_key, s.text, s.finished, s.reward, len(s.response_ids),
-                 s.tokenizer]
-                for s in samples
-            ],
-            "response_ids": torch.tensor([i for s in samples for i in s.response_ids], dtype=torch.int32),
-            "logprobs": torch.tensor([x for s in samples for x in s.logprobs], dtype=torch.float32),
-        }  # fmt: skip
+        return state_of(list(self))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Undoes :meth:`state_dict`, within the bounds of this bank."""
-        lengths = [row[7] for row in state["rows"]]
-        ids, logprobs = (state[name].split(lengths) for name in ("response_ids", "logprobs"))
-        samples = []
-        for row, own_ids, own_logprobs in zip(state["rows"], ids, logprobs):
-            facts = (*row[:7], own_ids.tolist(), own_logprobs.tolist(), row[8])
-            samples.append(StoredAnswer(*facts))
-        self.fill(samples)
+        self.fill(answers_in(state))
+
+
+def state_of(samples: Sequence[StoredAnswer]) -> dict[str, Any]:
+    """Answers as a checkpoint holds them."""
+    return {
+        "rows": [
+            [s.run_id, s.step, s.policy_version, s.prompt_key, s.text, s.finished, s.reward, len(s.response_ids),
+             s.tokenizer]
+            for s in samples
+        ],
+        "response_ids": torch.tensor([i for s in samples for i in s.response_ids], dtype=torch.int32),
+        "logprobs": torch.tensor([x for s in samples for x in s.logprobs], dtype=torch.float32),
+    }  # fmt: skip
+
+
+def answers_in(state: Mapping[str, Any]) -> list[StoredAnswer]:
+    """Undoes :func:`state_of`."""
+    lengths = [row[7] for row in state["rows"]]
+    ids, logprobs = (state[name].split(lengths) for name in ("response_ids", "logprobs"))
+    samples = []
+    for row, own_ids, own_logprobs in zip(state["rows"], ids, logprobs):
+        facts = (*row[:7], own_ids.tolist(), own_logprobs.tolist(), row[8])
+        samples.append(StoredAnswer(*facts))
+    return samples
 
 
 def for_tokenizer(
