@@ -301,6 +301,18 @@ def test_a_database_that_is_named_only_at_resume_records_nothing_which_is_said(r
     assert RetrospectiveDatabase(str(path)).runs() == []
 
 
+@pytest.mark.parametrize("begun", [None, "other.db", "history.db"])
+def test_a_database_that_is_named_only_at_resume_is_not_read_which_is_said(rhyme_config, tmp_path, capsys, begun):
+    paths = {name: tmp_path / name for name in ("history.db", "other.db")}
+    for path in paths.values():
+        RetrospectiveDatabase(str(path))
+    train(rhyme_config(begun and paths[begun], {"record": False}, max_steps=1), tmp_path / "run")
+    assert capsys.readouterr().err == ""
+    train(rhyme_config(paths["history.db"], {"record": False}, max_steps=2), tmp_path / "run", resume=True)
+    said = f"note: this run was begun without sqlite:///{paths['history.db']}: it is read only every accelerators.rhyme"
+    assert capsys.readouterr().err.count(said) == (begun != "history.db")
+
+
 def test_retrodiction_is_measured_before_it_learns(filled, rhyme_config, tmp_path):
     _, _, rows = train(rhyme_config(filled, {**TRUST_ALL, "retrodiction_steps": 2, "held_out": 8}, max_steps=6),
                        tmp_path / "run")  # fmt: skip

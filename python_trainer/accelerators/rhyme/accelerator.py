@@ -59,6 +59,7 @@ class Rhyme(Accelerator):
         self.run_id: int | None = None  # None until the first step; 0 without a database
         self.created = 0.0  # when it was added there; ids are used again
         self.records = self.database is not None and settings.record
+        self.read_from: str | None = None  # name of the database that was read at the first step
         self.fingerprint = ""
         self.rules: dict[str, Any] | None = None  # by which the answers in the bank were judged
         self.curve = curve_of(0, [])
@@ -103,6 +104,7 @@ class Rhyme(Accelerator):
     def _read_history(self, context: StepContext) -> None:
         """Good answers to the prompts of this task, and the trajectories of the runs that found them."""
         assert self.database is not None
+        self.read_from = self.database.name
         keys = [prompt_key(example.prompt) for example in context.task.train]
         found = self.database.samples(prompt_keys=keys, limit=self.settings.bank_size, without_run=self.run_id)
         news = [s for s in for_tokenizer(found, context.policy.tokenizer, self.fingerprint) if not self.bank.knows(s)]
@@ -292,6 +294,7 @@ class Rhyme(Accelerator):
             "run_id": self.run_id,
             "created": self.created,
             "rules": self.rules,
+            "read_from": self.read_from,
             "curve": dict(vars(self.curve)),
             "history": [dict(vars(curve)) for curve in self.history],
             "earlier_tokens": self.earlier_tokens,
@@ -307,10 +310,16 @@ class Rhyme(Accelerator):
         self.bank.load_state_dict(state["bank"])
         self.ranking.load_state_dict(state["ranking"])
         self.gathered.shown = Shown(**shown) if (shown := state.get("shown")) is not None else None
-        if self.database is not None and self.records and self.run_id is not None:
+        if self.database is None or self.run_id is None:
+            return
+        # checkpoints of November 2026 and before do not say what was read
+        self.read_from, name = state.get("read_from", self.database.name), self.database.name
+        lost = "it is read only every accelerators.rhyme.refresh_steps, where these are above 0"
+        if self.records:
             done = int(self.curve.steps[-1]) if len(self.curve) else 0
-            lost = "it is read only every accelerators.rhyme.refresh_steps, where these are above 0"
             self.records = resume_run(self.database, self.run_id, done, created=self.created, lost=lost)
+        elif self.read_from != name:
+            tell(f"note: this run was begun without {name}: {lost}")
 
 
 def begins_with(response_ids: list[int], prefix_ids: list[int]) -> bool:
