@@ -194,9 +194,10 @@ def _checked(
     if isinstance(found, Exception | SystemExit):
         about = _place(function, found) + _given(found, arguments)
         raise UserError(f"reward function {name} raised {type(found).__name__}: {found}{about}") from found
-    if not isinstance(found, Sequence) or len(found) != count:
-        size = len(found) if isinstance(found, Sequence) else type(found).__name__
-        raise UserError(f"reward function {name} returned {size} values for {count} completions")
+    if not isinstance(found, Sequence):
+        raise UserError(f"reward function {name} returned {found!r:.60}; allowed: a list, a number for each completion")
+    if len(found) != count:
+        raise UserError(f"reward function {name} returned {len(found)} values for {count} completions")
     return [_value(value, name, row) for row, value in enumerate(found)]
 
 

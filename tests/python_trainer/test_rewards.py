@@ -191,7 +191,7 @@ def test_errors_are_named_with_and_without_a_limit(limit):
             judge(limit, bad=function)
     with pytest.raises(UserError, match="reward function bad returned 1 values for 2 completions"):
         judge(limit, bad=short)
-    with pytest.raises(UserError, match="reward function bad returned NoneType values for 2"):
+    with pytest.raises(UserError, match="reward function bad returned None; allowed: a list, a number for each"):
         judge(limit, bad=nothing)
     assert judge(limit, plain=plain).total == [3.0, 5.0]
 

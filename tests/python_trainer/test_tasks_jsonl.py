@@ -210,7 +210,7 @@ def one_reward(function):
         ([1.0, -math.inf], "made returned -inf for completion 1"),
         (["1.0", 1.0], "made returned '1.0' for completion 0"),
         ([[1.0], 1.0], r"made returned \[1\.0\] for completion 0"),
-        (None, "made returned NoneType values for 2 completions"),
+        (None, "made returned None; allowed: a list, a number for each completion"),
         ([None, 1.0], "every reward function .made. returned None for completion 0"),
     ],
 )
