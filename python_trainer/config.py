@@ -4,13 +4,12 @@ Option names are TRL's wherever TRL has the option. ``python -m python_trainer t
 """
 
 import json
-import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from python_trainer.accelerators import AUTO, AcceleratorsConfig, OrAuto, registered
 from python_trainer.accelerators.settings import AcceleratorSettings
@@ -202,6 +201,10 @@ def load_config(source: str | Path | Mapping[str, Any] | None, overrides: Sequen
     Raises:
         UserError: names the file or key, the bad value and what is allowed.
     """
+    if not isinstance(source, str | Path | Mapping | None):
+        raise UserError(f"source must be a file, a name of one that is shipped, a mapping or None, got {source!r:.80}")
+    if not isinstance(overrides, list | tuple):
+        raise UserError(f'overrides must be a list of texts like "max_steps=20", got {overrides!r:.80}')
     path = None if isinstance(source, Mapping) else source
     values: Any = own_copy(source) if isinstance(source, Mapping) else {}
     if path is not None:
@@ -338,60 +341,8 @@ def changed_settings(folder: Path, config: Config) -> list[str]:
     return [f"{name}: {there[name]} -> {value}" for name, value in here.items() if there.get(name, value) != value]
 
 
-def describe_settings(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
-    """(key, type, default, documentation) of every setting, in order."""
-    for name, field in section.model_fields.items():
-        inner = section_in(field.annotation)
-        if inner is not field.annotation:
-            default = section.fitting({}).model_fields[name].get_default(call_default_factory=True)
-            kind = type_name(field.annotation, field.metadata)
-            yield f"{prefix}{name}", kind, as_yaml(default), field.description or ""
-        if inner is not None:
-            below = f"{prefix}{name}.NAME." if get_origin(field.annotation) is dict else f"{prefix}{name}."
-            yield from describe_settings(inner if inner.kinds() else inner.fitting({}), below)
-            yield from describe_kinds(inner, below)
-
-
-def describe_kinds(section: type[Section], prefix: str) -> Iterator[tuple[str, str, str, str]]:
-    """Settings that only some kinds of a section have, each once, with the names of those kinds."""
-    owners: dict[tuple[str, str, str, str], list[str]] = {}
-    for name, kind in section.kinds().items():
-        for row in describe_settings(kind, prefix):
-            if row[0].removeprefix(prefix).partition(".")[0] not in section.model_fields:
-                owners.setdefault(row, []).append(name)
-    for (key, kind_name, default, text), names in owners.items():
-        yield key, kind_name, default, f"{', '.join(names)}: {text}"
-
-
 def as_yaml(value: Any) -> str:
     """On one line, as ``--set`` takes it."""
     if isinstance(value, str) and "\n" in value:
         return json.dumps(value, ensure_ascii=False)
     return yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=1 << 16).split("\n")[0]
-
-
-def type_name(kind: Any, metadata: Sequence[Any] = ()) -> str:
-    """``int | null``, ``list of str``, ``group | rloo | module:function`` and the like."""
-    plugin = next((item for item in metadata if isinstance(item, Plugin)), None)
-    if plugin is not None:
-        several = f"list of {plugin.choices}" if get_origin(kind) is list else plugin.choices
-        if any(isinstance(item, OrAuto) for item in metadata):
-            several = f"{AUTO} | {several}"
-        return f"{several} | list" if any(get_origin(part) is list for part in get_args(kind)) else several
-    if get_origin(kind) is Annotated:
-        return type_name(get_args(kind)[0], get_args(kind)[1:])
-    if kind is None or kind is type(None):
-        return "null"
-    if isinstance(kind, type) and issubclass(kind, BaseModel):
-        return "section"
-    if get_origin(kind) is Literal:
-        return " | ".join(map(str, get_args(kind)))
-    if get_origin(kind) in (types.UnionType, Union):
-        return " | ".join(type_name(part) for part in get_args(kind))
-    if get_origin(kind) is list:
-        return f"list of {type_name(get_args(kind)[0])}"
-    if get_origin(kind) is dict:
-        return "mapping"
-    if get_origin(kind) is tuple:
-        return f"[{', '.join(type_name(part) for part in get_args(kind))}]"
-    return getattr(kind, "__name__", str(kind))

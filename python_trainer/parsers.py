@@ -51,7 +51,7 @@ def check_packages(needed: Sequence[str] = NEEDED) -> None:
 def settings_help() -> str:
     """All settings, from the configuration's own documentation."""
     check_packages()
-    from python_trainer.config import describe_settings
+    from python_trainer.describe import describe_settings
 
     lines = ["settings (in the YAML file, or by --set key=value; values are YAML):"]
     for key, kind, default, text in describe_settings():
@@ -243,9 +243,8 @@ def add_report(parsers: Parsers) -> None:
         help="verdict, table, curves and answers of runs, finished or not",
         description="Prints the table of all runs under the folders, draws accuracy.png in the first, and writes "
         "report.html in each: one page\nwith a sentence on each variant, the curve of accuracy, the table, curves of "
-        "every metric, sample answers and\nsettings that differ, all runs side by side. It opens in "
-        "any browser and needs no network: copy or mail the file. "
-        "To compare runs, name them: report runs/a runs/b.",
+        "every metric, sample answers and\nsettings that differ, all runs side by side. It opens in any browser and "
+        "needs no network: copy or mail the file.\nTo compare runs, name them: report runs/a runs/b.",
     )
     report.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a run, or a folder with runs in it")
     report.set_defaults(call="python_trainer.commands:run_report")

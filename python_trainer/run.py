@@ -37,6 +37,7 @@ from python_trainer.run_state import Clock, RunState, device_name, summarise
 from python_trainer.saving import MODEL_ASIDE, SavingLoop
 from python_trainer.signals import StopSignal
 from python_trainer.tasks.base import Task
+from python_trainer.tasks.settings import load_task
 from python_trainer.telemetry import Telemetry
 
 
@@ -96,6 +97,8 @@ class Trainer(EvaluatingLoop, SavingLoop):
         start: Evaluated | None = None,
         ranks: RankGroup | None = None,
     ):
+        if not isinstance(config, Config):
+            raise UserError(f"config must be a Config, as load_config returns one, got {config!r:.80}")
         self._chosen, self._said_of_engine = choose_engine(config)  # the run directory keeps what was given
         self.config, self.label, self.timer, self.ranks = config, label, timer, ranks or RankGroup()
         output_dir = Path(output_dir)
@@ -183,7 +186,7 @@ class Trainer(EvaluatingLoop, SavingLoop):
         except ValueError as error:
             raise UserError(str(error)) from error
         set_matmul_precision("highest")  # until the policy's model has been checked
-        self.task = config.task.load()
+        self.task = load_task(config.task)
         make = config.task.environment
         self.environment = None if make is None else ENVIRONMENTS.resolve(make)
         named = {name: self._task_of_set(name) for name in config.evaluation.sets}
@@ -236,7 +239,7 @@ class Trainer(EvaluatingLoop, SavingLoop):
             ours, theirs = getattr(own, field), getattr(settings, field)
             if ours != theirs:
                 raise UserError(f"evaluation.sets.{name}.task.{field} must be that of task, {ours}, got {theirs}")
-        return settings.load()
+        return load_task(settings)
 
     def _heed_length(self, split: str) -> None:
         """A prompt that leaves no room for an answer ends the run, or is dropped where task.overlong says so."""

@@ -34,15 +34,16 @@ from python_trainer.signals import StopSignal
 from python_trainer.tasks import Task
 from python_trainer.tasks.base import fingerprint_of
 from python_trainer.tasks.checking import check_text
+from python_trainer.tasks.settings import load_task
 from python_trainer.telemetry import Telemetry
 
 
-def load_task(config: Config) -> Task:
+def sft_task(config: Config) -> Task:
     """The task, with the half of its training examples that is meant for supervised steps."""
     settings, half = config.task, config.sft.train_half
     if half is not None and "train_half" not in type(settings).model_fields:
         raise UserError(f"sft.train_half must be null, as task {settings.name} has no halves, got {half}")
-    return (settings if half is None else settings.model_copy(update={"train_half": half})).load()
+    return load_task(settings if half is None else settings.model_copy(update={"train_half": half}))
 
 
 def reference_answers(policy: Policy, examples: Sequence[Example], column: str) -> list[Rollout]:
@@ -117,7 +118,7 @@ class Sft:
             raise UserError(f"sft has no turns: task.environment must be null, got {config.task.environment}")
         if not resume:
             check_new(output_dir)
-        task = load_task(config)
+        task = sft_task(config)
         found = load_newest(self.checkpoints, self.console.print) if resume else None
         before = dtype_before(found and found[1])
         self.policy = load_policy(going_on(config.model, before))

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from python_trainer.algorithms.settings import ADVANTAGES, LOSS_TYPES
-from python_trainer.config import describe_settings
 from python_trainer.data import Example
+from python_trainer.describe import describe_settings
 from python_trainer.tasks import Task
 from python_trainer.tasks.rewards import score
 

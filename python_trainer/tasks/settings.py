@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from python_trainer.environment import ENVIRONMENTS
+from python_trainer.errors import UserError
 from python_trainer.registry import PluginError, Registry
 from python_trainer.settings import Plugin, Section
 from python_trainer.tasks.base import Task
@@ -62,7 +63,7 @@ class TaskSettings(Section):
         Raises:
             UserError: names a file, line or function that is no good.
         """
-        raise NotImplementedError
+        raise UserError(f"task {self.name}: {type(self).__name__} must have a method load, which returns a Task")
 
     @classmethod
     def kinds(cls) -> dict[str, type[Section]]:
@@ -100,6 +101,14 @@ class TaskSettings(Section):
             if fields:
                 del rest[key]
         return rest
+
+
+def load_task(settings: TaskSettings) -> Task:
+    """The task of these settings, which may be those of somebody else's class."""
+    task = settings.load()
+    if not isinstance(task, Task):
+        raise UserError(f"task {settings.name}: load must return a Task, got {task!r:.80}")
+    return task
 
 
 def given_task(task: Task) -> type[TaskSettings]:

@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from python_trainer.accelerators import ACCELERATORS
-from python_trainer.config import Config, check_config, describe_settings, dump_config, flatten, load_config
+from python_trainer.config import Config, check_config, dump_config, flatten, load_config
+from python_trainer.describe import describe_settings
 from python_trainer.errors import UserError
 
 ROOT = Path(__file__).parents[2]

@@ -173,6 +173,37 @@ def test_a_class_of_settings_names_a_task(settings):
     assert load_config(settings | {"task": MineSettings(size=4)}).task.size == 4
 
 
+class LazySettings(TaskSettings):
+    """Has no load."""
+
+    name: str = "test_python_api:LazySettings"
+
+
+class ListSettings(LazySettings):
+    """Loads prompts alone."""
+
+    name: str = "test_python_api:ListSettings"
+
+    def load(self):
+        return [Example("A")]
+
+
+def test_mistakes_of_a_caller_are_named(settings, tmp_path):
+    def refused(match, config, *overrides):
+        with pytest.raises(UserError, match=match):
+            Trainer(load_config(config, *overrides), tmp_path / "run", console=QUIET)
+        assert not (tmp_path / "run").exists()
+
+    refused(r"overrides must be a list of texts like \"max_steps=20\", got 'max_steps=1'", settings, "max_steps=1")
+    refused("overrides must be a list of texts like .*, got {'max_steps': 1}", settings, {"max_steps": 1})
+    refused("source must be a file, .* a mapping or None, got 5", 5)
+    refused("task test_python_api:LazySettings: LazySettings must have a method load", {"task": {"name": LazySettings}})
+    listed = settings | {"task": {"name": ListSettings}}
+    refused(r"task test_python_api:ListSettings: load must return a Task, got \[Example", listed)
+    with pytest.raises(UserError, match="config must be a Config, as load_config returns one, got 'smoke'"):
+        Trainer("smoke", tmp_path / "run")
+
+
 def test_the_package_is_light_and_names_what_it_lacks():
     code = "import sys, python_trainer; assert not {'torch', 'pydantic', 'transformers'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
