@@ -18,40 +18,40 @@ def ints(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-def paged():
+def paged(dim=8):
     """Arguments of paged_attention but the scale: two sequences of 6 and 3 keys, 2 and 1 queries."""
-    caches = torch.randn(2, 4, 4, 1, 8)
-    return torch.randn(3, 2, 8), *caches, ints([2, 0], [1, -1]), ints(6, 3), ints(0, 2, 3)
+    caches = torch.randn(2, 4, 4, 1, dim)
+    return torch.randn(3, 2, dim), *caches, ints([2, 0], [1, -1]), ints(6, 3), ints(0, 2, 3)
 
 
-def grouped():
+def grouped(dim=8):
     """Query, key, value, output and log-sum-exp of nine packed tokens, and how they are packed."""
     layout = rlkernels.GroupedLayout([4], [3, 2], [0, 2])
-    query, key, value = torch.randn(9, 2, 8), torch.randn(9, 1, 8), torch.randn(9, 1, 8)
+    query, key, value = torch.randn(9, 2, dim), torch.randn(9, 1, dim), torch.randn(9, 1, dim)
     out, lse = rlkernels.shared_prefix_attention(
         query, key[:, None], value[:, None], *layout.paged, scale=0.3, return_lse=True
     )
     return (query, key, value, out, lse), (layout.prefix_lens, layout.suffix_lens, layout.group_starts)
 
 
-def problems():
-    """op -> arguments."""
-    attention = paged()
-    tensors, lengths = grouped()
-    out, lse = torch.randn(2, 3, 2, 8), torch.randn(2, 3, 2)
-    new, slots = torch.randn(2, 1, 8), torch.tensor([3, 9])
+def problems(dim=8):
+    """op -> arguments, with attention heads of ``dim`` numbers and rows of twice as many."""
+    attention = paged(dim)
+    tensors, lengths = grouped(dim)
+    out, lse = torch.randn(2, 3, 2, dim), torch.randn(2, 3, 2)
+    new, slots = torch.randn(2, 1, dim), torch.tensor([3, 9])
     weights, bases = [torch.randn(5, 7), torch.randn(3, 4)], [torch.randn(5, 7), torch.randn(3, 4)]
     x, y = torch.randn(2, 5, 1), torch.randn(3, 6, 1)
     logits, uniforms = torch.randn(3, 11), torch.rand(3)
     settings = torch.ones(3), torch.ones(3), torch.zeros(3, dtype=torch.int64)
-    ids, rows = torch.tensor([1, 5, 0]), torch.randn(3, 8)
+    ids, rows = torch.tensor([1, 5, 0]), torch.randn(3, 2 * dim)
     turned = rows, ids, torch.randn(9, 4), torch.randn(9, 4), 1, 2, None, None, 1e-6
     _, entropies, stats = torch.ops.rlkernels.token_logprobs(logits, ids, 0.8, True)
     return {
         "paged_attention": (*attention, 0.3),
         "shared_prefix_attention": (*attention[:3], ints([3]), ints(4), ints(0, 2), *attention[3:], 0.3),
         "merge_attention": (out[0], lse[0], out[1], lse[1]),
-        "grouped_attention_backward": (torch.randn(9, 2, 8), *tensors, *lengths, 0.3),
+        "grouped_attention_backward": (torch.randn(9, 2, dim), *tensors, *lengths, 0.3),
         "write_kv": (new, new, *attention[1:3], slots),
         "advise_huge_pages": (torch.zeros(64),),
         "top1_deltas": (weights, bases, [torch.randn(7), None], 1e-2, 12, 2, 3, 0),
@@ -65,12 +65,12 @@ def problems():
         "sample_tokens": (logits, uniforms, *settings),
         "token_logprobs": (logits, ids, 0.8, True),
         "token_logprobs_backward": (logits, ids, stats, entropies, torch.randn(3), torch.randn(3), 0.8),
-        "add_rms_norm": (rows, torch.randn(3, 8), torch.ones(8), 1e-6),
-        "rms_norm_backward": (rows, None, rows, torch.rand(3), torch.ones(8)),
+        "add_rms_norm": (rows, torch.randn(3, 2 * dim), torch.ones(2 * dim), 1e-6),
+        "rms_norm_backward": (rows, None, rows, torch.rand(3), torch.ones(2 * dim)),
         "rope": turned,
-        "rope_backward": (torch.randn(3, 8), *turned),
+        "rope_backward": (torch.randn(3, 2 * dim), *turned),
         "silu_mul": (rows,),
-        "silu_mul_backward": (rows[:, :4].contiguous(), rows),
+        "silu_mul_backward": (rows[:, :dim].contiguous(), rows),
         "verify_drafts": (
             logits, torch.tensor([4]), torch.tensor([0, 2, 3]), uniforms, torch.ones(2), torch.ones(2),
             torch.zeros(2, dtype=torch.int64),

@@ -1,0 +1,75 @@
+"""Compiled ops touch nothing beside their tensors, which here lie next to memory that nobody may read or write."""
+
+import ctypes
+import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support import lacks
+from test_compiled_ops import problems
+
+from rlkernels import backend
+
+FAULT = -11  # what a process that touches such memory ends with
+
+
+def fenced(value, at_end):
+    """A copy of a tensor that ends where unreadable memory begins, or starts where it ends; lists one by one."""
+    if isinstance(value, (list, tuple)):
+        return [fenced(v, at_end) for v in value]
+    if not isinstance(value, torch.Tensor) or value.numel() == 0:
+        return value
+    page = mmap.PAGESIZE
+    room = -(-value.nbytes // page) * page
+    memory = mmap.mmap(-1, room + 2 * page)
+    first = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    for fence in (first, first + page + room):
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(fence), ctypes.c_size_t(page), 0) == 0
+    offset = page + (room - value.nbytes if at_end else 0)
+    copy = torch.frombuffer(memory, dtype=value.dtype, count=value.numel(), offset=offset).view(value.shape)
+    return copy.copy_(value)
+
+
+def run_all():
+    for isa in ("portable", "avx2", "avx512", "amx"):
+        try:
+            torch.ops.rlkernels.set_cpu_isa(isa)
+        except ValueError:  # what is missing here is named by the tests of single ops
+            continue
+        for dim in (5, 8, 19, 32):
+            for name, args in problems(dim).items():
+                for at_end in (False, True):
+                    print(isa, dim, name, at_end, flush=True)
+                    op = getattr(torch.ops.rlkernels, name)
+                    given = fenced(args, at_end)
+                    found = op(*given), given
+                    torch.testing.assert_close(found, (op(*args), list(args)), equal_nan=True)
+                    args = problems(dim)[name]  # some write to them
+
+
+def run(what):
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    return subprocess.run([sys.executable, "-c", what], env=env, capture_output=True, text=True)
+
+
+@pytest.fixture(autouse=True)
+def extension():
+    if backend.extension_error():
+        lacks("the compiled extension")
+
+
+def test_ops_stay_inside():
+    done = run("import test_bounds; test_bounds.run_all()")
+    assert done.returncode == 0, (done.stdout[-100:], done.stderr[-2000:])
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+def test_the_fence_is_noticed(at_end):
+    place = "t.data_ptr() + t.nbytes" if at_end else "t.data_ptr() - 1"
+    done = run(f"import ctypes, test_bounds, torch; t = test_bounds.fenced(torch.ones(3), {at_end}); "
+               f"ctypes.string_at({place}, 1)")  # fmt: skip
+    assert done.returncode == FAULT, done.stderr
