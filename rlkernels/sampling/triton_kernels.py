@@ -142,6 +142,8 @@ def _sample_kernel(
     tl.store(out_logprobs + program, tl.where(invalid, float("nan"), logprob))
 
 
+# an op, since torch.compile would take the kernel itself into its graph and there forget enable_fp_fusion
+@torch.library.custom_op("rlkernels::sample_tokens_triton", mutates_args=())
 @on_its_device
 def sample_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor,
                   top_k: torch.Tensor, *, filtered: bool = True) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -156,3 +158,8 @@ def sample_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: tor
             FILTER=filtered, BLOCK=block, num_warps=8 if block >= 2048 else 4, enable_fp_fusion=False,
         )  # fmt: skip
     return ids, logprobs
+
+
+@sample_tokens.register_fake
+def _(logits, uniforms, *_, **__):
+    return torch.empty_like(uniforms, dtype=torch.int64), torch.empty_like(uniforms)

@@ -55,3 +55,21 @@ def test_no_gradient_is_recorded():
     assert not rlkernels.sample_tokens(logits, u, backend="triton")[1].requires_grad
     drafts, starts = torch.tensor([1]), torch.tensor([0, 2, 3])
     assert not rlkernels.verify_drafts(logits, drafts, starts, u, backend="triton")[2].requires_grad
+
+
+def test_it_is_one_op_to_the_compiler_which_would_fuse_its_rounding():
+    logits, u, ops = torch.randn(3, 37), torch.full((3,), 0.5), set()
+
+    def draw(logits, u):
+        return rlkernels.sample_tokens(logits, u, top_p=0.9, validate=False, backend="triton")
+
+    def graph(module, _):
+        ops.update(str(node.target) for node in module.graph.nodes)
+        return module
+
+    torch.compiler.reset()
+    drawn = torch.compile(draw, fullgraph=True, backend=graph)(logits, u)
+    assert "rlkernels.sample_tokens_triton.default" in ops and not any("triton_kernel_wrapper" in op for op in ops)
+    assert all(map(torch.equal, drawn, draw(logits, u)))
+    settings = torch.ones(3), torch.ones(3), torch.zeros(3, dtype=torch.int64)
+    torch.library.opcheck(torch.ops.rlkernels.sample_tokens_triton.default, (logits, u, *settings))
