@@ -11,6 +11,7 @@ import ast
 import functools
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,10 +26,12 @@ from rlkernels.backend import OPS
 
 GPU_BACKENDS = ("cuda", "triton")
 RESULT = ROOT / "rlkernels/proven.json"
+ASIDE = ("rlkernels._check", "rlkernels.backend")  # what is refused and which way is taken: nothing is computed there
+CUDA_OPS = "TORCH_LIBRARY_IMPL(rlkernels, CUDA,"
 
 
 def sources() -> dict[str, dict[str, str]]:
-    """Op -> GPU backend -> what its kernels are made of, as a hash that comments and layout do not change."""
+    """Op -> GPU backend -> what it runs through, as a hash that comments and layout do not change."""
     out: dict[str, dict[str, str]] = {}
     for op, written in OPS.items():
         found = {b: source(op, b) for b in GPU_BACKENDS if getattr(written, b)}
@@ -38,14 +41,70 @@ def sources() -> dict[str, dict[str, str]]:
 
 
 def source(op: str, backend: str) -> str:
-    if backend == "cuda":
-        folders = (ROOT / "csrc/cuda", ROOT / "csrc/include")
-        texts = [path.read_text() for folder in folders for path in sorted(folder.rglob("*.*"))]
-    else:
-        folder = ROOT.joinpath(*getattr(rlkernels, op).__module__.split(".")[:2])
-        files = [text for path in sorted(folder.rglob("*.py")) if "import triton" in (text := path.read_text())]
-        texts = [outline(text) for text in files]
-    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+    texts = [(path, path.read_text()) for path in sorted(files(op, backend))]
+    code = [outline(text) if path.suffix == ".py" else without_comments(text) for path, text in texts]
+    return hashlib.sha256("\n".join(code).encode()).hexdigest()[:16]
+
+
+def files(op: str, backend: str) -> set[Path]:
+    """All that a GPU backend of an op runs through, and what the modules among it import beside that."""
+    found = modules(getattr(rlkernels, op).__module__)
+    if backend == "triton":
+        return found
+    on_host = {path for path in found if not re.search(r"^import triton$", path.read_text(), re.MULTILINE)}
+    return {*on_host, *cuda_files(), ROOT / "setup.py"}  # where the flags are
+
+
+def modules(name: str) -> set[Path]:
+    """Files of a module and of all that it imports of the package, itself or through others, wherever it does."""
+    found, left = set(), [name]
+    while left:
+        path = file_of(left.pop())
+        if path is None or path in found:
+            continue
+        found.add(path)
+        for module, part in imports(path.read_text()):
+            inner = f"{module}.{part}"
+            left.append(inner if part and file_of(inner) else module)
+    return found
+
+
+@functools.cache
+def imports(text: str) -> list[tuple[str, str]]:
+    """(module, what is taken of it), "" for a whole one."""
+    out = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom):
+            out += [(str(node.module), alias.name) for alias in node.names]
+        elif isinstance(node, ast.Import):
+            out += [(alias.name, "") for alias in node.names]
+    return out
+
+
+def file_of(module: str) -> Path | None:
+    """None: it is no module of the package, or it computes nothing."""
+    package, *names = module.split(".")
+    if package != "rlkernels" or not names or module in ASIDE:
+        return None
+    path = ROOT.joinpath(package, *names)
+    return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()), None)
+
+
+def cuda_files() -> set[Path]:
+    """What nvcc compiles, what registers it, and what these include of ours."""
+    found, csrc = set(), ROOT / "csrc"
+    left = [*csrc.glob("cuda/*.cu"), *(p for p in csrc.rglob("*.cpp") if CUDA_OPS in p.read_text())]
+    while left:
+        path = left.pop()
+        if path not in found:
+            found.add(path)
+            names = re.findall(r'#include "(.*?)"', path.read_text())
+            left += [p for name in names for p in csrc.rglob(name)]
+    return found
+
+
+def without_comments(text: str) -> str:
+    return " ".join(re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL).split())
 
 
 @functools.cache
@@ -54,8 +113,12 @@ def outline(text: str) -> str:
 
 
 def structure(node: Any) -> str:
-    """A syntax tree as text, the same in every version of Python: fields that are empty may be missing in another."""
+    """A syntax tree as text, the same in every version of Python: fields that are empty may be missing in another.
+
+    Docstrings count as comments.
+    """
     if isinstance(node, list):
+        node = [part for part in node if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))]
         return f"[{','.join(map(structure, node))}]"
     if not isinstance(node, ast.AST):
         return repr(node)

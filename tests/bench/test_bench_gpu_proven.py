@@ -145,14 +145,25 @@ def test_the_source_is_what_is_compiled(tmp_path, monkeypatch):
     folder = tmp_path / "rlkernels" / "prefix_cache"
     folder.mkdir(parents=True)
     monkeypatch.setattr(proven, "ROOT", tmp_path)
-    file = folder / "kernels.py"
+    (folder / "__init__.py").write_text("def op():\n    from rlkernels.prefix_cache import kernels")
+    (folder / "kernels.py").write_text("import triton\nimport rlkernels.prefix_cache.sizes")
+    (folder / "beside.py").write_text("")
 
     def written(text):
-        file.write_text(text)
+        (folder / "sizes.py").write_text(text)
         return proven.source(OP, "triton")
 
-    plain = written("import triton\nx = 1")
-    assert written("import triton  # as before\n\nx = (1)") == plain != written("import triton\nx = 2")
+    plain = written("x = 1")
+    assert written("x = (1)  # as before\n") == written('"""Of what."""\nx = 1') == plain != written("x = 2")
+    assert {path.stem for path in proven.files(OP, "triton")} == {"__init__", "kernels", "sizes"}
+
+
+def test_the_source_of_a_cuda_op_is_all_that_registers_and_launches_it():
+    found = {path.relative_to(proven.ROOT).as_posix() for path in proven.files("dtw", "cuda")}
+    assert {"csrc/ops/similarity_cuda.cpp", "csrc/cuda/dtw.cu", "csrc/include/dtw_lane.h", "setup.py"} <= found
+    assert {"rlkernels/similarity/alignment.py", "rlkernels/similarity/gpu.py"} <= found
+    assert "rlkernels/similarity/triton_kernels.py" not in found
+    assert proven.without_comments("a; // b\nc /* d\n*/  e") == "a; c e"
 
 
 def test_what_the_package_says_is_what_the_records_say():

@@ -2,12 +2,15 @@
 
 import contextlib
 import importlib
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from aot_example import scale_kernel
 
 import rlkernels
+from bench.gpu import proven
 from rlkernels.backend import on_its_device
 
 MODULES = ["logprobs.triton_kernels", "sampling.triton_kernels", "similarity.triton_kernels", "rank1.triton_kernels",
@@ -77,6 +80,28 @@ def test_every_kernel_is_launched_on_the_device_of_its_tensors(launched):
     modules = [importlib.import_module(f"rlkernels.{name}") for name in MODULES]
     kernels = {value.fn for m in modules for name, value in vars(m).items() if name.endswith("_kernel")}
     assert kernels == launched
+
+
+@pytest.mark.parametrize(("call", "ops"), [
+    (attention, ("write_kv", "paged_attention", "shared_prefix_attention", "merge_attention", "grouped_attention")),
+    (logits_and_curves, ("token_logprobs", "sample_tokens", "dtw")),
+    (updates, ("delta_matvec", "add_rank1_", "top1_deltas")),
+])  # fmt: skip
+def test_what_ops_run_through_counts_for_their_records(call, ops):
+    """A change in it is one of what ``bench.gpu.proven`` has proven."""
+    for name in MODULES:  # so that nothing runs only because it is imported
+        importlib.import_module(f"rlkernels.{name}")
+    seen, before = set(), sys.gettrace()
+    sys.settrace(lambda frame, *_: seen.add(frame.f_code.co_filename))
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    package = proven.ROOT / "rlkernels"
+    ran = {path for path in map(Path, seen) if package in path.parents}
+    aside = {package / "__init__.py", *(package / f"{name.partition('.')[2]}.py" for name in proven.ASIDE)}
+    assert any("triton" in path.name for path in ran)
+    assert ran - aside <= set().union(*(proven.files(op, "triton") for op in ops))
 
 
 def test_the_choice_of_a_device_is_none_without_a_gpu_and_compiles_into_one_graph():
