@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar
 
+import setuptools
 import torch
 from setuptools import Command, setup
 from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension
@@ -167,7 +168,16 @@ def extension() -> CppExtension:
     )
 
 
+class Unread(setuptools.Distribution):
+    """For ``build_ext`` of a setuptools before 77, which refuses the licence that pyproject.toml names."""
+
+    def parse_config_files(self, *_, **__):
+        pass  # nothing in it says how the extension is built
+
+
+OLD = int(setuptools.__version__.partition(".")[0]) < 77
 setup(
+    **({"distclass": Unread} if OLD and "build_ext" in sys.argv else {}),
     ext_modules=[] if os.environ.get("RLKERNELS_NO_EXTENSION") == "1" else [extension()],
     cmdclass={"build_ext": BuildKernels, "check_cuda": CheckCuda},
 )

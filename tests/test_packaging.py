@@ -111,6 +111,20 @@ def test_wheel_with_the_extension(tmp_path):
     assert python_in(tmp_path / "site", CODE.format(site=str(tmp_path / "site"))) == "loaded"
 
 
+def test_a_setuptools_that_refuses_the_licence_builds_the_extension_all_the_same(tmp_path):
+    """One before 77 reads of a file in its place: the others would stop at a pyproject.toml like this one."""
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    (tmp_path / "pyproject.toml").write_text("[project]\nname = 1")
+
+    def build(version):
+        code = f"import runpy, setuptools, sys; setuptools.__version__ = {version!r}; sys.argv = ['', 'build_ext']\n"
+        command = [sys.executable, "-c", code + "runpy.run_path('setup.py', run_name='__main__')"]
+        env = {**os.environ, "RLKERNELS_NO_EXTENSION": "1"}
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, check=False).returncode
+
+    assert build("76.0") == 0 != build("77.0")
+
+
 def test_source_distribution_can_be_built_and_tested(tmp_path):
     setup("egg_info", "-e", str(tmp_path), "sdist", "-d", str(tmp_path), RLKERNELS_NO_EXTENSION="1")
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
