@@ -72,6 +72,8 @@ class RolloutConfig(Section):
         urls = value if isinstance(value, list) else [value]
         if not urls or not all(map(is_address, urls)):
             raise ValueError(f"{allowed}; got {value!r}")
+        if any("@" in urlsplit(url).netloc for url in urls):  # not shown: it would be in the output of the run
+            raise ValueError(f"{allowed}; got one with a user and password, which are not sent")
         same = [url.rstrip("/").lower() for url in urls]
         if twice := [url for i, url in enumerate(urls) if same[i] in same[:i]]:
             raise ValueError(f"{allowed}; got {twice[0]} more than once in {value!r}")
