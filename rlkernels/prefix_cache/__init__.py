@@ -230,7 +230,9 @@ def grouped_attention(
     chosen = _choose("grouped_attention", backend, query)
     if chosen != "torch":
         return _GroupedAttention.apply(query, key, value, layout, float(scale), chosen)
-    return reference.grouped_attention(query, key, value, layout, float(scale))
+    on_cpu = _backend.runs_on(query.device) == "cpu"
+    plain = reference.grouped_attention if on_cpu else reference.grouped_attention_by_kernels
+    return plain(query, key, value, layout, float(scale))
 
 
 class _GroupedAttention(torch.autograd.Function):

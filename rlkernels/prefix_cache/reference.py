@@ -1,12 +1,18 @@
 """Attention over paged keys and values in plain torch: the single source of truth for tests and benchmarks.
 
-Arithmetic is float32, or float64 when the query is float64. Loops over sequences; written to be read.
+Arithmetic is float32, or float64 when the query is float64. Loops over sequences; written to be read. A GPU takes it
+where nothing of ours is proven, so no more than ``PIECE`` scores are held at a time.
 """
 
+from collections.abc import Callable
+
 import torch
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from rlkernels._precision import without_autocast
 from rlkernels.prefix_cache.layout import GroupedLayout
+
+PIECE = 1 << 26  # scores of all heads
 
 
 def write_kv(
@@ -23,17 +29,31 @@ def write_kv(
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, mask: torch.Tensor | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, causally: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention of query [q, Hq, d] over key, value [k, Hk, d] -> out [q, Hq, d], lse [q, Hq].
 
-    mask [q, k] is True where a query may look; a query that may look nowhere gives 0 and -inf.
+    ``causally``: as :func:`causal` says, else all queries see all keys; one that may look nowhere gives 0 and -inf.
     """
     exact = torch.float64 if query.dtype == torch.float64 else torch.float32
     heads_per_kv = query.shape[1] // key.shape[1]
     key, value = (t.to(exact).repeat_interleave(heads_per_kv, 1) for t in (key, value))
+    queries, keys = len(query), len(key)
+    step = max(PIECE // max(query.shape[1] * keys, 1), 1)
+    parts = []
+    for first in range(0, max(queries, 1), step):
+        part = query[first : first + step].to(exact)
+        mask = causal(queries, keys, query.device, first, first + len(part)) if causally else None
+        parts.append(_attend(part, key, value, scale, mask))
+    return parts[0] if len(parts) == 1 else (torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts]))
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """With as many heads of each; mask [q, k] is True where a query may look."""
     with without_autocast(query.device):
-        score = torch.einsum("qhd,khd->hqk", query.to(exact), key) * scale
+        score = torch.einsum("qhd,khd->hqk", query, key) * scale
     if mask is not None:
         score = score.masked_fill(~mask, -torch.inf)
     lse = score.logsumexp(-1) if score.shape[-1] else score.new_full(score.shape[:2], -torch.inf)  # [Hq, q]
@@ -49,9 +69,10 @@ def gather(cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tenso
     return cache[table[:blocks].long()].flatten(0, 1)[:length]
 
 
-def causal(queries: int, keys: int, device: torch.device) -> torch.Tensor:
-    """[queries, keys], True where the query may look: the last query sits on the last key."""
-    return torch.arange(keys, device=device) <= torch.arange(queries, device=device)[:, None] + (keys - queries)
+def causal(queries: int, keys: int, device: torch.device, first: int = 0, end: int | None = None) -> torch.Tensor:
+    """[queries, keys], True where the query may look: the last query sits on the last key. Of rows ``first:end``."""
+    rows = torch.arange(first, queries if end is None else end, device=device)
+    return torch.arange(keys, device=device) <= rows[:, None] + (keys - queries)
 
 
 def paged_attention(
@@ -72,8 +93,7 @@ def paged_attention(
     for i, length in enumerate(seq_lens.tolist()):
         rows = slice(starts[i], starts[i + 1])
         key, value = (gather(cache, block_tables[i], length) for cache in (key_cache, value_cache))
-        mask = causal(rows.stop - rows.start, length, query.device)
-        result, lse[rows] = attend(query[rows], key, value, scale, mask)
+        result, lse[rows] = attend(query[rows], key, value, scale, causally=True)
         out[rows] = result.to(query.dtype)
     return out, lse
 
@@ -98,7 +118,7 @@ def shared_prefix_attention(
     for g, length in enumerate(group_lens.tolist()):
         rows = slice(starts[members[g]], starts[members[g + 1]])
         key, value = (gather(cache, group_tables[g], length) for cache in (key_cache, value_cache))
-        out[rows], lse[rows] = attend(query[rows].to(exact), key, value, scale, None)
+        out[rows], lse[rows] = attend(query[rows].to(exact), key, value, scale, causally=False)
     out, lse = merge_attention(out, lse, own, own_lse)
     return out.to(query.dtype), lse
 
@@ -122,7 +142,42 @@ def merge_attention(
 def grouped_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: GroupedLayout, scale: float
 ) -> torch.Tensor:
-    """See :func:`rlkernels.grouped_attention`; torch's autograd differentiates it."""
+    """See :func:`rlkernels.grouped_attention`; torch's autograd differentiates it, and holds all scores for that."""
+
+    def row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attend(q, k, v, scale, causally=True)[0].to(q.dtype)
+
+    return _by_rows(row, query, key, value, layout)
+
+
+def grouped_attention_by_kernels(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: GroupedLayout, scale: float
+) -> torch.Tensor:
+    """The same by torch's own kernels, which on a GPU hold no scores, but for float64, and none for the gradient.
+
+    A row with more keys than queries gets queries of zeros in front, whose results go: ``is_causal`` then says who sees
+    whom, and no mask has to.
+    """
+    times = query.shape[1] // key.shape[1]
+
+    def row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        before = len(k) - len(q)
+        q, k, v = (t.transpose(0, 1)[None] for t in (q, k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)))
+        with without_autocast(q.device):
+            out = scaled_dot_product_attention(pad(q, (0, 0, before, 0)), k, v, is_causal=True, scale=scale)
+        return out[0, :, before:].transpose(0, 1)
+
+    return _by_rows(row, query, key, value, layout)
+
+
+def _by_rows(
+    row: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: GroupedLayout,
+) -> torch.Tensor:
+    """A prefix or a suffix at a time, with the keys and values that it sees."""
     out = []
     for prefix, suffixes in layout.spans():
         key_prefix, value_prefix = key[prefix], value[prefix]
@@ -130,6 +185,5 @@ def grouped_attention(
             beyond = [] if rows is prefix else [(key[rows], value[rows])]
             keys = torch.cat([key_prefix, *(k for k, _ in beyond)])
             values = torch.cat([value_prefix, *(v for _, v in beyond)])
-            mask = causal(rows.stop - rows.start, len(keys), query.device)
-            out.append(attend(query[rows], keys, values, scale, mask)[0].to(query.dtype))
+            out.append(row(query[rows], keys, values))
     return torch.cat(out) if out else query * 1

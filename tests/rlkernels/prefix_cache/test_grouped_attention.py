@@ -1,7 +1,9 @@
 """Grouped attention for training: outputs and gradients against the reference, which is tested on its own."""
 
 import os
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,12 +27,13 @@ def run(inputs, weight, function):
     return [out, *torch.autograd.grad((out * weight.to(out.dtype)).sum(), inputs)]
 
 
-def check(layout, heads, kv_heads, dim, dtype, strides=lambda t: t):
+def check(layout, heads, kv_heads, dim, dtype, strides=lambda t: t, function=None):
     shapes = [(layout.num_tokens, h, dim) for h in (heads, kv_heads, kv_heads)]
     inputs = [strides(torch.randn(s).to(dtype)) for s in shapes]
     weight = torch.randn(shapes[0]).to(dtype)
     scale = dim**-0.5
-    ours = run(inputs, weight, lambda q, k, v: rlkernels.grouped_attention(q, k, v, layout, scale=scale, backend="cpu"))
+    function = function or partial(rlkernels.grouped_attention, backend="cpu")
+    ours = run(inputs, weight, lambda q, k, v: function(q, k, v, layout, scale=scale))
     exact = run([t.double() for t in inputs], weight, lambda *a: reference.grouped_attention(*a, layout, scale))
     plain = run(inputs, weight, lambda *a: low_precision(*a, layout, scale))
     for one, other, gold in zip(ours, plain, exact):
@@ -52,6 +55,20 @@ def low_precision(query, key, value, layout, scale):
             result = score.masked_fill(~mask, -torch.inf).softmax(-1) @ v
             out = torch.cat([out[: rows.start], result.transpose(0, 1), out[rows.stop :]])
     return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_stands_in_on_a_gpu_equals_the_reference(name, dtype):
+    check(rlkernels.GroupedLayout(*LAYOUTS[name]), 4, 2, 32, dtype, function=reference.grouped_attention_by_kernels)
+
+
+def test_on_a_gpu_no_scores_are_held_where_nothing_is_proven(monkeypatch):
+    kernels = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(rlkernels.backend, "runs_on", lambda device: "cuda")
+    with patch.object(reference, "scaled_dot_product_attention", side_effect=kernels) as called:
+        rlkernels.grouped_attention(*torch.randn(3, 9, 2, 8), rlkernels.GroupedLayout([4], [3, 2], [0, 2]), scale=0.3)
+    assert called.call_count == 3
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

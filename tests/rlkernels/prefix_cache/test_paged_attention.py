@@ -5,8 +5,10 @@ from functools import partial
 import pytest
 import torch
 from paged_problems import Problem, paged
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernels
+from rlkernels.prefix_cache import reference
 
 F = torch.nn.functional
 
@@ -32,6 +34,29 @@ def test_paged_attention_is_attention():
         rows = slice(*problem.query_starts[i : i + 2].tolist())
         torch.testing.assert_close(out[rows], plain(problem, i))
     assert lse.shape == problem.query.shape[:2] and lse.isfinite().all()
+
+
+class Largest(TorchDispatchMode):
+    """Most numbers of a tensor that an operation gave, of those of three dimensions: scores are [Hq, q, k]."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        if isinstance(out, torch.Tensor) and out.ndim == 3:
+            self.numbers = max(self.numbers, out.numel())
+        return out
+
+
+def test_plain_torch_holds_a_piece_of_the_scores_at_a_time(monkeypatch):
+    """It is what a GPU takes where nothing is proven."""
+    problem = paged([90, 40], [80, 33], heads=4, kv_heads=2, dim=2)
+    attend = partial(rlkernels.paged_attention, *problem.args(), scale=0.3, return_lse=True, backend="torch")
+    whole = attend()
+    monkeypatch.setattr(reference, "PIECE", 4 * 90 * 7)  # of 4 * 90 * 80
+    with Largest() as largest:
+        torch.testing.assert_close(attend(), whole)
+    assert largest.numbers == reference.PIECE
 
 
 def test_shared_equals_unshared():
