@@ -46,9 +46,9 @@ def locked(place: Place, case: Case, args: tuple[float, int, tuple[int, ...]]) -
     outcome, untouched = Outcome(), place.untouched()
 
     def wait_less() -> None:
-        from python_trainer.accelerators.rhyme import database
+        from python_trainer.accelerators.rhyme import reaching
 
-        database.BUSY_SECONDS = patience
+        reaching.BUSY_SECONDS = patience
 
     training, before = begun(place, case.seed, fault=wait_less)
     other = sqlite3.connect(file_of(place), isolation_level=None)

@@ -26,7 +26,8 @@ from safetensors.torch import save
 from bench.faults import tensors
 from bench.faults.case import Case, Outcome, Place, with_
 from python_trainer.__main__ import main
-from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase, parse_url
+from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
+from python_trainer.accelerators.rhyme.reaching import parse_url
 from python_trainer.accelerators.rhyme.records import RunFacts, StepRecord, StoredAnswer, unpack_tensors
 from python_trainer.checkpoint import CHECKSUMS, checksums, load_checkpoint, save_checkpoint
 from python_trainer.config import check_config, dump_config, load_config

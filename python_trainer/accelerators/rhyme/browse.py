@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase, parse_url
+from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
 from python_trainer.accelerators.rhyme.matching import Curve, curve_of, pad
+from python_trainer.accelerators.rhyme.reaching import parse_url
 from python_trainer.accelerators.rhyme.records import StoredRun
 from python_trainer.accelerators.rhyme.sketch import histogram
 from python_trainer.errors import UserError
