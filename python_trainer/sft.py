@@ -138,7 +138,7 @@ class Sft:
         order = prompt_order(config.seed, 0, config.sft.epochs * len(self.rows), len(self.rows))
         self.batches = list(micro_batches(self.rows, order, config.sft.batch_tokens, share=False))
         self.settings = config.optimizer.model_copy(update={"learning_rate": config.sft.learning_rate})
-        self.step, self.seconds = 0, 0.0
+        self.step, self.seconds, self.eval_s = 0, 0.0, 0.0  # of all steps; of losses on held-out answers
         self.before: float | None = None  # loss on held-out answers
         self.learner = self._learner()
         if found:
@@ -189,6 +189,7 @@ class Sft:
         if saved.get("examples", self.fingerprint) != self.fingerprint:
             self._note("the examples are others than before")
         self.step, self.seconds, self.before = saved["step"], saved["seconds"], saved["before"]
+        self.eval_s = saved.get("eval_s", 0.0)
         load_learned(self.learner, saved, self.folder)
 
     def run(self) -> dict[str, Any]:
@@ -204,7 +205,7 @@ class Sft:
             options: dict[str, Any] = {"label": "sft", "after_step": self.step or None, "console": self.console}
             with StopSignal() as stop, Telemetry(self.folder, len(self.batches), **options) as telemetry:
                 if self.step == 0:
-                    self.before = mean_loss(self.policy, self.held_out, self.settings)
+                    self.before = self._held_out_loss()
                 while self.step < len(self.batches):
                     row = self._step()
                     telemetry.log(self.step, row, left=self._seconds_left())
@@ -238,14 +239,30 @@ class Sft:
             "learning_rate": lr,
             "tokens/trained": tokens,
             "tokens_per_second": tokens / seconds,
+            "time/train_s": seconds,
+            "time/training_s": self.seconds,
+            "time/wall_s": self.seconds + self.eval_s,
         }
+
+    def _held_out_loss(self) -> float | None:
+        begun = time.perf_counter()
+        loss = mean_loss(self.policy, self.held_out, self.settings)
+        self.eval_s += time.perf_counter() - begun
+        return loss
 
     def _seconds_left(self) -> float:
         return self.seconds / self.step * (len(self.batches) - self.step)
 
     def _save(self) -> None:
-        state = {"step": self.step, "steps": len(self.batches), "seconds": self.seconds, "before": self.before,
-                 "dtype": name_of(self.policy.whole.dtype), "examples": self.fingerprint}  # fmt: skip
+        state = {
+            "step": self.step,
+            "steps": len(self.batches),
+            "seconds": self.seconds,
+            "eval_s": self.eval_s,
+            "before": self.before,
+            "dtype": name_of(self.policy.whole.dtype),
+            "examples": self.fingerprint,
+        }
         settings = self.config.save
         save_checkpoint(self.checkpoints, self.step, state | self.learner.state_dict(), keep=settings.save_total_limit,
                         older=None if settings.older_moments else without_moments)  # fmt: skip
@@ -261,12 +278,15 @@ class Sft:
             "steps": self.step,
             "examples": len(self.rows),
             "answer_tokens": sum(len(row.response_ids) for row in self.rows),
-            "training_s": self.seconds,
             "loss_first": losses[0],
             "loss_final": losses[-1],
             "held_out": len(self.held_out),
             "held_out_loss_start": self.before,
-            "held_out_loss_final": mean_loss(self.policy, self.held_out, self.settings),
+            "held_out_loss_final": self._held_out_loss(),
+            "wall_s": self.seconds + self.eval_s,
+            "training_s": self.seconds,
+            "train_s": self.seconds,
+            "eval_s": self.eval_s,
             "device": device_name(self.policy.device),
             "versions": versions(),
         }

@@ -63,7 +63,15 @@ def test_an_answer_is_learned_by_heart(lessons, tmp_path, capsys):
     assert [policy.decode(row.response_ids) for row in found] == ["CBA", "BAGF"]
     assert [row.finish_reason for row in found] == ["stop", "stop"]
     Trainer(config_of(lessons, max_steps=1), tmp_path / "rl", console=QUIET).run()
+    capsys.readouterr()
     assert main(["report", str(tmp_path / "run")]) == 0  # has no accuracy or accelerators to tell
+    told = {
+        row[0].strip(): row[1].strip()
+        for line in capsys.readouterr().out.splitlines()
+        if len(row := line.split("│")[1:]) > 1
+    }
+    assert told["wall time, all (s)"] == f"{summary['training_s'] + summary['eval_s']:.1f}"
+    assert told["share of training"] == "100 %" and told["share of everything else"] == "0 %"
     assert main(["report", str(tmp_path)]) == 0  # nor beside a run that has
     assert "no checkpoint of" not in capsys.readouterr().err
     assert main(["export", str(tmp_path / "run"), "--checkpoint", "best"]) == 2
