@@ -181,6 +181,7 @@ def add_compare(parsers: Parsers, names: Sequence[str]) -> None:
 def add_sft(parsers: Parsers) -> None:
     sft = parsers.add(
         "sft",
+        examples=["sft --config configs/gsm8k_smollm2.yaml --output-dir runs/sft --set model.path=MODEL"],
         help="supervised steps on reference answers",
         description="Supervised steps on the reference answers of the task's training examples (settings: section "
         "sft), for models that hardly ever\nanswer right. OUTPUT_DIR/model can then be the model.path of train.",
@@ -193,6 +194,7 @@ def add_sft(parsers: Parsers) -> None:
 def add_probe(parsers: Parsers) -> None:
     probe = parsers.add(
         "probe",
+        examples=["probe --config configs/arithmetic.yaml"],
         help="how hard the prompts are, where time would go, what could pay",
         description="Answers some training prompts and makes one update, in about a minute: how often answers are "
         "right, how many groups\nteach anything, seconds of a step, memory, and how much each accelerator can gain at "

@@ -58,7 +58,9 @@ def test_help_shows_examples(arguments, capsys):
     with pytest.raises(SystemExit) as exit:
         main(arguments)
     assert exit.value.code == 0
-    assert "python -m python_trainer compare --config configs/arithmetic.yaml" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    commands = ("train", "compare", "sft", "probe", "plan", "export", "report", "history", "extrapolate")
+    assert all(f"\n  python -m python_trainer {command} " in told for command in commands)
 
 
 def test_settings_are_listed(capsys):
