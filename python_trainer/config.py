@@ -138,7 +138,9 @@ class Config(Section):
             except ValidationError as error:
                 first = error.errors()[0]
                 place = ".".join(["evaluation.sets", name, "task", *map(str, first["loc"])])
-                raise ValueError(f"{place}: {first['msg'].removeprefix('Value error, ')}") from error
+                unknown = first["type"] == "extra_forbidden"
+                message = "unknown setting" if unknown else first["msg"].removeprefix("Value error, ")
+                raise ValueError(f"{place}: {message}") from error
         return self
 
     def task_of_set(self, name: str) -> TaskSettings:

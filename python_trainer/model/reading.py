@@ -54,6 +54,8 @@ def reading(folder: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, SafetensorError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if (folder / "model" / "config.json").is_file():
+            first = f"that of this run is in {folder / 'model'}"
         raise UserError(f"model.path: {folder} holds no causal language model with a tokenizer: {first}") from error
 
 

@@ -143,7 +143,9 @@ def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
     """(line number, object) of every line that is not blank."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
         raise UserError(f"{path}: cannot be read as UTF-8 text: {error}") from error
     rows = []
     for number, line in enumerate(text.split("\n"), start=1):

@@ -83,6 +83,10 @@ def test_missing_config(tmp_path, capsys):
 
 def test_missing_model_folder(run, tmp_path):
     one_clear_line(run({"model": {"path": "/nowhere/model"}}), tmp_path, "model.path", "/nowhere/model")
+    (tmp_path / "earlier" / "model").mkdir(parents=True)
+    (tmp_path / "earlier" / "model" / "config.json").write_text("{}")
+    result = run({"model": {"path": str(tmp_path / "earlier")}})
+    one_clear_line(result, tmp_path, "no causal language model", f"that of this run is in {tmp_path / 'earlier/model'}")
     assert not (tmp_path / "run").exists()
 
 

@@ -114,6 +114,7 @@ def test_a_run_without_its_first_row_is_no_known_start(make_config, tmp_path):
         ({"samples": 2, "pass_at": [1, 4]}, r"samples must be >= 4 with pass_at \[1, 4\], got 2"),
         ({"sets": {"a": {"task": {"test_size": 0}}}}, "evaluation.sets.a.task.test_size: .*greater than or equal to 1"),
         ({"sets": {"a": {"task": {"name": "gsm8k"}}}}, "evaluation.sets.a.task: task gsm8k needs train_path"),
+        ({"sets": {"a": {"task": {"tset_size": 1}}}}, "evaluation.sets.a.task.tset_size: unknown setting"),
         ({"sets": {"a": {"tempurature": 1}}}, "evaluation.sets.a.tempurature: unknown setting"),
     ],
 )

@@ -165,6 +165,8 @@ def test_files_that_are_not_text_are_named(folder):
     (folder / "bad.jsonl").write_bytes(b'{"prompt": "\xff"}')
     with pytest.raises(UserError, match=r"bad\.jsonl: cannot be read as UTF-8"):
         task_of(['{"prompt": "a"}'], folder, test_path="bad.jsonl")
+    with pytest.raises(UserError, match=r"gone\.jsonl: cannot be read: No such file or directory"):
+        task_of(['{"prompt": "a"}'], folder, test_path="gone.jsonl")
 
 
 def test_a_module_that_fails_on_import_is_named(folder):
