@@ -15,13 +15,13 @@ def one_of(name: str, value: object, allowed: Collection[object]) -> None:
 
 
 def number(name: str, value: Any) -> None:
-    """Raises TypeError unless ``value`` is a number, of Python or of a kind that turns into a float (not a bool)."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return
+    """Raises unless ``value`` is a number that a float holds: of Python, or of a kind that turns into one; no bool."""
     try:
         if not isinstance(value, bool):
             math.isnan(value)  # turns it into a float as float() does, but takes no strings
             return
+    except OverflowError:
+        raise ValueError(f"{name} must be a number that a float holds, got {value}") from None
     except (TypeError, ValueError, RuntimeError):  # the last two: several numbers
         pass
     raise TypeError(f"{name} must be a number, got {value!r}")

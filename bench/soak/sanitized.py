@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 RUNTIME = ROOT / "csrc" / "runtime"
 POOL = [ROOT / "tests/cpp/block_pool_fuzz.cpp", *sorted(RUNTIME.glob("block_*.cpp"))]
 HISTORY = [ROOT / "tests/cpp/rollout_history_check.cpp", *sorted(RUNTIME.glob("rollout_*.cpp"))]
+ALLOCATION = [ROOT / "tests/cpp/allocation_failures.cpp", *POOL[1:], *HISTORY[1:]]
 PROGRAMS: dict[tuple[str, str], Sequence[Path]] = {
     ("block pool", "address,undefined"): POOL,
     ("rollout history", "address,undefined"): HISTORY,

@@ -38,6 +38,13 @@ auto unlocked(F&& f) {
   }
 }
 
+// A path as the system takes it, whatever its bytes are; one with a null byte raises.
+std::string path_of(const py::handle& path) {
+  PyObject* bytes = nullptr;
+  if (!PyUnicode_FSConverter(path.ptr(), &bytes)) throw py::error_already_set();
+  return py::reinterpret_steal<py::bytes>(bytes);
+}
+
 void check_length(const LongArray& array, py::ssize_t length, const char* name) {
   if (array.size() != length) throw std::invalid_argument(std::string(name) + " must have one entry per handle");
 }
@@ -88,10 +95,11 @@ void bind_rollout_history(py::module_& m) {
       .def("release", [](History& h, int64_t handle) { unlocked([&] { h.release(handle); }); })
       .def("longest_prompt",
            [](History& h, const IdArray& ids) { return unlocked([&] { return h.longest_prompt(view(ids)); }); })
-      .def("save", [](History& h, const std::string& path) { unlocked([&] { h.save(path); }); })
+      .def("save",
+           [](History& h, const py::object& path) { unlocked([&, to = path_of(path)] { h.save(to); }); })
       .def_static("load",
-                  [](const std::string& path) {
-                    return unlocked([&] { return std::unique_ptr<History>(History::load(path)); });
+                  [](const py::object& path) {
+                    return unlocked([from = path_of(path)] { return std::unique_ptr<History>(History::load(from)); });
                   })
       .def("to_bytes",
            [](History& h) {

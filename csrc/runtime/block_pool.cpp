@@ -6,6 +6,14 @@
 #include <unordered_map>
 
 namespace rlk {
+namespace {
+
+template <class T>
+void make_room(std::vector<T>& v, size_t size) {
+  if (size > v.capacity()) v.reserve(std::max(size, 2 * v.capacity()));
+}
+
+}  // namespace
 
 BlockPool::BlockPool(int64_t num_blocks, int64_t block_size)
     : block_size_(block_size), blocks_(num_blocks), tokens_(num_blocks * block_size),
@@ -20,6 +28,13 @@ const BlockPool::Sequence& BlockPool::sequence(Handle handle) const {
 }
 
 BlockPool::Sequence& BlockPool::at(Handle handle) { return const_cast<Sequence&>(sequence(handle)); }
+
+// Room for so many more sequences and for all their handles: neither add nor close can fail.
+void BlockPool::reserve_sequences(size_t more) {
+  const size_t size = sequences_.size() + more - std::min(more, closed_.size());
+  make_room(sequences_, size);
+  make_room(closed_, size);
+}
 
 BlockPool::Handle BlockPool::add(Sequence&& sequence) {
   if (closed_.empty()) {
@@ -84,13 +99,17 @@ std::vector<BlockPool::Handle> BlockPool::open_many(std::span<const Tokens> prom
   std::sort(unpinned.begin(), unpinned.end());
   unpinned.erase(std::unique(unpinned.begin(), unpinned.end()), unpinned.end());
   require(count, int64_t(unpinned.size()));
+  // All memory is asked for before anything changes.
+  std::vector<int32_t> fresh(count);
+  std::vector<Handle> handles;
+  handles.reserve(prompts.size());
+  std::vector<Sequence> opened(prompts.size());
+  for (size_t i = 0; i < prompts.size(); ++i) opened[i].tokens.assign(prompts[i].begin(), prompts[i].end());
+  reserve_sequences(prompts.size());
   for (const Plan& plan : plans)
     for (const int32_t block : plan.blocks)
       if (block >= 0) pin(block);
-  std::vector<int32_t> fresh(count);
   for (int32_t& block : fresh) block = take();
-  std::vector<Handle> handles;
-  handles.reserve(prompts.size());
   for (size_t i = 0; i < prompts.size(); ++i) {
     Plan& plan = plans[i];
     for (int32_t& block : plan.blocks)
@@ -101,7 +120,8 @@ std::vector<BlockPool::Handle> BlockPool::open_many(std::span<const Tokens> prom
     const int64_t length = int64_t(prompts[i].size());
     hits_ += plan.shared;
     misses_ += length - plan.shared;
-    Sequence sequence{{prompts[i].begin(), prompts[i].end()}, std::move(plan.blocks)};
+    Sequence& sequence = opened[i];
+    sequence.table = std::move(plan.blocks);
     sequence.num_cached = sequence.computed = plan.shared;
     sequence.committed = plan.committed;
     sequence.version = version_;
@@ -126,6 +146,13 @@ std::vector<std::pair<int32_t, int32_t>> BlockPool::append(std::span<const Handl
     need += blocks_[block].in_tree || count < blocks_[block].refs ? count : count - 1;
   require(need);
   std::vector<std::pair<int32_t, int32_t>> copies;
+  // All memory is asked for before anything changes.
+  copies.reserve(std::min(size_t(need), handles.size()));
+  for (size_t i = 0; i < handles.size(); ++i) {
+    Sequence& s = at(handles[i]);
+    make_room(s.tokens, s.tokens.size() + tokens[i].size());
+    make_room(s.table, size_t(blocks_for(int64_t(s.tokens.size() + tokens[i].size()))));
+  }
   for (size_t i = 0; i < handles.size(); ++i) {
     Sequence& s = at(handles[i]);
     if (!tokens[i].empty() && s.tokens.size() % block_size_) {
@@ -160,11 +187,15 @@ void BlockPool::truncate(Handle handle, int64_t length) {
 }
 
 std::vector<BlockPool::Handle> BlockPool::fork(Handle handle, int64_t n) {
-  Sequence child = at(handle);
-  child.num_cached = child.computed = int64_t(child.tokens.size());
-  for (const int32_t block : child.table) blocks_[block].refs += int32_t(n);
+  std::vector<Sequence> children(n, at(handle));
   std::vector<Handle> handles;
-  for (int64_t i = 0; i < n; ++i) handles.push_back(add(Sequence(child)));
+  handles.reserve(n);
+  reserve_sequences(n);
+  for (const int32_t block : at(handle).table) blocks_[block].refs += int32_t(n);
+  for (Sequence& child : children) {
+    child.num_cached = child.computed = int64_t(child.tokens.size());
+    handles.push_back(add(std::move(child)));
+  }
   return handles;
 }
 

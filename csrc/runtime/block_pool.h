@@ -69,6 +69,7 @@ class BlockPool {
   struct Plan;
 
   Sequence& at(Handle handle);
+  void reserve_sequences(size_t more);
   Handle add(Sequence&& sequence);
   int64_t blocks_for(int64_t length) const { return (length + block_size_ - 1) / block_size_; }
   void require(int64_t need, int64_t reserved = 0) const;

@@ -1,5 +1,7 @@
 // A sequence that is being generated (prompt, START, answer so far) and where each of its tokens occurred before.
 #pragma once
+#include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -14,15 +16,21 @@ class OwnText {
   std::vector<int32_t> tokens;
 
   void append(std::span<const int32_t> ids) {
+    reserve(ids.size());
     for (int32_t id : ids) append(id);
   }
 
   void append(int32_t id) {
     const size_t at = tokens.size();
-    if (at >= heads_.size()) grow();
+    reserve(1);
     tokens.push_back(id);
     previous_.push_back(kEnd);
     link(uint32_t(at));
+  }
+
+  // Room for so many more: appending them cannot fail.
+  void reserve(size_t more) {
+    if (tokens.size() + more > heads_.size()) grow(std::bit_ceil(std::max<size_t>(64, tokens.size() + more)));
   }
 
   // The newest position whose token follows another occurrence of the last one; kEnd when there is none.
@@ -49,9 +57,11 @@ class OwnText {
     head = at;
   }
 
-  void grow() {
-    heads_.assign(heads_.empty() ? 64 : 2 * heads_.size(), kEnd);
-    for (shift_ = 32; (size_t(1) << (32 - shift_)) < heads_.size();) --shift_;
+  void grow(size_t size) {
+    tokens.reserve(size);
+    previous_.reserve(size);
+    heads_.assign(size, kEnd);
+    shift_ = 32 - std::countr_zero(size);
     for (uint32_t at = 0; at < tokens.size(); ++at) link(at);
   }
 

@@ -141,7 +141,6 @@ RolloutHistory::Handle& RolloutHistory::handle_of(int64_t handle) {
 int64_t RolloutHistory::track(Ids prompt) {
   const std::lock_guard lock(mutex_);
   Handle state;
-  state.prompt = intern(prompt);
   state.text.append(prompt);
   state.text.append(kStart);
   state.window = kFirstWindow;
@@ -149,8 +148,14 @@ int64_t RolloutHistory::track(Ids prompt) {
   state.offered = 0;
   state.token_cost = token_cost_;
   state.next_cooldown = kFirstCooldown;
-  ++prompts_[state.prompt].handles;
-  handles_.emplace(next_handle_, std::move(state));
+  const uint32_t id = state.prompt = intern(prompt);
+  try {
+    handles_.emplace(next_handle_, std::move(state));
+  } catch (...) {
+    drop_if_unused(id);
+    throw;
+  }
+  ++prompts_[id].handles;
   return next_handle_++;
 }
 
@@ -161,7 +166,7 @@ void RolloutHistory::extend(int64_t handle, Ids ids) {
 
 void RolloutHistory::extend_tracked(std::span<const int64_t> handles, Ids ids, const int64_t* lengths) {
   const std::lock_guard lock(mutex_);
-  for (int64_t handle : handles) handle_of(handle);  // all or nothing
+  for (size_t b = 0; b < handles.size(); ++b) handle_of(handles[b]).text.reserve(lengths[b]);  // all or nothing
   for (size_t b = 0, at = 0; b < handles.size(); at += lengths[b++])
     handle_of(handles[b]).text.append(ids.subspan(at, lengths[b]));
 }

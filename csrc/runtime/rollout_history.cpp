@@ -1,6 +1,7 @@
 #include "rollout_history.h"
 
 #include <algorithm>
+#include <new>
 #include <stdexcept>
 
 namespace rlk {
@@ -70,9 +71,9 @@ uint32_t* RolloutHistory::slot_of(Chain chain, uint32_t prompt, Ids gram) {
 }
 
 void RolloutHistory::grow(Chain chain) {
-  Table& table = heads_[chain];
-  const std::vector<uint32_t> old = std::move(table.slots);
-  table.slots.assign(old.size() + old.size() / 2, kNone);
+  std::vector<uint32_t>& slots = heads_[chain].slots;
+  std::vector<uint32_t> old(slots.size() + slots.size() / 2, kNone);
+  old.swap(slots);
   int32_t buffer[kMinDepth];
   for (uint32_t head : old) {
     if (head == kNone) continue;
@@ -81,14 +82,13 @@ void RolloutHistory::grow(Chain chain) {
   }
 }
 
-// Puts the positions of a rollout at the heads of their chains.
+// Puts the positions of a rollout at the heads of their chains, whose tables have room for them.
 void RolloutHistory::index(uint32_t rollout) {
   const Rollout& r = rollouts_[rollout];
   int32_t buffer[kMinDepth];
   for (Chain chain : {kLocal, kLong, kShort}) {
     Table& table = heads_[chain];
     for (uint32_t p = r.start; p < r.start + r.length; ++p) {
-      if (10 * (table.used + 1) > 7 * table.slots.size()) grow(chain);
       uint32_t* slot = slot_of(chain, r.prompt, gram_at(p, kGram[chain], buffer));
       table.used += *slot == kNone;
       previous_[chain][p] = *slot;
@@ -97,14 +97,22 @@ void RolloutHistory::index(uint32_t rollout) {
   }
 }
 
-// Appends a rollout, without counting and without evicting.
+// Appends a rollout, without counting and without evicting. What may fail comes first and changes nothing.
 void RolloutHistory::store(uint32_t prompt, Ids response, double reward, int64_t epoch) {
-  const size_t start = tokens_.size() + 1, size = start + response.size();
-  if (size >= kNone) throw std::length_error("a rollout history holds at most 2**32 - 2 tokens");
+  if (tokens_.size() + 1 + response.size() >= kNone)
+    throw std::length_error("a rollout history holds at most 2**32 - 2 tokens");
   make_room(tokens_, response.size() + 1);
   for (auto& chain : previous_) make_room(chain, response.size() + 1);
   make_room(rollouts_, 1);
   make_room(block_owner_, response.size() / kOwnerBlock + 2);
+  for (Chain chain : {kLocal, kLong, kShort})
+    while (10 * (heads_[chain].used + response.size()) > 7 * heads_[chain].slots.size()) grow(chain);
+  put(prompt, response, reward, epoch);
+}
+
+// As store, where there is room.
+void RolloutHistory::put(uint32_t prompt, Ids response, double reward, int64_t epoch) {
+  const size_t start = tokens_.size() + 1, size = start + response.size();
   tokens_.push_back(kStart);
   tokens_.insert(tokens_.end(), response.begin(), response.end());
   for (auto& chain : previous_) chain.resize(size, kNone);
@@ -124,15 +132,20 @@ void RolloutHistory::add(Ids prompt, Ids response, double reward, int64_t epoch)
   const std::lock_guard lock(mutex_);
   if (max_tokens_ >= 0) response = response.first(std::min(response.size(), size_t(max_tokens_)));
   if (response.empty()) return;
+  if (max_tokens_ >= 0) make_room(heap_, 1);
   const uint32_t id = intern(prompt);
+  try {
+    store(id, response, reward, epoch);
+  } catch (...) {
+    drop_if_unused(id);
+    throw;
+  }
   newest_epoch_ = any_epoch_ ? std::max(newest_epoch_, epoch) : epoch;
   any_epoch_ = true;
-  store(id, response, reward, epoch);
   ++prompts_[id].rollouts;
   ++live_rollouts_;
   live_tokens_ += response.size();
   if (max_tokens_ < 0) return;
-  make_room(heap_, 1);
   heap_.push_back({epoch, reward, uint32_t(rollouts_.size() - 1)});
   std::push_heap(heap_.begin(), heap_.end(), stays_longer);
   evict_surplus();
@@ -140,11 +153,18 @@ void RolloutHistory::add(Ids prompt, Ids response, double reward, int64_t epoch)
 
 void RolloutHistory::resize(int64_t max_tokens) {
   const std::lock_guard lock(mutex_);
-  if (max_tokens == max_tokens_) return;
+  if (max_tokens >= 0 && max_tokens_ < 0) make_heap();
   max_tokens_ = max_tokens;
-  if (max_tokens < 0) return;
-  pack();  // makes the heap, which an unbounded history does without
-  evict_surplus();
+  if (max_tokens >= 0) evict_surplus();
+}
+
+// The heap of all that is alive, which an unbounded history does without.
+void RolloutHistory::make_heap() {
+  heap_.clear();
+  heap_.reserve(size_t(live_rollouts_));
+  for (uint32_t r = 0; r < rollouts_.size(); ++r)
+    if (rollouts_[r].alive) heap_.push_back({rollouts_[r].epoch, rollouts_[r].reward, r});
+  std::make_heap(heap_.begin(), heap_.end(), stays_longer);
 }
 
 // Drops rollouts, those at the top of the heap first, until what is left fits.
@@ -161,28 +181,40 @@ void RolloutHistory::evict_surplus() {
     --prompts_[victim.prompt].rollouts;
     drop_if_unused(victim.prompt);
   }
-  if (dead_tokens_ > live_tokens_ / 4) pack();
+  if (live_rollouts_ == 0) newest_epoch_ = 0, any_epoch_ = false;  // as in what is saved
+  if (dead_tokens_ <= live_tokens_ / 4) return;
+  try {
+    pack();
+  } catch (const std::bad_alloc&) {  // nothing is lost: the next eviction tries again
+  }
 }
 
-// Stores and indexes again what is alive.
+// Stores and indexes again what is alive. What may fail comes first and changes nothing.
 void RolloutHistory::pack() {
-  const std::vector<Rollout> old = std::move(rollouts_);
-  const std::vector<int32_t> tokens = std::move(tokens_);
-  rollouts_.clear();
-  tokens_.clear();
+  const size_t size = size_t(live_tokens_ + live_rollouts_);
+  std::vector<int32_t> tokens;
+  std::vector<Rollout> rollouts;
+  tokens.reserve(size);
+  rollouts.reserve(size_t(live_rollouts_));
+  std::vector<uint32_t> slots[kChains];  // smaller ones where all that is alive, being different, would fit
+  for (int chain = 0; chain < kChains; ++chain) {
+    size_t fits = heads_[chain].slots.size();
+    while (fits >= 128 && 10 * uint64_t(live_tokens_) <= 7 * (fits / 2)) fits /= 2;
+    if (fits < heads_[chain].slots.size()) slots[chain].resize(fits);
+  }
+  tokens.swap(tokens_);
+  rollouts.swap(rollouts_);
   block_owner_.clear();
-  heap_.clear();
-  for (auto& chain : previous_) chain.clear();
-  for (Table& table : heads_) {
-    table.slots.assign(std::max<size_t>(64, table.slots.size() / 2), kNone);
+  for (int chain = 0; chain < kChains; ++chain) {
+    previous_[chain].clear();
+    Table& table = heads_[chain];
+    if (!slots[chain].empty()) table.slots.swap(slots[chain]);
+    std::fill(table.slots.begin(), table.slots.end(), kNone);
     table.used = 0;
   }
-  for (const Rollout& r : old) {
-    if (!r.alive) continue;
-    store(r.prompt, {tokens.data() + r.start, r.length}, r.reward, r.epoch);
-    heap_.push_back({r.epoch, r.reward, uint32_t(rollouts_.size() - 1)});
-  }
-  std::make_heap(heap_.begin(), heap_.end(), stays_longer);
+  for (const Rollout& r : rollouts)
+    if (r.alive) put(r.prompt, {tokens.data() + r.start, r.length}, r.reward, r.epoch);
+  make_heap();  // no larger than it was
   dead_tokens_ = 0;
 }
 
@@ -200,16 +232,18 @@ uint32_t RolloutHistory::intern(Ids prompt) {
   uint64_t key;
   uint32_t id = find(prompt, key);
   if (id != kNone) return id;
+  std::vector<int32_t> tokens(prompt.begin(), prompt.end());
   if (free_prompts_.empty()) {
-    free_prompts_.push_back(uint32_t(prompts_.size()));
+    make_room(free_prompts_, prompts_.size() + 1);  // so that none is ever dropped in vain
     prompts_.emplace_back();
+    free_prompts_.push_back(uint32_t(prompts_.size() - 1));
   }
   id = free_prompts_.back();
-  free_prompts_.pop_back();
-  prompts_[id].tokens.assign(prompt.begin(), prompt.end());
-  prompts_[id].tokens.shrink_to_fit();
+  int64_t& count = prompt_lengths_[prompt.size()];
   prompt_ids_.emplace(key, id);
-  ++prompt_lengths_[prompt.size()];
+  ++count;
+  free_prompts_.pop_back();
+  prompts_[id].tokens = std::move(tokens);
   return id;
 }
 
@@ -224,11 +258,9 @@ void RolloutHistory::drop_if_unused(uint32_t id) {
   for (uint64_t next = key + 1;; ++next) {
     const auto found = prompt_ids_.find(next);
     if (found == prompt_ids_.end()) break;
-    const uint32_t moved = found->second;
-    prompt_ids_.erase(found);
-    uint64_t home;
-    find(prompts_[moved].tokens, home);
-    prompt_ids_.emplace(home, moved);
+    auto moved = prompt_ids_.extract(found);
+    find(prompts_[moved.mapped()].tokens, moved.key());
+    prompt_ids_.insert(std::move(moved));
   }
   prompts_[id].tokens = {};
   free_prompts_.push_back(id);

@@ -96,6 +96,8 @@ class RolloutHistory {
   void grow(Chain chain);
   void index(uint32_t rollout);
   void store(uint32_t prompt, Ids response, double reward, int64_t epoch);
+  void put(uint32_t prompt, Ids response, double reward, int64_t epoch);
+  void make_heap();
   void evict_surplus();
   void pack();
   uint32_t owner(uint32_t position) const;

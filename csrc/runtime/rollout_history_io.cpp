@@ -188,9 +188,9 @@ RolloutHistory* RolloutHistory::from_bytes(const std::string& data, const std::s
     history->live_tokens_ += length;
   }
   if (in.at != in.end || (max_tokens >= 0 && history->live_tokens_ > max_tokens)) in.damaged();
-  if (max_tokens >= 0) history->pack();  // also makes the heap
-  history->newest_epoch_ = newest_epoch;
+  if (max_tokens >= 0) history->make_heap();
   history->any_epoch_ = num_rollouts > 0;
+  history->newest_epoch_ = num_rollouts ? newest_epoch : 0;
   return history.release();
 }
 

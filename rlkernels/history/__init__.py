@@ -1,6 +1,7 @@
 """Drafts from earlier rollouts: yesterday's answers predict today's."""
 
 import os
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ __all__ = ["RolloutHistory"]
 
 Ids = Sequence[int] | np.ndarray | torch.Tensor
 INT64 = -(2**63), 2**63 - 1
+MOST = 2**31 - 1  # tokens of a draft
 
 
 class RolloutHistory:
@@ -80,7 +82,10 @@ class RolloutHistory:
         Returns:
             B drafts of 0 .. max_tokens tokens; empty where nothing is known.
         """
-        max_tokens = _check.integer("max_tokens", max_tokens, 0)
+        max_tokens = _check.integer("max_tokens", max_tokens, 0, MOST)
+        for name, lists in (("prompt_ids_list", prompt_ids_list), ("generated_ids_list", generated_ids_list)):
+            if not hasattr(lists, "__len__"):
+                raise TypeError(f"{name} must be a list of token lists, got {lists!r}")
         if len(prompt_ids_list) != len(generated_ids_list):
             raise ValueError(
                 f"generated_ids_list must have one entry per prompt, {len(prompt_ids_list)}, got "
@@ -131,7 +136,7 @@ class RolloutHistory:
         Raises:
             ValueError: a handle that is not tracked.
         """
-        max_tokens = _check.integer("max_tokens", max_tokens, 0)
+        max_tokens = _check.integer("max_tokens", max_tokens, 0, MOST)
         if token_cost is not None:
             _check.in_range("token_cost", token_cost, 0.0, 1.0)
         ids, lengths = self._core.draft_tracked(_ids("handles", handles, np.int64), max_tokens, token_cost)
@@ -173,7 +178,7 @@ class RolloutHistory:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the rollouts (not the handles) to one file, whole or not at all, even if others save to it too."""
-        self._core.save(os.fspath(path))
+        self._core.save(os.fsdecode(path))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, backend: str = "auto") -> "RolloutHistory":
@@ -183,7 +188,7 @@ class RolloutHistory:
             ValueError: not such a file, another version, or damaged.
         """
         history = cls.__new__(cls)
-        history._core = _implementation(backend).load(os.fspath(path))
+        history._core = _implementation(backend).load(os.fsdecode(path))
         return history
 
     def to_bytes(self) -> torch.Tensor:
@@ -223,7 +228,7 @@ def _implementation(backend: str) -> Any:
 
 
 def _bound(max_tokens: int | None) -> int | None:
-    return None if max_tokens is None else _check.integer("max_tokens", max_tokens, 1)
+    return None if max_tokens is None else _check.integer("max_tokens", max_tokens, 1, INT64[1])
 
 
 def _handle(handle: int) -> int:
@@ -232,7 +237,10 @@ def _handle(handle: int) -> int:
 
 def _ids(name: str, value: Ids, dtype: type = np.int32) -> np.ndarray:
     """A one-dimensional array of integers >= 0 that fit int32."""
-    array = value.numpy(force=True) if isinstance(value, torch.Tensor) else np.asarray(value)
+    try:
+        array = value.numpy(force=True) if isinstance(value, torch.Tensor) else np.asarray(value)
+    except ValueError:  # lists of different lengths
+        raise ValueError(f"{name} must have 1 dimension, got {reprlib.repr(value)}") from None
     if array.ndim != 1:
         raise ValueError(f"{name} must have 1 dimension, got shape {array.shape}")
     if array.size == 0:
