@@ -18,6 +18,7 @@ import torch
 import transformers
 from transformers import Cache, PreTrainedModel
 
+from rlkernels import _check
 from rlkernels.integrations.transformers_attention import IMPLEMENTATION, other_layers, rotary_limit
 from rlkernels.prefix_cache import OutOfBlocks, PagedKVCache, Sequence, paged_attention, write_kv
 
@@ -105,7 +106,7 @@ class PagedCache(Cache):
         attention_mask: [B, L], 0 for padding, which must be on the left. None: no padding.
 
     Raises:
-        ValueError: padding that is not on the left, or a row without tokens.
+        TypeError, ValueError: no tensors [B, L]; padding that is not on the left, or a row without tokens.
         OutOfBlocks: the prompts do not fit; nothing has been changed.
     """
 
@@ -351,6 +352,9 @@ class PagedCache(Cache):
 
 def _unpadded(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> tuple[list[list[int]], list[int]]:
     """The tokens of each row, and how many columns of padding stand before them."""
+    for name, value in (("input_ids", input_ids), ("attention_mask", attention_mask)):
+        if value is not None or name == "input_ids":
+            _check.tensor(name, value, ndim=2)
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids)
     if attention_mask.shape != input_ids.shape:

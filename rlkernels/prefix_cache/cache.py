@@ -14,6 +14,7 @@ __all__ = ["OutOfBlocks", "PagedKVCache", "Sequence"]
 
 # Splitting the keys of a query in two costs about as much as reading this many more of them.
 MIN_SHARED_TOKENS = 64
+MOST = 2**31 - 1  # of anything that is counted: block numbers are int32
 
 
 class Sequence:
@@ -54,6 +55,11 @@ class Sequence:
         """int32 [blocks]. ``append`` and ``commit`` may replace entries: read it again after them."""
         return self._cache.tables([self])[0][0]
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a Sequence cannot be copied or pickled, its blocks would be let go twice: PagedKVCache.fork makes another"
+        )
+
     def __repr__(self) -> str:
         if self._handle < 0:
             return "Sequence(closed)"
@@ -89,7 +95,7 @@ class PagedKVCache:
                  device: torch.device | str = "cpu", backend: str = "auto"):  # fmt: skip
         sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "block_size": block_size}
         for name, size in sizes.items():
-            _check.integer(name, size, 1)
+            _check.integer(name, size, 1, MOST)
         _check.one_of("dtype", dtype, (torch.float32, torch.bfloat16, torch.float16, torch.float64))
         if (num_blocks is None) == (memory_bytes is None):
             raise ValueError(
@@ -100,7 +106,7 @@ class PagedKVCache:
             num_blocks = _check.integer("memory_bytes", memory_bytes) // self.block_bytes
             if num_blocks < 1:
                 raise ValueError(f"memory_bytes must be at least {self.block_bytes} (one block), got {memory_bytes}")
-        num_blocks = _check.integer("num_blocks", num_blocks, 1)
+        num_blocks = _check.integer("num_blocks", num_blocks, 1, MOST)
         self.num_blocks, self.block_size, self.device = num_blocks, block_size, torch.device(device)
         shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
         self.key_cache = torch.empty(shape, dtype=dtype, device=device)
@@ -131,6 +137,8 @@ class PagedKVCache:
         Raises:
             OutOfBlocks: nothing has been changed.
         """
+        if not hasattr(prompts, "__iter__"):
+            raise TypeError(f"prompts must be a list of token lists, got {prompts!r}")
         return [Sequence(self, handle) for handle in _with_ids(self._pool.open_many, prompts)]
 
     def append(self, seq: Sequence, token_ids: Seq[int]) -> torch.Tensor:
@@ -149,6 +157,8 @@ class PagedKVCache:
             OutOfBlocks: nothing has been changed.
         """
         handles = self._handles(sequences)
+        if not hasattr(token_ids, "__len__"):
+            raise TypeError(f"token_ids must be a list of token lists, got {token_ids!r}")
         if len(handles) != len(token_ids):
             raise ValueError(f"token_ids must have one list per sequence ({len(handles)}), got {len(token_ids)}")
         if len(set(handles)) < len(handles):
@@ -175,7 +185,7 @@ class PagedKVCache:
         partly filled last block copies it.
         """
         handle = self._open_handle(seq)
-        return [Sequence(self, child) for child in self._pool.fork(handle, _check.integer("n", n, 0))]
+        return [Sequence(self, child) for child in self._pool.fork(handle, _check.integer("n", n, 0, MOST))]
 
     def commit(self, seq: Sequence) -> None:
         """Declares all keys and values of ``seq`` written, so that others may share its full blocks.
@@ -264,12 +274,14 @@ class PagedKVCache:
         return seq._handle
 
     def _handles(self, sequences: Seq[Sequence]) -> list[int]:
-        if isinstance(sequences, Sequence):
+        if not hasattr(sequences, "__iter__"):
             raise TypeError(f"sequences must be a list of Sequences, got {sequences!r}")
+        handles = []
         for i, seq in enumerate(sequences):
             if not isinstance(seq, Sequence) or seq._cache is not self or seq._handle < 0:
                 self._open_handle(seq, f"sequences[{i}]")
-        return [seq._handle for seq in sequences]
+            handles.append(seq._handle)
+        return handles
 
 
 def _with_ids(call: Callable[[list[list[int]]], Any], token_ids: Seq[Seq[int]]) -> Any:

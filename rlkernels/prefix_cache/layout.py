@@ -1,6 +1,7 @@
 """How groups of a shared prefix and several suffixes are packed into one row of tokens."""
 
 import functools
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -98,11 +99,14 @@ def _longest(lens: torch.Tensor) -> int:
 
 
 def _lengths(name: str, value: Lengths) -> torch.Tensor:
-    out = torch.as_tensor(value, device="cpu")
+    try:
+        out = torch.as_tensor(value, device="cpu").clone()  # what is done to the given one is not done to the layout
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name} must be a list or a tensor of integers, got {reprlib.repr(value)}") from None
     if out.ndim != 1:
         raise ValueError(f"{name} must have 1 dimension, got shape {tuple(out.shape)}")
-    if out.numel() and (out.dtype.is_floating_point or out.dtype == torch.bool):
+    if out.numel() and (out.dtype.is_floating_point or out.dtype.is_complex or out.dtype == torch.bool):
         raise TypeError(f"{name} must hold integers, got {out.dtype}")
-    if (out < 0).any():
-        raise ValueError(f"{name} must be >= 0, got {out.tolist()}")
+    if (out < 0).any() or (out >= 2**31).any():
+        raise ValueError(f"{name} must be between 0 and 2**31 - 1, got {out.tolist()}")
     return out.to(torch.int64)

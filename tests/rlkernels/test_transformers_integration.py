@@ -219,6 +219,13 @@ def test_assisted_generation(model):
         model.set_attn_implementation("sdpa")
 
 
+def test_a_prompt_that_is_no_tensor_is_named(model):
+    kv = paged_kv_cache(model, num_blocks=8)
+    for arguments, name in (([[1, 2]],), "input_ids"), ((torch.ones(1, 2).long(), [[1, 1]]), "attention_mask"):
+        with pytest.raises(TypeError, match=f"{name} must be a torch.Tensor, got list"):
+            PagedCache(kv, *arguments)
+
+
 def test_what_the_kernels_do_not_know_is_refused(model):
     with pytest.raises(ValueError, match="Gemma2ForCausalLM with attn_logit_softcapping"):
         paged_kv_cache(build("Gemma2", head_dim=8), num_blocks=8)

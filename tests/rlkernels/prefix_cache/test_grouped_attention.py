@@ -118,6 +118,29 @@ def test_nothing():
     assert rlkernels.grouped_attention(strided, strided, strided, layout, scale=1.0).shape == (0, 2, 8)
 
 
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("bad", [None, "a", [[1], [2, 3]], {1: 2}, [2**70], [1.5]])
+def test_lengths_that_are_none_are_named(number, bad):
+    lengths = [[4], [3, 2], [0, 2]]
+    lengths[number] = bad
+    with pytest.raises(TypeError, match=f"{('prefix_lens', 'suffix_lens', 'group_starts')[number]} must "):
+        rlkernels.GroupedLayout(*lengths)
+
+
+def test_a_layout_keeps_its_lengths():
+    given = [torch.tensor(lengths) for lengths in ([4], [3, 2], [0, 2])]
+    layout = rlkernels.GroupedLayout(*given)
+    for lengths in given:
+        lengths += 1000
+    query, key, value = torch.randn(3, 9, 2, 8, requires_grad=True)
+    grad = torch.autograd.grad(rlkernels.grouped_attention(query, key, value, layout, scale=0.5).sum(), query)
+    fresh = rlkernels.GroupedLayout([4], [3, 2], [0, 2])
+    assert layout.spans() == fresh.spans()
+    assert torch.equal(
+        grad[0], torch.autograd.grad(rlkernels.grouped_attention(query, key, value, fresh, scale=0.5).sum(), query)[0]
+    )
+
+
 def test_gradient_flows_only_where_asked():
     layout = rlkernels.GroupedLayout([4], [3, 2], [0, 2])
     query, key, value = torch.randn(3, 9, 2, 8)

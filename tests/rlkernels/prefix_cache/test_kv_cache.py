@@ -203,7 +203,7 @@ def test_memory_bytes_and_wrong_sizes():
         rlkernels.PagedKVCache(2, 2, 8, memory_bytes=100, block_size=4, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="exactly one of num_blocks and memory_bytes"):
         rlkernels.PagedKVCache(2, 2, 8)
-    with pytest.raises(ValueError, match="head_dim must be >= 1, got 0"):
+    with pytest.raises(ValueError, match="head_dim must be between 1 and 2147483647, got 0"):
         rlkernels.PagedKVCache(2, 2, 0, num_blocks=1)
     for name, bad in (("num_blocks", 2.5), ("block_size", "4"), ("memory_bytes", 1e9)):
         with pytest.raises(TypeError, match=f"{name} must be an integer, got {bad!r}"):
@@ -237,6 +237,20 @@ def test_a_cache_is_not_copied(duplicate):
         duplicate(make())
 
 
+def test_a_sequence_is_not_copied():
+    """Closing the copy would leave the other with blocks, in the end with the tokens, of somebody else."""
+    cache = make()
+    with pytest.raises(TypeError, match="a Sequence cannot be copied or pickled"):
+        copy.copy(cache.open([1, 2]))
+
+
+def test_sequences_may_come_one_by_one():
+    cache = make()
+    several = cache.open_many([[1, 2], [3, 4, 5]])
+    for call in (cache.slots, lambda some: cache.tables(some)[0], lambda some: cache.group(some)[3]):
+        assert torch.equal(call(seq for seq in several), call(several))
+
+
 def test_wrong_sequences():
     cache = make()
     seq = cache.open([1, 2])
@@ -258,6 +272,11 @@ def test_wrong_sequences():
         cache.tables([seq, 3])
     with pytest.raises(TypeError, match=r"sequences must be a list of Sequences, got Sequence\(length=2"):
         cache.tables(seq)
+    for call, name in ((cache.open_many, "prompts"), (lambda ids: cache.append_many([seq], ids), "token_ids")):
+        with pytest.raises(TypeError, match=f"{name} must be a list of token lists, got None"):
+            call(None)
+    with pytest.raises(ValueError, match="n must be between 0 and 2147483647, got 1180591620717411303424"):
+        cache.fork(seq, 2**70)
     cache.close(seq)
     closed = "seq must be an open sequence of this cache, got a closed one"
     for call in (cache.close, lambda seq: cache.truncate(seq, 1), lambda seq: seq.length, lambda seq: seq.token_ids):
