@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from rlkernels import _check
-from rlkernels.extrapolation.trajectory import Points, RankOneTrajectory
+from rlkernels.extrapolation.trajectory import Points, RankOneTrajectory, check_weights
 from rlkernels.rank1.update import GAP_FLOOR
 
 
@@ -268,9 +268,15 @@ def extrapolate(trajectory: RankOneTrajectory, weights: Mapping[str, torch.Tenso
         name -> float32 [m, n]. Nothing has been tested on them: hold them against prompts kept aside.
 
     Raises:
-        ValueError: an unknown predictor or scale; a prediction that is not finite.
+        TypeError, ValueError: an unknown predictor or scale; weights, or points, that do not fit the trajectory, or
+            one without a tracked step; a prediction that is not finite.
     """
     predictor = find_predictor(predictor)
+    check_weights("weights", weights, trajectory.base)
+    if not len(trajectory):
+        raise ValueError("trajectory must hold a tracked step, got none")
+    if points and (missing := sorted(set(trajectory.base) - set(points))):
+        raise ValueError(f"points must hold every tracked module, but {missing[0]!r} is missing")
     if scale != "alpha" and not (isinstance(scale, int | float) and math.isfinite(scale)):
         raise ValueError(f"scale must be 'alpha' or a finite number, got {scale!r}")
     out = {}

@@ -13,7 +13,7 @@ import torch
 
 from rlkernels import _check
 from rlkernels.rank1 import reference
-from rlkernels.rank1.ops import DTYPES, check_settings, delta_matvec, leading_deltas
+from rlkernels.rank1.ops import DTYPES, MOST, check_settings, delta_matvec, leading_deltas
 from rlkernels.rank1.update import STATUSES
 
 MAX_POINTS = 64  # tracked steps that are kept: factors of every projection of a model, each
@@ -59,6 +59,17 @@ def storage_noise(weight: torch.Tensor, base: torch.Tensor, frobenius: float) ->
     return math.sqrt(total / count) * (math.sqrt(weight.shape[0]) + math.sqrt(weight.shape[1]))
 
 
+def check_weights(argument: str, weights: Mapping[str, torch.Tensor], base: Mapping[str, torch.Tensor]) -> None:
+    """Raises unless there is a floating point tensor for every module, of the shape and on the device of its base."""
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"{argument} must be a dictionary, name -> weights, got {type(weights).__name__}")
+    if missing := sorted(set(base) - set(weights)):
+        raise ValueError(f"{argument} must hold every tracked module, but {missing[0]!r} is missing")
+    for name, before in base.items():
+        _check.tensor(f"{argument} of {name!r}", weights[name], ndim=2, floating=True, device=before.device)
+        _check.shape(f"{argument} of {name!r}", weights[name], before.shape)
+
+
 class RankOneTrajectory:
     """Factors of the tracked updates of some modules, and their trajectories along the latest direction.
 
@@ -78,6 +89,8 @@ class RankOneTrajectory:
     """
 
     def __init__(self, base: Mapping[str, torch.Tensor], *, rank: int = 4, tol: float = 1e-2, seed: int = 0) -> None:
+        if not isinstance(base, Mapping):
+            raise TypeError(f"base must be a dictionary, name -> weights, got {type(base).__name__}")
         if not base:
             raise ValueError("base must hold at least one module, got none")
         for name, tensor in base.items():
@@ -87,7 +100,8 @@ class RankOneTrajectory:
                     f"base of {name!r} must have at least one row and one column, got shape {list(tensor.shape)}"
                 )
         check_settings(tol, 1, seed)
-        self.base, self.rank, self.tol, self.seed = dict(base), _check.integer("rank", rank, 1), tol, seed
+        self.base, self.rank = dict(base), _check.integer("rank", rank, 1, MOST)
+        self.tol, self.seed = tol, seed
         self.steps: list[int] = []
         self.accuracy: list[float] = []
         self._left: dict[str, list[torch.Tensor]] = {name: [] for name in base}  # T of [m, k]
@@ -98,7 +112,7 @@ class RankOneTrajectory:
         return len(self.steps)
 
     def track(self, weights: Mapping[str, torch.Tensor], *, step: int, accuracy: float) -> None:
-        """Keeps the factors of ``weights[name] - base[name]`` of every module.
+        """Keeps the factors of ``weights[name] - base[name]`` of every module, of all or, where it raises, of none.
 
         Args:
             weights: name -> W_t, at least the names of ``base``.
@@ -106,24 +120,23 @@ class RankOneTrajectory:
             accuracy: of the policy with these weights, as far as it is known.
 
         Raises:
-            TypeError: a step that is no integer.
+            TypeError: a step that is no integer, an accuracy that is no number, weights that are no tensors.
             ValueError: a step that is not later, a module that is missing, NaN or infinite weights.
         """
-        step = _check.integer("step", step)
+        step = _check.integer("step", step, -(2**63), 2**63 - 1)
+        _check.number("accuracy", accuracy)
         if self.steps and step <= self.steps[-1]:
             raise ValueError(f"step must be above {self.steps[-1]}, the last one tracked, got {step}")
-        if missing := sorted(set(self.base) - set(weights)):
-            raise ValueError(f"weights must hold every tracked module, but {missing[0]!r} is missing")
+        check_weights("weights", weights, self.base)
         starts = {name: rows[-1][:, 0] for name, rows in self._right.items() if rows and rows[-1].shape[1]}
         pairs = {name: (weights[name].detach(), base) for name, base in self.base.items()}
         found = leading_deltas(pairs, rank=self.rank, starts=starts, tol=self.tol, seed=self.seed)
+        noise = {name: storage_noise(*pairs[name], update.frobenius) for name, (update, _, _) in found.items()}
         for name, (update, left, right) in found.items():
             self._left[name].append(left)
             self._right[name].append(right)
-            facts = (update.sigma, update.frobenius, update.gap, update.angle_bound, update.changed)
-            self._facts[name].append(
-                [*facts, storage_noise(*pairs[name], update.frobenius), STATUSES.index(update.status)]
-            )
+            facts = (update.sigma, update.frobenius, update.gap, update.angle_bound, update.changed, noise[name])
+            self._facts[name].append([*facts, STATUSES.index(update.status)])
         self.steps.append(step)
         self.accuracy.append(float(accuracy))
         while len(self) > MAX_POINTS:
@@ -171,7 +184,8 @@ class RankOneTrajectory:
             checkpoints: the weights of all of ``steps``, oldest first; one of them is held at a time.
         """
         found: dict[str, list[torch.Tensor]] = {name: [] for name in self.base}
-        for weights in checkpoints:
+        for number, weights in enumerate(checkpoints):
+            check_weights(f"checkpoints[{number}]", weights, self.base)
             for name, base in self.base.items():
                 found[name].append(delta_matvec(weights[name].detach(), base, self.direction(name)))
         if any(len(rows) != len(self) for rows in found.values()):
@@ -209,15 +223,16 @@ class RankOneTrajectory:
             ValueError: a state of other modules; nothing is changed then.
         """
         self._check_state(state)
-        self.steps, self.accuracy = state["steps"].tolist(), state["accuracy"].tolist()
-        for name, base in self.base.items():
-            if not self.steps:
-                self._left[name], self._right[name], self._facts[name] = [], [], []
-                continue
+        steps, accuracy = state["steps"].tolist(), state["accuracy"].tolist()
+        left: dict[str, list[torch.Tensor]] = {name: [] for name in self.base}
+        right: dict[str, list[torch.Tensor]] = {name: [] for name in self.base}
+        facts: dict[str, list[list[float]]] = {name: [] for name in self.base}
+        for name, base in self.base.items() if steps else ():
             ranks = state[f"{name}/ranks"].tolist()
-            self._left[name] = list(state[f"{name}/left"].to(base.device).split(ranks, 1))
-            self._right[name] = list(state[f"{name}/right"].to(base.device).split(ranks, 1))
-            self._facts[name] = state[f"{name}/facts"].tolist()
+            left[name] = list(state[f"{name}/left"].to(base.device).split(ranks, 1))
+            right[name] = list(state[f"{name}/right"].to(base.device).split(ranks, 1))
+            facts[name] = state[f"{name}/facts"].tolist()
+        self.steps, self.accuracy, self._left, self._right, self._facts = steps, accuracy, left, right, facts
 
     def _check_state(self, state: Mapping[str, torch.Tensor]) -> None:
         count = len(state.get("steps", ()))
@@ -225,6 +240,8 @@ class RankOneTrajectory:
         for name, base in self.base.items() if count else ():
             ranks = state.get(f"{name}/ranks")
             width = 0 if ranks is None else int(ranks.sum())
+            if ranks is not None and (ranks < 0).any():
+                raise ValueError(f"state must hold ranks >= 0, {f'{name}/ranks'!r}, got {ranks.tolist()}")
             expected |= {
                 f"{name}/ranks": [count],
                 f"{name}/left": [base.shape[0], width],

@@ -51,6 +51,11 @@ def run(args: argparse.Namespace) -> int:
     """Prints the tables and writes the JSON; every checkpoint warm-starts the next. Returns the exit code."""
     starts: dict[str, torch.Tensor] = {}
     report = []
+    try:
+        torch.empty(0, device=args.device)
+    except (RuntimeError, AssertionError) as error:  # the second where torch knows no GPUs
+        print(f"rlkernels rank1: --device {args.device} cannot be used: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 1
     for folder in args.checkpoints:
         try:
             found = list(
@@ -66,5 +71,9 @@ def run(args: argparse.Namespace) -> int:
         rows = [{**m.row(), "cosine_to_previous": turned.get(m.name)} for m in found]
         report.append({"checkpoint": str(folder), "modules": rows})
     if args.json:
-        args.json.write_text(json.dumps({"base": str(args.base), "checkpoints": report}, indent=1) + "\n")
+        try:
+            args.json.write_text(json.dumps({"base": str(args.base), "checkpoints": report}, indent=1) + "\n")
+        except OSError as error:
+            print(f"rlkernels rank1: --json: {error}", file=sys.stderr)
+            return 1
     return 0

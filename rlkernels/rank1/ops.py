@@ -22,6 +22,7 @@ Pairs = Mapping[str, tuple[torch.Tensor, torch.Tensor]]  # name -> (weight, base
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOST = 2**31 - 1  # reads and directions
 
 
 def _check_pair(weight: torch.Tensor, base: torch.Tensor, label: str = "") -> None:
@@ -54,7 +55,7 @@ def check_settings(tol: float, max_passes: int, seed: int) -> _Settings:
     _check.number("tol", tol)
     if not 0 < tol < math.pi / 2:
         raise ValueError(f"tol must be between 0 and pi / 2 (radians, exclusive), got {tol!r}")
-    return {"tol": tol, "max_passes": _check.integer("max_passes", max_passes, 1), "seed": _check.seed(seed)}
+    return {"tol": tol, "max_passes": _check.integer("max_passes", max_passes, 1, MOST), "seed": _check.seed(seed)}
 
 
 def _rows(matrix: torch.Tensor) -> torch.Tensor:
@@ -164,7 +165,7 @@ def top1_deltas(pairs: Pairs, *,
         TypeError, ValueError: as for :func:`top1_delta`, naming the module; a start for an unknown name.
     """
     settings = check_settings(tol, max_passes, seed)
-    found = _leading(pairs, starts or {}, backend, rank=1, min_passes=1, **settings)
+    found = _leading(pairs, starts, backend, rank=1, min_passes=1, **settings)
     return {name: leading.update for name, leading in found.items()}
 
 
@@ -186,16 +187,24 @@ def leading_deltas(pairs: Pairs, *, rank: int, min_passes: int = 3, starts: Mapp
         TypeError, ValueError: as for :func:`top1_deltas`; a rank or number of reads below 1.
     """
     settings = check_settings(tol, max_passes, seed)
-    rank, least = _check.integer("rank", rank, 1), _check.integer("min_passes", min_passes, 1)
+    rank, least = _check.integer("rank", rank, 1, MOST), _check.integer("min_passes", min_passes, 1, MOST)
     least = max(least, -(-rank // reference.BLOCK))
     settings["max_passes"] = max(settings["max_passes"], least)
-    return _leading(pairs, starts or {}, backend, rank=rank, min_passes=least, **settings)
+    return _leading(pairs, starts, backend, rank=rank, min_passes=least, **settings)
 
 
-def _leading(pairs: Pairs, starts: Mapping[str, torch.Tensor], backend: str, **settings: Any) -> dict[str, Leading]:
+def _leading(pairs: Pairs, starts: Mapping[str, torch.Tensor] | None, backend: str,
+             **settings: Any) -> dict[str, Leading]:  # fmt: skip
     """Checks the matrices and solves; an error names its module."""
-    if unknown := sorted(set(starts) - set(pairs)):
+    starts = {} if starts is None else starts
+    for argument, value, of in (("pairs", pairs, "(weight, base)"), ("starts", starts, "start")):
+        if not isinstance(value, Mapping):
+            raise TypeError(f"{argument} must be a dictionary, name -> {of}, got {type(value).__name__}")
+    if unknown := sorted(set(starts) - set(pairs), key=str):
         raise ValueError(f"starts must be keyed by names of pairs, got {unknown[0]!r}")
+    for name, pair in pairs.items():
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise TypeError(f"pairs must hold (weight, base) for every name, got {type(pair).__name__} for {name!r}")
     devices = {weight.device for weight, _ in pairs.values() if isinstance(weight, torch.Tensor)}
     if len(devices) > 1:
         raise ValueError(f"pairs must be on one device, got {', '.join(sorted(map(str, devices)))}")

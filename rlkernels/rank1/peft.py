@@ -11,7 +11,8 @@ from rlkernels.rank1.update import Rank1Update
 
 
 def export_peft(updates: Mapping[str, Rank1Update], directory: str | Path, *, base_model: str,
-                scale: float | str = "alpha", task_type: str | None = "CAUSAL_LM") -> None:  # fmt: skip
+                scale: float | str = "alpha", task_type: str | None = "CAUSAL_LM",
+                fan_in_fan_out: bool = False) -> None:  # fmt: skip
     """Writes ``adapter_model.safetensors`` and ``adapter_config.json`` (r = 1, lora_alpha = 1) to a folder.
 
     ``peft.PeftModel.from_pretrained`` then computes W + scale * sigma * u v^T, the factor sqrt(scale * sigma) on
@@ -24,6 +25,8 @@ def export_peft(updates: Mapping[str, Rank1Update], directory: str | Path, *, ba
         scale: factor on ``sigma u v^T``; 1 is the best rank-1 approximation of the delta, "alpha" gives the update
             the Frobenius norm of the whole delta, as AlphaRL does. May be negative.
         task_type: of the adapter, as PEFT names it.
+        fan_in_fan_out: True where the updates are of weights stored as [inputs, outputs], such as those of
+            Transformers' ``Conv1D``, which GPT-2 is made of; torch's ``Linear`` stores [outputs, inputs].
 
     Raises:
         ValueError: no update that is not zero; a scale that is not finite.
@@ -44,10 +47,9 @@ def export_peft(updates: Mapping[str, Rank1Update], directory: str | Path, *, ba
         root = math.sqrt(abs(strength))
         modules.append(module)
         prefix = f"base_model.model.{module}"
-        tensors[f"{prefix}.lora_A.weight"] = (update.v.float().cpu() * root)[None, :].contiguous()
-        tensors[f"{prefix}.lora_B.weight"] = (update.u.float().cpu() * math.copysign(root, strength))[
-            :, None
-        ].contiguous()
+        outputs, inputs = (update.v, update.u) if fan_in_fan_out else (update.u, update.v)
+        tensors[f"{prefix}.lora_A.weight"] = inputs.float().cpu()[None, :] * root
+        tensors[f"{prefix}.lora_B.weight"] = outputs.float().cpu()[:, None] * math.copysign(root, strength)
     if not modules:
         raise ValueError(f"updates must hold at least one that is not zero, got {len(updates)}")
     config = {
@@ -58,7 +60,7 @@ def export_peft(updates: Mapping[str, Rank1Update], directory: str | Path, *, ba
         "lora_alpha": 1,
         "lora_dropout": 0.0,
         "bias": "none",
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": fan_in_fan_out,
         "target_modules": modules,
         "inference_mode": True,
     }

@@ -52,14 +52,19 @@ class Folder:
         if index.is_file():
             try:
                 files = json.loads(index.read_text())["weight_map"]
-            except (ValueError, KeyError, TypeError) as error:
+                self.files = {name: self.path / file for name, file in files.items()}
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"{index} is not a safetensors index: {error!r}") from None
-            self.files = {name: self.path / file for name, file in files.items()}
         else:
             found = sorted(self.path.glob("*.safetensors"))
             if not found:
                 raise ValueError(f"{self.path} holds no .safetensors file and no {INDEX}")
-            self.files = {name: file for file in found for name in self._open(file).keys()}  # noqa: SIM118
+            self.files = {}
+            for file in found:
+                for name in self._open(file).keys():  # noqa: SIM118
+                    if name in self.files:
+                        raise ValueError(f"{name!r} is in {self.files[name].name} and in {file.name} of {self.path}")
+                    self.files[name] = file
         for file in sorted(set(self.files.values())):
             if not file.is_file():
                 raise ValueError(f"{index} names {file.name}, which is missing in {self.path}")
@@ -135,8 +140,9 @@ def stream_top1(base_dir: str | Path, checkpoint_dir: str | Path, *, wanted: Cal
         :class:`ModuleUpdate`, in the order of the names.
 
     Raises:
-        ValueError: a folder without safetensors; a file that is truncated or missing; a tensor that is missing on one
-            side, differs in shape, or holds NaN or infinity. The message names the file or tensor.
+        ValueError: a folder without safetensors, or with two of one name and no index; a file that is truncated or
+            missing; a tensor that is missing on one side, differs in shape, or holds NaN or infinity. The message names
+            the file or tensor.
         TypeError: a tensor that is not bfloat16, float16 or float32.
     """
     base, checkpoint = Folder(base_dir), Folder(checkpoint_dir)

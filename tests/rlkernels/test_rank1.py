@@ -284,13 +284,18 @@ GOOD = torch.zeros(3, 4)
         (lambda: rlkernels.top1_delta(GOOD, GOOD, tol=0.0), ValueError, "tol must be between 0 and pi / 2 .* got 0.0"),
         (lambda: rlkernels.top1_delta(GOOD, GOOD, tol=math.nan), ValueError, "tol must be .* got nan"),
         (lambda: rlkernels.top1_delta(GOOD, GOOD, tol=None), TypeError, "tol must be a number, got None"),
-        (lambda: rlkernels.top1_delta(GOOD, GOOD, max_passes=0), ValueError, "max_passes must be >= 1, got 0"),
+        (lambda: rlkernels.top1_delta(GOOD, GOOD, max_passes=0), ValueError, "max_passes must be between .* got 0"),
         (lambda: rlkernels.top1_delta(GOOD, GOOD, max_passes=2.5), TypeError, "max_passes must be an integer, got 2.5"),
+        (lambda: rlkernels.top1_delta(GOOD, GOOD, max_passes=2**70), ValueError, "max_passes must be .* got 118"),
+        (lambda: rlkernels.top1_deltas([(GOOD, GOOD)]), TypeError, "pairs must be a dictionary, .* got list"),
+        (lambda: rlkernels.top1_deltas({"q": GOOD}), TypeError, r"pairs must hold \(weight, base\) .* Tensor for 'q'"),
+        (lambda: rlkernels.top1_deltas({}, starts=GOOD), TypeError, "starts must be a dictionary, .* got Tensor"),
         (lambda: rlkernels.top1_delta(GOOD, GOOD, seed="a"), TypeError, "seed must be an integer, got 'a'"),
         (lambda: rlkernels.top1_deltas({"q": (GOOD, GOOD[:2])}), ValueError, r"base of 'q' must have shape \[3, 4\]"),
         (lambda: rlkernels.top1_deltas({"q": (GOOD, GOOD)}, starts={"k": GOOD[0]}), ValueError, "starts .* got 'k'"),
         (lambda: rlkernels.delta_matvec(GOOD, GOOD, GOOD[:, 0]), ValueError, r"v must have shape \[4\], got \[3\]"),
         (lambda: rlkernels.add_rank1_(GOOD, GOOD[:, 0], GOOD[0], math.inf), ValueError, "scale .* got inf"),
+        (lambda: rlkernels.add_rank1_(GOOD, GOOD[:, 0], GOOD[0], 10**400), ValueError, "scale must be .* float holds"),
         (lambda: rlkernels.add_rank1_(GOOD, GOOD[:, 0], GOOD[0], "1"), TypeError, "scale must be a number, got '1'"),
         (lambda: rlkernels.add_rank1_(GOOD, GOOD[:, 0], GOOD[0], 1, seed=0.5), TypeError, "seed must be an integer"),
         (lambda: rlkernels.add_rank1_(GOOD, GOOD[0], GOOD[0], 1.0), ValueError, r"u must have shape \[3\], got \[4\]"),
@@ -315,5 +320,5 @@ def test_further_directions_come_from_the_same_reads(backend):
     assert update.passes == 15 and left.shape == (60, 58), "four columns a read"
     weight, base = (t.float() for t in pairs["a"])
     torch.testing.assert_close(left, (weight - base) @ right, rtol=1e-3, atol=1e-5)
-    with pytest.raises(ValueError, match="rank must be >= 1, got 0"):
+    with pytest.raises(ValueError, match="rank must be between 1 and 2147483647, got 0"):
         leading_deltas(pairs, rank=0, backend=backend)

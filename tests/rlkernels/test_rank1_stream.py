@@ -209,6 +209,31 @@ def test_peft_reproduces_the_update(tmp_path, scale):
         assert torch.allclose(merged[name], wanted, atol=1e-7), name
 
 
+def test_peft_of_weights_that_are_stored_the_other_way_round(tmp_path):
+    peft = pytest.importorskip("peft", reason="this machine lacks peft")
+    transformers = pytest.importorskip("transformers", reason="this machine lacks transformers")
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=64, n_positions=8, n_embd=32, n_layer=1, n_head=2)
+    )
+    name = "transformer.h.0.attn.c_proj.weight"  # Conv1D, and square
+    base = dict(model.named_parameters())[name].detach().clone()
+    update = rlkernels.top1_delta(base + 1e-3 * torch.randn_like(base), base)
+    rlkernels.export_peft({name: update}, tmp_path, base_model="tiny", scale=1.0, fan_in_fan_out=True)
+    merged = peft.PeftModel.from_pretrained(model, tmp_path).merge_and_unload()
+    wanted = rlkernels.add_rank1_(base, update.u, update.v, update.sigma)
+    assert torch.allclose(dict(merged.named_parameters())[name], wanted, atol=1e-7)
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path):
+    pytest.importorskip("safetensors")
+    from safetensors.torch import save_file
+
+    for number, file in enumerate(("model.safetensors", "ema.safetensors")):
+        save_file({"w": torch.full((2, 2), float(number))}, tmp_path / file)
+    with pytest.raises(ValueError, match=r"'w' is in ema.safetensors and in model.safetensors of "):
+        list(rlkernels.stream_top1(tmp_path, tmp_path))
+
+
 def test_export_refuses_what_it_cannot_write(tmp_path):
     zero = rlkernels.top1_delta(torch.zeros(3, 3), torch.zeros(3, 3))
     with pytest.raises(ValueError, match="updates must hold at least one that is not zero, got 1"):

@@ -165,6 +165,24 @@ def test_scale_is_explicit():
         extrapolate(trajectory, weights, target, predictor="oracle")
 
 
+def test_weights_that_do_not_fit_are_named():
+    trajectory, weights = run(noisy)
+    for bad, error, message in [
+        ({"a": weights["a"]}, ValueError, "weights must hold every tracked module, but 'b' is missing"),
+        (weights | {"a": weights["a"][:1]}, ValueError, "weights of 'a' must have shape"),  # which would be stretched
+        (weights | {"a": weights["a"].long()}, TypeError, "weights of 'a' must be floating point"),
+        ([weights["a"]], TypeError, "weights must be a dictionary"),
+    ]:
+        with pytest.raises(error, match=message):
+            extrapolate(trajectory, bad, Target(24))
+    with pytest.raises(ValueError, match="points must hold every tracked module, but 'b' is missing"):
+        extrapolate(trajectory, weights, Target(24), points={"a": trajectory.points("a")})
+    with pytest.raises(ValueError, match="trajectory must hold a tracked step, got none"):
+        extrapolate(rlkernels.RankOneTrajectory(trajectory.base), weights, Target(24))
+    with pytest.raises(ValueError, match=r"checkpoints\[0\] must hold every tracked module, but 'a' is missing"):
+        trajectory.exact_points([{}])
+
+
 def turning(s, seed):
     angle = torch.tensor(s / 24 * 3.0)
     v = angle.cos() * unit(20, N) + angle.sin() * (unit(21, N) - (unit(20, N) @ unit(21, N)) * unit(20, N))
@@ -299,7 +317,13 @@ def test_states_of_other_modules_are_named(change, message):
     ("change", "message"),
     [
         ({"step": 8}, "step must be above 8"),
+        ({"step": 2**63}, "step must be between"),
+        ({"accuracy": None}, "accuracy must be a number, got None"),
+        ({"accuracy": 10**400}, "accuracy must be a number that a float holds"),
         ({"weights": {}}, "'a' is missing"),
+        ({"weights": []}, "weights must be a dictionary, name -> weights, got list"),
+        ({"weights": {"a": None, "b": None}}, "weights of 'a' must be a torch.Tensor, got NoneType"),
+        ({"weights": {"a": torch.zeros(1, N), "b": torch.zeros(M, N)}}, "weights of 'a' must have shape"),
         (
             {"weights": {"a": torch.full((M, N), math.nan), "b": torch.zeros(M, N)}},
             r"'a': weight must be finite, got nan at \[0, 0\]",
@@ -308,9 +332,11 @@ def test_states_of_other_modules_are_named(change, message):
 )
 def test_bad_tracking_is_named(change, message):
     trajectory, weights = run(line, steps=(4, 8))
-    with pytest.raises(ValueError, match=message):
+    before = trajectory.state_dict()
+    with pytest.raises((ValueError, TypeError), match=message):
         trajectory.track(**{"weights": weights, "step": 12, "accuracy": 0.5} | change)
-    assert len(trajectory) == 2
+    after = trajectory.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
 
 
 @pytest.mark.parametrize("step", [12.5, "12", True])
@@ -321,7 +347,19 @@ def test_steps_are_integers(step):
     assert len(trajectory) == 2
 
 
+def test_a_damaged_state_changes_nothing():
+    trajectory, _ = run(line, steps=(4, 8))
+    state = trajectory.state_dict()
+    ranks = state["b/ranks"].tolist()
+    other = rlkernels.RankOneTrajectory(trajectory.base)
+    with pytest.raises(ValueError, match="state must hold ranks >= 0, 'b/ranks', got"):
+        other.load_state_dict(state | {"b/ranks": torch.tensor([sum(ranks) + 1, -1])})
+    assert len(other) == 0 and not other._left["a"] and not other._facts["a"]
+
+
 def test_bad_bases_are_named():
+    with pytest.raises(TypeError, match="base must be a dictionary, name -> weights, got list"):
+        rlkernels.RankOneTrajectory([torch.zeros(3, 3)])
     with pytest.raises(ValueError, match="at least one module"):
         rlkernels.RankOneTrajectory({})
     with pytest.raises(ValueError, match="'a' must have 2 dimensions"):
@@ -335,7 +373,7 @@ def test_bad_bases_are_named():
 @pytest.mark.parametrize(
     ("setting", "error", "message"),
     [
-        ({"rank": 0}, ValueError, "rank must be >= 1, got 0"),
+        ({"rank": 0}, ValueError, "rank must be between 1 and 2147483647, got 0"),
         ({"rank": 1.5}, TypeError, "rank must be an integer, got 1.5"),
         ({"tol": 2}, ValueError, "tol must be between 0 and pi / 2 .* got 2"),
         ({"tol": "1"}, TypeError, "tol must be a number, got '1'"),
