@@ -116,6 +116,12 @@ def _(x, y, x_lengths, y_lengths):
     return x.new_empty(x.shape[0], y.shape[0]), place, torch.empty_like(place)
 
 
+@torch.library.register_fake("rlkernels::dtw_warps")
+def _(x, y, x_lengths, y_lengths, band, subsequence):
+    place = x.new_empty(x.shape[0] if subsequence else 0, y.shape[0], dtype=torch.int64)
+    return x.new_empty(x.shape[0], y.shape[0]), place, torch.empty_like(place)
+
+
 @torch.library.register_fake("rlkernels::dtw_topk")
 def _(x, y, k, x_lengths, y_lengths, band):
     return x.new_empty(x.shape[0], k), x.new_empty(x.shape[0], k, dtype=torch.int64)

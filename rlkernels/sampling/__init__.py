@@ -229,6 +229,8 @@ def _drafts(
     drafts: Sequence[Sequence[int]] | torch.Tensor, starts: torch.Tensor | Sequence[int], logits: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Drafts concatenated [R - B] and starts [B + 1], both int64 on the device of the logits, checked against R."""
+    if not hasattr(starts, "__iter__"):
+        raise TypeError(f"starts must be a tensor or a list of integers, got {starts!r}")
     if isinstance(starts, torch.Tensor):
         bounds = _check.tensor("starts", starts, ndim=1, dtype=(torch.int64, torch.int32)).tolist()
     else:
@@ -252,11 +254,11 @@ def _drafts(
             raise ValueError(f"drafts must have the lengths {lengths} that starts leaves room for, got {given}")
         try:
             ids = [operator.index(token) for draft in drafts for token in draft]
-        except TypeError:
+            flat = torch.tensor(ids, dtype=torch.int64, device=logits.device)
+        except (TypeError, ValueError):
             for token in chain.from_iterable(drafts):
-                _check.integer("an entry of drafts", token)
+                _check.integer("an entry of drafts", token, -(2**63), 2**63 - 1)
             raise
-        flat = torch.tensor(ids, dtype=torch.int64, device=logits.device)
     return flat.contiguous(), torch.tensor(bounds, dtype=torch.int64, device=logits.device)
 
 

@@ -97,6 +97,8 @@ def soft_dtw(
     x_lengths = arguments.lengths("x_lengths", x_lengths, x)
     y_lengths = arguments.lengths("y_lengths", y_lengths, y)
     dtype = reference.compute_dtype(x, y)
+    if not torch.finfo(dtype).tiny <= gamma <= torch.finfo(dtype).max:
+        raise ValueError(f"gamma must be a number that {dtype} holds, got {gamma!r}")
     x, y = reference.as_series(x, dtype), reference.as_series(y, dtype)
     x_lengths, y_lengths = reference.full_lengths(x, x_lengths), reference.full_lengths(y, y_lengths)
     (x, x_bad), (y, y_bad) = reference.blank_padding(x, x_lengths), reference.blank_padding(y, y_lengths)

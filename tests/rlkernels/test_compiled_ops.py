@@ -117,6 +117,18 @@ def test_a_wrong_temperature_draws_nothing(temperature):
     assert (ids == -1).all() and logprobs.isnan().all()
 
 
+@pytest.mark.parametrize("subsequence", [False, True])
+def test_shapes_of_the_op_that_only_gpus_have(subsequence):
+    x, y, lengths = (
+        torch.empty(2, 5, 1, device="meta"),
+        torch.empty(3, 6, 1, device="meta"),
+        torch.empty(0, device="meta"),
+    )
+    found = torch.ops.rlkernels.dtw_warps(x, y, lengths, lengths, -1, subsequence)
+    places = [(torch.int64, (2 if subsequence else 0, 3))] * 2
+    assert [(t.dtype, tuple(t.shape)) for t in found] == [(torch.float32, (2, 3)), *places]
+
+
 def in_one_graph(function, *args):
     torch.compiler.reset()
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")(*args)

@@ -389,6 +389,8 @@ def test_acceptance_rate_is_the_probability_of_the_draft():
         ({"temperature": -1.0}, ValueError, "temperature must be >= 0, got -1.0"),
         ({"temperature": math.nan}, ValueError, "temperature must be >= 0, got nan"),
         ({"temperature": torch.ones(3)}, ValueError, r"temperature must have shape \[2\], got \[3\]"),
+        ({"temperature": 1e300}, ValueError, r"temperature must be finite in float32, got 1e\+300"),
+        ({"temperature": math.inf}, ValueError, "temperature must be finite in float32, got inf"),
         ({"top_p": 0.0}, ValueError, "top_p must be > 0 and <= 1, got 0.0"),
         ({"top_p": torch.tensor([0.5, 1.5])}, ValueError, "top_p must be > 0 and <= 1, got 1.5"),
         ({"top_k": -1}, ValueError, "top_k must be >= 0, got -1"),
@@ -415,11 +417,13 @@ def test_bad_arguments(change, error, message):
         ([[1], [2]], [0, 2, 3], r"drafts must have the lengths \[1, 0\] .* got \[1, 1\]"),
         ([[1], []], [0, 2], "starts must run from 0 to the number of rows, 3"),
         ([[1], []], [0, 0, 3], "starts must ascend"),
+        ([[1], []], None, "starts must be a tensor or a list of integers, got None"),
+        ([[2**70], []], [0, 2, 3], "an entry of drafts must be between .* got 1180591620717411303424"),
         (torch.zeros(2).long(), [0, 2, 3], r"drafts must have shape \[1\], got \[2\]"),
     ],
 )
 def test_bad_drafts(drafts, starts, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         rlkernels.verify_drafts(torch.zeros(3, 4), drafts, starts, torch.zeros(3))
 
 

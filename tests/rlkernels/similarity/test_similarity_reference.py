@@ -260,6 +260,11 @@ ONE = torch.ones(2, 3)
         (lambda: Trajectories(ONE, -ONE), ValueError, "states must hold histograms >= 0, got -"),
         (lambda: rlkernels.dtw(ONE.clone().requires_grad_(), ONE), ValueError, "x must not require grad.*soft_dtw"),
         (lambda: rlkernels.dtw_topk(ONE, ONE.clone().requires_grad_(), 1), ValueError, "y must not require .*detach"),
+        (
+            lambda: rlkernels.state_similarity(ONE[..., None], ONE[..., None], seed=2**70),
+            ValueError,
+            "seed must be between",
+        ),
         (lambda: Trajectories(ONE[0]), ValueError, "rewards must have 2 dimensions"),
         (lambda: Trajectories(ONE, ONE[:1]), ValueError, r"states must have shape \[2, any\]"),
         (lambda: Trajectories(ONE, None, torch.tensor([9, 1])), ValueError, "lengths must lie between 0 and 3"),

@@ -51,6 +51,15 @@ def test_float32_and_low_precision():
     assert value.dtype == torch.float32 and low.grad.dtype == torch.bfloat16 and low.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("gamma", [1e-50, 1e300, math.inf])
+def test_smoothing_that_float32_does_not_hold(gamma):
+    x = torch.ones(1, 3)
+    with pytest.raises(ValueError, match="gamma must be a number that torch.float32 holds, got"):
+        rlkernels.soft_dtw(x, x, gamma=gamma)
+    if gamma < math.inf:
+        assert rlkernels.soft_dtw(x.double(), x.double(), gamma=gamma).isfinite().all()
+
+
 @pytest.mark.parametrize(("batch", "rows", "columns"), [(0, 3, 4), (2, 0, 0), (2, 3, 0)])
 def test_empty(batch, rows, columns):
     x = torch.ones(batch, rows, requires_grad=True)
