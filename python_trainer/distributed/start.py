@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 
 from python_trainer.distributed.group import RankGroup
-from python_trainer.errors import UserError, found_by_each
+from python_trainer.errors import Interrupted, UserError, found_by_each, is_shared
 from python_trainer.model.policy import choose_device
 
 # How long processes wait for one another: while the first one asks vLLM's servers the others do nothing. One that ends
@@ -49,14 +49,19 @@ def start(parallel: str, device: str = "auto") -> Iterator[RankGroup]:
         dist.init_process_group(backend, timeout=PATIENCE)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    alone = False
     try:
         ranks = Replicated() if parallel == "ddp" else Sharded()
         with ranks.together():
             if choose_device(device).type == "cuda":
                 _choose_gpu(int(os.environ.get("LOCAL_RANK", 0)))
         yield ranks
+    except BaseException as error:
+        alone = size > 1 and not (isinstance(error, Interrupted) or is_shared(error))
+        raise
     finally:
-        dist.destroy_process_group()
+        if not alone:  # NCCL would wait for the others, who wait for this one: it ends, and torchrun ends them
+            dist.destroy_process_group()
         if size > 1:
             time.sleep(LET_GO)
 

@@ -18,10 +18,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from python_trainer.__main__ import main
 from python_trainer.checkpoint import list_checkpoints
 from python_trainer.config import check_config
+from python_trainer.distributed import start
 from python_trainer.distributed.ranked_engine import RankedEngine
 from python_trainer.distributed.replicated import Replicated
 from python_trainer.distributed.shard_files import load_whole
-from python_trainer.errors import UserError, is_shared
+from python_trainer.errors import Interrupted, UserError, is_shared, mark_shared
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.run import Trainer
 
@@ -146,6 +147,36 @@ def test_weights_are_gathered_for_the_engine_by_all_ranks_at_once(lean):
     engine.submit([], SamplingParams())
     engine.poll()
     assert refreshed == ([False] if lean else []) and inner.generate.call_count == 1
+
+
+SHARED = UserError("told to all")
+mark_shared(SHARED)
+
+
+@pytest.mark.parametrize(
+    ("error", "size", "left"),
+    [
+        (MemoryError("of one process"), "2", True),
+        (KeyboardInterrupt(), "2", True),
+        (MemoryError("of one process"), "1", False),
+        (SHARED, "2", False),
+        (Interrupted("SIGTERM"), "2", False),
+        (None, "2", False),
+    ],
+)
+def test_no_process_waits_in_the_end_for_others_that_wait_for_it(monkeypatch, error, size, left):
+    """As NCCL would where only one of them ends its group."""
+    calls = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: calls.append("joined"))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("left"))
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(dist, "all_gather_object", lambda found, value: found.__setitem__(0, value))
+    monkeypatch.setenv("WORLD_SIZE", size)
+    with nullcontext() if error is None else pytest.raises(type(error)), start("ddp", "cpu"):
+        if error is not None:
+            raise error
+    assert calls == (["joined"] if left else ["joined", "left"])
 
 
 @pytest.mark.parametrize("size", ["1", "2"])
