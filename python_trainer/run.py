@@ -187,7 +187,7 @@ class Trainer(EvaluatingLoop, SavingLoop):
             raise UserError(str(error)) from error
         set_matmul_precision("highest")  # until the policy's model has been checked
         self.task = load_task(config.task)
-        self.environment = (make := config.task.environment) and ENVIRONMENTS.resolve(make)
+        self.environment = None if (make := config.task.environment) is None else ENVIRONMENTS.resolve(make)
         named = {name: self._task_of_set(name) for name in config.evaluation.sets}
         for text in [*self.task.notes, *filter(None, [self._said_of_engine, config.accelerators.said])]:
             self._note(text)
