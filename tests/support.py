@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rlkernels import backend
+
 aten = torch.ops.aten
 
 
@@ -50,3 +52,11 @@ class Launches(TorchDispatchMode):
 def lacks(what: str) -> None:
     """Skips the running test because this machine lacks ``what``; the summary names it."""
     pytest.skip(f"this machine lacks {what}")
+
+
+def take_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """All of a test runs on this backend, or it is skipped."""
+    if name == "cpu" and backend.extension_error():
+        lacks("the compiled extension")
+    monkeypatch.setenv("RLKERNELS_BACKEND", name)
+    return name

@@ -8,11 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import lacks
+from support import lacks, take_backend
 
 import rlkernels
 from bench.soak.sanitized import ALLOCATION, HISTORY, build
-from rlkernels import backend
 
 compiled_only = pytest.mark.parametrize("implementation", ["cpu"], indirect=True)
 
@@ -20,10 +19,7 @@ compiled_only = pytest.mark.parametrize("implementation", ["cpu"], indirect=True
 @pytest.fixture(params=["cpu", "torch"], autouse=True)
 def implementation(request, monkeypatch):
     """Every test runs on the compiled index and on its model in Python, unless it is marked compiled_only."""
-    if request.param == "cpu" and backend.extension_error():
-        lacks("the compiled extension")
-    monkeypatch.setenv("RLKERNELS_BACKEND", request.param)
-    return request.param
+    return take_backend(request.param, monkeypatch)
 
 
 def test_replays_a_stored_response():

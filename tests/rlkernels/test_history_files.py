@@ -10,19 +10,15 @@ import zlib
 
 import pytest
 import torch
-from support import lacks
+from support import take_backend
 
 import rlkernels
-from rlkernels import backend
 
 
 @pytest.fixture(params=["cpu", "torch"], autouse=True)
 def implementation(request, monkeypatch):
     """Every test runs on the compiled index and on its model in Python."""
-    if request.param == "cpu" and backend.extension_error():
-        lacks("the compiled extension")
-    monkeypatch.setenv("RLKERNELS_BACKEND", request.param)
-    return request.param
+    return take_backend(request.param, monkeypatch)
 
 
 def test_save_and_load(tmp_path):
