@@ -11,9 +11,9 @@ from python_trainer.files import write_text
 
 TOKENS, SECONDS = 2, 1  # columns of a curve
 SHOWN = (  # in the picture; the rest is in the table
-    PLAIN, DYNAMIC_SAMPLING, "shortest first", "right answers kept, rare or not", "prompts chosen",
-    "prompts chosen, twice the steps", "answers of an earlier run, then plain", "curriculum after an earlier run",
-    "curriculum after a smaller policy's run", "p known",
+    PLAIN, DYNAMIC_SAMPLING, "shortest first", "curriculum", "right answers kept, rare or not",
+    "answers of an earlier run, then plain", "curriculum after an earlier run",
+    "curriculum after a smaller policy's run", "plain, half as long, rate to 0", "curriculum, half as long, rate to 0",
 )  # fmt: skip
 BEST_RIVAL = {"countdown": "shortest first"}  # of the rules without history, over five seeds; else dynamic sampling
 EARLIER, EARLIER_SMALLER = "the earlier run", "the earlier run of a smaller policy"
@@ -29,7 +29,8 @@ def write(records: Sequence[Record], folder: Path) -> None:
              "no interval. *To the end of* the best rival without history: the same against that. *For half of",
              "plain's tokens*: the accuracy on 512 prompts when half of plain training's tokens were generated, or at",
              "the end of a run that generated fewer. *pass@8*: of 512 prompts (of as many runs as in parentheses).",
-             "Pairs are of one machine."]  # fmt: skip
+             "Pairs are of one make of processor, not of one day: seconds of the same run differ by up to",
+             "2.5 times."]  # fmt: skip
     for task in dict.fromkeys(row["task"] for row in records):
         mine = [row for row in records if row["task"] == task]
         lines += ["", f"## {task}", "", machines(mine), "", *task_lines(mine)]
@@ -56,8 +57,9 @@ def task_lines(records: Sequence[Record]) -> list[str]:
             continue
         pairs = [(row, plain[row["seed"]]) for row in group]
         rivals = [(row, rival[row["seed"]]) for row in group if rival.get(row["seed"], {}).get("cpu") == row["cpu"]]
+        seeds = ", ".join(map(str, sorted(row["seed"] for row in group)))
         rows.append([
-            name, ", ".join(str(row["seed"]) for row in group), f"{fmean(row['final'] for row in group):.3f}",
+            name, seeds, f"{fmean(row['final'] for row in group):.3f}",
             pass_words(group),
             f"{fmean(row['generated_tokens'] for row in group):,.0f}", f"{fmean(row['cpu_s'] for row in group):.0f}",
             f"{fmean(accuracy_for(row, base['curve'][-1][TOKENS] / 2) for row, base in pairs):.3f}",
