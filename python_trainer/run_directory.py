@@ -58,6 +58,12 @@ def check_new(folder: Path) -> None:
         raise UserError(f"{folder} already holds a run: add --resume to go on, or choose another --output-dir")
 
 
+def check_resumable(folder: Path) -> None:
+    """Raises UserError where a finished run has left a model and no checkpoint: one begun anew would take its place."""
+    if (folder / "model").exists() and not any((folder / "checkpoints").glob("step-*")):
+        raise UserError(f"{folder} holds a finished run, and no checkpoint to go on from: choose another --output-dir")
+
+
 def read_lines(path: Path) -> list[str]:
     """Lines that were written to their end; a kill can leave half of one."""
     try:

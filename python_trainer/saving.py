@@ -15,7 +15,7 @@ from python_trainer.errors import NotFinite, UserError
 from python_trainer.files import check_output_dir, unusable_output_dir, write_text
 from python_trainer.learner import Learner, without_moments
 from python_trainer.model.dtype import name_of
-from python_trainer.run_directory import check_new, check_unlocked, locked, read_metrics
+from python_trainer.run_directory import check_new, check_resumable, check_unlocked, locked, read_metrics
 from python_trainer.run_state import RunState, best_evaluated
 from python_trainer.trainer import TrainingLoop
 
@@ -72,8 +72,7 @@ class SavingLoop(TrainingLoop):
         """The newest checkpoint that can be used and what it holds, if there is one to go on from."""
         check_output_dir(output_dir)
         check_unlocked(output_dir)
-        if not resume:
-            check_new(output_dir)
+        (check_resumable if resume else check_new)(output_dir)
         self._seen = list_checkpoints(self.checkpoints)
         found = load_newest(self.checkpoints, self._note) if resume else None
         if found and step_of(found[0]) > self.config.max_steps:

@@ -27,7 +27,7 @@ from python_trainer.model.policy import Policy, load_policy, recompute_activatio
 from python_trainer.model.settings import OptimizerConfig
 from python_trainer.plan.command import needs_recomputing
 from python_trainer.run import make_learner
-from python_trainer.run_directory import check_new, locked, read_metrics
+from python_trainer.run_directory import check_new, check_resumable, locked, read_metrics
 from python_trainer.run_state import device_name, versions
 from python_trainer.saving import MODEL_ASIDE, load_learned, reading_checkpoint
 from python_trainer.signals import StopSignal
@@ -116,8 +116,7 @@ class Sft:
         check_output_dir(output_dir)
         if config.task.environment is not None:
             raise UserError(f"sft has no turns: task.environment must be null, got {config.task.environment}")
-        if not resume:
-            check_new(output_dir)
+        (check_resumable if resume else check_new)(output_dir)
         task = sft_task(config)
         found = load_newest(self.checkpoints, self.console.print) if resume else None
         before = dtype_before(found and found[1])

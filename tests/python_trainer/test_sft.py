@@ -216,6 +216,16 @@ def test_a_run_is_resumed_with_what_it_was_begun_with_or_says_so(lessons, tmp_pa
         Sft(config, tmp_path / "rl", resume=True)
 
 
+@pytest.mark.parametrize("kind", [Sft, Trainer])
+def test_a_finished_run_without_a_checkpoint_is_not_begun_anew(lessons, tmp_path, kind):
+    config = config_of(lessons, max_steps=1, save={"save_steps": 99})
+    Sft(config, tmp_path, console=QUIET).run()
+    model = (tmp_path / "model" / "model.safetensors").read_bytes()
+    with pytest.raises(UserError, match="holds a finished run, and no checkpoint to go on from: choose another"):
+        kind(config, tmp_path, resume=True, console=QUIET)
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() == model
+
+
 @pytest.mark.parametrize(
     ("setting", "memory", "expected"), [("auto", 1.1, False), ("auto", 0.9, True), (False, 0.9, False)]
 )
