@@ -244,6 +244,7 @@ def pretended() -> Iterator[Counter[str]]:
         "mem_get_info": (MEMORY, MEMORY),
         "synchronize": None,
         "empty_cache": None,
+        "cudart": SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0),
         "max_memory_allocated": 1 << 30,
         "get_rng_state": torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": None,

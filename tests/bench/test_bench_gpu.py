@@ -243,7 +243,7 @@ def test_tests_of_the_gpu_need_few_packages():
     shared = [f"tests/{name}.py" for name in ("conftest", "support", "aot_example", "rank1_cases")]
     for file in [*command.test_files(), *shared, "tests/rlkernels/triton/conftest.py"]:
         imported |= set(re.findall(r"^(?:from|import) (\w+)", (command.ROOT / file).read_text(), re.MULTILINE))
-    ours = {"rlkernels", "support", "aot_example", "rank1_cases"}
+    ours = {"rlkernels", "bench", "support", "aot_example", "rank1_cases"}
     assert imported - ours - sys.stdlib_module_names <= {"torch", "triton", "pytest", "numpy"}
 
 

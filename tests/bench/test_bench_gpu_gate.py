@@ -131,8 +131,7 @@ ON_A_CPU = ("torch SDPA", "torch FlexAttention")
 
 def attend(query, key, value, causal=True):
     """[B, q, Hq, d] over [B, n, Hk, d] -> [B * q, Hq, d]"""
-    mask = reference.causal(query.shape[1], key.shape[1], CPU) if causal else None
-    return torch.cat([reference.attend(q, k, v, 0.3, mask)[0] for q, k, v in zip(query, key, value)])
+    return torch.cat([reference.attend(q, k, v, 0.3, causal)[0] for q, k, v in zip(query, key, value)])
 
 
 @pytest.mark.parametrize("queries", [1, 5])
@@ -153,8 +152,7 @@ def test_varlen_gets_packed_rows_and_the_heads_it_wants(monkeypatch, queries, ha
         assert enable_gqa or q.shape[1] == k.shape[1]
         assert window_size == ((-1, 0) if queries > 1 else (-1, -1)) and (max_q, max_k) == (queries, 24)
         parts = [t.split(s.diff().tolist()) for t, s in ((q, cu_seq_q), (k, cu_seq_k), (v, cu_seq_k))]
-        mask = reference.causal(max_q, max_k, CPU) if window_size == (-1, 0) else None
-        return torch.cat([reference.attend(*rows, scale, mask)[0] for rows in zip(*parts)])
+        return torch.cat([reference.attend(*rows, scale, window_size == (-1, 0))[0] for rows in zip(*parts)])
 
     def varlen_of_2_11(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size=(-1, -1)):
         return varlen(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
@@ -207,7 +205,7 @@ def test_rivals_of_training(monkeypatch):
     def varlen(q, k, v, starts, starts_k, longest, longest_k, *, scale, window_size):
         assert window_size == (-1, 0) and starts is starts_k and longest == longest_k == 9
         rows = (t.split(starts.diff().tolist()) for t in (q, k, v))
-        return torch.cat([reference.attend(*r, scale, reference.causal(9, 9, CPU))[0] for r in zip(*rows)])
+        return torch.cat([reference.attend(*r, scale, True)[0] for r in zip(*rows)])
 
     # copies of a prefix are added up again: output and gradients are those of the packed tokens
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)

@@ -143,7 +143,7 @@ def test_layout():
     for wrong in ([0, 3, 6], [1, 3, 5, 6], [0, 3, 2, 6], [0, 3, 5, 5]):
         with pytest.raises(ValueError, match="group_starts must rise from 0 to 6"):
             rlkernels.GroupedLayout(LAYOUT[0], LAYOUT[1], wrong)
-    with pytest.raises(ValueError, match="prefix_lens must be >= 0"):
+    with pytest.raises(ValueError, match="prefix_lens must be between 0 and"):
         rlkernels.GroupedLayout([-1], [], [0, 0])
     with pytest.raises(TypeError, match="suffix_lens must hold integers"):
         rlkernels.GroupedLayout([1], [0.5], [0, 1])
