@@ -91,7 +91,8 @@ def test_same_weights_and_metrics_as_one_process(runs, name, parallel):
         known = {k for k in first if "time" not in k and "per_second" not in k and not k.startswith("drafts/")}
         assert known <= set(second)
         for key in known - {"tokens/trained", "tokens/prefill", "tokens/cached"}:  # of prompts that both compute
-            assert second[key] == pytest.approx(first[key], rel=1e-5, abs=2e-6), key
+            rounding = 1e-5 if key.startswith("sampling/") else 2e-6  # the first are differences of log-probabilities
+            assert second[key] == pytest.approx(first[key], rel=1e-5, abs=rounding), key
 
 
 def test_all_answers_of_a_step_are_cut_off(runs):
