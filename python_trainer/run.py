@@ -29,7 +29,7 @@ from python_trainer.learner import Learner, bytes_to_come
 from python_trainer.model.dtype import dtype_before, going_on, name_of, told_of_change
 from python_trainer.model.gathering import fill_whole
 from python_trainer.model.policy import Policy, set_matmul_precision
-from python_trainer.plan.command import needs_recomputing
+from python_trainer.plan.command import RECOMPUTES, needs_recomputing
 from python_trainer.registry import load
 from python_trainer.rollout.episodes import EpisodeEngine, opening
 from python_trainer.rollout.make import make_engine
@@ -143,7 +143,7 @@ class Trainer(EvaluatingLoop, SavingLoop):
             named, splits = self._load_tasks()
         model = self._chosen.model
         if self.ranks.once(lambda: needs_recomputing(self._chosen, self.ranks.size)):
-            self._note("model.gradient_checkpointing: auto recomputes activations, which would not fit otherwise")
+            self._note(RECOMPUTES)
             model = model.model_copy(update={"gradient_checkpointing": True})
         self.policy = self.ranks.load(model, self._note)
         with self.ranks.together():

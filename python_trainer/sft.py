@@ -25,7 +25,7 @@ from python_trainer.model.optimizer import learning_rate
 from python_trainer.model.packing import micro_batches, pack
 from python_trainer.model.policy import Policy, load_policy, recompute_activations, set_matmul_precision
 from python_trainer.model.settings import OptimizerConfig
-from python_trainer.plan.command import needs_recomputing
+from python_trainer.plan.command import RECOMPUTES, needs_recomputing
 from python_trainer.run import make_learner
 from python_trainer.run_directory import check_new, check_resumable, locked, read_metrics
 from python_trainer.run_state import device_name, versions
@@ -132,7 +132,7 @@ class Sft:
         self.fingerprint = fingerprint_of([e.prompt, str(e.columns[config.sft.column])] for e in [*examples, *others])
         longest = max(self.rows, key=tokens_of)
         if needs_recomputing(self._alone(len(longest.response_ids)), 1, len(longest.prompt_ids)):
-            self._note("model.gradient_checkpointing: auto recomputes activations, which would not fit otherwise")
+            self._note(RECOMPUTES)
             recompute_activations(self.policy.model)
         order = prompt_order(config.seed, 0, config.sft.epochs * len(self.rows), len(self.rows))
         self.batches = list(micro_batches(self.rows, order, config.sft.batch_tokens, share=False))

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+MOST = 2**31 - 1  # of what is counted: kernels number blocks, tokens of a draft and directions in int32
+
 
 def one_of(name: str, value: object, allowed: Collection[object]) -> None:
     """Raises ValueError unless ``value`` is one of ``allowed``."""

@@ -45,6 +45,10 @@ def device_here(name: str) -> Device:
     return Device("cuda", int(total * USABLE), torch.cuda.device_count())
 
 
+# to be noted where it does
+RECOMPUTES = "model.gradient_checkpointing: auto recomputes activations, which would not fit otherwise"
+
+
 def needs_recomputing(config: Config, ranks: int, prompt: int = PROMPT_TOKENS) -> bool:
     """Whether ``model.gradient_checkpointing`` is ``auto`` and activations do not fit into the GPU without it.
 

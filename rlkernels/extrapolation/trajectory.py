@@ -13,7 +13,7 @@ import torch
 
 from rlkernels import _check
 from rlkernels.rank1 import reference
-from rlkernels.rank1.ops import DTYPES, MOST, check_settings, delta_matvec, leading_deltas
+from rlkernels.rank1.ops import DTYPES, check_settings, delta_matvec, leading_deltas
 from rlkernels.rank1.update import STATUSES
 
 MAX_POINTS = 64  # tracked steps that are kept: factors of every projection of a model, each
@@ -100,7 +100,7 @@ class RankOneTrajectory:
                     f"base of {name!r} must have at least one row and one column, got shape {list(tensor.shape)}"
                 )
         check_settings(tol, 1, seed)
-        self.base, self.rank = dict(base), _check.integer("rank", rank, 1, MOST)
+        self.base, self.rank = dict(base), _check.integer("rank", rank, 1, _check.MOST)
         self.tol, self.seed = tol, seed
         self.steps: list[int] = []
         self.accuracy: list[float] = []

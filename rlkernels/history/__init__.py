@@ -16,7 +16,6 @@ __all__ = ["RolloutHistory"]
 
 Ids = Sequence[int] | np.ndarray | torch.Tensor
 INT64 = -(2**63), 2**63 - 1
-MOST = 2**31 - 1  # tokens of a draft
 
 
 class RolloutHistory:
@@ -82,7 +81,7 @@ class RolloutHistory:
         Returns:
             B drafts of 0 .. max_tokens tokens; empty where nothing is known.
         """
-        max_tokens = _check.integer("max_tokens", max_tokens, 0, MOST)
+        max_tokens = _check.integer("max_tokens", max_tokens, 0, _check.MOST)
         for name, lists in (("prompt_ids_list", prompt_ids_list), ("generated_ids_list", generated_ids_list)):
             if not hasattr(lists, "__len__"):
                 raise TypeError(f"{name} must be a list of token lists, got {lists!r}")
@@ -136,7 +135,7 @@ class RolloutHistory:
         Raises:
             ValueError: a handle that is not tracked.
         """
-        max_tokens = _check.integer("max_tokens", max_tokens, 0, MOST)
+        max_tokens = _check.integer("max_tokens", max_tokens, 0, _check.MOST)
         if token_cost is not None:
             _check.in_range("token_cost", token_cost, 0.0, 1.0)
         ids, lengths = self._core.draft_tracked(_ids("handles", handles, np.int64), max_tokens, token_cost)

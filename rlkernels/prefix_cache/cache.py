@@ -14,7 +14,6 @@ __all__ = ["OutOfBlocks", "PagedKVCache", "Sequence"]
 
 # Splitting the keys of a query in two costs about as much as reading this many more of them.
 MIN_SHARED_TOKENS = 64
-MOST = 2**31 - 1  # of anything that is counted: block numbers are int32
 
 
 class Sequence:
@@ -95,7 +94,7 @@ class PagedKVCache:
                  device: torch.device | str = "cpu", backend: str = "auto"):  # fmt: skip
         sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "block_size": block_size}
         for name, size in sizes.items():
-            _check.integer(name, size, 1, MOST)
+            _check.integer(name, size, 1, _check.MOST)
         _check.one_of("dtype", dtype, (torch.float32, torch.bfloat16, torch.float16, torch.float64))
         if (num_blocks is None) == (memory_bytes is None):
             raise ValueError(
@@ -106,7 +105,7 @@ class PagedKVCache:
             num_blocks = _check.integer("memory_bytes", memory_bytes) // self.block_bytes
             if num_blocks < 1:
                 raise ValueError(f"memory_bytes must be at least {self.block_bytes} (one block), got {memory_bytes}")
-        num_blocks = _check.integer("num_blocks", num_blocks, 1, MOST)
+        num_blocks = _check.integer("num_blocks", num_blocks, 1, _check.MOST)
         self.num_blocks, self.block_size, self.device = num_blocks, block_size, torch.device(device)
         shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
         self.key_cache = torch.empty(shape, dtype=dtype, device=device)
@@ -185,7 +184,7 @@ class PagedKVCache:
         partly filled last block copies it.
         """
         handle = self._open_handle(seq)
-        return [Sequence(self, child) for child in self._pool.fork(handle, _check.integer("n", n, 0, MOST))]
+        return [Sequence(self, child) for child in self._pool.fork(handle, _check.integer("n", n, 0, _check.MOST))]
 
     def commit(self, seq: Sequence) -> None:
         """Declares all keys and values of ``seq`` written, so that others may share its full blocks.

@@ -22,7 +22,6 @@ Pairs = Mapping[str, tuple[torch.Tensor, torch.Tensor]]  # name -> (weight, base
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MOST = 2**31 - 1  # reads and directions
 
 
 def _check_pair(weight: torch.Tensor, base: torch.Tensor, label: str = "") -> None:
@@ -55,7 +54,11 @@ def check_settings(tol: float, max_passes: int, seed: int) -> _Settings:
     _check.number("tol", tol)
     if not 0 < tol < math.pi / 2:
         raise ValueError(f"tol must be between 0 and pi / 2 (radians, exclusive), got {tol!r}")
-    return {"tol": tol, "max_passes": _check.integer("max_passes", max_passes, 1, MOST), "seed": _check.seed(seed)}
+    return {
+        "tol": tol,
+        "max_passes": _check.integer("max_passes", max_passes, 1, _check.MOST),
+        "seed": _check.seed(seed),
+    }
 
 
 def _rows(matrix: torch.Tensor) -> torch.Tensor:
@@ -187,7 +190,7 @@ def leading_deltas(pairs: Pairs, *, rank: int, min_passes: int = 3, starts: Mapp
         TypeError, ValueError: as for :func:`top1_deltas`; a rank or number of reads below 1.
     """
     settings = check_settings(tol, max_passes, seed)
-    rank, least = _check.integer("rank", rank, 1, MOST), _check.integer("min_passes", min_passes, 1, MOST)
+    rank, least = _check.integer("rank", rank, 1, _check.MOST), _check.integer("min_passes", min_passes, 1, _check.MOST)
     least = max(least, -(-rank // reference.BLOCK))
     settings["max_passes"] = max(settings["max_passes"], least)
     return _leading(pairs, starts, backend, rank=rank, min_passes=least, **settings)

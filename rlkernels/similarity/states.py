@@ -45,7 +45,7 @@ def state_similarity(
     _check.tensor("y", y, ndim=ndim, dtype=arguments.FLOATS, device=x.device)
     _check.shape("y", y, (None, *x.shape[1:]))
     _check.positive("scale", scale)
-    projections = _check.integer("projections", projections, 1, 2**31 - 1)
+    projections = _check.integer("projections", projections, 1, _check.MOST)
     seed = _check.integer("seed", seed, 0, 2**64 - 1)
     if metric == "hellinger":
         for name, value in (("x", x), ("y", y)):

@@ -241,7 +241,9 @@ def test_tests_of_the_gpu_need_few_packages():
     """A GPU machine may lack what only the trainer needs."""
     imported = set()
     shared = [f"tests/{name}.py" for name in ("conftest", "support", "aot_example", "rank1_cases")]
-    for file in [*command.test_files(), *shared, "tests/rlkernels/triton/conftest.py"]:
+    cases = [path.relative_to(command.ROOT) for path in (command.ROOT / "bench/gpu/cases").glob("*.py")]
+    records = [f"bench/{name}.py" for name in ("__init__", "_case", "_limits", "gpu/proven", "gpu/journal", "gpu/plan")]
+    for file in [*command.test_files(), *shared, "tests/rlkernels/triton/conftest.py", *cases, *records]:
         imported |= set(re.findall(r"^(?:from|import) (\w+)", (command.ROOT / file).read_text(), re.MULTILINE))
     ours = {"rlkernels", "bench", "support", "aot_example", "rank1_cases"}
     assert imported - ours - sys.stdlib_module_names <= {"torch", "triton", "pytest", "numpy"}

@@ -91,7 +91,8 @@ def test_same_weights_and_metrics_as_one_process(runs, name, parallel):
         known = {k for k in first if "time" not in k and "per_second" not in k and not k.startswith("drafts/")}
         assert known <= set(second)
         for key in known - {"tokens/trained", "tokens/prefill", "tokens/cached"}:  # of prompts that both compute
-            rounding = 1e-5 if key.startswith("sampling/") else 2e-6  # the first are differences of log-probabilities
+            # the first is a largest difference of log-probabilities: rounding of both is all that it is
+            rounding = 5e-6 if key == "sampling/logp_difference/max" else 2e-6
             assert second[key] == pytest.approx(first[key], rel=1e-5, abs=rounding), key
 
 
