@@ -5,15 +5,9 @@
 #include <string>
 #include <unordered_map>
 
+#include "make_room.h"
+
 namespace rlk {
-namespace {
-
-template <class T>
-void make_room(std::vector<T>& v, size_t size) {
-  if (size > v.capacity()) v.reserve(std::max(size, 2 * v.capacity()));
-}
-
-}  // namespace
 
 BlockPool::BlockPool(int64_t num_blocks, int64_t block_size)
     : block_size_(block_size), blocks_(num_blocks), tokens_(num_blocks * block_size),
@@ -31,9 +25,9 @@ BlockPool::Sequence& BlockPool::at(Handle handle) { return const_cast<Sequence&>
 
 // Room for so many more sequences and for all their handles: neither add nor close can fail.
 void BlockPool::reserve_sequences(size_t more) {
-  const size_t size = sequences_.size() + more - std::min(more, closed_.size());
-  make_room(sequences_, size);
-  make_room(closed_, size);
+  const size_t added = more - std::min(more, closed_.size());
+  make_room(sequences_, added, 1);
+  make_room(closed_, sequences_.size() + added - closed_.size(), 1);
 }
 
 BlockPool::Handle BlockPool::add(Sequence&& sequence) {
@@ -150,8 +144,8 @@ std::vector<std::pair<int32_t, int32_t>> BlockPool::append(std::span<const Handl
   copies.reserve(std::min(size_t(need), handles.size()));
   for (size_t i = 0; i < handles.size(); ++i) {
     Sequence& s = at(handles[i]);
-    make_room(s.tokens, s.tokens.size() + tokens[i].size());
-    make_room(s.table, size_t(blocks_for(int64_t(s.tokens.size() + tokens[i].size()))));
+    make_room(s.tokens, tokens[i].size(), 1);
+    make_room(s.table, size_t(blocks_for(int64_t(s.tokens.size() + tokens[i].size()))) - s.table.size(), 1);
   }
   for (size_t i = 0; i < handles.size(); ++i) {
     Sequence& s = at(handles[i]);

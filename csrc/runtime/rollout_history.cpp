@@ -4,6 +4,8 @@
 #include <new>
 #include <stdexcept>
 
+#include "make_room.h"
+
 namespace rlk {
 namespace {
 
@@ -20,11 +22,7 @@ uint64_t hash_ids(uint64_t h, Ids ids) {
   return mix(h);
 }
 
-// A vector that doubles would waste up to half of the memory.
-template <class T>
-void make_room(std::vector<T>& v, size_t more) {
-  if (v.size() + more > v.capacity()) v.reserve(std::max(v.size() + more, v.capacity() + v.capacity() / 8 + 64));
-}
+constexpr size_t kGrowth = 8;  // by an eighth: vectors that double would waste up to half of the memory
 
 // Orders victims for a heap whose top goes first.
 constexpr auto stays_longer = [](const auto& a, const auto& b) {
@@ -101,10 +99,10 @@ void RolloutHistory::index(uint32_t rollout) {
 void RolloutHistory::store(uint32_t prompt, Ids response, double reward, int64_t epoch) {
   if (tokens_.size() + 1 + response.size() >= kNone)
     throw std::length_error("a rollout history holds at most 2**32 - 2 tokens");
-  make_room(tokens_, response.size() + 1);
-  for (auto& chain : previous_) make_room(chain, response.size() + 1);
-  make_room(rollouts_, 1);
-  make_room(block_owner_, response.size() / kOwnerBlock + 2);
+  make_room(tokens_, response.size() + 1, kGrowth);
+  for (auto& chain : previous_) make_room(chain, response.size() + 1, kGrowth);
+  make_room(rollouts_, 1, kGrowth);
+  make_room(block_owner_, response.size() / kOwnerBlock + 2, kGrowth);
   for (Chain chain : {kLocal, kLong, kShort})
     while (10 * (heads_[chain].used + response.size()) > 7 * heads_[chain].slots.size()) grow(chain);
   put(prompt, response, reward, epoch);
@@ -132,7 +130,7 @@ void RolloutHistory::add(Ids prompt, Ids response, double reward, int64_t epoch)
   const std::lock_guard lock(mutex_);
   if (max_tokens_ >= 0) response = response.first(std::min(response.size(), size_t(max_tokens_)));
   if (response.empty()) return;
-  if (max_tokens_ >= 0) make_room(heap_, 1);
+  if (max_tokens_ >= 0) make_room(heap_, 1, kGrowth);
   const uint32_t id = intern(prompt);
   try {
     store(id, response, reward, epoch);
@@ -234,7 +232,7 @@ uint32_t RolloutHistory::intern(Ids prompt) {
   if (id != kNone) return id;
   std::vector<int32_t> tokens(prompt.begin(), prompt.end());
   if (free_prompts_.empty()) {
-    make_room(free_prompts_, prompts_.size() + 1);  // so that none is ever dropped in vain
+    make_room(free_prompts_, prompts_.size() + 1, kGrowth);  // so that none is ever dropped in vain
     prompts_.emplace_back();
     free_prompts_.push_back(uint32_t(prompts_.size() - 1));
   }
