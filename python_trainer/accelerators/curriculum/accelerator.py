@@ -98,6 +98,8 @@ class Curriculum(Accelerator):
 
     def choose(self, context: StepContext, count: int) -> list[Group] | None:
         self._enter(context)
+        if self.settings.least_gain is None:
+            return None
         generator = torch.Generator().manual_seed(keyed_seed(context.seed, "curriculum", context.samples))
         keys = self._candidates(generator)
         signal, cost = self.outcomes.signal(keys), self.outcomes.cost(keys)
@@ -105,7 +107,7 @@ class Curriculum(Accelerator):
         worlds = self.outcomes.signal_draws(keys, WORLDS, generator)
         gains = (worlds @ share) / (cost @ share) / (worlds.mean(1) / cost.mean())
         sure = gains.quantile(1 - CERTAINTY).item() * self.trust()
-        self.left_order = self.settings.least_gain is not None and sure >= self.settings.least_gain
+        self.left_order = sure >= self.settings.least_gain
         context.telemetry |= {"curriculum/expected_gain": gains.mean().item(), "curriculum/sure_gain": sure}
         if not self.left_order:
             return None
