@@ -1,10 +1,9 @@
-"""One training run in one directory: set-up and end. The loop is in ``trainer.py``, evaluation in ``evaluating.py``."""
+"""One training run in one directory: set-up and end. The loop is in ``trainer.py``, what it asks in ``asking.py``."""
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,15 @@ from safetensors import SafetensorError
 
 import rlkernels.backend
 from python_trainer.accelerators.base import RunContext
+from python_trainer.asking import AskingLoop
 from python_trainer.callbacks import Callback, Callbacks
 from python_trainer.checkpoint import load_checkpoint
 from python_trainer.config import Config
-from python_trainer.data import Example, Messages, Rollout
+from python_trainer.data import Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.engine_choice import choose_engine
-from python_trainer.environment import ENVIRONMENTS
 from python_trainer.errors import UserError
-from python_trainer.evaluating import EvaluatingLoop
-from python_trainer.evaluation import Evaluated, EvaluationSampling, PromptSet
+from python_trainer.evaluation import Evaluated
 from python_trainer.files import publish, write_text
 from python_trainer.keyed import keyed_seed
 from python_trainer.learner import Learner, bytes_to_come
@@ -31,14 +29,20 @@ from python_trainer.model.gathering import fill_whole
 from python_trainer.model.policy import Policy, set_matmul_precision
 from python_trainer.plan.command import RECOMPUTES, needs_recomputing
 from python_trainer.registry import load
-from python_trainer.rollout.episodes import EpisodeEngine, opening
+from python_trainer.rollout.episodes import EpisodeEngine
 from python_trainer.rollout.make import make_engine
 from python_trainer.run_state import Clock, RunState, device_name, summarise
 from python_trainer.saving import MODEL_ASIDE, SavingLoop
 from python_trainer.signals import StopSignal
-from python_trainer.tasks.base import Task
-from python_trainer.tasks.settings import load_task
 from python_trainer.telemetry import Telemetry
+
+
+def check_backend() -> None:
+    """The kernels that the environment asks for have to be there."""
+    try:
+        rlkernels.backend.wanted()
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 def make_learner(config: Config, policy: Policy, ranks: RankGroup | None = None) -> Learner:
@@ -67,7 +71,7 @@ def rules_of(config: Config) -> dict[str, Any]:
     return {"task": config.task.model_dump(mode="json"), "longest": config.rollout.max_completion_length, **shape}
 
 
-class Trainer(EvaluatingLoop, SavingLoop):
+class Trainer(AskingLoop, SavingLoop):
     """One training run in one directory.
 
     Args:
@@ -140,7 +144,11 @@ class Trainer(EvaluatingLoop, SavingLoop):
         """Task, policy and engine."""
         config = self.config
         with self.ranks.together():
+            check_backend()
+            set_matmul_precision("highest")  # until the policy's model has been checked
             named, splits = self._load_tasks()
+            for text in [*self.task.notes, *filter(None, [self._said_of_engine, config.accelerators.said])]:
+                self._note(text)
         model = self._chosen.model
         if self.ranks.once(lambda: needs_recomputing(self._chosen, self.ranks.size)):
             self._note(RECOMPUTES)
@@ -178,36 +186,6 @@ class Trainer(EvaluatingLoop, SavingLoop):
             self.named_sets = [self._named_set(name, task) for name, task in named.items()]
         set_matmul_precision(config.model.matmul_precision)
 
-    def _load_tasks(self) -> tuple[dict[str, Task], list[str]]:
-        """Those of the named sets, and which splits of the task are needed."""
-        config = self.config
-        try:
-            rlkernels.backend.wanted()
-        except ValueError as error:
-            raise UserError(str(error)) from error
-        set_matmul_precision("highest")  # until the policy's model has been checked
-        self.task = load_task(config.task)
-        self.environment = None if (make := config.task.environment) is None else ENVIRONMENTS.resolve(make)
-        named = {name: self._task_of_set(name) for name in config.evaluation.sets}
-        for text in [*self.task.notes, *filter(None, [self._said_of_engine, config.accelerators.said])]:
-            self._note(text)
-        splits = ["train", "test"]
-        for settings in config.accelerators.chosen():
-            splits += settings.splits(self.task)
-        return named, splits
-
-    def _read_prompts(self, splits: Sequence[str], named: Mapping[str, Task]) -> None:
-        self.policy.chat_template_kwargs = self.config.task.chat_template_kwargs
-        for task in (self.task, *named.values()):
-            for function in task.reward_functions.values():
-                if hasattr(function, "to"):  # a model
-                    function.to(self.policy.device)
-        self.prompts: dict[str, list[list[int]]] = {}
-        for split in splits:
-            self._prompts(split)
-        if not self.prompts["train"]:
-            raise self._no_prompts("train")
-
     def _note(self, text: str) -> None:
         """A line for the user, about what is no error but may not be meant so."""
         self.console.print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
@@ -218,80 +196,6 @@ class Trainer(EvaluatingLoop, SavingLoop):
     def tell_work(self, what: str, done: int, total: int) -> None:
         if self.told is not None:
             self.told.log_work(what, done, total)
-
-    def _prompts(self, split: str) -> list[list[int]]:
-        """Token ids of the prompts of a split."""
-        if split not in self.prompts:
-            examples = getattr(self.task, split)
-            self.prompts[split] = self.policy.encode(self._asked(examples))
-            self._heed_length(split)
-        return self.prompts[split]
-
-    def _asked(self, examples: Sequence[Example]) -> list[str | Messages]:
-        """What the policy is asked."""
-        make = self.environment
-        return [example.prompt if make is None else opening(make, example) for example in examples]
-
-    def _task_of_set(self, name: str) -> Task:
-        settings, own = self.config.task_of_set(name), self.config.task
-        for field in ("environment", "max_turns", "environment_timeout", "chat_template_kwargs"):
-            ours, theirs = getattr(own, field), getattr(settings, field)
-            if ours != theirs:
-                raise UserError(f"evaluation.sets.{name}.task.{field} must be that of task, {ours}, got {theirs}")
-        return load_task(settings)
-
-    def _heed_length(self, split: str) -> None:
-        """A prompt that leaves no room for an answer ends the run, or is dropped where task.overlong says so."""
-        examples, prompts = getattr(self.task, split), self.prompts[split]
-        drop = self.config.task.overlong == "drop"
-        left, kept = self._fitting(split, examples, prompts, self._sampling(split), drop=drop)
-        if len(left) < len(examples):
-            fewer: dict[str, Any] = {split: left}
-            self.task, self.prompts[split] = replace(self.task, **fewer), kept
-            for settings in self.config.accelerators.chosen():
-                settings.splits(self.task)  # may be too few by now
-
-    def _fitting(
-        self,
-        name: str,
-        examples: Sequence[Example],
-        prompts: list[list[int]],
-        sampling: EvaluationSampling,
-        *,
-        drop: bool,
-    ) -> tuple[Sequence[Example], list[list[int]]]:
-        """Examples and prompts that leave room for the longest answer; UserError where not all do, or none."""
-        limit = self._longest(sampling), self._longest_by(name, sampling)
-        room = self.policy.room(*limit)
-        kept = [row for row, ids in enumerate(prompts) if len(ids) <= room]
-        if drop and len(kept) < len(prompts):
-            longest = max(range(len(prompts)), key=lambda row: len(prompts[row]))
-            counts = f"{len(prompts) - len(kept)} of {len(prompts)} {name} prompts dropped (task.overlong)"
-            about = f"{counts}: more than {room} tokens"
-            if not kept:
-                raise UserError(f"{about}; none is left")
-            self._note(f"{about}; the longest is {examples[longest].place or longest} with {len(prompts[longest])}")
-            examples, prompts = [examples[row] for row in kept], [prompts[row] for row in kept]
-        self.policy.check_room(name, examples, prompts, *limit)
-        return examples, prompts
-
-    def _named_set(self, name: str, task: Task) -> PromptSet:
-        settings, sampling = self.config.task_of_set(name), self.config.evaluation.sets[name]
-        prompts = self.policy.encode(self._asked(task.test))
-        if not prompts:
-            raise UserError(f"evaluation.sets.{name}.task has no test prompts")
-        examples, prompts = self._fitting(
-            f"evaluation.sets.{name}", task.test, prompts, sampling, drop=settings.overlong == "drop"
-        )
-        return PromptSet(f"set {name}", task, examples, prompts, sampling)
-
-    def _heed_limit_of_engine(self) -> None:
-        """Where it is below the model's, answers would otherwise end early without a word."""
-        policy, engine = self.policy, self.engine
-        if engine.max_positions < policy.max_length:
-            policy.max_length, policy.limited_by = engine.max_positions, engine.limited_by
-            for split in self.prompts:
-                self._heed_length(split)
 
     def run(self) -> dict[str, Any]:
         """Trains, and returns what is in summary.json.
