@@ -96,15 +96,32 @@ def made(kind: type[Callback]) -> Callback:
         raise UserError(f"callback {kind.__name__} cannot be made without arguments: {what}") from error
 
 
+def check_methods(kind: type[Callback]) -> None:
+    """A method that is named like those above but is none of them would never be called.
+
+    Raises:
+        UserError: there is one.
+    """
+    known = [name for name in vars(Callback) if name.startswith("on_")]
+    for name in dir(kind):
+        if name.startswith("on_") and name not in known:
+            raise UserError(f"callback {kind.__name__}.{name} would never be called: there are {', '.join(known)}")
+
+
 class Callbacks:
     """All callbacks of a run, in their order.
 
     Args:
         given: objects, classes without arguments, registered names or ``module:Class``.
+
+    Raises:
+        UserError: one cannot be made, or has a method that would never be called.
     """
 
     def __init__(self, given: Iterable[Callback | type[Callback] | str]):
         self.all = [one if isinstance(one, Callback) else made(CALLBACKS.resolve(one)) for one in given]
+        for one in self.all:
+            check_methods(type(one))
 
     def __bool__(self) -> bool:
         return bool(self.all)

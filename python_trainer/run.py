@@ -120,6 +120,7 @@ class Trainer(AskingLoop, SavingLoop):
             found = self._find(output_dir, resume) if self.ranks.rank == 0 else None
         self.checkpoint = self.ranks.first(found and found[0])
         with self.ranks.together():
+            self.callbacks = Callbacks([*config.callbacks, *callbacks])
             saved = found[1] if found else load_checkpoint(self.checkpoint) if self.checkpoint else None
             before = dtype_before(saved)
             model = going_on(self._chosen.model, before)  # with weights of another type it would be another run
@@ -129,7 +130,6 @@ class Trainer(AskingLoop, SavingLoop):
             self._note(said)
         with self.ranks.together():
             self.learner = make_learner(self._chosen, self.policy, self.ranks)
-            self.callbacks = Callbacks([*config.callbacks, *callbacks])
             self.accelerators = [settings.make() for settings in config.accelerators.chosen()]
             idle = [(x, name) for x in config.accelerators.others() if (name := x.idle()) is not None]
             self.accelerators += [load(name)(x) for x, name in idle]

@@ -71,6 +71,17 @@ def test_an_error_in_a_callback_names_it_and_what_is_finished_is_saved(make_conf
     assert [path.name for path in list_checkpoints(tmp_path / "run" / "checkpoints")] == ["step-000002", "step-000003"]
 
 
+class OfAnotherTrainer(Callback):
+    def on_step_end(self, *arguments):
+        raise AssertionError
+
+
+def test_a_callback_that_would_never_be_called_is_refused(make_config, tmp_path):
+    with pytest.raises(UserError, match=r"OfAnotherTrainer\.on_step_end would never be called: there are on_rollouts, on_st"):
+        Trainer(make_config(), tmp_path / "run", console=QUIET, callbacks=[OfAnotherTrainer()])
+    assert not (tmp_path / "run").exists()
+
+
 def test_what_is_no_callback_is_refused(make_config):
     with pytest.raises(
         UserError, match="callbacks: must hold names out of wandb, trackio or \"module:Class\", got 'mlflow'"
