@@ -1,0 +1,38 @@
+"""Settings, rows and random numbers of every kind, and the plain distribution: what tests of sampling share."""
+
+import torch
+
+import rlkernels
+
+SETTINGS = [(1.0, 1.0, 0), (0.7, 1.0, 0), (1.0, 0.9, 0), (1.0, 1.0, 5), (1.3, 0.8, 7), (0.0, 1.0, 0), (1e-3, 0.5, 3)]
+
+
+def distribution(logits: torch.Tensor, temperature: float, top_p: float, top_k: int) -> torch.Tensor:
+    """The distribution that one row [V] is sampled from, in float64, by the words of the docstring."""
+    order = logits.double().argsort(descending=True, stable=True)
+    p = torch.softmax(logits.double() / temperature, 0)[order]
+    if top_k:
+        p[top_k:] = 0
+        p /= p.sum()
+    nucleus = int((p.cumsum(0) < top_p).sum()) + 1
+    p[nucleus:] = 0
+    return torch.zeros_like(p).scatter(0, order, p / p.sum())
+
+
+def uniforms(n: int, seed: int = 0) -> torch.Tensor:
+    return rlkernels.keyed_uniform(seed, torch.zeros(n, dtype=torch.int64), torch.arange(n))
+
+
+def rows_of_every_kind(vocab: int) -> torch.Tensor:
+    """Sharp, flat, tied, ruled-out and wide rows."""
+    kinds = [
+        torch.randn(6, vocab) * 3,
+        torch.randn(6, vocab) * 0.01,
+        torch.randn(6, vocab).round() * 2,  # ties, signed zeros
+        torch.zeros(2, vocab),
+        torch.randn(6, vocab).masked_fill(torch.rand(6, vocab) < 0.9, -torch.inf),
+        torch.randn(6, vocab) * 20 + 100,
+    ]
+    rows = torch.cat(kinds)
+    rows[:, -1] = rows[:, -1].nan_to_num(neginf=0.0)  # each row keeps a token
+    return rows
