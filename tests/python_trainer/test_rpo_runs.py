@@ -1,0 +1,177 @@
+"""Whole runs with suffix rollouts: what they remember, fill, share and resume."""
+
+import pytest
+import torch
+from rich.console import Console
+
+from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
+from python_trainer.accelerators.rpo.answers import load_answers
+from python_trainer.config import check_config
+from python_trainer.data import merits
+from python_trainer.errors import UserError
+from python_trainer.run import Trainer
+from python_trainer.run_directory import read_metrics
+
+ROOM = {"max_completion_length": 60}  # enough for the tiny policy to end most of its answers
+
+
+def rpo_config(make_config, **changes):
+    settings = {"keep": "any", **changes.pop("rpo", {})}
+    return make_config(rollout=ROOM, accelerators={"enabled": ["rpo"], "rpo": settings}, **changes)
+
+
+def test_training_with_suffix_rollouts(make_config, tmp_path):
+    """12 prompts at 4 a step: from step 4 on most groups start from a prefix, and fewer tokens are generated."""
+    config = rpo_config(make_config, max_steps=9, rpo={"fill": 0})
+    trainer = Trainer(config, tmp_path / "run", console=Console(quiet=True))
+    seen = []
+    original = trainer.learner.update
+
+    def spy(rollouts, number):
+        seen.append(rollouts)
+        return original(rollouts, number)
+
+    trainer.learner.update = spy
+    summary = trainer.run()
+    rows = read_metrics(tmp_path / "run")[1:]
+    assert all(row["rpo/hit_rate"] == 0 for row in rows[:3]) and rows[-1]["rpo/hit_rate"] > 0.5
+    assert rows[-1]["completions/generated_length"] < rows[-1]["completions/mean_length"]
+    for rollouts in seen:
+        for start in range(0, len(rollouts), 4):
+            group = rollouts[start : start + 4]
+            shared = group[0].prefix_len
+            assert len({tuple(r.response_ids[:shared]) for r in group}) == 1  # one cut for the whole group
+            assert all(r.prefix_len == shared and len(r.response_ids) <= 60 for r in group)
+    # the sampler's log-probabilities are those of the trainer, prefix or not
+    assert all(row["sampling/logp_difference/max"] < 1e-4 for row in rows)
+    for name in ("generated", "prefill", "cached", "trained"):
+        assert sum(row[f"tokens/{name}"] for row in rows) == summary[f"{name}_tokens"] > 0
+
+
+def test_filled_before_the_first_step_and_on_the_clock(make_config, tmp_path):
+    config = rpo_config(make_config, max_steps=2, rpo={"fill": 3})
+    trainer = Trainer(config, tmp_path / "run", console=Console(quiet=True))
+    summary = trainer.run()
+    rows = read_metrics(tmp_path / "run")
+    filled = len(load_answers(tmp_path / "run" / "rpo_answers.safetensors", trainer.prompts["train"],
+                              trainer.policy.tokenizer))  # fmt: skip
+    assert filled > 4 and rows[1]["rpo/remembered"] == filled and rows[1]["rpo/hit_rate"] > 0
+    assert rows[0]["total/generated_tokens"] > 12 and rows[0]["time/training_s"] > 0
+    assert summary["accelerator_s"]["rpo"] > 0
+    # the same answers as those of the same policy, prompt by prompt
+    again = Trainer(config, tmp_path / "again", console=Console(quiet=True))
+    one = again._answer_once([5], 0)[0]
+    assert one.response_ids == again._answer_once(range(12), 0)[5].response_ids
+    assert one.response_ids != again._answer_once([5], 1)[0].response_ids
+
+
+def test_file_of_answers_is_read_instead_of_filling(make_config, tmp_path):
+    path = tmp_path / "answers" / "first.safetensors"
+    config = rpo_config(make_config, max_steps=1, rpo={"cache_path": str(path), "fill": 4})
+    runs = []
+    for name in ("a", "b"):
+        trainer = Trainer(config, tmp_path / name, console=Console(quiet=True))
+        summary = trainer.run()
+        runs.append((trainer.accelerators[0].answers, read_metrics(tmp_path / name)[0]["total/generated_tokens"]))
+        assert summary["steps"] == 1
+    assert runs[0][0] == runs[1][0] and runs[0][1] > 0 and runs[1][1] == 0
+    content = path.read_bytes()
+    for damaged in (content[:-3], content[:200], b"", content[:-4] + b"\x01\x02\x03\x04"):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match="first.safetensors is damaged"):
+            Trainer(config, tmp_path / "c", console=Console(quiet=True)).run()
+    assert [p.name for p in path.parent.iterdir()] == ["first.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"loss_type": "grpo", "beta": 0.01},
+        {"loss_type": "dapo", "epsilon_high": 0.28, "prefix_in_loss": True},
+        {"advantage": "gae", "num_iterations": 2},
+        {"advantage": "gae", "prefix_in_loss": True},
+    ],
+)
+def test_interrupted_run_ends_with_the_same_weights_and_answers(make_config, tmp_path, algorithm):
+    schedule = {"cut_end_factor": 0.2, "cut_schedule_steps": 4, "length_reward": "correct"}
+    config = rpo_config(make_config, max_steps=5, algorithm=algorithm, rpo=schedule)
+    whole = Trainer(config, tmp_path / "whole", console=Console(quiet=True))
+    whole.run()
+    first = rpo_config(make_config, max_steps=3, algorithm=algorithm, rpo=schedule)
+    Trainer(first, tmp_path / "parts", console=Console(quiet=True)).run()
+    rest = Trainer(config, tmp_path / "parts", resume=True, console=Console(quiet=True))
+    rest.run()
+    assert rest.accelerators[0].answers == whole.accelerators[0].answers
+    for a, b in zip(whole.policy.model.parameters(), rest.policy.model.parameters()):
+        assert torch.equal(a, b)
+
+
+def test_dynamic_sampling_refills_with_suffixes_and_counts_every_round(make_config, tmp_path):
+    """Rewards that are 0 or 1 by the last token: short cuts leave many groups without spread, which are drawn again."""
+    config = rpo_config(make_config, max_steps=3, rpo={"cut_share": 0.3})
+    values = config.model_dump(mode="json")
+    values["rollout"] |= {"dynamic_sampling": True, "max_sampling_rounds": 3}
+    values["task"]["reward"] = "conftest:even"
+    trainer = Trainer(check_config(values, source="test"), tmp_path / "run", console=Console(quiet=True))
+    trainer.run()
+    rows = read_metrics(tmp_path / "run")[1:]
+    groups = [sum(v for k, v in row.items() if k.startswith("rpo/groups_cut_")) for row in rows]
+    informative = [sum(v for k, v in row.items() if k.startswith("rpo/informative_cut_")) for row in rows]
+    assert max(row["sampling/rounds"] for row in rows) > 1
+    for row, total, kept in zip(rows, groups, informative):
+        assert total >= 4 and kept / total == pytest.approx(row["rpo/informative"])
+        assert row["rpo/informative"] == pytest.approx(row["sampling/kept_groups"])
+    assert any(row["rpo/hit_rate"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("advantage", ["group", "gae"])
+def test_sharing_prefixes_changes_the_tokens_computed_but_not_the_weights(make_config, tmp_path, advantage):
+    runs = []
+    for share in (True, False):
+        optimizer = {"share_prefixes": share, "learning_rate": 1e-3}
+        config = rpo_config(make_config, max_steps=2, optimizer=optimizer, algorithm={"advantage": advantage})
+        trainer = Trainer(config, tmp_path / str(share), console=Console(quiet=True))
+        runs.append((trainer.run()["trained_tokens"], list(trainer.policy.model.parameters())))
+    assert runs[0][0] < 0.95 * runs[1][0]
+    for a, b in zip(runs[0][1], runs[1][1]):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+def test_continued_answers_are_not_taken_for_the_policys_own(make_config, jsonl_files, tmp_path):
+    """Neither in rewards and accuracy, nor in what alpha and the database go by."""
+    accelerators = {
+        "enabled": ["rpo", "alpha", "rhyme"],
+        "rpo": {"fill": 0, "keep": "any"},
+        "alpha": {"first_step": 99, "gate_prompts": 6},
+        "rhyme": {"database": str(tmp_path / "history.db"), "history_ratio": 0, "rescue": False},
+    }
+    config = make_config(max_steps=20, accelerators=accelerators, task={"gate_path": str(jsonl_files[1])},
+                         rollout={"prompts_per_step": 2})  # fmt: skip
+    trainer = Trainer(config, tmp_path / "run", console=Console(quiet=True))
+    seen, original = [], trainer.learner.update
+
+    def spy(rollouts, number):
+        seen.append(rollouts)
+        return original(rollouts, number)
+
+    trainer.learner.update = spy
+    trainer.run()
+    rows = read_metrics(tmp_path / "run")[1:]
+    known, recorded, level = [], [], None
+    for row, rollouts in zip(rows, seen):
+        begun = [r for r in rollouts if not r.prefix_len]
+        continued = [r for r in rollouts if r.prefix_len]
+        for words, answers in (("", begun), ("continued/", continued)):
+            for name in ("reward", "accuracy"):
+                worth = [getattr(answer, name) for answer in answers]
+                assert row.get(words + name) == (pytest.approx(sum(worth) / len(worth)) if worth else None)
+        assert row.get("continued/share", 0) == len(continued) / len(rollouts)
+        if begun:
+            level = sum(r.reward for r in begun) / len(begun)
+            known.append([row["step"], sum(merits(begun)), len(begun)])
+        recorded.append(level)
+    assert any("reward" not in row for row in rows), "a step whose answers were all continued"
+    trajectory = RetrospectiveDatabase(str(tmp_path / "history.db")).trajectory(1)
+    assert [step.reward for step in trajectory] == pytest.approx(recorded)
+    alpha = next(a for a in trainer.accelerators if a.name == "alpha")
+    assert alpha.answered == known and len(known) < 20
