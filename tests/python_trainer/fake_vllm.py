@@ -91,3 +91,7 @@ def serving():
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def urls(servers):
+    return [server.url for server in servers]
