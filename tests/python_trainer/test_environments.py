@@ -1,25 +1,17 @@
-"""Answers in turns with an environment: tokens, masks and log-probabilities, the cache, failures, whole runs."""
+"""Answers in turns with an environment: tokens, masks and log-probabilities, the cache, failures, chats."""
 
 import copy
-import importlib
 import json
-import re
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
-import torch
-import yaml
-from conftest import merged
 from paged import engine_for, full_logits, make, prompts
 from rich.console import Console
 from tiny import save_tiny_policy
 
-from python_trainer.config import check_config
 from python_trainer.data import Example, Group
-from python_trainer.environment import ENVIRONMENTS, Environment
+from python_trainer.environment import Environment
 from python_trainer.errors import UserError
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
@@ -27,12 +19,10 @@ from python_trainer.rollout import Request, SamplingParams
 from python_trainer.rollout.drafting import Drafter
 from python_trainer.rollout.episodes import EpisodeEngine, opening
 from python_trainer.run import Trainer
-from python_trainer.tasks.calculator import Calculator, calculate
 from python_trainer.tasks.rewards import REWARDS
 from python_trainer.telemetry import rollout_statistics
 from rlkernels import RolloutHistory
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 SAMPLING = SamplingParams(temperature=0.9, seed=5)
 EOS = tuple(range(12))  # every fifth token or so ends a turn
 
@@ -278,132 +268,6 @@ def test_a_chat_goes_on_as_its_template_would(tmp_path, options):
     assert policy.encode_said("78", False, eos) == policy.tokenizer("78")["input_ids"]
     with pytest.raises(UserError, match="said messages to a prompt that is text"):
         policy.encode_said([{"role": "tool", "content": "78"}], False, eos)
-
-
-def test_a_calculator():
-    env = Calculator()
-    assert env.step("so <calc>12*(3+4)-1/2</calc>") == ("=83.5\n", 0.0, False)
-    assert env.step("<calc>1,000*3</calc> \n") == ("=3000\n", 0.0, False)
-    for wrong in ("1/0", "2**9999", "x+1", "__import__('os')", "(1", "True+1", "-" * 150 + "1"):
-        answer, reward, over = env.step(f"<calc>{wrong}</calc>")
-        assert (answer.startswith("=error: ") or wrong.startswith("-")) and (reward, over) == (0.0, False)
-    assert env.step("<calc>1+1</calc> is 2") == ("", 0.0, True)
-    with pytest.raises(ValueError, match="only numbers"):
-        calculate("9**9")
-    assert ENVIRONMENTS.resolve("calculator") is Calculator
-
-
-def test_the_calculator_of_the_docs_pays(tmp_path, monkeypatch):
-    """Its rewards on answers written by hand: the tool used, what it said misread, guessed, called for nothing."""
-    page = (EXAMPLES.parent / "docs" / "environments.md").read_text()
-    names: dict = {}
-    exec(re.search(r"```python\n(# pens.py\n.*?)```", page, re.S)[1], names)
-
-    def played(*turns):
-        env = Calculator()
-        return "".join(turn + env.step(turn)[0] for turn in turns)
-
-    texts = [
-        played("So <calc>2000*3000-5</calc>", "#### 5999995"),
-        played("So <calc>2000*3000-6</calc>", "#### 5,999,994."),
-        played("So <calc>2000*3000-5</calc>", "#### 6000000"),
-        played("I say\n#### 5999995"),
-        played("<calc>1/0</calc>", "#### error"),
-        played("<calc>1+1</calc>", "<calc>2000*3000-5</calc>", "no number"),
-        "",
-    ]
-    values = [names[f]([], texts, [], answer=[5999995] * len(texts)) for f in ("right", "used")]
-    assert values == [[1, 0, 0, 1, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0]]
-
-
-@pytest.fixture
-def playing(tiny_policy, monkeypatch):
-    """Settings of the guessing game of the examples, of three numbers, for a policy that knows nothing."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    settings = yaml.safe_load((EXAMPLES / "guessing_game.yaml").read_text())
-    changes = {
-        "max_steps": 3,
-        "task": {"numbers": 3, "max_turns": 2},
-        "model": {"path": str(tiny_policy), "device": "cpu"},
-        "rollout": {"prompts_per_step": 3, "num_generations": 24, "max_completion_length": 12},
-        "optimizer": {"learning_rate": 1e-2},
-        "save": {"save_steps": 2, "save_model": False},
-    }
-    yield merged(settings, changes)
-    sys.modules.pop("guessing_game", None)
-
-
-def metrics(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-class Hidden:
-    """The game in which every wrong guess is called too low: made a :class:`Guessing` by the test."""
-
-    def step(self, text):
-        said, reward, over = super().step(text)
-        return ">" if said else said, reward, over
-
-
-@pytest.mark.slow
-def test_a_game_is_learned_by_what_is_said(playing, tmp_path, monkeypatch):
-    """By policies of random weights, the best of which finds what nobody finds without hints, nor itself without them.
-
-    Two guesses of three numbers, all equally frequent: without hints they find two thirds at most, however chosen. Some
-    policies stop there, always guessing the same two.
-    """
-    changes = {"max_steps": 120, "optimizer": {"learning_rate": 4e-3}, "rollout": {"num_generations": 32}}
-    changes |= {"algorithm": {"entropy_coef": 0.03}, "save": {"save_model": True}}
-    looked = {"samples": 50, "eval_steps": 10, "target_accuracy": 0.87, "stop_at_target": True}
-    settings = merged(playing, changes | {"evaluation": looked})
-    for seed in range(1, 6):
-        folder = tmp_path / str(seed)
-        Trainer(check_config(settings | {"seed": seed}, source="test"), folder, console=Console(quiet=True)).run()
-        rows = metrics(folder)
-        if (best := rows[-1]["eval/accuracy"]) > 0.85:
-            break
-    steps = [row for row in rows if "reward" in row]
-    first = sum(row["reward"] for row in steps[:5]) / 5
-    assert first < 0.4 and best > 0.85, (first, best)
-    assert steps[-1]["environment/turns"] > 1.2 and all(row["environment/failures"] == 0 for row in steps)
-    assert all(row["rewards/found/mean"] == pytest.approx(row["reward"]) for row in steps)
-
-    game = importlib.import_module("guessing_game")
-    monkeypatch.setattr(game, "Hidden", type("Hidden", (Hidden, game.Guessing), {}), raising=False)
-    blind = merged(settings, {"max_steps": 1, "task": {"environment": "guessing_game:Hidden"}})
-    blind = merged(blind, {"model": {"path": str(folder / "model")}, "evaluation": {"samples": 200, "eval_steps": 0}})
-    blind = merged(blind, {"evaluation": {"target_accuracy": None, "stop_at_target": False}})
-    Trainer(check_config(blind, source="test"), tmp_path / "hidden", console=Console(quiet=True)).run()
-    # 600 games: their share is within 0.1 of what it is expected to be, five standard deviations
-    assert metrics(tmp_path / "hidden")[0]["eval/accuracy"] < 2 / 3 + 0.1
-
-
-def test_an_interrupted_game_goes_on_as_if_nothing_had_been(playing, tmp_path):
-    def weights(trainer):
-        return torch.cat([p.detach().flatten() for p in trainer.policy.model.parameters()])
-
-    config = check_config(playing, source="test")
-    whole = Trainer(config, tmp_path / "whole", console=Console(quiet=True))
-    whole.run()
-    part = config.model_copy(update={"max_steps": 2})
-    Trainer(part, tmp_path / "part", console=Console(quiet=True)).run()
-    resumed = Trainer(config, tmp_path / "part", resume=True, console=Console(quiet=True))
-    resumed.run()
-    assert torch.equal(weights(resumed), weights(whole))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"accelerators": {"enabled": ["rpo"]}}, "rpo needs task.environment=null, got guessing_game:Guessing, which"),
-        ({"accelerators": {"enabled": ["rhyme"]}}, "rhyme needs task.environment=null.* allows drafts, alpha"),
-        ({"rollout": {"workers": 2}}, "rollout.workers must be 1 with task.environment, got 2"),
-        ({"task": {"environment": "gues"}}, "must be \"module:Class\" or 'calculator'"),
-    ],
-)
-def test_what_cannot_take_turns_is_refused(playing, changes, message):
-    with pytest.raises(UserError, match=message):
-        check_config(merged(playing, changes), source="test")
 
 
 def test_samples_show_what_was_asked(make_config, tmp_path):
