@@ -5,8 +5,10 @@ import random
 
 import pytest
 import torch
+import yaml
 from tiny import digits, save_tiny_policy  # noqa: F401
 
+from python_trainer.__main__ import main
 from python_trainer.config import check_config
 from python_trainer.data import Rollout
 
@@ -63,6 +65,32 @@ def make_config(settings):
         return check_config(merged(settings, changes), source="test")
 
     return make
+
+
+@pytest.fixture
+def run(settings, tmp_path, capsys):
+    """Runs the command line in this process: ``run(changes, *arguments) -> (exit code, standard error)``."""
+
+    def call(changes=None, *arguments, command="train", folder="run"):
+        for key, value in (changes or {}).items():
+            settings[key] = {**settings.get(key, {}), **value} if isinstance(value, dict) else value
+        path = tmp_path / "settings.yaml"
+        path.write_text(yaml.safe_dump(settings))
+        capsys.readouterr()
+        code = main([command, "--config", str(path), "--output-dir", str(tmp_path / folder), *arguments])
+        return code, capsys.readouterr().err
+
+    return call
+
+
+def one_clear_line(result, tmp_path, *words):
+    """Exit code 2, one line that names the trouble, and no run directory left behind."""
+    code, error = result
+    assert code == 2
+    assert error.startswith("error: ") and error.count("\n") == 1, error
+    for word in words:
+        assert word in error, error
+    assert not (tmp_path / "run").exists() or not (tmp_path / "run" / "summary.json").exists()
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import save_tiny_policy
+from conftest import one_clear_line, save_tiny_policy
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
@@ -25,32 +25,6 @@ from python_trainer.run import Trainer
 from python_trainer.run_directory import load_evaluations
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def run(settings, tmp_path, capsys):
-    """Runs the command line in this process: ``run(changes, *arguments) -> (exit code, standard error)``."""
-
-    def call(changes=None, *arguments, command="train", folder="run"):
-        for key, value in (changes or {}).items():
-            settings[key] = {**settings.get(key, {}), **value} if isinstance(value, dict) else value
-        path = tmp_path / "settings.yaml"
-        path.write_text(yaml.safe_dump(settings))
-        capsys.readouterr()
-        code = main([command, "--config", str(path), "--output-dir", str(tmp_path / folder), *arguments])
-        return code, capsys.readouterr().err
-
-    return call
-
-
-def one_clear_line(result, tmp_path, *words):
-    """Exit code 2, one line that names the trouble, and no run directory left behind."""
-    code, error = result
-    assert code == 2
-    assert error.startswith("error: ") and error.count("\n") == 1, error
-    for word in words:
-        assert word in error, error
-    assert not (tmp_path / "run").exists() or not (tmp_path / "run" / "summary.json").exists()
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["compare", "--help"], ["report", "--help"]])
@@ -199,133 +173,6 @@ def test_tokenizer_without_eos(run, tmp_path):
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": None}))
     one_clear_line(run({"model": {"path": str(folder)}}), tmp_path, "no EOS token", str(folder))
-
-
-def test_prompt_longer_than_the_model_allows(run, tmp_path):
-    path = tmp_path / "long.jsonl"
-    path.write_text('{"prompt": "A"}\n' + json.dumps({"prompt": "AB" * 100}) + "\n")
-    result = run({"task": {"train_path": str(path)}})
-    one_clear_line(result, tmp_path, f"prompt {path}:2 has 200 tokens", "limit of 128", "1 to 116")
-    assert not (tmp_path / "run").exists()
-
-
-def test_messages_without_chat_template(run, tmp_path):
-    path = tmp_path / "chat.jsonl"
-    path.write_text(json.dumps({"messages": [{"role": "user", "content": "AB"}]}) + "\n")
-    one_clear_line(run({"task": {"train_path": str(path)}}), tmp_path, "no chat template")
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [('{"prompt": "A"}\n{"prompt": \n', ["2"]), ("", ["jsonl"]), ('{"question": "A"}\n', ["prompt"])],
-)
-def test_bad_jsonl(run, tmp_path, text, words):
-    path = tmp_path / "bad.jsonl"
-    path.write_text(text)
-    one_clear_line(run({"task": {"train_path": str(path)}}), tmp_path, str(path), *words)
-    assert not (tmp_path / "run").exists()
-
-
-def test_missing_jsonl(run, tmp_path):
-    one_clear_line(run({"task": {"train_path": "/nowhere.jsonl"}}), tmp_path, "/nowhere.jsonl")
-
-
-def test_columns_that_some_lines_lack_are_noted(run, tmp_path):
-    path = tmp_path / "[red]gaps.jsonl"  # no markup
-    path.write_text('{"prompt": "A", "answer": 1}\n{"prompt": "B"}\n')
-    code, error = run({"task": {"train_path": str(path)}, "max_steps": 1})
-    assert code == 0
-    note = f"note: {path}: column 'answer' is missing on 1 of 2 lines, the first is line 2; reward functions get None"
-    assert [line for line in error.splitlines() if "missing" in line] == [f"{note} there"]
-
-
-PARTIAL = """
-def partial(completions, **_): return [None, 0.6] + [0.0] * (len(completions) - 2)
-def clear(completions, **_): return [-1.0, 1.0] + [0.0] * (len(completions) - 2)
-"""
-
-
-@pytest.mark.parametrize(
-    ("task", "notes"),
-    [
-        ({"reward": ["part_rewards:partial", "part_rewards:clear"]}, 1),
-        ({"reward": ["part_rewards:partial", "part_rewards:clear"], "accuracy": "partial"}, 0),
-        ({"reward": "part_rewards:clear"}, 0),
-        ({"reward": ["part_rewards:partial", "part_rewards:clear"], "reward_weights": [1, 0], "accuracy": "clear"}, 0),
-        ({"reward": ["part_rewards:clear", "part_rewards:partial"]}, 0),
-    ],
-)
-def test_partial_rewards_that_count_as_right_are_noted_once(run, tmp_path, monkeypatch, task, notes):
-    (tmp_path / "part_rewards.py").write_text(PARTIAL)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "part_rewards", raising=False)
-    code, error = run({"task": task, "max_steps": 2, "evaluation": {"eval_steps": 1}})
-    sys.modules.pop("part_rewards")
-    assert code == 0, error
-    found = [line for line in error.splitlines() if line.startswith("note: ")]
-    assert len(found) == notes
-    for line in found:
-        assert line.startswith(
-            "note: task.accuracy is not set, and to 1 of 6 answers partial gave neither 0 nor 1 but 0.6"
-        )
-        assert "no answer is right or wrong, dynamic sampling and accelerators compare rewards" in line
-
-
-REWARDS = """
-import math
-def raises(**_): raise RuntimeError("the judge is asleep")
-def short(completions, **_): return [1.0] * (len(completions) - 1)
-def nan(completions, **_): return [math.nan] * len(completions)
-def text(completions, **_): return ["good"] * len(completions)
-calls = 0
-def fails_at(call, completions):
-    global calls
-    calls += 1
-    if calls == call: raise ValueError("went away")
-    return [float(len(c)) for c in completions]
-def early(completions, **_): return fails_at(2, completions)
-def late(completions, **_): return fails_at(4, completions)
-"""
-
-
-@pytest.fixture
-def bad_rewards(tmp_path, monkeypatch):
-    (tmp_path / "bad_rewards.py").write_text(REWARDS)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield
-    sys.modules.pop("bad_rewards", None)
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [("raises", ["RuntimeError: the judge is asleep (", "bad_rewards.py:3)"]), ("short", ["5 values for 6"]),
-     ("nan", ["nan"]), ("text", ["'good'"]), ("nothing", ["no function nothing"])],
-)  # fmt: skip
-def test_bad_reward_functions(run, tmp_path, bad_rewards, name, words):
-    one_clear_line(run({"task": {"reward": f"bad_rewards:{name}"}}), tmp_path, name, *words)
-
-
-def test_reward_module_that_is_not_there(run, tmp_path):
-    one_clear_line(run({"task": {"reward": "no_such_module:f"}}), tmp_path, "no_such_module")
-
-
-def test_reward_that_fails_later_leaves_a_run_that_resumes(run, tmp_path, bad_rewards):
-    changes = {"task": {"reward": "bad_rewards:late"}, "max_steps": 5, "save": {"save_steps": 1}}
-    code, error = run(changes)
-    assert code == 2 and "error: reward function late raised ValueError: went away (" in error
-    code, error = run({}, "--resume")  # call 4 is over
-    assert code == 0, error
-    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [0, 1, 2, 3, 4, 5]
-
-
-def test_a_run_that_ended_before_its_first_step_does_not_hold_its_folder(run, tmp_path, bad_rewards):
-    changes = {"task": {"reward": "bad_rewards:early"}, "max_steps": 1}
-    code, error = run(changes)
-    assert code == 2 and "went away" in error
-    assert [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").open()] == [0]
-    code, error = run()
-    assert code == 0, error
 
 
 def test_resume_tells_of_a_missing_checkpoint_and_of_changed_settings(run, tmp_path):
