@@ -68,6 +68,18 @@ def make_config(settings):
 
 
 @pytest.fixture
+def rhyme_config(make_config):
+    """Config with rhyme: ``rhyme_config(database, {settings of rhyme}, max_steps=...)``."""
+
+    def make(database=None, rhyme=(), enabled=("rhyme",), **changes):
+        rhyme = {"database": database and str(database), **dict(rhyme)}
+        accelerators = {"enabled": list(enabled), "rhyme": rhyme, "rpo": {"keep": "any", "fill": False}}
+        return make_config(**changes, accelerators=accelerators)
+
+    return make
+
+
+@pytest.fixture
 def run(settings, tmp_path, capsys):
     """Runs the command line in this process: ``run(changes, *arguments) -> (exit code, standard error)``."""
 

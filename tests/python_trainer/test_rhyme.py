@@ -10,34 +10,16 @@ from conftest import digits, even, run_settings
 from rich.console import Console
 from test_checkpoint import assert_same_run
 
-from python_trainer.accelerators.rhyme import accelerator as rhyme_module
-from python_trainer.accelerators.rhyme.accelerator import begins_with
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
-from python_trainer.accelerators.rhyme.records import StoredAnswer, prompt_key
 from python_trainer.accelerators.rhyme.settings import RhymeSettings
 from python_trainer.config import check_config
-from python_trainer.data import Rollout, by_group
 from python_trainer.errors import UserError
-from python_trainer.keyed import keyed_unit, prompt_order
-from python_trainer.objective import Objective, make_batch, set_advantages
 from python_trainer.report.write import report
 from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
 
 QUIET = Console(quiet=True)
 TRUST_ALL = {"threshold": 0.0, "fraction": 1.0, "lookahead": 100}
-
-
-@pytest.fixture
-def rhyme_config(make_config):
-    """Config with the accelerator: ``rhyme_config(database, {settings of rhyme}, max_steps=...)``."""
-
-    def make(database=None, rhyme=(), enabled=("rhyme",), **changes):
-        rhyme = {"database": database and str(database), **dict(rhyme)}
-        accelerators = {"enabled": list(enabled), "rhyme": rhyme, "rpo": {"keep": "any", "fill": False}}
-        return make_config(**changes, accelerators=accelerators)
-
-    return make
 
 
 def train(config, folder, **options):
@@ -118,117 +100,8 @@ def test_untrusted_history_changes_nothing(filled, rhyme_config, make_config, tm
     assert read_metrics(tmp_path / "aware")[-1]["rhyme/best_match"] > 0.5  # there was something
 
 
-def failing(prompts, completions, completion_ids, **columns):
-    return [0.0] * len(completions)
-
-
 def any_digit(prompts, completions, completion_ids, **columns):
     return [float(any(token < 10 for token in ids)) for ids in completion_ids]
-
-
-def stored_answer(trainer, key, ids=(1, 2, 3), logprobs=(-1.0, -1.0, -1.0)):
-    prompt = trainer.task.train[key].prompt
-    return StoredAnswer(0, 0, 0, prompt_key(prompt), "123", True, 1.0, list(ids), list(logprobs))
-
-
-def test_groups_in_which_all_failed_are_rescued(rhyme_config, tmp_path):
-    config = rhyme_config(None, {"history_ratio": 0, "min_weight": 0}, max_steps=1,
-                          task={"reward": "test_rhyme:failing"})  # fmt: skip
-    trainer = Trainer(config, tmp_path / "run", console=QUIET)
-    key = prompt_order(0, 0, 4, 12)[2]  # the third prompt of the first step
-    trainer.accelerators[0].bank.add(stored_answer(trainer, key), fresh=True)
-    trainer.run()
-    row = read_metrics(tmp_path / "run")[1]
-    assert row["rhyme/failed_groups"] == 1 and row["rhyme/rescued_groups"] == 0.25
-    assert row["rhyme/stored_share"] == pytest.approx(1 / 17) and row["reward"] == 0
-    assert row["frac_reward_zero_std"] < 1 and row["grad_norm"] > 0  # one group teaches
-
-
-def test_stale_own_answers_and_far_ones_stay_out(rhyme_config, tmp_path):
-    for name, settings, logprobs in (
-        ("stale", {"max_staleness": 0, "min_weight": 0}, [-1.0] * 3),
-        ("far", {"min_weight": 0.5}, [0.0] * 3),  # certain then, unlikely now
-    ):
-        config = rhyme_config(None, settings, max_steps=1, task={"reward": "test_rhyme:failing"})
-        trainer = Trainer(config, tmp_path / name, console=QUIET)
-        key = prompt_order(0, 0, 4, 12)[0]
-        trainer.accelerators[0].bank.add(stored_answer(trainer, key, logprobs=logprobs), fresh=True)
-        trainer.run()
-        row = read_metrics(tmp_path / name)[1]
-        assert row["rhyme/stored_share"] == 0 and row["rhyme/rescued_groups"] == 0
-        assert ("rhyme/too_far" in row) == (name == "far")
-
-
-def test_no_more_answers_are_spared_than_stored_ones_can_come(rhyme_config, tmp_path):
-    """A candidate that the policy would not write spares none, two spare two, and both of them join."""
-    config = rhyme_config(None, {"history_ratio": 1.0, "min_weight": 0.5}, max_steps=1,
-                          task={"reward": "test_rhyme:failing"})  # fmt: skip
-    trainer = Trainer(config, tmp_path / "run", console=QUIET)
-    rhyme, keys = trainer.accelerators[0], prompt_order(0, 0, 4, 12)[:3]
-    for key, answers in zip(keys, ([(1, 2)], [(1, 2), (3, 4)], [(1, 2), (3, 4), (5, 6)])):
-        for ids in answers:
-            known = 0.0 if key == keys[0] else -9.0  # certain then; hardly possible then
-            sample = stored_answer(trainer, key, ids, [known] * 2)
-            sample.text = str(ids)
-            rhyme.bank.add(sample, fresh=True)
-    trainer.run()
-    assert rhyme.spared == [0, 2, 2, 0] and len(rhyme.offers) == 5
-    row = read_metrics(tmp_path / "run")[1]
-    assert row["rhyme/spared_answers"] == row["rhyme/stored_answers"] == 4 and row["rhyme/candidates"] == 6
-    assert row["rhyme/passed_over"] == 1 and row["rhyme/too_far"] == pytest.approx(1 / 6)
-
-
-def test_a_prompt_that_comes_twice_in_a_step_has_stored_answers_in_both_groups(rhyme_config, tmp_path, monkeypatch):
-    rollout = {"prompts_per_step": 24}  # two epochs of 12 prompts
-    config = rhyme_config(None, {"min_weight": 0}, max_steps=1, rollout=rollout, task={"reward": "test_rhyme:failing"})
-    trainer = Trainer(config, tmp_path / "run", console=QUIET)
-    rhyme, update, groups = trainer.accelerators[0], trainer.learner.update, []
-    rhyme.bank.add(stored_answer(trainer, 5), fresh=True)
-
-    def spy(rollouts, number):
-        groups.extend(by_group(rollouts).values())
-        return update(rollouts, number)
-
-    monkeypatch.setattr(trainer.learner, "update", spy)
-    trainer.run()
-    stored = [sum(r.importance_cap is not None for r in group) for group in groups if group[0].prompt_key == 5]
-    assert stored == [1, 1] and {len(group) for group in groups} == {4}
-    row = read_metrics(tmp_path / "run")[1]
-    assert row["rhyme/spared_answers"] == row["rhyme/stored_answers"] == 2
-    assert row["rhyme/prompts_with_candidates"] == row["rhyme/rescued_groups"] == 2 / 24
-
-
-@pytest.mark.parametrize("selection", ["likelihood", "reward", "random"])
-def test_the_selection_chooses(rhyme_config, tmp_path, selection):
-    """Among sixteen candidates for two places."""
-    settings = {"history_ratio": 1.0, "min_weight": 0, "candidates": 16, "selection": selection}
-    config = rhyme_config(None, settings, max_steps=1, task={"reward": "test_rhyme:failing"})
-    trainer = Trainer(config, tmp_path / "run", console=QUIET)
-    key = prompt_order(0, 0, 4, 12)[0]
-    for i in range(16):
-        sample = stored_answer(trainer, key, (i % 10, i % 7, i % 3))
-        sample.text, sample.reward = str(i), 1.0 + i % 5
-        trainer.accelerators[0].bank.add(sample, fresh=True)
-    rhyme, seeds, chosen = trainer.accelerators[0], [], []
-    original = rhyme.collect
-
-    def spy(context, rollouts):
-        seeds.append(context.seed)
-        mixed = original(context, rollouts)
-        chosen.extend(rollout for rollout in mixed if rollout.importance_cap is not None)
-        return mixed
-
-    rhyme.collect = spy
-    trainer.run()
-    offers, evidence = rhyme.offers, rhyme.evidence
-    worth = {
-        "likelihood": [float(values.mean()) for values in evidence.logprobs],
-        "reward": [offer.sample.reward for offer in offers],
-        "random": [keyed_unit(seeds[0], "rhyme random", i) for i in range(16)],
-    }
-    best = sorted(range(16), key=lambda i: -worth[selection][i])[:2]
-    assert [answer.text for answer in chosen] == [offers[i].sample.text for i in best]
-    assert read_metrics(tmp_path / "run")[1]["rhyme/passed_over"] == 14
 
 
 def test_rewards_outside_of_their_range_are_told_of_once(rhyme_config, tmp_path, capsys):
@@ -236,29 +109,6 @@ def test_rewards_outside_of_their_range_are_told_of_once(rhyme_config, tmp_path,
     train(config, tmp_path / "run")
     notes = [line for line in capsys.readouterr().err.splitlines() if "reward_range [0, 1]" in line]
     assert len(notes) == 1 and "outside" in notes[0]
-
-
-@pytest.mark.parametrize(("ratio", "weight"), [(0.5, 0.5), (4.0, 1.5), (math.nan, 1.0)])
-def test_a_stored_token_enters_the_loss_with_its_truncated_weight(make_config, ratio, weight):
-    """The weight is min(pi / behaviour, cap), or 1 where nobody knows; also without any importance_sampling."""
-    config = make_config(algorithm={"importance_sampling": "none", "loss_type": "token-mean"}).algorithm
-    now = torch.tensor([-1.0, -2.0])
-    kept = [float(x) - math.log(ratio) if ratio > 0 else math.nan for x in now]
-    common = {"prompt_key": 0, "group": 0, "prompt_ids": [5], "prefix_len": 0, "finish_reason": "stop", "text": ""}
-    rollouts = [
-        Rollout(**common, response_ids=[1, 2], logprobs=now.tolist(), reward=0.0, rewards={}, accuracy=0.0),
-        Rollout(**common, response_ids=[3, 4], logprobs=kept, reward=1.0, rewards={}, accuracy=1.0, importance_cap=1.5),
-    ]
-    batch = make_batch(rollouts, config, torch.device("cpu"))
-    set_advantages(batch, config)
-    advantages = batch.advantages.padded()[:, 0]
-    packed = batch.pack([0, 1])
-    logprobs = now.expand(2, 2).clone().requires_grad_()
-    loss, _ = Objective(config, 8).loss(packed, logprobs, torch.zeros(2, 2), batch, [0, 1])
-    loss.backward()
-    expected = -advantages[1] * weight / 4
-    assert logprobs.grad[1].tolist() == pytest.approx([float(expected)] * 2, rel=1e-5)
-    assert logprobs.grad[0].tolist() == pytest.approx([float(-advantages[0] / 4)] * 2, rel=1e-5)
 
 
 EVERYTHING = {**TRUST_ALL, "retrodiction_steps": 1, "selection": "retrodiction", "held_out": 8}
@@ -328,49 +178,6 @@ def test_hindsight_ranks_perfectly(filled, rhyme_config, tmp_path):
     trainer, _, rows = train(rhyme_config(filled, {**TRUST_ALL, "selection": "oracle"}, max_steps=4), tmp_path / "run")
     assert any(row["rhyme/stored_share"] > 0 for row in rows)
     assert any("rhyme/alignment" in row for row in rows) and trainer.accelerators[0].ranking.last_gradient is not None
-
-
-def test_stored_answers_join_a_group_only_from_where_it_begins(make_config, tmp_path, monkeypatch):
-    """Answers of a group are compared with each other, so all of them go on from the same tokens."""
-    config = make_config(max_steps=12, accelerators={"enabled": ["rhyme", "rpo"], "rpo": {"cut_share": 0.7}})
-    trainer = Trainer(config, tmp_path / "run", console=QUIET)
-    update, stored, offered = trainer.learner.update, [], []
-
-    def spy(rollouts, number):
-        for members in by_group(rollouts).values():
-            given = members[0].response_ids[: members[0].prefix_len]
-            for r in members:
-                assert r.prefix_len == len(given) and r.response_ids[: r.prefix_len] == given
-                assert len(r.response_ids) == r.prefix_len + len(r.logprobs) and r.logprobs
-            stored.extend(r.prefix_len for r in members if r.importance_cap is not None)
-        return update(rollouts, number)
-
-    def begins(response_ids, prefix_ids):
-        offered.append(begins_with(response_ids, prefix_ids))
-        return offered[-1]
-
-    monkeypatch.setattr(trainer.learner, "update", spy)
-    monkeypatch.setattr(rhyme_module, "begins_with", begins)
-    trainer.run()
-    assert 0 in stored and max(stored) > 0, "groups with and without a beginning"
-    assert False in offered and True in offered
-    assert not begins_with([1, 2], [1, 2]) and begins_with([1, 2], []) and not begins_with([1, 3, 2], [1, 2])
-
-
-def test_no_answer_is_spared_for_stored_ones_that_begin_otherwise(rhyme_config, tmp_path):
-    config = rhyme_config(None, {"min_weight": 0}, enabled=("rhyme", "rpo"), max_steps=1,
-                          task={"reward": "test_rhyme:failing"})  # fmt: skip
-    trainer = Trainer(config, tmp_path / "run", console=QUIET)
-    assert [accelerator.name for accelerator in trainer.accelerators if not accelerator.watches] == ["rpo", "rhyme"]
-    rpo, rhyme = trainer.accelerators[:2]
-    for key in range(12):
-        rpo.answers[key], rpo.shortest[key] = [7, 8, 9, 10], 4
-        rhyme.bank.add(stored_answer(trainer, key), fresh=True)
-    trainer.run()
-    row = read_metrics(tmp_path / "run")[1]
-    begun = row["rpo/hit_rate"]
-    assert begun > 0 and row["rhyme/prompts_with_candidates"] == 1 - begun
-    assert row["rhyme/spared_answers"] == row["rhyme/stored_answers"] == 4 * (1 - begun)
 
 
 def test_with_suffix_rollouts(filled, rhyme_config, tmp_path):
