@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+ROOMS = "rlkernels", "python_trainer", "bench", "tests", "tools", "examples"
 FILES = dict(re.findall(r"```python\n# (\S+\.py)\n(.*?)```", TEXT, re.DOTALL))
 COMMANDS = re.findall(r"```\npython (-m python_trainer train .*?)\n```", TEXT, re.DOTALL)
 QUICK = ["max_steps=2", "max_seconds=null", "task.train_size=8", "task.test_size=4", "model.path=small",
@@ -76,7 +77,7 @@ def test_every_file_of_a_step_is_there():
 
 def test_functions_and_files_are_as_short_as_the_style_says():
     """Functions under 90 lines, files under 400."""
-    paths = [path for folder in ("rlkernels", "python_trainer", "bench") for path in (ROOT / folder).rglob("*.py")]
+    paths = [path for folder in ROOMS for path in (ROOT / folder).rglob("*.py")]
     assert len(paths) > 100
     for path in paths:
         text = path.read_text(encoding="utf-8")

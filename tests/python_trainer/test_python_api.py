@@ -77,7 +77,7 @@ class OfAnotherTrainer(Callback):
 
 
 def test_a_callback_that_would_never_be_called_is_refused(make_config, tmp_path):
-    with pytest.raises(UserError, match=r"OfAnotherTrainer\.on_step_end would never be called: there are on_rollouts, on_st"):
+    with pytest.raises(UserError, match=r"OfAnotherTrainer\.on_step_end would never be called: there are on_rollouts"):
         Trainer(make_config(), tmp_path / "run", console=QUIET, callbacks=[OfAnotherTrainer()])
     assert not (tmp_path / "run").exists()
 
