@@ -5,6 +5,7 @@ With RLKERNELS_TRACE=OUT.npz, ``python -m bench history`` replays them. An epoch
 
 import argparse
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from python_trainer.accelerators.settings import AcceleratorSettings
 from python_trainer.config import Config, load_config
 from python_trainer.data import Rollout
 from python_trainer.run import Trainer
+from python_trainer.run_directory import read_metrics
 
 DEFAULTS = ["max_seconds=null", "evaluation.eval_steps=0", "evaluation.eval_limit=1", "save.save_steps=0"]
 
@@ -49,12 +51,13 @@ def main() -> None:
 
 
 def record(config: Config, out: Path) -> None:
-    """Trains, and writes the rollouts of all steps."""
+    """Trains, and writes the rollouts of all steps, with the CPU seconds that their generation took in each."""
     recorder = Recorder()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(config, Path(folder) / "run")
+        trainer = Trainer(config, Path(folder) / "run", timer=time.process_time)
         trainer.accelerators.append(recorder)
         trainer.run()
+        seconds = [row["time/rollout_s"] for row in read_metrics(Path(folder) / "run") if row["step"]]
     rows = [rollout for _, rollout in recorder.rollouts]
     per_epoch = len(trainer.prompts["train"]) / config.rollout.prompts_per_step
     columns: dict[str, Any] = {f"prompt_{k}": v for k, v in flat(trainer.prompts["train"]).items()}
@@ -65,6 +68,7 @@ def record(config: Config, out: Path) -> None:
         reward=np.array([r.reward for r in rows]),
         step=np.array([step for step, _ in recorder.rollouts]),
         epoch=np.array([int((step - 1) / per_epoch) for step, _ in recorder.rollouts]),
+        rollout_s=np.array(seconds),
         **columns,
     )
 

@@ -50,6 +50,11 @@ def trainer_trace() -> Trace | Missing:
     path = Path(os.environ.get("RLKERNELS_TRACE", ""))
     if not path.is_file():
         return Missing("no trace; write one with python -m bench._trace FILE and set RLKERNELS_TRACE to FILE")
+    return read_trace(path)
+
+
+def read_trace(path: Path) -> Trace:
+    """What ``python -m bench._trace`` has written."""
     with np.load(path) as file:
         data = dict(file)
 

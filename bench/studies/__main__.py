@@ -11,6 +11,7 @@ STUDIES = {
     "replay": "what stages of earlier runs, of this task or another, could have told a run of its answers and accuracy",
     "gradients": "what the choice of prompts expects, against what gradients show of it, by token and by second",
     "drafts": "lossless drafts: forward passes and rollout seconds by epoch, and that training does not change",
+    "siblings": "drafts in the first epoch: what other prompts and the other answers of a group would save",
     "lossless": "how often the engine draws each token, against the exact probabilities, over random settings",
     "scheduling": "rollouts over several workers: how well lengths are predicted, what balancing by them saves",
     "trl": "this trainer against TRL's: seconds to the same accuracy",
