@@ -5,6 +5,7 @@ import importlib
 
 STUDIES = {
     "alpha": "extrapolated weights: what rank 1 keeps, what prediction adds after 40 % of the steps, what the gate did",
+    "alpha_rivals": "what rivals do in place of extrapolated weights: higher rates, averages, ranks, free gates",
     "rpo": "suffix rollouts against plain GRPO and DAPO: tokens, seconds to the same accuracy, final accuracy",
     "ground": "tasks of mixed difficulty: plain training tuned, and rivals without history",
     "curriculum": "prompts chosen by history against plain GRPO and rules without history, task by task",

@@ -16,7 +16,7 @@ import argparse
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -206,10 +206,7 @@ def attempts(config: Config, part: Part, cut: int) -> None:
         if event["accepted"] and event["tries"][-1]["factor"] == 1.0:
             part.keep(f"ungated {name}", gated)
         else:
-            trainer = at(part, config, cut)
-            trainer.learner.optimizer.write(predicted)
-            trainer.engine.policy_updated()
-            part.keep(f"ungated {name}", trainer.evaluate_each("test"))
+            part.keep(f"ungated {name}", answers_with(at(part, config, cut), predicted))
         part.note(f"attempt {name}", event)
 
 
@@ -217,6 +214,22 @@ def predict_anyway(alpha: Alpha, context: StepContext) -> dict[str, torch.Tensor
     assert alpha.trajectory is not None
     rules = replace(alpha.rules(), limits=Limits(min_gap=0.0, noise_factor=0.0, min_cosine=0.0))
     return rules.predict(alpha.trajectory, alpha.weights(context))
+
+
+def answers_with(trainer: Timed, weights: Mapping[str, torch.Tensor], prompts: int | None = None) -> list[float]:
+    """Right or wrong for the first test prompts with these weights, which stay in the model."""
+    trainer.learner.optimizer.write(weights)
+    trainer.engine.policy_updated()
+    return trainer.evaluate_each("test", first_rows(prompts))
+
+
+def leading_parts(
+    weights: Mapping[str, torch.Tensor], base: Mapping[str, torch.Tensor], rank: int
+) -> dict[str, torch.Tensor]:
+    """The part of this rank of the update of every projection in ``base``, as a matrix of its shape."""
+    pairs = {name: (weights[name], start) for name, start in base.items()}
+    found = leading_deltas(pairs, rank=rank, min_passes=8)  # reads enough for the last of 16 directions
+    return {name: left @ right.T for name, (_, left, right) in found.items()}
 
 
 def same_cost(config: Config, part: Part, cut: int) -> None:
@@ -252,17 +265,10 @@ def cut_down(config: Config, part: Part, step: int, scan_prompts: int, *, more: 
     first = dict(Trainer(config, part.folder / "none", console=Console(quiet=True)).policy.model.named_parameters())
     deltas = {name: final[name] - base for name, base in tracked.base.items()}
     sizes = {name: float(delta.norm()) for name, delta in deltas.items()}
-    low: dict[int, dict[str, torch.Tensor]] = {}
-    for rank in (1, 4, 16):
-        pairs = {name: (final[name], base) for name, base in tracked.base.items()}
-        found = leading_deltas(pairs, rank=rank, min_passes=8)  # reads enough for the last of 16 directions
-        low[rank] = {name: left @ right.T for name, (_, left, right) in found.items()}
+    low = {rank: leading_parts(final, tracked.base, rank) for rank in (1, 4, 16)}
 
     def test(modules: dict[str, torch.Tensor], rest: str, prompts: int | None = None) -> list[float]:
-        values = dict(final if rest == "trained" else first) | modules
-        trainer.learner.optimizer.write(values)
-        trainer.engine.policy_updated()
-        return trainer.evaluate_each("test", first_rows(prompts))
+        return answers_with(trainer, dict(final if rest == "trained" else first) | modules, prompts)
 
     def update(rank: int, scale: Callable[[str], float]) -> dict[str, torch.Tensor]:
         return {n: base + scale(n) * low[rank][n] for n, base in tracked.base.items()}
