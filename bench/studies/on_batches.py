@@ -83,7 +83,6 @@ class OnBatchesSettings(AlphaSettings):
     name = "on_batches"
     accelerator = "bench.studies.on_batches:OnBatches"
     counters: ClassVar = {"alpha/tried": "extrapolations tried (on batches)"}
-    command = None
 
     margin: float = -1.0
     """Standard errors by which the mean reward of a candidate has to be above that of the steps before."""
