@@ -30,7 +30,7 @@ def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     Rewards and accuracy are of answers that the policy has begun itself, and missing where there are none: those that
     go on from a given beginning have ``continued/`` ones, since most of a right beginning's are right. Stored answers
     count in the deviations, which decide whether a group teaches anything, and nowhere else; those that no group
-    judges not even there.
+    judges not even there. Where all are stored nothing is told of lengths.
     """
     rollouts = [rollout for rollout in rollouts if rollout.expected is None]
     rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
@@ -42,9 +42,10 @@ def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     row = {
         "reward_std": float(deviation.mean()),
         "frac_reward_zero_std": float((deviation == 0).double().mean()),
-        "completions/clipped_ratio": 1 - len(ended) / len(rollouts),
-        "completions/generated_length": sum(rollout.written for rollout in rollouts) / len(rollouts),
     }
+    if rollouts:
+        row["completions/clipped_ratio"] = 1 - len(ended) / len(rollouts)
+        row["completions/generated_length"] = sum(rollout.written for rollout in rollouts) / len(rollouts)
     begun = fresh_ones(rollouts)
     continued = [rollout for rollout in rollouts if rollout.prefix_len]
     row |= reward_statistics(begun) | {f"continued/{name}": x for name, x in reward_statistics(continued).items()}

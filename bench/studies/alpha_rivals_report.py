@@ -34,7 +34,7 @@ def rank_name(rank: int | None) -> str:
 
 
 def accuracies(found: Found, name: str) -> list[str]:
-    """By seed, the mean over them and the standard error of one, by test prompts."""
+    """By seed, and their mean."""
     have = [found.answers[i][name].mean() for i in found.has(name)]
     return [", ".join(f"{accuracy:.3f}" for accuracy in have), f"{fmean(have):.3f}"]
 
@@ -91,7 +91,9 @@ def gates(folder: Path, kinds: dict[str, Path], end: str) -> list[str]:
                 seen[STEPS] = middle[:ON_THE_WAY].mean()  # this run had an end there
             way = ", ".join(f"{step}: {accuracy:.3f}" for step, accuracy in sorted(seen.items())[1:-1])
             told = [f"step {event['step']}: {outcome(event)}" for event in numbers[f"{end}_cost"]["attempts"]]
-            tokens = sum(cost["counts"]["generated_tokens"] for key, cost in numbers.items() if key == f"{end}_cost")
+            if GATES.get(name) is not None:
+                told = [text.replace("(gate", "(batch") for text in told]
+            tokens = numbers[f"{end}_cost"]["counts"]["generated_tokens"]
             rows.append(
                 [seed, name, way, f"{answers[end].mean():.3f}", f"{steps_of(numbers):.0f}", f"{tokens:,}", brief(told)]
             )

@@ -183,6 +183,8 @@ def test_they_are_in_no_metric_of_groups():
     fresh = [answer(0, reward=float(i), group=0) for i in range(2)]
     lone = answer(1, group=1, expected=0.1, importance_cap=1.0)
     assert rollout_statistics([*fresh, lone]) == rollout_statistics(fresh)
+    stored = [answer(0, reward=float(i), group=0, importance_cap=1.0) for i in range(2)]
+    assert rollout_statistics(stored) == {"reward_std": pytest.approx(0.5**0.5), "frac_reward_zero_std": 0.0}
 
 
 @pytest.mark.parametrize("enabled", [["curriculum"], ["curriculum", "drafts"]])
