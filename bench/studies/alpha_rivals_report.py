@@ -35,8 +35,8 @@ def rank_name(rank: int | None) -> str:
 
 def accuracies(found: Found, name: str) -> list[str]:
     """By seed, and their mean."""
-    have = [found.answers[i][name].mean() for i in found.has(name)]
-    return [", ".join(f"{accuracy:.3f}" for accuracy in have), f"{fmean(have):.3f}"]
+    have = {found.seeds[i]: found.answers[i][name].mean() for i in found.has(name)}
+    return [", ".join(f"{seed}: {accuracy:.3f}" for seed, accuracy in have.items()), f"{fmean(have.values()):.3f}"]
 
 
 def rates(folder: Path) -> list[str]:
@@ -65,7 +65,13 @@ def ranks(folder: Path) -> list[str]:
                 low, own, high = (found.stack(x, seeds).mean() for x in (before, name, best))
                 share = f"{100 * (own - low) / (high - low):.0f} %" if high != low else "-"
                 rows.append([name, f"{100 * held:.0f} %", *accuracies(found, name), share])
-    head = ["stretched", "of an update's norm", "accuracy by seed", "mean", "share of the gain of the first stretch"]
+    head = [
+        "stretched",
+        "of an update's norm, mean over projections",
+        "accuracy by seed",
+        "mean",
+        "share of the gain of the first stretch",
+    ]
     return table_lines(head, rows)
 
 
@@ -133,14 +139,16 @@ def write(folder: Path, results: Path) -> None:
         "Written by `python -m bench.studies alpha_rivals`; docs/alpha.md explains it.\n",
         f"{cpu_model()}, one thread, commit {', '.join(commits)}. 4,096 test prompts, one sampled answer each; on the "
         f"way {ON_THE_WAY:,}. Seconds are compared within a run only where other programs share the machine.\n",
-        "## Rates and averages\n", *rates(folder), "",
-        f"## The update at {LOW} after {STEPS} steps, stretched\n",
-        "No gate; the rest of the weights stays as trained. The norm is the mean over projections.\n",
-        *ranks(folder), "",
-        f"## {LONGER} steps at {TUNED}\n", *gates(folder, kinds, f"{LONGER} steps"), "",
-        "Averages of the weights of the plain runs:\n", *longer(folder), "",
-    ]  # fmt: skip
-    if any(path.exists() for path in lattice.values()):
-        text += [f"## {LATTICE}\n", *gates(folder, lattice, "end"), ""]
+        *section("Rates and averages", rates(folder)),
+        *section(f"The update at {LOW} after {STEPS} steps, stretched: no gate, the rest as trained", ranks(folder)),
+        *section(f"{LONGER} steps at {TUNED}", gates(folder, kinds, f"{LONGER} steps")),
+        *section(f"Averages of the weights after {LONGER} plain steps at {TUNED}", longer(folder)),
+        *section(LATTICE, gates(folder, lattice, "end")),
+    ]
     results.mkdir(parents=True, exist_ok=True)
     (results / "alpha_rivals.md").write_text("\n".join(text))
+
+
+def section(title: str, table: list[str]) -> list[str]:
+    """Lines of a section, none where the table has no row."""
+    return [f"## {title}\n", *table, ""] if len(table) > 2 else []

@@ -176,13 +176,13 @@ def test_tables(tmp_path):
     page = (tmp_path / "results" / "alpha_rivals.md").read_text()
     for words in (
         "commit abc.",
-        "| at 3e-5 | 0.750, 0.750 | 0.750 | 30, 30 |",
-        "| ... moving average, 0.8 a step | 0.725, 0.725 | 0.725 |  |",
-        "| ... the whole update stretched 2.5 times | 0.800, 0.800 | 0.800 |  |",
-        "| rank 1, 2.5 times | 70 % | 0.780, 0.780 | 0.780 | 60 % |",
+        "| at 3e-5 | 0: 0.750, 1: 0.750 | 0.750 | 30, 30 |",
+        "| ... moving average, 0.8 a step | 0: 0.725, 1: 0.725 | 0.725 |  |",
+        "| ... the whole update stretched 2.5 times | 0: 0.800, 1: 0.800 | 0.800 |  |",
+        "| rank 1, 2.5 times | 70 % | 0: 0.780, 1: 0.780 | 0.780 | 60 % |",
         "| 1 | plain | 12: 0.750, 24: 1.000 | 0.950 | 57 | 12,345 | - |",
         "| 0 | a free gate | 12: 0.750, 24: 0.800 | 0.940 | 56 | 12,345 | step 6: accepted at 1 (gate 0.500 -> 0.600); "
         "step 18: refused: flat accuracy (2 times) |",
     ):
         assert words in page, words
-    assert "at 6e-5" not in page and "lattice_paths" not in page
+    assert "at 6e-5" not in page and "lattice_paths" not in page and "Averages of" in page
