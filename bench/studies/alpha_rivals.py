@@ -83,17 +83,19 @@ def stretched(weights: Weights, parts: Weights, factor: float) -> dict[str, torc
 
 
 class Averages(Callback):
-    """Keeps the averages of the weights in the run's folder, in a file for the last step."""
-
-    def __init__(self) -> None:
-        self.snapshots: list[dict[str, torch.Tensor]] = []
+    """Keeps the weights of every step in the run's folder, and after the last one only their averages."""
 
     def on_step(self, trainer: Any, step: int, metrics: Mapping[str, float]) -> None:
-        self.snapshots.append({name: p.detach().clone() for name, p in trainer.policy.model.named_parameters()})
+        weights = {name: p.detach().clone() for name, p in trainer.policy.model.named_parameters()}
+        save_file(weights, trainer.folder / f"weights-{step:06d}.safetensors")
         if step == trainer.config.max_steps:
+            files = sorted(trainer.folder.glob("weights-*.safetensors"))
+            snapshots = [load_file(file) for file in files]
             for name in AVERAGES:
-                shares = shares_of(name, len(self.snapshots))
-                save_file(average(self.snapshots, shares), averages_file(trainer.folder, name, step))
+                shares = shares_of(name, len(snapshots))
+                save_file(average(snapshots, shares), averages_file(trainer.folder, name, step))
+            for file in files:
+                file.unlink()
 
 
 def averages_file(run: Path, name: str, step: int) -> Path:

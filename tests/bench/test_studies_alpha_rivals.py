@@ -35,11 +35,11 @@ def test_averages_of_weights():
 def test_averages_are_kept_when_the_last_step_is_done(tmp_path):
     model = torch.nn.Linear(2, 1, bias=False)
     trainer = SimpleNamespace(policy=SimpleNamespace(model=model), config=SimpleNamespace(max_steps=9), folder=tmp_path)
-    averages = Averages()
     for step in range(1, 10):
-        assert not list(tmp_path.iterdir())
+        assert len(list(tmp_path.iterdir())) == step - 1
         model.weight.data.fill_(step)
-        averages.on_step(trainer, step, {})
+        Averages().on_step(trainer, step, {})  # another one after an interruption
+    assert len(list(tmp_path.iterdir())) == len(report.AVERAGES)
     for name, mean in zip(
         report.AVERAGES, (5.5, sum(0.8**i * (9 - i) for i in range(9)) / sum(0.8**i for i in range(9)))
     ):
