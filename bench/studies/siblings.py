@@ -71,9 +71,12 @@ class Spent:
 
 
 class Plain(Drafter):
-    """As in training: prompts without earlier answers are left alone."""
+    """No drafts, as in training where passes are cheap: prompts have no earlier answers yet."""
 
     scored = True
+
+    def start(self, samples: Sequence[Decoding]) -> None:
+        pass
 
     def keep(self, samples: Sequence[Decoding]) -> None:
         """Puts answers into the history: those of a step, at its end."""
@@ -83,7 +86,7 @@ class Plain(Drafter):
 
 
 class Scored(Plain):
-    """New prompts are drafted too."""
+    """New prompts are drafted too, as in training where passes are dear."""
 
     def start(self, samples: Sequence[Decoding]) -> None:
         for sample in samples:

@@ -9,6 +9,7 @@ from python_trainer.rollout.decoding import Decoding
 from rlkernels import RolloutHistory
 
 WORTHLESS = 0.95  # no draft token is trusted more than this
+DEAR_PASS = 1000.0  # tokens: where a pass costs as much on top, what other prompts suggest pays (docs/history.md)
 
 
 class HistoryEntry(NamedTuple):
@@ -24,7 +25,7 @@ class Drafter:
     """Guesses the next tokens of running samples, and learns from what came of it.
 
     Drafts change the number of forward passes, never the tokens. Samples of prompts without earlier answers are left
-    alone: what other prompts suggest shortens too few passes to pay for looking it up.
+    alone unless passes are dear: what other prompts suggest saves too few of them to pay for looking it up.
 
     Args:
         history: earlier answers; filled by the caller.
@@ -53,11 +54,12 @@ class Drafter:
 
     def start(self, samples: Sequence[Decoding]) -> None:
         """Follows rollouts that begin, or come from another engine; those that go on after a preemption are known."""
+        dear = self.pass_overhead is not None and self.pass_overhead >= DEAR_PASS
         for sample in samples:
             if sample in self.handles:
                 continue
             prompt = sample.rollout.prompt_ids
-            if self.history.longest_prompt(prompt) == len(prompt):
+            if dear or self.history.longest_prompt(prompt) == len(prompt):
                 handle = self.handles[sample] = self.history.track(prompt)
                 self.history.extend(handle, sample.rollout.response_ids)
 

@@ -10,7 +10,7 @@ from python_trainer.accelerators.drafts.accelerator import Drafts
 from python_trainer.accelerators.drafts.settings import DraftsSettings
 from python_trainer.errors import UserError
 from python_trainer.rollout import Request, SamplingParams
-from python_trainer.rollout.drafting import Drafter, pass_overhead
+from python_trainer.rollout.drafting import DEAR_PASS, Drafter, pass_overhead
 from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
 from rlkernels import RolloutHistory
@@ -68,18 +68,24 @@ def test_same_tokens_with_a_good_and_a_bad_history(name, sampling, fused):
 
 
 def test_prompts_without_answers_are_left_alone():
-    """Looking up what other prompts suggest would cost more than the few passes that it saves."""
+    """Looking up what other prompts suggest would cost more than the few passes that it saves, unless they are dear."""
     model, requests = make(), mixed_requests()
     wanted = engine_for(model).generate(requests, GREEDY)
     engine = engine_for(model)
-    engine.drafter = drafter()
+    engine.drafter = drafter(pass_overhead=DEAR_PASS - 1)
     for request, completion in zip(requests, wanted):  # the right answers, under another prompt
         engine.drafter.history.add([*request.prompt_ids, 1], completion.ids)
     assert_same(engine.generate(requests, GREEDY), wanted)
     assert engine.stats["draft_tokens"] == 0 and not engine.drafter.handles
+    engine.drafter.pass_overhead = DEAR_PASS
+    assert_same(engine.generate(requests, GREEDY), wanted)
+    by_others = engine.stats["accepted_tokens"]
+    engine.drafter.pass_overhead = DEAR_PASS - 1
+    assert_same(engine.generate(requests, GREEDY), wanted)
+    assert engine.stats["accepted_tokens"] == by_others > 0
     engine.drafter.history.add(requests[0].prompt_ids, wanted[0].ids)
     assert_same(engine.generate(requests, GREEDY), wanted)
-    assert engine.stats["accepted_tokens"] > 0 and engine.drafter.history.stats["handles"] == 0
+    assert engine.stats["accepted_tokens"] > by_others and engine.drafter.history.stats["handles"] == 0
 
 
 @pytest.mark.parametrize("sampling", SETTINGS)
