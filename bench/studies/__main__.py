@@ -13,6 +13,7 @@ STUDIES = {
     "gradients": "what the choice of prompts expects, against what gradients show of it, by token and by second",
     "drafts": "lossless drafts: forward passes and rollout seconds by epoch, and that training does not change",
     "siblings": "drafts in the first epoch: what other prompts and the other answers of a group would save",
+    "continued": "earlier answers kept up to what the present policy rejects, and continued: what that keeps and saves",
     "lossless": "how often the engine draws each token, against the exact probabilities, over random settings",
     "scheduling": "rollouts over several workers: how well lengths are predicted, what balancing by them saves",
     "trl": "this trainer against TRL's: seconds to the same accuracy",
