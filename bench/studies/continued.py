@@ -14,6 +14,7 @@ A finished run is a row of bench/studies/results/continued.jsonl, and is not mad
 
 import argparse
 import itertools
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ def until_reject(kept: Tensor) -> Tensor:
 
 
 @dataclass
-class Earlier:
+class Numbered:
     """An answer of the visit before, and the numbers that drew it, float32 [L]."""
 
     rollout: Rollout
@@ -98,7 +99,7 @@ class Checked:
 
 
 def check(
-    context: StepContext, earlier: Sequence[Earlier], timer: Callable[[], float]
+    context: StepContext, earlier: Sequence[Numbered], timer: Callable[[], float]
 ) -> tuple[dict[str, Checked], float]:
     """What either rule keeps, and the seconds of the forward pass of training over these answers."""
     policy, temperature, seconds = context.policy, context.generation.temperature, 0.0
@@ -127,7 +128,7 @@ def check(
 
 
 def go_on(
-    context: StepContext, earlier: Sequence[Earlier], checked: Checked, key: str, timer: Callable[[], float]
+    context: StepContext, earlier: Sequence[Numbered], checked: Checked, key: str, timer: Callable[[], float]
 ) -> tuple[list[list[int]], float]:
     """The tokens of the answers continued by the engine, and its seconds; what is there is prefilled."""
     settings, ends = context.generation, context.policy.eos_token_ids
@@ -150,7 +151,7 @@ def go_on(
     return answers, seconds
 
 
-class Measure(Callback):
+class Continuations(Callback):
     """Of a run without accelerators; it changes nothing in it.
 
     Attributes:
@@ -162,7 +163,7 @@ class Measure(Callback):
 
     def __init__(self, timer: Callable[[], float]):
         self.timer = timer
-        self.before: dict[int, list[Earlier]] = {}  # by prompt
+        self.before: dict[int, list[Numbered]] = {}  # by prompt
         self.steps: list[int] = []
         self.found: dict[str, float] = {"tokens": 0, "answers": 0, "check_s": 0}
         self.found |= {f"{what}, {rule}": 0 for rule in RULES for what in ("tokens", "answers", "continuing_s")}
@@ -177,9 +178,9 @@ class Measure(Callback):
             self._compare(context, [self.before[key] for key in keys], groups)
         ids = itertools.count()  # as the loop numbers the samples
         for key, group in zip(keys, groups):
-            self.before[key] = [Earlier(answer, numbers_of(answer, context.seed, next(ids))) for answer in group]
+            self.before[key] = [Numbered(answer, numbers_of(answer, context.seed, next(ids))) for answer in group]
 
-    def _compare(self, context: StepContext, before: list[list[Earlier]], fresh: list[list[Rollout]]) -> None:
+    def _compare(self, context: StepContext, before: list[list[Numbered]], fresh: list[list[Rollout]]) -> None:
         earlier = [answer for group in before for answer in group]
         lengths = [len(answer.rollout.response_ids) for answer in earlier]
         examples = [context.task.train[answer.rollout.prompt_key] for answer in earlier]
@@ -192,7 +193,8 @@ class Measure(Callback):
         for rule in RULES:
             answers, seconds = go_on(context, earlier, checked[rule], rule, self.timer)
             self.found[f"tokens, {rule}"] += sum(checked[rule].kept)
-            self.found[f"answers, {rule}"] += sum(map(int.__eq__, checked[rule].kept, lengths))
+            whole = [kept == length for kept, length in zip(checked[rule].kept, lengths)]
+            self.found[f"answers, {rule}"] += sum(whole)
             self.found[f"continuing_s, {rule}"] += seconds
             right = iter(self._right(context, examples, answers))
             for was, group in zip(were, fresh):
@@ -243,7 +245,7 @@ def measure(args: argparse.Namespace) -> None:
     for task in args.tasks:
         steps, seeds = MEASURED[task]
         for seed in args.seeds or seeds:
-            watch = Measure(time.process_time)
+            watch = Continuations(time.process_time)
             key = {"part": "measure", "task": task, "seed": seed, "steps": args.steps or steps}
             record(args, key, MEASURING, watch.row, watch)
 
@@ -266,6 +268,8 @@ def record(
     if any({name: row[name] for name in key} == key for row in read_rows(args.records)):
         return
     folder = args.output_dir / "-".join(map(str, key.values()))
+    if callbacks:  # what they have counted of a run that was interrupted is lost
+        shutil.rmtree(folder, ignore_errors=True)
     options = [*COMMON, *options, f"seed={key['seed']}", f"max_steps={key['steps']}"]
     config = load_config(f"configs/{key['task']}.yaml", options)
     Trainer(config, folder, callbacks=callbacks, resume=True, label=folder.name, timer=time.process_time).run()

@@ -11,7 +11,7 @@ SAME_NUMBERS, BY_CHANCE, FRESH = "same numbers", "min(1, p_new / p_old)", "fresh
 RULES = (SAME_NUMBERS, BY_CHANCE)
 
 Record = Mapping[str, Any]
-Line = tuple[str, Callable[[Record], str]]  # its name, and the cell of a run
+TableLine = tuple[str, Callable[[Record], str]]  # its name, and the cell of a run
 
 
 def report(records: Sequence[Record]) -> str:
@@ -38,7 +38,7 @@ def report(records: Sequence[Record]) -> str:
 def measured_lines(runs: Sequence[Record]) -> list[str]:
     """Of the steps to whose prompts there were answers."""
 
-    def each(name: str, cell: Callable[..., str], kinds: Sequence[str] = RULES) -> list[Line]:
+    def each(name: str, cell: Callable[..., str], kinds: Sequence[str] = RULES) -> list[TableLine]:
         return [(f"{name}: {kind}", partial(cell, kind=kind)) for kind in kinds]
 
     def share(what: str) -> Callable[..., str]:
@@ -62,7 +62,7 @@ def measured_lines(runs: Sequence[Record]) -> list[str]:
         mean, error = row[f"right, {kind}"]
         return f"{100 * mean:.1f} ({100 * error:.1f})"
 
-    table: list[Line] = [
+    table: list[TableLine] = [
         *each("tokens kept", share("tokens")),
         *each("answers kept whole", share("answers")),
         ("rollouts, s", lambda row: f"{row['rollout_s']:.1f}"),

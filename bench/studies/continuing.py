@@ -16,7 +16,7 @@ from python_trainer.rollout.decoding import Decoding
 from python_trainer.rollout.drafting import Drafter
 
 
-class Earlier(Drafter):
+class EarlierAnswers(Drafter):
     """Offers all that is left of an earlier answer, as long as the new one is the same.
 
     Args:
@@ -63,7 +63,7 @@ class Continued(Accelerator):
             context.seed = keyed_seed(context.facts["settings"]["seed"], "continued")  # instead of that of the step
             for group in groups:
                 group.sample_id = group.prompt_key * group.num_samples
-            context.engine.drafter = Earlier({
+            context.engine.drafter = EarlierAnswers({
                 group.sample_id + i: answer
                 for group in groups for i, answer in enumerate(self.answers.get(group.prompt_key, ()))
             })  # fmt: skip

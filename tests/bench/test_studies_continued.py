@@ -9,14 +9,15 @@ from rich.console import Console
 from bench.studies.continued import (
     COMMON,
     MEASURING,
-    Measure,
+    Continuations,
     by_chance,
     by_number,
     check,
+    trained,
     until_reject,
 )
 from bench.studies.continued_report import RULES, SAME_NUMBERS, report
-from bench.studies.continuing import Earlier
+from bench.studies.continuing import EarlierAnswers
 from python_trainer.config import load_config
 from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
@@ -29,6 +30,7 @@ SHORT = [
 ON = ["accelerators.enabled=['bench.studies.continuing:ContinuedSettings']"]
 STEPS = 6
 DRAWS = 200_000
+KEY = {"part": "measure", "task": "sums", "seed": 0, "steps": STEPS, "cpu": "", "torch": "", "commit": ""}
 OLD, NEW = torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([0.4, 0.3, 0.3, 0.0])
 
 
@@ -100,7 +102,7 @@ def same_weights(*trainers):
 
 
 def test_measuring_changes_nothing(run):
-    watch = Measure(time.process_time)
+    watch = Continuations(time.process_time)
     plain, _ = run("plain")
     measured, rows = run("measured", callbacks=[watch])
     assert same_weights(plain, measured)
@@ -110,15 +112,14 @@ def test_measuring_changes_nothing(run):
         assert 0 < row[f"tokens, {rule}"] < row["tokens"] and row[f"continuing_s, {rule}"] > 0
         assert row[f"groups without spread, {rule}"][1] + row[f"groups with spread, {rule}"][1] == 16
     assert 0 < row["check_s"] and 0 < row["rollout_s"] < row["step_s"]
-    assert "| answers kept whole: same numbers | " in report(
-        [row | {"part": "measure", "task": "tiny", "seed": 0, "cpu": "", "torch": "", "commit": ""}]
-    )
+    said = report([KEY | row])
+    assert "| answers kept whole: same numbers | " in said and "## Trained" not in said
 
 
 def test_answers_that_were_just_drawn_are_kept_whole(run):
     seen = []
 
-    class Look(Measure):
+    class Look(Continuations):
         def on_rollouts(self, trainer, step, rollouts):
             super().on_rollouts(trainer, step, rollouts)
             earlier = [answer for key in {answer.prompt_key for answer in rollouts} for answer in self.before[key]]
@@ -140,10 +141,14 @@ def test_off_it_is_plain_training(run):
 def test_answers_go_on_where_they_are_no_longer_what_their_numbers_draw(run, monkeypatch):
     on, rows = run("on", options=ON)
     assert [row["continued/taken_over"] > 0 for row in rows] == [False] * 2 + [True] * 4
-    monkeypatch.setattr(Earlier, "draft", lambda *arguments: None)
+    monkeypatch.setattr(EarlierAnswers, "draft", lambda *arguments: None)
     alone, others = run("no drafts", options=ON)
     assert same_weights(on, alone)  # the engine's check only says which tokens it does not have to draw
-    assert sum(row["continued/forward_passes"] for row in rows) < sum(row["continued/forward_passes"] for row in others)
+    found, without = trained(rows), trained(others)
+    assert found["forward_passes"] < without["forward_passes"] and 0 < found["taken_over"] < found["tokens"]
+    said = report([KEY | without | {"part": "plain"}, KEY | found | {"part": "continued"}])
+    passes = f"{without['forward_passes']:,.0f}, {found['forward_passes']:,.0f}"
+    assert "## Measured" not in said and f" | {passes} | {found['taken_over']:,.0f} of {found['tokens']:,.0f} (" in said
 
 
 def test_goes_on_as_if_it_had_not_been_interrupted(run):
