@@ -22,6 +22,7 @@ def report(records: Sequence[Record]) -> str:
         "By `python -m bench.studies continued`; records in continued.jsonl. CPU seconds of one thread.",
         *sorted({f"{row['cpu']}, torch {row['torch']}, commit {row['commit']}." for row in records}),
     ]
+    records = sorted(records, key=lambda row: (row["task"], row["seed"], row["steps"]))
     if runs := [row for row in records if row["part"] == "measure"]:
         lines += ["", "## Measured", "", *measured_lines(runs)]
     pairs = [
@@ -33,6 +34,11 @@ def report(records: Sequence[Record]) -> str:
     if pairs:
         lines += ["", "## Trained: plain, continued with the same numbers", "", *trained_lines(pairs)]
     return "\n".join(lines) + "\n"
+
+
+def name_of(row: Record) -> str:
+    """``sums, 7, 30``."""
+    return f"{row['task']}, {row['seed']}, {row['steps']}"
 
 
 def measured_lines(runs: Sequence[Record]) -> list[str]:
@@ -75,7 +81,7 @@ def measured_lines(runs: Sequence[Record]) -> list[str]:
         *each("groups with a spread that keep one", spread("with"), [FRESH, *RULES]),
         *each("right, less fresh, points (standard error)", gain),
     ]
-    head = ["", *(f"`{row['task']}` {row['seed']}" for row in runs)]
+    head = ["task, seed, steps", *map(name_of, runs)]
     return table_lines(head, [[name, *map(cell, runs)] for name, cell in table])
 
 
@@ -88,7 +94,7 @@ def trained_lines(pairs: Sequence[tuple[Record, Record]]) -> list[str]:
         row = both[1]
         share = row["taken_over"] / row["tokens"]
         rows.append([
-            f"`{row['task']}`, {row['seed']}, {row['steps']}",
+            name_of(row),
             ", ".join(f"{x['rollout_s'] + x['accelerator_s']:.1f}" for x in both),
             ", ".join(f"{x['forward_passes']:,.0f}" for x in both),
             f"{row['taken_over']:,.0f} of {row['tokens']:,.0f} ({share:.0%})",
