@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import sys
 
 STUDIES = {
     "alpha": "extrapolated weights: what rank 1 keeps, what prediction adds after 40 % of the steps, what the gate did",
@@ -26,11 +27,13 @@ STUDIES = {
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.studies", description=__doc__)
     commands = parser.add_subparsers(dest="study", required=True, metavar=" | ".join(STUDIES))
-    modules = {name: importlib.import_module(f"bench.studies.{name}") for name in STUDIES}
-    for name, module in modules.items():
-        words = STUDIES[name].replace("%", "%%")  # argparse formats help texts
-        module.add_arguments(commands.add_parser(name, help=words, description=module.__doc__,
-                                                 formatter_class=argparse.RawDescriptionHelpFormatter))  # fmt: skip
+    modules = {name: importlib.import_module(f"bench.studies.{name}") for name in STUDIES if name in sys.argv[1:2]}
+    for name, words in STUDIES.items():  # each needs packages of its own, so only the one that is asked for is loaded
+        command = commands.add_parser(name, help=words.replace("%", "%%"),  # argparse formats help texts
+                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+        if module := modules.get(name):
+            command.description = module.__doc__
+            module.add_arguments(command)
     args = parser.parse_args()
     modules[args.study].run(args)
 

@@ -1,15 +1,19 @@
 """Drafts on the arithmetic task: forward passes and rollout seconds by epoch, and that training does not change.
 
     python -m bench.studies drafts --output-dir runs/studies/drafts
+    VENV-vllm/bin/python -m bench.studies drafts --output-dir runs/studies/drafts-vllm --epoch 4 \\
+        --set rollout.engine=vllm task.train_size=128
 
 The same run with and without drafts, in float32 (matmul_precision highest), on one thread; 16 steps are one visit to
 each of the 512 prompts. Seconds are CPU seconds of that thread, so other programs on the machine count little. Runs
-that are finished are kept. Prints a table as Markdown for each seed.
+that are finished are kept. Prints a table as Markdown for each seed. The second line is for an environment with vLLM
+(``make test-vllm`` makes one), which draws other tokens with drafts, of the same distribution.
 """
 
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -20,7 +24,6 @@ from python_trainer.config import load_config
 from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
 
-EPOCH = 16  # steps
 COMMON = [
     "model.matmul_precision=highest", "max_seconds=null", "evaluation.eval_steps=0", "evaluation.eval_limit=1024",
     "save.save_steps=0", "save.save_model=false",
@@ -34,13 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-dir", type=Path, default=Path("runs/studies/drafts"), metavar="DIR")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--epoch", type=int, default=16, metavar="STEPS", help="steps of an epoch (default: 16)")
+    parser.add_argument("--set", dest="overrides", nargs="+", default=[], metavar="KEY=VALUE", help="more settings")
 
 
-def train(folder: Path, variant: str, seed: int, epochs: int) -> None:
+def train(folder: Path, options: Sequence[str]) -> None:
     if (folder / "summary.json").exists():
         return
-    options = [*COMMON, VARIANTS[variant], f"seed={seed}", f"max_steps={epochs * EPOCH}"]
-    config = load_config("configs/arithmetic.yaml", options)
+    config = load_config("configs/arithmetic.yaml", [*COMMON, *options])
     trainer = Trainer(config, folder, resume=True, console=Console(quiet=True), timer=time.process_time)
     trainer.run()
     (folder / "engine.json").write_text(json.dumps(trainer.engine.stats), encoding="utf-8")
@@ -59,11 +63,12 @@ def run(args: argparse.Namespace) -> None:
     for seed in range(args.seeds):
         folders = {variant: args.output_dir / f"{variant}-{seed}" for variant in VARIANTS}
         for variant, folder in folders.items():
-            train(folder, variant, seed, args.epochs)
+            steps = f"max_steps={args.epochs * args.epoch}"
+            train(folder, [VARIANTS[variant], f"seed={seed}", steps, *args.overrides])
         table = []
         plain, drafts = (read_metrics(folder)[1:] for folder in folders.values())
         for epoch in range(args.epochs):
-            before, after = (rows[epoch * EPOCH : (epoch + 1) * EPOCH] for rows in (plain, drafts))
+            before, after = (rows[epoch * args.epoch : (epoch + 1) * args.epoch] for rows in (plain, drafts))
             generated = sum(row["tokens/generated"] for row in after)
             steps = sum(row["tokens/generated"] / row["drafts/tokens_per_step"] for row in after)
             offered = sum(row["drafts/offered_tokens"] for row in after)
