@@ -24,7 +24,6 @@ from bench._runner import commit, cpu_model
 from bench._trl import TRL_BATCH, Generation, make_grpo_trainer
 from bench.studies import PAPERS
 from bench.studies.rpo import reached
-from bench.studies.together import folder_name
 from python_trainer.compare import check_same, finished
 from python_trainer.config import Config, dump_config, load_config
 from python_trainer.files import write_text
@@ -132,7 +131,7 @@ def run(args: argparse.Namespace) -> None:
             f"tokens to {TARGET}", "accuracy at the end"]  # fmt: skip
     rows = []
     for seed in range(args.seeds):
-        folders = {variant: args.output_dir / f"{folder_name(variant)}-{seed}" for variant in VARIANTS}
+        folders = {variant: args.output_dir / f"{variant.replace(', ', '-').replace(' ', '-')}-{seed}" for variant in VARIANTS}
         for variant, folder in folders.items():
             train(variant, seed, folder)
         baseline = reached(read_metrics(folders["TRL"]), TARGET, "time/training_s")

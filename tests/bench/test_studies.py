@@ -8,7 +8,7 @@ import pytest
 
 from bench.studies.__main__ import STUDIES
 
-KEEP_NO_RUNS = "profile", "lossless", "replay"
+KEEP_NO_RUNS = ("lossless",)
 
 
 @pytest.mark.parametrize("name", [name for name in STUDIES if name not in KEEP_NO_RUNS])
