@@ -18,6 +18,7 @@ from python_trainer.callbacks import CALLBACKS
 from python_trainer.errors import UserError, hide_passwords
 from python_trainer.evaluation import EvaluationConfig
 from python_trainer.model.settings import CriticConfig, ModelConfig, OptimizerConfig
+from python_trainer.removed import find_removed
 from python_trainer.rollout.settings import RolloutConfig
 from python_trainer.settings import Fitted, Plugin, Section
 from python_trainer.tasks.settings import TaskSettings
@@ -257,15 +258,22 @@ def apply_override(values: dict[str, Any], override: str) -> None:
 
 def check_config(values: dict[str, Any], *, source: str, changed: Sequence[str] = ()) -> Config:
     """Validates; all problems are reported at once, those with settings that ``--set`` has ``changed`` as its own."""
+    problems = list(find_removed(values))
+    gone = {key for key, _ in problems}
     try:
-        return Config.model_validate(values)
+        config = Config.model_validate(values)
     except ValidationError as error:
-        found: dict[str, list[str]] = {}
         for problem in error.errors():
             key = ".".join(map(str, problem["loc"]))
-            by_set = any(f"{key}.".startswith(f"{name}.") for name in changed)
-            found.setdefault("--set" if by_set else source, []).append(describe_problem(problem, values))
-        raise UserError("; ".join(f"{origin}: {'; '.join(problems)}" for origin, problems in found.items())) from error
+            if not any(f"{name}.".startswith(f"{key}.") for name in gone):
+                problems.append((key, describe_problem(problem, values)))
+    if not problems:
+        return config
+    found: dict[str, list[str]] = {}
+    for key, message in problems:
+        by_set = any(f"{key}.".startswith(f"{name}.") for name in changed)
+        found.setdefault("--set" if by_set else source, []).append(message)
+    raise UserError("; ".join(f"{origin}: {'; '.join(messages)}" for origin, messages in found.items()))
 
 
 def describe_problem(problem: Any, values: Mapping[str, Any]) -> str:

@@ -139,7 +139,7 @@ class Learner:
         """Which samples have a gradient: without an advantage there is none, and no pass."""
         algorithm = self.algorithm
         kl_in_loss = self.reference is not None and not algorithm.use_kl_in_reward
-        if self.critic is not None or algorithm.entropy_coef or kl_in_loss or algorithm.metrics_of_all:
+        if self.critic is not None or algorithm.entropy_coef or kl_in_loss:
             return [True] * len(batch.rollouts)
         assert batch.advantages is not None
         return ((batch.advantages.padded() != 0).any(1) & batch.in_loss).tolist()

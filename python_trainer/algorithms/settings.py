@@ -98,9 +98,6 @@ class AlgorithmConfig(Section):
     """Passes over each batch of answers."""
     num_minibatches: int = Field(1, ge=1)
     """Optimizer steps in one pass."""
-    metrics_of_all: bool = False
-    """Pass answers without an advantage too, whose gradient is zero: entropy, ratios and the sampler's differences are
-    means over all answers then, not over those that teach something; costs time."""
     prefix_in_loss: bool = False
     """Of answers that continue a given prefix (`rpo`), train on the prefix too, as the paper does; costs time."""
     overlong_cache: int | None = Field(None, ge=1)

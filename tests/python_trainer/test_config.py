@@ -9,6 +9,7 @@ from python_trainer.accelerators import ACCELERATORS
 from python_trainer.config import Config, check_config, dump_config, flatten, load_config
 from python_trainer.describe import describe_settings
 from python_trainer.errors import UserError
+from python_trainer.removed import REMOVED
 
 ROOT = Path(__file__).parents[2]
 
@@ -208,3 +209,18 @@ def test_a_shipped_file_goes_by_its_name(tmp_path, monkeypatch):
         load_config("configs/smoke")
     (tmp_path / "smoke").write_text("max_steps: 77")
     assert load_config("smoke").max_steps == 77
+
+
+@pytest.mark.parametrize("key", [key for key in REMOVED if not key.startswith("command ")])
+def test_a_removed_setting_names_its_replacement(key):
+    name, _, value = key.partition("=")
+    known = {row[0] for row in describe_settings()}
+    assert value or not any(f"{row}.".startswith(f"{name}.") for row in known), "it is a setting"
+    with pytest.raises(UserError) as error:
+        load_config(None, [f"{name}={value or 1}"])
+    assert str(error.value) == f"--set: {key} was removed: {REMOVED[key]}"
+
+
+def test_removed_settings_are_reported_with_all_other_problems():
+    with pytest.raises(UserError, match=r"the settings: algorithm.metrics_of_all was removed: .*; max_steps: .*got 0"):
+        load_config({"algorithm": {"metrics_of_all": True}, "max_steps": 0})

@@ -1,0 +1,22 @@
+"""Settings and commands that earlier versions had, and what to write instead."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+# A key is a setting ("rollout.workers"), a whole section ("accelerators.curriculum"), one value of a setting
+# ("task.name=countdown") or a command ("command export"). Its text completes the sentence "KEY was removed: ...".
+REMOVED: dict[str, str] = {
+    "algorithm.metrics_of_all": "leave it out; metrics are means over the answers that the update passes",
+}
+
+
+def find_removed(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(key of these settings, message) of each that was removed."""
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        entries = value if isinstance(value, list) else [value]
+        for each in (key, *(f"{key}={entry}" for entry in entries if isinstance(entry, str))):
+            if each in REMOVED:
+                yield key, f"{each} was removed: {REMOVED[each]}"
+        if isinstance(value, Mapping) and key not in REMOVED:
+            yield from find_removed(value, f"{key}.")
