@@ -44,7 +44,7 @@ def flat(rows: list[list[int]]) -> dict[str, np.ndarray]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--config", type=Path, default="configs/arithmetic.yaml")
+    parser.add_argument("--config", type=Path, default="configs/sums.yaml")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE")
     arguments = parser.parse_args()
     record(load_config(arguments.config, [*DEFAULTS, *arguments.set]), arguments.out)

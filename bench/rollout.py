@@ -1,7 +1,7 @@
 """Rollouts of a small model: PagedEngine against ``model.generate`` with padding, on the same prompts.
 
 All samples of a prompt have the same length here, because it is the prompt that decides how long an answer is; the
-lengths are as uneven between prompts as those of short arithmetic. ``generate`` is not asked for log-probabilities.
+lengths are as uneven between prompts as those of short sums. ``generate`` is not asked for log-probabilities.
 """
 
 from collections.abc import Iterator
@@ -105,7 +105,7 @@ def drafted(engine: PagedEngine, drafter: Drafter | None, requests: list[Request
 
 def drafts_case(quick: bool) -> Case:
     """The shipped policy answers sums for the second time; the drafter knows its first answers, of other noise."""
-    config = load_config("configs/arithmetic.yaml")
+    config = load_config("configs/ppo.yaml")
     policy = load_policy(config.model)
     engine = PagedEngine(policy.model, eos_token_ids=policy.eos_token_ids)
     examples = config.task.load().train[: 8 if quick else 32]
@@ -118,7 +118,7 @@ def drafts_case(quick: bool) -> Case:
     plain = drafted(engine, None, requests)
     return Case(
         op="rollout",
-        shape=f"arithmetic, second visit: {len(prompts)} x {SAMPLES}",
+        shape=f"short sums, second visit: {len(prompts)} x {SAMPLES}",
         dtype="float32",
         providers={
             "PagedEngine": lambda: drafted(engine, None, requests),

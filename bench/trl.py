@@ -63,7 +63,7 @@ def even(prompts: list, completions: list, completion_ids: list[list[int]], **_:
 def random_policy(folder: Path, config: PretrainedConfig, settings: list[str]) -> Config:
     """A random policy with random prompts of 10 to 20 tokens."""
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(SHIPPED / "main").save_pretrained(folder)
+    AutoTokenizer.from_pretrained(SHIPPED / "sums").save_pretrained(folder)
     rng = random.Random(0)
     prompts = ["".join(rng.choices("0123456789+", k=rng.randint(10, 20))) for _ in range(64)]
     for split in ("train", "test"):
@@ -78,7 +78,7 @@ def random_policy(folder: Path, config: PretrainedConfig, settings: list[str]) -
 
 def small(folder: Path) -> Workload:
     layers = {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
-    model = AutoConfig.from_pretrained(SHIPPED / "main", dtype="float32", **layers)
+    model = AutoConfig.from_pretrained(SHIPPED / "sums", dtype="float32", **layers)
     settings = ["rollout.prompts_per_step=16", "rollout.max_completion_length=64"]
     return Workload("1.6 M parameters, random answers", random_policy(folder, model, settings))
 
@@ -99,8 +99,8 @@ def workloads(folder: Path, quick: bool) -> Iterator[Workload]:
     yield small(folder / "small")
     if not quick:
         prompts = ["task.train_size=64", "model.matmul_precision=highest"]
-        config = load_config("configs/arithmetic.yaml", [*COMMON, *prompts])
-        yield Workload("arithmetic, 1.2 M parameters", config, [["drafts"], ["rpo", "drafts"]])
+        config = load_config("configs/sums.yaml", [*COMMON, *prompts])
+        yield Workload("sums, 1.2 M parameters", config, [["drafts"], ["rpo", "drafts"]])
         yield real_size(folder / "real")
 
 

@@ -29,5 +29,5 @@ class Environment:
 
 
 ENVIRONMENTS: Registry[type[Environment]] = Registry(
-    "environment", {"calculator": "python_trainer.tasks.calculator:Calculator"}, what="class", of=Environment
+    "environment", {}, what="class", of=Environment
 )

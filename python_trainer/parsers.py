@@ -12,11 +12,11 @@ from python_trainer.registry import load
 
 PROGRAM = "python -m python_trainer"
 EXAMPLES = [
-    "train --config configs/arithmetic.yaml --output-dir runs/first",
-    "train --config configs/arithmetic.yaml --output-dir runs/{name} \\\n      --set 'accelerators.enabled=[{name}]'",
-    "train --config configs/arithmetic.yaml --output-dir runs/first --resume \\\n"
+    "train --config configs/sums.yaml --output-dir runs/first",
+    "train --config configs/sums.yaml --output-dir runs/{name} \\\n      --set 'accelerators.enabled=[{name}]'",
+    "train --config configs/sums.yaml --output-dir runs/first --resume \\\n"
     "      --set max_steps=120 max_seconds=null",
-    "compare --config configs/arithmetic.yaml --variants baseline,{name},all --seeds 3 \\\n"
+    "compare --config configs/sums.yaml --variants baseline,{name},all --seeds 3 \\\n"
     "      --output-dir runs/compare",
     "report runs/compare",
     "report runs/first runs/{name}",
@@ -194,7 +194,7 @@ def add_sft(parsers: Parsers) -> None:
 def add_probe(parsers: Parsers) -> None:
     probe = parsers.add(
         "probe",
-        examples=["probe --config configs/arithmetic.yaml"],
+        examples=["probe --config configs/sums.yaml"],
         help="how hard the prompts are, where time would go, what could pay",
         description="Answers some training prompts and makes one update, in about a minute: how often answers are "
         "right, how many groups\nteach anything, seconds of a step, memory, and how much each accelerator can gain at "

@@ -45,7 +45,7 @@ def run(folder: Path, *arguments: str) -> None:
 def test_a_plug_in_is_one_file(name, tmp_path):
     write(tmp_path, f"{name}.py")
     (command,) = (shlex.split(command) for command in COMMANDS if f"{name}:" in command)
-    command[command.index("--config") + 1] = str(ROOT / "configs" / "arithmetic.yaml")
+    command[command.index("--config") + 1] = str(ROOT / "configs" / "sums.yaml")
     folder = tmp_path / command[command.index("--output-dir") + 1]
     run(tmp_path, *command, *QUICK)
     summary = json.loads((folder / "summary.json").read_text())

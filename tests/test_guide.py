@@ -19,7 +19,7 @@ def console(text):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("page", "count"), [("guide", 12), ("data", 4), ("environments", 3)])
+@pytest.mark.parametrize(("page", "count"), [("guide", 12), ("data", 4)])
 def test_page(tmp_path, monkeypatch, capsys, page, count):
     text = (ROOT / "docs" / f"{page}.md").read_text()
     blocks = re.findall(r"^```(python|yaml|console)\n(# \S+\.(?:py|yaml)\n.*?|\$ .*?)^```", text, re.S | re.M)

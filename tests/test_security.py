@@ -129,7 +129,7 @@ def test_a_run_writes_no_password(tmp_path, capsys):
     config = tmp_path / "settings.yaml"
     values = {
         "max_steps": 1,
-        "task": {"name": "arithmetic", "train_size": 4, "test_size": 2},
+        "task": {"name": "sums", "variant": "short", "train_size": 4, "test_size": 2},
         "model": {"path": "small", "device": "cpu"},
         "accelerators": {"enabled": ["rhyme"], "rhyme": {"database": "postgresql://alice:s3cret@127.0.0.1:9/runs"}},
     }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bench.gpu.journal import ROOT
 from python_trainer.errors import UserError
-from tools.policies import arithmetic as pretrain
+from tools.policies import sums as pretrain
 
 FOLDER = ROOT / "bench/gpu"
 BLOCK = 1 << 20
@@ -56,7 +56,7 @@ class Sums:
 
     def maker(self, folder: Path, settings: list[str]) -> list[str]:
         """Arguments of Python that make the policy."""
-        return ["-m", "tools.policies.arithmetic", "--size", self.size, "--device", self.device, "--output",
+        return ["-m", "tools.policies.sums", "--size", self.size, "--device", self.device, "--output",
                 str(folder)]  # fmt: skip
 
     def policy(self, folder: Path) -> Path:

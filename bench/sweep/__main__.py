@@ -1,6 +1,6 @@
 """Chooses a learning rate: one run of the trainer for each rate and seed, appended to bench/sweep/results.csv.
 
-    python -m bench.sweep --config configs/arithmetic.yaml --rates 5e-5 1e-4 2e-4 --seeds 0 --steps 40
+    python -m bench.sweep --config configs/sums.yaml --rates 5e-5 1e-4 2e-4 --seeds 0 --steps 40
 
 Everything else is as in the config; ``--set`` changes it. Counts of steps and tokens hold on any machine, seconds
 only on one that does nothing else.
@@ -64,7 +64,7 @@ def append(path: Path, row: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, default=Path("configs/arithmetic.yaml"))
+    parser.add_argument("--config", type=Path, default=Path("configs/sums.yaml"))
     parser.add_argument("--rates", type=float, nargs="+", default=[5e-5, 1e-4, 2e-4, 4e-4])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=40)

@@ -21,9 +21,9 @@ class LoraSettings(Section):
 class ModelConfig(Section):
     """The policy."""
 
-    path: str = "main"
+    path: str = "sums"
     """Causal language model: a folder in Hugging Face format, a GGUF file or its folder, an id of the Hub
-    (`owner/name`), or a shipped base policy by name, such as `main`. An adapter of PEFT stands for its base with the
+    (`owner/name`), or a shipped base policy by name, such as `sums`. An adapter of PEFT stands for its base with the
     adapter merged in."""
     revision: str | None = None
     """Branch, tag or commit of a model of the Hub; null for its default branch."""

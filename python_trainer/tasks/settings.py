@@ -17,6 +17,7 @@ from python_trainer.tasks.base import Task
 
 Size = Annotated[int, Field(ge=1)]
 HOME = "python_trainer.tasks"
+DEFAULT = "sums"
 
 
 class TaskSettings(Section):
@@ -71,11 +72,11 @@ class TaskSettings(Section):
 
     @classmethod
     def fitting(cls, values: Mapping[str, Any]) -> type["TaskSettings"]:
-        """The settings of the task that is named, the first one where none is."""
+        """The settings of the named task, or of the default one."""
         if cls is not TaskSettings:
             return cls
         try:
-            return TASKS.resolve(values.get("name", TASKS.names()[0]))
+            return TASKS.resolve(values.get("name", DEFAULT))
         except PluginError:
             return TaskSettings  # whose name says what is wrong
 
@@ -129,8 +130,6 @@ def given_task(task: Task) -> type[TaskSettings]:
 TASKS: Registry[type[TaskSettings]] = Registry(
     "task",
     {
-        "arithmetic": f"{HOME}.arithmetic:ArithmeticSettings",
-        "countdown": f"{HOME}.countdown:CountdownSettings",
         "dataset": f"{HOME}.dataset:DatasetSettings",
         "gsm8k": f"{HOME}.gsm8k:GSM8KSettings",
         "jsonl": f"{HOME}.jsonl:JSONLSettings",

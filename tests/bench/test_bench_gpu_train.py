@@ -17,9 +17,9 @@ from python_trainer.config import dump_config, load_config
 from python_trainer.errors import UserError
 from python_trainer.run_directory import read_metrics
 from python_trainer.sft import sft_task
-from python_trainer.tasks.arithmetic import ArithmeticSettings
+from python_trainer.tasks.sums import SumsSettings
 from rlkernels.backend import OPS, choose
-from tools.policies import arithmetic as pretrain
+from tools.policies import sums as pretrain
 
 CUDA = torch.device("cuda")
 SETTINGS = train.ROOT / "bench/gpu/train.yaml"
@@ -57,7 +57,7 @@ def test_settings_fit_task_and_policy():
         terms = [int(term) for term in example.prompt[:-1].split("+")]
         assert len(pretrain.solution(terms)) < longest and len(example.prompt) + longest <= room
     # what pretraining keeps away from holds all that is asked here
-    shipped = ArithmeticSettings(variant=config.task.variant).load()
+    shipped = SumsSettings(variant=config.task.variant).load()
     kept = {example.prompt for example in [*shipped.train, *shipped.gate, *shipped.test]}
     assert {example.prompt for example in [*task.train, *task.gate, *task.test]} <= kept
     assert config.accelerators.alpha.gate_prompts <= len(task.gate)
@@ -152,7 +152,7 @@ def test_runs_that_never_come_to_a_step_end_the_rest(dry, tmp_path, monkeypatch)
 
     def child(command, *_):
         tried.append(command)
-        if "tools.policies.arithmetic" in command:
+        if "tools.policies.sums" in command:
             folder = Path(command[-1])
             folder.mkdir(parents=True)
             (folder / pretrain.FACTS).write_text("{}")

@@ -44,7 +44,7 @@ class Parent:
 
 @pytest.mark.parametrize(("run", "options"), [(_trl.run_ours, {}), (_trl.run_trl, {"batch": 4})])
 def test_a_trainer_does_the_steps_that_it_is_told_to(has_trl, tmp_path, run, options):
-    config, parent = load_config("configs/arithmetic.yaml", [*trl.COMMON, *SMALL]), Parent(2)
+    config, parent = load_config("configs/ppo.yaml", [*trl.COMMON, *SMALL]), Parent(2)
     with pytest.raises(_trl.Finished):
         run(config, tmp_path, _trl.Meter(parent), **options)
     assert len(parent.got) == 2
@@ -55,7 +55,7 @@ def test_a_trainer_does_the_steps_that_it_is_told_to(has_trl, tmp_path, run, opt
 def test_trl_gets_the_settings_of_the_run(has_trl, tmp_path):
     changes = ["optimizer.weight_decay=0.1", "algorithm.epsilon_high=0.28", "algorithm.delta=1.5", "rollout.top_k=7",
                "optimizer.warmup_steps=5"]  # fmt: skip
-    config = load_config("configs/arithmetic.yaml", [*SMALL, *changes])
+    config = load_config("configs/ppo.yaml", [*SMALL, *changes])
     trainer = _trl.make_grpo_trainer(config, tmp_path, batch=4)
     wanted = {
         "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4, "top_k": 7,

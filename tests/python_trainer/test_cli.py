@@ -129,7 +129,7 @@ print(main(sys.argv[1:]), [name for name in ("torch", "transformers", "matplotli
     [
         ("train", ["--set", "optimizer.learning_rat=1"], "optimizer.learning_rat: unknown setting"),
         ("train", ["--set", "accelerators.enabled=[rhime]"], "'rhime'"),
-        ("train", ["--set", "task.name=arithmetics"], "'arithmetics'"),
+        ("train", ["--set", "task.name=summs"], "'summs'"),
         ("train", ["--set", "model.path=/nowhere/model"], "/nowhere/model"),
         ("train", ["--set", "task.train_path=/nowhere.jsonl"], "task.train_path: there is no file /nowhere.jsonl"),
         ("train", ["--output-dir", "full"], "already holds a run"),

@@ -27,7 +27,6 @@ def test_every_setting_is_documented():
 def test_settings_are_described_as_they_are_written():
     rows = {key: (kind, default) for key, kind, default, _ in describe_settings()}
     assert rows["accelerators.rhyme.reward_range"] == ("[float, float]", "[0.0, 1.0]")
-    assert rows["task.numbers"] == ("list of int", "[3, 4, 5]")
     kind, default = rows["task.prompt_template"]
     assert kind == "str" and yaml.safe_load(default).startswith("{question}\nReason") and "\n" not in default
     assert rows["accelerators.enabled"][0] == "auto | list of curriculum | rpo | rhyme | drafts | alpha | module:Class"
@@ -76,7 +75,7 @@ def test_exponents_without_a_dot_are_numbers(tmp_path):
         ("algorithm.num_minibatches=99", "algorithm.num_minibatches must be <= rollout.prompts_per_step .32., got 99"),
         ("accelerators.enabled=[warp]", "accelerators.enabled: must hold names out of .*rpo.*, got 'warp'"),
         ("accelerators.rpo.epsilon=2", "accelerators.rpo.epsilon: .*less than or equal to 1, got 2"),
-        ("task.name=chess", "task.name: .*'arithmetic', 'countdown', .* or '.*', got 'chess'"),
+        ("task.name=chess", "task.name: .*'lattice_paths', 'sums' or '.*', got 'chess'"),
         ("model=small", "model: .*, got 'small'"),
         ("max_steps", "--set takes key=value, .*got 'max_steps'"),
         ("=3", "--set takes key=value"),
@@ -198,7 +197,7 @@ def test_presets_for_gpus_leave_room_for_activations():
 def test_a_shipped_file_goes_by_its_name(tmp_path, monkeypatch):
     """As from an installed package, without a clone; a file in the current folder comes first."""
     names = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
-    wanted = {name: load_config(ROOT / "configs" / f"{name}.yaml") for name in ("smoke", "arithmetic")}
+    wanted = {name: load_config(ROOT / "configs" / f"{name}.yaml") for name in ("smoke", "sums")}
     monkeypatch.chdir(tmp_path)
     assert {name: load_config(name) for name in wanted} == wanted
     with pytest.raises(

@@ -184,12 +184,12 @@ def test_a_task_of_one_file(settings, tmp_path):
 
 
 def test_settings_of_other_tasks_may_stand_where_they_say_nothing():
-    task = {"name": "arithmetic", "train_path": None, "chat": False, "reward": []}
+    task = {"name": "sums", "train_path": None, "chat": False, "reward": []}
     assert check_config({"task": task}, source="test").task.model_dump().keys() == {
         *TaskSettings.model_fields,
         "variant",
     }
-    with pytest.raises(UserError, match="task: chat has no meaning for task arithmetic, got True"):
+    with pytest.raises(UserError, match="task: chat has no meaning for task sums, got True"):
         check_config({"task": task | {"chat": True}}, source="test")
 
 

@@ -164,8 +164,8 @@ def test_errors_name_the_setting_or_the_line(lessons, tmp_path):
 
     refused(r"sft.column: .*train.jsonl:1 has no text or number 'gold'; its columns: answer", sft={"column": "gold"})
     refused("parallel must be none, got ddp", parallel="ddp")
-    arithmetic = {**lessons, "task": {"name": "arithmetic"}, "sft": {"train_half": "first"}}
-    with pytest.raises(UserError, match=r"sft.train_half must be null, as task arithmetic has no halves, got first"):
+    arithmetic = {**lessons, "task": {"name": "sums"}, "sft": {"train_half": "first"}}
+    with pytest.raises(UserError, match=r"sft.train_half must be null, as task sums has no halves, got first"):
         Sft(check_config(arithmetic, source="test"), tmp_path / "run")
     (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "A", "answer": "B\ud83d"}) + "\n")
     refused(r"train.jsonl:1: answer has the lone surrogate '\\ud83d' at character 1, .*; allowed: Unicode text")

@@ -7,11 +7,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import python_trainer.tasks
 from python_trainer.rollout import PagedEngine, Request, SamplingParams
-from python_trainer.tasks.arithmetic import ArithmeticSettings
 from python_trainer.tasks.rewards import score
-from tools.policies import arithmetic as pretrain
-from tools.policies.arithmetic import ALL, SHORT, Aim, Phase, Sums, byte_tokenizer, new_policy, save, train
-from tools.policies.countdown import VOCABULARY, number_tokenizer
+from python_trainer.tasks.sums import SumsSettings
+from tools.policies import sums as pretrain
+from tools.policies import training
+from tools.policies.sums import ALL, SHORT, Aim, Phase, Sums
+from tools.policies.training import byte_tokenizer, new_policy, save, train
 
 POLICIES = Path(python_trainer.tasks.__file__).parent / "policies"
 SHIPPED = sorted(folder.name for folder in POLICIES.iterdir())
@@ -20,7 +21,7 @@ SHIPPED = sorted(folder.name for folder in POLICIES.iterdir())
 def sampled_accuracy(name, variant, prompts, temperature):
     policy = AutoModelForCausalLM.from_pretrained(POLICIES / name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(POLICIES / name)
-    task = ArithmeticSettings(variant=variant).load()
+    task = SumsSettings(variant=variant).load()
     examples = task.test[:prompts]
     engine = PagedEngine(policy, eos_token_ids=tokenizer.eos_token_id)
     requests = [
@@ -32,14 +33,13 @@ def sampled_accuracy(name, variant, prompts, temperature):
     return sum(score(task, examples, texts, ids).accuracy) / prompts
 
 
-@pytest.mark.parametrize("name", ["main", "small"])
-def test_policies_leave_room(name):
-    assert 0.3 <= sampled_accuracy(name, "short", 512, 1.0) <= 0.6
-    assert sampled_accuracy("main", "short", 128, 0.0) >= 0.9
+def test_the_small_policy_leaves_room():
+    assert 0.3 <= sampled_accuracy("small", "short", 512, 1.0) <= 0.6
+    assert sampled_accuracy("small", "short", 128, 0.0) >= 0.6
 
 
 def test_together_they_are_small():
-    assert sum(file.stat().st_size for file in POLICIES.rglob("*")) <= 12_000_000
+    assert sum(file.stat().st_size for file in POLICIES.rglob("*")) <= 8_000_000
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -47,7 +47,7 @@ def test_shipped_policies_load_as_bfloat16_with_their_tokenizer(name):
     policy = AutoModelForCausalLM.from_pretrained(POLICIES / name)
     assert policy.config.model_type == "qwen2" and policy.dtype == torch.bfloat16
     tokenizer = AutoTokenizer.from_pretrained(POLICIES / name)
-    expected = number_tokenizer() if name == "countdown" else byte_tokenizer()
+    expected = byte_tokenizer()
     assert tokenizer.get_vocab() == expected.get_vocab() and len(tokenizer) == policy.config.vocab_size
     assert policy.config.eos_token_id == tokenizer.eos_token_id != tokenizer.pad_token_id
 
@@ -63,19 +63,10 @@ def test_tokenizer_is_one_token_a_byte():
     assert chat == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_tokenizer_of_countdown_is_one_token_a_number():
-    tokenizer = number_tokenizer()
-    assert tokenizer("6 11 100>19:").input_ids == [
-        VOCABULARY[c] for c in ("6", " ", "11", " ", "10", "0", ">", "19", ":")
-    ]
-    text = "3*7=21,21-15=6\n\n007A:(3+17)*15-12"
-    assert tokenizer.decode([*tokenizer(text).input_ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
-
-
 def test_pretraining_never_sees_a_prompt_of_the_task():
     corpus = Sums(0, Phase("two terms", 1, 1e-3, 0.0, mixture=SHORT, slips=False))
     prompts = {bytes(ids[:length]).decode() for ids, length in (corpus.example() for _ in range(5000))}
-    task = ArithmeticSettings().load()
+    task = SumsSettings().load()
     assert not prompts & {example.prompt for example in [*task.train, *task.gate, *task.test]}
 
 
@@ -100,7 +91,7 @@ def test_large_has_20_to_50_million_parameters():
 
 def test_time_ends_a_phase_with_the_rate_at_zero(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(pretrain.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(training.time, "monotonic", lambda: now[0])
     rates = []
 
     def learn(policy, chunks):
@@ -109,7 +100,7 @@ def test_time_ends_a_phase_with_the_rate_at_zero(monkeypatch):
             parameter.grad = torch.ones_like(parameter)
         return torch.zeros(())
 
-    monkeypatch.setattr(pretrain, "learn", learn)
+    monkeypatch.setattr(training, "learn", learn)
     step = torch.optim.AdamW.step
     monkeypatch.setattr(
         torch.optim.AdamW, "step", lambda self: (rates.append(self.param_groups[0]["lr"]), step(self))[1]
@@ -148,6 +139,6 @@ def test_a_missing_gpu_is_named(monkeypatch, capsys, tmp_path):
 
 
 def test_accuracy_of_samples_is_that_of_the_task():
-    policy = AutoModelForCausalLM.from_pretrained(POLICIES / "main", dtype=torch.float32)
-    wanted = {name: sampled_accuracy("main", "short", 128, t) for name, t in (("sampled", 1.0), ("greedy", 0.0))}
+    policy = AutoModelForCausalLM.from_pretrained(POLICIES / "small", dtype=torch.float32)
+    wanted = {name: sampled_accuracy("small", "short", 128, t) for name, t in (("sampled", 1.0), ("greedy", 0.0))}
     assert pretrain.right_answers(policy, "short", 128) == wanted

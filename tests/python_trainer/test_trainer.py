@@ -18,7 +18,7 @@ from python_trainer.objective import make_batch
 from python_trainer.report.write import report
 from python_trainer.run import Trainer
 from python_trainer.run_directory import load_evaluations, read_metrics
-from tools.policies.arithmetic import byte_tokenizer
+from tools.policies.training import byte_tokenizer
 
 QUIET = Console(quiet=True)
 

@@ -8,9 +8,12 @@ of the weights.
 On one thread and processor the result depends on nothing but the seed.
 """
 
+import argparse
 import random
+from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from python_trainer.tasks.lattice_paths import (
@@ -22,8 +25,7 @@ from python_trainer.tasks.lattice_paths import (
     draw_grids,
     prompt_of,
 )
-from tools.policies.arithmetic import EOS_ID, Corpus, Stretch, new_policy, save, train
-from tools.policies.maker import begin, prompts_of
+from tools.policies.training import EOS_ID, Corpus, Stretch, new_policy, save, train
 
 KNOWING = 0.15  # share of the steps
 HARD = 0.1  # largest chance of a blind walker in the grids that are taught: where looking ahead tells most
@@ -55,7 +57,8 @@ class Walks(Corpus):
 
     def __init__(self, seed: int, name: str, knowing: float):
         self.rng, self.knowing = random.Random(f"lattice_paths/{seed}/{name}"), knowing
-        self.held_out = prompts_of(LatticePathsSettings().load())
+        task = LatticePathsSettings().load()
+        self.held_out = {example.prompt for split in (task.train, task.gate, task.test) for example in split}
         self.grids_rng, self.grids = np.random.default_rng([seed, *name.encode()]), []
 
     def example(self) -> tuple[list[int], int]:
@@ -72,7 +75,13 @@ class Walks(Corpus):
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = begin(__doc__, argv, ("main", "small"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="folder for the policy, Hugging Face format")
+    parser.add_argument("--size", choices=("medium", "small"), default="medium", help="medium is the task's")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    torch.manual_seed(args.seed)
     policy = new_policy(args.size)
     for part in range(PARTS):
         train(policy, PATHS, Walks(PARTS * args.seed + part, PATHS.name, 1.0), batch=48, chunk_tokens=4096)

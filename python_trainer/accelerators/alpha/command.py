@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 EXAMPLES = [
-    "train --config configs/arithmetic.yaml --output-dir runs/kept \\\n"
+    "train --config configs/sums.yaml --output-dir runs/kept \\\n"
     "      --set save.save_steps=5 save.save_total_limit=12",
     "extrapolate runs/kept --output-dir runs/kept/extrapolated",
     "extrapolate out/checkpoint-10 out/checkpoint-20 out/checkpoint-30 --base models/base \\\n"
@@ -22,7 +22,7 @@ def add(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         description="Follows the weights over checkpoints, predicts where they are heading (AlphaRL), and writes the "
         "prediction if it answers\nsignificantly more of the task's held-out gate prompts right than the last "
         "checkpoint. Three checkpoints are needed at\nleast (a run keeps save.save_total_limit), and prompts that "
-        "training has not seen (task.gate_path; the arithmetic task\nhas them). The settings are those of the "
+        "training has not seen (task.gate_path; the task sums\nhas them). The settings are those of the "
         "accelerator alpha, for example:\n--set accelerators.alpha.predictor=full accelerators.alpha.horizon=1.5",
     )
     parser.add_argument(

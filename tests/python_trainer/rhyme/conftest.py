@@ -10,7 +10,7 @@ from bench import _postgres
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
 from python_trainer.accelerators.rhyme.records import RunFacts, StepRecord, StoredAnswer
 
-FACTS = RunFacts("qwen2", 1000, "tok", "arithmetic-short", "group", {"learning_rate": 1e-4})
+FACTS = RunFacts("qwen2", 1000, "tok", "sums", "group", {"learning_rate": 1e-4})
 
 
 def make_sample(step=1, reward=1.0, key="a", text="12+3=15", ids=(1, 2, 3), run_id=0):

@@ -30,7 +30,7 @@ def test_lists_runs_draws_them_and_shows_matches(url, tmp_path, capsys, monkeypa
     fill(url)
     assert main(["history", url, "--run", "2", "--window", "5"]) == 0
     out = capsys.readouterr().out
-    for words in ("qwen2", "arithmetic-short", "1.000", "2 runs", "6 - 10", "run 1", "rhyme.png", "1,000 parameters"):
+    for words in ("qwen2", "sums", "1.000", "2 runs", "6 - 10", "run 1", "rhyme.png", "1,000 parameters"):
         assert words in out, out
     assert (tmp_path / "rhyme.png").stat().st_size > 5000
 
@@ -53,7 +53,7 @@ def test_runs_can_be_told_apart_in_80_columns(tmp_path, capsys, monkeypatch):
     rows = [row for line in lines[header + 1 :] if (row := line.split()) and row[0].isdecimal()]
     assert [row[3] for row in rows[:2] + rows[3:]] == ["-", "first[a]", "elsewhere"]
     assert "compare/rpo/seed-1".startswith(rows[2][3]) and len(rows[2][3]) > 10  # the rest is below
-    assert [row[4:6] for row in rows] == [["arithmetic-short", seed] for seed in ("-", "7", "7", "7")]
+    assert [row[4:6] for row in rows] == [["sums", seed] for seed in ("-", "7", "7", "7")]
     assert rows[0][6:] == ["0", "0", "-"] and rows[3][6:] == ["1", "2k", "0.625"]
     assert max(map(len, lines[: header + 6])) <= 80
 

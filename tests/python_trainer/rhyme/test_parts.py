@@ -21,7 +21,7 @@ from python_trainer.data import Rollout
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
 from python_trainer.model.tokenizer import tokenizer_fingerprint
-from tools.policies.arithmetic import byte_tokenizer
+from tools.policies.training import byte_tokenizer
 
 from .conftest import make_sample
 

@@ -1,8 +1,7 @@
-"""The environments that ship: the calculator, and the guessing game of the examples in whole runs."""
+"""The guessing game of the examples, in whole runs."""
 
 import importlib
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -13,48 +12,10 @@ from conftest import merged
 from rich.console import Console
 
 from python_trainer.config import check_config
-from python_trainer.environment import ENVIRONMENTS
 from python_trainer.errors import UserError
 from python_trainer.run import Trainer
-from python_trainer.tasks.calculator import Calculator, calculate
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-def test_a_calculator():
-    env = Calculator()
-    assert env.step("so <calc>12*(3+4)-1/2</calc>") == ("=83.5\n", 0.0, False)
-    assert env.step("<calc>1,000*3</calc> \n") == ("=3000\n", 0.0, False)
-    for wrong in ("1/0", "2**9999", "x+1", "__import__('os')", "(1", "True+1", "-" * 150 + "1"):
-        answer, reward, over = env.step(f"<calc>{wrong}</calc>")
-        assert (answer.startswith("=error: ") or wrong.startswith("-")) and (reward, over) == (0.0, False)
-    assert env.step("<calc>1+1</calc> is 2") == ("", 0.0, True)
-    with pytest.raises(ValueError, match="only numbers"):
-        calculate("9**9")
-    assert ENVIRONMENTS.resolve("calculator") is Calculator
-
-
-def test_the_calculator_of_the_docs_pays(tmp_path, monkeypatch):
-    """Its rewards on answers written by hand: the tool used, what it said misread, guessed, called for nothing."""
-    page = (EXAMPLES.parent / "docs" / "environments.md").read_text()
-    names: dict = {}
-    exec(re.search(r"```python\n(# pens.py\n.*?)```", page, re.S)[1], names)
-
-    def played(*turns):
-        env = Calculator()
-        return "".join(turn + env.step(turn)[0] for turn in turns)
-
-    texts = [
-        played("So <calc>2000*3000-5</calc>", "#### 5999995"),
-        played("So <calc>2000*3000-6</calc>", "#### 5,999,994."),
-        played("So <calc>2000*3000-5</calc>", "#### 6000000"),
-        played("I say\n#### 5999995"),
-        played("<calc>1/0</calc>", "#### error"),
-        played("<calc>1+1</calc>", "<calc>2000*3000-5</calc>", "no number"),
-        "",
-    ]
-    values = [names[f]([], texts, [], answer=[5999995] * len(texts)) for f in ("right", "used")]
-    assert values == [[1, 0, 0, 1, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0]]
 
 
 @pytest.fixture
@@ -139,7 +100,7 @@ def test_an_interrupted_game_goes_on_as_if_nothing_had_been(playing, tmp_path):
         ({"accelerators": {"enabled": ["rpo"]}}, "rpo needs task.environment=null, got guessing_game:Guessing, which"),
         ({"accelerators": {"enabled": ["rhyme"]}}, "rhyme needs task.environment=null.* allows drafts, alpha"),
         ({"rollout": {"workers": 2}}, "rollout.workers must be 1 with task.environment, got 2"),
-        ({"task": {"environment": "gues"}}, "must be \"module:Class\" or 'calculator'"),
+        ({"task": {"environment": "gues"}}, "must be \"module:Class\" "),
     ],
 )
 def test_what_cannot_take_turns_is_refused(playing, changes, message):

@@ -1,0 +1,78 @@
+"""The tasks and environments in examples/: their rewards, and a short run of each."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from python_trainer.config import load_config
+from python_trainer.run import Trainer
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+QUICK = ["max_steps=1", "model.path=small", "rollout.prompts_per_step=2", "rollout.num_generations=2",
+         "rollout.max_completion_length=16", "save.save_model=false"]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def examples(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    yield
+    for name in ("calculator", "countdown"):
+        sys.modules.pop(name, None)
+
+
+def run(folder, settings, *overrides):
+    Trainer(load_config(settings, [*QUICK, *overrides]), folder, console=Console(quiet=True)).run()
+    return json.loads((folder / "summary.json").read_text())
+
+
+def test_calculator_answers_calls():
+    from calculator import Calculator, calculate
+
+    env = Calculator()
+    assert env.step("so <calc>12*(3+4)-1/2</calc>") == ("=83.5\n", 0.0, False)
+    assert env.step("<calc>1,000*3</calc> \n") == ("=3000\n", 0.0, False)
+    for wrong in ("1/0", "2**9999", "x+1", "__import__('os')", "(1", "True+1", "-" * 150 + "1"):
+        answer, reward, over = env.step(f"<calc>{wrong}</calc>")
+        assert (answer.startswith("=error: ") or wrong.startswith("-")) and (reward, over) == (0.0, False)
+    assert env.step("<calc>1+1</calc> is 2") == ("", 0.0, True)
+    with pytest.raises(ValueError, match="only numbers"):
+        calculate("9**9")
+
+
+def test_calculator_rewards_the_last_number():
+    from calculator import right_number
+
+    texts = ["<calc>2*3</calc>=6\nso 6", "5,999,994.", "60", ""]
+    assert right_number([], texts, [], answer=[6, "5999994", 6, 6]) == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_calculator_runs(tmp_path):
+    for name in ("train", "test"):
+        rows = [{"prompt": f"{i}+{i}=", "answer": 2 * i} for i in range(3)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {"name": "jsonl", "train_path": str(tmp_path / "train.jsonl"), "test_path": str(tmp_path / "test.jsonl"),
+            "reward": "calculator:right_number", "environment": "calculator:Calculator"}  # fmt: skip
+    assert run(tmp_path / "run", {"task": task})["steps"] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [("A:3+7+15", True), ("try\nA:(3+7)+15", True), ("A:3+7+15 ", False), ("A:25", False), ("A:3+7+15\n", False),
+     ("A:3*7+4", False), ("A:3+7+15)", False), ("A:15+7+3", True), ("", False)],
+)  # fmt: skip
+def test_countdown_judges_the_last_line(text, right):
+    from countdown import reward
+
+    assert reward([], [text], [], numbers=[[3, 7, 15]], target=[25]) == [float(right)]
+
+
+def test_countdown_targets_can_be_reached(tmp_path):
+    from countdown import CountdownSettings
+
+    task = CountdownSettings(train_size=50, test_size=20).load()
+    assert len(task.train) == 50 and not {e.prompt for e in task.train} & {e.prompt for e in task.test}
+    assert all(str(example.columns["target"]) in example.prompt for example in task.train)
+    assert run(tmp_path / "run", {"task": {"name": "countdown:CountdownSettings", "test_size": 4}})["steps"] == 1
