@@ -11,12 +11,13 @@ PY := $(VENV)/bin/python
 SOURCES := setup.py $(shell find csrc -type f)
 RUN ?= runs/train
 
-.PHONY: help setup build train smoke test test-vllm lint bench docs wheel clean
+.PHONY: help setup build train smoke test test-slow test-vllm lint bench docs wheel clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make train   set up, train a small model twice, plainly and then with what the first run has left ($(RUN))'
-	@echo 'make test    set up, then lint, types and every test; names what this machine lacks'
+	@echo 'make test    set up, then lint, types and the tests, in ten minutes; names what this machine lacks'
+	@echo 'make test-slow   the tests that take longer'
 	@echo 'make test-vllm   the tests inside vLLM for the CPU, in an environment of its own ($(VENV)-vllm, about 3 GB)'
 	@echo 'make bench   set up, then every benchmark (BENCH="--quick similarity" for less)'
 	@echo 'make setup   set up and compile the extension (also: make build)'
@@ -50,6 +51,9 @@ smoke: $(VENV)/.built
 
 test: $(VENV)/.built
 	@$(PY) tools/run_tests.py $(TEST)
+
+test-slow: $(VENV)/.built
+	@$(PY) tools/run_tests.py --slow $(TEST)
 
 # Python of the main environment, so that the extension built there loads.
 $(VENV)-vllm/.packages: tools/vllm_env.sh constraints.txt

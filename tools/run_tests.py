@@ -1,6 +1,7 @@
-"""Lint, types, layers, CUDA check and all tests; ends with one summary. Arguments go to pytest.
+"""Runs lint, types, layers, the CUDA check and the tests, and ends with one summary. Arguments go to pytest.
 
-``make test`` and CI run it; ``make lint`` runs the checks alone (``--checks``).
+``make test`` runs it without the slow tests, ``make test-slow`` runs the slow tests alone (``--slow``), CI runs both;
+``make lint`` runs the checks alone (``--checks``).
 
 The Triton kernels run through Triton's interpreter, which is chosen when triton is imported, so they get a pytest
 process of their own with TRITON_INTERPRET=1. The tests inside vLLM run in the environment that ``make test-vllm`` made
@@ -66,26 +67,32 @@ def checks() -> list[Step]:
     ]
 
 
-def steps(pytest_arguments: list[str]) -> list[Step]:
+def steps(pytest_arguments: list[str], slow: bool) -> list[Step]:
     python, workers = sys.executable, str(min(os.cpu_count() or 1, 8))
     # Threads that wait must sleep: the workers' threads together are more than there are cores.
     quiet = {"OMP_WAIT_POLICY": "PASSIVE"}
-    pytest = [python, "-m", "pytest", "-n", workers, "--dist", "worksteal", *pytest_arguments]
+    marked = ["-m", "slow" if slow else "not slow"]
+    pytest = [python, "-m", "pytest", "-n", workers, "--dist", "worksteal", *marked, *pytest_arguments]
     no_triton = "" if importlib.util.find_spec("triton") else "triton"
     vllm = Path(f"{sys.prefix}-vllm/bin/python")
     no_vllm = "" if vllm.exists() else "an environment with vLLM (make test-vllm makes it and runs the tests)"
     no_nvcc = "" if shutil.which("nvcc") else "nvcc (the CUDA sources were not compiled)"
+    tests = Step("tests", [*pytest, f"--ignore={TRITON_TESTS}", f"--ignore={VLLM_TESTS}"], quiet)
+    if slow:
+        return [tests]
     return [
         *checks(),
         Step("CUDA sources", [python, "setup.py", "check_cuda"], missing=no_nvcc),
         Step("Triton kernels", [*pytest, TRITON_TESTS], {**quiet, "TRITON_INTERPRET": "1"}, missing=no_triton),
         Step("vLLM", [str(vllm), "-m", "pytest", *pytest_arguments, VLLM_TESTS], missing=no_vllm),
-        Step("tests", [*pytest, f"--ignore={TRITON_TESTS}", f"--ignore={VLLM_TESTS}"], quiet),
+        tests,
     ]
 
 
 def main(pytest_arguments: list[str]) -> int:
-    done = checks() if pytest_arguments == ["--checks"] else steps(pytest_arguments)
+    slow = "--slow" in pytest_arguments
+    given = [argument for argument in pytest_arguments if argument != "--slow"]
+    done = checks() if given == ["--checks"] else steps(given, slow)
     for step in done:
         step.run()
     print("\n=== summary")
