@@ -71,5 +71,7 @@ class CountdownSettings(TaskSettings):
 
         train = draw(f"train/{self.seed}", self.train_size or 512)
         seen = {example.prompt for example in train}
-        test = [example for example in draw(f"test/{self.test_seed}", self.test_size or 256) if example.prompt not in seen]
+        test = [
+            example for example in draw(f"test/{self.test_seed}", self.test_size or 256) if example.prompt not in seen
+        ]
         return Task("countdown", train, test, {"accuracy": reward})

@@ -65,8 +65,8 @@ class Plugin:
             elif isinstance(value, list):
                 raise ValueError(f'must hold names out of {", ".join(names)} or "{self.registry.form}", got {plugin!r}')
             else:
-                (*others, last), form = map(repr, names), f'"{self.registry.form}"'
-                known = f"must be {', '.join([form, *others])} or {last}"
+                *others, last = f'"{self.registry.form}"', *map(repr, names)
+                known = f"must be {', '.join(others)} or {last}" if others else f"must be {last}"
                 raise PydanticCustomError("plugin", "{known}", {"known": known})
         return value
 

@@ -20,7 +20,9 @@ def tracked(folder: str) -> list[Path]:
 
 @pytest.mark.parametrize("folder", LINES)
 def test_lines_of_code(folder):
-    counts = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in tracked(folder) if path.suffix in CODE}
+    counts = {
+        path: len(path.read_text(encoding="utf-8").splitlines()) for path in tracked(folder) if path.suffix in CODE
+    }
     assert counts, f"no code found in {folder}"
     largest = sorted(counts, key=counts.__getitem__, reverse=True)[:5]
     found = ", ".join(f"{path.relative_to(ROOT)} {counts[path]}" for path in largest)

@@ -75,7 +75,7 @@ def test_exponents_without_a_dot_are_numbers(tmp_path):
         ("algorithm.num_minibatches=99", "algorithm.num_minibatches must be <= rollout.prompts_per_step .32., got 99"),
         ("accelerators.enabled=[warp]", "accelerators.enabled: must hold names out of .*rpo.*, got 'warp'"),
         ("accelerators.rpo.epsilon=2", "accelerators.rpo.epsilon: .*less than or equal to 1, got 2"),
-        ("task.name=chess", "task.name: .*'lattice_paths', 'sums' or '.*', got 'chess'"),
+        ("task.name=chess", "task.name: .*'lattice_paths' or 'sums', got 'chess'"),
         ("model=small", "model: .*, got 'small'"),
         ("max_steps", "--set takes key=value, .*got 'max_steps'"),
         ("=3", "--set takes key=value"),

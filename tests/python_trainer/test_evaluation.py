@@ -38,7 +38,10 @@ def test_metrics_known_values():
 def test_several_answers_and_several_sets(make_config, jsonl_files, tmp_path):
     sets = {
         "greedy": {"task": {"test_path": str(jsonl_files[0])}, "temperature": 0, "max_new_tokens": 5},
-        "sums": {"task": {"name": "sums", "variant": "short", "train_size": 1, "gate_size": 0, "test_size": 3}, "samples": 2},
+        "sums": {
+            "task": {"name": "sums", "variant": "short", "train_size": 1, "gate_size": 0, "test_size": 3},
+            "samples": 2,
+        },
     }
     evaluation = {"samples": 3, "pass_at": [1, 3], "eval_limit": 4, "sets": sets}
     config = make_config(max_steps=1, evaluation=evaluation)

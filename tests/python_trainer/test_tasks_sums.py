@@ -38,9 +38,7 @@ def test_a_seed_always_gives_the_same_prompts():
 
 
 def test_lengths_spread():
-    lengths = {
-        v: [len(solution(terms_of(e.prompt))) + 1 for e in SumsSettings(variant=v).load().train] for v in TERMS
-    }
+    lengths = {v: [len(solution(terms_of(e.prompt))) + 1 for e in SumsSettings(variant=v).load().train] for v in TERMS}
     assert 28 <= statistics.mean(lengths["short"]) <= 40
     assert max(lengths["short"]) >= 5 * min(lengths["short"])
     assert 13 <= min(lengths["all"]) <= 15 and 340 <= max(lengths["all"]) <= 384
