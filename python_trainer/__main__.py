@@ -1,7 +1,8 @@
-"""The command line: ``python -m python_trainer --help``; commands of its own, and those of accelerators."""
+"""The command line: ``python -m python_trainer --help``."""
 
 import argparse
 import errno
+import importlib.util
 import os
 import sys
 
@@ -16,11 +17,31 @@ from python_trainer.errors import (
     tell,
     tell_error,
 )
-from python_trainer.parsers import check_packages, make_parser
-from python_trainer.registry import load
 
+# modules of the extra "train"; some are used at the end of a run only, which is too late to miss them
+NEEDED = (
+    "jinja2",
+    "matplotlib",
+    "pydantic",
+    "rich",
+    "safetensors",
+    "sqlalchemy",
+    "tensorboard",
+    "transformers",
+    "yaml",
+)
 # nothing that the trainer can help
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ENOMEM)
+
+
+def check_packages() -> None:
+    """Raises UserError where packages of the extra ``train`` are missing."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"python_trainer needs packages that {sys.executable} lacks: {', '.join(missing)}; the extra train brings "
+            "them: `pip install --no-build-isolation '.[train]'` in the clone, or `pip install 'NAME.whl[train]'`"
+        )
 
 
 def how_to_go_on(args: argparse.Namespace) -> str:
@@ -41,10 +62,11 @@ def main(argv: list[str] | None = None) -> int:
     args = argparse.Namespace(command=None)
     try:
         with found_by_each():
-            make_parser().parse_args(argv, args)
             check_packages()
-            call = load(args.call) if isinstance(args.call, str) else args.call
-        call(args)
+            from python_trainer.commands import parse_arguments
+
+            parse_arguments(argv, args)
+        args.call(args)
         sys.stdout.flush()
     except (UserError, NotFinite) as error:
         said = "; ".join([str(error), *getattr(error, "__notes__", ())])

@@ -77,7 +77,7 @@ class Trackio(Tracker):
 
 HOME = "python_trainer.callbacks"
 CALLBACKS: Registry[type[Callback]] = Registry(
-    "callback", {"wandb": f"{HOME}:WandB", "trackio": f"{HOME}:Trackio"}, what="class", of=Callback
+    "callback", {"wandb": f"{HOME}:WandB", "trackio": f"{HOME}:Trackio"}, classes=True, of=Callback
 )
 
 

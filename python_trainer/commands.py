@@ -1,15 +1,181 @@
-"""What the commands of the command line do; heavy modules are imported when the arguments are known to be right."""
+"""The commands of the command line. What is slow to import is imported once the arguments are known to be right."""
 
 import argparse
 import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from python_trainer.errors import UserError, found_by_each, tell
+from python_trainer.accelerators import ACCELERATORS
+from python_trainer.config import changed_settings, describe_settings, load_config
+from python_trainer.errors import UserError, after_the_first, found_by_each, tell
 from python_trainer.files import check_output_dir
+from python_trainer.registry import load
+from python_trainer.removed import REMOVED
 
 if TYPE_CHECKING:
     from python_trainer.config import Config
+
+PROGRAM = "python -m python_trainer"
+EXAMPLES = """examples:
+  {p} train --config configs/sums.yaml --output-dir runs/first
+  {p} train --config configs/sums.yaml --output-dir runs/{name} \\
+      --set 'accelerators.enabled=[{name}]'
+  {p} train --config configs/sums.yaml --output-dir runs/first --resume --set max_steps=120
+  {p} compare --config configs/sums.yaml --variants baseline,{name},all --seeds 3 \\
+      --output-dir runs/compare
+  {p} report runs/compare
+  {p} report runs/first runs/{name}
+  {p} probe --config configs/sums.yaml
+  {p} sft --config configs/gsm8k_smollm2.yaml --output-dir runs/sft --set model.path=MODEL
+  {p} history runs/history.db --run 1
+  {p} plan --config configs/gpu_7b_8x80gb.yaml --gpus 8x80 --set model.path=MODEL
+  {p} export runs/first --checkpoint best --output-dir models/first"""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports errors on the first process of a host before others end it."""
+
+    def error(self, message: str) -> NoReturn:
+        after_the_first()
+        super().error(message)
+
+
+class SettingsHelp(argparse.Action):
+    """Lists all settings."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *args: object) -> None:
+        print("settings (in the YAML file, or by --set key=value; values are YAML):")
+        for key, kind, default, text in describe_settings():
+            print(f"  {key}: {kind} = {default}\n      {text}")
+        sys.stdout.flush()
+        parser.exit()
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Makes the parser of all commands; each sets ``call`` to the function that runs it."""
+    names = ACCELERATORS.names()
+    examples = EXAMPLES.format(p=PROGRAM, name=names[0])
+    form: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "epilog": examples}
+    parser = Parser(
+        prog=PROGRAM, description="Trains language models on tasks with checkable answers (GRPO and relatives).", **form
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    train = commands.add_parser(
+        "train",
+        help="one training run",
+        description="One training run. OUTPUT_DIR gets config.yaml (all settings as used), metrics.jsonl (one row a "
+        "step), samples.jsonl\n(a few answers of some steps), summary.json, report.html, checkpoints/, tensorboard/ "
+        "and model/ (the trained policy,\nHugging Face format).",
+        **form,
+    )
+    add_settings(train, run_train, resume=True)
+
+    compare = commands.add_parser(
+        "compare",
+        help="the same training with and without accelerators",
+        description="Trains every variant on every seed, one after the other, into OUTPUT_DIR/VARIANT/seed-N; then "
+        "prints a table and\ndraws accuracy over wall time. What is finished is not run again, what was interrupted "
+        "goes on.",
+        **form,
+    )
+    add_settings(compare, run_compare)
+    variants = f"comma-separated: baseline (no accelerator), {', '.join(names)}, all, or several joined by +"
+    compare.add_argument("--variants", default="baseline,all", metavar="A,B,...", help=f"{variants} (baseline,all)")
+    compare.add_argument("--seeds", type=int, default=1, metavar="N", help="that many, from the config's seed on (1)")
+
+    sft = commands.add_parser(
+        "sft",
+        help="supervised steps on reference answers",
+        description="Supervised steps on the reference answers of the task's training examples (settings: section "
+        "sft), for models that hardly ever\nanswer right. OUTPUT_DIR/model can then be the model.path of train.",
+        **form,
+    )
+    add_settings(sft, run_sft, resume=True)
+
+    probe = commands.add_parser(
+        "probe",
+        help="how hard the prompts are, where time would go, what could pay",
+        description="Answers some training prompts and makes one update, in about a minute: how often answers are "
+        "right, how many groups\nteach anything, seconds of a step, memory, and how much each accelerator can gain at "
+        "most (docs/probe.md). Nothing is kept.",
+        **form,
+    )
+    add_settings(probe, run_probe, output=False)
+    probe.add_argument("--seconds", type=float, default=60.0, help="about how long, loading not counted (60)")
+    probe.add_argument("--prompts", type=int, default=1 << 30, metavar="N", help="most prompts to ask")
+    probe.add_argument("--tries", type=int, metavar="N", help="answers to each (rollout.num_generations)")
+    probe.add_argument("--json", type=Path, metavar="FILE", help="write all findings there, p of every prompt too")
+    probe.add_argument("--plot", type=Path, metavar="PNG", help="draw p, lengths and seconds")
+
+    plan = commands.add_parser("plan", help="memory, before anything runs", **form)
+    add_settings(plan, lambda args: load("python_trainer.plan.command:run")(args), output=False)
+    plan.add_argument("--gpus", metavar="NxGB", help="such as 80, or 8x80 (default: what this machine has)")
+    plan.add_argument("--prompt-tokens", type=int, default=256, metavar="N", help="of a prompt (default: 256)")
+    plan.add_argument("--json", type=Path, metavar="FILE", help="write all figures there, in bytes")
+
+    export = commands.add_parser("export", help="a checkpoint as a model", **form)
+    export.add_argument("run", type=Path, metavar="RUN", help="a run directory")
+    export.add_argument("--checkpoint", metavar="N | best", help="of which step (default: the newest)")
+    export.add_argument("--output-dir", type=Path, metavar="DIR", help="a new folder (default: RUN/export)")
+    export.add_argument("--adapter", action="store_true", help="the adapter (PEFT) of a run with model.lora alone")
+    export.add_argument("--push", metavar="REPO", help="upload it to the Hugging Face Hub; a new repository is private")
+    export.set_defaults(call=lambda args: load("python_trainer.export:run")(args))
+
+    report = commands.add_parser(
+        "report",
+        help="verdict, table, curves and answers of runs, finished or not",
+        description="Prints the table of all runs under the folders, draws accuracy.png in the first, and writes "
+        "report.html in each: one page\nwith a sentence on each variant, the curve of accuracy, the table, curves of "
+        "every metric, sample answers and\nsettings that differ, all runs side by side. It opens in any browser and "
+        "needs no network: copy or mail the file.\nTo compare runs, name them: report runs/a runs/b.",
+        **form,
+    )
+    report.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a run, or a folder with runs in it")
+    report.set_defaults(call=run_report)
+
+    history = commands.add_parser(
+        "history",
+        help="look into a retrospective database",
+        description="Lists the runs in a database, draws how their stages rhyme, and shows the best matches of one.",
+        **form,
+    )
+    history.add_argument("url", metavar="URL", help="a path, sqlite:/// or postgresql:// URL")
+    history.add_argument("--run", type=int, metavar="ID", help="show what each stage of this run rhymes with")
+    history.add_argument("--picture", type=Path, metavar="FILE.png", help="default: rhyme.png beside a SQLite file")
+    history.add_argument("--window", type=int, default=8, metavar="N", help="steps of a stage (default: 8)")
+    history.set_defaults(call=lambda args: load("python_trainer.accelerators.rhyme.browse:run")(args))
+    return parser
+
+
+def parse_arguments(argv: Sequence[str] | None, args: argparse.Namespace) -> None:
+    """Parses a command line into ``args``, those of the program itself without one.
+
+    Raises:
+        UserError: the command was removed.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and (instead := REMOVED.get(f"command {argv[0]}")):
+        raise UserError(f"the command {argv[0]} was removed: {instead}")
+    make_parser().parse_args(argv, args)
+
+
+def add_settings(command: argparse.ArgumentParser, call: Any, *, output: bool = True, resume: bool = False) -> None:
+    """Adds the arguments of commands that take a configuration."""
+    command.set_defaults(call=call)
+    text = "settings; the others are default. Also the bare name of a shipped file, such as smoke"
+    command.add_argument("--config", required=True, metavar="FILE.yaml", help=text)
+    text = "change settings, for example optimizer.learning_rate=1e-5"
+    command.add_argument(
+        "--set", dest="overrides", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=text
+    )
+    if output:
+        command.add_argument("--output-dir", required=True, type=Path, metavar="DIR", help="where the results go")
+    if resume:
+        command.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in OUTPUT_DIR")
+    command.add_argument("--help-settings", nargs=0, action=SettingsHelp, help="list all settings, and leave")
 
 
 def run_report(args: argparse.Namespace) -> None:
@@ -20,33 +186,48 @@ def run_report(args: argparse.Namespace) -> None:
 
 def run_compare(args: argparse.Namespace) -> None:
     from python_trainer.compare import compare
-    from python_trainer.config import load_config
 
     config = load_config(args.config, args.overrides)
     check_files(config)
     check_output_dir(args.output_dir)
-    tell_of_load()
+    note_load()
     compare(config, args.output_dir, variants=args.variants.split(","), seeds=args.seeds)
 
 
 def run_train(args: argparse.Namespace) -> None:
-    config = config_of(args)
+    config = load_run(args)
     from python_trainer.distributed import start
     from python_trainer.report.write import report
     from python_trainer.run import Trainer
 
-    if args.resume:
-        tell_of_resuming(args.output_dir, config)
+    note_resuming(args, config)
     with start(config.parallel, config.model.device) as ranks:
         Trainer(config, args.output_dir, resume=args.resume, ranks=ranks).run()
     if ranks.rank == 0:
         report([args.output_dir])
 
 
-def config_of(args: argparse.Namespace) -> "Config":
-    """Settings of a run in one folder; mistakes in them, or in the folder, come before torch, which takes seconds."""
-    from python_trainer.config import load_config
+def run_sft(args: argparse.Namespace) -> None:
+    config = load_run(args)
+    from python_trainer.sft import Sft
 
+    note_resuming(args, config)
+    summary = Sft(config, args.output_dir, resume=args.resume).run()
+    losses = [summary[name] for name in ("loss_final", "held_out_loss_start", "held_out_loss_final")]
+    told = "final loss {}, held out {} -> {}".format(*("-" if x is None else f"{x:.3f}" for x in losses))
+    print(f"{told}; the model is in {args.output_dir / 'model'}")
+
+
+def run_probe(args: argparse.Namespace) -> None:
+    config = load_config(args.config, [*args.overrides, "accelerators.enabled=[]"])
+    from python_trainer.probe import run
+
+    limits = {name: getattr(args, name) for name in ("seconds", "prompts", "tries")}
+    run(config, json_file=args.json, plot=args.plot, **limits)
+
+
+def load_run(args: argparse.Namespace) -> "Config":
+    """Reads the settings of a run; finds mistakes in them or in its folder before torch loads, which takes seconds."""
     with found_by_each():
         config = load_config(args.config, args.overrides)
         check_files(config)
@@ -55,12 +236,12 @@ def config_of(args: argparse.Namespace) -> "Config":
             from python_trainer.run_directory import check_new
 
             check_new(args.output_dir)
-    tell_of_load()
+    note_load()
     return config
 
 
 def check_files(config: "Config") -> None:
-    """Raises UserError for a file or folder in the settings that is not there."""
+    """Raises UserError for a file or folder in the settings that does not exist."""
     from python_trainer.model.shipped import policy_folder
 
     policy_folder(config.model.path, config.model.revision)
@@ -69,8 +250,8 @@ def check_files(config: "Config") -> None:
             raise UserError(f"task.{name}: there is no file {value}")
 
 
-def tell_of_load() -> None:
-    """Says so where other programs have more to do than there are cores."""
+def note_load() -> None:
+    """Notes that other programs have more to do than there are cores."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1  # both of the whole machine, within a container too
     if load > cores:
         tell(
@@ -78,36 +259,13 @@ def tell_of_load() -> None:
         )
 
 
-def run_sft(args: argparse.Namespace) -> None:
-    config = config_of(args)
-    from python_trainer.sft import Sft
-
-    if args.resume:
-        tell_of_resuming(args.output_dir, config)
-    summary = Sft(config, args.output_dir, resume=args.resume).run()
-    losses = [
-        summary[f"{part}loss_{when}"] for part, when in (("", "final"), ("held_out_", "start"), ("held_out_", "final"))
-    ]
-    said = "final loss {}, held out {} -> {}".format(*("-" if x is None else f"{x:.3f}" for x in losses))
-    print(f"{said}; the model is in {args.output_dir / 'model'}")
-
-
-def run_probe(args: argparse.Namespace) -> None:
-    from python_trainer.config import load_config
-
-    config = load_config(args.config, [*args.overrides, "accelerators.enabled=[]"])
-    from python_trainer.probe import run
-
-    limits = {name: getattr(args, name) for name in ("seconds", "prompts", "tries")}
-    run(config, json_file=args.json, plot=args.plot, **limits)
-
-
-def tell_of_resuming(folder: Path, config: "Config") -> None:
-    """What a mistyped folder or a forgotten setting would hide."""
+def note_resuming(args: argparse.Namespace, config: "Config") -> None:
+    """Notes what a mistyped folder or a forgotten setting would hide."""
+    if not args.resume:
+        return
     from python_trainer.checkpoint import list_checkpoints
-    from python_trainer.config import changed_settings
 
-    if not list_checkpoints(folder / "checkpoints"):
-        tell(f"{folder} has no checkpoint to resume: training begins with the first step")
-    elif changed := changed_settings(folder, config):
+    if not list_checkpoints(args.output_dir / "checkpoints"):
+        tell(f"{args.output_dir} has no checkpoint to resume: training begins with the first step")
+    elif changed := changed_settings(args.output_dir, config):
         tell(f"resumed with other settings than before: {', '.join(changed)}")

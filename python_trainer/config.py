@@ -6,21 +6,22 @@ Option names are TRL's wherever TRL has the option. ``python -m python_trainer t
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from python_trainer.accelerators import AUTO, AcceleratorsConfig, OrAuto, registered
+from python_trainer.accelerators import AUTO, AcceleratorsConfig, registered
 from python_trainer.accelerators.settings import AcceleratorSettings
 from python_trainer.algorithms.settings import AlgorithmConfig
 from python_trainer.callbacks import CALLBACKS
 from python_trainer.errors import UserError, hide_passwords
 from python_trainer.evaluation import EvaluationConfig
 from python_trainer.model.settings import CriticConfig, ModelConfig, OptimizerConfig
+from python_trainer.registry import did_you_mean
 from python_trainer.removed import find_removed
 from python_trainer.rollout.settings import RolloutConfig
-from python_trainer.settings import Fitted, Plugin, Section
+from python_trainer.settings import Fitted, Row, Section, as_yaml, describe_section, section_in
 from python_trainer.tasks.settings import TaskSettings
 
 CONFIGS = Path(__file__).parent / "configs"  # in the repository a link to the folder at its root
@@ -89,7 +90,7 @@ class Config(Section):
     """Accuracy on the test set."""
     save: SaveConfig = SaveConfig()
     """Checkpoints."""
-    callbacks: Annotated[list[str], Plugin(CALLBACKS)] = Field([])
+    callbacks: Annotated[list[str], CALLBACKS] = Field([])
     """What else happens at certain moments of the run, and trackers of experiments beside TensorBoard."""
     sft: SftConfig = SftConfig()
     """Supervised steps, by the command `sft` alone."""
@@ -186,14 +187,8 @@ class Config(Section):
         return self
 
 
-def config_file(path: str | Path) -> Path:
-    """The file itself, or where there is none of a bare name the one that is shipped under it."""
-    given, shipped = Path(path), CONFIGS / f"{path}.yaml"
-    return shipped if given.name == str(path) and not given.exists() and shipped.exists() else given
-
-
 def load_config(source: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> Config:
-    """Settings from a YAML file or a nested mapping, checked; what neither says is default.
+    """Reads settings from a YAML file or a nested mapping and checks them; the rest is default.
 
     Args:
         source: file, name of one that is shipped (``smoke``), or mapping. In a mapping a task, reward, accelerator,
@@ -208,30 +203,36 @@ def load_config(source: str | Path | Mapping[str, Any] | None, overrides: Sequen
         raise UserError(f"source must be a file, a name of one that is shipped, a mapping or None, got {source!r:.80}")
     if not isinstance(overrides, list | tuple):
         raise UserError(f'overrides must be a list of texts like "max_steps=20", got {overrides!r:.80}')
-    path = None if isinstance(source, Mapping) else source
-    values: Any = own_copy(source) if isinstance(source, Mapping) else {}
-    if path is not None:
-        try:
-            values = yaml.safe_load(config_file(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            shipped = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.yaml")))
-            raise UserError(
-                f"cannot read the config file {path}: {error.strerror}; those that are shipped go by name: {shipped}"
-            ) from error
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-        values = {} if values is None else values
-        if not isinstance(values, dict):
-            raise UserError(f"{path} must hold a mapping of settings, got {type(values).__name__}")
+    values = read_yaml(source) if isinstance(source, str | Path) else copy_nested(source or {})
     for override in overrides:
         apply_override(values, override)
     changed = [override.partition("=")[0].strip() for override in overrides]
-    return check_config(values, source=str(path) if path is not None else "the settings", changed=changed)
+    return check_config(
+        values, source=str(source) if isinstance(source, str | Path) else "the settings", changed=changed
+    )
 
 
-def own_copy(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Of nested settings, with the objects in them."""
-    return {key: own_copy(value) if isinstance(value, Mapping) else value for key, value in values.items()}
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """Reads a file of settings; a bare name that is no file in the current folder is one that is shipped."""
+    shipped = CONFIGS / f"{path}.yaml"
+    file = shipped if Path(path).name == str(path) and not Path(path).exists() and shipped.exists() else Path(path)
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        known = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.yaml")))
+        raise UserError(
+            f"cannot read the config file {path}: {error.strerror}; those that are shipped go by name: {known}"
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict | None):
+        raise UserError(f"{path} must hold a mapping of settings, got {type(values).__name__}")
+    return values or {}
+
+
+def copy_nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies nested settings, but not the objects in them."""
+    return {key: copy_nested(value) if isinstance(value, Mapping) else value for key, value in values.items()}
 
 
 def apply_override(values: dict[str, Any], override: str) -> None:
@@ -247,17 +248,21 @@ def apply_override(values: dict[str, Any], override: str) -> None:
         raise UserError(f"--set {key}: {text!r} is not valid YAML{quoted}") from error
     *parents, last = key.strip().split(".")
     for parent in parents:
-        inner = values.setdefault(parent, {})
-        if inner is None:
-            inner = values[parent] = {}
-        if not isinstance(inner, dict):
-            raise UserError(f"--set {key}: {parent} is not a section but {inner!r}")
-        values = inner
+        if values.get(parent) is None:
+            values[parent] = {}
+        if not isinstance(values[parent], dict):
+            raise UserError(f"--set {key}: {parent} is not a section but {values[parent]!r}")
+        values = values[parent]
     values[last] = value
 
 
 def check_config(values: dict[str, Any], *, source: str, changed: Sequence[str] = ()) -> Config:
-    """Validates; all problems are reported at once, those with settings that ``--set`` has ``changed`` as its own."""
+    """Checks settings and reports all problems at once.
+
+    Args:
+        source: where the values are from, for messages.
+        changed: keys that ``--set`` has changed; problems with those are reported as its own.
+    """
     problems = list(find_removed(values))
     gone = {key for key, _ in problems}
     try:
@@ -266,7 +271,7 @@ def check_config(values: dict[str, Any], *, source: str, changed: Sequence[str] 
         for problem in error.errors():
             key = ".".join(map(str, problem["loc"]))
             if not any(f"{name}.".startswith(f"{key}.") for name in gone):
-                problems.append((key, describe_problem(problem, values)))
+                problems.append((key, describe_problem(key, problem, values)))
     if not problems:
         return config
     found: dict[str, list[str]] = {}
@@ -276,35 +281,35 @@ def check_config(values: dict[str, Any], *, source: str, changed: Sequence[str] 
     raise UserError("; ".join(f"{origin}: {'; '.join(messages)}" for origin, messages in found.items()))
 
 
-def describe_problem(problem: Any, values: Mapping[str, Any]) -> str:
-    """One pydantic error about these values as: key, what is wrong, value."""
-    key = ".".join(str(part) for part in problem["loc"]) or "settings"
-    message = problem["msg"].removeprefix("Value error, ")
+def describe_problem(key: str, problem: Any, values: Mapping[str, Any]) -> str:
+    """Writes a pydantic error about these values as: key, what is wrong, value."""
+    message, given = problem["msg"].removeprefix("Value error, "), problem["input"]
     if problem["type"] == "extra_forbidden":
         section = section_of(problem["loc"][:-1], values)
-        known = f"; known here: {', '.join(section.model_fields)}" if section else ""
-        return f"{key}: unknown setting{known}"
+        return f"{key}: unknown setting{suggest(key, section)}"
     if problem["type"] == "value_error":
-        return f"{key}: {message}" if problem["loc"] else message
-    if problem["type"] in ("list_type", "tuple_type") and problem["loc"]:
-        return f"{key}: {list_wanted(problem['loc'], problem['input'], values)}, got {problem['input']!r}"
-    return f"{key}: {message[0].lower() + message[1:]}, got {problem['input']!r}"
+        return f"{key}: {message}" if key else message
+    if problem["type"] == "list_type":
+        parts = given.split(",") if isinstance(given, str) else [as_yaml(given)] if given is not None else []
+        listed = ", ".join(part.strip() for part in parts if part.strip()) or "A, B"
+        message = f"must be a list, on a command line in quotes: '{key}=[{listed}]'"
+    return f"{key or 'settings'}: {message[0].lower() + message[1:]}, got {given!r}"
 
 
-def list_wanted(path: Sequence[str | int], given: Any, values: Mapping[str, Any]) -> str:
-    """How to write what was given for the setting at this path, which is a list."""
-    section = section_of(path[:-1], values)
-    field = None if section is None else section.model_fields.get(str(path[-1]))
-    auto = field is not None and any(isinstance(item, OrAuto) for item in field.metadata)
-    parts = given.split(",") if isinstance(given, str) else [as_yaml(given)] if isinstance(given, int | float) else []
-    kept = [part.strip() for part in parts if part.strip() and not (auto and part.strip() == AUTO)]
-    listed = ", ".join(kept or ["A", "B"])
-    kinds = f"{AUTO} alone or a list" if auto else "a list"
-    return f"must be {kinds}, on a command line in quotes: '{'.'.join(map(str, path))}=[{listed}]'"
+def suggest(key: str, section: type[Section] | None) -> str:
+    """Names the settings that an unknown key may mean: near ones, one of this name elsewhere, or all of the section."""
+    last = key.rpartition(".")[2]
+    known = [] if section is None else list(section.model_fields)
+    if near := did_you_mean(last, known):
+        return near
+    elsewhere = [row[0] for row in describe_settings() if row[0].rpartition(".")[2] == last]
+    if elsewhere:
+        return f"; did you mean {' or '.join(elsewhere)}?"
+    return f"; known here: {', '.join(known)}" if known else ""
 
 
 def section_of(path: Sequence[str | int], values: Any) -> type[Section] | None:
-    """The class that holds the settings at a path of keys into these values."""
+    """Returns the class that holds the settings at a path of keys into these values."""
     section: type[Section] = Config
     for key in path:
         field = section.model_fields.get(str(key))
@@ -316,43 +321,35 @@ def section_of(path: Sequence[str | int], values: Any) -> type[Section] | None:
     return section
 
 
-def section_in(annotation: Any) -> type[Section] | None:
-    """The section that a setting is, or that it may be."""
-    options = [annotation, *get_args(annotation)]
-    return next((o for o in options if isinstance(o, type) and issubclass(o, Section)), None)
+def describe_settings() -> list[Row]:
+    """Describes every setting: key, type, default and documentation."""
+    return list(describe_section(Config))
 
 
 def dump_config(config: Config) -> str:
-    """The resolved settings as YAML that :func:`load_config` reads back, but for passwords in URLs."""
-    return hide_passwords(
-        yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=1 << 16)
-    )
+    """Writes the resolved settings as YAML that :func:`load_config` reads back, without passwords in URLs."""
+    values = config.model_dump(mode="json")
+    return hide_passwords(yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=1 << 16))
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Dotted name -> value, as ``--set`` takes them, but for passwords in URLs."""
+    """Maps dotted names to values as ``--set`` takes them, without passwords in URLs."""
     flat: dict[str, str] = {}
     for key, value in settings.items():
-        name = f"{prefix}{key}"
-        shown = {} if isinstance(value, Mapping) and value else {name: hide_passwords(json.dumps(value))}
-        flat |= shown or flatten(value, f"{name}.")
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = hide_passwords(json.dumps(value))
     return flat
 
 
 def settings_used(folder: Path) -> dict[str, str]:
-    """Dotted name -> value of the run in a folder; empty where there is none."""
+    """Reads the settings of the run in a folder as :func:`flatten` writes them; empty without a run."""
     path = folder / "config.yaml"
     return flatten(yaml.safe_load(path.read_text(encoding="utf-8")) or {}) if path.exists() else {}
 
 
 def changed_settings(folder: Path, config: Config) -> list[str]:
-    """What differs between the run in a folder and these settings: ``name: value there -> value here``."""
+    """Lists how these settings differ from the run in a folder: ``name: value there -> value here``."""
     there, here = settings_used(folder), flatten(config.model_dump(mode="json"))
     return [f"{name}: {there[name]} -> {value}" for name, value in here.items() if there.get(name, value) != value]
-
-
-def as_yaml(value: Any) -> str:
-    """On one line, as ``--set`` takes it."""
-    if isinstance(value, str) and "\n" in value:
-        return json.dumps(value, ensure_ascii=False)
-    return yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=1 << 16).split("\n")[0]

@@ -29,5 +29,5 @@ class Environment:
 
 
 ENVIRONMENTS: Registry[type[Environment]] = Registry(
-    "environment", {}, what="class", of=Environment
+    "environment", {}, classes=True, of=Environment
 )

@@ -6,6 +6,12 @@ from typing import Any
 # A key is a setting ("rollout.workers"), a whole section ("accelerators.curriculum"), one value of a setting
 # ("task.name=countdown") or a command ("command export"). Its text completes the sentence "KEY was removed: ...".
 REMOVED: dict[str, str] = {
+    "task.name=arithmetic": "write task.name: sums with task.variant: short (or longest)",
+    "task.name=countdown": "write task.name: countdown:CountdownSettings in the folder examples",
+    "task.environment=calculator": "write task.environment: calculator:Calculator in the folder examples",
+    "task.numbers": "examples/countdown.py draws its own numbers",
+    "model.path=main": "write model.path: small or sums",
+    "model.path=countdown": "name a model of your own",
     "algorithm.metrics_of_all": "leave it out; metrics are means over the answers that the update passes",
 }
 

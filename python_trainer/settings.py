@@ -1,10 +1,13 @@
-"""What all sections of a configuration have in common."""
+"""What the sections of a configuration have in common, and how help describes them."""
 
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, TypeVar
+import json
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
+import yaml
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic_core import CoreSchema, core_schema
 
 from python_trainer.registry import Registry
 
@@ -16,67 +19,22 @@ class Section(BaseModel):
 
     @classmethod
     def fitting(cls, values: Mapping[str, Any]) -> "type[Section]":
-        """The class for these settings, where some of them decide what others there are."""
+        """Returns the class for these settings, where some of them decide what others there are."""
         return cls
 
     @classmethod
     def around(cls, value: Any) -> Any:
-        """Settings for an object that stands in their place, if there are such; otherwise what was given."""
+        """Returns settings for an object that stands in their place, or what was given."""
         return value
 
     @classmethod
     def kinds(cls) -> "dict[str, type[Section]]":
-        """Name -> class of those among which :meth:`fitting` chooses by name, as far as they are registered."""
+        """Returns the registered classes among which :meth:`fitting` chooses by name."""
         return {}
 
 
-class Plugin:
-    """Annotation of a setting that names a plug-in, or several: of ``str`` or ``list[str]``.
-
-    Args:
-        registry: what is to be named, or a function that returns it where it comes after the settings.
-        later: the plug-in is not looked for when the settings are checked.
-    """
-
-    def __init__(self, registry: Registry[Any] | Callable[[], Registry[Any]], *, later: bool = False):
-        self._registry, self.later = registry, later
-
-    @property
-    def registry(self) -> Registry[Any]:
-        return self._registry if isinstance(self._registry, Registry) else self._registry()
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        schema = core_schema.no_info_before_validator_function(self._named, handler(source))
-        return schema if self.later else core_schema.no_info_after_validator_function(self._check, schema)
-
-    def _named(self, value: Any) -> Any:
-        """With names for objects."""
-        if isinstance(value, list | tuple):
-            return [self.registry.name_of(plugin) for plugin in value]
-        return self.registry.name_of(value)
-
-    def _check(self, value: Any) -> Any:
-        names = self.registry.names()
-        for plugin in value if isinstance(value, list) else [value]:
-            if plugin in names:
-                continue
-            if ":" in plugin or plugin.endswith(".py"):
-                self.registry.resolve(plugin)
-            elif isinstance(value, list):
-                raise ValueError(f'must hold names out of {", ".join(names)} or "{self.registry.form}", got {plugin!r}')
-            else:
-                *others, last = f'"{self.registry.form}"', *map(repr, names)
-                known = f"must be {', '.join(others)} or {last}" if others else f"must be {last}"
-                raise PydanticCustomError("plugin", "{known}", {"known": known})
-        return value
-
-    @property
-    def choices(self) -> str:
-        return " | ".join([*self.registry.names(), *self.registry.forms, self.registry.form])
-
-
 class _Fit:
-    """Makes a field's settings of the class that :meth:`Section.fitting` chooses."""
+    """Annotation of a section whose class depends on what it holds: see :meth:`Section.fitting`."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         def fit(value: Any) -> Any:
@@ -88,4 +46,61 @@ class _Fit:
 
 S = TypeVar("S", bound=Section)
 Fitted = Annotated[S, _Fit()]
-"""A section whose class depends on what it holds."""
+
+
+def section_in(annotation: Any) -> type[Section] | None:
+    """Returns the section that a setting is, or may be."""
+    options = [annotation, *get_args(annotation)]
+    return next((o for o in options if isinstance(o, type) and issubclass(o, Section)), None)
+
+
+def as_yaml(value: Any) -> str:
+    """Writes a value on one line, as ``--set`` takes it."""
+    if isinstance(value, str) and "\n" in value:
+        return json.dumps(value, ensure_ascii=False)
+    return yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=1 << 16).split("\n")[0]
+
+
+Row = tuple[str, str, str, str]  # key, type, default, documentation
+
+
+def describe_section(section: type[Section], prefix: str = "") -> Iterator[Row]:
+    """Describes every setting of a section and of those within it, in order."""
+    for name, field in section.model_fields.items():
+        key, inner = f"{prefix}{name}", section_in(field.annotation)
+        if inner is None:
+            default = section.fitting({}).model_fields[name].get_default(call_default_factory=True)
+            yield key, type_name(field.annotation, field.metadata), as_yaml(default), field.description or ""
+        else:
+            below = f"{key}.NAME." if get_origin(field.annotation) is dict else f"{key}."
+            yield from describe_section(inner if inner.kinds() else inner.fitting({}), below)
+            yield from describe_kinds(inner, below)
+
+
+def describe_kinds(section: type[Section], prefix: str) -> Iterator[Row]:
+    """Describes the settings that only some kinds of a section have, each once, with the names of those kinds."""
+    owners: dict[Row, list[str]] = {}
+    for name, kind in section.kinds().items():
+        for row in describe_section(kind, prefix):
+            if row[0].removeprefix(prefix).partition(".")[0] not in section.model_fields:
+                owners.setdefault(row, []).append(name)
+    for (key, kind_name, default, text), names in owners.items():
+        yield key, kind_name, default, f"{', '.join(names)}: {text}"
+
+
+def type_name(kind: Any, metadata: Sequence[Any] = ()) -> str:
+    """Writes a type as ``int | null``, ``list of str``, ``group | rloo | module:function`` and the like."""
+    registry = next((item for item in metadata if isinstance(item, Registry)), None)
+    origin, parts = get_origin(kind), get_args(kind)
+    if registry is not None:
+        choices = " | ".join(registry.choices)
+        return f"list of {choices}" if list in (origin, *map(get_origin, parts)) else choices
+    if origin is Annotated:
+        return type_name(parts[0], parts[1:])
+    if origin is Literal:
+        return " | ".join(map(str, parts))
+    if origin in (types.UnionType, Union):
+        return " | ".join(map(type_name, parts))
+    if origin in (list, tuple, dict):
+        return f"{origin.__name__} of {', '.join(map(type_name, parts))}"
+    return "null" if kind is type(None) else getattr(kind, "__name__", str(kind))

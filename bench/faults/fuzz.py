@@ -30,8 +30,7 @@ from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
 from python_trainer.accelerators.rhyme.reaching import parse_url
 from python_trainer.accelerators.rhyme.records import RunFacts, StepRecord, StoredAnswer, unpack_tensors
 from python_trainer.checkpoint import CHECKSUMS, checksums, load_checkpoint, save_checkpoint
-from python_trainer.config import check_config, dump_config, load_config
-from python_trainer.describe import describe_settings
+from python_trainer.config import check_config, describe_settings, dump_config, load_config
 from python_trainer.errors import UserError
 from python_trainer.run_directory import load_evaluations, read_metrics, read_samples, save_evaluation
 from python_trainer.tasks.files import read_rows

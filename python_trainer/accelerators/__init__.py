@@ -14,7 +14,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from python_trainer.accelerators.settings import AcceleratorSettings
 from python_trainer.registry import PluginError, Registry
-from python_trainer.settings import Plugin, Section
+from python_trainer.settings import Section
 
 HOME = "python_trainer.accelerators"
 # in the order in which they run within a step
@@ -27,7 +27,7 @@ ACCELERATORS: Registry[type[AcceleratorSettings]] = Registry(
         "drafts": f"{HOME}.drafts.settings:DraftsSettings",
         "alpha": f"{HOME}.alpha.settings:AlphaSettings",
     },
-    what="class",
+    classes=True,
     of=AcceleratorSettings,
 )
 
@@ -47,7 +47,7 @@ class OrAuto:
 class AcceleratorsConfig(Section):
     """Which accelerators run, and their settings."""
 
-    enabled: Annotated[list[str], Plugin(ACCELERATORS), OrAuto()] = Field([])
+    enabled: Annotated[list[str], ACCELERATORS, OrAuto()] = Field([])
     """Which of them take part. The order of the registered ones does not matter; others run after them. auto: those
     that leave plain training as it is where they do not expect to pay, as far as the other settings allow them."""
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from python_trainer.registry import Registry, load
-from python_trainer.settings import Plugin, Section
+from python_trainer.settings import Section
 
 HOME = "python_trainer.algorithms"
 Correction = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]  # TRL's names
@@ -38,7 +38,6 @@ ADVANTAGES: Registry[Advantage] = Registry(
         "gae": Advantage(f"{HOME}.advantages:against_critic", critic=True),
         "reinforce++": Advantage(f"{HOME}.advantages:against_batch"),
     },
-    what="advantage",
     of=Advantage,
 )
 # TRL's names, then verl's: each a losses.Aggregation
@@ -61,12 +60,12 @@ KL_ESTIMATORS: Registry[Callable[..., Any]] = Registry(
 class AlgorithmConfig(Section):
     """Advantages and loss."""
 
-    advantage: Annotated[str, Plugin(ADVANTAGES)] = "group"
+    advantage: Annotated[str, ADVANTAGES] = "group"
     """`group`: reward minus the mean of the group (GRPO); `rloo`: of the others in the group; `gae`: PPO, with a
     critic; `reinforce++`: what comes after a token, whitened over the batch. The last two need no groups."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """What the `group` advantage is divided by: deviation of the group, of the whole batch, or nothing (Dr. GRPO)."""
-    loss_type: Annotated[str, Plugin(LOSS_TYPES)] = "dapo"
+    loss_type: Annotated[str, LOSS_TYPES] = "dapo"
     """How token losses are averaged: grpo is seq-mean-token-mean, dapo token-mean, dr_grpo sum / (B x max length)."""
     epsilon: float = Field(0.2, gt=0, lt=1)
     """Clip range of the probability ratio below 1, and above it unless epsilon_high is set."""
@@ -76,7 +75,7 @@ class AlgorithmConfig(Section):
     """Upper bound of the ratio where the advantage is negative; above 1 + epsilon_high."""
     beta: float = Field(0.0, ge=0)
     """Weight of the KL to the starting policy; 0 loads no reference model."""
-    kl_estimator: Annotated[str, Plugin(KL_ESTIMATORS)] = "k3"
+    kl_estimator: Annotated[str, KL_ESTIMATORS] = "k3"
     """Estimator of that KL."""
     use_bias_correction_kl: bool = False
     """Weigh the KL in the loss by the probability ratio, which makes the gradient of k1 and k3 right too."""

@@ -9,7 +9,6 @@ from pydantic import Field, model_validator
 
 from python_trainer.data import Example
 from python_trainer.errors import UserError
-from python_trainer.settings import Plugin
 from python_trainer.tasks.base import Task
 from python_trainer.tasks.checking import check_names, check_prompt
 from python_trainer.tasks.files import FileTaskSettings, SplitTaskSettings, read_rows
@@ -21,7 +20,7 @@ PROMPT_COLUMNS = ("prompt", "messages")
 class RewardedSettings(SplitTaskSettings):
     """Settings of tasks whose reward functions the user names."""
 
-    reward: Annotated[str | list[str], Plugin(REWARDS, later=True)] = Field([])
+    reward: Annotated[str | list[str], REWARDS] = Field([])
     """Reward functions as "module:function"; the module may lie in the current folder. "math" compares the value of an
     answer with column answer by math-verify (pip install math-verify); "reward_model:PATH" asks a
     sequence-classification model of Transformers, on the trainer's device; "environment" is task.environment's."""

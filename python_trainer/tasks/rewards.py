@@ -35,7 +35,8 @@ def environment_reward(
 REWARDS: Registry[RewardFunction] = Registry(
     "reward",
     {"math": math_reward, "environment": environment_reward},
-    makers={"reward_model:PATH": "python_trainer.tasks.reward_model:RewardModel"},
+    makers={"reward_model": "python_trainer.tasks.reward_model:RewardModel"},
+    lazy=True,
 )
 
 

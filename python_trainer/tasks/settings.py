@@ -7,17 +7,29 @@ in a module of theirs, and ``task.name: module:Class`` names it.
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator
 
 from python_trainer.environment import ENVIRONMENTS
 from python_trainer.errors import UserError
 from python_trainer.registry import PluginError, Registry
-from python_trainer.settings import Plugin, Section
+from python_trainer.settings import Section
 from python_trainer.tasks.base import Task
 
 Size = Annotated[int, Field(ge=1)]
 HOME = "python_trainer.tasks"
 DEFAULT = "sums"
+TASKS: Registry[type["TaskSettings"]] = Registry(
+    "task",
+    {
+        "dataset": f"{HOME}.dataset:DatasetSettings",
+        "gsm8k": f"{HOME}.gsm8k:GSM8KSettings",
+        "jsonl": f"{HOME}.jsonl:JSONLSettings",
+        "lattice_paths": f"{HOME}.lattice_paths:LatticePathsSettings",
+        "sums": f"{HOME}.sums:SumsSettings",
+    },
+    classes=True,
+    of=f"{HOME}.settings:TaskSettings",
+)
 
 
 class TaskSettings(Section):
@@ -28,7 +40,7 @@ class TaskSettings(Section):
 
     model_config = ConfigDict(frozen=True)
 
-    name: Annotated[str, Plugin(lambda: TASKS)]
+    name: Annotated[str, TASKS]
     """What to train on; settings that only some tasks have come after those of all."""
     seed: int = 0
     """Draws prompts; of files, picks the gate examples that are taken out of the training file."""
@@ -44,12 +56,17 @@ class TaskSettings(Section):
     """What a prompt does that leaves no room for an answer (`sft`: for its own): end the run, or be left out, with a
     note."""
 
-    environment: Annotated[str, Plugin(ENVIRONMENTS)] | None = None
+    environment: Annotated[str, ENVIRONMENTS] | None = None
     """What the policy has turns with in an answer (docs/environments.md); null: an answer is one turn."""
     max_turns: int = Field(8, ge=1)
     """Most turns of the policy in one answer, with an environment."""
     environment_timeout: float = Field(60.0, gt=0)
     """Seconds for one step of an environment; one that takes longer fails its answer."""
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _name_the_class(cls, name: Any) -> Any:
+        return TASKS.name_of(name)  # a subclass has a field of its own, without the registry
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -72,36 +89,24 @@ class TaskSettings(Section):
 
     @classmethod
     def fitting(cls, values: Mapping[str, Any]) -> type["TaskSettings"]:
-        """The settings of the named task, or of the default one."""
+        """Returns the settings of the named task, or of the default one."""
         if cls is not TaskSettings:
             return cls
         try:
             return TASKS.resolve(values.get("name", DEFAULT))
         except PluginError:
-            return TaskSettings  # whose name says what is wrong
+            return NamedTask  # its name says what is wrong
 
     @classmethod
     def around(cls, value: Any) -> Any:
-        """Of a :class:`Task`: settings that load it, under the name ``object:NAME``."""
+        """Turns a :class:`Task` into settings that load it, under the name ``object:NAME``."""
         return given_task(value).model_validate({}) if isinstance(value, Task) else value
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_those_of_other_tasks(cls, values: Any) -> Any:
-        """A file may hold settings of other tasks as long as they are left alone: one had all of them once."""
-        if cls is TaskSettings or not isinstance(values, Mapping):
-            return {"name": values["name"]} if isinstance(values, Mapping) and "name" in values else values
-        rest = dict(values)
-        if "name" in rest:
-            rest["name"] = TASKS.name_of(rest["name"])
-        for key in values.keys() - cls.model_fields.keys():
-            fields = [kind.model_fields[key] for kind in cls.kinds().values() if key in kind.model_fields]
-            if fields and values[key] not in [field.get_default() for field in fields]:
-                name = values.get("name", cls.model_fields["name"].default)
-                raise ValueError(f"{key} has no meaning for task {name}, got {values[key]!r}")
-            if fields:
-                del rest[key]
-        return rest
+
+class NamedTask(TaskSettings):
+    """Stands for a task that cannot be found, so that the error is about its name alone."""
+
+    model_config = ConfigDict(extra="ignore")
 
 
 def load_task(settings: TaskSettings) -> Task:
@@ -125,17 +130,3 @@ def given_task(task: Task) -> type[TaskSettings]:
 
     TASKS.give(f"object:{task.name}", GivenTask)
     return GivenTask
-
-
-TASKS: Registry[type[TaskSettings]] = Registry(
-    "task",
-    {
-        "dataset": f"{HOME}.dataset:DatasetSettings",
-        "gsm8k": f"{HOME}.gsm8k:GSM8KSettings",
-        "jsonl": f"{HOME}.jsonl:JSONLSettings",
-        "lattice_paths": f"{HOME}.lattice_paths:LatticePathsSettings",
-        "sums": f"{HOME}.sums:SumsSettings",
-    },
-    what="class",
-    of=TaskSettings,
-)

@@ -16,9 +16,8 @@ from conftest import one_clear_line, save_tiny_policy
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from python_trainer.__main__ import main
+from python_trainer.__main__ import NEEDED, main
 from python_trainer.errors import UserError
-from python_trainer.parsers import NEEDED
 from python_trainer.report.runs import find_runs
 from python_trainer.report.tables import make_table, summary_columns
 from python_trainer.run import Trainer
@@ -119,7 +118,7 @@ def test_a_backend_that_cannot_be(run, tmp_path, monkeypatch, backend):
 
 LIGHT = """
 import sys
-from python_trainer.__main__ import main
+from python_trainer.__main__ import NEEDED, main
 print(main(sys.argv[1:]), [name for name in ("torch", "transformers", "matplotlib") if name in sys.modules])
 """
 

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from python_trainer.compare import known_start, train_once
-from python_trainer.describe import describe_settings
+from python_trainer.config import describe_settings
 from python_trainer.errors import UserError
 from python_trainer.evaluation import EvaluationSampling, by_prompt, metrics_of, pass_at_k
 from python_trainer.report.runs import find_runs

@@ -149,18 +149,18 @@ def test_what_an_accelerator_says_of_the_configuration(make_config):
     ("accelerators", "message"),
     [
         ({"enabled": [f"{HERE}:CounterSettings"], "counter": {"evry": 1}},
-         "accelerators.counter.evry: unknown setting; known here: every$"),
+         r"accelerators.counter.evry: unknown setting; did you mean every\?$"),
         ({"enabled": [f"{HERE}:CounterSettings"], "counter": {"every": "x"}}, "accelerators.counter.every: .*got 'x'"),
         ({"counter": {"every": 1}}, "accelerators.counter: unknown setting; known here: enabled, curriculum"),
         ({"enabled": [f"{HERE}:Counter"]},
-         f"accelerators.enabled: accelerator '{HERE}:Counter': module {HERE} .* has no class Counter made of Acc"),
-        ({"enabled": [f"{HERE}:Gone"]}, f"accelerators.enabled: .*module {HERE} .* has no class Gone$"),
+         f"accelerators.enabled: accelerator '{HERE}:Counter': .* has no Counter that is a subclass of Acc"),
+        ({"enabled": [f"{HERE}:Gone"]}, f"accelerators.enabled: .*module {HERE} .* has no Gone that is a subclass"),
         ({"enabled": ["no_such:Thing"]}, "accelerators.enabled: .*importing no_such failed: ModuleNotFoundError"),
         ({"enabled": [f"{HERE}:Nameless"]},
          f"accelerators: {HERE}:Nameless.name must be an identifier that no accelerator has, got 'rpo'"),
-        ({"enabled": [f"{HERE}.py:CounterSettings"]}, f"accelerators.enabled: .*; write {HERE}:CounterSettings$"),
+        ({"enabled": [f"{HERE}.py:CounterSettings"]}, "accelerators.enabled: .*; name a module without .py$"),
         ({"enabled": [3]}, "accelerators.enabled.0: .*string, got 3"),
-        ({"enabled": "rpo"}, "accelerators.enabled: must be auto alone or a list, .*, got 'rpo'"),
+        ({"enabled": "rpo"}, "accelerators.enabled: must be a list, .*, got 'rpo'"),
     ],
 )  # fmt: skip
 def test_wrong_accelerators_are_named(make_config, accelerators, message):
@@ -175,22 +175,12 @@ def test_a_task_of_one_file(settings, tmp_path):
     assert load_config(tmp_path / "config.yaml") == config
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
     assert len(trainer.prompts["train"]) == 6 and trainer.run()["steps"] == 1
-    with pytest.raises(UserError, match="task.leters: unknown setting; known here: name, seed, .*, letters$"):
+    with pytest.raises(UserError, match=r"task.leters: unknown setting; did you mean letters\?$"):
         check_config(values | {"task": values["task"] | {"leters": "A"}}, source="test")
-    with pytest.raises(UserError, match=f"task: train_path has no meaning for task {HERE}:LettersSettings, got 'x'"):
+    with pytest.raises(UserError, match="task.train_path: unknown setting"):
         check_config(values | {"task": values["task"] | {"train_path": "x"}}, source="test")
-    with pytest.raises(UserError, match="task.name: .*has no class even made of TaskSettings"):
+    with pytest.raises(UserError, match="task.name: .*has no even that is a subclass of TaskSettings"):
         check_config(values | {"task": {"name": f"{HERE}:even"}}, source="test")
-
-
-def test_settings_of_other_tasks_may_stand_where_they_say_nothing():
-    task = {"name": "sums", "train_path": None, "chat": False, "reward": []}
-    assert check_config({"task": task}, source="test").task.model_dump().keys() == {
-        *TaskSettings.model_fields,
-        "variant",
-    }
-    with pytest.raises(UserError, match="task: chat has no meaning for task sums, got True"):
-        check_config({"task": task | {"chat": True}}, source="test")
 
 
 def test_an_advantage_and_an_aggregation_of_ones_own(make_config, tmp_path):
@@ -202,9 +192,9 @@ def test_an_advantage_and_an_aggregation_of_ones_own(make_config, tmp_path):
     assert ours["reward"] == plain["reward"] and ours["grad_norm"] > 0 and ours["grad_norm"] != plain["grad_norm"]
     with pytest.raises(UserError, match=f"num_generations must be >= 2 with algorithm.advantage {HERE}:best: .* got 1"):
         make_config(algorithm=algorithm, rollout={"num_generations": 1})
-    with pytest.raises(UserError, match="algorithm.advantage: .* has no advantage best_of_group made of Advantage"):
+    with pytest.raises(UserError, match="algorithm.advantage: .* has no best_of_group that is an instance of Adv"):
         make_config(algorithm={"advantage": f"{HERE}:best_of_group"})
-    with pytest.raises(UserError, match=f"algorithm.loss_type: .* has no function {HERE}_x"):
+    with pytest.raises(UserError, match=f"algorithm.loss_type: .* has no {HERE}_x that is a function"):
         make_config(algorithm={"loss_type": f"{HERE}:{HERE}_x"})
 
 
@@ -215,21 +205,16 @@ def test_names_places_and_objects_are_one():
     assert registry.names() == ["here", "there"]
     assert registry.resolve("here") is even and registry.resolve("there") is draw
     for wrong in (3, None):
-        with pytest.raises(PluginError, match=f"shape {wrong} is no function"):
+        with pytest.raises(PluginError, match=f"shape {wrong} is not a function"):
             registry.resolve(wrong)
     assert TASKS.resolve(LettersSettings) is LettersSettings
-    with pytest.raises(PluginError, match="is no class"):
+    with pytest.raises(PluginError, match="is not a subclass of AcceleratorSettings"):
         ACCELERATORS.resolve(LettersSettings)
 
 
-def test_a_bare_module_is_told_what_to_write(tmp_path, monkeypatch):
-    own = "from python_trainer.tasks import TaskSettings\nclass Chess(TaskSettings):\n    pass\n"
-    (tmp_path / "own_tasks.py").write_text(own)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    with pytest.raises(PluginError, match='nor of the form "module:Class"; write own_tasks:Chess$'):
+def test_a_bare_module_is_told_what_to_write():
+    with pytest.raises(PluginError, match="must be one of .*, module:Class, got 'own_tasks'$"):
         TASKS.resolve("own_tasks")
-    sys.modules.pop("own_tasks")
 
 
 LIGHT = """
