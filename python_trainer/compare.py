@@ -30,7 +30,7 @@ def enabled_in(variant: str) -> list[str]:
     names = variant.split("+")
     for name in names:
         if name not in ACCELERATORS.names() and ":" not in name:  # whose module is looked for with the settings
-            allowed = ", ".join([BASELINE, AUTO, *ACCELERATORS.names(), ACCELERATORS.form, "all"])
+            allowed = ", ".join([BASELINE, AUTO, *ACCELERATORS.choices, "all"])
             raise UserError(f"--variants must hold names out of {allowed} (or several joined by +), got {name!r}")
     return names
 

@@ -10,8 +10,7 @@ REMOVED: dict[str, str] = {
     "task.name=countdown": "write task.name: countdown:CountdownSettings in the folder examples",
     "task.environment=calculator": "write task.environment: calculator:Calculator in the folder examples",
     "task.numbers": "examples/countdown.py draws its own numbers",
-    "model.path=main": "write model.path: small or sums",
-    "model.path=countdown": "name a model of your own",
+    "command extrapolate": "use python -m rlkernels extrapolate, which takes checkpoints of any trainer",
     "algorithm.metrics_of_all": "leave it out; metrics are means over the answers that the update passes",
 }
 

@@ -43,10 +43,6 @@ class AcceleratorSettings(Section):
     advice: ClassVar[str] = ""
     """What to do where all counters stayed 0 although the accelerator was on."""
     pictures: ClassVar[tuple[Picture, ...]] = ()
-    command: ClassVar[str | None] = None
-    """``module:function`` that adds a command to the command line. It gets a function that makes the parser,
-    ``add_parser(name, examples=, help=, description=)``, and sets as default ``call`` what takes the parsed arguments:
-    a function, or ``module:function`` where it is slow to import."""
 
     def conflicts(self, config: Any) -> str | None:
         """What in the sections of the whole configuration it cannot go with, by name and value; None: nothing."""

@@ -57,7 +57,7 @@ def test_exponents_without_a_dot_are_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("max_step=3", r"max_step: unknown setting; did you mean max_steps\?"),
+        ("max_step=3", r"max_step: unknown setting; did you mean max_steps"),
         ("learning_rate=3", r"learning_rate: unknown setting; did you mean optimizer.learning_rate or .*\?"),
         ("rollout.n=3", "rollout.n: unknown setting; known here: engine"),
         ("accelerators.rpo.cut=3", "accelerators.rpo.cut: unknown setting; known here: cut_share"),
@@ -70,7 +70,7 @@ def test_exponents_without_a_dot_are_numbers(tmp_path):
         ("rollout.temperature=0", "rollout.temperature: .*greater than 0, got 0"),
         ("rollout.num_generations=1", "rollout.num_generations must be >= 2"),
         ("rollout.prompts_per_step=2.5", "rollout.prompts_per_step: .*integer.*, got 2.5"),
-        ("algorithm.loss_type=gropo", r"loss_type: must be one of grpo, dapo.*, got 'gropo'; did you mean grpo\?"),
+        ("algorithm.loss_type=gropo", r"loss_type: must be one of grpo, dapo.*, got 'gropo'; did you mean grpo"),
         ("algorithm.delta=1.1", r"algorithm: delta must be above 1 \+ epsilon_high = 1.2, got 1.1"),
         ("algorithm.num_minibatches=99", "algorithm.num_minibatches must be <= rollout.prompts_per_step .32., got 99"),
         ("accelerators.enabled=[warp]", "accelerators.enabled: must be one of .*rpo.*, got 'warp'$"),

@@ -23,7 +23,6 @@ class AlphaSettings(AcceleratorSettings):
         "alpha/accepted": "extrapolations accepted (alpha)",
     }
     advice = "no extrapolation was tried: train for more steps than accelerators.alpha.first_step"
-    command = "python_trainer.accelerators.alpha.command:add"
 
     track_steps: int = Field(2, ge=1)
     """Keep rank-4 factors of the update every so many steps."""

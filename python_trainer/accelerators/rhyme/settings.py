@@ -22,7 +22,6 @@ class RhymeSettings(AcceleratorSettings):
             "python_trainer.accelerators.rhyme.picture:draw_history", "history.png", "stored answers over the steps"
         ),
     )
-    command = "python_trainer.accelerators.rhyme.command:add"
 
     database: str | None = None
     """Retrospective database: a path (SQLite), sqlite:/// or postgresql:// URL. null: only this run's own answers."""
