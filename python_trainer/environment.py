@@ -28,6 +28,4 @@ class Environment:
         raise NotImplementedError
 
 
-ENVIRONMENTS: Registry[type[Environment]] = Registry(
-    "environment", {}, classes=True, of=Environment
-)
+ENVIRONMENTS: Registry[type[Environment]] = Registry("environment", {}, classes=True, of=Environment)
