@@ -15,8 +15,8 @@ from python_trainer.accelerators.base import Accelerator, StepContext
 from python_trainer.accelerators.settings import AcceleratorSettings
 from python_trainer.config import Config, load_config
 from python_trainer.data import Rollout
-from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
+from python_trainer.trainer import Trainer
 
 DEFAULTS = ["max_seconds=null", "evaluation.eval_steps=0", "evaluation.eval_limit=1", "save.save_steps=0"]
 
@@ -59,8 +59,8 @@ def record(config: Config, out: Path) -> None:
         trainer.run()
         seconds = [row["time/rollout_s"] for row in read_metrics(Path(folder) / "run") if row["step"]]
     rows = [rollout for _, rollout in recorder.rollouts]
-    per_epoch = len(trainer.prompts["train"]) / config.rollout.prompts_per_step
-    columns: dict[str, Any] = {f"prompt_{k}": v for k, v in flat(trainer.prompts["train"]).items()}
+    per_epoch = len(trainer.prompts.ids["train"]) / config.rollout.prompts_per_step
+    columns: dict[str, Any] = {f"prompt_{k}": v for k, v in flat(trainer.prompts.ids["train"]).items()}
     columns |= {f"answer_{k}": v for k, v in flat([r.response_ids for r in rows]).items()}
     np.savez_compressed(
         out,

@@ -22,8 +22,7 @@ from python_trainer.config import Config
 from python_trainer.model.dtype import choose_dtype, count_weights
 from python_trainer.model.policy import set_matmul_precision
 from python_trainer.model.shipped import policy_folder
-from python_trainer.run import Trainer
-from python_trainer.run_state import Clock
+from python_trainer.trainer import Trainer
 
 TRL_BATCH = 32  # answers in a forward and backward pass: the fastest of 32, 64, 128 for TRL on both workloads
 
@@ -114,14 +113,15 @@ class Meter:
 
 
 def run_ours(config: Config, folder: Path, meter: Meter) -> None:
+    config = config.model_copy(update={"max_steps": config.max_steps + 1})
     trainer = Trainer(config, folder / "run", console=Console(quiet=True))
     (folder / "run").mkdir()
-    trainer.clock = Clock()
-    trainer._begin()
-    for number in range(1, config.max_steps + 1):
-        meter.begin()
-        row, _ = trainer.step(number)
-        meter.end(row["time/rollout_s"], int(row["tokens/generated"]))
+    trainer.begin()
+    with trainer.logger.recording():
+        for number in range(1, config.max_steps):  # the last step would evaluate and save
+            meter.begin()
+            row = trainer.step(number)
+            meter.end(row["time/rollout_s"], int(row["tokens/generated"]))
 
 
 def run_with_vllm(config: Config, folder: Path, meter: Meter, python: str) -> None:

@@ -21,9 +21,9 @@ from bench._runner import reset_resident_peak, resident_peak
 from python_trainer.config import check_config
 from python_trainer.data import Rollout
 from python_trainer.model.policy import load_policy
+from python_trainer.parts import make_learner
 from python_trainer.plan.memory import Memory
 from python_trainer.plan.passes import Device
-from python_trainer.run import make_learner
 
 PROMPTS, SAMPLES, PROMPT = 4, 8, 24
 

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from python_trainer.callbacks import Callback
     from python_trainer.config import Config, load_config
     from python_trainer.data import Example
-    from python_trainer.run import Trainer
     from python_trainer.tasks.base import Task
     from python_trainer.tasks.settings import TaskSettings
+    from python_trainer.trainer import Trainer
 
 __all__ = [
     "Accelerator",
@@ -36,7 +36,7 @@ _PLACES = {
     "Example": "data",
     "Task": "tasks.base",
     "TaskSettings": "tasks.settings",
-    "Trainer": "run",
+    "Trainer": "trainer",
     "load_config": "config",
 }
 

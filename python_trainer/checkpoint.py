@@ -7,9 +7,8 @@ import hashlib
 import json
 import re
 import shutil
-from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from python_trainer.errors import UserError
-from python_trainer.files import publish, usual_mode
+from python_trainer.run_directory import publish, usual_mode
 
 PATTERN = re.compile(r"step-(\d+)")
 CHECKSUMS = "checksums.json"
@@ -56,26 +55,17 @@ def aside_for(folder: Path, step: int) -> Path:
     return folder / f".step-{step:06d}.tmp"
 
 
-def save_checkpoint(
-    folder: Path,
-    step: int,
-    state: Any,
-    *,
-    keep: int,
-    spare: int | None = None,
-    older: Callable[[Any], Any] | None = None,
-) -> Path:
+def save_checkpoint(folder: Path, step: int, state: Any, *, keep: int, spare: int | None = None) -> Path:
     """Writes ``folder/step-N``, then removes all but the newest ``keep`` and that of the step ``spare``.
 
     Args:
         state: made of tensors, strings, numbers, lists and dictionaries.
-        older: what the checkpoints before keep of their state; None: all of it.
 
     Raises:
         UserError: it cannot be written, as on a full disk; those of before are as they were.
     """
     begin_checkpoint(folder, step, state)
-    return finish_checkpoint(folder, step, keep=keep, spare=spare, older=older)
+    return finish_checkpoint(folder, step, keep=keep, spare=spare)
 
 
 def begin_checkpoint(folder: Path, step: int, state: Any) -> None:
@@ -87,9 +77,7 @@ def begin_checkpoint(folder: Path, step: int, state: Any) -> None:
         write_aside(aside_for(folder, step), state)
 
 
-def finish_checkpoint(
-    folder: Path, step: int, *, keep: int, spare: int | None = None, older: Callable[[Any], Any] | None = None
-) -> Path:
+def finish_checkpoint(folder: Path, step: int, *, keep: int, spare: int | None = None) -> Path:
     """The rest of :func:`save_checkpoint`."""
     target = folder / f"step-{step:06d}"
     with or_none(folder, step):
@@ -98,9 +86,6 @@ def finish_checkpoint(
         # out of sight in one step, so that a kill in the middle leaves no half of it
         gone = old.rename(old.with_name(f".old-{old.name}"))
         shutil.rmtree(gone)
-    if older is not None:
-        for old in [path for path in list_checkpoints(folder) if path != target]:
-            shorten(old, older)
     return target
 
 
@@ -132,21 +117,6 @@ def put_in_place(aside: Path, target: Path) -> None:
     (aside / CHECKSUMS).write_text(json.dumps(checksums(aside), indent=1) + "\n", encoding="utf-8")
     usual_mode(aside)
     publish(aside, target)
-
-
-def shorten(checkpoint: Path, kept: Callable[[Any], Any]) -> None:
-    """Writes a checkpoint again with what is ``kept`` of its state, unless that is all.
-
-    One that is damaged, or for which there is no room a second time, stays as it is.
-    """
-    with suppress(UserError, OSError, SafetensorError, ValueError):
-        # most are short already, which their names tell: tensors are read of the others alone
-        outline = decode(json.loads((checkpoint / "state.json").read_text(encoding="utf-8")), defaultdict(torch.Tensor))
-        if kept(outline) is not outline:
-            with or_none(checkpoint.parent, step_of(checkpoint)):
-                aside = aside_for(checkpoint.parent, step_of(checkpoint))
-                write_aside(aside, kept(load_checkpoint(checkpoint)))
-                put_in_place(aside, checkpoint)
 
 
 def checksums(checkpoint: Path) -> dict[str, str]:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from python_trainer.accelerators import ACCELERATORS
 from python_trainer.config import changed_settings, describe_settings, load_config
 from python_trainer.errors import UserError, after_the_first, found_by_each, tell
-from python_trainer.files import check_output_dir
 from python_trainer.registry import load
 from python_trainer.removed import REMOVED
+from python_trainer.run_directory import check_output_dir
 
 if TYPE_CHECKING:
     from python_trainer.config import Config
@@ -198,7 +198,7 @@ def run_train(args: argparse.Namespace) -> None:
     config = load_run(args)
     from python_trainer.distributed import start
     from python_trainer.report.write import report
-    from python_trainer.run import Trainer
+    from python_trainer.trainer import Trainer
 
     note_resuming(args, config)
     with start(config.parallel, config.model.device) as ranks:

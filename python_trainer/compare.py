@@ -88,7 +88,7 @@ def train_once(
     """
     check_same(folder, config)
     if not finished(folder):
-        from python_trainer.run import Trainer  # seconds, which a mistake in the arguments need not cost
+        from python_trainer.trainer import Trainer  # seconds, which a mistake in the arguments need not cost
 
         start = next((found for found in map(known_start, siblings) if found is not None), None)
         Trainer(config, folder, resume=True, label=label, console=console, timer=timer, start=start).run()

@@ -16,7 +16,6 @@ from python_trainer.accelerators.settings import AcceleratorSettings
 from python_trainer.algorithms.settings import AlgorithmConfig
 from python_trainer.callbacks import CALLBACKS
 from python_trainer.errors import UserError, hide_passwords
-from python_trainer.evaluation import EvaluationConfig
 from python_trainer.model.settings import CriticConfig, ModelConfig, OptimizerConfig
 from python_trainer.registry import did_you_mean
 from python_trainer.removed import find_removed
@@ -35,14 +34,66 @@ class SaveConfig(Section):
     """Write a checkpoint every so many steps; 0 for none in between."""
     save_total_limit: int = Field(2, ge=1)
     """Newest checkpoints to keep."""
-    older_moments: bool = True
-    """Keep the optimizer's moments in checkpoints before the newest too, two thirds of their size in float32; false: a
-    run whose newest checkpoint is damaged goes on from the one before with new moments."""
     save_best: bool = True
     """Keep the one with the best evaluation too. Costs room on the disk for one more, and no time: it is one of those
     that were written."""
     save_model: bool = True
     """Write the trained policy to OUTPUT_DIR/model in Hugging Face format at the end."""
+
+
+class EvaluationSampling(Section):
+    """How test prompts are answered; always with the same noise."""
+
+    temperature: float = Field(1.0, ge=0)
+    """Softmax temperature; 0 takes the likeliest token."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the smallest set of tokens with this much probability."""
+    max_new_tokens: int | None = Field(None, ge=1)
+    """Most tokens of an answer; null: rollout.max_completion_length."""
+    samples: int = Field(1, ge=1)
+    """Answers to each prompt; the accuracy is the mean over all of them."""
+    pass_at: list[Annotated[int, Field(ge=1)]] = Field([])
+    """Report pass@k for these k: how often at least one of k answers is right, estimated from all samples."""
+
+    @model_validator(mode="after")
+    def there_are_as_many_samples(self) -> "EvaluationSampling":
+        if self.pass_at and max(self.pass_at) > self.samples:
+            raise ValueError(f"samples must be >= {max(self.pass_at)} with pass_at {self.pass_at}, got {self.samples}")
+        return self
+
+
+class NamedSet(EvaluationSampling):
+    """One more test set."""
+
+    task: dict[str, Any] = Field({})
+    """Settings of its task: those of the run's task, with these in their place, {test_path: FILE} for example; with
+    another `name` none but these."""
+
+
+class EvaluationConfig(EvaluationSampling):
+    """Accuracy on the test set."""
+
+    eval_steps: int = Field(0, ge=0)
+    """Evaluate every so many steps, and after a first step that began with answers of earlier runs; 0: only before the
+    first and after the last step."""
+    eval_limit: int | None = Field(None, ge=1)
+    """Test prompts in evaluations at the start and at the end, of each set; null for all."""
+    eval_limit_during: int | None = Field(512, ge=1)
+    """Test prompts in evaluations in between, of each set."""
+    target_accuracy: float | None = Field(None, gt=0, le=1)
+    """Note when an evaluation reaches this accuracy: seconds_to_target, tokens_to_target."""
+    stop_at_target: bool = False
+    """End the run there; needs target_accuracy and eval_steps."""
+    sets: dict[str, NamedSet] = Field({})
+    """More test sets by name, each with sampling of its own: metrics eval/NAME/accuracy and so on."""
+
+    @model_validator(mode="after")
+    def target_is_looked_for(self) -> "EvaluationConfig":
+        if self.stop_at_target and self.target_accuracy is None:
+            raise ValueError("stop_at_target needs target_accuracy, got null")
+        if self.stop_at_target and not self.eval_steps:
+            raise ValueError("stop_at_target needs eval_steps above 0, got 0")
+        return self
 
 
 class SftConfig(Section):
@@ -179,12 +230,6 @@ class Config(Section):
             name = accelerator.name
             return f"accelerators.enabled: {name} needs parallel=none, got {self.parallel}, which allows {able}"
         return accelerator.conflicts(self)
-
-    @model_validator(mode="after")
-    def shards_have_moments(self) -> "Config":
-        if self.parallel == "fsdp2" and not self.save.older_moments:
-            raise ValueError("save.older_moments must be true with parallel=fsdp2, got false")
-        return self
 
 
 def load_config(source: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> Config:

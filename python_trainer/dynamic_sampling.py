@@ -1,45 +1,64 @@
-"""DAPO's dynamic sampling (arXiv 2503.14476, section 3.2): a step is filled with prompts whose answers differ."""
+"""The groups of one step: of one round, or with DAPO's dynamic sampling (arXiv 2503.14476, section 3.2) of several."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 from python_trainer.data import Rollout, by_group, merits
+from python_trainer.rollout.settings import RolloutConfig
 
 
-class Refill:
-    """Gathers groups of answers until ``size`` of them are worth training on.
+class StepSampler:
+    """Collects the rollouts of a step, round by round, until there are enough.
 
-    A group is when its answers are neither all right nor all wrong: by the task's accuracy, whatever rewards were
-    shaped into. Where a task has no right and wrong, its raw rewards must differ.
+    Without ``rollout.dynamic_sampling`` one round is enough. With it, rounds go on until ``prompts_per_step`` groups
+    have a spread, or ``max_sampling_rounds`` are over. A group has a spread if its answers are neither all right nor
+    all wrong; the task's accuracy decides, whatever rewards were shaped into. Where a task has no right and wrong, its
+    raw rewards must differ.
     """
 
-    def __init__(self, size: int):
-        self.size, self.rounds = size, 0
-        self.kept: list[list[Rollout]] = []
+    def __init__(self, settings: RolloutConfig):
+        self.settings = settings
+        self.rounds = 0
+        self.only: list[Rollout] = []  # without dynamic sampling: all rollouts
+        self.kept: list[list[Rollout]] = []  # groups with a spread
         self.dropped: list[list[Rollout]] = []
-        self.alone: list[list[Rollout]] = []  # stored answers that no group judges
+        self.ungrouped: list[list[Rollout]] = []  # stored answers, which are judged against a chance
 
     @property
     def missing(self) -> int:
-        return max(self.size - len(self.kept), 0)
+        """How many prompts the next round should answer; 0 ends the sampling."""
+        size, dynamic = self.settings.prompts_per_step, self.settings.dynamic_sampling
+        if self.rounds >= (self.settings.max_sampling_rounds if dynamic else 1):
+            return 0
+        return max(size - len(self.kept), 0)
 
-    def add(self, rollouts: Sequence[Rollout]) -> None:
-        """The answers of one round."""
+    def add(self, rollouts: list[Rollout]) -> None:
+        """Takes the rollouts of one round."""
         self.rounds += 1
+        if not self.settings.dynamic_sampling:
+            self.only = rollouts
+            return
         for members in by_group(rollouts).values():
             if members[0].expected is not None:
-                self.alone.append(members)
+                self.ungrouped.append(members)
             else:
                 (self.kept if len(set(merits(members))) > 1 else self.dropped).append(members)
 
-    def batch(self) -> list[Rollout]:
-        """``size`` groups, numbered from 0: those worth training on, filled up with others where they are too few.
+    def rollouts(self) -> list[Rollout]:
+        """Return the rollouts to train on.
 
-        Stored answers that no group judges come on top.
+        With dynamic sampling these are ``prompts_per_step`` groups, numbered from 0: groups with a spread first, then
+        dropped ones if there are too few. Stored answers come on top.
         """
-        groups = [*[*self.kept, *self.dropped][: self.size], *self.alone]
-        return [replace(rollout, group=number) for number, group in enumerate(groups) for rollout in group]
+        if not self.settings.dynamic_sampling:
+            return self.only
+        groups: Sequence[list[Rollout]] = [*self.kept, *self.dropped][: self.settings.prompts_per_step]
+        numbered = enumerate([*groups, *self.ungrouped])
+        return [replace(rollout, group=number) for number, group in numbered for rollout in group]
 
     def metrics(self) -> dict[str, float]:
+        """Return the metrics ``sampling/rounds`` and ``sampling/kept_groups``, a share; none of a single round."""
+        if not self.settings.dynamic_sampling:
+            return {}
         drawn = len(self.kept) + len(self.dropped)
         return {"sampling/rounds": self.rounds, "sampling/kept_groups": len(self.kept) / max(drawn, 1)}

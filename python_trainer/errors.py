@@ -1,13 +1,18 @@
-"""Errors that end a run in one line, without a traceback."""
+"""How a run ends early: errors in one line, without a traceback, and signals that let the step finish."""
 
 import os
 import re
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
+from typing import Any
 
 HEAD_START = 5.0  # seconds
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class UserError(Exception):
@@ -104,3 +109,35 @@ def tell_error(error: BaseException, message: str) -> None:
     rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     who = "" if size == "1" else f"process {rank} of {size}: "
     print(f"error: {who}{message}", file=sys.stderr)
+
+
+class StopSignal:
+    """Within it the first signal is noted; the next raises KeyboardInterrupt, as Ctrl-C does without it.
+
+    Signals reach the main thread only; in any other one this does nothing. ``loud`` says on standard error that one
+    came.
+
+    Attributes:
+        name: of the signal that came, None before.
+    """
+
+    def __init__(self, *, loud: bool = True) -> None:
+        self.name: str | None = None
+        self.loud = loud
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignal":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.name is not None:
+            raise KeyboardInterrupt
+        self.name = signal.Signals(number).name
+        if self.loud:
+            print(f"{self.name}: finishing the step, then saving; once more stops at once", file=sys.stderr)

@@ -1,87 +1,24 @@
-"""Evaluation: its settings, the prompts of a test set, and what the answers to them say."""
+"""Evaluation: answers to the prompts of the test sets, and their metrics."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any
 
-from pydantic import Field, model_validator
-
-from python_trainer.data import Example
-from python_trainer.settings import Section
-from python_trainer.tasks.base import Task
-from python_trainer.tasks.rewards import Scores
-
-
-class EvaluationSampling(Section):
-    """How test prompts are answered; always with the same noise."""
-
-    temperature: float = Field(1.0, ge=0)
-    """Softmax temperature; 0 takes the likeliest token."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the smallest set of tokens with this much probability."""
-    max_new_tokens: int | None = Field(None, ge=1)
-    """Most tokens of an answer; null: rollout.max_completion_length."""
-    samples: int = Field(1, ge=1)
-    """Answers to each prompt; the accuracy is the mean over all of them."""
-    pass_at: list[Annotated[int, Field(ge=1)]] = Field([])
-    """Report pass@k for these k: how often at least one of k answers is right, estimated from all samples."""
-
-    @model_validator(mode="after")
-    def there_are_as_many_samples(self) -> "EvaluationSampling":
-        if self.pass_at and max(self.pass_at) > self.samples:
-            raise ValueError(f"samples must be >= {max(self.pass_at)} with pass_at {self.pass_at}, got {self.samples}")
-        return self
-
-
-class NamedSet(EvaluationSampling):
-    """One more test set."""
-
-    task: dict[str, Any] = Field({})
-    """Settings of its task: those of the run's task, with these in their place, {test_path: FILE} for example; with
-    another `name` none but these."""
-
-
-class EvaluationConfig(EvaluationSampling):
-    """Accuracy on the test set."""
-
-    eval_steps: int = Field(0, ge=0)
-    """Evaluate every so many steps, and after a first step that began with answers of earlier runs; 0: only before the
-    first and after the last step."""
-    eval_limit: int | None = Field(None, ge=1)
-    """Test prompts in evaluations at the start and at the end, of each set; null for all."""
-    eval_limit_during: int | None = Field(512, ge=1)
-    """Test prompts in evaluations in between, of each set."""
-    target_accuracy: float | None = Field(None, gt=0, le=1)
-    """Note when an evaluation reaches this accuracy: seconds_to_target, tokens_to_target."""
-    stop_at_target: bool = False
-    """End the run there; needs target_accuracy and eval_steps."""
-    sets: dict[str, NamedSet] = Field({})
-    """More test sets by name, each with sampling of its own: metrics eval/NAME/accuracy and so on."""
-
-    @model_validator(mode="after")
-    def target_is_looked_for(self) -> "EvaluationConfig":
-        if self.stop_at_target and self.target_accuracy is None:
-            raise ValueError("stop_at_target needs target_accuracy, got null")
-        if self.stop_at_target and not self.eval_steps:
-            raise ValueError("stop_at_target needs eval_steps above 0, got 0")
-        return self
-
+from python_trainer.config import Config, EvaluationSampling
+from python_trainer.data import Group
+from python_trainer.distributed import RankGroup
+from python_trainer.keyed import keyed_seed
+from python_trainer.logger import Logger
+from python_trainer.prompts import Prompts, PromptSet
+from python_trainer.rollout.engine import Engine, SamplingParams
+from python_trainer.run_directory import save_evaluation
+from python_trainer.run_state import Clock, RunState
+from python_trainer.scoring import Scorer
+from python_trainer.tasks.rewards import Scores, partial_values
 
 # metrics of all test sets, and how often each prompt of the task's own was answered right
 Evaluated = tuple[Mapping[str, float], Sequence[float]]
-
-
-@dataclass(frozen=True)
-class PromptSet:
-    """Prompts to be answered and judged."""
-
-    name: str  # what the noise is keyed by
-    task: Task
-    examples: Sequence[Example]
-    prompts: Sequence[Sequence[int]]  # their token ids
-    sampling: EvaluationSampling
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
@@ -105,3 +42,148 @@ def metrics_of(scores: Scores, sampling: EvaluationSampling) -> dict[str, float]
     counts = [round(share * size) for share in by_prompt(scores.accuracy, size)]
     passed = {f"pass@{k}": fmean(pass_at_k(size, right, k) for right in counts) for k in sampling.pass_at}
     return {"accuracy": fmean(scores.accuracy), "reward": fmean(scores.total)} | passed
+
+
+def first_rows(limit: int | None) -> range | None:
+    """Return the numbers of the first prompts of a split; None: all of them."""
+    return None if limit is None else range(limit)
+
+
+class Evaluator:
+    """Evaluates a policy on the test split of its task and on more test sets, always with the same noise.
+
+    Args:
+        engine: generates the answers.
+        folder: the run directory, which keeps the answers to the first and the last evaluation.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        prompts: Prompts,
+        engine: Engine,
+        scorer: Scorer,
+        *,
+        ranks: RankGroup,
+        state: RunState,
+        clock: Clock,
+        logger: Logger,
+        folder: Path,
+    ):
+        self.config, self.prompts, self.engine, self.scorer = config, prompts, engine, scorer
+        self.ranks, self.state, self.clock, self.logger, self.folder = ranks, state, clock, logger, folder
+        self._collapse_noted = self._partial_noted = False
+
+    def due(self) -> bool:
+        """Whether ``evaluation.eval_steps`` wants an evaluation after this step."""
+        every = self.config.evaluation.eval_steps
+        return every > 0 and self.state.step % every == 0
+
+    def ends_run(self) -> bool:
+        """Whether the target is reached and ``evaluation.stop_at_target`` ends the run there."""
+        return self.config.evaluation.stop_at_target and self.state.seconds_to_target is not None
+
+    def evaluate(self, name: str | None = None, known: Evaluated | None = None) -> dict[str, float]:
+        """Evaluates on all test sets, and notes when the target was reached -> metrics; empty without test prompts.
+
+        Args:
+            name: ``start`` or ``final``, whose answers and metrics are kept; None: an evaluation in between.
+            known: its result, if another run has it already.
+        """
+        state, settings = self.state, self.config.evaluation
+        if not self.prompts.ids["test"]:
+            return {}
+        seconds = self.clock.training_seconds
+        with self.clock.measure("eval"):
+            rows = first_rows(settings.eval_limit_during if name is None else settings.eval_limit)
+            with self.logger.generating("evaluation"):
+                row, correct = known or self._evaluate_all(rows)
+            if name is not None:
+                save_evaluation(self.folder, name, correct)
+                state.results[name] = dict(row)
+        accuracy, target = row["eval/accuracy"], settings.target_accuracy
+        self._note_collapse(accuracy, len(correct))
+        state.evaluations.append([state.step, accuracy, accuracy if state.judged else row.get("eval/reward", accuracy)])
+        if target is not None and accuracy >= target and state.seconds_to_target is None:
+            state.seconds_to_target = seconds
+            state.tokens_to_target = state.counts.get("generated_tokens", 0)
+        return dict(row)
+
+    def evaluate_each(self, split: str, rows: range | None = None) -> list[float]:
+        """Return for each prompt of a split 1 if it was answered right, else 0; with several samples their mean.
+
+        Where no answer is simply right or wrong, the raw reward takes the place of 1 and 0.
+        """
+        scores, asked = self.answer_split(split, rows), self.prompts.sampling(split)
+        return by_prompt(scores.accuracy if scores.merit is None else scores.merit, asked.samples)
+
+    def answer_split(self, split: str, rows: range | None = None) -> Scores:
+        """Return the scores of answers to the prompts of a split.
+
+        Args:
+            rows: numbers of the prompts; None: all of them.
+        """
+        scores = self.answer_set(self.prompts.split(split), rows)
+        self._note_partial(scores)
+        return scores
+
+    def answer_set(self, asked: PromptSet, rows: range | None = None) -> Scores:
+        """Return the scores of answers to prompts; all answers to one prompt are side by side.
+
+        Args:
+            rows: numbers of the prompts; None: all of them.
+        """
+        wanted, count = asked.sampling, asked.sampling.samples
+        whole = range(len(asked.ids))
+        rows = whole if rows is None else whole[rows.start : rows.stop]
+        longest, seed = self.prompts.longest_answer(wanted), keyed_seed(self.config.seed, "evaluate", asked.name)
+        requests = [
+            Group(asked.ids[i], [], count, longest, i * count, example=asked.examples[i], prompt_key=i) for i in rows
+        ]
+        sampling = SamplingParams(wanted.temperature, wanted.top_p, seed=seed, stop=tuple(self.config.rollout.stop))
+        rollouts = self.engine.generate(requests, sampling)
+        owners = [asked.examples[i] for i in rows for _ in range(count)]
+        examples = [rollout.judged(example) for rollout, example in zip(rollouts, owners, strict=True)]
+        completions = [rollout.said(self.scorer.decode(rollout.response_ids)) for rollout in rollouts]
+        ids = [rollout.response_ids for rollout in rollouts]
+        if asked.task is self.prompts.task:
+            return self.scorer.raw(examples, completions, ids)
+        return self.ranks.score(asked.task, examples, completions, ids)
+
+    def _evaluate_all(self, rows: range | None) -> Evaluated:
+        """Evaluates these prompts of all test sets."""
+        settings = self.config.evaluation
+        scores = self.answer_split("test", rows)
+        row = {f"eval/{name}": value for name, value in metrics_of(scores, settings).items()}
+        for name, asked in zip(settings.sets, self.prompts.sets):
+            found = metrics_of(self.answer_set(asked, rows), asked.sampling)
+            row |= {f"eval/{name}/{metric}": value for metric, value in found.items()}
+        return row, by_prompt(scores.accuracy, settings.samples)
+
+    def _note_partial(self, scores: Scores) -> None:
+        """Notes once that rewards are neither 0 nor 1 although ``task.accuracy`` does not say what is right."""
+        accuracy = self.prompts.task.accuracy
+        values = scores.rewards[accuracy]
+        if self._partial_noted or scores.merit is None or not (partial := partial_values(values)):
+            return
+        self._partial_noted = True
+        self.logger.note(
+            f"task.accuracy is not set, and to {len(partial)} of {len(values)} answers {accuracy} gave "
+            f"neither 0 nor 1 but {partial[0]:.3g} and the like: no answer is right or wrong, dynamic sampling and "
+            "accelerators compare rewards, and eval/accuracy is the share above 0.5; task.accuracy may name a reward "
+            "function that gives 0 or 1 (weight 0 leaves the reward as it is)"
+        )
+
+    def _note_collapse(self, accuracy: float, count: int) -> None:
+        """Notes once that accuracy has fallen to less than half, by more than three standard errors."""
+        before = self.state.evaluations[0][1] if self.state.evaluations else 0.0
+        mean = (before + accuracy) / 2
+        if not self.state.judged:
+            return
+        if self._collapse_noted or accuracy >= before / 2 or (before - accuracy) ** 2 <= 18 * mean * (1 - mean) / count:
+            return
+        self._collapse_noted = True
+        self.logger.note(
+            f"accuracy fell from {before:.3f} to {accuracy:.3f} by step {self.state.step}: the policy has collapsed; "
+            f"optimizer.learning_rate {self.config.optimizer.learning_rate:g} may be too high"
+        )

@@ -17,16 +17,15 @@ from python_trainer.checkpoint import list_checkpoints, load_checkpoint, step_of
 from python_trainer.config import Config, flatten, settings_used
 from python_trainer.distributed.shard_files import load_whole
 from python_trainer.errors import UserError
-from python_trainer.files import check_output_dir, publish, usual_mode
 from python_trainer.hub import is_hub_id
-from python_trainer.model.dtype import dtype_before
+from python_trainer.model.dtype import saved_dtype
 from python_trainer.model.gguf import gguf_file
 from python_trainer.model.lora import adapted_layers
 from python_trainer.model.policy import Policy, load_policy
 from python_trainer.model.settings import ModelConfig
 from python_trainer.model.shipped import policy_folder
 from python_trainer.model.tensors import load_weights
-from python_trainer.run_directory import read_metrics
+from python_trainer.run_directory import check_output_dir, publish, read_metrics, usual_mode
 from python_trainer.run_state import best_evaluated, versions
 
 
@@ -62,7 +61,7 @@ def export(run: Path, *, checkpoint: str | None = None, output: Path | None = No
     weights = saved["model"]
     # shards are float32 whatever the type is in which the run computes; checkpoints of before do not name that
     low = any(value.dtype == torch.bfloat16 for value in weights.values())
-    dtype = dtype_before(saved) or ("bfloat16" if low else "float32")
+    dtype = saved_dtype(saved) or ("bfloat16" if low else "float32")
     here = {"device": "cpu", "dtype": dtype, "gradient_checkpointing": False}
     policy = load_policy(config.model_copy(update=here))
     try:

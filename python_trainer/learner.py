@@ -39,19 +39,6 @@ def bytes_to_come(
     return found // shards
 
 
-def without_moments(state: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint's state without what only the next optimizer step needs; itself where that is gone already."""
-    critic = state["critic"]
-    optimizers = [state["optimizer"], *([critic["optimizer"]] if critic else [])]
-    if all(values.keys() <= {"master"} for optimizer in optimizers for values in optimizer.values()):
-        return state
-    less = [
-        {name: {key: value for key, value in values.items() if key == "master"} for name, values in optimizer.items()}
-        for optimizer in optimizers
-    ]
-    return state | {"optimizer": less[0], "critic": critic and critic | {"optimizer": less[1]}}
-
-
 class Learner:
     """Everything that training changes, and how.
 

@@ -11,7 +11,6 @@ from python_trainer.algorithms.advantages import (
     StepRewards,
     against_chance,
     explained_variance,
-    overlong_penalties,
 )
 from python_trainer.algorithms.kl import kl_estimate
 from python_trainer.algorithms.losses import Aggregation, importance_weights, policy_loss, value_loss
@@ -92,17 +91,6 @@ class StepBatch:
     def pack(self, samples: Sequence[int], *, share: bool = True) -> Packed:
         """These samples as a micro-batch."""
         return pack(self.rollouts, samples, share=share, score_prefix=self.score_prefix)
-
-
-def shaped_rewards(
-    rewards: Sequence[float], responses: Sequence[Sequence[int]], config: AlgorithmConfig, longest: int
-) -> list[float]:
-    """Rewards as the advantages see them: less what answers lose that come near the ``longest`` allowed."""
-    cache = config.overlong_cache
-    if cache is None:
-        return list(rewards)
-    penalties = overlong_penalties(torch.tensor([len(ids) for ids in responses]), max_length=longest, cache=cache)
-    return [r + config.overlong_penalty * p for r, p in zip(rewards, penalties.tolist(), strict=True)]
 
 
 def make_batch(rollouts: Sequence[Rollout], config: AlgorithmConfig, device: torch.device) -> StepBatch:

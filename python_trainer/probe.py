@@ -22,11 +22,10 @@ from python_trainer.bounds import Bound, all_bounds
 from python_trainer.config import Config
 from python_trainer.data import Rollout
 from python_trainer.errors import UserError
-from python_trainer.files import write_text
 from python_trainer.keyed import keyed_seed, prompt_order
-from python_trainer.run import Trainer
+from python_trainer.run_directory import write_text
 from python_trainer.run_state import Clock, device_name, versions
-from python_trainer.telemetry import Telemetry
+from python_trainer.trainer import Trainer
 
 FIRST_PROMPTS = 4  # their answers tell how long the others take
 SHARE = 0.6  # of the seconds, for answers; the rest is for an update
@@ -80,43 +79,44 @@ def reward_spread(groups: Sequence[Sequence[Rollout]], size: int) -> float | Non
 def ask(trainer: Trainer, prompts: int, tries: int, seconds: float) -> Answers:
     """Answers to prompts drawn at random, as many as fit into the time; the first few are not timed."""
     found, begun = Answers(), time.perf_counter()
-    order = prompt_order(trainer.seed, 0, min(prompts, len(trainer.prompts["train"])), len(trainer.prompts["train"]))
+    size = len(trainer.prompts.ids["train"])
+    order = prompt_order(trainer.config.seed, 0, min(prompts, size), size)
     count = FIRST_PROMPTS
     while order and count:
         keys, order = order[:count], order[count:]
-        groups = trainer.groups_of(keys)
+        groups = trainer.prompts.groups(keys)
         for number, group in enumerate(groups, start=len(found.groups)):
             group.num_samples, group.sample_id = tries, number * tries
-        trainer.clock, tokens = Clock(), trainer.state.counts.get("generated_tokens", 0)
-        with trainer.clock.measure("rollout"):
-            rollouts = trainer.generate(groups, keyed_seed(trainer.seed, "probe"))
-        with trainer.clock.measure("reward"):
-            trainer.score(groups, rollouts)
+        clock, tokens = Clock(), trainer.state.counts.get("generated_tokens", 0)
+        with clock.measure("rollout"):
+            rollouts = trainer.generate(groups, keyed_seed(trainer.config.seed, "probe"))
+        with clock.measure("reward"):
+            trainer.scorer.score(groups, rollouts)
         if len(found.groups) == FIRST_PROMPTS:
             found.seconds, found.timed, found.tokens = {}, 0, 0
-        for name, spent in trainer.clock.seconds.items():
+        for name, spent in clock.seconds.items():
             found.seconds[name] = found.seconds.get(name, 0.0) + spent
         found.timed += len(keys)
         found.tokens += trainer.state.counts["generated_tokens"] - tokens
         found.groups += [rollouts[i : i + tries] for i in range(0, len(rollouts), tries)]
         left = seconds - (time.perf_counter() - begun)
         fit = int(left / sum(found.seconds.values()) * found.timed)
-        count = max(min(2 * len(keys), fit, trainer.generation.prompts_per_step), 0)
+        count = max(min(2 * len(keys), fit, trainer.config.rollout.prompts_per_step), 0)
     return found
 
 
 def update_seconds(trainer: Trainer, groups: Sequence[Sequence[Rollout]]) -> float:
     """Seconds of one update on a step's worth of answers, by one on the first of these groups that make a step."""
-    settings = trainer.generation
+    settings = trainer.config.rollout
     part = [
         replace(answer, group=number)
         for number, group in enumerate(groups[: settings.prompts_per_step])
         for answer in group[: settings.num_generations]
     ]
     warm = next((g for g in groups if len({answer.reward for answer in g}) > 1), groups[0])
-    trainer.update([replace(answer, group=0) for answer in warm], 1)  # moments and the like are made once
+    trainer.learn([replace(answer, group=0) for answer in warm], 1)  # moments and the like are made once
     begun = time.perf_counter()
-    trainer.update(part, 1)
+    trainer.learn(part, 1)
     if trainer.policy.device.type == "cuda":
         torch.cuda.synchronize(trainer.policy.device)
     wanted = settings.prompts_per_step * settings.num_generations
@@ -152,12 +152,12 @@ def probe(config: Config, *, seconds: float = 60.0, prompts: int = 1 << 30, trie
     if config.parallel != "none":
         raise UserError(f"probe runs in one process: parallel must be none, got {config.parallel}")
     with TemporaryDirectory() as folder:
-        console = Console(stderr=True)
-        trainer = Trainer(config, Path(folder), console=console)
+        trainer = Trainer(config, Path(folder), label="probe", console=Console(stderr=True))
+        trainer.logger.max_steps = 1
         try:
-            with Telemetry(Path(folder), 1, label="probe", console=console) as trainer.told:
+            with trainer.logger.recording():
                 answers = ask(trainer, prompts, tries, SHARE * seconds)
-                trainer.told.log_work("update", 0, 1)
+                trainer.logger.log_work("update", 0, 1)
                 updating = update_seconds(trainer, answers.groups)
         finally:
             trainer.engine.close()
@@ -166,7 +166,7 @@ def probe(config: Config, *, seconds: float = 60.0, prompts: int = 1 << 30, trie
 
 def describe(trainer: Trainer, answers: Answers, updating: float) -> dict[str, Any]:
     """The findings as plain data."""
-    config, settings, groups = trainer.config, trainer.generation, answers.groups
+    config, settings, groups = trainer.config, trainer.config.rollout, answers.groups
     tries, size, whole = len(groups[0]), settings.num_generations, [a for group in groups for a in group]
     right = [sum(answer.accuracy > 0.5 for answer in group) for group in groups]
     p, prompt_lengths = [count / tries for count in right], [len(group[0].prompt_ids) for group in groups]
@@ -196,9 +196,9 @@ def describe(trainer: Trainer, answers: Answers, updating: float) -> dict[str, A
             "update": updating,
         },
         "memory_bytes": peak_memory(trainer.policy.device),
-        "train_prompts": len(trainer.prompts["train"]),
+        "train_prompts": len(trainer.prompts.ids["train"]),
         "steps": config.max_steps,
-        "epochs": config.max_steps * settings.prompts_per_step / len(trainer.prompts["train"]),
+        "epochs": config.max_steps * settings.prompts_per_step / len(trainer.prompts.ids["train"]),
         "device": device_name(trainer.policy.device),
         "versions": versions(),
     }

@@ -1,32 +1,188 @@
-"""Which training prompts come next where nothing is known of them but their lengths: rules that history must beat."""
+"""The prompts of a run: of its task and of its further test sets, as token ids, and the order to train on them."""
 
-from collections.abc import Sequence
-from math import ceil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from python_trainer.keyed import keyed_seed, prompt_order
-from python_trainer.rollout.settings import PromptOrder
+from python_trainer.config import Config, EvaluationSampling
+from python_trainer.data import Example, Group, Messages, Rollout
+from python_trainer.environment import ENVIRONMENTS, Environment
+from python_trainer.errors import UserError
+from python_trainer.keyed import prompt_order
+from python_trainer.model.policy import ANSWER_LENGTH, Policy
+from python_trainer.rollout.episodes import opening
+from python_trainer.run_state import RunState
+from python_trainer.tasks.base import Task
+from python_trainer.tasks.settings import load_task
 
-ALL_AFTER = 0.5  # of the run: when `shortest_first` has let the longest prompt in
+
+@dataclass(frozen=True)
+class Tasks:
+    """The task of a run, the tasks of ``evaluation.sets`` by name, and the environment of all of them, if any."""
+
+    main: Task
+    named: Mapping[str, Task]
+    environment: type[Environment] | None
 
 
-def next_prompts(
-    order: PromptOrder, lengths: Sequence[int], seed: int, first: int, count: int, done: float = 0.0
-) -> list[int]:
-    """Prompts ``first`` .. ``first + count - 1`` of a run; a function of its arguments alone.
+def load_tasks(config: Config, device: torch.device, note: Callable[[str], None]) -> Tasks:
+    """Loads all tasks; reward models go to the device, notes about files to the user.
 
-    Args:
-        lengths: tokens of each training prompt.
-        done: share of the run that lies behind, 0 to 1.
+    Raises:
+        UserError: a file, function or setting of a task cannot be used.
     """
-    if order == "inverse_length":
-        weights = 1.0 / torch.tensor(lengths, dtype=torch.float64)
-        generator = torch.Generator().manual_seed(keyed_seed(seed, order, first))
-        return torch.multinomial(weights, count, replacement=count > len(lengths), generator=generator).tolist()
-    pool = list(range(len(lengths)))
-    if order != "shuffled":
-        share = 0.5 if order == "shorter_half" else min(done / ALL_AFTER, 1.0)
-        pool.sort(key=lengths.__getitem__)
-        pool = pool[: max(ceil(share * len(pool)), min(count, len(pool)))]
-    return [pool[i] for i in prompt_order(seed, first, count, len(pool))]
+    main = load_task(config.task)
+    for text in main.notes:
+        note(text)
+    environment = None if config.task.environment is None else ENVIRONMENTS.resolve(config.task.environment)
+    named = {name: load_task_of_set(config, name) for name in config.evaluation.sets}
+    for settings in config.accelerators.chosen():
+        settings.splits(main)  # raises if the task has too few prompts for it
+    for task in (main, *named.values()):
+        for function in task.reward_functions.values():
+            if hasattr(function, "to"):  # a model
+                function.to(device)
+    return Tasks(main, named, environment)
+
+
+def load_task_of_set(config: Config, name: str) -> Task:
+    settings, own = config.task_of_set(name), config.task
+    for field in ("environment", "max_turns", "environment_timeout", "chat_template_kwargs"):
+        ours, theirs = getattr(own, field), getattr(settings, field)
+        if ours != theirs:
+            raise UserError(f"evaluation.sets.{name}.task.{field} must be that of task, {ours}, got {theirs}")
+    return load_task(settings)
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts of an evaluation."""
+
+    name: str  # keys the sampling noise
+    task: Task
+    examples: Sequence[Example]
+    ids: Sequence[Sequence[int]]  # token ids of each prompt
+    sampling: EvaluationSampling
+
+
+class Prompts:
+    """All prompts of a run. Each leaves room for the longest answer to it.
+
+    Attributes:
+        task: the run's task, without the examples that ``task.overlong`` dropped.
+        ids: token ids of the prompts by split: train, test, and those that accelerators need.
+        sets: the test sets of ``evaluation.sets``.
+
+    Raises:
+        UserError: there are no training prompts; a prompt is too long, and ``task.overlong`` does not drop it.
+    """
+
+    def __init__(self, config: Config, tasks: Tasks, policy: Policy, state: RunState, note: Callable[[str], None]):
+        self.config, self.policy, self.state, self.note = config, policy, state, note
+        self.task, self.environment = tasks.main, tasks.environment
+        policy.chat_template_kwargs = config.task.chat_template_kwargs
+        self.ids: dict[str, list[list[int]]] = {}
+        needed = [split for settings in config.accelerators.chosen() for split in settings.splits(self.task)]
+        for split in dict.fromkeys(["train", "test", *needed]):
+            self.encode(split)
+        if not self.ids["train"]:
+            raise self._no_prompts("train")
+        for settings in config.accelerators.chosen():
+            settings.splits(self.task)  # raises if overlong prompts were dropped and too few are left
+        self.sets = [self._make_set(name, task) for name, task in tasks.named.items()]
+
+    def draw(self, count: int) -> list[int]:
+        """Return the numbers of the next ``count`` training prompts; every epoch visits each prompt once, shuffled."""
+        first, self.state.prompts = self.state.prompts, self.state.prompts + count
+        return prompt_order(self.config.seed, first, count, len(self.ids["train"]))
+
+    def groups(self, keys: Sequence[int]) -> list[Group]:
+        """Return the usual request for answers to each of these training prompts."""
+        count, longest = self.config.rollout.num_generations, self.config.rollout.max_completion_length
+        examples, prompts = self.task.train, self.ids["train"]
+        return [
+            Group(prompts[key], [], count, longest, i * count, example=examples[key], prompt_key=key)
+            for i, key in enumerate(keys)
+        ]
+
+    def split(self, name: str) -> PromptSet:
+        """Return the prompts of a split for an evaluation: test with its settings, others with one sample each.
+
+        Raises:
+            UserError: the task has no such prompts.
+        """
+        ids = self.encode(name)
+        if not ids:
+            raise self._no_prompts(name)
+        return PromptSet(name, self.task, getattr(self.task, name), ids, self.sampling(name))
+
+    def sampling(self, split: str) -> EvaluationSampling:
+        """Return how evaluations sample answers to a split."""
+        return self.config.evaluation if split == "test" else EvaluationSampling()
+
+    def text(self, rollout: Rollout) -> str:
+        """Return the training prompt of a rollout as written; of messages their contents, without a template."""
+        (prompt,) = self._opened([self.task.train[rollout.prompt_key]])
+        return prompt if isinstance(prompt, str) else "\n".join(str(message["content"]) for message in prompt)
+
+    def encode(self, split: str) -> list[list[int]]:
+        """Return the token ids of a split's prompts; overlong prompts end the run, or leave ``task``."""
+        if split not in self.ids:
+            examples, sampling = getattr(self.task, split), self.sampling(split)
+            setting = "evaluation.max_new_tokens" if split == "test" else ANSWER_LENGTH
+            drop = self.config.task.overlong == "drop"
+            kept, self.ids[split] = self._encode_fitting(split, examples, sampling, setting, drop=drop)
+            if len(kept) < len(examples):
+                fewer: dict[str, Any] = {split: kept}
+                self.task = replace(self.task, **fewer)
+        return self.ids[split]
+
+    def _make_set(self, name: str, task: Task) -> PromptSet:
+        section, sampling = f"evaluation.sets.{name}", self.config.evaluation.sets[name]
+        if not task.test:
+            raise UserError(f"{section}.task has no test prompts")
+        drop = self.config.task_of_set(name).overlong == "drop"
+        setting = f"{section}.max_new_tokens"
+        examples, ids = self._encode_fitting(section, task.test, sampling, setting, drop=drop)
+        return PromptSet(f"set {name}", task, examples, ids, sampling)
+
+    def _encode_fitting(
+        self, name: str, examples: Sequence[Example], sampling: EvaluationSampling, setting: str, *, drop: bool
+    ) -> tuple[Sequence[Example], list[list[int]]]:
+        """Encodes prompts -> those that leave room for the longest answer, and their token ids.
+
+        Args:
+            setting: the one that ``sampling.max_new_tokens`` is, for messages.
+            drop: leave overlong prompts out, instead of ending the run.
+        """
+        ids = self.policy.encode(self._opened(examples))
+        longest, setting = self.longest_answer(sampling), setting if sampling.max_new_tokens else ANSWER_LENGTH
+        room = self.policy.room(longest, setting)
+        kept = [row for row, prompt in enumerate(ids) if len(prompt) <= room]
+        if drop and len(kept) < len(ids):
+            worst = max(range(len(ids)), key=lambda row: len(ids[row]))
+            counts = f"{len(ids) - len(kept)} of {len(ids)} {name} prompts dropped (task.overlong)"
+            about = f"{counts}: more than {room} tokens"
+            if not kept:
+                raise UserError(f"{about}; none is left")
+            self.note(f"{about}; the longest is {examples[worst].place or worst} with {len(ids[worst])}")
+            examples, ids = [examples[row] for row in kept], [ids[row] for row in kept]
+        self.policy.check_room(name, examples, ids, longest, setting)
+        return examples, ids
+
+    def longest_answer(self, sampling: EvaluationSampling) -> int:
+        """Return the most tokens of an answer in an evaluation."""
+        return sampling.max_new_tokens or self.config.rollout.max_completion_length
+
+    def _opened(self, examples: Sequence[Example]) -> list[str | Messages]:
+        """Return the prompts of examples, as the environment opens them."""
+        make = self.environment
+        return [example.prompt if make is None else opening(make, example) for example in examples]
+
+    def _no_prompts(self, split: str) -> UserError:
+        size, path = (getattr(self.config.task, f"{split}_{kind}", None) for kind in ("size", "path"))
+        return UserError(
+            f"the task must have {split} prompts: task.{split}_size and task.{split}_path decide, got {size} and {path}"
+        )

@@ -6,6 +6,8 @@ from typing import Any
 # A key is a setting ("rollout.workers"), a whole section ("accelerators.curriculum"), one value of a setting
 # ("task.name=countdown") or a command ("command export"). Its text completes the sentence "KEY was removed: ...".
 REMOVED: dict[str, str] = {
+    "rollout.prompt_order": "leave it out, every epoch visits each prompt once, shuffled",
+    "save.older_moments": "leave it out, every kept checkpoint has the optimizer's moments",
     "task.name=arithmetic": "write task.name: sums with task.variant: short (or longest)",
     "task.name=countdown": "write task.name: countdown:CountdownSettings in the folder examples",
     "task.environment=calculator": "write task.environment: calculator:Calculator in the folder examples",

@@ -1,4 +1,4 @@
-"""How far a run has come, where its time went, and what it says about itself at the end."""
+"""How far a run has come, where its time went, and its summary."""
 
 import platform
 import time
@@ -17,7 +17,7 @@ TOKENS = ("generated_tokens", "prefill_tokens", "cached_tokens", "trained_tokens
 
 @dataclass
 class RunState:
-    """What a run has done so far; saved with every checkpoint."""
+    """Progress of a run; every checkpoint holds it."""
 
     step: int = 0
     prompts: int = 0  # drawn so far
@@ -25,11 +25,10 @@ class RunState:
     wall_s: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)  # by part of the loop
     counts: dict[str, int] = field(default_factory=dict)  # of TOKENS
-    evaluations: list[list[float]] = field(default_factory=list)  # [step, accuracy, by what the best is found]
-    results: dict[str, dict[str, float]] = field(
-        default_factory=dict
-    )  # all metrics of the one at the start, at the end
-    judged: bool = True  # no reward has shown yet that the task has no right and wrong
+    # [step, accuracy, score]: the score ranks checkpoints; it is the accuracy, or the reward where nothing is right
+    evaluations: list[list[float]] = field(default_factory=list)
+    results: dict[str, dict[str, float]] = field(default_factory=dict)  # all metrics of the evaluations start and final
+    judged: bool = True  # False once a reward has shown that answers of this task are not simply right or wrong
     target: float | None = None  # accuracy that the next two are about
     seconds_to_target: float | None = None
     tokens_to_target: int | None = None
@@ -39,21 +38,31 @@ class RunState:
 
 
 def best_evaluated(evaluations: Sequence[Sequence[float]], steps: Collection[int]) -> int | None:
-    """Of these steps the one whose evaluation was best, the later of equals; None where none was evaluated."""
+    """Return the step out of ``steps`` with the best evaluation, the later of equals; None if none was evaluated."""
     rows = [(row[-1], int(row[0])) for row in evaluations if row[0] in steps]
     return max(rows)[1] if rows else None
 
 
 class Clock:
-    """Seconds by name. Nested stretches count for the inner name only. ``timer`` tells the time."""
+    """Seconds since a run began, in total and by part of the loop; interruptions do not count.
 
-    def __init__(self, seconds: dict[str, float] | None = None, timer: Callable[[], float] = time.perf_counter):
-        self.seconds: dict[str, float] = dict(seconds or {})
+    Attributes:
+        seconds: by name, of the parts that :meth:`measure` timed.
+    """
+
+    def __init__(self, timer: Callable[[], float] = time.perf_counter):
         self._timer = timer
         self._inner = [0.0]
+        self.start()
+
+    def start(self, wall_seconds: float = 0.0, seconds: Mapping[str, float] | None = None) -> None:
+        """Starts the clock at these readings."""
+        self._began = self._timer() - wall_seconds
+        self.seconds: dict[str, float] = dict(seconds or {})
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
+        """Counts the time within it for ``name``. Nested stretches count for the inner name only."""
         start = self._timer()
         self._inner.append(0.0)
         try:
@@ -63,15 +72,44 @@ class Clock:
             self.seconds[name] = self.seconds.get(name, 0.0) + spent - self._inner.pop()
             self._inner[-1] += spent
 
+    @property
+    def wall_seconds(self) -> float:
+        """Everything since training began; loading the model is not in it."""
+        return self._timer() - self._began
 
-def summarise(state: RunState, seconds: Mapping[str, float], *, wall_s: float) -> dict[str, Any]:
-    """The main part of summary.json.
+    @property
+    def training_seconds(self) -> float:
+        """Wall time without evaluations."""
+        return self.wall_seconds - self.seconds.get("eval", 0.0)
+
+
+class StepMeter:
+    """Counts the seconds and tokens of one step, from its construction on."""
+
+    def __init__(self, clock: Clock, state: RunState):
+        self._clock, self._state = clock, state
+        self._seconds, self._counts = dict(clock.seconds), dict(state.counts)
+
+    def metrics(self) -> dict[str, float]:
+        spent = {name: seconds - self._seconds.get(name, 0.0) for name, seconds in self._clock.seconds.items()}
+        tokens = {name: count - self._counts.get(name, 0) for name, count in self._state.counts.items()}
+        generated = tokens["generated_tokens"]
+        return {
+            **{f"tokens/{name.removesuffix('_tokens')}": count for name, count in tokens.items()},
+            "tokens_per_second": generated / max(sum(spent.values()), 1e-9),
+            "rollout_tokens_per_second": generated / max(spent["rollout"], 1e-9),
+            **{f"time/{name}_s": seconds for name, seconds in spent.items()},
+        }
+
+
+def summarise(state: RunState, clock: Clock) -> dict[str, Any]:
+    """Return the main part of summary.json.
 
     ``wall_s`` covers everything from the first evaluation to the last; ``training_s`` is the same without
     evaluations, whose time is ``eval_s``. Token counts leave evaluations out. ``seconds_to_target`` is on the clock
     of ``training_s``.
     """
-    prefix = "accelerator/"
+    prefix, seconds, wall_s = "accelerator/", clock.seconds, clock.wall_seconds
     accuracies = [row[1] for row in state.evaluations]
     return {
         "steps": state.step,
@@ -90,7 +128,7 @@ def summarise(state: RunState, seconds: Mapping[str, float], *, wall_s: float) -
 
 
 def versions() -> dict[str, str]:
-    """What ran."""
+    """Return the versions of Python and the packages that decide what a run computes."""
     found = {"python": platform.python_version()}
     for name in ("rlkernels", "torch", "transformers"):
         try:

@@ -3,7 +3,6 @@
 For base policies that hardly ever answer right: the model it writes is a ``model.path`` to train on.
 """
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,28 +13,26 @@ from rich.console import Console
 
 from python_trainer.algorithms.settings import AlgorithmConfig
 from python_trainer.checkpoint import load_newest, save_checkpoint
+from python_trainer.checkpointer import load_learned, reading_checkpoint, save_model
 from python_trainer.config import Config, dump_config
 from python_trainer.data import Example, Rollout
-from python_trainer.errors import Interrupted, NotFinite, UserError
-from python_trainer.files import check_output_dir, publish, write_text
+from python_trainer.errors import Interrupted, NotFinite, StopSignal, UserError
 from python_trainer.keyed import prompt_order
-from python_trainer.learner import Learner, without_moments
-from python_trainer.model.dtype import dtype_before, going_on, name_of, told_of_change
+from python_trainer.learner import Learner
+from python_trainer.logger import Logger
+from python_trainer.model.dtype import describe_dtype_change, keep_dtype, name_of, saved_dtype
 from python_trainer.model.optimizer import learning_rate
 from python_trainer.model.packing import micro_batches, pack
 from python_trainer.model.policy import Policy, load_policy, recompute_activations, set_matmul_precision
 from python_trainer.model.settings import OptimizerConfig
+from python_trainer.parts import make_learner
 from python_trainer.plan.command import RECOMPUTES, needs_recomputing
-from python_trainer.run import make_learner
-from python_trainer.run_directory import check_new, check_resumable, locked, read_metrics
+from python_trainer.run_directory import check_new, check_output_dir, check_resumable, locked, read_metrics, write_text
 from python_trainer.run_state import device_name, versions
-from python_trainer.saving import MODEL_ASIDE, load_learned, reading_checkpoint
-from python_trainer.signals import StopSignal
 from python_trainer.tasks import Task
 from python_trainer.tasks.base import fingerprint_of
 from python_trainer.tasks.checking import check_text
 from python_trainer.tasks.settings import load_task
-from python_trainer.telemetry import Telemetry
 
 
 def sft_task(config: Config) -> Task:
@@ -111,18 +108,19 @@ class Sft:
     ) -> None:
         if config.parallel != "none":
             raise UserError(f"sft runs in one process: parallel must be none, got {config.parallel}")
-        self.config, self.folder, self.console = config, output_dir, console or Console(stderr=True)
+        self.config, self.folder = config, output_dir
+        self.logger = Logger(output_dir, config.max_steps, label="sft", console=console)
         self.checkpoints = output_dir / "checkpoints"
         check_output_dir(output_dir)
         if config.task.environment is not None:
             raise UserError(f"sft has no turns: task.environment must be null, got {config.task.environment}")
         (check_resumable if resume else check_new)(output_dir)
         task = sft_task(config)
-        found = load_newest(self.checkpoints, self.console.print) if resume else None
-        before = dtype_before(found and found[1])
-        self.policy = load_policy(going_on(config.model, before))
-        if said := told_of_change(config.model.dtype, before, self.policy.whole):
-            self._note(said)
+        found = load_newest(self.checkpoints, self.logger.note) if resume else None
+        before = saved_dtype(found and found[1])
+        self.policy = load_policy(keep_dtype(config.model, before))
+        if said := describe_dtype_change(config.model.dtype, before, self.policy.whole):
+            self.logger.note(said)
         self.policy.chat_template_kwargs = config.task.chat_template_kwargs
         set_matmul_precision(config.model.matmul_precision)
         examples, self.rows = self._lessons("train", task.train)
@@ -132,10 +130,11 @@ class Sft:
         self.fingerprint = fingerprint_of([e.prompt, str(e.columns[config.sft.column])] for e in [*examples, *others])
         longest = max(self.rows, key=tokens_of)
         if needs_recomputing(self._alone(len(longest.response_ids)), 1, len(longest.prompt_ids)):
-            self._note(RECOMPUTES)
+            self.logger.note(RECOMPUTES)
             recompute_activations(self.policy.model)
         order = prompt_order(config.seed, 0, config.sft.epochs * len(self.rows), len(self.rows))
         self.batches = list(micro_batches(self.rows, order, config.sft.batch_tokens, share=False))
+        self.logger.max_steps = len(self.batches)
         self.settings = config.optimizer.model_copy(update={"learning_rate": config.sft.learning_rate})
         self.step, self.seconds, self.eval_s = 0, 0.0, 0.0  # of all steps; of losses on held-out answers
         self.before: float | None = None  # loss on held-out answers
@@ -143,10 +142,6 @@ class Sft:
         if found:
             with reading_checkpoint(self.folder):
                 self._restore(found[1])
-
-    def _note(self, text: str) -> None:
-        """A line for the user, about what is no error but may not be meant so."""
-        self.console.print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
 
     def _lessons(self, split: str, examples: Sequence[Example]) -> tuple[list[Example], list[Rollout]]:
         """Examples with their answers; too long ones end the run or, where task.overlong says so, are left out."""
@@ -164,7 +159,7 @@ class Sft:
             about = f"{counts}: more than {policy.max_length} tokens with their answers"
             if not kept:
                 raise UserError(f"{about}; none is left")
-            self._note(f"{about}; the longest is {place} with {length}")
+            self.logger.note(f"{about}; the longest is {place} with {length}")
         return [example for example, _ in kept], [row for _, row in kept]
 
     def _alone(self, answer: int) -> Config:
@@ -186,7 +181,7 @@ class Sft:
                 "change sft and task back, or choose another --output-dir"
             )
         if saved.get("examples", self.fingerprint) != self.fingerprint:
-            self._note("the examples are others than before")
+            self.logger.note("the examples are others than before")
         self.step, self.seconds, self.before = saved["step"], saved["seconds"], saved["before"]
         self.eval_s = saved.get("eval_s", 0.0)
         load_learned(self.learner, saved, self.folder)
@@ -201,13 +196,12 @@ class Sft:
         self.folder.mkdir(parents=True, exist_ok=True)
         with locked(self.folder):
             write_text(self.folder / "config.yaml", dump_config(self.config))
-            options: dict[str, Any] = {"label": "sft", "after_step": self.step or None, "console": self.console}
-            with StopSignal() as stop, Telemetry(self.folder, len(self.batches), **options) as telemetry:
+            with StopSignal() as stop, self.logger.recording(self.step or None):
                 if self.step == 0:
                     self.before = self._held_out_loss()
                 while self.step < len(self.batches):
                     row = self._step()
-                    telemetry.log(self.step, row, left=self._seconds_left())
+                    self.logger.log(self.step, row, left=self._seconds_left())
                     every = self.config.save.save_steps
                     if stop.name or (every and self.step % every == 0):
                         self._save()
@@ -262,16 +256,13 @@ class Sft:
             "dtype": name_of(self.policy.whole.dtype),
             "examples": self.fingerprint,
         }
-        settings = self.config.save
-        save_checkpoint(self.checkpoints, self.step, state | self.learner.state_dict(), keep=settings.save_total_limit,
-                        older=None if settings.older_moments else without_moments)  # fmt: skip
+        learned, keep = self.learner.state_dict(), self.config.save.save_total_limit
+        save_checkpoint(self.checkpoints, self.step, state | learned, keep=keep)
 
     def _finish(self) -> dict[str, Any]:
         """Writes the model and the summary."""
         self.policy.update_whole()
-        aside = self.folder / MODEL_ASIDE
-        self.policy.save(aside)
-        publish(aside, self.folder / "model")
+        save_model(self.policy, self.folder / "model")
         losses = [row["sft/loss"] for row in read_metrics(self.folder)]
         summary = {
             "steps": self.step,
@@ -289,5 +280,5 @@ class Sft:
             "device": device_name(self.policy.device),
             "versions": versions(),
         }
-        write_text(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+        self.logger.write_summary(summary)
         return summary

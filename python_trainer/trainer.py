@@ -1,327 +1,386 @@
-"""The training loop, top to bottom: choose prompts, plan, generate, score, collect, update, evaluate, save.
+"""The trainer: one run in one directory.
 
-What it runs on, how it is evaluated and what is written is set up by :mod:`python_trainer.run`.
+A step chooses prompts, plans, generates, scores, collects, updates, evaluates and saves; :meth:`Trainer.step` is that
+list. Everything else is a part of the trainer, with a file of its own.
 """
 
-import json
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from python_trainer.accelerators.base import Accelerator, StepContext
-from python_trainer.callbacks import Callbacks
-from python_trainer.data import Example, Group, Messages, Request, Rollout
+from rich.console import Console
+
+from python_trainer.accelerators.base import Accelerator, RunContext, StepContext
+from python_trainer.callbacks import Callback, Callbacks
+from python_trainer.checkpointer import Checkpointer, find_origin
+from python_trainer.config import Config
+from python_trainer.data import Group, Request, Rollout
 from python_trainer.distributed import RankGroup
-from python_trainer.dynamic_sampling import Refill
-from python_trainer.errors import Interrupted, NotFinite, UserError
-from python_trainer.files import write_text
+from python_trainer.dynamic_sampling import StepSampler
+from python_trainer.errors import Interrupted, NotFinite, StopSignal, UserError
+from python_trainer.evaluation import Evaluated, Evaluator, first_rows
 from python_trainer.keyed import keyed_seed
-from python_trainer.learner import Learner
-from python_trainer.model.policy import Policy
-from python_trainer.objective import shaped_rewards
-from python_trainer.prompts import next_prompts
-from python_trainer.rollout.engine import Engine, SamplingParams
-from python_trainer.rollout.settings import RolloutConfig
-from python_trainer.run_state import Clock, RunState
-from python_trainer.signals import StopSignal
+from python_trainer.logger import Logger, choose_samples, rollout_statistics
+from python_trainer.model.dtype import name_of, saved_dtype
+from python_trainer.model.policy import choose_device
+from python_trainer.parts import (
+    facts_of,
+    load_run_policy,
+    make_accelerators,
+    make_learner,
+    make_run_engine,
+    resolve_settings,
+    rules_of,
+)
+from python_trainer.prompts import Prompts, load_tasks
+from python_trainer.rollout.engine import SamplingParams
+from python_trainer.run_state import Clock, RunState, StepMeter, device_name, summarise
+from python_trainer.scoring import Scorer
 from python_trainer.tasks.base import Task
-from python_trainer.tasks.rewards import Scores
-from python_trainer.telemetry import Telemetry, choose_samples, rollout_statistics
 
 REHEARSAL_RISE = 5  # updates on stored answers alone until their learning rate is the full one
 COUNTED = ("generated_tokens", "prefill_tokens", "cached_tokens")  # of the engine's counters
 
 
-class TrainingLoop(ABC):
-    """Steps of training; whoever derives from it sets the attributes, and evaluates and saves.
+class Trainer:
+    """One training run in one directory.
+
+    Args:
+        config: all settings.
+        output_dir: the run directory; made if it does not exist.
+        callbacks: more than those in the settings: objects, classes, names or ``module:Class``.
+        resume: go on from the newest checkpoint in it, if there is one.
+        label: name of the run on the terminal.
+        console: where progress goes; None for standard error.
+        timer: the clock that all seconds are read from; ``time.process_time`` counts the work of this program alone.
+        start: result of the first evaluation, if a run of the same policy, task and seed has it already; see
+            :func:`python_trainer.compare.known_start`.
+        ranks: the processes that share the run, by :func:`python_trainer.distributed.start`; None: this one alone.
 
     Attributes:
-        prompts: token ids of the prompts, by split of the task.
-        generation: the section ``rollout`` of the settings.
-        accelerators: in the order in which they run.
         state: how far the run is.
-        facts, rules: as of :class:`StepContext`.
+        done: whether its last step is over.
+
+    Raises:
+        UserError: something in the settings, files or model cannot be used. Nothing has been written then.
     """
 
-    task: Task
-    prompts: dict[str, list[list[int]]]
-    policy: Policy
-    engine: Engine
-    learner: Learner
-    ranks: RankGroup
-    generation: RolloutConfig
-    accelerators: list[Accelerator]
-    callbacks: Callbacks
-    seed: int
-    state: RunState
-    clock: Clock
-    folder: Path
-    facts: Mapping[str, Any]
-    rules: Mapping[str, Any]
-    rehearsed = False  # in the present step
+    def __init__(
+        self,
+        config: Config,
+        output_dir: str | Path,
+        *,
+        callbacks: Sequence[Callback | type[Callback] | str] = (),
+        resume: bool = False,
+        label: str = "train",
+        console: Console | None = None,
+        timer: Callable[[], float] = time.perf_counter,
+        start: Evaluated | None = None,
+        ranks: RankGroup | None = None,
+    ):
+        if not isinstance(config, Config):
+            raise UserError(f"config must be a Config, as load_config returns one, got {config!r:.80}")
+        self.config, self.ranks, self.start = config, ranks or RankGroup(), start
+        ranks, output_dir = self.ranks, Path(output_dir)
+        if config.parallel != ranks.name:
+            raise UserError(
+                f"ranks must be of the kind that config.parallel names ({config.parallel}), got {ranks.name}: "
+                "use `with python_trainer.distributed.start(config.parallel) as ranks`, in processes that torchrun "
+                "started"
+            )
+        self.folder = ranks.folder(output_dir)
+        self.logger = Logger(self.folder, config.max_steps, label=label, console=ranks.console(console))
+        self.clock, self.state = Clock(timer), RunState(target=config.evaluation.target_accuracy)
+        self.stop, self.done, self.rehearsed = StopSignal(loud=ranks.rank == 0), False, False
+        note = self.logger.note
+        origin = find_origin(output_dir, resume=resume, max_steps=config.max_steps, ranks=ranks, note=note)
+        before = saved_dtype(origin.saved)
+        with ranks.together():
+            self.callbacks = Callbacks([*config.callbacks, *callbacks])
+            tasks = load_tasks(config, choose_device(config.model.device), note)
+        chosen = resolve_settings(config, before, ranks, note)
+        self.policy = load_run_policy(config, chosen, before, ranks, note)
+        self.engine = make_run_engine(chosen, self.policy, tasks, output_dir, ranks, note)
+        self.engine.tell = self.logger.log_generation  # of several processes the first one tells of its own part
+        with ranks.together():
+            self.prompts = Prompts(config, tasks, self.policy, self.state, note)
+            self.learner = make_learner(chosen, self.policy, ranks)
+            self.accelerators = make_accelerators(config)
+        self.scorer = Scorer(
+            tasks.main, ranks, self.state, decode=self.policy.decode, algorithm=config.algorithm,
+            longest=config.rollout.max_completion_length,
+        )  # fmt: skip
+        shared: dict[str, Any] = {"ranks": ranks, "state": self.state, "clock": self.clock, "logger": self.logger}
+        self.evaluator = Evaluator(config, self.prompts, self.engine, self.scorer, folder=self.folder, **shared)
+        self.checkpointer = Checkpointer(
+            origin, config, self.folder, policy=self.policy, learner=self.learner, engine=self.engine,
+            accelerators=self.accelerators, fingerprint=self.task.fingerprint, notify=self.notify, **shared,
+        )  # fmt: skip
+        self.facts, self.rules = facts_of(config), rules_of(config)
+        self.checkpointer.restore()
 
-    def loop(self, telemetry: Telemetry, stop: StopSignal) -> None:
-        """Steps until the run is finished; all rows of metrics go to ``telemetry``.
+    @property
+    def task(self) -> Task:
+        return self.prompts.task
+
+    def run(self) -> dict[str, Any]:
+        """Trains to the end -> what is in summary.json.
 
         Raises:
-            Interrupted: a signal came; what was done is saved.
+            UserError: another run has the folder, or something in the settings or in a reward function ended this one.
+            Interrupted: a signal came; everything is saved.
         """
-        state, done = self.state, self.finished()
-        while not done:
-            with self.keeping():
-                row, samples = self.step(state.step + 1)
-                state.step += 1
-                try:
-                    if not (done := self.finished()) and self.evaluation_due():
-                        row |= self.evaluation_row()
-                        done = self.finished()
-                    if done:
-                        row |= self.evaluation_row("final")
-                finally:
-                    row |= self.totals()
-                    telemetry.log(state.step, row, left=self.seconds_left())
-                    telemetry.log_samples(state.step, samples)
-                self.tell_callbacks("on_step", state.step, row)
-            stopped = self.ranks.any(stop.name)
-            if done or stopped or self.save_due():
-                with self.clock.measure("checkpoint"):
-                    self.save()
-            if stopped and not done:
-                raise Interrupted(f"{stopped}: stopped after step {state.step}, which is saved")
+        state = self.state
+        with self.checkpointer.owning_folder():
+            self.clock.start(state.wall_s, state.seconds)
+            if state.step == 0:
+                self.begin()
+            with self.stop:
+                with closing(self.engine), self.logger.recording(state.step or None):
+                    self.done = self.finished()
+                    if state.step == 0:
+                        row = self.evaluate_all("start", self.start)
+                        if self.evaluator.ends_run():
+                            row |= self.evaluate_all("final")
+                            self.done = True
+                        self.logger.log(0, row | self.totals())
+                    elif self.done and state.evaluations and state.evaluations[-1][0] != state.step:
+                        self.evaluate_all("final")  # it failed then
+                    while not self.done:
+                        self.step(state.step + 1)
+                self.checkpointer.save_model()
+                summary = summarise(state, self.clock) | {
+                    "target_accuracy": self.config.evaluation.target_accuracy,
+                    "device": device_name(self.policy.device),
+                    "dtype": name_of(self.policy.whole.dtype),
+                    "accelerators": {a.name: a.summary() for a in self.accelerators if not a.watches},
+                }
+                self.logger.write_summary(summary)
+                self.notify("on_end", summary)
+                return summary
 
-    def step(self, number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """One step: a batch of answers, and the update that they lead to -> metrics, a few of the answers."""
-        clock, context = self.clock, self.context(number)
-        telemetry, before, tokens_before = context.telemetry, dict(clock.seconds), dict(self.state.counts)
-        self.rehearse(context)
-        rollouts = self.roll_out(context)
-        self.tell_callbacks("on_rollouts", number, rollouts)
-        with clock.measure("rollout"):
-            self.engine.rest()
-        with clock.measure("train"):
-            learned = self.update(rollouts, number)
-            telemetry |= rollout_statistics(rollouts) | learned
-            self.state.count("trained_tokens", telemetry["tokens/trained"])
-        self.engine.policy_updated()
-        for accelerator in self.accelerators:
-            with self.timed(accelerator):
-                accelerator.after_update(context)
-        spent = {name: seconds - before.get(name, 0.0) for name, seconds in clock.seconds.items()}
-        tokens = {name: count - tokens_before.get(name, 0) for name, count in self.state.counts.items()}
-        telemetry |= {f"tokens/{name.removesuffix('_tokens')}": count for name, count in tokens.items()}
-        generated = tokens["generated_tokens"]
-        telemetry["tokens_per_second"] = generated / max(sum(spent.values()), 1e-9)
-        telemetry["rollout_tokens_per_second"] = generated / max(spent["rollout"], 1e-9)
-        row = telemetry | {f"time/{name}_s": seconds for name, seconds in spent.items()}
-        return row, choose_samples(rollouts, self.policy.decode, self.asked)
+    def step(self, number: int) -> dict[str, float]:
+        """Trains on one batch of prompts -> its row of metrics.jsonl.
 
-    def asked(self, rollout: Rollout) -> str:
-        """The prompt of a training answer as it was given; of messages their contents, without the template's text."""
-        (prompt,) = self._asked([self.task.train[rollout.prompt_key]])
-        return prompt if isinstance(prompt, str) else "\n".join(str(message["content"]) for message in prompt)
-
-    def rehearse(self, context: StepContext) -> None:
-        """Updates on stored answers alone, with a rise of the learning rate of their own."""
-        batches: list[list[Rollout]] = []
-        for accelerator in self.accelerators:
-            with self.timed(accelerator):
-                batches += accelerator.rehearse(context)
-        self.rehearsed = bool(batches)
-        if batches:
-            with self.clock.measure("rollout"):
-                self.engine.rest()
-        for number, batch in enumerate(batches, 1):
-            with self.clock.measure("train"):
-                with self.telling_culprits(batch, context.step):
-                    learned = self.learner.rehearse(batch, number / REHEARSAL_RISE)
-                self.state.count("trained_tokens", learned["tokens/trained"])
-            self.tell_work("stored answers in batches", number, len(batches))
-        if batches:
-            self.engine.policy_updated()
-
-    def roll_out(self, context: StepContext) -> list[Rollout]:
-        """The scored answers of one step: of one round, or with dynamic sampling of as many as it takes."""
-        settings = self.generation
-        if not settings.dynamic_sampling:
-            return self.round(context, settings.prompts_per_step)
-        refill = Refill(settings.prompts_per_step)
-        while refill.missing and refill.rounds < settings.max_sampling_rounds:
-            refill.add(self.round(context, refill.missing))
-        context.telemetry |= refill.metrics()
-        return refill.batch()
-
-    def round(self, context: StepContext, count: int) -> list[Rollout]:
-        """Scored answers to ``count`` prompts."""
-        groups = self.choose(context, count)
-        for group in groups:  # the noise of the samples is keyed by the step and these numbers
-            group.sample_id, context.samples = context.samples, context.samples + group.num_samples
-        for accelerator in self.accelerators:
-            with self.timed(accelerator):
-                groups = accelerator.plan(context, groups)
-        with self.clock.measure("rollout"):
-            rollouts = self.generate(groups, context.seed)
-        with self.clock.measure("reward"):
-            self.score(groups, rollouts)
-        for accelerator in self.accelerators:
-            with self.timed(accelerator):
-                rollouts = accelerator.collect(context, rollouts)
-        stored = []
-        for accelerator in self.accelerators:
-            with self.timed(accelerator):
-                stored += accelerator.replay(context, rollouts)
-        return rollouts + stored
+        Raises:
+            Interrupted: a signal came, and the step is saved.
+        """
+        with self.checkpointer.keeping_last_step():
+            context, meter = self.context(number), StepMeter(self.clock, self.state)
+            self.train_on_stored(context)
+            sampler = StepSampler(self.config.rollout)
+            while sampler.missing:
+                groups = self.choose(context, sampler.missing)
+                groups = self.plan(context, groups)
+                with self.clock.measure("rollout"):
+                    rollouts = self.generate(groups, context.seed)
+                with self.clock.measure("reward"):
+                    self.scorer.score(groups, rollouts)
+                sampler.add(self.collect(context, rollouts))
+            rollouts = sampler.rollouts()
+            self.notify("on_rollouts", number, rollouts)
+            context.telemetry |= sampler.metrics() | rollout_statistics(rollouts)
+            self.update(context, rollouts)
+            row = context.telemetry | meter.metrics()
+            samples = choose_samples(rollouts, self.policy.decode, self.prompts.text)
+            self.state.step = number
+            try:
+                row |= self.evaluate_if_due()
+            finally:
+                row |= self.totals()
+                self.logger.log(number, row, left=self.seconds_left())
+                self.logger.log_samples(number, samples)
+            self.notify("on_step", number, row)
+        stopped = self.ranks.any(self.stop.name)
+        if self.done or stopped or self.checkpointer.due():
+            self.checkpointer.save()
+        if stopped and not self.done:
+            raise Interrupted(f"{stopped}: stopped after step {number}, which is saved")
+        return row
 
     def choose(self, context: StepContext, count: int) -> list[Group]:
-        """The groups that the first accelerator with a choice of its own wants, or the next prompts in plain order."""
+        """Return the groups that the first accelerator with a choice of its own wants, else the next prompts."""
         for accelerator in self.accelerators:
             with self.timed(accelerator):
                 groups = accelerator.choose(context, count)
             if groups is not None:
                 return groups
-        return context.groups_of(context.plain_order(count))
+        return self.prompts.groups(self.prompts.draw(count))
 
-    def plain_order(self, count: int) -> list[int]:
-        """Numbers of the next training prompts, by ``rollout.prompt_order``."""
-        first, self.state.prompts = self.state.prompts, self.state.prompts + count
-        lengths, done = [len(prompt) for prompt in self.prompts["train"]], self.state.step / self.learner.max_steps
-        return next_prompts(self.generation.prompt_order, lengths, self.seed, first, count, done)
-
-    def groups_of(self, keys: Sequence[int]) -> list[Group]:
-        """The usual request for answers to these training prompts."""
-        count, longest = self.generation.num_generations, self.generation.max_completion_length
-        examples, prompts = self.task.train, self.prompts["train"]
-        return [
-            Group(prompts[key], [], count, longest, i * count, example=examples[key], prompt_key=key)
-            for i, key in enumerate(keys)
-        ]
+    def plan(self, context: StepContext, groups: list[Group]) -> list[Group]:
+        """Numbers the samples, which keys their noise, and lets accelerators change the requests."""
+        for group in groups:
+            group.sample_id, context.samples = context.samples, context.samples + group.num_samples
+        for accelerator in self.accelerators:
+            with self.timed(accelerator):
+                groups = accelerator.plan(context, groups)
+        return groups
 
     def generate(self, requests: Sequence[Request], seed: int) -> list[Rollout]:
-        """The engine's answers, its tokens counted."""
-        settings, before = self.generation, self.engine.stats
+        """Return the engine's answers, in the order of the requests, and counts its tokens."""
+        settings, before = self.config.rollout, self.engine.stats
         sampling = SamplingParams(settings.temperature, settings.top_p, settings.top_k, seed, tuple(settings.stop))
         rollouts = self.engine.generate(requests, sampling)
         for name in COUNTED:
             self.state.count(name, self.engine.stats[name] - before[name])
         return rollouts
 
-    def score(self, groups: Sequence[Group], rollouts: Sequence[Rollout]) -> None:
-        """Text, rewards and accuracy of every rollout; they come in the order of the groups."""
-        owners = [(number, group) for number, group in enumerate(groups) for _ in range(group.num_samples)]
-        texts = [self.policy.decode(rollout.response_ids) for rollout in rollouts]
-        examples = [rollout.judged(group.example) for rollout, (_, group) in zip(rollouts, owners, strict=True)]
-        said = [rollout.said(text) for rollout, text in zip(rollouts, texts)]
-        scores = self.judge(examples, said, [r.response_ids for r in rollouts])
-        for i, (rollout, (number, group)) in enumerate(zip(rollouts, owners, strict=True)):
-            rollout.group, rollout.prompt_key, rollout.text = number, group.prompt_key, texts[i]
-            rollout.reward, rollout.accuracy = scores.total[i], scores.accuracy[i]
-            rollout.merit = None if scores.merit is None else scores.merit[i]
-            rollout.rewards = {name: values[i] for name, values in scores.rewards.items()}
+    def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
+        """Return the scored rollouts as accelerators want them trained on, stored answers at the end."""
+        for accelerator in self.accelerators:
+            with self.timed(accelerator):
+                rollouts = accelerator.collect(context, rollouts)
+        stored: list[Rollout] = []
+        for accelerator in self.accelerators:
+            with self.timed(accelerator):
+                stored += accelerator.replay(context, rollouts)
+        return rollouts + stored
 
-    def update(self, rollouts: list[Rollout], number: int) -> dict[str, float]:
-        """New weights -> metrics."""
-        with self.telling_culprits(rollouts, number):
-            return self.learner.update(rollouts, number)
+    def train_on_stored(self, context: StepContext) -> None:
+        """Updates on stored answers alone, before the step generates; the learning rate rises with each update."""
+        batches: list[list[Rollout]] = []
+        for accelerator in self.accelerators:
+            with self.timed(accelerator):
+                batches += accelerator.rehearse(context)
+        self.rehearsed = bool(batches)
+        if not batches:
+            return
+        with self.clock.measure("rollout"):
+            self.engine.rest()
+        for number, batch in enumerate(batches, 1):
+            with self.clock.measure("train"):
+                self.learn(batch, context.step, stored_rise=number / REHEARSAL_RISE)
+            self.logger.log_work("stored answers in batches", number, len(batches))
+        self.engine.policy_updated()
 
-    @contextmanager
-    def telling_culprits(self, rollouts: Sequence[Rollout], number: int) -> Iterator[None]:
-        """Where something is not finite the run ends, and a file tells on which of these answers."""
+    def update(self, context: StepContext, rollouts: list[Rollout]) -> None:
+        """Trains the policy, and tells engine and accelerators."""
+        with self.clock.measure("rollout"):
+            self.engine.rest()
+        with self.clock.measure("train"):
+            context.telemetry |= self.learn(rollouts, context.step)
+        self.engine.policy_updated()
+        for accelerator in self.accelerators:
+            with self.timed(accelerator):
+                accelerator.after_update(context)
+
+    def learn(self, rollouts: list[Rollout], number: int, *, stored_rise: float | None = None) -> dict[str, float]:
+        """Updates the weights -> metrics.
+
+        Args:
+            stored_rise: of stored answers alone: share of the full learning rate.
+
+        Raises:
+            UserError: something was not finite; a file has the rollouts that caused it.
+        """
         try:
-            yield
+            if stored_rise is None:
+                learned = self.learner.update(rollouts, number)
+            else:
+                learned = self.learner.rehearse(rollouts, stored_rise)
         except NotFinite as error:
-            path = self.folder / f"not-finite-step-{number:06d}.json"
-            chosen = error.samples or range(len(rollouts))
-            write_text(path, json.dumps([{"sample": i, **asdict(rollouts[i])} for i in chosen], indent=1) + "\n")
-            cause = "cause it" if error.samples else "were trained on, none of which causes it alone"
-            raise UserError(f"step {number}: {error}; {path} has the {len(chosen)} answers that {cause}") from error
+            raise self.logger.write_not_finite_report(number, rollouts, error) from error
+        self.state.count("trained_tokens", learned["tokens/trained"])
+        return learned
+
+    def evaluate_if_due(self) -> dict[str, float]:
+        """Evaluates after a step if it is due, and finds out whether the run is over -> metrics."""
+        row: dict[str, float] = {}
+        self.done = self.finished()
+        if not self.done and (self.evaluator.due() or (self.rehearsed and self.config.evaluation.eval_steps)):
+            row |= self.evaluate_all()
+            self.done = self.finished()
+        if self.done:
+            row |= self.evaluate_all("final")
+        return row
+
+    def evaluate(self, split: str, limit: int | None = None) -> float:
+        """Return the accuracy of answers to the first ``limit`` prompts of a split; None: to all of them."""
+        return fmean(self.evaluator.answer_split(split, first_rows(limit)).accuracy)
+
+    def evaluate_all(self, name: str | None = None, known: Evaluated | None = None) -> dict[str, float]:
+        """Evaluates on all test sets -> metrics; see :meth:`Evaluator.evaluate`."""
+        row = self.evaluator.evaluate(name, known)
+        if row:
+            self.notify("on_evaluate", self.state.step, row)
+        return row
+
+    def begin(self) -> None:
+        """Lets the accelerators prepare before the first step, on the run's clock and token counts."""
+        context = RunContext(
+            output_dir=self.folder,
+            tokenizer=self.policy.tokenizer,
+            prompts=self.prompts.ids["train"],
+            answer=self.answer_once,
+            seed=self.config.seed,
+            console=self.logger.console,
+            once=self.ranks.once,
+        )
+        for accelerator in self.accelerators:
+            with self.timed(accelerator):
+                accelerator.begin(context)
+
+    def answer_once(self, prompt_keys: Sequence[int], attempt: int) -> list[Rollout]:
+        """Return one whole answer to each of these training prompts, scored; another attempt has other noise."""
+        groups = self.prompts.groups(prompt_keys)
+        for group in groups:
+            group.num_samples, group.sample_id = 1, group.prompt_key
+        rollouts = self.generate(groups, keyed_seed(self.config.seed, "answer once", attempt))
+        self.scorer.score(groups, rollouts)
+        return rollouts
 
     def context(self, number: int) -> StepContext:
-        """What the accelerators may see in a step."""
+        """Return what accelerators may see in a step."""
         return StepContext(
             step=number,
             policy=self.policy,
             optimizer=self.learner.optimizer,
             engine=self.engine,
             task=self.task,
-            seed=keyed_seed(self.seed, "step", number),
-            judge=self.judge,
-            evaluate_each=self.evaluate_each,
-            groups_of=self.groups_of,
-            plain_order=self.plain_order,
-            generation=self.generation,
-            micro_batch_tokens=self.learner.settings.micro_batch_tokens,
-            max_steps=self.learner.max_steps,
+            seed=keyed_seed(self.config.seed, "step", number),
+            judge=self.scorer.shaped,
+            evaluate_each=self.evaluator.evaluate_each,
+            groups_of=self.prompts.groups,
+            plain_order=self.prompts.draw,
+            generation=self.config.rollout,
+            micro_batch_tokens=self.config.optimizer.micro_batch_tokens,
+            max_steps=self.config.max_steps,
             once=self.ranks.once,
             facts=self.facts,
             rules=self.rules,
         )
 
-    def judge(
-        self, examples: Sequence[Example], texts: Sequence[str | Messages], ids: Sequence[Sequence[int]]
-    ) -> Scores:
-        """What answers are worth: the task's rewards, ``total`` shaped as the loss sees it."""
-        scores = self.raw_scores(examples, texts, ids)
-        longest = self.generation.max_completion_length
-        return replace(scores, total=shaped_rewards(scores.total, ids, self.learner.algorithm, longest))
+    def finished(self) -> bool:
+        """Whether steps or time are used up, or the target is reached; the same on all ranks."""
+        limit, state = self.config.max_seconds, self.state
+        late = limit is not None and state.step > 0 and self.clock.training_seconds >= limit
+        return self.ranks.first(late or state.step >= self.config.max_steps or self.evaluator.ends_run())
 
-    def raw_scores(
-        self, examples: Sequence[Example], texts: Sequence[str | Messages], ids: Sequence[Sequence[int]]
-    ) -> Scores:
-        """What the task says; once its rewards have shown that nothing is right or wrong, that holds for the run."""
-        scores = self.ranks.score(self.task, examples, texts, ids)
-        self.state.judged &= scores.merit is None
-        return replace(scores, merit=None if self.state.judged else scores.total)
+    def seconds_left(self) -> float:
+        """Estimate the time to the end by the mean step so far, or until max_seconds."""
+        spent, step = self.clock.training_seconds, self.state.step
+        left = spent / step * (self.config.max_steps - step)
+        return left if self.config.max_seconds is None else max(min(left, self.config.max_seconds - spent), 0.0)
 
-    def tell_callbacks(self, method: str, *arguments: Any) -> None:
-        """Calls a method of all callbacks, on the first rank; an error ends all."""
+    def totals(self) -> dict[str, float]:
+        """Return seconds, tokens and bytes since the run began, as metrics."""
+        sent = self.engine.stats.get("weight_bytes")
+        return ({} if sent is None else {"total/weight_bytes": sent}) | {
+            "time/wall_s": self.clock.wall_seconds,
+            "time/training_s": self.clock.training_seconds,
+            "total/generated_tokens": self.state.counts.get("generated_tokens", 0),
+        }
+
+    def notify(self, method: str, *arguments: Any) -> None:
+        """Calls a method of all callbacks, on the first rank; an error ends all ranks."""
         if self.callbacks:
             with self.ranks.together():
                 if self.ranks.rank == 0:
                     self.callbacks.call(method, self, *arguments)
 
-    def timed(self, accelerator: Accelerator) -> Any:
+    def timed(self, accelerator: Accelerator) -> AbstractContextManager[None]:
         """Within it, time counts as the accelerator's."""
         return self.clock.measure(f"accelerator/{accelerator.name}")
-
-    @abstractmethod
-    def _asked(self, examples: Sequence[Example]) -> list[str | Messages]:
-        """What the policy is asked."""
-
-    @abstractmethod
-    def evaluate_each(self, split: str, rows: range | None = None) -> list[float]:
-        """1 for every prompt answered right, else 0; or the raw reward where nothing is right or wrong."""
-
-    @abstractmethod
-    def tell_work(self, what: str, done: int, total: int) -> None:
-        """Shows how far long work within a step is."""
-
-    @abstractmethod
-    def evaluation_due(self) -> bool: ...
-
-    @abstractmethod
-    def evaluation_row(self, name: str | None = None) -> dict[str, float]:
-        """Metrics of an evaluation; with a name, of the start or the end of the run, each result is kept."""
-
-    @abstractmethod
-    def finished(self) -> bool:
-        """Whether steps or time are used up, or the target is reached; the same on all ranks."""
-
-    @abstractmethod
-    def keeping(self) -> Any:
-        """Within it, whatever fails leaves the last finished step saved, if its weights are still there."""
-
-    @abstractmethod
-    def save_due(self) -> bool: ...
-
-    @abstractmethod
-    def save(self) -> None:
-        """A checkpoint."""
-
-    @abstractmethod
-    def totals(self) -> dict[str, float]:
-        """Seconds and tokens since the run began."""
-
-    @abstractmethod
-    def seconds_left(self) -> float: ...

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from python_trainer.config import load_config
-from python_trainer.run import Trainer
+from python_trainer.trainer import Trainer
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 QUICK = ["max_steps=1", "model.path=small", "rollout.prompts_per_step=2", "rollout.num_generations=2",

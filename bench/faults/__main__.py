@@ -54,8 +54,9 @@ def main() -> int:
         return 0
     torch.set_num_threads(1)
     # what a run would import on its way; every run is a fork of this process
-    for name in ("torch.utils.tensorboard", "tensorboard.compat.proto.event_pb2", "python_trainer.run", "sqlalchemy",
-                 "python_trainer.accelerators.rhyme.database", "python_trainer.report.write"):  # fmt: skip
+    for name in ("torch.utils.tensorboard", "tensorboard.compat.proto.event_pb2", "python_trainer.trainer",
+                 "sqlalchemy", "python_trainer.accelerators.rhyme.database",
+                 "python_trainer.report.write"):  # fmt: skip
         importlib.import_module(name)
     return run(args)
 

@@ -16,7 +16,7 @@ from bench.gpu.cases import HOST_ONLY
 from bench.gpu.proven import prove
 from python_trainer.config import check_config
 from python_trainer.errors import Interrupted
-from python_trainer.run import Trainer
+from python_trainer.trainer import Trainer
 from rlkernels.backend import OPS, choose, extension_error
 
 FACTS = "facts.json"

@@ -33,12 +33,10 @@ from python_trainer.accelerators.alpha.accelerator import Alpha
 from python_trainer.accelerators.base import StepContext
 from python_trainer.checkpoint import load_checkpoint
 from python_trainer.config import Config, load_config
-from python_trainer.evaluating import first_rows
-from python_trainer.evaluation import Evaluated
-from python_trainer.files import write_text
-from python_trainer.run import Trainer
-from python_trainer.run_directory import load_evaluations, read_metrics
+from python_trainer.evaluation import Evaluated, first_rows
+from python_trainer.run_directory import load_evaluations, read_metrics, write_text
 from python_trainer.tasks.rewards import Scores
+from python_trainer.trainer import Trainer
 from rlkernels.extrapolation import PREDICTORS, Limits
 from rlkernels.extrapolation.predictors import linearity
 from rlkernels.rank1.ops import leading_deltas
@@ -82,17 +80,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 class Timed(Trainer):
     """Seconds of processor time that evaluations took, so that they can be left out; the machine may be shared."""
 
-    evaluating = 0.0
-    gating = 0.0  # of it, at the gate
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.evaluating = 0.0
+        self.gating = 0.0  # of it, at the gate
+        answer_split = self.evaluator.answer_split
 
-    def answer_split(self, split: str, rows: range | None = None) -> Scores:
-        start = time.process_time()
-        try:
-            return super().answer_split(split, rows)
-        finally:
-            spent = time.process_time() - start
-            self.evaluating += spent
-            self.gating += spent if split == "gate" else 0.0
+        def timed(split: str, rows: range | None = None) -> Scores:
+            start = time.process_time()
+            try:
+                return answer_split(split, rows)
+            finally:
+                spent = time.process_time() - start
+                self.evaluating += spent
+                self.gating += spent if split == "gate" else 0.0
+
+        vars(self.evaluator)["answer_split"] = timed
 
 
 class Part:
@@ -170,7 +173,8 @@ def alpha_of(trainer: Trainer) -> Alpha:
 def at(part: Part, config: Config, step: int) -> Timed:
     """A trainer with the weights, moments and trajectory of a saved step."""
     trainer = Timed(config, part.folder / "none", console=Console(quiet=True))
-    trainer._restore(load_checkpoint(part.folder / "run" / "checkpoints" / f"step-{step:06d}"))
+    trainer.checkpointer.origin.saved = load_checkpoint(part.folder / "run" / "checkpoints" / f"step-{step:06d}")
+    trainer.checkpointer.restore()
     return trainer
 
 
@@ -201,7 +205,7 @@ def attempts(config: Config, part: Part, cut: int) -> None:
         event["gate_cpu_s"] = trainer.evaluating - gate_before
         event["gate_tokens"] = trainer.engine.stats["generated_tokens"] - before
         cuts = part.answers["cut"]
-        gated = trainer.evaluate_each("test") if event["accepted"] else cuts
+        gated = trainer.evaluator.evaluate_each("test") if event["accepted"] else cuts
         part.keep(f"gated {name}", gated)
         if event["accepted"] and event["tries"][-1]["factor"] == 1.0:
             part.keep(f"ungated {name}", gated)
@@ -220,7 +224,7 @@ def answers_with(trainer: Timed, weights: Mapping[str, torch.Tensor], prompts: i
     """Right or wrong for the first test prompts with these weights, which stay in the model."""
     trainer.learner.optimizer.write(weights)
     trainer.engine.policy_updated()
-    return trainer.evaluate_each("test", first_rows(prompts))
+    return trainer.evaluator.evaluate_each("test", first_rows(prompts))
 
 
 def leading_parts(

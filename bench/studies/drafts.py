@@ -21,8 +21,8 @@ from rich.console import Console
 
 from bench._markdown import table_lines
 from python_trainer.config import load_config
-from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
+from python_trainer.trainer import Trainer
 
 COMMON = [
     "model.matmul_precision=highest", "max_seconds=null", "evaluation.eval_steps=0", "evaluation.eval_limit=1024",

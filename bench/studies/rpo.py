@@ -28,8 +28,8 @@ from python_trainer.config import Config, load_config
 from python_trainer.report.intervals import paired_difference
 from python_trainer.report.runs import Run, find_runs
 from python_trainer.report.tables import mean
-from python_trainer.run import Trainer
 from python_trainer.run_directory import load_evaluations, read_metrics, save_evaluation
+from python_trainer.trainer import Trainer
 
 CONFIG = Path("configs/arithmetic_long.yaml")
 TEST_PROMPTS = 1024  # of the last evaluation; the ones in between use 256
@@ -86,7 +86,7 @@ def train(variant: str, seed: int, folder: Path) -> None:
     trainer = Trainer(config, folder, resume=True, label=f"{variant} (seed {seed})", timer=time.process_time)
     if not finished(folder):
         trainer.run()
-    save_evaluation(folder, "test", trainer.evaluate_each("test", range(TEST_PROMPTS)))
+    save_evaluation(folder, "test", trainer.evaluator.evaluate_each("test", range(TEST_PROMPTS)))
 
 
 def reached(rows: Iterable[dict[str, float]], target: float, key: str) -> float | None:

@@ -26,9 +26,8 @@ from bench.studies import PAPERS
 from bench.studies.rpo import reached
 from python_trainer.compare import check_same, finished
 from python_trainer.config import Config, dump_config, load_config
-from python_trainer.files import write_text
-from python_trainer.run import Trainer
-from python_trainer.run_directory import read_metrics
+from python_trainer.run_directory import read_metrics, write_text
+from python_trainer.trainer import Trainer
 
 TARGET = 0.85
 COMMON = [
@@ -131,7 +130,9 @@ def run(args: argparse.Namespace) -> None:
             f"tokens to {TARGET}", "accuracy at the end"]  # fmt: skip
     rows = []
     for seed in range(args.seeds):
-        folders = {variant: args.output_dir / f"{variant.replace(', ', '-').replace(' ', '-')}-{seed}" for variant in VARIANTS}
+        folders = {
+            variant: args.output_dir / f"{variant.replace(', ', '-').replace(' ', '-')}-{seed}" for variant in VARIANTS
+        }
         for variant, folder in folders.items():
             train(variant, seed, folder)
         baseline = reached(read_metrics(folders["TRL"]), TARGET, "time/training_s")

@@ -18,7 +18,7 @@ import torch
 
 from bench._runner import commit
 from python_trainer.config import load_config
-from python_trainer.run import Trainer
+from python_trainer.trainer import Trainer
 
 CSV = Path(__file__).parent / "results.csv"
 

@@ -138,12 +138,11 @@ class RankGroup:
         *,
         keep: int,
         spare: int | None = None,
-        older: Callable[[Any], Any] | None = None,
     ) -> None:
         """Writes a checkpoint: ``state``, the same on all ranks, and ``learned`` by ``Learner.state_dict``.
 
-        ``keep``, ``spare`` and ``older`` are those of ``save_checkpoint``. Where it cannot be written all ranks say so.
+        ``keep`` and ``spare`` are those of ``save_checkpoint``. Where it cannot be written all ranks say so.
         """
         with self.together():
             if self.rank == 0:
-                save_checkpoint(folder, step, {**state, **learned}, keep=keep, spare=spare, older=older)
+                save_checkpoint(folder, step, {**state, **learned}, keep=keep, spare=spare)

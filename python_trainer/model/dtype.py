@@ -35,19 +35,19 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def dtype_before(saved: object) -> str | None:
-    """The type of weights that a checkpoint names, if it does."""
+def saved_dtype(saved: object) -> str | None:
+    """Return the type of weights that a checkpoint names, if it does."""
     found = saved.get("dtype") if isinstance(saved, dict) else None
     return found if found in NAMED else None
 
 
-def going_on(config: ModelConfig, before: str | None) -> ModelConfig:
-    """The settings of a run that goes on: ``auto`` is the type that its weights had ``before``."""
+def keep_dtype(config: ModelConfig, before: str | None) -> ModelConfig:
+    """Return the settings of a resumed run: ``auto`` becomes the type that its weights had ``before``."""
     return config.model_copy(update={"dtype": before}) if before is not None and config.dtype == "auto" else config
 
 
-def told_of_change(wanted: str, before: str | None, model: torch.nn.Module) -> str | None:
-    """What to say of the type in which a run goes on, where it is not that of ``before`` or not the one for here.
+def describe_dtype_change(wanted: str, before: str | None, model: torch.nn.Module) -> str | None:
+    """Describe how the type of weights differs from ``before``, or from a new run's; None: it does not.
 
     Args:
         wanted: the setting ``model.dtype``.

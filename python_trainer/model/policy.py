@@ -13,7 +13,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from python_trainer.data import Example, Messages
 from python_trainer.errors import UserError
-from python_trainer.files import usual_mode
 from python_trainer.model.dtype import choose_dtype, count_weights
 from python_trainer.model.flat_forward import flat_attention, forward_with_states
 from python_trainer.model.fused import FusedDecoder, supports
@@ -25,6 +24,7 @@ from python_trainer.model.settings import ModelConfig
 from python_trainer.model.shipped import policy_folder
 from python_trainer.model.tensors import full
 from python_trainer.model.traits import find_traits, longest_sequence
+from python_trainer.run_directory import usual_mode
 from rlkernels import token_logprobs
 
 ANSWER_LENGTH = "rollout.max_completion_length"  # the setting

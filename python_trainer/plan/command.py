@@ -15,12 +15,12 @@ from rich.table import Table
 from python_trainer.config import Config, load_config
 from python_trainer.engine_choice import choose_engine, has_vllm
 from python_trainer.errors import UserError
-from python_trainer.files import write_text
 from python_trainer.model.policy import choose_device
 from python_trainer.model.settings import LoraSettings
 from python_trainer.plan.advice import what_would_fit
 from python_trainer.plan.memory import PARALLEL, PROMPT_TOKENS, Memory, Plan
 from python_trainer.plan.passes import Device
+from python_trainer.run_directory import write_text
 from python_trainer.settings import as_yaml
 
 USABLE = 0.94  # of a GPU's memory; the rest is for CUDA's context and for gaps between tensors: not measured yet

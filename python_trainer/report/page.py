@@ -14,12 +14,11 @@ from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
 from python_trainer.config import settings_used
-from python_trainer.files import write_text
 from python_trainer.report.curve import AXES, COLOURS, SECONDS, STEP, TOKENS, colours_of, paint_accuracy, width_of
 from python_trainer.report.runs import Run, accelerators_of, by_variant, counters_of
 from python_trainer.report.tables import printable, verdict
 from python_trainer.report.verdict import caveats, verdicts
-from python_trainer.run_directory import read_metrics, read_samples
+from python_trainer.run_directory import read_metrics, read_samples, write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,7 +9,6 @@ from pydantic import Field, field_validator, model_validator
 
 from python_trainer.settings import Section
 
-PromptOrder = Literal["shuffled", "inverse_length", "shortest_first", "shorter_half"]
 SERVER = re.compile(r"https?://[^/\s]+(/\S*)?")
 
 
@@ -42,10 +41,6 @@ class RolloutConfig(Section):
     """Sample from the smallest set of tokens with this much probability."""
     top_k: int = Field(0, ge=0)
     """Sample from this many most likely tokens; 0 for all."""
-    prompt_order: PromptOrder = "shuffled"
-    """Which training prompts come next. `shuffled`: every epoch visits each once; `inverse_length`: each step draws by
-    1 / length; `shortest_first`: longer and longer ones join over the first half of the steps; `shorter_half`: the
-    other half is left out. Accelerators that choose prompts of their own come before."""
     dynamic_sampling: bool = False
     """Drop prompts whose answers are all right or all wrong, and draw others until the step is full (DAPO)."""
     max_sampling_rounds: int = Field(4, ge=1)

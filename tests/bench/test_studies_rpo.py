@@ -6,7 +6,7 @@ import json
 import pytest
 
 from bench.studies import rpo
-from python_trainer.run import Trainer
+from python_trainer.trainer import Trainer
 
 SMALL = [
     "model.path=small", "rollout.prompts_per_step=2", "rollout.num_generations=4", "task.variant=short",

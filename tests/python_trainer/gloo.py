@@ -15,7 +15,7 @@ from python_trainer.config import check_config
 from python_trainer.distributed.replicated import Replicated
 from python_trainer.distributed.sharded import Sharded
 from python_trainer.model.gathering import fill_whole
-from python_trainer.run import Trainer
+from python_trainer.trainer import Trainer
 
 PATIENCE = timedelta(minutes=5)  # for another process, which may have more to do; then it will never come
 KINDS = {"ddp": Replicated, "fsdp2": Sharded}

@@ -14,8 +14,8 @@ from python_trainer.data import Rollout
 from python_trainer.errors import UserError
 from python_trainer.model.optimizer import PolicyOptimizer
 from python_trainer.model.settings import OptimizerConfig
-from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
+from python_trainer.trainer import Trainer
 from rlkernels.extrapolation import PREDICTORS, Gate
 from rlkernels.extrapolation.gate import try_candidates
 
@@ -277,7 +277,8 @@ def test_tracking_and_rejected_attempts_change_nothing(alpha_config, make_config
     for name, config in (("plain", make_config(max_steps=5)), ("alpha", alpha_config(max_steps=5))):
         trainer = Trainer(config, tmp_path / name, console=QUIET)
         if name == "alpha":
-            trainer.evaluate_each = lambda split, rows=None: [0.0] * (len(rows) if rows else 6)  # never better
+            # never better
+            trainer.evaluator.evaluate_each = lambda split, rows=None: [0.0] * (len(rows) if rows else 6)
         trainer.run()
         runs.append(weights_of(trainer))
     for name, value in runs[0].items():

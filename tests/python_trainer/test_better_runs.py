@@ -13,8 +13,8 @@ from rich.console import Console
 from python_trainer.accelerators.curriculum.better import CLEAR, ENOUGH, clearly_better, last_shares
 from python_trainer.accelerators.curriculum.earlier import LOOKS, EarlierRuns
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
-from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
+from python_trainer.trainer import Trainer
 
 SHARES = st.dictionaries(st.text(max_size=3), st.floats(0, 1), max_size=30)
 

@@ -3,7 +3,6 @@
 import io
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,11 +14,10 @@ import torch
 import yaml
 from rich.console import Console
 
-from python_trainer import checkpoint
 from python_trainer.checkpoint import decode, encode, list_checkpoints, load_checkpoint, save_checkpoint
 from python_trainer.errors import UserError
-from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
+from python_trainer.trainer import Trainer
 
 QUIET = Console(quiet=True)
 HERE = Path(__file__).parent
@@ -57,56 +55,6 @@ def test_damaged_checkpoint_is_named(tmp_path, damage):
     path.unlink() if damage == "missing" else path.write_bytes(path.read_bytes()[:9])
     with pytest.raises(UserError, match="step-000001 is damaged"):
         load_checkpoint(folder)
-
-
-@pytest.mark.parametrize("critic", [False, True])
-def test_moments_can_be_left_to_the_newest(make_config, tmp_path, critic):
-    algorithm = {"advantage": "gae"} if critic else {}
-    for run, changes in (("whole", {}), ("short", {"older_moments": False})):
-        config = make_config(max_steps=4, save={"save_steps": 2} | changes, algorithm=algorithm)
-        Trainer(config, tmp_path / run, console=QUIET).run()
-    assert_same_run(tmp_path / "whole", tmp_path / "short")
-    older, whole = (load_checkpoint(tmp_path / run / "checkpoints" / "step-000002") for run in ("short", "whole"))
-    parts = [lambda state: state] + [lambda state: state["critic"]] * critic
-    for part in parts:
-        assert set().union(*part(whole)["optimizer"].values()) >= {"exp_avg", "exp_avg_sq", "step"}
-        assert not set().union(*part(older)["optimizer"].values())
-        assert all(torch.equal(weight, part(older)["model"][name]) for name, weight in part(whole)["model"].items())
-    sizes = [
-        (tmp_path / run / "checkpoints/step-000002/tensors.safetensors").stat().st_size for run in ("short", "whole")
-    ]
-    assert sizes[0] < 0.4 * sizes[1]
-
-
-def test_a_run_goes_on_with_new_moments(make_config, tmp_path, capsys):
-    config = make_config(max_steps=4, save={"save_steps": 2, "older_moments": False})
-    Trainer(config, tmp_path, console=QUIET).run()
-    shutil.rmtree(tmp_path / "checkpoints" / "step-000004")
-    trainer = Trainer(config, tmp_path, resume=True)
-    assert trainer.state.step == 2 and "the optimizer's moments begin anew" in capsys.readouterr().err
-    trainer.run()
-    assert trainer.state.step == 4
-
-
-def test_what_has_no_room_a_second_time_stays_whole(tmp_path, monkeypatch):
-    for step in (1, 2):
-        save_checkpoint(tmp_path, step, {"w": torch.ones(4), "m": torch.ones(4)}, keep=3)
-    written = checkpoint.put_in_place
-
-    def full(aside, target):
-        if target.name != "step-000003":
-            raise OSError("no space left")
-        written(aside, target)
-
-    def without_m(state):
-        return {"w": state["w"]} if "m" in state else state
-
-    monkeypatch.setattr(checkpoint, "put_in_place", full)
-    save_checkpoint(tmp_path, 3, {"w": torch.ones(4), "m": torch.ones(4)}, keep=3, older=without_m)
-    assert [sorted(load_checkpoint(path)) for path in list_checkpoints(tmp_path)] == [["m", "w"]] * 3
-    monkeypatch.undo()
-    save_checkpoint(tmp_path, 4, {"w": torch.ones(4), "m": torch.ones(4)}, keep=3, older=without_m)
-    assert [sorted(load_checkpoint(path)) for path in list_checkpoints(tmp_path)] == [["w"], ["w"], ["m", "w"]]
 
 
 def final_state(folder):

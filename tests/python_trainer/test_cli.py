@@ -18,10 +18,11 @@ from safetensors.torch import load_file, save_file
 
 from python_trainer.__main__ import NEEDED, main
 from python_trainer.errors import UserError
+from python_trainer.evaluation import Evaluator
 from python_trainer.report.runs import find_runs
 from python_trainer.report.tables import make_table, summary_columns
-from python_trainer.run import Trainer
 from python_trainer.run_directory import load_evaluations
+from python_trainer.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 
@@ -224,14 +225,14 @@ def test_output_dir_that_fails_only_when_it_is_written(make_config, tmp_path):
 
 def test_compare_skips_what_is_finished_and_reports(run, tmp_path, capsys, monkeypatch):
     arguments = ("--variants", "baseline,rpo,all", "--seeds", "2")
-    started, answer_split = [], Trainer.answer_split
+    started, answer_split = [], Evaluator.answer_split
 
-    def evaluate(trainer, split, rows=None):
-        if split == "test" and trainer.state.step == 0:
-            started.append(trainer.folder)
-        return answer_split(trainer, split, rows)
+    def evaluate(evaluator, split, rows=None):
+        if split == "test" and evaluator.state.step == 0:
+            started.append(evaluator.folder)
+        return answer_split(evaluator, split, rows)
 
-    monkeypatch.setattr(Trainer, "answer_split", evaluate)
+    monkeypatch.setattr(Evaluator, "answer_split", evaluate)
     gate = {"task": {"gate_size": 2}, "accelerators": {"alpha": {"gate_prompts": 2}}}
     code, error = run({"max_steps": 2, "evaluation": {"target_accuracy": 0.9}} | gate, *arguments, command="compare")
     assert code == 0, error
@@ -242,7 +243,7 @@ def test_compare_skips_what_is_finished_and_reports(run, tmp_path, capsys, monke
     assert sorted(started) == [tmp_path / "run" / "baseline" / f"seed-{s}" for s in (0, 1)], "once per seed"
     starts = [load_evaluations(tmp_path / "run" / folder)["start"].tolist() for folder in folders]
     assert starts[0] == starts[2] == starts[4] and starts[1] == starts[3] == starts[5]
-    monkeypatch.setattr("python_trainer.run.Trainer", None)  # nothing is trained again
+    monkeypatch.setattr("python_trainer.trainer.Trainer", None)  # nothing is trained again
     assert run({}, *arguments, command="compare")[0] == 0
     code, error = run({"max_steps": 3}, *arguments, command="compare")
     assert code == 2 and "holds a run with other settings (max_steps: 2 -> 3)" in error

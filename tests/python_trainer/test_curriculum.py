@@ -16,8 +16,8 @@ from python_trainer.accelerators.curriculum.picture import asked, draw_chosen
 from python_trainer.accelerators.curriculum.settings import CurriculumSettings
 from python_trainer.data import Rollout
 from python_trainer.errors import UserError
-from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
+from python_trainer.trainer import Trainer
 
 QUIET = Console(quiet=True)
 LEVELS = {"low": 0.1, "median": 0.4, "high": 0.8}

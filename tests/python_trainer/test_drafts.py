@@ -11,8 +11,8 @@ from python_trainer.accelerators.drafts.settings import DraftsSettings
 from python_trainer.errors import UserError
 from python_trainer.rollout import Request, SamplingParams
 from python_trainer.rollout.drafting import DEAR_PASS, Drafter, pass_overhead
-from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
+from python_trainer.trainer import Trainer
 from rlkernels import RolloutHistory
 
 SETTINGS = [GREEDY, SamplingParams(seed=3), SamplingParams(temperature=0.7, top_p=0.8, top_k=9, seed=1)]

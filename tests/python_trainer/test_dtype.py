@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint
 from python_trainer.errors import UserError
-from python_trainer.model.dtype import choose_dtype, count_weights, dtype_before, told_of_change
+from python_trainer.model.dtype import choose_dtype, count_weights, describe_dtype_change, saved_dtype
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
-from python_trainer.run import Trainer
+from python_trainer.trainer import Trainer
 
 
 @pytest.fixture
@@ -94,8 +94,8 @@ def test_a_run_goes_on_in_its_type_on_another_processor(make_config, tmp_path, a
 
 
 def test_a_checkpoint_that_names_no_type_changes_nothing():
-    assert dtype_before({"dtype": "float16"}) is dtype_before({}) is dtype_before([]) is dtype_before(None) is None
-    assert told_of_change("auto", None, torch.nn.Linear(1, 1)) is None
+    assert saved_dtype({"dtype": "float16"}) is saved_dtype({}) is saved_dtype([]) is saved_dtype(None) is None
+    assert describe_dtype_change("auto", None, torch.nn.Linear(1, 1)) is None
 
 
 def load_on_unlike_processors(path):

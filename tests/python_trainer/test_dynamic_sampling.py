@@ -7,11 +7,12 @@ from rich.console import Console
 import python_trainer.prompts
 from python_trainer.algorithms.advantages import overlong_penalties
 from python_trainer.data import Rollout
-from python_trainer.dynamic_sampling import Refill
+from python_trainer.dynamic_sampling import StepSampler
 from python_trainer.errors import UserError
 from python_trainer.keyed import prompt_order
-from python_trainer.run import Trainer
+from python_trainer.rollout.settings import RolloutConfig
 from python_trainer.run_directory import read_metrics
+from python_trainer.trainer import Trainer
 
 QUIET = Console(quiet=True)
 
@@ -30,24 +31,24 @@ def answers(*accuracies):
 
 
 def test_groups_without_spread_in_accuracy_are_dropped_whatever_the_shaped_reward():
-    refill = Refill(3)
+    sampler = StepSampler(RolloutConfig(prompts_per_step=3, dynamic_sampling=True))
     first = answers([0, 1], [1, 1], [0, 0])
-    refill.add(first)
-    assert refill.missing == 2 and [group[0].prompt_key for group in refill.kept] == [first[0].prompt_key]
+    sampler.add(first)
+    assert sampler.missing == 2 and [group[0].prompt_key for group in sampler.kept] == [first[0].prompt_key]
     second = answers([1, 0], [0, 1])
-    refill.add(second)
-    assert refill.missing == 0 and refill.metrics() == {"sampling/rounds": 2, "sampling/kept_groups": 3 / 5}
-    batch = refill.batch()
+    sampler.add(second)
+    assert sampler.missing == 0 and sampler.metrics() == {"sampling/rounds": 2, "sampling/kept_groups": 3 / 5}
+    batch = sampler.rollouts()
     assert [r.group for r in batch] == [0, 0, 1, 1, 2, 2]
     assert [r.prompt_key for r in batch] == [r.prompt_key for r in [*first[:2], *second]]
 
 
 def test_dropped_groups_fill_up_what_is_missing_in_the_end():
-    refill = Refill(3)
+    sampler = StepSampler(RolloutConfig(prompts_per_step=3, dynamic_sampling=True))
     rollouts = answers([1, 1], [0, 1], [0, 0], [0, 0])
-    refill.add(rollouts)
-    assert refill.missing == 2 and len(refill.batch()) == 6
-    assert [r.prompt_key - rollouts[0].prompt_key for r in refill.batch()] == [1, 1, 0, 0, 2, 2]
+    sampler.add(rollouts)
+    assert sampler.missing == 2 and len(sampler.rollouts()) == 6
+    assert [r.prompt_key - rollouts[0].prompt_key for r in sampler.rollouts()] == [1, 1, 0, 0, 2, 2]
 
 
 def test_overlong_penalties_known_values():
@@ -136,9 +137,9 @@ def test_resume_draws_the_same_prompts(dynamic, tmp_path):
 def test_long_answers_lose_reward_but_not_accuracy(make_config, tmp_path):
     algorithm = {"overlong_cache": 12, "overlong_penalty": 3.0}
     trainer = Trainer(make_config(algorithm=algorithm), tmp_path / "run", console=QUIET)
-    groups = trainer.groups_of(trainer.plain_order(4))
+    groups = trainer.prompts.groups(trainer.prompts.draw(4))
     rollouts = trainer.generate(groups, 0)
-    trainer.score(groups, rollouts)
+    trainer.scorer.score(groups, rollouts)
     assert len({len(r.response_ids) for r in rollouts}) > 1
     for rollout in rollouts:
         assert rollout.reward == pytest.approx(rollout.rewards["digits"] - 3.0 * len(rollout.response_ids) / 12)
@@ -155,5 +156,5 @@ def test_settings_that_cannot_be(make_config):
 def test_without_it_a_step_takes_the_prompts_it_always_took(make_config, tmp_path):
     trainer = Trainer(make_config(max_steps=3), tmp_path / "run", console=QUIET)
     trainer.run()
-    keys = trainer.plain_order(4)
+    keys = trainer.prompts.draw(4)
     assert trainer.state.prompts == 16 and keys == prompt_order(0, 12, 4, 12)

@@ -22,8 +22,8 @@ from python_trainer.accelerators.rhyme.records import prompt_key
 from python_trainer.data import Rollout
 from python_trainer.errors import UserError
 from python_trainer.model.policy import load_policy
-from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
+from python_trainer.trainer import Trainer
 
 
 def odd(prompts, completions, completion_ids, **_):
@@ -155,7 +155,7 @@ def test_the_newest_different_answers_are_taken(run, make_config, tmp_path):
     curriculum = Curriculum(trainer.accelerators[0].settings)
     curriculum.begin(
         SimpleNamespace(
-            prompts=trainer.prompts["train"], output_dir=tmp_path / "third", once=trainer.ranks.once, console=None
+            prompts=trainer.prompts.ids["train"], output_dir=tmp_path / "third", once=trainer.ranks.once, console=None
         )
     )
     assert curriculum.rehearse(trainer.context(1)) == []

@@ -70,7 +70,7 @@ def test_a_server_is_enough(machine):
 def test_a_run_says_what_generates(make_config, machine, monkeypatch, tmp_path):
     from rich.console import Console
 
-    from python_trainer import run
+    from python_trainer.trainer import Trainer
 
     machine(False, "0.32.1")
     monkeypatch.setattr("python_trainer.engine_choice.trains_on_gpu", lambda device: True)
@@ -80,8 +80,8 @@ def test_a_run_says_what_generates(make_config, machine, monkeypatch, tmp_path):
         seen.append(rollout.engine)
         return make_engine(rollout.model_copy(update={"engine": "paged"}), *args, **kwargs)
 
-    monkeypatch.setattr(run, "make_engine", own_engine)
+    monkeypatch.setattr("python_trainer.parts.make_engine", own_engine)
     console = Console(record=True, file=SimpleNamespace(write=lambda text: None, flush=lambda: None))
-    trainer = run.Trainer(make_config(), tmp_path / "run", console=console)
+    trainer = Trainer(make_config(), tmp_path / "run", console=console)
     assert seen == ["vllm"] and trainer.learner.algorithm.importance_sampling == "token_truncate"
     assert "auto generates with vLLM, which is installed" in " ".join(console.export_text().split())

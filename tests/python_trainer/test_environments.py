@@ -13,14 +13,14 @@ from tiny import save_tiny_policy
 from python_trainer.data import Example, Group
 from python_trainer.environment import Environment
 from python_trainer.errors import UserError
+from python_trainer.logger import rollout_statistics
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
 from python_trainer.rollout import Request, SamplingParams
 from python_trainer.rollout.drafting import Drafter
 from python_trainer.rollout.episodes import EpisodeEngine, opening
-from python_trainer.run import Trainer
 from python_trainer.tasks.rewards import REWARDS
-from python_trainer.telemetry import rollout_statistics
+from python_trainer.trainer import Trainer
 from rlkernels import RolloutHistory
 
 SAMPLING = SamplingParams(temperature=0.9, seed=5)

@@ -7,14 +7,14 @@ import pytest
 from rich.console import Console
 
 from python_trainer.compare import known_start, train_once
-from python_trainer.config import describe_settings
+from python_trainer.config import EvaluationSampling, describe_settings
 from python_trainer.errors import UserError
-from python_trainer.evaluation import EvaluationSampling, by_prompt, metrics_of, pass_at_k
+from python_trainer.evaluation import Evaluator, by_prompt, metrics_of, pass_at_k
 from python_trainer.report.runs import find_runs
 from python_trainer.report.tables import summary_columns
-from python_trainer.run import Trainer
 from python_trainer.run_directory import load_evaluations, read_metrics
 from python_trainer.tasks.rewards import Scores
+from python_trainer.trainer import Trainer
 
 QUIET = Console(quiet=True)
 
@@ -89,8 +89,8 @@ def test_answers_without_room_are_blamed_on_the_setting_that_allows_them(make_co
 
 @pytest.mark.parametrize("evaluation", [{}, {"samples": 2, "pass_at": [2], "sets": {"cold": {"temperature": 0}}}])
 def test_a_start_known_from_a_sibling_is_what_its_own_would_be(make_config, tmp_path, monkeypatch, evaluation):
-    config, asked, answer = make_config(max_steps=1, evaluation=evaluation), [], Trainer.answer_set
-    monkeypatch.setattr(Trainer, "answer_set", lambda self, *args: asked.append(self.label) or answer(self, *args))
+    config, asked, answer = make_config(max_steps=1, evaluation=evaluation), [], Evaluator.answer_set
+    monkeypatch.setattr(Evaluator, "answer_set", lambda self, *a: asked.append(self.logger.label) or answer(self, *a))
     for name, siblings in (("first", []), ("second", [tmp_path / "none", tmp_path / "first"])):
         train_once(config, tmp_path / name, siblings, label=name, console=QUIET)
     assert asked.count("second") == asked.count("first") / 2 > 0  # at the end only

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from python_trainer.config import load_config
 from python_trainer.report.runs import find_runs
-from python_trainer.run import Trainer
+from python_trainer.trainer import Trainer
 
 SMOKE = Path(__file__).parents[2] / "configs" / "smoke.yaml"
 

@@ -19,8 +19,8 @@ from python_trainer.errors import UserError
 from python_trainer.export import export
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
-from python_trainer.run import Trainer
 from python_trainer.run_state import best_evaluated
+from python_trainer.trainer import Trainer
 
 QUIET = Console(quiet=True)
 

@@ -13,8 +13,8 @@ from bench.faults import records
 from bench.faults.case import Case, Outcome, Place
 from bench.faults.training import Ended, differences
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
-from python_trainer.files import append
-from python_trainer.run import Trainer
+from python_trainer.run_directory import append
+from python_trainer.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "trust.md"

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from python_trainer.config import check_config
 from python_trainer.errors import UserError
-from python_trainer.run import Trainer
+from python_trainer.trainer import Trainer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -8,19 +8,19 @@ import torch
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from python_trainer import telemetry as telemetry_module
+from python_trainer import logger as logger_module
 from python_trainer.config import flatten
 from python_trainer.data import Rollout
 from python_trainer.errors import UserError
+from python_trainer.logger import Logger, choose_samples, thin_samples
 from python_trainer.report.curve import wilson
 from python_trainer.report.page import Chart, all_charts, compare_rows, lines_of, says_nothing, smooth
 from python_trainer.report.runs import Run, by_variant, find_runs
 from python_trainer.report.tables import printable, samples_table
 from python_trainer.report.verdict import caveats, verdicts
 from python_trainer.report.write import report
-from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics, read_samples
-from python_trainer.telemetry import Telemetry, choose_samples, thin_samples
+from python_trainer.trainer import Trainer
 
 VOID = {"meta", "br", "input", "img", "link", "hr"}
 EVIL = "<script>alert(1)</script>&<b>\x1b[2J"
@@ -206,14 +206,15 @@ def test_samples_are_of_different_prompts():
 
 
 def test_samples_stay_few(tmp_path, monkeypatch):
-    monkeypatch.setattr(telemetry_module, "SAMPLE_STEPS", 8)
-    with Telemetry(tmp_path, 100, console=quiet()) as told:
+    monkeypatch.setattr(logger_module, "SAMPLE_STEPS", 8)
+    told = Logger(tmp_path, 100, console=quiet())
+    with told.recording():
         for step in range(1, 101):
             told.log_samples(step, [{"answer": str(step)}])
             assert len(read_samples(tmp_path)) < 16 and step in read_samples(tmp_path)
     steps = list(read_samples(tmp_path))
     assert steps[:4] == [16, 32, 48, 64] and steps == sorted(steps)
-    with Telemetry(tmp_path, 100, after_step=50, console=quiet()):
+    with Logger(tmp_path, 100, console=quiet()).recording(after_step=50):
         assert list(read_samples(tmp_path)) == [16, 32, 48]
     lines = [json.dumps({"step": step}) for step in (1, 2, 3)]
     assert thin_samples(lines) == lines

@@ -16,7 +16,7 @@ from python_trainer.model.packing import pack
 from python_trainer.model.policy import Policy, load_policy
 from python_trainer.model.settings import ModelConfig
 from python_trainer.rollout.paged.engine import memory_limit
-from python_trainer.run import Trainer
+from python_trainer.trainer import Trainer
 
 QUIET = Console(quiet=True)
 KINDS = {"qwen2": {}, "qwen3": {"head_dim": 8}, "llama": {"attention_bias": True, "mlp_bias": True}}

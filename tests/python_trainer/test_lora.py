@@ -15,8 +15,8 @@ from python_trainer.model.lora import adapted_layers, is_adapter, merged_weights
 from python_trainer.model.packing import pack
 from python_trainer.model.policy import Policy, load_policy
 from python_trainer.model.settings import ModelConfig
-from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
+from python_trainer.trainer import Trainer
 
 QUIET = Console(quiet=True)
 LORA = {"r": 4, "alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"]}
@@ -130,7 +130,7 @@ def test_resume_is_exact_and_checkpoints_hold_adapters_alone(make_config, tmp_pa
     train(make_config(max_steps=2, **options), tmp_path / "parts")
     parts = train(make_config(max_steps=4, **options), tmp_path / "parts", resume=True)
     for trainer in (whole, parts):
-        saved = load_checkpoint(list_checkpoints(trainer.checkpoints)[-1])
+        saved = load_checkpoint(list_checkpoints(trainer.checkpointer.checkpoints)[-1])
         assert len(saved["model"]) == 12 and all(is_adapter(name) for name in saved["model"])
     for first, second in ((whole.policy.model, parts.policy.model), (whole.policy.whole, parts.policy.whole)):
         others = dict(second.named_parameters())

@@ -22,8 +22,8 @@ from python_trainer.errors import NotFinite, UserError, is_shared
 from python_trainer.export import export
 from python_trainer.objective import Objective
 from python_trainer.rollout.paged.engine import PagedEngine
-from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
+from python_trainer.trainer import Trainer
 
 SETTINGS = {
     "max_steps": 4,

@@ -24,14 +24,14 @@ from python_trainer.distributed.replicated import Replicated
 from python_trainer.distributed.shard_files import load_whole
 from python_trainer.errors import Interrupted, UserError, is_shared, mark_shared
 from python_trainer.rollout.engine import SamplingParams
-from python_trainer.run import Trainer
+from python_trainer.trainer import Trainer
 
 # what of a set-up fails in the second process, by what it is called there
 PLACES = {
     "task": "python_trainer.tasks.jsonl.JSONLSettings.load",
     "tokenizer": "python_trainer.model.policy.Policy.encode",
     "engine": "python_trainer.rollout.paged.engine.PagedEngine.__init__",
-    "learner": "python_trainer.run.make_learner",
+    "learner": "python_trainer.trainer.make_learner",
     "checkpoint": "python_trainer.learner.Learner.load_state_dict",
     "whole model": "python_trainer.distributed.group.load_policy",
     "shards": "python_trainer.distributed.sharded.allocate",

@@ -20,7 +20,7 @@ from python_trainer.plan.command import device_here, needs_recomputing, parse_gp
 from python_trainer.plan.memory import Memory
 from python_trainer.plan.passes import Device, PlannedPolicy, Step, first_layers, training_bytes
 from python_trainer.plan.peak import Peak
-from python_trainer.run import Trainer
+from python_trainer.trainer import Trainer
 from rlkernels import linear_token_logprobs
 
 ROOT = Path(__file__).parents[2]

@@ -17,8 +17,8 @@ from python_trainer.model.packing import micro_batches, pack
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import CriticConfig, ModelConfig, OptimizerConfig
 from python_trainer.objective import Ragged, StepBatch, set_advantages
-from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
+from python_trainer.trainer import Trainer
 
 QUIET = Console(quiet=True)
 CPU = torch.device("cpu")

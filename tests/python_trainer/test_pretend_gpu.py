@@ -20,9 +20,9 @@ from python_trainer.model.policy import load_policy
 from python_trainer.probe import probe
 from python_trainer.rollout import PagedEngine, Request, SamplingParams
 from python_trainer.rollout.paged import engine as engine_module
-from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
 from python_trainer.sft import Sft
+from python_trainer.trainer import Trainer
 
 QUIET = Console(quiet=True)
 SMOKE = Path(__file__).parents[2] / "configs" / "smoke.yaml"

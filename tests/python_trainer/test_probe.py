@@ -11,7 +11,6 @@ import scipy.stats
 import yaml
 from conftest import merged
 
-from python_trainer import telemetry
 from python_trainer.__main__ import main
 from python_trainer.bounds import all_bounds, sample_gain, suffix_gain
 from python_trainer.config import check_config
@@ -144,7 +143,7 @@ def test_where_nothing_is_right_or_wrong_groups_go_by_rewards(settings):
 
 
 def test_it_tells_how_far_it_is(settings, monkeypatch, capsys):
-    monkeypatch.setattr(telemetry, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr("python_trainer.logger.LINE_SECONDS", 0.0)
     config = check_config(merged(settings, {"task": {"reward": "conftest:even"}}), source="test")
     probe(config, seconds=0.1, prompts=4, tries=2)
     said = capsys.readouterr().err

@@ -7,12 +7,13 @@ from tiny import save_tiny_policy
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from python_trainer.data import Rollout, good_ones, merits
-from python_trainer.dynamic_sampling import Refill
+from python_trainer.dynamic_sampling import StepSampler
 from python_trainer.errors import UserError
-from python_trainer.run import Trainer
+from python_trainer.rollout.settings import RolloutConfig
 from python_trainer.run_directory import read_metrics
 from python_trainer.tasks import Example, Task, reward_model
 from python_trainer.tasks.rewards import REWARDS, score
+from python_trainer.trainer import Trainer
 from rlkernels.extrapolation.gate import count_changes
 
 QUIET = Console(quiet=True)
@@ -62,12 +63,12 @@ def test_rewards_tell_whether_anything_is_right(values, chosen, judged):
 
 
 def test_dynamic_sampling_goes_by_the_spread_of_raw_rewards():
-    refill = Refill(2)
+    sampler = StepSampler(RolloutConfig(prompts_per_step=2, dynamic_sampling=True))
     rollouts = group(-0.5, -0.5) + group(-0.5, -0.25)
     for i, rollout in enumerate(rollouts):
         rollout.group = i // 2
-    refill.add(rollouts)
-    assert [merits(members) for members in refill.kept] == [[-0.5, -0.25]] and len(refill.dropped) == 1
+    sampler.add(rollouts)
+    assert [merits(members) for members in sampler.kept] == [[-0.5, -0.25]] and len(sampler.dropped) == 1
 
 
 def test_the_gate_counts_prompts_that_score_higher():

@@ -13,8 +13,8 @@ from python_trainer.accelerators.curriculum import earlier
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
 from python_trainer.callbacks import Callback
 from python_trainer.errors import UserError
-from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
+from python_trainer.trainer import Trainer
 
 
 @pytest.fixture

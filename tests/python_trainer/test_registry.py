@@ -20,9 +20,9 @@ from python_trainer.errors import UserError
 from python_trainer.registry import PluginError, Registry
 from python_trainer.report.runs import Run, find_runs
 from python_trainer.report.tables import idle_accelerators, summary_columns
-from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
 from python_trainer.tasks import TASKS, Task, TaskSettings
+from python_trainer.trainer import Trainer
 
 HERE = "test_registry"
 QUIET = Console(quiet=True)
@@ -174,7 +174,7 @@ def test_a_task_of_one_file(settings, tmp_path):
     (tmp_path / "config.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "config.yaml") == config
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
-    assert len(trainer.prompts["train"]) == 6 and trainer.run()["steps"] == 1
+    assert len(trainer.prompts.ids["train"]) == 6 and trainer.run()["steps"] == 1
     with pytest.raises(UserError, match=r"task.leters: unknown setting; did you mean letters\?$"):
         check_config(values | {"task": values["task"] | {"leters": "A"}}, source="test")
     with pytest.raises(UserError, match="task.train_path: unknown setting"):

@@ -12,7 +12,7 @@ from python_trainer.data import Rollout
 from python_trainer.model.packing import pack, scored_tokens
 from python_trainer.model.policy import load_policy
 from python_trainer.objective import Objective, Ragged, make_batch, set_advantages
-from python_trainer.run import make_learner
+from python_trainer.parts import make_learner
 
 CPU = torch.device("cpu")
 FORMS = {

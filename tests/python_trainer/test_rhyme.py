@@ -15,8 +15,8 @@ from python_trainer.accelerators.rhyme.settings import RhymeSettings
 from python_trainer.config import check_config
 from python_trainer.errors import UserError
 from python_trainer.report.write import report
-from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
+from python_trainer.trainer import Trainer
 
 QUIET = Console(quiet=True)
 TRUST_ALL = {"threshold": 0.0, "fraction": 1.0, "lookahead": 100}

@@ -9,8 +9,8 @@ from python_trainer.accelerators.rpo.answers import load_answers
 from python_trainer.config import check_config
 from python_trainer.data import merits
 from python_trainer.errors import UserError
-from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
+from python_trainer.trainer import Trainer
 
 ROOM = {"max_completion_length": 60}  # enough for the tiny policy to end most of its answers
 
@@ -53,16 +53,16 @@ def test_filled_before_the_first_step_and_on_the_clock(make_config, tmp_path):
     trainer = Trainer(config, tmp_path / "run", console=Console(quiet=True))
     summary = trainer.run()
     rows = read_metrics(tmp_path / "run")
-    filled = len(load_answers(tmp_path / "run" / "rpo_answers.safetensors", trainer.prompts["train"],
+    filled = len(load_answers(tmp_path / "run" / "rpo_answers.safetensors", trainer.prompts.ids["train"],
                               trainer.policy.tokenizer))  # fmt: skip
     assert filled > 4 and rows[1]["rpo/remembered"] == filled and rows[1]["rpo/hit_rate"] > 0
     assert rows[0]["total/generated_tokens"] > 12 and rows[0]["time/training_s"] > 0
     assert summary["accelerator_s"]["rpo"] > 0
     # the same answers as those of the same policy, prompt by prompt
     again = Trainer(config, tmp_path / "again", console=Console(quiet=True))
-    one = again._answer_once([5], 0)[0]
-    assert one.response_ids == again._answer_once(range(12), 0)[5].response_ids
-    assert one.response_ids != again._answer_once([5], 1)[0].response_ids
+    one = again.answer_once([5], 0)[0]
+    assert one.response_ids == again.answer_once(range(12), 0)[5].response_ids
+    assert one.response_ids != again.answer_once([5], 1)[0].response_ids
 
 
 def test_file_of_answers_is_read_instead_of_filling(make_config, tmp_path):

@@ -15,8 +15,8 @@ from python_trainer.__main__ import main
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from python_trainer.config import dump_config
 from python_trainer.errors import UserError
-from python_trainer.run import Trainer
 from python_trainer.run_directory import locked, read_metrics
+from python_trainer.trainer import Trainer
 
 QUIET = Console(quiet=True)
 

@@ -20,8 +20,8 @@ from python_trainer.plan.memory import Memory
 from python_trainer.plan.passes import Device
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.rollout.make import make_engine
-from python_trainer.run import Trainer
 from python_trainer.sft import Sft, reference_answers, token_losses
+from python_trainer.trainer import Trainer
 
 QUIET = Console(quiet=True)
 

@@ -12,12 +12,11 @@ from test_checkpoint import assert_same_run
 from python_trainer.__main__ import main
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint
 from python_trainer.config import dump_config
-from python_trainer.errors import Interrupted, NotFinite, UserError
+from python_trainer.errors import SIGNALS, Interrupted, NotFinite, StopSignal, UserError
 from python_trainer.model.optimizer import PolicyOptimizer
 from python_trainer.model.settings import OptimizerConfig
-from python_trainer.run import Trainer
 from python_trainer.run_directory import load_evaluations, read_metrics
-from python_trainer.signals import SIGNALS, StopSignal
+from python_trainer.trainer import Trainer
 
 QUIET = Console(quiet=True)
 
@@ -203,12 +202,12 @@ def test_a_learning_rate_beyond_reason_is_named(make_config, tmp_path):
 def test_out_of_memory_is_said_in_one_line(make_config, tmp_path, monkeypatch, capsys):
     path = tmp_path / "settings.yaml"
     path.write_text(dump_config(make_config(max_steps=4)))
-    original = Trainer.step
+    original = Trainer.choose
 
-    def step(self, number):
-        return original(self, number) if number < 3 else torch.empty(1 << 60)
+    def choose(self, context, count):
+        return original(self, context, count) if context.step < 3 else torch.empty(1 << 60)
 
-    monkeypatch.setattr(Trainer, "step", step)
+    monkeypatch.setattr(Trainer, "choose", choose)
     assert main(["train", "--config", str(path), "--output-dir", str(tmp_path / "run")]) == 2
     said = capsys.readouterr().err
     assert "error: out of memory; " in said and "step 2 is saved" in said and "Traceback" not in said

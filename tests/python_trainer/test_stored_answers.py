@@ -16,11 +16,12 @@ from python_trainer.accelerators.curriculum.stored import MOST, PER_PROMPT, REST
 from python_trainer.algorithms.advantages import against_chance
 from python_trainer.algorithms.settings import AlgorithmConfig
 from python_trainer.data import Episode, Rollout
-from python_trainer.dynamic_sampling import Refill
+from python_trainer.dynamic_sampling import StepSampler
+from python_trainer.logger import rollout_statistics
 from python_trainer.objective import Objective, make_batch, set_advantages
-from python_trainer.run import Trainer
+from python_trainer.rollout.settings import RolloutConfig
 from python_trainer.run_directory import read_metrics
-from python_trainer.telemetry import rollout_statistics
+from python_trainer.trainer import Trainer
 
 RIGHT = {"finish_reason": "stop", "accuracy": 1.0}
 
@@ -172,11 +173,11 @@ def test_answers_that_are_all_stored_need_nothing_to_compare_them_with():
 
 
 def test_dynamic_sampling_lets_them_through():
-    refill = Refill(1)
-    refill.add([answer(0, group=0), answer(0, group=0, accuracy=0.0), answer(2, group=1, expected=0.1)])
-    refill.add([answer(3, group=0), answer(3, group=0), answer(4, group=1, expected=0.1)])
-    assert [(a.prompt_key, a.group) for a in refill.batch()] == [(0, 0), (0, 0), (2, 1), (4, 2)]
-    assert refill.metrics()["sampling/kept_groups"] == 0.5
+    sampler = StepSampler(RolloutConfig(prompts_per_step=1, dynamic_sampling=True))
+    sampler.add([answer(0, group=0), answer(0, group=0, accuracy=0.0), answer(2, group=1, expected=0.1)])
+    sampler.add([answer(3, group=0), answer(3, group=0), answer(4, group=1, expected=0.1)])
+    assert [(a.prompt_key, a.group) for a in sampler.rollouts()] == [(0, 0), (0, 0), (2, 1), (4, 2)]
+    assert sampler.metrics()["sampling/kept_groups"] == 0.5
 
 
 def test_they_are_in_no_metric_of_groups():

@@ -13,8 +13,8 @@ from python_trainer.data import Rollout
 from python_trainer.errors import NotFinite
 from python_trainer.model.policy import Policy, load_policy
 from python_trainer.model.settings import ModelConfig
+from python_trainer.parts import make_learner
 from python_trainer.rollout import Request, SamplingParams
-from python_trainer.run import make_learner
 
 
 def answers(lengths, rewards, *, vocab=64, group=4, finish="stop"):

@@ -15,8 +15,8 @@ from tokenizers.processors import TemplateProcessing
 from python_trainer.errors import UserError
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
-from python_trainer.run import Trainer
 from python_trainer.tasks.dataset import DatasetSettings
+from python_trainer.trainer import Trainer
 
 datasets = pytest.importorskip("datasets")
 ROOT = Path(__file__).parents[2]
@@ -197,7 +197,8 @@ def test_prompts_that_are_too_long(make_config, tmp_path, capsys):
     with pytest.raises(UserError, match=r"prompt .*train.jsonl:2 has 117 tokens"):
         Trainer(make_config(task=task), tmp_path / "run", console=Console(quiet=True))
     trainer = Trainer(make_config(task=task | {"overlong": "drop"}), tmp_path / "run", console=Console())
-    assert [len(row.prompt) for row in trainer.task.train] == [len(ids) for ids in trainer.prompts["train"]] == [1, 116]
+    lengths = [len(ids) for ids in trainer.prompts.ids["train"]]
+    assert [len(row.prompt) for row in trainer.task.train] == lengths == [1, 116]
     said = (
         f"2 of 4 train prompts dropped (task.overlong): more than 116 tokens; the longest is {tmp_path}/train.jsonl:4"
     )

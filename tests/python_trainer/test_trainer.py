@@ -8,7 +8,6 @@ import torch
 from conftest import save_tiny_policy
 from rich.console import Console
 
-from python_trainer import telemetry
 from python_trainer.accelerators.base import Accelerator
 from python_trainer.accelerators.settings import AcceleratorSettings
 from python_trainer.checkpoint import load_checkpoint
@@ -16,8 +15,8 @@ from python_trainer.config import check_config
 from python_trainer.errors import UserError
 from python_trainer.objective import make_batch
 from python_trainer.report.write import report
-from python_trainer.run import Trainer
 from python_trainer.run_directory import load_evaluations, read_metrics
+from python_trainer.trainer import Trainer
 from tools.policies.training import byte_tokenizer
 
 QUIET = Console(quiet=True)
@@ -274,9 +273,9 @@ def test_several_eos_tokens_end_answers_and_count_in_the_loss(make_config, tmp_p
     folder = save_tiny_policy(tmp_path / "policy", eos_token_id=[63, 5])
     trainer = Trainer(make_config(model={"path": str(folder)}), tmp_path / "run", console=QUIET)
     assert trainer.policy.eos_token_ids == [5, 63]
-    groups = trainer.groups_of(trainer.plain_order(4))
+    groups = trainer.prompts.groups(trainer.prompts.draw(4))
     rollouts = trainer.generate(groups, 0)
-    trainer.score(groups, rollouts)
+    trainer.scorer.score(groups, rollouts)
     ended = [r for r in rollouts if r.finish_reason == "stop"]
     assert ended and {r.response_ids[-1] for r in ended} <= {5, 63}
 
@@ -337,7 +336,7 @@ def test_schedule_by_history_changes_nothing_that_is_learned_and_resumes(make_co
 
 def test_progress_within_an_evaluation_and_a_step(make_config, tmp_path, monkeypatch):
     """Without a terminal a line now and then, here at once; the answers are those of a run that nobody watches."""
-    monkeypatch.setattr(telemetry, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr("python_trainer.logger.LINE_SECONDS", 0.0)
     console = Console(file=io.StringIO(), width=200)
     watched = Trainer(make_config(max_steps=1), tmp_path / "watched", console=console)
     watched.run()

@@ -25,7 +25,7 @@ from python_trainer.model.settings import ModelConfig
 from python_trainer.model.traits import ModelTraits, find_traits
 from python_trainer.rollout.make import make_engine
 from python_trainer.rollout.paged import engine as engine_module
-from python_trainer.run import Trainer
+from python_trainer.trainer import Trainer
 
 
 class Convolution(torch.nn.Module):

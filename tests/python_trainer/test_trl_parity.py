@@ -15,7 +15,7 @@ from support import lacks
 from python_trainer.data import Rollout
 from python_trainer.model.packing import micro_batches
 from python_trainer.objective import Objective, make_batch, set_advantages
-from python_trainer.run import Trainer
+from python_trainer.trainer import Trainer
 
 QUIET = Console(quiet=True)
 GROUPS, SIZE, LONGEST = 3, 4, 12

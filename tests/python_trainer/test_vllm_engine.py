@@ -18,7 +18,7 @@ from python_trainer.rollout.vllm.engine import COUNTERS, Drawn
 from python_trainer.rollout.vllm.in_process import checkpoint_weights, import_vllm
 from python_trainer.rollout.vllm.server import Server
 from python_trainer.rollout.vllm.servers import Servers
-from python_trainer.run import Trainer
+from python_trainer.trainer import Trainer
 
 
 @pytest.fixture(scope="module")

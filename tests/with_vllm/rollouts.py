@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM
 
 from python_trainer.config import check_config
 from python_trainer.rollout import SamplingParams
-from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
+from python_trainer.trainer import Trainer
 
 MEMORY = 8 << 20
 GREEDY = SamplingParams(temperature=0.0)

@@ -10,8 +10,8 @@ from rollouts import EOS, GREEDY, MEMORY, PROMPTS, SAMPLINGS, load, own_logprobs
 from python_trainer.config import check_config
 from python_trainer.rollout import Request, SamplingParams
 from python_trainer.rollout.drafting import Drafter
-from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
+from python_trainer.trainer import Trainer
 from rlkernels import RolloutHistory
 
 

@@ -29,8 +29,8 @@ from python_trainer.config import check_config
 from python_trainer.errors import UserError
 from python_trainer.model.lora import AdaptedWeight
 from python_trainer.rollout import PagedEngine, Request, SamplingParams
-from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
+from python_trainer.trainer import Trainer
 from rlkernels.integrations.vllm_worker import merged_weight
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from python_trainer.accelerators.rhyme.records import RunFacts
 from python_trainer.errors import tell
-from python_trainer.files import write_text
+from python_trainer.run_directory import write_text
 
 if TYPE_CHECKING:
     from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase

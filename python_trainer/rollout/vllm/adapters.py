@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from python_trainer.files import usual_mode
 from python_trainer.model.lora import AdaptedWeight
+from python_trainer.run_directory import usual_mode
 
 BASE, ADAPTER = "base", "adapter.safetensors"
 

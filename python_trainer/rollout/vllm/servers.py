@@ -12,13 +12,13 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from python_trainer.errors import UserError
-from python_trainer.files import usual_mode
 from python_trainer.rollout.drafting import Drafter
 from python_trainer.rollout.ordering import Work, longest_first, to_least_loaded
 from python_trainer.rollout.vllm.adapters import AdapterFiles
 from python_trainer.rollout.vllm.engine import COUNTERS, Continuation, Drawn
 from python_trainer.rollout.vllm.server import Server
 from python_trainer.rollout.vllm.transfer import Transfer
+from python_trainer.run_directory import usual_mode
 
 T = TypeVar("T")
 

@@ -12,8 +12,8 @@ from python_trainer.accelerators.rhyme.records import StoredAnswer, prompt_key
 from python_trainer.data import Rollout, by_group
 from python_trainer.keyed import keyed_unit, prompt_order
 from python_trainer.objective import Objective, make_batch, set_advantages
-from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
+from python_trainer.trainer import Trainer
 
 QUIET = Console(quiet=True)
 

@@ -14,7 +14,7 @@ from python_trainer.accelerators.rhyme.judging import judged
 from python_trainer.accelerators.rhyme.records import prompt_key
 from python_trainer.data import Example
 from python_trainer.errors import UserError
-from python_trainer.objective import shaped_rewards
+from python_trainer.scoring import shaped_rewards
 from python_trainer.tasks import Task
 from python_trainer.tasks.rewards import score
 

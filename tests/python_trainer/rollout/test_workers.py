@@ -23,8 +23,8 @@ from python_trainer.rollout.drafting import Drafter, HistoryEntry
 from python_trainer.rollout.ordering import LengthHistory
 from python_trainer.rollout.workers import pool as workers
 from python_trainer.rollout.workers.pool import WorkerPool
-from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
+from python_trainer.trainer import Trainer
 
 SAMPLED = SamplingParams(seed=3)
 

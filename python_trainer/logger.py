@@ -1,9 +1,11 @@
-"""What a run tells: progress on the terminal, metrics.jsonl, samples.jsonl and TensorBoard events."""
+"""The logger of a run, metrics of a step's rollouts, and the choice of samples to keep."""
 
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,8 +17,8 @@ from rich.text import Text
 
 from python_trainer.algorithms.advantages import group_statistics
 from python_trainer.data import Rollout, fresh_ones, merits
-from python_trainer.files import append, write_text
-from python_trainer.run_directory import lines_until
+from python_trainer.errors import NotFinite, UserError
+from python_trainer.run_directory import append, lines_until, write_text
 
 LINE_SECONDS = 10.0  # between lines where the output is no terminal
 SAMPLES = 4  # answers of a step in samples.jsonl
@@ -129,41 +131,27 @@ class TimeLeft(ProgressColumn):
         return Text("-:--" if left is None else f"{int(left) // 60}:{int(left) % 60:02d} left", style="cyan")
 
 
-class Telemetry:
-    """Rows of metrics: the newest on the terminal, all of them on disk.
+class Logger:
+    """Progress on the terminal, and the files of metrics: metrics.jsonl, samples.jsonl and TensorBoard events.
 
     Args:
         folder: the run directory.
         max_steps: length of the progress bar.
-        label: what the bar says in front.
-        after_step: rows of later steps, left by a run that was interrupted, are dropped.
+        label: text in front of the bar.
         console: where progress goes; None for standard error, ``Console(quiet=True)`` for nowhere.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        max_steps: int,
-        *,
-        label: str = "train",
-        after_step: int | None = None,
-        console: Console | None = None,
-    ):
+    def __init__(self, folder: Path, max_steps: int, *, label: str = "train", console: Console | None = None):
         self.folder, self.max_steps, self.label = folder, max_steps, label
         self.console = console or Console(stderr=True)
-        self.path = folder / "metrics.jsonl"
-        kept = lines_until(self.path, after_step)
-        write_text(self.path, "".join(line + "\n" for line in kept))
-        self._samples_path = folder / "samples.jsonl"
-        self._samples = lines_until(self._samples_path, after_step)
-        write_text(self._samples_path, "".join(line + "\n" for line in self._samples))
-        self.accuracy = next(
-            (row["eval/accuracy"] for row in map(json.loads, reversed(kept)) if "eval/accuracy" in row), None
-        )
+        self._metrics_path, self._samples_path = folder / "metrics.jsonl", folder / "samples.jsonl"
+        self._samples: list[str] = []
+        self._accuracy: float | None = None  # of the newest evaluation
         self._writer: Any = None
-        self._purge = None if after_step is None else after_step + 1
+        self._purge: int | None = None  # first step that TensorBoard is to forget
+        self._work = "answers"
         self._last_line = time.monotonic()
-        self._step, self._facts = after_step or 0, ""
+        self._step, self._facts = 0, ""
         bar = (
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=24),
@@ -171,29 +159,51 @@ class Telemetry:
         )
         columns = (*bar, TextColumn("{task.fields[facts]}"), TimeLeft())
         self._progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
-        self._bar = self._progress.add_task(label, total=max_steps, completed=after_step or 0, facts="", left=None)
+        self._bar = self._progress.add_task(label, total=max_steps, facts="", left=None)
 
-    def __enter__(self) -> "Telemetry":
-        self._progress.start()
-        return self
+    @contextmanager
+    def recording(self, after_step: int | None = None) -> Iterator[None]:
+        """Opens the files and shows the bar; within it rows may be logged.
 
-    def __exit__(self, *exc: object) -> None:
-        self._progress.stop()
-        if self._writer is not None:
-            self._writer.close()
+        Args:
+            after_step: last step of a run that is resumed; rows of later steps are dropped. None: a new run.
+        """
+        rows = lines_until(self._metrics_path, after_step)
+        write_text(self._metrics_path, "".join(line + "\n" for line in rows))
+        self._samples = lines_until(self._samples_path, after_step)
+        write_text(self._samples_path, "".join(line + "\n" for line in self._samples))
+        found = (row["eval/accuracy"] for row in map(json.loads, reversed(rows)) if "eval/accuracy" in row)
+        self._accuracy = next(found, None)
+        self._purge = None if after_step is None else after_step + 1
+        self._step, self._last_line = after_step or 0, time.monotonic()
+        self._progress.update(self._bar, total=self.max_steps, completed=self._step)
+        try:
+            with self._progress:
+                yield
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
+
+    def note(self, text: str) -> None:
+        """Shows the user a fact that is no error but may be unintended."""
+        self.console.print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
 
     def log(self, step: int, row: dict[str, float], *, left: float | None = None) -> None:
-        """One row: appended to metrics.jsonl, sent to TensorBoard, shown.
+        """Appends a row to metrics.jsonl, sends it to TensorBoard and shows it.
+
+        Args:
+            left: seconds until the run ends, for the bar.
 
         Raises:
-            OSError: the disk is full, or will not take it for another reason.
+            OSError: the disk is full, or the file cannot be written for another reason.
         """
         line = json.dumps({"step": step, **{key: finite(value) for key, value in row.items()}}) + "\n"
-        append(self.path, line)
+        append(self._metrics_path, line)
         for key, value in row.items():
             if finite(value) is not None:
                 self._tensorboard().add_scalar(key, value, step)
-        self.accuracy = row.get("eval/accuracy", self.accuracy)
+        self._accuracy = row.get("eval/accuracy", self._accuracy)
         facts = " ".join(
             text.format(row[key])
             for key, text in (
@@ -204,8 +214,8 @@ class Telemetry:
             )
             if key in row
         )
-        if self.accuracy is not None:
-            facts = f"accuracy {self.accuracy:.3f} {facts}"
+        if self._accuracy is not None:
+            facts = f"accuracy {self._accuracy:.3f} {facts}"
         self._step, self._facts = step, facts
         self._progress.update(self._bar, completed=step, facts=facts, left=left)
         ahead = "" if left is None else f"  {left:.0f} s left"
@@ -217,21 +227,45 @@ class Telemetry:
         self._progress.update(self._bar, facts=f"{self._facts}  {work}" if self._facts else work)
         self._print(work)
 
+    def log_generation(self, done: int, total: int) -> None:
+        """Shows how many rollouts the engine has generated."""
+        self.log_work(self._work, done, total)
+
+    @contextmanager
+    def generating(self, what: str) -> Iterator[None]:
+        """Within it :meth:`log_generation` calls the rollouts ``what``."""
+        before, self._work = self._work, what
+        try:
+            yield
+        finally:
+            self._work = before
+
     def _print(self, text: str, at_once: bool = False) -> None:
-        """A line now and then where the output is no terminal."""
+        """Prints a line now and then if the output is no terminal."""
         now = time.monotonic()
         if not self.console.is_terminal and (at_once or now - self._last_line >= LINE_SECONDS):
             self._last_line = now
             self.console.print(f"{self.label} {self._step}/{self.max_steps}  {text}", highlight=False, soft_wrap=True)
 
     def log_samples(self, step: int, samples: Sequence[dict[str, Any]]) -> None:
-        """Keeps the answers of :func:`choose_samples` in samples.jsonl, which stays small however long the run."""
+        """Adds the rollouts of :func:`choose_samples` to samples.jsonl, which stays small however long the run."""
         self._samples.append(json.dumps({"step": step, "samples": samples}))
         if len(self._samples) < 2 * SAMPLE_STEPS:
             append(self._samples_path, self._samples[-1] + "\n")
         else:
             self._samples = thin_samples(self._samples)
             write_text(self._samples_path, "".join(line + "\n" for line in self._samples))
+
+    def write_not_finite_report(self, step: int, rollouts: Sequence[Rollout], error: NotFinite) -> UserError:
+        """Writes the rollouts that made an update not finite to a file -> the error that names it."""
+        path = self.folder / f"not-finite-step-{step:06d}.json"
+        chosen = error.samples or range(len(rollouts))
+        write_text(path, json.dumps([{"sample": i, **asdict(rollouts[i])} for i in chosen], indent=1) + "\n")
+        cause = "cause it" if error.samples else "were trained on, none of which causes it alone"
+        return UserError(f"step {step}: {error}; {path} has the {len(chosen)} answers that {cause}")
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        write_text(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
 
     def _tensorboard(self) -> Any:
         if self._writer is None:

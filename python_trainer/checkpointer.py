@@ -1,0 +1,334 @@
+"""The checkpointer of a run: saves it, restores it, and keeps the last finished step when something fails."""
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from python_trainer.accelerators.base import Accelerator
+from python_trainer.checkpoint import list_checkpoints, load_checkpoint, load_newest, set_aside_later, step_of
+from python_trainer.config import Config, dump_config
+from python_trainer.distributed import RankGroup
+from python_trainer.distributed.shard_files import read_shards
+from python_trainer.errors import NotFinite, UserError
+from python_trainer.learner import Learner
+from python_trainer.logger import Logger
+from python_trainer.model.dtype import name_of
+from python_trainer.model.gathering import fill_whole
+from python_trainer.model.policy import Policy
+from python_trainer.rollout.engine import Engine
+from python_trainer.run_directory import (
+    check_new,
+    check_output_dir,
+    check_resumable,
+    check_unlocked,
+    locked,
+    publish,
+    read_metrics,
+    unusable_output_dir,
+    write_text,
+)
+from python_trainer.run_state import Clock, RunState, best_evaluated
+
+MODEL_ASIDE = ".model.tmp"  # the trained policy, while it is being written
+
+
+@dataclass
+class Origin:
+    """Where a run begins: at a checkpoint, or anew."""
+
+    output_dir: Path
+    present: list[Path]  # all checkpoints in the run directory; known to rank 0
+    checkpoint: Path | None = None
+    saved: dict[str, Any] | None = None  # contents of the checkpoint, without what ranks wrote in shards
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.output_dir / "checkpoints"
+
+
+def find_origin(
+    output_dir: Path, *, resume: bool, max_steps: int, ranks: RankGroup, note: Callable[[str], None]
+) -> Origin:
+    """Checks the run directory and loads the newest checkpoint that is not damaged; writes nothing.
+
+    Raises:
+        UserError: the folder cannot be used, is in use, or holds a run that was not to be resumed.
+    """
+    origin = Origin(output_dir, [])
+    found = None
+    with ranks.together():
+        if ranks.rank == 0:
+            check_output_dir(output_dir)
+            check_unlocked(output_dir)
+            (check_resumable if resume else check_new)(output_dir)
+            origin.present = list_checkpoints(origin.checkpoints)
+            found = load_newest(origin.checkpoints, note) if resume else None
+            if found and step_of(found[0]) > max_steps:
+                raise UserError(
+                    f"max_steps must be at least {step_of(found[0])}, the steps that {output_dir} has done, got "
+                    f"{max_steps}"
+                )
+    origin.checkpoint = ranks.first(found and found[0])
+    with ranks.together():
+        if origin.checkpoint is not None:
+            origin.saved = found[1] if found else load_checkpoint(origin.checkpoint)
+    return origin
+
+
+@contextmanager
+def reading_checkpoint(folder: Path) -> Iterator[None]:
+    """Within it a checkpoint with missing or malformed contents raises UserError."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"the checkpoint in {folder} was written by another version of the trainer or something else: it "
+            f"cannot be read ({type(error).__name__}: {error})"
+        ) from error
+
+
+def load_learned(learner: Learner, saved: dict[str, Any], folder: Path) -> None:
+    """Loads weights and moments of a checkpoint; UserError if they do not fit the model."""
+    try:
+        learner.load_state_dict(saved)
+    except (RuntimeError, KeyError) as error:
+        lines = str(error).splitlines()  # torch's first one says that there are others
+        reason = lines[min(1, len(lines) - 1)].strip()
+        raise UserError(f"the checkpoint in {folder} is of another model than the settings: {reason}") from error
+
+
+def save_model(policy: Policy, folder: Path) -> None:
+    """Replaces ``folder`` by the policy in Hugging Face format, in one step."""
+    aside = folder.with_name(MODEL_ASIDE)
+    policy.save(aside)
+    publish(aside, folder)
+
+
+class Checkpointer:
+    """Saves and restores everything that a run's next step depends on.
+
+    Args:
+        origin: where the run begins, by :func:`find_origin`.
+        folder: the run directory of this rank.
+        notify: calls a method of all callbacks.
+
+    Attributes:
+        checkpoints: the folder of all checkpoints.
+        saved_step: of the newest checkpoint, 0 if there is none.
+    """
+
+    def __init__(
+        self,
+        origin: Origin,
+        config: Config,
+        folder: Path,
+        *,
+        ranks: RankGroup,
+        state: RunState,
+        policy: Policy,
+        learner: Learner,
+        engine: Engine,
+        accelerators: Sequence[Accelerator],
+        fingerprint: str,
+        clock: Clock,
+        logger: Logger,
+        notify: Callable[..., None],
+    ):
+        self.origin, self.config, self.folder, self.ranks, self.state = origin, config, folder, ranks, state
+        self.policy, self.learner, self.engine, self.accelerators = policy, learner, engine, accelerators
+        self.fingerprint, self.clock, self.logger, self.notify = fingerprint, clock, logger, notify
+        self.checkpoints, self.saved_step = origin.checkpoints, 0
+
+    def restore(self) -> None:
+        """Loads the checkpoint that the run is resumed from, if there is one.
+
+        Raises:
+            UserError: the checkpoint does not fit the settings, or was written by something else.
+        """
+        saved = self.origin.saved
+        if saved is None:
+            return
+        with reading_checkpoint(self.folder):
+            with self.ranks.together():
+                self._check_accelerators(saved)
+                self._check_prompts(saved.get("prompts"))
+            if "model" not in saved:
+                assert self.origin.checkpoint is not None
+                saved |= read_shards(self.origin.checkpoint, self.learner.state_dict())
+            with self.ranks.together():
+                self._check_critic(saved)
+                vars(self.state).update(vars(RunState(**saved["state"])))
+                self.saved_step = self.state.step
+                self._look_back_for_target()
+                load_learned(self.learner, saved, self.folder)
+                states = saved["accelerators"] | saved.get("watchers", {})
+                for accelerator in self.accelerators:
+                    if accelerator.name in states:  # a watcher may be new
+                        accelerator.load_state_dict(states[accelerator.name])
+                if self.engine.lengths and saved.get("lengths"):
+                    self.engine.lengths.load_state_dict(saved["lengths"])
+            self.engine.policy_updated()
+            self.engine.policy_version = self.state.policy_version
+        self.origin.saved = None  # frees its memory
+
+    def _check_accelerators(self, saved: dict[str, Any]) -> None:
+        names = {accelerator.name for accelerator in self.accelerators if not accelerator.watches}
+        if set(saved["accelerators"]) != names:
+            raise UserError(
+                f"{self.folder} was run with the accelerators {sorted(saved['accelerators'])}, not {sorted(names)}"
+            )
+
+    def _check_critic(self, saved: dict[str, Any]) -> None:
+        if (self.learner.critic is None) != (saved["critic"] is None):
+            had, wanted = ("without", "not be gae") if saved["critic"] is None else ("with", "be gae")
+            raise UserError(
+                f"{self.folder} was run {had} a critic: algorithm.advantage must {wanted}, got "
+                f"{self.config.algorithm.advantage}"
+            )
+
+    def _check_prompts(self, before: str | None) -> None:
+        """Raises UserError if accelerators know training prompts by numbers, and these are other prompts now."""
+        if before is None or before == self.fingerprint:
+            return
+        names = [accelerator.name for accelerator in self.accelerators if accelerator.numbers_prompts]
+        if names:
+            raise UserError(
+                f"{self.folder} was run on other training prompts than task has now, also where those too long for "
+                f"rollout were left out, and what its accelerators {sorted(names)} have learned is of those: resume it "
+                f"with task and rollout of its config.yaml, or begin a new run with model.path={self.folder / 'model'}"
+            )
+        self.logger.note("the training prompts are others than before")
+
+    def _look_back_for_target(self) -> None:
+        """If the target has changed, looks for an earlier evaluation that reached the new one."""
+        state, target = self.state, self.config.evaluation.target_accuracy
+        if state.target == target:
+            return
+        state.target, state.seconds_to_target, state.tokens_to_target = target, None, None
+        for row in read_metrics(self.folder) if target is not None else ():
+            if row["step"] <= state.step and row.get("eval/accuracy", -1.0) >= target:
+                state.seconds_to_target = row["time/training_s"]
+                state.tokens_to_target = int(row["total/generated_tokens"])
+                break
+
+    @contextmanager
+    def owning_folder(self) -> Iterator[None]:
+        """Makes the run directory and locks it: within it no other process writes there.
+
+        Raises:
+            UserError: another run has the folder, or it cannot be written.
+        """
+        with ExitStack() as held:
+            with self.ranks.together():
+                try:
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    held.enter_context(locked(self.folder))
+                    if self.ranks.rank == 0:
+                        self._tidy()
+                    write_text(self.folder / "config.yaml", dump_config(self.config))
+                except OSError as error:
+                    raise unusable_output_dir(self.folder, error.strerror) from error
+            yield
+
+    def _tidy(self) -> None:
+        """Removes what a killed run left behind, unless another run wrote checkpoints since this one was set up."""
+        if list_checkpoints(self.checkpoints) != self.origin.present:
+            raise UserError(f"another run has written to {self.checkpoints} in the meantime: start again")
+        set_aside_later(self.checkpoints, self.state.step)
+        shutil.rmtree(self.folder / MODEL_ASIDE, ignore_errors=True)
+
+    def due(self) -> bool:
+        """Whether ``save.save_steps`` wants a checkpoint after this step."""
+        every = self.config.save.save_steps
+        return every > 0 and self.state.step % every == 0
+
+    def save(self) -> None:
+        """Writes a checkpoint of the run as it is."""
+        with self.clock.measure("checkpoint"):
+            self._save(self._progress())
+
+    def _save(self, progress: dict[str, Any]) -> None:
+        step, settings, folder = progress["state"]["step"], self.config.save, self.checkpoints
+        steps = {step, *map(step_of, list_checkpoints(folder))}
+        best = best_evaluated(self.state.evaluations, steps) if settings.save_best else None
+        learned, keep = self.learner.state_dict(), settings.save_total_limit
+        self.ranks.save(folder, step, progress, learned, keep=keep, spare=best)
+        self.saved_step = step
+        self.notify("on_save", step, folder / f"step-{step:06d}")
+
+    def _progress(self, *, lasting: bool = False) -> dict[str, Any]:
+        """Return everything in a checkpoint but weights and moments.
+
+        Args:
+            lasting: copy it, so that the step which follows cannot change it.
+        """
+        state = self.state
+        state.wall_s, state.seconds = self.clock.wall_seconds, dict(self.clock.seconds)
+        state.policy_version = self.engine.policy_version
+        states = {a: a.snapshot() if lasting else a.state_dict() for a in self.accelerators}
+        return {
+            "state": asdict(state),
+            "accelerators": {a.name: own for a, own in states.items() if not a.watches},
+            "watchers": {a.name: own for a, own in states.items() if a.watches},
+            "lengths": self.engine.lengths.state_dict() if self.engine.lengths else None,
+            "dtype": name_of(self.policy.whole.dtype),
+            "prompts": self.fingerprint,
+        }
+
+    @contextmanager
+    def keeping_last_step(self) -> Iterator[None]:
+        """Within it an error first saves the last finished step, if its weights are still there."""
+        step, learner, rate = self.state.step, self.learner, self.config.optimizer.learning_rate
+        with self.clock.measure("checkpoint"):
+            progress = None if step == self.saved_step else self._progress(lasting=True)
+        learner.changed = False
+        try:
+            yield
+        except NotFinite as error:
+            self._keep(step, progress, error)
+            raise UserError(
+                f"{error}: optimizer.learning_rate {rate:g} may be too high, after {step} steps; {self.newest()}"
+            ) from error
+        except Exception as error:
+            self._keep(step, progress, error)
+            error.add_note(self.newest())
+            raise
+
+    def _keep(self, step: int, progress: dict[str, Any] | None, error: Exception) -> None:
+        """Saves the last finished step if possible, after an error in the one that follows ``step``."""
+        if not self.ranks.all_know(error):  # several processes save together
+            return
+        try:
+            if self.state.step > step:  # its evaluation failed, or its row of metrics
+                self._save(self._progress())
+            elif progress and not self.learner.changed:
+                self._save(progress)
+        except UserError as unwritten:
+            error.add_note(str(unwritten))
+        self.ranks.first(None)  # none ends before: torchrun then ends the others, even one that is still writing
+
+    def newest(self) -> str:
+        """Tell which step a resumed run would go on from."""
+        return f"step {self.saved_step} is saved: --resume goes on from it" if self.saved_step else "no step is saved"
+
+    def save_model(self) -> None:
+        """Writes the policy to RUN/model, if ``save.save_model`` wants it.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        if not self.config.save.save_model:
+            return
+        if self.policy.lean:
+            self.engine.rest()  # for its memory
+            fill_whole(self.policy)
+        if self.ranks.rank == 0:
+            try:
+                save_model(self.policy, self.folder / "model")
+            except (OSError, SafetensorError) as error:
+                raise UserError(f"{self.folder / 'model'} cannot be written: {error}; {self.newest()}") from error

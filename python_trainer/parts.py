@@ -1,0 +1,130 @@
+"""Makes the parts of a trainer from the settings."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import rlkernels.backend
+from python_trainer.accelerators.base import Accelerator
+from python_trainer.config import Config
+from python_trainer.distributed import RankGroup
+from python_trainer.engine_choice import choose_engine
+from python_trainer.errors import UserError
+from python_trainer.learner import Learner, bytes_to_come
+from python_trainer.model.dtype import describe_dtype_change, keep_dtype
+from python_trainer.model.policy import Policy, set_matmul_precision
+from python_trainer.plan.command import RECOMPUTES, needs_recomputing
+from python_trainer.prompts import Tasks
+from python_trainer.registry import load
+from python_trainer.rollout.engine import Engine
+from python_trainer.rollout.episodes import EpisodeEngine
+from python_trainer.rollout.make import make_engine
+
+Note = Callable[[str], None]
+
+
+def resolve_settings(config: Config, before: str | None, ranks: RankGroup, note: Note) -> Config:
+    """Replaces settings that are ``auto`` by what they mean on this machine.
+
+    Args:
+        before: type of the weights in the checkpoint that the run is resumed from, if there is one.
+
+    Raises:
+        UserError: the environment asks for kernels that are not there.
+    """
+    with ranks.together():
+        try:
+            rlkernels.backend.wanted()
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        chosen, reason = choose_engine(config)
+        for text in filter(None, [reason, config.accelerators.said]):
+            note(text)
+        chosen = chosen.model_copy(update={"model": keep_dtype(chosen.model, before)})
+    if ranks.once(lambda: needs_recomputing(chosen, ranks.size)):
+        note(RECOMPUTES)
+        model = chosen.model.model_copy(update={"gradient_checkpointing": True})
+        chosen = chosen.model_copy(update={"model": model})
+    return chosen
+
+
+def load_run_policy(config: Config, chosen: Config, before: str | None, ranks: RankGroup, note: Note) -> Policy:
+    """Loads the policy; notes if its weights have another type than ``before``, or than a new run would take.
+
+    Args:
+        config: the settings as given.
+        chosen: the same by :func:`resolve_settings`.
+    """
+    set_matmul_precision("highest")  # the model is checked when it is loaded
+    policy = ranks.load(chosen.model, note)
+    if change := describe_dtype_change(config.model.dtype, before, policy.whole):
+        note(change)
+    return policy
+
+
+def make_run_engine(
+    chosen: Config, policy: Policy, tasks: Tasks, output_dir: Path, ranks: RankGroup, note: Note
+) -> Engine:
+    """Makes the engine that follows the policy, with turns of the environment if there is one.
+
+    The policy's longest sequence becomes that of the engine, if that is shorter.
+    """
+    offload = chosen.optimizer.offload and policy.device.type != "cpu"
+    shards = ranks.size if ranks.sharded else 1
+    engine = make_engine(
+        chosen.rollout,
+        chosen.model,
+        policy,
+        output_dir,
+        reserved_bytes=bytes_to_come(policy, chosen.algorithm, chosen.critic, shards, offload=offload),
+        longest_draft=max((x.longest_draft() for x in chosen.accelerators.chosen()), default=0),
+        ranks=ranks,
+        note=note,
+    )
+    if tasks.environment is not None:
+        engine = EpisodeEngine(
+            engine,
+            tasks.environment,
+            encode=policy.encode_said,
+            decode=policy.decode,
+            max_turns=chosen.task.max_turns,
+            timeout=chosen.task.environment_timeout,
+            note=note,
+        )
+    engine = ranks.engine(engine, policy)
+    if engine.max_positions < policy.max_length:  # answers would otherwise end early without a word
+        policy.max_length, policy.limited_by = engine.max_positions, engine.limited_by
+    set_matmul_precision(chosen.model.matmul_precision)
+    return engine
+
+
+def make_learner(config: Config, policy: Policy, ranks: RankGroup | None = None) -> Learner:
+    return Learner(
+        policy,
+        algorithm=config.algorithm.with_sampler(config.rollout.engine),
+        optimizer=config.optimizer,
+        critic=config.critic,
+        temperature=config.rollout.temperature,
+        max_completion_length=config.rollout.max_completion_length,
+        max_steps=config.max_steps,
+        ranks=ranks,
+    )
+
+
+def make_accelerators(config: Config) -> list[Accelerator]:
+    """Return the enabled accelerators, and those that record a run although they are not enabled."""
+    enabled = [settings.make() for settings in config.accelerators.chosen()]
+    idle = [(settings, name) for settings in config.accelerators.others() if (name := settings.idle()) is not None]
+    return [*enabled, *(load(name)(settings) for settings, name in idle)]
+
+
+def facts_of(config: Config) -> dict[str, Any]:
+    """Describe a run for a database; settings of accelerators stay out, they may hold a password."""
+    settings = config.model_dump(mode="json") | {"accelerators": config.accelerators.enabled}
+    return {"algorithm": config.algorithm.advantage, "settings": settings}
+
+
+def rules_of(config: Config) -> dict[str, Any]:
+    """Return everything that decides the reward of an answer, and whether it is right."""
+    shape = {name: getattr(config.algorithm, name) for name in ("overlong_cache", "overlong_penalty")}
+    return {"task": config.task.model_dump(mode="json"), "longest": config.rollout.max_completion_length, **shape}
