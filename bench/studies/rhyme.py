@@ -19,6 +19,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 import torch
+from python_trainer.tasks.arithmetic import SIZES, arithmetic_task
 from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -26,9 +27,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from bench._runner import commit
 from python_trainer.compare import finished
 from python_trainer.config import load_config
-from python_trainer.run import Trainer
 from python_trainer.run_directory import read_metrics
-from python_trainer.tasks.arithmetic import SIZES, arithmetic_task
+from python_trainer.trainer import Trainer
 from tools.policies import arithmetic as pretrain
 
 CONFIG = Path(__file__).parents[2] / "configs" / "arithmetic.yaml"
