@@ -179,7 +179,7 @@ def add_settings(command: argparse.ArgumentParser, call: Any, *, output: bool = 
 
 
 def run_report(args: argparse.Namespace) -> None:
-    from python_trainer.report.write import report
+    from python_trainer.report.page import report
 
     report(args.folders)
 
@@ -197,7 +197,7 @@ def run_compare(args: argparse.Namespace) -> None:
 def run_train(args: argparse.Namespace) -> None:
     config = load_run(args)
     from python_trainer.distributed import start
-    from python_trainer.report.write import report
+    from python_trainer.report.page import report
     from python_trainer.trainer import Trainer
 
     note_resuming(args, config)

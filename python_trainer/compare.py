@@ -11,8 +11,8 @@ from rich.console import Console
 from python_trainer.accelerators import ACCELERATORS, AUTO
 from python_trainer.config import Config, changed_settings, check_config, dump_config
 from python_trainer.errors import UserError
+from python_trainer.report.page import report
 from python_trainer.report.runs import BASELINE
-from python_trainer.report.write import report
 from python_trainer.run_directory import load_evaluations, read_metrics
 
 if TYPE_CHECKING:

@@ -200,10 +200,10 @@ def _command(argv: Sequence[str], log: Path, fault: Fault | None, group: Mapping
     os.environ |= group
     from python_trainer import __main__ as program
     from python_trainer import commands
-    from python_trainer.report import write
+    from python_trainer.report import page
 
     if not picture:
-        write.report = _no_report
+        page.report = _no_report
     commands.tell_of_load = lambda: None
     code = 1
     try:

@@ -1,25 +1,24 @@
-"""Runs, finished or not, as the parts of a report take them."""
+"""Runs for a report, finished or not."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from python_trainer.accelerators import ACCELERATORS
-from python_trainer.accelerators.settings import AcceleratorSettings
 from python_trainer.config import settings_used
 from python_trainer.errors import UserError
 from python_trainer.registry import PluginError
 from python_trainer.run_directory import read_metrics
 
 BASELINE = "baseline"
-Kind = type[AcceleratorSettings]
 
 
 @dataclass
 class Run:
-    """A run; ``name`` groups the seeds of one variant. The summary of one that has not ended is of its steps so far."""
+    """A run; ``name`` groups the seeds of a variant. The summary of an unfinished run covers its steps so far."""
 
     name: str
     folder: Path
@@ -29,12 +28,12 @@ class Run:
 
     @property
     def label(self) -> str:
-        """Variant and seed, or the folder."""
+        """Return variant and seed, or the folder."""
         return self.name if self.folder.name == self.name else f"{self.name} {self.folder.name}"
 
 
 def find_runs(folders: Sequence[Path]) -> list[Run]:
-    """Every run in these folders or below them, in the order of their paths; of finished and unfinished ones.
+    """Return every run in these folders or below them, in the order of their paths.
 
     Raises:
         UserError: there is none.
@@ -46,9 +45,7 @@ def find_runs(folders: Sequence[Path]) -> list[Run]:
             name = home.parent.name if home.name.startswith("seed-") else home.name
             if not (rows := read_metrics(home)):
                 continue
-            counters = {
-                metric: sum(row.get(metric) or 0.0 for row in rows) for metric in counters_of(accelerators_of([home]))
-            }
+            counters = {metric: sum(row.get(metric) or 0.0 for row in rows) for metric in counters_of([home])}
             summary, ended = summary_of(home, rows)
             runs.append(Run(name, home, summary, counters, ended))
     if not runs:
@@ -57,7 +54,7 @@ def find_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def summary_of(folder: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], bool]:
-    """What the rows of a run tell, and summary.json in their place once it has ended; and whether it has."""
+    """Return the summary of a run, from its rows until summary.json is written; and whether the run has ended."""
     path, last = folder / "summary.json", rows[-1]
     found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     ended = bool(found) and found["steps"] >= last["step"]
@@ -90,30 +87,19 @@ def summary_of(folder: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[dict[st
     }, ended  # fmt: skip
 
 
-def accelerators_of(folders: Iterable[Path]) -> list[Kind]:
-    """The registered accelerators, and others that runs in these folders had, where their modules can be found."""
+def counters_of(folders: Iterable[Path]) -> dict[str, str]:
+    """Return metric -> the words of its row, for the registered accelerators and those of these runs."""
     found = dict.fromkeys(ACCELERATORS.resolve(name) for name in ACCELERATORS.names())
     for folder in folders:
         for name in json.loads(settings_used(folder).get("accelerators.enabled", "[]")):
-            try:
+            with suppress(PluginError):  # the module of a plug-in may be missing here
                 found[ACCELERATORS.resolve(name)] = None
-            except PluginError:
-                continue  # runs are looked at where the module may be missing; its metrics have charts all the same
-    return list(found)
-
-
-def counters_of(accelerators: Iterable[Kind]) -> dict[str, str]:
-    """Metric -> the words of its row."""
-    return {metric: words for kind in accelerators for metric, words in kind.counters.items()}
+    return {metric: words for kind in found for metric, words in kind.counters.items()}
 
 
 def by_variant(runs: Iterable[Run]) -> dict[str, list[Run]]:
-    """The runs of each variant: the baseline first, others in their order."""
+    """Return the runs of each variant: the baseline first, others in their order."""
     variants: dict[str, list[Run]] = {}
     for run in sorted(runs, key=lambda run: run.name != BASELINE):
         variants.setdefault(run.name, []).append(run)
     return variants
-
-
-def target_of(runs: Sequence[Run]) -> float | None:
-    return next((run.summary["target_accuracy"] for run in runs if run.summary["target_accuracy"]), None)

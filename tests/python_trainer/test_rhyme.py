@@ -14,7 +14,7 @@ from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
 from python_trainer.accelerators.rhyme.settings import RhymeSettings
 from python_trainer.config import check_config
 from python_trainer.errors import UserError
-from python_trainer.report.write import report
+from python_trainer.report.page import report
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 

@@ -14,7 +14,7 @@ from python_trainer.checkpoint import load_checkpoint
 from python_trainer.config import check_config
 from python_trainer.errors import UserError
 from python_trainer.objective import make_batch
-from python_trainer.report.write import report
+from python_trainer.report.page import report
 from python_trainer.run_directory import load_evaluations, read_metrics
 from python_trainer.trainer import Trainer
 from tools.policies.training import byte_tokenizer
