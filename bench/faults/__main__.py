@@ -56,7 +56,7 @@ def main() -> int:
     # what a run would import on its way; every run is a fork of this process
     for name in ("torch.utils.tensorboard", "tensorboard.compat.proto.event_pb2", "python_trainer.trainer",
                  "sqlalchemy", "python_trainer.accelerators.rhyme.database",
-                 "python_trainer.report.write"):  # fmt: skip
+                 "python_trainer.report.page"):  # fmt: skip
         importlib.import_module(name)
     return run(args)
 
