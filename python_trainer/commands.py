@@ -245,9 +245,7 @@ def check_files(config: "Config") -> None:
     from python_trainer.model.shipped import policy_folder
 
     policy_folder(config.model.path, config.model.revision)
-    for name, value in config.task:
-        if isinstance(value, Path) and not value.exists():
-            raise UserError(f"task.{name}: there is no file {value}")
+    config.task.check_files()
 
 
 def note_load() -> None:

@@ -101,8 +101,6 @@ class SftConfig(Section):
 
     column: str = "answer"
     """Column of the examples with the reference answer."""
-    train_half: Literal["first", "second"] | None = None
-    """As task.train_half, for supervised steps; null: the same examples as the task's."""
     epochs: int = Field(1, ge=1)
     """How often every training example is seen."""
     learning_rate: float = Field(1e-5, gt=0)

@@ -29,18 +29,9 @@ from python_trainer.parts import make_learner
 from python_trainer.plan.command import RECOMPUTES, needs_recomputing
 from python_trainer.run_directory import check_new, check_output_dir, check_resumable, locked, read_metrics, write_text
 from python_trainer.run_state import device_name, versions
-from python_trainer.tasks import Task
 from python_trainer.tasks.base import fingerprint_of
 from python_trainer.tasks.checking import check_text
 from python_trainer.tasks.settings import load_task
-
-
-def sft_task(config: Config) -> Task:
-    """The task, with the half of its training examples that is meant for supervised steps."""
-    settings, half = config.task, config.sft.train_half
-    if half is not None and "train_half" not in type(settings).model_fields:
-        raise UserError(f"sft.train_half must be null, as task {settings.name} has no halves, got {half}")
-    return load_task(settings if half is None else settings.model_copy(update={"train_half": half}))
 
 
 def reference_answers(policy: Policy, examples: Sequence[Example], column: str) -> list[Rollout]:
@@ -115,7 +106,7 @@ class Sft:
         if config.task.environment is not None:
             raise UserError(f"sft has no turns: task.environment must be null, got {config.task.environment}")
         (check_resumable if resume else check_new)(output_dir)
-        task = sft_task(config)
+        task = load_task(config.task)
         found = load_newest(self.checkpoints, self.logger.note) if resume else None
         before = saved_dtype(found and found[1])
         self.policy = load_policy(keep_dtype(config.model, before))

@@ -34,7 +34,7 @@ from python_trainer.config import check_config, describe_settings, dump_config, 
 from python_trainer.errors import UserError
 from python_trainer.run_directory import load_evaluations, read_metrics, read_samples, save_evaluation
 from python_trainer.tasks.files import read_rows
-from python_trainer.tasks.jsonl import PROMPT_COLUMNS, read_prompts
+from python_trainer.tasks.jsonl import read_prompts
 
 SECONDS = 20  # that a case may take
 
@@ -192,7 +192,7 @@ def prompt_files(draw: Any) -> bytes:
 def prompts(data: Any, folder: Path) -> str:
     path = folder / "prompts.jsonl"
     path.write_bytes(data.draw(prompt_files()))
-    return attempt(lambda: read_prompts(path, read_rows(path), PROMPT_COLUMNS), folder)
+    return attempt(lambda: read_prompts(path, read_rows(path)), folder)
 
 
 def database_url(data: Any, folder: Path) -> str:

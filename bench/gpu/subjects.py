@@ -89,11 +89,13 @@ class Gsm8k:
                 raise UserError(f"--data: there is no file {name}.jsonl in {self.data}")
 
     def given(self) -> list[str]:
-        return [f"task.{name}_path={self.data.resolve() / name}.jsonl" for name in ("train", "test")]
+        train, test = (self.data.resolve() / f"{name}.jsonl" for name in ("train", "test"))
+        return [f"task.train_path={train}:train[50%:]", f"task.test_path={test}"]
 
     def maker(self, folder: Path, settings: list[str]) -> list[str]:
         model = whole_model(self.weights, folder.with_name("weights"))
-        changed = [*settings, f"model.path={model}", f"model.device={self.device}", "save.save_steps=0"]
+        half = f"task.train_path={self.data.resolve() / 'train.jsonl'}:train[:50%]"
+        changed = [*settings, half, f"model.path={model}", f"model.device={self.device}", "save.save_steps=0"]
         if self.device == "cuda":
             changed += ["task.train_size=null", "task.gate_size=null"]  # all of that half, and nothing set aside
         arguments = ["--config", str(self.settings), "--output-dir", str(folder), "--set", *changed]

@@ -1,18 +1,25 @@
-"""Tasks whose prompts are read, of JSONL files for one; a problem names the file, the line and what is allowed."""
+"""Tasks whose prompts are read from files or the Hugging Face Hub; a problem names the file and the line."""
 
 import json
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from python_trainer.data import Example
 from python_trainer.errors import UserError
+from python_trainer.hub import snapshot
 from python_trainer.tasks.checking import check_text
 from python_trainer.tasks.settings import TaskSettings
+
+PROMPT_COLUMNS = ("prompt", "messages")
+TABLES = {".parquet": "parquet", ".csv": "csv", ".json": "json"}  # read by the library datasets, as folders are
+PLACES = f"a file (.jsonl, {', '.join(TABLES)}), a folder of such files, or an owner/name of the Hub"
+HUB = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(/(?P<config>\w[\w.-]*))?(@(?P<revision>[\w./-]+))?")
 
 
 @dataclass(frozen=True)
@@ -25,52 +32,73 @@ class Splits:
     notes: Sequence[str]
 
 
-class SplitTaskSettings(TaskSettings):
-    """Settings of tasks whose examples are read, from files or elsewhere. A subclass reads one source of them."""
+class FileTaskSettings(TaskSettings):
+    """Settings of tasks whose examples are read. A subclass makes examples of rows."""
 
+    train_path: str | None = None
+    """Training examples: a file (.jsonl, .json, .csv, .parquet), a folder of such files, or a data set of the Hub as
+    `owner/name`, `owner/name/config` or `owner/name@revision`. `:SPLIT` at the end names a split or a part of one, as
+    in `train.jsonl:train[:90%]`. Without it, a folder or data set has the split train."""
+    test_path: str | None = None
+    """Test examples, written like train_path; without `:SPLIT`, a folder or data set has the split test."""
+    columns: dict[str, str] = Field({})
+    """Name for the trainer and the reward functions -> column of the files: {prompt: question, answer: solution}. Other
+    columns keep their names."""
     chat: bool = False
     """Give a prompt that is a string as one user message through the tokenizer's chat template."""
-    train_half: Literal["first", "second"] | None = None
-    """Half of the training examples to take, so that `sft` can have the other one; null: all of them."""
     system_prompt: Annotated[str, Field(min_length=1)] | None = None
     """System message in front of every prompt that is a list of messages and has none."""
 
-    def sources(self) -> tuple[Any, Any, Any]:
-        """Where training, gate and test examples are; None for the gate: among those for training."""
+    @field_validator("train_path", "test_path", mode="before")
+    @classmethod
+    def _write_paths(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, Path) else value
+
+    @model_validator(mode="after")
+    def _has_files(self) -> "FileTaskSettings":
+        missing = [field for field in ("train_path", "test_path") if getattr(self, field) is None]
+        if missing:
+            raise ValueError(f"task {self.name} needs {' and '.join(missing)}: {PLACES}")
+        if len(set(self.columns.values())) < len(self.columns):
+            raise ValueError(f"columns must name every column of the files once, got {self.columns}")
+        return self
+
+    def examples(self, source: str, rows: Sequence[tuple[int, dict[str, Any]]]) -> tuple[list[Example], list[str]]:
+        """Makes examples of numbered rows; returns them and notes about the source."""
         raise NotImplementedError
 
-    def read(self, source: Any) -> tuple[list[Example], list[str]]:
-        """The examples of a source, and notes about it."""
-        raise NotImplementedError
+    def check_files(self) -> None:
+        """Raises UserError where a file does not exist; imports nothing heavy."""
+        for field in ("train_path", "test_path"):
+            place, _ = split_of(getattr(self, field), "")
+            if not Path(place).exists() and not is_hub(place):
+                raise UserError(f"task.{field}: there is no file {place}; allowed: {PLACES}")
 
     def splits(self) -> Splits:
-        """The examples of all sources.
+        """Reads the examples of all sources.
 
         Raises:
-            UserError: a source that cannot be read or holds too few examples.
+            UserError: a source cannot be read or holds too few examples.
         """
-        train_source, gate_source, test_source = self.sources()
-        train, notes = self._read(train_source)
-        train = self._half(train)
-        if gate_source is not None:
-            gate, more = self._read(gate_source)
-            notes += more
-            # the gate's bound holds for prompts in random order
-            random.Random(f"gate order/{self.seed}").shuffle(gate)
-            gate = limited(gate, self.gate_size, gate_source, "gate_size")
-        else:
-            train, gate = self._taken_out(train, train_source)
-        test, more = self._read(test_source)
-        notes += more
+        assert self.train_path is not None and self.test_path is not None  # the validator sees to it
+        train, notes = self._read(self.train_path, "train")
+        train, gate = self._take_out(train)
+        test, more = self._read(self.test_path, "test")
         return Splits(
-            limited(train, self.train_size, train_source, "train_size"),
+            limited(train, self.train_size, self.train_path, "train_size"),
             gate,
-            limited(test, self.test_size, test_source, "test_size"),
-            list(dict.fromkeys(notes)),  # one file may serve twice
+            limited(test, self.test_size, self.test_path, "test_size"),
+            list(dict.fromkeys(notes + more)),  # one file may serve twice
         )
 
-    def _read(self, source: Any) -> tuple[list[Example], list[str]]:
-        examples, notes = self.read(source)
+    def _read(self, source: str, default: str) -> tuple[list[Example], list[str]]:
+        place, split = split_of(source, default)
+        lines = not is_hub(place) and not Path(place).is_dir() and Path(place).suffix not in TABLES
+        source = source if lines else f"{place}:{split}"
+        found = cut(source, read_rows(Path(place)), split) if lines else read_split(place, split)
+        examples, notes = self.examples(source, [(number, self._named(source, row)) for number, row in found])
+        if not examples:
+            raise UserError(f"{source}: no examples")
         examples = [as_chat(example) for example in examples] if self.chat else examples
         if self.system_prompt is not None:
             if all(isinstance(example.prompt, str) for example in examples):
@@ -79,43 +107,90 @@ class SplitTaskSettings(TaskSettings):
                     "true makes messages of them"
                 )
             examples = [with_system(example, self.system_prompt) for example in examples]
-        return examples, list(notes)
+        return examples, notes
 
-    def _half(self, train: list[Example]) -> list[Example]:
-        """The half of the training examples that is asked for."""
-        middle = (len(train) + 1) // 2
-        return {None: train, "first": train[:middle], "second": train[middle:]}[self.train_half]
+    def _named(self, source: str, row: dict[str, Any]) -> dict[str, Any]:
+        """Renames the columns of a row."""
+        if missing := [theirs for theirs in self.columns.values() if theirs not in row]:
+            raise UserError(f"task.columns: {source} has no column {missing[0]!r}; it has {', '.join(map(repr, row))}")
+        rest = {name: value for name, value in row.items() if name not in self.columns.values()}
+        if "messages" in self.columns and "prompt" not in self.columns:
+            rest.pop("prompt", None)  # the prompt is what was named
+        named = rest | {name: row[theirs] for name, theirs in self.columns.items()}
+        for column in PROMPT_COLUMNS:  # Arrow gives all messages of a column the same keys
+            if isinstance(messages := named.get(column), list) and all(isinstance(m, dict) for m in messages):
+                named[column] = [{key: value for key, value in m.items() if value is not None} for m in messages]
+        return named
 
-    def _taken_out(self, train: list[Example], source: Any) -> tuple[list[Example], list[Example]]:
-        """Training examples, some of which become gate examples."""
+    def _take_out(self, train: list[Example]) -> tuple[list[Example], list[Example]]:
+        """Divides the training examples into those to train on and gate examples."""
         size = self.gate_size or 0
         if size >= len(train):
-            raise UserError(f"gate_size {size} leaves nothing of {source}, which has {len(train)} examples")
+            raise UserError(f"gate_size {size} leaves nothing of {self.train_path}, which has {len(train)} examples")
         held_out = random.Random(f"gate/{self.seed}").sample(range(len(train)), size)
         gate = [train[index] for index in held_out]  # in this order, which is random
         rest = sorted(set(range(len(train))) - set(held_out))
         return [train[index] for index in rest], gate
 
 
-class FileTaskSettings(SplitTaskSettings):
-    """Settings of tasks from files."""
+def split_of(source: str, default: str) -> tuple[str, str]:
+    """Divides ``PLACE:SPLIT`` into both; without a split it is the default one, of a single file train."""
+    found = re.fullmatch(r"(.+):([\w.+-]+(?:\[.*\])?)", source)
+    if found is not None and not Path(source).exists() and (Path(found[1]).exists() or is_hub(found[1])):
+        return found[1], found[2]
+    return source, default if Path(source).is_dir() or is_hub(source) else "train"
 
-    train_path: Path | None = None
-    """JSONL file with the training examples."""
-    test_path: Path | None = None
-    """JSONL file with the test examples."""
-    gate_path: Path | None = None
-    """JSONL file with the gate examples; null: gate_size examples are taken out of the training file."""
 
-    @model_validator(mode="after")
-    def _has_files(self) -> "FileTaskSettings":
-        files = [field for field in ("train_path", "test_path") if getattr(self, field) is None]
-        if files:
-            raise ValueError(f"task {self.name} needs {' and '.join(files)}: a JSONL file")
-        return self
+def is_hub(place: str) -> bool:
+    """Returns whether a place that is no file or folder names a data set of the Hub."""
+    return (
+        HUB.fullmatch(place) is not None and Path(place).suffix not in {*TABLES, ".jsonl"} and not Path(place).exists()
+    )
 
-    def sources(self) -> tuple[Path | None, Path | None, Path | None]:
-        return self.train_path, self.gate_path, self.test_path
+
+def read_split(place: str, split: str) -> list[tuple[int, dict[str, Any]]]:
+    """Reads a split by the library datasets: (number, row) of every row, from 1 on.
+
+    Raises:
+        UserError: it cannot be read, or the package is missing.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(f"{place}:{split} needs the package datasets: pip install datasets") from error
+    datasets.disable_progress_bars()
+    options = load_options(place)
+    try:
+        return list(enumerate(datasets.load_dataset(**options, split=split), start=1))
+    except Exception as error:  # of readers of many formats
+        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
+        reason = " ".join(str(cause or error).split()) or type(error).__name__
+        raise UserError(f"{place}, split {split}, cannot be read: {reason:.300}") from error
+
+
+def cut(source: str, rows: list[Any], split: str) -> list[Any]:
+    """Takes the part of a file's rows that a split such as ``train[10:20]`` or ``train[:90%]`` names.
+
+    Raises:
+        UserError: it has another form.
+    """
+    found = re.fullmatch(r"train(?:\[(-?\d+)?(%)?:(-?\d+)?(%)?\])?", split)
+    if found is None:
+        raise UserError(f"{source}: a file has the split train and its parts, such as train[:90%], got {split!r}")
+    ends = ((found[1], found[2]), (found[3], found[4]))
+    begin, end = (n and (round(int(n) * len(rows) / 100) if percent else int(n)) for n, percent in ends)
+    return rows[begin:end]
+
+
+def load_options(place: str) -> dict[str, Any]:
+    """Returns the arguments of ``datasets.load_dataset`` for a place; a data set of the Hub is fetched first."""
+    if Path(place).suffix in TABLES:
+        return {"path": TABLES[Path(place).suffix], "data_files": place}
+    hub = HUB.fullmatch(place)
+    if Path(place).is_dir() or hub is None:
+        return {"path": place}
+    folder = snapshot(hub["name"], hub["revision"], kind="dataset", setting="task.train_path", files=None)
+    return {"path": str(folder), "name": hub["config"]}
 
 
 def as_chat(example: Example) -> Example:
@@ -163,8 +238,8 @@ def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
     return rows
 
 
-def text_column(path: Path, number: int, row: dict[str, Any], column: str) -> str:
-    """A column that must be a non-empty string."""
+def text_column(path: str, number: int, row: dict[str, Any], column: str) -> str:
+    """Returns a column that must be a non-empty string."""
     if column not in row:
         raise UserError(f"{path}:{number}: no column {column!r}; the line has {', '.join(map(repr, row)) or 'none'}")
     if not isinstance(row[column], str) or not row[column]:

@@ -1,16 +1,16 @@
-"""Grade-school word problems (Cobbe et al. 2021) from JSONL files with ``question`` and ``answer``."""
+"""Grade-school word problems (Cobbe et al. 2021) with the columns ``question`` and ``answer``."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from decimal import Decimal, InvalidOperation
-from pathlib import Path
+from typing import Any
 
 from pydantic import Field, field_validator
 
 from python_trainer.data import Example, Messages
 from python_trainer.errors import UserError
 from python_trainer.tasks.base import Task, completion_text
-from python_trainer.tasks.files import FileTaskSettings, read_rows, text_column
+from python_trainer.tasks.files import FileTaskSettings, text_column
 
 # The final answer stands after the last "####" (gold answers) or at the start of the last line "A:" (model solutions).
 MARKER = re.compile(r"####|^A:", re.MULTILINE)
@@ -58,21 +58,23 @@ def steps_of(solution: str) -> int:
     return sum(bool(line.strip()) for line in solution.rpartition("####")[0].split("\n"))
 
 
-def read_problems(path: Path, template: str, max_steps: int | None = None) -> list[Example]:
-    """Examples whose prompt is ``template`` with the question filled in; column ``answer`` is the gold solution.
+def read_problems(
+    source: str, rows: Iterable[tuple[int, dict[str, Any]]], template: str, max_steps: int | None = None
+) -> list[Example]:
+    """Makes examples whose prompt is ``template`` with the question filled in; column ``answer`` is the gold solution.
 
     Args:
         max_steps: problems whose solution has more steps are left out.
     """
     examples = []
-    for number, row in read_rows(path):
-        question, answer = (text_column(path, number, row, column) for column in ("question", "answer"))
+    for number, row in rows:
+        question, answer = (text_column(source, number, row, column) for column in ("question", "answer"))
         if final_number(answer) is None:
-            raise UserError(f"{path}:{number}: answer has no final number; allowed: a last line like '#### 18'")
+            raise UserError(f"{source}:{number}: answer has no final number; allowed: a last line like '#### 18'")
         if max_steps is not None and steps_of(answer) > max_steps:
             continue
         prompt, columns = template.replace("{question}", question), {"question": question, "answer": answer}
-        examples.append(Example(prompt, columns, f"{path}:{number}"))
+        examples.append(Example(prompt, columns, f"{source}:{number}"))
     return examples
 
 
@@ -92,8 +94,8 @@ class GSM8KSettings(FileTaskSettings):
             raise ValueError(f'must contain "{{question}}", got {template!r}')
         return template
 
-    def read(self, source: Path) -> tuple[list[Example], list[str]]:
-        problems = read_problems(source, self.prompt_template, self.max_steps_of_solution)
+    def examples(self, source: str, rows: Sequence[tuple[int, dict[str, Any]]]) -> tuple[list[Example], list[str]]:
+        problems = read_problems(source, rows, self.prompt_template, self.max_steps_of_solution)
         if not problems:
             raise UserError(f"max_steps_of_solution {self.max_steps_of_solution} leaves no problem of {source}")
         return problems, []

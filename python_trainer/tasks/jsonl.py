@@ -1,4 +1,4 @@
-"""Prompts from JSONL files and the like, judged by reward functions that the user names."""
+"""Prompts from files or the Hub, judged by reward functions that the user names."""
 
 import inspect
 from collections.abc import Iterable, Sequence, Set
@@ -11,15 +11,14 @@ from python_trainer.data import Example
 from python_trainer.errors import UserError
 from python_trainer.tasks.base import Task
 from python_trainer.tasks.checking import check_names, check_prompt
-from python_trainer.tasks.files import FileTaskSettings, SplitTaskSettings, read_rows
+from python_trainer.tasks.files import PROMPT_COLUMNS, FileTaskSettings
 from python_trainer.tasks.rewards import OF_TRL, REWARDS, about_trl
 
-PROMPT_COLUMNS = ("prompt", "messages")
 
+class JSONLSettings(FileTaskSettings):
+    """Settings of the task. A prompt is a string or a list of chat messages, in the column "prompt" or "messages"."""
 
-class RewardedSettings(SplitTaskSettings):
-    """Settings of tasks whose reward functions the user names."""
-
+    name: str = "jsonl"
     reward: Annotated[str | list[str], REWARDS] = Field([])
     """Reward functions as "module:function"; the module may lie in the current folder. "math" compares the value of an
     answer with column answer by math-verify (pip install math-verify); "reward_model:PATH" asks a
@@ -37,7 +36,7 @@ class RewardedSettings(SplitTaskSettings):
         return [self.reward] if isinstance(self.reward, str) else self.reward
 
     @model_validator(mode="after")
-    def _has_rewards(self) -> "RewardedSettings":
+    def _has_rewards(self) -> "JSONLSettings":
         if not self.rewards:
             raise ValueError(f'task {self.name} needs reward: "math", "module:function", or a list of them')
         if self.reward_weights is not None and len(self.reward_weights) != len(self.rewards):
@@ -69,16 +68,8 @@ class RewardedSettings(SplitTaskSettings):
             accuracy_chosen=self.accuracy is not None,
         )
 
-
-class JSONLSettings(RewardedSettings, FileTaskSettings):
-    """Settings of the task."""
-
-    name: str = "jsonl"
-    prompt_column: str | None = None
-    """Column with the prompt, a string or a list of chat messages; null: "prompt" or "messages"."""
-
-    def read(self, source: Path) -> tuple[list[Example], list[str]]:
-        return read_prompts(source, read_rows(source), (self.prompt_column,) if self.prompt_column else PROMPT_COLUMNS)
+    def examples(self, source: str, rows: Sequence[tuple[int, dict[str, Any]]]) -> tuple[list[Example], list[str]]:
+        return read_prompts(source, rows)
 
 
 def check_columns(name: str, function: Any, examples: Sequence[Example], added: Set[str]) -> None:
@@ -99,9 +90,7 @@ def check_columns(name: str, function: Any, examples: Sequence[Example], added: 
         raise UserError(f"reward function {name} needs column {missing[0]!r}, which {file} lacks; it has {has}")
 
 
-def read_prompts(
-    source: Any, rows: Iterable[tuple[int, dict[str, Any]]], prompt_columns: Sequence[str] = PROMPT_COLUMNS
-) -> tuple[list[Example], list[str]]:
+def read_prompts(source: Any, rows: Iterable[tuple[int, dict[str, Any]]]) -> tuple[list[Example], list[str]]:
     """Examples from numbered rows with a prompt (string or chat messages), and what the user may want to know.
 
     The other columns go to the reward functions; ``source``: what the rows are of, for messages.
@@ -109,10 +98,10 @@ def read_prompts(
     examples: list[Example] = []
     numbers: list[int] = []
     for number, row in rows:
-        column = next((name for name in prompt_columns if name in row), None)
+        column = next((name for name in PROMPT_COLUMNS if name in row), None)
         if column is None:
-            wanted, has = " or ".join(map(repr, prompt_columns)), ", ".join(map(repr, row)) or "none"
-            raise UserError(f"{source}:{number}: no column {wanted}; the line has {has}")
+            wanted, has = " or ".join(map(repr, PROMPT_COLUMNS)), ", ".join(map(repr, row)) or "none"
+            raise UserError(f"{source}:{number}: no column {wanted}; the line has {has} (task.columns can rename them)")
         prompt = row[column]
         check_prompt(f"{source}:{number}", column, prompt)
         columns = {name: value for name, value in row.items() if name != column}

@@ -21,7 +21,7 @@ DEFAULT = "sums"
 TASKS: Registry[type["TaskSettings"]] = Registry(
     "task",
     {
-        "dataset": f"{HOME}.dataset:DatasetSettings",
+        "dataset": f"{HOME}.jsonl:JSONLSettings",
         "gsm8k": f"{HOME}.gsm8k:GSM8KSettings",
         "jsonl": f"{HOME}.jsonl:JSONLSettings",
         "lattice_paths": f"{HOME}.lattice_paths:LatticePathsSettings",
@@ -47,7 +47,7 @@ class TaskSettings(Section):
     train_size: Size | None = None
     """Number of training examples; null: the task's own, for files all."""
     gate_size: Annotated[int, Field(ge=0)] | None = None
-    """Held-out examples for decisions in training; null: the task's own, for files all of gate_path, or none."""
+    """Held-out examples for decisions in training; null: the task's own, for files none."""
     test_size: Size | None = None
     """Number of test examples; null: the task's own, for files all."""
     chat_template_kwargs: dict[str, Any] = Field({})
@@ -74,6 +74,9 @@ class TaskSettings(Section):
         if own := options.keys() & {"tokenize", "add_generation_prompt", "chat_template"}:
             raise ValueError(f"must not hold {min(own)!r}, which the trainer sets")
         return options
+
+    def check_files(self) -> None:
+        """Raises UserError where a file of the settings does not exist; imports nothing heavy."""
 
     def load(self) -> Task:
         """The task.

@@ -16,7 +16,7 @@ from python_trainer.accelerators import ACCELERATORS
 from python_trainer.config import dump_config, load_config
 from python_trainer.errors import UserError
 from python_trainer.run_directory import read_metrics
-from python_trainer.sft import sft_task
+from python_trainer.tasks.settings import load_task
 from python_trainer.tasks.sums import SumsSettings
 from rlkernels.backend import OPS, choose
 from tools.policies import sums as pretrain
@@ -287,10 +287,11 @@ def test_settings_of_the_language_model(word_problems):
     subject = subjects.Gsm8k(Namespace(weights=options["--weights"], data=options["--data"], device="cuda"))
     config = load_config(subject.settings, subject.given())
     command = subject.maker(options["--data"] / "policy", subject.given())
-    lessons = sft_task(load_config(subject.settings, command[command.index("--set") + 1 :]))
+    lessons = load_task(load_config(subject.settings, command[command.index("--set") + 1 :]).task)
     assert [e.prompt for e in lessons.train] == [f"{i}A{i}\n" for i in range(20)], (
         "the whole half that is not trained on"
     )
-    assert config.task.train_half == "second" and not lessons.gate
+    assert len(load_task(config.task.model_copy(update={"train_size": None, "gate_size": 0})).train) == 20
+    assert not lessons.gate
     assert config.accelerators.alpha.gate_prompts <= config.task.gate_size
     assert config.accelerators.alpha.first_step < config.max_steps

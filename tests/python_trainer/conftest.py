@@ -34,6 +34,14 @@ def jsonl_files(tmp_path_factory):
 
 
 @pytest.fixture
+def gate_task(jsonl_files, tmp_path):
+    """Changes of the task that set 6 gate prompts aside and leave 12 to train on."""
+    path = tmp_path / "with_gate.jsonl"
+    path.write_text("".join(file.read_text() for file in jsonl_files))
+    return {"train_path": str(path), "gate_size": 6}
+
+
+@pytest.fixture
 def settings(tiny_policy, jsonl_files):
     return run_settings(tiny_policy, jsonl_files)
 

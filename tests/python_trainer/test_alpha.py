@@ -1,6 +1,7 @@
 """Gated extrapolation: what the gate accepts, what a rejection leaves behind, what a resumed run repeats."""
 
 import copy
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -259,11 +260,10 @@ SETTINGS = {"track_steps": 1, "first_step": 4, "every": 2, "gate_prompts": 6, "m
 
 
 @pytest.fixture
-def alpha_config(make_config, jsonl_files):
+def alpha_config(make_config, gate_task):
     def make(**changes):
-        task = make_config().task.model_dump(mode="json") | {"gate_path": str(jsonl_files[1])}
         settings = SETTINGS | changes.pop("alpha", {})
-        return make_config(**changes, task=task, accelerators={"enabled": ["alpha"], "alpha": settings})
+        return make_config(**changes, task=gate_task, accelerators={"enabled": ["alpha"], "alpha": settings})
 
     return make
 
@@ -346,17 +346,17 @@ def test_a_run_resumes_exactly_before_anything_is_tracked(alpha_config, tmp_path
 
 def test_too_few_gate_prompts_are_named_before_anything_is_loaded(alpha_config, tmp_path):
     config = alpha_config(alpha={"gate_prompts": 7}, model={"path": str(tmp_path / "nowhere")})
-    with pytest.raises(UserError, match=r"gate_prompts: 7 .* the task has 6; .*task\.gate_path.*task\.gate_size"):
+    with pytest.raises(UserError, match=r"gate_prompts: 7 .* the task has 6; .*task\.gate_size"):
         Trainer(config, tmp_path / "run", console=QUIET)
 
 
-def test_gate_prompts_that_are_too_long_are_named_before_the_run(alpha_config, jsonl_files, tmp_path):
-    lines = jsonl_files[1].read_text().splitlines()
-    lines[3] = '{"prompt": "' + "A" * 117 + '"}'  # of 128 tokens 12 are for the answer
-    (tmp_path / "gate.jsonl").write_text("\n".join(lines) + "\n")
+def test_gate_prompts_that_are_too_long_are_named_before_the_run(alpha_config, tmp_path):
     config = alpha_config()
-    config = config.model_copy(update={"task": config.task.model_copy(update={"gate_path": tmp_path / "gate.jsonl"})})
-    with pytest.raises(UserError, match=r"gate\.jsonl:4 has 117 tokens"):
+    path, _, line = config.task.load().gate[3].place.rpartition(":")
+    lines = Path(path).read_text().splitlines()
+    lines[int(line) - 1] = '{"prompt": "' + "A" * 117 + '"}'  # of 128 tokens 12 are for the answer
+    Path(path).write_text("\n".join(lines) + "\n")
+    with pytest.raises(UserError, match=rf"with_gate\.jsonl:{line} has 117 tokens"):
         Trainer(config, tmp_path / "run", console=QUIET)
     assert not (tmp_path / "run").exists()
     off = config.accelerators.model_copy(update={"enabled": []})

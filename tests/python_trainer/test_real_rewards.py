@@ -76,10 +76,9 @@ def test_the_gate_counts_prompts_that_score_higher():
 
 
 @pytest.fixture
-def length_config(make_config, jsonl_files):
+def length_config(make_config, gate_task):
     def make(**changes):
-        task = {"reward": "test_real_rewards:brief", "gate_path": str(jsonl_files[1])}
-        return make_config(task=task, **changes)
+        return make_config(task=gate_task | {"reward": "test_real_rewards:brief"}, **changes)
 
     return make
 

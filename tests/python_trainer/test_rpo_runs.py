@@ -137,7 +137,7 @@ def test_sharing_prefixes_changes_the_tokens_computed_but_not_the_weights(make_c
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
-def test_continued_answers_are_not_taken_for_the_policys_own(make_config, jsonl_files, tmp_path):
+def test_continued_answers_are_not_taken_for_the_policys_own(make_config, gate_task, tmp_path):
     """Neither in rewards and accuracy, nor in what alpha and the database go by."""
     accelerators = {
         "enabled": ["rpo", "alpha", "rhyme"],
@@ -145,7 +145,7 @@ def test_continued_answers_are_not_taken_for_the_policys_own(make_config, jsonl_
         "alpha": {"first_step": 99, "gate_prompts": 6},
         "rhyme": {"database": str(tmp_path / "history.db"), "history_ratio": 0, "rescue": False},
     }
-    config = make_config(max_steps=20, accelerators=accelerators, task={"gate_path": str(jsonl_files[1])},
+    config = make_config(max_steps=20, accelerators=accelerators, task=gate_task,
                          rollout={"prompts_per_step": 2})  # fmt: skip
     trainer = Trainer(config, tmp_path / "run", console=Console(quiet=True))
     seen, original = [], trainer.learner.update

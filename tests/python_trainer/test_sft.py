@@ -164,9 +164,6 @@ def test_errors_name_the_setting_or_the_line(lessons, tmp_path):
 
     refused(r"sft.column: .*train.jsonl:1 has no text or number 'gold'; its columns: answer", sft={"column": "gold"})
     refused("parallel must be none, got ddp", parallel="ddp")
-    arithmetic = {**lessons, "task": {"name": "sums"}, "sft": {"train_half": "first"}}
-    with pytest.raises(UserError, match=r"sft.train_half must be null, as task sums has no halves, got first"):
-        Sft(check_config(arithmetic, source="test"), tmp_path / "run")
     (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "A", "answer": "B\ud83d"}) + "\n")
     refused(r"train.jsonl:1: answer has the lone surrogate '\\ud83d' at character 1, .*; allowed: Unicode text")
     (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "A", "answer": "B" * 200}) + "\n")
@@ -243,12 +240,9 @@ def test_activations_are_recomputed_by_need(lessons, tmp_path, monkeypatch, sett
 
 
 def test_the_halves_of_a_file_are_two(lessons, tmp_path):
-    def prompts(**task):
-        return [e.prompt for e in config_of(lessons, task={**lessons["task"], **task}).task.load().train]
+    def prompts(split):
+        path = f"{lessons['task']['train_path']}{split}"
+        return [e.prompt for e in config_of(lessons, task={**lessons["task"], "train_path": path}).task.load().train]
 
-    assert prompts(train_half="first") + prompts(train_half="second") == prompts() == ["ABC", "D", "FGAB", "HC"]
-    config = config_of(lessons, task={**lessons["task"], "train_half": "second"}, sft={"train_half": "first"})
-    assert len(Sft(config, tmp_path / "run").rows) == 2
-    assert [row.prompt_ids for row in Sft(config, tmp_path / "run").rows] == load_policy(config.model).encode(
-        ["ABC", "D"]
-    )
+    assert prompts(":train[:50%]") == ["ABC", "D"] and prompts(":train[50%:]") == ["FGAB", "HC"]
+    assert prompts("") == ["ABC", "D", "FGAB", "HC"]

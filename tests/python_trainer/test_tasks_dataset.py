@@ -15,7 +15,8 @@ from tokenizers.processors import TemplateProcessing
 from python_trainer.errors import UserError
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
-from python_trainer.tasks.dataset import DatasetSettings
+from python_trainer.tasks.files import split_of
+from python_trainer.tasks.jsonl import JSONLSettings
 from python_trainer.trainer import Trainer
 
 datasets = pytest.importorskip("datasets")
@@ -30,8 +31,9 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "arrow")
 
 
-def settings_of(place, **changes):
-    return DatasetSettings(**{"dataset": str(place), "reward": "tiny:digits", "columns": COLUMNS} | changes)
+def settings_of(train, test=None, **changes):
+    paths = {"train_path": str(train), "test_path": str(test or train)}
+    return JSONLSettings(**paths | {"reward": "tiny:digits", "columns": COLUMNS} | changes)
 
 
 def write(rows, path):
@@ -41,24 +43,24 @@ def write(rows, path):
 
 
 @pytest.mark.parametrize("kind", [".parquet", ".csv", ".jsonl"])
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_folder_of_files(tmp_path, kind, streaming):
+def test_a_folder_of_files(tmp_path, kind):
     """Splits by the names of the files; mapped columns are renamed, others reach the rewards as they are."""
     write(ROWS, tmp_path / f"train{kind}")
     write(ROWS[:2], tmp_path / f"test{kind}")
-    task = settings_of(tmp_path, streaming=streaming, train_size=3, gate_size=2, test_size=1).load()
+    task = settings_of(tmp_path, train_size=3, gate_size=2, test_size=1).load()
     assert len(task.train) == 3 and len(task.gate) == 2 and len(task.test) == 1
-    assert {row.columns["answer"] for row in [*task.train, *task.gate]} <= ({*range(5)} if streaming else {*range(6)})
+    assert {row.columns["answer"] for row in [*task.train, *task.gate]} <= {*range(6)}
     first = task.test[0]
     assert first.prompt == "A" and first.columns == {"answer": 0, "level": "l0"} and first.place == f"{tmp_path}:test:1"
 
 
-def test_splits_cut_out_of_one_file(tmp_path):
-    write(ROWS, tmp_path / "all.parquet")
-    place = {"train_split": "train[:4]", "test_split": "train[4:]", "gate_split": "train[:2]"}
-    task = settings_of(tmp_path / "all.parquet", **place).load()
+@pytest.mark.parametrize("kind", [".parquet", ".jsonl"])
+@pytest.mark.parametrize(("first", "second"), [("train[:4]", "train[4:]"), ("train[:67%]", "train[67%:]")])
+def test_splits_cut_out_of_one_file(tmp_path, kind, first, second):
+    """By the library datasets and, line by line, without it."""
+    write(ROWS, tmp_path / f"all{kind}")
+    task = settings_of(*(f"{tmp_path / 'all'}{kind}:{split}" for split in (first, second))).load()
     assert [[row.columns["answer"] for row in rows] for rows in (task.train, task.test)] == [[0, 1, 2, 3], [4, 5]]
-    assert sorted(row.columns["answer"] for row in task.gate) == [0, 1]
 
 
 def test_messages_lose_the_keys_of_other_messages(tmp_path):
@@ -66,43 +68,60 @@ def test_messages_lose_the_keys_of_other_messages(tmp_path):
     rows = [{"messages": [{"role": "user", "content": "A"}]},
             {"messages": [{"role": "tool", "content": "B", "name": "f"}]}]  # fmt: skip
     write(rows, tmp_path / "train.parquet")
-    found = settings_of(tmp_path / "train.parquet", test_split="train", columns={}).load().train
+    found = settings_of(tmp_path / "train.parquet", columns={}).load().train
     assert [row.prompt for row in found] == [row["messages"] for row in rows]
 
 
+def test_a_place_of_the_hub_may_name_a_configuration_a_revision_and_a_split(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = []
+    monkeypatch.setattr("python_trainer.tasks.files.snapshot", lambda *place, **_: asked.append(place) or tmp_path)
+    monkeypatch.setattr(datasets, "load_dataset", lambda **options: asked.append(options) or ROWS)
+    task = settings_of("someone/sums/main@v1:train[:90%]", "someone/sums").load()
+    assert asked == [
+        ("someone/sums", "v1"), {"path": str(tmp_path), "name": "main", "split": "train[:90%]"},
+        ("someone/sums", None), {"path": str(tmp_path), "name": None, "split": "test"},
+    ]  # fmt: skip
+    assert task.train[0].place == "someone/sums/main@v1:train[:90%]:1" and task.test[0].place == "someone/sums:test:1"
+    assert split_of("a/b.jsonl", "test") == ("a/b.jsonl", "train")  # a file, though there is none
+
+
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("train", "changes", "message"),
     [
-        ({"dataset": "nowhere"}, r"task.dataset: nowhere is no data set here; allowed: a file \(.parquet, .*Hub"),
-        ({"test_split": "tset"}, r'all.csv, split tset, cannot be read: Unknown split "tset"'),
-        ({"columns": {"prompt": "text"}}, "all.csv:train has no column 'text'; it has 'question', 'gold', 'level'"),
-        ({"columns": {"prompt": "gold"}}, "all.csv:train:1: prompt is 0; allowed: a string"),
-        ({"columns": {}}, "all.csv:train:1: no column 'prompt' or 'messages'"),
-        ({"train_size": 7}, "train_size is 7, but .*all.csv:train has 6 examples"),
+        ("all.csv:tset", {}, r'all.csv, split tset, cannot be read: Unknown split "tset"'),
+        ("all.csv", {"columns": {"prompt": "text"}}, "all.csv:train has no column 'text'; it has 'question', 'gold', "),
+        ("all.csv", {"columns": {"prompt": "gold"}}, "all.csv:train:1: prompt is 0; allowed: a string"),
+        ("all.csv", {"columns": {}}, "all.csv:train:1: no column 'prompt' or 'messages'"),
+        ("all.csv", {"train_size": 7}, "train_size is 7, but .*all.csv has 6 examples"),
+        ("all.jsonl:tset", {}, r"all.jsonl:tset: a file has the split train and its parts, such as .*, got 'tset'"),
+        ("all.jsonl:train[6:]", {}, r"all.jsonl:train\[6:\]: no examples"),
     ],
 )
-def test_what_cannot_be_read_is_named(tmp_path, changes, message):
-    write(ROWS, tmp_path / "all.csv")
+def test_what_cannot_be_read_is_named(tmp_path, train, changes, message):
+    for kind in ("csv", "jsonl"):
+        write(ROWS, tmp_path / f"all.{kind}")
     with pytest.raises(UserError, match=message):
-        settings_of(tmp_path / "all.csv", **{"test_split": "train"} | changes).load()
+        settings_of(tmp_path / train, tmp_path / "all.csv", **changes).load()
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dataset": None}, "needs dataset: a file"),
-        ({"streaming": True, "train_size": 3}, "streaming needs train_size and test_size"),
-        (
-            {"streaming": True, "train_size": 3, "test_size": 1, "gate_split": "gate"},
-            "streaming needs gate_size with gate_split, got null",
-        ),
-        ({"columns": {"prompt": "a", "answer": "a"}}, "must name every column of the data set once"),
+        ({"test_path": None}, "task jsonl needs test_path: a file"),
+        ({"columns": {"prompt": "a", "answer": "a"}}, "must name every column of the files once"),
         ({"chat_template_kwargs": {"tokenize": True}}, "must not hold 'tokenize'"),
     ],
 )
 def test_settings_that_do_not_fit(changes, message):
     with pytest.raises(ValueError, match=message):
-        DatasetSettings(**{"dataset": "a/b", "reward": "math"} | changes)
+        JSONLSettings(**{"train_path": "a/b", "test_path": "a/b", "reward": "math"} | changes)
+
+
+def test_files_that_are_not_there_are_named_before_anything_is_read():
+    with pytest.raises(UserError, match="task.train_path: there is no file nowhere; allowed: a file .*owner/name"):
+        settings_of("nowhere").check_files()
+    settings_of("owner/name").check_files()
 
 
 def test_without_the_package_a_line_says_what_to_install(monkeypatch):
@@ -138,13 +157,14 @@ def test_a_run_from_the_cache_of_the_hub(settings, tmp_path):
     home = tmp_path / "home"
     cached(home, "model", "someone/tiny", save_tiny_policy)
     cached(home, "dataset", "someone/sums", lambda f: [write(ROWS, f / f"{s}.jsonl") for s in ("train", "test")])
-    settings["task"] = {"name": "dataset", "dataset": "someone/sums", "reward": "tiny:digits", "columns": COLUMNS}
+    place = {"train_path": "someone/sums", "test_path": "someone/sums"}
+    settings["task"] = {"name": "dataset", "reward": "tiny:digits", "columns": COLUMNS} | place
     settings["model"] |= {"path": "someone/tiny", "revision": COMMIT}
     settings |= {"max_steps": 1}
     done = train(home, settings, tmp_path, HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 1
-    settings["task"]["dataset_revision"] = "v2"
+    settings["task"]["train_path"] = "someone/sums@v2"
     done = train(home, settings, tmp_path / "run", HF_HUB_OFFLINE="1")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "run `hf download someone/sums --repo-type dataset --revision v2` with a network" in done.stderr

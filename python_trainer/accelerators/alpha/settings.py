@@ -103,5 +103,5 @@ class AlphaSettings(AcceleratorSettings):
         if size < self.gate_prompts:
             raise UserError(
                 f"accelerators.alpha.gate_prompts: {self.gate_prompts} held-out prompts are asked for, but the task "
-                f"has {size}; name a file of them in task.gate_path, set more aside by task.gate_size, or ask for fewer"
+                f"has {size}; set more aside by task.gate_size, or ask for fewer"
             )
