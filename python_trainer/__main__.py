@@ -10,10 +10,10 @@ from python_trainer.errors import (
     Interrupted,
     NotFinite,
     UserError,
-    found_by_each,
     hide_passwords,
     is_lost_connection,
     is_out_of_memory,
+    same_errors_on_all_ranks,
     tell,
     tell_error,
 )
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     args = argparse.Namespace(command=None)
     try:
-        with found_by_each():
+        with same_errors_on_all_ranks():
             check_packages()
             from python_trainer.commands import parse_arguments
 

@@ -1,4 +1,4 @@
-"""Callbacks: what somebody else does at certain moments of a run."""
+"""Callbacks: code of the user that runs at certain moments of a run, and trackers of experiments."""
 
 import importlib
 import json
@@ -13,30 +13,30 @@ from python_trainer.registry import Registry
 
 
 class Callback:
-    """Optional methods, of which a subclass has what it needs. ``trainer`` is the run, to be looked at, not changed.
+    """Base class of callbacks; a subclass defines the methods that it needs.
 
-    They are called on the first rank only. An exception ends the run with a message that names the method; steps that
-    are finished are saved first.
+    ``trainer`` is the run; a callback may read it and must not change it. Rank 0 alone calls the methods. An exception
+    ends the run with a message that names the method; the last finished step is saved first.
     """
 
     def on_rollouts(self, trainer: Any, step: int, rollouts: Sequence[Rollout]) -> None:
-        """The answers of a step, scored, as the update will see them."""
+        """Called with the scored rollouts of a step, before the update."""
 
     def on_step(self, trainer: Any, step: int, metrics: Mapping[str, float]) -> None:
-        """After a step: its row of metrics.jsonl, with those of an evaluation where one was due."""
+        """Called after a step with its row of metrics.jsonl, including those of an evaluation if one was due."""
 
     def on_evaluate(self, trainer: Any, step: int, metrics: Mapping[str, float]) -> None:
-        """After an evaluation: ``eval/accuracy`` and so on. Step 0 is before the first step."""
+        """Called after an evaluation with ``eval/accuracy`` and so on; step 0 is before the first step."""
 
     def on_save(self, trainer: Any, step: int, checkpoint: Path) -> None:
-        """After a checkpoint was written."""
+        """Called after a checkpoint was written."""
 
     def on_end(self, trainer: Any, summary: Mapping[str, Any]) -> None:
-        """After a run came to its end: what is in summary.json."""
+        """Called at the end of a run with the contents of summary.json."""
 
 
 class Tracker(Callback):
-    """Sends rows of metrics to an experiment tracker: a module with the functions of Weights & Biases."""
+    """Sends rows of metrics to an experiment tracker whose module has the functions of Weights & Biases."""
 
     module: ClassVar[str]
 
@@ -81,11 +81,11 @@ CALLBACKS: Registry[type[Callback]] = Registry(
 )
 
 
-def made(kind: type[Callback]) -> Callback:
-    """One of these.
+def make_callback(kind: type[Callback]) -> Callback:
+    """Makes a callback of a class.
 
     Raises:
-        UserError: it takes arguments, or fails otherwise.
+        UserError: the class takes arguments, or fails otherwise.
     """
     try:
         return kind()
@@ -97,10 +97,10 @@ def made(kind: type[Callback]) -> Callback:
 
 
 def check_methods(kind: type[Callback]) -> None:
-    """A method that is named like those above but is none of them would never be called.
+    """Checks that every method ``on_...`` is one that would be called.
 
     Raises:
-        UserError: there is one.
+        UserError: a method would never be called.
     """
     known = [name for name in vars(Callback) if name.startswith("on_")]
     for name in dir(kind):
@@ -115,11 +115,11 @@ class Callbacks:
         given: objects, classes without arguments, registered names or ``module:Class``.
 
     Raises:
-        UserError: one cannot be made, or has a method that would never be called.
+        UserError: a callback cannot be made, or has a method that would never be called.
     """
 
     def __init__(self, given: Iterable[Callback | type[Callback] | str]):
-        self.all = [one if isinstance(one, Callback) else made(CALLBACKS.resolve(one)) for one in given]
+        self.all = [one if isinstance(one, Callback) else make_callback(CALLBACKS.resolve(one)) for one in given]
         for one in self.all:
             check_methods(type(one))
 
@@ -127,10 +127,10 @@ class Callbacks:
         return bool(self.all)
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Calls a method of each.
+        """Calls a method of each callback.
 
         Raises:
-            UserError: one raised an exception.
+            UserError: a callback raised an exception.
         """
         for callback in self.all:
             try:

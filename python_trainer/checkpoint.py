@@ -1,6 +1,8 @@
-"""Checkpoints that a kill cannot damage: written aside, flushed, then renamed into place. Nothing is pickled,
-but for the index of what several processes wrote together (``parallel: fsdp2``), as torch.distributed.checkpoint does.
-Each has the checksums of its files, which are compared before anything of it is used.
+"""The files of a checkpoint.
+
+A kill cannot damage a checkpoint: it is written aside, flushed, then renamed into place. Each has checksums of its
+files, which are compared before any of them is used. The only pickled file is the index of the shards that
+torch.distributed.checkpoint writes with ``parallel: fsdp2``.
 """
 
 import hashlib
@@ -21,11 +23,11 @@ from python_trainer.run_directory import publish, usual_mode
 
 PATTERN = re.compile(r"step-(\d+)")
 CHECKSUMS = "checksums.json"
-SHARDS = "shards"  # folder in a checkpoint with what several processes wrote together
+SHARDS = "shards"  # folder in a checkpoint to which all ranks have written
 
 
 def encode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """A JSON value; tensors are moved to ``tensors`` and referred to by name."""
+    """Converts a value to JSON; tensors are moved to ``tensors`` and referred to by name."""
     if isinstance(value, torch.Tensor):
         name = str(len(tensors))
         tensors[name] = value.detach().cpu().contiguous().clone()
@@ -51,26 +53,28 @@ def decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def aside_for(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step is written before it is complete."""
+    """Returns the folder in which the checkpoint of a step is written before it is complete."""
     return folder / f".step-{step:06d}.tmp"
 
 
 def save_checkpoint(folder: Path, step: int, state: Any, *, keep: int, spare: int | None = None) -> Path:
-    """Writes ``folder/step-N``, then removes all but the newest ``keep`` and that of the step ``spare``.
+    """Writes ``folder/step-N``, then removes older checkpoints.
 
     Args:
         state: made of tensors, strings, numbers, lists and dictionaries.
+        keep: how many of the newest checkpoints to keep.
+        spare: step of one more checkpoint to keep; None: no other.
 
     Raises:
-        UserError: it cannot be written, as on a full disk; those of before are as they were.
+        UserError: the checkpoint cannot be written, as on a full disk; the earlier ones are unchanged.
     """
     begin_checkpoint(folder, step, state)
     return finish_checkpoint(folder, step, keep=keep, spare=spare)
 
 
 def begin_checkpoint(folder: Path, step: int, state: Any) -> None:
-    """The part of :func:`save_checkpoint` after which more files may be written into ``aside_for(folder, step)``."""
-    with or_none(folder, step):
+    """Starts a checkpoint; until :func:`finish_checkpoint` more files may be written to ``aside_for(folder, step)``."""
+    with removing_unfinished(folder, step):
         folder.mkdir(parents=True, exist_ok=True)
         for leftover in folder.glob(".*"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -78,9 +82,9 @@ def begin_checkpoint(folder: Path, step: int, state: Any) -> None:
 
 
 def finish_checkpoint(folder: Path, step: int, *, keep: int, spare: int | None = None) -> Path:
-    """The rest of :func:`save_checkpoint`."""
+    """Completes a checkpoint, then removes older ones; see :func:`save_checkpoint`."""
     target = folder / f"step-{step:06d}"
-    with or_none(folder, step):
+    with removing_unfinished(folder, step):
         put_in_place(aside_for(folder, step), target)
     for old in [path for path in list_checkpoints(folder)[:-keep] if step_of(path) != spare]:
         # out of sight in one step, so that a kill in the middle leaves no half of it
@@ -90,8 +94,8 @@ def finish_checkpoint(folder: Path, step: int, *, keep: int, spare: int | None =
 
 
 @contextmanager
-def or_none(folder: Path, step: int) -> Iterator[None]:
-    """What cannot be written within it is a UserError, and leaves nothing of the checkpoint of this step."""
+def removing_unfinished(folder: Path, step: int) -> Iterator[None]:
+    """Within it a write that fails raises UserError and removes the unfinished checkpoint of this step."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -105,7 +109,7 @@ def or_none(folder: Path, step: int) -> Iterator[None]:
 
 
 def write_aside(aside: Path, state: Any) -> None:
-    """Into a new folder."""
+    """Writes a state to a new folder."""
     aside.mkdir()
     tensors: dict[str, torch.Tensor] = {}
     (aside / "state.json").write_text(json.dumps(encode(state, tensors)), encoding="utf-8")
@@ -113,14 +117,14 @@ def write_aside(aside: Path, state: Any) -> None:
 
 
 def put_in_place(aside: Path, target: Path) -> None:
-    """Completes what was written aside, and renames it."""
+    """Adds the checksums to a folder that was written aside, and renames it."""
     (aside / CHECKSUMS).write_text(json.dumps(checksums(aside), indent=1) + "\n", encoding="utf-8")
     usual_mode(aside)
     publish(aside, target)
 
 
 def checksums(checkpoint: Path) -> dict[str, str]:
-    """Path within the checkpoint -> SHA-256, of all its files but the one that holds them."""
+    """Returns path within the checkpoint -> SHA-256, of all files but the one that holds them."""
     found = {}
     for path in sorted(checkpoint.rglob("*")):
         if path.is_file() and path.name != CHECKSUMS:
@@ -130,18 +134,18 @@ def checksums(checkpoint: Path) -> dict[str, str]:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
+    """Returns the complete checkpoints, oldest first."""
     found = [path for path in folder.glob("step-*") if PATTERN.fullmatch(path.name)] if folder.is_dir() else []
     return sorted(found, key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step after which it was saved."""
+    """Returns the step after which a checkpoint was saved."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def load_checkpoint(path: Path) -> Any:
-    """The state that was saved; what several processes wrote in shards is left out (``distributed.shard_files``).
+    """Returns the state that was saved, without shards (``distributed.shard_files`` reads those).
 
     Raises:
         UserError: files are missing or damaged.
@@ -157,10 +161,10 @@ def load_checkpoint(path: Path) -> Any:
 
 
 def load_newest(folder: Path, tell: Callable[[str], None]) -> tuple[Path, Any] | None:
-    """The newest checkpoint that is not damaged, and its state; None where there is no checkpoint at all.
+    """Returns the newest checkpoint that is not damaged, and its state; None if there is no checkpoint at all.
 
     Raises:
-        UserError: all are damaged. A run never begins anew because of that.
+        UserError: all checkpoints are damaged. A run never starts anew because of that.
     """
     problems: list[str] = []
     for path in reversed(list_checkpoints(folder)):
@@ -178,7 +182,7 @@ def load_newest(folder: Path, tell: Callable[[str], None]) -> tuple[Path, Any] |
 
 
 def set_aside_later(folder: Path, step: int) -> None:
-    """Renames checkpoints of later steps to ``damaged-step-N``: a run that goes on from this one passed them over."""
+    """Renames checkpoints of later steps to ``damaged-step-N``: the run could not be resumed from them."""
     for path in list_checkpoints(folder):
         if step_of(path) > step:
             target = path.with_name(f"damaged-{path.name}")

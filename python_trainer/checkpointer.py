@@ -262,7 +262,7 @@ class Checkpointer:
         self.notify("on_save", step, folder / f"step-{step:06d}")
 
     def _progress(self, *, lasting: bool = False) -> dict[str, Any]:
-        """Return everything in a checkpoint but weights and moments.
+        """Returns everything in a checkpoint but weights and moments.
 
         Args:
             lasting: copy it, so that the step which follows cannot change it.
@@ -313,7 +313,7 @@ class Checkpointer:
         self.ranks.first(None)  # none ends before: torchrun then ends the others, even one that is still writing
 
     def newest(self) -> str:
-        """Tell which step a resumed run would go on from."""
+        """Tells which step a resumed run would go on from."""
         return f"step {self.saved_step} is saved: --resume goes on from it" if self.saved_step else "no step is saved"
 
     def save_model(self) -> None:

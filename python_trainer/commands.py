@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from python_trainer.accelerators import ACCELERATORS
 from python_trainer.config import changed_settings, describe_settings, load_config
-from python_trainer.errors import UserError, after_the_first, found_by_each, tell
+from python_trainer.errors import UserError, same_errors_on_all_ranks, tell, wait_for_first_rank
 from python_trainer.registry import load
 from python_trainer.removed import REMOVED
 from python_trainer.run_directory import check_output_dir
@@ -38,7 +38,7 @@ class Parser(argparse.ArgumentParser):
     """Reports errors on the first process of a host before others end it."""
 
     def error(self, message: str) -> NoReturn:
-        after_the_first()
+        wait_for_first_rank()
         super().error(message)
 
 
@@ -228,7 +228,7 @@ def run_probe(args: argparse.Namespace) -> None:
 
 def load_run(args: argparse.Namespace) -> "Config":
     """Reads the settings of a run; finds mistakes in them or in its folder before torch loads, which takes seconds."""
-    with found_by_each():
+    with same_errors_on_all_ranks():
         config = load_config(args.config, args.overrides)
         check_files(config)
         check_output_dir(args.output_dir)

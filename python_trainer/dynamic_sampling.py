@@ -45,7 +45,7 @@ class StepSampler:
                 (self.kept if len(set(merits(members))) > 1 else self.dropped).append(members)
 
     def rollouts(self) -> list[Rollout]:
-        """Return the rollouts to train on.
+        """Returns the rollouts to train on.
 
         With dynamic sampling these are ``prompts_per_step`` groups, numbered from 0: groups with a spread first, then
         dropped ones if there are too few. Stored answers come on top.
@@ -57,7 +57,7 @@ class StepSampler:
         return [replace(rollout, group=number) for number, group in numbered for rollout in group]
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics ``sampling/rounds`` and ``sampling/kept_groups``, a share; none of a single round."""
+        """Returns the metrics ``sampling/rounds`` and ``sampling/kept_groups``, a share; none of a single round."""
         if not self.settings.dynamic_sampling:
             return {}
         drawn = len(self.kept) + len(self.dropped)

@@ -16,18 +16,21 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class UserError(Exception):
-    """A wrong setting, file, model or reward function; exit code 2. The message says its value and what is allowed."""
+    """Mistake of the user: a setting, file, model or reward function; exit code 2.
+
+    The message names its value and what is allowed.
+    """
 
 
 class Interrupted(Exception):
-    """The run was asked to stop, and has saved everything; exit code 0."""
+    """A signal stopped the run, which has saved everything; exit code 0."""
 
 
 class NotFinite(Exception):
-    """NaN or infinity in an update, which was not applied.
+    """An update with NaN or infinity, which was not applied.
 
     Attributes:
-        samples: indices, within the step, of the answers that alone cause it; empty when no single one does.
+        samples: indices, within the step, of the rollouts that each cause it alone; empty if no single one does.
     """
 
     def __init__(self, what: str, samples: Sequence[int] = ()):
@@ -36,19 +39,19 @@ class NotFinite(Exception):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Python's, that of C++, torch's on a CPU or torch's on a GPU."""
+    """Whether memory ran out: in Python, in C++, or in torch on a CPU or GPU."""
     said = ("can't allocate memory", "Cannot allocate memory", "not enough memory", "out of memory", "bad_alloc")
     return isinstance(error, MemoryError) or any(text in str(error) for text in said)
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether another process of the run has ended, as gloo or NCCL notice it."""
+    """Whether gloo or NCCL noticed that another rank has ended."""
     said = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
     return os.environ.get("WORLD_SIZE", "1") != "1" and any(text in str(error) for text in said)
 
 
 def kind_of(error: BaseException) -> type[Exception] | None:
-    """Which error that ends a run in one line it is, for another process to raise; None: it is none of them."""
+    """Returns the class that another rank raises for this error; None if it does not end a run in one line."""
     for kind in (UserError, NotFinite):
         if isinstance(error, kind):
             return kind
@@ -56,45 +59,46 @@ def kind_of(error: BaseException) -> type[Exception] | None:
 
 
 def hide_passwords(text: str) -> str:
-    """With *** for the password of every URL in it: of ``scheme://user:password@host`` and of ``?password=``."""
+    """Replaces passwords in URLs by ***: in ``scheme://user:password@host`` and ``?password=``."""
     text = re.sub(r"(://[^:/@\s]*:)[^@\s]*@", r"\1***@", text)
     return re.sub(r"([?&]password=)[^&\s'\"]*", r"\1***", text)
 
 
 def tell(message: str) -> None:
-    """Once, whatever the number of processes that torchrun started."""
+    """Prints a message on standard error, on rank 0 only."""
     if int(os.environ.get("RANK", 0)) == 0:
         print(message, file=sys.stderr)
 
 
-def after_the_first() -> None:
-    """Lets the first process of a host tell before this one, which torchrun ends when that one has ended.
+def wait_for_first_rank() -> None:
+    """Waits on all ranks but the first of a host, so that one message is printed and not one per rank.
 
-    For errors that all find before they know of one another. What one alone finds is told a little later.
+    torchrun ends the other ranks as soon as the first has failed. For errors that are raised on every rank before the
+    process group exists.
     """
     if int(os.environ.get("LOCAL_RANK", 0)) > 0:
         time.sleep(HEAD_START)
 
 
 @contextmanager
-def found_by_each() -> Iterator[None]:
-    """Within it every process finds the same errors, each by itself; of a host the first one tells."""
+def same_errors_on_all_ranks() -> Iterator[None]:
+    """Within it every rank finds the same errors by itself; the first rank of a host reports them."""
     try:
         yield
     except UserError:
-        after_the_first()
+        wait_for_first_rank()
         raise
 
 
 def mark_shared(error: BaseException) -> None:
-    """Marks an error that all ranks raise together, each as an object of its own."""
+    """Marks an error that all ranks raise together."""
     error.shared = True  # type: ignore[attr-defined]
 
 
 def is_shared(error: BaseException | None) -> bool:
-    """Whether all ranks raise it together, or what it was raised from."""
+    """Whether all ranks raise this error together, or the error that it was raised from."""
     while error is not None:
-        # loss and norm are sums over all ranks; what one alone samples from is raised together
+        # loss and norm are sums over all ranks; a rank that cannot sample raises together with the others
         if isinstance(error, NotFinite) or getattr(error, "shared", False):
             return True
         error = error.__cause__
@@ -102,7 +106,7 @@ def is_shared(error: BaseException | None) -> bool:
 
 
 def tell_error(error: BaseException, message: str) -> None:
-    """Of an error that all ranks raise together the first tells; of others each that has one, by its number."""
+    """Prints an error: rank 0 alone if all ranks raise it together, else every rank that has one, with its number."""
     if is_shared(error):
         tell(f"error: {message}")
         return
@@ -112,10 +116,12 @@ def tell_error(error: BaseException, message: str) -> None:
 
 
 class StopSignal:
-    """Within it the first signal is noted; the next raises KeyboardInterrupt, as Ctrl-C does without it.
+    """Notes the first Ctrl-C or SIGTERM, so that the step can finish; the next one raises KeyboardInterrupt.
 
-    Signals reach the main thread only; in any other one this does nothing. ``loud`` says on standard error that one
-    came.
+    Signals reach the main thread only; in any other thread this does nothing.
+
+    Args:
+        loud: print on standard error that a signal came.
 
     Attributes:
         name: of the signal that came, None before.

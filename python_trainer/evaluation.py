@@ -17,27 +17,27 @@ from python_trainer.run_state import Clock, RunState
 from python_trainer.scoring import Scorer
 from python_trainer.tasks.rewards import Scores, partial_values
 
-# metrics of all test sets, and how often each prompt of the task's own was answered right
+# metrics of all test sets, and the share of right answers to each prompt of the test split
 Evaluated = tuple[Mapping[str, float], Sequence[float]]
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Probability that one of ``k`` answers at least is right, without bias (Chen et al. 2021, arXiv 2107.03374).
+    """Estimates without bias how likely one of ``k`` answers is right (Chen et al. 2021, arXiv 2107.03374).
 
     Args:
-        samples: answers that were judged, at least ``k``.
-        right: how many of them were right.
+        samples: number of judged answers, at least ``k``.
+        right: how many of them are right.
     """
     return 1 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
 def by_prompt(values: Sequence[float], samples: int) -> list[float]:
-    """The mean over the ``samples`` answers to each prompt, which come one after the other."""
+    """Returns the mean over the ``samples`` answers to each prompt, which are side by side."""
     return [fmean(values[i : i + samples]) for i in range(0, len(values), samples)]
 
 
 def metrics_of(scores: Scores, sampling: EvaluationSampling) -> dict[str, float]:
-    """``accuracy``, ``reward`` (raw) and ``pass@k`` of the answers to a test set."""
+    """Returns ``accuracy``, ``reward`` (raw) and ``pass@k`` of the answers to a test set."""
     size = sampling.samples
     counts = [round(share * size) for share in by_prompt(scores.accuracy, size)]
     passed = {f"pass@{k}": fmean(pass_at_k(size, right, k) for right in counts) for k in sampling.pass_at}
@@ -45,7 +45,7 @@ def metrics_of(scores: Scores, sampling: EvaluationSampling) -> dict[str, float]
 
 
 def first_rows(limit: int | None) -> range | None:
-    """Return the numbers of the first prompts of a split; None: all of them."""
+    """Returns the numbers of the first prompts of a split; None: all of them."""
     return None if limit is None else range(limit)
 
 
@@ -110,7 +110,7 @@ class Evaluator:
         return dict(row)
 
     def evaluate_each(self, split: str, rows: range | None = None) -> list[float]:
-        """Return for each prompt of a split 1 if it was answered right, else 0; with several samples their mean.
+        """Returns for each prompt of a split 1 if it was answered right, else 0; with several samples their mean.
 
         Where no answer is simply right or wrong, the raw reward takes the place of 1 and 0.
         """
@@ -118,7 +118,7 @@ class Evaluator:
         return by_prompt(scores.accuracy if scores.merit is None else scores.merit, asked.samples)
 
     def answer_split(self, split: str, rows: range | None = None) -> Scores:
-        """Return the scores of answers to the prompts of a split.
+        """Returns the scores of answers to the prompts of a split.
 
         Args:
             rows: numbers of the prompts; None: all of them.
@@ -128,7 +128,7 @@ class Evaluator:
         return scores
 
     def answer_set(self, asked: PromptSet, rows: range | None = None) -> Scores:
-        """Return the scores of answers to prompts; all answers to one prompt are side by side.
+        """Returns the scores of answers to prompts; all answers to one prompt are side by side.
 
         Args:
             rows: numbers of the prompts; None: all of them.

@@ -1,4 +1,4 @@
-"""Models and data sets of the Hugging Face Hub, as folders in its cache."""
+"""Models and data sets of the Hugging Face Hub."""
 
 import re
 from collections.abc import Sequence
@@ -16,16 +16,16 @@ def is_hub_id(name: str) -> bool:
 def snapshot(
     name: str, revision: str | None, *, kind: Literal["model", "dataset"], setting: str, files: Sequence[str] | None
 ) -> Path:
-    """The folder of a repository's files, downloaded unless the cache has them; without a network, what the cache has.
+    """Downloads a repository unless it is cached -> its folder in the cache.
 
     Args:
         name: ``owner/name``.
         revision: branch, tag or commit; None: the default branch.
-        setting: that names it, for messages.
+        setting: the setting that names the repository, for messages.
         files: patterns of the files that are needed; None: all.
 
     Raises:
-        UserError: there is no such repository, or it is neither cached nor within reach.
+        UserError: there is no such repository, or it is not cached and the Hub cannot be reached.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled

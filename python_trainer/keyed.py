@@ -1,4 +1,4 @@
-"""Randomness that is a function of its key, never of what ran before: nothing to save, nothing to restore."""
+"""Random numbers that depend on their key alone, never on earlier calls: there is no state to save."""
 
 import hashlib
 from collections.abc import Sequence
@@ -7,15 +7,15 @@ import torch
 
 
 def keyed_seed(*key: int | str) -> int:
-    """A 63-bit seed from a key such as (run seed, step)."""
+    """Returns a 63-bit seed from a key such as (run seed, step)."""
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def prompt_order(seed: int, first: int, count: int, size: int) -> list[int]:
-    """Entries ``first`` .. ``first + count - 1`` of an endless run through ``size`` prompts.
+    """Returns entries ``first`` .. ``first + count - 1`` of an endless sequence of prompt numbers.
 
-    Every epoch visits each prompt once, in an order of its own.
+    Every epoch visits each of ``size`` prompts once, in an order of its own.
     """
     order: list[int] = []
     for epoch in range(first // size, (first + count - 1) // size + 1):
@@ -26,10 +26,10 @@ def prompt_order(seed: int, first: int, count: int, size: int) -> list[int]:
 
 
 def keyed_choice(options: Sequence, *key: int | str):
-    """One of the options, uniformly."""
+    """Returns one of the options, uniformly."""
     return options[keyed_seed(*key) % len(options)]
 
 
 def keyed_unit(*key: int | str) -> float:
-    """A number in [0, 1)."""
+    """Returns a number in [0, 1)."""
     return keyed_seed(*key) / 2.0**63

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from python_trainer.algorithms.settings import AlgorithmConfig
+from python_trainer.batch import Batch, MetricSums, Minibatch
 from python_trainer.data import Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.errors import NotFinite
@@ -18,7 +19,6 @@ from python_trainer.model.packing import Packed
 from python_trainer.model.policy import Policy
 from python_trainer.model.settings import CriticConfig, OptimizerConfig
 from python_trainer.model.tensors import load_weights, local
-from python_trainer.objective import MetricSums, Objective, Ragged, StepBatch, make_batch, set_advantages
 
 
 def bytes_to_come(
@@ -73,11 +73,11 @@ class Learner:
         if algorithm.judge.critic:
             self.critic = Critic(policy, critic, optimizer, copied=self.ranks.copy, shard=self.ranks.shard)
         self.optimizer = PolicyOptimizer(policy.model, optimizer)
-        self.objective = Objective(algorithm, max_completion_length)
+        self.max_completion_length = max_completion_length
         self.changed = False
 
     def update(self, rollouts: Sequence[Rollout], number: int) -> dict[str, float]:
-        """All optimizer steps on the answers of step ``number`` -> metrics.
+        """Takes all optimizer steps on the rollouts of step ``number`` -> metrics.
 
         Raises:
             NotFinite: NaN or infinity in loss or gradients.
@@ -85,97 +85,88 @@ class Learner:
         return self._update(rollouts, learning_rate(self.settings, number, self.max_steps))
 
     def rehearse(self, rollouts: Sequence[Rollout], rise: float) -> dict[str, float]:
-        """:meth:`update` of the policy alone, by stored answers: of right ones a critic would learn that all are right.
+        """Takes the optimizer steps of :meth:`update` on stored answers alone, without the critic.
+
+        All of them are right: a critic would learn that all answers are.
 
         Args:
             rise: share of the full learning rate, at most 1.
         """
-        return self._update(rollouts, self.settings.learning_rate * min(rise, 1.0), criticised=False)
+        return self._update(rollouts, self.settings.learning_rate * min(rise, 1.0), train_critic=False)
 
-    def _update(self, rollouts: Sequence[Rollout], lr: float, *, criticised: bool = True) -> dict[str, float]:
+    def _update(self, rollouts: Sequence[Rollout], lr: float, *, train_critic: bool = True) -> dict[str, float]:
         algorithm = self.algorithm
-        batch = make_batch(rollouts, algorithm, self.policy.device)
-        minibatches = self._minibatches(rollouts)
-        metrics, norms, trained = MetricSums(batch.rewards.device), list[float](), 0
+        batch = Batch(rollouts, algorithm, self.max_completion_length, self.policy.device)
+        metrics, norms, tokens = MetricSums(self.policy.device), list[float](), 0
         with self.policy.packed_attention():
-            self._look_before(batch)
-            row = set_advantages(batch, algorithm)
-            if not criticised:
+            self._record_before(batch)
+            row = batch.set_advantages()
+            if not train_critic:
                 batch.returns = None
-            # of one rank: sums on a GPU have no order, and all must cut the step into the same micro-batches
-            teaches = self.ranks.first(self._teaching(batch))
-            steps = [
-                # one sample at least, so that there is a gradient, be it 0
-                (minibatch, [index for index in minibatch if teaches[index]] or minibatch[:1])
-                for minibatch in minibatches
-                if batch.loss_tokens[minibatch].any()  # else every answer was truncated and is masked
-            ]
-            if steps and batch.old is None and algorithm.num_iterations * len(minibatches) > 1:
-                self._remember_logprobs(batch, [index for _, samples in steps for index in samples])
-            for minibatch, samples in steps * algorithm.num_iterations:
-                loss, tokens = self._pass(batch, minibatch, samples, metrics)
-                trained += tokens
-                norms.append(self._step(lr, float(self.ranks.sum(loss)), batch, minibatch, samples))
+            # rank 0 decides: sums on a GPU have no fixed order, and all ranks must cut the same micro-batches
+            trained = self.ranks.first(self._have_gradient(batch))
+            minibatches = list(batch.minibatches(trained))
+            if minibatches and batch.old is None and algorithm.num_iterations * len(batch.split()) > 1:
+                self._record_logprobs(batch, [index for minibatch in minibatches for index in minibatch.samples])
+            for minibatch in minibatches * algorithm.num_iterations:
+                loss, passed = self._pass(minibatch, metrics)
+                tokens += passed
+                norms.append(self._step(lr, float(self.ranks.sum(loss)), minibatch))
         self.changed = True  # or will be, by an accelerator
         row = metrics.means(len(norms), self.ranks) | row
         if norms:
             row["grad_norm"] = sum(norms) / len(norms)
-        return row | {"learning_rate": lr, "tokens/trained": int(self.ranks.sum(torch.tensor(trained)))}
+        return row | {"learning_rate": lr, "tokens/trained": int(self.ranks.sum(torch.tensor(tokens)))}
 
-    def _teaching(self, batch: StepBatch) -> list[bool]:
-        """Which samples have a gradient: without an advantage there is none, and no pass."""
+    def _have_gradient(self, batch: Batch) -> list[bool]:
+        """Tells of each sample whether it has a gradient; samples without need no pass."""
         algorithm = self.algorithm
         kl_in_loss = self.reference is not None and not algorithm.use_kl_in_reward
         if self.critic is not None or algorithm.entropy_coef or kl_in_loss:
             return [True] * len(batch.rollouts)
-        assert batch.advantages is not None
-        return ((batch.advantages.padded() != 0).any(1) & batch.in_loss).tolist()
+        return batch.have_advantage()
 
-    def _pass(
-        self, batch: StepBatch, minibatch: Sequence[int], samples: Sequence[int], metrics: MetricSums
-    ) -> tuple[torch.Tensor, int]:
-        """Samples of a minibatch, forwards and backwards -> their share of the loss, their tokens."""
+    def _pass(self, minibatch: Minibatch, metrics: MetricSums) -> tuple[torch.Tensor, int]:
+        """Runs forward and backward passes over a minibatch -> this rank's share of its loss, and its tokens."""
         total, tokens = torch.zeros((), device=self.policy.device), 0
-        for packed in self._packs(batch, samples):
-            loss, seen = self._loss(packed, batch, minibatch)
+        for packed in self._packs(minibatch.batch, minibatch.samples):
+            loss, counted = self._loss(packed, minibatch)
             loss.backward()
             total += loss.detach()
-            metrics.add(seen)
+            metrics.add(counted)
             tokens += packed.input_ids.numel()
         return total, tokens
 
-    def _loss(self, packed: Packed, batch: StepBatch, minibatch: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Loss and metrics of a micro-batch, from one forward pass."""
+    def _loss(self, packed: Packed, minibatch: Minibatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns loss and metrics of a micro-batch, from one forward pass."""
         logprobs, entropy, states = self.policy.score_with_states(packed, self.temperature)
         values = self.critic(packed, states) if self.critic else None
-        return self.objective.loss(packed, logprobs, entropy, batch, minibatch, values)
+        return minibatch.loss(packed, logprobs, entropy, values)
 
-    def _step(
-        self, lr: float, loss: float, batch: StepBatch, minibatch: Sequence[int], samples: Sequence[int]
-    ) -> float:
-        """One optimizer step, if everything is finite -> norm of the policy's gradient."""
+    def _step(self, lr: float, loss: float, minibatch: Minibatch) -> float:
+        """Takes one optimizer step, if everything is finite -> norm of the policy's gradient."""
         try:
             if not math.isfinite(loss):
                 raise NotFinite(f"the loss is {loss}")
             self.ranks.sum_gradients(self.policy.model, list(self.optimizer.masters.values()))
             norm = self.optimizer.step(lr)
             self.changed = True
-            if self.critic is not None and batch.returns is not None:
+            if self.critic is not None and minibatch.batch.returns is not None:
                 self.ranks.sum_gradients(self.critic, list(self.critic.optimizer.masters.values()))
                 self.critic.step(lr)
             return norm
         except NotFinite as error:
-            raise NotFinite(str(error), self._culprits(batch, minibatch, samples)) from error
+            raise NotFinite(str(error), self._find_not_finite(minibatch)) from error
 
-    def _culprits(self, batch: StepBatch, minibatch: Sequence[int], samples: Sequence[int]) -> list[int]:
-        """Those of a minibatch's ``samples``, which had a pass, whose own loss or gradient is not finite."""
+    def _find_not_finite(self, minibatch: Minibatch) -> list[int]:
+        """Returns the samples of a minibatch whose own loss or gradient is not finite."""
         optimizers = [self.optimizer, *([self.critic.optimizer] if self.critic is not None else [])]
         weights = [weight for optimizer in optimizers for weight in optimizer.masters.values()]
         found = []
-        for index in samples:
+        for index in minibatch.samples:
             for weight in weights:
                 weight.grad = None
-            loss, _ = self._loss(batch.pack([index]).to(self.policy.device), batch, minibatch)
+            loss, _ = self._loss(minibatch.batch.pack([index]).to(self.policy.device), minibatch)
             loss.backward()
             seen = [loss, *(local(w.grad) for w in weights if w.grad is not None)]
             if self.ranks.any(not all(bool(x.isfinite().all()) for x in seen)):
@@ -184,35 +175,34 @@ class Learner:
             weight.grad = None
         return found
 
-    def _packs(self, batch: StepBatch, samples: Sequence[int]) -> Iterator[Packed]:
-        """This rank's micro-batches of these samples."""
+    def _packs(self, batch: Batch, samples: Sequence[int]) -> Iterator[Packed]:
+        """Yields this rank's micro-batches of these samples."""
         share, longest = self.settings.share_prefixes, self.settings.micro_batch_tokens
         for part, counts in self.ranks.micro_batches(batch.rollouts, samples, longest, share=share):
             packed = batch.pack(part, share=share)
             yield (packed if counts else packed.without_tokens()).to(self.policy.device)
 
     @torch.no_grad()
-    def _look_before(self, batch: StepBatch) -> None:
-        """Records what advantages and loss need of every sample: log-probabilities of both models, values."""
-        temperature, reference = self.temperature, self.reference
-        lengths = [len(rollout.response_ids) for rollout in batch.rollouts]
+    def _record_before(self, batch: Batch) -> None:
+        """Records what advantages and loss need before the update: log-probabilities of both models, values."""
+        every = range(len(batch.rollouts))
         if self.critic is not None or self.algorithm.use_kl_in_reward:
-            batch.values = Ragged(lengths, self.policy.device) if self.critic is not None else None
-            self._remember_logprobs(batch, range(len(lengths)))
-        if reference is not None:
-            batch.reference = Ragged(lengths, self.policy.device)
-            with reference.packed_attention():
-                for packed in self._packs(batch, range(len(lengths))):
-                    batch.reference.put(packed, reference.score(packed, temperature)[0])
+            batch.values = batch.record() if self.critic is not None else None
+            self._record_logprobs(batch, every)
+        if self.reference is not None:
+            batch.reference = batch.record()
+            with self.reference.packed_attention():
+                for packed in self._packs(batch, every):
+                    batch.reference.put(packed, self.reference.score(packed, self.temperature)[0])
             batch.reference.flat = self.ranks.merge(batch.reference.flat)
 
     @torch.no_grad()
-    def _remember_logprobs(self, batch: StepBatch, samples: Sequence[int]) -> None:
+    def _record_logprobs(self, batch: Batch, samples: Sequence[int]) -> None:
         """Records log-probabilities before the update, with a critic its values too.
 
-        Of a single optimizer step they are those of its own pass, unless advantages need them earlier.
+        A single optimizer step takes them from its own pass, unless advantages need them earlier.
         """
-        batch.old = Ragged([len(rollout.response_ids) for rollout in batch.rollouts], self.policy.device)
+        batch.old = batch.record()
         for packed in self._packs(batch, samples):
             logprobs, _, states = self.policy.score_with_states(packed, self.temperature)
             batch.old.put(packed, logprobs)
@@ -221,20 +211,6 @@ class Learner:
         for recorded in (batch.old, batch.values):
             if recorded is not None:
                 recorded.flat = self.ranks.merge(recorded.flat)
-
-    def _minibatches(self, rollouts: Sequence[Rollout]) -> list[list[int]]:
-        """Sample indices per optimizer step; the samples of a group stay side by side, groups of like length too."""
-        groups: dict[int, list[int]] = {}
-        for index, rollout in enumerate(rollouts):
-            groups.setdefault(rollout.group, []).append(index)
-
-        def longest(group: list[int]) -> int:
-            return max(len(rollouts[index].response_ids) for index in group)
-
-        parts = self.algorithm.num_minibatches
-        members = list(groups.values())
-        split = [sorted(members[part::parts], key=longest) for part in range(parts)]
-        return [[index for group in part for index in group] for part in split if part]
 
     def state_dict(self) -> dict[str, Any]:
         """Weights and moments."""

@@ -27,12 +27,12 @@ SAMPLE_STEPS = 64  # steps left there when it is thinned out, at twice as many
 
 
 def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Metrics of a step's answers, by TRL's names. ``reward_std`` is the mean deviation within groups.
+    """Returns metrics of a step's rollouts, by TRL's names. ``reward_std`` is the mean deviation within groups.
 
-    Rewards and accuracy are of answers that the policy has begun itself, and missing where there are none: those that
-    go on from a given beginning have ``continued/`` ones, since most of a right beginning's are right. Stored answers
-    count in the deviations, which decide whether a group teaches anything, and nowhere else; those that no group
-    judges not even there. Where all are stored nothing is told of lengths.
+    - Rewards and accuracy cover rollouts that the policy generated from their first token on; without any they are
+      missing. Rollouts with a given prefix have ``continued/`` metrics: most continuations of a right prefix are right.
+    - Stored answers count in the deviations alone, which decide whether a group teaches anything; stored answers that
+      are judged against a chance do not count at all. If all rollouts are stored, there are no lengths.
     """
     rollouts = [rollout for rollout in rollouts if rollout.expected is None]
     rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
@@ -68,7 +68,7 @@ def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def reward_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Of the rewards of these answers; empty without any."""
+    """Returns metrics of the rewards of these rollouts; empty without any."""
     if not rollouts:
         return {}
     row = {
@@ -86,12 +86,15 @@ def reward_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 def choose_samples(
     rollouts: Sequence[Rollout],
     decode: Callable[[Sequence[int]], str],
-    asked: Callable[[Rollout], str] | None = None,
+    prompt_text: Callable[[Rollout], str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Up to SAMPLES answers of a step for samples.jsonl: a right one and a wrong one if there are, then of others.
+    """Chooses up to SAMPLES rollouts of a step for samples.jsonl: a right and a wrong one first, then of other prompts.
 
-    Where nothing is right or wrong, the best and the worst take their places, and the accuracy is None. ``asked`` gives
-    the prompt that an answer is to, as people wrote it; None: its tokens, decoded.
+    If nothing is right or wrong, the best and the worst take their places, and the accuracy is None.
+
+    Args:
+        decode: token ids -> text.
+        prompt_text: rollout -> its prompt as written; None: its tokens, decoded.
     """
     fresh = [rollout for rollout in rollouts if rollout.importance_cap is None]
     worth = merits(fresh)
@@ -101,7 +104,7 @@ def choose_samples(
     chosen = list(dict.fromkeys([*pair, *others, *range(len(fresh))]))[:SAMPLES]
     return [
         {
-            "prompt": (asked(rollout) if asked else decode(rollout.prompt_ids))[:SAMPLE_CHARACTERS],
+            "prompt": (prompt_text(rollout) if prompt_text else decode(rollout.prompt_ids))[:SAMPLE_CHARACTERS],
             "given": decode(rollout.response_ids[: rollout.prefix_len])[:SAMPLE_CHARACTERS],
             "answer": rollout.text[:SAMPLE_CHARACTERS],
             "reward": finite(rollout.reward),
@@ -115,7 +118,7 @@ def choose_samples(
 
 
 def thin_samples(lines: Sequence[str]) -> list[str]:
-    """The lines of samples.jsonl, one per step: at most SAMPLE_STEPS of them, evenly spaced, and the newest."""
+    """Returns at most SAMPLE_STEPS of the lines of samples.jsonl, one per step, evenly spaced, and the newest."""
     steps = [json.loads(line)["step"] for line in lines]
     stride = 1
     while sum(step % stride == 0 for step in steps) > SAMPLE_STEPS:
@@ -123,8 +126,8 @@ def thin_samples(lines: Sequence[str]) -> list[str]:
     return [line for step, line in zip(steps, lines) if step % stride == 0 or step == steps[-1]]
 
 
-class TimeLeft(ProgressColumn):
-    """Time left: by steps, or by max_seconds where that ends earlier."""
+class TimeLeftColumn(ProgressColumn):
+    """Column with the time left: by steps, or by max_seconds if that ends the run earlier."""
 
     def render(self, task: Task) -> Text:
         left = task.fields.get("left")
@@ -157,7 +160,7 @@ class Logger:
             BarColumn(bar_width=24),
             TextColumn("{task.completed}/{task.total}"),
         )
-        columns = (*bar, TextColumn("{task.fields[facts]}"), TimeLeft())
+        columns = (*bar, TextColumn("{task.fields[facts]}"), TimeLeftColumn())
         self._progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
         self._bar = self._progress.add_task(label, total=max_steps, facts="", left=None)
 
@@ -276,5 +279,5 @@ class Logger:
 
 
 def finite(value: float) -> float | None:
-    """JSON has no NaN."""
+    """Returns the number, or None if it is NaN or infinite, which JSON cannot hold."""
     return float(value) if math.isfinite(value) else None

@@ -112,19 +112,19 @@ def make_learner(config: Config, policy: Policy, ranks: RankGroup | None = None)
 
 
 def make_accelerators(config: Config) -> list[Accelerator]:
-    """Return the enabled accelerators, and those that record a run although they are not enabled."""
+    """Returns the enabled accelerators, and those that record a run although they are not enabled."""
     enabled = [settings.make() for settings in config.accelerators.chosen()]
     idle = [(settings, name) for settings in config.accelerators.others() if (name := settings.idle()) is not None]
     return [*enabled, *(load(name)(settings) for settings, name in idle)]
 
 
 def facts_of(config: Config) -> dict[str, Any]:
-    """Describe a run for a database; settings of accelerators stay out, they may hold a password."""
+    """Describes a run for a database; settings of accelerators stay out, they may hold a password."""
     settings = config.model_dump(mode="json") | {"accelerators": config.accelerators.enabled}
     return {"algorithm": config.algorithm.advantage, "settings": settings}
 
 
 def rules_of(config: Config) -> dict[str, Any]:
-    """Return everything that decides the reward of an answer, and whether it is right."""
+    """Returns everything that decides the reward of an answer, and whether it is right."""
     shape = {name: getattr(config.algorithm, name) for name in ("overlong_cache", "overlong_penalty")}
     return {"task": config.task.model_dump(mode="json"), "longest": config.rollout.max_completion_length, **shape}

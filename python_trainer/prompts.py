@@ -94,12 +94,12 @@ class Prompts:
         self.sets = [self._make_set(name, task) for name, task in tasks.named.items()]
 
     def draw(self, count: int) -> list[int]:
-        """Return the numbers of the next ``count`` training prompts; every epoch visits each prompt once, shuffled."""
+        """Returns the numbers of the next ``count`` training prompts; every epoch visits each prompt once, shuffled."""
         first, self.state.prompts = self.state.prompts, self.state.prompts + count
         return prompt_order(self.config.seed, first, count, len(self.ids["train"]))
 
     def groups(self, keys: Sequence[int]) -> list[Group]:
-        """Return the usual request for answers to each of these training prompts."""
+        """Returns the usual request for answers to each of these training prompts."""
         count, longest = self.config.rollout.num_generations, self.config.rollout.max_completion_length
         examples, prompts = self.task.train, self.ids["train"]
         return [
@@ -108,7 +108,7 @@ class Prompts:
         ]
 
     def split(self, name: str) -> PromptSet:
-        """Return the prompts of a split for an evaluation: test with its settings, others with one sample each.
+        """Returns the prompts of a split for an evaluation: test with its settings, others with one sample each.
 
         Raises:
             UserError: the task has no such prompts.
@@ -119,16 +119,16 @@ class Prompts:
         return PromptSet(name, self.task, getattr(self.task, name), ids, self.sampling(name))
 
     def sampling(self, split: str) -> EvaluationSampling:
-        """Return how evaluations sample answers to a split."""
+        """Returns how evaluations sample answers to a split."""
         return self.config.evaluation if split == "test" else EvaluationSampling()
 
     def text(self, rollout: Rollout) -> str:
-        """Return the training prompt of a rollout as written; of messages their contents, without a template."""
+        """Returns the training prompt of a rollout as written; of messages their contents, without a template."""
         (prompt,) = self._opened([self.task.train[rollout.prompt_key]])
         return prompt if isinstance(prompt, str) else "\n".join(str(message["content"]) for message in prompt)
 
     def encode(self, split: str) -> list[list[int]]:
-        """Return the token ids of a split's prompts; overlong prompts end the run, or leave ``task``."""
+        """Returns the token ids of a split's prompts; overlong prompts end the run, or leave ``task``."""
         if split not in self.ids:
             examples, sampling = getattr(self.task, split), self.sampling(split)
             setting = "evaluation.max_new_tokens" if split == "test" else ANSWER_LENGTH
@@ -173,11 +173,11 @@ class Prompts:
         return examples, ids
 
     def longest_answer(self, sampling: EvaluationSampling) -> int:
-        """Return the most tokens of an answer in an evaluation."""
+        """Returns the most tokens of an answer in an evaluation."""
         return sampling.max_new_tokens or self.config.rollout.max_completion_length
 
     def _opened(self, examples: Sequence[Example]) -> list[str | Messages]:
-        """Return the prompts of examples, as the environment opens them."""
+        """Returns the prompts of examples, as the environment opens them."""
         make = self.environment
         return [example.prompt if make is None else opening(make, example) for example in examples]
 

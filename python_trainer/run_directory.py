@@ -21,7 +21,7 @@ LOCK = ".lock"
 
 
 def flush(path: Path) -> None:
-    """Waits until a file or folder is on disk."""
+    """Waits until a file or folder is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -30,7 +30,7 @@ def flush(path: Path) -> None:
 
 
 def check_output_dir(folder: Path) -> None:
-    """Raises UserError where ``folder`` is no folder, or one that cannot be made or written; makes nothing."""
+    """Raises UserError if ``folder`` is a file, or cannot be made or written; makes nothing."""
     try:
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         problem = f"{there} is a file" if not there.is_dir() else f"{there} is not writable"
@@ -46,12 +46,12 @@ def unusable_output_dir(folder: Path, problem: str | None) -> UserError:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces a file in one step: readers see the old text or the new one."""
+    """Replaces a file in one step: readers see either the old text or the new one."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Like :func:`write_text`."""
+    """Replaces a file in one step, as :func:`write_text` does."""
     aside = path.with_name(f".{path.name}.tmp")
     aside.write_bytes(data)
     flush(aside)
@@ -60,7 +60,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def append(path: Path, text: str) -> None:
-    """Adds lines to a file. An OSError names it, which one of a write does not by itself."""
+    """Appends text to a file; an OSError names the file, which Python's own does not."""
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(text)
@@ -69,7 +69,7 @@ def append(path: Path, text: str) -> None:
 
 
 def usual_mode(folder: Path) -> None:
-    """Gives the files of a folder the permissions of any new file; safetensors writes them for their owner alone."""
+    """Sets the usual permissions on the files of a folder; safetensors lets only the owner read them."""
     umask = os.umask(0)
     os.umask(umask)
     for path in folder.rglob("*"):
@@ -78,7 +78,7 @@ def usual_mode(folder: Path) -> None:
 
 
 def publish(aside: Path, target: Path) -> None:
-    """Flushes a folder that is complete and renames it to ``target``, which is replaced."""
+    """Flushes a complete folder and renames it to ``target``, which it replaces."""
     for path in sorted(aside.rglob("*"), reverse=True):
         flush(path)
     flush(aside)
@@ -95,14 +95,14 @@ def publish(aside: Path, target: Path) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Within it no other process has the run directory, which must exist; the lock goes with the process that holds it.
+    """Locks a run directory, which must exist, for this process; the lock ends with the process.
 
     Raises:
-        UserError: another process has it.
+        UserError: another process holds the lock.
     """
     with (folder / LOCK).open("a+", encoding="utf-8") as file:
         try:
-            # of a process, not of the file: what a reward function leaves running in a fork does not hold it
+            # a lock of the process, not of the file: forks that a reward function leaves running do not hold it
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
@@ -111,7 +111,7 @@ def locked(folder: Path) -> Iterator[None]:
                     f"--output-dir {folder} is in use by another run, process {file.read().strip() or 'unknown'}: wait "
                     "until it has ended, or choose another folder"
                 ) from error
-            # a file system without locks: nothing can be known
+            # the file system has no locks: others cannot be detected
         file.truncate(0)
         file.write(f"{os.getpid()} on {os.uname().nodename}\n")
         file.flush()
@@ -119,26 +119,26 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def check_unlocked(folder: Path) -> None:
-    """Raises UserError where another process has the run directory."""
+    """Raises UserError if another process has locked the run directory."""
     if (folder / LOCK).exists():
         with locked(folder):
             pass
 
 
 def check_new(folder: Path) -> None:
-    """Raises UserError where a run has made steps in the folder."""
+    """Raises UserError if the folder already holds a run with steps."""
     if any((folder / "checkpoints").glob("step-*")) or any(row["step"] for row in read_metrics(folder)):
         raise UserError(f"{folder} already holds a run: add --resume to go on, or choose another --output-dir")
 
 
 def check_resumable(folder: Path) -> None:
-    """Raises UserError where a finished run has left a model and no checkpoint: one begun anew would take its place."""
+    """Raises UserError if the folder has a model but no checkpoint: a new run would replace the model."""
     if (folder / "model").exists() and not any((folder / "checkpoints").glob("step-*")):
         raise UserError(f"{folder} holds a finished run, and no checkpoint to go on from: choose another --output-dir")
 
 
 def read_lines(path: Path) -> list[str]:
-    """Lines that were written to their end; a kill can leave half of one."""
+    """Returns the complete lines of a file; a kill can leave half of one at its end."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -147,7 +147,7 @@ def read_lines(path: Path) -> list[str]:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Rows with a number ``step`` each, of the lines that were written to their end.
+    """Returns the rows of a file, each with a number ``step``; an incomplete last line is left out.
 
     Raises:
         UserError: the file is damaged.
@@ -165,28 +165,30 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def lines_until(path: Path, step: int | None) -> list[str]:
-    """Lines of a file of rows up to a step; none for step None or a file that is not there."""
+    """Returns the lines of a file of rows up to a step; none if the step is None or there is no file."""
     if step is None or not path.exists():
         return []
     return [line for line, row in zip(read_lines(path), read_json_lines(path)) if row["step"] <= step]
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """All rows of a run."""
+    """Returns all rows of metrics.jsonl; none if there is no file."""
     path = folder / "metrics.jsonl"
     return read_json_lines(path) if path.exists() else []
 
 
 def read_samples(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """Step -> the answers kept of it, as :func:`choose_samples` gives them; empty where a run has none."""
+    """Returns step -> the sample rollouts kept of it; empty if the run has none."""
     path = folder / "samples.jsonl"
     rows = read_json_lines(path) if path.exists() else ()
     return {row["step"]: row["samples"] for row in rows if "samples" in row}
 
 
 def load_evaluations(folder: Path) -> dict[str, numpy.ndarray]:
-    """``start`` and ``final``: [N], 1 where the answer to a test prompt was right (uint8), or with several answers the
-    share of right ones (float32); empty when there are none.
+    """Returns the evaluations ``start`` and ``final`` of a run, as far as it has them.
+
+    Returns:
+        Arrays [N]: 1 if the answer to a test prompt was right (uint8), or the share of right ones of several (float32).
 
     Raises:
         UserError: the file is damaged.
@@ -199,7 +201,7 @@ def load_evaluations(folder: Path) -> dict[str, numpy.ndarray]:
 
 
 def save_evaluation(folder: Path, name: str, correct: Sequence[float]) -> None:
-    """Adds one evaluation to the file, or replaces it."""
+    """Adds an evaluation to the file, or replaces it."""
     kind = numpy.uint8 if set(correct) <= {0, 1} else numpy.float32
     found = load_evaluations(folder) | {name: numpy.asarray(correct, dtype=kind)}
     write_bytes(folder / EVALUATIONS, save(found))

@@ -38,7 +38,7 @@ class RunState:
 
 
 def best_evaluated(evaluations: Sequence[Sequence[float]], steps: Collection[int]) -> int | None:
-    """Return the step out of ``steps`` with the best evaluation, the later of equals; None if none was evaluated."""
+    """Returns the step out of ``steps`` with the best evaluation, the later of equals; None if none was evaluated."""
     rows = [(row[-1], int(row[0])) for row in evaluations if row[0] in steps]
     return max(rows)[1] if rows else None
 
@@ -103,7 +103,7 @@ class StepMeter:
 
 
 def summarise(state: RunState, clock: Clock) -> dict[str, Any]:
-    """Return the main part of summary.json.
+    """Returns the main part of summary.json.
 
     ``wall_s`` covers everything from the first evaluation to the last; ``training_s`` is the same without
     evaluations, whose time is ``eval_s``. Token counts leave evaluations out. ``seconds_to_target`` is on the clock
@@ -128,7 +128,7 @@ def summarise(state: RunState, clock: Clock) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and the packages that decide what a run computes."""
+    """Returns the versions of Python and the packages that decide what a run computes."""
     found = {"python": platform.python_version()}
     for name in ("rlkernels", "torch", "transformers"):
         try:

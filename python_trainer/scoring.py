@@ -68,14 +68,14 @@ class Scorer:
     def shaped(
         self, examples: Sequence[Example], completions: Sequence[str | Messages], ids: Sequence[Sequence[int]]
     ) -> Scores:
-        """Return the scores of answers, with ``total`` shaped as the advantages see it."""
+        """Returns the scores of answers, with ``total`` shaped as the advantages see it."""
         scores = self.raw(examples, completions, ids)
         return replace(scores, total=shaped_rewards(scores.total, ids, self.algorithm, self.longest))
 
     def raw(
         self, examples: Sequence[Example], completions: Sequence[str | Messages], ids: Sequence[Sequence[int]]
     ) -> Scores:
-        """Return the task's own scores of answers.
+        """Returns the task's own scores of answers.
 
         ``merit`` is set from the first batch on whose rewards show that answers are not simply right or wrong.
         """

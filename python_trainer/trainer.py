@@ -202,7 +202,7 @@ class Trainer:
         return row
 
     def choose(self, context: StepContext, count: int) -> list[Group]:
-        """Return the groups that the first accelerator with a choice of its own wants, else the next prompts."""
+        """Returns the groups that the first accelerator with a choice of its own wants, else the next prompts."""
         for accelerator in self.accelerators:
             with self.timed(accelerator):
                 groups = accelerator.choose(context, count)
@@ -220,7 +220,7 @@ class Trainer:
         return groups
 
     def generate(self, requests: Sequence[Request], seed: int) -> list[Rollout]:
-        """Return the engine's answers, in the order of the requests, and counts its tokens."""
+        """Returns the engine's answers, in the order of the requests, and counts its tokens."""
         settings, before = self.config.rollout, self.engine.stats
         sampling = SamplingParams(settings.temperature, settings.top_p, settings.top_k, seed, tuple(settings.stop))
         rollouts = self.engine.generate(requests, sampling)
@@ -229,7 +229,7 @@ class Trainer:
         return rollouts
 
     def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
-        """Return the scored rollouts as accelerators want them trained on, stored answers at the end."""
+        """Returns the scored rollouts as accelerators want them trained on, stored answers at the end."""
         for accelerator in self.accelerators:
             with self.timed(accelerator):
                 rollouts = accelerator.collect(context, rollouts)
@@ -298,7 +298,7 @@ class Trainer:
         return row
 
     def evaluate(self, split: str, limit: int | None = None) -> float:
-        """Return the accuracy of answers to the first ``limit`` prompts of a split; None: to all of them."""
+        """Returns the accuracy of answers to the first ``limit`` prompts of a split; None: to all of them."""
         return fmean(self.evaluator.answer_split(split, first_rows(limit)).accuracy)
 
     def evaluate_all(self, name: str | None = None, known: Evaluated | None = None) -> dict[str, float]:
@@ -324,7 +324,7 @@ class Trainer:
                 accelerator.begin(context)
 
     def answer_once(self, prompt_keys: Sequence[int], attempt: int) -> list[Rollout]:
-        """Return one whole answer to each of these training prompts, scored; another attempt has other noise."""
+        """Returns one whole answer to each of these training prompts, scored; another attempt has other noise."""
         groups = self.prompts.groups(prompt_keys)
         for group in groups:
             group.num_samples, group.sample_id = 1, group.prompt_key
@@ -333,7 +333,7 @@ class Trainer:
         return rollouts
 
     def context(self, number: int) -> StepContext:
-        """Return what accelerators may see in a step."""
+        """Returns what accelerators may see in a step."""
         return StepContext(
             step=number,
             policy=self.policy,
@@ -360,13 +360,13 @@ class Trainer:
         return self.ranks.first(late or state.step >= self.config.max_steps or self.evaluator.ends_run())
 
     def seconds_left(self) -> float:
-        """Estimate the time to the end by the mean step so far, or until max_seconds."""
+        """Estimates the time to the end by the mean step so far, or until max_seconds."""
         spent, step = self.clock.training_seconds, self.state.step
         left = spent / step * (self.config.max_steps - step)
         return left if self.config.max_seconds is None else max(min(left, self.config.max_seconds - spent), 0.0)
 
     def totals(self) -> dict[str, float]:
-        """Return seconds, tokens and bytes since the run began, as metrics."""
+        """Returns seconds, tokens and bytes since the run began, as metrics."""
         sent = self.engine.stats.get("weight_bytes")
         return ({} if sent is None else {"total/weight_bytes": sent}) | {
             "time/wall_s": self.clock.wall_seconds,

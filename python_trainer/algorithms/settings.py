@@ -124,6 +124,12 @@ class AlgorithmConfig(Section):
         return ADVANTAGES.resolve(self.advantage)
 
     @property
+    def correction(self) -> tuple[str, str] | None:
+        """(level, mode) of ``importance_sampling``; None: no correction, as long as ``auto`` stands there too."""
+        level, _, mode = self.importance_sampling.partition("_")
+        return (level, mode) if mode else None
+
+    @property
     def in_deviations(self) -> bool:
         """Whether advantages are in standard deviations of the rewards, or in rewards."""
         if self.advantage in ("gae", "reinforce++"):

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from python_trainer.checkpoint import aside_for, begin_checkpoint, finish_checkpoint, or_none
+from python_trainer.checkpoint import aside_for, begin_checkpoint, finish_checkpoint, removing_unfinished
 from python_trainer.distributed.replicated import Replicated
 from python_trainer.distributed.shard_files import write_shards
 from python_trainer.distributed.shard_loading import (
@@ -134,7 +134,7 @@ class Sharded(Replicated):
         with self.together():
             if self.rank == 0:
                 begin_checkpoint(folder, step, state)
-        with or_none(folder, step):
+        with removing_unfinished(folder, step):
             write_shards(aside_for(folder, step), learned)
         with self.together():
             if self.rank == 0:

@@ -36,18 +36,18 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def saved_dtype(saved: object) -> str | None:
-    """Return the type of weights that a checkpoint names, if it does."""
+    """Returns the type of weights that a checkpoint names, if it does."""
     found = saved.get("dtype") if isinstance(saved, dict) else None
     return found if found in NAMED else None
 
 
 def keep_dtype(config: ModelConfig, before: str | None) -> ModelConfig:
-    """Return the settings of a resumed run: ``auto`` becomes the type that its weights had ``before``."""
+    """Returns the settings of a resumed run: ``auto`` becomes the type that its weights had ``before``."""
     return config.model_copy(update={"dtype": before}) if before is not None and config.dtype == "auto" else config
 
 
 def describe_dtype_change(wanted: str, before: str | None, model: torch.nn.Module) -> str | None:
-    """Describe how the type of weights differs from ``before``, or from a new run's; None: it does not.
+    """Describes how the type of weights differs from ``before``, or from a new run's; None: it does not.
 
     Args:
         wanted: the setting ``model.dtype``.

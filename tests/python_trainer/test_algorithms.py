@@ -36,7 +36,6 @@ from python_trainer.algorithms.advantages import (
 from python_trainer.algorithms.kl import kl_estimate
 from python_trainer.algorithms.losses import importance_weights, policy_loss, value_loss
 from python_trainer.algorithms.settings import LOSS_TYPES, AlgorithmConfig
-from python_trainer.objective import Objective
 from python_trainer.registry import PluginError
 
 INF = float("inf")
@@ -359,7 +358,7 @@ def test_importance_weights_of_whole_sequences_known_values(mode, cap, expected)
 def test_samplers_that_differ_are_corrected_unless_told_otherwise():
     algorithm = AlgorithmConfig()
     assert algorithm.with_sampler("vllm").importance_sampling == "token_truncate"
-    assert algorithm.with_sampler("paged").importance_sampling == "none" and Objective(algorithm, 9).correction is None
+    assert algorithm.with_sampler("paged").importance_sampling == "none" and algorithm.correction is None
     assert AlgorithmConfig(importance_sampling="none").with_sampler("vllm").importance_sampling == "none"
 
 

@@ -8,6 +8,7 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import python_trainer.model.policy
+from python_trainer.batch import Minibatch
 from python_trainer.data import Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.errors import UserError
@@ -148,7 +149,7 @@ def two_trainers(make_config, folder, algorithm):
 def test_answers_without_advantage_change_nothing(make_config, tmp_path, algorithm):
     ours, other = two_trainers(make_config, tmp_path, algorithm)
     rows = [ours.learner.update(rollouts(rewards), number) for rewards, number in STEPS]
-    other.learner._teaching = lambda batch: [True] * len(batch.rollouts)
+    other.learner._have_gradient = lambda batch: [True] * len(batch.rollouts)
     for row, (rewards, number) in zip(rows, STEPS, strict=True):
         wanted = other.learner.update(rollouts(rewards), number)
         assert row["tokens/trained"] < wanted["tokens/trained"]
@@ -178,11 +179,11 @@ def test_answers_without_advantage_are_not_even_passed_forward(make_config, tmp_
 
     learn = type(other.learner)._pass
 
-    def with_the_rest(self, batch, minibatch, samples, metrics):
+    def with_the_rest(self, minibatch, metrics):
         with torch.no_grad():
-            for packed in self._packs(batch, [index for index in minibatch if index not in samples]):
-                self._loss(packed, batch, minibatch)
-        return learn(self, batch, minibatch, samples, metrics)
+            for packed in self._packs(minibatch.batch, sorted({*minibatch.indices} - {*minibatch.samples})):
+                self._loss(packed, minibatch)
+        return learn(self, minibatch, metrics)
 
     monkeypatch.setattr(type(other.learner), "_pass", with_the_rest)
     for rewards, number in STEPS:
@@ -269,13 +270,13 @@ def test_gradients_of_bfloat16_weights_add_up_in_float32(make_config, tmp_path, 
         assert all(p.dtype == torch.bfloat16 for p in learner.policy.model.parameters())
         plain, pieces = type(learner)._pass, []
 
-        def in_pieces(self, batch, minibatch, samples, metrics, masters=masters, plain=plain, pieces=pieces):
-            for index in samples:
-                plain(self, batch, minibatch, [index], metrics)
+        def in_pieces(self, minibatch, metrics, masters=masters, plain=plain, pieces=pieces):
+            for index in minibatch.samples:
+                plain(self, Minibatch(minibatch.batch, minibatch.indices, [index]), metrics)
                 pieces.append({name: master.grad for name, master in masters.items()})
                 for master in masters.values():
                     master.grad = None
-            return plain(self, batch, minibatch, samples, metrics)
+            return plain(self, minibatch, metrics)
 
         def keep(lr, tokens=tokens, masters=masters, pieces=pieces):
             found[tokens] = {name: master.grad for name, master in masters.items()}, pieces

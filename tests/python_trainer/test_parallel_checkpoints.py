@@ -14,13 +14,13 @@ from gloo import run_on_ranks, train
 from rich.console import Console
 from safetensors.torch import load_file
 
+from python_trainer.batch import Minibatch
 from python_trainer.checkpoint import SHARDS, list_checkpoints, load_checkpoint
 from python_trainer.config import check_config
 from python_trainer.distributed import start
 from python_trainer.distributed.shard_files import load_whole, read_shards, write_shards
 from python_trainer.errors import NotFinite, UserError, is_shared
 from python_trainer.export import export
-from python_trainer.objective import Objective
 from python_trainer.rollout.paged.engine import PagedEngine
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
@@ -52,17 +52,17 @@ def fail(settings, folder, name):
 
 
 def nan_in_the_second_process(settings, folder):
-    original = Objective.loss
+    original = Minibatch.loss
 
     def loss(self, *args, **options):
         value, metrics = original(self, *args, **options)
         return value * (torch.nan if dist.get_rank() == 1 else 1.0), metrics
 
-    Objective.loss = loss
+    Minibatch.loss = loss
     try:
         fail(settings, folder, "nan")
     finally:
-        Objective.loss = original
+        Minibatch.loss = original
 
 
 ERRORS = {

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from python_trainer.algorithms.advantages import explained_variance
 from python_trainer.algorithms.settings import AlgorithmConfig
+from python_trainer.batch import Batch, Ragged
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint
 from python_trainer.data import Rollout
 from python_trainer.errors import UserError
@@ -16,7 +17,6 @@ from python_trainer.model.critic import Critic
 from python_trainer.model.packing import micro_batches, pack
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import CriticConfig, ModelConfig, OptimizerConfig
-from python_trainer.objective import Ragged, StepBatch, set_advantages
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 
@@ -31,22 +31,22 @@ def ragged(rows):
     return out
 
 
-def step_batch(rewards, lengths, *, groups=None, in_loss=None, unscored=0, **recorded):
-    """A batch of which only what advantages are made of is there."""
-    kept = torch.tensor([True] * len(lengths) if in_loss is None else in_loss, dtype=torch.bool)
-    at, counts = torch.arange(max(lengths, default=0)), torch.tensor(lengths, dtype=torch.int64)
-    return StepBatch(
-        rollouts=[Rollout([1], [2] * n, unscored) for n in lengths], score_prefix=not unscored,
-        rewards=torch.tensor(rewards), groups=torch.tensor(groups or list(range(len(lengths)))),
-        in_loss=kept, loss_tokens=counts * kept, scored=(at >= unscored) & (at < counts[:, None]), lengths=counts,
-        sampler=ragged([[0.0] * n for n in lengths]), caps=torch.full((len(lengths),), math.nan),
-        **{name: ragged(rows) for name, rows in recorded.items()},
-    )  # fmt: skip
+def step_batch(algorithm, rewards, lengths, *, groups=None, in_loss=None, unscored=0, **recorded):
+    """A batch of answers with these rewards and lengths, and with recorded log-probabilities or values."""
+    kept, numbers = in_loss or [True] * len(lengths), groups or range(len(lengths))
+    rollouts = [
+        Rollout([1], [2] * n, unscored, [0.0] * (n - unscored), "stop" if k else "length", reward=reward, group=group)
+        for reward, n, k, group in zip(rewards, lengths, kept, numbers, strict=True)
+    ]
+    batch = Batch(rollouts, AlgorithmConfig(mask_truncated_completions=True, **algorithm), 99, CPU)
+    vars(batch).update({name: ragged(rows) for name, rows in recorded.items()})
+    return batch
 
 
 def test_gae_of_a_step_known_values():
-    batch = step_batch([1.0, 0.0], [2, 1], values=[[0.5, 0.25], [0.5]])
-    row = set_advantages(batch, AlgorithmConfig(advantage="gae", gamma=1.0, lam=0.5, whiten_advantages=False))
+    algorithm = {"advantage": "gae", "gamma": 1.0, "lam": 0.5, "whiten_advantages": False}
+    batch = step_batch(algorithm, [1.0, 0.0], [2, 1], values=[[0.5, 0.25], [0.5]])
+    row = batch.set_advantages()
     # first answer: last token 1 - 0.25 = 0.75; before it 0.25 - 0.5 + 0.5 * 0.75 = 0.125; second: 0 - 0.5
     torch.testing.assert_close(batch.advantages.flat, torch.tensor([0.125, 0.75, -0.5]))
     torch.testing.assert_close(batch.returns.flat, torch.tensor([0.625, 1.0, 0.0]))  # advantage + value
@@ -58,11 +58,10 @@ def test_gae_of_a_step_known_values():
 
 
 def test_kl_in_the_reward_of_gae_is_per_token():
-    algorithm = AlgorithmConfig(
-        advantage="gae", lam=1.0, beta=0.5, kl_estimator="k1", use_kl_in_reward=True, whiten_advantages=False
-    )
-    batch = step_batch([1.0], [2], old=[[-1.0, -2.0]], reference=[[-1.4, -1.8]], values=[[0.0, 0.0]])
-    row = set_advantages(batch, algorithm)
+    algorithm = {"advantage": "gae", "lam": 1.0, "whiten_advantages": False}
+    algorithm |= {"beta": 0.5, "kl_estimator": "k1", "use_kl_in_reward": True}
+    batch = step_batch(algorithm, [1.0], [2], old=[[-1.0, -2.0]], reference=[[-1.4, -1.8]], values=[[0.0, 0.0]])
+    row = batch.set_advantages()
     # k1 = 0.4, -0.2, times 0.5: rewards -0.2, 1 + 0.1; what follows a token: 0.9, 1.1
     torch.testing.assert_close(batch.returns.flat, torch.tensor([0.9, 1.1]))
     assert row["kl"] == pytest.approx(0.1)  # (0.4 - 0.2) / 2
@@ -70,23 +69,29 @@ def test_kl_in_the_reward_of_gae_is_per_token():
 
 @pytest.mark.parametrize(("kind", "factor"), [("group", 1.0), ("rloo", 2.0)])
 def test_kl_in_the_reward_of_groups_is_per_answer(kind, factor):
-    algorithm = AlgorithmConfig(
-        advantage=kind, scale_rewards="none", beta=1.0, kl_estimator="k1", use_kl_in_reward=True
-    )
+    algorithm = {
+        "advantage": kind,
+        "scale_rewards": "none",
+        "beta": 1.0,
+        "kl_estimator": "k1",
+        "use_kl_in_reward": True,
+    }
     recorded = {"old": [[-1.0, -1.0], [-1.0]], "reference": [[-1.25, -1.25], [-1.0]]}
-    batch = step_batch([1.0, 0.0], [2, 1], groups=[3, 3], **recorded)
-    set_advantages(batch, algorithm)
+    batch = step_batch(algorithm, [1.0, 0.0], [2, 1], groups=[3, 3], **recorded)
+    batch.set_advantages()
     # rewards 1 - 0.25 - 0.25 = 0.5 and 0: mean 0.25
     torch.testing.assert_close(batch.advantages.flat, factor * torch.tensor([0.25, 0.25, -0.25]))
 
 
 def test_reinforce_plus_plus_known_values():
     """Global whitening of the discounted reward to come; truncated answers that are masked do not count."""
-    batch = step_batch([1.0, 0.0, 99.0], [2, 1, 1], in_loss=[True, True, False])
-    set_advantages(batch, AlgorithmConfig(advantage="reinforce++", gamma=0.5))
+    algorithm, answers = {"advantage": "reinforce++", "gamma": 0.5}, ([1.0, 0.0, 99.0], [2, 1, 1])
+    batch = step_batch(algorithm, *answers, in_loss=[True, True, False])
+    batch.set_advantages()
     # to come: 0.5, 1, 0 -> mean 0.5, variance (0 + 0.25 + 0.25) / 2 = 0.25, deviation 0.5
     torch.testing.assert_close(batch.advantages.flat, torch.tensor([0.0, 1.0, -1.0, 0.0]))
-    set_advantages(batch, AlgorithmConfig(advantage="reinforce++", gamma=0.5, whiten_advantages=False))
+    batch = step_batch(algorithm | {"whiten_advantages": False}, *answers, in_loss=[True, True, False])
+    batch.set_advantages()
     torch.testing.assert_close(batch.advantages.flat, torch.tensor([0.5, 1.0, 0.0, 99.0]))
 
 
@@ -95,11 +100,10 @@ def test_a_given_prefix_takes_no_part_in_advantages():
     recorded = {"old": [[math.nan, -1.0, -1.0]], "reference": [[math.nan, -1.0, -1.5]]}
     for kind in ("gae", "reinforce++", "group"):
         values = {"values": [[math.nan, 0.25, 0.5]]} if kind == "gae" else {}
-        algorithm = AlgorithmConfig(
-            advantage=kind, lam=1.0, beta=1.0, kl_estimator="k1", use_kl_in_reward=True, whiten_advantages=False
-        )
-        batch = step_batch([1.0], [3], unscored=1, **recorded, **values)
-        row = set_advantages(batch, algorithm)
+        algorithm = {"advantage": kind, "lam": 1.0, "whiten_advantages": False}
+        algorithm |= {"beta": 1.0, "kl_estimator": "k1", "use_kl_in_reward": True}
+        batch = step_batch(algorithm, [1.0], [3], unscored=1, **recorded, **values)
+        row = batch.set_advantages()
         # KL 0 and 0.5: to come 0.5 and 0.5; minus the values 0.25 and 0; alone in its group
         wanted = {"gae": [0.0, 0.25, 0.0], "reinforce++": [0.0, 0.5, 0.5], "group": [0.0, 0.0, 0.0]}[kind]
         assert batch.advantages.flat.tolist() == pytest.approx(wanted) and row["kl"] == pytest.approx(0.25)
@@ -118,8 +122,8 @@ def test_explained_variance():
 def test_empty_answers_and_an_empty_batch():
     for lengths in ([], [0], [0, 2]):
         values = [[0.5] * n for n in lengths]
-        batch = step_batch([1.0] * len(lengths), lengths, values=values)
-        set_advantages(batch, AlgorithmConfig(advantage="gae"))
+        batch = step_batch({"advantage": "gae"}, [1.0] * len(lengths), lengths, values=values)
+        batch.set_advantages()
         assert batch.advantages.flat.shape == batch.returns.flat.shape == (sum(lengths),)
         assert not batch.advantages.flat.isnan().any()
 

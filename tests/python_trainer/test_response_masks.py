@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from python_trainer.algorithms.settings import AlgorithmConfig
+from python_trainer.batch import Batch, Minibatch
 from python_trainer.data import Rollout
 from python_trainer.model.packing import pack, scored_tokens
 from python_trainer.model.policy import load_policy
-from python_trainer.objective import Objective, Ragged, make_batch, set_advantages
 from python_trainer.parts import make_learner
 
 CPU = torch.device("cpu")
@@ -42,22 +42,21 @@ def rollouts_of(masks, *, with_others):
 
 def loss_and_gradient(rollouts, config, own, others):
     """Of the log-probabilities of own tokens, given tables of one row of numbers per own token."""
-    batch = make_batch(rollouts, config, CPU)
+    batch = Batch(rollouts, config, 16, CPU)
     packed = batch.pack(range(len(rollouts)))
-    lengths = [len(answer.response_ids) for answer in batch.rollouts]
-    scored = [scored_tokens(rollout, score_prefix=batch.score_prefix) for rollout in batch.rollouts]
+    scored = [scored_tokens(rollout, score_prefix=config.prefix_in_loss) for rollout in batch.rollouts]
     flags = torch.tensor([flag for row in scored for flag in row], dtype=torch.bool)
 
     def table(name):
         return torch.full((len(flags),), others).masked_scatter(flags, own[name])
 
-    batch.old, batch.reference = Ragged(lengths, CPU), Ragged(lengths, CPU)
+    batch.old, batch.reference = batch.record(), batch.record()
     batch.old.flat, batch.reference.flat = table("old"), table("reference")
     if config.advantage == "gae":
-        batch.values = Ragged(lengths, CPU)
+        batch.values = batch.record()
         batch.values.flat = table("values")
-    metrics = set_advantages(batch, config)
-    now = Ragged(lengths, CPU)
+    metrics = batch.set_advantages()
+    now = batch.record()
     leaves = [own[name].clone().requires_grad_() for name in ("now", "entropy", "predicted")]
     rows = []
     for leaf in leaves:
@@ -65,7 +64,7 @@ def loss_and_gradient(rollouts, config, own, others):
         index = now._index(packed).clamp(max=max(len(flags) - 1, 0))
         rows.append(now.flat[index] if len(flags) else torch.zeros(packed.mask.shape))
     values = rows[2] if batch.values is not None else None
-    loss, seen = Objective(config, 16).loss(packed, rows[0], rows[1], batch, range(len(rollouts)), values)
+    loss, seen = Minibatch(batch, range(len(rollouts))).loss(packed, rows[0], rows[1], values)
     grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
     return loss.detach(), seen, metrics, [*grads]
 
@@ -95,7 +94,7 @@ def test_a_mask_of_ones_is_no_mask():
     masked, plain = (rollouts_of(rows, with_others=flag) for flag in (True, False))
     assert masked[0].response_mask == [True] * 3 and plain[0].response_mask is None
     config = AlgorithmConfig(loss_type="grpo")
-    batches = [make_batch(r, config, CPU) for r in (masked, plain)]
+    batches = [Batch(r, config, 16, CPU) for r in (masked, plain)]
     first, second = (batch.pack(range(4)) for batch in batches)
     for name in ("input_ids", "rows", "targets", "place", "mask"):
         assert torch.equal(getattr(first, name), getattr(second, name)), name
@@ -157,8 +156,8 @@ def test_bad_lengths():
     rollouts = rollouts_of([[True, False, True], [True]], with_others=True)
     rollouts[0].response_mask.pop()
     with pytest.raises(ValueError, match=r"rollouts\[0\]\.response_mask must have 3 entries like response_ids, got 2"):
-        make_batch(rollouts, AlgorithmConfig(), CPU)
+        Batch(rollouts, AlgorithmConfig(), 16, CPU)
     rollouts = rollouts_of([[True, False, True], [True]], with_others=True)
     rollouts[1].logprobs = []
     with pytest.raises(ValueError, match=r"rollouts\[1\]\.logprobs must have 1 entries.*got 0"):
-        make_batch(rollouts, AlgorithmConfig(), CPU)
+        Batch(rollouts, AlgorithmConfig(), 16, CPU)

@@ -14,9 +14,9 @@ from python_trainer.accelerators.rpo.accelerator import RPO, length_reward
 from python_trainer.accelerators.rpo.answers import load_answers, save_answers
 from python_trainer.accelerators.rpo.picture import draw_informative, informative_by_cut
 from python_trainer.accelerators.rpo.settings import RPOSettings
+from python_trainer.batch import Batch
 from python_trainer.data import Group, Rollout
 from python_trainer.errors import UserError
-from python_trainer.objective import make_batch
 
 
 def context(seed=0, step=1):
@@ -233,6 +233,6 @@ def test_prefix_tokens_take_part_in_the_loss_where_asked_for(make_config, whole,
     rollouts = answered([1.0, 0.0], ids=[[5, 6, 7], [5, 6, 8, 9]])
     for rollout in rollouts:
         rollout.prefix_len, rollout.logprobs = 2, rollout.logprobs[2:]
-    batch = make_batch(rollouts, config.algorithm, torch.device("cpu"))
-    assert batch.loss_tokens.tolist() == tokens and batch.score_prefix is whole
+    batch = Batch(rollouts, config.algorithm, 8, torch.device("cpu"))
+    assert batch.loss_tokens.tolist() == tokens
     assert batch.sampler.flat.isnan().tolist() == [True, True, False, True, True, False, False]

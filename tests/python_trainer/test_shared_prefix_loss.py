@@ -6,11 +6,11 @@ import torch
 from python_trainer.algorithms.kl import kl_estimate
 from python_trainer.algorithms.losses import importance_weights, policy_loss
 from python_trainer.algorithms.settings import AlgorithmConfig
+from python_trainer.batch import Batch, Minibatch
 from python_trainer.data import Rollout
 from python_trainer.model.packing import micro_batches
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
-from python_trainer.objective import Objective, Ragged, make_batch, set_advantages
 
 MAX_LENGTH = 24
 FORMS = {
@@ -82,7 +82,7 @@ def rollouts():
 def noisy(batch, policy, scale, seed):
     """Log-probabilities of a policy near this one, for every response token."""
     gen = torch.Generator().manual_seed(seed)
-    out = Ragged([len(answer.response_ids) for answer in batch.rollouts], torch.device("cpu"))
+    out = batch.record()
     with torch.no_grad(), policy.packed_attention():
         packed = batch.pack(range(len(batch.rollouts)))
         logprobs, _ = policy.score(packed, 1.0)
@@ -128,7 +128,7 @@ def plain(policy, rollouts, batch, config):
         kl = kl_estimate(logprobs, columns["reference"], mask, config.kl_estimator)
         loss = loss + config.beta * (kl * out.ratio if config.use_bias_correction_kl else kl)
     loss = loss - config.entropy_coef * torch.where(mask, entropy, 0.0)
-    return (loss * Objective(config, MAX_LENGTH).weigh(
+    return (loss * batch.weigh(
         mask, num_tokens=int(mask.sum()), num_sequences=len(rollouts), max_length=MAX_LENGTH,
         lengths=torch.tensor([len(rollout.response_ids) for rollout in rollouts]),
     )).sum()  # fmt: skip
@@ -136,8 +136,8 @@ def plain(policy, rollouts, batch, config):
 
 @pytest.mark.parametrize("config", CASES)
 def test_loss_and_gradients_equal_the_plain_form(policy, rollouts, config):
-    batch = make_batch(rollouts, config, torch.device("cpu"))
-    set_advantages(batch, config)
+    batch = Batch(rollouts, config, MAX_LENGTH, torch.device("cpu"))
+    batch.set_advantages()
     if config.num_iterations > 1:
         batch.old = noisy(batch, policy, 0.1, 1)
     if config.beta:
@@ -147,7 +147,8 @@ def test_loss_and_gradients_equal_the_plain_form(policy, rollouts, config):
     wanted = torch.autograd.grad(expected, params)
     size = torch.cat([g.flatten() for g in wanted]).norm()
     assert size > 1e-3
-    objective, everything = Objective(config, MAX_LENGTH), range(len(rollouts))
+    everything = range(len(rollouts))
+    minibatch = Minibatch(batch, everything)
     tokens = {}
     for share in (True, False):
         for budget in (10_000, 30):
@@ -156,7 +157,7 @@ def test_loss_and_gradients_equal_the_plain_form(policy, rollouts, config):
             with policy.packed_attention():
                 for part in micro_batches(batch.rollouts, everything, budget, share=share):
                     packed = batch.pack(part, share=share)
-                    loss, _ = objective.loss(packed, *policy.score(packed, 1.0), batch, everything)
+                    loss, _ = minibatch.loss(packed, *policy.score(packed, 1.0))
                     loss.backward()
                     total += loss.item()
                     tokens[share, budget] += packed.input_ids.numel()
@@ -172,13 +173,13 @@ def test_the_prefix_cancels_under_token_means_on_policy(policy, rollouts):
     gradients, tokens = [], []
     for whole in (True, False):
         config = AlgorithmConfig(loss_type="dapo", prefix_in_loss=whole)
-        batch = make_batch(rollouts, config, torch.device("cpu"))
-        set_advantages(batch, config)
+        batch = Batch(rollouts, config, MAX_LENGTH, torch.device("cpu"))
+        batch.set_advantages()
         tokens.append(int(batch.loss_tokens.sum()))
         packed = batch.pack(range(len(rollouts)))
         with policy.packed_attention():
             scores = policy.score(packed, 1.0)
-            loss, _ = Objective(config, MAX_LENGTH).loss(packed, *scores, batch, range(len(rollouts)))
+            loss, _ = Minibatch(batch, range(len(rollouts))).loss(packed, *scores)
             gradients.append(torch.autograd.grad(loss, list(policy.model.parameters())))
     for a, b in zip(*gradients):
         torch.testing.assert_close(a * tokens[0], b * tokens[1], rtol=1e-3, atol=1e-4)
@@ -186,7 +187,7 @@ def test_the_prefix_cancels_under_token_means_on_policy(policy, rollouts):
 
 def test_unscored_prefixes_have_no_pairs(rollouts):
     config = AlgorithmConfig(prefix_in_loss=False)
-    batch = make_batch(rollouts, config, torch.device("cpu"))
+    batch = Batch(rollouts, config, MAX_LENGTH, torch.device("cpu"))
     suffixes = sum(len(r.logprobs) for r in rollouts)
     for share in (True, False):
         packed = batch.pack(range(len(rollouts)), share=share)

@@ -15,10 +15,10 @@ from python_trainer.accelerators.curriculum.settings import CurriculumSettings
 from python_trainer.accelerators.curriculum.stored import MOST, PER_PROMPT, REST, StoredAnswers
 from python_trainer.algorithms.advantages import against_chance
 from python_trainer.algorithms.settings import AlgorithmConfig
+from python_trainer.batch import Batch, Minibatch
 from python_trainer.data import Episode, Rollout
 from python_trainer.dynamic_sampling import StepSampler
 from python_trainer.logger import rollout_statistics
-from python_trainer.objective import Objective, make_batch, set_advantages
 from python_trainer.rollout.settings import RolloutConfig
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
@@ -131,11 +131,11 @@ def test_the_loss_judges_it_against_the_chance_and_others_as_before(algorithm, w
     fresh = [answer(0, reward=float(i < 1), group=0) for i in range(4)]
     lone = answer(1, group=1, reward=1.0, expected=0.1, importance_cap=1.0)
     config = AlgorithmConfig(**algorithm)
-    batches = [make_batch(rollouts, config, torch.device("cpu")) for rollouts in (fresh, [*fresh, lone])]
+    batches = [Batch(rollouts, config, 10, torch.device("cpu")) for rollouts in (fresh, [*fresh, lone])]
     for batch in batches:
         if algorithm.get("advantage") == "gae":
             batch.values = batch.sampler.like(torch.full(batch.scored.shape, 0.25))
-    facts = [set_advantages(batch, config) for batch in batches]
+    facts = [batch.set_advantages() for batch in batches]
     alone, both = (batch.advantages.padded() for batch in batches)
     assert torch.allclose(both[4], torch.tensor(wanted))
     assert torch.equal(both[:4], alone) and facts[0] == facts[1]
@@ -151,14 +151,14 @@ def test_a_critic_learns_nothing_of_it():
     config = AlgorithmConfig(advantage="gae", vf_coef=0.5)
     gradients = []
     for rollouts in (fresh, [*fresh, lone]):
-        batch, every = make_batch(rollouts, config, torch.device("cpu")), list(range(len(rollouts)))
+        batch, every = Batch(rollouts, config, 10, torch.device("cpu")), list(range(len(rollouts)))
         batch.values = batch.sampler.like(torch.full(batch.scored.shape, 0.25))
-        set_advantages(batch, config)
+        batch.set_advantages()
         batch.advantages.flat.zero_()
         packed = batch.pack(every)
         logprobs = torch.full(packed.mask.shape, -0.3)
         values = torch.full(packed.mask.shape, 0.3, requires_grad=True)
-        loss, _ = Objective(config, 10).loss(packed, logprobs, torch.zeros_like(logprobs), batch, every, values)
+        loss, _ = Minibatch(batch, every).loss(packed, logprobs, torch.zeros_like(logprobs), values)
         loss.backward()
         gradients.append({i: values.grad[row] for row, i in enumerate(packed.samples)})
     alone, both = gradients
@@ -166,9 +166,8 @@ def test_a_critic_learns_nothing_of_it():
 
 
 def test_answers_that_are_all_stored_need_nothing_to_compare_them_with():
-    config = AlgorithmConfig()
-    batch = make_batch([answer(1, group=1, expected=0.5)], config, torch.device("cpu"))
-    assert set_advantages(batch, config) == {}
+    batch = Batch([answer(1, group=1, expected=0.5)], AlgorithmConfig(), 10, torch.device("cpu"))
+    assert batch.set_advantages() == {}
     assert torch.equal(batch.advantages.padded(), torch.ones(1, 10))
 
 

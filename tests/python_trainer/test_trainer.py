@@ -10,10 +10,10 @@ from rich.console import Console
 
 from python_trainer.accelerators.base import Accelerator
 from python_trainer.accelerators.settings import AcceleratorSettings
+from python_trainer.batch import Batch
 from python_trainer.checkpoint import load_checkpoint
 from python_trainer.config import check_config
 from python_trainer.errors import UserError
-from python_trainer.objective import make_batch
 from python_trainer.report.page import report
 from python_trainer.run_directory import load_evaluations, read_metrics
 from python_trainer.trainer import Trainer
@@ -279,7 +279,7 @@ def test_several_eos_tokens_end_answers_and_count_in_the_loss(make_config, tmp_p
     ended = [r for r in rollouts if r.finish_reason == "stop"]
     assert ended and {r.response_ids[-1] for r in ended} <= {5, 63}
 
-    batch = make_batch(rollouts, trainer.config.algorithm, trainer.policy.device)
+    batch = Batch(rollouts, trainer.config.algorithm, 12, trainer.policy.device)
     packed = batch.pack(range(len(rollouts)))
     assert int(packed.mask.sum()) == int(batch.loss_tokens.sum()) == sum(len(r.response_ids) for r in rollouts)
 

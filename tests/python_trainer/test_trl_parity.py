@@ -12,9 +12,9 @@ from conftest import digits
 from rich.console import Console
 from support import lacks
 
+from python_trainer.batch import Batch, Minibatch
 from python_trainer.data import Rollout
 from python_trainer.model.packing import micro_batches
-from python_trainer.objective import Objective, make_batch, set_advantages
 from python_trainer.trainer import Trainer
 
 QUIET = Console(quiet=True)
@@ -127,17 +127,17 @@ def test_loss_and_gradients_equal(make_trl, make_config, tmp_path, name):
         with torch.no_grad():
             for p in trainer.learner.reference.model.parameters():
                 p.add_(0.05 * torch.randn_like(p))
-    batch = make_batch(rollouts, algorithm, policy.device)
+    batch = Batch(rollouts, algorithm, LONGEST, policy.device)
     with policy.packed_attention():
-        trainer.learner._look_before(batch)
-        trainer.learner._remember_logprobs(batch, range(len(rollouts)))
+        trainer.learner._record_before(batch)
+        trainer.learner._record_logprobs(batch, range(len(rollouts)))
         batch.old.flat += 0.3 * torch.randn(batch.old.flat.shape)  # ratios from 0.5 to 2: clipped on both sides
-        set_advantages(batch, algorithm)
+        batch.set_advantages()
         ours_loss = 0.0
         for part in micro_batches(batch.rollouts, range(len(rollouts)), 40):
             packed = batch.pack(part)
             scores = policy.score(packed, 0.8)
-            loss, _ = Objective(algorithm, LONGEST).loss(packed, *scores, batch, range(len(rollouts)))
+            loss, _ = Minibatch(batch, range(len(rollouts))).loss(packed, *scores)
             loss.backward()
             ours_loss += loss.item()
 

@@ -9,9 +9,9 @@ from rich.console import Console
 from python_trainer.accelerators.rhyme import accelerator as rhyme_module
 from python_trainer.accelerators.rhyme.accelerator import begins_with
 from python_trainer.accelerators.rhyme.records import StoredAnswer, prompt_key
+from python_trainer.batch import Batch, Minibatch
 from python_trainer.data import Rollout, by_group
 from python_trainer.keyed import keyed_unit, prompt_order
-from python_trainer.objective import Objective, make_batch, set_advantages
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 
@@ -140,12 +140,12 @@ def test_a_stored_token_enters_the_loss_with_its_truncated_weight(make_config, r
         Rollout(**common, response_ids=[1, 2], logprobs=now.tolist(), reward=0.0, rewards={}, accuracy=0.0),
         Rollout(**common, response_ids=[3, 4], logprobs=kept, reward=1.0, rewards={}, accuracy=1.0, importance_cap=1.5),
     ]
-    batch = make_batch(rollouts, config, torch.device("cpu"))
-    set_advantages(batch, config)
+    batch = Batch(rollouts, config, 8, torch.device("cpu"))
+    batch.set_advantages()
     advantages = batch.advantages.padded()[:, 0]
     packed = batch.pack([0, 1])
     logprobs = now.expand(2, 2).clone().requires_grad_()
-    loss, _ = Objective(config, 8).loss(packed, logprobs, torch.zeros(2, 2), batch, [0, 1])
+    loss, _ = Minibatch(batch, [0, 1]).loss(packed, logprobs, torch.zeros(2, 2))
     loss.backward()
     expected = -advantages[1] * weight / 4
     assert logprobs.grad[1].tolist() == pytest.approx([float(expected)] * 2, rel=1e-5)

@@ -1,0 +1,331 @@
+"""The batch of one step: rewards, masks and advantages of its rollouts, and the loss of each minibatch."""
+
+import copy
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from python_trainer.algorithms.advantages import StepRewards, against_chance, explained_variance
+from python_trainer.algorithms.kl import kl_estimate
+from python_trainer.algorithms.losses import Aggregation, importance_weights, policy_loss, value_loss
+from python_trainer.algorithms.settings import LOSS_TYPES, AlgorithmConfig
+from python_trainer.data import Rollout
+from python_trainer.distributed import RankGroup
+from python_trainer.model.packing import Packed, pack, scored_tokens
+
+# what Minibatch.loss counts, summed over the tokens in the loss unless it says otherwise
+SUMS = ("tokens", "loss", "entropy", "kl", "ratio", "clip_low", "clip_high", "sampled", "logprob_diff", "correction",
+        "value_loss", "value_clip")  # fmt: skip
+MAXIMA = ("ratio_max", "logprob_diff_max")
+
+
+class Ragged:
+    """One number per response token of every sample of a step."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device):
+        self.starts = torch.tensor([0, *lengths], device=device).cumsum(0)
+        self.flat = torch.full((int(self.starts[-1]),), torch.nan, device=device)
+
+    def _index(self, packed: Packed) -> torch.Tensor:
+        starts = self.starts[torch.tensor(packed.samples, device=self.starts.device)]
+        return starts[:, None] + torch.arange(packed.mask.shape[1], device=self.starts.device)
+
+    def get(self, packed: Packed) -> torch.Tensor:
+        """Returns the values [B, L] of a micro-batch, 0 where masked."""
+        if not self.flat.numel():
+            return torch.zeros(packed.mask.shape, device=self.flat.device)
+        return torch.where(packed.mask, self.flat[torch.where(packed.mask, self._index(packed), 0)], 0.0)
+
+    def put(self, packed: Packed, values: torch.Tensor) -> None:
+        """Stores the values [B, L] of a micro-batch."""
+        self.flat[self._index(packed)[packed.mask]] = values[packed.mask]
+
+    def mask(self) -> torch.Tensor:
+        """Returns bool [B, T] of all samples: True where a row has a response token."""
+        lengths = self.starts.diff()
+        longest = int(lengths.max()) if len(lengths) else 0
+        return torch.arange(longest, device=lengths.device) < lengths[:, None]
+
+    def padded(self) -> torch.Tensor:
+        """Returns all samples as rows [B, T], 0 beyond their ends."""
+        mask = self.mask()
+        return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, self.flat)
+
+    def like(self, padded: torch.Tensor) -> "Ragged":
+        """Returns numbers from rows [B, T], with the same lengths."""
+        other = copy.copy(self)
+        other.flat = padded[self.mask()]
+        return other
+
+
+class Batch:
+    """Everything that the update of one step needs, for B samples of up to T response tokens.
+
+    Args:
+        rollouts: scored; their order is that of the samples.
+        longest: most tokens that an answer may have.
+
+    Attributes:
+        rewards: float32 [B].
+        groups: int64 [B].
+        expected: float32 [B], chances that stored answers are judged against; NaN: judged against the group.
+        caps: float32 [B], truncation of the importance weights of stored answers; NaN: a fresh answer.
+        in_loss: bool [B].
+        loss_tokens: int64 [B] on the CPU, response tokens in the loss.
+        critic_tokens: int64 [B] on the CPU, those of them that a critic learns from.
+        lengths: int64 [B], response tokens without those of others; a given prefix counts.
+        scored: bool [B, T], response tokens that are more than context.
+        sampler: log-probabilities of the sampler; NaN on given prefixes, tokens of others and where unknown.
+        old: log-probabilities before the update; None: those of the current pass.
+        reference: log-probabilities of the reference model, with beta > 0.
+        values: predictions of the critic before the update.
+        advantages: set by :meth:`set_advantages`.
+        returns: targets of the critic, set by :meth:`set_advantages`; NaN: none.
+    """
+
+    old: Ragged | None = None  # this and the next two are NaN where nothing is scored
+    reference: Ragged | None = None
+    values: Ragged | None = None
+    advantages: Ragged | None = None
+    returns: Ragged | None = None
+
+    def __init__(self, rollouts: Sequence[Rollout], config: AlgorithmConfig, longest: int, device: torch.device):
+        for index, rollout in enumerate(rollouts):
+            check_lengths(index, rollout)
+        self.rollouts, self.config, self.longest, self.device = rollouts, config, longest, device
+        self.weigh: Aggregation = LOSS_TYPES.resolve(config.loss_type)
+        self.rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float32, device=device)
+        self.groups = torch.tensor([r.group for r in rollouts], device=device)
+        self.expected = torch.tensor([torch.nan if r.expected is None else r.expected for r in rollouts], device=device)
+        caps = [torch.nan if r.importance_cap is None else r.importance_cap for r in rollouts]
+        self.caps = torch.tensor(caps, device=device)
+        in_loss = torch.tensor(
+            [not (config.mask_truncated_completions and r.finish_reason == "length") for r in rollouts],
+            dtype=torch.bool,
+        )
+        self.in_loss = in_loss.to(device)
+        flags = [scored_tokens(r, score_prefix=config.prefix_in_loss) for r in rollouts]
+        self.loss_tokens = torch.tensor([sum(row) for row in flags], dtype=torch.int64) * in_loss
+        self.critic_tokens = self.loss_tokens * self.expected.isnan().cpu()
+        own = [[True] * len(r.response_ids) if r.response_mask is None else r.response_mask for r in rollouts]
+        self.lengths = torch.tensor([sum(row) for row in own], dtype=torch.int64, device=device)
+        recorded = [
+            value if mine else torch.nan
+            for r, row in zip(rollouts, own)
+            for value, mine in zip([torch.nan] * r.prefix_len + list(r.logprobs), row)
+        ]
+        self.sampler = self.record()
+        self.sampler.flat = torch.tensor(recorded, dtype=torch.float32, device=device)
+        mask = self.sampler.mask()
+        scored = torch.tensor([flag for row in flags for flag in row], dtype=torch.bool, device=device)
+        self.scored = torch.zeros_like(mask).masked_scatter(mask, scored)
+
+    def record(self) -> Ragged:
+        """Returns room for a number per response token, NaN so far."""
+        return Ragged([len(rollout.response_ids) for rollout in self.rollouts], self.device)
+
+    def pack(self, samples: Sequence[int], *, share: bool = True) -> Packed:
+        """Returns these samples as a micro-batch; see :func:`python_trainer.model.packing.pack`."""
+        return pack(self.rollouts, samples, share=share, score_prefix=self.config.prefix_in_loss)
+
+    def set_advantages(self) -> dict[str, float]:
+        """Computes advantages, and returns for a critic, from what was recorded before the update -> metrics.
+
+        The KL penalty is per token for advantages of tokens, and a sum per answer for those that compare answers.
+        Answers that are judged against a chance change nothing for others, and nothing for a critic.
+        """
+        config, mask = self.config, self.scored
+        in_loss = mask & self.in_loss[:, None]
+        penalty = torch.zeros(mask.shape, device=mask.device)
+        metrics = {}
+        if config.use_kl_in_reward and self.old is not None and self.reference is not None:
+            kl = kl_estimate(self.old.padded(), self.reference.padded(), mask, config.kl_estimator)
+            penalty = config.beta * kl
+            metrics["kl"] = float(kl.sum() / mask.sum().clamp(min=1))
+        values = None if self.values is None else self.values.padded()
+        advantages = torch.zeros(mask.shape, device=mask.device)
+        advantages += against_chance(self.expected, deviations=config.in_deviations)[:, None]
+        judged = torch.arange(len(self.rewards), device=mask.device)[self.expected.isnan()]  # against their group
+        if len(judged) or not self.rollouts:
+            step = StepRewards(
+                self.rewards[judged], self.groups[judged], mask[judged], in_loss[judged], penalty[judged],
+                None if values is None else values[judged],
+            )  # fmt: skip
+            own, returns = config.judge(step, config)
+            advantages[judged] = own[:, None].expand(step.mask.shape) if own.ndim == 1 else own
+            if step.values is not None and returns is not None:
+                padded = torch.full_like(advantages, torch.nan).index_copy(0, judged, returns)
+                self.returns = self.sampler.like(padded)
+                metrics["explained_variance"] = explained_variance(step.values, returns, step.in_loss)
+                for name, table in (("values", step.values), ("returns", returns)):
+                    metrics[f"{name}/mean"] = float(table[step.in_loss].mean()) if step.in_loss.any() else 0.0
+        self.advantages = self.sampler.like(advantages)
+        return metrics
+
+    def have_advantage(self) -> list[bool]:
+        """Tells of each sample whether one of its tokens has an advantage and is in the loss."""
+        assert self.advantages is not None, "set_advantages comes first"
+        return ((self.advantages.padded() != 0).any(1) & self.in_loss).tolist()
+
+    def split(self) -> list[list[int]]:
+        """Splits the samples into ``num_minibatches`` parts.
+
+        The samples of a group stay side by side, and groups of similar length too.
+        """
+        groups: dict[int, list[int]] = {}
+        for index, rollout in enumerate(self.rollouts):
+            groups.setdefault(rollout.group, []).append(index)
+
+        def longest(group: list[int]) -> int:
+            return max(len(self.rollouts[index].response_ids) for index in group)
+
+        parts, members = self.config.num_minibatches, list(groups.values())
+        split = [sorted(members[part::parts], key=longest) for part in range(parts)]
+        return [[index for group in part for index in group] for part in split if part]
+
+    def minibatches(self, trained: Sequence[bool]) -> Iterator["Minibatch"]:
+        """Yields the minibatches of one pass over the batch, without those of which nothing is in the loss.
+
+        Args:
+            trained: of each sample, whether it has a gradient.
+        """
+        for part in self.split():
+            if self.loss_tokens[part].any():  # else every answer was truncated and is masked
+                # one sample at least, so that there is a gradient, even if it is 0
+                yield Minibatch(self, part, [index for index in part if trained[index]] or part[:1])
+
+
+class Minibatch:
+    """The samples of one optimizer step.
+
+    Args:
+        indices: of all its samples, within the batch.
+        samples: those of them that are passed; the others have no gradient.
+    """
+
+    def __init__(self, batch: Batch, indices: Sequence[int], samples: Sequence[int] | None = None):
+        self.batch, self.indices = batch, list(indices)
+        self.samples = self.indices if samples is None else list(samples)
+        self.num_tokens = int(batch.loss_tokens[self.indices].sum())
+        self.critic_tokens = max(int(batch.critic_tokens[self.indices].sum()), 1)
+
+    def loss(
+        self, packed: Packed, logprobs: torch.Tensor, entropy: torch.Tensor, values: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the loss of a micro-batch, as its share of the minibatch's loss, and what was counted on the way.
+
+        Args:
+            logprobs, entropy: [B, L] from ``Policy.score``.
+            values: [B, L] from the critic, if there is one.
+
+        Returns:
+            A scalar to call backward on, and metrics [len(SUMS) + len(MAXIMA)], detached.
+        """
+        batch, config = self.batch, self.batch.config
+        assert batch.advantages is not None, "set_advantages comes first"
+        rows = torch.tensor(packed.samples, device=logprobs.device)
+        mask = packed.mask & batch.in_loss[rows, None]
+        weight = batch.weigh(
+            mask,
+            num_tokens=self.num_tokens,
+            num_sequences=len(self.indices),
+            max_length=batch.longest,
+            lengths=batch.lengths[rows],
+        )
+        old = logprobs.detach() if batch.old is None else batch.old.get(packed)
+        sampler = batch.sampler.get(packed)
+        sampled = mask & ~sampler.isnan()
+        correction = torch.ones_like(old)
+        if config.correction is not None:
+            level, mode = config.correction
+            cap = config.importance_sampling_cap
+            correction = importance_weights(old, sampler, sampled, mode=mode, cap=cap, level=level)
+        caps = batch.caps[rows, None]
+        fresh = sampled & caps.isnan()
+        stored = importance_weights(old, sampler, sampled, mode="truncate", cap=caps)
+        correction = torch.where(caps.isnan(), correction, stored)
+        out = policy_loss(
+            logprobs,
+            old,
+            batch.advantages.get(packed),
+            mask,
+            epsilon=config.epsilon,
+            epsilon_high=config.epsilon_high,
+            delta=config.delta,
+            weights=correction,
+            level=config.importance_sampling_level,
+        )
+        per_token = out.loss
+        kl = torch.zeros_like(logprobs)
+        if batch.reference is not None and not config.use_kl_in_reward:
+            kl = kl_estimate(logprobs, batch.reference.get(packed), mask, config.kl_estimator)
+            per_token = per_token + config.beta * (kl * out.ratio if config.use_bias_correction_kl else kl)
+        if config.entropy_coef:
+            per_token = per_token - config.entropy_coef * torch.where(mask, entropy, 0.0)
+        loss = (per_token * weight).sum()
+        error, moved_far = torch.zeros_like(logprobs), torch.zeros_like(mask)
+        if values is not None and batch.values is not None and batch.returns is not None:
+            before, returns, clip = batch.values.get(packed), batch.returns.get(packed), config.cliprange_value
+            due = mask & ~returns.isnan()
+            error = value_loss(values, before, returns, due, clip=clip)
+            loss = loss + config.vf_coef * error.sum() / self.critic_tokens
+            moved_far = due & ((values - before).abs() > (torch.inf if clip is None else clip))
+        with torch.no_grad():
+            difference = torch.where(fresh, (old - sampler).abs(), 0.0)
+            entropy = torch.where(mask, entropy, 0.0)
+            sums = (mask, loss, entropy, kl, out.ratio, out.clipped_low, out.clipped_high, fresh, difference,
+                    correction * fresh, error, moved_far)  # fmt: skip
+            maxima = (out.ratio, difference)
+            metrics = [value.sum().float() for value in sums]
+            metrics += [value.max() if value.numel() else value.sum() for value in maxima]
+            return loss, torch.stack(metrics)
+
+
+def check_lengths(index: int, rollout: Rollout) -> None:
+    """Raises ValueError if mask or log-probabilities of a rollout are not one for each of its tokens."""
+    tokens, mask = len(rollout.response_ids), rollout.response_mask
+    if mask is not None and len(mask) != tokens:
+        raise ValueError(
+            f"rollouts[{index}].response_mask must have {tokens} entries like response_ids, got {len(mask)}"
+        )
+    if len(rollout.logprobs) != tokens - rollout.prefix_len:
+        raise ValueError(
+            f"rollouts[{index}].logprobs must have {tokens - rollout.prefix_len} entries, one for each token after "
+            f"the prefix (any number for tokens of others), got {len(rollout.logprobs)}"
+        )
+
+
+class MetricSums:
+    """Adds up what :meth:`Minibatch.loss` counted, over all micro-batches of a step, without waiting for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.rows: list[torch.Tensor] = []
+
+    def add(self, metrics: torch.Tensor) -> None:
+        self.rows.append(metrics)
+
+    def means(self, optimizer_steps: int, ranks: RankGroup) -> dict[str, float]:
+        """Returns the metrics of the step: means over tokens, the loss as a mean over optimizer steps."""
+        if not optimizer_steps:
+            return {}
+        # of a step with a single sample, other ranks have seen nothing
+        table = torch.stack(self.rows) if self.rows else torch.zeros(1, len(SUMS) + len(MAXIMA), device=self.device)
+        sums = dict(zip(SUMS, ranks.sum(table[:, : len(SUMS)].sum(0)).tolist()))
+        maxima = dict(zip(MAXIMA, ranks.max(table[:, len(SUMS) :].amax(0)).tolist()))
+        tokens, sampled = max(sums["tokens"], 1.0), max(sums["sampled"], 1.0)
+        row = {
+            "loss": sums["loss"] / optimizer_steps,
+            "entropy": sums["entropy"] / tokens,
+            "kl": sums["kl"] / tokens,
+            "clip_ratio/low_mean": sums["clip_low"] / tokens,
+            "clip_ratio/high_mean": sums["clip_high"] / tokens,
+            "importance_ratio/mean": sums["ratio"] / tokens,
+            "importance_ratio/max": maxima["ratio_max"],
+            "sampling/logp_difference/mean": sums["logprob_diff"] / sampled,
+            "sampling/logp_difference/max": maxima["logprob_diff_max"],
+            "sampling/importance_sampling_ratio/mean": sums["correction"] / sampled,
+        }
+        if sums["value_loss"]:
+            row |= {"value_loss": sums["value_loss"] / tokens, "clip_ratio/value": sums["value_clip"] / tokens}
+        return row
