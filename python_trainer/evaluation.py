@@ -15,7 +15,7 @@ from python_trainer.rollout.engine import Engine, SamplingParams
 from python_trainer.run_directory import save_evaluation
 from python_trainer.run_state import Clock, RunState
 from python_trainer.scoring import Scorer
-from python_trainer.tasks.rewards import Scores, partial_values
+from python_trainer.tasks.rewards import Scores, deciding_values, partial_values
 
 # metrics of all test sets, and the share of right answers to each prompt of the test split
 Evaluated = tuple[Mapping[str, float], Sequence[float]]
@@ -163,7 +163,7 @@ class Evaluator:
     def _note_partial(self, scores: Scores) -> None:
         """Notes once that rewards are neither 0 nor 1 although ``task.accuracy`` does not say what is right."""
         accuracy = self.prompts.task.accuracy
-        values = scores.rewards[accuracy]
+        values = deciding_values(self.prompts.task, scores.rewards)
         if self._partial_noted or scores.merit is None or not (partial := partial_values(values)):
             return
         self._partial_noted = True

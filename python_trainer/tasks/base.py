@@ -31,7 +31,7 @@ class Task:
     reward_functions: dict[str, RewardFunction]  # name -> function; their (weighted) sum is the reward
     gate: Sequence[Example] = ()  # held-out prompts for decisions during training; disjoint from train and test
     reward_weights: dict[str, float] = field(default_factory=dict)  # by name; a function without one counts once
-    # raw task accuracy of one completion is reward_functions[accuracy] > 0.5
+    # decides whether a completion is right: its value > 0.5, or the first other function's where it returns None
     accuracy: str = "accuracy"
     reward_timeout: float | None = None  # seconds for one call of a reward function
     notes: Sequence[str] = ()  # what the user may want to know about the files

@@ -7,7 +7,7 @@ import os
 import re
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -46,22 +46,34 @@ class Scores:
 
     rewards: dict[str, list[float | None]]  # raw value of every function, N each; None: does not apply
     total: list[float]  # weighted sum over the functions that apply, N
-    accuracy: list[float]  # 1.0 where the task's accuracy function gives more than 0.5, else 0.0, N
+    accuracy: list[float]  # 1.0 where the value that decides (deciding_values) is more than 0.5, else 0.0, N
     merit: list[float] | None = None  # the weighted sum, where the task has no right and wrong; else None
 
 
-def _value(value: object, name: str, row: int) -> float | None:
+TEXT = (str, bytes, bytearray)
+
+
+def _value(value: Any, name: str, row: int) -> float | None:
     if value is None:
         return None
     try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+        number = math.nan if isinstance(value, TEXT) else float(value)
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not math.isfinite(number) or isinstance(value, str):
+    if not math.isfinite(number):
         raise UserError(
-            f"reward function {name} returned {value!r} for completion {row}; allowed: finite numbers, None"
+            f"reward function {name} returned {value!r:.80} for completion {row}; allowed: finite numbers, None"
         )
     return number
+
+
+def own_copy(value: Any) -> Any:
+    """Copy the lists, dicts, sets and tuples of a value, so that no function changes what others see."""
+    if isinstance(value, dict):
+        return {key: own_copy(inner) for key, inner in value.items()}
+    if type(value) in (list, tuple, set):
+        return type(value)(map(own_copy, value))
+    return value
 
 
 class _TooLong(Exception):
@@ -116,7 +128,7 @@ async def _gather(functions: dict[str, RewardFunction], arguments: dict[str, Any
     async def one(function: Any) -> Any:
         try:
             async with asyncio.timeout(limit) as clock:
-                return await function(**arguments)
+                return _as_list(await function(**own_copy(arguments)))
         except TimeoutError:
             if clock.expired():
                 raise _TooLong from None
@@ -131,7 +143,7 @@ def _call_all(functions: dict[str, RewardFunction], arguments: dict[str, Any], l
     for name, function in functions.items():
         if not _is_async(function):
             try:
-                found[name] = _within(limit, partial(_as_list, function, arguments))
+                found[name] = _within(limit, lambda function=function: _as_list(function(**own_copy(arguments))))
             except (Exception, SystemExit) as error:  # sys.exit ends a reward function, not the run without a word
                 found[name] = error
     waiting = {name: function for name, function in functions.items() if name not in found}
@@ -141,10 +153,10 @@ def _call_all(functions: dict[str, RewardFunction], arguments: dict[str, Any], l
     return {name: found[name] for name in functions}
 
 
-def _as_list(function: RewardFunction, arguments: dict[str, Any]) -> Any:
-    """What the function returns; of whatever can be iterated, a list."""
-    found = function(**arguments)
-    return list(found) if isinstance(found, Iterable) else found
+def _as_list(found: Any) -> Any:
+    """Return a list of what can be iterated in its order, such as an array; anything else as it is."""
+    ordered = isinstance(found, Iterable) and not isinstance(found, (*TEXT, Mapping, Set))
+    return list(found) if ordered else found
 
 
 def _is_async(function: Any) -> bool:
@@ -195,7 +207,7 @@ def _checked(
     if isinstance(found, Exception | SystemExit):
         about = _place(function, found) + _given(found, arguments)
         raise UserError(f"reward function {name} raised {type(found).__name__}: {found}{about}") from found
-    if not isinstance(found, Sequence):
+    if not isinstance(found, list):
         raise UserError(f"reward function {name} returned {found!r:.60}; allowed: a list, a number for each completion")
     if len(found) != count:
         raise UserError(f"reward function {name} returned {len(found)} values for {count} completions")
@@ -212,10 +224,12 @@ def score(
 
     Every reward function is called once with keyword arguments ``prompts``, ``completions`` (text, special tokens
     left out; ``[{"role": "assistant", "content": text}]`` where the prompt is a list of messages, as in TRL, and all
-    messages after the prompt where an environment has written some),
-    ``completion_ids`` and each column of the examples, all of length N. Async functions are awaited side by
-    side. Raises ``UserError`` naming the function that raises, takes longer than the task allows or returns the wrong
-    length, NaN or infinity, and where no function applies.
+    messages after the prompt where an environment has written some), ``completion_ids`` and each column of the
+    examples, all of length N. Each function gets lists and dicts of its own. Async functions run side by side.
+
+    Raises:
+        UserError: a function raises, takes longer than the task allows, or returns the wrong length, NaN, infinity or
+            no numbers; or no function applies to a completion.
     """
     prompts = [example.prompt for example in examples]
     names = {column for example in examples for column in example.columns}
@@ -239,11 +253,21 @@ def score(
         if not values:
             raise UserError(f"every reward function ({', '.join(rewards)}) returned None for completion {row}")
         total.append(sum(task.reward_weights.get(name, 1.0) * value for name, value in values))
-    accuracy = [float(value is not None and value > 0.5) for value in rewards[task.accuracy]]
-    right_and_wrong = task.accuracy_chosen or not partial_values(rewards[task.accuracy])
+    deciding = deciding_values(task, rewards)
+    accuracy = [float(value > 0.5) for value in deciding]
+    right_and_wrong = task.accuracy_chosen or not partial_values(deciding)
     return Scores(rewards, total, accuracy, None if right_and_wrong else total)
 
 
-def partial_values(values: Iterable[float | None]) -> list[float]:
-    """Those that call an answer neither right nor wrong."""
-    return [value for value in values if value is not None and value not in (-1.0, 0.0, 1.0)]
+def deciding_values(task: Task, rewards: Mapping[str, Sequence[float | None]]) -> list[float]:
+    """Return the value that decides whether each completion is right: that of the task's accuracy function.
+
+    Where that function returned None, the first other one that did not decides: its prompts are of another kind.
+    """
+    order = [rewards[task.accuracy], *(column for name, column in rewards.items() if name != task.accuracy)]
+    return [next(value for value in row if value is not None) for row in zip(*order, strict=True)]
+
+
+def partial_values(values: Iterable[float]) -> list[float]:
+    """Return the values that call an answer neither right nor wrong."""
+    return [value for value in values if value not in (-1.0, 0.0, 1.0)]

@@ -1,11 +1,18 @@
 """Reward functions by TRL's signature: async ones, None, and a limit on how long a call may take."""
 
 import asyncio
+import copy
 import sys
 import threading
 import time
+from decimal import Decimal
+from fractions import Fraction
 
+import numpy
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from python_trainer.config import check_config
 from python_trainer.data import Example
@@ -83,6 +90,98 @@ def test_none_leaves_a_function_out_of_the_sum():
     assert judge(plain=plain, sometimes=sometimes).total == [3.0, 6.0]
     with pytest.raises(UserError, match="every reward function .sometimes. returned None for completion 0"):
         judge(sometimes=sometimes)
+
+
+def test_accuracy_is_that_of_the_function_which_returned_a_value():
+    """Two kinds of prompts with a function each, None on the other's: right answers of both kinds are right."""
+
+    def math_ok(kind, completions, **_):
+        return [float(text == "yes") if k == "math" else None for k, text in zip(kind, completions)]
+
+    def code_ok(kind, completions, **_):
+        return [float(text == "yes") if k == "code" else None for k, text in zip(kind, completions)]
+
+    examples = [Example("p", {"kind": kind}) for kind in ("math", "code", "math", "code")]
+    task = Task("t", examples, [], {"math_ok": math_ok, "code_ok": code_ok}, accuracy="math_ok")
+    found = score(task, examples, ["yes", "yes", "no", "no"], [[1]] * 4)
+    assert found.accuracy == found.total == [1.0, 1.0, 0.0, 0.0]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.lists(JSON, min_size=2, max_size=2))
+@pytest.mark.parametrize("kind", ["plain", "async"])
+def test_no_function_changes_what_others_see(kind, cases):
+    examples = [Example([{"role": "user", "content": "p"}], {"case": case}) for case in cases]
+    seen = []
+
+    def empties(prompts, completions, completion_ids, case):
+        seen.append(copy.deepcopy((prompts, completions, completion_ids, case)))
+        for value in (*case, *prompts, *completions, *completion_ids):
+            if isinstance(value, dict | list):
+                value.clear()
+        for argument in (prompts, completions, completion_ids, case):
+            argument.clear()
+        return [1.0, 1.0]
+
+    async def later(**arguments):
+        return empties(**arguments)
+
+    before = copy.deepcopy(examples)
+    texts = ["a", [{"role": "assistant", "content": "b"}]]
+    functions = {"one": empties, "two": empties if kind == "plain" else later}
+    task = Task("t", examples, [], functions, accuracy="one")
+    for _ in range(2):
+        score(task, examples, texts, [[1], [2]])
+    assert seen == seen[:1] * 4 and examples == before and texts[1]
+
+
+def test_a_prompt_with_several_answers_has_a_row_for_each():
+    example = Example("p", {"cases": [1, 2]})
+
+    def pops(cases, **_):
+        return [float(row.pop()) for row in cases]
+
+    task = Task("t", [example], [], {"pops": pops}, accuracy="pops")
+    assert score(task, [example] * 3, ["a"] * 3, [[1]] * 3).total == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("kind", ["plain", "async"])
+@pytest.mark.parametrize(
+    "values",
+    [[1, 0], (1.0, 0.0), numpy.array([1.0, 0.0]), torch.tensor([1.0, 0.0]), [numpy.float32(1), numpy.int64(0)],
+     [True, False], [Fraction(1), Decimal(0)], [torch.tensor(1.0), None], range(1, -1, -1)],
+    ids=str,
+)  # fmt: skip
+def test_numbers_of_every_kind_are_rewards(kind, values):
+    def now(**_):
+        return values
+
+    async def later(**_):
+        return values
+
+    found = judge(own=now if kind == "plain" else later, other=lambda **_: [1.0, 0.0])
+    assert found.rewards["own"] == [1.0, None if values[1] is None else 0.0]
+
+
+@pytest.mark.parametrize("kind", ["plain", "async"])
+@pytest.mark.parametrize(
+    "values",
+    [{"a": 1.0, "b": 0.0}, {1.0, 0.0}, "10", b"10", 3.0, None, [10**400, 0], [1.0, "0"], [1.0, b"0"], [1.0, [0.0]],
+     [1.0, {}], [1.0, 1j], [1.0, float("inf")], [Decimal("NaN"), 0]],
+    ids=str,
+)  # fmt: skip
+def test_everything_else_is_one_error(kind, values):
+    async def later(**_):
+        return values
+
+    with pytest.raises(UserError, match=r"^reward function own returned .*; allowed: "):
+        judge(own=later if kind == "async" else lambda **_: values)
 
 
 @pytest.mark.parametrize("kind", ["plain", "async"])
