@@ -41,38 +41,15 @@ class SaveConfig(Section):
     """Write the trained policy to OUTPUT_DIR/model in Hugging Face format at the end."""
 
 
-class EvaluationSampling(Section):
-    """How test prompts are answered; always with the same noise."""
+class EvaluationConfig(Section):
+    """Accuracy on the test set. Answers have the same noise in every evaluation."""
 
     temperature: float = Field(1.0, ge=0)
     """Softmax temperature; 0 takes the likeliest token."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the smallest set of tokens with this much probability."""
-    max_new_tokens: int | None = Field(None, ge=1)
-    """Most tokens of an answer; null: rollout.max_completion_length."""
     samples: int = Field(1, ge=1)
     """Answers to each prompt; the accuracy is the mean over all of them."""
     pass_at: list[Annotated[int, Field(ge=1)]] = Field([])
     """Report pass@k for these k: how often at least one of k answers is right, estimated from all samples."""
-
-    @model_validator(mode="after")
-    def there_are_as_many_samples(self) -> "EvaluationSampling":
-        if self.pass_at and max(self.pass_at) > self.samples:
-            raise ValueError(f"samples must be >= {max(self.pass_at)} with pass_at {self.pass_at}, got {self.samples}")
-        return self
-
-
-class NamedSet(EvaluationSampling):
-    """One more test set."""
-
-    task: dict[str, Any] = Field({})
-    """Settings of its task: those of the run's task, with these in their place, {test_path: FILE} for example; with
-    another `name` none but these."""
-
-
-class EvaluationConfig(EvaluationSampling):
-    """Accuracy on the test set."""
-
     eval_steps: int = Field(0, ge=0)
     """Evaluate every so many steps, and after a first step that began with answers of earlier runs; 0: only before the
     first and after the last step."""
@@ -84,11 +61,13 @@ class EvaluationConfig(EvaluationSampling):
     """Note when an evaluation reaches this accuracy: seconds_to_target, tokens_to_target."""
     stop_at_target: bool = False
     """End the run there; needs target_accuracy and eval_steps."""
-    sets: dict[str, NamedSet] = Field({})
-    """More test sets by name, each with sampling of its own: metrics eval/NAME/accuracy and so on."""
+    sets: dict[str, str] = Field({})
+    """More test sets: name -> what task.test_path would be, {hard: hard.jsonl}. Metrics: eval/NAME/accuracy, ..."""
 
     @model_validator(mode="after")
-    def target_is_looked_for(self) -> "EvaluationConfig":
+    def settings_fit(self) -> "EvaluationConfig":
+        if self.pass_at and max(self.pass_at) > self.samples:
+            raise ValueError(f"samples must be >= {max(self.pass_at)} with pass_at {self.pass_at}, got {self.samples}")
         if self.stop_at_target and self.target_accuracy is None:
             raise ValueError("stop_at_target needs target_accuracy, got null")
         if self.stop_at_target and not self.eval_steps:
@@ -182,24 +161,10 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def test_sets_have_tasks(self) -> "Config":
-        for name in self.evaluation.sets:
-            try:
-                self.task_of_set(name)
-            except ValidationError as error:
-                first = error.errors()[0]
-                place = ".".join(["evaluation.sets", name, "task", *map(str, first["loc"])])
-                unknown = first["type"] == "extra_forbidden"
-                message = "unknown setting" if unknown else first["msg"].removeprefix("Value error, ")
-                raise ValueError(f"{place}: {message}") from error
+    def test_sets_have_files(self) -> "Config":
+        if self.evaluation.sets and "test_path" not in type(self.task).model_fields:
+            raise ValueError(f"evaluation.sets needs a task with test_path, got {self.task.name}")
         return self
-
-    def task_of_set(self, name: str) -> TaskSettings:
-        """The task of a test set that ``evaluation.sets`` names."""
-        values = dict(self.evaluation.sets[name].task)
-        if values.get("name", self.task.name) == self.task.name:
-            values = self.task.model_dump() | values
-        return TaskSettings.fitting(values).model_validate(values)
 
     @model_validator(mode="after")
     def accelerators_fit(self) -> "Config":

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from python_trainer.config import Config, EvaluationSampling
+from python_trainer.config import Config, EvaluationConfig
 from python_trainer.data import Group
 from python_trainer.distributed import RankGroup
 from python_trainer.keyed import keyed_seed
@@ -36,7 +36,7 @@ def by_prompt(values: Sequence[float], samples: int) -> list[float]:
     return [fmean(values[i : i + samples]) for i in range(0, len(values), samples)]
 
 
-def metrics_of(scores: Scores, sampling: EvaluationSampling) -> dict[str, float]:
+def metrics_of(scores: Scores, sampling: EvaluationConfig) -> dict[str, float]:
     """Returns ``accuracy``, ``reward`` (raw) and ``pass@k`` of the answers to a test set."""
     size = sampling.samples
     counts = [round(share * size) for share in by_prompt(scores.accuracy, size)]
@@ -136,11 +136,11 @@ class Evaluator:
         wanted, count = asked.sampling, asked.sampling.samples
         whole = range(len(asked.ids))
         rows = whole if rows is None else whole[rows.start : rows.stop]
-        longest, seed = self.prompts.longest_answer(wanted), keyed_seed(self.config.seed, "evaluate", asked.name)
+        longest, seed = self.config.rollout.max_completion_length, keyed_seed(self.config.seed, "evaluate", asked.name)
         requests = [
             Group(asked.ids[i], [], count, longest, i * count, example=asked.examples[i], prompt_key=i) for i in rows
         ]
-        sampling = SamplingParams(wanted.temperature, wanted.top_p, seed=seed, stop=tuple(self.config.rollout.stop))
+        sampling = SamplingParams(wanted.temperature, seed=seed, stop=tuple(self.config.rollout.stop))
         rollouts = self.engine.generate(requests, sampling)
         owners = [asked.examples[i] for i in rows for _ in range(count)]
         examples = [rollout.judged(example) for rollout, example in zip(rollouts, owners, strict=True)]

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from python_trainer.config import Config, EvaluationSampling
+from python_trainer.config import Config, EvaluationConfig
 from python_trainer.data import Example, Group, Messages, Rollout
 from python_trainer.environment import ENVIRONMENTS, Environment
 from python_trainer.errors import UserError
 from python_trainer.keyed import prompt_order
-from python_trainer.model.policy import ANSWER_LENGTH, Policy
+from python_trainer.model.policy import Policy
 from python_trainer.rollout.episodes import opening
 from python_trainer.run_state import RunState
 from python_trainer.tasks.base import Task
@@ -37,7 +37,8 @@ def load_tasks(config: Config, device: torch.device, note: Callable[[str], None]
     for text in main.notes:
         note(text)
     environment = None if config.task.environment is None else ENVIRONMENTS.resolve(config.task.environment)
-    named = {name: load_task_of_set(config, name) for name in config.evaluation.sets}
+    sets = config.evaluation.sets.items()
+    named = {name: load_task(config.task.model_copy(update={"test_path": path})) for name, path in sets}
     for settings in config.accelerators.chosen():
         settings.splits(main)  # raises if the task has too few prompts for it
     for task in (main, *named.values()):
@@ -45,15 +46,6 @@ def load_tasks(config: Config, device: torch.device, note: Callable[[str], None]
             if hasattr(function, "to"):  # a model
                 function.to(device)
     return Tasks(main, named, environment)
-
-
-def load_task_of_set(config: Config, name: str) -> Task:
-    settings, own = config.task_of_set(name), config.task
-    for field in ("environment", "max_turns", "environment_timeout", "chat_template_kwargs"):
-        ours, theirs = getattr(own, field), getattr(settings, field)
-        if ours != theirs:
-            raise UserError(f"evaluation.sets.{name}.task.{field} must be that of task, {ours}, got {theirs}")
-    return load_task(settings)
 
 
 @dataclass(frozen=True)
@@ -64,7 +56,7 @@ class PromptSet:
     task: Task
     examples: Sequence[Example]
     ids: Sequence[Sequence[int]]  # token ids of each prompt
-    sampling: EvaluationSampling
+    sampling: EvaluationConfig
 
 
 class Prompts:
@@ -118,9 +110,9 @@ class Prompts:
             raise self._no_prompts(name)
         return PromptSet(name, self.task, getattr(self.task, name), ids, self.sampling(name))
 
-    def sampling(self, split: str) -> EvaluationSampling:
+    def sampling(self, split: str) -> EvaluationConfig:
         """Returns how evaluations sample answers to a split."""
-        return self.config.evaluation if split == "test" else EvaluationSampling()
+        return self.config.evaluation if split == "test" else EvaluationConfig()
 
     def text(self, rollout: Rollout) -> str:
         """Returns the training prompt of a rollout as written; of messages their contents, without a template."""
@@ -130,38 +122,24 @@ class Prompts:
     def encode(self, split: str) -> list[list[int]]:
         """Returns the token ids of a split's prompts; overlong prompts end the run, or leave ``task``."""
         if split not in self.ids:
-            examples, sampling = getattr(self.task, split), self.sampling(split)
-            setting = "evaluation.max_new_tokens" if split == "test" else ANSWER_LENGTH
-            drop = self.config.task.overlong == "drop"
-            kept, self.ids[split] = self._encode_fitting(split, examples, sampling, setting, drop=drop)
+            examples = getattr(self.task, split)
+            kept, self.ids[split] = self._encode_fitting(split, examples)
             if len(kept) < len(examples):
                 fewer: dict[str, Any] = {split: kept}
                 self.task = replace(self.task, **fewer)
         return self.ids[split]
 
     def _make_set(self, name: str, task: Task) -> PromptSet:
-        section, sampling = f"evaluation.sets.{name}", self.config.evaluation.sets[name]
-        if not task.test:
-            raise UserError(f"{section}.task has no test prompts")
-        drop = self.config.task_of_set(name).overlong == "drop"
-        setting = f"{section}.max_new_tokens"
-        examples, ids = self._encode_fitting(section, task.test, sampling, setting, drop=drop)
-        return PromptSet(f"set {name}", task, examples, ids, sampling)
+        examples, ids = self._encode_fitting(f"evaluation.sets.{name}", task.test)
+        return PromptSet(f"set {name}", task, examples, ids, self.config.evaluation)
 
-    def _encode_fitting(
-        self, name: str, examples: Sequence[Example], sampling: EvaluationSampling, setting: str, *, drop: bool
-    ) -> tuple[Sequence[Example], list[list[int]]]:
-        """Encodes prompts -> those that leave room for the longest answer, and their token ids.
-
-        Args:
-            setting: the one that ``sampling.max_new_tokens`` is, for messages.
-            drop: leave overlong prompts out, instead of ending the run.
-        """
+    def _encode_fitting(self, name: str, examples: Sequence[Example]) -> tuple[Sequence[Example], list[list[int]]]:
+        """Encodes prompts; returns those that leave room for the longest answer, and their token ids."""
         ids = self.policy.encode(self._opened(examples))
-        longest, setting = self.longest_answer(sampling), setting if sampling.max_new_tokens else ANSWER_LENGTH
-        room = self.policy.room(longest, setting)
+        longest = self.config.rollout.max_completion_length
+        room = self.policy.room(longest)
         kept = [row for row, prompt in enumerate(ids) if len(prompt) <= room]
-        if drop and len(kept) < len(ids):
+        if self.config.task.overlong == "drop" and len(kept) < len(ids):
             worst = max(range(len(ids)), key=lambda row: len(ids[row]))
             counts = f"{len(ids) - len(kept)} of {len(ids)} {name} prompts dropped (task.overlong)"
             about = f"{counts}: more than {room} tokens"
@@ -169,12 +147,8 @@ class Prompts:
                 raise UserError(f"{about}; none is left")
             self.note(f"{about}; the longest is {examples[worst].place or worst} with {len(ids[worst])}")
             examples, ids = [examples[row] for row in kept], [ids[row] for row in kept]
-        self.policy.check_room(name, examples, ids, longest, setting)
+        self.policy.check_room(name, examples, ids, longest)
         return examples, ids
-
-    def longest_answer(self, sampling: EvaluationSampling) -> int:
-        """Returns the most tokens of an answer in an evaluation."""
-        return sampling.max_new_tokens or self.config.rollout.max_completion_length
 
     def _opened(self, examples: Sequence[Example]) -> list[str | Messages]:
         """Returns the prompts of examples, as the environment opens them."""

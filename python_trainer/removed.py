@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 # A key is a setting ("rollout.workers"), a whole section ("accelerators.curriculum"), one value of a setting
-# ("task.name=countdown") or a command ("command export"). Its text completes the sentence "KEY was removed: ...".
+# ("task.name=countdown"), settings below any name ("evaluation.sets.*") or a command ("command export"). Its text
+# completes the sentence "KEY was removed: ...".
 REMOVED: dict[str, str] = {
     "rollout.prompt_order": "leave it out, every epoch visits each prompt once, shuffled",
     "save.older_moments": "leave it out, every kept checkpoint has the optimizer's moments",
@@ -22,6 +23,9 @@ REMOVED: dict[str, str] = {
     "task.prompt_column": "write task.columns: {prompt: COLUMN}",
     "task.train_half": "write a part of the file: task.train_path: train.jsonl:train[50%:]",
     "sft.train_half": "give sft its part of the file: --set 'task.train_path=train.jsonl:train[:50%]'",
+    "evaluation.max_new_tokens": "set rollout.max_completion_length, which holds for test prompts too",
+    "evaluation.top_p": "leave it out; test prompts are answered from the whole distribution",
+    "evaluation.sets.*": "name a file, as in evaluation.sets: {hard: hard.jsonl}; evaluation and task hold for all sets",
     "task.numbers": "examples/countdown.py draws its own numbers",
     "command extrapolate": "use python -m rlkernels extrapolate, which takes checkpoints of any trainer",
     "algorithm.metrics_of_all": "leave it out; metrics are means over the answers that the update passes",
@@ -36,5 +40,7 @@ def find_removed(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
         for each in (key, *(f"{key}={entry}" for entry in entries if isinstance(entry, str))):
             if each in REMOVED:
                 yield key, f"{each} was removed: {REMOVED[each]}"
-        if isinstance(value, Mapping) and key not in REMOVED:
+        if isinstance(value, Mapping) and f"{prefix}*" in REMOVED:
+            yield key, f"{prefix}* was removed: {REMOVED[f'{prefix}*']}"
+        elif isinstance(value, Mapping) and key not in REMOVED:
             yield from find_removed(value, f"{key}.")

@@ -72,9 +72,8 @@ def describe_section(section: type[Section], prefix: str = "") -> Iterator[Row]:
             default = section.fitting({}).model_fields[name].get_default(call_default_factory=True)
             yield key, type_name(field.annotation, field.metadata), as_yaml(default), field.description or ""
         else:
-            below = f"{key}.NAME." if get_origin(field.annotation) is dict else f"{key}."
-            yield from describe_section(inner if inner.kinds() else inner.fitting({}), below)
-            yield from describe_kinds(inner, below)
+            yield from describe_section(inner if inner.kinds() else inner.fitting({}), f"{key}.")
+            yield from describe_kinds(inner, f"{key}.")
 
 
 def describe_kinds(section: type[Section], prefix: str) -> Iterator[Row]:

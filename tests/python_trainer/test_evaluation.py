@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from python_trainer.compare import known_start, train_once
-from python_trainer.config import EvaluationSampling, describe_settings
+from python_trainer.config import EvaluationConfig, load_config
 from python_trainer.errors import UserError
 from python_trainer.evaluation import Evaluator, by_prompt, metrics_of, pass_at_k
 from python_trainer.report.runs import find_runs
@@ -29,21 +29,14 @@ def test_pass_at_k_is_the_share_of_choices_with_a_right_answer(samples, right):
 
 def test_metrics_known_values():
     scores = Scores({}, [1.0, 0.5, 0.0, 0.0, 2.0, 0.0, 0.0, 0.5], [1, 0, 0, 0, 1, 1, 0, 0])
-    found = metrics_of(scores, EvaluationSampling(samples=4, pass_at=[1, 2, 4]))
+    found = metrics_of(scores, EvaluationConfig(samples=4, pass_at=[1, 2, 4]))
     # of 1 right in 4: 1/4, 1/2, 1; of 2 right in 4: 1/2, 5/6, 1
     expected = {"accuracy": 0.375, "reward": 0.5, "pass@1": 0.375, "pass@2": (1 / 2 + 5 / 6) / 2, "pass@4": 1.0}
     assert found == pytest.approx(expected) and by_prompt(scores.accuracy, 4) == [0.25, 0.5]
 
 
 def test_several_answers_and_several_sets(make_config, jsonl_files, tmp_path):
-    sets = {
-        "greedy": {"task": {"test_path": str(jsonl_files[0])}, "temperature": 0, "max_new_tokens": 5},
-        "sums": {
-            "task": {"name": "sums", "variant": "short", "train_size": 1, "gate_size": 0, "test_size": 3},
-            "samples": 2,
-        },
-    }
-    evaluation = {"samples": 3, "pass_at": [1, 3], "eval_limit": 4, "sets": sets}
+    evaluation = {"samples": 3, "pass_at": [1, 3], "eval_limit": 4, "sets": {"train": str(jsonl_files[0])}}
     config = make_config(max_steps=1, evaluation=evaluation)
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
     asked, generate = [], trainer.engine.generate
@@ -54,12 +47,12 @@ def test_several_answers_and_several_sets(make_config, jsonl_files, tmp_path):
 
     trainer.engine.generate = spy
     trainer.run()
-    own, greedy, sums = asked[:3]
+    own, other = asked[:2]
     assert [r.num_samples for r in own[0]] == [3] * 4 and [r.sample_id for r in own[0]] == [0, 3, 6, 9]
-    assert len(greedy[0]) == 4 and greedy[0][0].max_new_tokens == 5 and greedy[1].temperature == 0
-    assert len(sums[0]) == 3 and {own[1].seed, greedy[1].seed, sums[1].seed} == {o[1].seed for o in asked[-3:]}
+    assert len(other[0]) == 4 and {own[1].seed, other[1].seed} == {o[1].seed for o in asked[-2:]}
+    assert [r.prompt_ids for r in other[0]] == trainer.prompts.ids["train"][:4] and own[1].seed != other[1].seed
     rows, summary = read_metrics(tmp_path / "run"), json.loads((tmp_path / "run" / "summary.json").read_text())
-    names = {"accuracy", "reward", "pass@1", "pass@3", "greedy/accuracy", "greedy/reward", "sums/accuracy"}
+    names = {"accuracy", "reward", "pass@1", "pass@3", "train/accuracy", "train/reward"}
     for row, name in ((rows[0], "start"), (rows[1], "final")):
         assert {f"eval/{key}" for key in names} <= row.keys()
         assert row["eval/pass@1"] == pytest.approx(row["eval/accuracy"]) and row["eval/pass@3"] >= row["eval/pass@1"]
@@ -67,28 +60,12 @@ def test_several_answers_and_several_sets(make_config, jsonl_files, tmp_path):
         shares = load_evaluations(tmp_path / "run")[name]
         assert len(shares) == 4 and shares.mean() == pytest.approx(row["eval/accuracy"])
     table = summary_columns(find_runs([tmp_path]))["run"]
-    assert table["pass@3 after"] == f"{rows[1]['eval/pass@3']:.3f}" and table["greedy/accuracy after"]
+    assert table["pass@3 after"] == f"{rows[1]['eval/pass@3']:.3f}" and table["train/accuracy after"]
 
 
-@pytest.mark.parametrize(
-    ("section", "evaluation"),
-    [
-        ("evaluation", lambda longest: {"max_new_tokens": longest}),
-        ("evaluation.sets.long", lambda longest: {"sets": {"long": {"max_new_tokens": longest}}}),
-    ],
-)
-def test_answers_without_room_are_blamed_on_the_setting_that_allows_them(make_config, tmp_path, section, evaluation):
-    limit = Trainer(make_config(), tmp_path, console=QUIET).policy.max_length
-    for longest, message in (
-        (limit, f"{section}.max_new_tokens {limit} leaves no room for a prompt"),
-        (limit - 1, f"prompt .* tokens; with {section}.max_new_tokens {limit - 1} and .* it may have 1 to 1"),
-    ):
-        with pytest.raises(UserError, match=message):
-            Trainer(make_config(evaluation=evaluation(longest)), tmp_path, console=QUIET)
-
-
-@pytest.mark.parametrize("evaluation", [{}, {"samples": 2, "pass_at": [2], "sets": {"cold": {"temperature": 0}}}])
-def test_a_start_known_from_a_sibling_is_what_its_own_would_be(make_config, tmp_path, monkeypatch, evaluation):
+@pytest.mark.parametrize("more", [False, True])
+def test_a_start_known_from_a_sibling_is_what_its_own_would_be(make_config, jsonl_files, tmp_path, monkeypatch, more):
+    evaluation = {"samples": 2, "pass_at": [2], "sets": {"train": str(jsonl_files[0])}} if more else {}
     config, asked, answer = make_config(max_steps=1, evaluation=evaluation), [], Evaluator.answer_set
     monkeypatch.setattr(Evaluator, "answer_set", lambda self, *a: asked.append(self.logger.label) or answer(self, *a))
     for name, siblings in (("first", []), ("second", [tmp_path / "none", tmp_path / "first"])):
@@ -96,7 +73,7 @@ def test_a_start_known_from_a_sibling_is_what_its_own_would_be(make_config, tmp_
     assert asked.count("second") == asked.count("first") / 2 > 0  # at the end only
     first, second = (read_metrics(tmp_path / name)[0] for name in ("first", "second"))
     found = {name for name in first if name.startswith("eval/")}
-    assert {"eval/accuracy", "eval/reward"} <= found and (not evaluation or "eval/cold/accuracy" in found)
+    assert {"eval/accuracy", "eval/reward"} <= found and (not more or "eval/train/accuracy" in found)
     assert [first[name] for name in found] == [second[name] for name in found]
     both = [json.loads((tmp_path / name / "summary.json").read_text())["evaluation"] for name in ("first", "second")]
     assert both[0]["start"] == both[1]["start"]
@@ -115,13 +92,15 @@ def test_a_run_without_its_first_row_is_no_known_start(make_config, tmp_path):
     ("evaluation", "message"),
     [
         ({"samples": 2, "pass_at": [1, 4]}, r"samples must be >= 4 with pass_at \[1, 4\], got 2"),
-        ({"sets": {"a": {"task": {"test_size": 0}}}}, "evaluation.sets.a.task.test_size: .*greater than or equal to 1"),
-        ({"sets": {"a": {"task": {"name": "gsm8k"}}}}, "evaluation.sets.a.task: task gsm8k needs train_path"),
-        ({"sets": {"a": {"task": {"tset_size": 1}}}}, "evaluation.sets.a.task.tset_size: unknown setting"),
-        ({"sets": {"a": {"tempurature": 1}}}, "evaluation.sets.a.tempurature: unknown setting"),
+        ({"sets": {"a": {"task": {}}}}, r"evaluation.sets.\* was removed: name a file"),
+        ({"sets": ["a.jsonl"]}, r"evaluation.sets: .*dictionary, got \['a.jsonl'\]"),
     ],
 )
 def test_wrong_settings_are_named(make_config, evaluation, message):
     with pytest.raises(UserError, match=message):
         make_config(evaluation=evaluation)
-    assert "evaluation.sets.NAME.top_p" in {key for key, *_ in describe_settings()}
+
+
+def test_further_test_sets_need_a_task_of_files():
+    with pytest.raises(UserError, match="evaluation.sets needs a task with test_path, got sums"):
+        load_config({"task": {"name": "sums"}, "evaluation": {"sets": {"a": "a.jsonl"}}})

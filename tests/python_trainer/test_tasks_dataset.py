@@ -229,18 +229,14 @@ def test_prompts_that_are_too_long(make_config, tmp_path, capsys):
 
 
 def test_prompts_of_further_test_sets_that_are_too_long(make_config, tmp_path, capsys):
-    """By the setting of the set's own task, which is that of the run's unless it says otherwise."""
     (tmp_path / "more.jsonl").write_text("".join(json.dumps({"prompt": "A" * n}) + "\n" for n in (1, 117, 116, 150)))
 
-    def trainer(own, overlong):
-        task = {"test_path": str(tmp_path / "more.jsonl")} | overlong
-        config = make_config(task=own, evaluation={"sets": {"more": {"task": task}}})
+    def trainer(overlong):
+        config = make_config(task={"overlong": overlong}, evaluation={"sets": {"more": str(tmp_path / "more.jsonl")}})
         return Trainer(config, tmp_path / "run", console=Console())
 
-    for own, overlong in (({"overlong": "drop"}, {}), ({}, {"overlong": "drop"})):
-        (kept,) = trainer(own, overlong).named_sets
-        assert [len(row.prompt) for row in kept.examples] == [len(ids) for ids in kept.prompts] == [1, 116]
-        assert "2 of 4 evaluation.sets.more prompts dropped (task.overlong): more than 116" in capsys.readouterr().out
-    for own, overlong in (({}, {}), ({"overlong": "drop"}, {"overlong": "error"})):
-        with pytest.raises(UserError, match=r"prompt .*more.jsonl:2 has 117 tokens"):
-            trainer(own, overlong)
+    (kept,) = trainer("drop").prompts.sets
+    assert [len(row.prompt) for row in kept.examples] == [len(ids) for ids in kept.ids] == [1, 116]
+    assert "2 of 4 evaluation.sets.more prompts dropped (task.overlong): more than 116" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"prompt .*more.jsonl:2 has 117 tokens"):
+        trainer("error")
