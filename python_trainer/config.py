@@ -144,10 +144,6 @@ class Config(Section):
                 f"rollout.stop must have at most {SERVER_STOPS} strings with rollout.vllm_server, which takes no more, "
                 f"got {len(self.rollout.stop)}"
             )
-        if self.rollout.by_vllm and self.rollout.workers > 1:
-            raise ValueError(f"rollout.workers must be 1 with rollout.engine vllm, got {self.rollout.workers}")
-        if self.task.environment is not None and self.rollout.workers > 1:
-            raise ValueError(f"rollout.workers must be 1 with task.environment, got {self.rollout.workers}")
         cache, longest = self.algorithm.overlong_cache, self.rollout.max_completion_length
         if cache is not None and cache > longest:
             raise ValueError(

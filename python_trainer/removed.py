@@ -29,6 +29,7 @@ REMOVED: dict[str, str] = {
     "task.numbers": "examples/countdown.py draws its own numbers",
     "command extrapolate": "use python -m rlkernels extrapolate, which takes checkpoints of any trainer",
     "algorithm.metrics_of_all": "leave it out; metrics are means over the answers that the update passes",
+    "rollout.workers": "several processes generate with torchrun and parallel=ddp, or with rollout.vllm_server",
 }
 
 

@@ -155,7 +155,7 @@ class Sft:
 
     def _alone(self, answer: int) -> Config:
         """Settings of a training run that takes the same memory: answers of so many tokens that come from elsewhere."""
-        server: dict[str, Any] = {"engine": "vllm", "vllm_server": "elsewhere", "workers": 1}
+        server: dict[str, Any] = {"engine": "vllm", "vllm_server": "elsewhere"}
         answers = {"prompts_per_step": len(self.rows), "num_generations": 1, "max_completion_length": answer}
         update = {"rollout": self.config.rollout.model_copy(update=server | answers), "algorithm": AlgorithmConfig()}
         return self.config.model_copy(update=update)

@@ -24,9 +24,6 @@ ENDS = {
     "FileSystemReader",
 }
 EXCEPTIONS = {  # as SECURITY.md names them
-    "python_trainer/rollout/workers/weights.py": {"pickle"},  # the trainer's own pipes to processes that it started
-    "python_trainer/rollout/workers/pool.py": {"recv"},
-    "python_trainer/rollout/workers/process.py": {"recv"},
     "python_trainer/distributed/replicated.py": {
         "all_gather_object",
         "broadcast_object_list",

@@ -18,9 +18,8 @@ def cases(times: int, seed: int) -> Iterator[Case]:
         yield Case("a reward that hangs, with task.reward_timeout", "plain", number, timed_out)
         yield Case("a reward that hangs, SIGTERM twice", "plain", number, interrupted)
         yield Case("a reward that ends the process", "plain", number, ended_by_it)
-        for variant in ("plain", "workers"):
-            yield Case("a reward that forks", variant, number, with_(harmless, "forks"))
-            yield Case("a reward that writes to the terminal", variant, number, with_(harmless, "writes"))
+        yield Case("a reward that forks", "plain", number, with_(harmless, "forks"))
+        yield Case("a reward that writes to the terminal", "plain", number, with_(harmless, "writes"))
 
 
 class _Fault:

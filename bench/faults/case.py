@@ -25,7 +25,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "alpha": {"accelerators": {"enabled": ["alpha"], "alpha": ALPHA}},
     "curriculum": {"accelerators": {"enabled": ["curriculum"], "curriculum": CURRICULUM}},
     "all accelerators": {"accelerators": {"enabled": ACCELERATORS.names(), "alpha": ALPHA, "curriculum": CURRICULUM}},
-    "workers": {"rollout": {"workers": 2}},
     "ddp": {"parallel": "ddp"},
     "fsdp2": {"parallel": "fsdp2"},
 }

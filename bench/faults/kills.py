@@ -1,6 +1,5 @@
-"""SIGKILL and SIGTERM at random moments: to the trainer, one of two ranks, or a process that it has started."""
+"""SIGKILL and SIGTERM at random moments: to the trainer, one of two ranks."""
 
-import os
 import random
 import signal
 import time
@@ -9,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.faults.case import VARIANTS, Case, Outcome, Place, with_
-from bench.faults.training import STEPS, Ended, Training, processes_of, saved_steps
+from bench.faults.training import STEPS, Ended, Training, saved_steps
 from python_trainer.run_directory import read_metrics
 
 KILLS = 3  # of one run, one after the other
@@ -33,7 +32,6 @@ def cases(times: int, seed: int) -> Iterator[Case]:
         for variant in VARIANTS:
             yield Case("SIGKILL", variant, number, with_(struck, kill, judge_killed))
             yield Case("SIGTERM", variant, number, with_(struck, terminate, judge_terminated))
-        yield Case("SIGKILL of a process of the workers", "workers", number, with_(struck, kill_worker, judge_worker))
 
 
 def struck(place: Place, case: Case, args: tuple[Strike, Judge]) -> Outcome:
@@ -94,16 +92,3 @@ def judge_terminated(place: Place, outcome: Outcome, moment: Moment, ended: Ende
     outcome.expect(over or "is saved" in ended.said or newest == STEPS, "no word of saving")
     in_its_midst = moment.trained and moment.saved < STEPS
     outcome.expect(not (in_its_midst and over and ended.code), "ended without a word in the midst")
-
-
-def kill_worker(rng: random.Random, training: Training) -> Callable[[Ended], bool]:
-    """A worker, or a helper of multiprocessing that starts them or keeps track of what they hold."""
-    others = [pid for pid in processes_of(training.pids) if pid not in training.pids]
-    found = bool(others) and training.alive()
-    if found:
-        os.kill(rng.choice(others), signal.SIGKILL)
-    return lambda ended: found
-
-
-def judge_worker(place: Place, outcome: Outcome, moment: Moment, ended: Ended) -> None:
-    place.check_end(outcome, ended, 0, 2)

@@ -3,7 +3,7 @@
     python -m bench.studies lossless --settings 1000
 
 Every setting is a random policy, prompt, prefix, temperature, top-k, top-p and block size, with drafts from a history
-or without, in this process or by two rollout workers; its answers are drawn 1,000 times by
+or without; its answers are drawn 1,000 times by
 :class:`python_trainer.rollout.PagedEngine`. The first tokens are compared with the exact probabilities by a chi-square
 test (tokens that are expected less than five times count as one), and so are those that come after the most frequent
 first token. If the engine is lossless, the p-values are uniform, which a Kolmogorov-Smirnov test judges; each setting
@@ -15,7 +15,6 @@ import csv
 import random
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +25,13 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from bench._runner import commit
 from python_trainer.rollout import PagedEngine, Request, SamplingParams
 from python_trainer.rollout.drafting import Drafter
-from python_trainer.rollout.ordering import LengthHistory
-from python_trainer.rollout.workers.pool import WorkerPool
 from rlkernels import RolloutHistory
 
 RECORDS = Path(__file__).parent / "results" / "lossless.csv"
-VOCAB, DRAWS, LEAST, WORKERS = 24, 1000, 5, 2
+VOCAB, DRAWS, LEAST = 24, 1000, 5
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
          "num_key_value_heads": 1, "max_position_embeddings": 32}  # fmt: skip
-DRAWN = ("prompt", "prefix", "temperature", "top_p", "top_k", "block_size", "drafts", "workers")
+DRAWN = ("prompt", "prefix", "temperature", "top_p", "top_k", "block_size", "drafts")
 FOUND = ("first", "second")  # p-values; empty: nothing to judge, as with one token that is certain
 
 
@@ -78,9 +75,8 @@ def summary(rows: Sequence[dict[str, str]]) -> list[str]:
     """A line for all settings, and one for each way to draw."""
     lines = []
     ways = {"all": rows}
-    for name in ("drafts", "workers"):
-        for value in ("0", *sorted({row[name] for row in rows} - {"0"})):
-            ways[f"{name} {value}"] = [row for row in rows if row[name] == value]
+    for value in ("0", "1"):
+        ways[f"drafts {value}"] = [row for row in rows if row["drafts"] == value]
     for way, some in ways.items():
         values = [float(row[name]) for row in some for name in FOUND if row[name]]
         if values:
@@ -106,16 +102,11 @@ def p_values(seed: int) -> tuple[list[float | None], dict[str, Any]]:
     temperature, top_p = rng.choice([0.3, 0.7, 1.0, 1.5]), rng.choice([1.0, 1.0, 0.9, 0.6])
     top_k, block_size, drafts = rng.choice([0, 0, 1, 2, 7]), rng.choice([4, 16]), rng.random() < 0.5
     drafter = Drafter(made_up(rng, prompt, prefix), pass_overhead=1e9) if drafts else None
-    workers = WORKERS if rng.random() < 0.3 else 0
-    drawn = (len(prompt), len(prefix), temperature, top_p, top_k, block_size, int(drafts), workers)
-    options: dict[str, Any] = {"eos_token_ids": (), "memory_bytes": 1 << 20, "block_size": block_size}
-    # with a history of lengths a worker that has nothing left takes answers over, in their midst too
-    pool = WorkerPool(model, workers=workers, lengths=LengthHistory(), **options) if workers else None
-    with closing(pool) if pool else nullcontext():
-        engine = pool or PagedEngine(model, **options)
-        engine.drafter = drafter
-        request = Request(prompt, prefix, num_samples=DRAWS, max_new_tokens=2)
-        answers = [answer.ids for answer in engine.generate([request], SamplingParams(temperature, top_p, top_k, seed))]
+    drawn = (len(prompt), len(prefix), temperature, top_p, top_k, block_size, int(drafts))
+    engine = PagedEngine(model, eos_token_ids=(), memory_bytes=1 << 20, block_size=block_size)
+    engine.drafter = drafter
+    request = Request(prompt, prefix, num_samples=DRAWS, max_new_tokens=2)
+    answers = [answer.ids for answer in engine.generate([request], SamplingParams(temperature, top_p, top_k, seed))]
 
     def exact(ids: list[int]) -> torch.Tensor:
         logits = model(input_ids=torch.tensor([ids])).logits[0, -1]

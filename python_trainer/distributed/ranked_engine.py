@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 from python_trainer.data import Request, Rollout
 from python_trainer.model.policy import Policy
 from python_trainer.rollout.engine import Engine, SamplingParams, WrappedEngine, new_rollouts
-from python_trainer.rollout.ordering import remember
+from python_trainer.rollout.ordering import divide, remember
 
 T = TypeVar("T")
 
@@ -29,9 +29,9 @@ class Ranks(Protocol):
 class RankedEngine(WrappedEngine):
     """Generates with ``policy.whole``, and brings that up to date when the policy has been updated.
 
-    Of n ranks, r answers requests r, r + n, ..., or the first one all of them (``engine.on_first_rank``), and all get
-    the answers of all. Noise is keyed by sample, so answers do not depend on who gives them. All ranks submit and poll
-    the same; a poll generates all that was submitted.
+    Each rank answers a part of the requests, of equal expected work where ``lengths`` are known, or the first rank all
+    of them (``engine.on_first_rank``); all get the answers of all. Noise is keyed by sample, so answers do not depend
+    on who gives them. All ranks submit and poll the same; a poll generates all that was submitted.
 
     Args:
         engine: one that runs ``policy.whole``.
@@ -83,21 +83,21 @@ class RankedEngine(WrappedEngine):
     ) -> None:
         """Generates this rank's part of a submission, and takes over the others'."""
         before, own, groups = self.inner.stats, list[Rollout](), list(groups_of(requests, rollouts))
-        working = 1 if self.on_first_rank else ranks.size
+        parts = ranks.first(divide(self.lengths, requests, 1 if self.on_first_rank else ranks.size))
         if self.policy.lean:  # weights are gathered for it, by all, also those without a request
             self.inner.refresh()
         with ranks.together():
-            if ranks.rank < working:
-                own = self.inner.generate(requests[ranks.rank :: working], sampling)
+            if ranks.rank < len(parts):
+                own = self.inner.generate([requests[i] for i in parts[ranks.rank]], sampling)
         spent = {name: count - before[name] for name, count in self.inner.stats.items()}
         said = [ranks.first((own, spent))] if self.on_first_rank else ranks.gather((own, spent))
-        for rank, (answers, counts) in enumerate(said):
-            for rollout, answer in zip(chain.from_iterable(groups[rank::working]), answers, strict=True):
+        for rank, (part, (answers, counts)) in enumerate(zip(parts, said)):
+            for rollout, answer in zip(chain.from_iterable(groups[i] for i in part), answers, strict=True):
                 rollout.become(answer)
             if rank != ranks.rank:
                 self._others = {name: count + counts[name] for name, count in self._others.items()}
                 if self.lengths:  # the engine has seen its own
-                    remember(self.lengths, requests[rank::working], answers)
+                    remember(self.lengths, [requests[i] for i in part], answers)
 
 
 def groups_of(requests: Sequence[Request], rollouts: Sequence[Rollout]) -> Iterator[Sequence[Rollout]]:

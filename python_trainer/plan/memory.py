@@ -221,10 +221,7 @@ class Memory:
 
     def _copies(self) -> dict[str, int]:
         """Of the weights, that engines keep."""
-        rollout, whole = self.config.rollout, _bytes(list(self.policy.whole.parameters()))
-        if self._vllm_inside:
-            return {"weights of vLLM": whole}
-        return {"weights of the workers": whole} if rollout.workers > 1 else {}
+        return {"weights of vLLM": _bytes(list(self.policy.whole.parameters()))} if self._vllm_inside else {}
 
     def _cache_bytes(self, parts: dict[str, int], shards: int) -> int:
         """Of the KV cache, as the engines choose it; 0 where that is on a server."""
@@ -232,10 +229,10 @@ class Memory:
         if rollout.vllm_server is not None:
             return 0
         if rollout.memory_bytes is not None:
-            return rollout.memory_bytes * rollout.workers
+            return rollout.memory_bytes
         wanted = SEQUENCES * (self.policy.max_length + rollout.block_size) * self.token_bytes
         if self.device.kind == "cpu":
-            return min(wanted, CPU_MEMORY_BYTES) * rollout.workers
+            return min(wanted, CPU_MEMORY_BYTES)
         # what is there before the engine is: the weights, and their copy
         loaded = ("weights", "float32 weights", "copy for generation", "weights of vLLM")
         there = sum(parts.get(name, 0) for name in loaded)

@@ -1,7 +1,6 @@
 """Drafts for the rollouts that an engine is generating, from a rollout history."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -10,15 +9,6 @@ from rlkernels import RolloutHistory
 
 WORTHLESS = 0.95  # no draft token is trusted more than this
 DEAR_PASS = 1000.0  # tokens: where a pass costs as much on top, what other prompts suggest pays (docs/history.md)
-
-
-class HistoryEntry(NamedTuple):
-    """What a rollout history is fed."""
-
-    prompt_ids: Sequence[int]
-    response_ids: Sequence[int]
-    reward: float = 0.0
-    epoch: int = 0
 
 
 class Drafter:
@@ -33,7 +23,6 @@ class Drafter:
         pass_overhead: what a forward pass costs on top of its tokens, in tokens. With n samples in a pass a draft
             token costs the share n / (n + pass_overhead) of a decode step; drafts are as long as they pay. None: the
             history's ``token_cost``, whatever n is.
-        news: what was added to the history since the drafter before this one: for engines with copies of it.
     """
 
     def __init__(
@@ -42,10 +31,8 @@ class Drafter:
         *,
         max_tokens: int = 16,
         pass_overhead: float | None,
-        news: Sequence[HistoryEntry] = (),
     ):
         self.history, self.max_tokens, self.pass_overhead = history, max_tokens, pass_overhead
-        self.news = news
         self.handles: dict[Decoding, int] = {}
 
     def token_cost(self, samples: int) -> float | None:

@@ -85,12 +85,6 @@ def make_engine(
         )
         return VLLMEngine(policy.whole, in_process, **options)
     with nullcontext() if ranks is None else ranks.together():
-        if rollout.workers > 1:
-            from python_trainer.rollout.workers.pool import WorkerPool
-
-            precision = model.matmul_precision
-            options |= sizes | {"traits": policy.traits}
-            return WorkerPool(policy.whole, workers=rollout.workers, matmul_precision=precision, **options)
         from python_trainer.rollout.paged.engine import PagedEngine
 
         return PagedEngine(policy.whole, traits=policy.traits, reserved_bytes=reserved_bytes, **sizes, **options)

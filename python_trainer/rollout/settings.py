@@ -47,11 +47,9 @@ class RolloutConfig(Section):
     """Rounds of dynamic_sampling; if the step is not full then, dropped prompts fill it up."""
     stop: list[str] = Field([])
     """Strings that end an answer, next to the model's end-of-sequence tokens."""
-    workers: int = Field(1, ge=1)
-    """Processes that generate; above 1 on a CPU only. `memory_bytes` is for each. Answers stay the same."""
     schedule: Literal["fifo", "history"] = "fifo"
-    """history: predict lengths from earlier answers, begin with the longest, balance workers and move work between
-    them. Answers stay the same."""
+    """history: predict lengths from earlier answers, generate the longest first and give servers equal shares. Answers
+    stay the same."""
     memory_bytes: int | None = Field(None, ge=1)
     """Size of the KV cache; null chooses by model and device."""
     block_size: int = Field(16, ge=1)

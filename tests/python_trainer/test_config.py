@@ -65,7 +65,6 @@ def test_exponents_without_a_dot_are_numbers(tmp_path):
         ("optimizer.learning_rate=.nan", "optimizer.learning_rate: .*, got nan"),
         ("optimizer.learning_rate=fast", "optimizer.learning_rate: .*valid number.*, got 'fast'"),
         ("rollout.top_p=1.5", "rollout.top_p: .*less than or equal to 1, got 1.5"),
-        ("rollout.workers=0", "rollout.workers: .*greater than or equal to 1, got 0"),
         ("rollout.schedule=lifo", "rollout.schedule: .*'fifo' or 'history', got 'lifo'"),
         ("rollout.temperature=0", "rollout.temperature: .*greater than 0, got 0"),
         ("rollout.num_generations=1", "rollout.num_generations must be >= 2"),

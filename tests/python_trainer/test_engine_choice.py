@@ -51,7 +51,6 @@ def test_vllm_generates_where_there_is_a_gpu_and_it_is_installed(machine, gpu, v
             {"accelerators": {"enabled": ["drafts"], "drafts": {"max_draft_tokens": 200}}},
             "max_draft_tokens must be at most 128 with rollout.engine vllm, got 200",
         ),
-        ({"rollout": {"workers": 2}}, "rollout.workers must be 1"),
     ],
 )
 def test_settings_that_do_not_go_with_it_come_first(machine, settings, reason):

@@ -99,7 +99,6 @@ def test_an_interrupted_game_goes_on_as_if_nothing_had_been(playing, tmp_path):
     [
         ({"accelerators": {"enabled": ["rpo"]}}, "rpo needs task.environment=null, got guessing_game:Guessing, which"),
         ({"accelerators": {"enabled": ["rhyme"]}}, "rhyme needs task.environment=null.* allows drafts, alpha"),
-        ({"rollout": {"workers": 2}}, "rollout.workers must be 1 with task.environment, got 2"),
         ({"task": {"environment": "gues"}}, 'must be "module:Class"'),
     ],
 )

@@ -162,8 +162,6 @@ def test_settings_that_do_not_go_together(make_config):
         make_config(rollout={"engine": "paged", "vllm_server": "http://localhost:8000"})
     with pytest.raises(UserError, match="rollout.vllm_server: .*got 'localhost:8000'"):
         make_config(rollout={"engine": "vllm", "vllm_server": "localhost:8000"})
-    with pytest.raises(UserError, match="rollout.workers must be 1 with rollout.engine vllm, got 2"):
-        make_config(rollout={"engine": "vllm", "workers": 2})
     drafts = {"enabled": ["drafts"]}
     assert make_config(rollout={"engine": "vllm"}, accelerators=drafts).accelerators.chosen()[0].longest_draft() == 16
     for engine in "auto", "vllm":

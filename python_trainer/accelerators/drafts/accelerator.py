@@ -11,7 +11,7 @@ from python_trainer.accelerators.base import Accelerator, StepContext
 from python_trainer.accelerators.drafts.settings import DraftsSettings
 from python_trainer.data import Group, Rollout
 from python_trainer.errors import UserError
-from python_trainer.rollout.drafting import Drafter, HistoryEntry, pass_overhead
+from python_trainer.rollout.drafting import Drafter, pass_overhead
 from python_trainer.rollout.engine import Engine
 from rlkernels import RolloutHistory
 
@@ -29,7 +29,6 @@ class Drafts(Accelerator):
         self.visits: dict[int, int] = {}  # prompt key -> steps that it was part of
         self.pass_overhead = settings.pass_overhead
         self.engine_asked = settings.pass_overhead is not None
-        self.news: list[HistoryEntry] = []  # answers since the drafter before
         self.counted_step = 0
         self.before: dict[str, float] = {}  # the engine's counters when that step began
 
@@ -40,9 +39,8 @@ class Drafts(Accelerator):
         if context.step != self.counted_step:  # not a further round of dynamic sampling
             self.counted_step, self.before = context.step, engine.stats
         engine.drafter = Drafter(
-            self.history, max_tokens=self.settings.max_draft_tokens, pass_overhead=self.pass_overhead, news=self.news
+            self.history, max_tokens=self.settings.max_draft_tokens, pass_overhead=self.pass_overhead
         )
-        self.news = []
         return groups
 
     def _measured(self, engine: Engine) -> float | None:
@@ -59,9 +57,7 @@ class Drafts(Accelerator):
         context.engine.drafter = None  # evaluations have prompts of their own
         for rollout in rollouts:
             epoch = self.visits.get(rollout.prompt_key, 0)
-            answer = HistoryEntry(rollout.prompt_ids, rollout.response_ids, rollout.reward, epoch)
-            self.history.add(answer.prompt_ids, answer.response_ids, reward=answer.reward, epoch=epoch)
-            self.news.append(answer)
+            self.history.add(rollout.prompt_ids, rollout.response_ids, reward=rollout.reward, epoch=epoch)
         for key in {rollout.prompt_key for rollout in rollouts}:
             self.visits[key] = self.visits.get(key, 0) + 1
         self._report(context.engine, context.telemetry)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from python_trainer.errors import UserError
 from python_trainer.rollout.drafting import Drafter
-from python_trainer.rollout.ordering import Work, longest_first, to_least_loaded
+from python_trainer.rollout.ordering import Work, balance
 from python_trainer.rollout.vllm.adapters import AdapterFiles
 from python_trainer.rollout.vllm.engine import COUNTERS, Continuation, Drawn
 from python_trainer.rollout.vllm.server import Server
@@ -145,7 +145,7 @@ def assigned(asked: Sequence[Continuation], servers: int) -> list[int]:
     groups = list(together.values())
     works = [Work(asked[group[0]].expected, sum(asked[i].n * asked[i].expected for i in group)) for group in groups]
     found = [0] * len(asked)
-    for server, part in enumerate(to_least_loaded(works, longest_first(works), servers, overhead=0.0)):
+    for server, part in enumerate(balance(works, servers)):
         for group in part:
             for i in groups[group]:
                 found[i] = server

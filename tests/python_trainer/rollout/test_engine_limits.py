@@ -51,7 +51,7 @@ def test_angles_that_depend_on_the_longest_sequence():
 
 @pytest.mark.parametrize(("positions", "blocks"), [(160, 9), (160, 1), (24, 40), (5, 40), (5, 1)])
 def test_passes_are_measured_in_what_there_is(positions, blocks):
-    """Of few positions or few blocks of the cache, as drafts and the schedule of workers ask for them."""
+    """Of few positions or few blocks of the cache, as drafts ask for them."""
     model = make()
     model.config.max_position_embeddings = positions
     one = PagedEngine(model, eos_token_ids=(), memory_bytes=1 << 20, block_size=16)

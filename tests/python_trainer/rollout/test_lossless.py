@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from bench.studies.lossless import WORKERS, distribution, p_value, p_values, uniform
+from bench.studies.lossless import distribution, p_value, p_values, uniform
 
 ERROR = 1e-6  # of all tests here together, were everything right
 
@@ -14,7 +14,7 @@ ERROR = 1e-6  # of all tests here together, were everything right
 def test_frequencies_of_tokens_are_their_probabilities():
     found = [p_values(seed) for seed in range(20)]
     values = [p for pair, _ in found for p in pair if p is not None]
-    assert len(values) > 10 and {drawn["workers"] for _, drawn in found} == {0, WORKERS}
+    assert len(values) > 10 and {drawn["drafts"] for _, drawn in found} == {0, 1}
     assert min(values) > ERROR / (2 * len(values)) and uniform(values) > ERROR / 2
 
 

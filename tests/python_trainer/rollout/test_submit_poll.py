@@ -8,7 +8,6 @@ from paged import engine_for, make, mixed_requests, prompts
 
 from python_trainer.errors import UserError
 from python_trainer.rollout import Request, SamplingParams
-from python_trainer.rollout.workers.pool import WorkerPool
 
 SAMPLING = SamplingParams(temperature=0.9, seed=5)
 
@@ -105,24 +104,3 @@ def test_what_fails_leaves_an_engine_that_works(model, monkeypatch):
             engine.poll()
     assert engine.poll() == [] and engine.cache.stats["blocks_pinned"] == 0
     assert content(engine.generate(requests, SAMPLING)) == content(wanted)
-
-
-def test_workers_take_requests_while_they_generate(model):
-    requests = mixed_requests()
-    wanted = engine_for(model).generate(requests, SAMPLING)
-    pool = WorkerPool(model, workers=2, eos_token_ids=())
-    try:
-        first = pool.submit(requests[:2], SAMPLING)
-        with pytest.raises(RuntimeError, match="policy_updated comes when all that was submitted is generated"):
-            pool.policy_updated()  # before a poll, which may find both done
-        done = pool.poll()
-        assert done
-        later = pool.submit(requests[2:], SAMPLING)
-        while some := pool.poll():
-            done += some
-        assert sorted(map(id, done)) == sorted(map(id, [*first, *later]))
-        assert content([*first, *later]) == content(wanted)
-        pool.policy_updated()
-        assert pool.policy_version == 1
-    finally:
-        pool.close()
