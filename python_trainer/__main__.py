@@ -13,7 +13,6 @@ from python_trainer.errors import (
     hide_passwords,
     is_lost_connection,
     is_out_of_memory,
-    same_errors_on_all_ranks,
     tell,
     tell_error,
 )
@@ -61,11 +60,10 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     args = argparse.Namespace(command=None)
     try:
-        with same_errors_on_all_ranks():
-            check_packages()
-            from python_trainer.commands import parse_arguments
+        check_packages()
+        from python_trainer.commands import parse_arguments
 
-            parse_arguments(argv, args)
+        parse_arguments(argv, args)
         args.call(args)
         sys.stdout.flush()
     except (UserError, NotFinite) as error:

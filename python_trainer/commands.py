@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from python_trainer.accelerators import ACCELERATORS
 from python_trainer.config import changed_settings, describe_settings, load_config
-from python_trainer.errors import UserError, same_errors_on_all_ranks, tell, wait_for_first_rank
+from python_trainer.errors import UserError, tell, wait_for_first_rank
 from python_trainer.registry import load
 from python_trainer.removed import REMOVED
-from python_trainer.run_directory import check_output_dir
+from python_trainer.run_directory import check_new, check_output_dir
 
 if TYPE_CHECKING:
     from python_trainer.config import Config
@@ -228,14 +228,11 @@ def run_probe(args: argparse.Namespace) -> None:
 
 def load_run(args: argparse.Namespace) -> "Config":
     """Reads the settings of a run; finds mistakes in them or in its folder before torch loads, which takes seconds."""
-    with same_errors_on_all_ranks():
-        config = load_config(args.config, args.overrides)
-        check_files(config)
-        check_output_dir(args.output_dir)
-        if not args.resume:
-            from python_trainer.run_directory import check_new
-
-            check_new(args.output_dir)
+    config = load_config(args.config, args.overrides)
+    check_files(config)
+    check_output_dir(args.output_dir)
+    if not args.resume:
+        check_new(args.output_dir)
     note_load()
     return config
 

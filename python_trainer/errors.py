@@ -6,8 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -73,21 +72,10 @@ def tell(message: str) -> None:
 def wait_for_first_rank() -> None:
     """Waits on all ranks but the first of a host, so that one message is printed and not one per rank.
 
-    torchrun ends the other ranks as soon as the first has failed. For errors that are raised on every rank before the
-    process group exists.
+    torchrun ends the other ranks as soon as the first has failed.
     """
     if int(os.environ.get("LOCAL_RANK", 0)) > 0:
         time.sleep(HEAD_START)
-
-
-@contextmanager
-def same_errors_on_all_ranks() -> Iterator[None]:
-    """Within it every rank finds the same errors by itself; the first rank of a host reports them."""
-    try:
-        yield
-    except UserError:
-        wait_for_first_rank()
-        raise
 
 
 def mark_shared(error: BaseException) -> None:
@@ -110,6 +98,7 @@ def tell_error(error: BaseException, message: str) -> None:
     if is_shared(error):
         tell(f"error: {message}")
         return
+    wait_for_first_rank()  # which may have found the same
     rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     who = "" if size == "1" else f"process {rank} of {size}: "
     print(f"error: {who}{message}", file=sys.stderr)

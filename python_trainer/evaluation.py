@@ -72,7 +72,7 @@ class Evaluator:
     ):
         self.config, self.prompts, self.engine, self.scorer = config, prompts, engine, scorer
         self.ranks, self.state, self.clock, self.logger, self.folder = ranks, state, clock, logger, folder
-        self._collapse_noted = self._partial_noted = False
+        self._partial_noted = False
 
     def due(self) -> bool:
         """Whether ``evaluation.eval_steps`` wants an evaluation after this step."""
@@ -102,7 +102,6 @@ class Evaluator:
                 save_evaluation(self.folder, name, correct)
                 state.results[name] = dict(row)
         accuracy, target = row["eval/accuracy"], settings.target_accuracy
-        self._note_collapse(accuracy, len(correct))
         state.evaluations.append([state.step, accuracy, accuracy if state.judged else row.get("eval/reward", accuracy)])
         if target is not None and accuracy >= target and state.seconds_to_target is None:
             state.seconds_to_target = seconds
@@ -172,18 +171,4 @@ class Evaluator:
             f"neither 0 nor 1 but {partial[0]:.3g} and the like: no answer is right or wrong, dynamic sampling and "
             "accelerators compare rewards, and eval/accuracy is the share above 0.5; task.accuracy may name a reward "
             "function that gives 0 or 1 (weight 0 leaves the reward as it is)"
-        )
-
-    def _note_collapse(self, accuracy: float, count: int) -> None:
-        """Notes once that accuracy has fallen to less than half, by more than three standard errors."""
-        before = self.state.evaluations[0][1] if self.state.evaluations else 0.0
-        mean = (before + accuracy) / 2
-        if not self.state.judged:
-            return
-        if self._collapse_noted or accuracy >= before / 2 or (before - accuracy) ** 2 <= 18 * mean * (1 - mean) / count:
-            return
-        self._collapse_noted = True
-        self.logger.note(
-            f"accuracy fell from {before:.3f} to {accuracy:.3f} by step {self.state.step}: the policy has collapsed; "
-            f"optimizer.learning_rate {self.config.optimizer.learning_rate:g} may be too high"
         )

@@ -11,7 +11,7 @@ from python_trainer.distributed import RankGroup
 from python_trainer.engine_choice import choose_engine
 from python_trainer.errors import UserError
 from python_trainer.learner import Learner, bytes_to_come
-from python_trainer.model.dtype import describe_dtype_change, keep_dtype
+from python_trainer.model.dtype import keep_dtype
 from python_trainer.model.policy import Policy, set_matmul_precision
 from python_trainer.plan.command import RECOMPUTES, needs_recomputing
 from python_trainer.prompts import Tasks
@@ -46,20 +46,6 @@ def resolve_settings(config: Config, before: str | None, ranks: RankGroup, note:
         model = chosen.model.model_copy(update={"gradient_checkpointing": True})
         chosen = chosen.model_copy(update={"model": model})
     return chosen
-
-
-def load_run_policy(config: Config, chosen: Config, before: str | None, ranks: RankGroup, note: Note) -> Policy:
-    """Loads the policy; notes if its weights have another type than ``before``, or than a new run would take.
-
-    Args:
-        config: the settings as given.
-        chosen: the same by :func:`resolve_settings`.
-    """
-    set_matmul_precision("highest")  # the model is checked when it is loaded
-    policy = ranks.load(chosen.model, note)
-    if change := describe_dtype_change(config.model.dtype, before, policy.whole):
-        note(change)
-    return policy
 
 
 def make_run_engine(

@@ -20,7 +20,7 @@ from python_trainer.errors import Interrupted, NotFinite, StopSignal, UserError
 from python_trainer.keyed import prompt_order
 from python_trainer.learner import Learner
 from python_trainer.logger import Logger
-from python_trainer.model.dtype import describe_dtype_change, keep_dtype, name_of, saved_dtype
+from python_trainer.model.dtype import keep_dtype, name_of, saved_dtype
 from python_trainer.model.optimizer import learning_rate
 from python_trainer.model.packing import micro_batches, pack
 from python_trainer.model.policy import Policy, load_policy, recompute_activations, set_matmul_precision
@@ -108,10 +108,7 @@ class Sft:
         (check_resumable if resume else check_new)(output_dir)
         task = load_task(config.task)
         found = load_newest(self.checkpoints, self.logger.note) if resume else None
-        before = saved_dtype(found and found[1])
-        self.policy = load_policy(keep_dtype(config.model, before))
-        if said := describe_dtype_change(config.model.dtype, before, self.policy.whole):
-            self.logger.note(said)
+        self.policy = load_policy(keep_dtype(config.model, saved_dtype(found and found[1])))
         self.policy.chat_template_kwargs = config.task.chat_template_kwargs
         set_matmul_precision(config.model.matmul_precision)
         examples, self.rows = self._lessons("train", task.train)

@@ -25,10 +25,9 @@ from python_trainer.evaluation import Evaluated, Evaluator, first_rows
 from python_trainer.keyed import keyed_seed
 from python_trainer.logger import Logger, choose_samples, rollout_statistics
 from python_trainer.model.dtype import name_of, saved_dtype
-from python_trainer.model.policy import choose_device
+from python_trainer.model.policy import choose_device, set_matmul_precision
 from python_trainer.parts import (
     facts_of,
-    load_run_policy,
     make_accelerators,
     make_learner,
     make_run_engine,
@@ -97,12 +96,12 @@ class Trainer:
         self.stop, self.done, self.rehearsed = StopSignal(loud=ranks.rank == 0), False, False
         note = self.logger.note
         origin = find_origin(output_dir, resume=resume, max_steps=config.max_steps, ranks=ranks, note=note)
-        before = saved_dtype(origin.saved)
         with ranks.together():
             self.callbacks = Callbacks([*config.callbacks, *callbacks])
             tasks = load_tasks(config, choose_device(config.model.device), note)
-        chosen = resolve_settings(config, before, ranks, note)
-        self.policy = load_run_policy(config, chosen, before, ranks, note)
+        chosen = resolve_settings(config, saved_dtype(origin.saved), ranks, note)
+        set_matmul_precision("highest")  # while the model is checked, until the engine is made
+        self.policy = ranks.load(chosen.model, note)
         self.engine = make_run_engine(chosen, self.policy, tasks, output_dir, ranks, note)
         self.engine.tell = self.logger.log_generation  # of several processes the first one tells of its own part
         with ranks.together():

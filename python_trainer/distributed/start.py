@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 
 from python_trainer.distributed.group import RankGroup
-from python_trainer.errors import Interrupted, UserError, is_shared, same_errors_on_all_ranks
+from python_trainer.errors import Interrupted, UserError, is_shared
 from python_trainer.model.policy import choose_device
 
 # How long processes wait for one another: while the first one asks vLLM's servers the others do nothing. One that ends
@@ -34,9 +34,8 @@ def start(parallel: str, device: str = "auto") -> Iterator[RankGroup]:
     """
     size = int(os.environ.get("WORLD_SIZE", 1))
     if parallel == "none":
-        with same_errors_on_all_ranks():
-            if size > 1:
-                raise UserError(f"parallel is none, but torchrun started {size} processes: set parallel=ddp or fsdp2")
+        if size > 1:
+            raise UserError(f"parallel is none, but torchrun started {size} processes: set parallel=ddp or fsdp2")
         yield RankGroup()
         return
     import torch.distributed as dist

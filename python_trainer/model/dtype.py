@@ -46,24 +46,6 @@ def keep_dtype(config: ModelConfig, before: str | None) -> ModelConfig:
     return config.model_copy(update={"dtype": before}) if before is not None and config.dtype == "auto" else config
 
 
-def describe_dtype_change(wanted: str, before: str | None, model: torch.nn.Module) -> str | None:
-    """Describes how the type of weights differs from ``before``, or from a new run's; None: it does not.
-
-    Args:
-        wanted: the setting ``model.dtype``.
-        model: with the weights as they are now.
-    """
-    one = next(model.parameters())
-    if before is None or (wanted != "auto" and before == name_of(one.dtype)):
-        return None
-    if wanted != "auto":
-        return f"model.dtype: the run had weights in {before} and goes on in {wanted}"
-    here = name_of(choose_dtype("auto", one.device, lambda: sum(p.numel() for p in model.parameters())))
-    if here == before:
-        return None
-    return f"model.dtype: auto goes on in {before}, as the run began, where a new run would take {here}"
-
-
 def multiplies_bfloat16() -> bool:
     """Whether the processor has products of bfloat16, which without are slower than those of float32."""
     found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.12 and later

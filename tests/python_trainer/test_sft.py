@@ -133,12 +133,12 @@ def test_resume_gives_the_same_weights(lessons, tmp_path, monkeypatch):
 
 
 def test_resume_keeps_the_type_of_the_weights(lessons, tmp_path, monkeypatch):
-    config, out = config_of(lessons, save={"save_steps": 1}), io.StringIO()
+    config = config_of(lessons, save={"save_steps": 1})
     Sft(config, tmp_path / "run", console=QUIET).run()
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True}, raising=False)
     monkeypatch.setattr("python_trainer.model.dtype.MAX_BYTES", 0)
-    resumed = Sft(config, tmp_path / "run", resume=True, console=Console(file=out))
-    assert resumed.policy.model.dtype == torch.float32 and "auto goes on in float32" in out.getvalue()
+    resumed = Sft(config, tmp_path / "run", resume=True, console=QUIET)
+    assert resumed.policy.model.dtype == torch.float32
 
 
 @pytest.mark.parametrize("wrong", [{"temperature": 0.6}, {"temperature": 0.6, "num_beams": -1}])

@@ -225,14 +225,3 @@ def test_a_signal_while_the_model_is_written_lets_it_finish(make_config, tmp_pat
     monkeypatch.setattr(trainer.policy, "save", save)
     assert trainer.run()["steps"] == 1
     assert "SIGTERM: finishing" in capsys.readouterr().err and (tmp_path / "run" / "model").is_dir()
-
-
-@pytest.mark.parametrize(("before", "said"), [([1.0] * 6, True), ([1.0, 0, 0, 0, 0, 0], False)])
-def test_a_policy_that_has_collapsed_is_told_of_once(make_config, tmp_path, capsys, before, said):
-    config = make_config(
-        max_steps=2, task={"accuracy": "digits"}, optimizer={"learning_rate": 1.0}, evaluation={"eval_steps": 1}
-    )
-    Trainer(config, tmp_path / "run", start=({"eval/accuracy": sum(before) / 6}, before)).run()
-    errors = capsys.readouterr().err
-    assert errors.count("accuracy fell from 1.000 to 0.") == errors.count("the policy has collapsed") == said
-    assert not said or "optimizer.learning_rate 1 may be too high" in errors
