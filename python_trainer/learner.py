@@ -1,4 +1,4 @@
-"""The update of one step: from scored answers to new weights of the policy, and of the critic where there is one."""
+"""The update of one step: scored rollouts change the weights of the policy, and of the critic if there is one."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ from python_trainer.model.tensors import load_weights, local
 def bytes_to_come(
     policy: Policy, algorithm: AlgorithmConfig, critic: CriticConfig, shards: int = 1, *, offload: bool = False
 ) -> int:
-    """Memory that a learner of this policy will hold between passes, on each of so many ranks, beside the policy.
+    """Computes the memory that a learner will hold between passes, on each rank, in addition to the policy.
 
     Args:
         shards: ranks that share weights, gradients and moments.
@@ -40,18 +40,18 @@ def bytes_to_come(
 
 
 class Learner:
-    """Everything that training changes, and how.
+    """Owns the weights that training changes, and updates them.
 
     Args:
         algorithm, optimizer, critic: those sections of the settings.
-        temperature: of the sampler; log-probabilities are of the same distribution.
+        temperature: of the sampler; log-probabilities use the same.
         max_completion_length: most tokens of an answer.
         max_steps: of the run, for the learning rate's schedule.
 
     Attributes:
-        reference: the policy as it was at the start, with ``algorithm.beta``.
-        critic: where the advantages need one.
-        changed: set when weights or moments are no longer those of before.
+        reference: the policy at the start of training, with ``algorithm.beta``.
+        critic: if the advantages need one.
+        changed: set once weights or moments have changed.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class Learner:
                 recorded.flat = self.ranks.merge(recorded.flat)
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights and moments."""
+        """Returns weights and moments."""
         return {
             "model": self._weights(),
             "optimizer": self.optimizer.state_dict(),
@@ -221,12 +221,12 @@ class Learner:
         }
 
     def _weights(self) -> dict[str, Any]:
-        """By name; where adapters are all that changes, theirs alone."""
+        """Returns the weights by name; of a policy with adapters those of the adapters alone."""
         weights = self.policy.model.state_dict()
         return {name: w for name, w in weights.items() if is_adapter(name)} if self.policy.adapted else weights
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Undoes :meth:`state_dict`, of whatever precision or shards; RuntimeError or KeyError for another model's."""
+        """Undoes :meth:`state_dict`, from any precision or shards; RuntimeError or KeyError for another model."""
         if self.policy.adapted and saved["model"].keys() != self._weights().keys():
             raise KeyError("adapters of other layers, or none")
         load_weights(self.policy.model, saved["model"], partly=self.policy.adapted)

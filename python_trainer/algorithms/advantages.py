@@ -1,4 +1,4 @@
-"""How good each answer was, compared with what was to be expected: advantages from rewards."""
+"""Advantages: rewards compared with a baseline."""
 
 from dataclasses import dataclass
 
@@ -9,21 +9,21 @@ from python_trainer.algorithms.settings import AlgorithmConfig
 
 @dataclass(frozen=True)
 class StepRewards:
-    """What the B answers of a step earned; T is the longest of them."""
+    """The rewards of a step: B answers of at most T tokens."""
 
     rewards: torch.Tensor  # float32 [B]
     groups: torch.Tensor  # int64 [B], the group of every answer
-    mask: torch.Tensor  # bool [B, T] response tokens that are judged
+    mask: torch.Tensor  # bool [B, T] response tokens that get an advantage
     in_loss: torch.Tensor  # bool [B, T] those of them in the loss
-    penalty: torch.Tensor  # float32 [B, T] to be taken off the reward: beta x KL with use_kl_in_reward, otherwise 0
-    values: torch.Tensor | None = None  # float32 [B, T] what the critic expected
+    penalty: torch.Tensor  # float32 [B, T] subtracted from the reward: beta x KL with use_kl_in_reward, else 0
+    values: torch.Tensor | None = None  # float32 [B, T] predictions of the critic
 
     def answer_rewards(self) -> torch.Tensor:
-        """[B], less the penalties of all tokens: for what compares answers."""
+        """Returns the reward of each answer minus the penalties of its tokens, [B]."""
         return self.rewards - self.penalty.sum(1)
 
     def token_rewards(self) -> torch.Tensor:
-        """[B, T], less the penalty of each token: for what looks at what comes after a token."""
+        """Returns the reward after each token minus its penalty, [B, T]."""
         return token_rewards(self.rewards, self.mask, self.penalty)
 
 
@@ -31,34 +31,35 @@ Judged = tuple[torch.Tensor, torch.Tensor | None]  # advantages [B] or [B, T], r
 
 
 def against_group(step: StepRewards, settings: AlgorithmConfig) -> Judged:
-    """GRPO and Dr. GRPO."""
+    """Compares answers with the mean of their group: GRPO and Dr. GRPO."""
     return group_advantages(step.answer_rewards(), step.groups, scale_rewards=settings.scale_rewards), None
 
 
 def against_others(step: StepRewards, settings: AlgorithmConfig) -> Judged:
-    """REINFORCE leave-one-out."""
+    """Compares answers with the others of their group: REINFORCE leave-one-out."""
     return rloo_advantages(step.answer_rewards(), step.groups), None
 
 
 def against_critic(step: StepRewards, settings: AlgorithmConfig) -> Judged:
-    """PPO."""
+    """Compares tokens with the predictions of a critic: PPO."""
     assert step.values is not None
     advantages, returns = gae(step.token_rewards(), step.values, step.mask, gamma=settings.gamma, lam=settings.lam)
     return _whitened(advantages, step, settings), returns
 
 
 def against_batch(step: StepRewards, settings: AlgorithmConfig) -> Judged:
-    """REINFORCE++ (arXiv 2501.03262): what comes after a token, with no baseline but the mean of the batch."""
+    """Compares the rewards after a token with the mean of the batch: REINFORCE++ (arXiv 2501.03262)."""
     rewards = step.token_rewards()
     advantages, _ = gae(rewards, torch.zeros_like(rewards), step.mask, gamma=settings.gamma, lam=1.0)
     return _whitened(advantages, step, settings), None
 
 
 def against_chance(p: torch.Tensor, *, deviations: bool) -> torch.Tensor:
-    """Advantages [B] of right answers to prompts that are answered right with chance ``p`` [B], 0 < p < 1.
+    """Returns the advantages [B] of right answers to prompts that are answered right with chance ``p``.
 
     Args:
-        deviations: whether advantages are in standard deviations of the reward, here sqrt(p (1 - p)).
+        p: [B], 0 < p < 1.
+        deviations: divide by the standard deviation of the reward, sqrt(p (1 - p)).
     """
     return ((1 - p) / p).sqrt() if deviations else 1 - p
 
@@ -68,15 +69,15 @@ def _whitened(advantages: torch.Tensor, step: StepRewards, settings: AlgorithmCo
 
 
 def group_statistics(rewards: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Size, mean and standard deviation (n - 1) of the reward in the group of every sample.
+    """Computes size, mean and standard deviation (n - 1) of the reward in the group of every sample.
 
     Args:
         rewards: [B].
         groups: int64 [B], the group of every sample; any numbers, in any order.
 
     Returns:
-        (size, mean, std), each [B]. The deviation of a group of one is 0, and it is exactly 0 where all rewards
-        of the group are equal.
+        (size, mean, std), each [B]. The deviation is exactly 0 for a group of one, and if all rewards of a group are
+        equal.
     """
     _, index = torch.unique(groups, return_inverse=True)
     count = int(index.max()) + 1 if index.numel() else 0
@@ -92,9 +93,9 @@ def group_statistics(rewards: torch.Tensor, groups: torch.Tensor) -> tuple[torch
 
 
 def scale_of(values: torch.Tensor) -> torch.Tensor:
-    """Of each value that is not negative a power of two not far above it, 1 for those below 1.
+    """Returns for each value >= 0 a power of two just above it, at least 1.
 
-    Dividing by it is exact, and the squares of what is left are within float32 where those of 1e20 are not.
+    Dividing by it is exact, and keeps squares within float32: the square of 1e20 is not.
     """
     return torch.exp2(torch.frexp(values).exponent.clamp(0, 126).to(values.dtype))
 
@@ -102,7 +103,7 @@ def scale_of(values: torch.Tensor) -> torch.Tensor:
 def group_advantages(
     rewards: torch.Tensor, groups: torch.Tensor, *, scale_rewards: str = "group", epsilon: float = 1e-4
 ) -> torch.Tensor:
-    """GRPO's advantage: reward minus the mean of its group, divided by a standard deviation.
+    """Computes GRPO's advantage: reward minus the mean of its group, divided by a standard deviation.
 
     Args:
         rewards: [B].
@@ -126,14 +127,14 @@ def group_advantages(
 
 
 def rloo_advantages(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """REINFORCE leave-one-out (arXiv 2402.14740): reward minus the mean of the *other* samples of the group.
+    """Computes reward minus the mean of the *other* samples of its group (RLOO, arXiv 2402.14740).
 
     Args:
         rewards: [B].
         groups: int64 [B].
 
     Returns:
-        [B]; 0 for a group of one, which has nothing to compare with.
+        [B]; 0 for a group of one.
     """
     size, mean, _ = group_statistics(rewards, groups)
     return torch.where(size > 1, (rewards - mean) * size / (size - 1).clamp(min=1), 0.0)
@@ -142,12 +143,12 @@ def rloo_advantages(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor
 def gae(
     rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, *, gamma: float = 1.0, lam: float = 0.95
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Generalised advantage estimation (arXiv 1506.02438) over the unmasked tokens of each row.
+    """Computes generalised advantage estimates (arXiv 1506.02438) over the unmasked tokens of each row.
 
     Args:
         rewards: [B, T] reward received after each token; usually zero but for the last.
         values: [B, T] predicted return before each token.
-        mask: bool [B, T]; masked tokens (padding on either side, tool output) are stepped over as if not there.
+        mask: bool [B, T]; masked tokens (padding on either side, tool output) are skipped.
 
     Returns:
         (advantages, returns), both [B, T], 0 where masked. Rows end in a terminal state.
@@ -187,7 +188,7 @@ def whiten(values: torch.Tensor, mask: torch.Tensor, *, epsilon: float = 1e-8) -
 
 
 def token_rewards(scores: torch.Tensor, mask: torch.Tensor, penalty: torch.Tensor | None = None) -> torch.Tensor:
-    """Puts each answer's score on its last unmasked token, minus a penalty per token (PPO's KL in the reward).
+    """Puts each answer's score on its last unmasked token, minus a penalty per token (KL in the reward).
 
     Args:
         scores: [B].
@@ -204,7 +205,7 @@ def token_rewards(scores: torch.Tensor, mask: torch.Tensor, penalty: torch.Tenso
 
 
 def overlong_penalties(lengths: torch.Tensor, *, max_length: int, cache: int) -> torch.Tensor:
-    """What answers of these lengths gain by being long, which is never more than 0 (DAPO, arXiv 2503.14476, eq. 13).
+    """Computes the (negative) reward for length (DAPO, arXiv 2503.14476, eq. 13).
 
     0 up to ``max_length - cache`` tokens, falling linearly to -1 at ``max_length``, -1 beyond.
 
@@ -218,9 +219,9 @@ def overlong_penalties(lengths: torch.Tensor, *, max_length: int, cache: int) ->
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
-    """How much of the returns a critic foresaw: 1 - var(returns - values) / var(returns).
+    """Computes 1 - var(returns - values) / var(returns), over unmasked tokens.
 
-    1 is perfect, 0 no better than a constant. 0 where the unmasked returns do not vary.
+    1 is a perfect critic, 0 no better than a constant. It is 0 if the returns do not vary.
 
     Args:
         values, returns: [B, T].

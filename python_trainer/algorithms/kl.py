@@ -6,25 +6,25 @@ from python_trainer.algorithms.settings import KL_ESTIMATORS
 
 
 def k1(r: torch.Tensor) -> torch.Tensor:
-    """Of r = log pi - log pi_ref, as the other ones: r. Unbiased."""
+    """Returns r = log pi - log pi_ref itself. Unbiased."""
     return r
 
 
 def k2(r: torch.Tensor) -> torch.Tensor:
-    """r^2 / 2. Less variance and some bias."""
+    """Returns r^2 / 2. Less variance and some bias."""
     return 0.5 * r * r
 
 
 def k3(r: torch.Tensor) -> torch.Tensor:
-    """exp(-r) + r - 1. Unbiased and never negative."""
+    """Returns exp(-r) + r - 1. Unbiased and never negative."""
     return torch.expm1(-r) + r
 
 
 def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, mask: torch.Tensor, kind: str) -> torch.Tensor:
-    """KL per token.
+    """Estimates the KL per token.
 
-    As a *loss* the gradient counts: that of ``k1`` is zero in expectation, that of ``k2`` is right on policy, that of
-    ``k3`` leans towards the forward KL.
+    In a *loss* its gradient counts: that of ``k1`` is zero in expectation, that of ``k2`` is exact on policy, that of
+    ``k3`` is biased towards the forward KL.
 
     Args:
         logprobs: [B, T], differentiable.

@@ -1,7 +1,7 @@
 """Policy and value losses on [batch, time].
 
-A loss is a sum of per-token losses times weights that were computed from the *whole* batch
-(:class:`Aggregation`). So micro-batches, ranks, padding and order cannot change it: the sum over the parts is
+A loss is a sum of per-token losses times weights, which are computed from the *whole* batch
+(:class:`Aggregation`). So micro-batches, ranks, padding and order cannot change it: the losses of the parts add up to
 the loss of the whole.
 """
 
@@ -12,15 +12,15 @@ import torch
 
 
 class Aggregation(Protocol):
-    """How per-token losses become one number: the weight of every token's loss in the loss of the whole batch.
+    """Computes the weight of every token's loss in the loss of the whole batch.
 
     Args:
         mask: bool [B, T] of this part of the batch.
         num_tokens: unmasked tokens of the whole batch, over all micro-batches and ranks.
         num_sequences: sequences of the whole batch.
-        max_length: longest answer that was allowed.
-        lengths: [B] what counts as tokens of a sequence. Of answers that continue a masked prefix it should be the
-            whole length: by the suffix alone, the tokens of a short one would outweigh all others.
+        max_length: most tokens that an answer may have.
+        lengths: [B] tokens of each sequence. It includes a masked prefix: without it, the tokens of a short suffix
+            would outweigh all others.
 
     Returns:
         float32 [B, T], 0 where masked.
@@ -32,33 +32,33 @@ class Aggregation(Protocol):
 
 
 def token_mean(mask: torch.Tensor, *, num_tokens: int, **_: object) -> torch.Tensor:
-    """1 / all tokens (DAPO, arXiv 2503.14476)."""
+    """Weighs a token by 1 / all tokens (DAPO, arXiv 2503.14476)."""
     return mask.float() / max(num_tokens, 1)
 
 
 def sequence_token_sum(mask: torch.Tensor, *, num_sequences: int, **_: object) -> torch.Tensor:
-    """1 / all sequences."""
+    """Weighs a token by 1 / all sequences."""
     return mask.float() / max(num_sequences, 1)
 
 
 def sequence_token_mean(mask: torch.Tensor, *, num_sequences: int, lengths: torch.Tensor, **_: object) -> torch.Tensor:
-    """1 / (all sequences x tokens of this one) (GRPO, arXiv 2402.03300)."""
+    """Weighs a token by 1 / (all sequences x tokens of its own) (GRPO, arXiv 2402.03300)."""
     return mask.float() / (lengths[:, None].clamp(min=1) * max(num_sequences, 1))
 
 
 def constant(mask: torch.Tensor, *, num_sequences: int, max_length: int, **_: object) -> torch.Tensor:
-    """1 / (all sequences x the longest answer allowed) (Dr. GRPO, arXiv 2503.20783)."""
+    """Weighs a token by 1 / (all sequences x longest answer allowed) (Dr. GRPO, arXiv 2503.20783)."""
     return mask.float() / (max(num_sequences, 1) * max_length)
 
 
 @dataclass
 class PolicyLoss:
-    """Per-token policy loss and what was seen on the way, all [B, T] and 0 where masked."""
+    """Policy loss per token, ratios and clipping; all [B, T] and 0 where masked."""
 
     loss: torch.Tensor
     ratio: torch.Tensor  # pi / pi_old before any clipping, differentiable
-    clipped_low: torch.Tensor  # bool: held up below 1 - epsilon, with a negative advantage
-    clipped_high: torch.Tensor  # bool: held back above 1 + epsilon_high, with a positive advantage
+    clipped_low: torch.Tensor  # bool: ratio below 1 - epsilon with a negative advantage
+    clipped_high: torch.Tensor  # bool: ratio above 1 + epsilon_high with a positive advantage
 
 
 def policy_loss(
@@ -73,7 +73,7 @@ def policy_loss(
     weights: torch.Tensor | None = None,
     level: str = "token",
 ) -> PolicyLoss:
-    """The clipped surrogate of PPO (arXiv 1707.06347, eq. 7), with a minus sign.
+    """Computes the clipped surrogate of PPO (arXiv 1707.06347, eq. 7), with a minus sign.
 
     -min(ratio A, clip(ratio, 1 - epsilon, 1 + epsilon_high) A), where ratio = pi / pi_old of the token, or the
     geometric mean of that over the sequence (GSPO, arXiv 2507.18071, eq. 7).
@@ -88,14 +88,14 @@ def policy_loss(
         delta: upper bound of the ratio where the advantage is negative, > 1 + epsilon_high (INTELLECT-2, arXiv
             2505.07291); None for none.
         weights: [B, T] detached factors, such as :func:`importance_weights`.
-        level: ``"token"`` or ``"sequence"``: what one ratio belongs to.
+        level: ``"token"``: a ratio per token, ``"sequence"``: one per sequence.
     """
     if level not in ("token", "sequence"):
         raise ValueError(f"level must be 'token' or 'sequence', got {level!r}")
     mask = mask.bool()
     high = epsilon if epsilon_high is None else epsilon_high
     advantages = torch.where(mask, advantages[:, None] if advantages.ndim == 1 else advantages, 0.0)
-    # zero before exp: whatever stands in a masked entry would otherwise come back as inf x 0 = NaN in the gradient
+    # zero before exp: a masked inf or NaN would otherwise give inf x 0 = NaN in the gradient
     difference = torch.where(mask, logprobs, 0.0) - torch.where(mask, old_logprobs.detach(), 0.0)
     if level == "sequence":
         difference = (difference.sum(1) / mask.sum(1).clamp(min=1))[:, None].expand(mask.shape)
@@ -122,18 +122,18 @@ def importance_weights(
     cap: float | torch.Tensor = 2.0,
     level: str = "token",
 ) -> torch.Tensor:
-    """Corrects for a sampler that is not quite the policy being trained: pi_old / pi_sampler, detached.
+    """Computes pi_old / pi_sampler, detached, to correct for a sampler that differs from the trained policy.
 
-    Per token it is biased and varies little; the ratio of the whole sequence is exact but for the cap, and the further
-    from 1 the longer the answer (Liu et al. 2025, "When Speed Kills Stability").
+    A ratio per token is biased and has little variance. The ratio of the whole sequence is unbiased but for the cap,
+    and farther from 1 the longer the answer (Liu et al. 2025, "When Speed Kills Stability").
 
     Args:
         old_logprobs: [B, T], by the trainer, before the update.
         sampler_logprobs: [B, T], recorded when the tokens were drawn.
-        mask: bool [B, T], true where a token was drawn by the sampler. Other tokens (a given prefix) weigh 1.
+        mask: bool [B, T], True for tokens that the sampler drew. Other tokens (a given prefix) weigh 1.
         mode: ``"truncate"``: min(ratio, cap). ``"mask"``: 0 where the ratio is above ``cap`` or below 1 / ``cap``.
         cap: > 1; or > 0, [B, 1], for ``"truncate"``.
-        level: what a ratio belongs to: ``"token"``, or ``"sequence"``: the product over drawn tokens, for all of a row.
+        level: ``"token"``, or ``"sequence"``: the product over the drawn tokens of a row.
 
     Returns:
         [B, T].
@@ -160,14 +160,14 @@ def value_loss(
     *,
     clip: float | None = 0.2,
 ) -> torch.Tensor:
-    """Squared error of the value head, half of it; with ``clip``, the larger of that and the clipped one (PPO).
+    """Computes half the squared error of the critic; with ``clip``, the larger of that and the clipped one (PPO).
 
     Args:
         values: [B, T], differentiable.
         old_values: [B, T] before the update.
         returns: [B, T].
         mask: bool [B, T].
-        clip: how far a value may move away from its old one; None for no clipping.
+        clip: how far a value may move from its old one; None for no clipping.
 
     Returns:
         [B, T], 0 where masked.
