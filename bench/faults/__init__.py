@@ -1,1 +1,1 @@
-"""Faults injected into real, small training runs: ``python -m bench.faults``. docs/trust.md has what came of it."""
+"""Real, small training runs that are killed, and hostile input: ``python -m bench.faults``. See docs/trust.md."""

@@ -1,62 +1,56 @@
-"""SIGKILL and SIGTERM at random moments: to the trainer, one of two ranks."""
+"""SIGKILL and SIGTERM at random moments of a run: during set-up, a step, a checkpoint or the end."""
 
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
-from bench.faults.case import VARIANTS, Case, Outcome, Place, with_
+from bench.faults.case import VARIANTS, Case, Outcome, Place
 from bench.faults.training import STEPS, Ended, Training, saved_steps
 from python_trainer.run_directory import read_metrics
 
 KILLS = 3  # of one run, one after the other
-
-
-@dataclass
-class Moment:
-    """Of a run, just before it is struck."""
-
-    saved: int  # newest step with a checkpoint
-    trained: bool  # it has gone on from where it was when it began
-
-
-Strike = Callable[[random.Random, Training], Callable[[Ended], bool]]  # tells afterwards whether it hit
-Judge = Callable[[Place, Outcome, Moment, Ended], None]
+SIGNALS = (signal.SIGKILL, signal.SIGTERM)
 
 
 def cases(times: int, seed: int) -> Iterator[Case]:
     """``times`` runs of every variant for each signal."""
     for number in range(seed, seed + times):
         for variant in VARIANTS:
-            yield Case("SIGKILL", variant, number, with_(struck, kill, judge_killed))
-            yield Case("SIGTERM", variant, number, with_(struck, terminate, judge_terminated))
+            for sent in SIGNALS:
+                yield Case(sent.name, variant, number, kill_and_resume)
 
 
-def struck(place: Place, case: Case, args: tuple[Strike, Judge]) -> Outcome:
-    """A run and each resumption of it is struck; what it had saved is there, and it ends as if nothing had been."""
-    strike, judge = args
+def kill_and_resume(place: Place, case: Case) -> Outcome:
+    """Kill a run and its resumptions; nothing saved is lost, and the weights at the end are those of a quiet run."""
     rng, outcome = random.Random(f"{case.fault}/{case.variant}/{case.seed}"), Outcome(times=0)
-    untouched = place.untouched()
+    untouched, sent = place.untouched(), signal.Signals[case.fault]
     for _ in range(KILLS):
         training = place.train(resume=place.run.exists())
         rows = training.steps()
         wait(rng, training, untouched)
-        moment = Moment(max(saved_steps(place.run), default=0), training.steps() > rows)
-        hit = strike(rng, training)
+        saved, trained = max(saved_steps(place.run), default=0), training.steps() > rows
+        # one rank is killed by the kernel; torchrun passes SIGTERM to all of them
+        ranks = [rng.randrange(len(training.processes))] if sent == signal.SIGKILL else range(len(training.processes))
+        for rank in ranks:
+            training.kill(sent, rank)
         ended = training.end()
-        outcome.times += hit(ended)
-        judge(place, outcome, moment, ended)
-        place.check_newest(outcome, moment.saved)
+        if sent == signal.SIGKILL:
+            outcome.times += training.processes[ranks[0]].exitcode == -sent
+            outcome.ended.append(f"{ended.code}: {ended.line}")
+        else:
+            outcome.times += "SIGTERM" in ended.said or ended.code == -sent
+            check_terminated(place, outcome, ended, stopped_early=trained and saved < STEPS)
+        place.check_newest(outcome, saved)
         if (place.run / "summary.json").exists():
-            break  # there is nothing left to strike
+            break  # the run is over
     place.check_resume(outcome, untouched)
     return outcome
 
 
 def wait(rng: random.Random, training: Training, untouched: Path) -> None:
-    """For a moment: while it is set up, in a step or a checkpoint, or while the model is written."""
+    """Wait for a moment during set-up, in a step or a checkpoint, or while the model is written."""
     run = read_metrics(untouched)[-1]["time/wall_s"]
     whole = (untouched / "summary.json").stat().st_mtime - untouched.with_name("run.yaml").stat().st_mtime
     done = training.steps() - 1
@@ -65,30 +59,10 @@ def wait(rng: random.Random, training: Training, untouched: Path) -> None:
     time.sleep(rng.uniform(0, max(whole - run, 0) if after < 0 else run / STEPS))
 
 
-def kill(rng: random.Random, training: Training) -> Callable[[Ended], bool]:
-    """One of the ranks."""
-    rank = rng.randrange(len(training.processes))
-    training.kill(signal.SIGKILL, rank)
-    return lambda ended: training.processes[rank].exitcode == -signal.SIGKILL
-
-
-def judge_killed(place: Place, outcome: Outcome, moment: Moment, ended: Ended) -> None:
-    outcome.ended.append(f"{ended.code}: {ended.line}")
-    outcome.expect(not ended.left, f"left: {', '.join(ended.left)}")
-
-
-def terminate(rng: random.Random, training: Training) -> Callable[[Ended], bool]:
-    """All ranks: torchrun passes it on."""
-    for rank in range(len(training.processes)):
-        training.kill(signal.SIGTERM, rank)
-    return lambda ended: "SIGTERM" in ended.said or ended.code == -signal.SIGTERM
-
-
-def judge_terminated(place: Place, outcome: Outcome, moment: Moment, ended: Ended) -> None:
-    """Nothing waits for the signal before the run begins, or after its end."""
-    over = "SIGTERM" not in ended.said
-    place.check_end(outcome, ended, *([0, -signal.SIGTERM] if over else [0]))
+def check_terminated(place: Place, outcome: Outcome, ended: Ended, *, stopped_early: bool) -> None:
+    """Check what SIGTERM left; the trainer does not handle it before the run begins or after its end."""
+    unnoticed = "SIGTERM" not in ended.said
+    place.check_end(outcome, ended, *([0, -signal.SIGTERM] if unnoticed else [0]))
     newest = max(saved_steps(place.run), default=0)
-    outcome.expect(over or "is saved" in ended.said or newest == STEPS, "no word of saving")
-    in_its_midst = moment.trained and moment.saved < STEPS
-    outcome.expect(not (in_its_midst and over and ended.code), "ended without a word in the midst")
+    outcome.expect(unnoticed or "is saved" in ended.said or newest == STEPS, "no word of saving")
+    outcome.expect(not (stopped_early and unnoticed and ended.code), "ended without a word in the midst of training")

@@ -1,7 +1,6 @@
-"""A real training, small enough to be repeated hundreds of times, in a process of its own that faults can be put into.
+"""A real training, small enough to be repeated hundreds of times, in a process of its own that can be killed.
 
-The process is forked from this one, so that what takes seconds to import is there; it is a session of its own, by which
-whatever it leaves behind is found.
+The process is forked from this one, so that it need not import everything again.
 """
 
 import json
@@ -14,8 +13,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,25 +30,24 @@ from python_trainer.model.shipped import policy_folder
 from python_trainer.run_directory import read_metrics
 
 LIMIT = 120.0  # seconds that a run may take, many times what it needs
-PATIENCE = 30.0  # and what it has started, after its end
+PATIENCE = 30.0  # seconds for the other ranks, after one of them has failed
 STEPS = 8
-# what depends on the clock: seconds, and drafts, whose length follows the measured cost of a pass; and what was sent to
-# vLLM, which a run that goes on sends again
+# depends on the clock: seconds, and drafts, whose length follows the measured cost of a pass
 CLOCK = re.compile("time/|per_second|_s$|^drafts/")
 CLOCK_STATE = ("seconds", "pass_overhead")
 
-Fault = Callable[[], object]
+
+def digits(prompts: Sequence[str], completions: Sequence[str], **_: object) -> list[float]:
+    """Reward that a random policy can learn: the share of digits in an answer."""
+    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
 
 
 def make_inputs(folder: Path) -> None:
-    """The policy, random and of 20 thousand weights, and files of prompts."""
-    if not (folder / "prompts.jsonl").exists():
-        apart(_write_inputs, folder)
-
-
-def apart(write: Callable[[Path], None], folder: Path) -> None:
-    """Calls it in a process of its own: threads that work here would be missing in the forks that runs are."""
-    process = multiprocessing.get_context("fork").Process(target=write, args=(folder,))
+    """Write a random policy of 20 thousand weights, and a file of prompts."""
+    if (folder / "prompts.jsonl").exists():
+        return
+    # in a process of its own: threads that work here would be missing in the forks that are the runs
+    process = multiprocessing.get_context("fork").Process(target=_write_inputs, args=(folder,))
     process.start()
     process.join()
 
@@ -68,12 +66,12 @@ def _write_inputs(folder: Path) -> None:
 
 
 def settings(folder: Path, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Of the run, with changes by section."""
+    """Settings of the run, with changes by section."""
     path = str(folder / "prompts.jsonl")
     values: dict[str, Any] = {
         "max_steps": STEPS,
         "task": {"name": "jsonl", "train_path": path, "test_path": path, "train_size": 8, "test_size": 4,
-                 "gate_size": 8, "reward": "bench.faults.rewards:digits"},
+                 "gate_size": 8, "reward": "bench.faults.training:digits"},
         "model": {"path": str(folder / "policy"), "device": "cpu"},
         "rollout": {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12},
         "optimizer": {"learning_rate": 1e-2},
@@ -86,7 +84,7 @@ def settings(folder: Path, changes: Mapping[str, Any] | None = None) -> dict[str
 
 
 def write_settings(inputs: Path, path: Path, changes: Mapping[str, Any] | None = None) -> Path:
-    """A file with them."""
+    """Write them to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(settings(inputs, changes)), encoding="utf-8")
     return path
@@ -94,15 +92,19 @@ def write_settings(inputs: Path, path: Path, changes: Mapping[str, Any] | None =
 
 @dataclass
 class Ended:
-    """How a run ended."""
+    """The end of a run.
 
-    code: int | None  # of the first process; None: it was still there when the time was up
-    said: str  # on standard output and standard error
-    left: list[str] = field(default_factory=list)  # processes and shared memory
+    Attributes:
+        code: exit code of the first process; None: it was still there when the time was up.
+        said: standard output and standard error.
+    """
+
+    code: int | None
+    said: str
 
     @property
     def line(self) -> str:
-        """The line that says why, or the last one."""
+        """The line that names the error, or else the last one."""
         lines = [line for line in self.said.splitlines() if line.strip()]
         return next((line for line in lines if line.startswith("error: ")), lines[-1] if lines else "")
 
@@ -113,48 +115,32 @@ class Training:
     Args:
         config: file of settings.
         folder: the run directory.
-        fault: called in each process before the command.
-        picture: draw the report, which takes longer than the run.
     """
 
-    def __init__(
-        self,
-        config: Path,
-        folder: Path,
-        *,
-        resume: bool = False,
-        fault: Fault | None = None,
-        ranks: int = 1,
-        picture: bool = False,
-    ):
+    def __init__(self, config: Path, folder: Path, *, resume: bool = False, ranks: int = 1):
         self.folder, self.log = folder, folder.with_name(f"{folder.name}.log")
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.log.write_text("")
-        self.shared = set(os.listdir("/dev/shm"))
         argv = ["train", "--config", str(config), "--output-dir", str(folder), *(["--resume"] if resume else [])]
         port = _free_port() if ranks > 1 else 0
         context = multiprocessing.get_context("fork")
         self.processes = []
         for rank in range(ranks):
             group = _rank_variables(rank, ranks, port) if ranks > 1 else {}
-            process = context.Process(target=_command, args=(argv, self.log, fault, group, picture))
+            process = context.Process(target=_command, args=(argv, self.log, group))
             process.start()
             self.processes.append(process)
-
-    @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self.processes if process.pid is not None]
 
     def alive(self) -> bool:
         return any(process.exitcode is None for process in self.processes)
 
     def steps(self) -> int:
-        """Rows of metrics so far."""
+        """Count the rows of metrics."""
         path = self.folder / "metrics.jsonl"
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
     def wait_for_step(self, step: int) -> None:
-        """Until it has a row of this step, or has ended."""
+        """Wait for the row of this step, or for the end."""
         deadline = time.monotonic() + LIMIT
         while self.alive() and self.steps() <= step and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -164,34 +150,27 @@ class Training:
         if self.processes[rank].exitcode is None and pid is not None:
             os.kill(pid, number)
 
-    def end(self, limit: float = LIMIT) -> Ended:
-        """Waits for the end, and ends what does not end in time."""
-        deadline = time.monotonic() + limit
+    def end(self) -> Ended:
+        """Wait for the end, and end what does not end in time."""
+        deadline = time.monotonic() + LIMIT
         while self.alive() and time.monotonic() < deadline:
             codes = [process.exitcode for process in self.processes]
-            if any(codes) and None in codes:  # as torchrun does where one of several has failed
+            if any(codes) and None in codes:  # torchrun ends the other ranks when one has failed
                 for process in self.processes:
                     process.join(PATIENCE)
                     if process.exitcode is None:
                         process.terminate()
             time.sleep(0.01)
         code = self.processes[0].exitcode
-        patience = time.monotonic() + PATIENCE
-        while (left := processes_of(self.pids)) and time.monotonic() < patience:
-            time.sleep(0.05)
-        names = [f"process {pid} ({name})" for pid, name in left.items()]
-        ours = {str(pid) for pid in (*self.pids, *left)}
-        memory = [name for name in set(os.listdir("/dev/shm")) - self.shared if ours & set(name.split("_"))]
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
         for process in self.processes:
+            process.kill()
             process.join()
-        return Ended(code, self.log.read_text(encoding="utf-8", errors="replace"), [*names, *memory])
+        return Ended(code, self.log.read_text(encoding="utf-8", errors="replace"))
 
 
-def _command(argv: Sequence[str], log: Path, fault: Fault | None, group: Mapping[str, str], picture: bool) -> None:
-    """Inside of the process."""
-    os.setsid()
+def _command(argv: Sequence[str], log: Path, group: Mapping[str, str]) -> None:
+    """Run the command inside the forked process."""
+    os.setsid()  # Ctrl-C in the terminal of the campaign must not reach it
     file = os.open(log, os.O_WRONLY | os.O_APPEND)
     for number in (1, 2):
         os.dup2(file, number)
@@ -202,13 +181,10 @@ def _command(argv: Sequence[str], log: Path, fault: Fault | None, group: Mapping
     from python_trainer import commands
     from python_trainer.report import page
 
-    if not picture:
-        page.report = _no_report
+    page.report = _no_report  # drawing takes longer than the run
     commands.tell_of_load = lambda: None
     code = 1
     try:
-        if fault is not None:
-            fault()
         code = program.main(list(argv))
     except BaseException:
         traceback.print_exc()
@@ -221,7 +197,7 @@ def _no_report(folders: Sequence[Path], console: Console | None = None) -> None:
 
 
 def _rank_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """What torchrun sets."""
+    """The environment variables that torchrun sets."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), **address}
 
@@ -232,28 +208,13 @@ def _free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def processes_of(sessions: Sequence[int]) -> dict[int, str]:
-    """Processes of these sessions that have not ended -> their names."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            rest = path.read_text().rpartition(")")[2]
-        except OSError:
-            continue
-        state, _, _, session = rest.split()[:4]
-        if int(session) in sessions and state != "Z":
-            command = path.with_name("cmdline").read_bytes().replace(b"\0", b" ").decode()
-            found[int(path.parent.name)] = command.strip()[-60:]
-    return found
-
-
 def saved_steps(folder: Path) -> list[int]:
-    """Of the checkpoints that are there."""
+    """Steps of the checkpoints that exist."""
     return [step_of(path) for path in list_checkpoints(folder / "checkpoints")]
 
 
 def differences(folder: Path, other: Path) -> list[str]:
-    """In what the newest checkpoints, metrics but for times, and published models of two runs differ, bit for bit."""
+    """List what differs, bit for bit, between two runs: newest checkpoint, metrics but for times, published model."""
     try:
         first, second = (load_whole(list_checkpoints(path / "checkpoints")[-1]) for path in (folder, other))
     except (UserError, IndexError) as error:

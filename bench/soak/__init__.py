@@ -1,1 +1,1 @@
-"""Many steps and many operations: ``python -m bench.soak``. docs/trust.md has what came of it."""
+"""Long runs: random operations against plain models, and the growth of memory. ``python -m bench.soak``."""

@@ -1,13 +1,9 @@
-"""Many steps and many operations: what goes wrong only now and then, or grows slowly. Rows: bench/results/soak.jsonl.
+"""Find what goes wrong rarely, or grows slowly; every run is a row of bench/results/soak.jsonl.
 
-python -m bench.soak trainers --minutes 30               # four trainers on one SQLite file, now and then killed
-python -m bench.soak trainers --database postgresql      # ... on one PostgreSQL database
-python -m bench.soak pool --operations 10000000          # the block pool against its model in plain Python
-python -m bench.soak history --operations 10000000       # the rollout history against its model
-python -m bench.soak sanitized --operations 1000000      # both in C++, with ASan, UBSan; the history with TSan
-python -m bench.soak memory --steps 5000 --variant rhyme # resident memory of a run, its slope with an interval
-python -m bench.soak large                               # ops on more than 2^31 elements (13 GB)
-python -m bench.soak --report                            # the table of docs/trust.md, of all rows
+python -m bench.soak pool --operations 10000000     # the block pool against its model in plain Python
+python -m bench.soak history --operations 10000000  # the rollout history against its model
+python -m bench.soak memory --steps 5000            # growth of resident memory over a training run
+python -m bench.soak --report                       # the table of docs/trust.md, of all rows
 """
 
 import argparse
@@ -16,25 +12,64 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from rich.console import Console
+from scipy import stats
 
 from bench._runner import cpu_model
 from bench.faults.records import append_row, read_rows
-from bench.soak import large, memory, operations, sanitized, trainers
+from bench.soak import operations
+from python_trainer.callbacks import Callback
+from python_trainer.config import load_config
+from python_trainer.run import Trainer
 
 RECORDS = Path(__file__).parents[1] / "results" / "soak.jsonl"
-PARTS = {
-    "trainers": trainers.run,
-    "pool": operations.run_pool,
-    "history": operations.run_history,
-    "sanitized": sanitized.run,
-    "memory": memory.run,
-    "large": large.run,
-}
+WARM_UP = 0.2  # share of the steps in which caches fill
+BLOCKS = 40  # of neighbouring steps; their means are nearly independent
+FLAT = 1024  # bytes a step that would be no leak to speak of: 1 GB in a million steps
+
+
+class ResidentMemory(Callback):
+    """Resident memory of this process in bytes, after every step."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def on_step(self, trainer: Any, step: int, metrics: Mapping[str, float]) -> None:
+        self.sizes.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+
+
+def run_memory(args: argparse.Namespace) -> dict[str, Any]:
+    """Train for so many steps, and fit a line through resident memory."""
+    overrides = [f"max_steps={args.steps}", f"evaluation.eval_steps={max(args.steps // 10, 1)}", "save.save_steps=100"]
+    seen = ResidentMemory()
+    with tempfile.TemporaryDirectory() as folder:
+        config = load_config("configs/smoke.yaml", overrides)
+        Trainer(config, Path(folder) / "run", console=Console(quiet=True), callbacks=[seen]).run()
+    sizes = seen.sizes[int(WARM_UP * args.steps) :]
+    slope, low, high = growth(sizes)
+    first, last = (np.mean(part) / 2**20 for part in (sizes[:20], sizes[-20:]))
+    found = f"{slope:+,.0f} bytes a step (95 %: {low:+,.0f} to {high:+,.0f}); {first:.1f} MB, at the end {last:.1f} MB"
+    problems = [f"it grows by {slope:,.0f} bytes a step"] if low > FLAT else []
+    return {"what": f"memory of {args.steps:,} steps", "found": found, "problems": problems}
+
+
+def growth(sizes: Sequence[int]) -> tuple[float, float, float]:
+    """Fit bytes a step by least squares over the means of BLOCKS neighbours; returns slope and its 95 % interval."""
+    steps, means = (
+        np.array([np.mean(part) for part in np.array_split(column, BLOCKS)]) for column in (range(len(sizes)), sizes)
+    )
+    fit = stats.linregress(steps, means)
+    reach = stats.t.ppf(0.975, BLOCKS - 2) * fit.stderr
+    return float(fit.slope), float(fit.slope - reach), float(fit.slope + reach)
+
+
+PARTS = {"pool": operations.run_pool, "history": operations.run_history, "memory": run_memory}
 
 
 def main() -> int:
@@ -42,15 +77,10 @@ def main() -> int:
         prog="python -m bench.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("part", nargs="?", choices=PARTS)
-    parser.add_argument("--minutes", type=float, default=30, help="of trainers")
-    parser.add_argument("--megabytes", type=float, help="bound on their database (default: one a minute)")
-    parser.add_argument("--database", choices=trainers.DATABASES, default="sqlite", help="of trainers")
-    parser.add_argument("--operations", type=int, default=10_000_000, help="of pool, history and sanitized")
+    parser.add_argument("--operations", type=int, default=10_000_000, help="of pool and history")
     parser.add_argument("--steps", type=int, default=5000, help="of memory")
-    parser.add_argument("--variant", choices=memory.CHOICES, default="plain", help="of memory")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--records", type=Path, default=RECORDS, metavar="FILE")
-    parser.add_argument("--work-dir", type=Path, default=Path(tempfile.gettempdir()) / "rlkernels-soak", metavar="DIR")
     parser.add_argument("--report", action="store_true", help="run nothing, print the table")
     args = parser.parse_args()
     if args.report:
@@ -62,15 +92,10 @@ def main() -> int:
     started = time.monotonic()
     found = PARTS[args.part](args)
     row = {"part": args.part, **found, "seed": args.seed, "seconds": round(time.monotonic() - started)}
-    add(args.records, row)
+    place = {"torch": torch.__version__, "machine": cpu_model(), "python": platform.python_version()}
+    append_row(args.records, row, place)
     print(f"{row['what']}: {row['found']}; {'; '.join(row['problems']) or 'nothing went wrong'}")
     return int(bool(row["problems"]))
-
-
-def add(path: Path, row: dict[str, Any]) -> None:
-    """Appends a row, with where it is from."""
-    machine = f"{cpu_model()}, {len(os.sched_getaffinity(0))} core"
-    append_row(path, row, {"torch": torch.__version__, "machine": machine, "python": platform.python_version()})
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""Random operations on the block pool and on the rollout history, compared with their models in plain Python."""
+"""Random operations on the block pool and the rollout history, compared with their models in plain Python."""
 
 import argparse
 import random
@@ -13,12 +13,12 @@ from rlkernels.prefix_cache.block_pool import BlockPool, OutOfBlocks, compiled_p
 
 Draw = Callable[[int], int]  # a number below its argument
 PER_ROUND = 100_000  # operations on one pair, of sizes of its own
-MOST_OPEN = 60  # sequences at a time: empty ones cost no block, and would become ever more
-FIRST, EVERY = 200, 10  # everything is compared after each of the first, and after some of the others
+MOST_OPEN = 60  # sequences at a time; empty ones cost no block, so their number would grow for ever
+FIRST, EVERY = 200, 10  # compare after each of the first 200 operations, then after every tenth
 
 
 class PoolPair:
-    """Runs every operation on both pools and compares everything that can be seen."""
+    """The compiled block pool and its model; every operation runs on both."""
 
     def __init__(self, num_blocks: int, block_size: int):
         self.pools: tuple[Any, Any] = BlockPool(num_blocks, block_size), compiled_pool(num_blocks, block_size)
@@ -40,10 +40,10 @@ class PoolPair:
         return results
 
     def step(self, draw: Draw) -> None:
-        """One operation."""
+        """Run one random operation."""
         size = self.pools[0].block_size
 
-        def tokens(most: int) -> list[int]:  # few different ones, so that there are beginnings in common
+        def tokens(most: int) -> list[int]:  # of few kinds, so that sequences share prefixes
             return [1 if draw(6) else draw(3) for _ in range(draw(most + 1))]
 
         kind = draw(16) if len(self.open) < MOST_OPEN else 12
@@ -95,7 +95,7 @@ class PoolPair:
 
 
 class HistoryPair:
-    """Runs every operation on both histories and compares what comes back."""
+    """The compiled rollout history and its model; every operation runs on both."""
 
     def __init__(self, max_tokens: int | None):
         from rlkernels import _C
@@ -114,7 +114,7 @@ class HistoryPair:
         return mine
 
     def step(self, draw: Draw) -> None:
-        """One operation."""
+        """Run one random operation."""
 
         def ids(most: int, different: int = 4) -> np.ndarray:
             return np.array([draw(different) for _ in range(draw(most + 1))], np.int32)
@@ -145,7 +145,7 @@ class HistoryPair:
             self.both("release", self.handles.pop(draw(len(self.handles))))
 
     def some(self, draw: Draw) -> np.ndarray:
-        """One or two handles."""
+        """Pick one or two handles."""
         return np.array(list({self.handles[draw(len(self.handles))] for _ in range(1 + draw(2))}), np.int64)
 
     def compare(self) -> None:
@@ -166,7 +166,7 @@ def run_history(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def soak(what: str, make: Callable[[random.Random], Any], args: argparse.Namespace) -> dict[str, Any]:
-    """So many operations, on pairs of several sizes; what went wrong has the seed of its pair."""
+    """Run operations on pairs of several sizes; a problem names the seed of its pair."""
     totals, problems, done = dict[str, int](), list[str](), 0
     while done < args.operations and not problems:
         seed = f"{what}/{args.seed}/{done}"
@@ -179,7 +179,7 @@ def soak(what: str, make: Callable[[random.Random], Any], args: argparse.Namespa
 
 
 def one_pair(make: Callable[[random.Random], Any], seed: str, operations: int, totals: dict[str, int]) -> int:
-    """One pair, whose counts are added; as many operations."""
+    """Run operations on one pair, add its counts to the totals, and return their number."""
     rng = random.Random(seed)
     pair = make(rng)
     for number in range(operations):

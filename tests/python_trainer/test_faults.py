@@ -77,7 +77,6 @@ def test_what_is_lost_is_seen(make_config, tmp_path):
         (Ended(1, "Traceback (most recent call last):\nKeyError: 3\n"), "a traceback: KeyError: 3"),
         (Ended(2, "error: a\nerror: b\n"), "2 lines of errors"),
         (Ended(2, "nothing"), "0 lines of errors"),
-        (Ended(0, "", ["process 7 (python)"]), "left: process 7"),
         (Ended(0, "SIGTERM: stopped after step 3, which is saved"), "step 3 was said to be saved, and is not"),
     ],
 )

@@ -6,12 +6,12 @@ import threading
 import numpy as np
 import pytest
 import torch
+from cpp_programs import ALLOCATION, HISTORY, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import lacks, take_backend
 
 import rlkernels
-from bench.soak.sanitized import ALLOCATION, HISTORY, build
 
 compiled_only = pytest.mark.parametrize("implementation", ["cpu"], indirect=True)
 

@@ -6,12 +6,12 @@ import shutil
 import subprocess
 
 import pytest
+from cpp_programs import POOL, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import lacks
 
 from bench.soak.operations import PoolPair
-from bench.soak.sanitized import POOL, build
 from rlkernels import backend
 
 
