@@ -1,4 +1,4 @@
-"""Memory of an update: what ``python -m python_trainer plan`` tells, against the high-water mark of a process."""
+"""Memory of an update: what ``train --dry-run`` tells, against the high-water mark of a process."""
 
 import gc
 import json
@@ -20,10 +20,9 @@ from bench._case import Row
 from bench._runner import reset_resident_peak, resident_peak
 from python_trainer.config import check_config
 from python_trainer.data import Rollout
+from python_trainer.memory import Device, plan_memory
 from python_trainer.model.policy import load_policy
 from python_trainer.parts import make_learner
-from python_trainer.plan.memory import Memory
-from python_trainer.plan.passes import Device
 
 PROMPTS, SAMPLES, PROMPT = 4, 8, 24
 
@@ -81,7 +80,7 @@ def settings(size: Size, folder: Path, kind: str) -> dict[str, Any]:
 
 def planned(values: dict[str, Any]) -> int:
     """Bytes of an update, the KV cache not counted: it is not there in :func:`update`."""
-    plan = Memory(check_config(values, source="bench"), Device("cpu", 1 << 40), PROMPT).plan("none")
+    plan = plan_memory(check_config(values, source="bench"), Device("cpu", 1 << 40), prompt=PROMPT)
     return max(plan.phases["the update"], plan.phases["the optimizer step"]) - plan.parts["KV cache"]
 
 

@@ -47,7 +47,7 @@ def how_to_go_on(args: argparse.Namespace) -> str:
     """What becomes of a run that was interrupted; empty for commands that have none."""
     if args.command == "compare":
         return "; the same command keeps what is finished and goes on with the rest"
-    if args.command not in ("train", "sft"):
+    if args.command not in ("train", "sft") or args.output_dir is None:
         return ""
     # list_checkpoints would import torch, and that may be what was interrupted
     if not any((args.output_dir / "checkpoints").glob("step-*")):

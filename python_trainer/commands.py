@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from python_trainer.accelerators import ACCELERATORS
-from python_trainer.config import changed_settings, describe_settings, load_config
+from python_trainer.config import changed_settings, describe_settings, dump_config, load_config
 from python_trainer.errors import UserError, tell, wait_for_first_rank
 from python_trainer.registry import load
 from python_trainer.removed import REMOVED
@@ -30,7 +30,7 @@ EXAMPLES = """examples:
   {p} probe --config configs/sums.yaml
   {p} sft --config configs/gsm8k_smollm2.yaml --output-dir runs/sft --set model.path=MODEL
   {p} history runs/history.db --run 1
-  {p} plan --config configs/gpu_7b_8x80gb.yaml --gpus 8x80 --set model.path=MODEL
+  {p} train --config configs/gpu_7b_8x80gb.yaml --set model.path=MODEL --dry-run --gpus 8x80
   {p} export runs/first --checkpoint best --output-dir models/first"""
 
 
@@ -71,7 +71,11 @@ def make_parser() -> argparse.ArgumentParser:
         "and model/ (the trained policy,\nHugging Face format).",
         **form,
     )
-    add_settings(train, run_train, resume=True)
+    add_settings(train, run_train, resume=True, output=False)
+    train.add_argument("--output-dir", type=Path, metavar="DIR", help="where the results go; needed but for --dry-run")
+    text = "print all settings and the memory that they take, and leave with code 2 where it does not fit"
+    train.add_argument("--dry-run", action="store_true", help=text)
+    train.add_argument("--gpus", metavar="NxGB", help="for --dry-run: such as 80, or 8x80 (what this machine has)")
 
     compare = commands.add_parser(
         "compare",
@@ -109,12 +113,6 @@ def make_parser() -> argparse.ArgumentParser:
     probe.add_argument("--tries", type=int, metavar="N", help="answers to each (rollout.num_generations)")
     probe.add_argument("--json", type=Path, metavar="FILE", help="write all findings there, p of every prompt too")
     probe.add_argument("--plot", type=Path, metavar="PNG", help="draw p, lengths and seconds")
-
-    plan = commands.add_parser("plan", help="memory, before anything runs", **form)
-    add_settings(plan, lambda args: load("python_trainer.plan.command:run")(args), output=False)
-    plan.add_argument("--gpus", metavar="NxGB", help="such as 80, or 8x80 (default: what this machine has)")
-    plan.add_argument("--prompt-tokens", type=int, default=256, metavar="N", help="of a prompt (default: 256)")
-    plan.add_argument("--json", type=Path, metavar="FILE", help="write all figures there, in bytes")
 
     export = commands.add_parser("export", help="a checkpoint as a model", **form)
     export.add_argument("run", type=Path, metavar="RUN", help="a run directory")
@@ -195,6 +193,10 @@ def run_compare(args: argparse.Namespace) -> None:
 
 
 def run_train(args: argparse.Namespace) -> None:
+    if args.dry_run:
+        return print_plan(args)
+    if args.output_dir is None:
+        raise UserError("train needs --output-dir DIR, or --dry-run")
     config = load_run(args)
     from python_trainer.distributed import start
     from python_trainer.report.page import report
@@ -205,6 +207,31 @@ def run_train(args: argparse.Namespace) -> None:
         Trainer(config, args.output_dir, resume=args.resume, ranks=ranks).run()
     if ranks.rank == 0:
         report([args.output_dir])
+
+
+def print_plan(args: argparse.Namespace) -> None:
+    """Prints the settings as resolved and the memory of each device.
+
+    Raises:
+        UserError: the run does not fit.
+    """
+    config = load_config(args.config, args.overrides)
+    check_files(config)
+    from python_trainer.engine_choice import choose_engine
+    from python_trainer.memory import RECOMPUTES, device_here, memory_lines, parse_gpus, plan_memory
+
+    config, reason = choose_engine(config, gpu=None if args.gpus is None else True)
+    device = device_here(config.model.device) if args.gpus is None else parse_gpus(args.gpus)
+    memory, notes = plan_memory(config, device), [reason] if reason else []
+    if memory.trouble and config.model.gradient_checkpointing == "auto" and device.kind != "cpu":
+        config = config.model_copy(update={"model": config.model.model_copy(update={"gradient_checkpointing": True})})
+        memory, notes = plan_memory(config, device), [*notes, RECOMPUTES]
+    print("\n".join([dump_config(config), *notes, *memory_lines(memory)]))
+    if memory.trouble:
+        raise UserError(
+            f"{memory.trouble}: smaller optimizer.micro_batch_tokens or rollout.memory_bytes, "
+            "model.gradient_checkpointing=true, model.lora or parallel=fsdp2 on more GPUs take less"
+        )
 
 
 def run_sft(args: argparse.Namespace) -> None:

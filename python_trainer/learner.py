@@ -14,29 +14,11 @@ from python_trainer.distributed import RankGroup
 from python_trainer.errors import NotFinite
 from python_trainer.model.critic import Critic
 from python_trainer.model.lora import is_adapter
-from python_trainer.model.optimizer import PolicyOptimizer, learning_rate, optimizer_bytes
+from python_trainer.model.optimizer import PolicyOptimizer, learning_rate
 from python_trainer.model.packing import Packed
 from python_trainer.model.policy import Policy
 from python_trainer.model.settings import CriticConfig, OptimizerConfig
 from python_trainer.model.tensors import load_weights, local
-
-
-def bytes_to_come(
-    policy: Policy, algorithm: AlgorithmConfig, critic: CriticConfig, shards: int = 1, *, offload: bool = False
-) -> int:
-    """Computes the memory that a learner will hold between passes, on each rank, in addition to the policy.
-
-    Args:
-        shards: ranks that share weights, gradients and moments.
-        offload: ``optimizer.offload``, on a device with memory of its own.
-    """
-    found = optimizer_bytes(policy.model.parameters(), offload=offload)
-    if algorithm.beta and not policy.adapted:
-        found += sum(p.nbytes for p in policy.whole.parameters())
-    if algorithm.judge.critic and critic.separate:
-        body = [torch.nn.Parameter(p.to("meta")) for p in policy.whole.base_model.parameters()]
-        found += sum(p.nbytes for p in body) + optimizer_bytes(body, offload=offload)
-    return found // shards
 
 
 class Learner:

@@ -10,10 +10,10 @@ from python_trainer.config import Config
 from python_trainer.distributed import RankGroup
 from python_trainer.engine_choice import choose_engine
 from python_trainer.errors import UserError
-from python_trainer.learner import Learner, bytes_to_come
+from python_trainer.learner import Learner
+from python_trainer.memory import RECOMPUTES, Device, device_here, needs_recomputing, plan_memory
 from python_trainer.model.dtype import keep_dtype
 from python_trainer.model.policy import Policy, set_matmul_precision
-from python_trainer.plan.command import RECOMPUTES, needs_recomputing
 from python_trainer.prompts import Tasks
 from python_trainer.registry import load
 from python_trainer.rollout.engine import Engine
@@ -55,14 +55,16 @@ def make_run_engine(
 
     The policy's longest sequence becomes that of the engine, if that is shorter.
     """
-    offload = chosen.optimizer.offload and policy.device.type != "cpu"
-    shards = ranks.size if ranks.sharded else 1
+    reserved = 0
+    if policy.device.type != "cpu":
+        device = Device("cuda", device_here("cuda").memory, ranks.size)
+        reserved = plan_memory(chosen, device, model=policy.model).reserved
     engine = make_engine(
         chosen.rollout,
         chosen.model,
         policy,
         output_dir,
-        reserved_bytes=bytes_to_come(policy, chosen.algorithm, chosen.critic, shards, offload=offload),
+        reserved_bytes=reserved,
         longest_draft=max((x.longest_draft() for x in chosen.accelerators.chosen()), default=0),
         ranks=ranks,
         note=note,

@@ -20,13 +20,13 @@ from python_trainer.errors import Interrupted, NotFinite, StopSignal, UserError
 from python_trainer.keyed import prompt_order
 from python_trainer.learner import Learner
 from python_trainer.logger import Logger
+from python_trainer.memory import RECOMPUTES, needs_recomputing
 from python_trainer.model.dtype import keep_dtype, name_of, saved_dtype
 from python_trainer.model.optimizer import learning_rate
 from python_trainer.model.packing import micro_batches, pack
 from python_trainer.model.policy import Policy, load_policy, recompute_activations, set_matmul_precision
 from python_trainer.model.settings import OptimizerConfig
 from python_trainer.parts import make_learner
-from python_trainer.plan.command import RECOMPUTES, needs_recomputing
 from python_trainer.run_directory import check_new, check_output_dir, check_resumable, locked, read_metrics, write_text
 from python_trainer.run_state import device_name, versions
 from python_trainer.tasks.base import fingerprint_of

@@ -26,17 +26,6 @@ def learning_rate(config: OptimizerConfig, step: int, max_steps: int) -> float:
     return config.learning_rate * shape[config.lr_scheduler_type]
 
 
-def optimizer_bytes(params: Iterable[torch.Tensor], *, offload: bool = False) -> int:
-    """What :class:`PolicyOptimizer` and a backward pass add to these parameters, in bytes, once a step was made.
-
-    All in float32: a gradient and, but with ``offload``, two moments, and a master where the parameter is not float32.
-    """
-    moments = 0 if offload else 8
-    return sum(
-        p.numel() * (4 + moments + (0 if offload or p.dtype == torch.float32 else 4)) for p in params if p.requires_grad
-    )
-
-
 @torch.no_grad()
 def add_gradient(master: torch.Tensor, param: torch.Tensor) -> None:
     """Moves the gradient of a parameter, where there is one, onto the float32 gradient of its master."""

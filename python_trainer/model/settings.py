@@ -36,7 +36,7 @@ class ModelConfig(Section):
     """medium lets float32 matrix products round their inputs: bfloat16 on a CPU, TensorFloat-32 on a GPU. Faster."""
     gradient_checkpointing: Literal["auto"] | bool = "auto"
     """Recompute activations in the backward pass: less memory, about a third more time. auto: in training on a GPU
-    whose memory does not hold them by the command `plan`."""
+    whose memory does not hold them by `train --dry-run`."""
     lora: LoraSettings | None = None
     """Train low-rank adapters (PEFT) and nothing else: {r: 16, alpha: 32, target_modules: all-linear}, for example.
     Generation and the exported model have them merged into the weights."""

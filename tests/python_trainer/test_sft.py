@@ -10,14 +10,13 @@ from conftest import merged
 from rich.console import Console
 from safetensors.torch import load_file
 
+import python_trainer.memory
 from python_trainer.__main__ import main
 from python_trainer.config import check_config
 from python_trainer.data import Request
 from python_trainer.errors import UserError
+from python_trainer.memory import Device, plan_memory
 from python_trainer.model.policy import load_policy
-from python_trainer.plan import command
-from python_trainer.plan.memory import Memory
-from python_trainer.plan.passes import Device
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.rollout.make import make_engine
 from python_trainer.sft import Sft, reference_answers, token_losses
@@ -231,9 +230,9 @@ def test_activations_are_recomputed_by_need(lessons, tmp_path, monkeypatch, sett
     model = {"dtype": "float32", "gradient_checkpointing": setting}
     config = config_of(lessons, model=model, sft={**lessons["sft"], "epochs": 1})
     alone = Sft(config, tmp_path / "run")._alone(5)
-    bytes_kept = Memory(alone, Device("cuda", 24 << 30), 4).plan("none").peak
-    monkeypatch.setattr(command, "choose_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(command, "device_here", lambda name: Device("cuda", int(bytes_kept * memory)))
+    bytes_kept = plan_memory(alone, Device("cuda", 24 << 30), prompt=4).phases["the update"]
+    monkeypatch.setattr(python_trainer.memory, "choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(python_trainer.memory, "device_here", lambda name: Device("cuda", int(bytes_kept * memory)))
     run = Sft(config, tmp_path / "run", console=QUIET)
     assert run.policy.model.is_gradient_checkpointing == expected
     assert run.run()["loss_final"] > 0

@@ -1,5 +1,6 @@
 """How the engine reads the cache: shared prefixes once per group, padded rows on GPUs without a proven kernel."""
 
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,14 +9,37 @@ import torch
 from paged import assert_same, engine_for, make, prompts
 from support import Launches
 from torch.nn.functional import pad
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from python_trainer.model import padded_rows
 from python_trainer.model import paged_attention as attention
 from python_trainer.model.varlen import attend_rows, flash_rows
-from python_trainer.plan.peak import Peak
 from python_trainer.rollout import Request, SamplingParams
 from python_trainer.rollout.paged import engine as engine_module
 from rlkernels import backend
+
+
+class Alive(TorchDispatchMode):
+    """Counts the bytes of the tensors made within it, beside those that are known, and the most at a time."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.now = self.most = 0
+        self.seen = weakref.WeakSet(tensor.untyped_storage() for tensor in known)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage()) not in self.seen:
+                self.seen.add(storage)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self.gone, storage.nbytes())
+        self.most = max(self.most, self.now)
+        return out
+
+    def gone(self, size):
+        self.now -= size
 
 
 @pytest.mark.parametrize(
@@ -146,9 +170,9 @@ def test_padded_rows_hold_no_scores(monkeypatch):
             padded.attend(query, key, value, 1.0)
         assert not {"bmm", "_softmax"} & launches.counts.keys()
         assert launches.counts["_scaled_dot_product_flash_attention_for_cpu"] == pieces
-        with torch.no_grad(), Peak([index, places, query, key, value]) as peak:
+        with torch.no_grad(), Alive([index, places, query, key, value]) as alive:
             padded.attend(query, key, value, 1.0)
-        return peak.most
+        return alive.most
 
     scores = 4 * rows * heads * keys
     assert taken(1) <= 2.3 * scores, "keys, values, and a mask: what scores would come on top of"

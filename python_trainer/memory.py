@@ -1,0 +1,248 @@
+"""Memory of a run by arithmetic, before anything is loaded.
+
+The constants are fits to the tensors of the trainer's passes; ``python -m bench memory`` holds them against a process.
+Not counted: Python, CUDA's context and gaps between tensors.
+"""
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from python_trainer.config import Config
+from python_trainer.errors import UserError
+from python_trainer.hub import is_hub_id
+from python_trainer.model.dtype import choose_dtype, count_described
+from python_trainer.model.fused import MAX_BYTES, MODEL_TYPES
+from python_trainer.model.hollow import model_on_meta
+from python_trainer.model.lora import adapted_layers, add_adapters
+from python_trainer.model.policy import LARGEST_LOGITS, choose_device
+from python_trainer.model.reading import base_folder, read_settings, reading
+from python_trainer.model.settings import ModelConfig
+from python_trainer.model.shipped import policy_folder
+from python_trainer.rollout.paged.engine import CPU_MEMORY_BYTES, CUDA_MEMORY_SHARE
+from rlkernels.logprobs.linear import block_columns
+
+USABLE = 0.94  # of a GPU's memory; the rest is for CUDA's context and for gaps between tensors
+PROMPT_TOKENS = 256  # of a prompt, unless the caller knows better
+SEQUENCES, PREFILL_TOKENS = 256, 8192  # most in a pass of generation
+# bytes for each logit of a block, forwards and backwards, and for each logit that a token is drawn from
+LOGIT_BYTES, DRAW_BYTES = {"cuda": 24, "cpu": 8}, {"cuda": 46, "cpu": 6}
+RECOMPUTES = "model.gradient_checkpointing: auto recomputes activations, which would not fit otherwise"
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where a run is to be: "cpu" or "cuda", the bytes that can be counted on, and how many devices there are."""
+
+    kind: str
+    memory: int
+    count: int = 1
+
+
+class Shape:
+    """Sizes of a policy's model, which may be on ``meta``.
+
+    Attributes:
+        total, body, trained: weights of the policy as generation uses it, without an output layer of its own, and those
+            that train.
+        adapted: weights that have an adapter; 0 without LoRA.
+        head: weights of the output layer that train.
+        inner: width of the MLP, of all experts that see a token.
+        query, key: heads x head size.
+        item: bytes of a number in its passes.
+        fused: its passes are those of FusedDecoder.
+    """
+
+    def __init__(self, model: Any, kind: str):
+        text = model.config.get_text_config()
+        params, head = list(model.parameters()), model.get_output_embeddings().weight
+        trained = [p.numel() for p in params if p.requires_grad]
+        self.trained, self.largest = sum(trained), max(trained, default=0)
+        self.adapted = sum(layer.base_layer.weight.numel() for _, layer in adapted_layers(model))
+        self.total = sum(p.numel() for p in params) - (self.trained if self.adapted else 0)
+        self.body = sum(p.numel() for p in model.base_model.parameters()) - (self.trained if self.adapted else 0)
+        self.head = head.numel() if head.requires_grad else 0
+        self.vocab, self.item = head.shape[0], head.element_size()
+        self.layers, self.hidden = text.num_hidden_layers, text.hidden_size
+        self.layer = (self.total - 2 * head.numel()) // self.layers
+        heads = text.num_attention_heads
+        size = getattr(text, "head_dim", None) or self.hidden // heads
+        self.query, self.key = heads * size, (getattr(text, "num_key_value_heads", None) or heads) * size
+        self.inner = getattr(text, "intermediate_size", None) or 4 * self.hidden
+        if experts := getattr(text, "num_experts_per_tok", None):
+            self.inner = experts * (getattr(text, "moe_intermediate_size", None) or self.inner)
+        small = self.item == 2 or 4 * self.total <= MAX_BYTES
+        self.fused = kind == "cpu" and small and not self.adapted and model.config.model_type in MODEL_TYPES
+
+
+def read_shape(config: ModelConfig, kind: str) -> Shape:
+    """Reads the sizes of a model from its folder; weights are neither read nor fetched."""
+    files = [("*.json", "*.py")] if is_hub_id(config.path) else []
+    folder = base_folder(policy_folder(config.path, config.revision, *files))
+    with reading(folder):
+        settings = read_settings(folder, config)
+    dtype = choose_dtype(config.dtype, torch.device(kind), lambda: count_described(settings, config))
+    model = model_on_meta(settings, config, dtype)
+    if config.lora is not None:
+        add_adapters(model, config.lora)
+    return Shape(model, kind)
+
+
+def training_bytes(s: Shape, config: Config, kind: str, gpu_memory: int | None, prompt: int) -> int:
+    """Estimates the most that a forward and backward pass over a micro-batch takes, beside what is held anyway."""
+    rollout, recompute = config.rollout, config.model.gradient_checkpointing is True
+    answer, samples = rollout.max_completion_length, rollout.num_generations
+    group = prompt + samples * answer
+    most = min(max(config.optimizer.micro_batch_tokens, prompt + answer), rollout.prompts_per_step * group)
+    groups, rest = divmod(most, group)
+    partial = max(rest - prompt, 0) // answer  # answers of a group that is cut
+    pairs = (groups * samples + partial) * answer  # log-probabilities
+    tokens = (groups + (partial > 0)) * prompt + pairs
+    attention = 2 * (s.query + s.key)  # query, key, value and output
+    if s.fused and not recompute:
+        layer = s.item * (4 * s.hidden + attention + 3 * s.inner)
+    else:  # norms keep their inputs in float32
+        layer = s.item * (4 * s.hidden + attention + 4 * s.inner) + 8 * s.hidden
+    logits = pairs * s.vocab
+    if logits * s.item > LARGEST_LOGITS:
+        logits = min(logits, pairs * block_columns(pairs, gpu_memory))
+    at_head = logits * LOGIT_BYTES[kind] + s.head * s.item
+    if not recompute:
+        return s.layers * layer * tokens + at_head
+    kept = s.layers * s.hidden * s.item * tokens
+    return kept + max(at_head, (layer + 3 * s.inner * s.item) * tokens + s.layer * s.item)
+
+
+@dataclass
+class Memory:
+    """What a device holds, in bytes.
+
+    Attributes:
+        parts: what is held, by name; gradients and activations in an update only.
+        phases: the most at a time, by phase.
+        reserved: what training will take after the KV cache is made.
+        cache_tokens: tokens that the KV cache has room for; None: it is on a server.
+        longest: tokens of prompt and answer.
+    """
+
+    device: Device
+    parts: dict[str, int]
+    phases: dict[str, int]
+    reserved: int
+    cache_tokens: int | None
+    longest: int
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the run cannot work, in half a sentence; None where it can."""
+        phase = max(self.phases, key=lambda name: self.phases[name])
+        if self.phases[phase] > self.device.memory:
+            return f"{phase} takes {self.phases[phase] / 1e9:.1f} GB of {self.device.memory / 1e9:.1f}"
+        if self.cache_tokens is not None and self.cache_tokens < self.longest:
+            return f"the KV cache has room for {self.cache_tokens} tokens, prompt and answer have {self.longest}"
+        return None
+
+
+LOADED = ("weights", "copy for generation", "weights of vLLM")  # before the KV cache is made
+
+
+def held_bytes(config: Config, s: Shape, shards: int) -> dict[str, int]:
+    """Computes what a device holds between passes, and the gradients; ranks of fsdp2 hold shards in float32."""
+    sharded, low = shards > 1 or config.parallel == "fsdp2", s.item < 4
+    whole, moments = s.total * s.item, 8 if sharded or not low else 12  # with float32 masters of low weights
+    vllm = config.rollout.engine == "vllm" and not config.rollout.servers
+    parts = {"weights": (4 if sharded else s.item) * (s.total + (s.trained if s.adapted else 0)) // shards}
+    if vllm:
+        parts["weights of vLLM"] = whole
+    if (sharded and not vllm) or (s.adapted and not sharded):
+        parts["copy for generation"] = whole if sharded else s.adapted * s.item
+    parts["moments and masters"] = moments * s.trained // shards
+    parts["gradients"] = 4 * s.trained // shards
+    if config.algorithm.beta and not s.adapted:
+        parts["reference"] = whole // shards
+    if config.algorithm.judge.critic and config.critic.separate:
+        parts["critic"] = ((4 if sharded else s.item) + moments) * s.body // shards
+        parts["gradients"] += 4 * s.body // shards
+    return parts
+
+
+def plan_memory(config: Config, device: Device, *, prompt: int = PROMPT_TOKENS, model: Any = None) -> Memory:
+    """Computes what each device holds in every phase of a run.
+
+    Args:
+        prompt: tokens of a prompt.
+        model: of the policy, if it is loaded; None: its sizes are read from its folder.
+    """
+    s = read_shape(config.model, device.kind) if model is None else Shape(model, device.kind)
+    rollout, kind = config.rollout, device.kind
+    shards = device.count if config.parallel == "fsdp2" else 1
+    parts = held_bytes(config, s, shards)
+    activations = training_bytes(s, config, kind, None if kind == "cpu" else device.memory, prompt)
+    if "critic" in parts:
+        activations *= 2  # it runs over the same tokens
+    if shards > 1:  # embeddings, output and two layers are gathered; the gradients of a layer add up in float32
+        activations += s.item * (2 * s.vocab * s.hidden + 2 * s.layer) + 4 * s.layer
+    parts["activations"] = activations
+    asleep = rollout.engine == "vllm" and kind != "cpu"  # vLLM gives its memory up in an update
+    passing = ("gradients", "activations")
+    reserved = sum(size for name, size in parts.items() if name not in (LOADED + passing if asleep else LOADED))
+    free = max(device.memory - reserved - sum(parts.get(name, 0) for name in LOADED), 0)
+    cache = rollout.memory_bytes or (CPU_MEMORY_BYTES if kind == "cpu" else int(free * CUDA_MEMORY_SHARE))
+    cache = 0 if rollout.servers else cache
+    held = sum(size for name, size in parts.items() if name not in passing)
+    update = held + parts["gradients"] + (-parts.get("weights of vLLM", 0) if asleep else cache)
+    longest, token = prompt + rollout.max_completion_length, 2 * s.layers * s.key * s.item
+    phases = {
+        "generation": held + cache + (0 if rollout.servers else generating_bytes(s, config, kind, prompt)),
+        "the update": update + activations,
+        # a float32 master is rounded to its weight
+        "the optimizer step": update + (9 * s.largest if s.item < 4 and shards == 1 else 0),
+    }
+    return Memory(device, parts | {"KV cache": cache}, phases, reserved, cache // token if cache else None, longest)
+
+
+def generating_bytes(s: Shape, config: Config, kind: str, prompt: int) -> int:
+    """Estimates the most that a pass of generation takes, beside the cache: a prefill, or drawing tokens."""
+    prompts, samples = config.rollout.prompts_per_step, config.rollout.num_generations
+    tokens = min(PREFILL_TOKENS, prompts * prompt)
+    prefill = s.item * tokens * (4 * s.hidden + 2 * (s.query + s.key) + 3 * s.inner)
+    return max(prefill, min(SEQUENCES, prompts * samples) * s.vocab * DRAW_BYTES[kind])
+
+
+def device_here(name: str) -> Device:
+    """Describes the device of this machine that ``model.device`` means."""
+    if choose_device(name).type == "cpu":
+        return Device("cpu", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    total = min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
+    return Device("cuda", int(total * USABLE), torch.cuda.device_count())
+
+
+def parse_gpus(text: str) -> Device:
+    """Reads ``8x80`` or ``80``: GPUs of so many gigabytes, 10^9 bytes each."""
+    found = re.fullmatch(r"(?:(\d+)x)?(\d+(?:\.\d+)?)", text)
+    if found is None or int(found[1] or 1) < 1 or float(found[2]) <= 0:
+        raise UserError(f"--gpus must be like 80, or 8x80 for eight of 80 GB, got {text!r}")
+    return Device("cuda", int(float(found[2]) * 1e9), int(found[1] or 1))
+
+
+def needs_recomputing(config: Config, ranks: int, prompt: int = PROMPT_TOKENS) -> bool:
+    """Decides whether ``model.gradient_checkpointing: auto`` recomputes: on a GPU that could not hold activations."""
+    if config.model.gradient_checkpointing != "auto" or choose_device(config.model.device).type == "cpu":
+        return False
+    here = device_here(config.model.device)
+    memory = plan_memory(config, Device(here.kind, here.memory, ranks), prompt=prompt)
+    return memory.phases["the update"] > here.memory
+
+
+def memory_lines(memory: Memory) -> list[str]:
+    """Writes a plan in lines, in gigabytes of 10^9 bytes."""
+    device = memory.device
+    lines = [f"memory of each {device.kind} device ({device.count} of {device.memory / 1e9:.1f} GB), in GB:"]
+    lines += [f"  {name:<24}{size / 1e9:9.2f}" for name, size in memory.parts.items()]
+    lines += [f"  most in {name:<16}{size / 1e9:9.2f}" for name, size in memory.phases.items()]
+    if memory.cache_tokens is not None:
+        lines.append(f"  answers of full length in the KV cache: {memory.cache_tokens // memory.longest}")
+    return lines

@@ -1,0 +1,214 @@
+"""Memory told before a run: against hand-worked numbers, against a process, and what is said where it does not fit."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import merged, save_tiny_policy
+from rich.console import Console
+from transformers import Qwen2Config
+
+import python_trainer.memory
+from bench import memory as bench
+from python_trainer.__main__ import main
+from python_trainer.config import check_config, load_config
+from python_trainer.errors import UserError
+from python_trainer.memory import Device, device_here, needs_recomputing, parse_gpus, plan_memory
+from python_trainer.trainer import Trainer
+
+ROOT = Path(__file__).parents[2]
+QUIET = Console(quiet=True)
+# hidden, layers, heads, KV heads, intermediate, vocabulary, whether the output layer is the embeddings
+QWEN = {
+    "0.5b": (896, 24, 14, 2, 4864, 151_936, True),
+    "1.5b": (1536, 28, 12, 2, 8960, 151_936, True),
+    "3b": (2048, 36, 16, 2, 11_008, 151_936, True),
+    "7b": (3584, 28, 28, 4, 18_944, 152_064, False),
+}
+
+
+def qwen(size, folder):
+    """A folder with a config.json and nothing else."""
+    hidden, layers, heads, kv_heads, inner, vocab, tied = QWEN[size]
+    Qwen2Config(
+        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
+        intermediate_size=inner, vocab_size=vocab, tie_word_embeddings=tied, max_position_embeddings=32_768,
+    ).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
+KINDS = ["float32", "bfloat16, masters", "LoRA, recomputed"]
+
+
+@pytest.fixture(scope="module")
+def taken(tmp_path_factory):
+    """What is told and what a process takes, by kind: one process for all, which loads its libraries once."""
+    folder = tmp_path_factory.mktemp("taken") / "policy"
+    bench.make_folder(bench.TINY, folder)
+    runs = [bench.settings(bench.TINY, folder, kind) for kind in KINDS]
+    return dict(zip(KINDS, zip(map(bench.planned, runs), bench.measured(runs))))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_told_is_what_a_process_takes(taken, kind):
+    """Larger models: bench/memory.py."""
+    told, found = taken[kind]
+    assert told == pytest.approx(found, rel=0.2)
+
+
+# gigabytes by hand, in docs/scale.md
+@pytest.mark.parametrize(
+    ("size", "gpus", "parallel", "parts"),
+    [
+        ("0.5b", "24", "none", {"weights": 0.99, "moments and masters": 5.93, "gradients": 1.98}),
+        ("7b", "8x80", "fsdp2",
+         {"copy for generation": 15.23, "weights": 3.81, "moments and masters": 7.62, "gradients": 3.81}),
+    ],
+)  # fmt: skip
+def test_parts_worked_out_by_hand(tmp_path, size, gpus, parallel, parts):
+    values = {"model": {"path": str(qwen(size, tmp_path))}, "parallel": parallel}
+    values |= {"rollout": {"memory_bytes": 1 << 32}, "optimizer": {"micro_batch_tokens": 512}}
+    memory = plan_memory(check_config(values, source="test"), parse_gpus(gpus))
+    assert {name: round(memory.parts[name] / 1e9, 2) for name in parts} == parts
+    token = {"0.5b": 12_288, "7b": 57_344}[size]
+    assert memory.cache_tokens == (1 << 32) // token and memory.parts["KV cache"] == 1 << 32
+
+
+def test_activations_worked_out_by_hand(tmp_path):
+    """0.5b in bfloat16, a micro-batch of one answer of 256 tokens behind a prompt of 256, without recomputing."""
+    values = {"model": {"path": str(qwen("0.5b", tmp_path))}, "optimizer": {"micro_batch_tokens": 512}}
+    memory = plan_memory(check_config(values, source="test"), parse_gpus("24"))
+    layer = 2 * (4 * 896 + 2 * (896 + 128) + 4 * 4864) + 8 * 896  # bytes for each token
+    logits, head = 256 * 151_936, 151_936 * 896
+    assert memory.parts["activations"] == 24 * layer * 512 + 24 * logits + 2 * head
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("gpu_*.yaml")), ids=lambda path: path.stem)
+def test_presets_pass_their_own_plan(tmp_path, path):
+    _, size, *_, gpus = path.stem.split("_")
+    config = load_config(path, [f"model.path={qwen(size, tmp_path)}"])
+    memory = plan_memory(config, parse_gpus(gpus.removesuffix("gb")))
+    assert memory.trouble is None, memory
+    assert memory.cache_tokens >= 16 * memory.longest
+
+
+@pytest.fixture
+def small(tmp_path):
+    """Settings whose weights are small beside what passes take."""
+    folder = save_tiny_policy(tmp_path / "policy", hidden_size=256, intermediate_size=512, num_hidden_layers=6)
+    return {
+        "model": {"path": str(folder), "dtype": "float32", "gradient_checkpointing": False},
+        "rollout": {"max_completion_length": 100, "memory_bytes": 1 << 22},
+        "optimizer": {"micro_batch_tokens": 4096},
+    }  # fmt: skip
+
+
+def plan_of(values, gpus, **changes):
+    return plan_memory(check_config(merged(values, changes), source="test"), parse_gpus(gpus), prompt=20)
+
+
+def test_settings_that_take_less(small):
+    whole = plan_of(small, "24")
+    fewer = plan_of(small, "24", optimizer={"micro_batch_tokens": 1024})
+    again = plan_of(small, "24", model={"gradient_checkpointing": True})
+    lora = plan_of(small, "24", model={"lora": {"r": 4}})
+    assert fewer.parts["activations"] < whole.parts["activations"] / 3
+    assert again.parts["activations"] < whole.parts["activations"] / 3
+    assert lora.parts["moments and masters"] < whole.parts["moments and masters"] / 5
+    assert "copy for generation" in lora.parts and "reference" not in whole.parts
+    assert plan_of(small, "24", algorithm={"beta": 0.1}).parts["reference"] == whole.parts["weights"]
+    sharded = plan_of(small, "4x24", parallel="fsdp2")
+    assert sharded.parts["moments and masters"] == whole.parts["moments and masters"] // 4
+
+
+def test_vllm_within_the_trainer_sleeps_during_updates(small):
+    for parallel in ("none", "ddp", "fsdp2"):
+        vllm, paged = (plan_of(small, "2x24", parallel=parallel, rollout={"engine": e}) for e in ("vllm", "paged"))
+        assert ("copy for generation" in paged.parts) == (parallel == "fsdp2")
+        assert "copy for generation" not in vllm.parts and vllm.parts["weights of vLLM"] > 0
+        awake = sum(vllm.parts[name] for name in vllm.parts if name not in ("KV cache", "weights of vLLM"))
+        assert vllm.phases["the update"] == awake and vllm.phases["generation"] > vllm.parts["KV cache"]
+    servers = {"engine": "vllm", "vllm_server": ["http://127.0.0.1:8000", "http://127.0.0.1:8001"]}
+    elsewhere = plan_of(small, "2x24", parallel="fsdp2", rollout=servers)
+    assert "weights of vLLM" not in elsewhere.parts and elsewhere.cache_tokens is None
+
+
+def dry_run(values, tmp_path, capsys, *arguments):
+    path = tmp_path / "settings.yaml"
+    path.write_text(json.dumps(values))
+    capsys.readouterr()
+    return main(["train", "--config", str(path), "--dry-run", *arguments]), capsys.readouterr()
+
+
+def test_a_dry_run_prints_settings_and_memory_and_writes_nothing(small, tmp_path, capsys):
+    before = sorted(tmp_path.rglob("*"))
+    code, said = dry_run(small, tmp_path, capsys, "--gpus", "24", "--set", "max_steps=7")
+    assert code == 0 and not said.err
+    assert "\nmax_steps: 7\n" in said.out and "  micro_batch_tokens: 4096\n" in said.out
+    for words in ("24.0 GB", "moments and masters", "most in the update", "answers of full length in the KV cache: "):
+        assert words in " ".join(said.out.split()), said.out
+    assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / "settings.yaml"])
+    assert main(["train", "--config", str(tmp_path / "settings.yaml")]) == 2
+    assert "train needs --output-dir DIR, or --dry-run" in capsys.readouterr().err
+
+
+def test_a_run_that_does_not_fit_ends_with_code_2(small, tmp_path, capsys):
+    small["model"]["gradient_checkpointing"] = "auto"
+    most = max(plan_of(small, "24").phases.values()) / 1e9
+    code, said = dry_run(small, tmp_path, capsys, "--gpus", f"{0.8 * most:.6f}")
+    assert code == 0 and "gradient_checkpointing: auto recomputes" in said.out
+    code, said = dry_run(small, tmp_path, capsys, "--gpus", f"{0.01 * most:.6f}")
+    assert code == 2 and "gradient_checkpointing: true" in said.out
+    assert said.err.count("\n") == 1 and "smaller optimizer.micro_batch_tokens" in said.err
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_engine_is_the_one_that_a_run_would_take(small, tmp_path, capsys, monkeypatch, installed):
+    """On GPUs, which this machine has none of."""
+    monkeypatch.setattr("python_trainer.engine_choice.has_vllm", lambda: installed)
+    small["rollout"] |= {"engine": "auto"}
+    code, said = dry_run(small, tmp_path, capsys, "--gpus", "24")
+    assert code == 0 and ("weights of vLLM" in said.out) == installed
+    assert ("auto generates with vLLM" in said.out) == installed
+    assert "weights of vLLM" not in dry_run(small, tmp_path, capsys)[1].out
+
+
+@pytest.mark.parametrize("text", ["", "8x", "x80", "0x80", "80GB", "-1", "0"])
+def test_gpus_that_are_none(text):
+    with pytest.raises(UserError, match="--gpus must be like 80, or 8x80 for eight of 80 GB, got"):
+        parse_gpus(text)
+
+
+def test_weights_are_not_read(small, tmp_path, capsys):
+    for path in Path(small["model"]["path"]).glob("*.safetensors"):
+        path.unlink()
+    assert dry_run(small, tmp_path, capsys, "--gpus", "24")[0] == 0
+    (tmp_path / "hollow").mkdir()
+    small["model"]["path"] = str(tmp_path / "hollow")
+    code, said = dry_run(small, tmp_path, capsys, "--gpus", "24")
+    assert code == 2 and "model.path" in said.err and "hollow" in said.err
+
+
+def test_the_memory_of_this_machine():
+    assert device_here("cpu").kind == "cpu" and 1 << 28 < device_here("cpu").memory < 1 << 50
+
+
+@pytest.mark.parametrize(("setting", "memory", "expected"), [
+    ("auto", 1.1, False), ("auto", 0.9, True), (False, 0.9, False), (True, 1.1, True),
+])  # fmt: skip
+def test_checkpointing_by_need(make_config, tmp_path, monkeypatch, setting, memory, expected):
+    """``auto`` on a device that is said to be a GPU; the run itself is on the CPU."""
+    model = {"gradient_checkpointing": setting, "dtype": "float32"}
+    config = make_config(max_steps=1, model=model, rollout={"memory_bytes": 1 << 20})  # else a smaller cache makes room
+    kept = make_config(max_steps=1, model=model | {"gradient_checkpointing": False}, rollout={"memory_bytes": 1 << 20})
+    bytes_kept = plan_memory(kept, Device("cuda", 24 << 30)).phases["the update"]
+    here = Device("cuda", int(bytes_kept * memory))
+    with monkeypatch.context() as patched:
+        patched.setattr(python_trainer.memory, "choose_device", lambda name: torch.device("cuda"))
+        patched.setattr(python_trainer.memory, "device_here", lambda name: here)
+        assert needs_recomputing(config, 1) == (expected and setting == "auto")
+        trainer = Trainer(config, tmp_path / "run", console=QUIET)
+    assert trainer.policy.model.is_gradient_checkpointing == expected
+    trainer.run()
+    assert not needs_recomputing(config, 1), "on a CPU auto recomputes nothing"
