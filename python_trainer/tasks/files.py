@@ -177,9 +177,11 @@ def cut(source: str, rows: list[Any], split: str) -> list[Any]:
     found = re.fullmatch(r"train(?:\[(-?\d+)?(%)?:(-?\d+)?(%)?\])?", split)
     if found is None:
         raise UserError(f"{source}: a file has the split train and its parts, such as train[:90%], got {split!r}")
-    ends = ((found[1], found[2]), (found[3], found[4]))
-    begin, end = (n and (round(int(n) * len(rows) / 100) if percent else int(n)) for n, percent in ends)
-    return rows[begin:end]
+
+    def place(number: str | None, percent: str | None) -> int | None:
+        return None if number is None else round(int(number) * len(rows) / 100) if percent else int(number)
+
+    return rows[place(found[1], found[2]) : place(found[3], found[4])]
 
 
 def load_options(place: str) -> dict[str, Any]:
