@@ -150,7 +150,7 @@ def test_answers_carry_the_version_of_the_policy_and_progress_is_told(make_confi
         for steps, resume in ((2, False), (3, True)):
             config = make_config(max_steps=steps, model={"lora": LORA}, parallel=parallel)
             trainer = Trainer(config, tmp_path, console=QUIET, callbacks=[Seen], resume=resume, ranks=ranks)
-            trainer.tell_work = lambda *work: told.append(work)
+            trainer.logger.log_work = lambda *work: told.append(work)
             trainer.run()
     assert versions == [{0}, {1}, {2}] and trainer.engine.policy_version == 3
     assert [told.count(work) for work in (("answers", 16, 16), ("evaluation", 6, 6))] == [3, 3]

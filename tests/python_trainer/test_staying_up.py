@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 from test_checkpoint import assert_same_run
 
+from python_trainer import commands
 from python_trainer.__main__ import main
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint
 from python_trainer.config import dump_config
@@ -101,11 +102,11 @@ def test_a_signal_saves_and_the_run_goes_on_to_the_same_weights(make_config, tmp
 
 
 def test_after_ctrl_c_the_command_says_what_is_true(tmp_path, monkeypatch, capsys):
-    def interrupt(*packages):
-        if not packages:  # when the arguments are known
-            raise KeyboardInterrupt
+    def interrupt(argv, args, parse=commands.parse_arguments):
+        parse(argv, args)
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr("python_trainer.__main__.check_packages", interrupt)
+    monkeypatch.setattr(commands, "parse_arguments", interrupt)
     run = ["--config", "settings.yaml", "--output-dir", str(tmp_path)]
 
     def said(*command):
