@@ -150,13 +150,14 @@ def soft_dtw(x, y, *, gamma=1.0, x_lengths=None, y_lengths=None, band=None):
     (x, x_bad), (y, y_bad) = blank_padding(x, x_lengths), blank_padding(y, y_lengths)
     radius = band_radius(x_lengths, y_lengths, band)
     batch, rows = x.shape[:2]
-    far = 1e30  # stands for infinity, whose gradient would be NaN
+    far = torch.finfo(dtype).max / 4  # stands for infinity, whose gradient would be NaN
     older, old = x.new_full((batch, rows + 1), far), x.new_full((batch, rows + 1), far)
     older[:, 0] = 0
     result = x.new_zeros(batch)
     for d, lo, hi, cost in diagonals(x, y):
         around = torch.stack([old[:, lo:hi], old[:, lo + 1 : hi + 1], older[:, lo:hi]])
-        new = cost - gamma * torch.logsumexp(around / -gamma, dim=0)
+        least = around.detach().amin(0)  # whatever it is, value and gradient are the same but for rounding
+        new = cost + least - gamma * torch.logsumexp((least - around) / gamma, dim=0)
         offset = (2 * torch.arange(lo, hi, device=x.device) - d).abs()
         new = torch.where((offset > radius[:, None]) | (new > far / 2), far, new)
         new = torch.nn.functional.pad(new, (lo + 1, rows - hi), value=far)

@@ -9,27 +9,34 @@ from rlkernels import _check
 from rlkernels import backend as _backend
 from rlkernels.similarity import arguments, reference
 
-_FAR = 1e30  # stands for infinity: differences of it are 0, not NaN
+
+def _shares(around: torch.Tensor, gamma: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Softmin of three predecessors [3, ...] in parts: the least of them, exp((least - each) / gamma), and their sum.
+
+    Where none can be reached the parts are 0, 0 and 0. Otherwise the sum is at least 1.
+    """
+    least = around.amin(0)
+    least = least.masked_fill(least == torch.inf, 0)
+    parts = ((least - around) / gamma).exp()
+    return least, parts, parts.sum(0)
 
 
 class _SoftDtw(torch.autograd.Function):
     """Along anti-diagonals, all pairs at once. Keeps one table of cumulative costs; the backward pass walks it from the
-    last cell, handing each cell's share of the gradient to its three predecessors."""
+    last cell and divides each cell's share of the gradient among its three predecessors by a softmax."""
 
     @staticmethod
     def forward(ctx: Any, x, y, x_lengths, y_lengths, band, gamma):
         batch, rows = x.shape[:2]
         # cell (i, j) lies at [i + j + 2, :, i + 1]; the rest is the border
-        table = x.new_full((rows + y.shape[1] + 1, batch, rows + 1), _FAR)
+        table = x.new_full((rows + y.shape[1] + 1, batch, rows + 1), torch.inf)
         table[0, :, 0] = 0
         radius = reference.band_radius(x_lengths, y_lengths, band)
         for d, lo, hi, cost in reference.diagonals(x, y):
-            older, old = table[d], table[d + 1]
-            around = torch.stack([old[:, lo:hi], old[:, lo + 1 : hi + 1], older[:, lo:hi]])
-            value = cost - gamma * torch.logsumexp(around / -gamma, dim=0)
+            least, _, total = _shares(_predecessors(table, d, lo, hi), gamma)
             offset = (2 * torch.arange(lo, hi, device=x.device) - d).abs()
-            outside = (offset > radius[:, None]) | (value > _FAR / 2)
-            table[d + 2, :, lo + 1 : hi + 1] = value.masked_fill(outside, _FAR)
+            value = cost + (least - gamma * total.log())  # minus log 0: infinity
+            table[d + 2, :, lo + 1 : hi + 1] = value.masked_fill(offset > radius[:, None], torch.inf)
         ctx.save_for_backward(x, y, x_lengths, y_lengths, table)
         ctx.gamma = gamma
         return table[x_lengths + y_lengths, torch.arange(batch, device=x.device), x_lengths]
@@ -44,20 +51,23 @@ class _SoftDtw(torch.autograd.Function):
             ends = (x_lengths + y_lengths - 2 == d) & (x_lengths > 0) & (y_lengths > 0)
             flow.scatter_add_(1, x_lengths[:, None], torch.where(ends, grad, 0)[:, None])
             here = flow[:, lo + 1 : hi + 1]
-            softmin = table[d + 2, :, lo + 1 : hi + 1] - reference.diagonal_cost(x, y, d, lo, hi)
-            for target, part, before in (
-                (next_flow, slice(lo, hi), table[d + 1]),
-                (next_flow, slice(lo + 1, hi + 1), table[d + 1]),
-                (last_flow, slice(lo, hi), table[d]),
-            ):
-                # a share of 1 at most; where the cell is out of reach nothing flows
-                target[:, part] += here * ((softmin - before[:, part]) / ctx.gamma).clamp_max(0).exp()
+            _, parts, total = _shares(_predecessors(table, d, lo, hi), ctx.gamma)
+            above, left, corner = parts * (here / total.clamp_min(1))
+            next_flow[:, lo:hi] += above
+            next_flow[:, lo + 1 : hi + 1] += left
+            last_flow[:, lo:hi] += corner
             columns = slice(d - hi + 1, d - lo + 1)
             step = 2 * here.unsqueeze(-1) * (x[:, lo:hi] - y[:, columns].flip(1))
             grad_x[:, lo:hi] += step
             grad_y[:, columns] -= step.flip(1)
             flow, next_flow, last_flow = next_flow, last_flow, flow.zero_()
         return grad_x, grad_y, None, None, None, None
+
+
+def _predecessors(table: torch.Tensor, d: int, lo: int, hi: int) -> torch.Tensor:
+    """[3, B, hi - lo]: what the cells above, to the left and at the corner of those of an anti-diagonal hold."""
+    older, old = table[d], table[d + 1]
+    return torch.stack([old[:, lo:hi], old[:, lo + 1 : hi + 1], older[:, lo:hi]])
 
 
 def soft_dtw(
@@ -76,15 +86,16 @@ def soft_dtw(
     as gamma goes to 0; it may be negative.
 
     Args:
-        x: floating point [B, L] or [B, L, D]; float64 is computed in float64, everything else in float32.
+        x: floating point [B, L] or [B, L, D]. Computed in float64: rounding of a cumulative cost is divided by gamma
+            before it enters an exponential.
         y: [B, K] or [B, K, D], paired with x.
         gamma: smoothing, > 0, in units of the cost.
         x_lengths, y_lengths: integers [B], or None. What lies beyond a length is never read and has gradient 0.
         band: Sakoe-Chiba radius as in :func:`dtw`.
 
     Returns:
-        [B], float64 for float64 inputs, else float32. Both empty: 0. One empty: inf. NaN or infinity inside a
-        length: NaN. Pairs of these three kinds have gradient 0.
+        [B], float64 for float64 inputs, else float32; inf for a cost beyond that dtype. Both empty: 0. One empty:
+        inf. NaN or infinity inside a length: NaN. Pairs of these last three kinds have gradient 0.
 
     Raises:
         TypeError, ValueError: a wrong type, dtype, rank, shape, device or value, named in the message.
@@ -99,8 +110,8 @@ def soft_dtw(
     dtype = reference.compute_dtype(x, y)
     if not torch.finfo(dtype).tiny <= gamma <= torch.finfo(dtype).max:
         raise ValueError(f"gamma must be a number that {dtype} holds, got {gamma!r}")
-    x, y = reference.as_series(x, dtype), reference.as_series(y, dtype)
+    x, y = reference.as_series(x, torch.float64), reference.as_series(y, torch.float64)
     x_lengths, y_lengths = reference.full_lengths(x, x_lengths), reference.full_lengths(y, y_lengths)
     (x, x_bad), (y, y_bad) = reference.blank_padding(x, x_lengths), reference.blank_padding(y, y_lengths)
     value = _SoftDtw.apply(x, y, x_lengths, y_lengths, band, float(gamma))
-    return reference.with_special_cases(value, x_lengths, y_lengths, x_bad | y_bad)
+    return reference.with_special_cases(value.to(dtype), x_lengths, y_lengths, x_bad | y_bad)

@@ -1,12 +1,100 @@
-"""soft_dtw: value and gradient against the reference and against finite differences."""
+"""soft_dtw: value and gradient against autograd in float64, the reference, and finite differences."""
 
 import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import rlkernels
 from rlkernels.similarity import reference
+
+
+def by_autograd(x, y, gamma, dtype, *, shifted=False):
+    """Value and gradients of one pair [L, D], [K, D] by autograd through every cell, without our code, in float64.
+
+    ``shifted`` takes the least of three predecessors out before it divides by gamma, which float64 needs as well once
+    costs are far above gamma.
+    """
+    x, y = (t.to(dtype, copy=True).requires_grad_() for t in (x, y))
+    rows, columns, far = len(x), len(y), 1e30 if dtype == torch.float32 else 1e300
+    older, old = (torch.full((rows + 1,), far, dtype=dtype) for _ in range(2))
+    older[0] = 0
+    for d in range(rows + columns - 1):
+        lo, hi = max(0, d - columns + 1), min(d + 1, rows)
+        cost = (x[lo:hi] - y[d - hi + 1 : d - lo + 1].flip(0)).square().sum(-1)
+        around = torch.stack([old[lo:hi], old[lo + 1 : hi + 1], older[lo:hi]])
+        least = around.detach().amin(0) if shifted else 0
+        new = cost + least - gamma * torch.logsumexp((least - around) / gamma, dim=0)
+        older, old = old, torch.nn.functional.pad(new, (lo + 1, rows - hi), value=far)
+    old[rows].backward()
+    return [t.double() for t in (old[rows].detach(), x.grad, y.grad)]
+
+
+def by_rlkernels(x, y, gamma):
+    x, y = (t[None].clone().requires_grad_() for t in (x, y))
+    value = rlkernels.soft_dtw(x, y, gamma=gamma)
+    value.backward(torch.ones(1))
+    return [t[0].double() for t in (value.detach(), x.grad, y.grad)]
+
+
+def check_error(x, y, gamma):
+    """The error of value and gradients is at most twice that of plain float32, and near float32's own rounding."""
+    exact = by_autograd(x, y, gamma, torch.float64, shifted=True)
+    plain = by_autograd(x, y, gamma, torch.float32)
+    stiffness = float((x.double().abs().max() + y.double().abs().max()) ** 2 * x.shape[1]) / gamma
+    for ours, rough, right in zip(by_rlkernels(x, y, gamma), plain, exact):
+        norm = float(right.norm()) + 1e-30
+        error, allowed = (float((t - right).norm()) / norm for t in (ours, rough))
+        if not math.isnan(allowed):  # costs that plain float32 cannot hold
+            assert error <= 2 * allowed + 1e-6
+        if stiffness < 1e8:  # beyond it two paths may differ by less than float64's rounding
+            assert error <= 1e-6
+
+
+@pytest.mark.parametrize(("rows", "columns", "features", "scale", "gamma"), [
+    (200, 180, 80, 1, 0.1),
+    (200, 180, 80, 1, 0.01),
+    (300, 300, 1, 100, 0.1),
+    (1000, 8, 4, 1, 1e-3),
+    (8, 1000, 1, 0.1, 10.0),
+    pytest.param(1000, 1000, 2, 1, 1e-3, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_error_is_at_most_twice_that_of_plain_autograd(rows, columns, features, scale, gamma):
+    check_error(torch.randn(rows, features) * scale, torch.randn(columns, features) * scale, gamma)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 20), st.integers(1, 20), st.integers(1, 80), st.floats(-3, 18), st.floats(-3, 1),
+    st.booleans(), st.integers(0, 2**31),
+)  # fmt: skip
+def test_error_for_any_shape_scale_and_gamma(rows, columns, features, scale, gamma, whole, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x, y = (torch.randn(n, features, generator=generator) * 10**scale for n in (rows, columns))
+    if whole and scale < 3:  # paths of exactly equal cost
+        x, y = x.round(), y.round()
+    check_error(x, y, 10**gamma)
+
+
+@pytest.mark.parametrize("gamma", [1e-30, 1e-3, 1.0, 10.0])
+@pytest.mark.parametrize("far", [1e10, 1e15, 1.2e18])
+def test_costs_up_to_the_largest_float(far, gamma):
+    """Two cells on every way, of which the one over the corner is cheapest: cost, and gradients, of its two cells."""
+    x, y = torch.tensor([[0.0], [far]]), torch.tensor([[far / 2], [far / 2]])
+    value, grad_x, grad_y = by_rlkernels(x, y, gamma)
+    assert math.isclose(value, 2 * (far / 2) ** 2, rel_tol=1e-6)
+    torch.testing.assert_close(grad_x.flatten(), torch.tensor([-far, far]).double())
+    torch.testing.assert_close(grad_y.flatten(), torch.tensor([far, -far]).double())
+    nearer = by_rlkernels(x[:1], y[:1], gamma)
+    assert math.isclose(nearer[0], (far / 2) ** 2, rel_tol=1e-6)
+
+
+def test_a_cost_beyond_the_dtype_is_infinite():
+    x = torch.tensor([[3e38]])
+    assert rlkernels.soft_dtw(x, -x) == math.inf and rlkernels.soft_dtw(x.double(), -x.double()) < math.inf
+    assert rlkernels.soft_dtw(x.double() * 1e200, -x.double()) == math.inf
 
 
 @pytest.mark.parametrize("band", [None, 0, 2])
