@@ -65,8 +65,12 @@ def token_logprobs(
     _check.shape("ids", ids, logits.shape[:-1])
     _check.positive("temperature", temperature)
     chosen = _backend.choose("token_logprobs", logits.device, backend)
+    temperature = max(float(temperature), reference.LEAST_DOUBLE)
+    if temperature < reference.LEAST and logits.dtype != torch.float64:
+        wide = token_logprobs(logits.double(), ids, temperature=temperature, return_entropy=True)
+        return (wide[0].float(), wide[1].float()) if return_entropy else wide[0].float()
     if chosen != "torch" and logits.dtype != torch.float64:
-        logprobs, entropy = _fused(chosen, logits, ids, float(temperature), return_entropy)
+        logprobs, entropy = _fused(chosen, logits, ids, temperature, return_entropy)
     else:
         _check.indices("ids", ids, logits.shape[-1])
         logprobs, entropy = reference.token_logprobs(logits, ids, temperature, return_entropy)

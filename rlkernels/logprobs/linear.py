@@ -15,6 +15,7 @@ import torch
 
 from rlkernels import _check
 from rlkernels import backend as _backend
+from rlkernels.logprobs import reference
 
 ROWS = 8192  # tokens whose block summaries are held at one time
 BLOCK = 1 << 22  # logits in a block on a CPU, where the vocabulary allows it: 16 MiB in float32
@@ -105,13 +106,19 @@ def linear_token_logprobs(
     chosen = _backend.choose("linear_token_logprobs", hidden.device, backend)
     if hidden.dtype not in (torch.float32, torch.bfloat16):
         chosen = "torch"
+    temperature = max(float(temperature), reference.LEAST_DOUBLE)
+    if temperature < reference.LEAST and hidden.dtype != torch.float64:
+        bias = None if bias is None else bias.double()
+        logprobs, entropy = linear_token_logprobs(hidden.double(), weight.double(), ids, bias=bias, chunk=chunk,
+                                                  temperature=temperature, return_entropy=True)  # fmt: skip
+        return (logprobs.float(), entropy.float()) if return_entropy else logprobs.float()
     rows = hidden.reshape(-1, hidden.shape[-1])
     if chunk is None:
         cuda = hidden.device.type == "cuda"
         memory = torch.cuda.get_device_properties(hidden.device).total_memory if cuda else None
         chunk = block_columns(rows.shape[0], memory)
     logprobs, entropy, _ = forward(
-        rows, weight, bias, ids.reshape(-1), float(temperature), return_entropy, min(chunk, vocab), chosen
+        rows, weight, bias, ids.reshape(-1), temperature, return_entropy, min(chunk, vocab), chosen
     )
     return (logprobs.view(ids.shape), entropy.view(ids.shape)) if return_entropy else logprobs.view(ids.shape)
 

@@ -2,6 +2,10 @@
 
 import torch
 
+SMALL = 2.0**-64  # logits divided by so small a temperature may overflow: the largest is subtracted before
+LEAST = torch.finfo(torch.float32).tiny  # what is divided by a smaller temperature is float64
+LEAST_DOUBLE = torch.finfo(torch.float64).tiny  # taken for all smaller temperatures
+
 
 def token_logprobs(
     logits: torch.Tensor, ids: torch.Tensor, temperature: float = 1.0, with_entropy: bool = True
@@ -12,6 +16,8 @@ def token_logprobs(
     be fatal. The entropy is [0] unless ``with_entropy``: it takes four more tensors of the size of the logits.
     """
     work = logits if logits.dtype == torch.float64 else logits.float()
+    if temperature < SMALL:
+        work = work - work.detach().amax(-1, keepdim=True)
     log_p = torch.log_softmax(work if temperature == 1 else work / temperature, dim=-1)
     entropy = log_p.new_empty(0)
     if with_entropy:

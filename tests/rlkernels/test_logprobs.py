@@ -1,7 +1,9 @@
 import math
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernels
@@ -37,6 +39,55 @@ def test_tokens_ruled_out():
     torch.testing.assert_close((logprobs, entropy), expected)
     assert logits.grad.isfinite().all() and (logits.grad[:, 4:] == 0).all()
     assert rlkernels.token_logprobs(logits, torch.tensor([0, 7, 0]))[1] == -torch.inf
+
+
+def over_temperature(logits, ids, temperature):
+    """Log-probability, entropy and the gradient of their sum in float64, without our code.
+
+    The largest logit is subtracted first, so that nothing overflows but what is -inf.
+    """
+    leaf = logits.double().requires_grad_()
+    log_p = torch.log_softmax((leaf - leaf.detach().amax(-1, keepdim=True)) / temperature, dim=-1)
+    entropy = torch.special.entr(log_p.exp()).sum(-1)
+    chosen = log_p.gather(-1, ids[..., None])[..., 0]
+    return chosen.detach(), entropy.detach(), torch.autograd.grad(chosen.sum(), leaf)[0]
+
+
+@hypothesis.settings(max_examples=100, deadline=None)
+@hypothesis.given(
+    st.floats(1e-307, 1e30) | st.floats(-306, 30).map(lambda power: 10.0**power),
+    st.floats(-30, 30),
+    st.integers(1, 9),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+    st.sampled_from(["cpu", "torch"]),
+    st.booleans(),
+    st.integers(0, 2**31),
+)
+def test_any_temperature(temperature, scale, vocab, dtype, backend, tied, seed):
+    """Also below what float32 holds, where the largest logits share everything; logits of any size."""
+    gen = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(6, vocab, generator=gen) * 10**scale).to(dtype)
+    if tied:
+        logits[:, vocab // 2] = logits.amax(1)
+    ids = torch.randint(vocab, (6,), generator=gen)
+    exact = over_temperature(logits, ids, temperature)
+    for linear in (False, True):
+        # logits from one-hot hidden states are exact
+        leaf, one_hot = (logits.T if linear else logits).clone().requires_grad_(), torch.eye(6, dtype=dtype)
+        options = {"temperature": temperature, "return_entropy": True, "backend": backend}
+        if linear:
+            logprobs, entropy = rlkernels.linear_token_logprobs(one_hot, leaf, ids, **options)
+        else:
+            logprobs, entropy = rlkernels.token_logprobs(leaf, ids, **options)
+        grad = torch.autograd.grad(logprobs.sum(), leaf)[0]
+        wide = logprobs.dtype
+        torch.testing.assert_close(logprobs.detach(), exact[0].to(wide), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(entropy.detach(), exact[1].to(wide), rtol=1e-4, atol=1e-4)
+        assert not grad.isnan().any()
+        expected = exact[2].clamp(-(2.0**100), 2.0**100).to(dtype)
+        found = (grad.T if linear else grad).clamp(-(2.0**100), 2.0**100)
+        tolerance = (0.02 if dtype == torch.bfloat16 else 1e-3) * float(expected.abs().max())
+        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
