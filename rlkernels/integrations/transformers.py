@@ -7,11 +7,12 @@
 Works for decoder models whose layers use Transformers' attention interface. Needs transformers 5.19 or newer, below 6.
 """
 
-import functools
+import inspect
 import weakref
 from collections import Counter
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +20,14 @@ import transformers
 from transformers import Cache, PreTrainedModel
 
 from rlkernels import _check
-from rlkernels.integrations.transformers_attention import IMPLEMENTATION, other_layers, rotary_limit
+from rlkernels.integrations.transformers_attention import (
+    ACTIVE,
+    IMPLEMENTATION,
+    check_layers,
+    key_shape,
+    other_layers,
+    rotary_limit,
+)
 from rlkernels.prefix_cache import OutOfBlocks, PagedKVCache, Sequence, paged_attention, write_kv
 
 __all__ = ["IMPLEMENTATION", "PagedCache", "paged_kv_cache"]
@@ -29,7 +37,20 @@ if not (5, 19) <= tuple(int(part) for part in transformers.__version__.split("."
         f"rlkernels.integrations.transformers needs transformers >= 5.19, < 6, found {transformers.__version__}"
     )
 
-_attached: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()
+# Tensors that a forward pass may be given; keys and values depend on the first three, the others do not change them.
+KNOWN = ("input_ids", "attention_mask", "position_ids", "labels", "logits_to_keep", "num_items_in_batch")
+
+
+@dataclass
+class _Attached:
+    """What a PagedKVCache must know of the model that it is for."""
+
+    model: "weakref.ref[PreTrainedModel]"
+    numbers: dict[tuple, int] = field(default_factory=dict)  # of (first token, key) of sequences with another key
+
+
+_attached: "weakref.WeakKeyDictionary[PagedKVCache, _Attached]" = weakref.WeakKeyDictionary()
+_signatures: "weakref.WeakKeyDictionary[torch.nn.Module, inspect.Signature]" = weakref.WeakKeyDictionary()
 
 
 def paged_kv_cache(
@@ -45,7 +66,8 @@ def paged_kv_cache(
     by ``model.set_attn_implementation``. Call ``advance_version()`` of the cache after the weights have changed.
 
     Args:
-        model: a decoder model; its dtype and device are those of the cache.
+        model: a decoder model, which may have adapters of PEFT; its dtype and device are those of the cache. It runs
+            once on one token, which tells the shape of keys and values.
         num_blocks, memory_bytes, block_size: as for :class:`rlkernels.PagedKVCache`.
 
     Returns:
@@ -54,6 +76,8 @@ def paged_kv_cache(
     Raises:
         ValueError: the model is not one that paged attention can run.
     """
+    if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
+        model = model.get_base_model()  # of a PeftModel: the one that its generate calls
     config = model.config.get_text_config(decoder=True)
     name = type(model).__name__
     if model.config.is_encoder_decoder:
@@ -62,20 +86,52 @@ def paged_kv_cache(
         raise ValueError(f"model must have attention without a soft cap, got {name} with attn_logit_softcapping")
     if others := other_layers(config):
         raise ValueError(f"model must have attention in every layer, got {name} with {', '.join(others)}")
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv = PagedKVCache(
-        config.num_hidden_layers, kv_heads, dim, num_blocks=num_blocks, memory_bytes=memory_bytes,
-        block_size=block_size, dtype=model.dtype, device=model.device,
-    )  # fmt: skip
-    model.set_attn_implementation(IMPLEMENTATION)
-    if model not in _attached:
-        before = functools.partial(_before_forward, rotary_limit(config))
-        model.register_forward_pre_hook(before, with_kwargs=True)
-        model.register_forward_hook(_after_forward, with_kwargs=True)
-        _attached.add(model)
+    before = config._attn_implementation
+    _set_attention(model, IMPLEMENTATION)
+    try:
+        layers = getattr(config, "decoder_layers", None) or config.num_hidden_layers
+        heads, dim = key_shape(model, layers)
+        kv = PagedKVCache(
+            layers, heads, dim, num_blocks=num_blocks, memory_bytes=memory_bytes,
+            block_size=block_size, dtype=model.dtype, device=model.device,
+        )  # fmt: skip
+    except BaseException:
+        _set_attention(model, before)
+        raise
+    if model not in _signatures:
+        _signatures[model] = inspect.signature(model.forward)
+        model.register_forward_pre_hook(_before_forward, with_kwargs=True)
+        model.register_forward_hook(_after_forward, with_kwargs=True, always_call=True)
+    _attached[kv] = _Attached(weakref.ref(model))
     return kv
+
+
+def _set_attention(model: PreTrainedModel, name: str) -> None:
+    """Sets the attention implementation of the decoder, not that of a vision tower beside it."""
+    text = model.config.get_text_config(decoder=True)
+    parts = {key: name for key in model.config.sub_configs if getattr(model.config, key, None) is text}
+    model.set_attn_implementation(parts or name)
+
+
+def _adapters(model: PreTrainedModel | None) -> tuple:
+    """What adapters of PEFT each layer that has some computes with now; () without any.
+
+    Raises:
+        ValueError: they differ within a batch.
+    """
+    state = []
+    for module in model.modules() if model is not None else ():
+        if not isinstance(getattr(type(module), "disable_adapters", None), property):  # in every layer of PEFT
+            continue
+        for hook in module._forward_pre_hooks.values():
+            for name in ("adapter_names", "alora_offsets"):
+                if name in getattr(hook, "keywords", ()):
+                    raise ValueError(
+                        f"{name} must not be given with a PagedCache: it has one adapter for all rows. Choose it with "
+                        "set_adapter, and open a PagedCache for each"
+                    )
+        state.append(None if module.disable_adapters else (*module.active_adapters, "merged", *module.merged_adapters))
+    return tuple(state) if any(state) else ()
 
 
 @dataclass
@@ -98,6 +154,13 @@ class PagedCache(Cache):
     what follows the shortest of them. Rows may be padded on the left. Several samples per prompt and beams share the
     blocks of their common beginning.
 
+    A block is found by the tokens from the start of its row up to its end, by the policy version, by the adapters of
+    PEFT that are active or merged, and by the position of the row's first token. Given position ids count a row's
+    tokens from 0; without them (in a loop of one's own, in models like Bart) columns of padding may count too, and rows
+    share blocks only where they have the same number of them. A forward pass refuses what else changes keys and values:
+    other position ids, adapters changed since the PagedCache was opened, ``adapter_names``, dropout, and tensors such
+    as ``inputs_embeds``, ``token_type_ids`` and ``pixel_values``. Changed weights need ``advance_version()``.
+
     Close it, or use it as a context manager: then its tokens stay cached for later prompts until their space is needed.
 
     Args:
@@ -119,6 +182,11 @@ class PagedCache(Cache):
         self._started = self._committed = False
         self._step: _Step | None = None
         self._attended: Counter[int] = Counter()  # how often each layer has attended in this pass
+        self._attached = _attached.get(kv, _Attached(lambda: None))
+        model = self._attached.model()
+        self._adapters = _adapters(model)
+        # whether columns of padding may count as positions: where no position ids are given, or can be given
+        self._by_columns = model is not None and "position_ids" not in _signatures[model].parameters
         self._open(1)
 
     @property
@@ -126,19 +194,47 @@ class PagedCache(Cache):
         """Tokens of each row that were found in the cache."""
         return list(self._cached)
 
-    def _open(self, copies: int) -> None:
+    def _open(self, copies: int, columns: int | None = None) -> None:
+        """Opens sequences for so many copies of each row; ``columns``: of the batch that will not be computed."""
         prompts = [prompt for prompt in self._prompts for _ in range(copies)]
-        self._sequences = self.kv.open_many(prompts)
-        self._prompts, self._pads = prompts, [pad for pad in self._pads for _ in range(copies)]
-        self._cached = [seq.num_cached for seq in self._sequences]
-        self._columns = min((pad + n for pad, n in zip(self._pads, self._cached)), default=0)
+        pads = [pad for pad in self._pads for _ in range(copies)]
+        sequences = self.kv.open_many([self._keyed(ids, pad, 0) for ids, pad in zip(prompts, pads)])
+        cached = [seq.num_cached for seq in sequences]
+        known = min((pad + n for pad, n in zip(pads, cached)), default=0)
+        if columns is not None and known < columns:
+            for seq in sequences:
+                self.kv.close(seq)
+            raise ValueError(
+                "position_ids must be given for rows with padding: without them padding counts as positions, and the "
+                f"{columns} columns found in the cache were computed without it. Give "
+                f"(attention_mask.cumsum(1) - 1).clamp(min=0)[:, {columns}:]"
+            )
+        self._sequences, self._prompts, self._pads, self._cached = sequences, prompts, pads, cached
+        self._columns = known if columns is None else columns
 
-    def begin(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, limit: int | None) -> None:
-        """Prepares a forward pass on the next columns [B, q] of the batch; ``limit``: as of :func:`rotary_limit`."""
+    def _keyed(self, ids: list[int], pad: int, length: int) -> list[int]:
+        """Tokens for a sequence that has ``length``. The first of a row stands for its key too, as another token id.
+
+        So blocks of rows with other keys never have a first block in common.
+        """
+        key = (pad if self._by_columns else 0, self._adapters)
+        if length or not ids or key == (0, ()):
+            return ids
+        numbers = self._attached.numbers
+        return [2**31 - 1 - numbers.setdefault((ids[0], *key), len(numbers)), *ids[1:]]
+
+    def begin(self, model: PreTrainedModel, given: Mapping[str, Any]) -> None:
+        """Prepares a forward pass on the next columns [B, q] of the batch, ``given`` what the model is given."""
+        input_ids, attention_mask = given.get("input_ids"), given.get("attention_mask")
+        if input_ids is None:
+            raise ValueError("input_ids must be given, got None: a PagedCache finds shared beginnings by their tokens")
         batch, new = input_ids.shape
         self._undo_failed()
+        self._check_model(model, given)
+        if attention_mask is None and any(self._pads):
+            raise ValueError(f"attention_mask must be given, got None: the rows have {self._pads} columns of padding")
         if not self._started:
-            self._start(batch)
+            self._start(batch, self._by_columns or (given.get("position_ids") is None and any(self._pads)))
         elif batch != len(self._sequences):
             raise ValueError(f"input_ids must have {len(self._sequences)} rows, got {batch}")
         end = self._columns + new
@@ -147,7 +243,8 @@ class PagedCache(Cache):
                 f"input_ids must hold all {self._width - self._columns} columns that are not cached, got {new}; "
                 "prefill_chunk_size is not supported"
             )
-        if limit is not None and (longest := end - min(self._pads)) > limit:
+        limit = rotary_limit(model.config.get_text_config(decoder=True))
+        if limit is not None and (longest := end - (0 if self._by_columns else min(self._pads))) > limit:
             raise ValueError(
                 f"sequences must be at most {limit} tokens, the original length of the model's rotary factors, got "
                 f"{longest}: beyond it they change, and what is cached was computed with others"
@@ -156,12 +253,14 @@ class PagedCache(Cache):
             self._check_tokens(input_ids)
         if attention_mask is not None:
             self._check_mask(attention_mask, end)
-        if end > self._width:
-            self.kv.append_many(self._sequences, input_ids[:, self._width - end :].tolist())
         device, size = self.kv.device, self.kv.block_size
-        tables, _ = self.kv.tables(self._sequences)
         pads, cached = (torch.tensor(x, device=device) for x in (self._pads, self._cached))
         index = torch.arange(self._columns, end, device=device) - pads[:, None]  # [B, q], of the token in its sequence
+        self._check_positions(given.get("position_ids"), index)
+        if end > self._width:
+            more = zip(input_ids[:, self._width - end :].tolist(), self._pads, self._sequences)
+            self.kv.append_many(self._sequences, [self._keyed(ids, pad, seq.length) for ids, pad, seq in more])
+        tables, _ = self.kv.tables(self._sequences)
         at = index.clamp(min=0)
         slots = tables.gather(1, at // size).long() * size + at % size
         own = index >= cached[:, None]
@@ -188,21 +287,20 @@ class PagedCache(Cache):
             if seq.length > self._width - pad:
                 self.kv.truncate(seq, self._width - pad)
 
-    def _start(self, batch: int) -> None:
-        rows = len(self._sequences)
+    def _start(self, batch: int, by_columns: bool) -> None:
+        rows, before = len(self._sequences), self._by_columns
         if batch % rows:
             raise ValueError(f"input_ids must have {rows} rows or a multiple (samples or beams), got {batch}")
-        before = self._columns
-        if batch > rows:
+        if batch > rows or by_columns != before:
             for seq in self._sequences:
                 self.kv.close(seq)
-            self._sequences = []
+            self._sequences, self._by_columns = [], by_columns
             try:
-                self._open(batch // rows)
-            except OutOfBlocks:
+                self._open(batch // rows, self._columns)
+            except (OutOfBlocks, ValueError):
+                self._by_columns = before
                 self._open(1)  # in what has just been given back
                 raise
-            assert self._columns == before
         self._started = True
 
     def _check_tokens(self, input_ids: torch.Tensor) -> None:
@@ -215,6 +313,37 @@ class PagedCache(Cache):
                     f"input_ids must be those that the PagedCache was opened with, got others in row {row}: "
                     "open one for each batch"
                 )
+
+    def _check_model(self, model: PreTrainedModel, given: Mapping[str, Any]) -> None:
+        """Raises for what changes keys and values and is not in the key of the blocks."""
+        name = type(model).__name__
+        for argument, value in given.items():
+            if argument not in KNOWN and _holds_tensor(value):
+                raise ValueError(
+                    f"{argument} must not be given to {name} with a PagedCache, which finds keys and values by tokens, "
+                    "positions and adapters alone: run it without a PagedCache"
+                )
+        if _adapters(model) != self._adapters:
+            raise ValueError(f"the adapters of {name} must stay as they were when the PagedCache was opened")
+        if model.training and (active := _dropout(model)):
+            raise ValueError(f"{name} must be in eval mode, got {active}: cached keys and values would hold its noise")
+
+    def _check_positions(self, position_ids: torch.Tensor | None, index: torch.Tensor) -> None:
+        """Raises unless they are those of the key; ``index`` [B, q]: of a token in its row, negative for padding."""
+        if position_ids is None:
+            if any(self._pads) and not self._by_columns:
+                raise ValueError("position_ids must be given in every pass, as in the first one, got None")
+            return
+        pads = torch.tensor(self._pads, device=index.device)
+        position_ids = position_ids.to(index.device)
+        wrong = (position_ids != (index + pads[:, None] if self._by_columns else index)) & (index >= 0)
+        if wrong.any():
+            row, column = wrong.nonzero()[0, -2:].tolist()
+            got = int(position_ids.expand(wrong.shape)[wrong][0])
+            raise ValueError(
+                "position_ids must count the tokens of each row from 0, padding left out, in every pass, got "
+                f"{got} for token {int(index[row, column])} of row {row}"
+            )
 
     def _check_mask(self, mask: torch.Tensor, end: int) -> None:
         """Raises unless columns up to ``end`` are 0 for the padding known since the start, and 1 after it."""
@@ -263,12 +392,7 @@ class PagedCache(Cache):
     def finish(self, name: str) -> None:
         """Ends a forward pass, whose keys and values are written now."""
         self._step = None
-        times = {layer: self._attended[layer] for layer in range(len(self.kv.key_cache))}
-        if wrong := {layer: n for layer, n in times.items() if n != 1}:
-            raise ValueError(
-                f"each of the {len(times)} layers of the PagedKVCache must attend once in a pass of {name}, by the "
-                f"attention implementation {IMPLEMENTATION!r}, got {wrong} (layer: times); run it without a PagedCache"
-            )
+        check_layers(self._attended, len(self.kv.key_cache), name)
         self._columns = self._width = self._end
         if not self._committed:
             self._commit()
@@ -376,20 +500,34 @@ def _unpadded(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> t
     return [ids[pad:] for ids, pad in zip(input_ids.tolist(), pads)], pads
 
 
-def _before_forward(
-    limit: int | None, model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]
-) -> tuple[tuple, dict[str, Any]]:
-    cache = kwargs.get("past_key_values")
-    if not isinstance(cache, PagedCache):
-        return args, kwargs
-    input_ids = args[0] if args else kwargs.get("input_ids")
-    if input_ids is None:
-        raise ValueError("input_ids must be given, got None: a PagedCache finds shared beginnings by their tokens")
-    cache.begin(input_ids, kwargs.get("attention_mask"), limit)
-    return args, {**kwargs, "attention": cache}
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return isinstance(value, torch.Tensor) or (isinstance(value, (list, tuple)) and any(map(_holds_tensor, value)))
+
+
+def _dropout(model: PreTrainedModel) -> str | None:
+    """A setting of the model or one of its modules that drops something in training mode."""
+    settings = model.config.get_text_config(decoder=True).to_dict().items()
+    found = [f"{name} {value}" for name, value in settings if "drop" in name and isinstance(value, float) and value > 0]
+    found += [f"{n} {m.p}" for n, m in model.named_modules() if isinstance(m, torch.nn.Dropout) and m.p > 0]
+    return found[0] if found else None
+
+
+def _before_forward(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
+    signature = _signatures[model]
+    given = signature.bind_partial(*args, **kwargs).arguments
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            given |= given.pop(name, {})
+    if isinstance(cache := given.get("past_key_values"), PagedCache):
+        cache.begin(model, given)
+        ACTIVE.set(cache)
 
 
 def _after_forward(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-    cache = kwargs.get("past_key_values")
-    if isinstance(cache, PagedCache):
+    """Also after a pass that failed, whose output is None."""
+    cache = ACTIVE.get()
+    ACTIVE.set(None)
+    if isinstance(cache, PagedCache) and output is not None:
         cache.finish(type(model).__name__)

@@ -1,14 +1,18 @@
 """Attention under the models of Transformers: one function that their layers call, one protocol behind it.
 
 ``AttentionInterface`` knows the function as ``rlkernels``. What the tokens of a forward pass look at is an argument
-``attention`` of the model's forward, which hands it on to every layer. Transformers makes no mask for a name without a
-mask function, so that a model may see the tokens of all sequences as one row, with position ids and nothing else.
+``attention`` of the model's forward, which hands it on to every layer, or what ``ACTIVE`` holds: not every model hands
+on arguments that it does not know. Transformers makes no mask for a name without a mask function, so that a model may
+see the tokens of all sequences as one row, with position ids and nothing else.
 """
 
+from collections import Counter
+from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
-from transformers import AttentionInterface, PretrainedConfig
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 __all__: list[str] = []  # for the cache beside it and for the trainer
 
@@ -23,6 +27,9 @@ class Attention(Protocol):
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float,
                window: int | None) -> torch.Tensor:  # fmt: skip
         """query [T, Hq, d], key and value [T, Hk, d] -> [T, Hq, d]; ``window``: of a sliding layer, in tokens."""
+
+
+ACTIVE: ContextVar[Attention | None] = ContextVar("rlkernels_attention", default=None)
 
 
 def other_layers(config: PretrainedConfig) -> list[str]:
@@ -56,6 +63,52 @@ def rotary_limit(config: PretrainedConfig) -> int | None:
     return min(limits, default=None)
 
 
+class _Shapes:
+    """An attention that notes the keys and values of each layer."""
+
+    def __init__(self) -> None:
+        self.times: Counter[int] = Counter()
+        self.found: dict[tuple[int, ...], int] = {}  # (heads, dimensions of a key, of a value) -> first such layer
+
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float,
+               window: int | None) -> torch.Tensor:  # fmt: skip
+        self.times[layer] += 1
+        self.found.setdefault((*key.shape[1:], value.shape[2]), layer)
+        return query.new_zeros(*query.shape[:2], value.shape[2])
+
+
+@torch.no_grad()
+def key_shape(model: PreTrainedModel, layers: int) -> tuple[int, int]:
+    """(heads, dimensions) of keys and values, from a forward pass on one token.
+
+    Raises:
+        ValueError: they differ among the layers, or a layer does not attend once.
+    """
+    shapes = _Shapes()
+    token = ACTIVE.set(shapes)
+    try:
+        model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=False)
+    finally:
+        ACTIVE.reset(token)
+    check_layers(shapes.times, layers, type(model).__name__)
+    (heads, key_dim, value_dim), *others = shapes.found
+    if others or key_dim != value_dim:
+        raise ValueError(
+            f"keys and values must have one shape in all layers, {type(model).__name__} has (heads, dimensions of a "
+            f"key, of a value): {', '.join(f'{s} from layer {i} on' for s, i in shapes.found.items())}"
+        )
+    return heads, key_dim
+
+
+def check_layers(times: Mapping[int, int], layers: int, name: str) -> None:
+    """Raises unless each of the layers attended once."""
+    if wrong := {layer: times.get(layer, 0) for layer in range(layers) if times.get(layer, 0) != 1}:
+        raise ValueError(
+            f"each of the {layers} layers of the PagedKVCache must attend once in a pass of {name}, by the "
+            f"attention implementation {IMPLEMENTATION!r}, got {wrong} (layer: times); run it without a PagedCache"
+        )
+
+
 def _window(module: Any) -> int | None:
     """Of a layer that passes no sliding window on, since its model puts it into the mask: the window of the config."""
     config: Any = getattr(module, "config", None)
@@ -72,6 +125,8 @@ def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Te
             attention_mask: torch.Tensor | None, scaling: float | None = None, *, attention: Attention | None = None,
             **kwargs: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
     """The attention function that Transformers calls: [B, H, q, d] each -> [B, q, Hq, d]."""
+    if attention is None:
+        attention = ACTIVE.get()
     if attention is None:
         raise ValueError(
             f"attn_implementation={IMPLEMENTATION!r} needs past_key_values=PagedCache(...), got no such cache"

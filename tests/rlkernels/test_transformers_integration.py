@@ -1,10 +1,13 @@
 """``model.generate`` on the paged cache against plain ``generate``, token for token in float32."""
 
 import re
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 
 import rlkernels
 
@@ -339,3 +342,239 @@ def test_the_example_of_the_docs_runs(model, monkeypatch, capsys):
     exec(compile(example, "docs/prefix_cache.md", "exec"), {})
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "tokens found in the cache: [0, 32]" and printed[2] == "tokens found in the cache: [32]"
+
+
+def family(kind):
+    """A tiny decoder with positions of one kind: rotary, learned, or learned and counting padding (the Bart family)."""
+    if kind == "GPT2":
+        torch.manual_seed(3)
+        config = transformers.GPT2Config(
+            vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.3,
+            eos_token_id=None, bos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+        return transformers.GPT2LMHeadModel(config).eval()
+    if kind in ("Llama", "OPT"):
+        return build(kind, **({"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.3} if kind == "OPT" else {}))
+    sizes = {
+        "vocab_size": 61, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48,
+        "encoder_layers": 1, "max_position_embeddings": 128, "init_std": 0.3, "eos_token_id": None,
+        "bos_token_id": None, "pad_token_id": 0, "is_decoder": True, "is_encoder_decoder": False,
+        "forced_eos_token_id": None, "decoder_start_token_id": None,
+    }  # fmt: skip
+    torch.manual_seed(3)
+    return getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes)).eval()
+
+
+def own_loop(model, inputs, cache, *, positions, steps=4):
+    """Logits of the last column of each pass of a user's own loop; ``cache`` None: Transformers without any cache."""
+    ids, mask, out = inputs["input_ids"], inputs["attention_mask"], []
+    with torch.no_grad():
+        for _ in range(steps):
+            start = cache.get_seq_length() if cache is not None else 0
+            given = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)[:, start:]} if positions else {}
+            given |= {"attention_mask": mask, "past_key_values": cache, "use_cache": cache is not None}
+            logits = model(ids[:, start:], **given).logits
+            out.append(logits[:, -1])
+            ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
+            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+    return torch.stack(out)
+
+
+@contextmanager
+def eager(model):
+    """Within it the model computes as in Transformers, without our attention."""
+    base = getattr(model, "get_base_model", lambda: model)()  # of a PeftModel
+    attention = base.config._attn_implementation
+    base.set_attn_implementation("eager")
+    yield
+    base.set_attn_implementation(attention)
+
+
+def plain_generate(model, inputs):
+    with eager(model):
+        return generate(model, inputs, use_cache=False)
+
+
+def plain_loop(model, inputs, positions):
+    with eager(model):
+        return own_loop(model, inputs, None, positions=positions)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "GPT2", "OPT", "Bart", "MBart", "Pegasus", "BlenderbotSmall"])
+def test_padding_that_counts_as_positions(kind):
+    """In a loop without position ids, and in ``generate`` of models that take none; rows share a beginning."""
+    model, inputs = family(kind), padded(13, 10, 13, 9, beginning=8)
+    kv = paged_kv_cache(model, num_blocks=96, block_size=4)
+    for positions in (False, True) if kind in ("Llama", "GPT2", "OPT") else (False, False):
+        expected = plain_loop(model, inputs, positions)
+        with PagedCache(kv, **inputs) as cache:
+            found = own_loop(model, inputs, cache, positions=positions)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    plain = plain_generate(model, inputs)
+    for _ in range(2):  # the second time with what the first one cached
+        with PagedCache(kv, **inputs) as cache:
+            assert torch.equal(generate(model, inputs, cache), plain)
+
+
+KINDS = st.sampled_from(["Llama", "GPT2", "Bart"])
+ROWS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), min_size=1, max_size=4)
+MODELS = {}
+
+
+@hypothesis.settings(max_examples=25, deadline=None)
+@hypothesis.given(
+    KINDS, st.lists(st.tuples(ROWS, st.sampled_from(["generate", "loop", "positions"])), min_size=1, max_size=3)
+)
+def test_any_padding_in_any_order_of_calls(kind, calls):
+    """Batches one after the other in one cache: rows of a common beginning of 0 to 9 tokens and 1 to 5 of their own."""
+    model = MODELS.setdefault(kind, family(kind))
+    kv, beginning = paged_kv_cache(model, num_blocks=96, block_size=2), list(range(1, 10))
+    for rows, how in calls:
+        texts = [beginning[:shared] + [20 + 5 * i + j for j in range(own)] for i, (shared, own) in enumerate(rows)]
+        inputs = padded(*map(len, texts))
+        for row, text in zip(inputs["input_ids"], texts):
+            row[len(row) - len(text) :] = torch.tensor(text)
+        positions = how == "positions" and kind != "Bart"
+        with PagedCache(kv, **inputs) as cache:
+            if how == "generate":
+                found = generate(model, inputs, cache)
+                assert torch.equal(found, plain_generate(model, inputs))
+                continue
+            expected = plain_loop(model, inputs, positions)
+            try:
+                found = own_loop(model, inputs, cache, positions=positions)
+            except ValueError as error:  # found under the key of a call with position ids
+                if positions or "position_ids must be given for rows with padding" not in str(error):
+                    raise
+                continue
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_changes_keys_and_is_not_in_their_key_is_refused(model):
+    gpt2, ids = family("GPT2"), torch.randint(1, 61, (1, 6))
+    kv = paged_kv_cache(gpt2, num_blocks=16, block_size=4)
+    with torch.no_grad(), PagedCache(kv, ids) as cache:
+        for name, value in (
+            ("token_type_ids", torch.ones_like(ids)),
+            ("inputs_embeds", torch.zeros(1, 6, 32)),
+            ("encoder_hidden_states", torch.zeros(1, 6, 32)),
+        ):
+            with pytest.raises(ValueError, match=f"{name} must not be given to GPT2LMHeadModel with a PagedCache"):
+                gpt2(ids, past_key_values=cache, **{name: value})
+        with pytest.raises(ValueError, match="token_type_ids must not be given"):
+            generate(gpt2, {"input_ids": ids, "token_type_ids": torch.ones_like(ids)}, cache)
+        with pytest.raises(ValueError, match="position_ids must count .* got 5 for token 0 of row 0"):
+            gpt2(ids, position_ids=torch.arange(5, 11)[None], past_key_values=cache)
+        with pytest.raises(ValueError, match=r"GPT2LMHeadModel must be in eval mode, got resid_pdrop 0.1"):
+            gpt2.train()(ids, past_key_values=cache)
+        gpt2.eval()(ids, past_key_values=cache)
+    kv, inputs = paged_kv_cache(model, num_blocks=32, block_size=4), padded(9, 6)
+    mask = inputs["attention_mask"]
+    with PagedCache(kv, **inputs) as cache:
+        generate(model, inputs, cache)
+    with torch.no_grad(), PagedCache(kv, **inputs) as cache:
+        start = cache.get_seq_length()
+        with pytest.raises(ValueError, match=r"attention_mask must be given, got None: .* \[0, 3\] columns of padding"):
+            model(inputs["input_ids"][:, start:], past_key_values=cache)
+        with pytest.raises(ValueError, match=r"position_ids must be given .* Give \(attention_mask.cumsum"):
+            model(inputs["input_ids"][:, start:], mask, past_key_values=cache)
+        given = (mask.cumsum(1) - 1).clamp(min=0)[:, start:]
+        model(inputs["input_ids"][:, start:], mask, past_key_values=cache, position_ids=given)
+        with pytest.raises(ValueError, match="position_ids must be given in every pass"):
+            model(inputs["input_ids"][:, :1], torch.cat([mask, mask[:, -1:]], 1), past_key_values=cache)
+
+
+@pytest.fixture
+def adapted():
+    """A Llama with two adapters of PEFT, of which "other" is large."""
+    peft = pytest.importorskip("peft", reason="this machine lacks peft")
+    model = peft.get_peft_model(build(), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["k_proj", "up_proj"]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn_like(parameter) * (2 if "other" in name else 1))
+    return model.eval()
+
+
+@hypothesis.settings(max_examples=15, deadline=None)
+@hypothesis.given(
+    st.lists(st.sampled_from(["default", "other", "none", "both"]), min_size=2, max_size=5), st.booleans()
+)
+def test_adapters_of_peft_have_blocks_of_their_own(calls, loop):
+    model, inputs = MODELS.setdefault("peft", adapted.__wrapped__()), padded(12, 12, beginning=10)
+    kv = paged_kv_cache(model, num_blocks=96, block_size=4)
+    for adapter in calls:
+        if adapter == "both":
+            model.base_model.set_adapter(["default", "other"])
+        elif adapter != "none":
+            model.set_adapter(adapter)
+        with model.disable_adapter() if adapter == "none" else nullcontext(), PagedCache(kv, **inputs) as cache:
+            if loop:
+                found = own_loop(model, inputs, cache, positions=True)
+                expected = plain_loop(model, inputs, True)
+                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+            else:
+                plain = plain_generate(model, inputs)
+                assert torch.equal(generate(model, inputs, cache), plain)
+    with model.disable_adapter(), PagedCache(kv, **inputs) as cache:
+        assert bool(min(cache.num_cached)) == ("none" in calls)
+
+
+def test_adapters_within_a_batch_or_changed_in_between_are_refused(adapted):
+    inputs = padded(6, 6)
+    kv = paged_kv_cache(adapted, num_blocks=32, block_size=4)
+    with PagedCache(kv, **inputs) as cache:
+        adapted.set_adapter("other")
+        with pytest.raises(ValueError, match="the adapters of LlamaForCausalLM must stay as they were"):
+            generate(adapted, inputs, cache)
+    with PagedCache(kv, **inputs) as cache, pytest.raises(ValueError, match="adapter_names must not be given with"):
+        generate(adapted, inputs, cache, adapter_names=["default", "other"])
+    merged = adapted.merge_and_unload()
+    plain = plain_generate(merged, inputs)
+    kv.advance_version()
+    with PagedCache(kv, **inputs) as cache:
+        assert torch.equal(generate(merged, inputs, cache), plain)
+
+
+@pytest.mark.parametrize(("kind", "extra"), [
+    ("StableLm", {}),  # its layers do not hand on arguments that they do not know
+    ("Nemotron", {}),
+    ("GPTBigCode", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 48}),  # one head of keys
+    ("JetMoe", {"kv_channels": 12, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}),
+])  # fmt: skip
+def test_models_whose_config_does_not_tell_the_shape_of_keys(kind, extra):
+    config = {**SIZES, **extra}
+    if kind == "JetMoe":
+        config.pop("num_attention_heads")
+    torch.manual_seed(3)
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**config)).eval()
+    inputs = padded(13, 9, 13, beginning=8)
+    plain = plain_generate(model, inputs)
+    assert torch.equal(both(model, inputs)[1], plain)
+
+
+def test_text_for_a_vision_language_model_and_images_refused():
+    text = transformers.LlamaConfig(**SIZES)
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    torch.manual_seed(3)
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_id=60, image_seq_length=4)
+    model, inputs = transformers.LlavaForConditionalGeneration(config).eval(), padded(13, 9, beginning=8)
+    inputs["input_ids"].clamp_(max=59)
+    plain = plain_generate(model, inputs)
+    kv = paged_kv_cache(model, num_blocks=32, block_size=4)
+    with PagedCache(kv, **inputs) as cache:
+        with pytest.raises(ValueError, match="mm_encoder_outputs must not be given to LlavaForConditionalGen"):
+            generate(model, {**inputs, "pixel_values": torch.zeros(2, 3, 8, 8)}, cache)
+        assert torch.equal(generate(model, inputs, cache), plain)
+
+
+def test_keys_and_values_of_differing_shape_are_told(model):
+    for name in ("k_proj", "v_proj"):  # one head in the place of two
+        setattr(model.model.layers[1].self_attn, name, torch.nn.Linear(32, 8, bias=False))
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match=r"one shape in all layers, Llama.* \(2, 8, 8\) from layer 0 on, .1, 8, 8. fr"):
+        paged_kv_cache(model, num_blocks=8)
+    assert model.config._attn_implementation == before
