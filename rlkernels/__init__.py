@@ -17,20 +17,24 @@
 only; every name is loaded on first use.
 """
 
-import ast
 import importlib
-from pathlib import Path
 from typing import Any
 
 __version__ = "0.1.0"
 
-# public name -> module that defines it: the imports of the stub, which type checkers read too
-_EXPORTS = {
-    alias.name: str(node.module)
-    for node in ast.parse(Path(__file__).with_suffix(".pyi").read_text()).body
-    if isinstance(node, ast.ImportFrom)
-    for alias in node.names
+# module -> the public names that it defines; __init__.pyi tells type checkers the same
+_PUBLIC = {
+    "_info": "info",
+    "extrapolation": "Gate RankOneTrajectory Target extrapolate refusal",
+    "history": "RolloutHistory",
+    "logprobs": "linear_token_logprobs token_logprobs",
+    "prefix_cache": "GroupedLayout OutOfBlocks PagedKVCache grouped_attention merge_attention paged_attention "
+    "shared_prefix_attention write_kv",
+    "rank1": "Rank1Update add_rank1_ delta_matvec export_peft stream_top1 top1_delta top1_deltas",
+    "sampling": "keyed_uniform sample_tokens verify_drafts",
+    "similarity": "Trajectories dtw dtw_topk rhyme_similarity rhyme_topk soft_dtw state_similarity",
 }
+_EXPORTS = {name: f"rlkernels.{module}" for module, names in _PUBLIC.items() for name in names.split()}
 __all__ = ["__version__", *_EXPORTS]
 
 

@@ -1,4 +1,4 @@
-"""The public names of rlkernels and where they are defined: read by type checkers, and by ``__init__.py``."""
+"""The public names of rlkernels for type checkers; ``__init__.py`` loads the same ones."""
 
 from rlkernels._info import info as info
 from rlkernels.extrapolation import Gate as Gate

@@ -1,5 +1,6 @@
 """The package as a whole: what importing it loads, backend choice, info(), the compiled objects."""
 
+import ast
 import importlib.util
 import json
 import os
@@ -73,6 +74,12 @@ def test_every_exported_name_is_documented():
         if name != "__version__":
             assert (getattr(rlkernels, name).__doc__ or "").strip(), name
             assert f"``{name}``" in rlkernels.__doc__, f"{name} is missing from the docstring of rlkernels/__init__.py"
+
+
+def test_type_checkers_see_the_public_names():
+    stub = ast.parse((ROOT / "rlkernels/__init__.pyi").read_text())
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    assert {alias.asname: node.module for node in imports for alias in node.names} == rlkernels._EXPORTS
 
 
 def test_no_module_hides_a_function():
