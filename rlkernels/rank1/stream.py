@@ -1,7 +1,7 @@
 """Rank-1 updates between two folders of safetensors files, one pair of tensors in memory at a time."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from rlkernels.rank1.ops import DTYPES, top1_delta
 from rlkernels.rank1.update import Rank1Update
 
+SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # AlphaRL's modules: two-dimensional projections, not the embeddings nor the head.
 SKIPPED = ("embed", "lm_head", "wte", "wpe", "norm")
@@ -41,33 +42,52 @@ class ModuleUpdate:
         }
 
 
-class Folder:
-    """The tensors of a checkpoint: one file, or shards with an index. Reads headers only, until asked for a tensor."""
+class Folder(Mapping[str, torch.Tensor]):
+    """The tensors of a checkpoint, from the files that ``from_pretrained`` of Transformers would read.
+
+    That is the file or index that ``transformers_weights`` in config.json names, else model.safetensors, else the
+    shards of model.safetensors.index.json. Without any of them, a complete set of shards. No other file matters. Reads
+    headers only, until asked for a tensor.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
             raise ValueError(f"{self.path} is not a folder")
-        index = self.path / INDEX
-        if index.is_file():
-            try:
-                files = json.loads(index.read_text())["weight_map"]
-                self.files = {name: self.path / file for name, file in files.items()}
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ValueError(f"{index} is not a safetensors index: {error!r}") from None
-        else:
-            found = sorted(self.path.glob("*.safetensors"))
-            if not found:
-                raise ValueError(f"{self.path} holds no .safetensors file and no {INDEX}")
-            self.files = {}
-            for file in found:
-                for name in self._open(file).keys():  # noqa: SIM118
-                    if name in self.files:
-                        raise ValueError(f"{name!r} is in {self.files[name].name} and in {file.name} of {self.path}")
-                    self.files[name] = file
-        for file in sorted(set(self.files.values())):
+        if (self.path / "adapter_config.json").is_file():
+            raise ValueError(f"{self.path} holds an adapter (adapter_config.json): merge it into the weights first")
+        files = self._weight_files()
+        self.files = {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118
+
+    def _weight_files(self) -> list[Path]:
+        config = self.path / "config.json"
+        named = _read_json(config, "configuration").get("transformers_weights") if config.is_file() else None
+        for name in (SINGLE, INDEX):
+            if named is None and (self.path / name).is_file():
+                named = name
+        if named is None:
+            return self._shards_without_index()
+        if not named.endswith(".json"):
+            return [self.path / named]
+        index = self.path / named
+        weight_map = _read_json(index, "safetensors index").get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ValueError(f"{index} is not a safetensors index: it has no weight_map")
+        return self._all_there(index, [self.path / name for name in sorted(set(weight_map.values()))])
+
+    def _shards_without_index(self) -> list[Path]:
+        found = sorted(self.path.glob("model-?????-of-?????.safetensors"))
+        if not found:
+            raise ValueError(f"{self.path} holds no .safetensors file of a model: neither {SINGLE} nor {INDEX}")
+        total = found[0].stem[-5:]
+        names = [f"model-{i + 1:05}-of-{total}.safetensors" for i in range(int(total))]
+        return self._all_there(found[0], [self.path / name for name in names])
+
+    def _all_there(self, source: Path, files: list[Path]) -> list[Path]:
+        for file in files:
             if not file.is_file():
-                raise ValueError(f"{index} names {file.name}, which is missing in {self.path}")
+                raise ValueError(f"{source} names {file.name}, which is missing in {self.path}")
+        return files
 
     @staticmethod
     def _open(file: Path) -> Any:
@@ -83,17 +103,27 @@ class Folder:
             raise ValueError(f"{file} is truncated or not a safetensors file: {error}") from None
 
     def shape(self, name: str) -> list[int]:
-        return self._part(name).get_shape()
+        return self._open(self.files[name]).get_slice(name).get_shape()
 
-    def load(self, name: str) -> torch.Tensor:
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.files)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
         """The tensor; its memory is a map of the file, dropped with the last reference."""
         return self._open(self.files[name]).get_tensor(name)
 
-    def _part(self, name: str) -> Any:
-        handle = self._open(self.files[name])
-        if name not in handle.keys():  # noqa: SIM118
-            raise ValueError(f"{name!r} is missing in {self.files[name]}, where the index says it is")
-        return handle.get_slice(name)
+
+def _read_json(file: Path, what: str) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} is not a {what}: {error!r}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} is not a {what}: it holds no object")
+    return found
 
 
 def default_filter(name: str) -> bool:
@@ -102,12 +132,12 @@ def default_filter(name: str) -> bool:
 
 
 def _names(base: Folder, checkpoint: Folder, wanted: Callable[[str], bool]) -> Iterator[str]:
-    for name in sorted(set(base.files) | set(checkpoint.files)):
+    for name in sorted(set(base) | set(checkpoint)):
         if not wanted(name):
             continue
-        if name not in checkpoint.files or name not in base.files:
+        if name not in checkpoint or name not in base:
             # a tied weight is stored under one of its names only: what both folders lack is no loss
-            where = checkpoint if name not in checkpoint.files else base
+            where = checkpoint if name not in checkpoint else base
             raise ValueError(f"tensor {name!r} is missing in {where.path}")
         shapes = base.shape(name), checkpoint.shape(name)
         if shapes[0] != shapes[1]:
@@ -124,9 +154,9 @@ def stream_top1(base_dir: str | Path, checkpoint_dir: str | Path, *, wanted: Cal
                 ) -> Iterator[ModuleUpdate]:  # fmt: skip
     """Leading singular triplet of every two-dimensional tensor's change between two checkpoints.
 
-    Both folders hold ``*.safetensors`` files, sharded (with ``model.safetensors.index.json``) or not; the two may be
-    sharded differently and differ in dtype. One pair of tensors is in memory at a time. Tied weights, stored under
-    one name, are looked at once.
+    Of each folder it reads the safetensors files that ``from_pretrained`` of Transformers would read, sharded or not;
+    the two may be sharded differently and differ in dtype. One pair of tensors is in memory at a time. Tied weights,
+    stored under one name, are looked at once.
 
     Args:
         base_dir, checkpoint_dir: folders.
@@ -140,9 +170,9 @@ def stream_top1(base_dir: str | Path, checkpoint_dir: str | Path, *, wanted: Cal
         :class:`ModuleUpdate`, in the order of the names.
 
     Raises:
-        ValueError: a folder without safetensors, or with two of one name and no index; a file that is truncated or
-            missing; a tensor that is missing on one side, differs in shape, or holds NaN or infinity. The message names
-            the file or tensor.
+        ValueError: a folder without safetensors of a model, or with an adapter; a file that is truncated or missing; a
+            tensor that is missing on one side, differs in shape, or holds NaN or infinity. The message names the file
+            or tensor.
         TypeError: a tensor that is not bfloat16, float16 or float32.
     """
     base, checkpoint = Folder(base_dir), Folder(checkpoint_dir)
@@ -151,7 +181,7 @@ def stream_top1(base_dir: str | Path, checkpoint_dir: str | Path, *, wanted: Cal
     if unknown := sorted(set(starts) - set(names)):
         raise ValueError(f"starts must be keyed by names of streamed tensors, got {unknown[0]!r}")
     for name in _bar(names) if progress else names:
-        weight, origin = checkpoint.load(name), base.load(name)
+        weight, origin = checkpoint[name], base[name]
         for folder, value in ((checkpoint, weight), (base, origin)):
             if value.dtype not in DTYPES:
                 raise TypeError(

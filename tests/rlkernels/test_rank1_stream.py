@@ -6,14 +6,18 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 from rank1_cases import planted
 
 import rlkernels
 from rlkernels.__main__ import main
+from rlkernels.rank1 import stream
 
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="this machine lacks safetensors")
 save = safetensors_torch.save_file
@@ -224,14 +228,120 @@ def test_peft_of_weights_that_are_stored_the_other_way_round(tmp_path):
     assert torch.allclose(dict(merged.named_parameters())[name], wanted, atol=1e-7)
 
 
-def test_a_tensor_in_two_files_is_refused(tmp_path):
-    pytest.importorskip("safetensors")
-    from safetensors.torch import save_file
+LAYOUTS = [
+    "model",
+    "index",
+    "shards",
+    "consolidated",
+    "variant",
+    "optimizer",
+    "other index",
+    "named file",
+    "named index",
+]
 
-    for number, file in enumerate(("model.safetensors", "ema.safetensors")):
-        save_file({"w": torch.full((2, 2), float(number))}, tmp_path / file)
-    with pytest.raises(ValueError, match=r"'w' is in ema.safetensors and in model.safetensors of "):
-        list(rlkernels.stream_top1(tmp_path, tmp_path))
+
+def lay_out(folder, state, kinds):
+    """Writes files of the kinds given; each holds the same names with values of its own."""
+    folder.mkdir()
+    names = sorted(state)
+    for number, kind in enumerate(kinds):
+        values = {name: torch.full_like(tensor, number + 1) for name, tensor in state.items()}
+        parts = [{name: values[name] for name in names[i::2]} for i in range(2)]
+        if kind in ("model", "consolidated", "variant", "optimizer", "named file"):
+            file = {"model": "model", "variant": "model.fp16", "named file": "mine"}.get(kind, kind)
+            save(values, folder / f"{file}.safetensors", metadata={"format": "pt"})
+            continue
+        stem = {"other index": "model.fp16", "named index": "mine"}.get(kind, "model")
+        for i, part in enumerate(parts):
+            save(part, folder / f"{stem}-{i + 1:05}-of-00002.safetensors", metadata={"format": "pt"})
+        if kind != "shards":
+            index = {name: f"{stem}-{i + 1:05}-of-00002.safetensors" for i, part in enumerate(parts) for name in part}
+            text = json.dumps({"metadata": {"total_size": 0}, "weight_map": index})
+            (folder / f"{stem}.safetensors.index.json").write_text(text)
+
+
+@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.given(st.lists(st.sampled_from(LAYOUTS), unique=True))
+def test_the_files_are_those_that_from_pretrained_reads(tmp_path_factory, kinds):
+    transformers = pytest.importorskip("transformers", reason="this machine lacks transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    state = transformers.LlamaForCausalLM(config).state_dict()
+    folder = tmp_path_factory.mktemp("layout") / "checkpoint"
+    lay_out(folder, state, kinds)
+    named = {"named file": "mine.safetensors", "named index": "mine.safetensors.index.json"}
+    config.transformers_weights = next((named[kind] for kind in kinds if kind in named), None)
+    config.save_pretrained(folder)
+    try:
+        loaded = transformers.LlamaForCausalLM.from_pretrained(folder, use_safetensors=True).state_dict()
+    except OSError:
+        loaded = None
+    if loaded is None and "shards" not in kinds:  # which are read without an index too
+        with pytest.raises(ValueError, match="holds no .safetensors file of a model"):
+            stream.Folder(folder)
+        return
+    found = stream.Folder(folder)
+    expected = loaded or {name: torch.full_like(t, kinds.index("shards") + 1) for name, t in state.items()}
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_an_index_beside_a_newer_file_and_an_adapter(tmp_path, model):
+    base, checkpoint = model
+    write(tmp_path / "a", [base])
+    write(tmp_path / "b", split(base, 2))  # what was there before
+    write(tmp_path / "b", [checkpoint])
+    assert [m.update.status for m in rlkernels.stream_top1(tmp_path / "a", tmp_path / "b")] == ["ok", "ok", "zero"]
+    for shard in (tmp_path / "b").glob("model-*"):
+        shard.unlink()
+    assert len(list(rlkernels.stream_top1(tmp_path / "a", tmp_path / "b"))) == 3
+    write(tmp_path / "c", split(base, 3), index=False)
+    (tmp_path / "c" / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(ValueError, match="names model-00002-of-00003.safetensors, which is missing"):
+        list(rlkernels.stream_top1(tmp_path / "a", tmp_path / "c"))
+    (tmp_path / "b" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"b holds an adapter .adapter_config.json.: merge it"):
+        list(rlkernels.stream_top1(tmp_path / "a", tmp_path / "b"))
+
+
+def tiny_qwen2_vl():
+    transformers = pytest.importorskip("transformers", reason="this machine lacks transformers")
+    text = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}}  # fmt: skip
+    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2}
+    tokens = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
+    config = transformers.Qwen2VLConfig(text_config=text, vision_config=vision, **tokens)
+    return transformers.Qwen2VLForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tiny_qwen2_vl])
+def test_peft_reads_every_key_of_a_whole_checkpoint(tmp_path, build):
+    """Embeddings and vision-language parts too, whose files have other names than the modules."""
+    peft = pytest.importorskip("peft", reason="this machine lacks peft")
+    base, trained = build(), build()
+    base.save_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        for before, after in zip(base.parameters(), trained.parameters()):
+            after.copy_(before)
+            if before.ndim == 2:
+                after.add_(torch.outer(torch.randn(before.shape[0]), torch.randn(before.shape[1])), alpha=1e-3)
+    trained.save_pretrained(tmp_path / "trained")
+    found = rlkernels.stream_top1(tmp_path / "base", tmp_path / "trained", wanted=lambda name: True)
+    updates = {module.name: module.update for module in found}
+    with pytest.raises(ValueError, match="model must be given for '.*embed_tokens'"):
+        rlkernels.export_peft(updates, tmp_path / "adapter", base_model="tiny", scale=1.0)
+    rlkernels.export_peft(updates, tmp_path / "adapter", base_model="tiny", scale=1.0, model=base)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # PEFT warns of keys that it misses
+        merged = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
+    for (name, got), wanted in zip(merged.named_parameters(), trained.parameters()):
+        assert torch.allclose(got, wanted, atol=1e-6), name
+    with pytest.raises(ValueError, match="updates must have names of modules of the model, got 'layers.0.nothing'"):
+        rlkernels.export_peft({"layers.0.nothing": next(iter(updates.values()))}, tmp_path, base_model="x", model=base)
 
 
 def test_export_refuses_what_it_cannot_write(tmp_path):
