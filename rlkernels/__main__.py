@@ -16,13 +16,18 @@ def main(argv: list[str] | None = None) -> int:
     show = commands.add_parser("info", help="what was compiled, which backends work, what each op would use")
     show.add_argument("--json", action="store_true", help="print JSON instead of text")
     rank1 = commands.add_parser("rank1", help="leading direction of every weight update between two checkpoints")
-    from rlkernels.rank1 import cli
+    further = commands.add_parser("extrapolate", help="take checkpoints of any trainer further, without a gate")
+    from rlkernels.extrapolation import cli as extrapolate_cli
+    from rlkernels.rank1 import cli as rank1_cli
 
-    cli.add_arguments(rank1)
+    rank1_cli.add_arguments(rank1)
+    extrapolate_cli.add_arguments(further)
     args = parser.parse_args(argv)
     try:
         if args.command == "rank1":
-            return cli.run(args)
+            return rank1_cli.run(args)
+        if args.command == "extrapolate":
+            return extrapolate_cli.run(args)
         from rlkernels._info import info, print_info
 
         print(json.dumps(info(), indent=2)) if args.json else print_info()

@@ -1,0 +1,98 @@
+"""``python -m rlkernels extrapolate`` on folders as trainers leave them; a straight line tells the right weights."""
+
+import json
+
+import pytest
+import torch
+
+from rlkernels.__main__ import main
+
+transformers = pytest.importorskip("transformers", reason="this machine lacks transformers")
+STEPS = (10, 20, 30, 40)
+
+
+@pytest.fixture
+def training(tmp_path):
+    """(base, checkpoints, direction): every projection moves along one direction of rank 1, the rest by itself."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "base")
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    direction = {
+        name: torch.outer(torch.randn(p.shape[0]), torch.randn(p.shape[1])) * 1e-3
+        for name, p in start.items()
+        if "_proj" in name
+    }
+    folders = []
+    for step in STEPS:
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(start[name] + step * direction[name] if name in direction else start[name] + step)
+        folders.append(tmp_path / f"checkpoint-{step}")
+        model.save_pretrained(folders[-1], max_shard_size="20KB" if step == STEPS[-1] else "5GB")
+        (folders[-1] / "tokenizer.json").write_text("{}")
+        (folders[-1] / "optimizer.pt").write_bytes(b"a state of another trainer")
+        (folders[-1] / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    return tmp_path / "base", folders, start, direction
+
+
+def extrapolate(base, folders, out, *more):
+    return main(["extrapolate", str(base), *map(str, folders), "--output-dir", str(out), *more])
+
+
+@pytest.mark.parametrize("predictor", ["full", "secant", "temporal"])
+def test_a_straight_line_goes_on(training, tmp_path, capsys, predictor):
+    base, folders, start, direction = training
+    out = tmp_path / "further"
+    assert extrapolate(base, folders, out, "--predictor", predictor, "--horizon", "1.5") == 0
+    text = capsys.readouterr().out
+    assert "4 checkpoints, 14 of 14 projections taken from step 40 to 60; back-test skill 1.00" in text
+    assert "Nothing has tested these weights: evaluate them" in text and "rlkernels.Gate" in text
+    found = dict(transformers.LlamaForCausalLM.from_pretrained(out).named_parameters())
+    for name, before in start.items():
+        expected = before + 60 * direction[name] if name in direction else before + 40
+        torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-4)
+    names = {path.name for path in out.iterdir()}
+    assert {"tokenizer.json", "config.json", "model.safetensors.index.json"} <= names and "optimizer.pt" not in names
+    assert not (tmp_path / ".further.tmp").exists()
+    assert extrapolate(base, folders, out) == 1
+    assert "--output-dir must be a new or empty folder" in capsys.readouterr().err
+
+
+def test_reasons_not_to(training, tmp_path, capsys):
+    base, folders, _, _ = training
+    out = tmp_path / "further"
+    for paths, more, message in (
+        (folders[:2], [], "refused: few points (full needs 3 tracked steps, there are 2)"),
+        (folders, ["--accuracy", "0.5", "0.5", "0.5", "0.5"], "refused: flat accuracy (rose by 0.000"),
+        (folders, ["--accuracy", "0.5"], "--accuracy must have one number for each of 4 checkpoints, got [0.5]"),
+        (folders, ["--predictor", "pls"], "predictor pls goes by accuracy: give --accuracy"),
+        (folders, ["--horizon", "1"], "horizon must be above 1, got 1.0"),
+        ([base] * 3, [], "refused: no update"),
+        ([*folders[:3], tmp_path / "nowhere"], [], "nowhere is not a folder"),
+    ):
+        assert extrapolate(base, paths, out, *more) == 1
+        assert f"rlkernels extrapolate: {message}" in capsys.readouterr().err.replace(f"{tmp_path}/", "")
+        assert not out.exists()
+    other = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=16, hidden_size=24, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
+        )
+    )
+    other.save_pretrained(tmp_path / "other")
+    assert extrapolate(base, [*folders[:3], tmp_path / "other"], out) == 1
+    assert "other has no model.layers.0.mlp.down_proj.weight of shape [24, 32], as " in capsys.readouterr().err
+
+
+def test_pls_goes_by_accuracy_and_steps_count_where_names_have_none(training, tmp_path, capsys):
+    base, folders, start, direction = training
+    renamed = [path.rename(tmp_path / name) for path, name in zip(folders, ("a", "b", "c", "d"))]
+    more = ["--predictor", "pls", "--accuracy", "0.1", "0.2", "0.3", "0.4"]
+    assert extrapolate(base, renamed, tmp_path / "further", *more) == 0
+    assert "taken from step 4 to 8" in capsys.readouterr().out
+    found = dict(transformers.LlamaForCausalLM.from_pretrained(tmp_path / "further").named_parameters())
+    name = "model.layers.0.mlp.up_proj.weight"  # an accuracy of 1 is ten times that of the first checkpoint
+    torch.testing.assert_close(found[name], start[name] + 100 * direction[name], rtol=1e-3, atol=1e-3)
