@@ -8,29 +8,60 @@ Everything about flags lives here. The sources fall into three groups:
 * ``csrc/cuda``: compiled by nvcc and linked only into a CUDA build of torch. Elsewhere
   ``python setup.py check_cuda`` compiles them as a check.
 
-Environment: ``DEBUG=1`` (no optimisation, symbols), ``MAX_JOBS``, ``TORCH_CUDA_ARCH_LIST``,
-``RLKERNELS_NO_CUDA=1`` (leave the CUDA kernels out), ``RLKERNELS_NO_EXTENSION=1`` (pure Python install).
+The extension fits the torch that it is built with. pip hides that torch from an isolated build, but runs its Python, so
+it is found there; a front end with a Python of its own needs --no-build-isolation.
+
+Environment: ``DEBUG=1`` (no optimisation, symbols), ``MAX_JOBS``, ``TORCH_CUDA_ARCH_LIST`` (read as torch does; without
+it the visible GPUs', else 8.0, 9.0 and PTX), ``RLKERNELS_NO_CUDA=1`` (leave the CUDA kernels out),
+``RLKERNELS_NO_EXTENSION=1`` (pure Python install).
 """
 
+import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 import setuptools
-import torch
 from setuptools import Command, setup
-from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension
+
+
+def stop(message: str) -> NoReturn:
+    sys.exit(f"rlkernels: {message}")
+
+
+WITH_EXTENSION = os.environ.get("RLKERNELS_NO_EXTENSION") != "1"
+# of setuptools and of the hooks that pip calls: what needs torch unless the extension is left out
+BUILDS = {"build", "build_ext", "bdist_wheel", "dist_info", "editable_wheel", "develop", "install", "check_cuda"}
+NEEDS_TORCH = WITH_EXTENSION and BUILDS & set(sys.argv)
+if importlib.util.find_spec("torch") is None:
+    sys.path.append(sysconfig.get_path("purelib"))
+try:
+    import torch
+
+    if NEEDS_TORCH and tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 11):
+        stop(f"torch must be 2.11 or newer, got {torch.__version__}: pip install --upgrade torch")
+    from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, _get_cuda_arch_flags
+except ImportError as error:
+    if NEEDS_TORCH:
+        stop(
+            f"this Python has no torch to build with ({error}): pip install torch setuptools wheel ninja, then "
+            "pip install --no-build-isolation . (RLKERNELS_NO_EXTENSION=1 leaves the compiled code out)"
+        )
+    torch, CUDA_HOME, BuildExtension, WITH_EXTENSION = None, None, Command, False
 
 ROOT = Path(__file__).parent.resolve()
 CSRC = ROOT / "csrc"
 DEBUG = os.environ.get("DEBUG") == "1"
 JOBS = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
-WITH_CUDA = bool(torch.version.cuda) and CUDA_HOME is not None and os.environ.get("RLKERNELS_NO_CUDA") != "1"
+TORCH_CUDA = torch.version.cuda if torch is not None else None
+WITH_CUDA = bool(TORCH_CUDA) and CUDA_HOME is not None and os.environ.get("RLKERNELS_NO_CUDA") != "1"
 
 COMMON_FLAGS = ["-std=c++20", "-fvisibility=hidden", "-Wall", "-fopenmp", f"-I{CSRC / 'include'}"]
 COMMON_FLAGS += ["-O0", "-g"] if DEBUG else ["-O3", "-g0", "-DNDEBUG"]
@@ -95,11 +126,32 @@ def isa_jobs(out: Path) -> list[tuple[Path, Path, list[str]]]:
 
 
 def cuda_arch_flags() -> list[str]:
-    wanted = os.environ.get("TORCH_CUDA_ARCH_LIST", "8.0;9.0").replace(",", ";").replace(" ", ";")
-    digits = [arch.removesuffix("+PTX").replace(".", "") for arch in wanted.split(";") if arch]
-    flags = [f"-gencode=arch=compute_{d},code=sm_{d}" for d in digits]
-    newest = max(digits, key=lambda d: int("".join(c for c in d if c.isdigit())))
-    return [*flags, f"-gencode=arch=compute_{newest},code=compute_{newest}"]
+    if os.environ.get("TORCH_CUDA_ARCH_LIST") in (None, "", "native") and not torch.cuda.device_count():
+        os.environ["TORCH_CUDA_ARCH_LIST"] = "8.0;9.0+PTX"
+    try:
+        return _get_cuda_arch_flags()
+    except ValueError as error:
+        stop(f"TORCH_CUDA_ARCH_LIST must be a list that torch knows, such as '8.0;9.0+PTX' or 'Hopper': {error}")
+
+
+def check_nvcc(nvcc: str) -> None:
+    """Stops where nvcc is of an older major version than torch's CUDA; says so where the minor version is older."""
+    try:
+        text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        stop(f"{nvcc} does not run ({error}): set CUDA_HOME to a CUDA toolkit, or RLKERNELS_NO_CUDA=1")
+    found = re.search(r"release (\d+)\.(\d+)", text)
+    if found is None or TORCH_CUDA is None:
+        return
+    own, wanted = tuple(map(int, found.groups())), tuple(map(int, TORCH_CUDA.split(".")[:2]))
+    message = (
+        f"{nvcc} is of CUDA {found[1]}.{found[2]}, older than the {TORCH_CUDA} of torch: set CUDA_HOME to a toolkit of "
+        f"CUDA {TORCH_CUDA}, or RLKERNELS_NO_CUDA=1 to leave the CUDA kernels out"
+    )
+    if own[0] < wanted[0]:
+        stop(message)
+    if own < wanted:  # builds for the GPUs that it knows
+        print(f"rlkernels: {message}", file=sys.stderr)
 
 
 def cuda_jobs(out: Path, nvcc: str) -> list[tuple[Path, Path, list[str]]]:
@@ -118,7 +170,9 @@ class BuildKernels(BuildExtension):
         out.mkdir(parents=True, exist_ok=True)
         jobs = isa_jobs(out)
         if WITH_CUDA:
-            jobs += cuda_jobs(out, str(Path(CUDA_HOME) / "bin" / "nvcc"))
+            nvcc = str(Path(CUDA_HOME) / "bin" / "nvcc")
+            check_nvcc(nvcc)
+            jobs += cuda_jobs(out, nvcc)
         compile_all(jobs)
         for extension in self.extensions:
             extension.extra_objects = [str(target) for _, target, _ in jobs]
@@ -146,7 +200,7 @@ class CheckCuda(Command):
         print(f"check_cuda: {len(jobs)} CUDA sources compiled by {nvcc}")
 
 
-def extension() -> CppExtension:
+def extension() -> setuptools.Extension:
     sources = [CSRC / "module.cpp"]
     for folder in ("ops", "runtime", "bindings"):
         sources += (CSRC / folder).glob("*.cpp")
@@ -154,8 +208,10 @@ def extension() -> CppExtension:
     include, library, link = [], [], ["-fopenmp"]
     if WITH_CUDA:
         macros.append(("RLK_WITH_CUDA", "1"))
-        include, library = [str(Path(CUDA_HOME) / "include")], [str(Path(CUDA_HOME) / "lib64")]
-        link += ["-lcudart", "-lc10_cuda", "-ltorch_cuda"]
+        include = [str(Path(CUDA_HOME) / "include")]
+        library = [str(Path(CUDA_HOME) / name) for name in ("lib64", "lib")]
+        # static: the toolkit's libcudart need not be where the CPU code is used, nor be torch's
+        link += ["-lcudart_static", "-ldl", "-lrt", "-lpthread", "-lc10_cuda", "-ltorch_cuda"]
     return CppExtension(
         "rlkernels._C",
         sorted(str(s.relative_to(ROOT)) for s in sources),
@@ -178,6 +234,6 @@ class Unread(setuptools.Distribution):
 OLD = int(setuptools.__version__.partition(".")[0]) < 77
 setup(
     **({"distclass": Unread} if OLD and "build_ext" in sys.argv else {}),
-    ext_modules=[] if os.environ.get("RLKERNELS_NO_EXTENSION") == "1" else [extension()],
+    ext_modules=[extension()] if WITH_EXTENSION else [],
     cmdclass={"build_ext": BuildKernels, "check_cuda": CheckCuda},
 )
