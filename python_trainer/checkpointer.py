@@ -19,6 +19,7 @@ from python_trainer.learner import Learner
 from python_trainer.logger import Logger
 from python_trainer.model.dtype import name_of
 from python_trainer.model.gathering import fill_whole
+from python_trainer.model.lora import save_adapter
 from python_trainer.model.policy import Policy
 from python_trainer.rollout.engine import Engine
 from python_trainer.run_directory import (
@@ -102,10 +103,10 @@ def load_learned(learner: Learner, saved: dict[str, Any], folder: Path) -> None:
         raise UserError(f"the checkpoint in {folder} is of another model than the settings: {reason}") from error
 
 
-def save_model(policy: Policy, folder: Path) -> None:
-    """Replaces ``folder`` by the policy in Hugging Face format, in one step."""
+def save_model(write: Callable[[Path], None], folder: Path) -> None:
+    """Replaces ``folder`` by what ``write`` writes, complete or not at all."""
     aside = folder.with_name(MODEL_ASIDE)
-    policy.save(aside)
+    write(aside)
     publish(aside, folder)
 
 
@@ -316,19 +317,52 @@ class Checkpointer:
         """Tells which step a resumed run would go on from."""
         return f"step {self.saved_step} is saved: --resume goes on from it" if self.saved_step else "no step is saved"
 
-    def save_model(self) -> None:
-        """Writes the policy to RUN/model, if ``save.save_model`` wants it.
+    def save_models(self) -> None:
+        """Writes the policy to RUN/model and, if an earlier checkpoint was evaluated best, that one to RUN/best.
+
+        With ``model.lora``, RUN/adapter gets the adapters of the last step. Nothing is written without
+        ``save.save_model``.
 
         Raises:
-            UserError: it cannot be written.
+            UserError: something cannot be written.
         """
         if not self.config.save.save_model:
             return
         if self.policy.lean:
             self.engine.rest()  # for its memory
+        self._write("model")
+        if self.policy.adapted:
+            self._write("adapter")
+        steps = [step_of(path) for path in list_checkpoints(self.checkpoints)]
+        best = self.ranks.first(best_evaluated(self.state.evaluations, steps)) if self.config.save.save_best else None
+        if best not in (None, self.state.step):
+            assert best is not None
+            self._load_weights(best)
+            self._write("best")
+            self._load_weights(self.state.step)
+            self.logger.note(f"step {best} was evaluated best: {self.folder / 'best'}")
+        elif self.ranks.rank == 0:
+            shutil.rmtree(self.folder / "best", ignore_errors=True)  # of a run that was shorter
+
+    def _write(self, name: str) -> None:
+        if self.policy.lean and name != "adapter":
             fill_whole(self.policy)
-        if self.ranks.rank == 0:
-            try:
-                save_model(self.policy, self.folder / "model")
-            except (OSError, SafetensorError) as error:
-                raise UserError(f"{self.folder / 'model'} cannot be written: {error}; {self.newest()}") from error
+        if self.ranks.rank != 0:
+            return
+        policy, folder = self.policy, self.folder / name
+        try:
+            if name == "adapter":
+                save_model(lambda aside: save_adapter(policy.model, policy.whole, self.config.model, aside), folder)
+            else:
+                save_model(policy.save, folder)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{folder} cannot be written: {error}; {self.newest()}") from error
+
+    def _load_weights(self, step: int) -> None:
+        path = self.checkpoints / f"step-{step:06d}"
+        with self.ranks.together():
+            saved = load_checkpoint(path)
+        if "model" not in saved:
+            saved |= read_shards(path, self.learner.state_dict())
+        load_learned(self.learner, saved, self.folder)
+        self.policy.update_whole()

@@ -2,7 +2,9 @@
 
 import argparse
 import os
+import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -30,8 +32,7 @@ EXAMPLES = """examples:
   {p} probe --config configs/sums.yaml
   {p} sft --config configs/gsm8k_smollm2.yaml --output-dir runs/sft --set model.path=MODEL
   {p} history runs/history.db --run 1
-  {p} train --config configs/gpu_7b_8x80gb.yaml --set model.path=MODEL --dry-run --gpus 8x80
-  {p} export runs/first --checkpoint best --output-dir models/first"""
+  {p} train --config configs/gpu_7b_8x80gb.yaml --set model.path=MODEL --dry-run --gpus 8x80"""
 
 
 class Parser(argparse.ArgumentParser):
@@ -53,99 +54,70 @@ class SettingsHelp(argparse.Action):
         parser.exit()
 
 
+DESCRIPTIONS = {
+    "train": """One training run. OUTPUT_DIR gets config.yaml (all settings as used), metrics.jsonl (one row a step),
+    samples.jsonl (a few answers of some steps), summary.json, report.html, checkpoints/, tensorboard/, model/ (the
+    trained policy, Hugging Face format), best/ (the checkpoint with the best evaluation, if it is not the last) and,
+    with model.lora, adapter/ (PEFT).""",
+    "compare": """The same training with and without accelerators: every variant on every seed, one after the other,
+    into OUTPUT_DIR/VARIANT/seed-N; then a table and the curve of accuracy over wall time. What is finished is not run
+    again, what was interrupted goes on.""",
+    "sft": """Supervised steps on reference answers: those of the task's training examples (settings: section sft), for
+    models that hardly ever answer right. OUTPUT_DIR/model can then be the model.path of train.""",
+    "probe": """How hard the prompts are and where time would go: answers some training prompts and makes one update, in
+    about a minute. Nothing is kept (docs/probe.md).""",
+    "report": """Verdict, table and curves of runs, finished or not: prints the table of all runs under the folders and
+    writes report.html, one page with sample answers and the settings that differ too, which needs no network.""",
+    "history": """Looks into a retrospective database: lists its runs, draws how their stages rhyme, and shows the best
+    matches of one.""",
+}
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Makes the parser of all commands; each sets ``call`` to the function that runs it."""
     names = ACCELERATORS.names()
-    examples = EXAMPLES.format(p=PROGRAM, name=names[0])
-    form: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "epilog": examples}
-    parser = Parser(
-        prog=PROGRAM, description="Trains language models on tasks with checkable answers (GRPO and relatives).", **form
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
+    form: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+    form["epilog"] = EXAMPLES.format(p=PROGRAM, name=names[0])
+    about = "Trains language models on tasks with checkable answers (GRPO and relatives)."
+    whole = Parser(prog=PROGRAM, description=about, **form)
+    parsers = whole.add_subparsers(dest="command", required=True)
+    commands = {}
+    for name, text in DESCRIPTIONS.items():
+        text = " ".join(text.split())
+        first = re.split("[.:]", text)[0]
+        commands[name] = parsers.add_parser(name, help=first, description=textwrap.fill(text, 110), **form)
 
-    train = commands.add_parser(
-        "train",
-        help="one training run",
-        description="One training run. OUTPUT_DIR gets config.yaml (all settings as used), metrics.jsonl (one row a "
-        "step), samples.jsonl\n(a few answers of some steps), summary.json, report.html, checkpoints/, tensorboard/ "
-        "and model/ (the trained policy,\nHugging Face format).",
-        **form,
-    )
-    add_settings(train, run_train, resume=True, output=False)
+    train = add_settings(commands["train"], run_train, resume=True)
     train.add_argument("--output-dir", type=Path, metavar="DIR", help="where the results go; needed but for --dry-run")
     text = "print all settings and the memory that they take, and leave with code 2 where it does not fit"
     train.add_argument("--dry-run", action="store_true", help=text)
     train.add_argument("--gpus", metavar="NxGB", help="for --dry-run: such as 80, or 8x80 (what this machine has)")
 
-    compare = commands.add_parser(
-        "compare",
-        help="the same training with and without accelerators",
-        description="Trains every variant on every seed, one after the other, into OUTPUT_DIR/VARIANT/seed-N; then "
-        "prints a table and\ndraws accuracy over wall time. What is finished is not run again, what was interrupted "
-        "goes on.",
-        **form,
-    )
-    add_settings(compare, run_compare)
+    compare = add_settings(commands["compare"], run_compare, output=True)
     variants = f"comma-separated: baseline (no accelerator), {', '.join(names)}, all, or several joined by +"
     compare.add_argument("--variants", default="baseline,all", metavar="A,B,...", help=f"{variants} (baseline,all)")
     compare.add_argument("--seeds", type=int, default=1, metavar="N", help="that many, from the config's seed on (1)")
 
-    sft = commands.add_parser(
-        "sft",
-        help="supervised steps on reference answers",
-        description="Supervised steps on the reference answers of the task's training examples (settings: section "
-        "sft), for models that hardly ever\nanswer right. OUTPUT_DIR/model can then be the model.path of train.",
-        **form,
-    )
-    add_settings(sft, run_sft, resume=True)
+    add_settings(commands["sft"], run_sft, output=True, resume=True)
 
-    probe = commands.add_parser(
-        "probe",
-        help="how hard the prompts are, where time would go, what could pay",
-        description="Answers some training prompts and makes one update, in about a minute: how often answers are "
-        "right, how many groups\nteach anything, seconds of a step, memory, and how much each accelerator can gain at "
-        "most (docs/probe.md). Nothing is kept.",
-        **form,
-    )
-    add_settings(probe, run_probe, output=False)
+    probe = add_settings(commands["probe"], run_probe)
     probe.add_argument("--seconds", type=float, default=60.0, help="about how long, loading not counted (60)")
     probe.add_argument("--prompts", type=int, default=1 << 30, metavar="N", help="most prompts to ask")
     probe.add_argument("--tries", type=int, metavar="N", help="answers to each (rollout.num_generations)")
     probe.add_argument("--json", type=Path, metavar="FILE", help="write all findings there, p of every prompt too")
     probe.add_argument("--plot", type=Path, metavar="PNG", help="draw p, lengths and seconds")
 
-    export = commands.add_parser("export", help="a checkpoint as a model", **form)
-    export.add_argument("run", type=Path, metavar="RUN", help="a run directory")
-    export.add_argument("--checkpoint", metavar="N | best", help="of which step (default: the newest)")
-    export.add_argument("--output-dir", type=Path, metavar="DIR", help="a new folder (default: RUN/export)")
-    export.add_argument("--adapter", action="store_true", help="the adapter (PEFT) of a run with model.lora alone")
-    export.add_argument("--push", metavar="REPO", help="upload it to the Hugging Face Hub; a new repository is private")
-    export.set_defaults(call=lambda args: load("python_trainer.export:run")(args))
-
-    report = commands.add_parser(
-        "report",
-        help="verdict, table, curves and answers of runs, finished or not",
-        description="Prints the table of all runs under the folders, draws accuracy.png in the first, and writes "
-        "report.html in each: one page\nwith a sentence on each variant, the curve of accuracy, the table, curves of "
-        "every metric, sample answers and\nsettings that differ, all runs side by side. It opens in any browser and "
-        "needs no network: copy or mail the file.\nTo compare runs, name them: report runs/a runs/b.",
-        **form,
-    )
+    report = commands["report"]
     report.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a run, or a folder with runs in it")
     report.set_defaults(call=run_report)
 
-    history = commands.add_parser(
-        "history",
-        help="look into a retrospective database",
-        description="Lists the runs in a database, draws how their stages rhyme, and shows the best matches of one.",
-        **form,
-    )
+    history = commands["history"]
     history.add_argument("url", metavar="URL", help="a path, sqlite:/// or postgresql:// URL")
     history.add_argument("--run", type=int, metavar="ID", help="show what each stage of this run rhymes with")
     history.add_argument("--picture", type=Path, metavar="FILE.png", help="default: rhyme.png beside a SQLite file")
-    history.add_argument("--window", type=int, default=8, metavar="N", help="steps of a stage (default: 8)")
+    history.add_argument("--window", type=int, default=8, metavar="N", help="steps of a stage (8)")
     history.set_defaults(call=lambda args: load("python_trainer.accelerators.rhyme.browse:run")(args))
-    return parser
+    return whole
 
 
 def parse_arguments(argv: Sequence[str] | None, args: argparse.Namespace) -> None:
@@ -160,8 +132,10 @@ def parse_arguments(argv: Sequence[str] | None, args: argparse.Namespace) -> Non
     make_parser().parse_args(argv, args)
 
 
-def add_settings(command: argparse.ArgumentParser, call: Any, *, output: bool = True, resume: bool = False) -> None:
-    """Adds the arguments of commands that take a configuration."""
+def add_settings(
+    command: argparse.ArgumentParser, call: Any, *, output: bool = False, resume: bool = False
+) -> argparse.ArgumentParser:
+    """Adds the arguments of commands that take a configuration; returns the command."""
     command.set_defaults(call=call)
     text = "settings; the others are default. Also the bare name of a shipped file, such as smoke"
     command.add_argument("--config", required=True, metavar="FILE.yaml", help=text)
@@ -174,6 +148,7 @@ def add_settings(command: argparse.ArgumentParser, call: Any, *, output: bool = 
     if resume:
         command.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in OUTPUT_DIR")
     command.add_argument("--help-settings", nargs=0, action=SettingsHelp, help="list all settings, and leave")
+    return command
 
 
 def run_report(args: argparse.Namespace) -> None:

@@ -35,10 +35,10 @@ class SaveConfig(Section):
     save_total_limit: int = Field(2, ge=1)
     """Newest checkpoints to keep."""
     save_best: bool = True
-    """Keep the one with the best evaluation too. Costs room on the disk for one more, and no time: it is one of those
-    that were written."""
+    """Keep the one with the best evaluation too, one of those that were written, and write it to OUTPUT_DIR/best in
+    Hugging Face format if it is not the last."""
     save_model: bool = True
-    """Write the trained policy to OUTPUT_DIR/model in Hugging Face format at the end."""
+    """Write the trained policy to OUTPUT_DIR/model in Hugging Face format at the end, and the best one."""
 
 
 class EvaluationConfig(Section):

@@ -27,6 +27,7 @@ REMOVED: dict[str, str] = {
     "evaluation.top_p": "leave it out; test prompts are answered from the whole distribution",
     "evaluation.sets.*": "name a file, as in evaluation.sets: {hard: hard.jsonl}; evaluation and task hold for all",
     "task.numbers": "examples/countdown.py draws its own numbers",
+    "command export": "a run writes RUN/model, RUN/best (an earlier checkpoint, if that was best) and RUN/adapter",
     "command plan": "use train --dry-run, which prints the memory of a run",
     "command extrapolate": "use python -m rlkernels extrapolate, which takes checkpoints of any trainer",
     "algorithm.metrics_of_all": "leave it out; metrics are means over the answers that the update passes",

@@ -250,7 +250,7 @@ class Sft:
     def _finish(self) -> dict[str, Any]:
         """Writes the model and the summary."""
         self.policy.update_whole()
-        save_model(self.policy, self.folder / "model")
+        save_model(self.policy.save, self.folder / "model")
         losses = [row["sft/loss"] for row in read_metrics(self.folder)]
         summary = {
             "steps": self.step,

@@ -150,7 +150,7 @@ class Trainer:
                         self.evaluate_all("final")  # it failed then
                     while not self.done:
                         self.step(state.step + 1)
-                self.checkpointer.save_model()
+                self.checkpointer.save_models()
                 summary = summarise(state, self.clock) | {
                     "target_accuracy": self.config.evaluation.target_accuracy,
                     "device": device_name(self.policy.device),

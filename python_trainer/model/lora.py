@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from python_trainer.errors import UserError
+from python_trainer.hub import is_hub_id
 from python_trainer.keyed import keyed_seed
-from python_trainer.model.settings import LoraSettings
+from python_trainer.model.settings import LoraSettings, ModelConfig
 from python_trainer.model.shipped import policy_folder
 from python_trainer.model.tensors import full
 from rlkernels.integrations.vllm_worker import merged_weight
@@ -157,3 +159,35 @@ def without_adapters(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for layer, scale in zip(layers, before):
             layer.scaling[ADAPTER] = scale
+
+
+def save_adapter(model: torch.nn.Module, plain: torch.nn.Module, settings: ModelConfig, folder: Path) -> None:
+    """Writes the adapters of a model as PEFT and vLLM read them.
+
+    Args:
+        plain: the model with the adapters merged in.
+    """
+    from peft import LoraConfig
+
+    assert settings.lora is not None
+    names = [name for name, _ in adapted_layers(model)]
+    ends = {name.rpartition(".")[2] for name in names}
+    linear = [name for name, module in plain.named_modules() if isinstance(module, torch.nn.Linear)]
+    alone = all(name in names for name in linear if name.rpartition(".")[2] in ends)
+    on_hub = is_hub_id(settings.path) and not Path(settings.path).exists()
+    options: dict[str, Any] = {
+        "r": settings.lora.r,
+        "lora_alpha": settings.lora.alpha,
+        "target_modules": sorted(ends) if alone else names,
+        "base_model_name_or_path": settings.path if on_hub else str(policy_folder(settings.path).resolve()),
+        "revision": settings.revision,
+        "task_type": "CAUSAL_LM",
+        "inference_mode": True,
+    }
+    LoraConfig(**options).save_pretrained(str(folder))
+    weights = {
+        f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": full(value.detach()).contiguous()
+        for name, value in model.state_dict().items()
+        if ".lora_" in name
+    }
+    save_file(weights, folder / "adapter_model.safetensors", {"format": "pt"})

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from python_trainer.__main__ import NEEDED, main
 from python_trainer.errors import UserError
 from python_trainer.evaluation import Evaluator
+from python_trainer.removed import REMOVED
 from python_trainer.report.runs import find_runs
 from python_trainer.report.tables import make_table, summary_columns
 from python_trainer.run_directory import load_evaluations
@@ -33,7 +34,7 @@ def test_help_shows_examples(arguments, capsys):
         main(arguments)
     assert exit.value.code == 0
     told = capsys.readouterr().out
-    commands = ("train", "compare", "sft", "probe", "plan", "export", "report", "history")
+    commands = ("train", "compare", "sft", "probe", "report", "history")
     assert all(f"\n  python -m python_trainer {command} " in told for command in commands)
 
 
@@ -317,3 +318,9 @@ def test_missing_packages_are_named_at_once(run, monkeypatch, capsys):
     )
     assert main(["train", "--help-settings"]) == 2
     assert "matplotlib, sqlalchemy" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["export", "extrapolate", "plan"])
+def test_a_removed_command_names_its_replacement(capsys, name):
+    assert main([name, "runs/first"]) == 2
+    assert capsys.readouterr().err == f"error: the command {name} was removed: {REMOVED[f'command {name}']}\n"
