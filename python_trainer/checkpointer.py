@@ -29,7 +29,6 @@ from python_trainer.run_directory import (
     check_unlocked,
     locked,
     publish,
-    read_metrics,
     unusable_output_dir,
     write_text,
 )
@@ -165,7 +164,7 @@ class Checkpointer:
                 self._check_critic(saved)
                 vars(self.state).update(vars(RunState(**saved["state"])))
                 self.saved_step = self.state.step
-                self._look_back_for_target()
+                self._forget_other_target()
                 load_learned(self.learner, saved, self.folder)
                 states = saved["accelerators"] | saved.get("watchers", {})
                 for accelerator in self.accelerators:
@@ -205,17 +204,11 @@ class Checkpointer:
             )
         self.logger.note("the training prompts are others than before")
 
-    def _look_back_for_target(self) -> None:
-        """If the target has changed, looks for an earlier evaluation that reached the new one."""
+    def _forget_other_target(self) -> None:
+        """Forgets when the target was reached if it has changed; an evaluation from now on may reach the new one."""
         state, target = self.state, self.config.evaluation.target_accuracy
-        if state.target == target:
-            return
-        state.target, state.seconds_to_target, state.tokens_to_target = target, None, None
-        for row in read_metrics(self.folder) if target is not None else ():
-            if row["step"] <= state.step and row.get("eval/accuracy", -1.0) >= target:
-                state.seconds_to_target = row["time/training_s"]
-                state.tokens_to_target = int(row["total/generated_tokens"])
-                break
+        if state.target != target:
+            state.target, state.seconds_to_target, state.tokens_to_target = target, None, None
 
     @contextmanager
     def owning_folder(self) -> Iterator[None]:
