@@ -102,10 +102,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     probe = add_settings(commands["probe"], run_probe)
     probe.add_argument("--seconds", type=float, default=60.0, help="about how long, loading not counted (60)")
-    probe.add_argument("--prompts", type=int, default=1 << 30, metavar="N", help="most prompts to ask")
-    probe.add_argument("--tries", type=int, metavar="N", help="answers to each (rollout.num_generations)")
     probe.add_argument("--json", type=Path, metavar="FILE", help="write all findings there, p of every prompt too")
-    probe.add_argument("--plot", type=Path, metavar="PNG", help="draw p, lengths and seconds")
 
     report = commands["report"]
     report.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a run, or a folder with runs in it")
@@ -224,8 +221,7 @@ def run_probe(args: argparse.Namespace) -> None:
     config = load_config(args.config, [*args.overrides, "accelerators.enabled=[]"])
     from python_trainer.probe import run
 
-    limits = {name: getattr(args, name) for name in ("seconds", "prompts", "tries")}
-    run(config, json_file=args.json, plot=args.plot, **limits)
+    run(config, json_file=args.json, seconds=args.seconds)
 
 
 def load_run(args: argparse.Namespace) -> "Config":
