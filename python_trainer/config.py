@@ -76,18 +76,14 @@ class EvaluationConfig(Section):
 
 
 class SftConfig(Section):
-    """Supervised steps on reference answers, by the command `sft`; `optimizer` counts too, but for its rate."""
+    """Supervised steps on the column `answer`, by the command `sft`; `optimizer` counts too, but for its rate."""
 
-    column: str = "answer"
-    """Column of the examples with the reference answer."""
     epochs: int = Field(1, ge=1)
     """How often every training example is seen."""
     learning_rate: float = Field(1e-5, gt=0)
     """Peak learning rate."""
     batch_tokens: int = Field(8192, ge=1)
     """Most tokens of prompts and answers in an optimizer step."""
-    held_out: int = Field(64, ge=0)
-    """Test examples whose loss is measured before and after."""
 
 
 class Config(Section):

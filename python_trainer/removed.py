@@ -22,6 +22,8 @@ REMOVED: dict[str, str] = {
     "task.streaming": "read a part of a split: task.train_path: owner/name:train[:10000]",
     "task.prompt_column": "write task.columns: {prompt: COLUMN}",
     "task.train_half": "write a part of the file: task.train_path: train.jsonl:train[50%:]",
+    "sft.column": "write task.columns: {answer: COLUMN}",
+    "sft.held_out": "leave it out; the loss of 64 test examples is measured",
     "sft.train_half": "give sft its part of the file: --set 'task.train_path=train.jsonl:train[:50%]'",
     "evaluation.max_new_tokens": "set rollout.max_completion_length, which holds for test prompts too",
     "evaluation.top_p": "leave it out; test prompts are answered from the whole distribution",

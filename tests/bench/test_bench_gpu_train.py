@@ -239,7 +239,7 @@ def test_a_language_model_is_warmed_up_and_trained(dry, tmp_path, word_problems,
     code, record = dry(*word_problems, "--variants", "baseline,drafts", "--budget-seconds", "500")
     assert code == 0 and record["finished"] and not record["failed"]
     found = record["policy"]
-    assert found["examples"] == 8 and found["held_out"] == 4 and found["held_out_loss_final"] is not None
+    assert found["examples"] == 8 and found["held_out"] == 8 and found["held_out_loss_final"] is not None
     for run in record["runs"].values():
         assert run["finished"] and run["steps"] == 3 and run["generated_tokens"] > 0
     assert record["settings"]["task"]["name"] == "gsm8k"
