@@ -90,12 +90,9 @@ def summary_columns(runs: Sequence[Run]) -> dict[str, dict[str, str]]:
     """Return variant -> row -> mean over its seeds, as text. Rows that say nothing anywhere are left out."""
     variants = by_variant(runs)
     columns = {name: summary_column(mine, variants.get(BASELINE)) for name, mine in variants.items()}
-    idle = [
-        row
-        for row in next(iter(columns.values()))
-        if all(column.get(row, "-") in ("-", "0") for column in columns.values())
-    ]
-    return {name: {row: text for row, text in column.items() if row not in idle} for name, column in columns.items()}
+    rows = dict.fromkeys(row for column in columns.values() for row in column)  # supervised steps have no reward
+    kept = [row for row in rows if any(column.get(row, "-") not in ("-", "0") for column in columns.values())]
+    return {name: {row: column.get(row, "-") for row in kept} for name, column in columns.items()}
 
 
 def summary_column(runs: Sequence[Run], plain: Sequence[Run] | None) -> dict[str, str]:
@@ -140,8 +137,8 @@ def make_table(columns: dict[str, dict[str, str]]) -> Table:
     table.add_column("")
     for name in columns:
         table.add_column(Text(name), justify="right")
-    for row in dict.fromkeys(row for column in columns.values() for row in column):  # sft has no accuracy or reward
-        table.add_row(row, *(column.get(row, "-") for column in columns.values()))
+    for row in next(iter(columns.values())):
+        table.add_row(row, *(column[row] for column in columns.values()))
     return table
 
 
