@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from python_trainer.learner import Learner
 from python_trainer.logger import Logger
 from python_trainer.model.dtype import name_of
 from python_trainer.model.gathering import fill_whole
-from python_trainer.model.lora import save_adapter
+from python_trainer.model.lora import adapter_weights, save_adapter
 from python_trainer.model.policy import Policy
 from python_trainer.rollout.engine import Engine
 from python_trainer.run_directory import (
@@ -313,14 +314,11 @@ class Checkpointer:
     def save_models(self) -> None:
         """Writes the policy to RUN/model and, if an earlier checkpoint was evaluated best, that one to RUN/best.
 
-        With ``model.lora``, RUN/adapter gets the adapters of the last step. Nothing is written without
-        ``save.save_model``.
+        With ``model.lora``, RUN/adapter gets the adapters of the last step.
 
         Raises:
             UserError: something cannot be written.
         """
-        if not self.config.save.save_model:
-            return
         if self.policy.lean:
             self.engine.rest()  # for its memory
         self._write("model")
@@ -338,18 +336,18 @@ class Checkpointer:
             shutil.rmtree(self.folder / "best", ignore_errors=True)  # of a run that was shorter
 
     def _write(self, name: str) -> None:
-        if self.policy.lean and name != "adapter":
-            fill_whole(self.policy)
-        if self.ranks.rank != 0:
-            return
-        policy, folder = self.policy, self.folder / name
-        try:
-            if name == "adapter":
-                save_model(lambda aside: save_adapter(policy.model, policy.whole, self.config.model, aside), folder)
-            else:
-                save_model(policy.save, folder)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{folder} cannot be written: {error}; {self.newest()}") from error
+        policy, folder, model = self.policy, self.folder / name, self.config.model
+        write: Callable[[Path], None] = policy.save
+        if name == "adapter":
+            weights = adapter_weights(policy.model)
+            write = partial(save_adapter, weights, policy.model, policy.whole, model)
+        elif policy.lean:
+            fill_whole(policy)
+        if self.ranks.rank == 0:
+            try:
+                save_model(write, folder)
+            except (OSError, SafetensorError) as error:
+                raise UserError(f"{folder} cannot be written: {error}; {self.newest()}") from error
 
     def _load_weights(self, step: int) -> None:
         path = self.checkpoints / f"step-{step:06d}"

@@ -37,8 +37,6 @@ class SaveConfig(Section):
     save_best: bool = True
     """Keep the one with the best evaluation too, one of those that were written, and write it to OUTPUT_DIR/best in
     Hugging Face format if it is not the last."""
-    save_model: bool = True
-    """Write the trained policy to OUTPUT_DIR/model in Hugging Face format at the end, and the best one."""
 
 
 class EvaluationConfig(Section):

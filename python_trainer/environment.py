@@ -1,5 +1,7 @@
 """Environments: tools, games and users that take turns with the policy within an answer."""
 
+from typing import ClassVar
+
 from python_trainer.data import Example, Messages
 from python_trainer.registry import Registry
 
@@ -9,7 +11,12 @@ class Environment:
 
     Every answer has an object of its own, made without arguments. Its methods are called one after the other; methods
     of different objects run at the same time, each in a thread.
+
+    Attributes:
+        timeout: seconds for one step, the first with its reset; an answer whose step takes longer fails.
     """
+
+    timeout: ClassVar[float] = 60.0
 
     def reset(self, example: Example) -> str | Messages:
         """Begins an episode -> its prompt, text or messages like the example's; the same for the same example.

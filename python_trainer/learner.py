@@ -159,9 +159,9 @@ class Learner:
 
     def _packs(self, batch: Batch, samples: Sequence[int]) -> Iterator[Packed]:
         """Yields this rank's micro-batches of these samples."""
-        share, longest = self.settings.share_prefixes, self.settings.micro_batch_tokens
-        for part, counts in self.ranks.micro_batches(batch.rollouts, samples, longest, share=share):
-            packed = batch.pack(part, share=share)
+        longest = self.settings.micro_batch_tokens
+        for part, counts in self.ranks.micro_batches(batch.rollouts, samples, longest, share=True):
+            packed = batch.pack(part)
             yield (packed if counts else packed.without_tokens()).to(self.policy.device)
 
     @torch.no_grad()

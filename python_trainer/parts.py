@@ -76,7 +76,7 @@ def make_run_engine(
             encode=policy.encode_said,
             decode=policy.decode,
             max_turns=chosen.task.max_turns,
-            timeout=chosen.task.environment_timeout,
+            timeout=tasks.environment.timeout,
             note=note,
         )
     engine = ranks.engine(engine, policy)
@@ -114,5 +114,5 @@ def facts_of(config: Config) -> dict[str, Any]:
 
 def rules_of(config: Config) -> dict[str, Any]:
     """Returns everything that decides the reward of an answer, and whether it is right."""
-    shape = {name: getattr(config.algorithm, name) for name in ("overlong_cache", "overlong_penalty")}
-    return {"task": config.task.model_dump(mode="json"), "longest": config.rollout.max_completion_length, **shape}
+    longest, cache = config.rollout.max_completion_length, config.algorithm.overlong_cache
+    return {"task": config.task.model_dump(mode="json"), "longest": longest, "overlong_cache": cache}

@@ -27,7 +27,7 @@ def shaped_rewards(
     if cache is None:
         return list(rewards)
     penalties = overlong_penalties(torch.tensor([len(ids) for ids in responses]), max_length=longest, cache=cache)
-    return [r + config.overlong_penalty * p for r, p in zip(rewards, penalties.tolist(), strict=True)]
+    return [r + p for r, p in zip(rewards, penalties.tolist(), strict=True)]
 
 
 class Scorer:

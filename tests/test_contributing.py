@@ -16,7 +16,7 @@ FILES = dict(re.findall(r"```python\n# (\S+\.py)\n(.*?)```", TEXT, re.DOTALL))
 COMMANDS = re.findall(r"```\npython (-m python_trainer train .*?)\n```", TEXT, re.DOTALL)
 QUICK = ["max_steps=2", "max_seconds=null", "task.train_size=8", "task.test_size=4", "model.path=small",
          "rollout.prompts_per_step=4", "rollout.num_generations=2", "rollout.max_completion_length=16",
-         "evaluation.eval_steps=0", "save.save_model=false"]  # fmt: skip
+         "evaluation.eval_steps=0"]  # fmt: skip
 
 # makes the new folder part of the package, as it would be in a clone, and adds its lines to the tables
 CONFTEST = """

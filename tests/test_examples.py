@@ -12,7 +12,7 @@ from python_trainer.trainer import Trainer
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 QUICK = ["max_steps=1", "model.path=small", "rollout.prompts_per_step=2", "rollout.num_generations=2",
-         "rollout.max_completion_length=16", "save.save_model=false"]  # fmt: skip
+         "rollout.max_completion_length=16"]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -46,7 +46,7 @@ SHARE = 0.4
 SCAN = (0.0, 0.25, 0.5, 0.7, 0.85, 1.0, 1.25, 1.5, 2.0)  # of a = |D|_F / sigma1
 SETTINGS = [
     "optimizer.learning_rate=3e-5", "max_seconds=null", "evaluation.eval_steps=0", "evaluation.eval_limit=null",
-    "evaluation.target_accuracy=null", "save.save_steps=0", "save.save_total_limit=9", "save.save_model=false",
+    "evaluation.target_accuracy=null", "save.save_steps=0", "save.save_total_limit=9",
     "accelerators.enabled=[alpha]", "accelerators.alpha.first_step=1000000", "accelerators.alpha.track_steps=2",
     "accelerators.alpha.gate_prompts=2048",
     f"accelerators.alpha.horizon={1 / SHARE}",

@@ -26,7 +26,7 @@ from python_trainer.trainer import Trainer
 
 COMMON = [
     "model.matmul_precision=highest", "max_seconds=null", "evaluation.eval_steps=0", "evaluation.eval_limit=1024",
-    "save.save_steps=0", "save.save_model=false",
+    "save.save_steps=0",
 ]  # fmt: skip
 VARIANTS = {"plain": "accelerators.enabled=[]", "drafts": "accelerators.enabled=[drafts]"}
 # times, drafts, and the sampler's log-probabilities, whose last digits depend on what else is in a forward pass

@@ -33,7 +33,7 @@ from tools.policies import arithmetic as pretrain
 
 CONFIG = Path(__file__).parents[2] / "configs" / "arithmetic.yaml"
 SETTINGS = [
-    "max_seconds=null", "save.save_model=false", "evaluation.eval_steps=2", "evaluation.eval_limit=2048",
+    "max_seconds=null", "evaluation.eval_steps=2", "evaluation.eval_limit=2048",
     "evaluation.eval_limit_during=1024", "evaluation.target_accuracy=0.85",
 ]  # fmt: skip
 FILL = ["accelerators.enabled=[rhyme]", "accelerators.rhyme.history_ratio=0", "accelerators.rhyme.rescue=false"]

@@ -36,7 +36,7 @@ TEST_PROMPTS = 1024  # of the last evaluation; the ones in between use 256
 TARGETS = (0.55, 0.6)  # accuracies to which seconds and tokens are counted
 COMMON = [
     "task.train_size=128", "max_steps=25", "evaluation.eval_steps=5", "evaluation.eval_limit=256",
-    "evaluation.eval_limit_during=256", "evaluation.target_accuracy=null", "save.save_model=false",
+    "evaluation.eval_limit_during=256", "evaluation.target_accuracy=null",
     "save.save_steps=10", "optimizer.learning_rate=2e-4",
 ]  # fmt: skip
 RPO = ["accelerators.enabled=[rpo]", "accelerators.rpo.fill=4"]

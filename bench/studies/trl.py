@@ -33,7 +33,7 @@ TARGET = 0.85
 COMMON = [
     "model.matmul_precision=highest", "max_steps=40", "max_seconds=600", "evaluation.eval_steps=2",
     "evaluation.eval_limit=1024", "evaluation.eval_limit_during=1024", f"evaluation.target_accuracy={TARGET}",
-    "evaluation.stop_at_target=true", "save.save_steps=0", "save.save_model=false",
+    "evaluation.stop_at_target=true", "save.save_steps=0",
 ]  # fmt: skip
 VARIANTS = {
     "TRL": [],

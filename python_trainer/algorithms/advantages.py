@@ -65,7 +65,7 @@ def against_chance(p: torch.Tensor, *, deviations: bool) -> torch.Tensor:
 
 
 def _whitened(advantages: torch.Tensor, step: StepRewards, settings: AlgorithmConfig) -> torch.Tensor:
-    return whiten(advantages, step.in_loss) if settings.whiten_advantages else advantages
+    return whiten(advantages, step.in_loss) if settings.scale_rewards != "none" else advantages
 
 
 def group_statistics(rewards: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -64,7 +64,8 @@ class AlgorithmConfig(Section):
     """`group`: reward minus the mean of the group (GRPO); `rloo`: of the others in the group; `gae`: PPO, with a
     critic; `reinforce++`: what comes after a token, whitened over the batch. The last two need no groups."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """What the `group` advantage is divided by: deviation of the group, of the whole batch, or nothing (Dr. GRPO)."""
+    """What the `group` advantage is divided by: deviation of the group, of the whole batch, or nothing (Dr. GRPO).
+    gae and reinforce++: whiten the advantages over all tokens of a step, unless it is none."""
     loss_type: Annotated[str, LOSS_TYPES] = "dapo"
     """How token losses are averaged: grpo is seq-mean-token-mean, dapo token-mean, dr_grpo sum / (B x max length)."""
     epsilon: float = Field(0.2, gt=0, lt=1)
@@ -85,8 +86,6 @@ class AlgorithmConfig(Section):
     """gae, reinforce++: discount of a reward per token in between."""
     lam: float = Field(0.95, ge=0, le=1)
     """gae: 1 judges a token by what was earned after it, 0 by the value of the next token."""
-    whiten_advantages: bool = True
-    """gae, reinforce++: bring the advantages of a step to mean 0 and variance 1 over all its tokens."""
     vf_coef: float = Field(0.1, ge=0)
     """gae: weight of the value loss."""
     cliprange_value: float | None = Field(0.2, gt=0)
@@ -100,9 +99,7 @@ class AlgorithmConfig(Section):
     prefix_in_loss: bool = False
     """Of answers that continue a given prefix (`rpo`), train on the prefix too, as the paper does; costs time."""
     overlong_cache: int | None = Field(None, ge=1)
-    """Answers in the last so many tokens before max_completion_length lose reward, more the longer (DAPO)."""
-    overlong_penalty: float = Field(1.0, gt=0)
-    """What an answer of max_completion_length tokens loses, with overlong_cache."""
+    """Answers in the last so many tokens before max_completion_length lose reward, up to 1 (DAPO)."""
     mask_truncated_completions: bool = False
     """Leave answers that hit max_completion_length out of the loss."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
@@ -132,9 +129,7 @@ class AlgorithmConfig(Section):
     @property
     def in_deviations(self) -> bool:
         """Whether advantages are in standard deviations of the rewards, or in rewards."""
-        if self.advantage in ("gae", "reinforce++"):
-            return self.whiten_advantages
-        return self.advantage == "group" and self.scale_rewards != "none"
+        return self.advantage in ("group", "gae", "reinforce++") and self.scale_rewards != "none"
 
     @model_validator(mode="after")
     def delta_beyond_clip(self) -> "AlgorithmConfig":

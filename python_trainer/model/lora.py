@@ -161,16 +161,33 @@ def without_adapters(model: torch.nn.Module) -> Iterator[None]:
             layer.scaling[ADAPTER] = scale
 
 
-def save_adapter(model: torch.nn.Module, plain: torch.nn.Module, settings: ModelConfig, folder: Path) -> None:
-    """Writes the adapters of a model as PEFT and vLLM read them.
+def adapter_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Gathers the weights of all adapters, by the names that PEFT gives them; all ranks call it together."""
+    return {
+        f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": full(value.detach()).contiguous()
+        for name, value in model.state_dict().items()
+        if ".lora_" in name
+    }
+
+
+def save_adapter(
+    weights: dict[str, torch.Tensor],
+    policy_model: torch.nn.Module,
+    plain: torch.nn.Module,
+    settings: ModelConfig,
+    folder: Path,
+) -> None:
+    """Writes adapters as PEFT and vLLM read them.
 
     Args:
+        weights: by :func:`adapter_weights`.
+        policy_model: the model that has them.
         plain: the model with the adapters merged in.
     """
     from peft import LoraConfig
 
     assert settings.lora is not None
-    names = [name for name, _ in adapted_layers(model)]
+    names = [name for name, _ in adapted_layers(policy_model)]
     ends = {name.rpartition(".")[2] for name in names}
     linear = [name for name, module in plain.named_modules() if isinstance(module, torch.nn.Linear)]
     alone = all(name in names for name in linear if name.rpartition(".")[2] in ends)
@@ -185,9 +202,4 @@ def save_adapter(model: torch.nn.Module, plain: torch.nn.Module, settings: Model
         "inference_mode": True,
     }
     LoraConfig(**options).save_pretrained(str(folder))
-    weights = {
-        f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": full(value.detach()).contiguous()
-        for name, value in model.state_dict().items()
-        if ".lora_" in name
-    }
     save_file(weights, folder / "adapter_model.safetensors", {"format": "pt"})

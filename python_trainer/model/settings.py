@@ -68,8 +68,6 @@ class OptimizerConfig(Section):
     offload: bool = False
     """Keep moments and float32 master weights in the memory of the host between optimizer steps (pinned, on a GPU).
     Changes memory and speed, not the weights."""
-    share_prefixes: bool = True
-    """Compute the prompt and prefix of a group once, not once per answer. Changes memory and speed, not the loss."""
 
 
 class CriticConfig(Section):

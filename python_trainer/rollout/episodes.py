@@ -192,7 +192,7 @@ class EpisodeEngine(WrappedEngine):
         now = time.monotonic()
         for playing in [playing for playing in self._steps if playing.deadline < now]:
             self._steps.discard(playing)
-            yield playing, TimeoutError(f"no answer within task.environment_timeout, {self.timeout:g} s")
+            yield playing, TimeoutError(f"no answer within {self.timeout:g} s, the timeout of its class")
 
     def _fail(self, playing: _Playing, error: BaseException) -> Rollout:
         playing.episode.failure = _text(error)

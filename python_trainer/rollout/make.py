@@ -61,7 +61,7 @@ def make_engine(
         "tokenizer": policy.tokenizer,
         "lengths": LengthHistory() if rollout.schedule == "history" else None,
     }
-    sizes: dict[str, Any] = {"memory_bytes": rollout.memory_bytes, "block_size": rollout.block_size}
+    sizes: dict[str, Any] = {"memory_bytes": rollout.memory_bytes}
     if rollout.servers:
         return _on_servers(rollout, policy, output_dir / ".vllm", ranks, note, options)
     if rollout.engine == "vllm":
@@ -79,7 +79,6 @@ def make_engine(
             trust_remote_code=trust,
             reserved_bytes=reserved_bytes,
             gathered=partial(gathered_checkpoint, policy) if policy.lean else None,
-            sleeps=rollout.vllm_enable_sleep_mode,
             longest_draft=longest_draft,
             **sizes,
         )

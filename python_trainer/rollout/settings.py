@@ -27,8 +27,6 @@ class RolloutConfig(Section):
     vllm_transfer: Literal["files", "nccl"] = "files"
     """How weights go to vllm_server: through files in OUTPUT_DIR, or by vLLM's own weight transfer over NCCL, for which
     the trainer's environment needs vLLM too. Adapters alone go through files in any case."""
-    vllm_enable_sleep_mode: bool = True
-    """Let vLLM within the trainer give its weights and its cache up during updates; on a CPU it keeps them."""
     prompts_per_step: int = Field(32, ge=1)
     """Prompts in one training step."""
     num_generations: int = Field(8, ge=1)
@@ -52,8 +50,6 @@ class RolloutConfig(Section):
     stay the same."""
     memory_bytes: int | None = Field(None, ge=1)
     """Size of the KV cache; null chooses by model and device."""
-    block_size: int = Field(16, ge=1)
-    """Tokens in a block of the KV cache."""
 
     @field_validator("vllm_server", mode="before")
     @classmethod

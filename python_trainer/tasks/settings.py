@@ -60,8 +60,6 @@ class TaskSettings(Section):
     """What the policy has turns with in an answer (docs/environments.md); null: an answer is one turn."""
     max_turns: int = Field(8, ge=1)
     """Most turns of the policy in one answer, with an environment."""
-    environment_timeout: float = Field(60.0, gt=0)
-    """Seconds for one step of an environment; one that takes longer fails its answer."""
 
     @field_validator("name", mode="before")
     @classmethod

@@ -55,7 +55,7 @@ def run_settings(tiny_policy, jsonl_files):
         "model": {"path": str(tiny_policy), "device": "cpu"},
         "rollout": {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12},
         "optimizer": {"learning_rate": 1e-2},
-        "save": {"save_steps": 2, "save_model": False},
+        "save": {"save_steps": 2},
         "accelerators": {"curriculum": {"database": None}},
     }
 

@@ -35,7 +35,7 @@ def grades(monkeypatch):
 
 @pytest.fixture
 def finished(make_config, tmp_path):
-    save = {"save_steps": 1, "save_total_limit": 1, "save_model": True}
+    save = {"save_steps": 1, "save_total_limit": 1}
     config = make_config(task={"accuracy": "digits"}, evaluation={"eval_steps": 1}, save=save)
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
     trainer.run()
@@ -65,7 +65,7 @@ def test_the_best_checkpoint_is_kept_and_written_as_a_model(finished):
 
 def test_a_last_step_that_is_the_best_is_the_model_alone(make_config, tmp_path, grades):
     judged = {"accuracy": "digits"}
-    save = {"save_steps": 1, "save_model": True}
+    save = {"save_steps": 1}
     Trainer(make_config(task=judged, evaluation={"eval_steps": 1}, save=save), tmp_path / "run", console=QUIET).run()
     assert (tmp_path / "run" / "best").is_dir()
     grades.append(0.9)
@@ -75,7 +75,7 @@ def test_a_last_step_that_is_the_best_is_the_model_alone(make_config, tmp_path, 
 
 
 def test_without_save_best_only_the_newest_are_kept(make_config, tmp_path):
-    save = {"save_steps": 1, "save_total_limit": 1, "save_best": False, "save_model": True}
+    save = {"save_steps": 1, "save_total_limit": 1, "save_best": False}
     Trainer(make_config(evaluation={"eval_steps": 1}, save=save), tmp_path / "run", console=QUIET).run()
     assert [path.name for path in list_checkpoints(tmp_path / "run" / "checkpoints")] == ["step-000004"]
     assert not (tmp_path / "run" / "best").exists()
@@ -89,7 +89,7 @@ def logits(model):
 def test_an_adapter_is_that_of_the_merged_model_and_can_be_trained_from(make_config, tmp_path, tiny_policy):
     peft = pytest.importorskip("peft")
     lora = {"r": 4, "alpha": 8, "target_modules": ["q_proj", "down_proj"]}
-    options = {"optimizer": {"learning_rate": 0.05}, "save": {"save_model": True}}
+    options = {"optimizer": {"learning_rate": 0.05}}
     config = make_config(max_steps=2, model={"lora": lora}, **options)
     Trainer(config, tmp_path / "run", console=QUIET).run()
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")

@@ -137,7 +137,7 @@ def test_resume_refuses_another_model_or_other_accelerators(make_config, tmp_pat
 def test_a_kill_at_any_moment_loses_nothing(settings, make_config, tmp_path):
     """SIGKILL at random, RLKERNELS_KILLS times, resume, and end with the weights of the uninterrupted run."""
     wanted = int(os.environ.get("RLKERNELS_KILLS", "5"))
-    settings |= {"max_steps": 13 * wanted, "save": {"save_steps": 1, "save_model": False}, "seed": 5}
+    settings |= {"max_steps": 13 * wanted, "save": {"save_steps": 1}, "seed": 5}
     Trainer(make_config(), tmp_path / "whole", console=QUIET).run()
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(settings))

@@ -135,14 +135,14 @@ def test_resume_draws_the_same_prompts(dynamic, tmp_path):
 
 
 def test_long_answers_lose_reward_but_not_accuracy(make_config, tmp_path):
-    algorithm = {"overlong_cache": 12, "overlong_penalty": 3.0}
+    algorithm = {"overlong_cache": 12}
     trainer = Trainer(make_config(algorithm=algorithm), tmp_path / "run", console=QUIET)
     groups = trainer.prompts.groups(trainer.prompts.draw(4))
     rollouts = trainer.generate(groups, 0)
     trainer.scorer.score(groups, rollouts)
     assert len({len(r.response_ids) for r in rollouts}) > 1
     for rollout in rollouts:
-        assert rollout.reward == pytest.approx(rollout.rewards["digits"] - 3.0 * len(rollout.response_ids) / 12)
+        assert rollout.reward == pytest.approx(rollout.rewards["digits"] - len(rollout.response_ids) / 12)
         assert rollout.accuracy == float(rollout.rewards["digits"] > 0.5)
 
 

@@ -207,7 +207,7 @@ def test_a_failing_environment_ends_its_own_answer(model):
         assert rollout.finish_reason == "length" and rollout.episode.turns == 2 and reason
         assert rollout.response_ids == whole.response_ids[:count] and rollout.episode.reward == 0.5
     assert {"ValueError: out of order", "SystemExit: 3"} <= set(reasons)
-    assert "TimeoutError: no answer within task.environment_timeout, 0.5 s" in reasons
+    assert "TimeoutError: no answer within 0.5 s, the timeout of its class" in reasons
     alone = episodes(model).generate([plain], SAMPLING)
     assert content(rollouts[-2:]) == content(alone) and reasons[-2:] == ["", ""]
     assert len(notes) == 1 and "the environment Failing failed in turn 2 of an answer, which ends there" in notes[0]

@@ -29,7 +29,7 @@ def playing(tiny_policy, monkeypatch):
         "model": {"path": str(tiny_policy), "device": "cpu"},
         "rollout": {"prompts_per_step": 3, "num_generations": 24, "max_completion_length": 12},
         "optimizer": {"learning_rate": 1e-2},
-        "save": {"save_steps": 2, "save_model": False},
+        "save": {"save_steps": 2},
     }
     yield merged(settings, changes)
     sys.modules.pop("guessing_game", None)
@@ -55,7 +55,7 @@ def test_a_game_is_learned_by_what_is_said(playing, tmp_path, monkeypatch):
     policies stop there, always guessing the same two.
     """
     changes = {"max_steps": 120, "optimizer": {"learning_rate": 4e-3}, "rollout": {"num_generations": 32}}
-    changes |= {"algorithm": {"entropy_coef": 0.03}, "save": {"save_model": True}}
+    changes |= {"algorithm": {"entropy_coef": 0.03}}
     looked = {"samples": 50, "eval_steps": 10, "target_accuracy": 0.87, "stop_at_target": True}
     settings = merged(playing, changes | {"evaluation": looked})
     for seed in range(1, 6):

@@ -47,9 +47,7 @@ def scores(policy, answers):
 
 
 def test_learns_and_leaves_a_plain_model(make_config, tmp_path, tiny_policy, answers):
-    config = make_config(
-        max_steps=20, model={"lora": LORA}, optimizer={"learning_rate": 0.05}, save={"save_model": True}
-    )
+    config = make_config(max_steps=20, model={"lora": LORA}, optimizer={"learning_rate": 0.05})
     trainer = train(config, tmp_path / "run")
     rows = read_metrics(tmp_path / "run")
     assert rows[-1]["reward"] > rows[1]["reward"] + 0.2

@@ -35,7 +35,7 @@ def children(pid):
 def test_two_processes_stop_together_and_one_goes_on(settings, tmp_path):
     """SIGTERM to one of two; then the same run in a single process, to an exported model."""
     run, config = tmp_path / "run", tmp_path / "config.yaml"
-    settings |= {"max_steps": 100_000, "parallel": "fsdp2", "save": {"save_steps": 0, "save_model": True}}
+    settings |= {"max_steps": 100_000, "parallel": "fsdp2", "save": {"save_steps": 0}}
     config.write_text(yaml.safe_dump(settings))
     arguments = [*TRAIN, "--config", str(config), "--output-dir", str(run)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]

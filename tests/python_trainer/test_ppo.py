@@ -44,7 +44,7 @@ def step_batch(algorithm, rewards, lengths, *, groups=None, in_loss=None, unscor
 
 
 def test_gae_of_a_step_known_values():
-    algorithm = {"advantage": "gae", "gamma": 1.0, "lam": 0.5, "whiten_advantages": False}
+    algorithm = {"advantage": "gae", "gamma": 1.0, "lam": 0.5, "scale_rewards": "none"}
     batch = step_batch(algorithm, [1.0, 0.0], [2, 1], values=[[0.5, 0.25], [0.5]])
     row = batch.set_advantages()
     # first answer: last token 1 - 0.25 = 0.75; before it 0.25 - 0.5 + 0.5 * 0.75 = 0.125; second: 0 - 0.5
@@ -58,7 +58,7 @@ def test_gae_of_a_step_known_values():
 
 
 def test_kl_in_the_reward_of_gae_is_per_token():
-    algorithm = {"advantage": "gae", "lam": 1.0, "whiten_advantages": False}
+    algorithm = {"advantage": "gae", "lam": 1.0, "scale_rewards": "none"}
     algorithm |= {"beta": 0.5, "kl_estimator": "k1", "use_kl_in_reward": True}
     batch = step_batch(algorithm, [1.0], [2], old=[[-1.0, -2.0]], reference=[[-1.4, -1.8]], values=[[0.0, 0.0]])
     row = batch.set_advantages()
@@ -90,7 +90,7 @@ def test_reinforce_plus_plus_known_values():
     batch.set_advantages()
     # to come: 0.5, 1, 0 -> mean 0.5, variance (0 + 0.25 + 0.25) / 2 = 0.25, deviation 0.5
     torch.testing.assert_close(batch.advantages.flat, torch.tensor([0.0, 1.0, -1.0, 0.0]))
-    batch = step_batch(algorithm | {"whiten_advantages": False}, *answers, in_loss=[True, True, False])
+    batch = step_batch(algorithm | {"scale_rewards": "none"}, *answers, in_loss=[True, True, False])
     batch.set_advantages()
     torch.testing.assert_close(batch.advantages.flat, torch.tensor([0.5, 1.0, 0.0, 99.0]))
 
@@ -100,7 +100,7 @@ def test_a_given_prefix_takes_no_part_in_advantages():
     recorded = {"old": [[math.nan, -1.0, -1.0]], "reference": [[math.nan, -1.0, -1.5]]}
     for kind in ("gae", "reinforce++", "group"):
         values = {"values": [[math.nan, 0.25, 0.5]]} if kind == "gae" else {}
-        algorithm = {"advantage": kind, "lam": 1.0, "whiten_advantages": False}
+        algorithm = {"advantage": kind, "lam": 1.0, "scale_rewards": "none"}
         algorithm |= {"beta": 1.0, "kl_estimator": "k1", "use_kl_in_reward": True}
         batch = step_batch(algorithm, [1.0], [3], unscored=1, **recorded, **values)
         row = batch.set_advantages()
@@ -188,7 +188,7 @@ def test_value_loss_reaches_the_policy_only_through_a_shared_trunk(make_config, 
     weights = []
     for coef in (0.0, 1.0):
         config = make_config(
-            max_steps=2, algorithm={"advantage": "gae", "vf_coef": coef, "lam": 1.0, "whiten_advantages": False},
+            max_steps=2, algorithm={"advantage": "gae", "vf_coef": coef, "lam": 1.0, "scale_rewards": "none"},
             critic={"separate": separate}, optimizer={"max_grad_norm": 1e9, "learning_rate": 1e-3},
         )  # fmt: skip
         trainer = Trainer(config, tmp_path / str(coef), console=QUIET)

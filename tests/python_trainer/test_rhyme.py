@@ -242,8 +242,8 @@ def test_bad_settings_are_named(rhyme_config, tmp_path):
 OTHER_REWARDS = {
     "weights": ({"task": {"reward_weights": [10.0]}}, lambda s: 10 * digits([], [], [s.response_ids])[0]),
     "penalty": (
-        {"algorithm": {"overlong_cache": 12, "overlong_penalty": 0.25}},
-        lambda s: digits([], [], [s.response_ids])[0] - 0.25 * len(s.response_ids) / 12,
+        {"algorithm": {"overlong_cache": 12}},
+        lambda s: digits([], [], [s.response_ids])[0] - len(s.response_ids) / 12,
     ),
     "function": ({"task": {"reward": "conftest:even"}}, lambda s: even([], [], [s.response_ids])[0]),
 }

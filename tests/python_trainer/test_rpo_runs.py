@@ -9,6 +9,7 @@ from python_trainer.accelerators.rpo.answers import load_answers
 from python_trainer.config import check_config
 from python_trainer.data import merits
 from python_trainer.errors import UserError
+from python_trainer.learner import Learner
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 
@@ -125,11 +126,19 @@ def test_dynamic_sampling_refills_with_suffixes_and_counts_every_round(make_conf
 
 
 @pytest.mark.parametrize("advantage", ["group", "gae"])
-def test_sharing_prefixes_changes_the_tokens_computed_but_not_the_weights(make_config, tmp_path, advantage):
+def test_sharing_prefixes_changes_the_tokens_computed_but_not_the_weights(
+    make_config, tmp_path, monkeypatch, advantage
+):
+    def unshared(learner, batch, samples):
+        for part, _ in learner.ranks.micro_batches(batch.rollouts, samples, 4096, share=False):
+            yield batch.pack(part, share=False)
+
     runs = []
+    optimizer = {"learning_rate": 1e-3}
+    config = rpo_config(make_config, max_steps=2, optimizer=optimizer, algorithm={"advantage": advantage})
     for share in (True, False):
-        optimizer = {"share_prefixes": share, "learning_rate": 1e-3}
-        config = rpo_config(make_config, max_steps=2, optimizer=optimizer, algorithm={"advantage": advantage})
+        if not share:
+            monkeypatch.setattr(Learner, "_packs", unshared)
         trainer = Trainer(config, tmp_path / str(share), console=Console(quiet=True))
         runs.append((trainer.run()["trained_tokens"], list(trainer.policy.model.parameters())))
     assert runs[0][0] < 0.95 * runs[1][0]

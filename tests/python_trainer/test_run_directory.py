@@ -63,7 +63,7 @@ def test_metrics_that_do_not_fit_on_the_disk(make_config, tmp_path, monkeypatch,
 
 
 def test_a_model_that_does_not_fit_on_the_disk(make_config, tmp_path, full_disk):
-    config = make_config(max_steps=2, save={"save_model": True})
+    config = make_config(max_steps=2)
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
     original = trainer.policy.save
 
@@ -126,7 +126,7 @@ def test_what_a_kill_left_of_the_model_is_not_published(make_config, tmp_path):
     (aside / "model-00001-of-00009.safetensors").write_bytes(b"half of one")
     umask = os.umask(0o022)
     try:
-        config = make_config(max_steps=1, save={"save_model": True})
+        config = make_config(max_steps=1)
         Trainer(config, tmp_path / "run", resume=True, console=QUIET).run()
     finally:
         os.umask(umask)

@@ -47,7 +47,7 @@ def huge(prompts, completions, completion_ids, **columns):
 
 @pytest.mark.parametrize(
     "algorithm",
-    [{}, {"num_iterations": 2}, {"advantage": "gae", "whiten_advantages": False, "num_minibatches": 2}],
+    [{}, {"num_iterations": 2}, {"advantage": "gae", "scale_rewards": "none", "num_minibatches": 2}],
 )
 def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_answers(make_config, tmp_path, algorithm):
     huge.calls = 0
@@ -215,7 +215,7 @@ def test_out_of_memory_is_said_in_one_line(make_config, tmp_path, monkeypatch, c
 
 
 def test_a_signal_while_the_model_is_written_lets_it_finish(make_config, tmp_path, monkeypatch, capsys):
-    config = make_config(max_steps=1, save={"save_model": True})
+    config = make_config(max_steps=1)
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
     original = trainer.policy.save
 

@@ -41,7 +41,7 @@ def assert_same_weights(a, b, **tolerance):
 
 
 def test_learns_and_leaves_a_complete_run_directory(make_config, tmp_path):
-    config = make_config(max_steps=12, save={"save_model": True}, evaluation={"eval_steps": 5})
+    config = make_config(max_steps=12, evaluation={"eval_steps": 5})
     summary = Trainer(config, tmp_path / "run", console=QUIET).run()
     rows = read_metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == list(range(13))
@@ -233,7 +233,7 @@ def test_a_run_that_ended_at_its_target_goes_on_for_a_higher_one_only(make_confi
 
 def test_a_run_that_begins_at_its_target_trains_nothing(make_config, tmp_path):
     evaluation = {"eval_steps": 2, "target_accuracy": 0.01, "stop_at_target": True}
-    config = make_config(task={"reward": "conftest:even"}, evaluation=evaluation, save={"save_model": True})
+    config = make_config(task={"reward": "conftest:even"}, evaluation=evaluation)
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
     before, summary = weights_of(trainer), trainer.run()
     assert summary["steps"] == 0 and summary["generated_tokens"] == 0

@@ -60,8 +60,7 @@ def run_settings(folder, path, **rollout):
                     "memory_bytes": MEMORY, **rollout},
         "optimizer": {"learning_rate": 1e-2},
         "accelerators": {"enabled": ["rpo"], "rpo": {"fill": 1, "keep": "any"}},
-        "save": {"save_model": True},
-    }  # fmt: skip
+            }  # fmt: skip
 
 
 def train(settings, folder):

@@ -291,7 +291,7 @@ def test_training_on_answers_in_turns_with_an_environment(where, folder, tmp_pat
     if where == "server":
         rollout |= {"vllm_server": request.getfixturevalue("address"), "stop": ["0", "1", "2", "3"]}
     settings["task"] |= {"numbers": 3, "max_turns": 2}
-    settings |= {"max_steps": 3, "model": {"path": str(folder), "device": "cpu"}, "save": {"save_model": False}}
+    settings |= {"max_steps": 3, "model": {"path": str(folder), "device": "cpu"}}
     settings["rollout"] = settings.get("rollout", {}) | rollout | {"memory_bytes": MEMORY}
     Trainer(check_config(settings, source="test"), tmp_path / "run", console=Console(quiet=True)).run()
     rows = [row for row in read_metrics(tmp_path / "run") if "reward" in row]

@@ -45,7 +45,6 @@ class InProcess:
         trust_remote_code: run Python code that comes with the folder.
         reserved_bytes: of the device's memory, for what comes later, such as an optimizer.
         gathered: makes the weights, by their names in a checkpoint, where the model does not have them.
-        sleeps: let :meth:`sleep` have an effect, on a device where vLLM can do that.
         longest_draft: most tokens that vLLM verifies at once; 0: it is made without drafts, and :meth:`draft_from` has
             no effect.
 
@@ -65,7 +64,6 @@ class InProcess:
         trust_remote_code: bool = False,
         reserved_bytes: int = 0,
         gathered: Callable[[], Iterator[tuple[str, torch.Tensor]]] | None = None,
-        sleeps: bool = True,
         longest_draft: int = 0,
     ):
         self._gathered = gathered
@@ -76,7 +74,7 @@ class InProcess:
         if device.type == "cpu":
             block_size = -(-block_size // CPU_BLOCK) * CPU_BLOCK
         self._drafts = longest_draft > 0
-        self._sleeps, self._asleep = sleeps and _can_sleep(device), False
+        self._sleeps, self._asleep = _can_sleep(device), False
         set_threads = torch.set_num_threads
         try:
             self._llm = self._vllm.LLM(

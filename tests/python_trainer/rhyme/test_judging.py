@@ -50,7 +50,7 @@ def test_answers_are_judged_as_fresh_ones_of_this_run(make_config):
 
     config = make_config(
         rollout={"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 8},
-        algorithm={"overlong_cache": 4, "overlong_penalty": 2.0},
+        algorithm={"overlong_cache": 4},
     )
     texts = ["x", "xx", "xxx", "xxxx", "xxxxxx", "x" * 8, "x" * 9]
     samples = [make_sample(text=text, key=key, ids=range(len(text)), reward=0.7) for key in KEYS for text in texts]
@@ -58,7 +58,7 @@ def test_answers_are_judged_as_fresh_ones_of_this_run(make_config):
     found = judged(samples, context(task_with(short, reward_timeout=60.0), config))
     assert calls == [4, 4, 4], "12 answers to prompts of this run, none longer than it allows"
     assert [s.text for s in found] == [*texts[:3], *texts[:6]]
-    lost = {"x" * 6: 1.0, "x" * 8: 2.0}
+    lost = {"x" * 6: 0.5, "x" * 8: 1.0}
     assert [s.reward for s in found] == [10.0 - lost.get(s.text, 0.0) for s in found]
     with pytest.raises(UserError, match="size.*raised ZeroDivisionError"):
         judged(samples, context(task_with(lambda **columns: 1 / 0), config))
