@@ -41,9 +41,9 @@ $(VENV)/.built: $(VENV)/.packages $(SOURCES)
 setup build: $(VENV)/.built
 
 train: $(VENV)/.built
-	$(PY) -m python_trainer compare --config configs/lattice_paths.yaml --variants baseline,auto --output-dir $(RUN) \
+	$(PY) -m python_trainer compare --config configs/lattice_paths.yaml --variants baseline,rhyme --output-dir $(RUN) \
 	  --set max_steps=120 evaluation.eval_steps=10 evaluation.eval_limit=1024 evaluation.target_accuracy=0.6 \
-	  accelerators.curriculum.database=$(RUN)/history.db $(TRAIN)
+	  accelerators.rhyme.database=$(RUN)/history.db $(TRAIN)
 
 smoke: $(VENV)/.built
 	rm -rf runs/smoke

@@ -13,7 +13,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from bench import Case
-from python_trainer.accelerators.drafts.accelerator import MEASURED_PASSES
+from python_trainer.accelerators.drafts import MEASURED_PASSES
 from python_trainer.config import load_config
 from python_trainer.model.policy import load_policy
 from python_trainer.rollout import PagedEngine, Request, SamplingParams

@@ -81,6 +81,13 @@ def find_origin(
     return origin
 
 
+def copy_containers(state: Any) -> Any:
+    """Copies nested dictionaries and lists, but not the tensors in them."""
+    if isinstance(state, dict):
+        return {key: copy_containers(value) for key, value in state.items()}
+    return [copy_containers(value) for value in state] if isinstance(state, list) else state
+
+
 @contextmanager
 def reading_checkpoint(folder: Path) -> Iterator[None]:
     """Within it a checkpoint with missing or malformed contents raises UserError."""
@@ -169,7 +176,7 @@ class Checkpointer:
                 load_learned(self.learner, saved, self.folder)
                 states = saved["accelerators"] | saved.get("watchers", {})
                 for accelerator in self.accelerators:
-                    if accelerator.name in states:  # a watcher may be new
+                    if accelerator.name in states:  # recording may be new
                         accelerator.load_state_dict(states[accelerator.name])
                 if self.engine.lengths and saved.get("lengths"):
                     self.engine.lengths.load_state_dict(saved["lengths"])
@@ -178,7 +185,7 @@ class Checkpointer:
         self.origin.saved = None  # frees its memory
 
     def _check_accelerators(self, saved: dict[str, Any]) -> None:
-        names = {accelerator.name for accelerator in self.accelerators if not accelerator.watches}
+        names = {accelerator.name for accelerator in self.accelerators if accelerator.enabled}
         if set(saved["accelerators"]) != names:
             raise UserError(
                 f"{self.folder} was run with the accelerators {sorted(saved['accelerators'])}, not {sorted(names)}"
@@ -196,7 +203,7 @@ class Checkpointer:
         """Raises UserError if accelerators know training prompts by numbers, and these are other prompts now."""
         if before is None or before == self.fingerprint:
             return
-        names = [accelerator.name for accelerator in self.accelerators if accelerator.numbers_prompts]
+        names = [accelerator.name for accelerator in self.accelerators if accelerator.enabled]
         if names:
             raise UserError(
                 f"{self.folder} was run on other training prompts than task has now, also where those too long for "
@@ -265,11 +272,11 @@ class Checkpointer:
         state = self.state
         state.wall_s, state.seconds = self.clock.wall_seconds, dict(self.clock.seconds)
         state.policy_version = self.engine.policy_version
-        states = {a: a.snapshot() if lasting else a.state_dict() for a in self.accelerators}
+        states = {a: copy_containers(a.state_dict()) if lasting else a.state_dict() for a in self.accelerators}
         return {
             "state": asdict(state),
-            "accelerators": {a.name: own for a, own in states.items() if not a.watches},
-            "watchers": {a.name: own for a, own in states.items() if a.watches},
+            "accelerators": {a.name: own for a, own in states.items() if a.enabled},
+            "watchers": {a.name: own for a, own in states.items() if not a.enabled},
             "lengths": self.engine.lengths.state_dict() if self.engine.lengths else None,
             "dtype": name_of(self.policy.whole.dtype),
             "prompts": self.fingerprint,

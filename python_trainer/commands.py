@@ -68,8 +68,8 @@ DESCRIPTIONS = {
     about a minute. Nothing is kept (docs/probe.md).""",
     "report": """Verdict, table and curves of runs, finished or not: prints the table of all runs under the folders and
     writes report.html, one page with sample answers and the settings that differ too, which needs no network.""",
-    "history": """Looks into a retrospective database: lists its runs, draws how their stages rhyme, and shows the best
-    matches of one.""",
+    "history": """Looks into a retrospective database: lists the runs that accelerators.rhyme.database has recorded,
+    and shows which stages of others rhyme with those of one.""",
 }
 
 
@@ -111,8 +111,6 @@ def make_parser() -> argparse.ArgumentParser:
     history = commands["history"]
     history.add_argument("url", metavar="URL", help="a path, sqlite:/// or postgresql:// URL")
     history.add_argument("--run", type=int, metavar="ID", help="show what each stage of this run rhymes with")
-    history.add_argument("--picture", type=Path, metavar="FILE.png", help="default: rhyme.png beside a SQLite file")
-    history.add_argument("--window", type=int, default=8, metavar="N", help="steps of a stage (8)")
     history.set_defaults(call=lambda args: load("python_trainer.accelerators.rhyme.browse:run")(args))
     return whole
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from python_trainer.accelerators import ACCELERATORS, AUTO
+from python_trainer.accelerators import ACCELERATORS
 from python_trainer.config import Config, changed_settings, check_config, dump_config
 from python_trainer.errors import UserError
 from python_trainer.report.page import report
@@ -20,17 +20,15 @@ if TYPE_CHECKING:
 
 
 def enabled_in(variant: str) -> list[str]:
-    """Accelerators of a variant: ``baseline``, ``auto``, ``all``, or names and ``module:Class`` joined by ``+``."""
+    """Accelerators of a variant: ``baseline``, ``all``, or names and ``module:Class`` joined by ``+``."""
     if variant == BASELINE:
         return []
-    if variant == AUTO:
-        return AUTO
     if variant == "all":
         return ACCELERATORS.names()
     names = variant.split("+")
     for name in names:
         if name not in ACCELERATORS.names() and ":" not in name:  # whose module is looked for with the settings
-            allowed = ", ".join([BASELINE, AUTO, *ACCELERATORS.choices, "all"])
+            allowed = ", ".join([BASELINE, *ACCELERATORS.choices, "all"])
             raise UserError(f"--variants must hold names out of {allowed} (or several joined by +), got {name!r}")
     return names
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from python_trainer.accelerators import AUTO, AcceleratorsConfig, registered
+from python_trainer.accelerators import AcceleratorsConfig, registered
 from python_trainer.accelerators.settings import AcceleratorSettings
 from python_trainer.algorithms.settings import AlgorithmConfig
 from python_trainer.callbacks import CALLBACKS
@@ -158,15 +158,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def accelerators_fit(self) -> "Config":
-        for accelerator in [*self.accelerators.chosen(), *self.accelerators.others()]:
-            accelerator.settle(self)
-        if self.accelerators.enabled == AUTO:
-            self.accelerators.choose(self._refused)
         for accelerator in self.accelerators.chosen():
             if (refused := self._refused(accelerator)) is not None:
                 raise ValueError(refused)
-        for accelerator in self.accelerators.others():
-            if accelerator.idle() is not None and (conflict := accelerator.conflicts(self)) is not None:
+        for accelerator in self.accelerators.recording():
+            if (conflict := accelerator.conflicts(self)) is not None:
                 raise ValueError(conflict)
         return self
 

@@ -2,10 +2,8 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import rlkernels.backend
-from python_trainer.accelerators.base import Accelerator
 from python_trainer.config import Config
 from python_trainer.distributed import RankGroup
 from python_trainer.engine_choice import choose_engine
@@ -15,7 +13,6 @@ from python_trainer.memory import RECOMPUTES, Device, device_here, needs_recompu
 from python_trainer.model.dtype import keep_dtype
 from python_trainer.model.policy import Policy, set_matmul_precision
 from python_trainer.prompts import Tasks
-from python_trainer.registry import load
 from python_trainer.rollout.engine import Engine
 from python_trainer.rollout.episodes import EpisodeEngine
 from python_trainer.rollout.make import make_engine
@@ -38,8 +35,8 @@ def resolve_settings(config: Config, before: str | None, ranks: RankGroup, note:
         except ValueError as error:
             raise UserError(str(error)) from error
         chosen, reason = choose_engine(config)
-        for text in filter(None, [reason, config.accelerators.said]):
-            note(text)
+        if reason is not None:
+            note(reason)
         chosen = chosen.model_copy(update={"model": keep_dtype(chosen.model, before)})
     if ranks.once(lambda: needs_recomputing(chosen, ranks.size)):
         note(RECOMPUTES)
@@ -97,22 +94,3 @@ def make_learner(config: Config, policy: Policy, ranks: RankGroup | None = None)
         max_steps=config.max_steps,
         ranks=ranks,
     )
-
-
-def make_accelerators(config: Config) -> list[Accelerator]:
-    """Returns the enabled accelerators, and those that record a run although they are not enabled."""
-    enabled = [settings.make() for settings in config.accelerators.chosen()]
-    idle = [(settings, name) for settings in config.accelerators.others() if (name := settings.idle()) is not None]
-    return [*enabled, *(load(name)(settings) for settings, name in idle)]
-
-
-def facts_of(config: Config) -> dict[str, Any]:
-    """Describes a run for a database; settings of accelerators stay out, they may hold a password."""
-    settings = config.model_dump(mode="json") | {"accelerators": config.accelerators.enabled}
-    return {"algorithm": config.algorithm.advantage, "settings": settings}
-
-
-def rules_of(config: Config) -> dict[str, Any]:
-    """Returns everything that decides the reward of an answer, and whether it is right."""
-    longest, cache = config.rollout.max_completion_length, config.algorithm.overlong_cache
-    return {"task": config.task.model_dump(mode="json"), "longest": longest, "overlong_cache": cache}

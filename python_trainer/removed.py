@@ -7,6 +7,40 @@ from typing import Any
 # ("task.name=countdown"), settings below any name ("evaluation.sets.*") or a command ("command export"). Its text
 # completes the sentence "KEY was removed: ...".
 REMOVED: dict[str, str] = {
+    "accelerators.enabled=auto": "write [rhyme], which changes nothing where right answers are common",
+    "accelerators.enabled=curriculum": "write [rhyme]",
+    "accelerators.curriculum": "its settings are in accelerators.rhyme, by the same names",
+    "accelerators.rhyme.record": "leave it out; accelerators.rhyme.database records every run",
+    "accelerators.rhyme.max_database_bytes": "leave it out; a database keeps the newest 64 runs",
+    "accelerators.rhyme.refresh_steps": "leave it out; a run reads the database when it begins",
+    "accelerators.rhyme.selection=oracle": "write likelihood, retrodiction or random",
+    "accelerators.rhyme.selection=reward": "write likelihood, retrodiction or random",
+    "accelerators.rhyme.selection=recent": "write likelihood, retrodiction or random",
+    **dict.fromkeys(
+        (
+            f"accelerators.rhyme.{name}"
+            for name in (
+                "window",
+                "lookahead",
+                "reward_weight",
+                "reward_scale",
+                "min_weight",
+                "candidates",
+                "held_out",
+                "bank_size",
+                "bank_per_prompt",
+            )
+        ),
+        "leave it out; its default is a constant now",
+    ),
+    **dict.fromkeys(
+        (f"accelerators.alpha.{name}" for name in ("smoothing", "max_tries", "shrink", "min_gap")),
+        "leave it out; its default is a constant now",
+    ),
+    "accelerators.rpo.cut_share_of": "leave it out; cuts are a share of the remembered answer, or set cut_tokens",
+    "accelerators.rpo.cut_end_factor": "leave it out; the longest cut stays the same",
+    "accelerators.rpo.cut_schedule_steps": "leave it out; the longest cut stays the same",
+    "accelerators.rpo.length_alpha": "leave it out; it is 0.01, as in the paper",
     "rollout.prompt_order": "leave it out, every epoch visits each prompt once, shuffled",
     "save.older_moments": "leave it out, every kept checkpoint has the optimizer's moments",
     "task.name=arithmetic": "write task.name: sums with task.variant: short (or longest)",

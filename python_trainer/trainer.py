@@ -26,14 +26,7 @@ from python_trainer.keyed import keyed_seed
 from python_trainer.logger import Logger, choose_samples, rollout_statistics
 from python_trainer.model.dtype import name_of, saved_dtype
 from python_trainer.model.policy import choose_device, set_matmul_precision
-from python_trainer.parts import (
-    facts_of,
-    make_accelerators,
-    make_learner,
-    make_run_engine,
-    resolve_settings,
-    rules_of,
-)
+from python_trainer.parts import make_learner, make_run_engine, resolve_settings
 from python_trainer.prompts import Prompts, load_tasks
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.run_state import Clock, RunState, StepMeter, device_name, summarise
@@ -107,7 +100,7 @@ class Trainer:
         with ranks.together():
             self.prompts = Prompts(config, tasks, self.policy, self.state, note)
             self.learner = make_learner(chosen, self.policy, ranks)
-            self.accelerators = make_accelerators(config)
+            self.accelerators = config.accelerators.make()
         self.scorer = Scorer(
             tasks.main, ranks, self.state, decode=self.policy.decode, algorithm=config.algorithm,
             longest=config.rollout.max_completion_length,
@@ -118,7 +111,11 @@ class Trainer:
             origin, config, self.folder, policy=self.policy, learner=self.learner, engine=self.engine,
             accelerators=self.accelerators, fingerprint=self.task.fingerprint, notify=self.notify, **shared,
         )  # fmt: skip
-        self.facts, self.rules = facts_of(config), rules_of(config)
+        self.run_context = RunContext(
+            config=config, folder=self.folder, task=self.task, prompts=self.prompts.ids["train"], policy=self.policy,
+            optimizer=self.learner.optimizer, engine=self.engine, answer=self.answer_once, judge=self.scorer.shaped,
+            evaluate_each=self.evaluator.evaluate_each, once=ranks.once, note=note,
+        )  # fmt: skip
         self.checkpointer.restore()
 
     @property
@@ -155,7 +152,7 @@ class Trainer:
                     "target_accuracy": self.config.evaluation.target_accuracy,
                     "device": device_name(self.policy.device),
                     "dtype": name_of(self.policy.whole.dtype),
-                    "accelerators": {a.name: a.summary() for a in self.accelerators if not a.watches},
+                    "accelerators": {a.name: a.summary() for a in self.accelerators if a.enabled},
                 }
                 self.logger.write_summary(summary)
                 self.notify("on_end", summary)
@@ -172,8 +169,8 @@ class Trainer:
             self.train_on_stored(context)
             sampler = StepSampler(self.config.rollout)
             while sampler.missing:
-                groups = self.choose(context, sampler.missing)
-                groups = self.plan(context, groups)
+                groups = self.prompts.groups(self.prompts.draw(sampler.missing))
+                groups = self.plan(context, sampler.number(groups))
                 with self.clock.measure("rollout"):
                     rollouts = self.generate(groups, context.seed)
                 with self.clock.measure("reward"):
@@ -200,19 +197,8 @@ class Trainer:
             raise Interrupted(f"{stopped}: stopped after step {number}, which is saved")
         return row
 
-    def choose(self, context: StepContext, count: int) -> list[Group]:
-        """Returns the groups that the first accelerator with a choice of its own wants, else the next prompts."""
-        for accelerator in self.accelerators:
-            with self.timed(accelerator):
-                groups = accelerator.choose(context, count)
-            if groups is not None:
-                return groups
-        return self.prompts.groups(self.prompts.draw(count))
-
     def plan(self, context: StepContext, groups: list[Group]) -> list[Group]:
-        """Numbers the samples, which keys their noise, and lets accelerators change the requests."""
-        for group in groups:
-            group.sample_id, context.samples = context.samples, context.samples + group.num_samples
+        """Lets accelerators change the requests."""
         for accelerator in self.accelerators:
             with self.timed(accelerator):
                 groups = accelerator.plan(context, groups)
@@ -228,22 +214,18 @@ class Trainer:
         return rollouts
 
     def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
-        """Returns the scored rollouts as accelerators want them trained on, stored answers at the end."""
-        for accelerator in self.accelerators:
+        """Returns the scored rollouts as accelerators want them trained on, with stored answers."""
+        for accelerator in reversed(self.accelerators):
             with self.timed(accelerator):
                 rollouts = accelerator.collect(context, rollouts)
-        stored: list[Rollout] = []
-        for accelerator in self.accelerators:
-            with self.timed(accelerator):
-                stored += accelerator.replay(context, rollouts)
-        return rollouts + stored
+        return rollouts
 
     def train_on_stored(self, context: StepContext) -> None:
         """Updates on stored answers alone, before the step generates; the learning rate rises with each update."""
         batches: list[list[Rollout]] = []
         for accelerator in self.accelerators:
             with self.timed(accelerator):
-                batches += accelerator.rehearse(context)
+                batches += accelerator.before_step(context)
         self.rehearsed = bool(batches)
         if not batches:
             return
@@ -309,18 +291,9 @@ class Trainer:
 
     def begin(self) -> None:
         """Lets the accelerators prepare before the first step, on the run's clock and token counts."""
-        context = RunContext(
-            output_dir=self.folder,
-            tokenizer=self.policy.tokenizer,
-            prompts=self.prompts.ids["train"],
-            answer=self.answer_once,
-            seed=self.config.seed,
-            console=self.logger.console,
-            once=self.ranks.once,
-        )
         for accelerator in self.accelerators:
             with self.timed(accelerator):
-                accelerator.begin(context)
+                accelerator.begin(self.run_context)
 
     def answer_once(self, prompt_keys: Sequence[int], attempt: int) -> list[Rollout]:
         """Returns one whole answer to each of these training prompts, scored; another attempt has other noise."""
@@ -333,24 +306,7 @@ class Trainer:
 
     def context(self, number: int) -> StepContext:
         """Returns what accelerators may see in a step."""
-        return StepContext(
-            step=number,
-            policy=self.policy,
-            optimizer=self.learner.optimizer,
-            engine=self.engine,
-            task=self.task,
-            seed=keyed_seed(self.config.seed, "step", number),
-            judge=self.scorer.shaped,
-            evaluate_each=self.evaluator.evaluate_each,
-            groups_of=self.prompts.groups,
-            plain_order=self.prompts.draw,
-            generation=self.config.rollout,
-            micro_batch_tokens=self.config.optimizer.micro_batch_tokens,
-            max_steps=self.config.max_steps,
-            once=self.ranks.once,
-            facts=self.facts,
-            rules=self.rules,
-        )
+        return StepContext(self.run_context, number, keyed_seed(self.config.seed, "step", number))
 
     def finished(self) -> bool:
         """Whether steps or time are used up, or the target is reached; the same on all ranks."""

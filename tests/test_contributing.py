@@ -50,7 +50,7 @@ def test_a_plug_in_is_one_file(name, tmp_path):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert summary["steps"] == 2 and name in (folder / "config.yaml").read_text()
     if name == "unsolved":
-        assert "unsolved/passed_over" in rows[-1] and "unsolved" in summary["accelerator_s"]
+        assert "unsolved/spared" in rows[-1] and "unsolved" in summary["accelerator_s"]
 
 
 def test_an_op_is_a_folder(tmp_path):

@@ -139,7 +139,7 @@ def test_a_run_writes_no_password(tmp_path, capsys):
 
 
 def test_wrong_urls_are_refused_without_their_password():
-    from python_trainer.accelerators.rhyme.reaching import parse_url
+    from python_trainer.accelerators.rhyme.database import parse_url
 
     for url in ("://alice:s3cret@h", "mysql://alice:s3cret@h/d"):
         with pytest.raises(UserError) as raised:

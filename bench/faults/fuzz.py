@@ -26,9 +26,14 @@ from safetensors.torch import save
 from bench.faults import tensors
 from bench.faults.case import Case, Outcome, Place
 from python_trainer.__main__ import main
-from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
-from python_trainer.accelerators.rhyme.reaching import parse_url
-from python_trainer.accelerators.rhyme.records import RunFacts, StepRecord, StoredAnswer, unpack_tensors
+from python_trainer.accelerators.rhyme.database import (
+    RetrospectiveDatabase,
+    StepRecord,
+    StoredAnswer,
+    StoredRun,
+    parse_url,
+    unpack_tensors,
+)
 from python_trainer.checkpoint import CHECKSUMS, checksums, load_checkpoint, save_checkpoint
 from python_trainer.config import check_config, describe_settings, dump_config, load_config
 from python_trainer.errors import UserError
@@ -220,8 +225,8 @@ def database_bytes() -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "history.db"
         database = RetrospectiveDatabase(str(path))
-        run = database.add_run(RunFacts("qwen2", 1000, "tokens", "jsonl", "group", {"a": 1}))
-        answer = StoredAnswer(run, 1, 1, "key", "12", True, 1.0, [1, 2], [-0.5, -0.25])
+        run = database.add_run(StoredRun("qwen2", 1000, "tokens", "jsonl", "group", {"a": 1}))
+        answer = StoredAnswer(run, 1, 1, "key", "12", True, 1.0, "", [1, 2], [-0.5, -0.25])
         record = StepRecord(1, 1, 0.5, 0.5, {"lengths": torch.tensor([1])}, 10)
         database.add_step(run, record, [answer])
         return path.read_bytes()

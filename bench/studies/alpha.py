@@ -29,7 +29,7 @@ from safetensors.numpy import load_file, save_file
 
 from bench._runner import commit
 from bench.studies import alpha_report
-from python_trainer.accelerators.alpha.accelerator import Alpha
+from python_trainer.accelerators.alpha import Alpha
 from python_trainer.accelerators.base import StepContext
 from python_trainer.checkpoint import load_checkpoint
 from python_trainer.config import Config, load_config

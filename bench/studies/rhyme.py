@@ -44,8 +44,8 @@ HISTORIES = {"qwen2": ("small", "all"), "llama": ("llama", "all"), "easy": ("sma
 
 
 def rhyme(history: str = "qwen2", **settings: Any) -> list[str]:
-    """Overrides of a run with a database, which is read and not written."""
-    values = {"database": f"{{databases}}/{history}.db", "record": False, **settings}
+    """Overrides of a run that reads a database."""
+    values = {"database": f"{{databases}}/{history}.db", "rare_share": 0, **settings}
     chosen = ["accelerators.enabled=[rhyme]", *(f"accelerators.rhyme.{key}={value}" for key, value in values.items())]
     return chosen
 
@@ -61,13 +61,12 @@ VARIANTS: dict[str, list[str]] = {
     "fraction 10 %": rhyme(history_ratio=1.0, fraction=0.1),
     "fraction 40 %": rhyme(history_ratio=1.0, fraction=0.4),
     "fraction 100 %": rhyme(history_ratio=1.0, fraction=1.0),
-    "retrodiction": rhyme(history_ratio=1.0, selection="retrodiction", retrodiction_steps=1, held_out=128),
-    "oracle": rhyme(history_ratio=1.0, selection="oracle"),
+    "retrodiction": rhyme(history_ratio=1.0, selection="retrodiction", retrodiction_steps=1),
     "from llama": rhyme("llama", history_ratio=1.0),
     "from easy": rhyme("easy", history_ratio=1.0),
     "from hard": rhyme("hard", history_ratio=1.0),
     # how well the rankings agree with the held-out gradient, over all candidates of all stages; nothing is mixed in
-    "ranking": rhyme(history_ratio=0.0, rescue=False, fraction=1.0, threshold=0.0, retrodiction_steps=1, held_out=128),
+    "ranking": rhyme(history_ratio=0.0, rescue=False, fraction=1.0, threshold=0.0, retrodiction_steps=1),
 }
 RANKINGS = ("retrodiction", "likelihood", "recent", "reward", "random")
 

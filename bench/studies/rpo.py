@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy
 import torch
+from python_trainer.accelerators.rpo.picture import informative_by_cut
 from rich.console import Console
 
 from bench._markdown import table_lines
 from bench._runner import commit
-from python_trainer.accelerators.rpo.picture import informative_by_cut
 from python_trainer.compare import check_same, finished
 from python_trainer.config import Config, load_config
 from python_trainer.report.intervals import paired_difference

@@ -1,24 +1,18 @@
 """What an accelerator says about itself before anything heavy is loaded: its settings and what belongs to them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from pydantic import Field
+
+from python_trainer.errors import UserError
 from python_trainer.registry import load
 from python_trainer.settings import Section
 
 if TYPE_CHECKING:
     from python_trainer.tasks.base import Task
 
-
-@dataclass(frozen=True)
-class Picture:
-    """A picture of finished runs."""
-
-    draw: str  # "module:function": (variant -> folders of its runs, path) -> whether there was anything to draw
-    file: str  # name of the PNG
-    words: str  # what it shows
-    metrics: tuple[str, ...] = ()  # beginnings of names of metrics that need no chart beside it
+LONGEST_VLLM_DRAFT = 128  # its MAX_SPEC_LEN
 
 
 class AcceleratorSettings(Section):
@@ -36,42 +30,145 @@ class AcceleratorSettings(Section):
     """Whether several ranks, each of which generates a part of the answers, can run it side by side."""
     multi_turn: ClassVar[bool] = False
     """Whether it leaves answers alone that are given in turns with an environment, or can deal with them."""
-    modest: ClassVar[str | None] = None
-    """Why it costs next to nothing where it does not pay, so that ``enabled: auto`` turns it on; None: it does not."""
     counters: ClassVar[Mapping[str, str]] = {}
     """Metrics whose sum over a run shows what was done in it -> the words of their row in tables."""
-    advice: ClassVar[str] = ""
-    """What to do where all counters stayed 0 although the accelerator was on."""
-    pictures: ClassVar[tuple[Picture, ...]] = ()
+
+    @property
+    def records(self) -> bool:
+        """Whether it takes part although it is not enabled, to leave something for later runs."""
+        return False
 
     def conflicts(self, config: Any) -> str | None:
-        """What in the sections of the whole configuration it cannot go with, by name and value; None: nothing."""
+        """Names a setting of the whole configuration that it cannot go with, and its value; None: there is none."""
         return None
-
-    def settle(self, config: Any) -> None:
-        """Replaces what is ``auto`` where the whole configuration decides what it stands for."""
 
     def splits(self, task: "Task") -> list[str]:
-        """Splits of the task that the accelerator asks, beside train and test.
-
-        Raises:
-            UserError: one of them does not hold what it needs.
-        """
+        """Returns the splits of the task that it needs besides "train" and "test"; UserError: one holds too little."""
         return []
 
-    @classmethod
-    def columns(cls, summary: Mapping[str, Any]) -> dict[str, float]:
-        """Further rows of tables, from the summary of any run: words -> number."""
-        return {}
-
     def longest_draft(self) -> int:
-        """Most tokens of a draft that it has the engine verify at once; 0: it gives the engine no drafter."""
+        """Returns the most tokens of a draft that the engine verifies at once; 0: there are no drafts."""
         return 0
 
-    def idle(self) -> str | None:
-        """``module:Class`` of what takes part where the accelerator is not enabled; None: nothing does."""
+    def make(self, *, enabled: bool = True) -> Any:
+        """Makes the accelerator; one that is not enabled only if it ``records``."""
+        accelerator = (load(self.accelerator) if isinstance(self.accelerator, str) else self.accelerator)(self)
+        accelerator.enabled = enabled
+        return accelerator
+
+
+class RPOSettings(AcceleratorSettings):
+    """Suffix rollouts."""
+
+    name = "rpo"
+    accelerator = "python_trainer.accelerators.rpo:RPO"
+    divisible = True
+    counters: ClassVar = {"rpo/given_tokens": "tokens given, not generated (rpo)"}
+
+    cut_share: float = Field(1.0, gt=0, le=1)
+    """Longest cut as a share of the remembered answer; the cut is uniform between one token and this."""
+    cut_tokens: int | None = Field(None, ge=1)
+    """Longest cut in tokens instead (the paper: 300, 500 or 800)."""
+    fill: int = Field(0, ge=0)
+    """Before the first step, tries of the first policy at every prompt until there is an answer to `keep` (the paper);
+    0: none, the first visit to a prompt is answered from its start."""
+    keep: Literal["right", "any"] = "right"
+    """Remember right answers only (a prompt without one is answered from its start), or any (the paper). Where nothing
+    is right or wrong: those of more than the mean reward of their group."""
+    epsilon: float = Field(0.5, ge=0, le=1)
+    """Probability that the best answer of a group is remembered; otherwise it is another one of those to `keep`."""
+    length_reward: Literal["none", "correct", "paper"] = "none"
+    """Prefer short answers: `correct` scales the reward of right answers only, `paper` lifts wrong ones to 0.5 too."""
+    cache_path: str | None = None
+    """File of the first policy's answers: read instead of filling if it exists, else written. null: in OUTPUT_DIR."""
+
+
+class DraftsSettings(AcceleratorSettings):
+    """Lossless speculative rollouts from earlier answers."""
+
+    name = "drafts"
+    accelerator = "python_trainer.accelerators.drafts:Drafts"
+    divisible = True
+    multi_turn = True
+    counters: ClassVar = {"drafts/accepted_tokens": "draft tokens accepted (drafts)"}
+
+    max_draft_tokens: int = Field(16, ge=1)
+    """Longest draft; at most 128 with rollout.engine vllm."""
+    history_tokens: int = Field(10_000_000, ge=1)
+    """Answer tokens kept; the oldest and least rewarded go first."""
+    pass_overhead: float | None = Field(None, ge=0)
+    """What a forward pass costs on top of its tokens, in tokens. null: measured in the first step and kept; with
+    rollout.engine vllm a draft token then costs 0.02 of a step, whatever the batch."""
+
+    def conflicts(self, config: Any) -> str | None:
+        if config.rollout.servers:
+            return (
+                f"the accelerator drafts needs rollout.vllm_server null, got {', '.join(config.rollout.servers)}; "
+                "leave it out, and let the server itself draft from a file as docs/vllm.md says"
+            )
+        asked, most = self.max_draft_tokens, LONGEST_VLLM_DRAFT
+        if config.rollout.by_vllm and asked > most:
+            return f"accelerators.drafts.max_draft_tokens must be at most {most} with rollout.engine vllm, got {asked}"
         return None
 
-    def make(self) -> Any:
-        """The accelerator."""
-        return (load(self.accelerator) if isinstance(self.accelerator, str) else self.accelerator)(self)
+    def longest_draft(self) -> int:
+        return self.max_draft_tokens
+
+
+class AlphaSettings(AcceleratorSettings):
+    """Gated extrapolation of the weights."""
+
+    name = "alpha"
+    accelerator = "python_trainer.accelerators.alpha:Alpha"
+    multi_turn = True
+    counters: ClassVar = {
+        "alpha/tried": "extrapolations tried (alpha)",
+        "alpha/accepted": "extrapolations accepted (alpha)",
+    }
+
+    track_steps: int = Field(2, ge=1)
+    """Keep rank-4 factors of the update every so many steps."""
+    first_step: int = Field(6, ge=1)
+    """First step after which to extrapolate. When it is refused, the next tracked step tries again."""
+    every: int = Field(20, ge=0)
+    """Steps from one decision of the gate to the next attempt; 0: one decision in a run."""
+    predictor: Literal["pls", "secant", "temporal", "full"] = "full"
+    """pls goes to target_accuracy, the others to `horizon` times the tracked steps."""
+    horizon: float = Field(2.0, gt=1)
+    """Extrapolate to this many times the steps that were tracked."""
+    target_accuracy: float = Field(1.0, gt=0, le=1)
+    """Accuracy that pls goes to."""
+    scale: float | Literal["alpha"] = 1.0
+    """Factor on the predicted update along the direction; `alpha`: give it the norm of the whole update (AlphaRL)."""
+    keep_rest: bool = True
+    """Keep what the update holds beyond its leading direction; false drops it, as AlphaRL does."""
+    gate_prompts: int = Field(512, ge=1)
+    """Held-out prompts of the paired comparison, at most; the task must have as many. More find smaller gains, and
+    cost more than those are worth where a step has few answers."""
+    gate_level: float = Field(0.05, gt=0, lt=1)
+    """Chance per run of accepting weights that are no better, at most."""
+    min_cosine: float = Field(0.7, ge=0, le=1)
+    """Refuse modules whose direction has turned further since half of the tracked steps."""
+    min_rise: float = 0.02
+    """Refuse when the training accuracy (the reward, where nothing is right or wrong) rose less from the first third of
+    the tracked steps to the last."""
+    min_skill: float = 0.0
+    """Refuse when the back-test on the last third of the tracked steps does no better than this."""
+
+    def conflicts(self, config: Any) -> str | None:
+        if config.optimizer.offload:
+            return "accelerators.enabled: alpha reads master weights between steps, optimizer.offload must be false"
+        if config.model.lora is None:
+            return None
+        return (
+            "accelerators.enabled: alpha follows whole weight matrices, model.lora must be null, got "
+            f"{config.model.lora.model_dump()}"
+        )
+
+    def splits(self, task: "Task") -> list[str]:
+        if len(task.gate) < self.gate_prompts:
+            raise UserError(
+                f"accelerators.alpha.gate_prompts: {self.gate_prompts} held-out prompts are asked for, but the task "
+                f"has {len(task.gate)}; set more aside by task.gate_size, or ask for fewer"
+            )
+        return ["gate"]

@@ -14,6 +14,7 @@ import torch
 
 from rlkernels import _check
 from rlkernels.extrapolation.trajectory import Points, RankOneTrajectory, check_weights
+from rlkernels.rank1.ops import add_rank1_
 from rlkernels.rank1.update import GAP_FLOOR
 
 
@@ -291,7 +292,7 @@ def extrapolate(trajectory: RankOneTrajectory, weights: Mapping[str, torch.Tenso
             stretch = float(x @ last) / float(last @ last)
             out[name] = base.float() + stretch * (weight - base.float())
         elif keep_rest:
-            out[name] = weight + torch.outer(x - last, known.v)
+            out[name] = add_rank1_(weight.clone(), x - last, known.v, 1.0)
         else:
-            out[name] = base.float() + torch.outer(x, known.v)
+            out[name] = add_rank1_(base.float().clone(), x, known.v, 1.0)
     return out

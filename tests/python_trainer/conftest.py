@@ -56,7 +56,6 @@ def run_settings(tiny_policy, jsonl_files):
         "rollout": {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12},
         "optimizer": {"learning_rate": 1e-2},
         "save": {"save_steps": 2},
-        "accelerators": {"curriculum": {"database": None}},
     }
 
 
@@ -77,11 +76,11 @@ def make_config(settings):
 
 @pytest.fixture
 def rhyme_config(make_config):
-    """Config with rhyme: ``rhyme_config(database, {settings of rhyme}, max_steps=...)``."""
+    """Config with rhyme, which uses history at once: ``rhyme_config(database, {settings of rhyme}, max_steps=...)``."""
 
     def make(database=None, rhyme=(), enabled=("rhyme",), **changes):
-        rhyme = {"database": database and str(database), **dict(rhyme)}
-        accelerators = {"enabled": list(enabled), "rhyme": rhyme, "rpo": {"keep": "any", "fill": False}}
+        rhyme = {"database": database and str(database), "rare_share": 0, **dict(rhyme)}
+        accelerators = {"enabled": list(enabled), "rhyme": rhyme, "rpo": {"keep": "any"}}
         return make_config(**changes, accelerators=accelerators)
 
     return make

@@ -8,8 +8,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from python_trainer.accelerators.alpha.accelerator import Alpha
-from python_trainer.accelerators.alpha.settings import AlphaSettings
+from python_trainer.accelerators.alpha import Alpha
+from python_trainer.accelerators.settings import AlphaSettings
 from python_trainer.checkpoint import load_checkpoint
 from python_trainer.data import Rollout
 from python_trainer.errors import UserError
@@ -47,8 +47,8 @@ class Context:
     """What the accelerator uses of a step; the accuracy at the gate is a function of the weights."""
 
     def __init__(self, model, optimizer, quality):
-        self.policy, self.optimizer, self.quality = model, optimizer, quality
-        self.engine, self.telemetry, self.step = Engine(), {}, 1
+        self.run, self.telemetry, self.step = self, {}, 1
+        self.policy, self.optimizer, self.engine, self.quality = model, optimizer, Engine(), quality
         self.task = SimpleNamespace(gate=range(GATE))
         self.evaluated = []
 
@@ -62,6 +62,12 @@ class Context:
 DIRECTION = torch.outer(torch.linspace(-1, 1, 16), torch.linspace(1, 2, 24))
 
 
+@pytest.fixture(autouse=True)
+def no_smoothing(monkeypatch):
+    """The accuracies of the steps are made up, and rise by the same amount each."""
+    monkeypatch.setattr("python_trainer.accelerators.alpha.SMOOTHING", 1)
+
+
 def progress(model, start):
     """How far the projection has come along DIRECTION."""
     return float(((model.proj.weight.detach().float() - start) * DIRECTION).sum() / DIRECTION.square().sum())
@@ -73,7 +79,7 @@ def trained(quality, *, dtype=torch.float32, steps=12, **settings):
     optimizer = PolicyOptimizer(model, OptimizerConfig())
     start = model.proj.weight.detach().float().clone()
     context = Context(model, optimizer, lambda m: quality(progress(m, start)))
-    options = {"first_step": 1000, "smoothing": 1, "gate_prompts": GATE, "track_steps": 1, "horizon": 2.0} | settings
+    options = {"first_step": 1000, "gate_prompts": GATE, "track_steps": 1, "horizon": 2.0} | settings
     alpha = Alpha(AlphaSettings(**options))
     for step in range(1, steps + 1):
         context.step, context.telemetry = step, {}
@@ -278,7 +284,7 @@ def test_tracking_and_rejected_attempts_change_nothing(alpha_config, make_config
         trainer = Trainer(config, tmp_path / name, console=QUIET)
         if name == "alpha":
             # never better
-            trainer.evaluator.evaluate_each = lambda split, rows=None: [0.0] * (len(rows) if rows else 6)
+            trainer.run_context.evaluate_each = lambda split, rows=None: [0.0] * (len(rows) if rows else 6)
         trainer.run()
         runs.append(weights_of(trainer))
     for name, value in runs[0].items():

@@ -1,6 +1,5 @@
 """Which earlier runs are learned from: those that are clearly better than the present one."""
 
-import json
 import shutil
 from dataclasses import replace
 
@@ -10,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from python_trainer.accelerators.curriculum.better import CLEAR, ENOUGH, clearly_better, last_shares
-from python_trainer.accelerators.curriculum.earlier import LOOKS, EarlierRuns
+from python_trainer.accelerators.rhyme.accelerator import LOOKS
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
+from python_trainer.accelerators.rhyme.replay import CLEAR, ENOUGH, clearly_better, last_shares, visits
+from python_trainer.errors import UserError
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 
@@ -30,6 +30,20 @@ def outcomes(rows):
 def test_the_last_visit_of_each_prompt_counts():
     shares = last_shares([outcomes([(1, 4, 0), (2, 4, 4)]), {}, outcomes([(1, 8, 2), (3, 4, 3)])])
     assert {bytes.fromhex(key)[0]: share for key, share in shares.items()} == {1: 0.25, 2: 1.0, 3: 0.75}
+
+
+def test_damaged_outcomes_are_refused():
+    whole = outcomes([(number, 8, 3) for number in range(16)])
+    assert len(list(visits(whole))) == 16
+    for damaged in (
+        {"answers": whole["answers"]},
+        whole | {"right": whole["right"][:3]},
+        whole | {"prompts": whole["prompts"].float()},
+        whole | {"prompts": torch.tensor(3)},
+        whole | {"right": whole["right"] + 9},
+    ):
+        with pytest.raises(UserError, match="outcomes in the retrospective database are damaged"):
+            list(visits(damaged))
 
 
 @given(SHARES, SHARES)
@@ -61,15 +75,15 @@ def test_runs_that_are_as_good_seldom_seem_better():
 
 @pytest.fixture
 def run(make_config, tmp_path):
-    """run(folder, **settings of curriculum) -> the trainer of a run that is over."""
+    """run(folder, **settings of rhyme) -> the trainer of a run that is over."""
 
-    def make(folder, steps=4, seed=0, resume=False, **curriculum):
+    def make(folder, steps=4, seed=0, resume=False, **rhyme):
         config = make_config(
             max_steps=steps,
             seed=seed,
             task={"reward": "test_earlier_runs:odd"},
             save={"save_steps": 1},
-            accelerators={"enabled": ["curriculum"], "curriculum": {"rehearsal_share": 10} | curriculum},
+            accelerators={"enabled": ["rhyme"], "rhyme": {"rehearsal_share": 10} | rhyme},
         )
         trainer = Trainer(config, tmp_path / folder, console=Console(quiet=True), resume=resume)
         trainer.run()
@@ -92,8 +106,7 @@ def forget_the_second(database):
 
 
 def answers_of(tmp_path, folder):
-    summary = json.loads((tmp_path / folder / "summary.json").read_text())
-    return summary["accelerators"]["curriculum"]["earlier_answers"]
+    return sum(row.get("rhyme/rehearsed_answers", 0) for row in read_metrics(tmp_path / folder))
 
 
 def same(a, b):
@@ -109,22 +122,17 @@ def test_a_worse_run_changes_nothing_to_the_bit_and_a_better_one_is_learned_from
     assert len(database.samples()) == samples > 0
     alone, after = (run(name, seed=1, steps=LOOKS + 3, database=db) for name, db in (("alone", None), ("worse", url)))
     assert same(alone, after) and answers_of(tmp_path, "worse") == 0
-    assert after.accelerators[0].earlier.settled
+    assert after.accelerators[0].settled and not after.accelerators[0].active
     forget_the_second(database)
     judged_otherwise(database, 1.0)
     better = run("better", seed=1, steps=LOOKS + 3, database=url)
     assert not same(alone, better) and answers_of(tmp_path, "better") > 0
-    taken = [row["step"] for row in read_metrics(tmp_path / "better") if row.get("curriculum/rehearsed_answers")]
+    taken = [row["step"] for row in read_metrics(tmp_path / "better") if row.get("rhyme/rehearsed_answers")]
     assert taken == [3]  # eight prompts are answered after two steps
     forget_the_second(database)
     run("parts", seed=1, steps=2, database=url)  # ends before it has learned from it
     parts = run("parts", seed=1, steps=LOOKS + 3, resume=True, database=url)
     assert same(parts, better)
-    state = after.accelerators[0].earlier.state_dict()
-    del state["settled"]  # of before runs were compared: what was to be taken was taken before the first step
-    older = EarlierRuns(url, tmp_path)
-    older.load_state_dict(state)
-    assert older.settled and older.run_id == state["run_id"]
 
 
 @pytest.mark.parametrize("right", [0.0, 1.0])
@@ -143,5 +151,5 @@ def test_what_others_write_while_a_run_is_stopped_is_not_for_it(run, tmp_path, d
     parts = run("parts", seed=1, steps=4, resume=True, database=url)
     assert same(whole, parts)
     summaries = [trainer.accelerators[0].summary() for trainer in (whole, parts)]
-    assert summaries[0] == summaries[1] and (summaries[0]["earlier_answers"] > 0) == (right == 1.0)
-    assert parts.accelerators[0].earlier.left is None or right == 0.0
+    assert summaries[0] == summaries[1] and (answers_of(tmp_path, "parts") > 0) == (right == 1.0)
+    assert (parts.accelerators[0].better == [1]) == (right == 1.0)

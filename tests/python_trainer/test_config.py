@@ -28,7 +28,7 @@ def test_settings_are_described_as_they_are_written():
     assert rows["accelerators.rhyme.reward_range"] == ("tuple of float, float", "[0.0, 1.0]")
     kind, default = rows["task.prompt_template"]
     assert kind == "str" and yaml.safe_load(default).startswith("{question}\nReason") and "\n" not in default
-    assert rows["accelerators.enabled"][0] == "list of curriculum | rpo | rhyme | drafts | alpha | module:Class"
+    assert rows["accelerators.enabled"][0] == "list of rpo | rhyme | drafts | alpha | module:Class"
     for key, (kind, default) in rows.items():
         assert "Annotated" not in kind and kind not in ("list", "tuple", "dict"), key
         yaml.safe_load(default)
@@ -120,7 +120,7 @@ def test_what_several_processes_cannot_share_is_named():
     load_config(None, [override])
     load_config(None, ["parallel=ddp", "accelerators.enabled=[rpo]"])
     load_config(None, ["parallel=ddp", "rollout.engine=vllm"])
-    message = "accelerators.enabled: alpha needs parallel=none, got ddp, which allows curriculum, rpo"
+    message = "accelerators.enabled: alpha needs parallel=none, got ddp, which allows rpo, rhyme, drafts"
     with pytest.raises(UserError, match=message):
         load_config(None, ["parallel=ddp", override])
 
@@ -159,7 +159,7 @@ def test_missing_file_is_named(tmp_path):
 
 def test_accelerators_run_in_their_fixed_order_with_their_settings():
     names = ACCELERATORS.names()
-    shipped = ["curriculum", "rpo", "rhyme", "drafts", "alpha"]
+    shipped = ["rpo", "rhyme", "drafts", "alpha"]
     assert [name for name in names if name in shipped] == shipped
     values = {"accelerators": {"enabled": names[::-1], "rpo": {"cut_tokens": 9}}}
     chosen = check_config(values, source="test").accelerators.chosen()

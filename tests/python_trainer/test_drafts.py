@@ -6,8 +6,8 @@ from paged import GREEDY, MODELS, VOCAB, assert_same, engine_for, make, mixed_re
 from rich.console import Console
 from scipy import stats
 
-from python_trainer.accelerators.drafts.accelerator import Drafts
-from python_trainer.accelerators.drafts.settings import DraftsSettings
+from python_trainer.accelerators.drafts import Drafts
+from python_trainer.accelerators.settings import DraftsSettings
 from python_trainer.errors import UserError
 from python_trainer.rollout import Request, SamplingParams
 from python_trainer.rollout.drafting import DEAR_PASS, Drafter, pass_overhead

@@ -3,7 +3,6 @@
 import json
 import shutil
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,13 +11,10 @@ from gloo import KINDS, run_on_ranks, train
 from rich.console import Console
 from safetensors.torch import load_file
 
-from python_trainer.accelerators.curriculum import earlier
-from python_trainer.accelerators.curriculum.accelerator import Curriculum
-from python_trainer.accelerators.curriculum.difficulty import difficulties
-from python_trainer.accelerators.curriculum.earlier import keys_of
-from python_trainer.accelerators.curriculum.stored import in_batches
-from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
-from python_trainer.accelerators.rhyme.records import prompt_key
+from python_trainer.accelerators.rhyme import accelerator, replay
+from python_trainer.accelerators.rhyme.accelerator import Rhyme
+from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase, prompt_key
+from python_trainer.accelerators.rhyme.replay import in_batches
 from python_trainer.data import Rollout
 from python_trainer.errors import UserError
 from python_trainer.model.policy import load_policy
@@ -38,23 +34,26 @@ def trust(theirs, own):
 @pytest.fixture(autouse=True)
 def every_run_is_better(monkeypatch):
     """No random policy is clearly better than another; which are is for test_better_runs.py."""
-    monkeypatch.setattr(earlier, "clearly_better", trust)
+    monkeypatch.setattr(replay, "clearly_better", trust)
 
 
 @pytest.fixture
 def run(make_config, tmp_path):
-    """run(folder, steps, **settings of curriculum) -> the trainer of a run that is over; on one database by default."""
+    """run(folder, steps, **settings of rhyme) -> the trainer of a run that is over; on one database by default.
 
-    def make(folder, steps=4, resume=False, task=None, seed=0, enabled=("curriculum",), **settings):
+    No stored answers join groups unless ``rescue`` or ``history_ratio`` say so.
+    """
+
+    def make(folder, steps=4, resume=False, task=None, seed=0, enabled=("rhyme",), **settings):
         names = ("algorithm", "optimizer", "rollout", "evaluation")
         sections = {name: settings.pop(name) for name in names if name in settings}
-        usual = {"database": str(tmp_path / "history.db"), "rehearsal_share": 10}
-        curriculum = usual | settings
+        usual = {"database": str(tmp_path / "history.db"), "rehearsal_share": 10, "rescue": False, "history_ratio": 0}
+        rhyme = usual | settings
         config = make_config(
             max_steps=steps,
             seed=seed,
             **{"rollout": {"num_generations": 4, "prompts_per_step": 4}} | sections,
-            accelerators={"enabled": list(enabled), "curriculum": curriculum},
+            accelerators={"enabled": list(enabled), "rhyme": rhyme},
             task={"reward": "test_earlier_runs:odd"} | (task or {}),
         )
         trainer = Trainer(config, tmp_path / folder, console=Console(quiet=True), resume=resume)
@@ -73,8 +72,8 @@ def same(a, b):
 
 
 def found(tmp_path, folder):
-    summary = json.loads((tmp_path / folder / "summary.json").read_text())
-    return summary["accelerators"]["curriculum"]["earlier_answers"]
+    """How many answers of earlier runs were trained on first, each three times."""
+    return sum(row.get("rhyme/rehearsed_answers", 0) for row in read_metrics(tmp_path / folder)) / 3
 
 
 def test_the_first_run_is_as_without_a_database_and_the_second_begins_with_its_answers(run, tmp_path):
@@ -83,36 +82,29 @@ def test_the_first_run_is_as_without_a_database_and_the_second_begins_with_its_a
     database = RetrospectiveDatabase(str(tmp_path / "history.db"))
     answers = database.samples()
     (recorded,) = database.runs()
-    assert recorded.steps == 4 and answers
+    assert len(database.trajectory(recorded.id)) == 4 and answers
     assert all(answer.response_ids[0] % 2 for answer in answers)
     second = run("second", seed=1)
     rows = read_metrics(tmp_path / "second")[1:]
-    assert found(tmp_path, "first") == 0 < found(tmp_path, "second") == rows[1]["curriculum/rehearsed_answers"] / 3
-    assert not any("curriculum/rehearsed_answers" in row for row in (rows[0], *rows[2:]))
+    assert found(tmp_path, "first") == 0 < found(tmp_path, "second") == rows[1]["rhyme/rehearsed_answers"] / 3
+    tokens = sum(step.generated_tokens for step in database.trajectory(1))
+    assert rows[1]["rhyme/earlier_tokens"] == tokens > 0
+    assert not any("rhyme/rehearsed_answers" in row for row in (rows[0], *rows[2:]))
     assert rows[1]["tokens/trained"] > rows[0]["tokens/trained"] > 0
     assert json.loads((tmp_path / "second" / "summary.json").read_text())["generated_tokens"] == sum(
         row["tokens/generated"] for row in rows
     )
     assert not same(second, run("other", seed=1, database=None))
     assert len(database.runs()) == 2
-    assert first.accelerators[0].outcomes.earlier is second.accelerators[0].outcomes.earlier is None
-    unrehearsed = run("unrehearsed", seed=1, steps=1, rehearsals=0)
-    trajectories = [[step.outcomes for step in database.trajectory(run_id)] for run_id in (1, 2)]
-    counted = difficulties(trajectories, keys_of(unrehearsed.context(1)), 60)
-    assert torch.equal(unrehearsed.accelerators[0].outcomes.earlier, counted)
-    elsewhere = RetrospectiveDatabase(str(tmp_path / "another task.db"))
-    run_id = elsewhere.add_run(replace(recorded.facts, task="another"))
-    elsewhere.add_step(run_id, database.trajectory(1)[0], [])
-    third = run("third", seed=1, steps=1, rehearsals=0, database=str(tmp_path / "another task.db"))
-    assert third.accelerators[0].outcomes.earlier is None
 
 
-def test_rehearsal_is_a_share_of_the_run(run, tmp_path):
+def test_rehearsal_is_a_share_of_the_run(run, tmp_path, monkeypatch):
     run("first", steps=6)
+    monkeypatch.setattr(accelerator, "REHEARSAL_BATCH", 1)
     for share in (0.0, 0.5, 10.0):
-        run(f"share {share}", seed=1, steps=2, rehearsal_share=share, rehearsals=3, rehearsal_batch=1)
+        run(f"share {share}", seed=1, steps=2, rehearsal_share=share, rehearsals=3)
     rows = [read_metrics(tmp_path / f"share {share}")[2] for share in (0.0, 0.5, 10.0)]
-    rehearsed = [row.get("curriculum/rehearsed_answers", 0) for row in rows]
+    rehearsed = [row.get("rhyme/rehearsed_answers", 0) for row in rows]
     assert rehearsed[0] == 0 < rehearsed[1] <= 16 < 3 * found(tmp_path, "share 10.0") == rehearsed[2]
 
 
@@ -138,11 +130,12 @@ def test_rehearsal_makes_right_answers_more_likely(run, tmp_path):
     assert accuracy["with"] > accuracy["without"] + 0.2
 
 
-def test_the_newest_different_answers_are_taken(run, make_config, tmp_path):
+def test_the_newest_different_answers_are_taken(run, make_config, tmp_path, monkeypatch):
+    monkeypatch.setattr(accelerator, "REHEARSED", 2)
     run("first", steps=1, enabled=[])
     task = make_config().task.load()
     database = RetrospectiveDatabase(str(tmp_path / "history.db"))
-    facts, known = database.runs()[0].facts, database.samples()[0]
+    facts, known = database.runs()[0], database.samples()[0]
     record, key = database.trajectory(1)[0], prompt_key(task.train[0].prompt)
     later = database.add_run(facts)
     texts = ["1", "3", "1", "5", "3"]  # what was said in steps 1 to 5
@@ -150,19 +143,17 @@ def test_the_newest_different_answers_are_taken(run, make_config, tmp_path):
         ids = load_policy(make_config().model).tokenizer(text, add_special_tokens=False)["input_ids"]
         answer = replace(known, prompt_key=key, text=text, response_ids=ids, logprobs=[-1.0] * len(ids))
         database.add_step(later, replace(record, step=step), [replace(answer, step=step)])
-    trainer = run("second", steps=1, seed=1, rehearsed=2, task={"reward": "test_earlier_runs:anything"})
+    trainer = run("second", steps=1, seed=1, task={"reward": "test_earlier_runs:anything"})
     (tmp_path / "third").mkdir()
-    curriculum = Curriculum(trainer.accelerators[0].settings)
-    curriculum.begin(
-        SimpleNamespace(
-            prompts=trainer.prompts.ids["train"], output_dir=tmp_path / "third", once=trainer.ranks.once, console=None
-        )
-    )
-    assert curriculum.rehearse(trainer.context(1)) == []
-    batches = curriculum.rehearse(trainer.context(2))
+    rhyme = Rhyme(trainer.accelerators[0].settings)
+    trainer.run_context.folder = tmp_path / "third"
+    rhyme.begin(trainer.run_context)
+    assert rhyme.before_step(trainer.context(1)) == []
+    batches = rhyme.before_step(trainer.context(2))
     texts = [answer.text for batch in batches for answer in batch if answer.prompt_key == 0]
     assert texts == ["3", "5"] * 3
-    assert [stored.answer.text for stored in curriculum.stored.by_prompt[0]] == ["5", "3"]
+    entries = [entry.answer for entry in rhyme.bank.replayable(5, rhyme.better) if entry.prompt == 0]
+    assert [answer.text for answer in entries] == ["3", "5"]
 
 
 def anything(prompts, completions, completion_ids, **_):
@@ -194,9 +185,9 @@ def test_a_plain_run_leaves_its_answers_too(run, tmp_path):
     run("parts", steps=4, enabled=[], seed=2, resume=True)
     assert [record.step for record in database.trajectory(2)] == [1, 2, 3, 4]
     run("after", seed=1)
-    summary = json.loads((tmp_path / "after" / "summary.json").read_text())["accelerators"]["curriculum"]
-    tokens = sum(stored.generated_tokens for stored in database.runs()[:2])
-    assert summary["earlier_answers"] > 0 and summary["earlier_generated_tokens"] == tokens > 0
+    told = [row["rhyme/earlier_tokens"] for row in read_metrics(tmp_path / "after") if "rhyme/earlier_tokens" in row]
+    tokens = sum(step.generated_tokens for run_id in (1, 2) for step in database.trajectory(run_id))
+    assert found(tmp_path, "after") > 0 and told == [tokens]
 
 
 def test_what_each_prompt_was_answered_with_is_counted(run, tmp_path):
@@ -224,17 +215,19 @@ def test_a_critic_learns_nothing_of_right_answers_alone(run, tmp_path):
         run(f"{times}", steps=2, seed=1, rehearsals=times, algorithm=algorithm, optimizer={"learning_rate": 1e-12})
         for times in (0, 3)
     )
-    assert read_metrics(tmp_path / "3")[2]["curriculum/rehearsed_answers"] > 0
+    assert read_metrics(tmp_path / "3")[2]["rhyme/rehearsed_answers"] > 0
     for x, y in zip(before.learner.critic.parameters(), after.learner.critic.parameters(), strict=True):
         torch.testing.assert_close(x, y)
 
 
-def test_answers_that_were_begun_elsewhere_are_not_recorded(run, tmp_path):
+def test_answers_that_were_begun_elsewhere_tell_nothing_of_the_policy(run, tmp_path):
     trainer = run("plain", steps=2, enabled=[])
     (recorder,) = trainer.accelerators
-    continued = [Rollout([1], [2, 3], prefix_len=1, logprobs=[-0.1], accuracy=1.0)]
+    continued = [Rollout([1], [2, 3], 1, [-0.1], prompt_key=0, text="2", reward=1.0, accuracy=1.0)]
     assert recorder.collect(trainer.context(3), continued) == continued
-    assert [record.step for record in RetrospectiveDatabase(str(tmp_path / "history.db")).trajectory(1)] == [1, 2]
+    recorder.after_update(trainer.context(3))
+    before, after = RetrospectiveDatabase(str(tmp_path / "history.db")).trajectory(1)[1:]
+    assert after.step == 3 and after.outcomes == {} and after.reward == before.reward != 1
 
 
 def test_other_rewards_judge_again(run, tmp_path):
@@ -254,17 +247,20 @@ def even(prompts, completions, completion_ids, **_):
 
 
 def test_what_it_cannot_go_with(make_config, tmp_path):
-    options = {"enabled": ["curriculum"], "curriculum": {"database": "history.db"}}
+    options = {"enabled": ["rhyme"], "rhyme": {"database": "history.db"}}
     with pytest.raises(
-        UserError, match="accelerators.curriculum.database needs task.environment null, got test_environments:"
+        UserError, match="accelerators.rhyme.database needs task.environment null, got test_environments:"
     ):
         make_config(task={"environment": "test_environments:Echo"}, accelerators=options | {"enabled": []})
     (tmp_path / "notes.db").write_text("no database at all")
-    options["curriculum"]["database"] = str(tmp_path / "notes.db")
+    options["rhyme"]["database"] = str(tmp_path / "notes.db")
     trainer = Trainer(make_config(accelerators=options), tmp_path / "run", console=Console(quiet=True))
     with pytest.raises(UserError, match="notes.db"):
         trainer.run()
     assert (tmp_path / "notes.db").read_text() == "no database at all"
+
+
+TRUST_ALL = {"rare_share": 0, "threshold": 0, "fraction": 1}
 
 
 def settings_of_ranks(settings, database, steps):
@@ -274,22 +270,20 @@ def settings_of_ranks(settings, database, steps):
         "task": {"reward": "test_earlier_runs:odd"},
         # several micro-batches for each process; Adam divides by the size of a gradient, of rounding errors too
         "optimizer": {"learning_rate": 1e-3, "adam_epsilon": 1e-4, "micro_batch_tokens": 30},
-        "accelerators": {"enabled": ["curriculum"], "curriculum": {"database": database, "rehearsal_share": 10}},
+        "accelerators": {"enabled": ["rhyme"], "rhyme": {"database": database, "rehearsal_share": 10} | TRUST_ALL},
     }
     return merged(settings, sections)
 
 
 def train_ranks(settings, folder):
-    earlier.clearly_better = trust  # in this process
+    replay.clearly_better = trust  # in this process
     for kind in KINDS:
         database = str(folder / f"{kind}.db")
         for steps in (2, 3):
             train(settings_of_ranks(settings, database, steps), folder / kind, kind, resume=steps == 3)
-        enabled = {"accelerators": {"enabled": [], "curriculum": {"database": str(folder / "plain.db")}}}
+        enabled = {"accelerators": {"enabled": [], "rhyme": {"database": str(folder / "plain.db")}}}
         train(merged(settings_of_ranks(settings, database, 1), enabled), folder / f"plain {kind}", kind)
-        by_default = {"accelerators": {"enabled": [], "curriculum": {}}}
-        train(merged(settings_of_ranks(settings, database, 1), by_default), folder / f"default {kind}" / "run", kind)
-        with pytest.raises(UserError, match="notes.db is not a retrospective database"):  # on both ranks
+        with pytest.raises(UserError, match="notes.db cannot be used"):  # on both ranks
             train(settings_of_ranks(settings, str(folder / "notes.db"), 1), folder / f"bad {kind}", kind)
 
 
@@ -305,17 +299,17 @@ def test_the_first_rank_alone_reads_and_writes_and_all_rehearse(run, settings, t
         several = load_file(tmp_path / kind / "weights.safetensors")
         for key, value in one.items():
             torch.testing.assert_close(several[key], value, rtol=1e-5, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
-        rows = [read_metrics(tmp_path / name)[2]["curriculum/rehearsed_answers"] for name in ("none", kind)]
+        rows = [read_metrics(tmp_path / name)[2]["rhyme/rehearsed_answers"] for name in ("none", kind)]
         assert rows[0] == rows[1] > 0
         database = RetrospectiveDatabase(str(tmp_path / f"{kind}.db"))
+        stored = [[row.get("rhyme/stored_answers") for row in read_metrics(tmp_path / name)] for name in ("none", kind)]
+        assert stored[0] == stored[1] and sum(filter(None, stored[0])) > 0
         assert len(database.runs()) == 2 and [record.step for record in database.trajectory(2)] == [1, 2, 3]
         alone = RetrospectiveDatabase(str(tmp_path / "none.db"))
         assert [record.reward for record in database.trajectory(2)] == [r.reward for r in alone.trajectory(2)]
-        assert database.runs()[1].facts.parameters == alone.runs()[1].facts.parameters
-    assert [stored.steps for stored in RetrospectiveDatabase(str(tmp_path / "plain.db")).runs()] == [1, 1]
-    for kind in KINDS:
-        recorded = RetrospectiveDatabase(str(tmp_path / f"default {kind}" / "history.db"))
-        assert [stored.steps for stored in recorded.runs()] == [1]
+        assert database.runs()[1].parameters == alone.runs()[1].parameters
+    plain = RetrospectiveDatabase(str(tmp_path / "plain.db"))
+    assert [len(plain.trajectory(stored.id)) for stored in plain.runs()] == [1, 1]
 
 
 def test_batches_keep_a_prompt_together_and_see_all_as_often():

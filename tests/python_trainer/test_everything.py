@@ -15,7 +15,7 @@ def test_all_accelerators_take_part(tmp_path):
     Trainer(load_config(SMOKE), tmp_path / "run", console=Console(quiet=True)).run()
     (run,) = find_runs([tmp_path])
     # no task for them, no earlier run
-    chance = ("alpha/accepted", "curriculum/stored_answers", "curriculum/rehearsed_answers")
+    chance = ("alpha/accepted", "rhyme/replayed_answers", "rhyme/rehearsed_answers", "rhyme/earlier_tokens")
     idle = [name for name, count in run.counters.items() if not count and name not in chance]
     assert not idle, run.counters
-    assert set(run.summary["accelerator_s"]) == {"curriculum", "rhyme", "rpo", "drafts", "alpha"}
+    assert set(run.summary["accelerator_s"]) == {"rhyme", "rpo", "drafts", "alpha"}

@@ -36,7 +36,7 @@ CASES = {
         "rollout": {"dynamic_sampling": True, "prompts_per_step": 3, "schedule": "history"},
         "task": {"reward": "conftest:even"},
     },
-    "curriculum": {"accelerators": {"enabled": ["curriculum"], "curriculum": {"least_gain": 0}}},
+    "rhyme": {"accelerators": {"enabled": ["rhyme"], "rhyme": {"rare_share": 0}}, "task": {"reward": "conftest:even"}},
     "rpo and drafts": {"accelerators": {"enabled": ["rpo", "drafts"], "rpo": {"keep": "any"}}},
     "adapters": {"model": {"lora": {"r": 4, "alpha": 16}}, "algorithm": {"beta": 0.05}, "optimizer": MANY},
     "some answers teach nothing": {

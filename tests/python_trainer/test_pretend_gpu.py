@@ -37,7 +37,8 @@ RUNS = {
     "sequences' ratios": {"algorithm": {"importance_sampling_level": "sequence"}},
     "filters": {"rollout": {"top_p": 0.9, "top_k": 5, "dynamic_sampling": True}},
     "moments on the host": {"optimizer": {"offload": True}},
-    **{name: {"accelerators": {"enabled": [name]}} for name in ("curriculum", "rhyme", "rpo", "drafts")},
+    "rhyme": {"accelerators": {"enabled": ["rhyme"], "rhyme": {"rare_share": 0}}},
+    **{name: {"accelerators": {"enabled": [name]}} for name in ("rpo", "drafts")},
 }
 
 

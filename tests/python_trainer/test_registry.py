@@ -108,9 +108,7 @@ def test_what_an_accelerator_says_of_the_configuration(make_config):
     enabled = {"enabled": [f"{HERE}:CounterSettings"]}
     with pytest.raises(UserError, match="counter cannot count to 13"):
         make_config(max_steps=13, accelerators=enabled)
-    with pytest.raises(
-        UserError, match="accelerators.enabled: counter needs parallel=none, got ddp, which allows curr"
-    ):
+    with pytest.raises(UserError, match="accelerators.enabled: counter needs parallel=none, got ddp, which allows rpo"):
         make_config(parallel="ddp", accelerators=enabled)
 
 
@@ -120,7 +118,7 @@ def test_what_an_accelerator_says_of_the_configuration(make_config):
         ({"enabled": [f"{HERE}:CounterSettings"], "counter": {"evry": 1}},
          r"accelerators.counter.evry: unknown setting; did you mean every\?$"),
         ({"enabled": [f"{HERE}:CounterSettings"], "counter": {"every": "x"}}, "accelerators.counter.every: .*got 'x'"),
-        ({"counter": {"every": 1}}, "accelerators.counter: unknown setting; known here: enabled, curriculum"),
+        ({"counter": {"every": 1}}, "accelerators.counter: unknown setting; known here: enabled, rpo"),
         ({"enabled": [f"{HERE}:Counter"]},
          f"accelerators.enabled: accelerator '{HERE}:Counter': .* has no Counter that is a subclass of Acc"),
         ({"enabled": [f"{HERE}:Gone"]}, f"accelerators.enabled: .*module {HERE} .* has no Gone that is a subclass"),

@@ -1,19 +1,14 @@
 """Suffix rollouts: cuts, what is remembered and where it is kept, rewards by length, what is reported."""
 
-import json
 from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import save_file
 
-from python_trainer.accelerators.base import RunContext
-from python_trainer.accelerators.rpo.accelerator import RPO, length_reward
-from python_trainer.accelerators.rpo.answers import load_answers, save_answers
-from python_trainer.accelerators.rpo.picture import draw_informative, informative_by_cut
-from python_trainer.accelerators.rpo.settings import RPOSettings
+from python_trainer.accelerators.rpo import RPO, length_reward, load_answers, save_answers
+from python_trainer.accelerators.settings import RPOSettings
 from python_trainer.batch import Batch
 from python_trainer.data import Group, Rollout
 from python_trainer.errors import UserError
@@ -37,7 +32,7 @@ def answered(rewards, key=4, ids=None):
 
 def remembering(answers, **settings):
     rpo = RPO(RPOSettings(**settings))
-    rpo.answers, rpo.shortest = dict(answers), {key: min(len(answer), 8) for key, answer in answers.items()}
+    rpo.answers = dict(answers)
     return rpo
 
 
@@ -45,7 +40,7 @@ def test_first_visit_is_whole_then_a_prefix_of_a_remembered_answer():
     rpo, first = RPO(RPOSettings()), planned()
     rpo.plan(context(), [first])
     assert first.prefix_ids == [] and first.max_new_tokens == 20
-    rpo.replay(context(), answered([0.0, 1.0, 0.0]))
+    rpo.collect(context(), answered([0.0, 1.0, 0.0]))
     kept = rpo.answers[4]
     group = planned()
     assert rpo.plan(context(seed=9), [group]) == [group]
@@ -58,7 +53,7 @@ def test_first_visit_is_whole_then_a_prefix_of_a_remembered_answer():
 @pytest.mark.parametrize(
     ("settings", "length", "longest"),
     [({}, 12, 12), ({"cut_share": 0.5}, 12, 6), ({"cut_share": 0.01}, 12, 1), ({"cut_tokens": 5}, 12, 5),
-     ({"cut_tokens": 50}, 12, 12), ({"cut_share": 0.5, "cut_share_of": "shortest"}, 12, 4)],
+     ({"cut_tokens": 50}, 12, 12)],
 )  # fmt: skip
 def test_cut_is_uniform_up_to_its_longest(settings, length, longest):
     rpo = remembering({7: list(range(length))}, **settings)
@@ -73,34 +68,23 @@ def test_cut_is_uniform_up_to_its_longest(settings, length, longest):
     assert sum((count - expected) ** 2 / expected for count in cuts.values()) < 40  # chi-square, 11 degrees: p 4e-5
 
 
-def test_longest_cut_follows_its_schedule():
-    falling = remembering({0: [1] * 100}, cut_end_factor=0.25, cut_schedule_steps=2)
-    assert [falling.longest_cut(0, step) for step in (1, 2, 3, 50)] == [100, 63, 25, 25]
-    rising = remembering({0: [1] * 100}, cut_tokens=20, cut_end_factor=3, cut_schedule_steps=4)
-    assert [rising.longest_cut(0, step) for step in (1, 2, 3, 5, 9)] == [20, 30, 40, 60, 60]
-    beyond = remembering({0: [1] * 100}, cut_end_factor=5, cut_schedule_steps=1)
-    assert beyond.longest_cut(0, 7) == 100
-    with pytest.raises(ValueError, match="cut_schedule_steps must be at least 1"):
-        RPOSettings(cut_end_factor=0.5)
-
-
 def test_only_answers_worth_keeping_are_remembered():
     rpo, group = RPO(RPOSettings()), answered([0.0, 0.0])
-    rpo.replay(context(), group)
+    rpo.collect(context(), group)
     assert rpo.answers == {}  # none was right
     group = answered([1.0, 0.0, 1.0])
     group[0].finish_reason = "length"
-    rpo.replay(context(), group)
-    assert rpo.answers == {4: group[2].response_ids} and rpo.shortest == {4: 2}
-    rpo.replay(context(), answered([0.0, 0.0]))
+    rpo.collect(context(), group)
+    assert rpo.answers == {4: group[2].response_ids}
+    rpo.collect(context(), answered([0.0, 0.0]))
     assert rpo.answers == {4: group[2].response_ids}  # what was there stays
     every = RPO(RPOSettings(keep="any"))
-    every.replay(context(), answered([0.0, 0.0]))
+    every.collect(context(), answered([0.0, 0.0]))
     assert every.answers
     cut_off = answered([1.0])
     cut_off[0].finish_reason = "length"
     other = RPO(RPOSettings(keep="any"))
-    other.replay(context(), cut_off)
+    other.collect(context(), cut_off)
     assert other.answers == {}
 
 
@@ -114,7 +98,7 @@ def test_cache_takes_the_best_answer_with_probability_epsilon():
     counts = Counter()
     for seed in range(2000):
         rpo = RPO(RPOSettings(epsilon=0.7, keep="any"))
-        rpo.replay(context(seed), answered([0.0, 1.0, 0.5, 0.0]))
+        rpo.collect(context(seed), answered([0.0, 1.0, 0.5, 0.0]))
         counts[rpo.answers[4][0]] += 1
     assert 0.66 < counts[11] / 2000 < 0.74  # the best
     for other in (10, 12, 13):
@@ -122,7 +106,7 @@ def test_cache_takes_the_best_answer_with_probability_epsilon():
     ties = Counter()
     for seed in range(600):
         rpo = RPO(RPOSettings(epsilon=1.0))
-        rpo.replay(context(seed), answered([1.0, 1.0, 0.0]))
+        rpo.collect(context(seed), answered([1.0, 1.0, 0.0]))
         ties[rpo.answers[4][0]] += 1
     assert set(ties) == {10, 11} and min(ties.values()) > 200
 
@@ -140,13 +124,13 @@ def test_length_reward_known_values():
 def test_length_reward_leaves_raw_accuracy_alone():
     rpo = RPO(RPOSettings(length_reward="correct", epsilon=1.0))
     rollouts = answered([1.0, 1.0, 0.0])
-    assert rpo.replay(context(), rollouts) == []
+    assert rpo.collect(context(), rollouts) == rollouts
     assert rpo.answers[4] == rollouts[0].response_ids  # the best by the shaped reward
     assert [r.accuracy for r in rollouts] == [1.0, 1.0, 0.0]
     assert rollouts[0].reward > rollouts[1].reward == 0.5 and rollouts[2].reward == 0
 
 
-def test_metrics_count_informative_groups_by_cut():
+def test_metrics_count_continued_and_informative_groups():
     rpo = remembering({key: [1] * 20 for key in range(4)})
     groups = []
     for key, (prefix, rewards) in enumerate([(19, [1.0, 1.0]), (18, [1.0, 0.0]), (5, [1.0, 0.0]), (0, [0.0, 0.0])]):
@@ -155,43 +139,32 @@ def test_metrics_count_informative_groups_by_cut():
             rollout.group, rollout.prefix_len = key, prefix
         groups += group
     seen = context()
-    rpo.replay(seen, groups)
+    rpo.collect(seen, groups)
     assert seen.telemetry == {
-        "rpo/groups_cut_10": 2, "rpo/informative_cut_10": 1, "rpo/groups_cut_80": 1, "rpo/informative_cut_80": 1,
-        "rpo/groups_cut_100": 1, "rpo/informative_cut_100": 0, "rpo/hit_rate": 0.75, "rpo/informative": 0.5,
+        "rpo/hit_rate": 0.75, "rpo/informative": 0.5,
         "rpo/prefix_share": 42 / 80, "rpo/prefix_tokens": 42 / 4, "rpo/given_tokens": 84, "rpo/remembered": 4,
     }  # fmt: skip
 
 
-def test_report_draws_informative_groups_against_the_cut(tmp_path):
-    for seed, rows in enumerate(
-        [[{"step": 0}, {"step": 1, "rpo/groups_cut_10": 3, "rpo/informative_cut_10": 1, "rpo/hit_rate": 1.0}],
-         [{"step": 1, "rpo/groups_cut_10": 1, "rpo/informative_cut_10": 0},
-          {"step": 2, "rpo/groups_cut_100": 4, "rpo/informative_cut_100": 4}]]
-    ):  # fmt: skip
-        folder = tmp_path / "rpo" / f"seed-{seed}"
-        folder.mkdir(parents=True)
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    runs = [tmp_path / "rpo" / f"seed-{seed}" for seed in range(2)]
-    assert informative_by_cut(runs[0]) == {10: (3, 1)}
-    assert informative_by_cut(runs[1]) == {10: (1, 0), 100: (4, 4)}
-    assert draw_informative({"rpo": runs}, tmp_path / "cut.png") and (tmp_path / "cut.png").stat().st_size > 5000
-    assert (
-        not draw_informative({"baseline": [tmp_path]}, tmp_path / "none.png") and not (tmp_path / "none.png").exists()
-    )
+def test_stored_answers_that_no_group_judges_are_left_alone():
+    rpo, alone = RPO(RPOSettings(length_reward="correct")), answered([1.0])
+    alone[0].group, alone[0].expected = 7, 0.1
+    group = answered([1.0, 0.0], key=5)
+    assert rpo.collect(context(), [*group, *alone]) == [*group, *alone]
+    assert set(rpo.answers) == {5} and alone[0].reward == 1.0
 
 
 def test_state_round_trip():
     rpo = remembering({3: [1, 2, 3], 0: [7], 9: list(range(50))})
     other = RPO(RPOSettings())
     other.load_state_dict(rpo.state_dict())
-    assert other.answers == rpo.answers and other.shortest == rpo.shortest
+    assert other.answers == rpo.answers
     empty = RPO(RPOSettings())
     empty.load_state_dict(RPO(RPOSettings()).state_dict())
     assert empty.answers == {}
 
 
-def test_filling_tries_again_what_found_no_answer(tmp_path):
+def test_filling_tries_again_what_found_no_answer():
     asked = []
 
     def answer(keys, attempt):
@@ -199,9 +172,10 @@ def test_filling_tries_again_what_found_no_answer(tmp_path):
         return [answered([float(key % 3 == attempt)], key=key)[0] for key in keys]
 
     rpo = RPO(RPOSettings(fill=2))
-    run = RunContext(tmp_path, None, [[1]] * 7, answer, 0, Console(quiet=True), lambda call: call())
-    rpo.fill(run)
+    notes = []
+    rpo.fill(SimpleNamespace(prompts=[[1]] * 7, answer=answer, note=notes.append))
     assert asked == [(list(range(7)), 0), ([1, 2, 4, 5], 1)] and sorted(rpo.answers) == [0, 1, 3, 4, 6]
+    assert notes[0].startswith("rpo: first answers to 5 of 7 prompts remembered")
 
 
 def test_file_of_answers_knows_its_prompts_and_tokenizer(tmp_path):

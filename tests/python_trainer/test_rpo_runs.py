@@ -5,7 +5,7 @@ import torch
 from rich.console import Console
 
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
-from python_trainer.accelerators.rpo.answers import load_answers
+from python_trainer.accelerators.rpo import load_answers
 from python_trainer.config import check_config
 from python_trainer.data import merits
 from python_trainer.errors import UserError
@@ -94,11 +94,11 @@ def test_file_of_answers_is_read_instead_of_filling(make_config, tmp_path):
     ],
 )
 def test_interrupted_run_ends_with_the_same_weights_and_answers(make_config, tmp_path, algorithm):
-    schedule = {"cut_end_factor": 0.2, "cut_schedule_steps": 4, "length_reward": "correct"}
-    config = rpo_config(make_config, max_steps=5, algorithm=algorithm, rpo=schedule)
+    settings = {"cut_share": 0.6, "length_reward": "correct"}
+    config = rpo_config(make_config, max_steps=5, algorithm=algorithm, rpo=settings)
     whole = Trainer(config, tmp_path / "whole", console=Console(quiet=True))
     whole.run()
-    first = rpo_config(make_config, max_steps=3, algorithm=algorithm, rpo=schedule)
+    first = rpo_config(make_config, max_steps=3, algorithm=algorithm, rpo=settings)
     Trainer(first, tmp_path / "parts", console=Console(quiet=True)).run()
     rest = Trainer(config, tmp_path / "parts", resume=True, console=Console(quiet=True))
     rest.run()
@@ -116,11 +116,8 @@ def test_dynamic_sampling_refills_with_suffixes_and_counts_every_round(make_conf
     trainer = Trainer(check_config(values, source="test"), tmp_path / "run", console=Console(quiet=True))
     trainer.run()
     rows = read_metrics(tmp_path / "run")[1:]
-    groups = [sum(v for k, v in row.items() if k.startswith("rpo/groups_cut_")) for row in rows]
-    informative = [sum(v for k, v in row.items() if k.startswith("rpo/informative_cut_")) for row in rows]
     assert max(row["sampling/rounds"] for row in rows) > 1
-    for row, total, kept in zip(rows, groups, informative):
-        assert total >= 4 and kept / total == pytest.approx(row["rpo/informative"])
+    for row in rows:
         assert row["rpo/informative"] == pytest.approx(row["sampling/kept_groups"])
     assert any(row["rpo/hit_rate"] > 0 for row in rows)
 
@@ -152,7 +149,7 @@ def test_continued_answers_are_not_taken_for_the_policys_own(make_config, gate_t
         "enabled": ["rpo", "alpha", "rhyme"],
         "rpo": {"fill": 0, "keep": "any"},
         "alpha": {"first_step": 99, "gate_prompts": 6},
-        "rhyme": {"database": str(tmp_path / "history.db"), "history_ratio": 0, "rescue": False},
+        "rhyme": {"database": str(tmp_path / "history.db")},
     }
     config = make_config(max_steps=20, accelerators=accelerators, task=gate_task,
                          rollout={"prompts_per_step": 2})  # fmt: skip

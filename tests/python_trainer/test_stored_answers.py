@@ -2,21 +2,24 @@
 
 import io
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
 
-from python_trainer.accelerators.curriculum.accelerator import Curriculum
-from python_trainer.accelerators.curriculum.rare import FIRST, Rarity
-from python_trainer.accelerators.curriculum.settings import CurriculumSettings
-from python_trainer.accelerators.curriculum.stored import MOST, PER_PROMPT, REST, StoredAnswers
+from python_trainer.accelerators.base import StepContext
+from python_trainer.accelerators.rhyme import sampling
+from python_trainer.accelerators.rhyme.accelerator import Rhyme
+from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase, StoredAnswer
+from python_trainer.accelerators.rhyme.recording import OWN
+from python_trainer.accelerators.rhyme.replay import FIRST_GROUPS, MEMORY, PER_PROMPT, REST, SuccessRates
+from python_trainer.accelerators.rhyme.sampling import AnswerBank
+from python_trainer.accelerators.rhyme.settings import RhymeSettings
 from python_trainer.algorithms.advantages import against_chance
 from python_trainer.algorithms.settings import AlgorithmConfig
 from python_trainer.batch import Batch, Minibatch
-from python_trainer.data import Episode, Rollout
+from python_trainer.data import Rollout
 from python_trainer.dynamic_sampling import StepSampler
 from python_trainer.logger import rollout_statistics
 from python_trainer.rollout.settings import RolloutConfig
@@ -24,6 +27,7 @@ from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 
 RIGHT = {"finish_reason": "stop", "accuracy": 1.0}
+OTHER = 7  # a run
 
 
 def answer(key, token=5, tokens=10, **facts):
@@ -31,79 +35,106 @@ def answer(key, token=5, tokens=10, **facts):
                    **RIGHT | facts)  # fmt: skip
 
 
-def always(p):
-    return lambda keys: torch.full((len(keys),), p, dtype=torch.float64)
+def stored_answer(text="a", tokens=10, run_id=OWN, step=1):
+    return StoredAnswer(run_id, step, step, "key", text, True, 1.0, "", [5] * tokens, [-0.3] * tokens)
 
 
-def filled(*answers, uses=3, memory=60.0, step=1):
-    stored = StoredAnswers(uses, memory)
-    stored.add(answers, step)
-    return stored
+def filled(*answers, step=1):
+    bank = AnswerBank()
+    bank.add(answers, step)
+    return bank
 
 
-def test_rests_between_uses_and_goes_after_the_last():
-    stored, used = filled(answer(0)), []
+def test_rests_between_uses_and_goes_after_the_last(monkeypatch):
+    monkeypatch.setattr(sampling, "MOST_USES", 3)
+    bank, used = filled((0, stored_answer())), []
     for step in range(1, 20):
-        stored.advance(step)
-        used += [step] * len(stored.take(step, always(0.01), 8, 100))
-    assert used == [1 + REST, 1 + 2 * REST, 1 + 3 * REST] and not len(stored)
+        for entry in bank.replayable(step, {OWN}):
+            entry.uses, entry.last_use = entry.uses + 1, step
+            used.append(step)
+    assert used == [1 + REST, 1 + 2 * REST, 1 + 3 * REST]
 
 
 def test_goes_when_it_is_old():
-    stored = filled(answer(0), memory=5)
-    stored.advance(6)
-    assert len(stored) == 1
-    stored.advance(7)
-    assert not len(stored)
+    bank = filled((0, stored_answer()))
+    assert len(bank.replayable(1 + MEMORY, {OWN})) == 1 and not bank.replayable(2 + MEMORY, {OWN})
 
 
-def test_keeps_the_newest_different_right_ones():
-    stored = StoredAnswers(8, 60)
-    wrong = answer(0, 9, accuracy=0.0)
-    written_by_others = answer(0, 8, response_mask=[True] * 9 + [False])
-    for step, token in enumerate((5, 6, 6, 7), start=1):
-        stored.add([answer(0, token), wrong, written_by_others, answer(0, 4, episode=Episode())], step)
-    assert [s.answer.response_ids[0] for s in stored] == [6, 7][-PER_PROMPT:]
+def test_the_newest_different_ones_of_this_run_and_of_better_ones_are_replayed():
+    bank = AnswerBank()
+    for step, text in enumerate("abbcd", start=1):
+        bank.add([(0, stored_answer(text, step=step)), (0, stored_answer(f"other {step}", run_id=OTHER))], step)
+    assert [entry.answer.text for entry in bank.replayable(9, {OWN})] == ["d", "c"][:PER_PROMPT]
+    assert [entry.answer.text for entry in bank.replayable(9, {OTHER})] == ["other 5", "other 4"]
+    assert [entry.answer.text for entry in bank.replayable(9, {OWN, OTHER})] == ["d", "other 5"]
 
 
-def test_is_bounded():
-    stored = StoredAnswers(8, 1e9)
-    for key in range(MOST + 5):
-        stored.add([answer(key, tokens=1)], step=key)
-    stored.advance(MOST + 5)
-    assert len(stored) == MOST and min(s.born for s in stored) == 5
+def replaying(*answers, right=0, seen=0, **settings):
+    """An accelerator in step 4 with these stored answers; of ``seen`` answers to every prompt ``right`` were right."""
+    rhyme = Rhyme(RhymeSettings(rare_share=0, **settings))
+    rhyme.active, rhyme.rates, rhyme.bank = True, SuccessRates(8), filled(*answers)
+    rhyme.rates.right += right
+    rhyme.rates.answers += seen
+    run = SimpleNamespace(
+        config=SimpleNamespace(rollout=SimpleNamespace(num_generations=8)), prompts=[[1, key] for key in range(8)]
+    )
+
+    def replay(step, *, tokens):
+        context = StepContext(run, step, 0)
+        fresh = [answer(7, tokens=tokens // 2), answer(7, tokens=tokens // 2, accuracy=0.0)]
+        taken = rhyme._replay(context, [fresh])
+        assert context.telemetry.get("rhyme/replayed_answers", 0) == len(taken)
+        return taken
+
+    return replay
 
 
-@pytest.mark.parametrize(("p", "taken"), [(0.0, 1), (0.124, 1), (0.125, 0), (0.9, 0)])
-def test_only_prompts_answered_right_less_than_once_in_a_group(p, taken):
-    answers = filled(answer(0)).take(3, always(p), 8, 100)
-    assert len(answers) == taken
-    assert all(a.expected == max(p, 1 / 10) and a.importance_cap == 1 for a in answers)
+@pytest.mark.parametrize(("right", "seen", "taken"), [(0, 0, 1), (1, 9, 1), (1, 8, 0), (9, 10, 0)])
+def test_only_prompts_answered_right_less_than_once_in_a_group(right, seen, taken):
+    answers = replaying((0, stored_answer()), right=right, seen=seen)(4, tokens=200)
+    rate = (right + right / max(seen, 1)) / (seen + 1)
+    assert len(answers) == taken == (rate < 1 / 8)
+    assert all(a.expected == pytest.approx(max(rate, 1 / 10)) and a.importance_cap == 1 for a in answers)
+    assert all(a.accuracy == 1 and a.prompt_ids == [1, 0] and a.logprobs == [-0.3] * 10 for a in answers)
 
 
 def test_those_used_least_come_first_within_the_tokens():
-    stored = filled(*(answer(key) for key in range(6)), uses=8)
-    first = stored.take(3, always(0.01), 8, 25)
-    rest = stored.take(5, always(0.01), 8, 1000)
+    """Half as many tokens as fresh answers that teach something have."""
+    replay = replaying(*((key, stored_answer()) for key in range(6)))
+    first, rest = replay(4, tokens=50), replay(6, tokens=2000)
     assert len(first) == 2 and len(rest) == 6
     assert {a.prompt_key for a in rest[:4]} == set(range(6)) - {a.prompt_key for a in first}
-    assert not filled(answer(0)).take(3, always(0.01), 8, 9)
+    assert not replaying((0, stored_answer()))(4, tokens=18)
+    assert not replaying((0, stored_answer()), stored_share=0)(4, tokens=2000)
 
 
-def test_state_round_trip():
-    stored = filled(answer(0, 5, text="a", reward=1.5), answer(3, 6, tokens=7), answer(0, 7), uses=8)
-    stored.take(3, always(0.01), 8, 17)
-    other = StoredAnswers(8, 60)
-    other.load_state_dict(stored.state_dict())
-    ours, theirs = (list(s) for s in (stored, other))
-    assert [(s.born, s.last, s.uses) for s in ours] == [(s.born, s.last, s.uses) for s in theirs]
-    for a, b in zip(ours, theirs):
-        assert a.answer.response_ids == b.answer.response_ids and a.answer.prompt_ids == b.answer.prompt_ids
-        assert a.answer.logprobs == pytest.approx(b.answer.logprobs)
-        assert (a.answer.text, a.answer.reward) == (b.answer.text, b.answer.reward)
-    empty = StoredAnswers(8, 60)
-    empty.load_state_dict(StoredAnswers(8, 60).state_dict())
-    assert not len(empty)
+def test_a_rate_is_a_discounted_mean_with_one_answer_of_the_mean_prompt():
+    rates, keys = SuccessRates(3), [0, 1, 2]
+    assert rates.rates(keys) == [0, 0, 0] and rates.rates([]) == []
+    rates.advance(1)
+    rates.add([[answer(0)] + [answer(0, accuracy=0.0)] * 3, [answer(1)] * 4])
+    assert rates.rates(keys) == pytest.approx([(1 + 5 / 8) / 5, (4 + 5 / 8) / 5, 5 / 8])
+    rates.advance(1 + MEMORY // 2)
+    left = math.exp(-0.5)
+    rates.add([[answer(0, accuracy=0.0)] * 4])
+    mean = 5 * left / (8 * left + 4)
+    assert rates.rates([0]) == pytest.approx([(left + mean) / (4 * left + 4 + 1)])
+    again = SuccessRates(3)
+    again.load_state_dict(rates.state_dict())
+    for one in (rates, again):
+        one.advance(50)
+        one.add([[answer(2)] * 2])
+    assert again.rates(keys) == rates.rates(keys) and (again.groups, again.failed) == (4, 1)
+
+
+def test_right_answers_are_rare_by_the_first_groups():
+    rates, wrong = SuccessRates(1), answer(0, accuracy=0.0)
+    for _ in range(FIRST_GROUPS // 2):
+        assert rates.rare(0.5) is None and rates.rare(0)
+        rates.add([[wrong, wrong], [wrong, answer(0)]])
+    rates.add([[wrong]] * 99)
+    assert (rates.groups, rates.failed) == (FIRST_GROUPS, FIRST_GROUPS // 2)
+    assert rates.rare(0.5) is True and rates.rare(0.51) is False and rates.rare(0)
 
 
 def test_advantage_is_that_of_a_large_group_that_is_right_as_often():
@@ -187,49 +218,44 @@ def test_they_are_in_no_metric_of_groups():
     assert rollout_statistics(stored) == {"reward_std": pytest.approx(0.5**0.5), "frac_reward_zero_std": 0.0}
 
 
-@pytest.mark.parametrize("enabled", [["curriculum"], ["curriculum", "drafts"]])
-def test_a_run_uses_them_and_resumes_with_the_same_weights(make_config, tmp_path, enabled):
-    """``stored_uses: 1`` against the default is a switch that changes what is trained on."""
-
-    def run(folder, steps, resume=False, **curriculum):
-        options = {"enabled": enabled, "curriculum": {"least_gain": 0, "rare_share": 0, **curriculum}}
+@pytest.mark.parametrize("enabled", [["rhyme"], ["rhyme", "drafts"]])
+@pytest.mark.parametrize("algorithm", [{}, {"advantage": "gae", "num_iterations": 2}])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_run_uses_them_and_resumes_with_the_same_weights(make_config, tmp_path, enabled, algorithm, dynamic):
+    def run(folder, steps, resume=False, **rhyme):
+        rhyme = {"rare_share": 0, "rescue": False, "history_ratio": 0, **rhyme}
+        options = {"enabled": enabled, "rhyme": rhyme, "drafts": {"pass_overhead": 30}}  # else it is measured
         config = make_config(
             max_steps=steps,
-            rollout={"num_generations": 2, "prompts_per_step": 8},
+            rollout={
+                "num_generations": 2, "prompts_per_step": 8, "dynamic_sampling": dynamic, "max_sampling_rounds": 2
+            },
             accelerators=options,
+            algorithm=algorithm,
             task={"reward": "conftest:even"},
-        )
+        )  # fmt: skip
         trainer = Trainer(config, tmp_path / folder, console=Console(quiet=True), resume=resume)
         trainer.run()
-        return [p.detach().clone() for p in trainer.policy.model.parameters()]
+        return weights_of(trainer)
 
     whole = run("whole", 8)
     run("parts", 5)
     rest = run("parts", 8, resume=True)
     assert all(torch.equal(a, b) for a, b in zip(whole, rest))
     rows = read_metrics(tmp_path / "whole")[1:]
-    assert sum(row["curriculum/stored_answers"] for row in rows) > 0
+    assert sum(row["rhyme/replayed_answers"] for row in rows) > 0
     without = run("without", 8, stored_share=0)
     assert any(not torch.equal(a, b) for a, b in zip(whole, without))
 
 
-def test_rarity_is_of_the_first_groups():
-    rarity, wrong = Rarity(0.5), answer(0, accuracy=0.0)
-    for _ in range(FIRST // 2):
-        assert not rarity.known and not rarity.rare
-        decided = rarity.count([[wrong, wrong], [wrong, answer(0)]])
-    assert decided and rarity.known and rarity.rare
-    assert rarity.words().startswith("64 of the first 128 groups had no right answer: right answers are rare here")
-    assert not rarity.count([[answer(0)]] * 99) and rarity.groups == FIRST
-    other = Rarity(0.51)
-    other.load_state_dict(rarity.state_dict())
-    assert other.known and not other.rare and "a share below 0.51: right answers are not rare here" in other.words()
-    assert Rarity(0).rare and not Rarity(0).count([[wrong]])
+def weights_of(trainer):
+    return [p.detach().clone() for p in trainer.policy.model.parameters()]
 
 
-def test_where_right_answers_are_not_rare_a_run_is_plain_training(make_config, tmp_path, monkeypatch):
-    """Before it is known they are not used either; what is decided is in the checkpoint."""
-    monkeypatch.setattr("python_trainer.accelerators.curriculum.rare.FIRST", 16)
+@pytest.mark.parametrize("database", [False, True])
+def test_where_right_answers_are_not_rare_a_run_is_plain_training(make_config, tmp_path, monkeypatch, database):
+    """Bit for bit, at the defaults. Before it is known nothing is used either; checkpoints have what was decided."""
+    monkeypatch.setattr("python_trainer.accelerators.rhyme.replay.FIRST_GROUPS", 16)
 
     def run(folder, steps, resume=False, **accelerators):
         config = make_config(
@@ -241,33 +267,32 @@ def test_where_right_answers_are_not_rare_a_run_is_plain_training(make_config, t
         lines = io.StringIO()
         trainer = Trainer(config, tmp_path / folder, console=Console(file=lines, width=300), resume=resume)
         trainer.run()
-        used = [row["curriculum/stored_answers"] for row in read_metrics(tmp_path / folder)[1:] if accelerators]
-        return [p.detach().clone() for p in trainer.policy.model.parameters()], used, lines.getvalue(), trainer
+        used = [row["rhyme/replayed_answers"] for row in read_metrics(tmp_path / folder)[1:] if accelerators]
+        return weights_of(trainer), used, lines.getvalue(), trainer
 
-    def curriculum(share, **options):
-        return {"enabled": ["curriculum"], "curriculum": {"rare_share": share, **options}}
+    def rhyme(share=0.55, **options):
+        file = {"database": str(tmp_path / "history.db")} if database else {}
+        return {"enabled": ["rhyme"], "rhyme": {"rare_share": share, **file, **options}}
 
     plain, *_ = run("plain", 8)
-    declined, used, told, trainer = run("declined", 8, **curriculum(1.0))
-    assert all(torch.equal(a, b) for a, b in zip(plain, declined)) and not any(used)
-    assert "of the first 16 groups had no right answer, a share below 1: right answers are not rare here" in told
-    (accelerator,) = trainer.accelerators
-    assert not len(accelerator.stored)
-    rare = curriculum(0.01, least_gain=0)
+    monkeypatch.setattr("python_trainer.accelerators.rhyme.replay.clearly_better", lambda theirs, own: False)
+    for number in range(2):  # the second after a run that has left its answers
+        declined, used, told, trainer = run(f"declined {number}", 8, **rhyme())
+        assert all(torch.equal(a, b) for a, b in zip(plain, declined)) and not any(used)
+        assert "of the first 16 groups had no right answer: a share below 0.55, history is not used" in told
+        (accelerator,) = trainer.accelerators
+        assert not len(accelerator.bank) and not accelerator.active
+    if database:
+        assert len(RetrospectiveDatabase(str(tmp_path / "history.db")).samples()) > 0
+    rare = rhyme(0.01)
     whole, used, told, _ = run("whole", 8, **rare)
     assert not any(used[:1]) and any(used[1:]), "decided after the second step"
-    assert told.count("right answers are rare here, and trained on again") == 1
+    assert told.count("right answers are rare, history is used") == 1
+    assert any(not torch.equal(a, b) for a, b in zip(plain, whole))
+    (tmp_path / "history.db").unlink(missing_ok=True)
+    whole, *_ = run("whole alone", 8, **rare)
+    (tmp_path / "history.db").unlink(missing_ok=True)
     run("parts", 1, **rare)
     run("parts", 4, resume=True, **rare)
     rest, *_ = run("parts", 8, resume=True, **rare)
     assert all(torch.equal(a, b) for a, b in zip(whole, rest))
-
-
-def test_checkpoints_of_before_always_used_them():
-    context = SimpleNamespace(prompts=[[1]] * 4, output_dir=Path(), console=None)
-    before, after = (Curriculum(CurriculumSettings(database=None)) for _ in range(2))
-    before.begin(context)
-    state = before.state_dict()
-    del state["rarity"]
-    after.load_state_dict(state)
-    assert after.rare and not before.rare

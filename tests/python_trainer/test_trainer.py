@@ -179,9 +179,9 @@ class Spy(Accelerator):
         return rollouts
 
     def after_update(self, context):
-        self.calls.append(("after", context.step, sum(context.evaluate_each("test", range(2))) / 2))
+        self.calls.append(("after", context.step, sum(context.run.evaluate_each("test", range(2))) / 2))
         context.telemetry["spy/calls"] = float(len(self.calls))
-        context.engine.policy_updated()
+        context.run.engine.policy_updated()
 
     def state_dict(self):
         return {"count": len(self.calls), "tensor": torch.ones(2)}

@@ -1,1 +1,1 @@
-"""History of training runs: the database, similarity of runs, stages worth learning from, retrodiction."""
+"""Training guided by history: the database, similarity of runs, two-stage sampling, replay."""

@@ -1,57 +1,154 @@
-"""The retrospective database: runs, their trajectories, and the good answers that they found.
+"""The retrospective database: runs, their trajectories, and the right answers that they found.
 
 SQLite in WAL mode for a path or ``sqlite:///`` URL, PostgreSQL for a ``postgresql://`` URL. Every step of a run is one
 transaction, so several trainers may write at once and a kill leaves whole steps. A connection lives for one
 transaction. Tensors are safetensors bytes; nothing is ever unpickled.
 """
 
+import hashlib
 import json
-import time
+import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
 import torch
-from sqlalchemy.exc import DatabaseError, SQLAlchemyError
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from sqlalchemy import event
+from sqlalchemy.exc import ArgumentError, DatabaseError, NoSuchModuleError, SQLAlchemyError
 
-from python_trainer.accelerators.rhyme import schema
-from python_trainer.accelerators.rhyme.reaching import check_sqlite_file, make_engine, one_writer, parse_url
-from python_trainer.accelerators.rhyme.records import (
-    RunFacts,
-    StepRecord,
-    StoredAnswer,
-    StoredRun,
-    pack_tensors,
-    unpack_tensors,
-)
-from python_trainer.accelerators.rhyme.sketch import PARTS
-from python_trainer.errors import UserError
+from python_trainer.errors import UserError, hide_passwords
 
-ROW_BYTES = 200  # what a row takes next to its payload, about
-WRITERS = 16  # that may fill the room there is side by side; with more the bound is passed by their share of it
-KEEP_SHARE = 0.9  # retention removes down to this share, so that it need not run at every step
+APPLICATION_ID = 0x524C4B52  # "RLKR", in the header of SQLite files; the lock of PostgreSQL writers
+VERSION = 2  # of the tables; another one is refused
+MOST_RUNS = 64  # that are kept; the oldest go
+BUSY_SECONDS = 60  # how long a writer waits for others
+
+metadata = sa.MetaData()
+
+meta_table = sa.Table(
+    "rlkernels_meta", metadata,
+    sa.Column("key", sa.String(64), primary_key=True),
+    sa.Column("value", sa.Text, nullable=False),
+)  # fmt: skip
+
+run_table = sa.Table(
+    "rlkernels_runs", metadata,
+    sa.Column("id", sa.Integer, primary_key=True),
+    sa.Column("created", sa.Float, nullable=False),  # seconds since 1970
+    sa.Column("family", sa.String(64), nullable=False),  # model type, e.g. qwen2
+    sa.Column("parameters", sa.BigInteger, nullable=False),
+    sa.Column("tokenizer", sa.String(64), nullable=False),  # fingerprint
+    sa.Column("task", sa.String(200), nullable=False),
+    sa.Column("algorithm", sa.String(64), nullable=False),
+    sa.Column("settings", sa.Text, nullable=False),  # JSON
+)  # fmt: skip
+
+step_table = sa.Table(
+    "rlkernels_steps", metadata,
+    sa.Column("run_id", sa.Integer, sa.ForeignKey("rlkernels_runs.id", ondelete="CASCADE"), primary_key=True),
+    sa.Column("step", sa.Integer, primary_key=True),
+    sa.Column("policy_version", sa.Integer, nullable=False),
+    sa.Column("reward", sa.Float, nullable=False),  # mean, on the task's scale
+    sa.Column("accuracy", sa.Float, nullable=False),
+    sa.Column("generated_tokens", sa.BigInteger, nullable=False),  # what the step cost
+    sa.Column("rollouts", sa.Integer, nullable=False),  # how many were stored with this step
+    sa.Column("sketch", sa.LargeBinary, nullable=False),  # safetensors: sketch and outcomes
+    sa.Column("bytes", sa.Integer, nullable=False),
+)  # fmt: skip
+
+answer_table = sa.Table(
+    "rlkernels_rollouts", metadata,
+    sa.Column("id", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True),
+    sa.Column("run_id", sa.Integer, sa.ForeignKey("rlkernels_runs.id", ondelete="CASCADE"), nullable=False),
+    sa.Column("step", sa.Integer, nullable=False),
+    sa.Column("policy_version", sa.Integer, nullable=False),
+    sa.Column("prompt_key", sa.String(32), nullable=False),  # of the prompt's text, whatever the tokenizer
+    sa.Column("text", sa.Text, nullable=False),
+    sa.Column("finished", sa.Boolean, nullable=False),  # ended by itself, not by the length limit
+    sa.Column("reward", sa.Float, nullable=False),
+    sa.Column("tensors", sa.LargeBinary, nullable=False),  # safetensors: response_ids, logprobs (NaN where unknown)
+    sa.Column("bytes", sa.Integer, nullable=False),
+    sa.Index("rlkernels_rollouts_place", "run_id", "step"),
+    sa.Index("rlkernels_rollouts_worth", "reward", "id", "bytes"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """What a training run is."""
+
+    family: str
+    parameters: int
+    tokenizer: str  # fingerprint
+    task: str
+    algorithm: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    created: float = 0.0  # seconds since 1970
+    id: int = 0  # by the database
+
+
+@dataclass
+class StepRecord:
+    """One step of a training trajectory."""
+
+    step: int
+    policy_version: int
+    reward: float  # mean over the fresh answers, on the task's scale
+    accuracy: float
+    sketch: dict[str, torch.Tensor]  # as of :func:`python_trainer.accelerators.rhyme.matching.sketch_of`
+    generated_tokens: int = 0
+    # of each group, where answers are right or wrong: prompts uint8 [G, 16], the key; answers and right int32 [G]
+    outcomes: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class StoredAnswer:
+    """One stored answer."""
+
+    run_id: int
+    step: int
+    policy_version: int
+    prompt_key: str
+    text: str
+    finished: bool
+    reward: float
+    tokenizer: str  # fingerprint
+    response_ids: list[int]
+    logprobs: list[float]  # of the policy that wrote it; NaN where unknown
+
+
+FACTS = [name for name in StoredAnswer.__dataclass_fields__ if name not in ("response_ids", "logprobs")]
+
+
+def prompt_key(prompt: str | list[dict[str, str]]) -> str:
+    """Names a prompt by its text or messages, for models of every tokenizer: 32 hexadecimal digits."""
+    text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, ensure_ascii=False)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def unpack_tensors(data: bytes) -> dict[str, torch.Tensor]:
+    """Reads safetensors bytes; UserError if they are something else."""
+    try:
+        return load(bytes(data))
+    except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"tensors of the retrospective database are damaged ({reason})") from error
 
 
 class RetrospectiveDatabase:
     """History of training runs, shared by all trainers that open it.
 
-    Args:
-        url: a path, a ``sqlite:///`` URL or a ``postgresql://`` URL.
-        max_bytes: bound on everything stored (text, tensors, and 200 bytes a row). When a write exceeds it, answers are
-            removed, lowest reward first and oldest first among equals, until 90 % are left; should trajectories
-            alone exceed it, the oldest runs go as a whole. A SQLite file does not shrink, but reuses the space.
-        create: make the database when it is not there; false: for reading, which leaves a file as it is.
-
-    Raises:
-        UserError: it cannot be reached or written, is damaged, was made by something else or by another version.
-            Such a file is never changed.
+    With ``create`` a database that does not exist is made; without it is read only. One that cannot be used, is
+    damaged, or belongs to another program or version is a UserError, and never changed.
     """
 
-    def __init__(self, url: str, *, max_bytes: int = 1 << 30, create: bool = True):
-        self.url, self.max_bytes = url, max_bytes
-        self._room = 0  # what may be written before the sizes are added up again
+    def __init__(self, url: str, *, create: bool = True):
         parsed = parse_url(url)
         self.name = parsed.render_as_string(hide_password=True)
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
@@ -63,240 +160,185 @@ class RetrospectiveDatabase:
 
     def _open(self, connection: sa.Connection, create: bool) -> None:
         present = set(sa.inspect(connection).get_table_names())
-        if schema.meta.name not in present:
+        if meta_table.name not in present:
             if not create:
                 raise UserError(f"there is no retrospective database in {self.name}")
-            if set(schema.metadata.tables) & present:
+            if set(metadata.tables) & present:
                 raise UserError(f"{self.name} has tables of a retrospective database, but not all of them: damaged")
-            schema.metadata.create_all(connection, checkfirst=False)
-            facts = {"application": schema.APPLICATION, "version": str(schema.VERSION)}
-            connection.execute(schema.meta.insert(), [{"key": k, "value": v} for k, v in facts.items()])
+            metadata.create_all(connection, checkfirst=False)
+            connection.execute(meta_table.insert(), [{"key": "version", "value": str(VERSION)}])
             if self.is_sqlite:
-                connection.exec_driver_sql(f"PRAGMA application_id = {schema.APPLICATION_ID}")
-        found = {key: value for key, value in connection.execute(sa.select(schema.meta.c.key, schema.meta.c.value))}
-        if found.get("application") != schema.APPLICATION:
-            raise UserError(f"{self.name} is not a retrospective database")
-        if found.get("version") != str(schema.VERSION):
-            raise UserError(
-                f"{self.name} has schema version {found.get('version')}, this program reads and writes version "
-                f"{schema.VERSION}; choose another database"
-            )
+                connection.exec_driver_sql(f"PRAGMA application_id = {APPLICATION_ID}")
+        found = connection.execute(sa.select(meta_table.c.value).where(meta_table.c.key == "version")).scalar()
+        if found != str(VERSION):
+            raise UserError(f"{self.name} has schema version {found}, must be {VERSION}: choose another database")
 
     @contextmanager
     def _transaction(self, *, write: bool = True) -> Iterator[sa.Connection]:
-        """A connection in a transaction of its own; what goes wrong in it is told in one line."""
+        """Yields a connection in a transaction of its own; an error in it becomes one line."""
         try:
             with self._engine.connect() as connection:
                 connection = connection.execution_options(rlkernels_write=write)
                 with connection.begin():
-                    if write and not self.is_sqlite:
-                        one_writer(connection)
+                    if write and not self.is_sqlite:  # two that make room at once would remove each other's rows
+                        connection.execute(sa.text(f"SET LOCAL lock_timeout = '{BUSY_SECONDS}s'"))
+                        connection.execute(sa.select(sa.func.pg_advisory_xact_lock(APPLICATION_ID)))
                     yield connection
-        except DatabaseError as error:
-            reason = " ".join(str(error.orig).split())
-            raise UserError(f"retrospective database {self.name}: {reason}") from error
         except (SQLAlchemyError, UnicodeDecodeError) as error:
-            raise UserError(f"retrospective database {self.name}: {' '.join(str(error).split())}") from error
+            reason = error.orig if isinstance(error, DatabaseError) else error
+            raise UserError(f"retrospective database {self.name}: {' '.join(str(reason).split())}") from error
 
-    def add_run(self, facts: RunFacts, *, created: float | None = None) -> int:
-        """Begins a run -> its id. ``created``: when, in seconds since 1970; None: now."""
-        values = {name: getattr(facts, name) for name in ("family", "parameters", "tokenizer", "task", "algorithm")}
-        values |= {"created": time.time() if created is None else created, "settings": json.dumps(facts.settings)}
+    def add_run(self, run: StoredRun) -> int:
+        """Begins a run -> its id. The oldest go if there are too many."""
+        values = {name: value for name, value in vars(run).items() if name != "id"}
+        values["settings"] = json.dumps(run.settings)
+        newest = sa.select(run_table.c.id).order_by(run_table.c.id.desc()).limit(MOST_RUNS).subquery()
         with self._transaction() as connection:
-            return int(connection.execute(schema.runs.insert().values(values).returning(schema.runs.c.id)).scalar_one())
+            run_id = connection.execute(run_table.insert().values(values).returning(run_table.c.id)).scalar_one()
+            connection.execute(run_table.delete().where(run_table.c.id.not_in(sa.select(newest.c.id))))
+            return int(run_id)
 
-    def add_step(self, run_id: int, record: StepRecord, samples: Sequence[StoredAnswer]) -> None:
-        """Stores one step with its answers, all or nothing. A step that is there already is replaced.
+    def add_step(
+        self, run_id: int, record: StepRecord, answers: Sequence[StoredAnswer], *, created: float | None = None
+    ) -> bool:
+        """Stores one step with its answers, all or nothing, in place of what there is of it already.
 
-        A run that the retention rule has removed takes no more steps.
+        Returns whether the run is there, and still the one that was created then; else nothing has changed.
         """
-        sketch = pack_tensors(record.sketch | record.outcomes)
-        rows: list[dict[str, Any]] = []
-        for sample in samples:
-            tensors = pack_tensors(
-                {
-                    "response_ids": torch.tensor(sample.response_ids, dtype=torch.int32),
-                    "logprobs": torch.tensor(sample.logprobs, dtype=torch.float32),
-                }
-            )
-            rows.append(
-                {
-                    "run_id": run_id,
-                    "step": record.step,
-                    "policy_version": sample.policy_version,
-                    "prompt_key": sample.prompt_key,
-                    "text": storable(sample.text),
-                    "finished": sample.finished,
-                    "reward": sample.reward,
-                    "tensors": tensors,
-                    "bytes": len(tensors) + len(sample.text.encode(errors="replace")) + ROW_BYTES,
-                }
-            )
+        rows = [answer_row(run_id, record.step, answer) for answer in answers]
+        sketch = save(record.sketch | record.outcomes)
+        columns = "step", "policy_version", "reward", "accuracy", "generated_tokens"
+        step = {name: getattr(record, name) for name in columns}
+        step |= {"run_id": run_id, "rollouts": len(rows), "sketch": sketch, "bytes": len(sketch)}
         with self._transaction() as connection:
-            if connection.execute(sa.select(schema.runs.c.id).where(schema.runs.c.id == run_id)).first() is None:
-                return
-            for table in (schema.rollouts, schema.steps):
-                connection.execute(table.delete().where(table.c.run_id == run_id, table.c.step == record.step))
-            connection.execute(
-                schema.steps.insert().values(
-                    run_id=run_id,
-                    step=record.step,
-                    policy_version=record.policy_version,
-                    reward=record.reward,
-                    accuracy=record.accuracy,
-                    generated_tokens=record.generated_tokens,
-                    rollouts=len(rows),
-                    sketch=sketch,
-                    bytes=len(sketch) + ROW_BYTES,
-                )
-            )
-            if rows:
-                connection.execute(schema.rollouts.insert(), rows)
-            self._room -= len(sketch) + ROW_BYTES + sum(row["bytes"] for row in rows)
-            if self._room < 0:
-                self._retain(connection, run_id)
-                self._room = (self.max_bytes - self._held(connection)) // WRITERS
-
-    def cut_run(self, run_id: int, after_step: int, *, created: float) -> bool:
-        """Forgets the steps of a run beyond ``after_step``, which are made again.
-
-        Returns whether the run is there and still the one that was created then; else nothing has changed.
-        """
-        run = schema.runs.c
-        with self._transaction() as connection:
-            if connection.execute(sa.select(run.id).where(run.id == run_id, run.created == created)).first() is None:
+            found = connection.execute(sa.select(run_table.c.created).where(run_table.c.id == run_id)).scalar()
+            if found is None or created not in (None, found):
                 return False
-            for table in (schema.rollouts, schema.steps):
-                connection.execute(table.delete().where(table.c.run_id == run_id, table.c.step > after_step))
+            for table in (answer_table, step_table):
+                connection.execute(table.delete().where(table.c.run_id == run_id, table.c.step == record.step))
+            connection.execute(step_table.insert(), [step])
+            if rows:
+                connection.execute(answer_table.insert(), rows)
         return True
 
     def remove_run(self, run_id: int, *, created: float) -> None:
         """Forgets a run and all that it stored, if it is still the one that was created then."""
-        table = schema.runs
         with self._transaction() as connection:
-            connection.execute(table.delete().where(table.c.id == run_id, table.c.created == created))
-
-    def _retain(self, connection: sa.Connection, writing: int) -> None:
-        """The retention rule of the class."""
-        sizes = {table: self._bytes(connection, table) for table in (schema.rollouts, schema.steps)}
-        if sum(sizes.values()) <= self.max_bytes:
-            return
-        budget = int(self.max_bytes * KEEP_SHARE)
-        table = schema.rollouts
-        # best and newest first: what still fits next to the trajectories stays
-        room, last = budget - sizes[schema.steps], None
-        order = sa.select(table.c.id, table.c.bytes).order_by(table.c.reward.desc(), table.c.id.desc())
-        kept = []
-        for key, size in connection.execute(order):
-            room -= size
-            if room < 0:
-                break
-            kept.append(key)
-            last = key
-        if last is None:
-            connection.execute(table.delete())
-        else:
-            reward = connection.execute(sa.select(table.c.reward).where(table.c.id == last)).scalar_one()
-            worse = sa.or_(table.c.reward < reward, sa.and_(table.c.reward == reward, table.c.id < last))
-            connection.execute(table.delete().where(worse))
-        others = sa.select(schema.runs.c.id).where(schema.runs.c.id != writing).order_by(schema.runs.c.id)
-        for run_id in connection.execute(others).scalars().all():
-            if self._bytes(connection, schema.steps) <= budget:
-                return
-            connection.execute(schema.runs.delete().where(schema.runs.c.id == run_id))
-
-    @staticmethod
-    def _bytes(connection: sa.Connection, table: sa.Table) -> int:
-        return int(connection.execute(sa.select(sa.func.coalesce(sa.func.sum(table.c.bytes), 0))).scalar_one())
-
-    def bytes(self) -> int:
-        """What ``max_bytes`` bounds."""
-        with self._transaction(write=False) as connection:
-            return self._held(connection)
-
-    def _held(self, connection: sa.Connection) -> int:
-        return sum(self._bytes(connection, table) for table in (schema.rollouts, schema.steps))
+            connection.execute(run_table.delete().where(run_table.c.id == run_id, run_table.c.created == created))
 
     def runs(self) -> list[StoredRun]:
-        """All runs, oldest first."""
-        runs, steps, rollouts = schema.runs, schema.steps, schema.rollouts
-        totals = [
-            sa.select(total).where(table.c.run_id == runs.c.id).scalar_subquery()
-            for table, total in (
-                (steps, sa.func.count()),
-                (rollouts, sa.func.count()),
-                (steps, sa.cast(sa.func.coalesce(sa.func.sum(steps.c.generated_tokens), 0), sa.BigInteger)),
-            )
-        ]
-        newest = sa.select(steps).where(steps.c.run_id == runs.c.id).order_by(steps.c.step.desc()).limit(1)
-        last = [newest.with_only_columns(of).scalar_subquery() for of in (steps.c.reward, steps.c.accuracy)]
+        """Returns all runs, oldest first."""
         with self._transaction(write=False) as connection:
-            rows = connection.execute(sa.select(runs, *totals, *last).order_by(runs.c.id)).all()
-        return [
-            StoredRun(
-                row.id,
-                row.created,
-                RunFacts(row.family, row.parameters, row.tokenizer, row.task, row.algorithm, json.loads(row.settings)),
-                *row[-5:],
-            )
-            for row in rows
-        ]
+            rows = connection.execute(sa.select(run_table).order_by(run_table.c.id)).all()
+        return [StoredRun(**dict(row._mapping) | {"settings": json.loads(row.settings)}) for row in rows]
 
     def trajectory(self, run_id: int) -> list[StepRecord]:
-        """The steps of a run in order."""
-        table = schema.steps
+        """Returns the steps of a run in order."""
+        query = sa.select(step_table).where(step_table.c.run_id == run_id).order_by(step_table.c.step)
         with self._transaction(write=False) as connection:
-            rows = connection.execute(sa.select(table).where(table.c.run_id == run_id).order_by(table.c.step)).all()
-        return [step_of(row) for row in rows]
+            return [step_of(row) for row in connection.execute(query)]
 
     def samples(
         self, *, prompt_keys: Sequence[str] | None = None, limit: int | None = None, without_run: int | None = None
     ) -> list[StoredAnswer]:
-        """Stored answers, best and newest first.
-
-        Args:
-            prompt_keys: only to these prompts.
-            limit: at most so many.
-            without_run: leave out this run.
-        """
-        table = schema.rollouts
-        query = sa.select(table, schema.runs.c.tokenizer).join(schema.runs, schema.runs.c.id == table.c.run_id)
+        """Returns stored answers, best and newest first: at most so many, to some prompts, of all runs but one."""
+        query = sa.select(answer_table, run_table.c.tokenizer).join(run_table, run_table.c.id == answer_table.c.run_id)
         if without_run is not None:
-            query = query.where(table.c.run_id != without_run)
-        query = query.order_by(table.c.reward.desc(), table.c.id.desc())
+            query = query.where(answer_table.c.run_id != without_run)
+        query = query.order_by(answer_table.c.reward.desc(), answer_table.c.id.desc())
         wanted = None if prompt_keys is None else set(prompt_keys)
-        found: list[StoredAnswer] = []
         with self._transaction(write=False) as connection:
-            for row in connection.execution_options(yield_per=1000).execute(query):
-                if limit is not None and len(found) >= limit:
-                    break
-                if wanted is None or row.prompt_key in wanted:
-                    found.append(sample_of(row))
-        return found
+            rows = connection.execution_options(yield_per=1000).execute(query)
+            found = (answer_of(row) for row in rows if wanted is None or row.prompt_key in wanted)
+            return list(islice(found, limit))
+
+
+def answer_row(run_id: int, step: int, answer: StoredAnswer) -> dict[str, Any]:
+    ids, logprobs = torch.tensor(answer.response_ids, dtype=torch.int32), torch.tensor(answer.logprobs)
+    packed = save({"response_ids": ids, "logprobs": logprobs})
+    # PostgreSQL takes no NUL in texts, and no database a lone surrogate
+    text = answer.text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode(errors="replace")
+    row = {name: getattr(answer, name) for name in ("policy_version", "prompt_key", "finished", "reward")}
+    row |= {"text": text.decode(), "tensors": packed, "bytes": len(packed) + len(text)}
+    return row | {"run_id": run_id, "step": step}
+
+
+def answer_of(row: sa.Row) -> StoredAnswer:
+    tensors = unpack_tensors(row.tensors)
+    ids, logprobs = tensors["response_ids"].tolist(), tensors["logprobs"].tolist()
+    return StoredAnswer(**{name: getattr(row, name) for name in FACTS}, response_ids=ids, logprobs=logprobs)
 
 
 def step_of(row: sa.Row) -> StepRecord:
-    sketch = unpack_tensors(row.sketch)
-    outcomes = {name: sketch.pop(name) for name in sketch.keys() - PARTS.keys()}
-    return StepRecord(row.step, row.policy_version, row.reward, row.accuracy, sketch, row.generated_tokens, outcomes)
+    tensors = unpack_tensors(row.sketch)
+    outcomes = {name: tensors.pop(name) for name in sorted({"prompts", "answers", "right"} & tensors.keys())}
+    return StepRecord(row.step, row.policy_version, row.reward, row.accuracy, tensors, row.generated_tokens, outcomes)
 
 
-def sample_of(row: sa.Row) -> StoredAnswer:
-    tensors = unpack_tensors(row.tensors)
-    return StoredAnswer(
-        row.run_id,
-        row.step,
-        row.policy_version,
-        row.prompt_key,
-        row.text,
-        row.finished,
-        row.reward,
-        tensors["response_ids"].tolist(),
-        tensors["logprobs"].tolist(),
-        row.tokenizer,
-    )
+def parse_url(url: str) -> sa.URL:
+    """Parses a path or URL."""
+    try:
+        parsed = sa.make_url(url if "://" in url else f"sqlite:///{url}")
+    except (ArgumentError, ValueError) as error:  # ValueError: the port is no number
+        named = hide_passwords(url)
+        raise UserError(f"{named!r} is neither a path nor a database URL such as postgresql://host/name") from error
+    kind = parsed.get_backend_name()
+    if kind not in ("sqlite", "postgresql", "postgres"):
+        raise UserError(f"a retrospective database is a path, sqlite:/// or postgresql://, got {kind}://")
+    if kind == "sqlite" and parsed.database in (None, "", ":memory:"):
+        raise UserError(f"a retrospective database needs a file, got {url!r}")
+    if parsed.drivername in ("postgresql", "postgres"):
+        parsed = parsed.set(drivername="postgresql+psycopg")
+    return parsed
 
 
-def storable(text: str) -> str:
-    """PostgreSQL knows no NUL in texts, and no database a lone surrogate."""
-    return text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode(errors="replace").decode()
+def make_engine(url: sa.URL, is_sqlite: bool, create: bool) -> sa.Engine:
+    options = {"connect_args": {"timeout": BUSY_SECONDS}} if is_sqlite else {}
+    try:
+        engine = sa.create_engine(url, poolclass=sa.NullPool, **options)
+    except (ImportError, NoSuchModuleError) as error:
+        missing = getattr(error, "name", None) or error
+        raise UserError(f"{url.drivername} needs {missing}: pip install 'psycopg[binary]'") from error
+    if is_sqlite:
+
+        @event.listens_for(engine, "connect")
+        def set_up(connection, record):
+            connection.isolation_level = None  # transactions begin below, not where the driver thinks
+            journal = ["journal_mode = WAL"] if create else []  # which is written into the file
+            for pragma in (*journal, "synchronous = NORMAL", "foreign_keys = ON"):
+                connection.execute(f"PRAGMA {pragma}")
+
+        @event.listens_for(engine, "begin")
+        def begin(connection):
+            # a writer takes the lock at once: two that both read first could never go on
+            write = connection.get_execution_options().get("rlkernels_write", True)
+            connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+
+    return engine
+
+
+def check_sqlite_file(path: Path, *, create: bool) -> None:
+    """Refuses a file that is no SQLite database, belongs to another program or is damaged, before a write to it."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        what = "is a folder" if path.is_dir() else f"cannot be made: there is no folder {path.absolute().parent}"
+        raise UserError(f"retrospective database {path} {what}")
+    if not path.exists() or not path.stat().st_size:  # a kill while it was made leaves an empty file
+        if not create:
+            raise UserError(f"there is no retrospective database {path}")
+        return
+    try:
+        connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=BUSY_SECONDS)
+        try:
+            connection.execute("BEGIN")  # one look, while another may be making it
+            (owner,) = connection.execute("PRAGMA application_id").fetchone()
+            (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+            if tables and owner != APPLICATION_ID:
+                raise UserError(f"{path} is the SQLite database of another program; it was left as it is")
+            (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+        finally:
+            connection.close()
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # their messages quote what is there
+        verdict = str(error)
+    if verdict != "ok":
+        reason = " ".join(verdict.split())
+        raise UserError(f"retrospective database {path} cannot be used ({reason}); it was left as it is")

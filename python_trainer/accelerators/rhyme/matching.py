@@ -1,14 +1,68 @@
-"""Execution matching: which stages of earlier runs are like where the current run is now."""
+"""Execution matching: which stages of earlier runs rhyme with the last steps of this one.
+
+A stage is a stretch of steps of an earlier run. Rewards are compared on the task's own scale, and what the policy did
+in counts that all models share: hidden states of different models have no common axes.
+"""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
-from python_trainer.accelerators.rhyme.records import StepRecord
-from python_trainer.accelerators.rhyme.sketch import PARTS, histogram, stack
-from rlkernels import Trajectories, dtw, rhyme_topk
+from python_trainer.accelerators.rhyme.database import StepRecord
+from python_trainer.data import Rollout
+from rlkernels import Trajectories, dtw_topk, rhyme_topk
+
+WINDOW = 8  # steps of this run that are compared
+LOOKAHEAD = 4  # steps beyond a stage that still belong to it: what the earlier run did next
+NEAREST = 512  # stages whose rewards are nearest, for which C_rhyme is computed
+# bins of each part of a sketch
+PARTS = {
+    "ngrams": 256,  # hashed byte trigrams of the answers
+    "lengths": 32,  # answers by length in bytes, two bins to an octave
+    "surprisals": 24,  # answers by nats per byte: the entropy of the sampler, whatever its tokens
+    "successes": 9,  # prompts by share of right answers
+}
+
+
+def sketch_of(groups: Sequence[Sequence[Rollout]]) -> dict[str, torch.Tensor]:
+    """Counts what a policy does at a step: float32 [bins] of each part, of the fresh answers in their groups."""
+    rollouts = [rollout for group in groups for rollout in group]
+    data = [rollout.text.encode(errors="replace") for rollout in rollouts]
+    lengths = torch.tensor([len(text) for text in data], dtype=torch.float64)
+    shares = [len(r.logprobs) / max(len(r.response_ids), 1) for r in rollouts]  # the rest was given, not sampled
+    sampled_bytes = (lengths * torch.tensor(shares, dtype=torch.float64)).clamp(min=1)
+    nats = torch.tensor([-sum(rollout.logprobs) for rollout in rollouts], dtype=torch.float64)
+    success = torch.tensor([sum(r.accuracy for r in group) / len(group) for group in groups], dtype=torch.float64)
+    return {
+        "ngrams": byte_trigrams(b"\0\0".join(data)),
+        "lengths": count_bins(2 * torch.log2(1 + lengths), "lengths"),
+        "surprisals": count_bins(2 * torch.log2((nats / sampled_bytes).clamp(min=1e-9)) + 16, "surprisals"),
+        "successes": count_bins(8 * success + 0.5, "successes"),
+    }
+
+
+def byte_trigrams(data: bytes) -> torch.Tensor:
+    """Returns hashed counts of all byte trigrams, float32 [256]."""
+    if len(data) < 3:
+        return torch.zeros(PARTS["ngrams"])
+    values = torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
+    trigram = (values[:-2] << 16) | (values[1:-1] << 8) | values[2:]
+    hashed = ((trigram * 2654435761) & 0xFFFFFFFF) >> 24  # multiplicative hashing: the top byte of 32
+    return torch.bincount(hashed, minlength=PARTS["ngrams"]).float()
+
+
+def count_bins(values: torch.Tensor, part: str) -> torch.Tensor:
+    bins = PARTS[part]
+    return torch.bincount(values.floor().long().clamp(0, bins - 1), minlength=bins).float()
+
+
+def histogram(counts: torch.Tensor) -> torch.Tensor:
+    """Turns counts [..., sum of bins] into histograms in which every part weighs the same."""
+    parts = counts.split(list(PARTS.values()), -1)
+    return torch.cat([part / part.sum(-1, keepdim=True).clamp(min=1e-9) for part in parts], -1)
 
 
 @dataclass
@@ -23,17 +77,25 @@ class Curve:
     def __len__(self) -> int:
         return len(self.steps)
 
-    def first(self, count: int) -> "Curve":
-        return Curve(self.run_id, self.steps[:count], self.rewards[:count], self.counts[:count])
 
-    def last(self, count: int) -> "Curve":
-        return Curve(self.run_id, self.steps[-count:], self.rewards[-count:], self.counts[-count:])
+def curve_of(run_id: int, trajectory: Sequence[StepRecord], low: float = 0.0, high: float = 1.0) -> Curve:
+    """Maps the rewards of a stored trajectory from [low, high] to [0, 1], never by their own maximum."""
+    rewards = torch.tensor([record.reward for record in trajectory], dtype=torch.float32)
+    rows = [torch.cat([record.sketch[name].float() for name in PARTS]) for record in trajectory]
+    return Curve(
+        run_id,
+        torch.tensor([record.step for record in trajectory], dtype=torch.int64),
+        ((rewards - low) / (high - low)).clamp(0, 1),
+        torch.stack(rows) if rows else torch.zeros(0, sum(PARTS.values())),
+    )
 
-    def extended(self, record: StepRecord, low: float, high: float) -> "Curve":
-        """With one step more."""
-        new = curve_of(self.run_id, [record], low, high)
-        pairs = ((self.steps, new.steps), (self.rewards, new.rewards), (self.counts, new.counts))
-        return Curve(self.run_id, *(torch.cat(pair) for pair in pairs))
+
+def trajectories_of(stages: Sequence[tuple[Curve, int, int]]) -> Trajectories:
+    """Puts stages into the form that the similarity functions take."""
+    rewards = [curve.rewards[a:b] for curve, a, b in stages]
+    states = torch.stack([curve.counts[a:b].sum(0) for curve, a, b in stages])
+    padded = torch.nn.utils.rnn.pad_sequence(rewards, batch_first=True)
+    return Trajectories(padded, histogram(states), torch.tensor([len(row) for row in rewards]))
 
 
 @dataclass(frozen=True)
@@ -46,96 +108,33 @@ class Stage:
     score: float
 
 
-def to_unit(reward: float, low: float, high: float) -> float:
-    """A reward on the task's scale [low, high] -> [0, 1]."""
-    return min(max((reward - low) / (high - low), 0.0), 1.0)
+def find_rhyming_stages(query: Curve, history: Sequence[Curve], fraction: float) -> list[Stage]:
+    """Stage 1: return the ``fraction`` of all stages that rhyme best with the query, best first.
 
-
-def curve_of(run_id: int, trajectory: Sequence[StepRecord], low: float = 0.0, high: float = 1.0) -> Curve:
-    """A stored trajectory as a curve; rewards are mapped from [low, high], never by their own maximum."""
-    rows = [stack(record.sketch) for record in trajectory]
-    return Curve(
-        run_id,
-        torch.tensor([record.step for record in trajectory], dtype=torch.int64),
-        torch.tensor([to_unit(record.reward, low, high) for record in trajectory], dtype=torch.float32),
-        torch.stack(rows) if rows else torch.zeros(0, sum(PARTS.values())),
-    )
-
-
-def pad(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
-
-
-def align(query: Curve, history: Sequence[Curve], window: int) -> list[tuple[int, int, int]]:
-    """The stretches of historical runs that the query's rewards warp onto best.
-
-    Runs are cut into pieces of twice the window, half of which overlap; subsequence DTW finds in each piece the
-    stretch that all of the query aligns with.
-
-    Returns:
-        (index into history, first, last position), distinct, in order.
+    Stages are as long as the window or twice as long, for runs that learn at half the speed.
     """
-    pieces = [
-        (index, first, curve.rewards[first : first + 2 * window])
-        for index, curve in enumerate(history)
-        for first in range(0, max(len(curve) - window, 1), window)
-        if len(curve)
-    ]
-    if not pieces or not len(query):
+    stages, rewards = [], []
+    for curve in history if len(query) else ():
+        for width in {min(width, len(curve)) for width in (WINDOW, 2 * WINDOW)} - {0}:
+            stages += [(curve, first, first + width) for first in range(len(curve) - width + 1)]
+            rewards.append(functional.pad(curve.rewards.unfold(0, width, 1), (0, 2 * WINDOW - width)))
+    if not stages:
         return []
-    lengths = torch.tensor([len(piece) for _, _, piece in pieces])
-    found = dtw(query.rewards[None], pad([piece for _, _, piece in pieces]), y_lengths=lengths, mode="subsequence")
-    starts, ends = found[1][0].tolist(), found[2][0].tolist()
-    stretches = {(i, first + a, first + b) for (i, first, _), a, b in zip(pieces, starts, ends) if a >= 0}
-    return sorted(stretches)
-
-
-def rhyming_stages(
-    query: Curve, history: Sequence[Curve], *, window: int, fraction: float, reward_weight: float, reward_scale: float
-) -> list[Stage]:
-    """Stage 1: the ``fraction`` of all aligned stages that rhyme best with the query, best first.
-
-    C_rhyme of the aligned rewards and of the states that were visited in between.
-    """
-    stretches = align(query, history, window)
-    if not stretches:
-        return []
-    rewards = [history[i].rewards[a : b + 1] for i, a, b in stretches]
-    states = torch.stack([history[i].counts[a : b + 1].sum(0) for i, a, b in stretches])
-    bank = Trajectories(pad(rewards), histogram(states), torch.tensor([len(row) for row in rewards]))
-    current = Trajectories(query.rewards[None], histogram(query.counts.sum(0, keepdim=True)))
-    score, index = rhyme_topk(
-        current,
-        bank,
-        fraction=fraction,
-        reward_weight=reward_weight,
-        reward_scale=reward_scale,
-        state_metric="hellinger",
-    )
-    stages = []
+    lengths = torch.tensor([last - first for _, first, last in stages])
+    nearest = min(NEAREST, len(stages))
+    _, near = dtw_topk(query.rewards[None], torch.cat(rewards), nearest, y_lengths=lengths)
+    chosen = [stages[place] for place in near[0].sort().values.tolist()]
+    count = min(math.ceil(round(fraction * len(stages), 9)), nearest)
+    current = trajectories_of([(query, 0, len(query))])
+    score, index = rhyme_topk(current, trajectories_of(chosen), k=count, state_metric="hellinger")
+    found = []
     for value, place in zip(score[0].tolist(), index[0].tolist()):
-        i, a, b = stretches[place]
+        curve, a, b = chosen[place]
         if math.isfinite(value):
-            stages.append(Stage(history[i].run_id, int(history[i].steps[a]), int(history[i].steps[b]), value))
-    return stages
+            found.append(Stage(curve.run_id, int(curve.steps[a]), int(curve.steps[b - 1]), value))
+    return found
 
 
-class Matches:
-    """The stages of stage 1 that are trusted, and which stored answers lie in them or just beyond.
-
-    Args:
-        stages: as :func:`rhyming_stages` returns them.
-        threshold: C_rhyme below which a match is not trusted.
-        lookahead: steps beyond a stage that still belong to it: what the historical run did next.
-    """
-
-    def __init__(self, stages: Sequence[Stage], *, threshold: float, lookahead: int):
-        self.trusted = [stage for stage in stages if stage.score >= threshold]
-        self.lookahead = lookahead
-
-    def score(self, run_id: int, step: int) -> float:
-        """Of the best trusted stage that a step of a run belongs to; 0 when there is none."""
-        return max(
-            (s.score for s in self.trusted if s.run_id == run_id and s.start <= step <= s.end + self.lookahead),
-            default=0.0,
-        )
+def match_score(stages: Sequence[Stage], run_id: int, step: int) -> float:
+    """Returns C_rhyme of the best of these stages that a step of a run belongs to; 0 if there is none."""
+    return max((s.score for s in stages if s.run_id == run_id and s.start <= step <= s.end + LOOKAHEAD), default=0.0)

@@ -1,114 +1,151 @@
 """What a run writes into the retrospective database: facts about it, its steps, and a few right answers of each."""
 
+import json
+import time
 from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
-from python_trainer.accelerators.base import StepContext
-from python_trainer.accelerators.rhyme.records import RunFacts, StepRecord, StoredAnswer, prompt_key
-from python_trainer.accelerators.rhyme.sketch import sketch_of
-from python_trainer.data import Rollout, fresh_ones, good_ones
+from python_trainer.accelerators.base import RunContext, StepContext
+from python_trainer.accelerators.rhyme.database import (
+    RetrospectiveDatabase,
+    StepRecord,
+    StoredAnswer,
+    StoredRun,
+    prompt_key,
+)
+from python_trainer.accelerators.rhyme.matching import WINDOW, sketch_of
+from python_trainer.data import Rollout, by_group, fresh_ones, good_ones
+from python_trainer.errors import tell
 from python_trainer.keyed import keyed_seed
+from python_trainer.model.tokenizer import tokenizer_fingerprint
+from python_trainer.run_directory import write_text
 
+Pair = tuple[int, StoredAnswer]  # a training prompt and an answer to it
+NOTE = "rhyme_run.json"
 STORED_OF_GROUP = 2  # most right answers of a group that are stored at each visit
+OWN = 0  # no run in a database has this id
 
 
-def run_facts(context: StepContext, fingerprint: str) -> RunFacts:
-    """Of the run whose step this is; the fingerprint is that of its tokenizer."""
-    return RunFacts(
-        family=str(context.policy.model.config.model_type),
-        parameters=sum(p.numel() for p in context.policy.model.parameters()),
-        tokenizer=fingerprint,
-        task=context.task.name,
-        **context.facts,
+def describe_run(run: RunContext) -> StoredRun:
+    """Describes a run. Settings of accelerators stay out: they may hold the password of a database."""
+    config, policy = run.config, run.policy
+    settings = config.model_dump(mode="json") | {"accelerators": config.accelerators.enabled}
+    return StoredRun(
+        family=str(policy.model.config.model_type),
+        parameters=sum(p.numel() for p in policy.model.parameters()),
+        tokenizer=tokenizer_fingerprint(policy.tokenizer),
+        task=run.task.name,
+        algorithm=config.algorithm.advantage,
+        settings=settings | {"output_dir": str(run.folder.resolve())},
+        created=time.time(),
     )
 
 
-class Shown(NamedTuple):
-    """What the answers of a step show of the policy."""
+def begin_run(database: RetrospectiveDatabase, run: StoredRun, folder: Path) -> int:
+    """Adds a run that begins in a folder to the database -> its id.
 
-    reward: float  # mean
-    accuracy: float  # mean
-    sketch: dict[str, torch.Tensor]  # as of :func:`sketch_of`
-
-
-class GatheredStep:
-    """The fresh answers of a step, and what is stored of them, over all rounds of dynamic sampling.
-
-    Answers that go on from a given beginning say little of what the policy can do: what is shown is that of the others.
-    Where there are none it is that of the step before, and in the first one of all.
+    An earlier attempt in the same folder, which a file there names, leaves the database with all that it stored. The
+    database reuses ids, so the moment at which it began must agree; a copy of the folder has no claim on the run.
     """
-
-    def __init__(self) -> None:
-        self.step = 0
-        self.groups: list[list[Rollout]] = []
-        self.kept: list[StoredAnswer] = []
-        self.shown: Shown | None = None  # so far
-        self.before: Shown | None = None  # by the steps before
-
-    def add(
-        self, context: StepContext, groups: Sequence[list[Rollout]], kept: Sequence[StoredAnswer]
-    ) -> tuple[StepRecord, list[StoredAnswer]]:
-        """A round -> the step as far as it has come, and all that is stored of it."""
-        if context.step != self.step:
-            self.step, self.groups, self.kept, self.before = context.step, [], [], self.shown
-        self.groups += groups
-        self.kept += kept
-        fresh = [rollout for group in self.groups for rollout in group]
-        begun = [answers for group in self.groups if (answers := fresh_ones(group))]
-        self.shown = shown_by(begun) if begun else self.before or shown_by(self.groups)
-        record = StepRecord(
-            self.step,
-            fresh[0].policy_version,
-            *self.shown,
-            sum(len(r.logprobs) for r in fresh),
-            outcomes_of(context, self.groups),
-        )
-        return record, self.kept
+    note, here = folder / NOTE, str(folder.resolve())
+    try:
+        before = json.loads(note.read_text())
+        if before["folder"] == here:
+            database.remove_run(int(before["run"]), created=float(before["created"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # there is none, or not one of ours
+    run_id = database.add_run(run)
+    write_text(note, json.dumps({"folder": here, "run": run_id, "created": run.created}) + "\n")
+    return run_id
 
 
-def shown_by(groups: Sequence[Sequence[Rollout]]) -> Shown:
-    answers = [rollout for group in groups for rollout in group]
-    return Shown(fmean(r.reward for r in answers), fmean(r.accuracy for r in answers), sketch_of(groups))
+def step_record(run: RunContext, step: int, groups: Sequence[list[Rollout]], before: list[StepRecord]) -> StepRecord:
+    """Sums up the fresh answers of a step, of all rounds of dynamic sampling.
+
+    Answers that go on from a given beginning say little about the policy: rewards and sketch are of the others. If
+    there are none they are those of the step before, and in the first step those of all answers.
+    """
+    fresh, whole = [rollout for group in groups for rollout in group], [*filter(None, map(fresh_ones, groups))]
+    seen = [rollout for group in whole for rollout in group] or fresh
+    shown = fmean(r.reward for r in seen), fmean(r.accuracy for r in seen), sketch_of(whole or groups)
+    if before and not whole:
+        shown = before[-1].reward, before[-1].accuracy, before[-1].sketch
+    outcomes = {}
+    if whole and all(rollout.merit is None for rollout in seen):
+        keys = b"".join(bytes.fromhex(prompt_key(run.task.train[group[0].prompt_key].prompt)) for group in whole)
+        right = [sum(rollout.accuracy > 0.5 for rollout in group) for group in whole]
+        outcomes = {
+            "prompts": torch.frombuffer(bytearray(keys), dtype=torch.uint8).reshape(len(whole), -1),
+            "answers": torch.tensor([len(group) for group in whole], dtype=torch.int32),
+            "right": torch.tensor(right, dtype=torch.int32),
+        }
+    return StepRecord(step, fresh[0].policy_version, *shown, sum(len(r.logprobs) for r in fresh), outcomes)
 
 
-def outcomes_of(context: StepContext, groups: Sequence[Sequence[Rollout]]) -> dict[str, torch.Tensor]:
-    """How many answers to each prompt there were, and how many right ones, see :class:`StepRecord`."""
-    whole = [fresh for group in groups if (fresh := fresh_ones(group))]
-    if not whole or any(answer.merit is not None for group in whole for answer in group):
-        return {}
-    keys = b"".join(bytes.fromhex(prompt_key(context.task.train[group[0].prompt_key].prompt)) for group in whole)
-    return {
-        "prompts": torch.frombuffer(bytearray(keys), dtype=torch.uint8).reshape(len(whole), -1),
-        "answers": torch.tensor([len(group) for group in whole], dtype=torch.int32),
-        "right": torch.tensor([sum(answer.accuracy > 0.5 for answer in group) for group in whole], dtype=torch.int32),
-    }
-
-
-def right_answers(
-    context: StepContext, groups: Sequence[Sequence[Rollout]], run_id: int, fingerprint: str
-) -> list[StoredAnswer]:
-    """Of each group a few different good ones, see :func:`good_ones`; best reward first, then at random."""
+def right_answers(context: StepContext, groups: Sequence[list[Rollout]], tokenizer: str) -> list[Pair]:
+    """Takes a few different good answers of each group, best first, then at random -> (prompt, answer) pairs."""
     kept = []
     for number, fresh in enumerate(groups):
         right = {r.text: r for r in good_ones(fresh) if r.response_ids}
         draw = {text: keyed_seed(context.seed, "rhyme store", number, text) for text in right}
-        order = sorted(right, key=lambda text: (-right[text].reward, draw[text]))
-        for rollout in (right[text] for text in order[:STORED_OF_GROUP]):
-            kept.append(
-                StoredAnswer(
-                    run_id,
-                    context.step,
-                    rollout.policy_version,
-                    prompt_key(context.task.train[rollout.prompt_key].prompt),
-                    rollout.text,
-                    rollout.finish_reason == "stop",
-                    rollout.reward,
-                    list(rollout.response_ids),
-                    [float("nan")] * rollout.prefix_len + list(rollout.logprobs),
-                    fingerprint,
-                )
-            )
+        for text in sorted(right, key=lambda text: (-right[text].reward, draw[text]))[:STORED_OF_GROUP]:
+            r = right[text]
+            key, ended = prompt_key(context.run.task.train[r.prompt_key].prompt), r.finish_reason == "stop"
+            facts = (OWN, context.step, r.policy_version, key, text, ended, r.reward, tokenizer)
+            logprobs = [float("nan")] * r.prefix_len + list(r.logprobs)
+            kept.append((r.prompt_key, StoredAnswer(*facts, list(r.response_ids), logprobs)))
     return kept
+
+
+class RunRecorder:
+    """Gathers the fresh answers of a step, and writes them into the database, if there is one, on rank 0."""
+
+    def __init__(self, url: str | None):
+        self.url, self.fingerprint = url, ""  # of the tokenizer
+        self.run_id, self.created, self.lost = OWN, 0.0, False  # in the database
+        self.groups: list[list[Rollout]] = []  # of the present step
+        self.steps: list[StepRecord] = []  # the last ones of this run, if it has a database
+
+    @cached_property
+    def database(self) -> RetrospectiveDatabase:
+        assert self.url is not None
+        return RetrospectiveDatabase(self.url)
+
+    def begin(self, run: RunContext) -> None:
+        """Adds a new run to the database."""
+        described = describe_run(run)
+        self.fingerprint, self.created = described.tokenizer, described.created
+        if self.url is not None:
+            self.run_id = run.once(lambda: begin_run(self.database, described, run.folder))
+
+    def collect(self, rollouts: Sequence[Rollout]) -> None:
+        """Adds the fresh answers of a round of the step."""
+        self.groups += by_group(rollout for rollout in rollouts if rollout.importance_cap is None).values()
+
+    def finish_step(self, context: StepContext) -> list[Pair]:
+        """Writes the step -> the right answers that are stored of it."""
+        groups, self.groups = self.groups, []
+        self.fingerprint = self.fingerprint or tokenizer_fingerprint(context.run.policy.tokenizer)
+        kept = right_answers(context, groups, self.fingerprint)
+        if groups and self.url is not None:
+            self.steps = [*self.steps, step_record(context.run, context.step, groups, self.steps)][-WINDOW:]
+            self.lost = self.lost or not context.run.once(lambda: self._store([answer for _, answer in kept]))
+        return kept
+
+    def _store(self, answers: list[StoredAnswer]) -> bool:
+        there = self.database.add_step(self.run_id, self.steps[-1], answers, created=self.created)
+        if not there:
+            tell(f"note: this run is not recorded in {self.database.name}: it began without it, or was removed from it")
+        return there
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {name: getattr(self, name) for name in ("run_id", "created", "fingerprint")}
+        return state | {"steps": [vars(step) for step in self.steps]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state | {"steps": [StepRecord(**step) for step in state["steps"]]})

@@ -7,14 +7,13 @@ import torch
 from support import lacks
 
 from bench import _postgres
-from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
-from python_trainer.accelerators.rhyme.records import RunFacts, StepRecord, StoredAnswer
+from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase, StepRecord, StoredAnswer, StoredRun
 
-FACTS = RunFacts("qwen2", 1000, "tok", "sums", "group", {"learning_rate": 1e-4})
+FACTS = StoredRun("qwen2", 1000, "tok", "sums", "group", {"learning_rate": 1e-4})
 
 
 def make_sample(step=1, reward=1.0, key="a", text="12+3=15", ids=(1, 2, 3), run_id=0):
-    return StoredAnswer(run_id, step, step, key, text, True, reward, list(ids), [-0.5, math.nan, -0.25][: len(ids)])
+    return StoredAnswer(run_id, step, step, key, text, True, reward, "", list(ids), [-0.5, math.nan, -0.25][: len(ids)])
 
 
 def make_step(step=1, reward=0.5):

@@ -14,9 +14,8 @@ import pytest
 import sqlalchemy as sa
 import torch
 
-from python_trainer.accelerators.rhyme import schema
-from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
-from python_trainer.accelerators.rhyme.records import prompt_key
+from python_trainer.accelerators.rhyme import database as database_module
+from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase, meta_table, prompt_key
 from python_trainer.errors import UserError
 
 from .conftest import FACTS, make_sample, make_step
@@ -29,9 +28,7 @@ def test_round_trip(database, url):
     counts = {"prompts": torch.arange(32, dtype=torch.uint8).reshape(2, 16), "right": torch.tensor([0, 3])}
     database.add_step(run, replace(make_step(2, 0.75), outcomes=counts), [])
     again = RetrospectiveDatabase(url, create=False)
-    (stored,) = again.runs()
-    assert (stored.facts, stored.steps, stored.rollouts, stored.last_reward) == (FACTS, 2, 1, 0.75)
-    assert stored.generated_tokens == 300
+    assert again.runs() == [replace(FACTS, id=run)]
     first, second = again.trajectory(run)
     assert (first.generated_tokens, second.generated_tokens) == (100, 200)
     assert (first.step, first.reward, second.reward) == (1, 0.25, 0.75)
@@ -43,16 +40,16 @@ def test_round_trip(database, url):
     assert back.logprobs[0] == -0.5 and math.isnan(back.logprobs[1]) and back.run_id == run
 
 
-def test_a_step_is_replaced_and_a_run_can_be_cut(database):
+def test_a_step_is_replaced_in_its_own_run_only(database):
     run = database.add_run(FACTS)
-    for step in (1, 2, 3, 2):
-        database.add_step(run, make_step(step, step / 10), [make_sample(step, text=f"{step}")])
-    assert [s.step for s in database.trajectory(run)] == [1, 2, 3] and database.runs()[0].rollouts == 3
     created = database.runs()[0].created
-    assert not database.cut_run(run + 1, 1, created=created) and not database.cut_run(run, 1, created=created - 1)
-    assert [s.step for s in database.trajectory(run)] == [1, 2, 3]
-    assert database.cut_run(run, 1, created=created)
-    assert [s.step for s in database.trajectory(run)] == [1] and [s.step for s in database.samples()] == [1]
+    for step in (1, 2, 3, 2):
+        answers = [make_sample(step, text=f"{step}")]
+        assert database.add_step(run, make_step(step, step / 10), answers, created=created)
+    assert [s.step for s in database.trajectory(run)] == [1, 2, 3] and len(database.samples()) == 3
+    for other in ({"run_id": run + 1, "created": created}, {"run_id": run, "created": created - 1}):
+        assert not database.add_step(record=make_step(4), answers=[make_sample()], **other)
+    assert [s.step for s in database.trajectory(run)] == [1, 2, 3] and len(database.samples()) == 3
 
 
 def test_samples_come_best_and_newest_first_and_by_prompt(database):
@@ -73,38 +70,17 @@ def test_texts_that_no_database_takes_as_they_are(database):
     assert sorted(s.text for s in database.samples()) == ["a\N{REPLACEMENT CHARACTER}b", "c?d"]
 
 
-def test_retention_keeps_the_best_then_the_newest(url):
-    database = RetrospectiveDatabase(url, max_bytes=30_000)
-    run = database.add_run(FACTS)
-    for step in range(1, 41):
-        samples = [make_sample(step, 1.0, text=f"good {step}"), make_sample(step, 0.5, text=f"fair {step}")]
-        database.add_step(run, make_step(step), samples)
-        assert database.bytes() <= 30_000
-    left = database.samples()
-    good = [s.step for s in left if s.reward == 1.0]
-    assert good == list(range(40, 40 - len(good), -1)) and len(good) > 5
-    assert sum(s.reward == 0.5 for s in left) <= 1  # of the newest step, not yet looked at
-    assert len(database.trajectory(run)) == 40
-
-
-def test_retention_of_trajectories_removes_the_oldest_runs(url):
-    database = RetrospectiveDatabase(url, max_bytes=20_000)
-    runs = [database.add_run(FACTS) for _ in range(4)]
-    for run in runs:
-        for step in range(1, 16):
-            database.add_step(run, make_step(step), [])
-    left = [run.id for run in database.runs()]
-    assert left[-1] == runs[-1] and runs[0] not in left and database.bytes() <= 20_000
-    database.add_step(runs[0], make_step(99), [make_sample()])  # a trainer that is still at it
-    assert database.runs()[0].id != runs[0] and not database.samples()
-
-
-def test_sqlite_file_stays_small_under_retention(tmp_path):
-    database = RetrospectiveDatabase(str(tmp_path / "h.db"), max_bytes=200_000)
-    run = database.add_run(FACTS)
-    for step in range(1, 101):
-        database.add_step(run, make_step(step), [make_sample(step, text="x" * 2000, ids=range(3)) for _ in range(5)])
-    assert sum(path.stat().st_size for path in tmp_path.iterdir() if path.suffix == ".db") < 500_000
+def test_the_oldest_runs_go(url, monkeypatch):
+    monkeypatch.setattr(database_module, "MOST_RUNS", 3)
+    database = RetrospectiveDatabase(url)
+    runs = []
+    for _ in range(5):
+        runs.append(database.add_run(FACTS))
+        database.add_step(runs[-1], make_step(), [make_sample(text=f"{runs[-1]}")])
+    assert [run.id for run in database.runs()] == runs[2:]
+    assert {sample.run_id for sample in database.samples()} == set(runs[2:])
+    assert not database.add_step(runs[0], make_step(99), [make_sample()])  # a trainer that is still at it
+    assert [run.id for run in database.runs()] == runs[2:] and len(database.samples()) == 3
 
 
 def write_steps(url, steps, begun):
@@ -130,7 +106,7 @@ def test_several_writers_at_once(url):
         writer.join(60)
         assert writer.exitcode == 0
     database = RetrospectiveDatabase(url, create=False)
-    assert [(run.steps, run.rollouts) for run in database.runs()] == [(15, 60)] * 3
+    assert [len(database.trajectory(run.id)) for run in database.runs()] == [15] * 3
     assert len({s.text for s in database.samples()}) == 180
 
 
@@ -146,8 +122,9 @@ def test_a_kill_leaves_whole_steps(url):
     runs = database.runs()
     assert len(runs) == 3
     for run in runs:
-        assert run.steps >= 1 and run.rollouts == 4 * run.steps
-        assert [s.step for s in database.trajectory(run.id)] == list(range(1, run.steps + 1))
+        steps = [s.step for s in database.trajectory(run.id)]
+        assert steps and steps == list(range(1, len(steps) + 1))
+        assert sum(sample.run_id == run.id for sample in database.samples()) == 4 * len(steps)
     database.add_step(runs[0].id, make_step(10**6), [])
 
 
@@ -178,7 +155,7 @@ def assert_refused(path, *words, **options):
 def test_foreign_files_are_refused_and_left_alone(tmp_path):
     text = tmp_path / "notes.txt"
     text.write_text("my notes, which matter\n")
-    assert_refused(text, "no SQLite file")
+    assert_refused(text, "file is not a database")
     other = tmp_path / "other.db"
     with sqlite3.connect(other) as connection:
         connection.execute("CREATE TABLE mail (body TEXT)")
@@ -215,7 +192,7 @@ def test_files_left_by_a_kill_while_they_were_made_are_used(tmp_path):
 
 def test_another_schema_version_is_refused(database, url):
     with database._transaction() as connection:
-        connection.execute(schema.meta.update().where(schema.meta.c.key == "version").values(value="99"))
+        connection.execute(meta_table.update().where(meta_table.c.key == "version").values(value="99"))
     with pytest.raises(UserError, match="schema version 99"):
         RetrospectiveDatabase(url)
 
@@ -277,24 +254,25 @@ def test_looking_into_what_is_not_there_makes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_writers_that_make_room_do_not_meet(url):
-    """Each of four removes answers at nearly every step, and runs where trajectories are too much."""
+def test_writers_that_make_room_do_not_meet(url, monkeypatch):
+    """Each of four adds runs, which removes older ones, also of the others."""
+    monkeypatch.setattr(database_module, "MOST_RUNS", 5)
     errors = []
 
-    def write(number):
+    def write():
         try:
-            database = RetrospectiveDatabase(url, max_bytes=40_000)
-            run = database.add_run(FACTS)
-            for step in range(1, 41):
-                samples = [make_sample(step, random.Random(f"{number}/{step}/{n}").random()) for n in range(6)]
-                database.add_step(run, make_step(step), [replace(sample, run_id=run) for sample in samples])
+            database = RetrospectiveDatabase(url)
+            for _ in range(6):
+                run = database.add_run(FACTS)
+                for step in range(1, 4):
+                    database.add_step(run, make_step(step), [make_sample(step)] * 6)
         except UserError as error:
             errors.append(str(error))
 
     RetrospectiveDatabase(url)
-    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    threads = [threading.Thread(target=write) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert errors == [] and RetrospectiveDatabase(url).bytes() <= 40_000
+    assert errors == [] and len(RetrospectiveDatabase(url).runs()) == 5

@@ -6,9 +6,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from python_trainer.accelerators.rhyme import accelerator as rhyme_module
-from python_trainer.accelerators.rhyme.accelerator import begins_with
-from python_trainer.accelerators.rhyme.records import StoredAnswer, prompt_key
+from python_trainer.accelerators.rhyme import sampling
+from python_trainer.accelerators.rhyme.database import StoredAnswer, prompt_key
+from python_trainer.accelerators.rhyme.sampling import begins_with
 from python_trainer.batch import Batch, Minibatch
 from python_trainer.data import Rollout, by_group
 from python_trainer.keyed import keyed_unit, prompt_order
@@ -18,47 +18,57 @@ from python_trainer.trainer import Trainer
 QUIET = Console(quiet=True)
 
 
+@pytest.fixture(autouse=True)
+def every_candidate_is_near(monkeypatch):
+    """Stored answers that are made up are far from any policy; which are too far has a test of its own."""
+    monkeypatch.setattr(sampling, "MIN_WEIGHT", 0.0)
+
+
 def failing(prompts, completions, completion_ids, **columns):
     return [0.0] * len(completions)
 
 
+def store(trainer, key, answer):
+    trainer.accelerators[0].bank.add([(key, answer)], 0)
+
+
 def stored_answer(trainer, key, ids=(1, 2, 3), logprobs=(-1.0, -1.0, -1.0)):
     prompt = trainer.task.train[key].prompt
-    return StoredAnswer(0, 0, 0, prompt_key(prompt), "123", True, 1.0, list(ids), list(logprobs))
+    return StoredAnswer(0, 0, 0, prompt_key(prompt), "123", True, 1.0, "", list(ids), list(logprobs))
 
 
 def test_groups_in_which_all_failed_are_rescued(rhyme_config, tmp_path):
-    config = rhyme_config(None, {"history_ratio": 0, "min_weight": 0}, max_steps=1,
-                          task={"reward": "rhyme.test_groups:failing"})  # fmt: skip
+    config = rhyme_config(None, {"history_ratio": 0}, max_steps=1, task={"reward": "rhyme.test_groups:failing"})
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
     key = prompt_order(0, 0, 4, 12)[2]  # the third prompt of the first step
-    trainer.accelerators[0].bank.add(stored_answer(trainer, key), fresh=True)
+    store(trainer, key, stored_answer(trainer, key))
     trainer.run()
     row = read_metrics(tmp_path / "run")[1]
-    assert row["rhyme/failed_groups"] == 1 and row["rhyme/rescued_groups"] == 0.25
-    assert row["rhyme/stored_share"] == pytest.approx(1 / 17) and row["reward"] == 0
+    assert row["rhyme/failed_groups"] == 4 and row["rhyme/rescued_groups"] == row["rhyme/stored_answers"] == 1
+    assert row["rhyme/spared_answers"] == row["reward"] == 0
     assert row["frac_reward_zero_std"] < 1 and row["grad_norm"] > 0  # one group teaches
 
 
-def test_stale_own_answers_and_far_ones_stay_out(rhyme_config, tmp_path):
+def test_stale_own_answers_and_far_ones_stay_out(rhyme_config, tmp_path, monkeypatch):
+    monkeypatch.setattr(sampling, "MIN_WEIGHT", 0.5)
     for name, settings, logprobs in (
-        ("stale", {"max_staleness": 0, "min_weight": 0}, [-1.0] * 3),
-        ("far", {"min_weight": 0.5}, [0.0] * 3),  # certain then, unlikely now
+        ("stale", {"max_staleness": 0}, [-9.0] * 3),
+        ("far", {}, [0.0] * 3),  # certain then, unlikely now
     ):
         config = rhyme_config(None, settings, max_steps=1, task={"reward": "rhyme.test_groups:failing"})
         trainer = Trainer(config, tmp_path / name, console=QUIET)
         key = prompt_order(0, 0, 4, 12)[0]
-        trainer.accelerators[0].bank.add(stored_answer(trainer, key, logprobs=logprobs), fresh=True)
+        store(trainer, key, stored_answer(trainer, key, logprobs=logprobs))
         trainer.run()
         row = read_metrics(tmp_path / name)[1]
-        assert row["rhyme/stored_share"] == 0 and row["rhyme/rescued_groups"] == 0
-        assert ("rhyme/too_far" in row) == (name == "far")
+        assert row["rhyme/stored_answers"] == 0 and row["rhyme/rescued_groups"] == 0
+        assert row["rhyme/candidates"] == (name == "far")
 
 
-def test_no_more_answers_are_spared_than_stored_ones_can_come(rhyme_config, tmp_path):
+def test_no_more_answers_are_spared_than_stored_ones_can_come(rhyme_config, tmp_path, monkeypatch):
     """A candidate that the policy would not write spares none, two spare two, and both of them join."""
-    config = rhyme_config(None, {"history_ratio": 1.0, "min_weight": 0.5}, max_steps=1,
-                          task={"reward": "rhyme.test_groups:failing"})  # fmt: skip
+    monkeypatch.setattr(sampling, "MIN_WEIGHT", 0.5)
+    config = rhyme_config(None, {"history_ratio": 1.0}, max_steps=1, task={"reward": "rhyme.test_groups:failing"})
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
     rhyme, keys = trainer.accelerators[0], prompt_order(0, 0, 4, 12)[:3]
     for key, answers in zip(keys, ([(1, 2)], [(1, 2), (3, 4)], [(1, 2), (3, 4), (5, 6)])):
@@ -66,22 +76,20 @@ def test_no_more_answers_are_spared_than_stored_ones_can_come(rhyme_config, tmp_
             known = 0.0 if key == keys[0] else -9.0  # certain then; hardly possible then
             sample = stored_answer(trainer, key, ids, [known] * 2)
             sample.text = str(ids)
-            rhyme.bank.add(sample, fresh=True)
+            store(trainer, key, sample)
     trainer.run()
-    assert rhyme.spared == [0, 2, 2, 0] and len(rhyme.offers) == 5
+    assert rhyme.groups.spared == [0, 2, 2, 0] and len(rhyme.groups.offers) == 5
     row = read_metrics(tmp_path / "run")[1]
     assert row["rhyme/spared_answers"] == row["rhyme/stored_answers"] == 4 and row["rhyme/candidates"] == 6
-    assert row["rhyme/passed_over"] == 1 and row["rhyme/too_far"] == pytest.approx(1 / 6)
+    assert len(rhyme.groups.untrained) == 1
 
 
 def test_a_prompt_that_comes_twice_in_a_step_has_stored_answers_in_both_groups(rhyme_config, tmp_path, monkeypatch):
     rollout = {"prompts_per_step": 24}  # two epochs of 12 prompts
-    config = rhyme_config(
-        None, {"min_weight": 0}, max_steps=1, rollout=rollout, task={"reward": "rhyme.test_groups:failing"}
-    )
+    config = rhyme_config(None, max_steps=1, rollout=rollout, task={"reward": "rhyme.test_groups:failing"})
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
-    rhyme, update, groups = trainer.accelerators[0], trainer.learner.update, []
-    rhyme.bank.add(stored_answer(trainer, 5), fresh=True)
+    update, groups = trainer.learner.update, []
+    store(trainer, 5, stored_answer(trainer, 5))
 
     def spy(rollouts, number):
         groups.extend(by_group(rollouts).values())
@@ -93,20 +101,21 @@ def test_a_prompt_that_comes_twice_in_a_step_has_stored_answers_in_both_groups(r
     assert stored == [1, 1] and {len(group) for group in groups} == {4}
     row = read_metrics(tmp_path / "run")[1]
     assert row["rhyme/spared_answers"] == row["rhyme/stored_answers"] == 2
-    assert row["rhyme/prompts_with_candidates"] == row["rhyme/rescued_groups"] == 2 / 24
+    assert row["rhyme/candidates"] == row["rhyme/rescued_groups"] == 2
 
 
-@pytest.mark.parametrize("selection", ["likelihood", "reward", "random"])
-def test_the_selection_chooses(rhyme_config, tmp_path, selection):
+@pytest.mark.parametrize("selection", ["likelihood", "random"])
+def test_the_selection_chooses(rhyme_config, tmp_path, monkeypatch, selection):
     """Among sixteen candidates for two places."""
-    settings = {"history_ratio": 1.0, "min_weight": 0, "candidates": 16, "selection": selection}
+    monkeypatch.setattr(sampling, "CANDIDATES", 16)
+    settings = {"history_ratio": 1.0, "selection": selection}
     config = rhyme_config(None, settings, max_steps=1, task={"reward": "rhyme.test_groups:failing"})
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
     key = prompt_order(0, 0, 4, 12)[0]
     for i in range(16):
         sample = stored_answer(trainer, key, (i % 10, i % 7, i % 3))
         sample.text, sample.reward = str(i), 1.0 + i % 5
-        trainer.accelerators[0].bank.add(sample, fresh=True)
+        store(trainer, key, sample)
     rhyme, seeds, chosen = trainer.accelerators[0], [], []
     original = rhyme.collect
 
@@ -118,15 +127,14 @@ def test_the_selection_chooses(rhyme_config, tmp_path, selection):
 
     rhyme.collect = spy
     trainer.run()
-    offers, evidence = rhyme.offers, rhyme.evidence
+    offers = rhyme.groups.offers
     worth = {
-        "likelihood": [float(values.mean()) for values in evidence.logprobs],
-        "reward": [offer.sample.reward for offer in offers],
+        "likelihood": [float(offer.logprobs.mean()) for offer in offers],
         "random": [keyed_unit(seeds[0], "rhyme random", i) for i in range(16)],
     }
     best = sorted(range(16), key=lambda i: -worth[selection][i])[:2]
-    assert [answer.text for answer in chosen] == [offers[i].sample.text for i in best]
-    assert read_metrics(tmp_path / "run")[1]["rhyme/passed_over"] == 14
+    assert [answer.text for answer in chosen] == [offers[i].answer.text for i in best]
+    assert len(rhyme.groups.untrained) == 14
 
 
 @pytest.mark.parametrize(("ratio", "weight"), [(0.5, 0.5), (4.0, 1.5), (math.nan, 1.0)])
@@ -154,7 +162,9 @@ def test_a_stored_token_enters_the_loss_with_its_truncated_weight(make_config, r
 
 def test_stored_answers_join_a_group_only_from_where_it_begins(make_config, tmp_path, monkeypatch):
     """Answers of a group are compared with each other, so all of them go on from the same tokens."""
-    config = make_config(max_steps=12, accelerators={"enabled": ["rhyme", "rpo"], "rpo": {"cut_share": 0.7}})
+    config = make_config(
+        max_steps=12, accelerators={"enabled": ["rhyme", "rpo"], "rhyme": {"rare_share": 0}, "rpo": {"cut_share": 0.7}}
+    )
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
     update, stored, offered = trainer.learner.update, [], []
 
@@ -164,7 +174,7 @@ def test_stored_answers_join_a_group_only_from_where_it_begins(make_config, tmp_
             for r in members:
                 assert r.prefix_len == len(given) and r.response_ids[: r.prefix_len] == given
                 assert len(r.response_ids) == r.prefix_len + len(r.logprobs) and r.logprobs
-            stored.extend(r.prefix_len for r in members if r.importance_cap is not None)
+            stored.extend(r.prefix_len for r in members if r.importance_cap is not None and r.expected is None)
         return update(rollouts, number)
 
     def begins(response_ids, prefix_ids):
@@ -172,7 +182,7 @@ def test_stored_answers_join_a_group_only_from_where_it_begins(make_config, tmp_
         return offered[-1]
 
     monkeypatch.setattr(trainer.learner, "update", spy)
-    monkeypatch.setattr(rhyme_module, "begins_with", begins)
+    monkeypatch.setattr(sampling, "begins_with", begins)
     trainer.run()
     assert 0 in stored and max(stored) > 0, "groups with and without a beginning"
     assert False in offered and True in offered
@@ -180,16 +190,15 @@ def test_stored_answers_join_a_group_only_from_where_it_begins(make_config, tmp_
 
 
 def test_no_answer_is_spared_for_stored_ones_that_begin_otherwise(rhyme_config, tmp_path):
-    config = rhyme_config(None, {"min_weight": 0}, enabled=("rhyme", "rpo"), max_steps=1,
-                          task={"reward": "rhyme.test_groups:failing"})  # fmt: skip
+    config = rhyme_config(None, enabled=("rhyme", "rpo"), max_steps=1, task={"reward": "rhyme.test_groups:failing"})
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
-    assert [accelerator.name for accelerator in trainer.accelerators if not accelerator.watches] == ["rpo", "rhyme"]
-    rpo, rhyme = trainer.accelerators[:2]
+    assert [accelerator.name for accelerator in trainer.accelerators] == ["rpo", "rhyme"]
+    rpo, rhyme = trainer.accelerators
     for key in range(12):
-        rpo.answers[key], rpo.shortest[key] = [7, 8, 9, 10], 4
-        rhyme.bank.add(stored_answer(trainer, key), fresh=True)
+        rpo.answers[key] = [7, 8, 9, 10]
+        rhyme.bank.add([(key, stored_answer(trainer, key))], 0)
     trainer.run()
     row = read_metrics(tmp_path / "run")[1]
     begun = row["rpo/hit_rate"]
-    assert begun > 0 and row["rhyme/prompts_with_candidates"] == 1 - begun
+    assert begun > 0 and row["rhyme/candidates"] == 4 * (1 - begun)
     assert row["rhyme/spared_answers"] == row["rhyme/stored_answers"] == 4 * (1 - begun)

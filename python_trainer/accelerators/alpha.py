@@ -4,14 +4,13 @@ After arXiv 2510.00553, whose prediction divides by the slope of the accuracy an
 
 - Predicted weights stay only if they answer significantly more held-out prompts right than the present ones (see
   ``rlkernels.Gate``); they are pulled towards the present weights a few times, then everything is put back bit for bit.
-- Nothing is tried without a reason to: see ``rlkernels.refusal``.
+- Nothing is tried without a reason to (see ``rlkernels.refusal``).
 - Only 2-D projections of attention and MLP are changed, as in the paper. Embeddings, norms, biases and head keep
   their trained values.
 - Low-precision models: float32 master weights are tracked and changed, and the model gets them rounded.
 
-An accepted jump leaves Adam with a mean gradient of where the weights were: it is set to 0 for the weights that
-jumped. The mean of its square stays, as the scale of the gradients does not change much. Tracking starts again from
-there.
+An accepted jump leaves Adam with a mean gradient of where the weights were: for those that jumped it is set to 0. The
+mean of its square stays, as the scale of gradients does not change much. Tracking starts again from there.
 """
 
 import time
@@ -21,20 +20,22 @@ from typing import Any
 
 import torch
 
-from python_trainer.accelerators.alpha.settings import AlphaSettings
 from python_trainer.accelerators.base import Accelerator, StepContext
+from python_trainer.accelerators.settings import AlphaSettings
 from python_trainer.data import Group, Rollout, fresh_ones, merits
 from python_trainer.errors import UserError
 from rlkernels import RankOneTrajectory
-from rlkernels.extrapolation import Attempt, Gate
+from rlkernels.extrapolation import Attempt, Gate, Limits
 from rlkernels.rank1.stream import default_filter
+
+SMOOTHING = 5  # steps over which the training accuracy is averaged
+FACTS = "anchor", "answered", "next_attempt", "events", "seconds"  # in checkpoints as they are
 
 
 class Alpha(Accelerator):
     """Tracks, extrapolates and asks the gate."""
 
     settings: AlphaSettings
-    numbers_prompts = False
 
     def __init__(self, settings: AlphaSettings):
         super().__init__(settings)
@@ -50,7 +51,7 @@ class Alpha(Accelerator):
         if self.trajectory is None:
             self.restart(context, context.step - 1)
         else:  # a resumed run was loaded on the CPU
-            self.trajectory.to(next(iter(context.optimizer.masters.values())).device)
+            self.trajectory.to(next(iter(context.run.optimizer.masters.values())).device)
         return groups
 
     def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
@@ -71,10 +72,10 @@ class Alpha(Accelerator):
 
     def restart(self, context: StepContext, step: int) -> None:
         """The weights as they are, after ``step`` steps, become the base of a new trajectory."""
-        base = {}
-        for name, master in context.optimizer.masters.items():
+        base, optimizer = {}, context.run.optimizer
+        for name, master in optimizer.masters.items():
             if master.ndim == 2 and default_filter(name):
-                stored = context.optimizer.params[name].detach()
+                stored = optimizer.params[name].detach()
                 # the model's own precision is enough where it holds the master exactly
                 base[name] = stored.clone() if torch.equal(stored.float(), master) else master.detach().clone()
         if not base:
@@ -84,7 +85,7 @@ class Alpha(Accelerator):
     def track(self, context: StepContext) -> None:
         """Adds the weights as they are to the trajectory, with the smoothed training accuracy."""
         assert self.trajectory is not None
-        window = [right / answers for _, right, answers in self.answered[-self.settings.smoothing :]]
+        window = [right / answers for _, right, answers in self.answered[-SMOOTHING:]]
         if window:  # else nobody knows how good they are
             accuracy = sum(window) / len(window)
             self.trajectory.track(self.weights(context), step=context.step - self.anchor, accuracy=accuracy)
@@ -92,10 +93,24 @@ class Alpha(Accelerator):
     def weights(self, context: StepContext) -> dict[str, torch.Tensor]:
         """Those that are tracked, as precise as they are trained."""
         assert self.trajectory is not None
-        return {name: context.optimizer.masters[name] for name in self.trajectory.base}
+        return {name: context.run.optimizer.masters[name] for name in self.trajectory.base}
 
     def rules(self) -> Attempt:
-        return self.settings.rules(holdout=max(len(self.trajectory or ()) // 3, 1))
+        settings = self.settings
+        return Attempt(
+            predictor=settings.predictor,
+            horizon=settings.horizon,
+            accuracy=settings.target_accuracy,
+            scale=settings.scale,
+            keep_rest=settings.keep_rest,
+            limits=Limits(
+                min_rise=settings.min_rise,
+                min_cosine=settings.min_cosine,
+                min_skill=settings.min_skill,
+                holdout=max(len(self.trajectory or ()) // 3, 1),
+            ),
+            prompts=settings.gate_prompts,
+        )
 
     def attempt(self, context: StepContext) -> dict[str, Any]:
         """One attempt, from the refusals to the gate -> what became of it, which is also noted in ``events``."""
@@ -118,19 +133,19 @@ class Alpha(Accelerator):
     def _try(self, context: StepContext) -> dict[str, Any]:
         """Asks the gate; an accepted jump begins a new trajectory."""
         assert self.trajectory is not None
-        rules, optimizer = self.rules(), context.optimizer
+        rules, run = self.rules(), context.run
         predicted = rules.predict(self.trajectory, self.weights(context))
         tries = rules.judge(
             self.gate,
             predicted,
-            {name: optimizer.places(name) for name in predicted},
-            lambda rows: context.evaluate_each("gate", rows),
-            available=len(context.task.gate),
-            changed=context.engine.policy_updated,
+            {name: run.optimizer.places(name) for name in predicted},
+            lambda rows: run.evaluate_each("gate", rows),
+            available=len(run.task.gate),
+            changed=run.engine.policy_updated,
         )
         accepted = tries[-1]["accepted"]
         if accepted:
-            optimizer.forget_momentum(predicted)
+            run.optimizer.forget_momentum(predicted)
             self.restart(context, context.step)
         return {"accepted": accepted, "modules": len(predicted), "tries": tries}
 
@@ -153,24 +168,13 @@ class Alpha(Accelerator):
         return {
             "base": None if tracked is None else tracked.base,  # one without points counts as false
             "trajectory": None if tracked is None else tracked.state_dict(),
-            "anchor": self.anchor,
-            "answered": self.answered,
-            "next_attempt": self.next_attempt,
             "gate": [self.gate.comparisons, self.gate.position],
-            "events": self.events,
-            "seconds": self.seconds,
-        }
-
-    def snapshot(self) -> dict[str, Any]:
-        # its tensors, as large as the model, are left alone until after the update
-        return self.state_dict() | {"answered": [list(row) for row in self.answered], "seconds": dict(self.seconds)}
+        } | {name: getattr(self, name) for name in FACTS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.trajectory = None
         if state["base"] is not None:
             self.trajectory = RankOneTrajectory(state["base"])
             self.trajectory.load_state_dict(state["trajectory"])
-        self.anchor, self.answered = state["anchor"], [list(row) for row in state["answered"]]
-        self.next_attempt, self.events = state["next_attempt"], list(state["events"])
         self.gate = Gate(self.settings.gate_level, *state["gate"])
-        self.seconds = dict(state["seconds"])
+        vars(self).update({name: state[name] for name in FACTS})

@@ -8,7 +8,7 @@ verifies by a rule of its own, which keeps the distribution and draws other toke
 from typing import Any
 
 from python_trainer.accelerators.base import Accelerator, StepContext
-from python_trainer.accelerators.drafts.settings import DraftsSettings
+from python_trainer.accelerators.settings import DraftsSettings
 from python_trainer.data import Group, Rollout
 from python_trainer.errors import UserError
 from python_trainer.rollout.drafting import Drafter, pass_overhead
@@ -33,14 +33,13 @@ class Drafts(Accelerator):
         self.before: dict[str, float] = {}  # the engine's counters when that step began
 
     def plan(self, context: StepContext, groups: list[Group]) -> list[Group]:
-        engine = context.engine
+        engine = context.run.engine
         if not self.engine_asked:
             self.engine_asked, self.pass_overhead = True, self._measured(engine)
         if context.step != self.counted_step:  # not a further round of dynamic sampling
             self.counted_step, self.before = context.step, engine.stats
-        engine.drafter = Drafter(
-            self.history, max_tokens=self.settings.max_draft_tokens, pass_overhead=self.pass_overhead
-        )
+        longest = self.settings.max_draft_tokens
+        engine.drafter = Drafter(self.history, max_tokens=longest, pass_overhead=self.pass_overhead)
         return groups
 
     def _measured(self, engine: Engine) -> float | None:
@@ -54,18 +53,13 @@ class Drafts(Accelerator):
         return self.pass_overhead if known else pass_overhead(found)
 
     def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
-        context.engine.drafter = None  # evaluations have prompts of their own
+        context.run.engine.drafter = None  # evaluations have prompts of their own
         for rollout in rollouts:
             epoch = self.visits.get(rollout.prompt_key, 0)
             self.history.add(rollout.prompt_ids, rollout.response_ids, reward=rollout.reward, epoch=epoch)
-        for key in {rollout.prompt_key for rollout in rollouts}:
-            self.visits[key] = self.visits.get(key, 0) + 1
-        self._report(context.engine, context.telemetry)
-        return rollouts
-
-    def _report(self, engine: Engine, telemetry: dict[str, float]) -> None:
-        spent = {name: count - self.before[name] for name, count in engine.stats.items()}
-        telemetry |= {
+        self.visits |= {key: self.visits.get(key, 0) + 1 for key in {rollout.prompt_key for rollout in rollouts}}
+        spent = {name: count - self.before[name] for name, count in context.run.engine.stats.items()}
+        context.telemetry |= {
             "drafts/tokens_per_step": spent["generated_tokens"] / max(spent["sample_steps"], 1),
             "drafts/acceptance": spent["accepted_tokens"] / max(spent["draft_tokens"], 1),
             "drafts/offered_tokens": spent["draft_tokens"],
@@ -75,14 +69,11 @@ class Drafts(Accelerator):
             "drafts/history_tokens": self.history.stats["tokens"],
         }
         if self.pass_overhead is not None:
-            telemetry["drafts/pass_overhead"] = self.pass_overhead
+            context.telemetry["drafts/pass_overhead"] = self.pass_overhead
+        return rollouts
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "history": self.history.to_bytes(),
-            "visits": self.visits,
-            "pass_overhead": self.pass_overhead,
-        }
+        return {"history": self.history.to_bytes(), "visits": self.visits, "pass_overhead": self.pass_overhead}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         try:
