@@ -17,8 +17,7 @@ from python_trainer.distributed.shard_files import read_shards
 from python_trainer.errors import NotFinite, UserError
 from python_trainer.learner import Learner
 from python_trainer.logger import Logger
-from python_trainer.model.dtype import name_of
-from python_trainer.model.gathering import fill_whole
+from python_trainer.model.loading import base_name, dtype_name
 from python_trainer.model.lora import save_adapter
 from python_trainer.model.policy import Policy
 from python_trainer.rollout.engine import Engine
@@ -277,7 +276,7 @@ class Checkpointer:
             "accelerators": {a.name: own for a, own in states.items() if not a.watches},
             "watchers": {a.name: own for a, own in states.items() if a.watches},
             "lengths": self.engine.lengths.state_dict() if self.engine.lengths else None,
-            "dtype": name_of(self.policy.whole.dtype),
+            "dtype": dtype_name(self.policy.inference_model.dtype),
             "prompts": self.fingerprint,
         }
 
@@ -328,8 +327,8 @@ class Checkpointer:
         """
         if not self.config.save.save_model:
             return
-        if self.policy.lean:
-            self.engine.rest()  # for its memory
+        if self.policy.streams_weights:
+            self.engine.sleep()  # for its memory
         self._write("model")
         if self.policy.adapted:
             self._write("adapter")
@@ -345,18 +344,25 @@ class Checkpointer:
             shutil.rmtree(self.folder / "best", ignore_errors=True)  # of a run that was shorter
 
     def _write(self, name: str) -> None:
-        if self.policy.lean and name != "adapter":
-            fill_whole(self.policy)
+        if self.policy.streams_weights and name != "adapter":
+            self.policy.restore_inference_model()
         if self.ranks.rank != 0:
             return
         policy, folder = self.policy, self.folder / name
         try:
             if name == "adapter":
-                save_model(lambda aside: save_adapter(policy.model, policy.whole, self.config.model, aside), folder)
+                save_model(self._write_adapter, folder)
             else:
                 save_model(policy.save, folder)
         except (OSError, SafetensorError) as error:
             raise UserError(f"{folder} cannot be written: {error}; {self.newest()}") from error
+
+    def _write_adapter(self, folder: Path) -> None:
+        settings = self.config.model
+        assert settings.lora is not None
+        base, revision = base_name(settings), settings.revision
+        model, plain = self.policy.model, self.policy.inference_model
+        save_adapter(model, plain, settings.lora, folder, base=base, revision=revision)
 
     def _load_weights(self, step: int) -> None:
         path = self.checkpoints / f"step-{step:06d}"
@@ -365,4 +371,4 @@ class Checkpointer:
         if "model" not in saved:
             saved |= read_shards(path, self.learner.state_dict())
         load_learned(self.learner, saved, self.folder)
-        self.policy.update_whole()
+        self.policy.sync_inference_model()

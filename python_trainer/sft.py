@@ -21,7 +21,7 @@ from python_trainer.keyed import prompt_order
 from python_trainer.learner import Learner
 from python_trainer.logger import Logger
 from python_trainer.memory import RECOMPUTES, needs_recomputing
-from python_trainer.model.dtype import keep_dtype, name_of, saved_dtype
+from python_trainer.model.loading import dtype_name, keep_dtype, saved_dtype
 from python_trainer.model.optimizer import learning_rate
 from python_trainer.model.packing import micro_batches, pack
 from python_trainer.model.policy import Policy, load_policy, recompute_activations, set_matmul_precision
@@ -241,7 +241,7 @@ class Sft:
             "seconds": self.seconds,
             "eval_s": self.eval_s,
             "before": self.before,
-            "dtype": name_of(self.policy.whole.dtype),
+            "dtype": dtype_name(self.policy.inference_model.dtype),
             "examples": self.fingerprint,
         }
         learned, keep = self.learner.state_dict(), self.config.save.save_total_limit
@@ -249,7 +249,7 @@ class Sft:
 
     def _finish(self) -> dict[str, Any]:
         """Writes the model and the summary."""
-        self.policy.update_whole()
+        self.policy.sync_inference_model()
         save_model(self.policy.save, self.folder / "model")
         losses = [row["sft/loss"] for row in read_metrics(self.folder)]
         summary = {

@@ -24,7 +24,7 @@ from python_trainer.accelerators.rhyme.recording import GatheredStep, right_answ
 from python_trainer.accelerators.rhyme.records import StoredAnswer, prompt_key
 from python_trainer.data import Rollout
 from python_trainer.errors import UserError
-from python_trainer.model.tokenizer import tokenizer_fingerprint
+from python_trainer.model.loading import tokenizer_fingerprint
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -33,7 +33,7 @@ from python_trainer.accelerators.rhyme.records import StoredAnswer, prompt_key
 from python_trainer.accelerators.rhyme.settings import RhymeSettings
 from python_trainer.data import Group, Rollout, by_group, good_ones
 from python_trainer.errors import tell
-from python_trainer.model.tokenizer import tokenizer_fingerprint
+from python_trainer.model.loading import tokenizer_fingerprint
 
 if TYPE_CHECKING:
     from python_trainer.accelerators.base import RunContext

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from python_trainer.errors import UserError
-from python_trainer.model.tokenizer import tokenizer_fingerprint
+from python_trainer.model.loading import tokenizer_fingerprint
 from python_trainer.run_directory import write_bytes
 
 FORMAT = "rlkernels answers 1"

@@ -18,9 +18,9 @@ from python_trainer.accelerators.rhyme.records import StepRecord, prompt_key
 from python_trainer.accelerators.rhyme.retrodiction import FEATURES, Retrodictor, alignments, rank_correlation
 from python_trainer.accelerators.rhyme.sketch import PARTS, byte_trigrams, histogram, sketch_of, stack
 from python_trainer.data import Rollout
+from python_trainer.model.loading import tokenizer_fingerprint
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
-from python_trainer.model.tokenizer import tokenizer_fingerprint
 from tools.policies.training import byte_tokenizer
 
 from .conftest import make_sample
