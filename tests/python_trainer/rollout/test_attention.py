@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from python_trainer.model import paged_attention as attention
+from python_trainer.model import attention
 from python_trainer.model.attention import attend_rows, flash_rows
 from python_trainer.rollout import Request, SamplingParams
 from python_trainer.rollout.paged import engine as engine_module
