@@ -19,9 +19,8 @@ from rich.console import Console
 from bench._runner import reset_resident_peak, resident_peak
 from bench._vllm_server import VLLMServer
 from python_trainer.config import Config
-from python_trainer.model.dtype import choose_dtype, count_weights
+from python_trainer.model.loading import choose_dtype, count_weights, policy_folder
 from python_trainer.model.policy import set_matmul_precision
-from python_trainer.model.shipped import policy_folder
 from python_trainer.trainer import Trainer
 
 TRL_BATCH = 32  # answers in a forward and backward pass: the fastest of 32, 64, 128 for TRL on both workloads

@@ -52,7 +52,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "bfloat16, recomputed": {"dtype": "bfloat16", "gradient_checkpointing": True},
     "LoRA": {"lora": {"r": 8}},
     "LoRA, recomputed": {"lora": {"r": 8}, "gradient_checkpointing": True},
-    "bfloat16, recomputed, offloaded": {"dtype": "bfloat16", "gradient_checkpointing": True},
 }
 
 
@@ -74,7 +73,7 @@ def settings(size: Size, folder: Path, kind: str) -> dict[str, Any]:
         "rollout": {
             "prompts_per_step": PROMPTS, "num_generations": SAMPLES, "max_completion_length": size.answer,
         },
-        "optimizer": {"micro_batch_tokens": size.micro_batch, "offload": "offloaded" in kind},
+        "optimizer": {"micro_batch_tokens": size.micro_batch},
     }  # fmt: skip
 
 

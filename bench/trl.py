@@ -30,8 +30,7 @@ from bench import Row
 from bench._runner import quantile
 from bench._trl import TRL_BATCH, Step, Worker, run_ours, run_trl, run_with_vllm
 from python_trainer.config import Config, load_config
-from python_trainer.model.dtype import count_weights
-from python_trainer.model.shipped import SHIPPED
+from python_trainer.model.loading import SHIPPED, count_weights
 
 WARM_UP = 3  # steps; accelerators have seen every prompt by then
 STEPS = 10

@@ -18,8 +18,7 @@ from python_trainer.distributed.shard_files import read_shards
 from python_trainer.errors import NotFinite, UserError
 from python_trainer.learner import Learner
 from python_trainer.logger import Logger
-from python_trainer.model.dtype import name_of
-from python_trainer.model.gathering import fill_whole
+from python_trainer.model.loading import base_name, dtype_name
 from python_trainer.model.lora import adapter_weights, save_adapter
 from python_trainer.model.policy import Policy
 from python_trainer.rollout.engine import Engine
@@ -278,7 +277,7 @@ class Checkpointer:
             "accelerators": {a.name: own for a, own in states.items() if a.enabled},
             "watchers": {a.name: own for a, own in states.items() if not a.enabled},
             "lengths": self.engine.lengths.state_dict() if self.engine.lengths else None,
-            "dtype": name_of(self.policy.whole.dtype),
+            "dtype": dtype_name(self.policy.inference_model.dtype),
             "prompts": self.fingerprint,
         }
 
@@ -326,8 +325,8 @@ class Checkpointer:
         Raises:
             UserError: something cannot be written.
         """
-        if self.policy.lean:
-            self.engine.rest()  # for its memory
+        if self.policy.streams_weights:
+            self.engine.sleep()  # for its memory
         self._write("model")
         if self.policy.adapted:
             self._write("adapter")
@@ -346,10 +345,11 @@ class Checkpointer:
         policy, folder, model = self.policy, self.folder / name, self.config.model
         write: Callable[[Path], None] = policy.save
         if name == "adapter":
-            weights = adapter_weights(policy.model)
-            write = partial(save_adapter, weights, policy.model, policy.whole, model)
-        elif policy.lean:
-            fill_whole(policy)
+            assert model.lora is not None
+            models = (adapter_weights(policy.model), policy.model, policy.inference_model, model.lora)
+            write = partial(save_adapter, *models, base=base_name(model), revision=model.revision)
+        elif policy.streams_weights:
+            policy.restore_inference_model()
         if self.ranks.rank == 0:
             try:
                 save_model(write, folder)
@@ -363,4 +363,4 @@ class Checkpointer:
         if "model" not in saved:
             saved |= read_shards(path, self.learner.state_dict())
         load_learned(self.learner, saved, self.folder)
-        self.policy.update_whole()
+        self.policy.sync_inference_model()

@@ -187,10 +187,10 @@ def print_plan(args: argparse.Namespace) -> None:
     """
     config = load_config(args.config, args.overrides)
     check_files(config)
-    from python_trainer.engine_choice import choose_engine
     from python_trainer.memory import RECOMPUTES, device_here, memory_lines, parse_gpus, plan_memory
+    from python_trainer.rollout.make import resolve_engine
 
-    config, reason = choose_engine(config, gpu=None if args.gpus is None else True)
+    config, reason = resolve_engine(config, gpu=None if args.gpus is None else True)
     device = device_here(config.model.device) if args.gpus is None else parse_gpus(args.gpus)
     memory, notes = plan_memory(config, device), [reason] if reason else []
     if memory.trouble and config.model.gradient_checkpointing == "auto" and device.kind != "cpu":
@@ -235,7 +235,7 @@ def load_run(args: argparse.Namespace) -> "Config":
 
 def check_files(config: "Config") -> None:
     """Raises UserError for a file or folder in the settings that does not exist."""
-    from python_trainer.model.shipped import policy_folder
+    from python_trainer.model.loading import policy_folder
 
     policy_folder(config.model.path, config.model.revision)
     config.task.check_files()

@@ -138,6 +138,8 @@ class Config(Section):
                 f"rollout.stop must have at most {SERVER_STOPS} strings with rollout.vllm_server, which takes no more, "
                 f"got {len(self.rollout.stop)}"
             )
+        if self.optimizer.offload and self.parallel != "fsdp2":
+            raise ValueError(f"optimizer.offload needs parallel=fsdp2, in one process too, got {self.parallel}")
         cache, longest = self.algorithm.overlong_cache, self.rollout.max_completion_length
         if cache is not None and cache > longest:
             raise ValueError(

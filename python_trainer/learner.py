@@ -18,7 +18,7 @@ from python_trainer.model.optimizer import PolicyOptimizer, learning_rate
 from python_trainer.model.packing import Packed
 from python_trainer.model.policy import Policy
 from python_trainer.model.settings import CriticConfig, OptimizerConfig
-from python_trainer.model.tensors import load_weights, local
+from python_trainer.model.weights import load_weights, local
 
 
 class Learner:

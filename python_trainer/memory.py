@@ -14,14 +14,19 @@ import torch
 from python_trainer.config import Config
 from python_trainer.errors import UserError
 from python_trainer.hub import is_hub_id
-from python_trainer.model.dtype import choose_dtype, count_described
 from python_trainer.model.fused import MAX_BYTES, MODEL_TYPES
-from python_trainer.model.hollow import model_on_meta
+from python_trainer.model.loading import (
+    base_folder,
+    choose_dtype,
+    count_described,
+    loading_errors,
+    model_on_meta,
+    policy_folder,
+    read_settings,
+)
 from python_trainer.model.lora import adapted_layers, add_adapters
 from python_trainer.model.policy import LARGEST_LOGITS, choose_device
-from python_trainer.model.reading import base_folder, read_settings, reading
 from python_trainer.model.settings import ModelConfig
-from python_trainer.model.shipped import policy_folder
 from python_trainer.rollout.paged.engine import CPU_MEMORY_BYTES, CUDA_MEMORY_SHARE
 from rlkernels.logprobs.linear import block_columns
 
@@ -82,7 +87,7 @@ def read_shape(config: ModelConfig, kind: str) -> Shape:
     """Reads the sizes of a model from its folder; weights are neither read nor fetched."""
     files = [("*.json", "*.py")] if is_hub_id(config.path) else []
     folder = base_folder(policy_folder(config.path, config.revision, *files))
-    with reading(folder):
+    with loading_errors(folder):
         settings = read_settings(folder, config)
     dtype = choose_dtype(config.dtype, torch.device(kind), lambda: count_described(settings, config))
     model = model_on_meta(settings, config, dtype)
@@ -183,6 +188,8 @@ def plan_memory(config: Config, device: Device, *, prompt: int = PROMPT_TOKENS, 
     activations = training_bytes(s, config, kind, None if kind == "cpu" else device.memory, prompt)
     if "critic" in parts:
         activations *= 2  # it runs over the same tokens
+    if config.optimizer.offload and kind != "cpu":  # the host holds what trains, with its gradients and moments
+        parts |= {name: 0 for name in parts if name in ("weights", "moments and masters", "gradients", "critic")}
     if shards > 1:  # embeddings, output and two layers are gathered; the gradients of a layer add up in float32
         activations += s.item * (2 * s.vocab * s.hidden + 2 * s.layer) + 4 * s.layer
     parts["activations"] = activations

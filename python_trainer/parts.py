@@ -6,16 +6,15 @@ from pathlib import Path
 import rlkernels.backend
 from python_trainer.config import Config
 from python_trainer.distributed import RankGroup
-from python_trainer.engine_choice import choose_engine
 from python_trainer.errors import UserError
 from python_trainer.learner import Learner
 from python_trainer.memory import RECOMPUTES, Device, device_here, needs_recomputing, plan_memory
-from python_trainer.model.dtype import keep_dtype
+from python_trainer.model.loading import keep_dtype
 from python_trainer.model.policy import Policy, set_matmul_precision
 from python_trainer.prompts import Tasks
 from python_trainer.rollout.engine import Engine
 from python_trainer.rollout.episodes import EpisodeEngine
-from python_trainer.rollout.make import make_engine
+from python_trainer.rollout.make import make_engine, resolve_engine
 
 Note = Callable[[str], None]
 
@@ -34,7 +33,7 @@ def resolve_settings(config: Config, before: str | None, ranks: RankGroup, note:
             rlkernels.backend.wanted()
         except ValueError as error:
             raise UserError(str(error)) from error
-        chosen, reason = choose_engine(config)
+        chosen, reason = resolve_engine(config)
         if reason is not None:
             note(reason)
         chosen = chosen.model_copy(update={"model": keep_dtype(chosen.model, before)})
@@ -70,7 +69,7 @@ def make_run_engine(
         engine = EpisodeEngine(
             engine,
             tasks.environment,
-            encode=policy.encode_said,
+            encode=policy.encode_observation,
             decode=policy.decode,
             max_turns=chosen.task.max_turns,
             timeout=tasks.environment.timeout,

@@ -21,7 +21,7 @@ from python_trainer.errors import Interrupted, NotFinite, StopSignal, UserError
 from python_trainer.keyed import prompt_order
 from python_trainer.logger import Logger
 from python_trainer.memory import RECOMPUTES, needs_recomputing
-from python_trainer.model.dtype import keep_dtype, name_of, saved_dtype
+from python_trainer.model.loading import dtype_name, keep_dtype, saved_dtype
 from python_trainer.model.packing import micro_batches, pack
 from python_trainer.model.policy import Policy, load_policy, recompute_activations, set_matmul_precision
 from python_trainer.parts import make_learner
@@ -178,11 +178,12 @@ class Sft:
                     left = state["seconds"] / state["step"] * (len(self.batches) - state["step"])
                     self.logger.log(state["step"], row, left=left)
                     if stop.name or (save.save_steps and state["step"] % save.save_steps == 0):
-                        saved = {"state": state, "dtype": name_of(self.policy.whole.dtype)} | self.learner.state_dict()
+                        saved = {"state": state, "dtype": dtype_name(self.policy.inference_model.dtype)}
+                        saved |= self.learner.state_dict()
                         save_checkpoint(self.checkpoints, state["step"], saved, keep=save.save_total_limit)
                     if stop.name and state["step"] < len(self.batches):
                         raise Interrupted(f"{stop.name}: stopped after step {state['step']}, which is saved")
-            self.policy.update_whole()
+            self.policy.sync_inference_model()
             save_model(self.policy.save, self.folder / "model")
             summary = self.summarise()
             self.logger.write_summary(summary)

@@ -24,7 +24,7 @@ from python_trainer.errors import Interrupted, NotFinite, StopSignal, UserError
 from python_trainer.evaluation import Evaluated, Evaluator, first_rows
 from python_trainer.keyed import keyed_seed
 from python_trainer.logger import Logger, choose_samples, rollout_statistics
-from python_trainer.model.dtype import name_of, saved_dtype
+from python_trainer.model.loading import dtype_name, saved_dtype
 from python_trainer.model.policy import choose_device, set_matmul_precision
 from python_trainer.parts import make_learner, make_run_engine, resolve_settings
 from python_trainer.prompts import Prompts, load_tasks
@@ -94,9 +94,9 @@ class Trainer:
             tasks = load_tasks(config, choose_device(config.model.device), note)
         chosen = resolve_settings(config, saved_dtype(origin.saved), ranks, note)
         set_matmul_precision("highest")  # while the model is checked, until the engine is made
-        self.policy = ranks.load(chosen.model, note)
+        self.policy = ranks.load(chosen.model, note, offload=chosen.optimizer.offload)
         self.engine = make_run_engine(chosen, self.policy, tasks, output_dir, ranks, note)
-        self.engine.tell = self.logger.log_generation  # of several processes the first one tells of its own part
+        self.engine.on_progress = self.logger.log_generation  # of several processes the first one tells of its own part
         with ranks.together():
             self.prompts = Prompts(config, tasks, self.policy, self.state, note)
             self.learner = make_learner(chosen, self.policy, ranks)
@@ -151,7 +151,7 @@ class Trainer:
                 summary = summarise(state, self.clock) | {
                     "target_accuracy": self.config.evaluation.target_accuracy,
                     "device": device_name(self.policy.device),
-                    "dtype": name_of(self.policy.whole.dtype),
+                    "dtype": dtype_name(self.policy.inference_model.dtype),
                     "accelerators": {a.name: a.summary() for a in self.accelerators if a.enabled},
                 }
                 self.logger.write_summary(summary)
@@ -230,7 +230,7 @@ class Trainer:
         if not batches:
             return
         with self.clock.measure("rollout"):
-            self.engine.rest()
+            self.engine.sleep()
         for number, batch in enumerate(batches, 1):
             with self.clock.measure("train"):
                 self.learn(batch, context.step, stored_rise=number / REHEARSAL_RISE)
@@ -240,7 +240,7 @@ class Trainer:
     def update(self, context: StepContext, rollouts: list[Rollout]) -> None:
         """Trains the policy, and tells engine and accelerators."""
         with self.clock.measure("rollout"):
-            self.engine.rest()
+            self.engine.sleep()
         with self.clock.measure("train"):
             context.telemetry |= self.learn(rollouts, context.step)
         self.engine.policy_updated()

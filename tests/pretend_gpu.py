@@ -19,10 +19,10 @@ from torch.autograd.graph import _engine_run_backward as run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from python_trainer.model import varlen
+from python_trainer.model import attention
 
 GPU = torch.device("cuda", 0)
-REAL_VARLEN: Any = varlen.varlen_attn
+REAL_VARLEN: Any = attention.varlen_attn
 APPLY: Any = torch.nn.Module._apply
 MEMORY = 24 << 30
 aten = torch.ops.aten
@@ -208,14 +208,14 @@ def varlen_attn(
     if query.is_meta:  # of a plan
         return REAL_VARLEN(query, key, value, *starts_and_longest, **options)
     *starts, max_q, max_k = starts_and_longest
-    assert all(isinstance(x, GPUTensor) for x in (query, key, value, *starts)) and query.dtype in varlen.HALVES
-    assert {x.dtype for x in starts} == {torch.int32} and query.shape[2] % varlen.HEAD_STEP == 0
+    assert all(isinstance(x, GPUTensor) for x in (query, key, value, *starts)) and query.dtype in attention.HALVES
+    assert {x.dtype for x in starts} == {torch.int32} and query.shape[2] % attention.HEAD_STEP == 0
     single = bool((starts[0].numbers.diff() == 1).all())  # without a window kernels for a query a row are taken
-    assert options["window_size"] == varlen.CAUSAL or (options["window_size"] == varlen.WHOLE and single)
+    assert options["window_size"] == attention.CAUSAL or (options["window_size"] == attention.ALL_KEYS and single)
     assert options.get("enable_gqa") or query.shape[1] == key.shape[1]
     assert all(longest >= int(x.numbers.diff().max()) for x, longest in zip(starts, (max_q, max_k), strict=True))
     on_host = (x.numbers for x in starts)
-    return varlen.attend_rows(query, key, value, *on_host, max_q, max_k, scale=options["scale"])
+    return attention.attend_rows(query, key, value, *on_host, max_q, max_k, scale=options["scale"])
 
 
 def move_module(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
@@ -255,7 +255,7 @@ def pretended() -> Iterator[Counter[str]]:
         with pytest.MonkeyPatch.context() as monkeypatch, PretendGPU():
             for name, value in answers.items():
                 monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-            monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+            monkeypatch.setattr(attention, "varlen_attn", varlen_attn)
             monkeypatch.setattr(torch.nn.Module, "_apply", move_module)
             yield GPUTensor.waits
     finally:

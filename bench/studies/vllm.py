@@ -30,10 +30,10 @@ def measure(mode: str, seed: int) -> dict[str, Any]:
     """One run, in this process -> a row for each epoch."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     import vllm
+    from python_trainer.tasks.arithmetic import accuracy, arithmetic_task
 
     import rlkernels
-    from python_trainer.model.shipped import SHIPPED
-    from python_trainer.tasks.arithmetic import accuracy, arithmetic_task
+    from python_trainer.model.loading import SHIPPED
     from rlkernels.integrations.vllm import share_history
 
     task = arithmetic_task("short", seed, train_size=PROMPTS, gate_size=1, test_size=1)

@@ -28,7 +28,7 @@ from python_trainer.accelerators.settings import RPOSettings
 from python_trainer.data import Group, Rollout, by_group, good_ones, merits
 from python_trainer.errors import UserError
 from python_trainer.keyed import keyed_choice, keyed_seed, keyed_unit
-from python_trainer.model.tokenizer import tokenizer_fingerprint
+from python_trainer.model.loading import tokenizer_fingerprint
 from python_trainer.run_directory import write_bytes
 
 FILL_BATCH = 256  # answers generated at a time

@@ -1,20 +1,23 @@
-"""The processes (ranks) that share a run: their interface, which in one process does the plain thing."""
+"""The processes (ranks) that share a run: one, or those that torchrun started, each with all weights (``ddp``)."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 
 from python_trainer.checkpoint import save_checkpoint
 from python_trainer.data import Example, Messages, Rollout
 from python_trainer.distributed.ranked_engine import RankedEngine
-from python_trainer.model.dtype import name_of
-from python_trainer.model.packing import micro_batches
-from python_trainer.model.policy import Policy, find_dtype, load_policy
+from python_trainer.errors import UserError, is_shared, kind_of, mark_shared
+from python_trainer.model.loading import dtype_name, find_dtype
+from python_trainer.model.packing import micro_batches, split_evenly
+from python_trainer.model.policy import Policy, load_policy
 from python_trainer.model.settings import ModelConfig
 from python_trainer.rollout.engine import Engine
 from python_trainer.tasks import Task
@@ -22,104 +25,208 @@ from python_trainer.tasks.rewards import Scores, score
 
 T = TypeVar("T")
 
+BUCKET_ELEMENTS = 1 << 24  # gradients that are sent at once
+ALONE = "no rank waits for others within together(): one that has failed there would not come"
+
 
 class RankGroup:
-    """The processes that share a run. This one is a group of one: every method does the plain thing.
+    """The processes that share a run; all end an update with the same weights, to the bit.
 
-    Several ranks go through the same steps with the same data. They divide what costs time: generation, rewards, and
-    the forward and backward passes of an update.
+    Every rank goes through the same steps, knows all answers of a step and computes the advantages of all of them.
+    Ranks divide generation, rewards, and the forward and backward passes of an update; gradients are added up in
+    float32. In a group of one every method does the plain thing.
+
+    Args:
+        name: the setting ``parallel``; "none" is one process without a process group.
 
     Attributes:
         rank, size: this process is number ``rank`` out of ``size``.
-        name: the setting ``parallel``.
-        sharded: whether each rank has a part of the weights and moments only.
+        sharded: each rank has a part of the weights and moments only.
+        lockstep: all ranks must compute as many micro-batches.
     """
 
-    name = "none"
-    rank, size = 0, 1
-    sharded = False
+    sharded = lockstep = False
 
-    def together(self) -> AbstractContextManager[None]:
-        """What fails within it on one rank fails on all; nothing within it may wait for other ranks."""
-        return nullcontext()
+    def __init__(self, name: str = "none"):
+        self.name = name
+        self.rank, self.size = (0, 1) if name == "none" else (dist.get_rank(), dist.get_world_size())
+        self._apart = False  # within together()
+        self._aside: TemporaryDirectory[str] | None = None
+
+    def gather(self, value: T) -> list[T]:
+        """The value of every rank, by rank."""
+        assert not self._apart, ALONE
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Makes all ranks fail where one fails; nothing within it may wait for other ranks.
+
+        An error is raised as it is where it came up, and elsewhere as an error of its kind, or a UserError.
+        """
+        if self.size == 1:
+            yield
+            return
+        assert not self._apart, ALONE
+        problem: Exception | None = None
+        self._apart = True
+        try:
+            yield
+        except Exception as error:
+            problem = error
+        finally:
+            self._apart = False
+        reports = self.gather(None if problem is None else _report(problem))
+        for rank, report in enumerate(reports):
+            if problem is None and report is not None:
+                kind, text = report
+                problem = kind(f"process {rank} of {self.size}: {text}")
+        if problem is not None:
+            mark_shared(problem)
+            raise problem
 
     def all_know(self, error: Exception) -> bool:
         """Whether an error ends all ranks, each of them knowing of it, so that they can still save together."""
-        return True
+        return self.size == 1 or isinstance(error, UserError) or is_shared(error)
 
     def first(self, value: T) -> T:
-        """What the first rank says."""
-        return value
+        """The value of rank 0."""
+        assert not self._apart, ALONE
+        if self.size == 1:
+            return value
+        sent = [value]
+        dist.broadcast_object_list(sent, src=0)
+        return sent[0]
 
     def once(self, function: Callable[[], T]) -> T:
-        """What the first rank's call of it returns: it alone calls, and what fails in that fails on all."""
-        said: Any = None
+        """What the call of rank 0 returns: it alone calls, and what fails in that fails on all."""
+        found: Any = None
         with self.together():
             if self.rank == 0:
-                said = function()
-        return self.first(said)
+                found = function()
+        return self.first(found)
 
     def any(self, value: T) -> T:
-        """The value of the first rank where it is true (or not empty); else that of the first."""
-        return value
+        """The value of the first rank where it is true (or not empty); else that of rank 0."""
+        values = self.gather(value)
+        return next((x for x in values if x), values[0])
 
     def folder(self, output_dir: Path) -> Path:
-        """Where this rank writes metrics and the like."""
-        return output_dir
+        """Where this rank writes: rank 0 into the run directory, others into a folder that goes when they end."""
+        if self.rank == 0:
+            return output_dir
+        self._aside = self._aside or TemporaryDirectory(prefix="rlkernels-rank-")
+        return Path(self._aside.name)
 
     def console(self, console: Console | None) -> Console | None:
-        """Where this rank says how far it is."""
-        return console
+        """Where this rank shows its progress."""
+        return console if self.rank == 0 else Console(quiet=True)
 
     def engine(self, engine: Engine, policy: Policy) -> Engine:
-        """An engine that all ranks call with the same requests, on ``policy.whole``, and that follows ``policy``."""
-        return engine if policy.whole is policy.model else RankedEngine(engine, policy)
+        """An engine that all ranks call with the same requests, and that follows ``policy``.
+
+        Args:
+            engine: runs ``policy.inference_model``.
+        """
+        if self.size == 1 and policy.inference_model is policy.model:
+            return engine
+        return RankedEngine(engine, policy, self if self.size > 1 else None)
 
     def score(
         self, task: Task, examples: Sequence[Example], texts: Sequence[str | Messages], ids: Sequence[Sequence[int]]
     ) -> Scores:
-        """As :func:`python_trainer.tasks.rewards.score`, and every answer is judged once."""
-        return score(task, examples, texts, ids)
+        """Calls :func:`python_trainer.tasks.rewards.score`; each rank judges a part of the answers."""
+        if self.size == 1:
+            return score(task, examples, texts, ids)
+        bounds = [_group_start(examples, rank * len(texts) // self.size) for rank in range(self.size + 1)]
+        part = slice(bounds[self.rank], bounds[self.rank + 1])
+        scores = None
+        with self.together():
+            if texts[part]:
+                scores = score(task, examples[part], texts[part], ids[part])
+        found = [scores for scores in self.gather(scores) if scores is not None]
+        total = [x for scores in found for x in scores.total]
+        return Scores(
+            {name: [x for scores in found for x in scores.rewards[name]] for name in task.reward_functions},
+            total,
+            [x for scores in found for x in scores.accuracy],
+            None if all(scores.merit is None for scores in found) else total,
+        )
 
     def micro_batches(
         self, rollouts: Sequence[Rollout], samples: Sequence[int], max_tokens: int, *, share: bool
     ) -> Iterator[tuple[list[int], bool]]:
         """The micro-batches that this rank computes, and whether each counts: some only keep step with other ranks."""
-        return ((part, True) for part in micro_batches(rollouts, samples, max_tokens, share=share))
+        stretches = split_evenly(rollouts, samples, self.size, share=share)
+        parts = [list(micro_batches(rollouts, stretch, max_tokens, share=share)) for stretch in stretches]
+        yield from ((part, True) for part in parts[self.rank])
+        missing = max(map(len, parts)) - len(parts[self.rank])
+        if self.lockstep and missing:
+            shortest = min(samples, key=lambda i: len(rollouts[i].prompt_ids) + len(rollouts[i].response_ids))
+            yield from [([shortest], False)] * missing
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks."""
-        return tensor
+        return self._reduce(tensor, dist.ReduceOp.SUM)
 
     def max(self, tensor: torch.Tensor) -> torch.Tensor:
         """The largest over all ranks."""
-        return tensor
+        return self._reduce(tensor, dist.ReduceOp.MAX)
+
+    def _reduce(self, tensor: torch.Tensor, operation: Any) -> torch.Tensor:
+        if self.size == 1:
+            return tensor
+        reduced = tensor.detach().clone()
+        dist.all_reduce(reduced, operation)
+        return reduced
 
     def merge(self, values: torch.Tensor) -> torch.Tensor:
         """Numbers of which each rank knows some; NaN where it does not."""
-        return values
+        known = ~values.isnan()
+        total = self.sum(torch.where(known, values, 0.0))
+        return torch.where(self.max(known.float()) > 0, total, torch.nan)
 
+    @torch.no_grad()
     def sum_gradients(self, module: torch.nn.Module, weights: Sequence[torch.Tensor]) -> None:
         """Adds up the gradients of all ranks, where the backward pass has not.
 
         Args:
             weights: of ``module``, those whose ``grad`` counts.
         """
+        if self.size == 1:
+            return
+        # a rank without samples has no gradients at all, a parameter that nothing uses has none anywhere
+        used = self.max(torch.tensor([float(w.grad is not None) for w in weights], device=weights[0].device))
+        bucket: list[torch.Tensor] = []
+        elements = 0
+        for weight, has in zip(weights, used.tolist()):
+            if has:
+                bucket.append(weight)
+                elements += weight.numel()
+            if elements >= BUCKET_ELEMENTS:
+                _sum_bucket(bucket)
+                bucket, elements = [], 0
+        _sum_bucket(bucket)
 
-    def load(self, config: ModelConfig, note: Callable[[str], None]) -> Policy:
+    def load(self, config: ModelConfig, note: Callable[[str], None], *, offload: bool = False) -> Policy:
         """As :func:`python_trainer.model.policy.load_policy`; all ranks call it together.
 
         Args:
             note: tells the user of what takes more memory than it might.
+            offload: ``optimizer.offload``, for ranks with shards.
         """
         config = self.in_one_dtype(config)
         with self.together():
             return load_policy(config)
 
     def in_one_dtype(self, config: ModelConfig) -> ModelConfig:
-        """With ``model.dtype: auto`` as the type that the first rank would take, whose processor may be another."""
+        """With ``model.dtype: auto`` as the type that rank 0 would take, whose processor may be another."""
         with self.together():
-            mine = name_of(find_dtype(config))
+            mine = dtype_name(find_dtype(config))
         return config.model_copy(update={"dtype": self.first(mine)})
 
     def copy(self, module: Any, *, trains: bool) -> Any:
@@ -127,7 +234,7 @@ class RankGroup:
         return copy.deepcopy(module).requires_grad_(trains)
 
     def shard(self, module: torch.nn.Module) -> None:
-        """Before an optimizer is made of the parameters of ``module``, which is whole so far."""
+        """Cuts a module that is whole so far, before an optimizer is made of its parameters."""
 
     def save(
         self,
@@ -139,10 +246,36 @@ class RankGroup:
         keep: int,
         spare: int | None = None,
     ) -> None:
-        """Writes a checkpoint: ``state``, the same on all ranks, and ``learned`` by ``Learner.state_dict``.
+        """Writes a checkpoint; where it cannot be written all ranks raise.
 
-        ``keep`` and ``spare`` are those of ``save_checkpoint``. Where it cannot be written all ranks say so.
+        Args:
+            state: the same on all ranks.
+            learned: of ``Learner.state_dict``.
+            keep, spare: as of ``save_checkpoint``.
         """
         with self.together():
             if self.rank == 0:
                 save_checkpoint(folder, step, {**state, **learned}, keep=keep, spare=spare)
+
+
+def _report(error: Exception) -> tuple[type[Exception], str]:
+    """The error that ranks without one raise for this one."""
+    kind, name = kind_of(error), type(error).__name__
+    return (UserError, f"{name}: {error}") if kind is None else (kind, str(error) or name)
+
+
+def _group_start(examples: Sequence[Example], index: int) -> int:
+    """From ``index`` on, the first answer to another example: answers to one are judged by one rank."""
+    while 0 < index < len(examples) and examples[index].prompt is examples[index - 1].prompt:
+        index += 1
+    return index
+
+
+def _sum_bucket(weights: Sequence[torch.Tensor]) -> None:
+    if not weights:
+        return
+    gradients = [torch.zeros_like(w) if w.grad is None else w.grad for w in weights]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat)
+    for weight, total in zip(weights, flat.split([w.numel() for w in weights])):
+        weight.grad = total.view_as(weight)

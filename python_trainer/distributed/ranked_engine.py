@@ -1,6 +1,6 @@
 """A rollout engine on weights that are kept elsewhere, whose requests are divided among ranks."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any, Protocol, TypeVar
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Ranks(Protocol):
-    """Who shares the work."""
+    """Those who share the work."""
 
     rank: int
     size: int
@@ -27,48 +27,47 @@ class Ranks(Protocol):
 
 
 class RankedEngine(WrappedEngine):
-    """Generates with ``policy.whole``, and brings that up to date when the policy has been updated.
+    """Generates with ``policy.inference_model``, and syncs that when the policy has been updated.
 
-    Each rank answers a part of the requests, of equal expected work where ``lengths`` are known, or the first rank all
-    of them (``engine.on_first_rank``); all get the answers of all. Noise is keyed by sample, so answers do not depend
-    on who gives them. All ranks submit and poll the same; a poll generates all that was submitted.
+    Each rank answers a part of the requests, of equal expected work where ``lengths`` are known, or rank 0 all of them
+    (``engine.on_first_rank``); all get the answers of all. Noise is keyed by sample, so answers do not depend on who
+    gives them. All ranks submit and poll the same; a poll generates all that was submitted. ``stats`` counts for all
+    ranks together.
 
     Args:
-        engine: one that runs ``policy.whole``.
+        engine: one that runs ``policy.inference_model``.
         ranks: None: one process.
-
-    ``stats`` counts for all ranks together.
     """
 
     def __init__(self, engine: Engine, policy: Policy, ranks: Ranks | None = None):
         super().__init__(engine)
         self.policy, self.ranks = policy, ranks
         self._others = dict.fromkeys(engine.stats, 0.0)  # what the other ranks counted
-        self._waiting: list[tuple[Sequence[Request], SamplingParams, list[Rollout]]] = []
+        self._waiting: list[tuple[Sequence[Request], SamplingParams, list[list[Rollout]]]] = []
 
     @property
     def stats(self) -> dict[str, float]:
         return {name: count + self._others[name] for name, count in self.inner.stats.items()}
 
     @property
-    def tell(self) -> Callable[[int, int], None] | None:  # type: ignore[override]
-        """With ranks None: the inner engine generates this one's part, and tells of that."""
-        return self.inner.tell if self.ranks is None else None
+    def on_progress(self) -> Callable[[int, int], None] | None:  # type: ignore[override]
+        """With ranks None: the inner engine generates this one's part, and reports that."""
+        return self.inner.on_progress if self.ranks is None else None
 
-    @tell.setter
-    def tell(self, tell: Callable[[int, int], None] | None) -> None:
-        self.inner.tell = tell
+    @on_progress.setter
+    def on_progress(self, on_progress: Callable[[int, int], None] | None) -> None:
+        self.inner.on_progress = on_progress
 
     def policy_updated(self) -> None:
-        self.policy.update_whole()
+        self.policy.sync_inference_model()
         super().policy_updated()
 
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Rollout]:
         if self.ranks is None:
             return self.inner.submit(requests, sampling)
-        rollouts = [rollout for request in requests for rollout in new_rollouts(request, self.policy_version)]
-        self._waiting.append((requests, sampling, rollouts))
-        return rollouts
+        groups = [new_rollouts(request, self.policy_version) for request in requests]
+        self._waiting.append((requests, sampling, groups))
+        return list(chain.from_iterable(groups))
 
     def _work(self, count: int) -> list[Rollout]:
         if self.ranks is None:
@@ -76,33 +75,26 @@ class RankedEngine(WrappedEngine):
         submitted, self._waiting = self._waiting, []
         for part in submitted:
             self._share(self.ranks, *part)
-        return [rollout for _, _, rollouts in submitted for rollout in rollouts]
+        return [rollout for _, _, groups in submitted for group in groups for rollout in group]
 
     def _share(
-        self, ranks: Ranks, requests: Sequence[Request], sampling: SamplingParams, rollouts: list[Rollout]
+        self, ranks: Ranks, requests: Sequence[Request], sampling: SamplingParams, groups: list[list[Rollout]]
     ) -> None:
         """Generates this rank's part of a submission, and takes over the others'."""
-        before, own, groups = self.inner.stats, list[Rollout](), list(groups_of(requests, rollouts))
+        before, own = self.inner.stats, list[Rollout]()
+        # by rank 0: others may have seen the same lengths in another order
         parts = ranks.first(divide(self.lengths, requests, 1 if self.on_first_rank else ranks.size))
-        if self.policy.lean:  # weights are gathered for it, by all, also those without a request
-            self.inner.refresh()
+        if self.policy.streams_weights:  # all ranks gather them, also those without a request
+            self.inner.load_weights()
         with ranks.together():
             if ranks.rank < len(parts):
                 own = self.inner.generate([requests[i] for i in parts[ranks.rank]], sampling)
         spent = {name: count - before[name] for name, count in self.inner.stats.items()}
-        said = [ranks.first((own, spent))] if self.on_first_rank else ranks.gather((own, spent))
-        for rank, (part, (answers, counts)) in enumerate(zip(parts, said)):
+        results = [ranks.first((own, spent))] if self.on_first_rank else ranks.gather((own, spent))
+        for rank, (part, (answers, counts)) in enumerate(zip(parts, results)):
             for rollout, answer in zip(chain.from_iterable(groups[i] for i in part), answers, strict=True):
                 rollout.become(answer)
             if rank != ranks.rank:
                 self._others = {name: count + counts[name] for name, count in self._others.items()}
                 if self.lengths:  # the engine has seen its own
                     remember(self.lengths, [requests[i] for i in part], answers)
-
-
-def groups_of(requests: Sequence[Request], rollouts: Sequence[Rollout]) -> Iterator[Sequence[Rollout]]:
-    """The rollouts of each request."""
-    end = 0
-    for request in requests:
-        start, end = end, end + request.num_samples
-        yield rollouts[start:end]

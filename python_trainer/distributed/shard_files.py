@@ -1,4 +1,7 @@
-"""Weights and moments in shards, by torch.distributed.checkpoint: written by some processes, read by any number."""
+"""Weights and moments in shards, by torch.distributed.checkpoint.
+
+Some processes write a checkpoint, and any number reads it. Each rank reads its rows of a model's safetensors files.
+"""
 
 import warnings
 from collections.abc import Mapping
@@ -9,8 +12,13 @@ import torch
 
 from python_trainer.checkpoint import SHARDS, load_checkpoint
 from python_trainer.errors import UserError, is_lost_connection, mark_shared
+from python_trainer.model.loading import gguf_file
+from python_trainer.model.lora import is_adapter, plain_name
+from python_trainer.model.weights import local, named_weights
 
 State = Mapping[str, Any]
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def flatten(state: State, prefix: str = "") -> dict[str, torch.Tensor]:
@@ -117,3 +125,58 @@ def weight_of(path: str) -> str:
     if "optimizer" not in parts:
         return path
     return "/".join(["model" if part == "optimizer" else part for part in parts[:-1]])
+
+
+def unreadable_in_parts(folder: Path, model: Any) -> str | None:
+    """Why a rank cannot read rows of the weights in a folder, for the user; None where it can.
+
+    Args:
+        model: of the folder, without its weights.
+    """
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+    if gguf_file(folder) is not None:
+        return "a GGUF file is unpacked as a whole"
+    if (folder / "adapter_config.json").is_file():
+        return "an adapter is merged into a whole model"
+    if getattr(model.config, "quantization_config", None) is not None:
+        return "its weights are quantized"
+    try:
+        found: Any = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    except Exception as error:  # whoever reads the whole says what is wrong
+        return f"its files cannot be read in parts ({type(error).__name__})"
+    wanted = dict(named_weights(model))
+    for name, tensor in wanted.items():
+        there = found.get(name)
+        if there is None or there.size != tensor.shape or there.properties.dtype not in FLOATS:
+            return f"its files do not hold {name} as the model has it"
+        if len(there.chunks) > 1:
+            return f"its files hold {name} more than once"
+    if both := sorted((model.state_dict().keys() - wanted.keys()) & found.keys()):
+        return f"its files hold {both[0]} beside the weight that it shares"  # which may be another
+    return None
+
+
+@torch.no_grad()
+def read_weight_files(module: torch.nn.Module, folder: Path, dtypes: Mapping[str, torch.dtype]) -> list[str]:
+    """Reads this rank's rows of every weight -> the names of those with NaN or infinity.
+
+    Args:
+        module: allocated; adapters in it stay as they are.
+        folder: its safetensors files hold the weights of the plain model.
+        dtypes: of the model's weights, to which they are rounded, whatever shards are.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    targets = {plain_name(name): tensor for name, tensor in named_weights(module) if not is_adapter(name)}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each rank reads for itself
+        reader = dcp.HuggingFaceStorageReader(str(folder))
+        dcp.load({name: tensor.detach() for name, tensor in targets.items()}, storage_reader=reader, no_dist=True)
+    broken = []
+    for name, target in targets.items():
+        part = local(target)
+        if not bool(part.isfinite().all()):
+            broken.append(name)
+        part.copy_(part.to(dtypes[name]))
+    return broken

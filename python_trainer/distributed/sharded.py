@@ -5,101 +5,111 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from python_trainer.checkpoint import aside_for, begin_checkpoint, finish_checkpoint, removing_unfinished
-from python_trainer.distributed.replicated import Replicated
-from python_trainer.distributed.shard_files import write_shards
-from python_trainer.distributed.shard_loading import (
-    find_files,
-    gather,
-    read_parts,
-    receive,
-    take_rows,
-    whole_weights,
+from python_trainer.distributed.group import RankGroup
+from python_trainer.distributed.shard_files import read_weight_files, unreadable_in_parts, write_shards
+from python_trainer.errors import UserError
+from python_trainer.model.loading import (
+    base_folder,
+    check_finite,
+    check_vocabulary,
+    choose_device,
+    find_dtype,
+    model_without_weights,
+    policy_folder,
+    read_model,
+    read_tokenizer,
 )
-from python_trainer.model.hollow import META, allocate, emptied, hollow_model, weights_of
-from python_trainer.model.lora import inject_adapters, is_adapter
-from python_trainer.model.policy import Policy, choose_device, find_dtype, recompute_activations
-from python_trainer.model.reading import base_folder, check_finite, check_vocabulary, read_tokenizer
+from python_trainer.model.lora import inject_adapters, is_adapter, plain_name
+from python_trainer.model.policy import Policy, gather_weights, recompute_activations
 from python_trainer.model.settings import ModelConfig
-from python_trainer.model.shipped import policy_folder
+from python_trainer.model.weights import META, allocate, copy_weights, empty_copy, like, local, named_weights
 
 
-class Sharded(Replicated):
-    """Weights are float32 shards, gathered layer by layer in the model's own type for each pass over them.
+class ShardedGroup(RankGroup):
+    """Ranks whose weights are float32 shards, gathered layer by layer in the model's own type for each pass.
 
-    Generation has all weights, on every rank: ``policy.whole`` is a copy in the model's type.
+    Generation has all weights, on every rank: ``policy.inference_model`` is a copy in the model's type.
     """
 
-    name = "fsdp2"
     lockstep = sharded = True
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__("fsdp2")
         self.mesh: DeviceMesh | None = None
+        self.offload = False  # shards that train, their gradients and moments are in the memory of the host
 
-    def load(self, config: ModelConfig, note: Callable[[str], None]) -> Policy:
+    def load(self, config: ModelConfig, note: Callable[[str], None], *, offload: bool = False) -> Policy:
         """Each rank reads its rows of the weights; the copy for generation is then gathered from the shards.
 
-        What cannot be read in parts is read by the first rank, in the memory of its host, and sent to the others.
+        What cannot be read in parts is read by rank 0, in the memory of its host, and sent to the others.
         """
+        self.offload = offload
         config = self.in_one_dtype(config)
         with self.together():
             device, folder = choose_device(config.device), policy_folder(config.path, config.revision)
-            dtype, plain = find_dtype(config), base_folder(folder)
-            tokenizer, hollow = read_tokenizer(plain, config), hollow_model(plain, config, dtype)
-            check_vocabulary(folder, hollow, tokenizer)
-            found = find_files(folder, hollow)
-        self._meet(device)
-        if (reason := self.first(found.reason)) is not None:
+            dtype, base = find_dtype(config), base_folder(folder)
+            tokenizer, model = read_tokenizer(base, config), model_without_weights(base, config, dtype)
+            check_vocabulary(folder, model, tokenizer)
+            mine = unreadable_in_parts(folder, model)
+        self._device_mesh(device)
+        if (reason := self.first(mine)) is not None:
             note(f"{folder} is read by the first process and sent to the others: {reason}")
             with self.together():
-                values = whole_weights(folder, config, dtype, hollow) if self.rank == 0 else None
+                values = _read_whole(folder, config, dtype, model) if self.rank == 0 else None
         with self.together():
-            dtypes, plain_model = {name: tensor.dtype for name, tensor in weights_of(hollow)}, emptied(hollow, META)
+            dtypes = {name: tensor.dtype for name, tensor in named_weights(model)}
+            inference_model = empty_copy(model, META)
             if config.lora is not None:
-                inject_adapters(hollow, config.lora)
-            model = self._in_shards(hollow, device)
-            take_rows(model, {name: p for name, p in hollow.named_parameters() if is_adapter(name)})
+                inject_adapters(model, config.lora)
+            adapters = {name: p for name, p in model.named_parameters() if is_adapter(name)}
+            model = self._sharded_copy(model, device)
+            copy_weights(model, adapters)
         broken: list[str] = []
         if reason is not None:
-            receive(model, values, dtypes)
+            _receive(model, values, dtypes)
         else:
             with self.together():
-                broken = read_parts(model, found, dtypes)
+                broken = read_weight_files(model, folder, dtypes)
         everywhere = {name for names in self.gather(broken) for name in names}
         with self.together():
             check_finite(folder, sorted(everywhere))
-            whole = emptied(plain_model, device).requires_grad_(False)
-        gather(whole, model)
+            inference_model = empty_copy(inference_model, device).requires_grad_(False)
+        targets = dict(named_weights(inference_model))
+        with torch.no_grad():
+            for name, weight in gather_weights(model, dtypes):
+                targets[name].copy_(weight)
         with self.together():
-            policy = Policy(whole, tokenizer, name=str(folder))
+            policy = Policy(inference_model, tokenizer, name=str(folder))
         policy.model, policy.adapted = model.eval(), config.lora is not None
         if config.gradient_checkpointing is True:
             recompute_activations(model)
         return policy
 
-    def _meet(self, device: torch.device) -> DeviceMesh:
+    def _device_mesh(self, device: torch.device) -> DeviceMesh:
         """The mesh of all ranks, who must ask for it together when they do so first."""
         if self.mesh is None:
             self.mesh = init_device_mesh(device.type, (self.size,))
         return self.mesh
 
     def copy(self, module: Any, *, trains: bool) -> Any:
-        copied = self._in_shards(module, next(module.parameters()).device, trains=trains)
-        take_rows(copied, dict(weights_of(module)))
+        copied = self._sharded_copy(module, next(module.parameters()).device, trains=trains)
+        copy_weights(copied, dict(named_weights(module)))
         return copied
 
-    def _in_shards(self, module: Any, device: torch.device, *, trains: bool | None = None) -> Any:
-        """A copy of a module, cut while it takes no memory, with shards of unknown contents."""
-        copied = emptied(module, META)
+    def _sharded_copy(self, module: Any, device: torch.device, *, trains: bool | None = None) -> Any:
+        """A copy of a module, cut while it takes no memory, with uninitialised shards."""
+        copied = empty_copy(module, META)
         if trains is not None:
             copied.requires_grad_(trains)
         self._cut(copied, device)
-        allocate(copied, device)
+        on_host = self.offload and any(p.requires_grad for p in copied.parameters())
+        allocate(copied, device, shards_on=torch.device("cpu") if on_host else None)
         return copied
 
     def shard(self, module: torch.nn.Module) -> None:
@@ -107,18 +117,21 @@ class Sharded(Replicated):
 
     def _cut(self, module: torch.nn.Module, device: torch.device) -> None:
         dtype = next(module.parameters()).dtype
-        mesh, reshard = self._meet(device), None  # embeddings and output layer stay gathered until the backward pass
+        options: dict[str, Any] = {"mesh": self._device_mesh(device)}
         if any(p.requires_grad for p in module.parameters()):
-            precision = MixedPrecisionPolicy(
+            # embeddings and output layer stay gathered until the backward pass
+            options["mp_policy"] = MixedPrecisionPolicy(
                 param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
             )
+            pin = device.type == "cuda"
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=pin) if self.offload else OffloadPolicy()
             module.float()  # the master weights
         else:
-            precision, reshard = MixedPrecisionPolicy(), True  # there is none
+            options["reshard_after_forward"] = True  # there is no backward pass
         layers = [x for x in module.modules() if isinstance(x, GradientCheckpointingLayer)]
         for part in (*layers, module):
             if not isinstance(part, FSDPModule):
-                fully_shard(part, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
+                fully_shard(part, **options)
                 if isinstance(part, FSDPModule):
                     part.set_gradient_divide_factor(1.0)  # the loss of a micro-batch is its share: gradients add up
                     part.set_force_sum_reduction_for_comms(True)
@@ -130,7 +143,7 @@ class Sharded(Replicated):
                 part.reshard()
 
     def save(self, folder: Path, step: int, state: Mapping[str, Any], learned: Mapping[str, Any], **kept: Any) -> None:
-        """Each rank writes its part of ``learned``, between what the first one does alone."""
+        """Each rank writes its part of ``learned``, between what rank 0 does alone."""
         with self.together():
             if self.rank == 0:
                 begin_checkpoint(folder, step, state)
@@ -139,3 +152,42 @@ class Sharded(Replicated):
         with self.together():
             if self.rank == 0:
                 finish_checkpoint(folder, step, **kept)
+
+
+def _read_whole(folder: Path, config: ModelConfig, dtype: torch.dtype, model: Any) -> dict[str, torch.Tensor]:
+    """All weights by name, in the memory of the host.
+
+    Args:
+        model: what config.json describes.
+
+    Raises:
+        UserError: they cannot be read, or the files hold another model.
+    """
+    read = dict(named_weights(read_model(folder, config, dtype)[0]))
+    if others := sorted(read.keys() ^ {name for name, _ in named_weights(model)}):
+        raise UserError(
+            f"model.path: {folder} cannot be loaded with parallel: fsdp2, its weights and its config.json do not agree "
+            f"on {others[0]}; if that is tied to another, tie_word_embeddings must be as in the files"
+        )
+    return read
+
+
+@torch.no_grad()
+def _receive(module: torch.nn.Module, values: Mapping[str, Any] | None, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Rank 0 has a whole model and sends it weight by weight; each rank keeps its rows.
+
+    Args:
+        module: allocated; adapters in it stay as they are.
+        values: by name; None in all but rank 0.
+        dtypes: of the model's weights.
+    """
+    for name, target in named_weights(module):
+        if is_adapter(name):
+            continue
+        plain, device = plain_name(name), local(target).device
+        if values is not None:
+            value = values[plain].detach().to(device).contiguous()
+        else:
+            value = torch.empty(target.shape, dtype=dtypes[plain], device=device)
+        dist.broadcast(value, 0)
+        target.copy_(like(value, target))

@@ -10,7 +10,7 @@ import torch
 
 from python_trainer.distributed.group import RankGroup
 from python_trainer.errors import Interrupted, UserError, is_shared
-from python_trainer.model.policy import choose_device
+from python_trainer.model.loading import choose_device
 
 # How long processes wait for one another: while the first one asks vLLM's servers the others do nothing. One that ends
 # is noticed at once.
@@ -40,8 +40,7 @@ def start(parallel: str, device: str = "auto") -> Iterator[RankGroup]:
         return
     import torch.distributed as dist
 
-    from python_trainer.distributed.replicated import Replicated
-    from python_trainer.distributed.sharded import Sharded
+    from python_trainer.distributed.sharded import ShardedGroup
 
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if "WORLD_SIZE" in os.environ:
@@ -50,7 +49,7 @@ def start(parallel: str, device: str = "auto") -> Iterator[RankGroup]:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     alone = False
     try:
-        ranks = Replicated() if parallel == "ddp" else Sharded()
+        ranks = RankGroup("ddp") if parallel == "ddp" else ShardedGroup()
         with ranks.together():
             if choose_device(device).type == "cuda":
                 _choose_gpu(int(os.environ.get("LOCAL_RANK", 0)))

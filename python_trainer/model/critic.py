@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from python_trainer.model.flat_forward import flat_inputs
+from python_trainer.model.forward import flat_inputs
 from python_trainer.model.optimizer import PolicyOptimizer
 from python_trainer.model.packing import Packed
 from python_trainer.model.policy import Policy, recompute_activations
 from python_trainer.model.settings import CriticConfig, OptimizerConfig
-from python_trainer.model.tensors import load_weights
+from python_trainer.model.weights import load_weights
 from rlkernels.integrations.transformers_attention import IMPLEMENTATION
 
 
@@ -39,7 +39,7 @@ class Critic(torch.nn.Module):
         width = policy.model.get_output_embeddings().weight.shape[1]
         self.body: Any = None
         if config.separate:
-            plain = policy.whole.base_model
+            plain = policy.inference_model.base_model
             self.body = copied(plain, trains=True) if copied else copy.deepcopy(plain).requires_grad_(True)
             self.body.set_attn_implementation(IMPLEMENTATION)
             if policy.model.is_gradient_checkpointing:  # not so what adapters were merged into, which only generates

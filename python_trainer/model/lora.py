@@ -1,9 +1,8 @@
 """Low-rank adapters by PEFT: the model stays as it is, and what trains is a product of two thin matrices per layer."""
 
 import copy
-import json
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,11 +12,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from python_trainer.errors import UserError
-from python_trainer.hub import is_hub_id
 from python_trainer.keyed import keyed_seed
-from python_trainer.model.settings import LoraSettings, ModelConfig
-from python_trainer.model.shipped import policy_folder
-from python_trainer.model.tensors import full
+from python_trainer.model.settings import LoraSettings
+from python_trainer.model.weights import full
 from rlkernels.integrations.vllm_worker import merged_weight
 
 ADAPTER = "default"
@@ -44,12 +41,12 @@ def add_adapters(model: Any, settings: LoraSettings) -> Any:
     Raises:
         UserError: as of :func:`inject_adapters`.
     """
-    whole = copy.deepcopy(model, {id(p): p for p in model.parameters()})  # modules of its own around the same weights
+    plain = copy.deepcopy(model, {id(p): p for p in model.parameters()})  # modules of its own around the same weights
     inject_adapters(model, settings)
     for name, layer in adapted_layers(model):
         own = layer.base_layer.weight.detach().clone()
-        whole.get_submodule(name).weight = torch.nn.Parameter(own, requires_grad=False)
-    return whole
+        plain.get_submodule(name).weight = torch.nn.Parameter(own, requires_grad=False)
+    return plain
 
 
 def inject_adapters(model: Any, settings: LoraSettings) -> None:
@@ -76,24 +73,6 @@ def inject_adapters(model: Any, settings: LoraSettings) -> None:
             raise UserError(f"model.lora.target_modules must name linear layers, {name} is none")
     if hasattr(model.get_output_embeddings(), "lora_A"):
         raise UserError(f"model.lora.target_modules must not name the output layer, got {settings.target_modules!r}")
-
-
-def adapted_folder(folder: Path) -> Path:
-    """Where the model lies that an adapter of PEFT was made for.
-
-    Raises:
-        UserError: it does not say, or there is no such folder.
-    """
-    try:
-        read = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-        found = policy_folder(read["base_model_name_or_path"], read.get("revision"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"model.path: adapter_config.json of {folder} names no base model") from error
-    except UserError as error:
-        raise UserError(f"the base of the adapter {folder}: {error}") from error
-    if not (folder / "adapter_model.safetensors").is_file():  # PEFT would read a pickle instead
-        raise UserError(f"model.path: {folder} lacks adapter_model.safetensors")
-    return found
 
 
 def merge_adapter(model: Any, folder: Path) -> Any:
@@ -126,17 +105,6 @@ def adapted_weight(layer: Any) -> AdaptedWeight:
     return AdaptedWeight(base, down, up, layer.scaling[ADAPTER])
 
 
-def merged_weights(
-    model: torch.nn.Module, seen: Callable[[str, AdaptedWeight], object] | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name in the plain model and weight [out, in], float32, wherever there is an adapter; ``seen`` gets the parts."""
-    for name, layer in adapted_layers(model):
-        parts = adapted_weight(layer)
-        if seen is not None:
-            seen(f"{name}.weight", parts)
-        yield f"{name}.weight", parts.merged()
-
-
 def plain_name(parameter: str) -> str:
     """The name of a weight in the plain model, by its name in one with adapters."""
     return parameter.replace(".base_layer.", ".")
@@ -166,7 +134,7 @@ def adapter_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {
         f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": full(value.detach()).contiguous()
         for name, value in model.state_dict().items()
-        if ".lora_" in name
+        if is_adapter(name)
     }
 
 
@@ -174,8 +142,11 @@ def save_adapter(
     weights: dict[str, torch.Tensor],
     policy_model: torch.nn.Module,
     plain: torch.nn.Module,
-    settings: ModelConfig,
+    settings: LoraSettings,
     folder: Path,
+    *,
+    base: str,
+    revision: str | None,
 ) -> None:
     """Writes adapters as PEFT and vLLM read them.
 
@@ -183,21 +154,20 @@ def save_adapter(
         weights: by :func:`adapter_weights`.
         policy_model: the model that has them.
         plain: the model with the adapters merged in.
+        base, revision: name the model that they are for.
     """
     from peft import LoraConfig
 
-    assert settings.lora is not None
     names = [name for name, _ in adapted_layers(policy_model)]
     ends = {name.rpartition(".")[2] for name in names}
     linear = [name for name, module in plain.named_modules() if isinstance(module, torch.nn.Linear)]
     alone = all(name in names for name in linear if name.rpartition(".")[2] in ends)
-    on_hub = is_hub_id(settings.path) and not Path(settings.path).exists()
     options: dict[str, Any] = {
-        "r": settings.lora.r,
-        "lora_alpha": settings.lora.alpha,
+        "r": settings.r,
+        "lora_alpha": settings.alpha,
         "target_modules": sorted(ends) if alone else names,
-        "base_model_name_or_path": settings.path if on_hub else str(policy_folder(settings.path).resolve()),
-        "revision": settings.revision,
+        "base_model_name_or_path": base,
+        "revision": revision,
         "task_type": "CAUSAL_LM",
         "inference_mode": True,
     }

@@ -1,19 +1,15 @@
 """AdamW with a schedule, gradient clipping, and float32 master weights for low-precision models."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
 from python_trainer.errors import NotFinite
-from python_trainer.model.offload import HostStore, in_parts
 from python_trainer.model.settings import OptimizerConfig
-from python_trainer.model.tensors import full, like, local
-
-OFFLOADED_ELEMENTS = 1 << 26  # weights whose moments come back from the host at once
+from python_trainer.model.weights import full, like
 
 
 def learning_rate(config: OptimizerConfig, step: int, max_steps: int) -> float:
@@ -42,9 +38,6 @@ class PolicyOptimizer:
     the master follows. A backward pass leaves its gradient with the master, where the passes of a step add up in
     float32, parameter by parameter: the gradient of the parameter itself is gone at once.
 
-    With ``config.offload`` moments and those copies are in the memory of the host but for a step, which takes them in
-    parts of :data:`OFFLOADED_ELEMENTS`; nothing else may look at their values then.
-
     Attributes:
         masters: what AdamW updates and whose ``grad`` counts, by parameter name: the parameter itself if it is float32.
         adamw: the underlying ``torch.optim.AdamW``.
@@ -53,10 +46,10 @@ class PolicyOptimizer:
     def __init__(self, model: torch.nn.Module, config: OptimizerConfig):
         self.config = config
         self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.host = HostStore() if config.offload else None
-        self.masters = {name: self._master(p) for name, p in self.params.items()}
-        sizes = [(name, local(p).numel()) for name, p in self.params.items()]
-        self.parts = in_parts(sizes, OFFLOADED_ELEMENTS) if config.offload else [list(self.masters)]
+        self.masters = {
+            name: p if p.dtype == torch.float32 else p.detach().float().requires_grad_()
+            for name, p in self.params.items()
+        }
         for param, master in self._low_precision():
             param.register_post_accumulate_grad_hook(partial(add_gradient, master))
         decayed = [p for p in self.masters.values() if p.ndim >= 2]
@@ -69,37 +62,10 @@ class PolicyOptimizer:
             fused=True,
         )
 
-    def _master(self, param: torch.Tensor) -> torch.Tensor:
-        if param.dtype == torch.float32:
-            return param
-        master = param.detach().float().requires_grad_()
-        if self.host is not None:
-            self.host.put_away([master])
-        return master
-
-    def _low_precision(self, names: Iterable[str] | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _low_precision(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Parameters and their masters, where these are two."""
-        pairs = ((self.params[name], self.masters[name]) for name in (self.masters if names is None else names))
+        pairs = ((self.params[name], master) for name, master in self.masters.items())
         return [(param, master) for param, master in pairs if master is not param]
-
-    def _state(self, names: Iterable[str]) -> list[torch.Tensor]:
-        """What is on the host between steps: moments, and masters that are not the parameters themselves."""
-        found = [master for _, master in self._low_precision(names)]
-        for name in names:
-            moments = self.adamw.state.get(self.masters[name], {})
-            found += [value for key, value in moments.items() if key != "step"]
-        return found
-
-    @contextmanager
-    def _here(self, names: Sequence[str]) -> Iterator[None]:
-        """Within it moments and masters of these parameters have their values."""
-        if self.host is not None:
-            self.host.bring_back(self._state(names))
-        try:
-            yield
-        finally:
-            if self.host is not None:
-                self.host.put_away(self._state(names))
 
     @torch.no_grad()
     def step(self, lr: float) -> float:
@@ -116,24 +82,14 @@ class PolicyOptimizer:
         if not math.isfinite(norm):
             self.adamw.zero_grad()
             raise NotFinite(f"the norm of the gradient is {norm}")
-        gradients = {name: master.grad for name, master in self.masters.items()}
-        self.adamw.zero_grad()
-        for part in self.parts:
-            with self._here(part):
-                self._step_part(part, gradients)
-        return norm
-
-    def _step_part(self, names: Sequence[str], gradients: dict[str, torch.Tensor | None]) -> None:
-        """AdamW on these parameters, whose gradients are then gone."""
-        low_precision = self._low_precision(names)
+        low_precision = self._low_precision()
         for param, master in low_precision:
             master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
-        for name in names:
-            self.masters[name].grad = gradients.pop(name)
         self.adamw.step()  # passes over those without a gradient
         self.adamw.zero_grad()
         for param, master in low_precision:
             param.copy_(master)
+        return norm
 
     @torch.no_grad()
     def write(self, values: Mapping[str, torch.Tensor]) -> None:
@@ -157,24 +113,20 @@ class PolicyOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """Moments and, where they are not the model's own parameters, master weights, all by parameter name."""
-        values = torch.Tensor.detach if self.host is None else self.host.values
         state = {}
         for name, master in self.masters.items():
-            state[name] = {key: values(value) for key, value in self.adamw.state.get(master, {}).items()}
+            state[name] = {key: value.detach() for key, value in self.adamw.state.get(master, {}).items()}
             if master is not self.params[name]:
-                state[name]["master"] = values(master)
+                state[name]["master"] = master.detach()
         return state
 
+    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> None:
         """Undoes :meth:`state_dict`; ``weights`` are those of the model, for whom no master was saved."""
-        own = self.host is None
         for name, master in self.masters.items():
-            with torch.no_grad(), self._here([name]):
-                values = dict(state.get(name, {}))  # without moments where no gradient has come yet
-                master.copy_(like(values.pop("master", weights[name]), master))
-                # the fused step wants its count beside the weights; it is one number, never sharded. What is put away
-                # needs a storage of its own: that of a file that was read cannot be let go of.
-                self.adamw.state[master] = {
-                    key: value.to(master.device) if key == "step" else like(value if own else value.clone(), master)
-                    for key, value in values.items()
-                }
+            values = dict(state.get(name, {}))  # without moments where no gradient has come yet
+            master.copy_(like(values.pop("master", weights[name]), master))
+            # the fused step wants its count beside the weights; it is one number, never sharded
+            self.adamw.state[master] = {
+                key: value.to(master.device) if key == "step" else like(value, master) for key, value in values.items()
+            }

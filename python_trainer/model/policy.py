@@ -1,8 +1,9 @@
 """The policy: a causal language model of Transformers, its tokenizer, and log-probabilities of packed answers."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,21 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from python_trainer.data import Example, Messages
 from python_trainer.errors import UserError
-from python_trainer.model.dtype import choose_dtype, count_weights
-from python_trainer.model.flat_forward import flat_attention, forward_with_states
+from python_trainer.model.forward import LogitRule, flat_attention, forward_with_states
 from python_trainer.model.fused import FusedDecoder, supports
-from python_trainer.model.logit_rule import LogitRule
-from python_trainer.model.lora import AdaptedWeight, add_adapters, merged_weights, without_adapters
+from python_trainer.model.loading import choose_device, find_dtype, policy_folder, read_model
+from python_trainer.model.lora import (
+    AdaptedWeight,
+    adapted_weight,
+    add_adapters,
+    is_adapter,
+    plain_name,
+    without_adapters,
+)
 from python_trainer.model.packing import Packed
-from python_trainer.model.reading import read_model
 from python_trainer.model.settings import ModelConfig
-from python_trainer.model.shipped import policy_folder
-from python_trainer.model.tensors import full
 from python_trainer.model.traits import find_traits, longest_sequence
+from python_trainer.model.weights import full, named_weights
 from python_trainer.run_directory import usual_mode
 from rlkernels import token_logprobs
 
@@ -39,14 +44,6 @@ def set_matmul_precision(precision: str) -> None:
     torch.backends.cuda.matmul.fp32_precision = "tf32" if precision == "medium" else "ieee"
 
 
-def choose_device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("model.device: cuda was asked for, but torch finds no CUDA device here")
-    return torch.device(name)
-
-
 def load_policy(config: ModelConfig) -> "Policy":
     """Loads a model: a folder, a GGUF file, one of the Hub, a base policy that ships, or an adapter, merged.
 
@@ -58,19 +55,10 @@ def load_policy(config: ModelConfig) -> "Policy":
     model, tokenizer = read_model(folder, config, find_dtype(config))
     policy = Policy(model.to(device=device), tokenizer, name=str(folder))
     if config.lora is not None:
-        policy.whole, policy.adapted = add_adapters(policy.model, config.lora), True
+        policy.inference_model, policy.adapted = add_adapters(policy.model, config.lora), True
     if config.gradient_checkpointing is True:
         recompute_activations(policy.model)
     return policy
-
-
-def find_dtype(config: ModelConfig) -> torch.dtype:
-    """The type of weights that the settings stand for, here."""
-    device = choose_device(config.device)
-    # of a model of the Hub the folder takes requests: it is looked for only where the size decides
-    return choose_dtype(
-        config.dtype, device, lambda: count_weights(policy_folder(config.path, config.revision), config)
-    )
 
 
 def recompute_activations(model: Any) -> None:
@@ -81,7 +69,7 @@ def recompute_activations(model: Any) -> None:
             module.training = True
 
 
-def find_eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> list[int]:
+def find_eos_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> list[int]:
     """All end-of-sequence tokens, smallest first."""
     found: set[int] = set()
     for source in (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer):
@@ -114,18 +102,54 @@ def can_be_written(found: GenerationConfig) -> bool:
     return True
 
 
+@torch.no_grad()
+def gather_weights(
+    model: torch.nn.Module,
+    dtypes: Mapping[str, torch.dtype],
+    *,
+    trained_only: bool = False,
+    on_merge: Callable[[str, AdaptedWeight], object] | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name in the plain model and whole tensor, one at a time, with adapters merged; all ranks must ask together.
+
+    Args:
+        dtypes: of the plain model, by name. Weights are rounded before they are sent: half as much is sent and held.
+        trained_only: weights that do not change are left out.
+        on_merge: called with name and parts of every weight with an adapter.
+    """
+    for name, shard in named_weights(model):
+        if is_adapter(name):
+            continue
+        plain = plain_name(name)
+        if ".base_layer.weight" in name:
+            parts = adapted_weight(model.get_submodule(name.rpartition(".base_layer.")[0]))
+            if on_merge is not None:
+                on_merge(plain, parts)
+            yield plain, parts.merged().to(dtypes[plain])
+        elif shard.requires_grad or not trained_only:
+            yield plain, full(shard.to(dtypes[plain]))
+
+
+def _layer_of(name: str) -> str:
+    """What is before the first number in a name, and that number; the name itself where there is none."""
+    parts = name.split(".")
+    end = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+    return ".".join(parts[: end + 1])
+
+
 class Policy:
     """A model with its tokenizer.
 
     Attributes:
         model: what is trained; in evaluation mode (no dropout).
-        whole: the plain model for generation and export: ``model`` itself, or a copy where the weights of ``model``
-            are in shards or adapters, which :meth:`update_whole` brings up to date.
+        inference_model: the plain model for generation and export: ``model`` itself, or a copy where the weights of
+            ``model`` are in shards or adapters, which :meth:`sync_inference_model` brings up to date.
         traits: what was found of the plain model.
         fused: small models may take :class:`FusedDecoder` for passes with gradients.
         adapted: whether only adapters train (``model.lora``).
-        lean: whether generation gathers the weights itself: ``whole`` then stays as it is, or without memory.
-        on_merge: is told name and parts of every weight with an adapter whenever ``whole`` is brought up to date.
+        streams_weights: the engine gathers the weights itself (:func:`stream_checkpoint`); ``inference_model`` is then
+            not brought up to date, and may be without memory.
+        on_merge: called with name and parts of every weight with an adapter when ``inference_model`` is synced.
         eos_token_ids: every token that ends an answer, from the generation config, the config and the tokenizer.
         max_length: most tokens of prompt and answer together.
         limited_by: what that limit is, for messages.
@@ -136,12 +160,12 @@ class Policy:
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, name: str):
-        self.model, self.whole, self.tokenizer, self.name = model, model, tokenizer, name
-        self.adapted = self.lean = False
+        self.model, self.inference_model, self.tokenizer, self.name = model, model, tokenizer, name
+        self.adapted = self.streams_weights = False
         self.on_merge: Callable[[str, AdaptedWeight], object] | None = None
         self.device = next(model.parameters()).device
         mend_generation_config(model)
-        self.eos_token_ids = find_eos(model, tokenizer, name)
+        self.eos_token_ids = find_eos_tokens(model, tokenizer, name)
         self.chat_template_kwargs: dict[str, Any] = {}
         model.eval()
         self.traits = find_traits(model, f"{name} ({type(model).__name__})")
@@ -191,7 +215,7 @@ class Policy:
         self.check_room(split, examples, encoded, max_completion_length)
         return encoded
 
-    def encode_said(self, said: str | Messages, chat: bool, last: int) -> list[int]:
+    def encode_observation(self, said: str | Messages, chat: bool, last: int) -> list[int]:
         """Token ids of what is said after a turn of the policy, up to where it goes on; ``last`` ended that turn.
 
         Of a chat: what the template writes between two messages of the assistant, with these in between.
@@ -305,37 +329,54 @@ class Policy:
         if self.adapted:
             return Unadapted(self)
         frozen = copy.copy(self)
-        frozen.model = frozen.whole = copied(self.whole).requires_grad_(False)
+        frozen.model = frozen.inference_model = copied(self.inference_model).requires_grad_(False)
         return frozen
 
     @torch.no_grad()
-    def update_whole(self) -> None:
-        """Gives ``whole`` the weights of ``model``; where those are sharded all ranks must call this together."""
-        if self.whole is not self.model and not self.lean:
-            targets = dict(self.whole.named_parameters())
-            # rounded before it is gathered: half as much is sent and held
-            trained = (
-                (name, full(p.to(targets[name].dtype))) for name, p in self.model.named_parameters() if p.requires_grad
-            )
-            for name, value in merged_weights(self.model, self.on_merge) if self.adapted else trained:
+    def sync_inference_model(self) -> None:
+        """Gives ``inference_model`` the weights of ``model``; where those are sharded all ranks must call together."""
+        if self.inference_model is not self.model and not self.streams_weights:
+            targets = dict(self.inference_model.named_parameters())
+            for name, value in self._gather(trained_only=True):
                 targets[name].copy_(value)
 
-    def release_whole(self) -> None:
-        """Gives the memory of ``whole`` back; its modules, shapes and types stay."""
-        for parameter in self.whole.parameters():
+    def free_inference_model(self) -> None:
+        """Frees the weights of ``inference_model``; its modules, shapes and types stay."""
+        for parameter in self.inference_model.parameters():
             parameter.untyped_storage().resize_(0)
 
+    @torch.no_grad()
+    def restore_inference_model(self) -> None:
+        """Gives ``inference_model`` memory and weights again, where the engine streams them; all ranks together."""
+        if self.streams_weights:
+            targets = dict(named_weights(self.inference_model))
+            for name, weight in self._gather():
+                targets[name].untyped_storage().resize_(weight.nbytes)
+                targets[name].copy_(weight)
+
+    def stream_checkpoint(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Weights by their names in a checkpoint, gathered a layer at a time; frees ``inference_model`` first."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        self.free_inference_model()
+        for _, layer in groupby(self._gather(), lambda pair: _layer_of(pair[0])):
+            yield from revert_weight_conversion(self.inference_model, dict(layer)).items()
+
+    def _gather(self, *, trained_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        dtypes = {name: tensor.dtype for name, tensor in named_weights(self.inference_model)}
+        return gather_weights(self.model, dtypes, trained_only=trained_only, on_merge=self.on_merge)
+
     def save(self, folder: Path) -> None:
-        """Writes model and tokenizer in Hugging Face format; the weights are those of ``whole``.
+        """Writes model and tokenizer in Hugging Face format, with the weights of ``inference_model``.
 
         Raises:
             UserError: it has none now.
         """
-        if any(p.numel() and not p.untyped_storage().nbytes() for p in self.whole.parameters()):
+        if any(p.numel() and not p.untyped_storage().nbytes() for p in self.inference_model.parameters()):
             raise UserError(
-                "the policy's weights are in shards: model.gathering.fill_whole, called in all processes, gathers them"
+                "the policy's weights are in shards: restore_inference_model(), called in all processes, gathers them"
             )
-        self.whole.save_pretrained(folder)
+        self.inference_model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         usual_mode(folder)
 
@@ -346,7 +387,7 @@ class Unadapted(Policy):
     def __init__(self, policy: Policy):
         # not set up anew, which would put the model that both share, and its checkpointing, out of their modes
         vars(self).update(vars(policy))
-        self.whole, self.adapted = policy.model, False
+        self.inference_model, self.adapted = policy.model, False
 
     def score_with_states(self, packed: Packed, temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         with without_adapters(self.model):

@@ -66,8 +66,8 @@ class OptimizerConfig(Section):
     micro_batch_tokens: int = Field(4096, ge=1)
     """Tokens in one forward and backward pass. Changes memory and speed, not the loss."""
     offload: bool = False
-    """Keep moments and float32 master weights in the memory of the host between optimizer steps (pinned, on a GPU).
-    Changes memory and speed, not the weights."""
+    """Keep float32 weights, gradients and moments in the memory of the host, where AdamW then runs; with parallel:
+    fsdp2, in one process too. Changes memory and speed."""
 
 
 class CriticConfig(Section):

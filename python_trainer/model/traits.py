@@ -7,9 +7,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from python_trainer.errors import UserError
-from python_trainer.model.flat_forward import evaluation_mode, flat_attention, forward_with_states
+from python_trainer.model.forward import (
+    LogitRule,
+    evaluation_mode,
+    flat_attention,
+    forward_with_states,
+    observe_logit_rule,
+)
 from python_trainer.model.fused import FusedDecoder, supports
-from python_trainer.model.logit_rule import LogitRule, observed
 from rlkernels.integrations.transformers_attention import other_layers, rotary_limit
 
 FLAT = [1, 2, 1], [0, 1, 0], [0, 1, 2]  # ids of two sequences side by side, their positions, and all rows
@@ -99,7 +104,7 @@ def find_traits(model: PreTrainedModel, name: str | None = None) -> ModelTraits:
                 f"cannot run {name} on flattened tokens: it computes something else than on its own; nothing but "
                 "attention may mix tokens"
             )
-        rule = observed(model, logits, states)
+        rule = observe_logit_rule(model, logits, states)
         fusible = supports(model) and _agree(model, FusedDecoder(model, 2)(ids, positions, rows, again), own)
     return seen.traits(rule, fusible and again == seen)
 

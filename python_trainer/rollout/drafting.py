@@ -1,14 +1,40 @@
 """Drafts for the rollouts that an engine is generating, from a rollout history."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from python_trainer.rollout.decoding import Decoding
+from python_trainer.data import Rollout
 from rlkernels import RolloutHistory
+from rlkernels.prefix_cache import Sequence as CachedSequence
 
-WORTHLESS = 0.95  # no draft token is trusted more than this
+MAX_TRUST = 0.95  # no draft token is trusted more than this
 DEAR_PASS = 1000.0  # tokens: where a pass costs as much on top, what other prompts suggest pays (docs/history.md)
+
+
+@dataclass(eq=False)
+class Decoding:
+    """A rollout that is being generated, with its place in the KV cache."""
+
+    rollout: Rollout
+    sample_id: int
+    max_new_tokens: int
+    sequence: CachedSequence = field(init=False)  # everything but the last drawn token is computed
+    draft: list[int] = field(default_factory=list)  # guesses of what follows it
+
+    @property
+    def drawn(self) -> int:
+        """How many tokens have been generated."""
+        return len(self.rollout.logprobs)
+
+    @property
+    def length(self) -> int:
+        """Prompt, prefix and all drawn tokens."""
+        return len(self.rollout.prompt_ids) + len(self.rollout.response_ids)
+
+    def tokens(self) -> list[int]:
+        return [*self.rollout.prompt_ids, *self.rollout.response_ids]
 
 
 class Drafter:
@@ -40,7 +66,7 @@ class Drafter:
         return None if self.pass_overhead is None else samples / (samples + self.pass_overhead)
 
     def start(self, samples: Sequence[Decoding]) -> None:
-        """Follows rollouts that begin, or come from another engine; those that go on after a preemption are known."""
+        """Follows rollouts from their first token on; those that continue after a preemption are known."""
         dear = self.pass_overhead is not None and self.pass_overhead >= DEAR_PASS
         for sample in samples:
             if sample in self.handles:
@@ -56,7 +82,7 @@ class Drafter:
         if not followed:
             return
         longest, cost = min(self.max_tokens, budget // len(samples)), self.token_cost(len(samples))
-        if longest <= 0 or (cost is not None and cost >= WORTHLESS):
+        if longest <= 0 or (cost is not None and cost >= MAX_TRUST):
             return
         handles = [self.handles[sample] for sample in followed]
         ids, lengths = self.history.draft_tracked(handles, max_tokens=longest, token_cost=cost)
@@ -75,7 +101,7 @@ class Drafter:
 
     def stop(self, samples: Sequence[Decoding]) -> None:
         for sample in samples:
-            if sample in self.handles:  # one that was withdrawn may not have begun
+            if sample in self.handles:
                 self.history.release(self.handles.pop(sample))
 
     def close(self) -> None:

@@ -3,13 +3,16 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from python_trainer.data import Request, Rollout
 from python_trainer.errors import UserError
 from python_trainer.rollout.drafting import Drafter
 from python_trainer.rollout.ordering import LengthHistory
 
-TOLD = 50  # times that progress is told of within one call
+REPORTS = 50  # reports of progress within one call of generate
 
 
 @dataclass(frozen=True)
@@ -27,14 +30,14 @@ class Engine(ABC):
     """Answers requests: :meth:`submit` queues them, :meth:`poll` works and hands out what is finished.
 
     Attributes:
-        max_positions: most tokens of a sequence, prompt and answer together: an answer that comes so far ends there.
+        max_positions: most tokens of a sequence, prompt and answer together; an answer that reaches it ends there.
         limited_by: what that limit is, for messages: "the limit of ...".
-        policy_version: how often the weights have changed; every rollout carries the one that it was begun with.
+        policy_version: how often the weights have changed; every rollout carries the one at its first token.
         drafter: guesses tokens that the engine then verifies; None: no drafts.
-        keep_answers: whether answers will be gone on with: what is computed of them stays in the cache, where it can.
-        lengths: how long earlier answers were, which decides the order of work; None: the order of the requests.
-        on_first_rank: whether of several processes the first one alone asks it, for all of them.
-        tell: is called with the numbers of finished answers and of all within :meth:`generate`; None: nobody listens.
+        keep_answers: answers will be continued, so what is computed of them stays in the cache, where it can.
+        lengths: of earlier answers, which decide the order of work; None: the order of the requests.
+        on_first_rank: of several processes rank 0 alone asks the engine, for all of them.
+        on_progress: called with the numbers of finished answers and of all within :meth:`generate`; None: nobody.
     """
 
     max_positions: int
@@ -44,7 +47,7 @@ class Engine(ABC):
     keep_answers = False
     lengths: LengthHistory | None = None
     on_first_rank = False
-    tell: Callable[[int, int], None] | None = None
+    on_progress: Callable[[int, int], None] | None = None
 
     def __init__(self) -> None:
         self._ready: list[Rollout] = []  # finished, and not handed out yet
@@ -82,93 +85,62 @@ class Engine(ABC):
         rollouts = self.submit(requests, sampling)
         missing = {id(rollout) for rollout in rollouts}
         others: list[Rollout] = []  # of earlier submissions, whoever waits for them
-        part = len(missing) if self.tell is None else -(-len(missing) // TOLD)
+        part = len(missing) if self.on_progress is None else -(-len(missing) // REPORTS)
         while missing:
             for rollout in self.poll(min(part, len(missing))):
                 if id(rollout) not in missing:
                     others.append(rollout)
                 missing.discard(id(rollout))
-            if self.tell is not None:
-                self.tell(len(rollouts) - len(missing), len(rollouts))
+            if self.on_progress is not None:
+                self.on_progress(len(rollouts) - len(missing), len(rollouts))
         self._ready += others
         return rollouts
 
     def policy_updated(self) -> None:
         """The weights have changed: nothing computed with the old ones is used again.
 
-        An answer that is being generated goes on from the tokens that it has, with the new weights.
+        An answer that is being generated continues from the tokens that it has, with the new weights.
         """
         self.policy_version += 1
 
     def pass_seconds(self, sequences: int, tokens: int) -> float | None:
-        """Time of a forward pass over so many new tokens of each of so many sequences; None: it does not tell."""
+        """Seconds of a forward pass over so many new tokens of each of so many sequences; None: unknown."""
         return None
 
-    def refresh(self) -> None:  # noqa: B027
+    def load_weights(self) -> None:  # noqa: B027
         """Takes over the policy's weights where it has old ones; ranks with an engine each call it together."""
 
-    def rest(self) -> None:  # noqa: B027
-        """No answers are wanted for a while: lets go of what it can of the device's memory; the next ones wake it."""
+    def sleep(self) -> None:  # noqa: B027
+        """Frees what it can of the device's memory; the next request wakes it."""
 
     def close(self) -> None:  # noqa: B027
-        """Lets go of processes that the engine has started; a later call starts them again."""
+        """Lets go of files and connections; a later call makes them again."""
+
+
+def _of_inner(name: str) -> Any:
+    """An attribute of ``self.inner``."""
+    return property(lambda self: getattr(self.inner, name), lambda self, value: setattr(self.inner, name, value))
 
 
 class WrappedEngine(Engine):
-    """What engines have in common that let another one, ``inner``, generate."""
+    """An engine that lets another one, ``inner``, generate."""
+
+    max_positions, limited_by, on_first_rank = map(_of_inner, ("max_positions", "limited_by", "on_first_rank"))
+    policy_version, drafter, lengths = map(_of_inner, ("policy_version", "drafter", "lengths"))
+    stats = _of_inner("stats")
 
     def __init__(self, inner: Engine):
         super().__init__()
         self.inner = inner
 
-    @property
-    def policy_version(self) -> int:  # type: ignore[override]
-        return self.inner.policy_version
-
-    @policy_version.setter
-    def policy_version(self, version: int) -> None:
-        self.inner.policy_version = version
-
-    @property
-    def drafter(self) -> Drafter | None:  # type: ignore[override]
-        return self.inner.drafter
-
-    @drafter.setter
-    def drafter(self, drafter: Drafter | None) -> None:
-        self.inner.drafter = drafter
-
-    @property
-    def lengths(self) -> LengthHistory | None:  # type: ignore[override]
-        return self.inner.lengths
-
-    @lengths.setter
-    def lengths(self, lengths: LengthHistory | None) -> None:
-        self.inner.lengths = lengths
-
-    @property
-    def on_first_rank(self) -> bool:  # type: ignore[override]
-        return self.inner.on_first_rank
-
-    @property
-    def max_positions(self) -> int:  # type: ignore[override]
-        return self.inner.max_positions
-
-    @property
-    def limited_by(self) -> str:  # type: ignore[override]
-        return self.inner.limited_by
-
-    @property
-    def stats(self) -> dict[str, float]:
-        return self.inner.stats
-
     def policy_updated(self) -> None:
         self.inner.policy_updated()  # which counts
 
-    def refresh(self) -> None:
-        self.inner.refresh()
+    def load_weights(self) -> None:
+        self.inner.load_weights()
 
-    def rest(self) -> None:
-        self.inner.rest()
+    def sleep(self) -> None:
+        self.inner.sleep()
 
     def close(self) -> None:
         self.inner.close()
@@ -177,8 +149,23 @@ class WrappedEngine(Engine):
         return self.inner.pass_seconds(sequences, tokens)
 
 
+class StopStrings:
+    """Finds stop strings in the text of the last few tokens."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]):
+        self.tokenizer, self.strings = tokenizer, strings
+        # a token brings at least one byte; a few more tokens for a character that starts before the string
+        self.window = max(len(string.encode()) for string in strings) + 4
+
+    def ends(self, response_ids: Sequence[int]) -> bool:
+        """True when the last token completes a stop string; one that was there before does not count."""
+        tail = list(response_ids[-self.window :])
+        now, before = (self.tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in (tail, tail[:-1]))
+        return any(now.count(string) > before.count(string) for string in self.strings)
+
+
 def new_rollouts(request: Request, policy_version: int) -> list[Rollout]:
-    """What an engine fills for a request: one rollout a sample, which begins with the given prefix."""
+    """The rollouts that an engine fills for a request: one a sample, which begins with the given prefix."""
     return [
         Rollout(request.prompt_ids, list(request.prefix_ids), len(request.prefix_ids), policy_version=policy_version)
         for _ in range(request.num_samples)

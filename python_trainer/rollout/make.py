@@ -1,13 +1,17 @@
-"""The engine that the settings ask for."""
+"""Chooses and makes the engine that the settings ask for."""
 
+import importlib.metadata
+import importlib.util
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from python_trainer.model.gathering import gathered_checkpoint
+import torch
+from pydantic import ValidationError
+
+from python_trainer.errors import UserError
 from python_trainer.model.policy import Policy
 from python_trainer.model.settings import ModelConfig
 from python_trainer.rollout.engine import Engine
@@ -15,7 +19,7 @@ from python_trainer.rollout.ordering import LengthHistory
 from python_trainer.rollout.settings import RolloutConfig
 
 if TYPE_CHECKING:
-    from python_trainer.rollout.vllm.adapters import AdapterFiles
+    from python_trainer.config import Config
     from python_trainer.rollout.vllm.engine import VLLMEngine
 
 T = TypeVar("T")
@@ -24,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Processes(Protocol):
-    """Those that share a run: what a ``RankGroup`` has."""
+    """Those that share a run: the methods of a ``RankGroup`` that are needed here."""
 
     rank: int
     sharded: bool
@@ -32,6 +36,48 @@ class Processes(Protocol):
     def together(self) -> AbstractContextManager[None]: ...
 
     def first(self, value: T) -> T: ...
+
+
+def resolve_engine(config: "Config", *, gpu: bool | None = None) -> tuple["Config", str | None]:
+    """Replaces ``rollout.engine: auto`` in the settings -> those, and a note for the user.
+
+    ``auto`` is vLLM where servers are named, or where it is installed and training is on a GPU, if the other settings
+    go with it; else the trainer's own engine.
+
+    Args:
+        gpu: whether training is on one; None: as ``model.device`` has it here.
+    """
+    if config.rollout.engine != "auto":
+        return config, None
+    values, servers = config.model_dump(), bool(config.rollout.servers)
+    if gpu is None:
+        gpu = config.model.device == "cuda" or (config.model.device == "auto" and torch.cuda.is_available())
+    note = None
+    if servers or (gpu and has_vllm()):
+        values["rollout"]["engine"] = "vllm"
+        try:
+            found = type(config).model_validate(values)
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+            note = f"rollout.engine: auto generates without vLLM, since {reason}"
+        else:
+            note = "rollout.engine: auto generates with vLLM, which is installed; paged is the trainer's own engine"
+            return found, None if servers else note
+    values["rollout"]["engine"] = "paged"
+    return type(config).model_validate(values), note
+
+
+def has_vllm() -> bool:
+    """Whether the package is here, in a version that will do; it is not imported, which takes long."""
+    from python_trainer.rollout.vllm.engine import check_version
+
+    if importlib.util.find_spec("vllm") is None:
+        return False
+    try:
+        check_version(importlib.metadata.version("vllm"), "the package vllm")
+    except (UserError, importlib.metadata.PackageNotFoundError):
+        return False
+    return True
 
 
 def make_engine(
@@ -51,7 +97,7 @@ def make_engine(
         reserved_bytes: of the device's memory, which training will take and the KV cache must leave.
         longest_draft: of the drafters that it will be given, which vLLM has to know before; 0: it will get none.
         ranks: all of them make an engine together; None: one process.
-        note: tells the user what may not be meant so.
+        note: tells the user what may not be intended.
 
     Raises:
         UserError: the engine cannot run this model, or not in as many processes, or vLLM is not there as it must be.
@@ -68,25 +114,24 @@ def make_engine(
         from python_trainer.rollout.vllm.engine import VLLMEngine
         from python_trainer.rollout.vllm.in_process import InProcess, import_vllm
 
-        trust = model.trust_remote_code
-        if ranks is not None:  # what one of them alone would stumble over before all meet in vLLM
-            with ranks.together():
-                import_vllm()
-        policy.lean = ranks is not None and ranks.sharded
+        with nullcontext() if ranks is None else ranks.together():
+            import_vllm()  # where that fails on one rank the others would wait for it in vLLM
+        policy.streams_weights = ranks is not None and ranks.sharded
         in_process = InProcess(
-            policy.whole,
+            policy.inference_model,
             policy.name,
-            trust_remote_code=trust,
+            trust_remote_code=model.trust_remote_code,
             reserved_bytes=reserved_bytes,
-            gathered=partial(gathered_checkpoint, policy) if policy.lean else None,
+            gathered=policy.stream_checkpoint if policy.streams_weights else None,
             longest_draft=longest_draft,
             **sizes,
         )
-        return VLLMEngine(policy.whole, in_process, **options)
+        return VLLMEngine(policy.inference_model, in_process, **options)
     with nullcontext() if ranks is None else ranks.together():
         from python_trainer.rollout.paged.engine import PagedEngine
 
-        return PagedEngine(policy.whole, traits=policy.traits, reserved_bytes=reserved_bytes, **sizes, **options)
+        options |= sizes | {"traits": policy.traits, "reserved_bytes": reserved_bytes}
+        return PagedEngine(policy.inference_model, **options)
 
 
 def _on_servers(
@@ -97,40 +142,20 @@ def _on_servers(
     note: Callable[[str], object],
     options: dict[str, Any],
 ) -> "VLLMEngine":
-    """Of several processes the first one asks the servers; the others' engine knows what it is limited to."""
+    """Rank 0 asks the servers; the engines of others know what it is limited to."""
+    from python_trainer.rollout.vllm.adapters import adapter_files
     from python_trainer.rollout.vllm.engine import VLLMEngine
     from python_trainer.rollout.vllm.servers import Elsewhere, Servers
 
-    def connected() -> VLLMEngine:
-        adapters = _adapter_files(policy, folder, note)
-        transfer = None if adapters is not None or rollout.vllm_transfer == "files" else rollout.vllm_transfer
-        servers = Servers(policy.whole, rollout.servers, folder, adapters, transfer)
-        return VLLMEngine(policy.whole, servers, **options)
-
+    model, servers = policy.inference_model, None
+    with nullcontext() if ranks is None else ranks.together():
+        if ranks is None or ranks.rank == 0:
+            adapters = adapter_files(policy, folder, note)
+            transfer = None if adapters is not None or rollout.vllm_transfer == "files" else rollout.vllm_transfer
+            servers = Servers(model, rollout.servers, folder, adapters, transfer)
     if ranks is None:
-        return connected()
-    engine = None
-    with ranks.together():
-        if ranks.rank == 0:
-            engine = connected()
-    limits = ranks.first(None if engine is None else (engine.max_positions, engine.limited_by))
-    if engine is None:
-        assert limits is not None  # the first one has an engine, or together() has raised
-        engine = VLLMEngine(policy.whole, Elsewhere(*limits), **options)
-    return engine
-
-
-def _adapter_files(policy: Policy, folder: Path, note: Callable[[str], object]) -> "AdapterFiles | None":
-    """For servers that merge a policy's adapters themselves; None where they are sent all its weights each time."""
-    if not policy.adapted:
-        return None
-    from python_trainer.model.lora import adapted_layers
-    from python_trainer.rollout.vllm.adapters import AdapterFiles, names_in_checkpoint
-
-    names = names_in_checkpoint(policy.whole, [f"{name}.weight" for name, _ in adapted_layers(policy.model)])
-    if names is None:
-        note("rollout.vllm_server gets all weights after each update: not all adapted ones are in a checkpoint as such")
-        return None
-    files = AdapterFiles(names, folder.absolute())
-    policy.on_merge = files.see
-    return files
+        assert servers is not None
+        return VLLMEngine(model, servers, **options)
+    limits = ranks.first(None if servers is None else (servers.max_positions, servers.limited_by))
+    assert limits is not None  # rank 0 has servers, or together() has raised
+    return VLLMEngine(model, servers or Elsewhere(*limits), **options)

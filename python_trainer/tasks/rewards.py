@@ -143,7 +143,7 @@ def _call_all(functions: dict[str, RewardFunction], arguments: dict[str, Any], l
     for name, function in functions.items():
         if not _is_async(function):
             try:
-                found[name] = _within(limit, lambda function=function: _as_list(function(**own_copy(arguments))))
+                found[name] = _within(limit, partial(_call, function, arguments))
             except (Exception, SystemExit) as error:  # sys.exit ends a reward function, not the run without a word
                 found[name] = error
     waiting = {name: function for name, function in functions.items() if name not in found}
@@ -151,6 +151,10 @@ def _call_all(functions: dict[str, RewardFunction], arguments: dict[str, Any], l
         loop = _event_loop(os.getpid())
         found |= zip(waiting, asyncio.run_coroutine_threadsafe(_gather(waiting, arguments, limit), loop).result())
     return {name: found[name] for name in functions}
+
+
+def _call(function: RewardFunction, arguments: dict[str, Any]) -> Any:
+    return _as_list(function(**own_copy(arguments)))
 
 
 def _as_list(found: Any) -> Any:

@@ -3,6 +3,7 @@
 import os
 import sys
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,13 +13,12 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from python_trainer.config import check_config
-from python_trainer.distributed.replicated import Replicated
-from python_trainer.distributed.sharded import Sharded
-from python_trainer.model.gathering import fill_whole
+from python_trainer.distributed import RankGroup
+from python_trainer.distributed.sharded import ShardedGroup
 from python_trainer.trainer import Trainer
 
 PATIENCE = timedelta(minutes=5)  # for another process, which may have more to do; then it will never come
-KINDS = {"ddp": Replicated, "fsdp2": Sharded}
+KINDS = {"ddp": partial(RankGroup, "ddp"), "fsdp2": ShardedGroup}
 
 
 def _enter(rank, size, threads, rendezvous, function, args):
@@ -49,8 +49,8 @@ def train(settings: dict, folder: Path, parallel: str | None = None, *, resume: 
     config = check_config(settings | {"parallel": parallel or "none"}, source="test")
     trainer = Trainer(config, folder, console=Console(quiet=True), ranks=ranks, resume=resume)
     trainer.run()
-    fill_whole(trainer.policy)
+    trainer.policy.restore_inference_model()
     if trainer.ranks.rank == 0:
-        weights = {name: p.detach().clone() for name, p in trainer.policy.whole.named_parameters()}
+        weights = {name: p.detach().clone() for name, p in trainer.policy.inference_model.named_parameters()}
         save_file(weights, folder / "weights.safetensors")
     return trainer

@@ -274,7 +274,7 @@ def alpha_config(make_config, gate_task):
     return make
 
 
-def weights_of(trainer):
+def named_weights(trainer):
     return {name: p.detach().clone() for name, p in trainer.policy.model.named_parameters()}
 
 
@@ -286,7 +286,7 @@ def test_tracking_and_rejected_attempts_change_nothing(alpha_config, make_config
             # never better
             trainer.run_context.evaluate_each = lambda split, rows=None: [0.0] * (len(rows) if rows else 6)
         trainer.run()
-        runs.append(weights_of(trainer))
+        runs.append(named_weights(trainer))
     for name, value in runs[0].items():
         assert torch.equal(value, runs[1][name]), name
     attempts = trainer.accelerators[0].events
@@ -324,8 +324,8 @@ def test_an_interrupted_run_resumes_to_the_same_weights(alpha_config, tmp_path):
     assert [e["step"] for e in whole.accelerators[0].events if e["accepted"]] == [4, 7]
     start(tmp_path / "parts", 5)
     parts = start(tmp_path / "parts", 8, resume=True)
-    for name, value in weights_of(whole).items():
-        assert torch.equal(value, weights_of(parts)[name]), name
+    for name, value in named_weights(whole).items():
+        assert torch.equal(value, named_weights(parts)[name]), name
     saved = [load_checkpoint(tmp_path / run / "checkpoints" / "step-000008") for run in ("whole", "parts")]
     ours, theirs = (s["accelerators"]["alpha"] for s in saved)
     assert ours["events"] == theirs["events"] and ours["answered"] == theirs["answered"]

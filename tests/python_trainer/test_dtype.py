@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint
 from python_trainer.errors import UserError
-from python_trainer.model.dtype import choose_dtype, count_weights, saved_dtype
+from python_trainer.model.loading import choose_dtype, count_weights, saved_dtype
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
 from python_trainer.trainer import Trainer
@@ -25,7 +25,7 @@ def another_processor(monkeypatch):
 
     def make():
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True}, raising=False)
-        monkeypatch.setattr("python_trainer.model.dtype.MAX_BYTES", 0)
+        monkeypatch.setattr("python_trainer.model.loading.MAX_BYTES", 0)
 
     return make
 
@@ -68,7 +68,7 @@ def test_the_type_follows_the_size_of_the_model_that_is_loaded(tmp_path, monkeyp
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True}, raising=False)
     config = ModelConfig(path=str(save_tiny_policy(tmp_path / "policy")), device="cpu")
     assert load_policy(config).model.dtype == torch.float32
-    monkeypatch.setattr("python_trainer.model.dtype.MAX_BYTES", 1000)
+    monkeypatch.setattr("python_trainer.model.loading.MAX_BYTES", 1000)
     assert load_policy(config).model.dtype == torch.bfloat16
 
 
@@ -93,11 +93,11 @@ def test_a_checkpoint_that_names_no_type_changes_nothing():
 
 def load_on_unlike_processors(path):
     """The second process would take bfloat16."""
-    with patch("python_trainer.model.dtype.MAX_BYTES", 0 if dist.get_rank() else 1 << 40):
+    with patch("python_trainer.model.loading.MAX_BYTES", 0 if dist.get_rank() else 1 << 40):
         for make in KINDS.values():
             torch.cpu.get_capabilities = lambda: {"avx512_bf16": True}
             policy = make().load(ModelConfig(path=path, device="cpu"), print)
-            assert policy.whole.dtype == torch.float32
+            assert policy.inference_model.dtype == torch.float32
 
 
 def test_all_processes_take_the_type_of_the_first(tmp_path):

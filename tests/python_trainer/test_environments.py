@@ -258,16 +258,16 @@ def test_a_chat_goes_on_as_its_template_would(tmp_path, options):
     chat = [{"role": "user", "content": "12"}]
     begun, eos = policy.encode([chat])[0], policy.eos_token_ids[0]
     own = [*policy.tokenizer("45")["input_ids"], eos]
-    said = policy.encode_said("78", True, eos)
+    said = policy.encode_observation("78", True, eos)
     whole = policy.encode([[*chat, {"role": "assistant", "content": "45"}, {"role": "user", "content": "78"}]])[0]
     gap = len(policy.tokenizer(";")["input_ids"]) if options else 0  # of the generation prompt, in the history or not
     assert begun[: len(begun) - gap] + own + said == whole
-    assert policy.encode_said("78", True, 5)[1:] == said and policy.encode_said("78", True, 5)[0] == eos
-    tool = policy.encode_said([{"role": "tool", "content": "78"}], True, eos)
+    assert policy.encode_observation("78", True, 5)[1:] == said and policy.encode_observation("78", True, 5)[0] == eos
+    tool = policy.encode_observation([{"role": "tool", "content": "78"}], True, eos)
     assert policy.tokenizer.decode(tool).startswith("=@T78<eos>=@A")
-    assert policy.encode_said("78", False, eos) == policy.tokenizer("78")["input_ids"]
+    assert policy.encode_observation("78", False, eos) == policy.tokenizer("78")["input_ids"]
     with pytest.raises(UserError, match="said messages to a prompt that is text"):
-        policy.encode_said([{"role": "tool", "content": "78"}], False, eos)
+        policy.encode_observation([{"role": "tool", "content": "78"}], False, eos)
 
 
 def test_samples_show_what_was_asked(make_config, tmp_path):

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from python_trainer.config import load_config
+from python_trainer.model.loading import policy_folder
 from python_trainer.model.policy import load_policy
-from python_trainer.model.shipped import policy_folder
 from python_trainer.rollout import PagedEngine, Request, SamplingParams
 from python_trainer.tasks.rewards import score
 
@@ -31,7 +31,7 @@ def test_policies_are_as_right_as_promised(name):
         Request(ids, num_samples=8, sample_id=8 * i, max_new_tokens=config.rollout.max_completion_length)
         for i, ids in enumerate(policy.encode([example.prompt for example in examples]))
     ]
-    engine = PagedEngine(policy.whole, eos_token_ids=policy.eos_token_ids)
+    engine = PagedEngine(policy.inference_model, eos_token_ids=policy.eos_token_ids)
     ids = [rollout.response_ids for rollout in engine.generate(requests, SamplingParams(seed=1))]
     owners = [example for example in examples for _ in range(8)]
     right = score(task, owners, [policy.decode(row) for row in ids], ids).accuracy

@@ -6,9 +6,9 @@ import transformers
 from conftest import save_tiny_policy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import python_trainer.model.logit_rule
+import python_trainer.model.forward
 import python_trainer.model.policy
-from python_trainer.model.logit_rule import LogitRule
+from python_trainer.model.forward import LogitRule
 from python_trainer.model.packing import pack
 from python_trainer.model.policy import Policy, load_policy
 from python_trainer.model.settings import ModelConfig
@@ -28,13 +28,13 @@ def scored(policy, packed):
 def blocks(monkeypatch):
     """Counts how often log-probabilities were computed block by block, for any number of logits."""
     monkeypatch.setattr(python_trainer.model.policy, "LARGEST_LOGITS", 0)
-    original, calls = python_trainer.model.logit_rule.linear_token_logprobs, []
+    original, calls = python_trainer.model.forward.linear_token_logprobs, []
 
     def count(*args, **options):
         calls.append(len(args[0]))
         return original(*args, chunk=10, **options)
 
-    monkeypatch.setattr(python_trainer.model.logit_rule, "linear_token_logprobs", count)
+    monkeypatch.setattr(python_trainer.model.forward, "linear_token_logprobs", count)
     return calls
 
 
@@ -82,7 +82,7 @@ def test_scaled_and_capped_logits_are_not_held(answers, monkeypatch, tiny_policy
     packed = pack(answers, range(len(answers)))
     whole = scored(policy, packed)
     monkeypatch.setattr(python_trainer.model.policy, "LARGEST_LOGITS", 0)
-    monkeypatch.setattr(python_trainer.model.logit_rule, "PIECE", 64 * 3)  # three rows
+    monkeypatch.setattr(python_trainer.model.forward, "PIECE", 64 * 3)  # three rows
     sizes = []
     with Largest(sizes):
         blocks = scored(policy, packed)

@@ -11,7 +11,7 @@ from python_trainer.callbacks import Callback
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint
 from python_trainer.distributed import start
 from python_trainer.errors import UserError
-from python_trainer.model.lora import adapted_layers, is_adapter, merged_weights
+from python_trainer.model.lora import adapted_layers, adapted_weight, is_adapter
 from python_trainer.model.packing import pack
 from python_trainer.model.policy import Policy, load_policy
 from python_trainer.model.settings import ModelConfig
@@ -20,6 +20,11 @@ from python_trainer.trainer import Trainer
 
 QUIET = Console(quiet=True)
 LORA = {"r": 4, "alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+
+
+def merged_weights(model):
+    """By name, float32, wherever there is an adapter."""
+    return {f"{name}.weight": adapted_weight(layer).merged() for name, layer in adapted_layers(model)}
 
 
 def train(config, folder, **options):
@@ -56,7 +61,7 @@ def test_learns_and_leaves_a_plain_model(make_config, tmp_path, tiny_policy, ans
     frozen = [(plain_name(n), p) for n, p in trainer.policy.model.named_parameters() if not is_adapter(n)]
     assert len(frozen) == len(start) and all(torch.equal(p, start[name]) for name, p in frozen)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
-    merged = dict(merged_weights(trainer.policy.model))
+    merged = merged_weights(trainer.policy.model)
     assert sorted(merged) == sorted(
         f"model.layers.{i}.{m}.weight"
         for i in range(2)
@@ -72,9 +77,9 @@ def test_learns_and_leaves_a_plain_model(make_config, tmp_path, tiny_policy, ans
 def test_adapters_share_the_frozen_weights(tiny_policy):
     policy = load_policy(ModelConfig(path=str(tiny_policy), device="cpu", lora=LORA))
     own = {p.data_ptr() for p in policy.model.parameters()}
-    apart = [name for name, p in policy.whole.named_parameters() if p.data_ptr() not in own]
+    apart = [name for name, p in policy.inference_model.named_parameters() if p.data_ptr() not in own]
     assert sorted(apart) == sorted(f"{name}.weight" for name, _ in adapted_layers(policy.model)) and len(apart) == 6
-    assert not any(p.requires_grad for p in policy.whole.parameters())
+    assert not any(p.requires_grad for p in policy.inference_model.parameters())
 
 
 def test_reference_is_the_policy_without_adapters(tiny_policy, answers):
@@ -109,7 +114,7 @@ def test_activations_are_recomputed_beside_a_reference_and_in_a_separate_critic(
     )  # fmt: skip
     trainer = Trainer(config, tmp_path, console=QUIET)
     assert trainer.learner.reference.model is trainer.policy.model
-    assert not trainer.policy.whole.is_gradient_checkpointing, "that one generates, token by token"
+    assert not trainer.policy.inference_model.is_gradient_checkpointing, "that one generates, token by token"
     passes = {}
     for name, body in (("policy", trainer.policy.model.model), ("critic", trainer.learner.critic.body)):
 
@@ -130,7 +135,8 @@ def test_resume_is_exact_and_checkpoints_hold_adapters_alone(make_config, tmp_pa
     for trainer in (whole, parts):
         saved = load_checkpoint(list_checkpoints(trainer.checkpointer.checkpoints)[-1])
         assert len(saved["model"]) == 12 and all(is_adapter(name) for name in saved["model"])
-    for first, second in ((whole.policy.model, parts.policy.model), (whole.policy.whole, parts.policy.whole)):
+    for kind in ("model", "inference_model"):
+        first, second = (getattr(trainer.policy, kind) for trainer in (whole, parts))
         others = dict(second.named_parameters())
         assert all(torch.equal(p, others[name]) for name, p in first.named_parameters())
 
@@ -159,8 +165,8 @@ def test_low_precision_adapters_have_float32_masters(make_config, tmp_path):
     trainer = train(config, tmp_path)
     masters = trainer.learner.optimizer.masters
     assert masters and all(is_adapter(name) and m.dtype == torch.float32 for name, m in masters.items())
-    targets = dict(trainer.policy.whole.named_parameters())
-    for name, value in merged_weights(trainer.policy.model):
+    targets = dict(trainer.policy.inference_model.named_parameters())
+    for name, value in merged_weights(trainer.policy.model).items():
         assert targets[name].dtype == torch.bfloat16 and torch.equal(targets[name], value.bfloat16())
 
 

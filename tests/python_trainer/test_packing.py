@@ -6,7 +6,7 @@ from conftest import save_tiny_policy
 
 from python_trainer.data import Rollout
 from python_trainer.errors import UserError
-from python_trainer.model.packed_attention import PackedLayout
+from python_trainer.model.attention import PackedLayout
 from python_trainer.model.packing import micro_batches, pack
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig

@@ -22,8 +22,8 @@ from scipy import stats
 from support import Launches
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from python_trainer.model import varlen
-from python_trainer.model.paged_attention import Paging
+from python_trainer.model import attention
+from python_trainer.model.attention import PagedBatch
 from python_trainer.rollout import Request, SamplingParams
 from python_trainer.rollout.ordering import LengthHistory
 from python_trainer.rollout.paged import draw
@@ -334,8 +334,8 @@ def test_long_answers_first_are_the_same_answers_in_fewer_passes():
 def test_launches_and_waits_of_a_decode_pass_are_few(monkeypatch, kind, most):
     """As on a GPU without proven kernels: plain torch, attention by FlashAttention (here one launch) or padded rows."""
     monkeypatch.setenv("RLKERNELS_BACKEND", "torch")
-    monkeypatch.setattr(Paging, "rows_for", lambda self, query: getattr(self, kind))
-    monkeypatch.setattr(varlen, "kernel_for", lambda query: lambda query, *rows, scale: query.clone())
+    monkeypatch.setattr(PagedBatch, "rows_for", lambda self, query: getattr(self, kind))
+    monkeypatch.setattr(attention, "kernel_for", lambda query: lambda query, *rows, scale: query.clone())
     monkeypatch.setattr(draw, "keyed_uniform", partial(keyed_uniform, backend="cpu"))  # one call on the host
     engine = engine_for(make(), fused=False)
     engine.submit([Request(prompt, max_new_tokens=8, num_samples=4) for prompt in prompts([9, 5])], SamplingParams())

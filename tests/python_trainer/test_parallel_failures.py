@@ -18,9 +18,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from python_trainer.__main__ import main
 from python_trainer.checkpoint import list_checkpoints
 from python_trainer.config import check_config
-from python_trainer.distributed import start
+from python_trainer.distributed import RankGroup, start
 from python_trainer.distributed.ranked_engine import RankedEngine
-from python_trainer.distributed.replicated import Replicated
 from python_trainer.distributed.shard_files import load_whole
 from python_trainer.errors import Interrupted, UserError, is_shared, mark_shared
 from python_trainer.rollout.engine import SamplingParams
@@ -118,18 +117,18 @@ def test_a_checkpoint_that_one_process_cannot_write_is_told_by_all(tmp_path):
 
 def test_no_rank_waits_for_others_within_together(monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(dist, "all_gather_object", lambda found, value: found.__setitem__(0, value))
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_gather_object", lambda found, value: found.__setitem__(slice(None), [value] * 2))
     monkeypatch.setattr(dist, "broadcast_object_list", lambda said, src: None)
-    ranks = Replicated()
+    ranks = RankGroup("ddp")
     for waits in (lambda: ranks.gather(1), lambda: ranks.first(1), lambda: ranks.any(1), lambda: ranks.once(int)):
         with pytest.raises(AssertionError, match="no rank waits for others"), ranks.together():
             waits()
         waits()
 
 
-@pytest.mark.parametrize("lean", [True, False])
-def test_weights_are_gathered_for_the_engine_by_all_ranks_at_once(lean):
+@pytest.mark.parametrize("streams", [True, False])
+def test_weights_are_gathered_for_the_engine_by_all_ranks_at_once(streams):
     """Not where one rank may have failed already, and by those that have nothing to answer too."""
     inside, refreshed = [], []
 
@@ -139,14 +138,16 @@ def test_weights_are_gathered_for_the_engine_by_all_ranks_at_once(lean):
         yield
         inside.pop()
 
-    ranks = SimpleNamespace(rank=1, size=2, together=together, gather=lambda value: [([], {}), value])
+    ranks = SimpleNamespace(
+        rank=1, size=2, together=together, gather=lambda value: [([], {}), value], first=lambda value: value
+    )
     inner = Mock(stats={}, lengths=None, on_first_rank=False, policy_version=0)
     inner.refresh = lambda: refreshed.append(bool(inside))
     inner.generate.return_value = []
-    engine = RankedEngine(inner, SimpleNamespace(lean=lean), ranks)
+    engine = RankedEngine(inner, SimpleNamespace(streams_weights=streams), ranks)
     engine.submit([], SamplingParams())
     engine.poll()
-    assert refreshed == ([False] if lean else []) and inner.generate.call_count == 1
+    assert refreshed == ([False] if streams else []) and inner.generate.call_count == 1
 
 
 SHARED = UserError("told to all")

@@ -178,7 +178,7 @@ def test_value_gradients_do_not_depend_on_packing(policy, answers, max_tokens):
         torch.testing.assert_close(whole, split, rtol=1e-3, atol=1e-5)
 
 
-def weights_of(module):
+def named_weights(module):
     return {name: p.detach().clone() for name, p in module.named_parameters()}
 
 
@@ -192,9 +192,9 @@ def test_value_loss_reaches_the_policy_only_through_a_shared_trunk(make_config, 
             critic={"separate": separate}, optimizer={"max_grad_norm": 1e9, "learning_rate": 1e-3},
         )  # fmt: skip
         trainer = Trainer(config, tmp_path / str(coef), console=QUIET)
-        start = weights_of(trainer.learner.critic)
+        start = named_weights(trainer.learner.critic)
         trainer.run()
-        weights.append((weights_of(trainer.policy.model), start, weights_of(trainer.learner.critic)))
+        weights.append((named_weights(trainer.policy.model), start, named_weights(trainer.learner.critic)))
     (first, start, untrained), (second, _, trained) = weights
     assert all(torch.equal(start[name], untrained[name]) for name in start)  # no value loss, no update
     moved = [name for name in start if not torch.equal(start[name], trained[name])]
@@ -211,7 +211,7 @@ def test_first_step_of_the_policy_ignores_a_separate_critic(make_config, tmp_pat
         config = make_config(max_steps=1, algorithm={"advantage": kind, "lam": 1.0}, critic={"separate": True})
         trainer = Trainer(config, tmp_path / kind, console=QUIET)
         trainer.run()
-        runs[kind] = weights_of(trainer.policy.model)
+        runs[kind] = named_weights(trainer.policy.model)
     for name, value in runs["gae"].items():
         torch.testing.assert_close(runs["reinforce++"][name], value, rtol=1e-4, atol=1e-6)
 

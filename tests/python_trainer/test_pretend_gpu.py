@@ -54,9 +54,9 @@ def test_a_run_on_a_gpu(make_config, tmp_path, name):
         trainer = Trainer(config_of(make_config, name, 3), tmp_path / "run", console=QUIET)
         trainer.run()
         dtype = torch.float32 if name == "float32" else torch.bfloat16
-        weights = chain(trainer.policy.whole.parameters(), trainer.policy.whole.buffers())
+        weights = chain(trainer.policy.inference_model.parameters(), trainer.policy.inference_model.buffers())
         assert all(isinstance(x, GPUTensor) for x in weights)
-        assert {x.dtype for x in trainer.policy.whole.parameters()} == {dtype}
+        assert {x.dtype for x in trainer.policy.inference_model.parameters()} == {dtype}
         again = Trainer(config_of(make_config, name, 4), tmp_path / "run", resume=True, console=QUIET)
         again.run()
         assert again.state.step == 4
@@ -102,7 +102,7 @@ def test_a_pass_of_generation_waits_once(tmp_path):
     config = check_config({"model": {"path": str(save_tiny_policy(tmp_path)), "device": "cuda"}}, source="test")
     with pretended() as waits:
         policy = load_policy(config.model)
-        engine = PagedEngine(policy.whole, eos_token_ids=policy.eos_token_ids)
+        engine = PagedEngine(policy.inference_model, eos_token_ids=policy.eos_token_ids)
         requests = [Request(ids, num_samples=3, max_new_tokens=12) for ids in prompts([9, 5, 30])]
         waits.clear()
         engine.generate(requests, SamplingParams(temperature=0.9, seed=1))
@@ -116,7 +116,7 @@ def test_prefixes_to_be_shared_are_found_without_waiting(tmp_path, monkeypatch):
     found = []
     with pretended() as waits:
         policy = load_policy(config.model)
-        engine = PagedEngine(policy.whole, eos_token_ids=policy.eos_token_ids)
+        engine = PagedEngine(policy.inference_model, eos_token_ids=policy.eos_token_ids)
         engine.share_reads, paging = True, engine._paging  # as where there is a kernel
 
         def counted(*args):

@@ -9,7 +9,6 @@ import shutil
 import traceback
 import weakref
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,14 +24,13 @@ from transformers import AutoModelForCausalLM
 from python_trainer.algorithms.settings import AlgorithmConfig
 from python_trainer.data import Rollout
 from python_trainer.distributed import sharded, start
-from python_trainer.distributed.shard_loading import rows_of
-from python_trainer.distributed.sharded import Sharded
+from python_trainer.distributed.sharded import ShardedGroup
 from python_trainer.errors import UserError
 from python_trainer.learner import Learner
 from python_trainer.model.packing import pack
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import CriticConfig, ModelConfig, OptimizerConfig
-from python_trainer.model.tensors import full, local
+from python_trainer.model.weights import full, local
 
 # folder, further settings of the model
 CASES = {
@@ -81,8 +79,8 @@ class Allocated(TorchDispatchMode):
 def cut_from_a_whole(config, ranks):
     """The policy that every rank has loaded as a whole before it is cut."""
     policy = load_policy(config)
-    policy.whole = copy.deepcopy(policy.whole).requires_grad_(False).eval()
-    policy.whole.gradient_checkpointing_disable()  # it only generates
+    policy.inference_model = copy.deepcopy(policy.inference_model).requires_grad_(False).eval()
+    policy.inference_model.gradient_checkpointing_disable()  # it only generates
     if policy.adapted:
         policy.model.eval()  # PEFT's layers, which have no dropout
     ranks.shard(policy.model)
@@ -110,10 +108,10 @@ def trained(policy, ranks):
         max_completion_length=4, max_steps=2, ranks=ranks,
     )  # fmt: skip
     if not policy.adapted:  # else it is the policy itself
-        for name, p in policy.whole.named_parameters():
+        for name, p in policy.inference_model.named_parameters():
             assert torch.equal(full(learner.reference.model.get_parameter(name)), p)
     body = {name: full(p) for name, p in learner.critic.body.named_parameters()}
-    for name, p in policy.whole.base_model.named_parameters():
+    for name, p in policy.inference_model.base_model.named_parameters():
         assert torch.equal(body[name], p.float()) and body[name].dtype == torch.float32
     random = torch.Generator().manual_seed(0)
     rows = torch.randint(1, 60, (6, 9), generator=random).tolist()
@@ -122,55 +120,55 @@ def trained(policy, ranks):
         for i, row in enumerate(rows)
     ]
     metrics = [learner.update(rollouts, number) for number in (1, 2)]
-    policy.update_whole()
+    policy.sync_inference_model()
     return learner, metrics
 
 
 def compare(settings):
     config, notes = ModelConfig(device="cpu", **settings), []
-    ours, theirs = Sharded(), Sharded()
+    ours, theirs = ShardedGroup(), ShardedGroup()
     policy, plain = ours.load(config, notes.append), cut_from_a_whole(config, theirs)
     assert bool(notes) == (config.path.rsplit("/", 1)[-1] not in IN_PARTS), notes
-    for part in ("model", "whole"):
+    for part in ("model", "inference_model"):
         assert_equal_modules(getattr(policy, part), getattr(plain, part))
     assert policy.traits == plain.traits and policy.eos_token_ids == plain.eos_token_ids
     assert policy.adapted == plain.adapted and policy.name == plain.name
     kept = {
-        "dtype": policy.whole.config.to_dict()["dtype"]
+        "dtype": policy.inference_model.config.to_dict()["dtype"]
     }  # one that an adapter was merged into says that of its base
-    assert policy.whole.config.to_dict() == plain.whole.config.to_dict() | kept
-    assert policy.whole.generation_config.to_dict() == plain.whole.generation_config.to_dict()
+    assert policy.inference_model.config.to_dict() == plain.inference_model.config.to_dict() | kept
+    assert policy.inference_model.generation_config.to_dict() == plain.inference_model.generation_config.to_dict()
     (first, rows), (second, others) = trained(policy, ours), trained(plain, theirs)
     assert rows == others
     assert_equal_modules(first.policy.model, second.policy.model)
     assert_equal_modules(first.critic, second.critic)
-    assert_equal_modules(policy.whole, plain.whole)
+    assert_equal_modules(policy.inference_model, plain.inference_model)
 
 
 def count_memory(folder, said):
     """Writes what this rank held at most while it filled its shards, and with the copy for generation."""
-    most, original = [], sharded.emptied
+    most, original = [], sharded.empty_copy
 
-    def emptied(module, device):
+    def empty_copy(module, device):
         most.append(allocated.most)
         return original(module, device)
 
-    sharded.emptied = emptied
+    sharded.empty_copy = empty_copy
     try:
         with Allocated() as allocated:
-            ranks = Sharded()
+            ranks = ShardedGroup()
             policy = ranks.load(ModelConfig(path=str(folder), device="cpu", dtype="bfloat16"), print)
     finally:
-        sharded.emptied = original
+        sharded.empty_copy = original
     shards = sum(local(p).nbytes for p in policy.model.parameters())
-    layer = sum(p.numel() for p in policy.whole.model.layers[0].parameters())
-    copy = sum(p.nbytes for p in policy.whole.parameters())
+    layer = sum(p.numel() for p in policy.inference_model.model.layers[0].parameters())
+    copy = sum(p.nbytes for p in policy.inference_model.parameters())
     said.write_text(f"{most[-1]} {allocated.most} {shards} {layer * 4} {copy}")
 
 
 def refuse(folder, said):
     with pytest.raises(UserError) as caught:
-        Sharded().load(ModelConfig(path=str(folder), device="cpu"), print)
+        ShardedGroup().load(ModelConfig(path=str(folder), device="cpu"), print)
     said.write_text(str(caught.value))
 
 
@@ -270,21 +268,6 @@ def test_no_rank_ever_holds_more_than_its_part(said):
 def test_what_is_no_good_is_said_in_every_process(said, name):
     for rank in range(2):
         assert re.search(REFUSED[name], (said / f"{name}-{rank}.txt").read_text())
-
-
-@pytest.mark.parametrize(("rows", "ranks"), [(1, 4), (5, 4), (8, 4), (6, 4), (65, 2)])
-def test_rows_are_those_of_chunk(rows, ranks):
-    parts = torch.arange(rows).chunk(ranks)
-    for rank in range(ranks):
-        own = parts[rank] if rank < len(parts) else torch.arange(0)
-        mesh = SimpleNamespace(size=lambda: ranks, get_local_rank=lambda rank=rank: rank)
-
-        class Shard:
-            device_mesh = mesh
-            to_local = lambda self, own=own: own  # noqa: E731
-            __len__ = lambda self: rows  # noqa: E731
-
-        assert torch.equal(torch.arange(rows)[rows_of(Shard())], own)
 
 
 def test_a_reference_is_whole_within_its_passes_only(tiny_policy, answers):

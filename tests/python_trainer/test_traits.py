@@ -18,7 +18,7 @@ from transformers import (
 
 from python_trainer.data import Rollout
 from python_trainer.errors import UserError
-from python_trainer.model.logit_rule import LogitRule
+from python_trainer.model.forward import LogitRule
 from python_trainer.model.packing import pack
 from python_trainer.model.policy import Policy, load_policy
 from python_trainer.model.settings import ModelConfig

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
-import python_trainer.model.varlen as varlen
-from python_trainer.model.packed_attention import PackedLayout
+import python_trainer.model.attention as varlen
+from python_trainer.model.attention import PackedLayout
 from rlkernels.prefix_cache import reference
 
 LAYOUTS = [

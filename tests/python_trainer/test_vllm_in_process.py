@@ -17,7 +17,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from python_trainer.errors import UserError
 from python_trainer.learner import Learner
-from python_trainer.model.gathering import fill_whole, gathered_checkpoint
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
 from python_trainer.rollout.vllm.in_process import InProcess, _can_sleep, checkpoint_weights
@@ -31,7 +30,7 @@ def train_and_tell(settings, folder, parallel, sleeps):
 
     def recorded(self, rollouts, number):
         FakeLLM.last.events.append("update")
-        held.append(sum(p.untyped_storage().nbytes() for p in self.policy.whole.parameters()))
+        held.append(sum(p.untyped_storage().nbytes() for p in self.policy.inference_model.parameters()))
         given.append([(r.prompt_ids, r.response_ids, r.logprobs, r.finish_reason) for r in rollouts])
         return update(self, rollouts, number)
 
@@ -39,7 +38,7 @@ def train_and_tell(settings, folder, parallel, sleeps):
         install(patches, sleeps=sleeps)
         trainer = train(settings, folder, parallel)
         llm, stats = FakeLLM.last, {k: v for k, v in trainer.engine.stats.items() if k != "weight_bytes"}
-        saved = dict(checkpoint_weights(trainer.policy.whole))
+        saved = dict(checkpoint_weights(trainer.policy.inference_model))
         loaded = llm.loaded or llm.lost  # it sleeps while a model is saved that has to be gathered
         assert loaded.keys() == saved.keys() and all(torch.equal(loaded[name], saved[name]) for name in saved)
     told = {
@@ -133,8 +132,8 @@ def test_sharded_weights_go_from_the_shards_to_vllm(runs):
 def test_layers_are_gathered_one_by_one(tiny_policy):
     """Of a model whose names are other ones in a checkpoint, too."""
     policy = load_policy(ModelConfig(path=str(tiny_policy), device="cpu"))
-    expected = {name: weight.clone() for name, weight in checkpoint_weights(policy.whole)}
-    policy.whole = copy.deepcopy(policy.whole)
+    expected = {name: weight.clone() for name, weight in checkpoint_weights(policy.inference_model)}
+    policy.inference_model = copy.deepcopy(policy.inference_model)
     calls = []
 
     def revert(model, state):
@@ -142,16 +141,16 @@ def test_layers_are_gathered_one_by_one(tiny_policy):
         return {f"there.{name}": weight for name, weight in state.items()}
 
     with patch("transformers.core_model_loading.revert_weight_conversion", revert):
-        found = dict(gathered_checkpoint(policy))
+        found = dict(policy.stream_checkpoint())
     assert found.keys() == {f"there.{name}" for name in expected}
     assert all(torch.equal(found[f"there.{name}"], weight) for name, weight in expected.items())
     layers, others = ([names for names in calls if ("layers" in names[0]) == inside] for inside in (True, False))
     assert len(layers) == policy.model.config.num_hidden_layers and all(len(names) == 1 for names in others)
-    with pytest.raises(UserError, match="the policy's weights are in shards: .*fill_whole"):
+    with pytest.raises(UserError, match="the policy's weights are in shards: .*restore_inference_model"):
         policy.save(tiny_policy / "never")
-    policy.lean = True
-    fill_whole(policy)
-    assert all(torch.equal(weight, expected[name]) for name, weight in checkpoint_weights(policy.whole))
+    policy.streams_weights = True
+    policy.restore_inference_model()
+    assert all(torch.equal(weight, expected[name]) for name, weight in checkpoint_weights(policy.inference_model))
 
 
 @pytest.mark.parametrize("able", [True, False])

@@ -231,7 +231,7 @@ def test_of_a_policy_with_adapters_servers_get_the_weights_once(fakes, tiny_poli
     engine = RankedEngine(make_engine(config.rollout, config.model, policy, tmp_path), policy)
     names = [name for name, p in policy.model.named_parameters() if p.requires_grad]
     adapters = sum(policy.model.get_parameter(name).nbytes for name in names)
-    weights, sent = sum(w.nbytes for _, w in checkpoint_weights(policy.whole)), []
+    weights, sent = sum(w.nbytes for _, w in checkpoint_weights(policy.inference_model)), []
     assert adapters < weights / 4
     if resumed:
         stir(policy, 9)
@@ -241,7 +241,7 @@ def test_of_a_policy_with_adapters_servers_get_the_weights_once(fakes, tiny_poli
         engine.generate([Request([1])], SamplingParams())
         sent.append(engine.stats["weight_bytes"] - before)
         for fake in fakes[:2]:
-            assert_same(fake.loaded, policy.whole)
+            assert_same(fake.loaded, policy.inference_model)
         stir(policy, seed)
         engine.policy_updated()
     header = 250 * len(names)  # names and shapes in the file
@@ -251,7 +251,7 @@ def test_of_a_policy_with_adapters_servers_get_the_weights_once(fakes, tiny_poli
     engine.close()
     assert not (tmp_path / ".vllm").exists()
     engine.generate([Request([1])], SamplingParams())  # who asks again, all the same
-    assert_same(fakes[0].loaded, policy.whole)
+    assert_same(fakes[0].loaded, policy.inference_model)
     assert not (tmp_path / ".vllm").exists()
 
 
@@ -268,7 +268,7 @@ def test_adapters_of_weights_that_a_checkpoint_has_otherwise(fakes, tiny_policy,
     stir(policy, 0)
     engine.policy_updated()
     engine.generate([Request([1])], SamplingParams())
-    assert_same(fakes[0].loaded, policy.whole)
+    assert_same(fakes[0].loaded, policy.inference_model)
     assert not (tmp_path / ".vllm").exists()
 
 

@@ -90,7 +90,7 @@ def test_weights_go_by_vllms_transfer(fakes, tiny_policy, tmp_path):
     engine = make_engine(rollout, config.model, policy, tmp_path)
     for fake in fakes:
         fake.bodies.clear()
-    weights = dict(checkpoint_weights(policy.whole))
+    weights = dict(checkpoint_weights(policy.inference_model))
     size = sum(weight.nbytes for weight in weights.values())
     for update in range(2):
         engine.generate([Request([1]), Request([2])], SamplingParams())

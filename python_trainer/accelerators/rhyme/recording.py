@@ -22,7 +22,7 @@ from python_trainer.accelerators.rhyme.matching import WINDOW, sketch_of
 from python_trainer.data import Rollout, by_group, fresh_ones, good_ones
 from python_trainer.errors import tell
 from python_trainer.keyed import keyed_seed
-from python_trainer.model.tokenizer import tokenizer_fingerprint
+from python_trainer.model.loading import tokenizer_fingerprint
 from python_trainer.run_directory import write_text
 
 Pair = tuple[int, StoredAnswer]  # a training prompt and an answer to it

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from python_trainer.errors import NotFinite
-from python_trainer.rollout.decoding import Decoding
+from python_trainer.rollout.drafting import Decoding
 from python_trainer.rollout.engine import SamplingParams
 from rlkernels import keyed_uniform, sample_tokens, verify_drafts
 

@@ -11,16 +11,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import rlkernels.backend
 from python_trainer.data import Request, Rollout
 from python_trainer.errors import UserError
-from python_trainer.model.flat_forward import Forward, evaluation_mode, flat_attention, forward
+from python_trainer.model.attention import PagedBatch
+from python_trainer.model.forward import Forward, evaluation_mode, flat_attention, forward
 from python_trainer.model.fused import FusedDecoder, supports
-from python_trainer.model.paged_attention import Paging
 from python_trainer.model.traits import ModelTraits, find_traits, longest_sequence
-from python_trainer.rollout.decoding import Decoding
-from python_trainer.rollout.engine import Engine, SamplingParams, check_requests, check_sampling, new_rollouts
+from python_trainer.rollout.drafting import Decoding
+from python_trainer.rollout.engine import (
+    Engine,
+    SamplingParams,
+    StopStrings,
+    check_requests,
+    check_sampling,
+    new_rollouts,
+)
 from python_trainer.rollout.ordering import LengthHistory, expectations, longest_first, remember
 from python_trainer.rollout.paged.draw import draw_tokens
 from python_trainer.rollout.paged.scheduler import Pass, Scheduler
-from python_trainer.rollout.stopping import StopStrings
 from rlkernels import OutOfBlocks, PagedKVCache, sample_tokens
 
 CPU_MEMORY_BYTES = 1 << 30
@@ -204,7 +210,7 @@ class PagedEngine(Engine):
         )
         return run(ids, positions, rows, paging)
 
-    def _paging(self, step: Pass, query_starts: torch.Tensor, share: bool) -> Paging:
+    def _paging(self, step: Pass, query_starts: torch.Tensor, share: bool) -> PagedBatch:
         seq_lens = torch.tensor(step.seq_lens, dtype=torch.int32, device=self.device)
         sizes = max(step.query_lens), max(step.seq_lens), sum(step.seq_lens)
         if share:
@@ -216,8 +222,8 @@ class PagedEngine(Engine):
                 members = group_starts.diff()
                 own_lens = seq_lens - group_lens.repeat_interleave(members, output_size=len(step.sequences))
                 groups = prefix_tables, group_lens, group_starts
-                return Paging(self.cache, step.slots, tables, own_lens, query_starts, *sizes, groups)
-        return Paging(self.cache, step.slots, self.cache.tables(step.sequences)[0], seq_lens, query_starts, *sizes)
+                return PagedBatch(self.cache, step.slots, tables, own_lens, query_starts, *sizes, groups)
+        return PagedBatch(self.cache, step.slots, self.cache.tables(step.sequences)[0], seq_lens, query_starts, *sizes)
 
     def _draw(
         self, step: Pass, logits: torch.Tensor, sampling: SamplingParams, stop: StopStrings | None
@@ -323,7 +329,7 @@ class Session:
         return self.scheduler.busy
 
     def add(self, request: Request, rollouts: Sequence[Rollout]) -> list[Decoding]:
-        """Queues the samples of a request, one a rollout; a single one may have tokens from an engine like this."""
+        """Queues the samples of a request, one a rollout."""
         context = len(request.prompt_ids) + len(request.prefix_ids)
         limit = min(request.max_new_tokens, self.engine.max_positions - context)
         samples = [Decoding(rollout, request.sample_id + j, limit) for j, rollout in enumerate(rollouts)]

@@ -8,13 +8,11 @@ oldest sample is never preempted, so there is always progress.
 """
 
 from collections import deque
-from collections.abc import Container
 from dataclasses import dataclass, field
 
 import torch
 
-from python_trainer.rollout.decoding import Decoding
-from python_trainer.rollout.drafting import Drafter
+from python_trainer.rollout.drafting import Decoding, Drafter
 from rlkernels import OutOfBlocks, PagedKVCache
 from rlkernels.prefix_cache import Sequence
 
@@ -114,22 +112,6 @@ class Scheduler:
         """Leaves of a draft what was right."""
         if sample.draft and sample.sequence.length >= sample.length:
             self.cache.truncate(sample.sequence, sample.length - 1)
-
-    def withdraw(self, samples: Container[Decoding]) -> None:
-        """Lets go of samples that are waiting or running, between two passes: they go on elsewhere."""
-        for job in self.waiting:
-            self._forget([sample for sample in job.samples if sample in samples])
-            job.samples = [sample for sample in job.samples if sample not in samples]
-        self.waiting = deque(job for job in self.waiting if job.samples)
-        gone = [sample for sample in self.running if sample in samples]
-        for sample in gone:
-            self.cache.close(sample.sequence)
-        self._forget(gone)
-        self.running = [sample for sample in self.running if sample not in samples]
-
-    def _forget(self, samples: list[Decoding]) -> None:
-        if self.drafter:
-            self.drafter.stop(samples)
 
     def restart(self) -> None:
         """The weights have changed: what is computed of running and filling work is computed anew."""

@@ -1,14 +1,15 @@
 """What vLLM's servers are sent of a policy with adapters: the weights once, from then on the adapters alone."""
 
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from python_trainer.model.lora import AdaptedWeight
+from python_trainer.model.lora import AdaptedWeight, adapted_layers
+from python_trainer.model.policy import Policy
 from python_trainer.run_directory import usual_mode
 
 BASE, ADAPTER = "base", "adapter.safetensors"
@@ -66,6 +67,20 @@ class AdapterFiles:
     def places(self) -> list[str]:
         """What ``PolicyWorker.load_policy`` takes."""
         return [str(self.folder / BASE), *([str(self.folder / ADAPTER)] if self._parts else [])]
+
+
+def adapter_files(policy: Policy, folder: Path, note: Callable[[str], object]) -> AdapterFiles | None:
+    """For servers that merge a policy's adapters themselves; None where they are sent all its weights each time."""
+    if not policy.adapted:
+        return None
+    adapted = [f"{name}.weight" for name, _ in adapted_layers(policy.model)]
+    names = names_in_checkpoint(policy.inference_model, adapted)
+    if names is None:
+        note("rollout.vllm_server gets all weights after each update: not all adapted ones are in a checkpoint as such")
+        return None
+    files = AdapterFiles(names, folder.absolute())
+    policy.on_merge = files.see
+    return files
 
 
 def names_in_checkpoint(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str] | None:

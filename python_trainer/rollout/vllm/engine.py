@@ -12,9 +12,15 @@ from python_trainer.data import Request, Rollout
 from python_trainer.errors import UserError
 from python_trainer.keyed import keyed_seed
 from python_trainer.rollout.drafting import Drafter
-from python_trainer.rollout.engine import Engine, SamplingParams, check_requests, check_sampling, new_rollouts
+from python_trainer.rollout.engine import (
+    Engine,
+    SamplingParams,
+    StopStrings,
+    check_requests,
+    check_sampling,
+    new_rollouts,
+)
 from python_trainer.rollout.ordering import LengthHistory, expectations, longest_first, remember
-from python_trainer.rollout.stopping import StopStrings
 
 OLDEST = (0, 32)
 WORKER = "rlkernels.integrations.vllm_worker.PolicyWorker"
@@ -161,7 +167,7 @@ class VLLMEngine(Engine):
         rollouts = [rollout for _, part in submitted for rollout in part]
         if not rollouts:
             return []
-        self.refresh()
+        self.load_weights()
         self.backend.draft_from(self.drafter)
         asked, owners = self._continuations(requests, self._sampling)
         salt = f"{self._name}-{self.policy_version}"
@@ -236,12 +242,12 @@ class VLLMEngine(Engine):
             self._stats[name] += count
         self._stats["prefill_tokens"] = self._stats["prompt_tokens"] - self._stats["cached_tokens"]
 
-    def refresh(self) -> None:
+    def load_weights(self) -> None:
         if self._loaded != self.policy_version:
             self._stats["weight_bytes"] += self.backend.load(self.model)
             self._loaded = self.policy_version
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         if self.backend.sleep():
             self._loaded = None
 

@@ -26,9 +26,9 @@ from python_trainer.accelerators.rhyme.recording import step_record
 from python_trainer.accelerators.rhyme.retrodiction import Retrodictor
 from python_trainer.accelerators.rhyme.sampling import AnswerBank, Candidate, encode_again, score_candidates
 from python_trainer.data import Rollout
+from python_trainer.model.loading import tokenizer_fingerprint
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
-from python_trainer.model.tokenizer import tokenizer_fingerprint
 from rlkernels import dtw
 from tools.policies.training import byte_tokenizer
 

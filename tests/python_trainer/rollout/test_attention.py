@@ -12,9 +12,8 @@ from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from python_trainer.model import padded_rows
-from python_trainer.model import paged_attention as attention
-from python_trainer.model.varlen import attend_rows, flash_rows
+from python_trainer.model import attention
+from python_trainer.model.attention import attend_rows, flash_rows
 from python_trainer.rollout import Request, SamplingParams
 from python_trainer.rollout.paged import engine as engine_module
 from rlkernels import backend
@@ -81,13 +80,13 @@ def test_stand_ins_give_the_same_answers(monkeypatch, kind):
 
     def answers(name):
         used = []
-        make_rows = getattr(attention.Paging, name or "", None)
+        make_rows = getattr(attention.PagedBatch, name or "", None)
 
         def counted(self):
             used.append(self.longest_query)
             return make_rows(self)
 
-        monkeypatch.setattr(attention.Paging, "rows_for", lambda self, query: name and (lambda: counted(self)))
+        monkeypatch.setattr(attention.PagedBatch, "rows_for", lambda self, query: name and (lambda: counted(self)))
         engine = engine_for(make(), fused=False, max_sequences=6, max_batch_tokens=16)
         out = engine.generate(requests, sampling)
         assert len(used) == (engine.stats["forward_passes"] if name else 0), "once in a pass, not in a layer"
@@ -101,7 +100,7 @@ def test_stand_ins_give_the_same_answers(monkeypatch, kind):
 
 def test_stand_ins_are_for_gpus_without_a_kernel(monkeypatch):
     lens = torch.tensor([5, 7], dtype=torch.int32)
-    paging = attention.Paging(None, None, None, lens, torch.tensor([0, 1, 4], dtype=torch.int32), 3, 7, 12)
+    paging = attention.PagedBatch(None, None, None, lens, torch.tensor([0, 1, 4], dtype=torch.int32), 3, 7, 12)
     host, gpu = (SimpleNamespace(device=torch.device(name), shape=(4, 2, 8)) for name in ("cpu", "cuda"))
     runs, options, fits = {"flash": False}, {"enable_gqa"}, 2 * 3 * 7 * 2
     monkeypatch.setattr(attention, "kernel_for", lambda query: flash_rows if runs["flash"] else attend_rows)
@@ -126,13 +125,13 @@ def test_stand_ins_are_for_gpus_without_a_kernel(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_padded_rows_in_pieces(monkeypatch, largest, dtype):
     """The same as each sequence alone, with its gradients."""
-    monkeypatch.setattr(padded_rows, "LARGEST_PIECE", largest)
+    monkeypatch.setattr(attention, "LARGEST_PIECE", largest)
     query_lens, key_lens, heads, kv_heads, dim = [3, 1, 5, 2, 1], [9, 1, 5, 17, 12], 4, 2, 8
     generator = torch.Generator().manual_seed(0)
     cache = [torch.randn(8 * 4, kv_heads, dim, generator=generator, dtype=dtype) for _ in range(2)]  # 8 blocks of 4
     tables = torch.tensor([[0, 1, 2, 0, 0], [3, 0, 0, 0, 0], [4, 5, 0, 0, 0], [6, 7, 0, 2, 1], [2, 4, 6, 0, 0]])
     starts = pad(torch.tensor(query_lens).cumsum(0), (1, 0)).int()
-    paging = attention.Paging(
+    paging = attention.PagedBatch(
         SimpleNamespace(block_size=4), torch.zeros(sum(query_lens)), tables.int(), torch.tensor(key_lens).int(), starts,
         max(query_lens), max(key_lens), sum(key_lens),
     )  # fmt: skip
@@ -164,8 +163,8 @@ def test_padded_rows_hold_no_scores(monkeypatch):
 
     def taken(pieces):
         largest = rows // pieces * keys * max(heads, 2 * dim)
-        monkeypatch.setattr(padded_rows, "LARGEST_PIECE", largest)
-        padded = padded_rows.PaddedRows(index, places, torch.full_like(index, keys - 1), index.flatten())
+        monkeypatch.setattr(attention, "LARGEST_PIECE", largest)
+        padded = attention.PaddedRows(index, places, torch.full_like(index, keys - 1), index.flatten())
         with torch.no_grad(), Launches() as launches:
             padded.attend(query, key, value, 1.0)
         assert not {"bmm", "_softmax"} & launches.counts.keys()

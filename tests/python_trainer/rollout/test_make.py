@@ -2,14 +2,14 @@
 
 import importlib.metadata
 import importlib.util
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from python_trainer.config import check_config
-from python_trainer.engine_choice import choose_engine
-from python_trainer.rollout.make import make_engine
+from python_trainer.rollout.make import make_engine, resolve_engine
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def machine(monkeypatch):
 
 
 def chosen(**sections):
-    config, said = choose_engine(check_config(sections, source="test"))
+    config, said = resolve_engine(check_config(sections, source="test"))
     return config.rollout.engine, said
 
 
@@ -72,7 +72,7 @@ def test_a_run_says_what_generates(make_config, machine, monkeypatch, tmp_path):
     from python_trainer.trainer import Trainer
 
     machine(False, "0.32.1")
-    monkeypatch.setattr("python_trainer.engine_choice.trains_on_gpu", lambda device: True)
+    monkeypatch.setattr("python_trainer.parts.resolve_engine", partial(resolve_engine, gpu=True))
     seen = []
 
     def own_engine(rollout, *args, **kwargs):

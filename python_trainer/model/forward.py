@@ -1,0 +1,162 @@
+"""The forward pass of a Transformers model on flattened tokens, and the logits that come of its last hidden states.
+
+All sequences are one row of tokens, told apart by attention.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from rlkernels import linear_token_logprobs, token_logprobs
+from rlkernels.integrations.transformers_attention import IMPLEMENTATION, Attention
+
+PIECE = 1 << 24  # logits that exist at one time where they are capped
+
+# ids [T], positions [T], rows [R] and what the tokens look at -> logits [R, V]
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Attention], torch.Tensor]
+
+
+@contextmanager
+def flat_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Within it forward and backward passes on flattened tokens work; afterwards the model attends as it did before."""
+    before = model.config._attn_implementation
+    try:
+        model.set_attn_implementation(IMPLEMENTATION)
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+@contextmanager
+def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+    """No dropout, no gradient checkpointing, no graph; afterwards every module is in the mode it was in."""
+    training = [module for module in model.modules() if module.training]
+    # no_grad and not inference_mode: rotary embeddings that adapt keep tensors that training must be able to use
+    try:
+        model.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def flat_inputs(ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> dict[str, Any]:
+    """What a model's forward takes for flattened tokens ``ids`` [T] at ``positions`` [T]."""
+    return {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False, "attention": attention}
+
+
+def forward(
+    model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, attention: Attention
+) -> torch.Tensor:
+    """Logits [R, V] at ``rows`` of the flattened tokens; the other rows never reach the output layer."""
+    keep = _keep(model, rows)
+    logits = model(**flat_inputs(ids, positions, attention), **keep).logits[0]
+    return logits if keep else logits[rows]
+
+
+def forward_with_states(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    rows: torch.Tensor,
+    attention: Attention,
+    predict: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`forward`, of the first ``predict`` rows only where that is a number, and the last hidden states [R, H].
+
+    Raises:
+        ValueError: the model's forward does not call the output layer that it names.
+    """
+    keep = _keep(model, rows)
+    states: list[torch.Tensor] = []
+
+    def look(_: Any, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        hidden = inputs[0] if keep else inputs[0][:, rows]  # [1, R, H]
+        states.append(hidden[0])
+        return (hidden[:, :predict],)
+
+    hook = model.get_output_embeddings().register_forward_pre_hook(look)
+    try:
+        logits = model(**flat_inputs(ids, positions, attention), **keep).logits[0]
+    finally:
+        hook.remove()
+    if not states:
+        raise ValueError("its forward does not call what get_output_embeddings() names")
+    return logits, states[0]
+
+
+def _keep(model: PreTrainedModel, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The argument that keeps other rows out of the output layer, of models that have it."""
+    return {"logits_to_keep": rows} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+
+
+@dataclass(frozen=True)
+class LogitRule:
+    """Logits of the product of hidden states and output matrix: ``cap * tanh(scale * product / cap)``.
+
+    Without a cap they are ``scale * product``. Granite divides by ``logits_scaling``, Cohere multiplies by
+    ``logit_scale``, Gemma 2 and 3n cap.
+    """
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, product: torch.Tensor) -> torch.Tensor:
+        scaled = product if self.scale == 1 else product * self.scale
+        return scaled if self.cap is None else (scaled / self.cap).tanh() * self.cap
+
+    def logprobs(
+        self, states: torch.Tensor, head: torch.nn.Linear, targets: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and entropies [R] of targets [R] after states [R, H]; [R, V] is never held, but made twice.
+
+        A multiple is one more temperature. Capped logits are made for some rows at a time, and again for the gradient.
+        """
+        if self.cap is None:
+            options: dict[str, Any] = {"temperature": temperature / self.scale, "return_entropy": True}
+            return linear_token_logprobs(states, head.weight, targets, bias=head.bias, **options)
+        rows = max(PIECE // len(head.weight), 1)
+        parts = [
+            checkpoint(self._capped, *piece, head.weight, head.bias, temperature, use_reentrant=False)
+            for piece in zip(states.split(rows), targets.split(rows))
+        ]
+        logprobs, entropy = zip(*parts)
+        return torch.cat(logprobs), torch.cat(entropy)
+
+    def _capped(
+        self, states: torch.Tensor, targets: torch.Tensor, weight: torch.Tensor, bias: Any, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self(linear(states, weight, bias))
+        return token_logprobs(logits, targets, temperature=temperature, return_entropy=True)
+
+
+def read_logit_rule(config: Any) -> LogitRule | None:
+    """The rule that a model's config names; None: one that does not work without all logits."""
+    factor = _number(config, "logit_scale", 1.0) / _number(config, "logits_scaling", 1.0)
+    if factor <= 0 or _number(config, "logits_scale", 1.0) != 1:
+        return None
+    return LogitRule(factor, getattr(config, "final_logit_softcapping", None))
+
+
+def _number(config: Any, name: str, default: float) -> float:
+    value = getattr(config, name, None)
+    return default if value is None else float(value)
+
+
+def observe_logit_rule(model: Any, logits: torch.Tensor, states: torch.Tensor) -> LogitRule | None:
+    """The rule by which logits [R, V] come from states [R, H], where it is the one that the config names."""
+    head, rule = model.get_output_embeddings(), read_logit_rule(model.config.get_text_config())
+    if rule is None:
+        return None
+    product = rule(linear(states[None], head.weight, head.bias)[0])
+    near = 4 * torch.finfo(logits.dtype).eps * logits.abs().max()
+    same = logits.dtype == product.dtype and bool((logits - product).abs().max() <= near)
+    return rule if same else None

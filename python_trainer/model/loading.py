@@ -1,0 +1,293 @@
+"""Models and tokenizers from their files: where they lie, in which type, whether they are complete and fit together."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+from python_trainer.errors import UserError
+from python_trainer.hub import is_hub_id, snapshot
+from python_trainer.model.fused import MAX_BYTES
+from python_trainer.model.lora import merge_adapter
+from python_trainer.model.settings import ModelConfig
+from python_trainer.model.weights import META, named_weights
+
+SHIPPED = Path(__file__).parents[1] / "tasks" / "policies"
+FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.safetensors")  # of a repository, what a policy needs
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PRODUCTS = ("amx_bf16", "avx512_bf16", "bf16")  # of a processor, as torch names them; the last one of Arm
+
+
+def shipped_policies() -> list[str]:
+    """Names of the base policies that come with the package, a folder each."""
+    return sorted(folder.name for folder in SHIPPED.iterdir() if (folder / "config.json").is_file())
+
+
+def policy_folder(path: str, revision: str | None = None, files: Sequence[str] = FILES) -> Path:
+    """The folder, or GGUF file, that ``model.path`` means, fetched where it is an id of the Hub.
+
+    Args:
+        files: patterns of what is fetched.
+
+    Raises:
+        UserError: there is none, or a revision of what has none.
+    """
+    folder = SHIPPED / path if path in shipped_policies() else Path(path)
+    if folder.is_dir() or (folder.suffix == ".gguf" and folder.is_file()):
+        if revision is not None:
+            raise UserError(f"model.revision is for a model of the Hub, but model.path {path} is a folder here")
+        return folder
+    if is_hub_id(path):
+        return snapshot(path, revision, kind="model", setting="model.path", files=files)
+    raise UserError(
+        f"model.path: there is no folder {folder}; give a folder in Hugging Face format, an owner/name of the Hub, or "
+        f"one of {', '.join(shipped_policies())}"
+    )
+
+
+def base_folder(folder: Path) -> Path:
+    """The folder of the model itself: the base of an adapter, else the folder or GGUF file that is given.
+
+    Raises:
+        UserError: an adapter that names no base, or one that is not there.
+    """
+    if not (folder / "adapter_config.json").is_file():
+        return folder
+    try:
+        read = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        base = policy_folder(read["base_model_name_or_path"], read.get("revision"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"model.path: adapter_config.json of {folder} names no base model") from error
+    except UserError as error:
+        raise UserError(f"the base of the adapter {folder}: {error}") from error
+    if not (folder / "adapter_model.safetensors").is_file():  # PEFT would read a pickle instead
+        raise UserError(f"model.path: {folder} lacks adapter_model.safetensors")
+    return base
+
+
+def base_name(config: ModelConfig) -> str:
+    """What an adapter names as its base: an id of the Hub, or a folder by its absolute path."""
+    on_hub = is_hub_id(config.path) and not Path(config.path).exists()
+    return config.path if on_hub else str(policy_folder(config.path).resolve())
+
+
+def gguf_file(path: Path) -> Path | None:
+    """The GGUF file that is meant: the path itself, or the only one in a folder that holds no other model."""
+    if path.is_file() and path.suffix == ".gguf":
+        return path
+    found = list(path.glob("*.gguf")) if path.is_dir() and not (path / "config.json").exists() else []
+    return found[0] if len(found) == 1 else None
+
+
+def source_options(folder: Path, config: ModelConfig) -> dict[str, Any]:
+    """Arguments of every ``from_pretrained`` for what lies in a folder or GGUF file."""
+    file = gguf_file(folder)
+    return {
+        "pretrained_model_name_or_path": file.parent if file else folder,
+        "gguf_file": file.name if file else None,
+        "trust_remote_code": config.trust_remote_code,
+        "local_files_only": True,
+    }
+
+
+@contextmanager
+def loading_errors(folder: Path) -> Iterator[None]:
+    """Turns what Transformers raises for a folder that it cannot read into a UserError."""
+    disable_progress_bar()
+    set_verbosity_error()  # what matters is checked here
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, SafetensorError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if (folder / "model" / "config.json").is_file():
+            first = f"that of this run is in {folder / 'model'}"
+        raise UserError(f"model.path: {folder} holds no causal language model with a tokenizer: {first}") from error
+
+
+def read_settings(base: Path, config: ModelConfig) -> Any:
+    """The configuration of Transformers in a folder or GGUF file; raises Transformers' own errors."""
+    return AutoConfig.from_pretrained(**source_options(base, config))
+
+
+def read_tokenizer(folder: Path, config: ModelConfig) -> Any:
+    """The tokenizer of a folder or GGUF file.
+
+    Raises:
+        UserError: there is none, or an empty one.
+    """
+    with loading_errors(folder):
+        tokenizer = AutoTokenizer.from_pretrained(**source_options(folder, config))
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise UserError(f"model.path: {folder} has no tokenizer: a file tokenizer.json or the like is missing")
+    return tokenizer
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """32 hexadecimal digits, the same for tokenizers that give text the same token ids."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    text = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def read_model(folder: Path, config: ModelConfig, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Model, on the CPU, and tokenizer; an adapter is merged into its base.
+
+    Raises:
+        UserError: one of them is not there, not complete, or does not fit the other.
+    """
+    if (base := base_folder(folder)) == folder:
+        return _read_plain(folder, config, dtype)
+    model, tokenizer = _read_plain(base, config, torch.float32)
+    merged = merge_adapter(model, folder).requires_grad_(True)  # PEFT has frozen it
+    for p in merged.parameters():  # rounded once, and no buffers: those are float32 in any model
+        p.data = p.data.to(dtype)
+    return merged, tokenizer
+
+
+def _read_plain(folder: Path, config: ModelConfig, dtype: torch.dtype) -> tuple[Any, Any]:
+    tokenizer = read_tokenizer(folder, config)
+    with loading_errors(folder):
+        # of sizes that differ it says no more than where the report would be, were it not silent
+        options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True} | source_options(
+            folder, config
+        )
+        if options["gguf_file"]:
+            from transformers import GgufConfig  # not in Transformers that are too old to unpack one
+
+            options["quantization_config"] = GgufConfig(dequantize=True)
+        found: Any = AutoModelForCausalLM.from_pretrained(dtype=dtype, **options)
+    model, loaded = found
+    if loaded["mismatched_keys"]:
+        name, there, wanted = sorted(loaded["mismatched_keys"])[0]
+        raise UserError(
+            f"model.path: weights of {folder} have other sizes than its config.json says: {name} is {list(there)}, not "
+            f"{list(wanted)}"
+        )
+    if loaded["missing_keys"]:
+        some = ", ".join(sorted(loaded["missing_keys"])[:3])
+        raise UserError(f"model.path: {folder} lacks {len(loaded['missing_keys'])} weights of its model: {some}, ...")
+    check_finite(folder, [name for name, p in model.named_parameters() if not bool(p.isfinite().all())])
+    check_vocabulary(folder, model, tokenizer)
+    return model, tokenizer
+
+
+def check_finite(folder: Path, broken: Sequence[str]) -> None:
+    """Raises UserError where there are weights that are not finite, given by name."""
+    if broken:
+        raise UserError(f"model.path: {len(broken)} weights of {folder} hold NaN or infinity: {', '.join(broken[:3])}")
+
+
+def check_vocabulary(folder: Path, model: Any, tokenizer: Any) -> None:
+    """Raises UserError where the tokenizer has tokens that the model does not know."""
+    if model.get_input_embeddings().num_embeddings < len(tokenizer):
+        raise UserError(
+            f"model.path: the tokenizer of {folder} has {len(tokenizer)} tokens, "
+            f"more than the {model.get_input_embeddings().num_embeddings} that its model knows"
+        )
+
+
+def model_on_meta(settings: Any, config: ModelConfig, dtype: torch.dtype) -> Any:
+    """The model that a configuration of Transformers describes, all of it on ``meta``."""
+    with META:
+        return AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=config.trust_remote_code)
+
+
+def model_without_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Any:
+    """The model of a folder or GGUF file as ``from_pretrained`` makes it, but for the numbers in its weights.
+
+    Every parameter repeats one number, so that none takes memory. Buffers that no file holds, such as the frequencies
+    of rotary embeddings, are as they should be; those that a file does hold are not.
+
+    Raises:
+        UserError: it does not say what model it is.
+    """
+    with loading_errors(folder):
+        settings = read_settings(folder, config)
+        shapes = model_on_meta(settings, config, dtype)
+        weights = {
+            name: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) for name, tensor in named_weights(shapes)
+        }
+        model = type(shapes).from_pretrained(None, config=settings, state_dict=weights, dtype=dtype)
+        source = source_options(folder, config)
+        model.config.name_or_path = str(source["pretrained_model_name_or_path"])
+        if source["gguf_file"] is None and (folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return model
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that the setting ``model.device`` stands for here."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("model.device: cuda was asked for, but torch finds no CUDA device here")
+    return torch.device(name)
+
+
+def choose_dtype(name: str, device: torch.device, count_weights: Callable[[], int]) -> torch.dtype:
+    """The type of weights that the setting ``model.dtype`` stands for on a device.
+
+    Args:
+        count_weights: called where the type depends on their number.
+    """
+    if name != "auto":
+        return DTYPES[name]
+    if device.type == "cuda":
+        return torch.bfloat16
+    # in small models calls count as much as products; what matters in large ones is the rate of products
+    large = multiplies_bfloat16() and count_weights() * torch.float32.itemsize > MAX_BYTES
+    return torch.bfloat16 if large else torch.float32
+
+
+def find_dtype(config: ModelConfig) -> torch.dtype:
+    """The type of weights that the settings stand for here."""
+    # for a model of the Hub the folder takes requests: it is looked for only where the size decides
+    return choose_dtype(
+        config.dtype,
+        choose_device(config.device),
+        lambda: count_weights(policy_folder(config.path, config.revision), config),
+    )
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether the processor has products of bfloat16, which without are slower than those of float32."""
+    found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.12 and later
+    return any(found.get(name, False) for name in PRODUCTS)
+
+
+def count_weights(folder: Path, config: ModelConfig) -> int:
+    """Number of weights of the model in a folder or GGUF file, or of the base of the adapter in it.
+
+    Raises:
+        UserError: it does not say what model it is.
+    """
+    with loading_errors(base := base_folder(folder)):
+        return count_described(read_settings(base, config), config)
+
+
+def count_described(settings: Any, config: ModelConfig) -> int:
+    """Number of weights of the model that a configuration of Transformers describes; tied ones count once."""
+    return sum(p.numel() for p in model_on_meta(settings, config, torch.float32).parameters())
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A type as the setting ``model.dtype`` names it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def saved_dtype(saved: object) -> str | None:
+    """The type of weights that a checkpoint names, if it does."""
+    found = saved.get("dtype") if isinstance(saved, dict) else None
+    return found if found in DTYPES else None
+
+
+def keep_dtype(config: ModelConfig, saved: str | None) -> ModelConfig:
+    """The settings of a resumed run: ``auto`` is the type that the checkpoint's weights have."""
+    return config.model_copy(update={"dtype": saved}) if saved is not None and config.dtype == "auto" else config

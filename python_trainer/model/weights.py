@@ -1,0 +1,84 @@
+"""Weights of a module, plain or in shards (DTensor). Only those who shard import torch.distributed."""
+
+import copy
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+
+META = torch.device("meta")
+
+
+def full(tensor: Any) -> torch.Tensor:
+    """All of a tensor; every rank must ask for a sharded one at the same time."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def like(value: torch.Tensor, target: Any) -> torch.Tensor:
+    """A tensor on the device of ``target``, and sharded like it where their shapes agree."""
+    value = value.to(target.device)
+    if hasattr(value, "to_local") or not hasattr(target, "to_local") or value.shape != target.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    # each rank has read the same values: nothing is sent
+    return distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
+
+
+def load_weights(module: torch.nn.Module, values: Mapping[str, torch.Tensor], *, partly: bool = False) -> None:
+    """Calls ``module.load_state_dict(values)``, where either may be sharded.
+
+    Args:
+        partly: weights that are not in ``values`` stay.
+    """
+    own = module.state_dict()
+    placed = {name: like(value, own[name]) if name in own else value for name, value in values.items()}
+    module.load_state_dict(placed, strict=not partly)
+
+
+def named_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor of what a file of weights holds: parameters, shared ones once, and buffers that are saved."""
+    yield from module.named_parameters()
+    saved: Collection[str] = module.state_dict().keys()
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name in saved)
+
+
+def empty_copy(module: Any, device: torch.device) -> Any:
+    """A copy with uninitialised parameters on a device, or on ``meta``; what is tied stays tied.
+
+    Buffers are copied to the device, but not to ``meta``.
+    """
+    there: dict[int, torch.Tensor] = {
+        id(p): torch.nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=device), p.requires_grad)
+        for p in module.parameters()
+    }
+    if device.type != "meta":
+        there |= {id(buffer): buffer.to(device, copy=True) for buffer in module.buffers()}
+    return copy.deepcopy(module, there)
+
+
+@torch.no_grad()
+def allocate(module: torch.nn.Module, device: torch.device, *, shards_on: torch.device | None = None) -> None:
+    """Gives the shards of a module that was cut on ``meta`` uninitialised memory; buffers keep their values.
+
+    Args:
+        shards_on: another device for the shards.
+    """
+    buffers = {name: buffer.to(device, copy=True) for name, buffer in module.named_buffers(remove_duplicate=False)}
+    module.to_empty(device=device if shards_on is None else shards_on)
+    for name, buffer in buffers.items():
+        owner, _, leaf = name.rpartition(".")
+        module.get_submodule(owner)._buffers[leaf] = buffer
+
+
+@torch.no_grad()
+def copy_weights(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """Copies whole weights, the same in every process, into a module, which may be sharded; others stay."""
+    for name, target in named_weights(module):
+        if name in values:
+            target.copy_(like(values[name].detach(), target))
