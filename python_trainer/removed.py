@@ -69,6 +69,8 @@ REMOVED: dict[str, str] = {
     "optimizer.share_prefixes": "leave it out; the prompt of a group is always computed once",
     "algorithm.whiten_advantages": "write algorithm.scale_rewards: none instead of false",
     "algorithm.overlong_penalty": "leave it out; an answer of full length loses 1",
+    "task.system_prompt": "put a message of the role system in front of the prompts in the file",
+    "task.max_steps_of_solution": "filter the file beforehand, as configs/gsm8k_smollm2.yaml says",
     "task.numbers": "examples/countdown.py draws its own numbers",
     "command export": "a run writes RUN/model, RUN/best (an earlier checkpoint, if that was best) and RUN/adapter",
     "command plan": "use train --dry-run, which prints the memory of a run",

@@ -75,7 +75,7 @@ class Gsm8k:
     ending = "-gsm8k.json"
     cuda = Scale(policy_s=150, run_s=90, grace_s=60)
     cpu = Scale(policy_s=0, run_s=15, grace_s=20, settings=(
-        *FEW, "task.train_size=8", "task.gate_size=8", "task.test_size=8", "task.max_steps_of_solution=null",
+        *FEW, "task.train_size=8", "task.gate_size=8", "task.test_size=8",
         "sft.epochs=1",
     ))  # fmt: skip
 

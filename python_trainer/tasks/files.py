@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
@@ -46,8 +46,6 @@ class FileTaskSettings(TaskSettings):
     columns keep their names."""
     chat: bool = False
     """Give a prompt that is a string as one user message through the tokenizer's chat template."""
-    system_prompt: Annotated[str, Field(min_length=1)] | None = None
-    """System message in front of every prompt that is a list of messages and has none."""
 
     @field_validator("train_path", "test_path", mode="before")
     @classmethod
@@ -100,13 +98,6 @@ class FileTaskSettings(TaskSettings):
         if not examples:
             raise UserError(f"{source}: no examples")
         examples = [as_chat(example) for example in examples] if self.chat else examples
-        if self.system_prompt is not None:
-            if all(isinstance(example.prompt, str) for example in examples):
-                raise UserError(
-                    f"task.system_prompt is for chat messages, but all prompts of {source} are strings; task.chat: "
-                    "true makes messages of them"
-                )
-            examples = [with_system(example, self.system_prompt) for example in examples]
         return examples, notes
 
     def _named(self, source: str, row: dict[str, Any]) -> dict[str, Any]:
@@ -200,13 +191,6 @@ def as_chat(example: Example) -> Example:
     if isinstance(example.prompt, str):
         return replace(example, prompt=[{"role": "user", "content": example.prompt}])
     return example
-
-
-def with_system(example: Example, text: str) -> Example:
-    """With a system message in front, if the prompt is a list of messages without one."""
-    if isinstance(example.prompt, str) or example.prompt[0]["role"] == "system":
-        return example
-    return replace(example, prompt=[{"role": "system", "content": text}, *example.prompt])
 
 
 def limited(examples: list[Example], size: int | None, source: Any, field: str) -> list[Example]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from pydantic import Field, field_validator
+from pydantic import field_validator
 
 from python_trainer.data import Example, Messages
 from python_trainer.errors import UserError
@@ -53,26 +53,13 @@ def accuracy(
     return judged
 
 
-def steps_of(solution: str) -> int:
-    """Lines of a gold solution before the one with the final number."""
-    return sum(bool(line.strip()) for line in solution.rpartition("####")[0].split("\n"))
-
-
-def read_problems(
-    source: str, rows: Iterable[tuple[int, dict[str, Any]]], template: str, max_steps: int | None = None
-) -> list[Example]:
-    """Makes examples whose prompt is ``template`` with the question filled in; column ``answer`` is the gold solution.
-
-    Args:
-        max_steps: problems whose solution has more steps are left out.
-    """
+def read_problems(source: str, rows: Iterable[tuple[int, dict[str, Any]]], template: str) -> list[Example]:
+    """Makes examples; ``template`` with the question filled in is the prompt, column ``answer`` the gold solution."""
     examples = []
     for number, row in rows:
         question, answer = (text_column(source, number, row, column) for column in ("question", "answer"))
         if final_number(answer) is None:
             raise UserError(f"{source}:{number}: answer has no final number; allowed: a last line like '#### 18'")
-        if max_steps is not None and steps_of(answer) > max_steps:
-            continue
         prompt, columns = template.replace("{question}", question), {"question": question, "answer": answer}
         examples.append(Example(prompt, columns, f"{source}:{number}"))
     return examples
@@ -84,8 +71,6 @@ class GSM8KSettings(FileTaskSettings):
     name: str = "gsm8k"
     prompt_template: str = "{question}\nReason step by step and end with a line '#### ' and the number.\n"
     """What the model is given; "{question}" is filled in."""
-    max_steps_of_solution: int | None = Field(None, ge=1)
-    """Leave out problems, of all files, whose solution has more lines than this before the final one."""
 
     @field_validator("prompt_template")
     @classmethod
@@ -95,10 +80,7 @@ class GSM8KSettings(FileTaskSettings):
         return template
 
     def examples(self, source: str, rows: Sequence[tuple[int, dict[str, Any]]]) -> tuple[list[Example], list[str]]:
-        problems = read_problems(source, rows, self.prompt_template, self.max_steps_of_solution)
-        if not problems:
-            raise UserError(f"max_steps_of_solution {self.max_steps_of_solution} leaves no problem of {source}")
-        return problems, []
+        return read_problems(source, rows, self.prompt_template), []
 
     def load(self) -> Task:
         found = self.splits()

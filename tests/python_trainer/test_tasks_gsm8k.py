@@ -92,12 +92,3 @@ def test_an_answer_without_a_number_is_named(tmp_path):
     file.write_text(r'{"question": "1+1?\ud83d", "answer": "#### 2"}')
     with pytest.raises(UserError, match=r"problems\.jsonl:1: question has the lone surrogate"):
         GSM8KSettings(train_path=file, test_path=file).load()
-
-
-def test_problems_of_few_steps(gsm8k_dir):
-    paths = {"train_path": gsm8k_dir / "train.jsonl", "test_path": gsm8k_dir / "test.jsonl"}
-    task = GSM8KSettings(max_steps_of_solution=2, **paths).load()
-    assert (len(task.train), len(task.test)) == (1961, 326)
-    assert {len(e.columns["answer"].replace("\n\n", "\n").split("\n")) - 1 for e in task.train} == {2}
-    with pytest.raises(UserError, match=r"max_steps_of_solution 1 leaves no problem of .*train.jsonl"):
-        GSM8KSettings(max_steps_of_solution=1, **paths).load()

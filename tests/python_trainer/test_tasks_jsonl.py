@@ -57,17 +57,6 @@ def test_strings_and_chat_messages(folder):
     assert scores.rewards == {"contains": [1.0, 0.0]} and scores.accuracy == scores.total == [1.0, 0.0]
 
 
-def test_a_system_prompt_is_for_messages_without_one(folder):
-    chat = '{"messages": [{"role": "user", "content": "Say hi"}], "word": "hi"}'
-    own = '{"messages": [{"role": "system", "content": "Own"}, {"role": "user", "content": "Say hi"}], "word": "hi"}'
-    text = '{"prompt": "Say yes", "word": "yes"}'
-    rows = task_of([chat, own, text], folder, system_prompt="Be brief").train
-    assert rows[0].prompt[0] == {"role": "system", "content": "Be brief"} and len(rows[0].prompt) == 2
-    assert [message["content"] for message in rows[1].prompt] == ["Own", "Say hi"] and rows[2].prompt == "Say yes"
-    with pytest.raises(UserError, match=r"task.system_prompt is for chat messages, but all prompts of data.jsonl"):
-        task_of([text], folder, system_prompt="Be brief")
-
-
 def test_several_weighted_rewards(folder):
     both = [reward(folder, "contains"), reward(folder, "brevity")]
     task = task_of(
