@@ -10,7 +10,7 @@ Works for decoder models whose layers use Transformers' attention interface. Nee
 import inspect
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,7 +45,7 @@ KNOWN = ("input_ids", "attention_mask", "position_ids", "labels", "logits_to_kee
 class _Attached:
     """What a PagedKVCache must know of the model that it is for."""
 
-    model: "weakref.ref[PreTrainedModel]"
+    model: Callable[[], PreTrainedModel | None]  # a weak reference
     numbers: dict[tuple, int] = field(default_factory=dict)  # of (first token, key) of sequences with another key
 
 
@@ -120,6 +120,7 @@ def _adapters(model: PreTrainedModel | None) -> tuple:
         ValueError: they differ within a batch.
     """
     state = []
+    module: Any
     for module in model.modules() if model is not None else ():
         if not isinstance(getattr(type(module), "disable_adapters", None), property):  # in every layer of PEFT
             continue
