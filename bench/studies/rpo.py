@@ -58,7 +58,7 @@ def prepare(work: Path) -> None:
     """Write the prompts, and teach the shipped policy of `sums` to slip in each of the three ways."""
     rng, seen = random.Random("rpo"), set[str]()
     for name, count in (("train", TRAIN), ("test", TEST)):
-        rows = []
+        rows: list[str] = []
         while len(rows) < count:
             terms = rng.sample(range(10, 100), TERMS)
             if (prompt := prompt_of(terms)) not in seen:
