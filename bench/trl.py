@@ -13,9 +13,9 @@ import json
 import os
 import random
 import timeit
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,8 +28,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 
 from bench import Row
 from bench._runner import quantile
-from bench._trl import TRL_BATCH, Step, Worker, run_ours, run_trl, run_with_vllm
-from python_trainer.config import Config, load_config
+from bench._trl import Step, run_ours, run_trl
+from bench._turns import Worker
+from bench._vllm_server import VLLMServer
+from python_trainer import Config, load_config
 from python_trainer.model.loading import SHIPPED, count_weights
 
 WARM_UP = 3  # steps; accelerators have seen every prompt by then
@@ -103,38 +105,66 @@ def workloads(folder: Path, quick: bool) -> Iterator[Workload]:
         yield real_size(folder / "real")
 
 
-def providers(work: Workload) -> dict[str, partial[Worker]]:
+@contextmanager
+def vllm_server(work: Workload, folder: Path) -> Iterator[str | None]:
+    """A vLLM server of the policy with as many threads as the trainers have -> its address; None: no vLLM here."""
+    if not (work.weights and VLLM_PYTHON):
+        yield None
+        return
+    os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    more = ("--no-enforce-eager", "--dtype", str(work.config.model.dtype))
+    server = VLLMServer(VLLM_PYTHON, Path(work.config.model.path), folder / "vllm.log", 1 << 30, *more)
+    try:
+        server.start()
+        yield server.url
+    finally:
+        server.kill()
+
+
+def providers(work: Workload, folder: Path, server: str | None = None) -> dict[str, Worker]:
+    """The trainers, each with a folder of its own.
+
+    Args:
+        server: address of a vLLM server that generates for one of them.
+    """
     rounded = work.config.model_copy(deep=True)
     rounded.model.matmul_precision = "medium"
     configs = {"": work.config} if work.weights else {"": work.config, ROUNDED: rounded}
-    found = {}
+    found: dict[str, Worker] = {}
+
+    def add(name: str, train: Callable[..., None], config: Config, *more: Any) -> None:
+        found[name] = Worker(train, config.model_dump(mode="json"), folder / str(len(found)), *more)
+
     if find_spec("trl") is not None:
-        name = f"TRL {version('trl')}"
-        found = {name + kind: partial(Worker, run_trl, x, batch=TRL_BATCH) for kind, x in configs.items()}
-    found |= {"python_trainer" + kind: partial(Worker, run_ours, x) for kind, x in configs.items()}
+        for kind, config in configs.items():
+            add(f"TRL {version('trl')}{kind}", run_trl, config)
+    for kind, config in configs.items():
+        add(f"python_trainer{kind}", run_ours, config)
     for names in work.accelerators:
         accelerated = rounded.model_copy(deep=True)
         accelerated.accelerators.enabled = names
-        found[f"python_trainer with {', '.join(names)}{ROUNDED}"] = partial(Worker, run_ours, accelerated)
-    if work.weights and VLLM_PYTHON:
-        found["python_trainer, generation by vLLM"] = partial(Worker, run_with_vllm, work.config, python=VLLM_PYTHON)
+        add(f"python_trainer with {', '.join(names)}{ROUNDED}", run_ours, accelerated)
+    if server is not None:
+        served = work.config.model_copy(deep=True)
+        served.rollout.engine, served.rollout.vllm_server = "vllm", server
+        add("python_trainer, generation by vLLM", run_ours, served)
     return found
 
 
-def measure(makers: dict[str, partial[Worker]], warm_up: int, steps: int) -> dict[str, list[Step]]:
-    """Steps of every provider after the warm-up, one each in turn."""
-    workers = {name: make() for name, make in makers.items()}
-    for worker in workers.values():
-        worker.wait()
-    for worker in workers.values():
-        for _ in range(warm_up):
-            worker.step()
+def measure(workers: dict[str, Worker], warm_up: int, steps: int) -> dict[str, list[Step]]:
+    """Steps of every trainer after the warm-up, one each in turn."""
     taken: dict[str, list[Step]] = {name: [] for name in workers}
-    for _ in range(steps):
-        for name, worker in workers.items():
-            taken[name].append(worker.step())
-    for worker in workers.values():
-        worker.stop()
+    try:
+        for worker in workers.values():
+            for _ in range(1 + warm_up):  # its first turn ends before the first step
+                worker.turn()
+        for _ in range(steps):
+            for name, worker in workers.items():
+                worker.turn()
+                taken[name].append(worker.report)
+    finally:
+        for worker in workers.values():
+            worker.stop()
     return taken
 
 
@@ -175,4 +205,6 @@ def cases(quick: bool) -> Iterator[list[Row]]:
     with TemporaryDirectory() as folder:
         for work in workloads(Path(folder), quick):
             warm_up, steps = (1, LARGE_STEPS) if work.weights else (WARM_UP, 2 if quick else STEPS)
-            yield from rows(work, measure(providers(work), warm_up, steps))
+            with vllm_server(work, Path(folder)) as server:
+                taken = measure(providers(work, Path(folder) / work.name, server), warm_up, steps)
+            yield from rows(work, taken)

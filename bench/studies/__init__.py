@@ -1,3 +1,1 @@
-"""Studies: what an accelerator is worth end to end, measured over seeds with intervals. ``python -m bench.studies``."""
-
-PAPERS = ("rhyme", "rpo", "drafts", "alpha")  # the accelerators of the papers, as docs/speed.md speaks of them
+"""Studies: one for each claim of the papers, over seeds, on one harness. ``python -m bench.studies``."""

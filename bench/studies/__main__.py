@@ -1,32 +1,44 @@
-"""Runs a study: ``python -m bench.studies alpha --output-dir runs/studies/alpha``. Each goes on where it stopped."""
+"""Run a study, or go on with it: ``python -m bench.studies rpo --seeds 3``. Runs that are over are kept."""
 
 import argparse
 import importlib
 import sys
+from pathlib import Path
+
+import torch
+
+from bench.studies.harness import Harness
+from bench.studies.report import RESULTS, write
 
 STUDIES = {
-    "alpha": "extrapolated weights: what rank 1 keeps, what prediction adds after 40 % of the steps, what the gate did",
-    "rpo": "suffix rollouts against plain GRPO and DAPO: tokens, seconds to the same accuracy, final accuracy",
-    "drafts": "lossless drafts: forward passes and rollout seconds by epoch, and that training does not change",
-    "lossless": "how often the engine draws each token, against the exact probabilities, over random settings",
+    "rpo": "suffix rollouts, by where the policy's errors lie",
+    "drafts": "lossless drafts: forward passes and seconds, and that training does not change",
     "trl": "this trainer against TRL's: seconds to the same accuracy",
-    "rhyme": "training guided by history: what a database of a small policy's run saves, and what does not help",
 }
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.studies", description=__doc__)
-    commands = parser.add_subparsers(dest="study", required=True, metavar=" | ".join(STUDIES))
-    modules = {name: importlib.import_module(f"bench.studies.{name}") for name in STUDIES if name in sys.argv[1:2]}
-    for name, words in STUDIES.items():  # each needs packages of its own, so only the one that is asked for is loaded
-        command = commands.add_parser(name, help=words.replace("%", "%%"),  # argparse formats help texts
-                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-        if module := modules.get(name):
-            command.description = module.__doc__
-            module.add_arguments(command)
+    parser.add_argument("name", choices=STUDIES, help="; ".join(f"{name}: {text}" for name, text in STUDIES.items()))
+    parser.add_argument("--seeds", type=int, default=3, metavar="N")
+    parser.add_argument("--output", type=Path, default=Path("runs/studies"), metavar="DIR", help="of the runs")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="of the page")
+    parser.add_argument("--arms", nargs="+", metavar="NAME", help="run these arms alone")
+    parser.add_argument("--set", dest="overrides", nargs="+", default=[], metavar="KEY=VALUE", help="more settings")
+    parser.add_argument("--report-only", action="store_true", help="run nothing, write the page of what there is")
     args = parser.parse_args()
-    modules[args.study].run(args)
+    torch.set_num_threads(1)
+    module = importlib.import_module(f"bench.studies.{args.name}")
+    harnesses = [Harness(study, args.output / args.name, args.overrides, args.arms) for study in module.STUDIES]
+    for harness in harnesses if not args.report_only else ():
+        harness.run_all(args.seeds)
+    rows = [row for harness in harnesses for row in harness.rows(args.seeds)]
+    if not rows:
+        print(f"error: no run below {args.output / args.name} is over; nothing was written", file=sys.stderr)
+        return 2
+    print(write(args.name, module.__doc__ or "", module.STUDIES, rows, args.results))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """Losslessness: how often the engine draws each token, against the exact probabilities, over random settings.
 
-    python -m bench.studies lossless --settings 1000
+    python -m bench.studies.lossless --settings 1000
 
 Every setting is a random policy, prompt, prefix, temperature, top-k, top-p and block size, with drafts from a history
 or without; its answers are drawn 1,000 times by
@@ -35,13 +35,13 @@ DRAWN = ("prompt", "prefix", "temperature", "top_p", "top_k", "block_size", "dra
 FOUND = ("first", "second")  # p-values; empty: nothing to judge, as with one token that is certain
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.studies.lossless", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--settings", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="of the first setting")
     parser.add_argument("--records", type=Path, default=RECORDS, metavar="FILE")
-
-
-def run(args: argparse.Namespace) -> None:
+    args = parser.parse_args()
     torch.set_num_threads(1)
     seeds = range(args.seed, args.seed + args.settings)
     rows = read(args.records)
@@ -151,3 +151,7 @@ def p_value(counts: Counter[int], probs: torch.Tensor) -> float | None:
     expected, seen = [e for e, _ in cells], [c for _, c in cells]
     scale = sum(seen) / sum(expected)
     return float(stats.chisquare(seen, [e * scale for e in expected]).pvalue)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,18 +1,196 @@
-"""Studies run by the commands that the pages give: no argument is required."""
+"""The harness of the studies: turns, resumption, tuning, earlier runs, and what is made of the figures."""
 
-import argparse
-import importlib
-from pathlib import Path
+import dataclasses
+import json
+import math
+import sys
 
 import pytest
 
-from bench.studies.__main__ import STUDIES
+from bench.studies import __main__ as command
+from bench.studies import report
+from bench.studies.harness import TUNING_SEED, Arm, Harness, Interval, Study, evaluations, fewer_prompts, reached, train
+from bench.studies.rpo import first_error
 
-KEEP_NO_RUNS = ("lossless",)
+FEWER = Arm("half", ["rollout.prompts_per_step=2"], rate=1e-4)
 
 
-@pytest.mark.parametrize("name", [name for name in STUDIES if name not in KEEP_NO_RUNS])
-def test_where_the_runs_go_by_default(name):
-    parser = argparse.ArgumentParser()
-    importlib.import_module(f"bench.studies.{name}").add_arguments(parser)
-    assert parser.parse_args([]).output_dir == Path("runs/studies", name)
+def pretend(turns, config, overrides, folder):
+    """A trainer whose accuracy rises with its rate; it leaves a line for each of its turns beside its folder."""
+    values = dict(text.split("=", 1) for text in overrides)
+    rate, steps, seed = float(values["optimizer.learning_rate"]), int(values.get("max_steps", 4)), int(values["seed"])
+    folder.mkdir(parents=True, exist_ok=True)
+    metrics = folder / "metrics.jsonl"
+    done = metrics.read_text().count("\n") if metrics.exists() else 0
+    for step in range(done, steps + 1):
+        if values.get("fails") == str(step):
+            raise SystemExit(3)
+        accuracy = 0.5 + 100 * rate * step + 0.01 * (seed % 7)
+        row = {"step": step, "eval/accuracy": accuracy, "total/generated_tokens": 100 * step,
+               "time/training_s": 2.0 * step, "reward": accuracy}  # fmt: skip
+        with metrics.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        with (folder.parents[1] / "turns").open("a") as file:
+            file.write(f"{folder.parent.name}/{folder.name} {step}\n")
+        turns.end_turn()
+    summary = {"steps": steps, "generated_tokens": 100 * steps, "eval_accuracy_final": accuracy, "device": "here"}
+    (folder / "summary.json").write_text(json.dumps(summary))
+
+
+@pytest.fixture
+def study():
+    arms = [Arm("plain", rate=1e-4, train=pretend), dataclasses.replace(FEWER, train=pretend)]
+    return Study("some", "none", [], arms, levels=[0.52, 0.9], columns={"last reward": "reward"})
+
+
+def turns(tmp_path):
+    return (tmp_path / "some" / "turns").read_text().splitlines()
+
+
+def test_arms_take_turns_and_what_is_over_is_kept(study, tmp_path):
+    harness = Harness(study, tmp_path)
+    harness.run_all(1)
+    assert turns(tmp_path) == [f"{arm}/seed-0 {step}" for step in range(5) for arm in ("plain", "half")]
+    harness.run_all(2)
+    assert len(turns(tmp_path)) == 20 and turns(tmp_path)[10] == "plain/seed-1 0"
+    rows = harness.rows(2)
+    assert [(row["arm"], row["seed"], row["tokens"], row["seconds"]) for row in rows] == [
+        ("plain", 0, 400, 8.0), ("plain", 1, 400, 8.0), ("half", 0, 400, 8.0), ("half", 1, 400, 8.0)
+    ]  # fmt: skip
+    assert rows[1]["more"] == {"last reward": pytest.approx(0.55)}
+
+
+def test_a_study_that_was_killed_goes_on(study, tmp_path):
+    with pytest.raises(RuntimeError, match="exit code 3"):
+        Harness(study, tmp_path, ["fails=2"]).run_all(1)
+    for path in (tmp_path / "some").glob("*/seed-0.json"):
+        path.unlink()  # else the other settings would be refused
+    Harness(study, tmp_path).run_all(1)
+    assert [row["tokens"] for row in Harness(study, tmp_path).rows(1)] == [400, 400]
+    assert turns(tmp_path).count("plain/seed-0 1") == 1, "a step that was over is not done again"
+
+
+def test_a_run_of_other_settings_is_refused(study, tmp_path):
+    Harness(study, tmp_path).run_all(1)
+    with pytest.raises(SystemExit, match="begun with other settings"):
+        Harness(study, tmp_path, ["max_steps=5"]).run_all(1)
+
+
+def test_every_arm_tries_the_same_rates(study, tmp_path):
+    arms = [dataclasses.replace(arm, rate=None) for arm in study.arms]
+    study = dataclasses.replace(study, arms=arms, rates=(1e-4, 3e-4, 2e-4), tuning_steps=2)
+    harness = Harness(study, tmp_path)
+    assert harness.rows(1) == [], "no rate is chosen yet"
+    harness.run_all(1)
+    assert [row["rate"] for row in harness.rows(1)] == [3e-4, 3e-4]
+    tried = {line.split()[0] for line in turns(tmp_path) if "rate-" in line}
+    assert tried == {f"{arm}/rate-{rate}" for arm in ("plain", "half") for rate in ("0.0001", "0.0002", "0.0003")}
+    settings = json.loads((tmp_path / "some" / "plain" / "rate-0.0002.json").read_text())
+    assert settings == ["max_steps=2", f"seed={TUNING_SEED}", "optimizer.learning_rate=0.0002"]
+
+
+def test_an_earlier_run_comes_first_and_is_shown_apart(study, tmp_path):
+    earlier = Arm("smaller", ["max_steps=2"], rate=5e-5, train=pretend)
+    arms = [*study.arms, Arm("after it", ["model.path={earlier}/model"], after="smaller", rate=1e-4, train=pretend)]
+    study = dataclasses.replace(study, arms=arms, earlier=[earlier])
+    harness = Harness(study, tmp_path)
+    harness.run_all(2)
+    order = [line.split()[0] for line in turns(tmp_path)]
+    assert order.index("after-it/seed-1") > max(i for i, name in enumerate(order) if name == "smaller/seed-101")
+    settings = json.loads((tmp_path / "some" / "after-it" / "seed-1.json").read_text())
+    assert settings[0] == f"model.path={tmp_path}/some/smaller/seed-101/model"
+    rows = harness.rows(2)
+    assert [row.get("earlier tokens") for row in rows] == [None] * 4 + [200, 200]
+    text = "\n".join(report.table(study, rows))
+    assert "earlier run: tokens | s" in text and "| 200 | 4 |" in text
+
+
+def test_fewer_prompts_are_never_missing(study):
+    with pytest.raises(AssertionError, match="lacks the rival"):
+        dataclasses.replace(study, arms=study.arms[:1])
+    assert [arm.settings for arm in fewer_prompts(16, settings=["a=1"])] == [
+        ["a=1", "rollout.prompts_per_step=8"], ["a=1", "rollout.prompts_per_step=4"]
+    ]  # fmt: skip
+
+
+def test_a_level_is_held_by_two_evaluations():
+    found = [(0, 0, 0.0, 0.4), (1, 10, 1.0, 0.8), (2, 20, 2.0, 0.6), (3, 30, 3.0, 0.7), (4, 40, 4.0, 0.9)]
+    assert reached(found, 0.6) == (10, 1.0)
+    assert reached(found, 0.7) == (30, 3.0)
+    assert reached(found, 0.8) is None  # the last evaluation alone
+    assert reached(found[:1], 0.1) is None
+
+
+def test_intervals_are_those_of_student():
+    found = Interval.of([1.0, 2.0, 4.0])
+    reach = 4.302653 * math.sqrt(7 / 3) / math.sqrt(3)  # t of two degrees of freedom, deviation of the three
+    assert found.mean == pytest.approx(7 / 3) and found.high - found.mean == pytest.approx(reach, rel=1e-6)
+    assert Interval.of([1.0]) == Interval(1.0)
+    assert found.text("{:.1f}".format) == f"2.3 [{7 / 3 - reach:.1f}, {7 / 3 + reach:.1f}]"
+
+
+def test_the_table_pairs_seeds(study):
+    def row(arm, seed, accuracy, tokens):
+        path = [(0, 0, 0.0, 0.5), (1, tokens, 1.0, 0.6), (2, 2 * tokens, 2.0, accuracy)]
+        return {"study": "some", "arm": arm, "seed": seed, "rate": 1e-4, "tokens": 2 * tokens, "seconds": 2.0,
+                "accuracy": accuracy, "evaluations": path, "more": {}}  # fmt: skip
+
+    rows = [row("plain", 0, 0.7, 100), row("plain", 1, 0.8, 100), row("half", 0, 0.6, 50), row("half", 1, 0.7, 25)]
+    head, _, plain, half = report.table(study, rows)
+    assert head.startswith("|  | rate | seeds | tokens | s | accuracy | minus plain, points | tokens to 0.52 |")
+    assert plain.startswith("| **plain** | 0.0001 | 2 | 200 | 2 | 0.750 |  | 100 | 1 | 0 of 2 |")
+    assert "| 0.650 | -10.0 [-10.0, -10.0] | 38 (0.35 [0.00, 28.90])" in half, half
+
+
+def test_a_report_without_runs_writes_nothing(tmp_path, monkeypatch, capsys):
+    places = ["--output", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
+    monkeypatch.setattr(sys, "argv", ["studies", "rpo", "--report-only", *places])
+    assert command.main() == 2
+    assert "nothing was written" in capsys.readouterr().err and not (tmp_path / "results").exists()
+
+
+def test_the_page_of_what_there_is(study, tmp_path):
+    Harness(study, tmp_path).run_all(1)
+    page = report.write("some", "About it.", [study], Harness(study, tmp_path).rows(1), tmp_path / "results")
+    assert page.count("\n") < 60 and "About it." in page and "| **half** |" in page
+    assert (tmp_path / "results" / "some.md").read_text() == page
+    assert (tmp_path / "results" / "some.png").stat().st_size > 5000
+    assert len((tmp_path / "results" / "some.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.slow
+def test_a_real_run_is_charged_and_resumed(tmp_path):
+    settings = ["task.variant=short", "model.path=small", "task.train_size=8", "rollout.prompts_per_step=2",
+                "rollout.num_generations=4", "rollout.max_completion_length=24", "evaluation.eval_limit=4",
+                "evaluation.eval_steps=1", "max_steps=2", "save.save_model=false"]  # fmt: skip
+    arms = [Arm("plain"), Arm("half", ["rollout.prompts_per_step=1"])]
+    study = Study("real", "configs/sums.yaml", settings, arms, levels=[0.9])
+    harness = Harness(study, tmp_path)
+    harness.run_all(1)
+    first, second = harness.rows(1)
+    assert first["steps"] == 2 and first["tokens"] > second["tokens"] > 0 and first["seconds"] > 0
+    assert [step for step, *_ in evaluations(tmp_path / "real" / "plain" / "seed-0")] == [0, 1, 2]
+    assert first["arm"] == "plain" and arms[0].train is train
+
+
+def test_where_the_first_error_of_an_answer_stands():
+    right = "10+20=30\n30+30=60\nA:60"
+    assert first_error("10+20+30=", right) is None
+    assert first_error("10+20+30=", "10+20=31\n31+30=61\nA:61") == 0.0
+    assert first_error("10+20+30=", "10+20=30\n30+30=61\nA:61") == 0.5
+    assert first_error("10+20+30=", "10+20=30\n30+30=60\nA:61") == 1.0
+    assert first_error("10+20+30=", "10+20=30") == 0.5
+
+
+@pytest.mark.parametrize("name", command.STUDIES)
+def test_studies_have_valid_settings(name, tmp_path, monkeypatch):
+    """Of every arm; files are made by ``prepare`` and not looked at here."""
+    import importlib
+
+    from python_trainer import load_config
+
+    for study in importlib.import_module(f"bench.studies.{name}").STUDIES:
+        harness = Harness(dataclasses.replace(study, rates=()), tmp_path)
+        assert len({harness.run_of(arm, 0).folder for arm in study.arms}) == len(study.arms)
+        for arm in (*study.arms, *study.earlier):
+            load_config(study.config, harness.run_of(arm, 0).overrides)

@@ -1,4 +1,4 @@
-"""Tokens come as often as their probability says: the fixed share of ``python -m bench.studies lossless``."""
+"""Tokens come as often as their probability says: the fixed share of ``python -m bench.studies.lossless``."""
 
 from collections import Counter
 

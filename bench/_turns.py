@@ -1,0 +1,88 @@
+"""Trainers in processes of their own that take turns: one step or one evaluation at a time.
+
+So a slow hour of the machine hits all of them alike. A trainer that waits takes no processor time.
+"""
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from python_trainer.callbacks import Callback
+
+
+class Turns(Callback):
+    """The trainer's end of the pipe, as a callback: a turn ends after each step and after each evaluation."""
+
+    def __init__(self, connection: Connection):
+        self.connection, self.waited = connection, 0.0
+
+    def end_turn(self, report: Any = None) -> None:
+        """Send a report of the turn that is over, and wait for the next."""
+        start = time.perf_counter()
+        try:
+            self.connection.send(report)
+            self.connection.recv()
+        except (EOFError, BrokenPipeError):  # the other process has ended; a later one resumes from the checkpoint
+            os._exit(1)
+        self.waited += time.perf_counter() - start
+
+    def clock(self) -> float:
+        """Seconds of this process: on a processor its CPU time, on a GPU the time of its own turns."""
+        return time.perf_counter() - self.waited if torch.cuda.is_available() else time.process_time()
+
+    def on_step(self, trainer: Any, step: int, metrics: Mapping[str, float]) -> None:
+        self.end_turn()
+
+    def on_evaluate(self, trainer: Any, step: int, metrics: Mapping[str, float]) -> None:
+        self.end_turn()
+
+
+class Worker:
+    """A process that trains, turn by turn. It starts with its first turn.
+
+    Args:
+        train: called in the process with :class:`Turns` and ``arguments``.
+    """
+
+    def __init__(self, train: Callable[..., None], *arguments: Any):
+        context = multiprocessing.get_context("forkserver")  # loads torch and the trainer once for all of them
+        context.set_forkserver_preload(["bench._turns", "python_trainer.trainer"])
+        self.connection, self._theirs = context.Pipe()
+        work = (self._theirs, train, torch.get_num_threads(), arguments)
+        self.process = context.Process(target=_work, args=work, daemon=True)
+
+    def turn(self) -> bool:
+        """Let it take a turn; False: it has come to its end. ``self.report`` is what it sent.
+
+        Raises:
+            RuntimeError: the process failed; it has printed the reason.
+        """
+        if self.process.pid is None:
+            self.process.start()
+            self._theirs.close()
+        else:
+            self.connection.send(None)
+        try:
+            self.report = self.connection.recv()
+        except EOFError:
+            self.process.join()
+            if self.process.exitcode:
+                raise RuntimeError(f"a trainer ended with exit code {self.process.exitcode}") from None
+            return False
+        return True
+
+    def stop(self) -> None:
+        """Kill it between two turns."""
+        if self.process.pid is not None:
+            self.process.kill()
+            self.process.join()
+
+
+def _work(connection: Connection, train: Callable[..., None], threads: int, arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(threads)
+    train(Turns(connection), *arguments)

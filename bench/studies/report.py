@@ -1,0 +1,108 @@
+"""The page of a study: a table of its arms, a picture, and the figures of every run."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from bench._markdown import table_lines
+from bench._runner import commit
+from bench.studies.harness import Interval, Study, paired, reached
+
+RESULTS = Path(__file__).parent / "results"
+SECONDS_OF = "CPU seconds of one thread; on a GPU seconds of the run's own turns"
+
+
+def write(name: str, about: str, studies: Sequence[Study], rows: Sequence[dict[str, Any]], results: Path) -> str:
+    """Write NAME.md, NAME.jsonl and NAME.png, and return the page."""
+    results.mkdir(parents=True, exist_ok=True)
+    lines = [f"# {name}", "", about.strip(), ""]
+    for study in studies:
+        own = [row for row in rows if row["study"] == study.name]
+        if own:
+            lines += [f"## {study.name}", "", *table(study, own), ""]
+    devices = ", ".join(sorted({row["device"] for row in rows}))
+    lines += [f"{devices}; commit {commit()}. Seconds: {SECONDS_OF}, without evaluations. Levels: held by two "
+              "evaluations in succession. Brackets: 95 % over seeds by Student's t, pairs of the same seed.", "",
+              f"![accuracy over tokens and seconds]({name}.png)"]  # fmt: skip
+    page = "\n".join(lines) + "\n"
+    (results / f"{name}.md").write_text(page)
+    (results / f"{name}.jsonl").write_text("".join(json.dumps(row | {"commit": commit()}) + "\n" for row in rows))
+    draw(studies, rows, results / f"{name}.png")
+    return page
+
+
+def table(study: Study, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Markdown: a row for every arm, compared with the first one."""
+    more = list(dict.fromkeys(heading for row in rows for heading in row["more"]))
+    has_earlier = any("earlier tokens" in row for row in rows)
+    head = ["", "rate", "seeds", "tokens", "s", "accuracy", "minus plain, points"]
+    head += [f"{what} to {level:g}" for level in study.levels for what in ("tokens", "s")]
+    head += ["earlier run: tokens", "s"] if has_earlier else []
+    plain = [row for row in rows if row["arm"] == study.arms[0].name]
+    body = []
+    for arm in study.arms:
+        own = [row for row in rows if row["arm"] == arm.name]
+        if not own:
+            continue
+        pairs = paired(own, plain) if arm is not study.arms[0] else []
+        cells = [f"**{arm.name}**", "" if own[0]["rate"] is None else f"{own[0]['rate']:g}", str(len(own))]
+        cells += [f"{fmean(row['tokens'] for row in own):,.0f}", f"{fmean(row['seconds'] for row in own):,.0f}",
+                  f"{fmean(row['accuracy'] for row in own):.3f}"]  # fmt: skip
+        differences = [100 * (row["accuracy"] - other["accuracy"]) for row, other in pairs]
+        cells.append(Interval.of(differences).text("{:+.1f}".format) if pairs else "")
+        for level in study.levels:
+            cells += [to_level(own, plain if pairs else [], level, which) for which in (0, 1)]
+        if has_earlier:
+            cells += [average(own, "earlier tokens", "{:,.0f}"), average(own, "earlier seconds", "{:,.0f}")]
+        body.append([*cells, *(average([row["more"] for row in own], heading, "{:.3g}") for heading in more)])
+    return table_lines([*head, *more], body)
+
+
+def average(rows: Sequence[dict[str, Any]], key: str, form: str) -> str:
+    values = [row[key] for row in rows if row.get(key) is not None]
+    return form.format(fmean(values)) if values else ""
+
+
+def to_level(rows: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]], level: float, which: int) -> str:
+    """The mean of tokens (0) or seconds (1) to a level; beside plain runs the ratio to them, a geometric mean."""
+    found = {row["seed"]: reached(row["evaluations"], level) for row in rows}
+    there = [counts[which] for counts in found.values() if counts is not None]
+    if len(there) < len(found):
+        return f"{len(there)} of {len(found)}"
+    text = f"{fmean(there):,.0f}"
+    ratios = []
+    for row, other in paired(rows, plain):
+        mine, theirs = found[row["seed"]], reached(other["evaluations"], level)
+        if mine is not None and theirs is not None and min(mine[which], theirs[which]) > 0:
+            ratios.append(math.log(mine[which] / theirs[which]))
+    return f"{text} ({Interval.of(ratios).text(lambda x: f'{math.exp(x):.2f}')})" if ratios else text
+
+
+def draw(studies: Sequence[Study], rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Accuracy over tokens and over seconds; a row of pictures for every study, a line for every run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = [study for study in studies if any(row["study"] == study.name for row in rows)]
+    figure, axes = pyplot.subplots(len(shown), 2, figsize=(12, 4 * len(shown)), layout="constrained", squeeze=False)
+    for pair, study in zip(axes, shown):
+        for number, arm in enumerate(study.arms):
+            own = [row for row in rows if row["study"] == study.name and row["arm"] == arm.name]
+            for i, row in enumerate(own):
+                style: dict[str, Any] = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--"}
+                label = None if i else arm.name
+                for ax, place in zip(pair, (1, 2)):
+                    points = row["evaluations"]
+                    ax.plot([p[place] for p in points], [p[3] for p in points], linewidth=1.2, label=label, **style)
+        pair[0].set(title=study.name, xlabel="generated tokens", ylabel="accuracy")
+        pair[1].set(xlabel="seconds, without evaluations")
+        pair[0].legend(fontsize=7)
+        for ax in pair:
+            ax.grid(alpha=0.3)
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
