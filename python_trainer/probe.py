@@ -33,7 +33,8 @@ def sample_groups(trainer: Trainer, seconds: float) -> tuple[Groups, dict[str, f
         The groups, and by name: seconds of generation and rewards for a prompt, and tokens for a second. The first
         prompts are not timed, if others follow.
     """
-    begun, clock, groups = time.perf_counter(), Clock(), []
+    begun, clock = time.perf_counter(), Clock()
+    groups: Groups = []
     settings, train = trainer.config.rollout, len(trainer.prompts.ids["train"])
     tries = settings.num_generations
     order, count = prompt_order(trainer.config.seed, 0, train, train), FIRST_PROMPTS
