@@ -188,7 +188,7 @@ def print_plan(args: argparse.Namespace) -> None:
     config = load_config(args.config, args.overrides)
     check_files(config)
     from python_trainer.memory import RECOMPUTES, device_here, memory_lines, parse_gpus, plan_memory
-    from python_trainer.rollout.make import resolve_engine
+    from python_trainer.parts import resolve_engine
 
     config, reason = resolve_engine(config, gpu=None if args.gpus is None else True)
     device = device_here(config.model.device) if args.gpus is None else parse_gpus(args.gpus)

@@ -3,6 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+from pydantic import ValidationError
+
 import rlkernels.backend
 from python_trainer.config import Config
 from python_trainer.distributed import RankGroup
@@ -14,9 +17,38 @@ from python_trainer.model.policy import Policy, set_matmul_precision
 from python_trainer.prompts import Tasks
 from python_trainer.rollout.engine import Engine
 from python_trainer.rollout.episodes import EpisodeEngine
-from python_trainer.rollout.make import make_engine, resolve_engine
+from python_trainer.rollout.make import has_vllm, make_engine
 
 Note = Callable[[str], None]
+
+
+def resolve_engine(config: Config, *, gpu: bool | None = None) -> tuple[Config, str | None]:
+    """Replaces ``rollout.engine: auto`` in the settings -> those, and a note for the user.
+
+    ``auto`` is vLLM where servers are named, or where it is installed and training is on a GPU, if the other settings
+    go with it; else the trainer's own engine.
+
+    Args:
+        gpu: whether training is on one; None: as ``model.device`` has it here.
+    """
+    if config.rollout.engine != "auto":
+        return config, None
+    values, servers = config.model_dump(), bool(config.rollout.servers)
+    if gpu is None:
+        gpu = config.model.device == "cuda" or (config.model.device == "auto" and torch.cuda.is_available())
+    note = None
+    if servers or (gpu and has_vllm()):
+        values["rollout"]["engine"] = "vllm"
+        try:
+            found = type(config).model_validate(values)
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+            note = f"rollout.engine: auto generates without vLLM, since {reason}"
+        else:
+            note = "rollout.engine: auto generates with vLLM, which is installed; paged is the trainer's own engine"
+            return found, None if servers else note
+    values["rollout"]["engine"] = "paged"
+    return type(config).model_validate(values), note
 
 
 def resolve_settings(config: Config, before: str | None, ranks: RankGroup, note: Note) -> Config:

@@ -1,4 +1,4 @@
-"""Chooses and makes the engine that the settings ask for."""
+"""Makes the engine that the settings ask for."""
 
 import importlib.metadata
 import importlib.util
@@ -8,9 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-import torch
-from pydantic import ValidationError
-
 from python_trainer.errors import UserError
 from python_trainer.model.policy import Policy
 from python_trainer.model.settings import ModelConfig
@@ -19,7 +16,6 @@ from python_trainer.rollout.ordering import LengthHistory
 from python_trainer.rollout.settings import RolloutConfig
 
 if TYPE_CHECKING:
-    from python_trainer.config import Config
     from python_trainer.rollout.vllm.engine import VLLMEngine
 
 T = TypeVar("T")
@@ -36,35 +32,6 @@ class Processes(Protocol):
     def together(self) -> AbstractContextManager[None]: ...
 
     def first(self, value: T) -> T: ...
-
-
-def resolve_engine(config: "Config", *, gpu: bool | None = None) -> tuple["Config", str | None]:
-    """Replaces ``rollout.engine: auto`` in the settings -> those, and a note for the user.
-
-    ``auto`` is vLLM where servers are named, or where it is installed and training is on a GPU, if the other settings
-    go with it; else the trainer's own engine.
-
-    Args:
-        gpu: whether training is on one; None: as ``model.device`` has it here.
-    """
-    if config.rollout.engine != "auto":
-        return config, None
-    values, servers = config.model_dump(), bool(config.rollout.servers)
-    if gpu is None:
-        gpu = config.model.device == "cuda" or (config.model.device == "auto" and torch.cuda.is_available())
-    note = None
-    if servers or (gpu and has_vllm()):
-        values["rollout"]["engine"] = "vllm"
-        try:
-            found = type(config).model_validate(values)
-        except ValidationError as error:
-            reason = error.errors()[0]["msg"].removeprefix("Value error, ")
-            note = f"rollout.engine: auto generates without vLLM, since {reason}"
-        else:
-            note = "rollout.engine: auto generates with vLLM, which is installed; paged is the trainer's own engine"
-            return found, None if servers else note
-    values["rollout"]["engine"] = "paged"
-    return type(config).model_validate(values), note
 
 
 def has_vllm() -> bool:

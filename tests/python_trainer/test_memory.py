@@ -166,7 +166,7 @@ def test_a_run_that_does_not_fit_ends_with_code_2(small, tmp_path, capsys):
 @pytest.mark.parametrize("installed", [True, False])
 def test_the_engine_is_the_one_that_a_run_would_take(small, tmp_path, capsys, monkeypatch, installed):
     """On GPUs, which this machine has none of."""
-    monkeypatch.setattr("python_trainer.rollout.make.has_vllm", lambda: installed)
+    monkeypatch.setattr("python_trainer.parts.has_vllm", lambda: installed)
     small["rollout"] |= {"engine": "auto"}
     code, said = dry_run(small, tmp_path, capsys, "--gpus", "24")
     assert code == 0 and ("weights of vLLM" in said.out) == installed

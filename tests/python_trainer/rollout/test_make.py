@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from python_trainer.config import check_config
-from python_trainer.rollout.make import make_engine, resolve_engine
+from python_trainer.parts import resolve_engine
+from python_trainer.rollout.make import make_engine
 
 
 @pytest.fixture
