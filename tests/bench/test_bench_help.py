@@ -8,7 +8,7 @@ import pytest
 from bench.studies.__main__ import STUDIES
 
 PACKAGES = ("bench", "bench.faults", "bench.gpu", "bench.soak", "bench.studies", "bench.sweep")
-COMMANDS = [(f"{package}.__main__",) for package in PACKAGES] + [("bench.gpu.proven",)]
+COMMANDS = [(f"{package}.__main__",) for package in PACKAGES] + [("bench.gpu.records",)]
 COMMANDS += [("bench.studies.__main__", name) for name in STUDIES]
 
 
