@@ -221,18 +221,27 @@ def forget() -> None:
 @functools.cache
 def settled(op: str, index: int | None) -> tuple[str, str]:
     """The backend of an op on a GPU that works there, and where that comes from: run, verdict, record or default."""
+    device = torch.device("cuda") if index is None else torch.device("cuda", index)
+    for backend, where in _known(op, index):
+        if backend is not None and unavailable(op, backend, device) is None:
+            return backend, where
+    return "torch", "default"
+
+
+def _known(op: str, index: int | None) -> Iterator[tuple[str | None, str]]:
+    """What is known of an op on a GPU, in order of precedence."""
+    yield _run.get(op), "run"
+    if op in _run or not (OPS[op].cuda or OPS[op].triton) or not torch.cuda.is_available():
+        return
     from rlkernels.proof import verdicts
 
-    device = torch.device("cuda") if index is None else torch.device("cuda", index)
-    sources: list[tuple[str | None, str]] = [(_run.get(op), "run")]
-    if torch.cuda.is_available() and (OPS[op].cuda or OPS[op].triton):
-        at = torch.cuda.current_device() if index is None else index
-        sources.append((verdicts.winner(verdicts.load(op, at)), "verdict"))
-        sources.append((RECORDS.get(verdicts.device_facts(at)["capability"], {}).get(op), "record"))
-        if not any(backend for backend, _ in sources):
-            _say_how_to_prove()
-    usable = ((b, where) for b, where in sources if b is not None and unavailable(op, b, device) is None)
-    return next(usable, ("torch", "default"))
+    at = torch.cuda.current_device() if index is None else index
+    verdict = verdicts.winner(verdicts.load(op, at))
+    record = RECORDS.get(verdicts.device_facts(at)["capability"], {}).get(op)
+    if verdict is None and record is None:
+        _say_how_to_prove()
+    yield verdict, "verdict"
+    yield record, "record"
 
 
 def _settled(op: str, index: int | None) -> str:

@@ -25,7 +25,7 @@ SPILLED = {
 # beginning of the name -> fewest programs on a multiprocessor of sm_80 and sm_90
 BLOCKS = {
     "paged attention, decode": (3, 4), "paged attention, prefill": (1, 1), "shared prefix": (2, 3),
-    "grouped attention": (1, 1), "merging": (16, 16), "writing": (16, 16), "sampling": (1, 1),
+    "grouped attention": (1, 1), "merging": (16, 16), "writing": (12, 12), "sampling": (1, 1),
     "token log-probabilities, forward": (2, 2), "token log-probabilities, backward": (8, 8),
     "rank-1, rows": (1, 1), "rank-1, panels": (2, 2), "dtw": (23, 28),
 }  # fmt: skip
