@@ -22,6 +22,7 @@ from python_trainer.distributed import RankGroup
 from python_trainer.dynamic_sampling import StepSampler
 from python_trainer.errors import Interrupted, NotFinite, StopSignal, UserError
 from python_trainer.evaluation import Evaluated, Evaluator, first_rows
+from python_trainer.kernels import settle_kernels
 from python_trainer.keyed import keyed_seed
 from python_trainer.logger import Logger, choose_samples, rollout_statistics
 from python_trainer.model.loading import dtype_name, saved_dtype
@@ -93,6 +94,7 @@ class Trainer:
             self.callbacks = Callbacks([*config.callbacks, *callbacks])
             tasks = load_tasks(config, choose_device(config.model.device), note)
         chosen = resolve_settings(config, saved_dtype(origin.saved), ranks, note)
+        self.kernels = settle_kernels(chosen, self.folder, ranks, note)
         set_matmul_precision("highest")  # while the model is checked, until the engine is made
         self.policy = ranks.load(chosen.model, note, offload=chosen.optimizer.offload)
         self.engine = make_run_engine(chosen, self.policy, tasks, output_dir, ranks, note)
@@ -131,6 +133,7 @@ class Trainer:
         """
         state = self.state
         with self.checkpointer.owning_folder():
+            self.kernels.save(self.folder)
             self.clock.start(state.wall_s, state.seconds)
             if state.step == 0:
                 self.begin()

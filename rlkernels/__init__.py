@@ -11,7 +11,8 @@
 - Drafts from earlier answers: ``RolloutHistory``, ``verify_drafts``; sampling that can be repeated: ``keyed_uniform``,
   ``sample_tokens``.
 - Losses: ``token_logprobs``, and ``linear_token_logprobs`` without the logits.
-- ``info``: what is compiled, and what runs where; ``python -m rlkernels info`` prints it.
+- ``info``: what is compiled, and what runs where; ``python -m rlkernels info`` prints it. ``prove`` finds out which
+  kernels are right and faster on this GPU; ``python -m rlkernels prove`` does too.
 
 ``rlkernels.integrations`` has the parts for Transformers, TRL and vLLM. ``import rlkernels`` needs torch and numpy
 only; every name is loaded on first use.
@@ -30,6 +31,7 @@ _PUBLIC = {
     "logprobs": "linear_token_logprobs token_logprobs",
     "prefix_cache": "GroupedLayout OutOfBlocks PagedKVCache grouped_attention merge_attention paged_attention "
     "shared_prefix_attention write_kv",
+    "proof": "prove",
     "rank1": "Rank1Update add_rank1_ delta_matvec export_peft stream_top1 top1_delta top1_deltas",
     "sampling": "keyed_uniform sample_tokens verify_drafts",
     "similarity": "Trajectories dtw dtw_topk rhyme_similarity rhyme_topk soft_dtw state_similarity",

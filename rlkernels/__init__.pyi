@@ -17,6 +17,7 @@ from rlkernels.prefix_cache import merge_attention as merge_attention
 from rlkernels.prefix_cache import paged_attention as paged_attention
 from rlkernels.prefix_cache import shared_prefix_attention as shared_prefix_attention
 from rlkernels.prefix_cache import write_kv as write_kv
+from rlkernels.proof import prove as prove
 from rlkernels.rank1 import Rank1Update as Rank1Update
 from rlkernels.rank1 import add_rank1_ as add_rank1_
 from rlkernels.rank1 import delta_matvec as delta_matvec

@@ -8,6 +8,7 @@ import torch
 
 from rlkernels import __version__
 from rlkernels import backend as _backend
+from rlkernels.proof.verdicts import load, summary
 
 PACKAGES = {  # module -> what needs it
     "triton": "Triton kernels on a GPU",
@@ -27,7 +28,9 @@ def info() -> dict[str, Any]:
     Returns:
         A dictionary of plain strings, numbers and lists, ready for ``json.dumps``. ``ops[name]`` has
         ``written`` (backends that exist), ``cpu`` (what ``auto`` takes for CPU tensors) and, where a GPU is
-        present, ``cuda``. ``missing`` has the packages that are not installed, and what needs each.
+        present, ``cuda`` (the same for the current one), ``from`` (run, verdict, record or default) and ``verdicts``
+        (text about each that :func:`rlkernels.prove` left). ``missing`` has the packages that are not installed, and
+        what needs each.
     """
     missing = _backend.extension_error()
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -38,6 +41,9 @@ def info() -> dict[str, Any]:
         row["cpu"] = _backend.choose(name, torch.device("cpu"))
         if devices:
             row["cuda"] = _backend.choose(name, torch.device("cuda"))
+            row["from"] = _backend.settled(name, torch.cuda.current_device())[1]
+            known = load(name, torch.cuda.current_device()) if op.cuda or op.triton else []
+            row["verdicts"] = [summary(found) for found in known]
         ops[name] = row
     return {
         "version": __version__,
@@ -62,6 +68,9 @@ def print_info() -> None:
         print(f"{key:<13} {', '.join(value) or 'none' if isinstance(value, list) else value}")
     print(f"\n{'op':<25} {'written':<26} {'CPU tensors':<12}" + (" GPU tensors" if facts["gpus"] else ""))
     for name, row in ops.items():
-        print(f"{name:<25} {', '.join(row['written']):<26} {row['cpu']:<12} {row.get('cuda', '')}".rstrip())
+        gpu = f"{row['cuda']} ({row['from']})" if "cuda" in row else ""
+        print(f"{name:<25} {', '.join(row['written']):<26} {row['cpu']:<12} {gpu}".rstrip())
+        for text in row.get("verdicts", []):
+            print(f"{'':<25} {text}")
     for name, what in absent.items():
         print(f"missing: {name}, for {what}")

@@ -1,22 +1,30 @@
 """Which implementation of an op runs: ``"auto" | "cuda" | "triton" | "cpu" | "torch"``.
 
-``cpu`` and ``cuda`` are our compiled kernels, ``triton`` our Triton kernels, ``torch`` the reference in plain
-torch that every op has. ``auto`` takes the fastest that works for the device of the tensors; an explicit choice
-that cannot work raises and says why. The environment variable ``RLKERNELS_BACKEND`` sets what ``auto`` means, for the
-ops that have that backend; one that no op could use here raises.
+``cpu`` and ``cuda`` are our compiled kernels, ``triton`` our Triton kernels, ``torch`` plain torch, which every op has:
+on a GPU the kernels of torch's libraries where they fit. An explicit choice that cannot work raises and says why.
+
+``auto`` takes our kernels on a CPU. On a GPU it asks, in this order:
+
+1. the environment variable ``RLKERNELS_BACKEND``, for the ops that have that backend;
+2. the verdicts of a run, see :func:`use`;
+3. the verdicts of ``rlkernels.prove`` on this GPU;
+4. the records that come with the package, of GPUs with the same compute capability.
+
+Without any of them it takes ``torch``.
 """
 
 import functools
 import importlib.util
+import inspect
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -27,18 +35,16 @@ BACKENDS = ("auto", "cuda", "triton", "cpu", "torch")
 
 @dataclass(frozen=True)
 class Op:
-    """What has been written for an op. ``proven``: in order of preference, what ``auto`` takes on a GPU; None: what
-    the records of its architecture say, see :func:`proven`."""
+    """The backends that have been written for an op."""
 
     cpu: bool = False
     triton: bool = False
     cuda: bool = False
-    proven: tuple[str, ...] | None = None
 
 
-# Compute capability ("9.0") -> op -> backends that won on such a GPU, best first. `python -m bench.gpu.proven` writes
-# it from the records in bench/gpu/records, which a wheel does not hold.
-PROVEN: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("proven.json").read_text())["won"]
+# Compute capability ("9.0") -> op -> its backend there, from the records in bench/gpu/records, which a wheel does not
+# hold; `python -m bench.gpu.records` writes it.
+RECORDS: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("records.json").read_text())["backends"]
 
 # One line per op of the public contract.
 OPS: dict[str, Op] = {
@@ -140,6 +146,43 @@ def on_its_device(function: Callable[Concatenate[torch.Tensor, P], R]) -> Callab
     return run
 
 
+def kernel_op(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., R]], Any]:
+    """Registers a launcher as an op for torch.compile, and for whatever looks at the ops that run.
+
+    Plain tensors go to the launcher itself: torch's dispatcher takes longer than a launch. ``mutates`` names the
+    arguments that it writes to.
+    """
+
+    def register(launcher: Callable[..., R]) -> Any:
+        launch = on_its_device(launcher)
+        op = torch.library.custom_op(name, mutates_args=mutates)(launch)  # type: ignore[arg-type]
+        parameters = list(inspect.signature(launcher).parameters)
+        written = [parameters.index(argument) for argument in mutates]
+
+        @functools.wraps(launcher)
+        def call(*args: Any) -> Any:
+            if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+                return op(*args)
+            if any(type(a) is not torch.Tensor for a in args if isinstance(a, torch.Tensor)):
+                return op(*args)
+            out = launch(*args)
+            mark_written(*(args[i] for i in written))
+            return out
+
+        call.register_fake = op.register_fake  # type: ignore[attr-defined]
+        return call
+
+    return register
+
+
+def has_triton() -> bool:
+    """Whether triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+has_triton._dynamo_marked_constant = True  # type: ignore[attr-defined] as for _settled
+
+
 def unavailable(op: str, backend: str, device: torch.device) -> str | None:
     """Why ``backend`` cannot run ``op`` on ``device``; None when it can."""
     written = OPS[op]
@@ -150,7 +193,7 @@ def unavailable(op: str, backend: str, device: torch.device) -> str | None:
     if backend == "cpu":
         return f"the tensors are on {device}" if runs_on(device) != "cpu" else extension_error()
     if backend == "triton":
-        if importlib.util.find_spec("triton") is None:
+        if not has_triton():
             return "triton is not installed; `pip install triton`"
         if device.type != "cuda" and not triton_interpreted():
             return f"the tensors are on {device}; Triton runs on a GPU, or anywhere with TRITON_INTERPRET=1"
@@ -160,16 +203,63 @@ def unavailable(op: str, backend: str, device: torch.device) -> str | None:
     return extension_error() or (None if built_with_cuda() else "the extension was built without CUDA")
 
 
-def proven(op: str, device: torch.device) -> tuple[str, ...]:
-    """The backends that ``auto`` may take for ``op`` on this GPU, in order of preference.
+_run: dict[str, str] = {}  # the verdicts of the run, by op
 
-    On an architecture without a record these are none: nothing of ours that has never run there is the default.
-    """
-    own = OPS[op].proven
-    if own is not None or not PROVEN or device.type != "cuda" or not torch.cuda.is_available():
-        return own or ()
-    found = torch.cuda.get_device_properties(device)
-    return tuple(PROVEN.get(f"{found.major}.{found.minor}", {}).get(op, ()))
+
+def use(table: Mapping[str, str]) -> None:
+    """From here on ``auto`` takes these backends on a GPU, by op; for other ops, and with {}, it goes on as ever."""
+    _run.clear()
+    _run.update(table)
+    forget()
+
+
+def forget() -> None:
+    """Reads the verdicts anew when they are next needed."""
+    settled.cache_clear()
+
+
+@functools.cache
+def settled(op: str, index: int | None) -> tuple[str, str]:
+    """The backend of an op on a GPU that works there, and where that comes from: run, verdict, record or default."""
+    device = torch.device("cuda") if index is None else torch.device("cuda", index)
+    for backend, where in _known(op, index):
+        if backend is not None and unavailable(op, backend, device) is None:
+            return backend, where
+    return "torch", "default"
+
+
+def _known(op: str, index: int | None) -> Iterator[tuple[str | None, str]]:
+    """What is known of an op on a GPU, in order of precedence."""
+    yield _run.get(op), "run"
+    if op in _run or not (OPS[op].cuda or OPS[op].triton) or not torch.cuda.is_available():
+        return
+    from rlkernels.proof import verdicts
+
+    at = torch.cuda.current_device() if index is None else index
+    verdict = verdicts.winner(verdicts.load(op, at))
+    record = RECORDS.get(verdicts.device_facts(at)["capability"], {}).get(op)
+    if verdict is None and record is None:
+        _say_how_to_prove()
+    yield verdict, "verdict"
+    yield record, "record"
+
+
+def _settled(op: str, index: int | None) -> str:
+    return settled(op, index)[0]
+
+
+# torch.compile then takes the result as a constant. torch.compiler.assume_constant_result does just that, but imports
+# the compiler.
+_settled._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _say_how_to_prove() -> None:
+    warnings.warn(
+        "rlkernels takes plain torch on this GPU where no verdict says that a kernel of ours is right and faster: run "
+        "`python -m rlkernels prove`, once, which takes about a minute",
+        stacklevel=2,
+    )
 
 
 def wanted() -> str:
@@ -210,5 +300,6 @@ def choose(op: str, device: torch.device, backend: str = "auto") -> str:
     asked = wanted()  # of the ops that it can run: others, and tensors on another device, go on as ever
     if asked != "auto" and unavailable(op, asked, device) is None:
         return asked
-    candidates = ("cpu",) if runs_on(device) == "cpu" else proven(op, device)
-    return next((b for b in candidates if unavailable(op, b, device) is None), "torch")
+    if runs_on(device) == "cpu":
+        return "cpu" if unavailable(op, "cpu", device) is None else "torch"
+    return _settled(op, device.index) if device.type == "cuda" else "torch"

@@ -42,18 +42,18 @@ def attend(dim: int, block_m: int, causal: bool = True, group: int = 4) -> Kerne
                   num_stages=3 if block_m <= 64 else 2)  # fmt: skip
 
 
-def grouped(name: str, dim: int) -> Kernel:
-    """As ``_blocks`` and ``backward`` choose for bfloat16."""
+def grouped(name: str, dim: int, warps: int = 4) -> Kernel:
+    """As ``_blocks`` and ``backward`` choose for bfloat16; before Hopper heads of 128 get eight warps."""
     pointers = dict.fromkeys(("query", "key", "value", "grad", "grad_query", "grad_key", "grad_value", "out"), "*bf16")
     kinds = {**pointers, **dict.fromkeys(("lse", "delta", "parts"), "*fp32"), "tiles": "*i32", "heads": "i32",
              "kv_heads": "i32", "scale": "fp32"}  # fmt: skip
     own = {"forward": ("out",), "query": (*BACKWARD, "grad_query"),
            "key": (*BACKWARD, "grad_key", "grad_value", "parts")}  # fmt: skip
     arguments = ("query", "key", "value", "lse", "tiles", "heads", "kv_heads", "scale", *own[name])
-    block_m, stages = (32, 1) if name == "key" else (64, 2)
+    block_m = 32 if name == "key" else 64
     tile = {"GROUP": 4, "DIM": dim, "BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_D": dim, "UPCAST": False}
-    return Kernel(f"{GROUPED}_{name}_kernel", {a: kinds[a] for a in arguments}, tile,
-                  num_warps=8 if dim >= 128 else 4, num_stages=stages)  # fmt: skip
+    return Kernel(f"{GROUPED}_{name}_kernel", {a: kinds[a] for a in arguments}, tile, num_warps=warps,
+                  num_stages=2)  # fmt: skip
 
 
 def merge(dim: int) -> Kernel:
@@ -62,12 +62,16 @@ def merge(dim: int) -> Kernel:
     return Kernel(f"{PAGED}_merge_kernel", kinds, {"DIM": dim, "BLOCK_R": 1024 // dim, "BLOCK_D": dim})
 
 
+WRITE_STRIDES = [f"{name}_{part}" for name in ("key", "value") for part in ("token", "head")]
+WRITE_STRIDES += [f"{name}_{part}" for name in ("keys", "values") for part in ("block", "slot", "head")]
+WRITE_UNITS = dict.fromkeys(("key_dim", "value_dim", "keys_dim", "values_dim"), 1)
+
+
 def write(dim: int) -> Kernel:
-    strides = ("row_token", "row_head", "cache_block", "cache_slot", "cache_head")
-    kinds = {"rows": "*bf16", "cache": "*bf16", "slots": "*i64", **dict.fromkeys(("count", "heads", "total"), "i32")}
-    kinds |= dict.fromkeys(strides, "i32")
-    aligned = [name for name in kinds if kinds[name].startswith("*") or name in strides]
-    constexprs = {"DIM": dim, "BLOCK_SIZE": 16, "BLOCK_R": 2048 // dim, "BLOCK_D": dim, "row_dim": 1, "cache_dim": 1}
+    kinds = {**dict.fromkeys(("key", "value", "key_cache", "value_cache"), "*bf16"), "slots": "*i64",
+             **dict.fromkeys(("count", "heads", "total", *WRITE_STRIDES), "i32")}  # fmt: skip
+    aligned = [name for name in kinds if kinds[name].startswith("*") or name in WRITE_STRIDES]
+    constexprs = {"DIM": dim, "BLOCK_SIZE": 16, "BLOCK_R": 2048 // dim, "BLOCK_D": dim, **WRITE_UNITS}
     return Kernel(f"{PAGED}_write_kernel", kinds, constexprs, aligned)
 
 
@@ -115,6 +119,7 @@ KERNELS: dict[str, Kernel] = {
     **{f"paged attention, prefill, heads of {d}": attend(d, 128) for d in (64, 128)},
     **{f"shared prefix of 8, heads of {d}": attend(d, 32, causal=False) for d in (64, 128)},
     **{f"grouped attention, {n}, heads of {d}": grouped(n, d) for n in ("forward", "query", "key") for d in (64, 128)},
+    **{f"grouped attention, {n}, heads of 128, before Hopper": grouped(n, 128, 8) for n in ("forward", "query", "key")},
     "merging parts, heads of 128": merge(128),
     "writing keys and values, heads of 128": write(128),
     "sampling, with filters": sample(True),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from bench.gpu.problem import GpuCase, Problem, Rival
+from rlkernels.proof.problem import Case, Problem
 
 SLOW_S = 0.5
 
@@ -16,39 +16,43 @@ def right():
     return torch.linspace(0, 1, 1000)
 
 
-def dies():
+def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def hangs():
+def hang():
     time.sleep(3600)
 
 
-def raises():
+def fail():
     raise MemoryError("no room for 40 GiB")
 
 
-def planted(device):
-    # 30 % off in a single number of a thousand
-    wrong = right()
-    wrong[-1] *= 1.3
-    calls = {"dies": dies, "wrong": lambda: wrong, "hangs": hangs, "raises": raises, "peer": right}
-    rivals = {name: Rival(lambda call=call: call) for name, call in calls.items()}
-    return Problem(lambda backend: right(), rivals=rivals)
+def wrong():
+    out = right()
+    out[-1] *= 1.3  # a single number of a thousand
+    return out
+
+
+def planted(behaviour):
+    return lambda device: Problem(lambda backend: behaviour() if backend == "triton" else right())
 
 
 def slow(device):
     """Rows that come one by one; says who the worker is."""
     Path(os.environ["PLANTED_PID"]).write_text(str(os.getpid()))
 
-    def wait():
+    def call(backend):
         time.sleep(SLOW_S)
         return right()
 
-    return Problem(lambda backend: right(), rivals={f"peer {i}": Rival(lambda: wait) for i in range(20)})
+    return Problem(call)
 
 
 CASES = [
-    GpuCase("merge_attention", "planted", planted),
-    GpuCase("rope", "slow", slow),
+    Case("merge_attention", "dies", planted(die)),
+    Case("write_kv", "hangs", planted(hang)),
+    Case("delta_matvec", "wrong", planted(wrong)),
+    Case("add_rank1_", "fails", planted(fail)),
+    *(Case(op, "slow", slow) for op in ("token_logprobs", "sample_tokens", "verify_drafts", "top1_delta")),
 ]

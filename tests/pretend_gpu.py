@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from python_trainer.model import attention
+from rlkernels import backend
 
 GPU = torch.device("cuda", 0)
 REAL_VARLEN: Any = attention.varlen_attn
@@ -234,11 +235,13 @@ def move_module(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.
 @contextmanager
 def pretended() -> Iterator[Counter[str]]:
     """Within it there is a GPU -> how often the host waited for it, by operation."""
-    properties = SimpleNamespace(total_memory=MEMORY, major=9, minor=0, multi_processor_count=132)
+    name = "a GPU that is not there"
+    properties = SimpleNamespace(name=name, total_memory=MEMORY, major=9, minor=0, multi_processor_count=132)
     answers = {
         "is_available": True,
         "device_count": 1,
-        "get_device_name": "a GPU that is not there",
+        "current_device": 0,
+        "get_device_name": name,
         "get_device_capability": (9, 0),
         "get_device_properties": properties,
         "mem_get_info": (MEMORY, MEMORY),
@@ -257,6 +260,10 @@ def pretended() -> Iterator[Counter[str]]:
                 monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
             monkeypatch.setattr(attention, "varlen_attn", varlen_attn)
             monkeypatch.setattr(torch.nn.Module, "_apply", move_module)
+            monkeypatch.setattr(backend, "RECORDS", {})  # no kernel of ours runs there
+            monkeypatch.setenv("RLKERNELS_PROVE", "off")
+            backend.use({})
             yield GPUTensor.waits
     finally:
+        backend.use({})
         torch.__future__.set_overwrite_module_params_on_conversion(False)

@@ -62,7 +62,7 @@ print(rlkernels.info()["extension"])
 def test_wheel_without_the_extension(tmp_path):
     path = wheel(tmp_path, RLKERNELS_NO_EXTENSION="1")
     names = set(zipfile.ZipFile(path).namelist())
-    assert packages("**/*.py", "**/*.pyi", "**/py.typed", "proven.json") <= names
+    assert packages("**/*.py", "**/*.pyi", "**/py.typed", "records.json") <= names
     assert {f"python_trainer/configs/{path.name}" for path in ROOT.glob("configs/*.yaml")} <= names
     assert not any(name.endswith(".so") or name.startswith(("tests/", "bench/", "csrc/")) for name in names)
     zipfile.ZipFile(path).extractall(tmp_path / "site")

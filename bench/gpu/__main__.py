@@ -1,8 +1,9 @@
-"""``python -m bench.gpu``: on a GPU machine, finds out what of ours is right there and what is quick, most important
-first, and writes one record. Needs no network; builds the extension meanwhile.
+"""``python -m bench.gpu``: times our kernels and their rivals on a GPU, most important first, and writes one record.
 
-Every finding is in the record as soon as it is known, and the next call does what is not there yet. Exit code 1 when
-the build, a check, a timed row, the sanitizer or a test failed.
+It needs no network, and builds the extension meanwhile. It proves the kernels by ``python -m rlkernels prove``, times
+the large cases, a decode pass and a micro-batch of a model, and runs the tests of the kernels and compute-sanitizer.
+Every finding is in the record as soon as it is known, and the next call does what is not there yet. Exit code 1 if the
+build, a timed row, the sanitizer or a test failed.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -23,76 +25,91 @@ from rich.markup import escape
 
 from bench._case import Row
 from bench._runner import table
-from bench.gpu.build import Build
-from bench.gpu.cases import TESTS
-from bench.gpu.journal import ROOT, Journal, call_facts, name_of, record_path
-from bench.gpu.plan import FIRST, LEAST_SANITIZED_S, LIMITS_S, SANITIZED, Job, decides, plan
-from bench.gpu.process import DeviceLost, Message, Worker, run
-from bench.gpu.proven import passed, sources, unsanitized
+from bench.gpu.build import Build, run
+from bench.gpu.cases import SANITIZED
+from bench.gpu.journal import ROOT, Journal, call_facts, record_path
+from bench.gpu.worker import INPUTS
 from rlkernels.backend import OPS
+from rlkernels.proof import PROVABLE
+from rlkernels.proof.process import DeviceLost, Message, Worker
 
 LEAST_S = 5.0  # to begin a job
 LEAST_TESTS_S = 20.0  # to begin a file of tests
+LEAST_SANITIZED_S = 60.0
 BUILD_S = 240.0  # of a call, after which nobody waits for the build any more
+PROOF_S = 120.0
+SANITIZERS = ("memcheck", "racecheck")
+MODEL = ("decode", "train")
 ROW_FIELDS = Row.__dataclass_fields__
-SPINNING_TESTS = ("tests/rlkernels/triton/test_rank1.py",)
+# kind of a job -> seconds from one sign of life to the next, after which it hangs
+LIMITS_S = {"device": 120.0, "time": 120.0, "model": 120.0, "sanitize": 240.0, "tests": 300.0}
+
+
+def plan(cases: Sequence[Any], device: str, seconds: float, sanitizer: bool) -> list[Message]:
+    """All jobs, in the order in which they are done; without a GPU the first small case of each op is timed."""
+    chosen = [case for case in cases if case.timed]
+    if device != "cuda":
+        small = [case for case in cases if not case.timed]
+        chosen = [next(case for case in small if case.op == op) for op in dict.fromkeys(case.op for case in small)]
+    timed = [{"kind": "time", "op": c.op, "case": c.label, "seconds": seconds} for c in chosen]
+    jobs = [
+        *(job for job in timed if not OPS[job["op"]].cuda),  # while the extension is compiled
+        {"kind": "prove", "op": "all", "case": "for a step of Qwen2.5-0.5B"},
+        *({"kind": "model", "op": part, "case": who} for part in MODEL for who in ("torch", "triton", "auto")),
+        *(job for job in timed if OPS[job["op"]].cuda),
+        {"kind": "tests", "op": "all", "case": "the Triton kernels"},
+        *({"kind": "sanitize", "op": group, "case": tool} for group in SANITIZED for tool in SANITIZERS if sanitizer),
+    ]
+    return [{**job, "device": device} for job in jobs]
+
+
+def name_of(job: Message) -> str:
+    """What a job is called in records and on the screen: ``"time dtw: 512 x 512, length 512"``."""
+    return f"{job['kind']} {job['op']}: {job['case']}"
 
 
 class Session:
     """One call: what has been found, and how to find out more until the time is up."""
 
     def __init__(self, args: argparse.Namespace, cases: str, console: Console):
-        self.args, self.cases, self.console = args, cases, console
+        self.args, self.console = args, console
         self.end = time.monotonic() + args.budget_seconds
         self.build_end = time.monotonic() + min(BUILD_S, args.budget_seconds / 2)
         facts = call_facts(args.commit)
         self.journal = Journal(args.output or record_path(facts), facts)
         self.sanitizer = args.device == "cuda" and shutil.which("compute-sanitizer") is not None
-        limits = {"budget_s": args.budget_seconds, "sanitizer": self.sanitizer}
-        self.journal.add("call", **facts, device=args.device, **limits, sources=sources())
+        self.journal.add("call", **facts, device=args.device, budget_s=args.budget_seconds, sanitizer=self.sanitizer)
         self.env = {**os.environ, "TRITON_INTERPRET": "1" if args.device == "cpu" else "0"}
-        self.worker = Worker(self.env, cases)
+        self.worker = Worker([sys.executable, "-m", "bench.gpu.worker", cases], self.env)
         self.build: Build | None = None
+        self.doing = {"prove": self.prove, "tests": self.test, "sanitize": self.sanitize}
 
     def left(self) -> float:
         return self.end - time.monotonic()
 
-    def work(self, jobs: Sequence[Job]) -> None:
+    def work(self, jobs: Sequence[Message]) -> None:
         """Raises DeviceLost."""
         if not self.args.no_build:
             self.build = Build(self.args.device)
         try:
             if not self.journal.last("device").get("ok"):
-                self.one({"kind": "device", "device": self.args.device})
-            self.run([job for job in jobs if decides(job)])
-            proving = {file for op in FIRST for file in TESTS[op]}
-            self.test([file for file in test_files() if file in proving])
-            self.run([job for job in jobs if not decides(job) and not job.get("spins")])
-            self.test([file for file in test_files() if file not in SPINNING_TESTS])
-            self.run([job for job in jobs if job.get("spins")])
-            self.test(SPINNING_TESTS)
+                answer = self.ask({"kind": "device", "device": self.args.device})
+                if not answer.get("cut"):
+                    self.journal.add("device", **answer)
+            for job in jobs:
+                if self.left() < LEAST_S:
+                    return
+                if job["kind"] != "time" or OPS[job["op"]].cuda:
+                    self.wait_for_build()
+                if self.build is None or job["kind"] in ("time", "model"):
+                    self.doing.get(job["kind"], self.rows)(job)
         finally:
             self.worker.close()
             if self.build:
                 self.build.stop()
 
-    def run(self, jobs: Sequence[Job]) -> None:
-        for job in jobs:
-            if self.left() < LEAST_S:
-                return
-            if job["kind"] == "model" or not decides(job):
-                self.built()
-            if self.build and needs_build(job):
-                continue  # not before it is done: the next call waits for it again
-            if job["kind"] == "sanitize":
-                self.sanitize(job)
-            elif job["kind"] in ("check", "device"):
-                self.one(job)
-            else:
-                self.rows(job)
-
-    def built(self) -> None:
-        """Waits for the build while there is time for it; a worker that began without the extension starts anew."""
+    def wait_for_build(self) -> None:
+        """Waits while there is time for it; a worker that began without the extension starts anew."""
         if self.build and self.build.done(max(self.build_end - time.monotonic(), 0.0)):
             self.journal.add("build", **self.build.found)
             self.console.print(escape(f"build: {self.build.found}"), highlight=False)
@@ -100,21 +117,11 @@ class Session:
             self.build = None
             self.worker.close()
 
-    def one(self, job: Job) -> None:
-        """A job with one answer."""
-        answer = self.worker.ask(job, LIMITS_S[job["kind"]], self.end, lambda message: None)
-        if answer.get("cut"):
-            return
-        if job["kind"] == "device":
-            self.journal.add("device", **answer)
-            return
-        self.journal.add("check", **{k: job[k] for k in ("op", "case", "backend")}, **answer)
-        self.finish(job)
-        if not answer["ok"]:
-            self.console.print(f"[red]FAILED[/red] {escape(name_of(job) + ': ' + str(answer))}", highlight=False)
+    def ask(self, job: Message, hear: Any = lambda message: None) -> Message:
+        return self.worker.ask(job, LIMITS_S[job["kind"]], self.end, hear)
 
-    def rows(self, job: Job) -> None:
-        """A job that gives rows; whoever takes the process along, or hangs, gets one that says so; the others go on."""
+    def rows(self, job: Message) -> None:
+        """A job that gives rows; who takes the process along, or hangs, gets a row that says so; the others go on."""
         here = []
         while self.left() >= LEAST_S:
             begun = [""]
@@ -124,42 +131,47 @@ class Session:
                 if "row" in message:
                     here.append(self.journal.add("row", of=job["kind"], **message["row"]))
 
-            known = [e for e in self.journal.of("row") if (e["of"], e["op"], e["shape"]) == places(job)]
-            without = [e["provider"] for e in known]
-            answer = self.worker.ask({**job, "without": without}, LIMITS_S[job["kind"]], self.end, hear)
+            place = job["kind"], job["op"], job["case"]
+            known = [e["provider"] for e in self.journal.of("row") if (e["of"], e["op"], e["shape"]) == place]
+            answer = self.ask({**job, "without": known}, hear)
             if answer.get("cut"):
                 break
             if answer["ok"]:
                 self.finish(job)
                 break
             named = bool(begun[0]) and begun[0] not in [e["provider"] for e in here]
-            provider = begun[0] if named else "the inputs and the reference"
-            row = {"op": job["op"], "provider": provider, "shape": job["case"], "ok": False}
+            row = {"op": job["op"], "provider": begun[0] if named else INPUTS, "shape": job["case"], "ok": False}
             here.append(self.journal.add("row", of=job["kind"], **row, missing=answer["message"][:300]))
-            if provider not in ("the inputs and the reference",):
-                continue
-            self.finish(job)  # nobody else would fare better
-            break
-        self.show(here)
+            if row["provider"] == INPUTS:
+                self.finish(job)  # no other provider would fare better
+                break
+        if here:
+            self.console.print(table([shown(row) for row in here]))
 
-    def finish(self, job: Job) -> None:
+    def finish(self, job: Message) -> None:
         self.journal.add("done", job=name_of(job))
 
-    def show(self, rows: Sequence[Message]) -> None:
-        if rows:
-            self.console.print(table([shown(row) for row in rows]))
-        for row in rows:
-            if row["ok"] is False:
-                self.console.print(f"[red]FAILED[/red] {escape(told(row))}", highlight=False)
+    def prove(self, job: Message) -> None:
+        """In its own process, which stores the verdicts for this machine too and writes a record of its own."""
+        self.worker.close()  # its memory would be in the way
+        seconds = min(PROOF_S, self.left())
+        record = self.journal.path.with_name(f"{self.journal.path.stem}-prove.json")
+        command = [sys.executable, "-m", "rlkernels", "prove", "--again", "--device", self.args.device]
+        command += ["--seconds", str(int(seconds) - 5), "--record", str(record)]
+        command += ["--ops", *self.args.ops] if self.args.ops else []
+        code, said = run(command, self.env, seconds + 30)
+        self.console.print(said, highlight=False, markup=False)
+        self.journal.add("prove", ok=code in (0, 1), exit_code=code, said=said[-4000:])
+        self.finish(job)
 
-    def sanitize(self, job: Job) -> None:
+    def sanitize(self, job: Message) -> None:
         if self.left() < LEAST_SANITIZED_S:
             return
-        self.worker.close()  # its memory would be in the way
+        self.worker.close()
         command = ["compute-sanitizer", "--tool", job["case"], "--error-exitcode", "9"]
         if job["case"] == "memcheck":  # torch and Triton try calls that may fail, and go on
             command += ["--report-api-errors", "no"]
-        command += [sys.executable, "-m", "bench.gpu.sanitized", self.cases, *SANITIZED[job["op"]]]
+        command += [sys.executable, "-m", "bench.gpu.sanitized", *SANITIZED[job["op"]]]
         limit = min(LIMITS_S["sanitize"], self.left())
         code, said = run(command, {**self.env, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, limit)
         if code is None and limit < LIMITS_S["sanitize"]:
@@ -170,11 +182,10 @@ class Session:
         self.journal.add("sanitize", op=job["op"], case=job["case"], ok=code == 0, message=f"{how}: {closing}", **log)
         self.finish(job)
 
-    def test(self, files: Sequence[str]) -> None:
+    def test(self, job: Message) -> None:
         """The files of tests that the record lacks, side by side: most of their time goes into compiling kernels."""
         if self.args.no_tests:
             return
-        self.built()
         self.worker.close()
         lock = threading.Lock()
 
@@ -193,40 +204,27 @@ class Session:
 
         done = {e["file"] for e in self.journal.of("tests")}
         with ThreadPoolExecutor(max((os.cpu_count() or 1) // 2, 1)) as pool:
-            list(pool.map(one, [file for file in files if file not in done]))
+            list(pool.map(one, [file for file in test_files() if file not in done]))
+        if {e["file"] for e in self.journal.of("tests")} >= {*test_files()}:
+            self.finish(job)
 
-    def close(self, jobs: Sequence[Job], lost: str) -> int:
+    def close(self, jobs: Sequence[Message], lost: str) -> int:
         """Notes what is left, and prints what it came to -> exit code."""
-        left = [name_of(job) for job in jobs if not self.journal.done(job)]
-        tested = {e["file"] for e in self.journal.of("tests")}
-        left += [f"tests {file}" for file in test_files() if file not in tested]
+        left = [name_of(job) for job in jobs if not self.journal.done(name_of(job))]
         failed = [told(e) for e in self.journal.entries if e.get("ok") is False and e["kind"] != "build"]
         failed += ["build"] if self.journal.last("build").get("ok") is False else []
         failed += [f"device lost: {lost}"] if lost else []
         end = {"left_s": round(self.left(), 1), "left_out": left, "failed": failed, "lost": lost, "finished": not left}
-        proved = {op: list(names) for op, names in passed([*self.journal.entries, {"kind": "end", **end}]).items()}
-        self.journal.add("end", **end, proved=proved)
+        self.journal.add("end", **end)
         for line in failed:
             self.console.print(f"failed: {escape(line)}", highlight=False)
         rows = sum(1 for e in self.journal.of("row") if e["ok"])
-        counts = f"{sum(1 for _ in self.journal.of('check'))} checks, {rows} rows, {len(tested)} files of tests"
-        self.console.print(f"{counts}; {len(failed)} failed; {len(left)} left out", highlight=False)
-        self.console.print(f"right, and quicker than all else: {proved or 'nothing'}", highlight=False)
-        if unseen := [op for op in proved if unsanitized(self.journal.entries, op)]:
-            self.console.print(f"of these not sanitized: {', '.join(unseen)}", highlight=False)
+        tested = sum(1 for _ in self.journal.of("tests"))
+        counts = f"{rows} rows, {tested} files of tests; {len(failed)} failed; {len(left)} left out"
+        self.console.print(counts, highlight=False)
         if left:
             self.console.print("the same command goes on")
         return 1 if failed else 0
-
-
-def needs_build(job: Job) -> bool:
-    """Whether a job is of kernels in CUDA C++, which would count as failed where they are not compiled yet."""
-    ops = SANITIZED.get(job["op"], (job["op"],))
-    return job.get("backend", "cuda") == "cuda" and any(op in OPS and OPS[op].cuda for op in ops)
-
-
-def places(job: Job) -> tuple[str, str, str]:
-    return job["kind"], job["op"], job["case"]
 
 
 def shown(row: Message) -> Row:
@@ -237,8 +235,8 @@ def shown(row: Message) -> Row:
 
 def told(entry: Message) -> str:
     """A failure in one line."""
-    who = entry.get("provider") or entry.get("backend") or entry.get("file") or ""
-    why = entry.get("missing") or entry.get("message") or entry.get("closing")
+    who = entry.get("provider") or entry.get("file") or ""
+    why = entry.get("missing") or entry.get("message") or entry.get("closing") or entry.get("said")
     if not why:
         why = f"error {entry.get('error')}, allowed {entry.get('allowed')}"
     where = " ".join(str(entry[name]) for name in ("op", "case", "shape") if name in entry)
@@ -255,32 +253,32 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget-seconds", type=float, default=540, help="stop after this long (default 540)")
     parser.add_argument("--output", type=Path, help="the record (default bench/gpu/records/DEVICE-COMMIT.jsonl)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run, Triton interpreted")
-    parser.add_argument("--ops", nargs="+", default=[], metavar="OP", help="these ops only, and decode, train")
+    parser.add_argument("--ops", nargs="+", default=[], metavar="OP", help="these ops only, with the proof of them")
     parser.add_argument("--seconds", type=float, default=0.5, help="time budget per timed row")
     parser.add_argument("--commit", help="what the record names where there is no git repository")
     parser.add_argument("--no-build", action="store_true", help="use the extension as it is")
     parser.add_argument("--no-tests", action="store_true", help="leave out pytest")
     args = parser.parse_args(argv)
-    known = [*OPS, *SANITIZED, "decode", "train"]
-    unknown = [op for op in args.ops if op not in known]
-    if unknown:
-        parser.error(f"no op named {', '.join(unknown)}; there are {', '.join(known)}")
+    if unknown := [op for op in args.ops if op not in PROVABLE]:
+        parser.error(f"no op named {', '.join(unknown)}; there are {', '.join(PROVABLE)}")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("this machine has no CUDA device; --device cpu is a dry run")
     return args
 
 
-def main(argv: list[str] | None = None, cases: str = "bench.gpu.cases") -> int:
+def main(argv: list[str] | None = None, cases: str = "bench.gpu.cases:CASES") -> int:
     """Runs the command line with the cases of a module and returns its exit code."""
     args = parse(argv)
     console = Console(width=None if sys.stdout.isatty() else 120)
     session = Session(args, cases, console)
     console.print(f"record: {session.journal.path}{', which goes on' if session.journal.goes_on else ''}")
-    jobs = plan(importlib.import_module(cases).CASES, args.device, args.seconds, session.sanitizer)
-    wanted = [job for job in jobs if not session.journal.done(job) and (not args.ops or job["op"] in args.ops)]
+    module, name = cases.split(":")
+    jobs = plan(getattr(importlib.import_module(module), name), args.device, args.seconds, session.sanitizer)
+    if args.ops:
+        jobs = [job for job in jobs if job["op"] in args.ops or job["kind"] == "prove"]
     lost = ""
     try:
-        session.work(wanted)
+        session.work([job for job in jobs if not session.journal.done(name_of(job))])
     except DeviceLost as error:
         lost = str(error)
     return session.close(jobs, lost)

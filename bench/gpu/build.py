@@ -1,22 +1,24 @@
-"""Compiles the extension in the background: most of what a GPU is asked first needs none of it."""
+"""Processes of limited time: the build of the extension in the background, tests and tools in the foreground."""
 
 import os
+import selectors
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from bench.gpu.journal import ROOT
-from bench.gpu.process import DeviceLost, kill
+from rlkernels.proof.process import AFTER_KILL_S, DeviceLost, kill
 
 SPARED = 4  # processors that are left to what is measured meanwhile
 
 
 class Build:
-    """``setup.py build_ext`` for this device; without its CUDA part when that fails, so that the rest goes on."""
+    """``setup.py build_ext`` for this device; without its CUDA part if that fails, so that the rest goes on."""
 
     def __init__(self, device: str, *, with_cuda: bool = True):
         self.env = {**os.environ, "MAX_JOBS": str(max((os.cpu_count() or 1) - SPARED, 1))}
@@ -68,3 +70,34 @@ class Build:
         if kill(self.process) is None:
             raise DeviceLost("the build outlives SIGKILL")
         self.log.close()
+
+
+def run(command: Sequence[str], env: Mapping[str, str], seconds: float) -> tuple[int | None, str]:
+    """Runs a command and all that it starts for at most so long -> (exit code, None if it was cut; its output).
+
+    Raises:
+        DeviceLost: it outlives SIGKILL.
+    """
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        process_group=0,
+    )  # fmt: skip
+    assert process.stdout
+    said, end, code = bytearray(), time.monotonic() + max(seconds, 0.0), None
+    try:
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            while code is None and (left := end - time.monotonic()) > 0:
+                if selector.select(left):
+                    data = os.read(process.stdout.fileno(), 65536)
+                    said += data
+                    if not data:
+                        code = process.wait(timeout=max(end - time.monotonic(), 0.0))
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        if kill(process) is None:  # with whatever it left behind
+            raise DeviceLost(f"{' '.join(command)[:200]} is still there {AFTER_KILL_S:.0f} s after SIGKILL")
+        process.stdout.close()
+    text = said.decode(errors="replace")
+    return code, text if code is not None else f"{text}\ncut after {seconds:.0f} s".lstrip()

@@ -1,6 +1,6 @@
 """The record of what was found on a GPU: one line of JSON a finding, on disk as soon as it is known.
 
-Lines are only ever added, so a call that is killed leaves all that it had found, and the next call goes on.
+Lines are only ever added. A call that is killed leaves what it had found, and the next call goes on.
 """
 
 import json
@@ -21,12 +21,13 @@ class Journal:
     """A record and its file. ``entries`` holds what is in it, oldest first."""
 
     def __init__(self, path: Path, facts: Mapping[str, Any]):
-        """Goes on with the file where it is of the same device, torch and named commit; else moves it aside."""
+        """Goes on with the file if it is of the same device, torch and named commit; else moves it aside."""
         self.path, self.entries = path, list[Entry]()
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             found = read(path)
-            if goes_on(found, facts):
+            named = facts["commit"] != "unknown" and not facts["commit"].endswith("-dirty")
+            if named and found and all(found[0].get(name) == facts[name] for name in SAME):
                 self.entries = found
                 path.write_text("".join(map(line, found)))  # without what a killed call left half-written
             else:
@@ -46,18 +47,12 @@ class Journal:
         return (entry for entry in self.entries if entry["kind"] == kind)
 
     def last(self, kind: str) -> Entry:
-        """The last of its kind; empty where there is none."""
+        """The last of its kind; empty if there is none."""
         return next((entry for entry in reversed(self.entries) if entry["kind"] == kind), {})
 
-    def done(self, job: Mapping[str, Any]) -> bool:
+    def done(self, name: str) -> bool:
         """Whether a job was finished, well or not."""
-        return any(found["job"] == name_of(job) for found in self.of("done"))
-
-
-def name_of(job: Mapping[str, Any]) -> str:
-    """What a job is called in records and on the screen: ``"check dtw on cuda: 7 x 5"``."""
-    backend = f" on {job['backend']}" if "backend" in job else ""
-    return f"{job['kind']} {job['op']}{backend}: {job['case']}"
+        return any(found["job"] == name for found in self.of("done"))
 
 
 def line(entry: Entry) -> str:
@@ -65,7 +60,7 @@ def line(entry: Entry) -> str:
 
 
 def read(path: Path) -> list[Entry]:
-    """The entries of a record; a last line that a killed call left half-written is left out.
+    """The entries of a record, without a last line that a killed call left half-written.
 
     Raises:
         ValueError: it is no record.
@@ -82,22 +77,14 @@ def read(path: Path) -> list[Entry]:
         if not isinstance(entry, dict) or not isinstance(entry.get("kind"), str):
             raise ValueError(f"{path}, line {number + 1} is no entry of a record: {text[:80]}")
         entries.append(entry)
-    if entries and entries[0]["kind"] != "call":
-        raise ValueError(f"{path} is no record of python -m bench.gpu: it begins with {entries[0]['kind']!r}")
     return entries
 
 
-def goes_on(entries: list[Entry], facts: Mapping[str, Any]) -> bool:
-    """Whether a call with these facts may add to the entries: a commit must say what the code is."""
-    named = facts["commit"] != "unknown" and not facts["commit"].endswith("-dirty")
-    return named and bool(entries) and all(entries[0].get(name) == facts[name] for name in SAME)
-
-
 def call_facts(commit: str | None) -> dict[str, Any]:
-    """What a record says about a call as a whole; ``commit`` for where there is no git repository."""
+    """What a record says about a call as a whole; ``commit`` for a checkout without git."""
     return {**_runner.stamp(), **({"commit": commit} if commit else {})}
 
 
 def record_path(facts: Mapping[str, Any], ending: str = ".jsonl") -> Path:
-    """Where the record of such a call is looked for, and goes, unless an option says otherwise."""
+    """Where the record of such a call lies unless an option says otherwise."""
     return RECORDS / f"{(facts['gpu'] or 'cpu').replace(' ', '-')}-{facts['commit']}{ending}"

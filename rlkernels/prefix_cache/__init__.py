@@ -6,7 +6,7 @@ import torch
 
 from rlkernels import _check
 from rlkernels import backend as _backend
-from rlkernels.prefix_cache import reference
+from rlkernels.prefix_cache import library, reference
 from rlkernels.prefix_cache.cache import OutOfBlocks, PagedKVCache, Sequence
 from rlkernels.prefix_cache.layout import GroupedLayout
 
@@ -109,7 +109,7 @@ def paged_attention(
     else:
         if query.device.type == "cpu":
             _check_lengths(query, key_cache, sequences)
-        out, lse = _kernels(chosen).paged_attention(*args)
+        out, lse = _attention(chosen, query, key_cache).paged_attention(*args)
     return (out, lse) if return_lse else out
 
 
@@ -158,7 +158,7 @@ def shared_prefix_attention(
         if query.device.type == "cpu":
             _check_lengths(query, key_cache, sequences)
             _check_values(groups, len(seq_lens), key_cache)
-        out, lse = _kernels(chosen).shared_prefix_attention(*args)
+        out, lse = _attention(chosen, query, key_cache).shared_prefix_attention(*args)
     return (out, lse) if return_lse else out
 
 
@@ -230,6 +230,8 @@ def grouped_attention(
     chosen = _choose("grouped_attention", backend, query)
     if chosen != "torch":
         return _GroupedAttention.apply(query, key, value, layout, float(scale), chosen)
+    if library.suits(query):
+        return library.grouped_attention(query, key, value, layout, float(scale))
     on_cpu = _backend.runs_on(query.device) == "cpu"
     plain = reference.grouped_attention if on_cpu else reference.grouped_attention_by_kernels
     return plain(query, key, value, layout, float(scale))
@@ -277,6 +279,11 @@ def _kernels(chosen: str) -> Any:
     from rlkernels.prefix_cache import triton_kernels
 
     return triton_kernels
+
+
+def _attention(chosen: str, query: torch.Tensor, cache: torch.Tensor) -> Any:
+    """The same for attention; "torch" is FlashAttention where it runs."""
+    return library if chosen == "torch" and library.suits(query, cache) else _kernels(chosen)
 
 
 def _choose(op: str, backend: str, *tensors: torch.Tensor) -> str:

@@ -24,8 +24,7 @@ class GroupedLayout:
         num_tokens: T.
         paged: what :func:`shared_prefix_attention` takes after the caches, if every token is a block of its own; made
             at once, so that torch.compile finds tensors and need not look into them.
-        tiles: what the Triton kernels have worked out for this layout, by block size, query heads a KV head,
-            KV heads and device.
+        tiles: what kernels have worked out for this layout and use in every layer, by sizes and device.
 
     Raises:
         ValueError: negative lengths, or ``group_starts`` that does not rise from 0 to S in G + 1 entries.
@@ -50,7 +49,7 @@ class GroupedLayout:
         self.suffix_groups = torch.arange(groups, device="cpu").repeat_interleave(members)  # [S]
         self.num_tokens = int(self.prefix_lens.sum() + self.suffix_lens.sum())
         self.paged = self._as_pages()
-        self.tiles: dict[tuple[int, int, int, torch.device], Any] = {}
+        self.tiles: dict[tuple[Any, ...], Any] = {}
 
     def spans(self) -> list[tuple[slice, list[slice]]]:
         """Per group: the tokens of its prefix and of each of its suffixes."""

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rlkernels.backend import on_its_device, triton_interpreted
+from rlkernels.backend import kernel_op, triton_interpreted
 
 LN2 = tl.constexpr(0.6931471805599453)
 MIN_SPLIT_KEYS = 256  # a split reads at least so many keys: its partial result is written and read again
@@ -149,21 +149,31 @@ def _merge_kernel(
     tl.store(lse + row, natural, mask=inside)
 
 
-@triton.jit(do_not_specialize=["count", "total"])
-def _write_kernel(
-    rows, cache, slots, count, heads, total,
-    row_token, row_head, row_dim, cache_block, cache_slot, cache_head, cache_dim,
-    DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """The count = T * heads rows of [T, heads, DIM] into their slots; a slot outside the cache is left out."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+@triton.jit
+def _write_rows(rows, cache, row, slot, mask, heads, row_token, row_head, row_dim, cache_block, cache_slot, cache_head,
+                cache_dim, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     token, head = row // heads, row % heads
-    slot = tl.load(slots + token, mask=row < count, other=-1)
     dim = tl.arange(0, BLOCK_D)
-    mask = ((slot >= 0) & (slot < total))[:, None] & (dim < DIM)[None, :]
     x = tl.load(rows + (token * row_token + head * row_head)[:, None] + dim[None, :] * row_dim, mask=mask)
     to = slot // BLOCK_SIZE * cache_block + slot % BLOCK_SIZE * cache_slot + head * cache_head
     tl.store(cache + to[:, None] + dim[None, :] * cache_dim, x.to(cache.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["count", "total"])
+def _write_kernel(
+    key, value, key_cache, value_cache, slots, count, heads, total,
+    key_token, key_head, key_dim, value_token, value_head, value_dim,
+    keys_block, keys_slot, keys_head, keys_dim, values_block, values_slot, values_head, values_dim,
+    DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The count = T * heads rows of [T, heads, DIM], twice, into their slots; a slot outside the cache is left out."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    slot = tl.load(slots + row // heads, mask=row < count, other=-1)
+    mask = ((slot >= 0) & (slot < total))[:, None] & (tl.arange(0, BLOCK_D) < DIM)[None, :]
+    _write_rows(key, key_cache, row, slot, mask, heads, key_token, key_head, key_dim, keys_block, keys_slot, keys_head,
+                keys_dim, BLOCK_SIZE, BLOCK_D)  # fmt: skip
+    _write_rows(value, value_cache, row, slot, mask, heads, value_token, value_head, value_dim, values_block,
+                values_slot, values_head, values_dim, BLOCK_SIZE, BLOCK_D)  # fmt: skip
 
 
 @functools.cache
@@ -259,8 +269,7 @@ def _nothing(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-@torch.library.custom_op("rlkernels::paged_attention_triton", mutates_args=())
-@on_its_device
+@kernel_op("rlkernels::paged_attention_triton")
 def paged_attention(
     query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, block_tables: torch.Tensor,
     seq_lens: torch.Tensor, query_starts: torch.Tensor, scale: float,
@@ -274,8 +283,7 @@ def paged_attention(
     return _finished(query, out, lse)
 
 
-@torch.library.custom_op("rlkernels::shared_prefix_attention_triton", mutates_args=())
-@on_its_device
+@kernel_op("rlkernels::shared_prefix_attention_triton")
 def shared_prefix_attention(
     query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, group_tables: torch.Tensor,
     group_lens: torch.Tensor, group_starts: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor,
@@ -299,8 +307,7 @@ def _(query, *_):
     return _nothing(query)
 
 
-@torch.library.custom_op("rlkernels::merge_attention_triton", mutates_args=())
-@on_its_device
+@kernel_op("rlkernels::merge_attention_triton")
 def merge_attention(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -315,8 +322,7 @@ def _(out_a, lse_a, out_b, lse_b):
     return torch.empty_like(out_a), torch.empty_like(lse_a)
 
 
-@torch.library.custom_op("rlkernels::write_kv_triton", mutates_args=("key_cache", "value_cache"))
-@on_its_device
+@kernel_op("rlkernels::write_kv_triton", mutates=("key_cache", "value_cache"))
 def write_kv(
     key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
 ) -> None:
@@ -326,13 +332,13 @@ def write_kv(
         return
     block_d, block_size = _block_d(dim), key_cache.shape[1]
     block_r = max(1, 2048 // block_d)
-    for rows, cache in ((key, key_cache), (value, value_cache)):
-        if triton_interpreted():
-            rows = rows.to(cache.dtype)
-        _write_kernel[(triton.cdiv(tokens * heads, block_r),)](
-            rows, cache, slots, tokens * heads, heads, key_cache.shape[0] * block_size, *rows.stride(), *cache.stride(),
-            DIM=dim, BLOCK_SIZE=block_size, BLOCK_R=block_r, BLOCK_D=block_d,
-        )  # fmt: skip
+    if triton_interpreted():
+        key, value = key.to(key_cache.dtype), value.to(value_cache.dtype)
+    _write_kernel[(triton.cdiv(tokens * heads, block_r),)](
+        key, value, key_cache, value_cache, slots, tokens * heads, heads, key_cache.shape[0] * block_size,
+        *key.stride(), *value.stride(), *key_cache.stride(), *value_cache.stride(),
+        DIM=dim, BLOCK_SIZE=block_size, BLOCK_R=block_r, BLOCK_D=block_d,
+    )  # fmt: skip
 
 
 @write_kv.register_fake

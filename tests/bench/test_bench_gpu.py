@@ -13,55 +13,41 @@ import torch
 
 from bench import Row
 from bench.gpu import __main__ as command
-from bench.gpu.build import Build
-from bench.gpu.cases import CASES, HOST_ONLY, TESTS
-from bench.gpu.journal import name_of, read
-from bench.gpu.plan import FIRST, MODEL_OPS, SANITIZED, plan
-from bench.gpu.process import run
+from bench.gpu.build import Build, run
+from bench.gpu.cases import CASES, LARGE, SANITIZED, TESTS
+from bench.gpu.journal import read
 from rlkernels.backend import OPS
+from rlkernels.proof import PROVABLE
+from rlkernels.proof.cases import SMALL
 
 
-def test_every_op_that_runs_on_a_gpu_is_checked_timed_and_tested():
-    for name in OPS.keys() - set(HOST_ONLY):
-        assert any(case.op == name and not case.timed for case in CASES), f"no small case for {name}"
-        assert any(case.op == name and case.timed for case in CASES), f"no timed case for {name}"
-    assert {case.op for case in CASES} <= OPS.keys()
+def test_every_op_with_a_gpu_kernel_is_timed_tested_and_sanitized():
+    assert {case.op for case in LARGE} == {*PROVABLE} == TESTS.keys() and all(case.timed for case in LARGE)
     assert len({(case.op, case.label) for case in CASES}) == len(CASES)
-    assert TESTS.keys() == {name for name, op in OPS.items() if op.triton or op.cuda}
     assert {file for files in TESTS.values() for file in files} <= set(command.test_files())
-    sanitized = [op for ops in SANITIZED.values() for op in ops]
-    assert sorted(sanitized) == sorted(op for op in TESTS if command.SPINNING_TESTS[0] not in TESTS[op])
+    rank1 = {op for op in PROVABLE if "rank1" in TESTS[op][0]}  # a kernel of theirs waits for other programs
+    assert sorted(op for ops in SANITIZED.values() for op in ops) == sorted({*PROVABLE} - rank1)
 
 
-def test_what_matters_most_comes_first_and_what_may_hang_last():
-    jobs = plan(CASES, "cuda", 0.5, sanitizer=True)
-    kinds = [
-        "spins" if job.get("spins") else "first" if job["op"] in FIRST and job["kind"] in ("check", "time")
-        else "rest" if job["kind"] in ("check", "time") else job["kind"]
-        for job in jobs
-    ]  # fmt: skip
-    assert list(dict.fromkeys(kinds)) == ["first", "model", "sweep", "sanitize", "rest", "spins"]
-    assert kinds == sorted(kinds, key=list(dict.fromkeys(kinds)).index)
-    ops = [job["op"] for job in jobs if job["kind"] == "time"]
-    assert ops[0] == "paged_attention" and {job["op"] for job in jobs if job.get("spins")} == {
-        "top1_delta",
-        "top1_deltas",
-    }
-    assert len({name_of(job) for job in jobs}) == len(jobs)
-    labels = {(case.op, case.label): case for case in CASES}
-    for job in jobs:
-        if job["kind"] in ("check", "time", "sweep"):
-            assert labels[job["op"], job["case"]].timed == (job["kind"] != "check")
-    for ops in [*MODEL_OPS.values(), *SANITIZED.values()]:
-        assert all(OPS[op].triton or OPS[op].cuda for op in ops)
+def test_the_proof_comes_first_of_all_that_needs_the_extension():
+    jobs = command.plan(CASES, "cuda", 0.5, sanitizer=True)
+    kinds = [job["kind"] for job in jobs]
+    assert list(dict.fromkeys(kinds)) == ["time", "prove", "model", "tests", "sanitize"]
+    before = jobs[: kinds.index("prove")]
+    assert before[0]["op"] == "paged_attention" and not any(OPS[job["op"]].cuda for job in before)
+    assert len({command.name_of(job) for job in jobs}) == len(jobs)
+    assert sorted((j["op"], j["case"]) for j in jobs if j["kind"] == "time") == sorted((c.op, c.label) for c in LARGE)
+    dry = command.plan(CASES, "cpu", 0.5, sanitizer=False)
+    first = {case.op: case.label for case in reversed(SMALL)}
+    assert {j["op"]: j["case"] for j in dry if j["kind"] == "time"} == first
 
 
 OPTIONS = ["--device", "cpu", "--no-build", "--no-tests", "--seconds", "0.001"]
 
 
-def dry_run(path, *arguments, cases="bench.gpu.cases"):
+def dry_run(path, *arguments):
     """Runs the command without a build and tests -> (exit code, entries of the record)."""
-    return command.main([*OPTIONS, "--output", str(path), "--commit", "abc", *arguments], cases), read(path)
+    return command.main([*OPTIONS, "--output", str(path), "--commit", "abc", *arguments]), read(path)
 
 
 class Answers:
@@ -70,7 +56,7 @@ class Answers:
     def __init__(self, **found):
         self.asked, self.found = [], found
 
-    def __call__(self, env, cases):
+    def __call__(self, command, env):
         return self
 
     def ask(self, job, limit, end, hear):
@@ -95,86 +81,77 @@ def of(entries, kind):
     return [e for e in entries if e["kind"] == kind]
 
 
-def test_dry_run_leaves_a_record(tmp_path, capsys):
+@pytest.fixture
+def unproved(monkeypatch):
+    """The proof is skipped, and counts as done."""
+    monkeypatch.setattr(command.Session, "prove", lambda self, job: self.finish(job))
+
+
+@pytest.mark.slow
+def test_dry_run_leaves_a_record_and_one_of_the_proof(tmp_path, capsys):
     path = tmp_path / "record.jsonl"
-    code, entries = dry_run(path, "--ops", "keyed_uniform", "merge_attention", "write_kv")
-    assert code == 0 and entries[0]["commit"] == "abc" and entries[0]["sources"]["dtw"].keys() == {"cuda", "triton"}
-    assert of(entries, "device")[0]["copy_bandwidth_bytes_s"] > 0
-    checked = {(c["op"], c["backend"]): c["ok"] for c in of(entries, "check")}
-    assert checked["keyed_uniform", "cpu"] and checked["merge_attention", "torch"] and checked["write_kv", "triton"]
+    code, entries = dry_run(path, "--ops", "merge_attention", "write_kv")
+    assert code == 0 and entries[0]["commit"] == "abc" and of(entries, "device")[0]["copy_bandwidth_bytes_s"] > 0
     timed = {(r["op"], r["provider"]): r for r in of(entries, "row")}
     assert timed["write_kv", "cpu"]["ok"] and timed["merge_attention", "triton"]["median_s"] > 0
-    left = entries[-1]["left_out"]
-    assert not entries[-1]["finished"] and left and not any("merge_attention" in line for line in left)
-    assert "0 failed" in capsys.readouterr().out
+    assert of(entries, "prove")[0]["ok"] and "merge_attention" in of(entries, "prove")[0]["said"]
+    proof = json.loads((tmp_path / "record-prove.json").read_text())
+    assert proof["verdicts"].keys() | proof["left_out"].keys() == {"merge_attention", "write_kv"}
+    assert entries[-1]["finished"] and "0 failed" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("unproved")
 def test_next_call_does_what_the_record_lacks(tmp_path, monkeypatch):
-    path, worker = tmp_path / "record.jsonl", Answers(time=[ROW], sweep=[ROW], model=[ROW])
+    path, worker = tmp_path / "record.jsonl", Answers(time=[ROW], model=[ROW])
     monkeypatch.setattr(command, "Worker", worker)
-    monkeypatch.setattr(command, "test_files", list)
-    jobs = plan(CASES, "cpu", 0.001, sanitizer=False)
-    _, first = dry_run(path, "--ops", "keyed_uniform")
-    assert not first[-1]["finished"] and len(first[-1]["left_out"]) == len(jobs) - 3  # cpu, torch, timed
-    assert "check merge_attention on torch: 1023 x 7 x 64" in first[-1]["left_out"]
+    monkeypatch.setattr(command.Session, "test", lambda self, job: self.finish(job))
+    jobs = command.plan(CASES, "cpu", 0.001, sanitizer=False)
+    _, first = dry_run(path, "--ops", "delta_matvec")
+    assert first[-1]["finished"] and [job["op"] for job in worker.asked[1:]] == ["delta_matvec"]
     _, second = dry_run(path)
     assert second[-1]["finished"] and second[-1]["left_out"] == [] and second[: len(first)] == first
     done = [{k: v for k, v in job.items() if k != "without"} for job in worker.asked if job["kind"] != "device"]
-    assert len(done) == len(jobs) and all(job in jobs for job in done)
+    assert sorted(map(command.name_of, done)) == sorted(
+        command.name_of(job) for job in jobs if job["kind"] in ("time", "model")
+    )
     count = len(worker.asked)
     dry_run(path)
     assert len(worker.asked) == count
     # of other code, or of code that no commit names, nothing is kept, and nothing is lost
-    assert len(of(dry_run(path, "--ops", "keyed_uniform", "--commit", "abd")[1], "check")) == 2
+    assert len(of(dry_run(path, "--ops", "delta_matvec", "--commit", "abd")[1], "row")) == 1
     assert read(path.with_name("record.jsonl.before"))[0]["commit"] == "abc"
     for commit in ("abd-dirty", "unknown"):
         path.write_text("".join(json.dumps({**e, "commit": commit}) + "\n" for e in second))
-        assert len(of(dry_run(path, "--ops", "keyed_uniform", "--commit", commit)[1], "check")) == 2
+        assert len(of(dry_run(path, "--ops", "delta_matvec", "--commit", commit)[1], "row")) == 1
 
 
-def test_what_matters_is_tested_before_anything_else_is_tried(tmp_path, monkeypatch):
-    done = []
-    monkeypatch.setattr(command, "Worker", Answers())
-    monkeypatch.setattr(command, "plan", lambda *_: plan(CASES, "cuda", 0.5, sanitizer=True))
-    monkeypatch.setattr(command.Session, "run", lambda self, jobs: done.append(jobs))
-    monkeypatch.setattr(command.Session, "test", lambda self, files: done.append(list(files)))
-    dry_run(tmp_path / "record.jsonl")
-    first, tests, rest, others, spins, spinning = done
-    assert {job["kind"] for job in first} == {"check", "time", "model"}
-    assert {file for op in FIRST for file in TESTS[op]} == set(tests)
-    assert rest[0]["kind"] == "sweep" and all(job["spins"] for job in spins)
-    assert {*tests, *others, *spinning} == set(command.test_files())
-    assert [*first, *rest, *spins] == plan(CASES, "cuda", 0.5, sanitizer=True)
-
-
+@pytest.mark.usefixtures("unproved")
 def test_inputs_that_cannot_be_made_are_tried_once(tmp_path, monkeypatch):
     worker = Answers(time={"ok": False, "message": "the process died with code 7: [/]"})
     monkeypatch.setattr(command, "Worker", worker)
-    code, entries = dry_run(tmp_path / "record.jsonl", "--ops", "silu_mul")
+    code, entries = dry_run(tmp_path / "record.jsonl", "--ops", "top1_delta")
     (row,) = of(entries, "row")
     assert code == 1 and row["provider"] == "the inputs and the reference" and "code 7: [/]" in row["missing"]
     assert sum(job["kind"] == "time" for job in worker.asked) == 1
-    assert {"kind": "done", "job": "time silu_mul: 37 x 1023 float32"} in entries
+    assert {"kind": "done", "job": "time top1_delta: 257 x 1023"} in entries
 
 
+@pytest.mark.usefixtures("unproved")
 def test_a_rival_that_is_not_installed_is_no_failure(tmp_path, monkeypatch, capsys):
     absent = {"row": {**ROW["row"], "provider": "FlashInfer", "ok": None, "median_s": None, "missing": "flashinfer"}}
     monkeypatch.setattr(command, "Worker", Answers(time=[ROW, absent]))
-    code, entries = dry_run(tmp_path / "record.jsonl", "--ops", "silu_mul")
+    code, entries = dry_run(tmp_path / "record.jsonl", "--ops", "top1_delta")
     printed = " ".join(capsys.readouterr().out.split())
     assert code == 0 and entries[-1]["failed"] == [] and of(entries, "row")[1]["missing"] == "flashinfer"
     assert "FlashInfer: flashinfer is not installed" in printed and "FAILED" not in printed
 
 
+@pytest.mark.usefixtures("unproved")
 def test_what_the_end_of_the_budget_cuts_is_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "Worker", Answers(check={"ok": False, "cut": True}, time={"ok": False, "cut": True}))
-    code, entries = dry_run(tmp_path / "record.jsonl", "--ops", "keyed_uniform")
-    assert code == 0 and not of(entries, "check") and not of(entries, "row")
-    assert "check keyed_uniform on cpu: 2053" in entries[-1]["left_out"]
-    hung = {"ok": False, "hung": True, "message": "hung for 120 s and was killed"}
-    monkeypatch.setattr(command, "Worker", Answers(check=hung))
-    code, entries = dry_run(tmp_path / "other.jsonl", "--ops", "keyed_uniform")
-    assert code == 1 and [found["ok"] for found in of(entries, "check")] == [False, False]  # its own limit: it hangs
+    monkeypatch.setattr(command, "Worker", Answers(time={"ok": False, "cut": True}))
+    code, entries = dry_run(tmp_path / "record.jsonl", "--ops", "delta_matvec")
+    assert code == 0 and not of(entries, "row")
+    assert "time delta_matvec: 257 x 1023" in entries[-1]["left_out"]
 
 
 def test_tests_are_recorded_file_by_file(tmp_path, monkeypatch):
@@ -188,12 +165,12 @@ def test_tests_are_recorded_file_by_file(tmp_path, monkeypatch):
         (tmp_path / f"test_{name}.py").write_text(source)
     files = {name: str(tmp_path / f"test_{name}.py") for name in sources}
     monkeypatch.setattr(command, "test_files", lambda: list(files.values()))
-    monkeypatch.setattr(command, "SPINNING_TESTS", ())
+    monkeypatch.setattr(command, "plan", lambda *_: [{"kind": "tests", "op": "all", "case": "files", "device": "cpu"}])
     monkeypatch.setattr(command, "LEAST_TESTS_S", 0.0)
     monkeypatch.setitem(command.LIMITS_S, "tests", 60.0)
     monkeypatch.setattr(command, "run", lambda c, env, s: run(c, env, 2 if files["endless"] in c else s))
     monkeypatch.setattr(command, "Worker", Answers())
-    options = ["--device", "cpu", "--no-build", "--ops", "decode", "--output", str(tmp_path / "record.jsonl")]
+    options = ["--device", "cpu", "--no-build", "--output", str(tmp_path / "record.jsonl")]
     assert command.main([*options, "--commit", "abc"]) == 1
     entries = read(tmp_path / "record.jsonl")
     found = {test["file"]: test for test in of(entries, "tests")}
@@ -218,8 +195,9 @@ def test_sanitizer_is_judged_by_its_exit_code(tmp_path, monkeypatch):
 
     monkeypatch.setattr(command, "run", sanitizer)
     monkeypatch.setattr(command, "Worker", Answers())
-    monkeypatch.setattr(command, "plan", lambda *_: [j for j in plan(CASES, "cuda", 1, True) if j["op"] == "dtw"])
-    code, entries = dry_run(tmp_path / "record.jsonl", "--ops", "dtw")
+    jobs = [job for job in command.plan(CASES, "cuda", 1, True) if job["kind"] == "sanitize" and job["op"] == "dtw"]
+    monkeypatch.setattr(command, "plan", lambda *_: jobs)
+    code, entries = dry_run(tmp_path / "record.jsonl")
     found = {e["case"]: e for e in of(entries, "sanitize")}
     assert code == 1 and found["memcheck"]["ok"] and found["memcheck"]["message"] == "clean: 6 calls"
     assert not found["racecheck"]["ok"] and "hazard" in found["racecheck"]["log"]
@@ -231,7 +209,7 @@ def test_sanitizer_is_judged_by_its_exit_code(tmp_path, monkeypatch):
 
 def test_sanitized_process_calls_the_kernels():
     done = subprocess.run(
-        [sys.executable, "-m", "bench.gpu.sanitized", "bench.gpu.cases", "write_kv"], cwd=command.ROOT, text=True,
+        [sys.executable, "-m", "bench.gpu.sanitized", "write_kv"], cwd=command.ROOT, text=True,
         env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0 and done.stdout.splitlines() == ["write_kv on triton: 2053 tokens", "1 calls"], done
@@ -241,12 +219,11 @@ def test_tests_of_the_gpu_need_few_packages():
     """A GPU machine may lack what only the trainer needs."""
     imported = set()
     shared = [f"tests/{name}.py" for name in ("conftest", "support", "aot_example", "rank1_cases")]
-    cases = [path.relative_to(command.ROOT) for path in (command.ROOT / "bench/gpu/cases").glob("*.py")]
-    records = [f"bench/{name}.py" for name in ("__init__", "_case", "_limits", "gpu/proven", "gpu/journal", "gpu/plan")]
-    for file in [*command.test_files(), *shared, "tests/rlkernels/triton/conftest.py", *cases, *records]:
+    proof = [path.relative_to(command.ROOT) for path in (command.ROOT / "rlkernels/proof").rglob("*.py")]
+    for file in [*command.test_files(), *shared, "tests/rlkernels/triton/conftest.py", *proof]:
         imported |= set(re.findall(r"^(?:from|import) (\w+)", (command.ROOT / file).read_text(), re.MULTILINE))
     ours = {"rlkernels", "bench", "support", "aot_example", "rank1_cases"}
-    assert imported - ours - sys.stdlib_module_names <= {"torch", "triton", "pytest", "numpy"}
+    assert imported - ours - sys.stdlib_module_names <= {"torch", "triton", "pytest", "numpy", "yaml"}
 
 
 SETUP = """
@@ -297,51 +274,20 @@ def test_a_slow_build_is_waited_for_half_of_the_time_at_most(tmp_path, monkeypat
         def stop(self):
             waited.append("stop")
 
-    worker = Answers(time=[ROW])
+    worker, proved = Answers(time=[ROW], model=[ROW]), []
     monkeypatch.setattr(command, "Build", Slow)
     monkeypatch.setattr(command, "Worker", worker)
+    monkeypatch.setattr(command.Session, "prove", lambda self, job: proved.append(job))
     path = tmp_path / "record.jsonl"
     options = ["--device", "cpu", "--no-tests", "--output", str(path), "--commit", "abc", "--budget-seconds", "100"]
-    command.main([*options, "--ops", "write_kv", "silu_mul"])
-    assert waited[-1] == "stop" and all(0 <= s <= 50 for s in waited[:-1]) and len(waited) == (2 if done else 4)
-    assert len(of(read(path), "build")) == done
-    # what needs no extension did not wait
-    assert [job["op"] for job in worker.asked if job["kind"] == "check"][:3] == ["write_kv"] * 3
-    assert {job["op"] for job in worker.asked if job["kind"] == "time"} == {"write_kv", "silu_mul"}
-
-
-def test_what_waits_for_a_build_that_is_not_done_is_left_for_the_next_call(tmp_path, monkeypatch):
-    """And not recorded as failed: neither checks of kernels in CUDA C++, nor rows or the sanitizer."""
-
-    class Build:
-        def __init__(self, device):
-            self.found = {"ok": True, "seconds": 1.0}
-
-        def done(self, seconds):
-            return finished
-
-        def stop(self):
-            pass
-
-    worker, sanitized = Answers(time=[ROW]), []
-    monkeypatch.setattr(command, "Build", Build)
-    monkeypatch.setattr(command, "Worker", worker)
-    monkeypatch.setattr(command, "plan", lambda *_: [j for j in plan(CASES, "cuda", 1, True) if j["op"] == "dtw"])
-    monkeypatch.setattr(command, "run", lambda command, *_: sanitized.append(command[2]) or (0, "clean"))
-    path = tmp_path / "record.jsonl"
-    options = ["--device", "cpu", "--no-tests", "--output", str(path), "--commit", "abc", "--ops", "dtw"]
-    finished = False
     assert command.main(options) == 0
-    entries, left = read(path), read(path)[-1]["left_out"]
-    assert {e["backend"] for e in of(entries, "check")} == {"triton", "torch"}
-    assert not of(entries, "row") and not sanitized and "check dtw on cuda: 7 x 5" in " ".join(left)
-    assert {line.split()[0] for line in left} >= {"check", "time", "sanitize"}
-    finished = True
-    assert command.main(options) == 0
-    later = read(path)[len(entries) :]
-    assert {e["backend"] for e in of(later, "check")} == {"cuda"} and of(later, "row")
-    assert sanitized == ["memcheck", "racecheck"]
-    assert {line.split()[0] for line in later[-1]["left_out"]} == {"tests"}
+    assert waited[-1] == "stop" and all(0 <= s <= 50 for s in waited[:-1])
+    assert len(of(read(path), "build")) == done == len(proved)
+    # what needs no extension did not wait, and what needs it is left for the next call where it is not there
+    timed = [job["op"] for job in worker.asked if job["kind"] == "time"]
+    assert timed[0] == "paged_attention" and {*timed} == {op for op in PROVABLE}
+    left = read(path)[-1]["left_out"]
+    assert any(line.startswith("prove") for line in left) and not any(line.startswith("model") for line in left)
 
 
 def test_a_command_is_cut_with_all_that_it_started(tmp_path):

@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 def row_of(part, without=()):
     found = []
-    assert model.run(part, "default", CPU, list(without), found.append) == {"ok": True}
+    assert model.run(part, "auto", CPU, list(without), found.append) == {"ok": True}
     return found[-1]["row"] if found else None
 
 
@@ -25,7 +25,7 @@ def test_a_part_of_the_model_is_judged_timed_and_profiled(part):
     # of decoding the difference of two timings, which noise may turn around at this size
     assert row["median_s"] * row["tokens_per_s"] > 0 and (part == "decode" or row["median_s"] > 0)
     assert any(line["name"].startswith("aten::") and line["calls"] > 0 for line in row["profile"])
-    assert row_of(part, without=["default"]) is None
+    assert row_of(part, without=["auto"]) is None
 
 
 @pytest.mark.slow

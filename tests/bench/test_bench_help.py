@@ -6,7 +6,7 @@ import sys
 import pytest
 
 PACKAGES = ("bench", "bench.faults", "bench.gpu", "bench.soak", "bench.studies", "bench.sweep")
-COMMANDS = [*(f"{package}.__main__" for package in PACKAGES), "bench.gpu.proven", "bench.studies.lossless"]
+COMMANDS = [*(f"{package}.__main__" for package in PACKAGES), "bench.gpu.records", "bench.studies.lossless"]
 
 
 @pytest.mark.parametrize("module", COMMANDS)

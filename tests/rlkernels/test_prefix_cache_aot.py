@@ -3,7 +3,7 @@
 import importlib.util
 
 import pytest
-from aot_kernels import ATTEND, FLOATS, PAGED, STRIDES, UNIT
+from aot_kernels import ATTEND, FLOATS, PAGED, STRIDES, UNIT, WRITE_STRIDES, WRITE_UNITS
 from support import lacks
 from triton_aot import Kernel, compile_for
 
@@ -38,17 +38,15 @@ def test_attention_compiles_ahead_of_time():
 def test_merging_and_writing_compile_ahead_of_time():
     floats, lses = ("first_out", "rest_out"), ("first_lse", "rest_lse", "lse")
     merge = {**dict.fromkeys((*floats, *lses), "*fp32"), "out": "*bf16", "rows": "i32", "rest": "i32"}
-    strides = ("row_token", "row_head", "cache_block", "cache_slot", "cache_head")
     write = {
-        "rows": "*fp32",
-        "cache": "*bf16",
+        **dict.fromkeys(("key", "value"), "*fp32"),
+        **dict.fromkeys(("key_cache", "value_cache"), "*bf16"),
         "slots": "*i64",
-        **dict.fromkeys(("count", "heads", "total", *strides), "i32"),
+        **dict.fromkeys(("count", "heads", "total", *WRITE_STRIDES), "i32"),
     }
-    units = {"row_dim": 1, "cache_dim": 1}
     built = compile_for([
         Kernel(f"{PAGED}_merge_kernel", merge, {"DIM": 80, "BLOCK_R": 8, "BLOCK_D": 128}, varying=["rows", "rest"]),
-        Kernel(f"{PAGED}_write_kernel", write, {"DIM": 80, "BLOCK_SIZE": 16, "BLOCK_R": 16, "BLOCK_D": 128, **units},
-               varying=["count", "total"]),
+        Kernel(f"{PAGED}_write_kernel", write,
+               {"DIM": 80, "BLOCK_SIZE": 16, "BLOCK_R": 16, "BLOCK_D": 128, **WRITE_UNITS}, varying=["count", "total"]),
     ])  # fmt: skip
     assert len(built) == 4 and all(b.stack_bytes == 0 for b in built), built

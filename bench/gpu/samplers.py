@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu.problem import Rival
+from bench.gpu.rivals import Rival
 
 Call = Callable[[], Any]
 SLACK = 1e-3  # of top_p: sums of 151,936 rounded probabilities

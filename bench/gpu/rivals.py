@@ -1,11 +1,13 @@
-"""Attention by the fast paths of torch, FlashInfer and flash-attn, where installed: what ours is timed against.
+"""Others that compute the same: fast paths of torch, FlashInfer, flash-attn and Liger, where installed.
 
-Torch's work on contiguous keys and values, which costs whoever keeps them in pages a copy that is not timed here.
+Torch's attention works on contiguous keys and values. A cache in pages has to be copied for it; that is not timed here.
 """
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,12 +15,77 @@ from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from bench.gpu.problem import Rival
+from rlkernels.logprobs import reference
 from rlkernels.prefix_cache import GroupedLayout
+from rlkernels.proof.problem import Gate, Verdict, leaves
 
-Rivals = dict[str, Rival]
 Call = Callable[[], Any]
 WORKSPACE_BYTES = 2**28  # of FlashInfer
+
+
+@dataclass(frozen=True)
+class Rival:
+    """Another way to compute the same.
+
+    Attributes:
+        make: prepares the inputs, untimed, and returns the call.
+        outputs: from what the call returns to what is compared with the op's own outputs: the first of them, or all.
+        judge: what the call returned -> verdict, where the op's own rule does not fit.
+    """
+
+    make: Callable[[], Call]
+    outputs: Callable[[Any], Any] | None = None
+    judge: Callable[[Any], Verdict] | None = None
+
+    def verdict(self, gate: Gate, returned: Any) -> Verdict:
+        """The verdict on what the call returned, which may be in a wider dtype."""
+        if self.judge:
+            return self.judge(returned)
+        theirs = list(leaves(self.outputs(returned) if self.outputs else returned))
+        if not gate.problem.judge and len(theirs) not in (1, len(gate.exact)):
+            return math.inf, 0.0
+        return gate.judge(theirs, [t.dtype for t in theirs])
+
+
+Rivals = dict[str, Rival]
+
+
+def paged(given: Mapping[str, Any]) -> Rivals:
+    """Of a paged problem whose sequences have equal lengths: on dense keys, and on the pages."""
+    query, caches, tables, lens, queries = (given[n] for n in ("query", "caches", "tables", "lens", "queries"))
+    if len(set(zip(lens, queries))) > 1:
+        return {}
+    rows, scale = query.unflatten(0, (len(tables), -1)), query.shape[-1] ** -0.5
+    key, value = (torch.stack([dense(cache, table, lens[0]) for table in tables]) for cache in caches)
+    return {**attention(rows, key, value, scale), **pages(rows, caches, tables, lens, scale)}
+
+
+def logprobs(logits: torch.Tensor, ids: torch.Tensor, run: Callable[..., Any]) -> Rivals:
+    """The reference, compiled."""
+
+    def compiled() -> Call:
+        plain = torch.compile(reference.token_logprobs, dynamic=False)
+        return lambda: run(lambda leaf: plain(leaf, ids, 0.7), logits)
+
+    return {"torch.compile": Rival(compiled)}
+
+
+def cross_entropy(states: Sequence[torch.Tensor], ids: torch.Tensor, run: Callable[..., Any]) -> Rivals:
+    """torch's cross entropy, compiled, and Liger's, which holds no logits."""
+
+    def plain(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy((h @ w.T).float(), ids, reduction="sum")
+
+    def compiled() -> Call:
+        return functools.partial(run, torch.compile(plain, dynamic=False), states)
+
+    def liger() -> Call:
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        loss = LigerFusedLinearCrossEntropyLoss(reduction="sum")
+        return functools.partial(run, lambda h, w: loss(w, h, ids), states)
+
+    return {"torch.compile": Rival(compiled), "Liger": Rival(liger)}
 
 
 def repeated(heads: int, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -171,9 +238,12 @@ class Repeated:
         return [whole, *(s.index_add_(0, self.at.flatten(), g.flatten(0, 1).float()) for s, g in zip(sums, grads))]
 
 
-def grouped(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad: torch.Tensor, layout: GroupedLayout,
-            scale: float) -> Rivals:  # fmt: skip
+def grouped(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad: torch.Tensor, layout: GroupedLayout
+            ) -> Rivals:  # fmt: skip
     """Forward and gradients: every sequence with its own copy of the prefix, and one masked row of packed tokens."""
+    scale = query.shape[-1] ** -0.5
+    if len(set(layout.prefix_lens.tolist())) > 1 or len(set(layout.suffix_lens.tolist())) > 1:
+        return {}
 
     def rows() -> tuple[Repeated, list[torch.Tensor], torch.Tensor]:
         copies = Repeated(layout, query.device)

@@ -1,0 +1,161 @@
+"""Attention by the FlashAttention kernels of torch: what a GPU takes until a verdict says that ours are faster there.
+
+The kernels read rows of queries and rows of keys, end to end, so keys are gathered from where they lie. Query heads
+share them, and no score is held. The ATen names are used because ``varlen_attn`` of torch 2.11 wants a key head for
+every query head.
+"""
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+from rlkernels.prefix_cache import reference
+from rlkernels.prefix_cache.layout import GroupedLayout
+
+HALVES = (torch.bfloat16, torch.float16)  # the kernels compute in these
+LARGEST_HEAD, HEAD_STEP = 256, 8
+OLDEST = (8, 0)  # compute capability
+aten: Any = torch.ops.aten
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class Rows(NamedTuple):
+    """N rows of queries and of keys."""
+
+    index: torch.Tensor  # int64 [M] where each key lies
+    starts_q: torch.Tensor  # int32 [N + 1]
+    starts_k: torch.Tensor  # int32 [N + 1]
+    max_q: int
+    max_k: int
+
+
+def suits(*tensors: torch.Tensor) -> bool:
+    """Whether the kernels run on such queries, keys and values [..., d]."""
+    dim = tensors[0].shape[-1]
+    return (
+        all(t.is_cuda and t.dtype == tensors[0].dtype for t in tensors)
+        and tensors[0].dtype in HALVES
+        and 0 < dim <= LARGEST_HEAD
+        and dim % HEAD_STEP == 0
+        and torch.cuda.get_device_capability(tensors[0].device) >= OLDEST
+    )
+
+
+def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Rows, scale: float, causal: bool) -> Any:
+    """out [T, Hq, d], lse [Hq, T] and the two that the backward pass wants, of gathered keys and values [M, Hk, d]."""
+    starts = rows.starts_q, rows.starts_k, rows.max_q, rows.max_k
+    return aten._flash_attention_forward(query, key, value, *starts, 0.0, causal, False, scale=scale)[:4]
+
+
+def _attend(query: torch.Tensor, caches: Pair, rows: Rows, scale: float, causal: bool) -> Pair:
+    """out [T, Hq, d] and lse [T, Hq] over gathered entries of the caches [N, Hk, d]."""
+    if not rows.index.numel():
+        return torch.zeros_like(query), query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)
+    key, value = (cache.index_select(0, rows.index) for cache in caches)
+    out, lse, *_ = _flash(query, key, value, rows, scale, causal and rows.max_q > 1)
+    return out, lse.T.masked_fill(lse.T == torch.inf, -torch.inf)  # inf where a query saw no key
+
+
+# by whether the rows are of groups: the tensors that the last rows were made of, their versions, and these rows
+_known: dict[bool, tuple[list[Any], list[int], Rows]] = {}
+
+
+def _rows(block_size: int, tables: torch.Tensor, lens: torch.Tensor, starts: torch.Tensor, *groups: torch.Tensor
+          ) -> Rows:  # fmt: skip
+    """Rows of the paged keys of sequences, or of groups of them, which start at the sequences ``groups``.
+
+    Every layer of a model asks for the same ones: the host waits for the device in the first only.
+    """
+    given = (tables, lens, starts, *groups)
+    versions = [block_size, *(t._version for t in given)]
+    refs, known, rows = _known.get(bool(groups), ([], [], None))
+    if rows is not None and known == versions and all(ref() is t for ref, t in zip(refs, given)):
+        return rows
+    starts_q = starts[groups[0].long()] if groups else starts
+    starts_k = pad(lens.cumsum(0), (1, 0)).int()
+    total, max_q, max_k = torch.stack([starts_k[-1], starts_q.diff().max(), lens.max()]).tolist()
+    row = torch.arange(len(lens), device=lens.device).repeat_interleave(lens, output_size=total)
+    place = torch.arange(total, device=lens.device) - starts_k[row]  # within its sequence or group
+    index = tables[row, place // block_size].long() * block_size + place % block_size
+    rows = Rows(index, starts_q, starts_k, max_q, max_k)
+    _known[bool(groups)] = [weakref.ref(t) for t in given], versions, rows
+    return rows
+
+
+def paged_attention(
+    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, block_tables: torch.Tensor,
+    seq_lens: torch.Tensor, query_starts: torch.Tensor, scale: float,
+) -> Pair:  # fmt: skip
+    """As ``reference.paged_attention``."""
+    if not query.numel():
+        return reference.paged_attention(query, key_cache, value_cache, block_tables, seq_lens, query_starts, scale)
+    rows = _rows(key_cache.shape[1], block_tables, seq_lens, query_starts)
+    return _attend(query, (key_cache.flatten(0, 1), value_cache.flatten(0, 1)), rows, scale, causal=True)
+
+
+def shared_prefix_attention(
+    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, group_tables: torch.Tensor,
+    group_lens: torch.Tensor, group_starts: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor,
+    query_starts: torch.Tensor, scale: float,
+) -> Pair:  # fmt: skip
+    """As ``reference.shared_prefix_attention``: a prefix is gathered once for its group."""
+    own = paged_attention(query, key_cache, value_cache, block_tables, seq_lens, query_starts, scale)
+    if not query.numel():
+        return own
+    rows = _rows(key_cache.shape[1], group_tables, group_lens, query_starts, group_starts)
+    shared = _attend(query, (key_cache.flatten(0, 1), value_cache.flatten(0, 1)), rows, scale, causal=False)
+    return reference.merge_attention(*shared, *own)
+
+
+def _packed_rows(layout: GroupedLayout, device: torch.device) -> Rows:
+    """Every prefix and every suffix as a row, a suffix with the keys of its prefix before its own; made once."""
+    if (place := ("library", device)) not in layout.tiles:
+        index, queries, keys = [], [], []
+        for prefix, suffixes in layout.spans():
+            for part in [prefix, *suffixes]:
+                before = 0 if part is prefix else prefix.stop - prefix.start
+                own = torch.arange(part.start, part.stop, device="cpu")
+                index += [torch.arange(prefix.start, prefix.start + before, device="cpu"), own]
+                queries.append(len(own))
+                keys.append(before + len(own))
+        starts = [pad(torch.tensor(n, device="cpu").cumsum(0), (1, 0)).int().to(device) for n in (queries, keys)]
+        layout.tiles[place] = Rows(torch.cat(index).to(device), *starts, max(queries), max(keys))
+    return layout.tiles[place]
+
+
+class _Grouped(torch.autograd.Function):
+    """Keys are gathered again for the backward pass: between the two only query, key, value and output are held."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, layout: GroupedLayout, scale: float):
+        rows = _packed_rows(layout, query.device)
+        gathered = (t.index_select(0, rows.index) for t in (key, value))
+        out, *rest = _flash(query, *gathered, rows, scale, causal=True)
+        ctx.save_for_backward(query, key, value, out, *rest)
+        ctx.rows, ctx.scale = rows, scale
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_out):
+        query, key, value, out, lse, seed, unused = ctx.saved_tensors
+        rows = ctx.rows
+        starts = rows.starts_q, rows.starts_k, rows.max_q, rows.max_k
+        gathered = (t.index_select(0, rows.index) for t in (key, value))
+        grad_query, *grads = aten._flash_attention_backward(
+            grad_out.contiguous(), query, *gathered, out, lse, *starts, 0.0, True, seed, unused, scale=ctx.scale
+        )
+        # sums over the copies of a key in float32, and always in the same order
+        sums = (aten.embedding_dense_backward(g.flatten(1), rows.index, len(key), -1, False) for g in grads)
+        return grad_query, *(s.view_as(key) for s in sums), None, None
+
+
+def grouped_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: GroupedLayout, scale: float
+) -> torch.Tensor:
+    """As ``reference.grouped_attention``; differentiable once."""
+    if not query.numel():
+        return query * 1
+    return _Grouped.apply(*(t.contiguous() for t in (query, key, value)), layout, scale)

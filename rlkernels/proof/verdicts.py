@@ -1,0 +1,151 @@
+"""Verdicts on backends: what identifies a GPU and our sources, and where verdicts are kept.
+
+A verdict is a file of its own in ``$RLKERNELS_CACHE``, else ``$XDG_CACHE_HOME/rlkernels``, else ``~/.cache/rlkernels``:
+one for each op, GPU and workload. It is replaced as a whole, so any number of processes may write. Where nothing can be
+written, verdicts live as long as the process.
+"""
+
+import ast
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGE = Path(__file__).parents[1]
+Verdict = dict[str, Any]
+_memory: dict[str, Verdict] = {}  # by file name: those of this process that could not be written
+
+
+def structure(node: Any) -> str:
+    """A syntax tree as text, the same in every version of Python; docstrings count as comments."""
+    if isinstance(node, list):
+        node = [part for part in node if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))]
+        return f"[{','.join(map(structure, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = (f"{name}={structure(value)}" for name, value in ast.iter_fields(node) if value not in (None, []))
+    return f"{type(node).__name__}({','.join(fields)})"
+
+
+def digest(path: Path) -> str:
+    """A hash of a source file that comments and layout do not change; of another file, of its bytes."""
+    if path.suffix == ".py":
+        text = structure(ast.parse(path.read_text())).encode()
+    elif path.suffix in (".cu", ".cuh", ".h", ".cpp"):
+        text = " ".join(re.sub(r"//[^\n]*|/\*.*?\*/", "", path.read_text(), flags=re.DOTALL).split()).encode()
+    else:
+        text = path.read_bytes()
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
+def python_files(op: str) -> list[Path]:
+    """The modules that an op runs through: those of its folder, and what they share."""
+    import rlkernels
+
+    folder = PACKAGE / getattr(rlkernels, op).__module__.split(".")[1]
+    return sorted([*folder.glob("*.py"), PACKAGE / "_precision.py"])
+
+
+@functools.cache
+def sources(op: str) -> str:
+    """A hash of what an op runs through; for CUDA C++ the compiled extension is part of it."""
+    from rlkernels.backend import OPS
+
+    files = [*python_files(op), *(sorted(PACKAGE.glob("_C.*")) if OPS[op].cuda else [])]
+    return hashlib.sha256(" ".join(map(digest, files)).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def device_facts(index: int) -> dict[str, Any]:
+    """What else a verdict depends on: the GPU, its driver, and what compiles for it."""
+    properties = torch.cuda.get_device_properties(index)
+    driver = Path("/proc/driver/nvidia/version")
+    found = re.search(r"\d+\.\d+(\.\d+)?", driver.read_text()) if driver.exists() else None
+    try:
+        from triton import __version__ as triton
+    except ImportError:
+        triton = None
+    return {
+        "gpu": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "driver": found[0] if found else str(torch.version.cuda),
+        "torch": torch.__version__,
+        "triton": triton,
+    }
+
+
+def folder() -> Path:
+    """Where verdicts are kept; it may not exist, and it may not be writable."""
+    if root := os.environ.get("RLKERNELS_CACHE"):
+        return Path(root).expanduser() / "verdicts"
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(home) / "rlkernels" / "verdicts"
+
+
+def _key(op: str, index: int) -> str:
+    facts = {**device_facts(index), "sources": sources(op)}
+    return f"{op}-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
+
+
+def store(verdict: Verdict, index: int) -> None:
+    """Keeps a verdict on the device with this index for later processes."""
+    name = f"{_key(verdict['op'], index)}-{verdict['workload']}.json"
+    _memory[name] = verdict
+    draft = None
+    try:
+        folder().mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.NamedTemporaryFile("w", dir=folder(), suffix=".tmp", delete=False) as file:
+            draft = Path(file.name)
+            json.dump(verdict, file, indent=1)
+        draft.replace(folder() / name)
+    except OSError:
+        if draft is not None:
+            with contextlib.suppress(OSError):
+                draft.unlink()
+
+
+def load(op: str, index: int, workload: str | None = None) -> list[Verdict]:
+    """The verdicts on an op for this device and the present sources, of one workload or of all.
+
+    Files of another owner, and files that are no verdict, are ignored.
+    """
+    pattern = f"{_key(op, index)}-{workload or '*'}.json"
+    found = {name: verdict for name, verdict in _memory.items() if Path(name).match(pattern)}
+    with contextlib.suppress(OSError):
+        for path in sorted(folder().glob(pattern)):
+            if path.name not in found and (verdict := _read(path)) is not None:
+                found[path.name] = verdict
+    return [verdict for verdict in found.values() if verdict["op"] == op]
+
+
+def _read(path: Path) -> Verdict | None:
+    try:
+        if hasattr(os, "getuid") and path.stat().st_uid != os.getuid():
+            return None
+        verdict = json.loads(path.read_text())
+        usable = isinstance(verdict["op"], str) and verdict["backend"] in ("cuda", "triton", "torch")
+        return verdict if usable and isinstance(verdict["candidates"], dict) else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def winner(found: list[Verdict]) -> str | None:
+    """The backend that won in every workload that was proved, else plain torch; None without a verdict."""
+    backends = {verdict["backend"] for verdict in found}
+    return None if not backends else backends.pop() if len(backends) == 1 else "torch"
+
+
+def summary(verdict: Verdict) -> str:
+    """Of each candidate its time over plain torch's, in the worst case, or the reason against it."""
+    parts = []
+    for name, entry in verdict["candidates"].items():
+        ratios = [case["ratio"] for case in entry["cases"].values()]
+        parts.append(f"{name}: {entry['reason'] or f'{max(ratios):.2f} of the time of plain torch'}")
+    return "; ".join(parts)

@@ -1,0 +1,148 @@
+"""Checks and times cases, in a process of its own: a kernel that goes astray takes its process with it.
+
+Its arguments are DEVICE CASES WORKLOAD, where CASES is ``module:function`` from a workload to its cases and WORKLOAD
+the fields of one in JSON; :class:`rlkernels.proof.process.Worker` speaks to it.
+"""
+
+import ctypes
+import importlib
+import json
+import math
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from rlkernels.proof.problem import Case, Gate, Problem, Verdict, check
+from rlkernels.proof.workload import Workload
+
+Message = dict[str, Any]
+Say = Callable[[Message], None]
+SAMPLE_S = 5e-4  # of a timed sample: shorter calls are repeated within it
+ROUNDS = 41  # samples of each backend at most
+FEWEST = 3  # at least, however slow
+MEMORY_BYTES = 12 << 30  # of the GPU at most; less where less is free
+
+
+def finding(verdict: Verdict) -> Message:
+    """As a message; an ``error`` of None: shapes, dtypes, integers, NaN or infinities differ."""
+    error, allowed = verdict
+    return {"right": error <= allowed, "error": error if math.isfinite(error) else None, "allowed": allowed}
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for the kernels that were started, and raises where one failed."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_of(call: Callable[[], Any], times: int, device: torch.device) -> float:
+    """Seconds a call takes, the mean of ``times`` calls; on a GPU by its own clock."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        for _ in range(times):
+            call()
+        return (time.perf_counter() - start) / times
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(times):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3 / times
+
+
+def race(problem: Problem, backends: Sequence[str], device: torch.device, seconds: float) -> dict[str, list[float]]:
+    """Times backends in turns, so that a change of the clock meets all of them -> seconds of each round."""
+    calls = {name: lambda name=name: problem.call(name) for name in backends}  # type: ignore[misc]
+    once = {name: seconds_of(call, 1, device) for name, call in calls.items()}
+    times = {name: max(1, math.ceil(SAMPLE_S / max(s, 1e-7))) for name, s in once.items()}
+    found: dict[str, list[float]] = {name: [] for name in backends}
+    start = time.monotonic()
+    for rounds in range(ROUNDS):
+        if rounds >= FEWEST and time.monotonic() - start >= seconds:
+            break
+        for name, call in calls.items():
+            found[name].append(seconds_of(call, times[name], device))
+    return found
+
+
+def run_check(case: Case, backend: str, device: torch.device) -> Message:
+    torch.manual_seed(0)
+    verdict, repeats = check(case.make(device), backend, device)
+    return {"ok": True, **finding(verdict), "repeats": repeats}
+
+
+def run_timing(case: Case, backends: Sequence[str], device: torch.device, seconds: float, say: Say) -> Message:
+    """Judges every backend on the very inputs that are timed, then times those that are right beside plain torch."""
+    torch.manual_seed(0)
+    say({"begin": "torch"})
+    problem = case.make(device)
+    gate = Gate(problem)
+    synchronize(device)
+    judged: dict[str, Message] = {}
+    for name in backends:
+        say({"begin": name})
+        if problem.reset:
+            problem.reset()
+        judged[name] = finding(gate.judge(problem.call(name)))
+        synchronize(device)
+    say({"begin": ""})
+    right = [name for name in backends if judged[name]["right"]]
+    return {"ok": True, "judged": judged, "times": race(problem, [*right, "torch"], device, seconds) if right else {}}
+
+
+def do(job: Message, cases: list[Case], device: torch.device, say: Say) -> Message:
+    case = next(case for case in cases if (case.op, case.label) == (job["op"], job["case"]))
+    if job["kind"] == "check":
+        return run_check(case, job["backend"], device)
+    return run_timing(case, job["backends"], device, job["seconds"], say)
+
+
+def serve(prepare: Callable[[], Any], do: Callable[[Message, Any, Say], Message]) -> None:
+    """Answers the jobs on standard input; the first message says whether ``prepare`` succeeded."""
+    if sys.platform == "linux":  # otherwise a kernel that hangs would keep the device when the parent is killed
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+    def say(message: Message) -> None:
+        print("@" + json.dumps(message), flush=True)
+
+    try:
+        prepared = prepare()
+    except Exception as error:
+        say({"ok": False, "no_device": True, "message": f"{type(error).__name__}: {error}"[:500]})
+        return
+    say({"ok": True})
+    for line in sys.stdin:
+        start = time.perf_counter()
+        try:
+            answer = do(json.loads(line), prepared, say)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"[:500]
+            memory = isinstance(error, torch.OutOfMemoryError)
+            answer = {"ok": False, "message": text, "no_memory": memory, "traceback": traceback.format_exc()[-3000:]}
+        say({**answer, "wall_s": round(time.perf_counter() - start, 3)})
+        if "traceback" in answer:
+            return
+
+
+def open_device(device: torch.device) -> None:
+    """Makes a context of this process on the device, and bounds its memory."""
+    torch.zeros(1, device=device)
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        torch.cuda.set_per_process_memory_fraction(min(MEMORY_BYTES, 0.8 * free) / total, device)
+
+
+def main() -> None:
+    device, (module, function), fields = torch.device(sys.argv[1]), sys.argv[2].split(":"), json.loads(sys.argv[3])
+
+    def prepare() -> list[Case]:
+        open_device(device)
+        return getattr(importlib.import_module(module), function)(Workload(**fields))
+
+    serve(prepare, lambda job, cases, say: do(job, cases, device, say))

@@ -1,0 +1,168 @@
+"""The rivals that our kernels are timed beside compute the same."""
+
+import math
+import sys
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import torch
+
+from bench.gpu import rivals, samplers
+from bench.gpu.cases import cross_entropy, rivals_of
+from bench.gpu.rivals import Rival
+from rlkernels.prefix_cache import GroupedLayout, reference
+from rlkernels.proof.cases import attention, logits
+from rlkernels.proof.problem import Case, Gate, Problem
+
+CPU = torch.device("cpu")
+# varlen has no kernel for a CPU; FlashInfer and flash-attn are not installed
+ON_A_CPU = ("torch SDPA", "torch FlexAttention")
+
+
+def attend(query, key, value, causal=True):
+    """[B, q, Hq, d] over [B, n, Hk, d] -> [B * q, Hq, d]"""
+    return torch.cat([reference.attend(q, k, v, 0.3, causal)[0] for q, k, v in zip(query, key, value)])
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_rivals_compute_the_same_attention(queries):
+    query = torch.randn(3, queries, 4, 16)
+    key, value = torch.randn(2, 3, 24, 2, 16)
+    found = rivals.attention(query, key, value, 0.3, compiled=False)
+    for name in ON_A_CPU:
+        torch.testing.assert_close(found[name].make()(), attend(query, key, value))
+
+
+@pytest.mark.parametrize("has_gqa", [True, False])
+@pytest.mark.parametrize("queries", [1, 5])
+def test_varlen_gets_packed_rows_and_the_heads_it_wants(monkeypatch, queries, has_gqa):
+    """The kernel has no CPU code: another function takes its place that does what its documentation says."""
+
+    def varlen(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size=(-1, -1), enable_gqa=False):
+        assert enable_gqa or q.shape[1] == k.shape[1]
+        assert window_size == ((-1, 0) if queries > 1 else (-1, -1)) and (max_q, max_k) == (queries, 24)
+        parts = [t.split(s.diff().tolist()) for t, s in ((q, cu_seq_q), (k, cu_seq_k), (v, cu_seq_k))]
+        return torch.cat([reference.attend(*rows, scale, window_size == (-1, 0))[0] for rows in zip(*parts)])
+
+    def varlen_of_2_11(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size=(-1, -1)):
+        return varlen(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen if has_gqa else varlen_of_2_11)
+    query = torch.randn(3, queries, 4, 16)
+    key, value = torch.randn(2, 3, 24, 2, 16)
+    torch.testing.assert_close(rivals.varlen(query, key, value, 0.3)(), attend(query, key, value))
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_flashinfer_gets_the_pages(monkeypatch, queries):
+    class Wrapper:
+        def __init__(self, workspace, layout, **options):
+            assert layout == "NHD" and workspace.dtype == torch.uint8
+
+        def plan(self, *args, sm_scale, causal=False, **dtypes):
+            self.starts = torch.arange(4) if queries == 1 else args[0]
+            indptr, self.indices, last, heads, kv_heads, dim, size = args if queries == 1 else args[1:]
+            assert (heads, kv_heads, dim, size) == (4, 2, 16, 8) and causal == (queries > 1)
+            self.indptr, self.scale = indptr.tolist(), sm_scale
+            self.lens = ((indptr.diff() - 1) * size + last).tolist()
+
+        def run(self, q, caches):
+            tables = torch.stack([self.indices[a:b] for a, b in zip(self.indptr, self.indptr[1:])])
+            return reference.paged_attention(q, *caches, tables, torch.tensor(self.lens), self.starts, self.scale)[0]
+
+    module = ModuleType("flashinfer")
+    module.BatchDecodeWithPagedKVCacheWrapper = module.BatchPrefillWithPagedKVCacheWrapper = Wrapper
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    monkeypatch.setattr(rivals, "WORKSPACE_BYTES", 16)
+    problem = attention.paged([24] * 3, [queries] * 3, (4, 2, 16), 8, torch.float32, CPU)
+    found = rivals.paged(problem.inputs)["FlashInfer"]
+    torch.testing.assert_close(found.make()(), problem.call("torch")[0])
+    monkeypatch.delitem(sys.modules, "flashinfer")
+    with pytest.raises(ModuleNotFoundError):
+        found.make()
+
+
+def test_rivals_of_training(monkeypatch):
+    layout = GroupedLayout([6, 6], [3, 3, 3, 3], [0, 2, 4])
+    scale, (query, grad) = 0.25, torch.randn(2, layout.num_tokens, 4, 16)
+    key, value = torch.randn(2, layout.num_tokens, 2, 16)
+    at = torch.arange(layout.num_tokens)
+    mask = rivals.sees(layout, CPU)(0, 0, at[:, None], at)
+    heads = rivals.repeated(4, key, value)
+    parts = (t.transpose(0, 1) for t in (query, *heads))
+    masked = torch.nn.functional.scaled_dot_product_attention(*parts, mask, scale=scale).transpose(0, 1)
+    torch.testing.assert_close(masked, reference.grouped_attention(query, key, value, layout, scale))
+
+    def varlen(q, k, v, starts, starts_k, longest, longest_k, *, scale, window_size):
+        assert window_size == (-1, 0) and starts is starts_k and longest == longest_k == 9
+        rows = (t.split(starts.diff().tolist()) for t in (q, k, v))
+        return torch.cat([reference.attend(*r, scale, True)[0] for r in zip(*rows)])
+
+    # copies of a prefix are added up again: output and gradients are those of the packed tokens
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
+    leaves = [t.clone().requires_grad_() for t in (query, key, value)]
+    out = reference.grouped_attention(*leaves, layout, scale)
+    exact = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    for name, rival in rivals.grouped(query, key, value, grad, layout).items():
+        if "repeated" in name:
+            torch.testing.assert_close(rival.outputs(rival.make()()), exact)
+
+
+def test_timed_cases_have_rivals():
+    case = Case("shared_prefix_attention", "two prefixes", None)
+    problem = attention.shared([16] * 2, 3, [8], 1, (4, 2, 16), 8, torch.float32, CPU)
+    found = rivals_of(case, problem)
+    assert found.keys() == {"torch SDPA", "torch varlen", "torch FlexAttention", "FlashInfer", "flash-attn"}
+    torch.testing.assert_close(found["torch SDPA"].make()(), problem.call("torch")[0])
+    ragged = attention.paged(*attention.ODD, (4, 2, 16), 8, torch.float32, CPU)
+    assert rivals_of(replace(case, op="paged_attention"), ragged) == {}
+    compiled = {
+        "sample_tokens": logits.sample(2, 9, torch.float32, [(1.0, 1.0, 0)], CPU),
+        "token_logprobs": logits.logprobs(2, 9, torch.float32, True, CPU),
+        "linear_token_logprobs": cross_entropy(5, 33, 8, torch.float32, CPU),
+        "grouped_attention": attention.grouped(attention.groups(2, 2, 4, 3), (4, 2, 16), torch.float32, CPU),
+    }
+    for op, problem in compiled.items():
+        assert any("torch" in name for name in rivals_of(replace(case, op=op), problem)), op
+    assert (
+        rivals_of(replace(case, op="linear_token_logprobs"), logits.linear_logprobs(2, 9, 4, torch.float32, CPU)) == {}
+    )
+    uneven = attention.grouped(([3, 4], [2, 2], [0, 1, 2]), (4, 2, 16), torch.float32, CPU)
+    assert rivals_of(replace(case, op="grouped_attention"), uneven) == {}
+
+
+def test_a_rival_is_judged_by_its_own_rule():
+    right = torch.ones(3)
+    gate = Gate(Problem(lambda backend: right))
+    assert Rival(None, outputs=lambda out: out.flip(0)).verdict(gate, right.flip(0).double()) == (0.0, 2e-6)
+    assert Rival(None, judge=lambda out: (float(out), 4.0)).verdict(gate, 5) == (5.0, 4.0)
+    assert Rival(None).verdict(gate, torch.ones(2))[0] == math.inf
+    assert Rival(None).verdict(gate, [right, right, right]) == (math.inf, 0.0)
+    several = Gate(Problem(lambda backend: (right, right)))
+    assert Rival(None).verdict(several, right)[0] == 0.0, "the first output alone"
+
+
+def test_tokens_of_others_must_be_possible():
+    rows = torch.tensor([[5.0, 4.0, 3.0, -math.inf], [0.0, 0.0, 0.0, 9.0]])
+    assert samplers.possible(rows, 1.0, 1.0, 0).tolist() == [[True, True, True, False], [True] * 4]
+    assert samplers.possible(rows, 1.0, 1.0, 2).tolist()[0] == [True, True, False, False]
+    assert samplers.possible(rows, 1.0, 0.5, 0).tolist() == [[True, False, False, False], [False] * 3 + [True]]
+    logits = torch.randn(400, 50)
+    for name, rival in samplers.rivals(logits, 1.0, 1.0, 0).items():
+        if name == "torch multinomial":
+            assert rival.judge(rival.make()()) == (0.0, 0.0)
+    ids, logprobs = samplers.race(logits, torch.empty_like(logits).exponential_(), 1.0)
+    torch.testing.assert_close(logprobs, logits.log_softmax(-1).gather(1, ids[:, None])[:, 0])
+    judge = next(iter(samplers.rivals(logits, 1.0, 0.9, 5).values())).judge
+    assert judge(logits.argmax(-1)) == (0.0, 0.0) and judge(logits.argmin(-1)) == (1.0, 0.0)
+    assert judge(torch.full((400,), 50)) == (math.inf, 0.0)
+    drawn = torch.stack([samplers.race(logits[:1], torch.empty(1, 50).exponential_(), 1.0)[0] for _ in range(4000)])
+    counts, expected = torch.bincount(drawn[:, 0], minlength=50), 4000 * logits[0].softmax(-1)
+    assert ((counts - expected).square() / expected).sum() < 110  # chi-square of 49 degrees: below with 1 - 1e-6
+
+
+def test_cross_entropy_from_states_is_the_loss_that_others_compute():
+    problem = cross_entropy(5, 33, 8, torch.float32, CPU)
+    for mine, exact in zip(problem.call("torch"), problem.exact()):
+        torch.testing.assert_close(mine.double(), exact, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,102 @@
+"""The kernels of a run on a GPU: proved for its shapes before the model is loaded, and kept with it."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from python_trainer import kernels
+from python_trainer.config import load_config
+from python_trainer.distributed import RankGroup
+from rlkernels import backend
+from rlkernels.proof import PROVABLE, verdicts
+
+GPU = {"gpu": "NVIDIA X", "capability": "9.0", "driver": "580", "torch": "2", "triton": "3"}
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """A GPU as far as this looks at it; what is proved, by ops and workload."""
+    asked, facts = [], dict(GPU)
+
+    def prove(ops, *, device, workload, say):
+        asked.append((ops, workload))
+        won = {op: {"backend": "triton" if op != "write_kv" else "torch"} for op in ops if op != "sample_tokens"}
+        return {"verdicts": won, "left_out": {"sample_tokens": "no time left of 60 s"}}
+
+    monkeypatch.setenv("RLKERNELS_CACHE", str(tmp_path / "cache"))
+    for name in ("RLKERNELS_BACKEND", "RLKERNELS_PROVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(kernels, "choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA X")
+    monkeypatch.setattr(backend, "unavailable", lambda op, name, device: None)
+    monkeypatch.setattr(backend, "RECORDS", {})
+    monkeypatch.setattr(verdicts, "device_facts", lambda index: facts)
+    monkeypatch.setattr(kernels, "prove", prove)
+    backend.use({})
+    yield SimpleNamespace(asked=asked, facts=facts)
+    backend.use({})
+
+
+def settle(folder, *overrides, ranks=None):
+    notes = []
+    config = load_config("smoke", ["accelerators.enabled=[drafts]", *overrides])
+    return kernels.settle_kernels(config, folder, ranks or RankGroup(), notes.append), notes
+
+
+def test_a_run_proves_what_it_needs_for_its_shapes(gpu, tmp_path):
+    found, notes = settle(tmp_path)
+    ((ops, workload),) = gpu.asked
+    assert "verify_drafts" in ops and "token_logprobs" in ops and not {"dtw", "top1_deltas"} & {*ops}
+    shape = json.loads((kernels.policy_folder("small") / "config.json").read_text())
+    assert (workload.hidden, workload.vocab) == (shape["hidden_size"], shape["vocab_size"])
+    assert (workload.prompts, workload.samples, workload.dtype) == (8, 4, "bfloat16")
+    assert backend.choose("paged_attention", CUDA) == "triton" and backend.choose("write_kv", CUDA) == "torch"
+    assert backend.choose("dtw", CUDA) == backend.choose("sample_tokens", CUDA) == "torch"
+    assert found.backends.keys() == {*PROVABLE} and found.device == GPU
+    assert "NVIDIA X" in notes[0] and "sample_tokens: no time left of 60 s; the run takes torch" in notes
+
+
+def test_a_run_that_goes_on_keeps_its_kernels(gpu, tmp_path):
+    first, _ = settle(tmp_path)
+    first.save(tmp_path)
+    backend.use({})
+    again, notes = settle(tmp_path)
+    assert again == first and len(gpu.asked) == 1 and not notes
+    assert backend.choose("paged_attention", CUDA) == "triton"
+    gpu.facts["gpu"] = "NVIDIA Y"
+    settle(tmp_path)
+    assert len(gpu.asked) == 2, "on another GPU they are proved anew"
+    (tmp_path / kernels.FILE).write_text("{")
+    settle(tmp_path)
+    assert len(gpu.asked) == 3
+
+
+def test_the_proof_can_be_skipped(gpu, tmp_path, monkeypatch):
+    monkeypatch.setenv("RLKERNELS_PROVE", "off")
+    monkeypatch.setattr(backend, "RECORDS", {"9.0": {"token_logprobs": "triton"}})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found, _ = settle(tmp_path)
+    assert not gpu.asked and found.backends["token_logprobs"] == "triton" and found.backends["dtw"] == "torch"
+    monkeypatch.delenv("RLKERNELS_PROVE")
+    monkeypatch.setenv("RLKERNELS_BACKEND", "torch")
+    settle(tmp_path)
+    assert not gpu.asked
+
+
+def test_ranks_on_different_gpus_take_the_kernels_of_torch(gpu, tmp_path):
+    class Pair(RankGroup):
+        def gather(self, value):
+            return [value, {**value, "gpu": "NVIDIA Y"}]
+
+    found, notes = settle(tmp_path, ranks=Pair())
+    assert set(found.backends.values()) == {"torch"} and not gpu.asked and "different GPUs" in notes[0]
+
+
+def test_on_a_cpu_there_is_nothing_to_settle(tmp_path):
+    found, notes = settle(tmp_path, "model.device=cpu")
+    found.save(tmp_path)
+    assert not found.backends and not notes and not list(tmp_path.iterdir())

@@ -1,0 +1,133 @@
+"""Attention by FlashAttention of torch, with a stand-in that computes on a CPU what its documentation says."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import rlkernels
+from rlkernels.prefix_cache import GroupedLayout, library, reference
+from rlkernels.proof.cases import attention
+
+CPU, F32 = torch.device("cpu"), torch.float32
+calls = []
+
+
+def parts(query, key, value, starts_q, starts_k):
+    for row in range(len(starts_q) - 1):
+        q, k = (slice(int(s[row]), int(s[row + 1])) for s in (starts_q, starts_k))
+        yield q, query[q], k, key[k], value[k]
+
+
+def forward(query, key, value, starts_q, starts_k, max_q, max_k, dropout, causal, debug, *, scale):
+    """A query without keys gives 0, and inf as its log-sum-exp; the last query stands at the last key."""
+    assert not dropout and not debug and starts_q.dtype == starts_k.dtype == torch.int32
+    assert int(starts_q.diff().max()) == max_q and int(starts_k.diff().max()) == max_k
+    calls.append((max_q, max_k, causal))
+    out, lse = torch.zeros_like(query), query.new_full((query.shape[1], len(query)), torch.inf)
+    for rows, q, _, k, v in parts(query, key, value, starts_q, starts_k):
+        if len(k):
+            out[rows], found = reference.attend(q, k, v, scale, causal)
+            lse[:, rows] = found.T
+    return out, lse, torch.zeros(2), torch.zeros(()), torch.zeros(0)
+
+
+def backward(grad, query, key, value, out, lse, starts_q, starts_k, max_q, max_k, dropout, causal, seed, unused, *,
+             scale):  # fmt: skip
+    grads = [torch.zeros_like(t) for t in (query, key, value)]
+    for rows, q, keys, k, v in parts(query, key, value, starts_q, starts_k):
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        with torch.enable_grad():
+            again, _ = reference.attend(*leaves, scale, causal)
+        torch.testing.assert_close(again.detach(), out[rows])
+        found = torch.autograd.grad(again, leaves, grad[rows])
+        for whole, place, part in zip(grads, (rows, keys, keys), found):
+            whole[place] += part
+    return tuple(grads)
+
+
+@pytest.fixture(autouse=True)
+def flash(monkeypatch):
+    real = torch.ops.aten
+    names = {"_flash_attention_forward": forward, "_flash_attention_backward": backward,
+             "embedding_dense_backward": real.embedding_dense_backward}  # fmt: skip
+    monkeypatch.setattr(library, "aten", SimpleNamespace(**names))
+    monkeypatch.setattr(library, "suits", lambda *tensors: True)
+    monkeypatch.setattr(library, "_known", {})
+    calls.clear()
+
+
+@pytest.mark.parametrize("case", [
+    (attention.paged, attention.ODD[0], attention.ODD[1], (4, 2, 32), 8),
+    (attention.paged, [1, 5], [1, 1], (7, 1, 16), 16),
+    (attention.shared, [0, 33, 257], 3, [1, 18, 64], 1, (8, 2, 16), 16),
+    (attention.shared, [5, 103], 2, [7, 20], 4, (4, 2, 32), 8),
+])  # fmt: skip
+def test_paged_attention(case):
+    make, *args = case
+    problem = make(*args, F32, CPU)
+    for mine, exact in zip(problem.call("torch"), problem.exact()):
+        torch.testing.assert_close(mine.double(), exact, rtol=1e-4, atol=1e-5)
+    assert calls and all(causal == (max_q > 1) for max_q, _, causal in calls if make is attention.paged)
+
+
+def test_prefixes_are_gathered_once_per_group():
+    problem = attention.shared([40, 40], 8, [4], 1, (4, 2, 16), 8, F32, CPU)
+    problem.call("torch")
+    assert sorted(calls) == [(1, 4, False), (8, 40, False)]
+
+
+def test_the_host_waits_in_the_first_layer_only(monkeypatch):
+    waits, tolist = [], torch.Tensor.tolist
+    problem = attention.shared([40, 40], 8, [4], 1, (4, 2, 16), 8, F32, CPU)
+    problem.call("torch")
+    monkeypatch.setattr(rlkernels.prefix_cache, "_check_lengths", lambda *_: None)  # a CPU looks at all numbers
+    monkeypatch.setattr(rlkernels.prefix_cache, "_check_values", lambda *_: None)
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: waits.append(self) or tolist(self))
+    problem.call("torch")
+    assert not waits
+
+
+def test_lengths_that_change_in_place_are_noticed():
+    pages = attention.Pages(9, 4, 1, 16, F32, CPU)
+    tables, lens, starts = pages.table([12, 12]), pages.ints([5, 12]), pages.ints([0, 1, 2])
+    caches, query = pages.finished(), torch.randn(2, 1, 16)
+    for new in (5, 9):
+        lens[0] = new
+        args = (query, *caches, tables, lens, starts)
+        ours = rlkernels.paged_attention(*args, scale=0.25, backend="torch")
+        torch.testing.assert_close(ours, reference.paged_attention(*args, 0.25)[0])
+
+
+@pytest.mark.parametrize("layout", [([5, 33], [1, 18, 64, 0, 5], [0, 2, 5]), ([0, 3], [2, 4], [0, 1, 2]),
+                                    ([4], [], [0, 0])])  # fmt: skip
+def test_grouped_attention_and_its_gradients(layout):
+    problem = attention.grouped(layout, (4, 2, 16), F32, CPU)
+    for mine, exact in zip(problem.call("torch"), problem.exact()):
+        torch.testing.assert_close(mine.double(), exact, rtol=1e-4, atol=1e-5)
+    assert len(calls) == 1, "one launch for all groups"
+
+
+def test_between_the_passes_no_gathered_key_is_held():
+    layout = GroupedLayout([50], [1] * 20, [0, 20])
+    leaves = [torch.randn(layout.num_tokens, h, 16, requires_grad=True) for h in (4, 2, 2)]
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        rlkernels.grouped_attention(*leaves, layout, scale=0.25, backend="torch")
+    tokens = layout.num_tokens
+    assert sum(kept) == tokens * 16 * (4 + 2 + 2 + 4) + tokens * 4 + 3  # the output, its log-sum-exp, two seeds
+
+
+def test_what_suits_the_kernels(monkeypatch):
+    monkeypatch.undo()
+    capability = [(8, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
+
+    def fits(dtype=torch.bfloat16, dim=64, on_gpu=True):
+        return library.suits(SimpleNamespace(dtype=dtype, shape=(3, 2, dim), is_cuda=on_gpu, device="cuda"))
+
+    assert fits() and fits(torch.float16, 256)
+    assert not fits(torch.float32) and not fits(dim=260) and not fits(dim=36) and not fits(dim=0)
+    assert not fits(on_gpu=False)
+    capability[0] = (7, 5)
+    assert not fits()

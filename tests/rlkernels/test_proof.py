@@ -1,0 +1,327 @@
+"""The proof on the user's GPU, with Triton's interpreter and planted kernels in the place of real ones."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+
+import pytest
+import torch
+from support import lacks
+
+import rlkernels
+from rlkernels import backend, proof
+from rlkernels.__main__ import main
+from rlkernels.proof import Workload, process, verdicts
+from rlkernels.proof.cases import SMALL, cases_of
+
+OP, CUDA = "merge_attention", torch.device("cuda", 0)
+TINY = Workload("float32", 4, 2, 16, 32, 200, 2, 2, 20, 16)
+FACTS = {"gpu": "NVIDIA X", "capability": "9.0", "driver": "580", "torch": "2", "triton": "3"}
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("RLKERNELS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("RLKERNELS_BACKEND", raising=False)
+    monkeypatch.setattr(verdicts, "_memory", {})
+    monkeypatch.setattr(verdicts, "device_facts", lambda index: FACTS)
+    backend.use({})
+    yield
+    backend.use({})
+
+
+def prove(*ops, workload=TINY, **options):
+    """Without a limit of time that a busy machine would reach."""
+    lines = []
+    options = {"seconds": 3000, "device": "cpu", **options}
+    return proof.prove(ops, workload=workload, say=lines.append, **options), lines
+
+
+def test_every_op_with_a_gpu_kernel_has_small_and_timed_cases():
+    assert {*proof.PROVABLE} == {name for name, op in backend.OPS.items() if op.cuda or op.triton}
+    cases = cases_of(Workload())
+    for op in proof.PROVABLE:
+        assert {case.timed for case in cases if case.op == op} == {False, True}, op
+    assert len({(case.op, case.label) for case in cases}) == len(cases)
+    assert {case.op for case in SMALL} == {*proof.PROVABLE}
+
+
+def test_real_kernels_are_right_and_repeat():
+    if not backend.has_triton():
+        lacks("triton")
+    result, lines = prove("merge_attention", "delta_matvec", "add_rank1_")
+    assert result["left_out"] == {} and result["device"]["gpu"] == "cpu"
+    for op in result["verdicts"]:
+        candidates = result["verdicts"][op]["candidates"]
+        assert candidates.keys() == {"cpu", "triton"}
+        for entry in candidates.values():
+            assert not entry["reason"] or "times as long" in entry["reason"]
+            for found in entry["cases"].values():
+                assert found["interval"][0] <= found["ratio"] <= found["interval"][1]
+    assert sum("right, twice the same bits" in line for line in lines) == 2 * (2 + 2 + 2)
+    assert not list(verdicts.folder().glob("*")), "a dry run stores nothing"
+
+
+REASONS = {
+    "merge_attention": "small: the process died with code -9",
+    "write_kv": "small: hung for 20 s",
+    "dtw": "small: wrong: an error of 0.3, allowed 0.0001",
+    "dtw_topk": "small: RuntimeError: PTX assembly aborted",
+    "add_rank1_": "small: two runs on the same inputs give other bits",
+    "sample_tokens": "times as long as plain torch in large",
+    "verify_drafts": "large: the process died with code -9",
+    "token_logprobs": "large: wrong",
+    "top1_delta": "",
+}
+
+
+@pytest.mark.slow
+def test_what_misbehaves_does_not_win_and_the_reason_is_kept(monkeypatch):
+    monkeypatch.setattr(proof, "HANG_S", 20.0)
+    result, lines = prove(*REASONS, cases="proof_planted:cases_of")
+    assert not result["left_out"]
+    for op, reason in REASONS.items():
+        verdict = result["verdicts"][op]
+        triton = verdict["candidates"]["triton"]
+        assert reason in triton["reason"] and triton["wins"] == (not reason), op
+        others = {name: entry for name, entry in verdict["candidates"].items() if name != "triton"}
+        assert all(entry["wins"] and entry["cases"]["large"]["interval"][1] < proof.WIN for entry in others.values())
+        assert (
+            verdict["backend"] == ("triton" if not others and not reason else next(iter(others), "torch")) or not reason
+        )
+    assert any("hung for 20 s" in line for line in lines) and any("of plain torch's time" in line for line in lines)
+
+
+def test_without_a_context_nothing_is_proven(monkeypatch):
+    """As in exclusive mode, or where other programs have the memory."""
+    monkeypatch.setenv("PLANTED_PARENT", str(os.getpid()))
+    result, _ = prove(OP, cases="proof_planted:cases_of")
+    assert result["verdicts"] == {}
+    assert result["left_out"][OP].startswith("not proven: RuntimeError: all CUDA-capable devices are busy")
+
+
+def test_no_time_and_no_gpu_leave_everything_out():
+    result, _ = prove(OP, "dtw", seconds=0)
+    assert result["verdicts"] == {} and set(result["left_out"].values()) == {"no time left of 0 s"}
+    if not torch.cuda.is_available():
+        result = rlkernels.prove(["dtw"])
+        assert result["left_out"] == {"dtw": "torch finds no CUDA device"} and not result["verdicts"]
+    with pytest.raises(ValueError, match="ops must be out of paged_attention, .* got rope"):
+        rlkernels.prove(["rope"])
+
+
+def test_a_process_that_outlives_sigkill_ends_the_proof(monkeypatch):
+    """As one does that waits in a driver: nothing more is started on the device."""
+    started = []
+    monkeypatch.setattr(proof.Prover, "op", lambda self, op: started.append(op) or self.worker.close())
+    monkeypatch.setattr(process.Worker, "close", lost)
+    result, _ = prove(OP, "dtw")
+    assert started == [OP] and len(result["left_out"]) == 2 and "still there" in result["left_out"]["dtw"]
+
+
+def lost(worker):
+    raise process.DeviceLost("a process is still there")
+
+
+def test_interval_of_the_median():
+    assert proof.interval([0.5, 0.4, 0.6]) == (0.5, 0.4, 0.6)
+    middle, low, high = proof.interval([i / 100 for i in range(41)])
+    assert middle == 0.2 and (low, high) == (0.14, 0.26)  # 15th and 27th of 41: 95 % by the binomial distribution
+
+
+def verdict(op=OP, chosen="triton", workload="w"):
+    entry = {"reason": "", "wins": True, "cases": {"large": {"ratio": 0.5, "interval": [0.4, 0.6]}}}
+    return {"op": op, "backend": chosen, "workload": workload, "candidates": {"triton": entry}}
+
+
+def test_verdicts_are_kept_by_op_device_and_workload(monkeypatch):
+    verdicts.store(verdict(), 0)
+    verdicts.store(verdict(workload="v"), 0)
+    verdicts.store(verdict("dtw", "cuda"), 0)
+    monkeypatch.setattr(verdicts, "_memory", {})  # another process
+    assert [v["workload"] for v in verdicts.load(OP, 0)] == ["v", "w"] and not verdicts.load(OP, 0, "x")
+    assert verdicts.load("dtw", 0, "w") == [verdict("dtw", "cuda")]
+    for name in FACTS:
+        monkeypatch.setattr(verdicts, "device_facts", lambda index, name=name: {**FACTS, name: "other"})
+        assert not verdicts.load(OP, 0)
+    monkeypatch.setattr(verdicts, "device_facts", lambda index: FACTS)
+    monkeypatch.setattr(verdicts, "sources", lambda op: "changed")
+    assert not verdicts.load(OP, 0)
+
+
+def test_the_winner_has_won_every_workload():
+    assert verdicts.winner([]) is None and verdicts.winner([verdict(), verdict()]) == "triton"
+    assert verdicts.winner([verdict(), verdict(chosen="torch")]) == "torch"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"op": 5}', json.dumps({**verdict(), "backend": "gone"}),
+                                  json.dumps({**verdict(), "candidates": []})])  # fmt: skip
+def test_a_damaged_cache_is_ignored(monkeypatch, text):
+    verdicts.store(verdict(), 0)
+    (file,) = verdicts.folder().glob("*.json")
+    monkeypatch.setattr(verdicts, "_memory", {})
+    file.write_text(text)
+    assert verdicts.load(OP, 0) == []
+    file.write_bytes(b"\xff\xfe")
+    assert verdicts.load(OP, 0) == []
+    verdicts.store(verdict(), 0)
+    monkeypatch.setattr(verdicts, "_memory", {})
+    assert verdicts.load(OP, 0) == [verdict()]
+
+
+def test_files_of_another_owner_are_ignored(monkeypatch):
+    verdicts.store(verdict(), 0)
+    monkeypatch.setattr(verdicts, "_memory", {})
+    monkeypatch.setattr(os, "getuid", lambda: -1)
+    assert verdicts.load(OP, 0) == []
+
+
+def test_where_nothing_can_be_written_verdicts_live_in_memory(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("RLKERNELS_CACHE", str(tmp_path / "file" / "below"))
+    verdicts.store(verdict(), 0)
+    assert verdicts.load(OP, 0) == [verdict()]
+    monkeypatch.delenv("RLKERNELS_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert verdicts.folder() == tmp_path / "xdg/rlkernels/verdicts"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert verdicts.folder() == tmp_path / ".cache/rlkernels/verdicts"
+
+
+WRITER = """
+import sys
+from rlkernels.proof import verdicts
+verdicts.device_facts = lambda index: {"gpu": "NVIDIA X"}
+for number in range(200):
+    verdicts.store({"op": "dtw", "backend": "torch", "workload": "w", "candidates": {sys.argv[1]: number}}, 0)
+"""
+
+
+def test_two_processes_write_at_once(monkeypatch):
+    monkeypatch.setattr(verdicts, "device_facts", lambda index: {"gpu": "NVIDIA X"})
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, name]) for name in "ab"]
+    seen = 0
+    while any(writer.poll() is None for writer in writers):
+        seen += len(verdicts.load("dtw", 0))  # a file that was half-written would be none
+        time.sleep(0.001)
+    assert [writer.returncode for writer in writers] == [0, 0] and seen > 0
+    (found,) = verdicts.load("dtw", 0)
+    assert found["candidates"] in ({"a": 199}, {"b": 199}) and len(list(verdicts.folder().iterdir())) == 1
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """A GPU as far as the choice of a backend looks at it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(backend, "unavailable", lambda op, name, device: None if name != "cpu" else "a GPU")
+    monkeypatch.setattr(backend, "RECORDS", {})
+    backend._say_how_to_prove.cache_clear()
+    backend.forget()
+
+
+def choice(op=OP):
+    backend.forget()
+    return backend.choose(op, CUDA), backend.settled(op, 0)[1]
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_order_of_precedence(monkeypatch):
+    with pytest.warns(UserWarning, match="python -m rlkernels prove"):
+        assert choice() == ("torch", "default")
+    monkeypatch.setattr(backend, "RECORDS", {"9.0": {OP: "triton"}, "8.0": {OP: "torch"}})
+    assert choice() == ("triton", "record")
+    verdicts.store(verdict(chosen="torch"), 0)
+    assert choice() == ("torch", "verdict")
+    backend.use({OP: "cuda"})
+    assert choice() == ("cuda", "run")
+    monkeypatch.setenv("RLKERNELS_BACKEND", "triton")
+    monkeypatch.setattr(backend, "_usable", str)
+    assert choice()[0] == "triton"
+    assert backend.choose(OP, torch.device("cuda"), "torch") == "torch", "an explicit choice comes first"
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_the_library_says_once_what_to_run_and_never_proves():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for op in (OP, "dtw", OP):
+            assert choice(op) == ("torch", "default")
+    assert len([w for w in caught if "python -m rlkernels prove" in str(w.message)]) == 1
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_what_a_verdict_names_must_run_here(monkeypatch):
+    verdicts.store(verdict(), 0)
+    monkeypatch.setattr(backend, "unavailable", lambda op, name, device: "triton is not installed")
+    assert choice() == ("torch", "default")
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_a_compiled_function_takes_the_verdict():
+    verdicts.store(verdict(), 0)
+    backend.forget()
+    torch.compiler.reset()
+
+    def scale(x):
+        return x * (2 if backend._settled(OP, 0) == "triton" else 3)
+
+    assert torch.compile(scale, fullgraph=True, backend="eager")(torch.ones(1)) == 2
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_what_has_a_verdict_is_not_proved_again(monkeypatch):
+    workload = Workload().digest()
+    verdicts.store(verdict(workload=workload), 0)
+    made = []
+    monkeypatch.setattr(proof.Prover, "op", lambda self, op: made.append(op) or verdict(op, "torch", workload))
+    found = proof.prove([OP, "dtw"], say=str)["verdicts"]
+    assert made == ["dtw"] and found[OP]["backend"] == "triton" and found["dtw"]["backend"] == "torch"
+    assert backend.choose("dtw", CUDA) == "torch" and backend.choose(OP, CUDA) == "triton"
+    assert proof.prove([OP], say=str, again=True)["verdicts"][OP]["backend"] == "torch"
+
+
+def test_command(monkeypatch, capsys, tmp_path):
+    asked = []
+    result = {"device": FACTS, "verdicts": {OP: verdict()}, "left_out": {"dtw": "no time left of 5 s"}}
+    monkeypatch.setattr("rlkernels.proof.cli.prove", lambda ops, **options: asked.append((ops, options)) or result)
+    (tmp_path / "config.json").write_text(json.dumps(
+        {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 99}
+    ))  # fmt: skip
+    settings = tmp_path / "run.yaml"
+    settings.write_text(
+        f"model: {{path: {tmp_path}, dtype: float16}}\nrollout: {{num_generations: 4, max_completion_length: 100}}"
+    )
+    record = tmp_path / "records/x.json"
+    assert (
+        main(["prove", "--ops", OP, "dtw", "--seconds", "5", "--config", str(settings), "--record", str(record)]) == 1
+    )
+    ((ops, options),) = asked
+    assert ops == [OP, "dtw"] and options["seconds"] == 5 and not options["again"]
+    assert options["workload"] == Workload("float16", 4, 2, 16, 64, 99, 32, 4, 256, 50)
+    printed = capsys.readouterr().out
+    assert "triton: 0.50 of the time of plain torch" in printed and "dtw                      no time left" in printed
+    written = json.loads(record.read_text())
+    assert written["verdicts"][OP]["backend"] == "triton" and "rlkernels/backend.py" in written["sources"]
+    assert main(["prove", "--config", str(tmp_path / "gone.yaml")]) == 2
+    assert "gone.yaml" in capsys.readouterr().err
+
+
+def test_comments_and_layout_are_no_change(tmp_path):
+    def of(text, name="x.py"):
+        (tmp_path / name).write_text(text)
+        return verdicts.digest(tmp_path / name)
+
+    assert of("x = 1") == of("x = (1)  # as before\n") == of('"""About."""\nx = 1') != of("x = 2")
+    assert of("a; // b\nc /* d\n*/  e", "k.cu") == of("a; c e", "k.cu") != of("a; c f", "k.cu")
+
+
+def test_the_sources_of_an_op_are_its_folder():
+    for op in proof.PROVABLE:
+        folders = {path.parent.name for path in verdicts.python_files(op)}
+        assert len(folders) == 2 and "rlkernels" in folders, op
