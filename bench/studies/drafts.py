@@ -42,7 +42,7 @@ STUDIES = [
         config="configs/sums.yaml",
         common=[
             "model.matmul_precision=highest", "max_steps=48", "evaluation.eval_steps=12", "evaluation.eval_limit=512",
-            "save.save_steps=12", "save.save_total_limit=1", "save.save_model=false",
+            "save.save_steps=12", "save.save_total_limit=1",
         ],
         arms=[Arm("plain"), Arm("drafts", ["accelerators.enabled=[drafts]"]), *fewer_prompts(16)],
         levels=(0.5, 0.6),

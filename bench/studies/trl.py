@@ -66,7 +66,6 @@ STUDIES = [
             "task.variant=short", "model.path=small", "model.matmul_precision=highest", "max_steps=40",
             "rollout.prompts_per_step=32", "rollout.max_completion_length=128", "optimizer.learning_rate=2e-4",
             "evaluation.eval_steps=4", "evaluation.eval_limit=1024", "evaluation.eval_limit_during=1024",
-            "save.save_model=false",
         ],
         arms=[Arm("TRL", train=train_trl), Arm("python_trainer"), *fewer_prompts(32)],
         levels=(0.8, 0.85),

@@ -162,7 +162,7 @@ def test_the_page_of_what_there_is(study, tmp_path):
 def test_a_real_run_is_charged_and_resumed(tmp_path):
     settings = ["task.variant=short", "model.path=small", "task.train_size=8", "rollout.prompts_per_step=2",
                 "rollout.num_generations=4", "rollout.max_completion_length=24", "evaluation.eval_limit=4",
-                "evaluation.eval_steps=1", "max_steps=2", "save.save_model=false"]  # fmt: skip
+                "evaluation.eval_steps=1", "max_steps=2"]  # fmt: skip
     arms = [Arm("plain"), Arm("half", ["rollout.prompts_per_step=1"])]
     study = Study("real", "configs/sums.yaml", settings, arms, levels=[0.9])
     harness = Harness(study, tmp_path)
