@@ -14,7 +14,8 @@ from rich.console import Console
 from bench._runner import reset_resident_peak, resident_peak
 from bench._turns import Turns
 from python_trainer import Callback, Config, Trainer, load_config
-from python_trainer.model.loading import choose_dtype, count_weights, policy_folder
+from python_trainer.hub import policy_folder
+from python_trainer.model.loading import choose_dtype, count_weights
 from python_trainer.model.policy import set_matmul_precision
 
 TRL_BATCH = 32  # most answers in a forward and backward pass: the fastest of 32, 64, 128 for TRL on both workloads

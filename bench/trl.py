@@ -32,7 +32,8 @@ from bench._trl import Step, run_ours, run_trl
 from bench._turns import Worker
 from bench._vllm_server import VLLMServer
 from python_trainer import Config, load_config
-from python_trainer.model.loading import SHIPPED, count_weights
+from python_trainer.hub import SHIPPED
+from python_trainer.model.loading import count_weights
 
 WARM_UP = 3  # steps; accelerators have seen every prompt by then
 STEPS = 10

@@ -235,7 +235,7 @@ def load_run(args: argparse.Namespace) -> "Config":
 
 def check_files(config: "Config") -> None:
     """Raises UserError for a file or folder in the settings that does not exist."""
-    from python_trainer.model.loading import policy_folder
+    from python_trainer.hub import policy_folder
 
     policy_folder(config.model.path, config.model.revision)
     config.task.check_files()

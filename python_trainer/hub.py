@@ -1,4 +1,4 @@
-"""Models and data sets of the Hugging Face Hub."""
+"""Where models and data sets are: shipped with the package, in a folder, or on the Hugging Face Hub."""
 
 import re
 from collections.abc import Sequence
@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Literal
 
 from python_trainer.errors import UserError
+
+SHIPPED = Path(__file__).parent / "tasks" / "policies"
+FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.safetensors")  # of a repository, what a policy needs
 
 
 def is_hub_id(name: str) -> bool:
@@ -53,3 +56,30 @@ def snapshot(
             "repository needs `hf auth login`)"
         ) from error
     return Path(found)
+
+
+def shipped_policies() -> list[str]:
+    """Names of the base policies that come with the package, a folder each."""
+    return sorted(folder.name for folder in SHIPPED.iterdir() if (folder / "config.json").is_file())
+
+
+def policy_folder(path: str, revision: str | None = None, files: Sequence[str] = FILES) -> Path:
+    """The folder, or GGUF file, that ``model.path`` means, fetched where it is an id of the Hub.
+
+    Args:
+        files: patterns of what is fetched.
+
+    Raises:
+        UserError: there is none, or a revision of what has none.
+    """
+    folder = SHIPPED / path if path in shipped_policies() else Path(path)
+    if folder.is_dir() or (folder.suffix == ".gguf" and folder.is_file()):
+        if revision is not None:
+            raise UserError(f"model.revision is for a model of the Hub, but model.path {path} is a folder here")
+        return folder
+    if is_hub_id(path):
+        return snapshot(path, revision, kind="model", setting="model.path", files=files)
+    raise UserError(
+        f"model.path: there is no folder {folder}; give a folder in Hugging Face format, an owner/name of the Hub, or "
+        f"one of {', '.join(shipped_policies())}"
+    )

@@ -71,7 +71,6 @@ REMOVED: dict[str, str] = {
     "algorithm.overlong_penalty": "leave it out; an answer of full length loses 1",
     "task.system_prompt": "put a message of the role system in front of the prompts in the file",
     "task.max_steps_of_solution": "filter the file beforehand, as configs/gsm8k_smollm2.yaml says",
-    "task.numbers": "examples/countdown.py draws its own numbers",
     "command export": "a run writes RUN/model, RUN/best (an earlier checkpoint, if that was best) and RUN/adapter",
     "command plan": "use train --dry-run, which prints the memory of a run",
     "command extrapolate": "use python -m rlkernels extrapolate, which takes checkpoints of any trainer",

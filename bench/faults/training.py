@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from python_trainer.checkpoint import encode, list_checkpoints, step_of
 from python_trainer.distributed.shard_files import load_whole
 from python_trainer.errors import UserError
-from python_trainer.model.loading import policy_folder
+from python_trainer.hub import policy_folder
 from python_trainer.run_directory import read_metrics
 
 LIMIT = 120.0  # seconds that a run may take, many times what it needs

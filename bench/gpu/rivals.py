@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from rlkernels.logprobs import reference
 from rlkernels.prefix_cache import GroupedLayout
-from rlkernels.proof.problem import Gate, Verdict, leaves
+from rlkernels.proof.problem import Tolerance, Verdict, leaves
 
 Call = Callable[[], Any]
 WORKSPACE_BYTES = 2**28  # of FlashInfer
@@ -37,7 +37,7 @@ class Rival:
     outputs: Callable[[Any], Any] | None = None
     judge: Callable[[Any], Verdict] | None = None
 
-    def verdict(self, gate: Gate, returned: Any) -> Verdict:
+    def verdict(self, gate: Tolerance, returned: Any) -> Verdict:
         """The verdict on what the call returned, which may be in a wider dtype."""
         if self.judge:
             return self.judge(returned)

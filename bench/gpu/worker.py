@@ -17,7 +17,7 @@ from bench import _limits, _runner
 from bench.gpu.cases import rivals_of
 from bench.gpu.rivals import Rival
 from rlkernels import backend as backends
-from rlkernels.proof.problem import Case, Gate, Problem
+from rlkernels.proof.problem import Case, Problem, Tolerance
 from rlkernels.proof.worker import Message, Say, finding, serve, synchronize
 
 INPUTS = "the inputs and the reference"
@@ -62,7 +62,7 @@ def facts(device: torch.device) -> Message:
     return out
 
 
-def judged(gate: Gate, make: Callable[[], Any], rival: Rival | None, device: torch.device) -> tuple[Any, Message]:
+def judged(gate: Tolerance, make: Callable[[], Any], rival: Rival | None, device: torch.device) -> tuple[Any, Message]:
     """The call of a provider, made once, and the verdict on what it returned.
 
     Raises:
@@ -86,7 +86,7 @@ def run_contest(case: Case, device: torch.device, seconds: float, without: list[
     torch.manual_seed(0)
     say({"begin": INPUTS})
     problem = case.make(device)
-    gate = Gate(problem)
+    gate = Tolerance(problem)
     synchronize(device)
     names = ("cuda", "triton") if device.type == "cuda" else ("cpu", "triton")
     own = [b for b in (*names, "torch") if backends.unavailable(case.op, b, device) is None]

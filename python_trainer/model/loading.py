@@ -13,43 +13,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from python_trainer.errors import UserError
-from python_trainer.hub import is_hub_id, snapshot
+from python_trainer.hub import is_hub_id, policy_folder
 from python_trainer.model.fused import MAX_BYTES
 from python_trainer.model.lora import merge_adapter
 from python_trainer.model.settings import ModelConfig
 from python_trainer.model.weights import META, named_weights
 
-SHIPPED = Path(__file__).parents[1] / "tasks" / "policies"
-FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.safetensors")  # of a repository, what a policy needs
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PRODUCTS = ("amx_bf16", "avx512_bf16", "bf16")  # of a processor, as torch names them; the last one of Arm
-
-
-def shipped_policies() -> list[str]:
-    """Names of the base policies that come with the package, a folder each."""
-    return sorted(folder.name for folder in SHIPPED.iterdir() if (folder / "config.json").is_file())
-
-
-def policy_folder(path: str, revision: str | None = None, files: Sequence[str] = FILES) -> Path:
-    """The folder, or GGUF file, that ``model.path`` means, fetched where it is an id of the Hub.
-
-    Args:
-        files: patterns of what is fetched.
-
-    Raises:
-        UserError: there is none, or a revision of what has none.
-    """
-    folder = SHIPPED / path if path in shipped_policies() else Path(path)
-    if folder.is_dir() or (folder.suffix == ".gguf" and folder.is_file()):
-        if revision is not None:
-            raise UserError(f"model.revision is for a model of the Hub, but model.path {path} is a folder here")
-        return folder
-    if is_hub_id(path):
-        return snapshot(path, revision, kind="model", setting="model.path", files=files)
-    raise UserError(
-        f"model.path: there is no folder {folder}; give a folder in Hugging Face format, an owner/name of the Hub, or "
-        f"one of {', '.join(shipped_policies())}"
-    )
 
 
 def base_folder(folder: Path) -> Path:

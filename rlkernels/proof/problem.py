@@ -19,7 +19,7 @@ class Problem:
         call: backend -> output (a tensor, or a tuple of tensors and numbers).
         exact: the same from float64 inputs through the reference. None: ``call("torch")`` is exact enough.
         reset: restores the inputs of an op that changes them; ``call`` then returns what it changed.
-        judge: (output, output of plain torch) -> verdict, in place of the rule of :class:`Gate`.
+        judge: (output, output of plain torch) -> verdict, in place of the rule of :class:`Tolerance`.
         nbytes, flops: bytes the op must move and operations it must do at least; flops are of ``dtype``.
         floor: error, relative to the largest magnitude (0.01 at least), that is always allowed.
         inputs: named inputs, for others that compute the same.
@@ -89,7 +89,7 @@ def _largest(exact: torch.Tensor) -> float:
     return max((piece.nan_to_num(0.0, 0.0, 0.0).abs().max().item() for piece in pieces if piece.numel()), default=0.0)
 
 
-class Gate:
+class Tolerance:
     """Judges outputs of a problem. Plain torch and the exact reference run once, when the gate is made.
 
     The rule: an error of at most twice that of plain torch in the same dtype plus ``floor``, both against the exact
@@ -157,7 +157,7 @@ def check(problem: Problem, backend: str, device: torch.device) -> tuple[Verdict
             poison(device)
             found.append(copy(problem.call(backend)))
         poison(device)
-        gate = Gate(problem)
+        gate = Tolerance(problem)
     finally:
         torch.use_deterministic_algorithms(False)
     return gate.judge(found[0]), same_bits(*found)

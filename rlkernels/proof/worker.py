@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from rlkernels.proof.problem import Case, Gate, Problem, Verdict, check
+from rlkernels.proof.problem import Case, Problem, Tolerance, Verdict, check
 from rlkernels.proof.workload import Workload
 
 Message = dict[str, Any]
@@ -82,7 +82,7 @@ def run_timing(case: Case, backends: Sequence[str], device: torch.device, second
     torch.manual_seed(0)
     say({"begin": "torch"})
     problem = case.make(device)
-    gate = Gate(problem)
+    gate = Tolerance(problem)
     synchronize(device)
     judged: dict[str, Message] = {}
     for name in backends:

@@ -13,7 +13,7 @@ from bench.gpu.cases import cross_entropy, rivals_of
 from bench.gpu.rivals import Rival
 from rlkernels.prefix_cache import GroupedLayout, reference
 from rlkernels.proof.cases import attention, logits
-from rlkernels.proof.problem import Case, Gate, Problem
+from rlkernels.proof.problem import Case, Problem, Tolerance
 
 CPU = torch.device("cpu")
 # varlen has no kernel for a CPU; FlashInfer and flash-attn are not installed
@@ -134,12 +134,12 @@ def test_timed_cases_have_rivals():
 
 def test_a_rival_is_judged_by_its_own_rule():
     right = torch.ones(3)
-    gate = Gate(Problem(lambda backend: right))
+    gate = Tolerance(Problem(lambda backend: right))
     assert Rival(None, outputs=lambda out: out.flip(0)).verdict(gate, right.flip(0).double()) == (0.0, 2e-6)
     assert Rival(None, judge=lambda out: (float(out), 4.0)).verdict(gate, 5) == (5.0, 4.0)
     assert Rival(None).verdict(gate, torch.ones(2))[0] == math.inf
     assert Rival(None).verdict(gate, [right, right, right]) == (math.inf, 0.0)
-    several = Gate(Problem(lambda backend: (right, right)))
+    several = Tolerance(Problem(lambda backend: (right, right)))
     assert Rival(None).verdict(several, right)[0] == 0.0, "the first output alone"
 
 

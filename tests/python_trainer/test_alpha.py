@@ -278,9 +278,10 @@ def named_weights(trainer):
     return {name: p.detach().clone() for name, p in trainer.policy.model.named_parameters()}
 
 
-def test_tracking_and_rejected_attempts_change_nothing(alpha_config, make_config, tmp_path):
+def test_tracking_and_rejected_attempts_change_nothing(alpha_config, make_config, gate_task, tmp_path):
     runs = []
-    for name, config in (("plain", make_config(max_steps=5)), ("alpha", alpha_config(max_steps=5))):
+    plain = make_config(max_steps=5, task=gate_task)
+    for name, config in (("plain", plain), ("alpha", alpha_config(max_steps=5))):
         trainer = Trainer(config, tmp_path / name, console=QUIET)
         if name == "alpha":
             # never better

@@ -184,13 +184,6 @@ def test_resume_tells_of_a_missing_checkpoint_and_of_changed_settings(run, tmp_p
     assert "-> 0.25" in error
 
 
-def test_an_accelerator_without_anything_to_do_is_named(run, tmp_path, capsys):
-    assert run({"max_steps": 1, "accelerators": {"enabled": ["rpo"]}})[0] == 0
-    capsys.readouterr()
-    assert main(["report", str(tmp_path / "run")]) == 0
-    assert "rpo had nothing to do in run: no answer was begun from a remembered one" in capsys.readouterr().out
-
-
 def test_a_finished_run_is_not_overwritten(run, tmp_path):
     assert run({"max_steps": 1})[0] == 0
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
@@ -262,7 +255,6 @@ def test_compare_skips_what_is_finished_and_reports(run, tmp_path, capsys, monke
         "accuracy before",
         "generated tokens",
         "share of training",
-        "times baseline",
         "minus baseline",
         "tokens given, not generated",
     ):

@@ -105,7 +105,7 @@ def bad_rewards(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "words"),
     [("raises", ["RuntimeError: the judge is asleep (", "bad_rewards.py:3)"]), ("short", ["5 values for 6"]),
-     ("nan", ["nan"]), ("text", ["'good'"]), ("nothing", ["no function nothing"])],
+     ("nan", ["nan"]), ("text", ["'good'"]), ("nothing", ["no nothing"])],
 )  # fmt: skip
 def test_bad_reward_functions(run, tmp_path, bad_rewards, name, words):
     one_clear_line(run({"task": {"reward": f"bad_rewards:{name}"}}), tmp_path, name, *words)

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from python_trainer.config import load_config
-from python_trainer.model.loading import policy_folder
+from python_trainer.hub import policy_folder
 from python_trainer.model.policy import load_policy
 from python_trainer.rollout import PagedEngine, Request, SamplingParams
 from python_trainer.tasks.rewards import score

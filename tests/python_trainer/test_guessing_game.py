@@ -99,7 +99,7 @@ def test_an_interrupted_game_goes_on_as_if_nothing_had_been(playing, tmp_path):
     [
         ({"accelerators": {"enabled": ["rpo"]}}, "rpo needs task.environment=null, got guessing_game:Guessing, which"),
         ({"accelerators": {"enabled": ["rhyme"]}}, "rhyme needs task.environment=null.* allows drafts, alpha"),
-        ({"task": {"environment": "gues"}}, 'must be "module:Class"'),
+        ({"task": {"environment": "gues"}}, "must be one of module:Class, got 'gues'"),
     ],
 )
 def test_what_cannot_take_turns_is_refused(playing, changes, message):

@@ -142,7 +142,7 @@ def test_weights_are_gathered_for_the_engine_by_all_ranks_at_once(streams):
         rank=1, size=2, together=together, gather=lambda value: [([], {}), value], first=lambda value: value
     )
     inner = Mock(stats={}, lengths=None, on_first_rank=False, policy_version=0)
-    inner.refresh = lambda: refreshed.append(bool(inside))
+    inner.load_weights = lambda: refreshed.append(bool(inside))
     inner.generate.return_value = []
     engine = RankedEngine(inner, SimpleNamespace(streams_weights=streams), ranks)
     engine.submit([], SamplingParams())

@@ -125,7 +125,7 @@ def test_sharded_weights_go_from_the_shards_to_vllm(runs):
     saved = load_file(runs / "fsdp2, adapters" / "model" / "model.safetensors")
     trained = load_file(runs / "fsdp2, adapters" / "weights.safetensors")
     assert saved and all(torch.equal(saved[name], trained[name]) for name in saved)
-    without = ["load", "sleep 2", "update", "wake weights", "load without a cache", "wake kv_cache"]
+    without = ["load", "sleep 2", "update", "wake weights", "load without a cache", "wake kv_cache", "sleep 2"]
     assert told(runs, "one prompt", 1)["events"] == without
 
 

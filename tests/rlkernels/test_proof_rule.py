@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from rlkernels.proof.cases import attention
-from rlkernels.proof.problem import Gate, Problem, check
+from rlkernels.proof.problem import Problem, Tolerance, check
 from rlkernels.proof.worker import race, run_timing
 
 CPU = torch.device("cpu")
 
 
 def gate(exact, plain=None, floor=1e-6):
-    return Gate(Problem(lambda backend: exact if plain is None else plain, lambda: exact, floor=floor))
+    return Tolerance(Problem(lambda backend: exact if plain is None else plain, lambda: exact, floor=floor))
 
 
 def passes(verdict):

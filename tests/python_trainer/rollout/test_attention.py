@@ -1,7 +1,6 @@
 """How the engine reads the cache: shared prefixes once per group, padded rows on GPUs without a proven kernel."""
 
 import weakref
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
