@@ -12,8 +12,8 @@ import torch
 from python_trainer.distributed import RankGroup
 from python_trainer.model.loading import choose_device, policy_folder
 from python_trainer.run_directory import write_text
-from rlkernels import backend
-from rlkernels.proof import PROVABLE, prove, verdicts
+from rlkernels import backend, verdicts
+from rlkernels.proof import PROVABLE, prove
 from rlkernels.proof.cli import workload_of_run
 
 if TYPE_CHECKING:

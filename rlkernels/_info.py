@@ -8,7 +8,7 @@ import torch
 
 from rlkernels import __version__
 from rlkernels import backend as _backend
-from rlkernels.proof.verdicts import load, summary
+from rlkernels.verdicts import load, summary
 
 PACKAGES = {  # module -> what needs it
     "triton": "Triton kernels on a GPU",

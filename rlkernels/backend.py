@@ -180,7 +180,7 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-has_triton._dynamo_marked_constant = True  # type: ignore[attr-defined] as for _settled
+has_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as for _settled
 
 
 def unavailable(op: str, backend: str, device: torch.device) -> str | None:
@@ -233,7 +233,7 @@ def _known(op: str, index: int | None) -> Iterator[tuple[str | None, str]]:
     yield _run.get(op), "run"
     if op in _run or not (OPS[op].cuda or OPS[op].triton) or not torch.cuda.is_available():
         return
-    from rlkernels.proof import verdicts
+    from rlkernels import verdicts
 
     at = torch.cuda.current_device() if index is None else index
     verdict = verdicts.winner(verdicts.load(op, at))

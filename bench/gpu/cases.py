@@ -115,7 +115,8 @@ def rivals_of(case: Case, problem: Problem) -> rivals.Rivals:
     if case.op in ("paged_attention", "shared_prefix_attention"):
         return rivals.paged(given) if given else {}
     if case.op == "grouped_attention":
-        return rivals.grouped(*given["qkv"], given["grad"], given["layout"])
+        query, key, value = given["qkv"]
+        return rivals.grouped(query, key, value, given["grad"], given["layout"])
     if case.op == "sample_tokens":
         return samplers.rivals(given["logits"], *given["settings"][0]) if len(given["settings"]) == 1 else {}
     if case.op == "token_logprobs":

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu.journal import RECORDS, ROOT
-from rlkernels.proof.verdicts import digest, python_files
+from rlkernels.verdicts import digest, python_files
 
 RESULT = ROOT / "rlkernels/records.json"
 

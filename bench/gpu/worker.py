@@ -95,13 +95,13 @@ def run_contest(case: Case, device: torch.device, seconds: float, without: list[
     }
     for name, rival in (rivals_of(case, problem) if device.type == "cuda" else {}).items():
         providers[name] = rival.make, rival
-    for name, (make, rival) in providers.items():
+    for name, (make, other) in providers.items():
         if name in without:
             continue
         say({"begin": name})
         row: Message = {"op": case.op, "provider": name, "shape": case.label}
         try:
-            call, found = judged(gate, make, rival, device)
+            call, found = judged(gate, make, other, device)
             row |= found
             if found["ok"]:
                 timed = TimedCase(
@@ -110,7 +110,7 @@ def run_contest(case: Case, device: torch.device, seconds: float, without: list[
                 )  # fmt: skip
                 row |= dataclasses.asdict(next(iter(_runner.run_case(timed, seconds))))
         except Exception as error:
-            if rival and isinstance(error, ModuleNotFoundError):
+            if other and isinstance(error, ModuleNotFoundError):
                 say({"row": row | {"ok": None, "missing": error.name}})
                 continue
             row |= {"ok": False, "missing": f"{type(error).__name__}: {error}"[:300]}

@@ -24,7 +24,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class Rows(NamedTuple):
     """N rows of queries and of keys."""
 
-    index: torch.Tensor  # int64 [M] where each key lies
+    places: torch.Tensor  # int64 [M] where each key lies
     starts_q: torch.Tensor  # int32 [N + 1]
     starts_k: torch.Tensor  # int32 [N + 1]
     max_q: int
@@ -51,9 +51,9 @@ def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Ro
 
 def _attend(query: torch.Tensor, caches: Pair, rows: Rows, scale: float, causal: bool) -> Pair:
     """out [T, Hq, d] and lse [T, Hq] over gathered entries of the caches [N, Hk, d]."""
-    if not rows.index.numel():
+    if not rows.places.numel():
         return torch.zeros_like(query), query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)
-    key, value = (cache.index_select(0, rows.index) for cache in caches)
+    key, value = (cache.index_select(0, rows.places) for cache in caches)
     out, lse, *_ = _flash(query, key, value, rows, scale, causal and rows.max_q > 1)
     return out, lse.T.masked_fill(lse.T == torch.inf, -torch.inf)  # inf where a query saw no key
 
@@ -121,7 +121,7 @@ def _packed_rows(layout: GroupedLayout, device: torch.device) -> Rows:
                 queries.append(len(own))
                 keys.append(before + len(own))
         starts = [pad(torch.tensor(n, device="cpu").cumsum(0), (1, 0)).int().to(device) for n in (queries, keys)]
-        layout.tiles[place] = Rows(torch.cat(index).to(device), *starts, max(queries), max(keys))
+        layout.tiles[place] = Rows(torch.cat(index).to(device), starts[0], starts[1], max(queries), max(keys))
     return layout.tiles[place]
 
 
@@ -131,8 +131,8 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, layout: GroupedLayout, scale: float):
         rows = _packed_rows(layout, query.device)
-        gathered = (t.index_select(0, rows.index) for t in (key, value))
-        out, *rest = _flash(query, *gathered, rows, scale, causal=True)
+        keys, values = (t.index_select(0, rows.places) for t in (key, value))
+        out, *rest = _flash(query, keys, values, rows, scale, causal=True)
         ctx.save_for_backward(query, key, value, out, *rest)
         ctx.rows, ctx.scale = rows, scale
         return out
@@ -143,12 +143,12 @@ class _Grouped(torch.autograd.Function):
         query, key, value, out, lse, seed, unused = ctx.saved_tensors
         rows = ctx.rows
         starts = rows.starts_q, rows.starts_k, rows.max_q, rows.max_k
-        gathered = (t.index_select(0, rows.index) for t in (key, value))
+        gathered = (t.index_select(0, rows.places) for t in (key, value))
         grad_query, *grads = aten._flash_attention_backward(
             grad_out.contiguous(), query, *gathered, out, lse, *starts, 0.0, True, seed, unused, scale=ctx.scale
         )
         # sums over the copies of a key in float32, and always in the same order
-        sums = (aten.embedding_dense_backward(g.flatten(1), rows.index, len(key), -1, False) for g in grads)
+        sums = (aten.embedding_dense_backward(g.flatten(1), rows.places, len(key), -1, False) for g in grads)
         return grad_query, *(s.view_as(key) for s in sums), None, None
 
 

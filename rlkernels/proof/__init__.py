@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from rlkernels import backend as backends
-from rlkernels.proof import verdicts
+from rlkernels import verdicts
 from rlkernels.proof.problem import Case
 from rlkernels.proof.process import DeviceLost, Message, Worker
 from rlkernels.proof.workload import Workload

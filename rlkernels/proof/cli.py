@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkernels.proof import Workload, prove, write_record
-from rlkernels.proof.verdicts import summary
+from rlkernels.verdicts import summary
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

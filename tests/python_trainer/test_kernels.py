@@ -9,8 +9,8 @@ import torch
 from python_trainer import kernels
 from python_trainer.config import load_config
 from python_trainer.distributed import RankGroup
-from rlkernels import backend
-from rlkernels.proof import PROVABLE, verdicts
+from rlkernels import backend, verdicts
+from rlkernels.proof import PROVABLE
 
 GPU = {"gpu": "NVIDIA X", "capability": "9.0", "driver": "580", "torch": "2", "triton": "3"}
 CUDA = torch.device("cuda", 0)

@@ -12,9 +12,9 @@ import torch
 from support import lacks
 
 import rlkernels
-from rlkernels import backend, proof
+from rlkernels import backend, proof, verdicts
 from rlkernels.__main__ import main
-from rlkernels.proof import Workload, process, verdicts
+from rlkernels.proof import Workload, process
 from rlkernels.proof.cases import SMALL, cases_of
 
 OP, CUDA = "merge_attention", torch.device("cuda", 0)
@@ -195,7 +195,7 @@ def test_where_nothing_can_be_written_verdicts_live_in_memory(monkeypatch, tmp_p
 
 WRITER = """
 import sys
-from rlkernels.proof import verdicts
+from rlkernels import verdicts
 verdicts.device_facts = lambda index: {"gpu": "NVIDIA X"}
 for number in range(200):
     verdicts.store({"op": "dtw", "backend": "torch", "workload": "w", "candidates": {sys.argv[1]: number}}, 0)

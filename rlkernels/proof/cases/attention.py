@@ -49,8 +49,11 @@ class Pages:
         return torch.tensor(list(values), dtype=torch.int32, device=self.device)
 
 
-def doubled(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    return (t.double() for t in tensors)
+exact: Any = reference  # called with tuples of arguments, which types cannot follow
+
+
+def doubled(tensors: Sequence[torch.Tensor]) -> Any:
+    return [t.double() for t in tensors]
 
 
 def _blocks(lens: Sequence[int], size: int) -> int:
@@ -68,7 +71,7 @@ def paged(lens: Sequence[int], queries: Sequence[int], heads: Heads, size: int, 
     pairs = sum(q * n - q * (q - 1) / 2 for n, q in zip(lens, queries))
     return Problem(
         lambda backend: rlkernels.paged_attention(*args, scale=dim**-0.5, return_lse=True, backend=backend),
-        lambda: reference.paged_attention(*doubled(args[:3]), *rest, dim**-0.5),
+        lambda: exact.paged_attention(*doubled(args[:3]), *rest, dim**-0.5),
         nbytes=(sum(lens) * kv_heads + sum(queries) * q_heads) * dim * 2 * query.element_size(),
         flops=4 * pairs * q_heads * dim,
         dtype=dtype,
@@ -94,7 +97,7 @@ def shared(prefixes: Sequence[int], members: int, suffix: Sequence[int], q_len: 
         inputs = {"query": query, "caches": args[1:3], "tables": tables, "lens": lens, "queries": queries}
     return Problem(
         lambda backend: rlkernels.shared_prefix_attention(*args, scale=dim**-0.5, return_lse=True, backend=backend),
-        lambda: reference.shared_prefix_attention(*doubled(args[:3]), *rest, dim**-0.5),
+        lambda: exact.shared_prefix_attention(*doubled(args[:3]), *rest, dim**-0.5),
         nbytes=((sum(prefixes) + sum(own)) * kv_heads + len(query) * q_heads) * dim * 2 * query.element_size(),
         flops=4 * (sum(prefixes) * members + sum(own)) * q_len * q_heads * dim,
         dtype=dtype,

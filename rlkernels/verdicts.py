@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-PACKAGE = Path(__file__).parents[1]
+PACKAGE = Path(__file__).parent
 Verdict = dict[str, Any]
 _memory: dict[str, Verdict] = {}  # by file name: those of this process that could not be written
 
