@@ -28,6 +28,7 @@ from rlkernels.integrations.transformers_attention import (
     other_layers,
     rotary_limit,
 )
+from rlkernels.integrations.transformers_keys import adapter_state, check_pass
 from rlkernels.prefix_cache import OutOfBlocks, PagedKVCache, Sequence, paged_attention, write_kv
 
 __all__ = ["IMPLEMENTATION", "PagedCache", "paged_kv_cache"]
@@ -36,9 +37,6 @@ if not (5, 19) <= tuple(int(part) for part in transformers.__version__.split("."
     raise ImportError(
         f"rlkernels.integrations.transformers needs transformers >= 5.19, < 6, found {transformers.__version__}"
     )
-
-# Tensors that a forward pass may be given; keys and values depend on the first three, the others do not change them.
-KNOWN = ("input_ids", "attention_mask", "position_ids", "labels", "logits_to_keep", "num_items_in_batch")
 
 
 @dataclass
@@ -113,28 +111,6 @@ def _set_attention(model: PreTrainedModel, name: str) -> None:
     model.set_attn_implementation(parts or name)
 
 
-def _adapters(model: PreTrainedModel | None) -> tuple:
-    """What adapters of PEFT each layer that has some computes with now; () without any.
-
-    Raises:
-        ValueError: they differ within a batch.
-    """
-    state = []
-    module: Any
-    for module in model.modules() if model is not None else ():
-        if not isinstance(getattr(type(module), "disable_adapters", None), property):  # in every layer of PEFT
-            continue
-        for hook in module._forward_pre_hooks.values():
-            for name in ("adapter_names", "alora_offsets"):
-                if name in getattr(hook, "keywords", ()):
-                    raise ValueError(
-                        f"{name} must not be given with a PagedCache: it has one adapter for all rows. Choose it with "
-                        "set_adapter, and open a PagedCache for each"
-                    )
-        state.append(None if module.disable_adapters else (*module.active_adapters, "merged", *module.merged_adapters))
-    return tuple(state) if any(state) else ()
-
-
 @dataclass
 class _Step:
     """Where the B * q tokens of one forward pass live; ``queries`` and ``own`` pick rows, None takes all."""
@@ -180,14 +156,14 @@ class PagedCache(Cache):
         self._prompts, self._pads = _unpadded(input_ids, attention_mask)
         self._sequences: list[Sequence] = []
         self._width = self._columns = input_ids.shape[1]  # columns of the batch that are known; that were computed
-        self._started = self._committed = False
+        self._committed = False
         self._step: _Step | None = None
         self._attended: Counter[int] = Counter()  # how often each layer has attended in this pass
         self._attached = _attached.get(kv, _Attached(lambda: None))
         model = self._attached.model()
-        self._adapters = _adapters(model)
-        # whether columns of padding may count as positions: where no position ids are given, or can be given
-        self._by_columns = model is not None and "position_ids" not in _signatures[model].parameters
+        self._adapters = adapter_state(model)
+        self._takes_positions = model is None or "position_ids" in _signatures[model].parameters
+        self._by_columns = not self._takes_positions  # columns of padding may count as positions
         self._open(1)
 
     @property
@@ -231,11 +207,12 @@ class PagedCache(Cache):
             raise ValueError("input_ids must be given, got None: a PagedCache finds shared beginnings by their tokens")
         batch, new = input_ids.shape
         self._undo_failed()
-        self._check_model(model, given)
+        check_pass(model, given, self._adapters)
         if attention_mask is None and any(self._pads):
             raise ValueError(f"attention_mask must be given, got None: the rows have {self._pads} columns of padding")
-        if not self._started:
-            self._start(batch, self._by_columns or (given.get("position_ids") is None and any(self._pads)))
+        if not self._committed:
+            without = given.get("position_ids") is None and any(self._pads)
+            self._start(batch, without or not self._takes_positions)
         elif batch != len(self._sequences):
             raise ValueError(f"input_ids must have {len(self._sequences)} rows, got {batch}")
         end = self._columns + new
@@ -302,7 +279,6 @@ class PagedCache(Cache):
                 self._by_columns = before
                 self._open(1)  # in what has just been given back
                 raise
-        self._started = True
 
     def _check_tokens(self, input_ids: torch.Tensor) -> None:
         """The first pass has the prompts' tokens: it is under those that others will find its keys and values."""
@@ -314,20 +290,6 @@ class PagedCache(Cache):
                     f"input_ids must be those that the PagedCache was opened with, got others in row {row}: "
                     "open one for each batch"
                 )
-
-    def _check_model(self, model: PreTrainedModel, given: Mapping[str, Any]) -> None:
-        """Raises for what changes keys and values and is not in the key of the blocks."""
-        name = type(model).__name__
-        for argument, value in given.items():
-            if argument not in KNOWN and _holds_tensor(value):
-                raise ValueError(
-                    f"{argument} must not be given to {name} with a PagedCache, which finds keys and values by tokens, "
-                    "positions and adapters alone: run it without a PagedCache"
-                )
-        if _adapters(model) != self._adapters:
-            raise ValueError(f"the adapters of {name} must stay as they were when the PagedCache was opened")
-        if model.training and (active := _dropout(model)):
-            raise ValueError(f"{name} must be in eval mode, got {active}: cached keys and values would hold its noise")
 
     def _check_positions(self, position_ids: torch.Tensor | None, index: torch.Tensor) -> None:
         """Raises unless they are those of the key; ``index`` [B, q]: of a token in its row, negative for padding."""
@@ -406,7 +368,7 @@ class PagedCache(Cache):
     def close(self) -> None:
         """Gives the blocks back; what was computed stays cached for later prompts until its space is needed."""
         self._undo_failed()
-        if self._started and self._columns == self._width:
+        if self._columns == self._width:
             self._commit()
         for seq in self._sequences:
             self.kv.close(seq)
@@ -499,20 +461,6 @@ def _unpadded(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> t
             f"input_ids must have a token in every row, got only padding in row {pads.index(real.shape[1])}"
         )
     return [ids[pad:] for ids, pad in zip(input_ids.tolist(), pads)], pads
-
-
-def _holds_tensor(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return isinstance(value, torch.Tensor) or (isinstance(value, (list, tuple)) and any(map(_holds_tensor, value)))
-
-
-def _dropout(model: PreTrainedModel) -> str | None:
-    """A setting of the model or one of its modules that drops something in training mode."""
-    settings = model.config.get_text_config(decoder=True).to_dict().items()
-    found = [f"{name} {value}" for name, value in settings if "drop" in name and isinstance(value, float) and value > 0]
-    found += [f"{n} {m.p}" for n, m in model.named_modules() if isinstance(m, torch.nn.Dropout) and m.p > 0]
-    return found[0] if found else None
 
 
 def _before_forward(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
