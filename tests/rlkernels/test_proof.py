@@ -29,6 +29,7 @@ def interpreted(monkeypatch, tmp_path):
     monkeypatch.delenv("RLKERNELS_BACKEND", raising=False)
     monkeypatch.setattr(verdicts, "_memory", {})
     monkeypatch.setattr(verdicts, "device_facts", lambda index: FACTS)
+    monkeypatch.setattr(proof, "HANG_S", 600.0)  # of a busy machine, with the interpreter
     backend.use({})
     yield
     backend.use({})
