@@ -12,7 +12,7 @@ from python_trainer.environment import ENVIRONMENTS, Environment
 from python_trainer.errors import UserError
 from python_trainer.keyed import prompt_order
 from python_trainer.model.policy import Policy
-from python_trainer.rollout.episodes import opening
+from python_trainer.rollout.episodes import initial_prompt
 from python_trainer.run_state import RunState
 from python_trainer.tasks.base import Task
 from python_trainer.tasks.settings import load_task
@@ -153,7 +153,7 @@ class Prompts:
     def _opened(self, examples: Sequence[Example]) -> list[str | Messages]:
         """Returns the prompts of examples, as the environment opens them."""
         make = self.environment
-        return [example.prompt if make is None else opening(make, example) for example in examples]
+        return [example.prompt if make is None else initial_prompt(make, example) for example in examples]
 
     def _no_prompts(self, split: str) -> UserError:
         size, path = (getattr(self.config.task, f"{split}_{kind}", None) for kind in ("size", "path"))

@@ -37,7 +37,7 @@ class Product:
         self.kept: tuple[torch.Tensor, torch.Tensor | None] | None = None
         if pack:
             weight, bias = self._joined()
-            self.kept = _packed(weight) if self.packed else weight, bias
+            self.kept = torch.ops.mkldnn._reorder_linear_weight(weight) if self.packed else weight, bias
 
     def _joined(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight and bias, now; without gradients their copy lasts for a product."""
@@ -46,7 +46,7 @@ class Product:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.kept or self._joined()
-        if self.packed and not x.is_meta:
+        if self.packed:
             out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
             return out
         return linear(x, weight, bias)
@@ -54,12 +54,6 @@ class Product:
 
 def _joined(parts: list[Any]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _packed(weight: torch.Tensor) -> torch.Tensor:
-    # what has no numbers, in a plan of memory, has no layout either
-    copy: torch.Tensor = weight.clone() if weight.is_meta else torch.ops.mkldnn._reorder_linear_weight(weight)
-    return copy
 
 
 @functools.cache
@@ -95,7 +89,7 @@ def supports(model: Any) -> bool:
     if model.config.model_type not in MODEL_TYPES or not hasattr(model, "lm_head") or not hasattr(model, "model"):
         return False
     parameters = list(model.parameters())
-    plain = all(p.dtype == model.dtype and rlkernels.backend.runs_on(p.device) == "cpu" for p in parameters)
+    plain = all(p.dtype == model.dtype and p.device.type == "cpu" for p in parameters)
     small = model.dtype == torch.float32 and sum(p.nbytes for p in parameters) <= MAX_BYTES
     suits = plain and (small or model.dtype == torch.bfloat16)
     linears = [

@@ -1,4 +1,4 @@
-"""What three tokens tell of a model: how its layers attend, and that nothing but attention looks across tokens."""
+"""Checks a model with three tokens: how its layers attend, and that nothing but attention looks across tokens."""
 
 from dataclasses import dataclass, field
 
@@ -18,6 +18,7 @@ from python_trainer.model.fused import FusedDecoder, supports
 from rlkernels.integrations.transformers_attention import other_layers, rotary_limit
 
 FLAT = [1, 2, 1], [0, 1, 0], [0, 1, 2]  # ids of two sequences side by side, their positions, and all rows
+LENGTHS = [2, 1]
 
 
 @dataclass(frozen=True)
@@ -28,15 +29,14 @@ class ModelTraits:
     kv_heads: int
     head_dim: int
     window: int | None  # tokens of the smallest sliding window
-    logits: LogitRule | None  # what they are of the product of states and output matrix; None: something else
+    logits: LogitRule | None  # how they come from states and output matrix; None: in another way
     fusible: bool  # FusedDecoder computes what the model computes
 
 
 @dataclass
 class AttentionRecorder:
-    """Plain causal attention of sequences side by side, which notes what the layers ask for."""
+    """Plain causal attention of the sequences, which records the arguments of the layers."""
 
-    lengths: list[int]
     shapes: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # layer -> KV heads, key and value dim
     windows: dict[int, int | None] = field(default_factory=dict)  # layer -> tokens
 
@@ -47,41 +47,9 @@ class AttentionRecorder:
         self.shapes[layer] = (key.shape[1], key.shape[2], value.shape[2])
         self.windows[layer] = window
         parts = []
-        for q, k, v in zip(*(x.transpose(0, 1).split(self.lengths, 1) for x in (query, key, value))):
+        for q, k, v in zip(*(x.transpose(0, 1).split(LENGTHS, 1) for x in (query, key, value))):
             parts.append(scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True))
         return torch.cat(parts, 1).transpose(0, 1)
-
-    def traits(self, logits: LogitRule | None, fusible: bool) -> ModelTraits:
-        """Of a model whose layers are all alike, as :class:`ModelTraits`."""
-        (kv_heads, head_dim, _), windows = self.shapes[0], [w for w in self.windows.values() if w is not None]
-        return ModelTraits(len(self.shapes), kv_heads, head_dim, min(windows, default=None), logits, fusible)
-
-
-def flat_input(model: PreTrainedModel) -> list[torch.Tensor]:
-    """Token ids, positions and rows of [1, 2] and [1] side by side."""
-    ids, positions, rows = (torch.tensor(x, device=next(model.parameters()).device) for x in FLAT)
-    vocabulary = next(model.get_input_embeddings().parameters()).shape[0]  # some have no token 2
-    return [ids % vocabulary, positions, rows]
-
-
-def run_flat(model: PreTrainedModel, name: str) -> tuple[AttentionRecorder, torch.Tensor, torch.Tensor]:
-    """Runs [1, 2] and [1] side by side -> what the layers asked for, logits [3, V], last hidden states [3, H].
-
-    Raises:
-        UserError: the model's forward does not go through, or its layers are not all plain attention.
-    """
-    ids, positions, rows = flat_input(model)
-    seen = AttentionRecorder([2, 1])
-    if model.get_output_embeddings() is None:
-        raise UserError(f"cannot run {name}: it names no output layer (get_output_embeddings)")
-    with evaluation_mode(model), flat_attention(model):
-        try:
-            logits, states = forward_with_states(model, ids, positions, rows, seen)
-        # a forward without further arguments, attention with some that are unknown
-        except (TypeError, ValueError) as error:
-            raise UserError(f"cannot run {name} on flattened tokens: {error}") from error
-    _check_layers(model, name, seen)
-    return seen, logits, states
 
 
 def find_traits(model: PreTrainedModel, name: str | None = None) -> ModelTraits:
@@ -91,13 +59,22 @@ def find_traits(model: PreTrainedModel, name: str | None = None) -> ModelTraits:
         name: of the model, for messages; by default its class.
 
     Raises:
-        UserError: the model does not compute on flattened tokens what it computes on its own.
+        UserError: the model's forward does not go through, its layers are not all plain attention, or it does not
+            compute on flattened tokens what it computes on its own.
     """
-    name = name or type(model).__name__
-    seen, logits, states = run_flat(model, name)
-    ids, positions, rows = flat_input(model)
-    again = AttentionRecorder([2, 1])
+    name, seen, again = name or type(model).__name__, AttentionRecorder(), AttentionRecorder()
+    if model.get_output_embeddings() is None:
+        raise UserError(f"cannot run {name}: it names no output layer (get_output_embeddings)")
+    ids, positions, rows = (torch.tensor(x, device=next(model.parameters()).device) for x in FLAT)
+    ids %= next(model.get_input_embeddings().parameters()).shape[0]  # some have no token 2
     with evaluation_mode(model):
+        with flat_attention(model):
+            try:
+                logits, states = forward_with_states(model, ids, positions, rows, seen)
+            # a forward without further arguments, attention with some that are unknown
+            except (TypeError, ValueError) as error:
+                raise UserError(f"cannot run {name} on flattened tokens: {error}") from error
+        _check_layers(model, name, seen)
         own = model(input_ids=ids[None, :2], use_cache=False).logits[0]
         if not _agree(model, logits, own):
             raise UserError(
@@ -106,7 +83,9 @@ def find_traits(model: PreTrainedModel, name: str | None = None) -> ModelTraits:
             )
         rule = observe_logit_rule(model, logits, states)
         fusible = supports(model) and _agree(model, FusedDecoder(model, 2)(ids, positions, rows, again), own)
-    return seen.traits(rule, fusible and again == seen)
+    (kv_heads, head_dim, _), windows = seen.shapes[0], [w for w in seen.windows.values() if w is not None]
+    window = min(windows, default=None)
+    return ModelTraits(len(seen.shapes), kv_heads, head_dim, window, rule, fusible and again == seen)
 
 
 def longest_sequence(model: PreTrainedModel, window: int | None) -> tuple[int, str]:
@@ -116,7 +95,7 @@ def longest_sequence(model: PreTrainedModel, window: int | None) -> tuple[int, s
         window: as of :class:`ModelTraits`.
 
     Returns:
-        Their number, and what of the model says so, for messages.
+        Their number, and the reason, for messages.
     """
     config = model.config.get_text_config()
     limits = [

@@ -1,4 +1,4 @@
-"""Answers of several turns: an engine generates the policy's, an environment writes what comes between them."""
+"""Answers of several turns: an engine generates the policy's, an environment writes the observations in between."""
 
 import math
 import queue
@@ -13,10 +13,10 @@ from python_trainer.environment import Environment
 from python_trainer.errors import UserError
 from python_trainer.rollout.engine import Engine, SamplingParams, WrappedEngine, new_rollouts
 
-IDLE_SECONDS = 0.05  # that steps are waited for while no tokens are generated, before those that are there go on
+IDLE_SECONDS = 0.05  # to wait for environments while no tokens are generated
 
 
-def opening(make: type[Environment], example: Example) -> str | Messages:
+def initial_prompt(make: type[Environment], example: Example) -> str | Messages:
     """The prompt of an episode.
 
     Raises:
@@ -26,7 +26,7 @@ def opening(make: type[Environment], example: Example) -> str | Messages:
     try:
         prompt = make().reset(example)
     except Exception as error:
-        raise UserError(f"task.environment: reset failed for prompt {place}: {_text(error)}") from error
+        raise UserError(f"task.environment: reset failed for prompt {place}: {_describe(error)}") from error
     if isinstance(prompt, str) != isinstance(example.prompt, str) or not isinstance(prompt, str | list):
         raise UserError(
             f"task.environment: reset returned {prompt!r:.80} for prompt {place}; allowed: text for a prompt that is "
@@ -35,13 +35,13 @@ def opening(make: type[Environment], example: Example) -> str | Messages:
     return prompt
 
 
-def _text(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:300]
 
 
 @dataclass(eq=False)
-class _Playing:
-    """An answer that is being given."""
+class _Answer:
+    """An answer in the making."""
 
     rollout: Rollout
     example: Example
@@ -55,26 +55,30 @@ class _Playing:
         assert self.rollout.episode is not None
         return self.rollout.episode
 
+    def end(self, reason: str) -> Rollout:
+        self.rollout.finish_reason, self.environment = reason, None
+        return self.rollout
+
 
 class EpisodeEngine(WrappedEngine):
     """Gives answers in turns with an environment, over an engine that generates the turns of the policy.
 
     A turn ends as an answer of the inner engine does: by an end token or a stop string. Its tokens stay as they are,
-    and so do their log-probabilities; those of the environment follow, masked from the loss. The next turn is asked for
-    as the continuation of all of them. Steps run in threads while other turns are generated.
+    and so do their log-probabilities; the environment's observation follows, masked from the loss. The next turn
+    continues all of them. Environments step in threads while other turns are generated.
 
-    An episode ends when the environment says so (``finish_reason`` "stop"), or cut off ("length"): when a turn or what
-    the environment says does not fit into the request's tokens, after ``max_turns``, and where the environment raises
-    or takes longer than ``timeout``, which fails this answer alone. A thread that hangs is left behind.
+    An episode ends when the environment ends it (``finish_reason`` "stop"), or cut off ("length"): when a turn or an
+    observation does not fit into the request's tokens, after ``max_turns``, and where the environment raises or takes
+    longer than ``timeout``, which fails this answer alone. A thread that hangs is left behind.
 
     Args:
         inner: generates; keeps what it computes of a turn for the next one, if it can.
         make: the environment; one object for each answer.
-        encode: what the environment says, whether in a chat, last token of the policy -> token ids.
+        encode: observation, whether in a chat, last token of the policy -> token ids.
         decode: ids of a turn -> its text.
         max_turns: of the policy in one answer.
         timeout: seconds for one step, the first with its ``reset``.
-        note: told of the first failure.
+        note: called with a message at the first failure.
     """
 
     def __init__(
@@ -93,155 +97,150 @@ class EpisodeEngine(WrappedEngine):
         self.make, self.encode, self.decode, self.note = make, encode, decode, note
         self.max_turns, self.timeout = max_turns, timeout
         self._sampling = SamplingParams()
-        # of the policy, being generated, by identity of the inner engine's rollout
-        self._turns: dict[int, tuple[Rollout, _Playing]] = {}
-        self._steps: set[_Playing] = set()  # whose environment is at work
-        self._results: queue.SimpleQueue[tuple[_Playing, Any]] = queue.SimpleQueue()
+        # turns being generated, by identity of the inner engine's rollout
+        self._turns: dict[int, tuple[Rollout, _Answer]] = {}
+        self._stepping: set[_Answer] = set()  # whose environment is at work
+        self._steps: queue.SimpleQueue[tuple[_Answer, Any]] = queue.SimpleQueue()  # results
         self._failed = False  # an episode, which was noted
 
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Rollout]:
         """As of :class:`Engine`; every request is a :class:`Group`, whose example the environment begins with."""
         turns = self.inner.submit(requests, sampling)
         self._sampling = sampling
-        episodes = [episode for request in requests for episode in self._begin(request)]
-        self._follow(turns, episodes)
-        return [episode.rollout for episode in episodes]
+        answers = [answer for request in requests for answer in self._begin(request)]
+        self._follow(turns, answers)
+        return [answer.rollout for answer in answers]
 
-    def _follow(self, turns: Sequence[Rollout], episodes: Sequence[_Playing]) -> None:
-        self._turns |= {id(turn): (turn, playing) for turn, playing in zip(turns, episodes, strict=True)}
-
-    def _begin(self, request: Request) -> Iterator[_Playing]:
+    def _begin(self, request: Request) -> Iterator[_Answer]:
         if not isinstance(request, Group):
             raise TypeError(f"requests to an environment must be of type Group, got {type(request).__name__}")
         for number, rollout in enumerate(new_rollouts(request, self.policy_version)):
             rollout.episode, rollout.response_mask = Episode(), [True] * rollout.prefix_len
-            yield _Playing(rollout, request.example, request.sample_id + number, request.max_new_tokens)
+            yield _Answer(rollout, request.example, request.sample_id + number, request.max_new_tokens)
+
+    def _follow(self, turns: Sequence[Rollout], answers: Sequence[_Answer]) -> None:
+        self._turns |= {id(turn): (turn, answer) for turn, answer in zip(turns, answers, strict=True)}
 
     def _work(self, count: int) -> list[Rollout]:
         done: list[Rollout] = []
         try:
-            while (self._turns or self._steps) and len(done) < count:
+            while (self._turns or self._stepping) and len(done) < count:
                 if self._turns:
-                    done += self._hand_over(self.inner.poll())
-                done += self._go_on()
+                    done += self._start_steps(self.inner.poll())
+                done += self._request_turns()
         except BaseException:
-            self._turns, self._steps = {}, set()
+            self._turns, self._stepping = {}, set()
             raise
         return done
 
-    def _hand_over(self, turns: Sequence[Rollout]) -> Iterator[Rollout]:
-        """Lets the environments answer turns that are generated; those that were cut off end their answers."""
+    def _start_steps(self, turns: Sequence[Rollout]) -> Iterator[Rollout]:
+        """Lets the environments answer turns that are generated -> answers whose turn was cut off, which ends them."""
         for turn in turns:
-            if (begun := self._turns.pop(id(turn), None)) is None:
+            if (found := self._turns.pop(id(turn), None)) is None:
                 continue  # of a call that failed
-            playing = begun[1]
-            rollout, episode = playing.rollout, playing.episode
+            answer = found[1]
+            rollout, episode = answer.rollout, answer.episode
             assert rollout.response_mask is not None
             rollout.response_ids += turn.ids
             rollout.logprobs += turn.logprobs
             rollout.response_mask += [True] * len(turn.ids)
             episode.turns += 1
             text = self.decode(turn.ids)
-            if not isinstance(playing.example.prompt, str):
+            if not isinstance(answer.example.prompt, str):
                 episode.messages.append({"role": "assistant", "content": text})
             if turn.finish_reason == "length":
-                yield _ended(playing, "length")
+                yield answer.end("length")
             else:
-                playing.deadline = time.monotonic() + self.timeout
-                self._steps.add(playing)
-                threading.Thread(target=self._step, args=(playing, text), daemon=True).start()
+                answer.deadline = time.monotonic() + self.timeout
+                self._stepping.add(answer)
+                threading.Thread(target=self._step, args=(answer, text), daemon=True).start()
 
-    def _step(self, playing: _Playing, text: str) -> None:
-        """In a thread: what the environment says to a turn."""
+    def _step(self, answer: _Answer, text: str) -> None:
+        """In a thread: the environment's reaction to a turn."""
         try:
-            if playing.environment is None:
+            if answer.environment is None:
                 environment = self.make()
-                environment.reset(playing.example)
-                playing.environment = environment
-            found: Any = playing.environment.step(text)
+                environment.reset(answer.example)
+                answer.environment = environment
+            found: Any = answer.environment.step(text)
         except BaseException as error:
             found = error
-        self._results.put((playing, found))
+        self._steps.put((answer, found))
 
-    def _go_on(self) -> list[Rollout]:
-        """Takes what environments have said, and asks for the next turns -> answers that are at their end."""
-        done, requests, episodes = [], list[Request](), list[_Playing]()
-        for playing, found in self._said():
+    def _request_turns(self) -> list[Rollout]:
+        """Takes the results of steps, and requests the next turns -> answers that are at their end."""
+        done, requests, answers = [], list[Request](), list[_Answer]()
+        for answer, found in self._finished_steps():
             if isinstance(found, BaseException):
-                done.append(self._fail(playing, found))
-            elif (request := self._next(playing, *_checked(found))) is None:
-                done.append(playing.rollout)
+                done.append(self._fail(answer, found))
+            elif (request := self._next_turn(answer, *_check_step(found))) is None:
+                done.append(answer.rollout)
             else:
                 requests.append(request)
-                episodes.append(playing)
+                answers.append(answer)
         if requests:
-            self._follow(self.inner.submit(requests, self._sampling), episodes)
+            self._follow(self.inner.submit(requests, self._sampling), answers)
         return done
 
-    def _said(self) -> Iterator[tuple[_Playing, Any]]:
-        """What environments have said, or that they are late; waits a little where nothing is generated meanwhile."""
+    def _finished_steps(self) -> Iterator[tuple[_Answer, Any]]:
+        """Results of steps, and errors of those that are late; waits a little where nothing is generated meanwhile."""
         until = time.monotonic() + (0.0 if self._turns else IDLE_SECONDS)
-        while self._steps:
+        while self._stepping:
             try:
-                playing, found = self._results.get(timeout=max(until - time.monotonic(), 0.0))
+                answer, found = self._steps.get(timeout=max(until - time.monotonic(), 0.0))
             except queue.Empty:
                 break
-            if playing in self._steps:  # and not given up
-                self._steps.discard(playing)
-                yield playing, found
+            if answer in self._stepping:  # and not given up
+                self._stepping.discard(answer)
+                yield answer, found
         now = time.monotonic()
-        for playing in [playing for playing in self._steps if playing.deadline < now]:
-            self._steps.discard(playing)
-            yield playing, TimeoutError(f"no answer within {self.timeout:g} s, the timeout of its class")
+        for answer in [answer for answer in self._stepping if answer.deadline < now]:
+            self._stepping.discard(answer)
+            yield answer, TimeoutError(f"no answer within {self.timeout:g} s, the timeout of its class")
 
-    def _fail(self, playing: _Playing, error: BaseException) -> Rollout:
-        playing.episode.failure = _text(error)
+    def _fail(self, answer: _Answer, error: BaseException) -> Rollout:
+        answer.episode.failure = _describe(error)
         if not self._failed:
             self._failed = True
             self.note(
-                f"the environment {self.make.__name__} failed in turn {playing.episode.turns} of an answer, which ends "
-                f"there: {_text(error)}; environment/failures counts such answers"
+                f"the environment {self.make.__name__} failed in turn {answer.episode.turns} of an answer, which ends "
+                f"there: {_describe(error)}; environment/failures counts such answers"
             )
-        return _ended(playing, "length")
+        return answer.end("length")
 
-    def _next(self, playing: _Playing, said: str | Messages, reward: float, over: bool) -> Request | None:
-        """What the next turn goes on from; None where the answer is at its end."""
-        rollout, episode = playing.rollout, playing.episode
+    def _next_turn(self, answer: _Answer, observation: str | Messages, reward: float, over: bool) -> Request | None:
+        """The request for the next turn; None where the answer is at its end."""
+        rollout, episode = answer.rollout, answer.episode
         assert rollout.response_mask is not None
         episode.reward += reward
         if over or episode.turns >= self.max_turns:
-            _ended(playing, "stop" if over else "length")
+            answer.end("stop" if over else "length")
             return None
-        chat = not isinstance(playing.example.prompt, str)
-        ids = self.encode(said, chat, rollout.response_ids[-1])
+        chat = not isinstance(answer.example.prompt, str)
+        ids = self.encode(observation, chat, rollout.response_ids[-1])
         length = len(rollout.response_ids) + len(ids)
-        room = min(playing.limit + rollout.prefix_len, self.max_positions - len(rollout.prompt_ids)) - length
+        room = min(answer.limit + rollout.prefix_len, self.max_positions - len(rollout.prompt_ids)) - length
         if room < 1:
-            _ended(playing, "length")
+            answer.end("length")
             return None
         rollout.response_ids += ids
         rollout.logprobs += [0.0] * len(ids)
         rollout.response_mask += [False] * len(ids)
         if chat:
-            episode.messages += [{"role": "user", "content": said}] if isinstance(said, str) else said
-        return Request(rollout.prompt_ids, list(rollout.response_ids), 1, room, playing.sample_id)
+            said = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+            episode.messages += said
+        return Request(rollout.prompt_ids, list(rollout.response_ids), 1, room, answer.sample_id)
 
 
-def _ended(playing: _Playing, reason: str) -> Rollout:
-    playing.rollout.finish_reason = reason
-    playing.environment = None
-    return playing.rollout
-
-
-def _checked(found: Any) -> tuple[str | Messages, float, bool]:
-    """What a step returned.
+def _check_step(found: Any) -> tuple[str | Messages, float, bool]:
+    """Returns the result of a step.
 
     Raises:
         UserError: it is not what a step returns.
     """
     match found:
-        case (str() | list() as said, int() | float() as reward, bool() as over) if math.isfinite(reward):
-            return said, float(reward), over
+        case (str() | list() as observation, int() | float() as reward, bool() as over) if math.isfinite(reward):
+            return observation, float(reward), over
     raise UserError(
         f"task.environment: step returned {found!r:.120}; allowed: (text or messages, finite reward, True or False)"
     )

@@ -74,7 +74,6 @@ def make_engine(
         "tokenizer": policy.tokenizer,
         "lengths": LengthHistory() if rollout.schedule == "history" else None,
     }
-    sizes: dict[str, Any] = {"memory_bytes": rollout.memory_bytes}
     if rollout.servers:
         return _on_servers(rollout, policy, output_dir / ".vllm", ranks, note, options)
     if rollout.engine == "vllm":
@@ -91,13 +90,13 @@ def make_engine(
             reserved_bytes=reserved_bytes,
             gathered=policy.stream_checkpoint if policy.streams_weights else None,
             longest_draft=longest_draft,
-            **sizes,
+            memory_bytes=rollout.memory_bytes,
         )
         return VLLMEngine(policy.inference_model, in_process, **options)
     with nullcontext() if ranks is None else ranks.together():
         from python_trainer.rollout.paged.engine import PagedEngine
 
-        options |= sizes | {"traits": policy.traits, "reserved_bytes": reserved_bytes}
+        options |= {"memory_bytes": rollout.memory_bytes, "reserved_bytes": reserved_bytes, "traits": policy.traits}
         return PagedEngine(policy.inference_model, **options)
 
 
@@ -110,9 +109,9 @@ def _on_servers(
     options: dict[str, Any],
 ) -> "VLLMEngine":
     """Rank 0 asks the servers; the engines of others know what it is limited to."""
-    from python_trainer.rollout.vllm.adapters import adapter_files
     from python_trainer.rollout.vllm.engine import VLLMEngine
     from python_trainer.rollout.vllm.servers import Elsewhere, Servers
+    from python_trainer.rollout.vllm.weights import adapter_files
 
     model, servers = policy.inference_model, None
     with nullcontext() if ranks is None else ranks.together():

@@ -18,7 +18,7 @@ from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
 from python_trainer.rollout import Request, SamplingParams
 from python_trainer.rollout.drafting import Drafter
-from python_trainer.rollout.episodes import EpisodeEngine, opening
+from python_trainer.rollout.episodes import EpisodeEngine, initial_prompt
 from python_trainer.tasks.rewards import REWARDS
 from python_trainer.trainer import Trainer
 from rlkernels import RolloutHistory
@@ -238,9 +238,9 @@ def test_what_is_no_episode_is_refused(model):
             return None if example.prompt == "a" else 1 / 0
 
     with pytest.raises(UserError, match="reset returned None for prompt 'a'; allowed: text for a prompt that is text"):
-        opening(Unready, Example("a"))
+        initial_prompt(Unready, Example("a"))
     with pytest.raises(UserError, match=r"reset failed for prompt f.jsonl:3: ZeroDivisionError: division by zero"):
-        opening(Unready, Example("b", place="f.jsonl:3"))
+        initial_prompt(Unready, Example("b", place="f.jsonl:3"))
 
 
 TEMPLATE = (

@@ -284,7 +284,7 @@ def test_no_server(model, make_config, tmp_path):
 def test_an_engine_that_dies_while_it_is_waited_for(fake, model, tmp_path, monkeypatch, health, message):
     """vLLM then never answers what loads weights."""
     server, asked, over = Servers(model, [fake.url], tmp_path / "weights"), threading.Event(), threading.Event()
-    monkeypatch.setattr("python_trainer.rollout.vllm.http.LOOK_SECONDS", 0.02)  # connecting may take that
+    monkeypatch.setattr("python_trainer.rollout.vllm.server.LOOK_SECONDS", 0.02)  # connecting may take that
 
     def hang(body):
         asked.wait(60)

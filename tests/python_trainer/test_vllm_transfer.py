@@ -18,7 +18,7 @@ from python_trainer.rollout import Request, SamplingParams, VLLMEngine
 from python_trainer.rollout.make import make_engine
 from python_trainer.rollout.vllm.in_process import checkpoint_weights
 from python_trainer.rollout.vllm.servers import Servers
-from python_trainer.rollout.vllm.transfer import BACKENDS, HOME, Transfer, address_towards, nccl_info
+from python_trainer.rollout.vllm.weights import BACKENDS, TRANSFER, Transfer, address_towards, nccl_info
 
 
 @dataclass
@@ -59,7 +59,7 @@ def vllm(monkeypatch):
     monkeypatch.setitem(BACKENDS, "letters", nccl_info)  # for a policy on a CPU
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0"))
     for name, part in parts.items():
-        monkeypatch.setitem(sys.modules, f"{HOME}.{name}", part)
+        monkeypatch.setitem(sys.modules, f"{TRANSFER}.{name}", part)
 
 
 META = ("name", "dtype", "shape")

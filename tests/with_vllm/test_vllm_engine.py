@@ -148,8 +148,8 @@ def test_new_weights_take_over_and_no_stale_cache_is_used(engine, model):
 def test_a_server_merges_adapters_itself(address, model, tmp_path):
     """It then says what it says when it is sent the merged weights."""
     from python_trainer.rollout import VLLMEngine
-    from python_trainer.rollout.vllm.adapters import AdapterFiles, names_in_checkpoint
     from python_trainer.rollout.vllm.servers import Servers
+    from python_trainer.rollout.vllm.weights import AdapterFiles, names_in_checkpoint
 
     names = [
         name for name in model.state_dict() if name.endswith(("q_proj.weight", "v_proj.weight", "down_proj.weight"))
@@ -191,7 +191,7 @@ def test_weights_by_vllms_own_transfer(folder, model, tmp_path, monkeypatch):
     import letters
 
     from python_trainer.rollout import VLLMEngine
-    from python_trainer.rollout.vllm import transfer
+    from python_trainer.rollout.vllm import weights as transfer
     from python_trainer.rollout.vllm.servers import Servers
 
     box = str(tmp_path / "box.safetensors")

@@ -1,9 +1,10 @@
 """VLLMEngine: rollouts by vLLM, in the trainer's process or on a server."""
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -42,7 +43,7 @@ DRAFT_COUNTERS = {
 
 @dataclass(frozen=True)
 class Continuation:
-    """What vLLM is asked for at once: ``n`` continuations of the same tokens, sample j with seed ``seed + j``."""
+    """A request to vLLM: ``n`` continuations of the same tokens, sample j with seed ``seed + j``."""
 
     ids: list[int]
     n: int
@@ -59,36 +60,38 @@ class Drawn(NamedTuple):
     finish_reason: str
 
 
-class Backend(Protocol):
-    """Where vLLM runs."""
+class Backend(ABC):
+    """Where vLLM runs.
+
+    Attributes:
+        max_positions, limited_by, on_first_rank: as of ``Engine``.
+    """
 
     max_positions: int
-    limited_by: str  # as of ``Engine``
-    on_first_rank: bool  # as of ``Engine``
+    limited_by: str
+    on_first_rank = False
 
+    @abstractmethod
     def load(self, model: PreTrainedModel) -> int:
         """Gives vLLM the weights of the model -> how many bytes that took."""
-        ...
 
+    @abstractmethod
     def complete(self, asked: Sequence[Continuation], settings: dict[str, Any], salt: str) -> list[list[Drawn]]:
         """The samples of each; ``settings`` are those that all have in common, by vLLM's names."""
-        ...
 
-    def draft_from(self, drafter: Drafter | None) -> None:
-        """Lets vLLM draft from the drafter's history, where it can, until this is called again; None: no drafts."""
-        ...
-
+    @abstractmethod
     def counters(self) -> dict[str, float]:
         """Counts since vLLM was started, by the keys of ``COUNTERS``, and of ``DRAFT_COUNTERS`` where it can draft."""
-        ...
+
+    def draft_from(self, drafter: Drafter | None) -> None:  # noqa: B027
+        """Lets vLLM draft from the drafter's history, where it can, until this is called again; None: no drafts."""
 
     def sleep(self) -> bool:
-        """Lets go of memory until :meth:`load`, where it can -> whether it did, and has no weights any more."""
-        ...
+        """Frees memory until :meth:`load`, where it can -> whether it did, and has no weights any more."""
+        return False
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Lets go of files and of what it drafts from."""
-        ...
 
 
 class VLLMEngine(Engine):
@@ -186,7 +189,7 @@ class VLLMEngine(Engine):
         return rollouts
 
     def _finish(self, rollouts: Sequence[Rollout]) -> None:
-        """What vLLM does otherwise than the other engines."""
+        """Makes the rollouts what other engines give."""
         if self._sampling.stop and self.tokenizer is not None:
             stop = StopStrings(self.tokenizer, self._sampling.stop)
             for rollout in rollouts:

@@ -17,6 +17,7 @@ from python_trainer.rollout.vllm.engine import (
     DRAFT_COUNTERS,
     OLDEST,
     WORKER,
+    Backend,
     Continuation,
     Drawn,
     check_version,
@@ -25,10 +26,9 @@ from rlkernels import RolloutHistory
 from rlkernels.integrations.transformers_attention import rotary_limit
 
 PROPOSER = "rlkernels.integrations.vllm.HistoryProposer"
-CPU_BLOCK = 32  # vLLM's attention on a CPU takes multiples of it
 
 
-class InProcess:
+class InProcess(Backend):
     """vLLM's engine in this process, on the device of the model.
 
     Where several processes train together each has an engine of its own; all must make theirs at the same time.
@@ -41,7 +41,6 @@ class InProcess:
         folder: configuration and tokenizer of the model; its weights are not read.
         memory_bytes: size of vLLM's KV cache; by default 1 GiB on a CPU and on a GPU 40 % of the memory that is free
             and not reserved.
-        block_size: tokens per block of it; on a CPU rounded up to a multiple of 32.
         trust_remote_code: run Python code that comes with the folder.
         reserved_bytes: of the device's memory, for what comes later, such as an optimizer.
         gathered: makes the weights, by their names in a checkpoint, where the model does not have them.
@@ -52,15 +51,12 @@ class InProcess:
         UserError: vLLM is missing or too old, or cannot run the model.
     """
 
-    on_first_rank = False
-
     def __init__(
         self,
         model: PreTrainedModel,
         folder: str | Path,
         *,
         memory_bytes: int | None = None,
-        block_size: int = 16,
         trust_remote_code: bool = False,
         reserved_bytes: int = 0,
         gathered: Callable[[], Iterator[tuple[str, torch.Tensor]]] | None = None,
@@ -71,8 +67,6 @@ class InProcess:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         self._vllm: Any = import_vllm()
         device = next(model.parameters()).device
-        if device.type == "cpu":
-            block_size = -(-block_size // CPU_BLOCK) * CPU_BLOCK
         self._drafts = longest_draft > 0
         self._sleeps, self._asleep = _can_sleep(device), False
         set_threads = torch.set_num_threads
@@ -86,7 +80,7 @@ class InProcess:
                 max_model_len=rotary_limit(model.config.get_text_config()) or -1,
                 kv_cache_memory_bytes=memory_limit(device, reserved_bytes) if memory_bytes is None else memory_bytes,
                 gpu_memory_utilization=0.01,  # nothing but a start-up check of vLLM looks at it
-                block_size=block_size,
+                block_size=32 if device.type == "cpu" else 16,  # attention on a CPU takes multiples of 32
                 enable_prefix_caching=True,
                 logprobs_mode="processed_logprobs",
                 worker_extension_cls=WORKER,

@@ -1,18 +1,27 @@
-"""A vLLM server, over HTTP. It may run anywhere that can read the folder of the weights."""
+"""One vLLM server, over HTTP. It may run anywhere that can read the folder of the weights."""
 
+import http.client
 import json
+from collections.abc import Callable
+from selectors import EVENT_READ, DefaultSelector
 from typing import Any
+from urllib.parse import urlsplit
 
 from transformers import PreTrainedModel
 
 from python_trainer.errors import UserError
 from python_trainer.rollout.vllm.engine import COUNTERS, WORKER, Continuation, Drawn, check_version
-from python_trainer.rollout.vllm.http import read
 from rlkernels.integrations.transformers_attention import rotary_limit
 
 TIMEOUT_S = 3600
 HEALTH_TIMEOUT_S = 60  # a busy server answers late
+LOOK_SECONDS = 10.0  # between two looks at a server that has not answered yet
+HEADERS = {"Content-Type": "application/json"}
 START = f"VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --worker-extension-cls {WORKER}"
+
+
+class HTTPFailure(UserError):
+    """The server is there and refuses."""
 
 
 class Server:
@@ -67,7 +76,7 @@ class Server:
         """Has it read the weights in a folder, and add an adapter in a file; it must see both by the same path."""
         self._rpc("load_policy", folder, *adapter)
 
-    # What vLLM's trainer engines call: its ``VLLMWeightSyncClient``.
+    # vLLM's trainer engines call these four: its ``VLLMWeightSyncClient``.
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._ask("/init_weight_transfer_engine", {"init_info": init_info})
@@ -82,7 +91,7 @@ class Server:
         self._ask("/finish_weight_update", {} if weight_version is None else {"weight_version": weight_version})
 
     def settle(self) -> None:
-        """After weights have come in that way."""
+        """Completes a weight transfer by those."""
         self._rpc("policy_loaded")
 
     def complete(self, one: Continuation, settings: dict[str, Any], salt: str) -> list[Drawn]:
@@ -96,6 +105,7 @@ class Server:
         ]
 
     def counters(self) -> dict[str, float]:
+        """Counts since the server was started, by the keys of ``COUNTERS``."""
         sums: dict[str, float] = {}
         for line in self._read("/metrics").splitlines():
             if not line.startswith("#"):
@@ -106,7 +116,7 @@ class Server:
         }
 
     def _rpc(self, method: str, *args: str) -> Any:
-        """What the first worker answers."""
+        """The answer of the first worker."""
         try:
             return self._ask("/collective_rpc", {"method": method, "args": args}, "results", 0)
         except HTTPFailure as error:
@@ -140,7 +150,7 @@ class Server:
         return text
 
     def _check_health(self) -> None:
-        """What waits for an engine that has died, such as /collective_rpc, would wait for ever."""
+        """Ends a wait for an engine that has died, such as that of /collective_rpc, which would last for ever."""
         status, _ = read(f"{self.url}/health", None, HEALTH_TIMEOUT_S)
         if status != 200:
             raise UserError(
@@ -148,5 +158,34 @@ class Server:
             )
 
 
-class HTTPFailure(UserError):
-    """The server is there and refuses."""
+def read(url: str, body: bytes | None, timeout: float, alive: Callable[[], object] = bool) -> tuple[int, str]:
+    """Status and text that a server answers, by GET or, with a body, by POST.
+
+    It may take an hour to answer, and may die meanwhile without closing the connection.
+
+    Args:
+        timeout: seconds without a byte after which it is given up.
+        alive: called every LOOK_SECONDS while nothing comes; what it raises ends the wait.
+
+    Raises:
+        OSError: nobody answers there, or not in time.
+    """
+    parts = urlsplit(url)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(parts.netloc, timeout=timeout)
+    try:
+        connection.request("POST" if body is not None else "GET", parts.path or "/", body, HEADERS)
+        waited = 0.0
+        with DefaultSelector() as selector:  # select() knows no file beyond the 1,024th
+            selector.register(connection.sock, EVENT_READ)
+            while not selector.select(LOOK_SECONDS):
+                waited += LOOK_SECONDS
+                if waited >= timeout:
+                    raise TimeoutError(f"no answer in {timeout:g} s")
+                alive()
+        response = connection.getresponse()
+        return response.status, response.read().decode(errors="replace")
+    except http.client.HTTPException as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
+    finally:
+        connection.close()

@@ -4,7 +4,6 @@ import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,12 +11,10 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from python_trainer.errors import UserError
-from python_trainer.rollout.drafting import Drafter
 from python_trainer.rollout.ordering import Work, balance
-from python_trainer.rollout.vllm.adapters import AdapterFiles
-from python_trainer.rollout.vllm.engine import COUNTERS, Continuation, Drawn
+from python_trainer.rollout.vllm.engine import COUNTERS, Backend, Continuation, Drawn
 from python_trainer.rollout.vllm.server import Server
-from python_trainer.rollout.vllm.transfer import Transfer
+from python_trainer.rollout.vllm.weights import AdapterFiles, Transfer
 from python_trainer.run_directory import usual_mode
 
 T = TypeVar("T")
@@ -25,7 +22,7 @@ T = TypeVar("T")
 CONNECTIONS = 64  # to a server: vLLM batches what it is asked at the same time
 
 
-class Servers:
+class Servers(Backend):
     """Servers of one model, for one trainer at a time.
 
     Each answers a part of what is asked at once, of about as many expected tokens; all samples of a request are on one
@@ -57,9 +54,7 @@ class Servers:
     ):
         self.folder, self.adapters = folder.absolute(), adapters
         self.servers = [Server(model, url) for url in urls]
-        self.transfers = (
-            [] if transfer is None else [Transfer(server, transfer, model.device) for server in self.servers]
-        )
+        self.transfers = [Transfer(server, transfer, model.device) for server in self.servers if transfer is not None]
         one = self.servers[0]
         known: dict[str | None, str] = {}
         for server in self.servers:
@@ -93,7 +88,7 @@ class Servers:
         return sent
 
     def _write(self, model: PreTrainedModel) -> tuple[int, list[str]]:
-        """How many bytes were written, and where servers find what they need."""
+        """Writes weights -> bytes, and the places where servers find them."""
         if self.adapters is not None:
             return self.adapters.write(model), self.adapters.places
         model.save_pretrained(self.folder)
@@ -103,12 +98,6 @@ class Servers:
     def close(self) -> None:
         self.adapters = None  # the weights that they belong to go: who asks again sends all
         shutil.rmtree(self.folder, ignore_errors=True)
-
-    def sleep(self) -> bool:
-        return False  # the memory is theirs
-
-    def draft_from(self, drafter: Drafter | None) -> None:
-        pass  # they draft from files, or not at all
 
     def complete(self, asked: Sequence[Continuation], settings: dict[str, Any], salt: str) -> list[list[Drawn]]:
         with ExitStack() as held:
@@ -129,15 +118,15 @@ class Servers:
         return {name: sum(count[name] for count in counts) for name in COUNTERS}
 
     def _each(self, ask: Callable[[Server], T]) -> list[T]:
-        """What all of them answer, asked at the same time."""
+        """The answers of all servers, asked at the same time."""
         with ThreadPoolExecutor(len(self.servers)) as pool:
             return list(pool.map(ask, self.servers))
 
 
 def assigned(asked: Sequence[Continuation], servers: int) -> list[int]:
-    """The server of each: the longest first, to the one that has the fewest tokens to expect so far.
+    """The index of the server for each: the longest first, to the one with the fewest expected tokens so far.
 
-    What has the same tokens and the same seed, as greedy samples have, stays together.
+    Those with the same tokens and the same seed, as greedy samples are, stay together.
     """
     together: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     for i, one in enumerate(asked):
@@ -152,28 +141,19 @@ def assigned(asked: Sequence[Continuation], servers: int) -> list[int]:
     return found
 
 
-@dataclass
-class Elsewhere:
-    """Servers that another process asks: what an engine has to know of them."""
+class Elsewhere(Backend):
+    """Servers that rank 0 asks, as another rank knows them."""
 
-    max_positions: int
-    limited_by: str
     on_first_rank = True
 
+    def __init__(self, max_positions: int, limited_by: str):
+        self.max_positions, self.limited_by = max_positions, limited_by
+
     def load(self, model: PreTrainedModel) -> int:
-        raise RuntimeError("the first process gives servers their weights, this is another")
+        raise AssertionError("rank 0 gives servers their weights, this is another")
 
     def complete(self, asked: Sequence[Continuation], settings: dict[str, Any], salt: str) -> list[list[Drawn]]:
-        raise RuntimeError("the first process asks the servers, this is another")
+        raise AssertionError("rank 0 asks the servers, this is another")
 
     def counters(self) -> dict[str, float]:
         return dict.fromkeys(COUNTERS, 0.0)
-
-    def sleep(self) -> bool:
-        return False
-
-    def draft_from(self, drafter: Drafter | None) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
