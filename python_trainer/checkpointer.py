@@ -256,7 +256,7 @@ class Checkpointer:
     def _save(self, progress: dict[str, Any]) -> None:
         step, settings, folder = progress["state"]["step"], self.config.save, self.checkpoints
         steps = {step, *map(step_of, list_checkpoints(folder))}
-        best = best_evaluated(self.state.evaluations, steps) if settings.save_best else None
+        best = best_evaluated(self.state.evaluations, steps)
         learned, keep = self.learner.state_dict(), settings.save_total_limit
         self.ranks.save(folder, step, progress, learned, keep=keep, spare=best)
         self.saved_step = step
@@ -331,7 +331,7 @@ class Checkpointer:
         if self.policy.adapted:
             self._write("adapter")
         steps = [step_of(path) for path in list_checkpoints(self.checkpoints)]
-        best = self.ranks.first(best_evaluated(self.state.evaluations, steps)) if self.config.save.save_best else None
+        best = self.ranks.first(best_evaluated(self.state.evaluations, steps))
         if best not in (None, self.state.step):
             assert best is not None
             self._load_weights(best)

@@ -33,10 +33,8 @@ class SaveConfig(Section):
     save_steps: int = Field(50, ge=0)
     """Write a checkpoint every so many steps; 0 for none in between."""
     save_total_limit: int = Field(2, ge=1)
-    """Newest checkpoints to keep."""
-    save_best: bool = True
-    """Keep the one with the best evaluation too, one of those that were written, and write it to OUTPUT_DIR/best in
-    Hugging Face format if it is not the last."""
+    """Newest checkpoints to keep, and the one with the best evaluation, which goes to OUTPUT_DIR/best as a model if it
+    is not the last."""
 
 
 class EvaluationConfig(Section):

@@ -13,6 +13,7 @@ An accepted jump leaves Adam with a mean gradient of where the weights were: for
 mean of its square stays, as the scale of gradients does not change much. Tracking starts again from there.
 """
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from rlkernels import RankOneTrajectory
 from rlkernels.extrapolation import Attempt, Gate, Limits
 from rlkernels.rank1.stream import default_filter
 
+MIN_RISE, MIN_COSINE, MIN_SKILL = 0.02, 0.7, 0.0  # below these nothing is tried; see rlkernels.extrapolation.Limits
 SMOOTHING = 5  # steps over which the training accuracy is averaged
 FACTS = "anchor", "answered", "next_attempt", "events", "seconds"  # in checkpoints as they are
 
@@ -101,12 +103,10 @@ class Alpha(Accelerator):
             predictor=settings.predictor,
             horizon=settings.horizon,
             accuracy=settings.target_accuracy,
-            scale=settings.scale,
-            keep_rest=settings.keep_rest,
             limits=Limits(
-                min_rise=settings.min_rise,
-                min_cosine=settings.min_cosine,
-                min_skill=settings.min_skill,
+                min_rise=MIN_RISE if settings.refuse else -math.inf,
+                min_cosine=MIN_COSINE if settings.refuse else 0.0,
+                min_skill=MIN_SKILL if settings.refuse else -math.inf,
                 holdout=max(len(self.trajectory or ()) // 3, 1),
             ),
             prompts=settings.gate_prompts,

@@ -138,22 +138,14 @@ class AlphaSettings(AcceleratorSettings):
     """Extrapolate to this many times the steps that were tracked."""
     target_accuracy: float = Field(1.0, gt=0, le=1)
     """Accuracy that pls goes to."""
-    scale: float | Literal["alpha"] = 1.0
-    """Factor on the predicted update along the direction; `alpha`: give it the norm of the whole update (AlphaRL)."""
-    keep_rest: bool = True
-    """Keep what the update holds beyond its leading direction; false drops it, as AlphaRL does."""
     gate_prompts: int = Field(512, ge=1)
     """Held-out prompts of the paired comparison, at most; the task must have as many. More find smaller gains, and
     cost more than those are worth where a step has few answers."""
     gate_level: float = Field(0.05, gt=0, lt=1)
     """Chance per run of accepting weights that are no better, at most."""
-    min_cosine: float = Field(0.7, ge=0, le=1)
-    """Refuse modules whose direction has turned further since half of the tracked steps."""
-    min_rise: float = 0.02
-    """Refuse when the training accuracy (the reward, where nothing is right or wrong) rose less from the first third of
-    the tracked steps to the last."""
-    min_skill: float = 0.0
-    """Refuse when the back-test on the last third of the tracked steps does no better than this."""
+    refuse: bool = True
+    """Do not even try where the tracked steps give no reason to: the accuracy rose by less than 0.02, directions turned
+    since half of them (cosine below 0.7), or a back-test on the last third does no better than staying."""
 
     def conflicts(self, config: Any) -> str | None:
         if config.optimizer.offload:

@@ -162,8 +162,9 @@ def test_an_evaluation_that_fails_leaves_the_weights_alone():
     assert_equal_states(everything(context), state)
 
 
-def test_refusals_cost_no_evaluation_and_are_tried_again():
-    alpha, context, _ = trained(lambda p: 0.5, first_step=9, every=50, min_rise=0.15)
+def test_refusals_cost_no_evaluation_and_are_tried_again(monkeypatch):
+    monkeypatch.setattr("python_trainer.accelerators.alpha.MIN_RISE", 0.15)
+    alpha, context, _ = trained(lambda p: 0.5, first_step=9, every=50)
     assert [e.get("refused") for e in alpha.events] == ["flat accuracy"] * 2 + [None]
     assert alpha.events[0]["detail"].startswith("rose by") and len(context.evaluated) == 4
     assert [e["step"] for e in alpha.events] == [9, 10, 11] and alpha.next_attempt == 61
@@ -261,8 +262,7 @@ def test_candidates_share_the_answers_of_the_present_weights(prompts, available)
         try_candidates(gate, *weights, **options | {"evaluate": lambda rows: [1.0] * (len(rows) + 1)})
 
 
-SETTINGS = {"track_steps": 1, "first_step": 4, "every": 2, "gate_prompts": 6, "min_rise": -1.0, "min_skill": -1e9,
-            "min_cosine": 0.0, "gate_level": 0.9}  # fmt: skip
+SETTINGS = {"track_steps": 1, "first_step": 4, "every": 2, "gate_prompts": 6, "refuse": False, "gate_level": 0.9}
 
 
 @pytest.fixture

@@ -74,13 +74,6 @@ def test_a_last_step_that_is_the_best_is_the_model_alone(make_config, tmp_path, 
     assert (tmp_path / "run" / "model").is_dir() and not (tmp_path / "run" / "best").exists()
 
 
-def test_without_save_best_only_the_newest_are_kept(make_config, tmp_path):
-    save = {"save_steps": 1, "save_total_limit": 1, "save_best": False}
-    Trainer(make_config(evaluation={"eval_steps": 1}, save=save), tmp_path / "run", console=QUIET).run()
-    assert [path.name for path in list_checkpoints(tmp_path / "run" / "checkpoints")] == ["step-000004"]
-    assert not (tmp_path / "run" / "best").exists()
-
-
 def logits(model):
     with torch.no_grad():
         return model(torch.tensor([[1, 2, 3, 40, 5]])).logits
