@@ -54,7 +54,7 @@ class Tracker(Callback):
     def on_step(self, trainer: Any, step: int, metrics: Mapping[str, float]) -> None:
         if self.run is None:
             project = os.environ.get("WANDB_PROJECT", "python_trainer")
-            settings = json.loads(hide_passwords(json.dumps(trainer.facts["settings"])))
+            settings = json.loads(hide_passwords(trainer.config.model_dump_json()))
             self.run = self.api.init(project=project, name=trainer.folder.name, config=settings)
         self.api.log(dict(metrics), step=step)
 

@@ -102,6 +102,7 @@ def test_trackers_get_every_row(make_config, tmp_path, monkeypatch, name):
     Trainer(config, tmp_path / "run", console=QUIET).run()
     assert [call[0] for call in calls] == ["init", "log", "log", "finish"] and calls[0][1]["name"] == "run"
     row = read_metrics(tmp_path / "run")[1]
+    assert calls[0][1]["config"]["max_steps"] == 1
     assert calls[2][1] == 1 and calls[2][2].keys() | {"step"} == row.keys() and calls[2][2]["reward"] == row["reward"]
 
 
@@ -115,7 +116,7 @@ def halved(mask, *, num_tokens, **_):
 
 class Plain(Accelerator):
     def collect(self, context, rollouts):
-        context.telemetry["plain/seen"] = float(len(rollouts)) * self.settings.factor
+        context.telemetry[f"{self.name}/seen"] = float(len(rollouts)) * self.settings.factor
         return rollouts
 
 
@@ -148,7 +149,8 @@ def test_objects_do_what_their_names_do(settings, tmp_path):
         trainer = Trainer(load_config(values), tmp_path / name, console=QUIET)
         trainer.run()
         weights.append([p.detach().clone() for p in trainer.policy.model.parameters()])
-        assert read_metrics(tmp_path / name)[1]["plain/seen"] == (32 if name == "named" else 48)
+        row = read_metrics(tmp_path / name)[1]
+        assert row["plain/seen"] == 32 and row.get("local/seen") == (None if name == "named" else 48)
     assert all(torch.equal(a, b) for a, b in zip(*weights))
     assert "reward:\n  - test_python_api:doubled" in dump_config(load_config(given))
     assert load_config(dict(given)).accelerators.local.factor == 3

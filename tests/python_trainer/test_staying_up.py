@@ -203,12 +203,12 @@ def test_a_learning_rate_beyond_reason_is_named(make_config, tmp_path):
 def test_out_of_memory_is_said_in_one_line(make_config, tmp_path, monkeypatch, capsys):
     path = tmp_path / "settings.yaml"
     path.write_text(dump_config(make_config(max_steps=4)))
-    original = Trainer.choose
+    original = Trainer.generate
 
-    def choose(self, context, count):
-        return original(self, context, count) if context.step < 3 else torch.empty(1 << 60)
+    def generate(self, requests, seed):
+        return original(self, requests, seed) if self.state.step < 2 else torch.empty(1 << 60)
 
-    monkeypatch.setattr(Trainer, "choose", choose)
+    monkeypatch.setattr(Trainer, "generate", generate)
     assert main(["train", "--config", str(path), "--output-dir", str(tmp_path / "run")]) == 2
     said = capsys.readouterr().err
     assert "error: out of memory; " in said and "step 2 is saved" in said and "Traceback" not in said
