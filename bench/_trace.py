@@ -18,7 +18,7 @@ from python_trainer.data import Rollout
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 
-DEFAULTS = ["max_seconds=null", "evaluation.eval_steps=0", "evaluation.eval_limit=1", "save.save_steps=0"]
+DEFAULTS = ["max_seconds=null", "evaluation.eval_steps=0", "task.test_size=1", "save.save_steps=0"]
 
 
 class RecorderSettings(AcceleratorSettings):

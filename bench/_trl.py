@@ -115,7 +115,7 @@ def run_ours(turns: Turns, values: dict[str, Any], folder: Path) -> None:
     Args:
         values: all settings; as a dictionary they can be sent to another process.
     """
-    config = load_config(values, ["evaluation.eval_limit=1", "evaluation.eval_steps=0", "save.save_steps=0"])
+    config = load_config(values, ["task.test_size=1", "evaluation.eval_steps=0", "save.save_steps=0"])
     Trainer(config, folder, console=Console(quiet=True), callbacks=[Meter(turns)]).run()
 
 

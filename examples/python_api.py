@@ -77,7 +77,7 @@ config = load_config(
         "rollout": {"prompts_per_step": 8, "num_generations": 4, "max_completion_length": 48},
         "algorithm": {"loss_type": root_length},
         "optimizer": {"learning_rate": 4e-4},
-        "evaluation": {"samples": 4, "pass_at": [4]},
+        "evaluation": {"samples": 4},
         "accelerators": {"enabled": [CheerfulSettings], "cheerful": {"bonus": 0.2}},
     }
 )

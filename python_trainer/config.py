@@ -43,32 +43,17 @@ class EvaluationConfig(Section):
     temperature: float = Field(1.0, ge=0)
     """Softmax temperature; 0 takes the likeliest token."""
     samples: int = Field(1, ge=1)
-    """Answers to each prompt; the accuracy is the mean over all of them."""
-    pass_at: list[Annotated[int, Field(ge=1)]] = Field([])
-    """Report pass@k for these k: how often at least one of k answers is right, estimated from all samples."""
+    """Answers to each prompt; the accuracy is the mean over all of them. With several, pass@k of k = 1, 2, 4, ... too:
+    how often at least one of k answers is right."""
     eval_steps: int = Field(0, ge=0)
     """Evaluate every so many steps, and after a first step that began with answers of earlier runs; 0: only before the
     first and after the last step."""
-    eval_limit: int | None = Field(None, ge=1)
-    """Test prompts in evaluations at the start and at the end, of each set; null for all."""
     eval_limit_during: int | None = Field(512, ge=1)
-    """Test prompts in evaluations in between, of each set."""
+    """Test prompts in evaluations in between, of each set; null for all, as at the start and at the end."""
     target_accuracy: float | None = Field(None, gt=0, le=1)
     """Note when an evaluation reaches this accuracy: seconds_to_target, tokens_to_target."""
-    stop_at_target: bool = False
-    """End the run there; needs target_accuracy and eval_steps."""
     sets: dict[str, str] = Field({})
     """More test sets: name -> what task.test_path would be, {hard: hard.jsonl}. Metrics: eval/NAME/accuracy, ..."""
-
-    @model_validator(mode="after")
-    def settings_fit(self) -> "EvaluationConfig":
-        if self.pass_at and max(self.pass_at) > self.samples:
-            raise ValueError(f"samples must be >= {max(self.pass_at)} with pass_at {self.pass_at}, got {self.samples}")
-        if self.stop_at_target and self.target_accuracy is None:
-            raise ValueError("stop_at_target needs target_accuracy, got null")
-        if self.stop_at_target and not self.eval_steps:
-            raise ValueError("stop_at_target needs eval_steps above 0, got 0")
-        return self
 
 
 class SftConfig(Section):

@@ -37,10 +37,11 @@ def by_prompt(values: Sequence[float], samples: int) -> list[float]:
 
 
 def metrics_of(scores: Scores, sampling: EvaluationConfig) -> dict[str, float]:
-    """Returns ``accuracy``, ``reward`` (raw) and ``pass@k`` of the answers to a test set."""
+    """Returns ``accuracy``, ``reward`` (raw) and ``pass@k``, for powers of 2, of the answers to a test set."""
     size = sampling.samples
     counts = [round(share * size) for share in by_prompt(scores.accuracy, size)]
-    passed = {f"pass@{k}": fmean(pass_at_k(size, right, k) for right in counts) for k in sampling.pass_at}
+    powers = [1 << n for n in range(size.bit_length())] if size > 1 else []
+    passed = {f"pass@{k}": fmean(pass_at_k(size, right, k) for right in counts) for k in powers}
     return {"accuracy": fmean(scores.accuracy), "reward": fmean(scores.total)} | passed
 
 
@@ -79,10 +80,6 @@ class Evaluator:
         every = self.config.evaluation.eval_steps
         return every > 0 and self.state.step % every == 0
 
-    def ends_run(self) -> bool:
-        """Whether the target is reached and ``evaluation.stop_at_target`` ends the run there."""
-        return self.config.evaluation.stop_at_target and self.state.seconds_to_target is not None
-
     def evaluate(self, name: str | None = None, known: Evaluated | None = None) -> dict[str, float]:
         """Evaluates on all test sets, and notes when the target was reached -> metrics; empty without test prompts.
 
@@ -95,7 +92,7 @@ class Evaluator:
             return {}
         seconds = self.clock.training_seconds
         with self.clock.measure("eval"):
-            rows = first_rows(settings.eval_limit_during if name is None else settings.eval_limit)
+            rows = first_rows(settings.eval_limit_during if name is None else None)
             with self.logger.generating("evaluation"):
                 row, correct = known or self._evaluate_all(rows)
             if name is not None:

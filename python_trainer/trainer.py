@@ -142,9 +142,6 @@ class Trainer:
                     self.done = self.finished()
                     if state.step == 0:
                         row = self.evaluate_all("start", self.start)
-                        if self.evaluator.ends_run():
-                            row |= self.evaluate_all("final")
-                            self.done = True
                         self.logger.log(0, row | self.totals())
                     elif self.done and state.evaluations and state.evaluations[-1][0] != state.step:
                         self.evaluate_all("final")  # it failed then
@@ -312,10 +309,10 @@ class Trainer:
         return StepContext(self.run_context, number, keyed_seed(self.config.seed, "step", number))
 
     def finished(self) -> bool:
-        """Whether steps or time are used up, or the target is reached; the same on all ranks."""
+        """Whether steps or time are used up; the same on all ranks."""
         limit, state = self.config.max_seconds, self.state
         late = limit is not None and state.step > 0 and self.clock.training_seconds >= limit
-        return self.ranks.first(late or state.step >= self.config.max_steps or self.evaluator.ends_run())
+        return self.ranks.first(late or state.step >= self.config.max_steps)
 
     def seconds_left(self) -> float:
         """Estimates the time to the end by the mean step so far, or until max_seconds."""

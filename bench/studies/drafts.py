@@ -41,7 +41,7 @@ STUDIES = [
         name="drafts",
         config="configs/sums.yaml",
         common=[
-            "model.matmul_precision=highest", "max_steps=48", "evaluation.eval_steps=12", "evaluation.eval_limit=512",
+            "model.matmul_precision=highest", "max_steps=48", "evaluation.eval_steps=12", "task.test_size=512",
             "save.save_steps=12", "save.save_total_limit=1",
         ],
         arms=[Arm("plain"), Arm("drafts", ["accelerators.enabled=[drafts]"]), *fewer_prompts(16)],

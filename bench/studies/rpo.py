@@ -121,7 +121,7 @@ def measure(run: Path) -> dict[str, float]:
 COMMON = [
     "task={name: jsonl, train_path: '{work}/train.jsonl', test_path: '{work}/test.jsonl', "
     "reward: 'python_trainer.tasks.sums:accuracy'}",
-    "max_steps=40", "rollout.max_completion_length=160", "evaluation.eval_steps=5", "evaluation.eval_limit=2048",
+    "max_steps=40", "rollout.max_completion_length=160", "evaluation.eval_steps=5",
     "evaluation.eval_limit_during=512", "save.save_steps=10", "save.save_total_limit=1",
 ]  # fmt: skip
 RPO = ["accelerators.enabled=[rpo]", "accelerators.rpo.fill=4"]

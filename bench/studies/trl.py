@@ -43,7 +43,7 @@ def train_trl(turns: Turns, config: str, overrides: Sequence[str], folder: Path)
         def _evaluate(self, step: int, model: torch.nn.Module) -> None:
             judge.policy.model.load_state_dict(model.state_dict())
             judge.engine.policy_updated()
-            accuracy = judge.evaluate("test", settings.evaluation.eval_limit)
+            accuracy = judge.evaluate("test")
             rows.append({"step": step, ACCURACY: accuracy, SECONDS: self.spent, TOKENS: self.tokens})
             model.train()
             turns.end_turn()
@@ -65,7 +65,7 @@ STUDIES = [
         common=[
             "task.variant=short", "model.path=small", "model.matmul_precision=highest", "max_steps=40",
             "rollout.prompts_per_step=32", "rollout.max_completion_length=128", "optimizer.learning_rate=2e-4",
-            "evaluation.eval_steps=4", "evaluation.eval_limit=1024", "evaluation.eval_limit_during=1024",
+            "evaluation.eval_steps=4", "task.test_size=1024", "evaluation.eval_limit_during=1024",
         ],
         arms=[Arm("TRL", train=train_trl), Arm("python_trainer"), *fewer_prompts(32)],
         levels=(0.8, 0.85),

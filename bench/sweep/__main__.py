@@ -74,7 +74,7 @@ def main() -> None:
     for seed in args.seeds:
         for rate in args.rates:
             settings = [f"seed={seed}", f"optimizer.learning_rate={rate}", f"max_steps={args.steps}"]
-            fixed = ["save.save_steps=0", "max_seconds=null", "evaluation.eval_limit=2048"]
+            fixed = ["save.save_steps=0", "max_seconds=null", "task.test_size=2048"]
             with tempfile.TemporaryDirectory() as folder:
                 row = run(args.config, [*fixed, *settings, *args.set], Path(folder) / "run")
             append(args.csv, row)

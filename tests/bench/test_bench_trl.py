@@ -116,7 +116,7 @@ def test_rows_of_real_size_say_what_share_of_the_rate_they_reach(tmp_path, monke
 
 @pytest.mark.slow
 def test_the_study_trains_by_trl(has_trl, tmp_path):
-    few = ["max_steps=2", "evaluation.eval_steps=1", "evaluation.eval_limit=4", "evaluation.eval_limit_during=4"]
+    few = ["max_steps=2", "evaluation.eval_steps=1", "task.test_size=4", "evaluation.eval_limit_during=4"]
     harness = Harness(study.STUDIES[0], tmp_path, [*SMALL, *few], ["TRL"])
     harness.run_all(1)
     (row,) = harness.rows(1)

@@ -161,7 +161,7 @@ def test_the_page_of_what_there_is(study, tmp_path):
 @pytest.mark.slow
 def test_a_real_run_is_charged_and_resumed(tmp_path):
     settings = ["task.variant=short", "model.path=small", "task.train_size=8", "rollout.prompts_per_step=2",
-                "rollout.num_generations=4", "rollout.max_completion_length=24", "evaluation.eval_limit=4",
+                "rollout.num_generations=4", "rollout.max_completion_length=24", "task.test_size=4",
                 "evaluation.eval_steps=1", "max_steps=2"]  # fmt: skip
     arms = [Arm("plain"), Arm("half", ["rollout.prompts_per_step=1"])]
     study = Study("real", "configs/sums.yaml", settings, arms, levels=[0.9])

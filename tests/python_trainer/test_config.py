@@ -89,7 +89,7 @@ def test_exponents_without_a_dot_are_numbers(tmp_path):
             r"'accelerators.enabled=\[drafts\]', got 'drafts'$",
         ),
         ("accelerators.enabled=rpo, drafts", r"'accelerators.enabled=\[rpo, drafts\]', got 'rpo, drafts'$"),
-        ("evaluation.pass_at=8", r"evaluation.pass_at: must be a list, .*: 'evaluation.pass_at=\[8\]', got 8$"),
+        ("rollout.stop=8", r"rollout.stop: must be a list, .*: 'rollout.stop=\[8\]', got 8$"),
         ("rollout.stop=null", r"rollout.stop: must be a list, .*'rollout.stop=\[A, B\]', got None$"),
         ("callbacks=wandb", r"--set: callbacks: must be a list, on .*: 'callbacks=\[wandb\]', got 'wandb'$"),
     ],
@@ -141,15 +141,6 @@ def test_wrong_files_are_named(tmp_path, text, message):
     with pytest.raises(UserError, match=message) as error:
         load_config(path)
     assert str(path) in str(error.value)
-
-
-def test_a_target_to_stop_at_must_be_looked_for():
-    stop, target = "evaluation.stop_at_target=true", "evaluation.target_accuracy=0.9"
-    assert load_config(None, [stop, target, "evaluation.eval_steps=5"]).evaluation.stop_at_target
-    with pytest.raises(UserError, match="evaluation: stop_at_target needs target_accuracy, got null"):
-        load_config(None, [stop, "evaluation.eval_steps=5"])
-    with pytest.raises(UserError, match="evaluation: stop_at_target needs eval_steps above 0, got 0"):
-        load_config(None, [stop, target])
 
 
 def test_missing_file_is_named(tmp_path):

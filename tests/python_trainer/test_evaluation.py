@@ -29,15 +29,15 @@ def test_pass_at_k_is_the_share_of_choices_with_a_right_answer(samples, right):
 
 def test_metrics_known_values():
     scores = Scores({}, [1.0, 0.5, 0.0, 0.0, 2.0, 0.0, 0.0, 0.5], [1, 0, 0, 0, 1, 1, 0, 0])
-    found = metrics_of(scores, EvaluationConfig(samples=4, pass_at=[1, 2, 4]))
+    found = metrics_of(scores, EvaluationConfig(samples=4))
     # of 1 right in 4: 1/4, 1/2, 1; of 2 right in 4: 1/2, 5/6, 1
     expected = {"accuracy": 0.375, "reward": 0.5, "pass@1": 0.375, "pass@2": (1 / 2 + 5 / 6) / 2, "pass@4": 1.0}
     assert found == pytest.approx(expected) and by_prompt(scores.accuracy, 4) == [0.25, 0.5]
 
 
 def test_several_answers_and_several_sets(make_config, jsonl_files, tmp_path):
-    evaluation = {"samples": 3, "pass_at": [1, 3], "eval_limit": 4, "sets": {"train": str(jsonl_files[0])}}
-    config = make_config(max_steps=1, evaluation=evaluation)
+    evaluation = {"samples": 3, "sets": {"train": str(jsonl_files[0])}}
+    config = make_config(max_steps=1, evaluation=evaluation, task={"test_size": 4})
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
     asked, generate = [], trainer.engine.generate
 
@@ -52,20 +52,20 @@ def test_several_answers_and_several_sets(make_config, jsonl_files, tmp_path):
     assert len(other[0]) == 4 and {own[1].seed, other[1].seed} == {o[1].seed for o in asked[-2:]}
     assert [r.prompt_ids for r in other[0]] == trainer.prompts.ids["train"][:4] and own[1].seed != other[1].seed
     rows, summary = read_metrics(tmp_path / "run"), json.loads((tmp_path / "run" / "summary.json").read_text())
-    names = {"accuracy", "reward", "pass@1", "pass@3", "train/accuracy", "train/reward"}
+    names = {"accuracy", "reward", "pass@1", "pass@2", "train/accuracy", "train/reward"}
     for row, name in ((rows[0], "start"), (rows[1], "final")):
         assert {f"eval/{key}" for key in names} <= row.keys()
-        assert row["eval/pass@1"] == pytest.approx(row["eval/accuracy"]) and row["eval/pass@3"] >= row["eval/pass@1"]
+        assert row["eval/pass@1"] == pytest.approx(row["eval/accuracy"]) and row["eval/pass@2"] >= row["eval/pass@1"]
         assert summary["evaluation"][name] == {key: row[key] for key in summary["evaluation"][name]}
         shares = load_evaluations(tmp_path / "run")[name]
         assert len(shares) == 4 and shares.mean() == pytest.approx(row["eval/accuracy"])
     table = summary_columns(find_runs([tmp_path]))["run"]
-    assert table["pass@3 after"] == f"{rows[1]['eval/pass@3']:.3f}" and table["train/accuracy after"]
+    assert table["pass@2 after"] == f"{rows[1]['eval/pass@2']:.3f}" and table["train/accuracy after"]
 
 
 @pytest.mark.parametrize("more", [False, True])
 def test_a_start_known_from_a_sibling_is_what_its_own_would_be(make_config, jsonl_files, tmp_path, monkeypatch, more):
-    evaluation = {"samples": 2, "pass_at": [2], "sets": {"train": str(jsonl_files[0])}} if more else {}
+    evaluation = {"samples": 2, "sets": {"train": str(jsonl_files[0])}} if more else {}
     config, asked, answer = make_config(max_steps=1, evaluation=evaluation), [], Evaluator.answer_set
     monkeypatch.setattr(Evaluator, "answer_set", lambda self, *a: asked.append(self.logger.label) or answer(self, *a))
     for name, siblings in (("first", []), ("second", [tmp_path / "none", tmp_path / "first"])):
@@ -91,7 +91,6 @@ def test_a_run_without_its_first_row_is_no_known_start(make_config, tmp_path):
 @pytest.mark.parametrize(
     ("evaluation", "message"),
     [
-        ({"samples": 2, "pass_at": [1, 4]}, r"samples must be >= 4 with pass_at \[1, 4\], got 2"),
         ({"sets": {"a": {"task": {}}}}, r"evaluation.sets.\* was removed: name a file"),
         ({"sets": ["a.jsonl"]}, r"evaluation.sets: .*dictionary, got \['a.jsonl'\]"),
     ],

@@ -56,11 +56,13 @@ def test_a_game_is_learned_by_what_is_said(playing, tmp_path, monkeypatch):
     """
     changes = {"max_steps": 120, "optimizer": {"learning_rate": 4e-3}, "rollout": {"num_generations": 32}}
     changes |= {"algorithm": {"entropy_coef": 0.03}}
-    looked = {"samples": 50, "eval_steps": 10, "target_accuracy": 0.87, "stop_at_target": True}
+    looked = {"samples": 50, "eval_steps": 10, "target_accuracy": 0.87}
     settings = merged(playing, changes | {"evaluation": looked})
     for seed in range(1, 6):
         folder = tmp_path / str(seed)
-        Trainer(check_config(settings | {"seed": seed}, source="test"), folder, console=Console(quiet=True)).run()
+        trainer = Trainer(check_config(settings | {"seed": seed}, source="test"), folder, console=Console(quiet=True))
+        trainer.finished = lambda t=trainer: t.state.step == 120 or t.state.seconds_to_target is not None
+        trainer.run()
         rows = metrics(folder)
         if (best := rows[-1]["eval/accuracy"]) > 0.85:
             break
@@ -74,7 +76,6 @@ def test_a_game_is_learned_by_what_is_said(playing, tmp_path, monkeypatch):
     monkeypatch.setattr(game, "Hidden", type("Hidden", (Hidden, game.Guessing), {}), raising=False)
     blind = merged(settings, {"max_steps": 1, "task": {"environment": "guessing_game:Hidden"}})
     blind = merged(blind, {"model": {"path": str(folder / "model")}, "evaluation": {"samples": 200, "eval_steps": 0}})
-    blind = merged(blind, {"evaluation": {"target_accuracy": None, "stop_at_target": False}})
     Trainer(check_config(blind, source="test"), tmp_path / "hidden", console=Console(quiet=True)).run()
     # 600 games: their share is within 0.1 of what it is expected to be, five standard deviations
     assert metrics(tmp_path / "hidden")[0]["eval/accuracy"] < 2 / 3 + 0.1

@@ -14,7 +14,6 @@ from python_trainer.batch import Batch
 from python_trainer.checkpoint import load_checkpoint
 from python_trainer.config import check_config
 from python_trainer.errors import UserError
-from python_trainer.report.page import report
 from python_trainer.run_directory import load_evaluations, read_metrics
 from python_trainer.trainer import Trainer
 from tools.policies.training import byte_tokenizer
@@ -207,42 +206,19 @@ def test_time_limit_ends_after_a_step_with_evaluation_and_checkpoint(make_config
     assert (tmp_path / "run" / "checkpoints" / "step-000001").is_dir()
 
 
-def test_target_is_noted_and_can_end_the_run(make_config, tmp_path):
-    evaluation = {"eval_steps": 2, "target_accuracy": 0.01, "stop_at_target": True}
-    optimizer = {"learning_rate": 0.03}
-    summary = Trainer(
-        make_config(max_steps=50, evaluation=evaluation, optimizer=optimizer), tmp_path / "run", console=QUIET
-    ).run()
-    assert summary["steps"] < 50 and summary["tokens_to_target"] <= summary["generated_tokens"]
-    assert 0 <= summary["seconds_to_target"] <= summary["wall_s"]
-
-
-def test_a_run_that_ended_at_its_target_goes_on_for_a_higher_one_only(make_config, tmp_path):
-    evaluation = {"eval_steps": 1, "target_accuracy": 0.01, "stop_at_target": True}
+def test_a_target_is_noted_and_another_one_is_looked_for_anew(make_config, tmp_path):
+    evaluation = {"eval_steps": 1, "target_accuracy": 0.01}
     options = {"optimizer": {"learning_rate": 0.03}, "save": {"save_steps": 0}}
-    config = make_config(max_steps=50, evaluation=evaluation, **options)
+    config = make_config(max_steps=6, evaluation=evaluation, **options)
     summary = Trainer(config, tmp_path / "run", console=QUIET).run()
-    assert 0 < summary["steps"] < 50
+    assert 0 <= summary["seconds_to_target"] <= summary["wall_s"]
+    assert 0 < summary["tokens_to_target"] < summary["generated_tokens"]
     again = Trainer(config, tmp_path / "run", resume=True, console=QUIET).run()
-    assert [again[key] for key in ("steps", "seconds_to_target")] == [summary["steps"], summary["seconds_to_target"]]
-    higher = make_config(max_steps=summary["steps"] + 1, evaluation=evaluation | {"target_accuracy": 1.0}, **options)
+    assert [again[key] for key in ("steps", "seconds_to_target")] == [6, summary["seconds_to_target"]]
+    higher = make_config(max_steps=7, evaluation=evaluation | {"target_accuracy": 1.0}, **options)
     further = Trainer(higher, tmp_path / "run", resume=True, console=QUIET).run()
-    assert further["steps"] == summary["steps"] + 1
+    assert further["steps"] == 7
     assert (further["seconds_to_target"] is None) == (further["eval_accuracy_final"] < 1)
-
-
-def test_a_run_that_begins_at_its_target_trains_nothing(make_config, tmp_path):
-    evaluation = {"eval_steps": 2, "target_accuracy": 0.01, "stop_at_target": True}
-    config = make_config(task={"reward": "conftest:even"}, evaluation=evaluation)
-    trainer = Trainer(config, tmp_path / "run", console=QUIET)
-    before, summary = weights_of(trainer), trainer.run()
-    assert summary["steps"] == 0 and summary["generated_tokens"] == 0
-    assert summary["eval_accuracy_final"] == summary["eval_accuracy_start"] >= 0.01
-    assert_same_weights(before, weights_of(trainer))
-    found = load_evaluations(tmp_path / "run")
-    assert found["start"].tolist() == found["final"].tolist()
-    report([tmp_path / "run"], console=QUIET)
-    assert (tmp_path / "run" / "report.html").exists()
 
 
 def test_a_batch_that_is_masked_entirely_changes_nothing(make_config, tmp_path):

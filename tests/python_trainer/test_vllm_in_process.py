@@ -64,7 +64,7 @@ def train_all(settings, folder):
 
 def train_with_one_prompt(settings, folder):
     """The second process has nothing to answer, and takes part in gathering."""
-    few = {"max_steps": 1, "rollout": {"prompts_per_step": 1}, "evaluation": {"eval_limit": 1}}
+    few = {"max_steps": 1, "rollout": {"prompts_per_step": 1}, "task": {"test_size": 1}}
     train_and_tell(merged(settings, few), folder, "fsdp2", True)
 
 
