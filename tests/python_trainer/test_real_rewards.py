@@ -1,5 +1,7 @@
 """Rewards without right and wrong: filters go by their spread. A reward model is one."""
 
+import io
+
 import pytest
 import torch
 from rich.console import Console
@@ -95,7 +97,7 @@ ALPHA = {"track_steps": 1, "first_step": 4, "gate_prompts": 6, "refuse": False}
 
 def test_every_accelerator_has_something_to_do(length_config, tmp_path):
     """By accuracy rpo would remember nothing, rhyme store nothing, and alpha find all candidates equal."""
-    enabled = {"enabled": ["rhyme", "rpo", "drafts", "alpha"], "alpha": ALPHA}
+    enabled = {"enabled": ["rhyme", "rpo", "drafts", "alpha"], "alpha": ALPHA, "rhyme": {"rare_share": 0}}
     trainer = Trainer(length_config(max_steps=8, accelerators=enabled), tmp_path / "run", console=QUIET)
     update, seen = trainer.learner.update, []
     trainer.learner.update = lambda rollouts, number: seen.extend(rollouts) or update(rollouts, number)
@@ -105,10 +107,24 @@ def test_every_accelerator_has_something_to_do(length_config, tmp_path):
     assert sum(row["rpo/given_tokens"] for row in rows) > 0
     stored = [rollout for rollout in seen if rollout.importance_cap is not None]
     assert stored and all(rollout.merit == rollout.reward for rollout in stored)
-    assert all(0 <= row["rhyme/failed_groups"] < 1 for row in rows)
+    assert min(row["rhyme/failed_groups"] for row in rows) < 4  # groups of a step: by accuracy all four always fail
     attempts = [event for event in trainer.accelerators[-1].events if "tries" in event]
     assert attempts and all(one["before"] < 0 for event in attempts for one in event["tries"])  # rewards, not accuracy
     assert trainer.accelerators[-1].answered[-1][1] < 0
+
+
+def test_rhyme_tells_that_it_stands_aside_where_nothing_is_right(length_config, tmp_path):
+    console = Console(record=True, width=400, file=io.StringIO())
+    changes = {"accelerators": {"enabled": ["rhyme"]}}
+    trainers = [
+        Trainer(length_config(max_steps=3, **more), tmp_path / name, console=console)
+        for name, more in (("plain", {}), ("rhyme", changes))
+    ]
+    for trainer in trainers:
+        trainer.run()
+    assert console.export_text().count("rhyme: no answer is right or wrong in this task") == 1
+    plain, rhyme = (dict(trainer.policy.model.named_parameters()) for trainer in trainers)
+    assert all(torch.equal(value, rhyme[name]) for name, value in plain.items())
 
 
 def test_what_was_found_of_the_task_outlasts_an_interruption(length_config, tmp_path):

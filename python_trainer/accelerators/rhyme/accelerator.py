@@ -185,7 +185,13 @@ class Rhyme(Accelerator):
         if not self.enabled:
             return rollouts
         whole = list(by_group(fresh_ones(rollouts)).values())
-        self.judged = self.judged and all(answer.merit is None for answer in rollouts)
+        judged = self.judged and all(answer.merit is None for answer in rollouts)
+        if self.judged and not judged and not self.active:
+            context.run.note(
+                "rhyme: no answer is right or wrong in this task, so history is not used; "
+                "accelerators.rhyme.rare_share=0 uses it all the same"
+            )
+        self.judged = judged
         mixed = self.groups.mix(context, rollouts) if self.groups.step == context.step else rollouts
         if not self.judged or context.run.config.rollout.num_generations == 1:
             return mixed
