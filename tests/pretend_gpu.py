@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import flash
 import pytest
 import torch
 from torch._library.custom_ops import OPDEFS
@@ -29,6 +30,10 @@ MEMORY = 24 << 30
 aten = torch.ops.aten
 BY_INDEX = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default}  # which may lie on the host
 WAITS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.is_nonzero.default, aten.masked_select.default}
+STAND_INS = {
+    aten._flash_attention_forward.default: flash.forward,
+    aten._flash_attention_backward.default: flash.backward,
+}
 
 
 class GPUTensor(torch.Tensor):
@@ -94,7 +99,7 @@ def run_there(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func in WAITS or (func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None):
         GPUTensor.waits[str(func)] += 1
     numbers = tree_map(lambda x: x.numbers if isinstance(x, GPUTensor) else x, (args, kwargs))
-    out = func(*numbers[0], **numbers[1])
+    out = STAND_INS.get(func, func)(*numbers[0], **numbers[1])
     written = [i for i, argument in enumerate(func._schema.arguments) if argument.is_write]
     if written and len(func._schema.returns):  # in place, or into out=
         given = [args[i] if i < len(args) else kwargs[func._schema.arguments[i].name] for i in written]

@@ -36,7 +36,6 @@ RUNS = {
     "rewards less a divergence": {"algorithm": {"beta": 0.1, "use_kl_in_reward": True}},
     "sequences' ratios": {"algorithm": {"importance_sampling_level": "sequence"}},
     "filters": {"rollout": {"top_p": 0.9, "top_k": 5, "dynamic_sampling": True}},
-    "moments on the host": {"optimizer": {"offload": True}},
     "rhyme": {"accelerators": {"enabled": ["rhyme"], "rhyme": {"rare_share": 0}}},
     **{name: {"accelerators": {"enabled": [name]}} for name in ("rpo", "drafts")},
 }

@@ -1,0 +1,41 @@
+"""What FlashAttention of torch computes on rows of queries and keys, on a CPU, for which torch has no kernels."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from rlkernels.prefix_cache import reference
+
+
+def parts(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts_q: Any, starts_k: Any) -> Iterator[Any]:
+    for row in range(len(starts_q) - 1):
+        q, k = (slice(int(s[row]), int(s[row + 1])) for s in (starts_q, starts_k))
+        yield q, query[q], k, key[k], value[k]
+
+
+def forward(query, key, value, starts_q, starts_k, max_q, max_k, dropout, causal, debug, *, scale):
+    """``aten._flash_attention_forward``: a query without keys gives 0, and inf as its log-sum-exp."""
+    assert not dropout and not debug and starts_q.dtype == starts_k.dtype == torch.int32
+    assert int(starts_q.diff().max()) == max_q and int(starts_k.diff().max()) == max_k
+    out, lse = torch.zeros_like(query), query.new_full((query.shape[1], len(query)), torch.inf, dtype=torch.float32)
+    for rows, q, _, k, v in parts(query, key, value, starts_q, starts_k):
+        if len(k):
+            found, found_lse = reference.attend(q, k, v, scale, causal)
+            out[rows], lse[:, rows] = found.to(query.dtype), found_lse.T
+    return out, lse, torch.zeros(2), torch.zeros(()), torch.zeros(0)
+
+
+def backward(grad, query, key, value, out, lse, starts_q, starts_k, max_q, max_k, dropout, causal, seed, unused, *,
+             scale):  # fmt: skip
+    """``aten._flash_attention_backward``."""
+    grads = [torch.zeros_like(t) for t in (query, key, value)]
+    for rows, q, keys, k, v in parts(query, key, value, starts_q, starts_k):
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        with torch.enable_grad():
+            again = reference.attend(*leaves, scale, causal)[0].to(query.dtype)
+        torch.testing.assert_close(again.detach(), out[rows])
+        found = torch.autograd.grad(again, leaves, grad[rows])
+        for whole, place, part in zip(grads, (rows, keys, keys), found):
+            whole[place] += part
+    return tuple(grads)
