@@ -72,7 +72,7 @@ class Batch:
         caps: float32 [B], truncation of the importance weights of stored answers; NaN: a fresh answer.
         in_loss: bool [B].
         loss_tokens: int64 [B] on the CPU, response tokens in the loss.
-        critic_tokens: int64 [B] on the CPU, those of them that a critic learns from.
+        critic_tokens: int64 [B] on the CPU, those of them that a critic learns from: none of a stored answer.
         lengths: int64 [B], response tokens without those of others; a given prefix counts.
         scored: bool [B, T], response tokens that are more than context.
         sampler: log-probabilities of the sampler; NaN on given prefixes, tokens of others and where unknown.
@@ -106,7 +106,7 @@ class Batch:
         self.in_loss = in_loss.to(device)
         flags = [scored_tokens(r, score_prefix=config.prefix_in_loss) for r in rollouts]
         self.loss_tokens = torch.tensor([sum(row) for row in flags], dtype=torch.int64) * in_loss
-        self.critic_tokens = self.loss_tokens * self.expected.isnan().cpu()
+        self.critic_tokens = self.loss_tokens * self.caps.isnan().cpu()
         own = [[True] * len(r.response_ids) if r.response_mask is None else r.response_mask for r in rollouts]
         self.lengths = torch.tensor([sum(row) for row in own], dtype=torch.int64, device=device)
         recorded = [
@@ -132,7 +132,8 @@ class Batch:
         """Computes advantages, and returns for a critic, from what was recorded before the update -> metrics.
 
         The KL penalty is per token for advantages of tokens, and a sum per answer for those that compare answers.
-        Answers that are judged against a chance change nothing for others, and nothing for a critic.
+        Answers that are judged against a chance change nothing for others. A critic learns from fresh answers alone:
+        stored ones are right, and would teach it that every answer is.
         """
         config, mask = self.config, self.scored
         in_loss = mask & self.in_loss[:, None]
@@ -154,11 +155,13 @@ class Batch:
             own, returns = config.judge(step, config)
             advantages[judged] = own[:, None].expand(step.mask.shape) if own.ndim == 1 else own
             if step.values is not None and returns is not None:
-                padded = torch.full_like(advantages, torch.nan).index_copy(0, judged, returns)
-                self.returns = self.sampler.like(padded)
-                metrics["explained_variance"] = explained_variance(step.values, returns, step.in_loss)
+                fresh = self.caps[judged].isnan()[:, None]
+                known = torch.where(fresh, returns, torch.nan)
+                self.returns = self.sampler.like(torch.full_like(advantages, torch.nan).index_copy(0, judged, known))
+                learned = step.in_loss & fresh
+                metrics["explained_variance"] = explained_variance(step.values, returns, learned)
                 for name, table in (("values", step.values), ("returns", returns)):
-                    metrics[f"{name}/mean"] = float(table[step.in_loss].mean()) if step.in_loss.any() else 0.0
+                    metrics[f"{name}/mean"] = float(table[learned].mean()) if learned.any() else 0.0
         self.advantages = self.sampler.like(advantages)
         return metrics
 
@@ -244,25 +247,16 @@ class Minibatch:
         fresh = sampled & caps.isnan()
         stored = importance_weights(old, sampler, sampled, mode="truncate", cap=caps)
         correction = torch.where(caps.isnan(), correction, stored)
-        out = policy_loss(
-            logprobs,
-            old,
-            batch.advantages.get(packed),
-            mask,
-            epsilon=config.epsilon,
-            epsilon_high=config.epsilon_high,
-            delta=config.delta,
-            weights=correction,
-            level=config.importance_sampling_level,
-        )
+        out = policy_loss(logprobs, old, batch.advantages.get(packed), mask, config, weights=correction)
         per_token = out.loss
         kl = torch.zeros_like(logprobs)
         if batch.reference is not None and not config.use_kl_in_reward:
             kl = kl_estimate(logprobs, batch.reference.get(packed), mask, config.kl_estimator)
             per_token = per_token + config.beta * (kl * out.ratio if config.use_bias_correction_kl else kl)
-        if config.entropy_coef:
-            per_token = per_token - config.entropy_coef * torch.where(mask, entropy, 0.0)
+        entropy = torch.where(mask, entropy, 0.0)
         loss = (per_token * weight).sum()
+        if config.entropy_coef:  # a mean over tokens, whatever weight loss_type gives to a token
+            loss = loss - config.entropy_coef * entropy.sum() / max(self.num_tokens, 1)
         error, moved_far = torch.zeros_like(logprobs), torch.zeros_like(mask)
         if values is not None and batch.values is not None and batch.returns is not None:
             before, returns, clip = batch.values.get(packed), batch.returns.get(packed), config.cliprange_value
@@ -272,7 +266,6 @@ class Minibatch:
             moved_far = due & ((values - before).abs() > (torch.inf if clip is None else clip))
         with torch.no_grad():
             difference = torch.where(fresh, (old - sampler).abs(), 0.0)
-            entropy = torch.where(mask, entropy, 0.0)
             sums = (mask, loss, entropy, kl, out.ratio, out.clipped_low, out.clipped_high, fresh, difference,
                     correction * fresh, error, moved_far)  # fmt: skip
             maxima = (out.ratio, difference)

@@ -10,6 +10,8 @@ from typing import Protocol
 
 import torch
 
+from python_trainer.algorithms.settings import POLICY_LOSSES, AlgorithmConfig
+
 
 class Aggregation(Protocol):
     """Computes the weight of every token's loss in the loss of the whole batch.
@@ -51,6 +53,47 @@ def constant(mask: torch.Tensor, *, num_sequences: int, max_length: int, **_: ob
     return mask.float() / (max(num_sequences, 1) * max_length)
 
 
+class TokenLoss(Protocol):
+    """Computes the policy loss of every token before it is averaged.
+
+    Args:
+        logprobs: [B, T], differentiable.
+        ratio: [B, T] pi / pi_old at the level of ``importance_sampling_level``, differentiable.
+        advantages: [B, T].
+        settings: the whole section ``algorithm``.
+
+    Returns:
+        [B, T]. Log-probabilities and advantages are 0, and ratios 1, where masked; the result there is ignored.
+    """
+
+    def __call__(
+        self, logprobs: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor, settings: AlgorithmConfig
+    ) -> torch.Tensor: ...
+
+
+def clip(
+    logprobs: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor, settings: AlgorithmConfig
+) -> torch.Tensor:
+    """Returns -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) (PPO, arXiv 1707.06347, eq. 7).
+
+    With ``delta`` the first r is at most that (dual clip; INTELLECT-2, arXiv 2505.07291). With
+    ``importance_sampling_level: sequence`` r is the geometric mean over the answer (GSPO, arXiv 2507.18071, eq. 7).
+    """
+    free = ratio if settings.delta is None else ratio.clamp(max=settings.delta)
+    low, high = settings.clip_range
+    return -torch.minimum(free * advantages, ratio.clamp(low, high) * advantages)
+
+
+def cispo(
+    logprobs: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor, settings: AlgorithmConfig
+) -> torch.Tensor:
+    """Returns -sg(min(r, 1 + epsilon_high)) A log pi, sg without gradient (CISPO, arXiv 2506.13585, eq. 4).
+
+    No token loses its gradient, but its weight is bounded. There is no lower bound, as in the paper's runs and TRL.
+    """
+    return -ratio.detach().clamp(max=settings.clip_range[1]) * advantages * logprobs
+
+
 @dataclass
 class PolicyLoss:
     """Policy loss per token, ratios and clipping; all [B, T] and 0 where masked."""
@@ -66,50 +109,35 @@ def policy_loss(
     old_logprobs: torch.Tensor,
     advantages: torch.Tensor,
     mask: torch.Tensor,
+    settings: AlgorithmConfig,
     *,
-    epsilon: float = 0.2,
-    epsilon_high: float | None = None,
-    delta: float | None = None,
     weights: torch.Tensor | None = None,
-    level: str = "token",
 ) -> PolicyLoss:
-    """Computes the clipped surrogate of PPO (arXiv 1707.06347, eq. 7), with a minus sign.
-
-    -min(ratio A, clip(ratio, 1 - epsilon, 1 + epsilon_high) A), where ratio = pi / pi_old of the token, or the
-    geometric mean of that over the sequence (GSPO, arXiv 2507.18071, eq. 7).
+    """Computes ``settings.policy_loss`` of every token.
 
     Args:
         logprobs: [B, T], differentiable.
         old_logprobs: [B, T] under the policy before the update; ``logprobs.detach()`` for the first pass.
         advantages: [B] or [B, T].
         mask: bool [B, T]; the other inputs may be anything, NaN and inf included, where it is False.
-        epsilon: clip range below 1, and above 1 unless ``epsilon_high`` is given.
-        epsilon_high: clip range above 1 (DAPO uses 0.28).
-        delta: upper bound of the ratio where the advantage is negative, > 1 + epsilon_high (INTELLECT-2, arXiv
-            2505.07291); None for none.
         weights: [B, T] detached factors, such as :func:`importance_weights`.
-        level: ``"token"``: a ratio per token, ``"sequence"``: one per sequence.
     """
-    if level not in ("token", "sequence"):
-        raise ValueError(f"level must be 'token' or 'sequence', got {level!r}")
     mask = mask.bool()
-    high = epsilon if epsilon_high is None else epsilon_high
     advantages = torch.where(mask, advantages[:, None] if advantages.ndim == 1 else advantages, 0.0)
     # zero before exp: a masked inf or NaN would otherwise give inf x 0 = NaN in the gradient
-    difference = torch.where(mask, logprobs, 0.0) - torch.where(mask, old_logprobs.detach(), 0.0)
-    if level == "sequence":
+    logprobs = torch.where(mask, logprobs, 0.0)
+    difference = logprobs - torch.where(mask, old_logprobs.detach(), 0.0)
+    if settings.importance_sampling_level == "sequence":
         difference = (difference.sum(1) / mask.sum(1).clamp(min=1))[:, None].expand(mask.shape)
     ratio = torch.exp(difference)
-    free = ratio if delta is None else ratio.clamp(max=delta)
-    loss = -torch.minimum(free * advantages, ratio.clamp(1 - epsilon, 1 + high) * advantages)
-    if weights is not None:
-        loss = loss * torch.where(mask, weights, 0.0)
-    seen = ratio.detach()
+    loss = POLICY_LOSSES.resolve(settings.policy_loss)(logprobs, ratio, advantages, settings)
+    loss = torch.where(mask, loss if weights is None else loss * torch.where(mask, weights, 0.0), 0.0)
+    seen, (low, high) = ratio.detach(), settings.clip_range
     return PolicyLoss(
         loss=loss,
         ratio=torch.where(mask, ratio, 0.0),
-        clipped_low=mask & (seen < 1 - epsilon) & (advantages < 0),
-        clipped_high=mask & (seen > 1 + high) & (advantages > 0),
+        clipped_low=mask & (seen < low) & (advantages < 0),
+        clipped_high=mask & (seen > high) & (advantages > 0),
     )
 
 
@@ -131,7 +159,7 @@ def importance_weights(
         old_logprobs: [B, T], by the trainer, before the update.
         sampler_logprobs: [B, T], recorded when the tokens were drawn.
         mask: bool [B, T], True for tokens that the sampler drew. Other tokens (a given prefix) weigh 1.
-        mode: ``"truncate"``: min(ratio, cap). ``"mask"``: 0 where the ratio is above ``cap`` or below 1 / ``cap``.
+        mode: ``"truncate"``: min(ratio, cap). ``"mask"``: 0 where the ratio is above ``cap``.
         cap: > 1; or > 0, [B, 1], for ``"truncate"``.
         level: ``"token"``, or ``"sequence"``: the product over the drawn tokens of a row.
 
@@ -148,7 +176,7 @@ def importance_weights(
     if mode == "truncate":
         return ratio.clamp(max=cap)
     if mode == "mask":
-        return torch.where((ratio > cap) | (ratio < 1 / cap), 0.0, ratio)
+        return torch.where(ratio > cap, 0.0, ratio)
     raise ValueError(f"mode must be 'truncate' or 'mask', got {mode!r}")
 
 

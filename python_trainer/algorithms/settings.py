@@ -52,6 +52,10 @@ LOSS_TYPES: Registry[Callable[..., Any]] = Registry(
         "seq-mean-token-mean": f"{HOME}.losses:sequence_token_mean",
     },
 )
+# each a losses.TokenLoss
+POLICY_LOSSES: Registry[Callable[..., Any]] = Registry(
+    "policy_loss", {kind: f"{HOME}.losses:{kind}" for kind in ("clip", "cispo")}
+)
 KL_ESTIMATORS: Registry[Callable[..., Any]] = Registry(
     "kl_estimator", {kind: f"{HOME}.kl:{kind}" for kind in ("k1", "k2", "k3")}
 )
@@ -66,14 +70,17 @@ class AlgorithmConfig(Section):
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """What the `group` advantage is divided by: deviation of the group, of the whole batch, or nothing (Dr. GRPO).
     gae and reinforce++: whiten the advantages over all tokens of a step, unless it is none."""
+    policy_loss: Annotated[str, POLICY_LOSSES] = "clip"
+    """Loss of a token from its probability ratio and advantage: `clip` (PPO, GRPO; with delta and
+    importance_sampling_level the dual clip and GSPO), or `cispo`."""
     loss_type: Annotated[str, LOSS_TYPES] = "dapo"
     """How token losses are averaged: grpo is seq-mean-token-mean, dapo token-mean, dr_grpo sum / (B x max length)."""
     epsilon: float = Field(0.2, gt=0, lt=1)
     """Clip range of the probability ratio below 1, and above it unless epsilon_high is set."""
     epsilon_high: float | None = Field(None, gt=0)
-    """Clip range above 1 (DAPO: 0.28)."""
+    """Clip range above 1 (DAPO: 0.28; cispo: TRL's 5 is 4 here, as the bound is 1 + epsilon_high)."""
     delta: float | None = Field(None, gt=1)
-    """Upper bound of the ratio where the advantage is negative; above 1 + epsilon_high."""
+    """clip: upper bound of the ratio where the advantage is negative; above 1 + epsilon_high (dual clip)."""
     beta: float = Field(0.0, ge=0)
     """Weight of the KL to the starting policy; 0 loads no reference model."""
     kl_estimator: Annotated[str, KL_ESTIMATORS] = "k3"
@@ -91,7 +98,7 @@ class AlgorithmConfig(Section):
     cliprange_value: float | None = Field(0.2, gt=0)
     """gae: how far a value may move in one step before its loss stops pulling; null for no limit."""
     entropy_coef: float = 0.0
-    """Weight of an entropy bonus."""
+    """Weight of an entropy bonus, a mean over tokens whatever loss_type is."""
     num_iterations: int = Field(1, ge=1)
     """Passes over each batch of answers."""
     num_minibatches: int = Field(1, ge=1)
@@ -103,10 +110,10 @@ class AlgorithmConfig(Section):
     mask_truncated_completions: bool = False
     """Leave answers that hit max_completion_length out of the loss."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    """What the clipped probability ratio belongs to: a token, or the whole answer (GSPO; epsilon is then ~1e-3)."""
+    """What the probability ratio belongs to: a token, or the whole answer (GSPO; epsilon is then ~1e-3)."""
     importance_sampling: Correction | Literal["auto", "none"] = "auto"
     """Correct for differences between sampler and trainer, by the ratio of a token or of the whole answer: `truncate`
-    it to the cap, or `mask` (drop) what is outside [1/cap, cap]. auto: token_truncate with engine vllm, else none."""
+    it to the cap, or `mask` (drop) what is above it. auto: token_truncate with engine vllm, else none."""
     importance_sampling_cap: float = Field(2.0, gt=1)
     """The cap of importance_sampling."""
 
@@ -131,9 +138,14 @@ class AlgorithmConfig(Section):
         """Whether advantages are in standard deviations of the rewards, or in rewards."""
         return self.advantage in ("group", "gae", "reinforce++") and self.scale_rewards != "none"
 
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """Lowest and highest probability ratio that is not clipped."""
+        return 1 - self.epsilon, 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
+
     @model_validator(mode="after")
     def delta_beyond_clip(self) -> "AlgorithmConfig":
-        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        if self.delta is not None and self.delta <= 1 + high:
-            raise ValueError(f"delta must be above 1 + epsilon_high = {1 + high:g}, got {self.delta:g}")
+        high = self.clip_range[1]
+        if self.delta is not None and self.delta <= high:
+            raise ValueError(f"delta must be above 1 + epsilon_high = {high:g}, got {self.delta:g}")
         return self

@@ -35,7 +35,7 @@ from python_trainer.algorithms.advantages import (
 )
 from python_trainer.algorithms.kl import kl_estimate
 from python_trainer.algorithms.losses import importance_weights, policy_loss, value_loss
-from python_trainer.algorithms.settings import LOSS_TYPES, AlgorithmConfig
+from python_trainer.algorithms.settings import LOSS_TYPES, POLICY_LOSSES, AlgorithmConfig
 from python_trainer.registry import PluginError
 
 INF = float("inf")
@@ -188,8 +188,9 @@ def test_kl_gradients_in_expectation():
     ],
 )
 def test_policy_loss_known_values(ratio, advantage, options, expected):
+    settings = AlgorithmConfig(**options)
     out = policy_loss(
-        torch.tensor([[math.log(ratio)]]), torch.zeros(1, 1), torch.tensor([advantage]), torch.ones(1, 1), **options
+        torch.tensor([[math.log(ratio)]]), torch.zeros(1, 1), torch.tensor([advantage]), torch.ones(1, 1), settings
     )
     assert out.loss.item() == pytest.approx(expected, rel=1e-6)
     assert out.ratio.item() == pytest.approx(ratio, rel=1e-6)
@@ -203,18 +204,37 @@ def test_sequence_ratio_known_values():
     logprobs = torch.tensor([[math.log(2.0), math.log(0.5), math.log(3.375), math.nan]], requires_grad=True)
     mask, advantages = mask_of([3], 4), torch.tensor([1.0])
     # (2 x 0.5 x 3.375)^(1/3) = 1.5: above 1.2, held back at every token, no gradient
-    out = policy_loss(logprobs, torch.zeros(1, 4), advantages, mask, level="sequence")
+    gspo = AlgorithmConfig(importance_sampling_level="sequence")
+    out = policy_loss(logprobs, torch.zeros(1, 4), advantages, mask, gspo)
     torch.testing.assert_close(out.ratio.detach(), torch.tensor([[1.5, 1.5, 1.5, 0.0]]))
     torch.testing.assert_close(out.loss.detach(), torch.tensor([[-1.2, -1.2, -1.2, 0.0]]))
     assert out.clipped_high.tolist() == [[True, True, True, False]]
     assert not torch.autograd.grad(out.loss.sum(), logprobs)[0].any()
     # at 0.5 x advantage -1 with epsilon 0.6 nothing is clipped: d(ratio) / d(logprob) = ratio / 3 for each of 3 tokens
     other = torch.full((1, 4), math.log(0.5), requires_grad=True)
-    out = policy_loss(other, torch.zeros(1, 4), -advantages, mask, level="sequence", epsilon=0.6)
+    wide = gspo.model_copy(update={"epsilon": 0.6})
+    out = policy_loss(other, torch.zeros(1, 4), -advantages, mask, wide)
     (gradient,) = torch.autograd.grad(out.loss.sum(), other)
     torch.testing.assert_close(gradient, torch.tensor([[0.5, 0.5, 0.5, 0.0]]))
-    with pytest.raises(ValueError, match="level must be .* got 'word'"):
-        policy_loss(other, other, advantages, mask, level="word")
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "weight"),
+    [(1.1, 1.0, 1.1), (1.5, 1.0, 1.28), (5.0, -2.0, 1.28), (0.01, -2.0, 0.01)],  # min(ratio, 1.28), no lower bound
+)
+def test_cispo_known_values(ratio, advantage, weight):
+    """-weight x A x log pi, and the gradient -weight x A: no token is without one."""
+    logprobs = torch.tensor([[-0.75, math.nan]], requires_grad=True)
+    old, mask = torch.tensor([[-0.75 - math.log(ratio), 0.0]]), mask_of([1], 2)
+    settings = AlgorithmConfig(policy_loss="cispo", epsilon_high=0.28)
+    out = policy_loss(logprobs, old, torch.tensor([advantage]), mask, settings)
+    torch.testing.assert_close(out.loss, torch.tensor([[0.75 * weight * advantage, 0.0]]))
+    (gradient,) = torch.autograd.grad(out.loss.sum(), logprobs)
+    torch.testing.assert_close(gradient, torch.tensor([[-weight * advantage, 0.0]]))
+    with pytest.raises(PluginError, match="must be one of clip, cispo, module:function, got 'sapo'"):
+        policy_loss(
+            logprobs, old, torch.tensor([1.0]), mask, AlgorithmConfig().model_copy(update={"policy_loss": "sapo"})
+        )
 
 
 def test_aggregations_known_values():
@@ -237,13 +257,16 @@ def test_aggregations_known_values():
         token_weights(mask, "mean", num_tokens=4, num_sequences=2)
 
 
-def whole_loss(logprobs, old, advantages, mask, aggregation, parts):
+def whole_loss(logprobs, old, advantages, mask, aggregation, settings, parts):
     total = 0.0
     for rows in parts:
         weights = token_weights(
             mask[rows], aggregation, num_tokens=int(mask.sum()), num_sequences=len(mask), max_length=9
         )
-        total = total + (policy_loss(logprobs[rows], old[rows], advantages[rows], mask[rows]).loss * weights).sum()
+        total = (
+            total
+            + (policy_loss(logprobs[rows], old[rows], advantages[rows], mask[rows], settings).loss * weights).sum()
+        )
     return total
 
 
@@ -251,20 +274,21 @@ def whole_loss(logprobs, old, advantages, mask, aggregation, parts):
 @given(
     lengths=st.lists(st.integers(0, 7), min_size=1, max_size=8),
     aggregation=st.sampled_from(AGGREGATIONS),
+    kind=st.sampled_from(POLICY_LOSSES.names()),
     split=st.integers(1, 4),
     pad=st.integers(0, 3),
     left=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_loss_does_not_depend_on_split_order_or_padding(lengths, aggregation, split, pad, left, seed):
+def test_loss_does_not_depend_on_split_order_or_padding(lengths, aggregation, kind, split, pad, left, seed):
     """Micro-batches or ranks, amount and side of padding, order of rows: the same loss and the same gradient."""
     gen = torch.Generator().manual_seed(seed)
-    n, width = len(lengths), max(max(lengths), 1)
+    algorithm, n, width = AlgorithmConfig(policy_loss=kind), len(lengths), max(max(lengths), 1)
     values = torch.randn(n, width, generator=gen, dtype=torch.float64)
     old = values + 0.3 * torch.randn(n, width, generator=gen, dtype=torch.float64)
     advantages, mask = torch.randn(n, generator=gen, dtype=torch.float64), mask_of(lengths, width)
     plain = values.clone().requires_grad_()
-    loss = whole_loss(plain, old, advantages, mask, aggregation, [slice(None)])
+    loss = whole_loss(plain, old, advantages, mask, aggregation, algorithm, [slice(None)])
     (expected,) = torch.autograd.grad(loss, plain)
 
     order = torch.randperm(n, generator=gen)
@@ -277,7 +301,7 @@ def test_loss_does_not_depend_on_split_order_or_padding(lengths, aggregation, sp
         wide_mask[row, place] = True
     wide = wide_values.clone().requires_grad_()
     parts = [range(i, n, split) for i in range(min(split, n))]
-    other = whole_loss(wide, wide_old, advantages[order], wide_mask, aggregation, [list(p) for p in parts])
+    other = whole_loss(wide, wide_old, advantages[order], wide_mask, aggregation, algorithm, [list(p) for p in parts])
     (gradient,) = torch.autograd.grad(other, wide)
     torch.testing.assert_close(other, loss)
     for row, source in enumerate(order.tolist()):
@@ -290,7 +314,7 @@ def test_descent_follows_the_sign_of_the_advantage(aggregation):
     logits = torch.randn(2, 3, 5, **GRAD)
     ids, mask = torch.randint(5, (2, 3)), mask_of([3, 2], 3)
     logprobs = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-    out = policy_loss(logprobs, logprobs.detach(), torch.tensor([1.0, -1.0]), mask)
+    out = policy_loss(logprobs, logprobs.detach(), torch.tensor([1.0, -1.0]), mask, AlgorithmConfig())
     weights = token_weights(mask, aggregation, num_tokens=5, num_sequences=2, max_length=3)
     (gradient,) = torch.autograd.grad((out.loss * weights).sum(), logits)
     after = (logits - 0.1 * gradient).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
@@ -301,19 +325,23 @@ def test_descent_follows_the_sign_of_the_advantage(aggregation):
 def test_first_pass_gradient_is_the_plain_policy_gradient():
     logprobs, mask = torch.randn(3, 4, **GRAD), mask_of([4, 2, 3], 4)
     advantages = torch.tensor([0.5, -2.0, 1.0], dtype=torch.float64)
-    loss = policy_loss(logprobs, logprobs.detach(), advantages, mask).loss.sum()
+    loss = policy_loss(logprobs, logprobs.detach(), advantages, mask, AlgorithmConfig()).loss.sum()
     (gradient,) = torch.autograd.grad(loss, logprobs)
     torch.testing.assert_close(gradient, -advantages[:, None] * mask)
 
 
-def test_masked_entries_may_hold_anything():
+@pytest.mark.parametrize("kind", POLICY_LOSSES.names())
+def test_masked_entries_may_hold_anything(kind):
     """0 x inf: a masked -inf, inf or NaN log-probability leaves loss and gradient finite."""
     bad = torch.tensor([[-0.5, -INF, INF, math.nan]])
     logprobs = bad.clone().requires_grad_()
     mask = torch.tensor([[1, 0, 0, 0]])
     weights = importance_weights(bad, bad * 2, mask, mode="truncate")
     torch.testing.assert_close(weights, torch.tensor([[math.exp(0.5), 1.0, 1.0, 1.0]]))
-    out = policy_loss(logprobs, bad.nan_to_num(0) - 99, torch.tensor([1.0]), torch.zeros(1, 4), weights=bad)
+    out = policy_loss(
+        logprobs, bad.nan_to_num(0) - 99, torch.tensor([1.0]), torch.zeros(1, 4), AlgorithmConfig(policy_loss=kind),
+        weights=bad,
+    )  # fmt: skip
     kl = kl_estimate(logprobs, bad.flip(1), torch.zeros(1, 4), "k3")
     value = value_loss(logprobs, bad, bad.flip(1), torch.zeros(1, 4))
     (gradient,) = torch.autograd.grad((out.loss + kl + value).sum(), logprobs)
@@ -328,7 +356,7 @@ def test_importance_weights_known_values():
         importance_weights(old, sampler, mask, mode="truncate", cap=2.0), torch.tensor([[2.0, 1.5, 0.4]])
     )
     torch.testing.assert_close(
-        importance_weights(old, sampler, mask, mode="mask", cap=2.0), torch.tensor([[0.0, 1.5, 0.0]])
+        importance_weights(old, sampler, mask, mode="mask", cap=2.0), torch.tensor([[0.0, 1.5, 0.4]])
     )
     prefix = importance_weights(old, torch.full((1, 3), -INF), torch.zeros(1, 3), mode="mask")
     with pytest.raises(ValueError, match="level must be 'token' or 'sequence', got 'row'"):
@@ -344,7 +372,7 @@ def test_importance_weights_known_values():
         ("truncate", 2.0, [1.8, 0.5]),
         ("truncate", 1.5, [1.5, 0.5]),
         ("mask", 2.5, [1.8, 0.5]),
-        ("mask", 1.7, [0.0, 0.0]),
+        ("mask", 1.7, [0.0, 0.5]),  # a small ratio stays as it is, as in TRL
     ],
 )
 def test_importance_weights_of_whole_sequences_known_values(mode, cap, expected):
@@ -366,7 +394,8 @@ def test_importance_weights_pass_no_gradient_but_scale_the_loss():
     logprobs = torch.zeros(1, 2, requires_grad=True)
     weights = importance_weights(logprobs + 0.5, torch.zeros(1, 2), torch.ones(1, 2), mode="truncate")
     assert not weights.requires_grad
-    loss = policy_loss(logprobs, torch.zeros(1, 2), torch.ones(1), torch.ones(1, 2), weights=weights).loss.sum()
+    ones = torch.ones(1, 2)
+    loss = policy_loss(logprobs, torch.zeros(1, 2), ones[0, :1], ones, AlgorithmConfig(), weights=weights).loss.sum()
     (gradient,) = torch.autograd.grad(loss, logprobs)
     torch.testing.assert_close(gradient, -torch.full((1, 2), math.exp(0.5)))
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from python_trainer.algorithms.advantages import explained_variance
 from python_trainer.algorithms.settings import AlgorithmConfig
-from python_trainer.batch import Batch, Ragged
+from python_trainer.batch import Batch, Minibatch, Ragged
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint
 from python_trainer.data import Rollout
 from python_trainer.errors import UserError
@@ -31,13 +31,15 @@ def ragged(rows):
     return out
 
 
-def step_batch(algorithm, rewards, lengths, *, groups=None, in_loss=None, unscored=0, **recorded):
+def step_batch(algorithm, rewards, lengths, *, groups=None, in_loss=None, unscored=0, stored=(), **recorded):
     """A batch of answers with these rewards and lengths, and with recorded log-probabilities or values."""
     kept, numbers = in_loss or [True] * len(lengths), groups or range(len(lengths))
     rollouts = [
         Rollout([1], [2] * n, unscored, [0.0] * (n - unscored), "stop" if k else "length", reward=reward, group=group)
         for reward, n, k, group in zip(rewards, lengths, kept, numbers, strict=True)
     ]
+    for index, expected in dict(stored).items():
+        rollouts[index].importance_cap, rollouts[index].expected = 1.0, expected
     batch = Batch(rollouts, AlgorithmConfig(mask_truncated_completions=True, **algorithm), 99, CPU)
     vars(batch).update({name: ragged(rows) for name, rows in recorded.items()})
     return batch
@@ -55,6 +57,40 @@ def test_gae_of_a_step_known_values():
     returns = (0.625 - 13 / 24) ** 2 + (1 - 13 / 24) ** 2 + (13 / 24) ** 2
     assert row["explained_variance"] == pytest.approx(1 - 0.78125 / returns)
     assert row["values/mean"] == pytest.approx(1.25 / 3) and row["returns/mean"] == pytest.approx(13 / 24)
+
+
+# what a step adds to two fresh answers: nothing, or right answers from a store, in a group (None) or by themselves
+@pytest.mark.parametrize("stored", [[], [None], [0.5], [None, 0.5]])
+def test_loss_and_gradients_of_ppo_known_values(stored):
+    """Clipped surrogate and clipped value loss; stored answers, which are all right, are no target of the critic."""
+    algorithm = {"advantage": "gae", "lam": 0.5, "scale_rewards": "none", "loss_type": "token-mean", "vf_coef": 0.5}
+    more, lengths = len(stored), [2, 1] + [1] * len(stored)
+    batch = step_batch(
+        algorithm, [1.0, 0.0] + [1.0] * more, lengths, stored=enumerate(stored, start=2),
+        old=[[-1.0, -1.0], [-1.0]] + [[0.0]] * more, values=[[0.5, 0.25], [0.5]] + [[0.75]] * more,
+    )  # fmt: skip
+    row = batch.set_advantages()
+    assert row["values/mean"] == pytest.approx(1.25 / 3) and row["returns/mean"] == pytest.approx(1.625 / 3)
+    assert batch.returns.flat[3:].isnan().all()
+    packed = batch.pack(range(2 + more))
+    place = [packed.samples.index(i) for i in range(2 + more)]
+    ratios, seen = torch.ones(2 + more, 2), torch.zeros(2 + more, 2)
+    ratios[place[0]], ratios[place[1], 0] = torch.tensor([1.5, 1.1]), 0.5
+    seen[place[0]], seen[place[1], 0] = torch.tensor([0.8, 0.3]), 0.1
+    logprobs = (batch.old.get(packed) + ratios.log()).requires_grad_()
+    values = seen.requires_grad_()
+    loss, _ = Minibatch(batch, range(2 + more)).loss(packed, logprobs, torch.zeros_like(logprobs), values)
+    by_policy, by_critic = torch.autograd.grad(loss, (logprobs, values))
+    # advantages 0.125, 0.75 | -0.5: -min(1.5, 1.2) x 0.125 = -0.15, -1.1 x 0.75 = -0.825 | -min(-0.25, -0.4) = 0.4.
+    # returns 0.625, 1 | 0, values moved by at most 0.2: max(0.175^2, 0.075^2) / 2, 0.7^2 / 2 | max(0.1^2, 0.3^2) / 2
+    critic, tokens = (0.0153125 + 0.245 + 0.045) / 3, 3 + more
+    # an answer that joins a group has the advantage 1 - 0.75, one by itself that of chance 0.5, both at ratio 1
+    others = sum(-0.25 if expected is None else -0.5 for expected in stored)
+    assert loss.item() == pytest.approx((-0.15 - 0.825 + 0.4 + others) / tokens + 0.5 * critic, rel=1e-5)
+    torch.testing.assert_close(by_policy[place[0]], torch.tensor([0.0, -0.825 / tokens]))
+    torch.testing.assert_close(by_policy[place[1]], torch.zeros(2))  # clipped
+    torch.testing.assert_close(by_critic[place[0]], 0.5 / 3 * torch.tensor([0.175, -0.7]))
+    assert not by_critic[place[1:]].any()  # held back, and nobody's target
 
 
 def test_kl_in_the_reward_of_gae_is_per_token():

@@ -119,19 +119,16 @@ def plain(policy, rollouts, batch, config):
     if mode:
         cap = config.importance_sampling_cap
         weights = importance_weights(old, columns["sampler"], sampled, mode=mode, cap=cap, level=level)
-    out = policy_loss(
-        logprobs, old, batch.advantages.padded(), mask, epsilon=config.epsilon, epsilon_high=config.epsilon_high,
-        delta=config.delta, weights=weights, level=config.importance_sampling_level,
-    )  # fmt: skip
+    out = policy_loss(logprobs, old, batch.advantages.padded(), mask, config, weights=weights)
     loss = out.loss
     if config.beta:
         kl = kl_estimate(logprobs, columns["reference"], mask, config.kl_estimator)
         loss = loss + config.beta * (kl * out.ratio if config.use_bias_correction_kl else kl)
-    loss = loss - config.entropy_coef * torch.where(mask, entropy, 0.0)
-    return (loss * batch.weigh(
+    weight = batch.weigh(
         mask, num_tokens=int(mask.sum()), num_sequences=len(rollouts), max_length=MAX_LENGTH,
         lengths=torch.tensor([len(rollout.response_ids) for rollout in rollouts]),
-    )).sum()  # fmt: skip
+    )  # fmt: skip
+    return (loss * weight).sum() - config.entropy_coef * entropy[mask].mean()
 
 
 @pytest.mark.parametrize("config", CASES)

@@ -5,6 +5,8 @@ behind one copy of their prompt. Some answers end with EOS, which is the padding
 """
 
 import importlib.util
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from conftest import digits
 from rich.console import Console
 from support import lacks
 
+from python_trainer.algorithms.settings import LOSS_TYPES
 from python_trainer.batch import Batch, Minibatch
 from python_trainer.data import Rollout
 from python_trainer.model.packing import micro_batches
@@ -110,8 +113,31 @@ CASES = {
     "two-sided": ({"loss_type": "grpo", "delta": 1.5},) * 2,
     "kl": ({"loss_type": "dapo", "beta": 0.3, "use_bias_correction_kl": False}, {"loss_type": "dapo", "beta": 0.3}),
     "unbiased kl": ({"loss_type": "grpo", "beta": 0.3, "use_bias_correction_kl": True},) * 2,
-    "entropy": ({"loss_type": "dapo", "entropy_coef": 0.05},) * 2,
+    "cispo": (
+        {"loss_type": "cispo", "epsilon_high": 1.28},  # theirs is the bound itself
+        {"loss_type": "dapo", "policy_loss": "cispo", "epsilon_high": 0.28},
+    ),
 }
+THEIR_LOSS_TYPES = {"token-mean": "bnpo", "seq-mean-token-sum": "luspo", "seq-mean-token-mean": "grpo"}
+# the entropy bonus of every loss_type, large enough that another mean over it is seen
+CASES |= {
+    f"entropy, {name}": (
+        {"loss_type": THEIR_LOSS_TYPES.get(name, name), "entropy_coef": 0.5}, {"loss_type": name, "entropy_coef": 0.5}
+    )
+    for name in LOSS_TYPES.names()
+}  # fmt: skip
+
+
+def documented_sapo():
+    """The plug-in of docs/algorithms.md."""
+    page = Path(__file__).parents[2] / "docs/algorithms.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    names = {"__name__": "my_losses"}
+    exec(code, names)
+    return names["sapo"]
+
+
+CASES["sapo"] = {"loss_type": "sapo"}, {"loss_type": "grpo", "policy_loss": documented_sapo()}
 
 
 @pytest.mark.parametrize("name", CASES)
