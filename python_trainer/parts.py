@@ -1,6 +1,7 @@
 """Makes the parts of a trainer from the settings."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from python_trainer.memory import RECOMPUTES, Device, device_here, needs_recompu
 from python_trainer.model.loading import keep_dtype
 from python_trainer.model.policy import Policy, set_matmul_precision
 from python_trainer.prompts import Tasks
+from python_trainer.rollout.conversation import encode_observation
 from python_trainer.rollout.engine import Engine
 from python_trainer.rollout.episodes import EpisodeEngine
 from python_trainer.rollout.make import has_vllm, make_engine
@@ -101,7 +103,7 @@ def make_run_engine(
         engine = EpisodeEngine(
             engine,
             tasks.environment,
-            encode=policy.encode_observation,
+            encode=partial(encode_observation, policy),
             decode=policy.decode,
             max_turns=chosen.task.max_turns,
             timeout=tasks.environment.timeout,

@@ -80,7 +80,6 @@ REMOVED: dict[str, str] = {
     "accelerators.alpha.min_skill": "set accelerators.alpha.refuse: false to try whatever the tracked steps say",
     "accelerators.alpha.scale": "leave it out; rlkernels.extrapolate takes it",
     "accelerators.alpha.keep_rest": "leave it out; rlkernels.extrapolate takes it",
-    "task.numbers": "examples/countdown.py draws its own numbers",
     "command export": "a run writes RUN/model, RUN/best (an earlier checkpoint, if that was best) and RUN/adapter",
     "command plan": "use train --dry-run, which prints the memory of a run",
     "command extrapolate": "use python -m rlkernels extrapolate, which takes checkpoints of any trainer",

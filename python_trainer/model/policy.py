@@ -179,7 +179,7 @@ class Policy:
             UserError: the tokenizer has no template, or it refuses the messages.
         """
         chats = [not isinstance(prompt, str) for prompt in prompts]
-        texts = [prompt if isinstance(prompt, str) else self._chat(prompt) for prompt in prompts]
+        texts = [prompt if isinstance(prompt, str) else self.chat_text(prompt) for prompt in prompts]
         encoded: dict[int, list[int]] = {}
         for chat in set(chats):
             rows = [row for row, kind in enumerate(chats) if kind == chat]
@@ -188,7 +188,12 @@ class Policy:
             encoded |= zip(rows, ids)
         return [encoded[row] for row in range(len(prompts))]
 
-    def _chat(self, messages: Messages) -> str:
+    def chat_text(self, messages: Messages, *, opens: bool = True) -> str:
+        """Writes messages by the tokenizer's template, with or without the opening of the next answer.
+
+        Raises:
+            UserError: as of :meth:`encode`.
+        """
         template, options = self.tokenizer.chat_template, self.chat_template_kwargs
         if not template:
             raise UserError(f"prompts are lists of messages, but the tokenizer of {self.name} has no chat template")
@@ -198,7 +203,7 @@ class Policy:
             )
         try:
             return str(
-                self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+                self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opens, **options)
             )
         except (TemplateError, TypeError) as error:
             raise UserError(
@@ -214,28 +219,6 @@ class Policy:
         encoded = self.encode([example.prompt for example in examples])
         self.check_room(split, examples, encoded, max_completion_length)
         return encoded
-
-    def encode_observation(self, said: str | Messages, chat: bool, last: int) -> list[int]:
-        """Token ids of what is said after a turn of the policy, up to where it goes on; ``last`` ended that turn.
-
-        Of a chat: what the template writes between two messages of the assistant, with these in between.
-
-        Raises:
-            UserError: messages outside of a chat, or a template that does not show the assistant's.
-        """
-        if not chat:
-            if not isinstance(said, str):
-                raise UserError(f"an environment said messages to a prompt that is text: {said!r:.80}; allowed: text")
-            return self.tokenizer(said, add_special_tokens=False)["input_ids"]
-        messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
-        mark = "<<turn>>"
-        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
-        _, found, between = self._chat([*before, *messages]).partition(mark)
-        if not found:
-            raise UserError(f"the chat template of {self.name} does not show what the assistant says")
-        if last in self.eos_token_ids:
-            between = between.removeprefix(self.tokenizer.decode([last]))
-        return self.tokenizer(between, add_special_tokens=False)["input_ids"]
 
     def room(self, max_completion_length: int, setting: str = ANSWER_LENGTH) -> int:
         """Most tokens of a prompt; UserError where there is room for none.

@@ -11,6 +11,7 @@ from typing import Any
 from python_trainer.data import Episode, Example, Group, Messages, Request, Rollout
 from python_trainer.environment import Environment
 from python_trainer.errors import UserError
+from python_trainer.rollout.conversation import as_messages
 from python_trainer.rollout.engine import Engine, SamplingParams, WrappedEngine, new_rollouts
 
 IDLE_SECONDS = 0.05  # to wait for environments while no tokens are generated
@@ -48,6 +49,7 @@ class _Answer:
     sample_id: int
     limit: int  # most tokens after the given prefix
     environment: Environment | None = None  # from its first step on
+    opening: Messages | None = None  # the prompt of a chat
     deadline: float = math.inf  # of a step
 
     @property
@@ -74,7 +76,7 @@ class EpisodeEngine(WrappedEngine):
     Args:
         inner: generates; keeps what it computes of a turn for the next one, if it can.
         make: the environment; one object for each answer.
-        encode: observation, whether in a chat, last token of the policy -> token ids.
+        encode: token ids so far, the messages of a chat so far or None, observation -> token ids of the observation.
         decode: ids of a turn -> its text.
         max_turns: of the policy in one answer.
         timeout: seconds for one step, the first with its ``reset``.
@@ -86,7 +88,7 @@ class EpisodeEngine(WrappedEngine):
         inner: Engine,
         make: type[Environment],
         *,
-        encode: Callable[[str | Messages, bool, int], list[int]],
+        encode: Callable[[list[int], Messages | None, str | Messages], list[int]],
         decode: Callable[[Sequence[int]], str],
         max_turns: int,
         timeout: float,
@@ -160,8 +162,8 @@ class EpisodeEngine(WrappedEngine):
         try:
             if answer.environment is None:
                 environment = self.make()
-                environment.reset(answer.example)
-                answer.environment = environment
+                prompt = environment.reset(answer.example)
+                answer.environment, answer.opening = environment, None if isinstance(prompt, str) else prompt
             found: Any = answer.environment.step(text)
         except BaseException as error:
             found = error
@@ -216,8 +218,8 @@ class EpisodeEngine(WrappedEngine):
         if over or episode.turns >= self.max_turns:
             answer.end("stop" if over else "length")
             return None
-        chat = not isinstance(answer.example.prompt, str)
-        ids = self.encode(observation, chat, rollout.response_ids[-1])
+        messages = None if answer.opening is None else [*answer.opening, *episode.messages]
+        ids = self.encode([*rollout.prompt_ids, *rollout.response_ids], messages, observation)
         length = len(rollout.response_ids) + len(ids)
         room = min(answer.limit + rollout.prefix_len, self.max_positions - len(rollout.prompt_ids)) - length
         if room < 1:
@@ -226,9 +228,8 @@ class EpisodeEngine(WrappedEngine):
         rollout.response_ids += ids
         rollout.logprobs += [0.0] * len(ids)
         rollout.response_mask += [False] * len(ids)
-        if chat:
-            said = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
-            episode.messages += said
+        if messages is not None:
+            episode.messages += as_messages(observation)
         return Request(rollout.prompt_ids, list(rollout.response_ids), 1, room, answer.sample_id)
 
 

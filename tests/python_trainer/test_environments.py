@@ -8,14 +8,11 @@ import time
 import pytest
 from paged import engine_for, full_logits, make, prompts
 from rich.console import Console
-from tiny import save_tiny_policy
 
 from python_trainer.data import Example, Group
 from python_trainer.environment import Environment
 from python_trainer.errors import UserError
 from python_trainer.logger import rollout_statistics
-from python_trainer.model.policy import load_policy
-from python_trainer.model.settings import ModelConfig
 from python_trainer.rollout import Request, SamplingParams
 from python_trainer.rollout.drafting import Drafter
 from python_trainer.rollout.episodes import EpisodeEngine, initial_prompt
@@ -71,7 +68,7 @@ class Opening(Environment):
         return "", 1.0, True
 
 
-def encode(said, chat, last):
+def encode(ids, messages, said):
     return [ord(letter) for letter in said]
 
 
@@ -241,33 +238,6 @@ def test_what_is_no_episode_is_refused(model):
         initial_prompt(Unready, Example("a"))
     with pytest.raises(UserError, match=r"reset failed for prompt f.jsonl:3: ZeroDivisionError: division by zero"):
         initial_prompt(Unready, Example("b", place="f.jsonl:3"))
-
-
-TEMPLATE = (
-    "{% for m in messages %}@{{ m.role[0] | upper }}{{ m.content }}<eos>={% endfor %}"
-    "{% if add_generation_prompt %}@A{% if short %};{% endif %}{% endif %}"
-)
-
-
-@pytest.mark.parametrize("options", [{}, {"short": True}])
-def test_a_chat_goes_on_as_its_template_would(tmp_path, options):
-    """The policy's tokens and what comes between them are the tokens of the whole conversation."""
-    policy = load_policy(ModelConfig(path=str(save_tiny_policy(tmp_path)), device="cpu"))
-    policy.tokenizer.chat_template = TEMPLATE
-    policy.chat_template_kwargs = options
-    chat = [{"role": "user", "content": "12"}]
-    begun, eos = policy.encode([chat])[0], policy.eos_token_ids[0]
-    own = [*policy.tokenizer("45")["input_ids"], eos]
-    said = policy.encode_observation("78", True, eos)
-    whole = policy.encode([[*chat, {"role": "assistant", "content": "45"}, {"role": "user", "content": "78"}]])[0]
-    gap = len(policy.tokenizer(";")["input_ids"]) if options else 0  # of the generation prompt, in the history or not
-    assert begun[: len(begun) - gap] + own + said == whole
-    assert policy.encode_observation("78", True, 5)[1:] == said and policy.encode_observation("78", True, 5)[0] == eos
-    tool = policy.encode_observation([{"role": "tool", "content": "78"}], True, eos)
-    assert policy.tokenizer.decode(tool).startswith("=@T78<eos>=@A")
-    assert policy.encode_observation("78", False, eos) == policy.tokenizer("78")["input_ids"]
-    with pytest.raises(UserError, match="said messages to a prompt that is text"):
-        policy.encode_observation([{"role": "tool", "content": "78"}], False, eos)
 
 
 def test_samples_show_what_was_asked(make_config, tmp_path):

@@ -1,0 +1,193 @@
+"""Token ids of conversations: those of the whole text, with the policy's own tokens kept."""
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import save_tiny_policy
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from python_trainer.errors import UserError
+from python_trainer.model.policy import load_policy
+from python_trainer.model.settings import ModelConfig
+from python_trainer.rollout.conversation import encode_after, encode_observation
+
+TURNS = ("12+72", "is </calc>", "=84\n", "so 84 it is.", "why 84 \u00e9?")  # of the user and the policy in turn
+
+
+@dataclass
+class Shape:
+    """A template, and the text around what is said: of the first message and of later ones, up to the policy's turn."""
+
+    template: str
+    end: str  # token that ends a turn of the policy
+    first: str
+    later: str
+
+
+def shape(each, opening, end, first, later, before=""):
+    """A template that writes ``each`` for every message."""
+    return Shape(
+        f"{before}{{% for m in messages %}}{each}{{% endfor %}}{{% if add_generation_prompt %}}{opening}{{% endif %}}",
+        end, first, later,
+    )  # fmt: skip
+
+
+USER = "{% if m.role == 'user' %}"
+SHAPES = {
+    "ChatML": shape("<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n", "<|im_start|>assistant\n", "<|im_end|>",
+                    "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n",
+                    "\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"),
+    # writes a space before the token that ends a turn
+    "Llama 2": shape(USER + "<s>[INST] {{ m.content | trim }} [/INST]{% else %} {{ m.content | trim }} </s>"
+                     "{% endif %}", "", "</s>", "<s>[INST] {} [/INST]", "<s>[INST] {} [/INST]"),
+    "Llama 3": shape("<|head|>{{ m.role }}<|/head|>\n\n{{ m.content | trim }}<|eot_id|>",
+                     "<|head|>assistant<|/head|>\n\n", "<|eot_id|>",
+                     "<s><|head|>user<|/head|>\n\n{}<|eot_id|><|head|>assistant<|/head|>\n\n",
+                     "<|head|>user<|/head|>\n\n{}<|eot_id|><|head|>assistant<|/head|>\n\n", before="<s>"),
+    "Mistral": shape(USER + "[INST]{{ m.content }}[/INST]{% else %}{{ m.content }}</s>{% endif %}", "", "</s>",
+                     "<s>[INST]{}[/INST]", "[INST]{}[/INST]", before="<s>"),
+    "Gemma": shape("<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}"
+                   "<end_of_turn>\n", "<start_of_turn>model\n", "<end_of_turn>",
+                   "<s><start_of_turn>user\n{}<end_of_turn>\n<start_of_turn>model\n",
+                   "\n<start_of_turn>user\n{}<end_of_turn>\n<start_of_turn>model\n", before="<s>"),
+    # ends a conversation in another token than a turn
+    "Phi-3": shape("<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% if loop.last and not add_generation_prompt %}</s>"
+                   "{% endif %}", "<|assistant|>\n", "<|end|>", "<|user|>\n{}<|end|>\n<|assistant|>\n",
+                   "\n<|user|>\n{}<|end|>\n<|assistant|>\n"),
+    "Zephyr": shape("<|{{ m.role }}|>\n{{ m.content }}</s>\n", "<|assistant|>\n", "</s>",
+                    "<|user|>\n{}</s>\n<|assistant|>\n", "\n<|user|>\n{}</s>\n<|assistant|>\n"),
+    # leaves reasoning out of what has been said
+    "DeepSeek": shape(USER + "<|User|>{{ m.content }}{% else %}<|Assistant|>{{ m.content.split('</think>')[-1] }}</s>"
+                      "{% endif %}", "<|Assistant|>", "</s>", "<s><|User|>{}<|Assistant|>",
+                      "<|User|>{}<|Assistant|>", before="<s>"),
+    # closes a turn by two tokens, of which the policy writes both
+    "Command-R": shape("<|turn|>{{ '<|bot|><|say|>' if m.role == 'assistant' else '<|human|>' }}{{ m.content }}"
+                       "{{ '<|/say|>' if m.role == 'assistant' else '' }}<|/turn|>", "<|turn|><|bot|><|say|>",
+                       "<|/say|><|/turn|>", "<s><|turn|><|human|>{}<|/turn|><|turn|><|bot|><|say|>",
+                       "<|turn|><|human|>{}<|/turn|><|turn|><|bot|><|say|>", before="<s>"),
+    "Vicuna": shape(USER + "USER: {{ m.content }} {% else %}ASSISTANT: {{ m.content }}</s>{% endif %}", "ASSISTANT:",
+                    "</s>", "USER: {} ASSISTANT:", "USER: {} ASSISTANT:"),
+    # has no end token of its own
+    "Alpaca": shape("{{ '### Instruction' if m.role == 'user' else '### Response' }}:\n{{ m.content }}\n\n",
+                    "### Response:\n", "</s>", "### Instruction:\n{}\n\n### Response:\n",
+                    "\n\n### Instruction:\n{}\n\n### Response:\n"),
+    # closes the last turn otherwise than earlier ones
+    "OLMo": shape("<|{{ m.role }}|>\n{{ m.content }}{% if m.role == 'assistant' and not loop.last %}</s>{% endif %}"
+                  "{{ '\n' }}",
+                  "<|assistant|>\n", "</s>", "<|user|>\n{}\n<|assistant|>\n", "\n<|user|>\n{}\n<|assistant|>\n"),
+    # ends a turn by the token that opens the next one
+    "GLM": shape("<|{{ m.role }}|>\n{{ m.content }}", "<|assistant|>", "<|user|>", "<|user|>\n{}<|assistant|>",
+                 "\n{}<|assistant|>"),
+}  # fmt: skip
+TRIMS = ("Llama 2", "Llama 3", "Gemma")
+SPECIAL = sorted({
+    "<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>", "<|head|>", "<|/head|>", "<|eot_id|>", "<start_of_turn>",
+    "<end_of_turn>", "<|user|>", "<|assistant|>", "<|end|>", "<|User|>", "<|Assistant|>", "<|turn|>", "<|/turn|>",
+    "<|human|>", "<|bot|>", "<|say|>", "<|/say|>",
+})  # fmt: skip
+CORPUS = [
+    "12 + 72 is </calc>=84 so 84 it is.\n\n### Instruction: why 84?",
+    "USER: user ASSISTANT: assistant [INST] [/INST]",
+]
+
+
+def byte_level():
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    return made, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=SPECIAL)
+
+
+def sentence_piece():
+    """As Llama's: a space in front of every text, and of every one behind a special token."""
+    made = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    known = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
+    return made, trainers.BpeTrainer(vocab_size=400, special_tokens=known)
+
+
+def word_level():
+    made = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"\s+|\w+|[^\w\s]"), "isolated")
+    made.decoder = decoders.Fuse()
+    return made, trainers.WordLevelTrainer(vocab_size=400, special_tokens=SPECIAL)
+
+
+@pytest.fixture(scope="module", params=[byte_level, sentence_piece, word_level], ids=lambda make: make.__name__)
+def policy(request, tmp_path_factory):
+    made, trainer = request.param()
+    made.train_from_iterator([*CORPUS, *TURNS], trainer)
+    policy = load_policy(ModelConfig(path=str(save_tiny_policy(tmp_path_factory.mktemp("tiny"))), device="cpu"))
+    policy.tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    return policy
+
+
+def ids_of(policy, text):
+    return policy.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_conversation_has_the_tokens_of_its_template(policy, name):
+    """Turn by turn the ids are those of the whole conversation, written out by hand."""
+    form = SHAPES[name]
+    policy.tokenizer.chat_template = form.template
+    policy.eos_token_ids = sorted({ids_of(policy, form.end)[-1], ids_of(policy, "</s>")[-1]})
+    said = [text.strip() if name in TRIMS else text for text in TURNS]
+    texts = [form.first.format(said[0])]
+    for own, reply in zip(said[1::2], said[2::2]):
+        texts += [texts[-1] + own + form.end, texts[-1] + own + form.end + form.later.format(reply)]
+    prompt, *rest = [ids_of(policy, text) for text in texts]
+    messages = [{"role": "user", "content": TURNS[0]}]
+    assert policy.encode([messages]) == [prompt]
+    ids = prompt
+    for turn, (own, whole) in enumerate(zip(rest[::2], rest[1::2])):
+        assert own[: len(ids)] == ids and whole[: len(own)] == own  # else no tokens of the policy could stand there
+        content, reply = TURNS[2 * turn + 1 : 2 * turn + 3]
+        messages += [{"role": "assistant", "content": content}]
+        found = encode_observation(policy, own, messages, reply)
+        assert own + found == whole, policy.tokenizer.decode(found)
+        messages += [{"role": "user", "content": reply}]
+        ids = whole
+
+
+def test_a_turn_without_an_end_token_is_closed(policy):
+    """A turn that a stop string has ended gets what the template writes after it; tools speak through the template."""
+    policy.tokenizer.chat_template, policy.eos_token_ids = SHAPES["ChatML"].template, ids_of(policy, "<|im_end|>")[-1:]
+    opened = "<|im_start|>user\n12+72<|im_end|>\n<|im_start|>assistant\nis </calc>"
+    messages = [{"role": "user", "content": "12+72"}, {"role": "assistant", "content": "is </calc>"}]
+    found = encode_observation(policy, ids_of(policy, opened), messages, [{"role": "user", "content": "84"}])
+    whole = f"{opened}<|im_end|>\n<|im_start|>user\n84<|im_end|>\n<|im_start|>assistant\n"
+    assert ids_of(policy, opened) + found == ids_of(policy, whole)
+    policy.tokenizer.chat_template = "{{ messages | length }}"
+    with pytest.raises(UserError, match="does not show what the assistant says"):
+        encode_observation(policy, ids_of(policy, opened), messages, "84")
+
+
+WORDS = st.lists(st.sampled_from(["12", "84", "+", "=", "==", "</calc>", "is", " ", "\n"]), max_size=8).map("".join)
+
+
+@settings(max_examples=60, deadline=None)
+@given(before=WORDS.filter(bool), said=WORDS)
+def test_an_observation_is_read_as_it_was_said(policy, before, said):
+    """No space comes in between, and none is lost, whatever would merge."""
+    ids = ids_of(policy, before)
+    said_ids = encode_after(policy, ids, said)
+    if policy.tokenizer.unk_token_id not in said_ids:
+        assert policy.tokenizer.decode(ids + said_ids) == policy.tokenizer.decode(ids) + said
+    whole = ids_of(policy, before + said)
+    assert ids + said_ids == whole or whole[: len(ids)] != ids or policy.tokenizer.unk_token_id in ids
+
+
+def test_messages_to_a_text_are_refused(policy):
+    ids = ids_of(policy, "12 + 72 is </calc>")
+    assert policy.tokenizer.decode(encode_observation(policy, ids, None, "=84")) == "=84"
+    with pytest.raises(UserError, match="said messages to a prompt that is text"):
+        encode_observation(policy, ids, None, [{"role": "tool", "content": "78"}])
