@@ -46,7 +46,7 @@ def test_settings_fit_task_and_policy():
 
 @pytest.mark.slow
 def test_dry_run_stops_goes_on_and_ends(dry, tmp_path, monkeypatch):
-    settings = ["--set", "max_steps=30"]
+    settings = ["--set", "max_steps=60"]
     baseline, started = tmp_path / "work/runs/baseline/seed-0", time.monotonic()
 
     def two_steps_are_logged():
@@ -56,19 +56,19 @@ def test_dry_run_stops_goes_on_and_ends(dry, tmp_path, monkeypatch):
     code, record = dry(*settings, "--budget-seconds", "1900000")
     assert code == 0 and not record["finished"] and not record["failed"]
     stopped = record["runs"]["baseline"]
-    assert 2 <= stopped["steps"] < 30 and stopped["last_row"]["step"] == stopped["steps"] and not stopped["finished"]
+    assert 2 <= stopped["steps"] < 60 and stopped["last_row"]["step"] == stopped["steps"] and not stopped["finished"]
     assert record["policy"]["parameters"] > 0 and record["runs"]["all"]["steps"] == 0
 
     monkeypatch.undo()
     code, record = dry(*settings, "--budget-seconds", "3000")
-    assert code == 0 and record["finished"] and record["gpu"] is None and "max_steps=30" in record["settings"]
+    assert code == 0 and record["finished"] and record["gpu"] is None and "max_steps=60" in record["settings"]
     for name, accelerators in (("baseline", set()), ("all", set(ACCELERATORS.names()))):
         run = record["runs"][name]
-        assert run["finished"] and run["steps"] == run["summary"]["steps"] == 30
+        assert run["finished"] and run["steps"] == run["summary"]["steps"] == 60
         assert run["summary"]["accelerators"].keys() == accelerators
         assert run["generated_tokens"] == run["summary"]["generated_tokens"] > 0
         assert run["rollout_s"] > 0 and run["update_s"] > 0 and run["rollout_tokens_per_second"] > 0
-        assert [step for step, _ in run["accuracies"]] == [0, 30]
+        assert [step for step, _ in run["accuracies"]] == [0, 60]
 
 
 def test_what_fails_is_named(dry, tmp_path, monkeypatch, capsys):
