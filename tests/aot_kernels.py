@@ -16,7 +16,7 @@ from typing import Any
 from triton_aot import ROOT, TARGETS, Built, Kernel, compile_for
 
 OTHER = os.environ.get("RLKERNELS_OTHER_TRITON", "")  # `pip install --no-deps --target FOLDER triton==3.6.0`
-CUDA_PROPERTIES = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores.*?Used (\d+) registers", re.DOTALL)
+CUDA_PROPERTIES = re.compile(r"(\d+) bytes stack frame.*?Used (\d+) registers", re.DOTALL)
 
 PAGED, GROUPED = "rlkernels.prefix_cache.triton_kernels:", "rlkernels.prefix_cache.triton_grouped:"
 FLOATS = ("query", "key_cache", "value_cache", "out")
@@ -134,7 +134,7 @@ KERNELS: dict[str, Kernel] = {
 
 
 def cuda_kernels(source: str, arch: int, warps: int) -> Iterator[Built]:
-    """What nvcc makes of the kernels of a file in csrc/cuda; stack_bytes are those spilled, not arrays that are."""
+    """What nvcc makes of the kernels of a file in csrc/cuda."""
     with tempfile.TemporaryDirectory() as folder:
         command = ["nvcc", "-std=c++20", "-O3", "--expt-relaxed-constexpr", f"-I{ROOT / 'csrc/include'}", "-cubin",
                    f"-arch=sm_{arch}", "-Xptxas", "-v", str(ROOT / "csrc/cuda" / source), "-o",
@@ -148,7 +148,7 @@ def cuda_kernels(source: str, arch: int, warps: int) -> Iterator[Built]:
         flags = [flag for flag, on in zip(("one feature", "band", "subsequence"), chosen) if on == "1"]
         shared = re.search(r"(\d+) bytes smem", part)
         name = ", ".join([f"{source.removesuffix('.cu')} in CUDA, {rows} rows a lane", *flags])
-        yield Built(name, arch, warps, int(shared[1]) if shared else 0, int(found[3]), int(found[2]))
+        yield Built(name, arch, warps, int(shared[1]) if shared else 0, int(found[2]), int(found[1]))
 
 
 def table(rows: dict[str, list[Built]]) -> str:

@@ -31,49 +31,53 @@ __global__ void __launch_bounds__(kWarp* kWarpsPerBlock) dtw_kernel(DtwProblem p
     if (p.rows == 0 || p.columns == 0) continue;
     const int64_t least = p.rows > p.columns ? p.rows - p.columns : p.columns - p.rows;
     const int64_t radius = problem.radius > least ? problem.radius : least;
-    p.radius = int(radius < INT32_MAX ? radius : INT32_MAX);
+    p.radius = int(radius < p.rows + p.columns ? radius : p.rows + p.columns);
 
+    const int last = p.rows - 1, owner = last / K % kWarp;  // of the last row
     float best = INFINITY;  // of the last row, in subsequence mode
     int best_start = -1, best_end = -1;
     int known = 0;  // columns of the border that the strip before has filled
     for (int first = 0; first < p.rows; first += kWarp * K) {
       const int begin = strip_begin(p, first), end = strip_end(p, first, kWarp * K);
       const bool last_strip = first + kWarp * K >= p.rows;
+      const int steps = end - begin + (last_strip ? owner : kWarp - 1);
+      const int taken = lane == 0 ? known : INT32_MIN;  // columns up to here come from the border,
+      const int stored = last_strip || lane != kWarp - 1 ? INT32_MAX : begin;  // and from here go to it
+      const float top = kSubsequence && first == 0 ? 0.0f : INFINITY;          // above the first row of this strip
       DtwLane<K, kOneFeature, kBand, kSubsequence> cells;
       cells.begin(p, first + lane * K, begin);
       float below = INFINITY;  // last row of this lane, for the next one
       int below_start = -1;
-      for (int step = 0; step < end - begin + kWarp - 1; ++step) {
+#pragma unroll(kSubsequence ? 2 : 4)
+      for (int step = 0; step < steps; ++step) {
         float above = __shfl_up_sync(kAll, below, 1);
         int above_start = kSubsequence ? __shfl_up_sync(kAll, below_start, 1) : -1;
         const int j = begin + step - lane;
-        if (j < begin || j >= end) continue;
-        if (lane == 0) {
-          if (first == 0) {
-            above = kSubsequence ? 0.0f : INFINITY, above_start = j;
-          } else {
-            above = j < known ? border[j] : INFINITY;
-            if (kSubsequence) above_start = border_start[j];
-          }
+        above = lane == 0 ? top : above, above_start = lane == 0 ? j : above_start;
+        if (j < taken) {
+          above = border[j];
+          if (kSubsequence) above_start = border_start[j];
         }
-        cells.column(p, j, above, above_start);
+        const bool there = unsigned(j) < unsigned(p.columns);  // else y is 0, and the cells are infinite or never used
+        float y = 0.0f;
+        if (kOneFeature && there) y = p.y[j];
+        if (!kOneFeature && !there) continue;
+        cells.column(p, j, y, above, above_start);
         below = cells.left[K - 1], below_start = cells.left_start[K - 1];
-        if (!last_strip) {
-          if (lane == kWarp - 1) {  // lane 0 read this column 31 steps ago
-            border[j] = below;
-            if (kSubsequence) border_start[j] = below_start;
-          }
-        } else if (cells.owns(p.rows - 1)) {
-          if (kSubsequence) {
-            const float value = cells.cell(p.rows - 1);
-            if (value < best || j == 0) best = value, best_start = cells.cell_start(p.rows - 1), best_end = j;
-          } else if (j == p.columns - 1) {
-            problem.cost[pair] = cells.cell(p.rows - 1);
-          }
+        if (j >= stored) {  // lane 0 read this column 31 steps ago
+          border[j] = below;
+          if (kSubsequence) border_start[j] = below_start;
+        }
+        if (kSubsequence && last_strip && lane == owner && (below < best || j == 0))
+          best = below, best_start = below_start, best_end = j;
+      }
+      if (last_strip && lane == owner) {
+        if (kSubsequence) {
+          problem.cost[pair] = best, problem.start[pair] = best_start, problem.end[pair] = best_end;
+        } else {
+          problem.cost[pair] = cells.cell(last);
         }
       }
-      if (kSubsequence && last_strip && cells.owns(p.rows - 1))
-        problem.cost[pair] = best, problem.start[pair] = best_start, problem.end[pair] = best_end;
       known = end;
       __syncwarp();  // the border is written before lane 0 reads it
     }

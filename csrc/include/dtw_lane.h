@@ -2,9 +2,11 @@
 // that the same code runs in a host loop over 32 lanes.
 //
 // A lane owns K consecutive rows of x. At step t of a strip of 32 K rows lane l is at column t - l, one step behind
-// lane l - 1, from whose last row it gets the cell above its first one. Rows beyond the length of x and columns out
-// of reach are computed and never used, or infinite.
+// lane l - 1, from whose last row it gets the cell above its first one. Columns out of reach are computed and never
+// used, or infinite. So are rows past the last of x, but in subsequence mode: there they cost nothing, so that the last
+// of the K holds the least cell that the last row of x has had so far.
 #pragma once
+#include <cmath>
 #include <cstdint>
 
 #ifdef __CUDACC__
@@ -18,7 +20,7 @@ namespace rlk {
 struct DtwPair {
   const float *x, *y;  // [rows, dims], [columns, dims]
   int rows, columns, dims;
-  int radius;  // of the band, >= |rows - columns|
+  int radius;  // of the band, from |rows - columns| to rows + columns
 };
 
 // First and last column of a strip that starts at row `first`: one more on the left, whose cells are all out of the
@@ -29,10 +31,20 @@ RLK_LANE int strip_end(const DtwPair& p, int first, int strip_rows) {
   return p.radius < p.columns - last ? last + p.radius : p.columns;
 }
 
+// The least of three costs. They are not negative, so their bits are ordered as they are: one instruction on sm_90.
+RLK_LANE float least_of(float a, float b, float c) {
+#ifdef __CUDA_ARCH__
+  return __int_as_float(__vimin3_s32(__float_as_int(a), __float_as_int(b), __float_as_int(c)));
+#else
+  return std::fmin(std::fmin(a, b), c);
+#endif
+}
+
 template <int K, bool kOneFeature, bool kBand, bool kSubsequence>
 struct DtwLane {
   int row;           // first of the K
   float x[K];        // their values, with one feature
+  float counts[K];   // 1, or 0 for a row past the last; in subsequence mode
   float left[K];     // cells of the column before
   float corner;      // cell above the first row, one column before
   int left_start[K], corner_start;
@@ -45,24 +57,23 @@ struct DtwLane {
     for (int k = 0; k < K; ++k) {
       left[k] = INFINITY, left_start[k] = -1;
       if (kOneFeature) x[k] = row + k < p.rows ? p.x[row + k] : 0.0f;
+      if (kSubsequence) counts[k] = row + k < p.rows;
     }
   }
 
-  // above: the cell of the row before the first, in column j.
-  RLK_LANE void column(const DtwPair& p, int j, float above, int above_start) {
+  // above: the cell of the row before the first, in column j. y: its value, with one feature.
+  RLK_LANE void column(const DtwPair& p, int j, float y, float above, int above_start) {
     const float next_corner = above;
     const int next_corner_start = above_start;
-    const float y = p.y[int64_t(j) * p.dims];
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-      float best = fminf(corner, above);
+      float best = least_of(corner, left[k], above);
       if (kSubsequence) {  // ties: the first of above, corner, left has the highest start (csrc/cpu/dtw_subsequence.cpp)
         above_start = corner < above ? corner_start : above_start;
-        above_start = left[k] < best ? left_start[k] : above_start;
+        above_start = left[k] < fminf(corner, above) ? left_start[k] : above_start;
       }
-      best = fminf(left[k], best);
       if (kOneFeature) {
-        const float difference = y - x[k];
+        const float difference = kSubsequence ? fmaf(y, counts[k], -x[k]) : y - x[k];
         best = fmaf(difference, difference, best);
       } else if (row + k < p.rows) {
         float cost = 0.0f;
@@ -73,8 +84,7 @@ struct DtwLane {
         best += cost;
       }
       if (kBand) {
-        const int gap = row + k - j;
-        best = gap <= p.radius && -gap <= p.radius ? best : INFINITY;
+        best = unsigned(row + k - j + p.radius) <= 2u * unsigned(p.radius) ? best : INFINITY;
       }
       corner = left[k], corner_start = left_start[k];
       above = left[k] = best;
@@ -83,20 +93,13 @@ struct DtwLane {
     corner = next_corner, corner_start = next_corner_start;
   }
 
-  // The cell of row i, which this lane owns, in the column just computed.
+  // The cell of row i, which this lane owns, in the column just computed. Each k stands in the code by itself: an index
+  // known only at run time would move all cells from registers to memory.
+  template <int k = 0>
   RLK_LANE float cell(int i) const {
-    float value = left[0];
-#pragma unroll
-    for (int k = 1; k < K; ++k) value = i - row == k ? left[k] : value;
-    return value;
+    if constexpr (k + 1 < K) return i - row == k ? left[k] : cell<k + 1>(i);
+    return left[K - 1];
   }
-  RLK_LANE int cell_start(int i) const {
-    int value = left_start[0];
-#pragma unroll
-    for (int k = 1; k < K; ++k) value = i - row == k ? left_start[k] : value;
-    return value;
-  }
-  RLK_LANE bool owns(int i) const { return i >= row && i < row + K; }
 };
 
 }  // namespace rlk

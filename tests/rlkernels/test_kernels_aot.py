@@ -22,7 +22,6 @@ SPILLED = {
     ("grouped attention, query, heads of 64", 80): 16,  # by triton 3.6
     ("grouped attention, key, heads of 64", 80): 40,  # by triton 3.6
     ("rank-1, rows of up to 4,096", 90): 64,  # by triton 3.7
-    **dict.fromkeys((("dtw in CUDA, 8 rows a lane, one feature, subsequence", arch) for arch in TARGETS), 16),
 }
 # beginning of the name -> fewest programs on a multiprocessor of sm_80 and sm_90
 BLOCKS = {
@@ -62,10 +61,10 @@ def test_kernels_are_what_they_are_meant_to_be(built):
 
 
 @pytest.mark.parametrize("arch", TARGETS)
-def test_cuda_kernels_spill_nothing(arch):
+def test_cuda_kernels_keep_their_rows_in_registers(arch):
     if shutil.which("nvcc") is None:
         lacks("nvcc")
     found = list(cuda_kernels("dtw.cu", arch, warps=4))
-    assert len(found) == 12 and all(kernel.blocks >= 6 for kernel in found), found
+    assert len(found) == 12 and all(kernel.blocks >= 5 and kernel.stack_bytes == 0 for kernel in found), found
     for kernel in found:
         assert kernel.stack_bytes <= SPILLED.get((kernel.name, arch), 0), kernel

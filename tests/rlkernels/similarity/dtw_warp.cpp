@@ -31,14 +31,15 @@ static void run(const rlk::DtwPair& p, float* cost, int* start, int* stop) {
             above[0] = j < known ? border[j] : INFINITY, above_start[0] = border_start[j];
           }
         }
-        cells[lane].column(p, j, above[lane], above_start[lane]);
+        cells[lane].column(p, j, kOneFeature ? p.y[j] : 0.0f, above[lane], above_start[lane]);
         below[lane] = cells[lane].left[K - 1], below_start[lane] = cells[lane].left_start[K - 1];
         if (!last_strip) {
           if (lane == 31) border[j] = below[lane], border_start[j] = below_start[lane];
-        } else if (cells[lane].owns(p.rows - 1)) {
-          const float value = cells[lane].cell(p.rows - 1);
-          if (kSubsequence ? value < *cost || j == 0 : j == p.columns - 1)
-            *cost = value, *start = cells[lane].cell_start(p.rows - 1), *stop = j;
+        } else if (lane == (p.rows - 1) / K % 32) {
+          if (kSubsequence ? below[lane] < *cost || j == 0 : j == p.columns - 1) {
+            *cost = kSubsequence ? below[lane] : cells[lane].cell(p.rows - 1);
+            *start = below_start[lane], *stop = j;
+          }
         }
       }
     }
@@ -48,7 +49,7 @@ static void run(const rlk::DtwPair& p, float* cost, int* start, int* stop) {
 
 extern "C" void dtw_warp(const float* x, const float* y, int rows, int columns, int dims, int radius, int k,
                          int subsequence, float* cost, int* start, int* stop) {
-  const rlk::DtwPair p{x, y, rows, columns, dims, radius};
+  const rlk::DtwPair p{x, y, rows, columns, dims, radius < rows + columns ? radius : rows + columns};
   const bool band = radius < rows || radius < columns;
   if (dims > 1) {
     subsequence ? run<4, false, false, true>(p, cost, start, stop)
