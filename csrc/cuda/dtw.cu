@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kWarp* kWarpsPerBlock) dtw_kernel(DtwProblem p
       cells.begin(p, first + lane * K, begin);
       float below = INFINITY;  // last row of this lane, for the next one
       int below_start = -1;
-#pragma unroll(kSubsequence ? 2 : 4)
+#pragma unroll(kSubsequence ? 1 : 4)
       for (int step = 0; step < steps; ++step) {
         float above = __shfl_up_sync(kAll, below, 1);
         int above_start = kSubsequence ? __shfl_up_sync(kAll, below_start, 1) : -1;

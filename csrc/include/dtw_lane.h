@@ -69,8 +69,8 @@ struct DtwLane {
     for (int k = 0; k < K; ++k) {
       float best = least_of(corner, left[k], above);
       if (kSubsequence) {  // ties: the first of above, corner, left has the highest start (csrc/cpu/dtw_subsequence.cpp)
-        above_start = corner < above ? corner_start : above_start;
-        above_start = left[k] < fminf(corner, above) ? left_start[k] : above_start;
+        const int other = best < corner ? left_start[k] : corner_start;
+        above_start = best < above ? other : above_start;
       }
       if (kOneFeature) {
         const float difference = kSubsequence ? fmaf(y, counts[k], -x[k]) : y - x[k];
