@@ -1,0 +1,215 @@
+"""A thread block: its registers, and its threads side by side through a program."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ptx.memory import BITS, Fault, Global, Shared
+from ptx.program import TYPES, Program, Statement
+
+Mask = np.ndarray | None  # the threads that take part; None: all
+Action = Callable[[Mask], None]
+Values = Callable[[], np.ndarray]
+# name of an instruction -> (block, statement) -> what it does; the files of this folder fill it
+INSTRUCTIONS: dict[str, Callable[["Block", Statement], Action]] = {}
+MOST_STEPS = 10**7
+AXES = "xyz"
+
+
+def instruction(*names: str) -> Callable:
+    def register(build: Callable[["Block", Statement], Action]) -> Callable:
+        INSTRUCTIONS.update(dict.fromkeys(names, build))
+        return build
+
+    return register
+
+
+class Block:
+    """Threads of the least program counter run together, which also brings together again what went separate ways."""
+
+    def __init__(self, program: Program, memory: Global, arguments: Sequence[bytes], threads: int, shared: int,
+                 grid: tuple[int, int, int]) -> None:  # fmt: skip
+        self.program, self.memory, self.threads = program, memory, threads
+        self.shared = Shared(shared)
+        self.local = np.zeros((threads, program.local_bytes), np.uint8)
+        self.thread = np.arange(threads)
+        self.warp, self.lane = self.thread // 32, self.thread % 32
+        self.warps = -(-threads // 32)
+        self.parameters = np.zeros(4096, np.uint8)
+        for (start, size), value in zip(program.parameters.values(), arguments, strict=True):
+            self.parameters[start : start + size] = np.frombuffer(value, np.uint8)[:size]
+        sizes = {"%tid.x": self.thread, "%ntid.x": threads, "%laneid": self.lane,
+                 **{f"%nctaid.{axis}": size for axis, size in zip(AXES, grid)}}  # fmt: skip
+        constants = {name: np.broadcast_to(np.uint32(value), threads).copy() for name, value in sizes.items()}
+        self.registers: dict[str, np.ndarray] = constants
+        self.fixed = {*constants, *(f"%ctaid.{axis}" for axis in AXES)}
+        # groups of asynchronous copies and of products; the last one is open
+        self.copies: list[list[Callable[[], None]]] = [[]]
+        self.products: list[list[np.ndarray]] = [[]]
+        self.issued: Counter[str] = Counter()  # warps times statements, by the name of the instruction
+        self.executed = np.zeros(len(program.statements), bool)
+        self.guards = [self.read(s.guard, "pred") if s.guard else None for s in program.statements]
+        self.actions = [None if s.name in CONTROL else INSTRUCTIONS[s.name](self, s) for s in program.statements]
+
+    # registers
+
+    def register(self, name: str) -> np.ndarray:
+        """Its values, one per thread."""
+        if name not in self.registers:
+            kind = "b32" if name.startswith("%ctaid") else self.program.register_type(name)
+            if kind is None:
+                raise NotImplementedError(f"the operand {name}")
+            self.registers[name] = np.zeros(self.threads, bool if kind == "pred" else BITS[TYPES[kind].itemsize])
+        return self.registers[name]
+
+    def read(self, operand: str, kind: str) -> Values:
+        """A function -> the operand's values as of this type; bfloat16 as float32."""
+        if kind == "bf16":
+            bits = self.read(operand, "b16")
+            return lambda: from_bfloat16(bits())
+        if operand.startswith("!"):
+            negated = self.register(operand[1:])
+            return lambda: ~negated
+        if kind == "pred" and not operand.startswith("%"):
+            constant = np.full(self.threads, operand != "0")
+            return lambda: constant
+        if operand[0] != "%" and not self.program.register_type(operand):
+            constant = np.full(self.threads, number(operand, kind))
+            return lambda: constant
+        held = self.register(operand)
+        if kind == "pred":
+            return lambda: held
+        wanted = TYPES[kind]
+        if held.dtype.itemsize == wanted.itemsize:
+            view = held.view(wanted)
+            return lambda: view
+        return lambda: held.astype(BITS[wanted.itemsize]).view(wanted)  # low bits, or zeros before them
+
+    def write(self, name: str, values: np.ndarray, on: Mask) -> None:
+        """Integers are extended by their own sign, or cut."""
+        if name == "_":
+            return
+        if values.dtype.kind == "f":
+            values = values.view(BITS[values.dtype.itemsize])
+        np.copyto(self.register(name), values, where=True if on is None else on, casting="unsafe")
+
+    def address(self, operand: str, kind: str) -> Values:
+        """``[%rd1 + 16]`` -> int64."""
+        found = re.match(r"\[\s*([%\w$]+)\s*(?:\+\s*(-?\w+))?\s*\]", operand)
+        assert found, operand
+        base, offset = self.read(found[1], kind), int(found[2] or "0", 0)
+        return lambda: base().astype(np.int64) + offset
+
+    def chosen(self, on: Mask) -> np.ndarray:
+        """The numbers of the threads that take part."""
+        return self.thread if on is None else np.flatnonzero(on)
+
+    def whole_warps(self, on: Mask, text: str) -> None:
+        if on is not None:
+            counts = np.bincount(self.warp[on], minlength=self.warps)
+            if ((counts > 0) & (counts < np.minimum(32, self.threads - 32 * np.arange(self.warps)))).any():
+                raise Fault(f"lanes are missing: {text}")
+
+    # running
+
+    def run(self, place: tuple[int, int, int]) -> None:
+        """Runs the block at this place of the grid."""
+        for name, values in self.registers.items():
+            if name not in self.fixed:
+                values.view(np.uint8).fill(0 if values.dtype == bool else 0xA5)
+        for axis, index in zip(AXES, place):
+            self.register(f"%ctaid.{axis}")[:] = index
+        self.local.fill(0xA5)
+        self.shared.begin()
+        self.copies, self.products = [[]], [[]]
+        self._loop()
+        if any(self.copies):
+            raise Fault("a block ended before its asynchronous copies")
+        self.land(self.products, 0)
+        if any(self.products):
+            raise Fault("a block ended before its asynchronous products")
+
+    def _loop(self) -> None:
+        statements, end = self.program.statements, len(self.program.statements)
+        counter, waiting, steps = np.zeros(self.threads, np.int64), np.zeros(self.threads, bool), 0
+        while True:
+            ready = (counter < end) & ~waiting
+            if not ready.any():
+                if not waiting.any():
+                    return
+                waiting[:] = False
+                self.shared.interval += 1
+                continue
+            at = int(counter[ready].min())
+            on = ready & (counter == at)
+            mask = None if on.all() else on
+            behind = counter[ready & ~on]
+            stop = int(behind.min()) if len(behind) else end  # where others wait to go on together
+            while at < stop:
+                steps += 1
+                if steps > MOST_STEPS:
+                    raise Fault("does not end")
+                statement, action, guard = statements[at], self.actions[at], self.guards[at]
+                taking = mask if guard is None else guard() if mask is None else guard() & on
+                if guard is not None and taking.all():
+                    taking = None
+                self.executed[at] = True
+                self.issued[statement.name] += self._warps(taking if guard is not None else mask)
+                at += 1
+                if action is not None:
+                    if taking is None or taking.any():
+                        action(taking if taking is None or taking is mask else taking.copy())
+                    continue
+                if statement.name == "bra":
+                    if taking is not None and not taking.any():
+                        continue
+                    counter[on] = at
+                    counter[on if taking is None else taking] = self.program.labels[statement.operands[0]]
+                elif statement.name == "bar" and statement.parts[1] != "warp":
+                    counter[on], waiting[on] = at, True
+                elif statement.name in ("ret", "exit"):
+                    counter[on] = at
+                    counter[on if taking is None else taking] = end
+                else:
+                    continue
+                break
+            else:
+                counter[on] = at
+
+    def _warps(self, on: Mask) -> int:
+        return self.warps if on is None else len(np.unique(self.warp[on]))
+
+    def land(self, groups: list, left: int) -> None:
+        """Ends all but the last ``left`` of the closed groups, the oldest first."""
+        while len(groups) - 1 > left:
+            for finish in groups.pop(0):
+                finish()
+
+
+CONTROL = ("bra", "bar", "ret", "exit", "membar")
+
+
+def number(text: str, kind: str) -> np.generic:
+    wanted = TYPES[kind]
+    if text.startswith(("0f", "0d")):
+        bits = int(text[2:], 16)
+        return np.array(bits, BITS[4 if text[1] == "f" else 8]).view("f4" if text[1] == "f" else "f8")[()]
+    if not re.match(r"-?(0x[0-9a-fA-F]+|\d+)U?$", text):  # a symbol: memory of its own begins at 0
+        return wanted.type(0)
+    value = int(text.rstrip("U"), 0)
+    if wanted.kind == "f":
+        return wanted.type(value)
+    return np.array(value % 2 ** (8 * wanted.itemsize), BITS[wanted.itemsize]).view(wanted)[()]
+
+
+def from_bfloat16(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def to_bfloat16(values: np.ndarray) -> np.ndarray:
+    """float32 -> bits, to the nearest, ties to even."""
+    bits = values.astype(np.float32).view(np.uint32).astype(np.uint64)
+    rounded = (bits + 0x7FFF + ((bits >> np.uint64(16)) & np.uint64(1))) >> np.uint64(16)
+    return np.where(np.isnan(values), 0x7FFF, rounded).astype(np.uint16)
