@@ -36,7 +36,7 @@ class Block:
         self.local = np.zeros((threads, program.local_bytes), np.uint8)
         self.thread = np.arange(threads)
         self.warp, self.lane = self.thread // 32, self.thread % 32
-        self.warps = -(-threads // 32)
+        self.warps = threads // 32
         self.parameters = np.zeros(4096, np.uint8)
         for (start, size), value in zip(program.parameters.values(), arguments, strict=True):
             self.parameters[start : start + size] = np.frombuffer(value, np.uint8)[:size]
@@ -107,10 +107,8 @@ class Block:
         return self.thread if on is None else np.flatnonzero(on)
 
     def whole_warps(self, on: Mask, text: str) -> None:
-        if on is not None:
-            counts = np.bincount(self.warp[on], minlength=self.warps)
-            if ((counts > 0) & (counts < np.minimum(32, self.threads - 32 * np.arange(self.warps)))).any():
-                raise Fault(f"lanes are missing: {text}")
+        if on is not None and not np.isin(on.reshape(-1, 32).sum(1), (0, 32)).all():
+            raise Fault(f"lanes are missing: {text}")
 
     # running
 
@@ -179,7 +177,7 @@ class Block:
                 counter[on] = at
 
     def _warps(self, on: Mask) -> int:
-        return self.warps if on is None else len(np.unique(self.warp[on]))
+        return self.warps if on is None else int(on.reshape(-1, 32).any(1).sum())
 
     def land(self, groups: list, left: int) -> None:
         """Ends all but the last ``left`` of the closed groups, the oldest first."""

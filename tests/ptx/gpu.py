@@ -1,7 +1,7 @@
 """A GPU that is not here: launches of Triton kernels, and kernels that nvcc compiles, run through the interpreter.
 
     with Gpu(90) as gpu:
-        out, lse = triton_grouped.forward(query, key, value, layout, scale)  # tensors on the CPU
+        out = rlkernels.grouped_attention(query, key, value, layout, scale=0.1, backend="triton")  # tensors of the CPU
 
 Launchers, specialisation and compiler are those of a GPU. What ``torch.empty`` made counts as unwritten until a kernel
 writes it.
@@ -11,7 +11,6 @@ import random
 import shutil
 import subprocess
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,7 +25,9 @@ import torch
 from ptx import arithmetic, movement, tensor_cores  # noqa: F401, they fill the table of instructions
 from ptx.block import Block
 from ptx.memory import Global
-from ptx.program import Program, parse
+from ptx.program import parse
+
+import rlkernels.backend
 
 ROOT = Path(__file__).parents[2]
 ORDERS: dict[str, Callable[[list], list]] = {
@@ -34,35 +35,44 @@ ORDERS: dict[str, Callable[[list], list]] = {
     "reversed": lambda blocks: blocks[::-1],
     "shuffled": lambda blocks: random.Random(0).sample(blocks, len(blocks)),
 }
-ARGUMENTS = {"i32": "<i4", "i64": "<i8", "fp32": "<f4", "fp64": "<f8", "u1": "<i1", "i1": "<i1"}
+NUMBERS = {"i32": "<i4", "i64": "<i8", "fp32": "<f4", "fp64": "<f8", "u1": "<i1", "i1": "<i1"}
+
+
+COMPILED: dict[Any, Any] = {}  # by kernel, architecture and specialisation
 
 
 @dataclass
 class Launch:
-    """What ran: the kernel's name, what it was compiled with, and what its blocks did."""
+    """What ran: "module:function", what it was compiled with, and what its blocks did."""
 
     name: str
     constants: dict[str, Any]
     options: dict[str, Any]
-    program: Program
-    executed: np.ndarray  # by statement
-    issued: Counter[str]  # statements times warps, by instruction
+    block: Block
 
 
 class Gpu:
     def __init__(self, arch: int, order: str = "forward", change: Callable[[str], str] = lambda ptx: ptx) -> None:
         self.arch, self.order, self.change = arch, ORDERS[order], change
         self.memory, self.launches = Global(), list[Launch]()
-        self._compiled: dict[Any, Any] = {}
         self._patches = ExitStack()
 
     def __enter__(self) -> "Gpu":
         from triton.runtime.jit import JITFunction
 
+        from rlkernels.prefix_cache import triton_grouped, triton_kernels
+
         def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
             self._launch(kernel, grid, args, kwargs)
 
-        self._patches.enter_context(patch.object(JITFunction, "run", run))
+        replaced = {
+            (JITFunction, "run"): run,
+            (rlkernels.backend, "unavailable"): lambda *_: None,  # for tensors on the CPU
+            (triton_kernels, "processors"): lambda _: 132,
+            (triton_grouped, "has_warp_groups"): lambda _: self.arch >= 90,
+        }
+        for (owner, name), function in replaced.items():
+            self._patches.enter_context(patch.object(owner, name, function))
         for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
             self._patches.enter_context(patch.object(owner, name, self._noting(getattr(owner, name))))
         return self
@@ -88,37 +98,37 @@ class Gpu:
 
         target = GPUTarget("cuda", self.arch, 32)
         backend = make_backend(target)
-        bound, special, options = create_function_from_signature(kernel.signature, kernel.params, backend)(
-            *args, **kwargs
-        )
+        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        bound, special, options = bind(*args, **kwargs)
         options, signature, constants, attributes = kernel._pack_args(backend, kwargs, bound, special, options)
-        place = (kernel, str(special), str(options))
-        if place not in self._compiled:
+        place = (kernel.fn, self.arch, str(special), str(options))
+        if place not in COMPILED:
             source = ASTSource(kernel, signature, constants, attributes)
-            self._compiled[place] = triton.compile(source, target=target, options=options.__dict__)
-        built = self._compiled[place]
+            COMPILED[place] = triton.compile(source, target=target, options=options.__dict__)
+        built = COMPILED[place]
         given = [self._argument(bound[name], kind) for name, kind in signature.items() if kind != "constexpr"]
-        name, threads = f"{kernel.__module__}:{kernel.__name__}", 32 * built.metadata.num_warps
-        self.run(built.asm["ptx"], kernel.__name__, [*given, bytes(8), bytes(8)], grid, threads, built.metadata.shared,
-                 name, {kernel.arg_names[path[0]]: value for path, value in constants.items()}, options.__dict__)  # fmt: skip
+        scratch = [bytes(8)] * 2  # which the compiler may ask for, and no kernel of ours does
+        block = self.run(built.asm["ptx"], kernel.__name__, [*given, *scratch], grid, 32 * options.num_warps,
+                         built.metadata.shared)  # fmt: skip
+        named = {kernel.arg_names[path[0]]: value for path, value in constants.items()}
+        self.launches.append(Launch(f"{kernel.__module__}:{kernel.__name__}", named, options.__dict__, block))
 
     def _argument(self, value: Any, kind: str) -> bytes:
-        if not isinstance(value, torch.Tensor):
-            return np.array(value, ARGUMENTS[kind]).tobytes()
-        self.memory.know(value)
-        return np.uint64(value.data_ptr()).tobytes()
+        return self.pointer(value) if isinstance(value, torch.Tensor) else np.array(value, NUMBERS[kind]).tobytes()
 
-    def run(self, ptx: str, entry: str, arguments: Sequence[bytes], grid: Sequence[int], threads: int, shared: int = 0,
-            name: str = "", constants: dict[str, Any] | None = None, options: dict[str, Any] | None = None) -> None:  # fmt: skip
-        """Runs all blocks of a kernel, one after the other."""
-        program = parse(self.change(ptx), entry)
+    def pointer(self, tensor: torch.Tensor) -> bytes:
+        """An argument of a kernel, which may use all of the tensor's storage."""
+        self.memory.know(tensor)
+        return np.uint64(tensor.data_ptr()).tobytes()
+
+    def run(self, ptx: str, entry: str, arguments: Sequence[bytes], grid: Sequence[int], threads: int,
+            shared: int = 0) -> Block:  # fmt: skip
+        """Runs all blocks of a kernel, one after the other -> the last one, with the counts of all."""
         size = (*grid, 1, 1)[:3]
-        block = Block(program, self.memory, arguments, threads, shared, size)
+        block = Block(parse(self.change(ptx), entry), self.memory, arguments, threads, shared, size)
         for z, y, x in self.order(list(product(*map(range, size[::-1])))):
             block.run((x, y, z))
-        self.launches.append(
-            Launch(name or entry, constants or {}, options or {}, program, block.executed, block.issued)
-        )
+        return block
 
 
 def compile_cuda(source: str, arch: int) -> str:

@@ -76,8 +76,8 @@ class Global:
         if outside.any():
             first = at[outside][0]
             near = int(np.abs(self.ends - first).argmin())
-            raise Fault(f"{size} bytes outside of all tensors, {first - self.ends[near]} bytes behind the end of one of "
-                        f"{self.ends[near] - self.starts[near]} bytes: {text}")  # fmt: skip
+            behind, length = first - self.ends[near], self.ends[near] - self.starts[near]
+            raise Fault(f"outside of all tensors, {behind} bytes behind the end of one of {length} bytes: {text}")
         if (owner == owner[0]).all():
             return [(self.parts[owner[0]], slice(None), at - self.starts[owner[0]])]
         chosen = [(int(i), owner == i) for i in np.unique(owner)]

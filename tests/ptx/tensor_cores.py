@@ -1,15 +1,16 @@
 """Matrices in registers: ldmatrix, stmatrix, mma.sync, and the asynchronous products of sm_90, wgmma.
 
-A product is exact in float64 and is rounded to float32 once. Where lane l of a warp holds an entry: row l // 4 of eight,
-columns 2 (l % 4) and the next one.
+A product is exact in float64 and is rounded to float32 once. Lane l of a warp holds entries of row l // 4 of eight, in
+the columns 2 (l % 4) and the next one.
 """
 
+import functools
 import re
 from collections.abc import Callable
 
 import numpy as np
 
-from ptx.block import Action, Block, Mask, from_bfloat16, instruction
+from ptx.block import Action, Block, Mask, Values, from_bfloat16, instruction
 from ptx.memory import Fault
 from ptx.program import Statement, unbrace
 
@@ -67,9 +68,18 @@ def _place(out: np.ndarray, row: np.ndarray, column: np.ndarray, pairs: np.ndarr
     out[:, row, column + 1] = FLOAT16[kind](pairs >> 16)
 
 
-def _sum_place(i: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows and columns of what register i of a float32 result [16, 8 n] holds."""
-    return ROW + 8 * (i >> 1 & 1), COLUMN + (i & 1) + 8 * (i >> 2)
+def _sum_places(registers: int) -> tuple[slice, np.ndarray, np.ndarray]:
+    """Where in a float32 result [warps, 16, 8 n] lies what the registers hold -> [warps, registers, lanes]."""
+    i = np.arange(registers)[:, None]
+    return slice(None), ROW + 8 * (i >> 1 & 1), COLUMN + (i & 1) + 8 * (i >> 2)
+
+
+def _add_sums(block: Block, out: np.ndarray, sums: list[Values], keep: np.ndarray | bool, results: list[str]) -> None:
+    """The product ``out`` [warps, 16, 8 n], and what the registers held where it is kept -> the registers."""
+    held = np.stack([read().reshape(-1, 32) for read in sums], 1)
+    totals = (out[_sum_places(len(results))] + np.where(keep, held, 0)).astype(np.float32)
+    for i, register in enumerate(results):
+        block.write(register, totals[:, i].ravel(), None)
 
 
 @instruction("mma")
@@ -88,11 +98,7 @@ def _multiply(block: Block, s: Statement) -> Action:
         b = np.zeros((block.warps, 8, 16))  # its columns as rows
         for i, read in enumerate(right):
             _place(b, ROW, COLUMN + 8 * i, read().reshape(-1, 32), kind)
-        out = left() @ b.transpose(0, 2, 1)
-        for i, read in enumerate(sums):
-            out[(slice(None), *_sum_place(i))] += read().reshape(-1, 32)
-        for i, register in enumerate(results):
-            block.write(register, out[(slice(None), *_sum_place(i))].astype(np.float32).ravel(), on)
+        _add_sums(block, left() @ b.transpose(0, 2, 1), sums, True, results)
 
     return run
 
@@ -108,7 +114,7 @@ def _asynchronous(block: Block, s: Statement) -> Action:
         return lambda on: block.land(block.products, int(s.operands[0]))
     columns, kind = int(re.fullmatch(r"m64n(\d+)k16", s.parts[4])[1]), s.parts[6]
     results, groups = unbrace(s.operands[0]), block.threads // 128
-    # after the descriptors: keep the sums?, signs, and which operands are turned, the left one only if it lies in memory
+    # after the descriptors: keep the sums, two signs, and which operands are turned; the left one only if in memory
     flags = [int(operand) for operand in s.operands[4:]]
     in_registers = s.operands[1].startswith("{")
     if flags[:2] != [1, 1] or s.parts[5] != "f32" or kind not in FLOAT16:
@@ -132,15 +138,12 @@ def _asynchronous(block: Block, s: Statement) -> Action:
         b = matrices(right(), columns, flags[-1])
         a = left().reshape(groups, 64, 16) if in_registers else matrices(left(), 64, flags[2])
         out = (a @ b.transpose(0, 2, 1)).reshape(-1, 16, columns)
-        kept = keep().reshape(-1, 32)
-        for i, (register, read) in enumerate(zip(results, sums)):
-            place = (slice(None), *_sum_place(i))
-            total = out[place] + np.where(kept, read().reshape(-1, 32), 0)
-            block.write(register, total.astype(np.float32).ravel(), on)
+        _add_sums(block, out, sums, keep().reshape(-1, 1, 32), results)
 
     return run
 
 
+@functools.cache
 def places(descriptor: int, rows: int, turned: int) -> np.ndarray:
     """Where the entries of [rows, 16] lie, of 16 bits each. Bits 0 to 13 of a descriptor hold the start, 16 to 29 the
     step between blocks along the row, 32 to 45 that between blocks of eight rows, all in 16 bytes; the last two bits
@@ -168,8 +171,7 @@ def _read_asynchronously(block: Block, at: np.ndarray, first_warp: int, text: st
     own = (writers >= mine) & (writers < mine + 4)
     shared.note_read(index[~own], mine[~own], text)
     shared.readers[index[own]] = mine[own]
-    index = np.unique(index)
-    shared.in_flight[index] += 1
+    shared.in_flight[index] += 1  # once, however often a product reads a place
 
     def finish() -> None:
         shared.in_flight[index] -= 1

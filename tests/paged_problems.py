@@ -54,6 +54,35 @@ def paged(lens, q_lens, *, heads=4, kv_heads=2, dim=32, block_size=4, dtype=torc
     return Problem(query.to(dtype), *caches.to(dtype), tables, seq_lens, starts, dim**-0.5)
 
 
+def shared_prefix(groups, dtype, heads, kv_heads, dim, block_size=16):
+    """(arguments of shared_prefix_attention, the same sequences as a float64 paged problem)."""
+    prefix_lens = [p for p, _, _ in groups]
+    own_lens = [n for _, lens, _ in groups for n in lens]
+    queries = [q for _, _, qs in groups for q in qs]
+    sizes = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "block_size": block_size, "dtype": dtype}
+    problem = paged(prefix_lens + own_lens, [0] * len(prefix_lens) + queries, **sizes)
+    count = len(groups)
+    group_tables, own = problem.block_tables[:count], problem.block_tables[count:]
+    starts = torch.tensor([0, *(len(lens) for _, lens, _ in groups)]).cumsum(0).int()
+    group_lens, lens = problem.seq_lens[:count].clone(), problem.seq_lens[count:].clone()
+    query_starts = problem.query_starts[count:].clone()
+    caches = problem.key_cache, problem.value_cache
+    shared = (problem.query, *caches, group_tables, group_lens, starts, own, lens, query_starts)
+
+    # unshared, token by token in blocks of one, so that a prefix may end anywhere
+    group_of = torch.arange(count).repeat_interleave(starts.diff().long())
+    rows = []
+    for b, g in enumerate(group_of.tolist()):
+        parts = ((group_tables[g], int(group_lens[g])), (own[b], int(lens[b])))
+        rows.append([int(t[i // block_size]) * block_size + i % block_size for t, n in parts for i in range(n)])
+    tables = torch.full((len(rows), max(map(len, rows), default=0)), -1, dtype=torch.int32)
+    for table, row in zip(tables, rows):
+        table[: len(row)] = torch.tensor(row, dtype=torch.int32)
+    total = torch.tensor([len(row) for row in rows], dtype=torch.int32)
+    single = [c.flatten(0, 1)[:, None] for c in caches]
+    return shared, (problem.query, *single, tables, total, query_starts), problem.scale
+
+
 def assert_close_as_plain(ours, plain, exact, floor=1e-6):
     """Ours is at most twice as far from float64 as plain torch in the same dtype."""
     assert ours.dtype == plain.dtype and ours.shape == exact.shape

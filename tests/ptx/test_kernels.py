@@ -1,0 +1,234 @@
+"""Every compiled kernel, executed: as its launcher starts it, on shapes that cross every boundary, against float64.
+
+The first architecture and orders of blocks other than forward are slow tests: they repeat what the second one shows.
+"""
+
+import ctypes
+import importlib.util
+import math
+import os
+
+import pytest
+import torch
+from aot_kernels import KERNELS
+from paged_problems import paged, shared_prefix
+from ptx.gpu import Gpu, Launch, compile_cuda, has_nvcc
+from ptx.program import entries
+from rank1_cases import angle, exact, planted
+from support import lacks
+
+import rlkernels
+from rlkernels.prefix_cache import GroupedLayout
+from rlkernels.prefix_cache import reference as attention
+from rlkernels.rank1 import reference as rank1
+from rlkernels.similarity import reference as similarity
+
+BF16 = torch.bfloat16
+RUNS = [
+    pytest.param(90, "forward"),
+    pytest.param(80, "forward", marks=pytest.mark.slow),
+    pytest.param(90, "shuffled", marks=pytest.mark.slow),
+    pytest.param(80, "reversed", marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(autouse=True)
+def compiled():
+    if importlib.util.find_spec("triton") is None:
+        lacks("triton")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        lacks("a process without TRITON_INTERPRET")
+
+
+def assert_right(ours, plain, gold, floor):
+    """At most twice as far from float64 as plain torch in low precision, and nothing left as torch.empty made it."""
+    seen = gold.isfinite()
+    assert torch.equal(ours.isfinite(), seen)
+    error, allowed = (float((x.double() - gold)[seen].abs().max()) for x in (ours, plain))
+    assert error <= 2 * allowed + floor, f"error {error:.3g}, of plain torch {allowed:.3g}"
+
+
+def attend(lens, queries, dim):
+    """Paged attention, group of 4, of sequences with so many keys and new queries."""
+    problem = paged(lens, queries, heads=8, kv_heads=2, dim=dim, block_size=16, dtype=BF16)
+    settings = {"scale": problem.scale}
+    ours = rlkernels.paged_attention(*problem.args(), **settings, return_lse=True, backend="triton")
+    tables = problem.args()[3:]
+    plain = attention.paged_attention(*problem.args(), problem.scale)
+    gold = attention.paged_attention(*(t.double() for t in problem.args()[:3]), *tables, problem.scale)
+    for found in zip(ours, plain, gold):
+        assert_right(*found, floor=2e-6)
+
+
+def attend_shared(dim):
+    """Groups of eight queries to a prefix: a full one, of one key, of nobody, of one member, of no prefix."""
+    groups = [(150, [3, 17, 1], [3, 4, 1]), (1, [9] * 8, [1] * 8), (16, [], []), (40, [5], [5]), (0, [20, 3], [9, 3])]
+    shared, unshared, scale = shared_prefix(groups, BF16, 8, 2, dim)
+    ours = rlkernels.shared_prefix_attention(*shared, scale=scale, return_lse=True, backend="triton")
+    plain = attention.paged_attention(*unshared, scale)
+    gold = attention.paged_attention(*(t.double() for t in unshared[:3]), *unshared[3:], scale)
+    for found in zip(ours, plain, gold):
+        assert_right(*found, floor=2e-3)
+
+
+def train(dim, short=4096):
+    """Grouped attention and its gradients; ``short``: queries times heads beyond which a tile of keys is cut."""
+    from rlkernels.prefix_cache import triton_grouped
+
+    layout = GroupedLayout([70, 0, 5], [40, 33, 1, 65, 3, 20], [0, 3, 4, 6])
+    shapes = [(layout.num_tokens, heads, dim) for heads in (4, 1, 1, 4)]
+    *tensors, grad = (torch.randn(shape).to(BF16) for shape in shapes)
+
+    def run(function, inputs):
+        leaves = [t.detach().requires_grad_() for t in inputs]
+        out = function(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype))]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_grouped, "SHORT", short)
+        patch.setattr(triton_grouped, "AT_ONCE", 10**6)
+        ours = run(lambda *t: rlkernels.grouped_attention(*t, layout, scale=dim**-0.5, backend="triton"), tensors)
+        assert triton_grouped.key_tiles(layout, 64, 4, 1)[1] == (short < 4096)
+    plain = run(lambda *t: attention.grouped_attention(*t, layout, dim**-0.5), tensors)
+    gold = run(lambda *t: attention.grouped_attention(*t, layout, dim**-0.5), [t.double() for t in tensors])
+    for found in zip(ours, plain, gold):
+        # the backward pass starts from the rounded output, where plain torch keeps its weights
+        assert_right(*found, floor=torch.finfo(BF16).eps * float(found[2].abs().max()))
+
+
+def write():
+    """19 tokens into the slots of 4 pages; two slots lie outside and are left out."""
+    from rlkernels.prefix_cache import triton_kernels
+
+    key, value = torch.randn(2, 19, 2, 128).to(BF16)
+    caches, slots = torch.full((2, 4, 16, 2, 128), 7.0, dtype=BF16), torch.randperm(64)[:19]
+    slots[3], slots[4] = -1, 64
+    expected = caches.clone().flatten(1, 2)
+    kept = (slots >= 0) & (slots < 64)
+    expected[:, slots[kept]] = torch.stack([key, value])[:, kept]
+    triton_kernels.write_kv(key, value, *caches, slots)
+    assert torch.equal(caches.flatten(1, 2), expected)
+
+
+def sample(filtered):
+    """The very tokens of the reference; a row of nothing but ties, one ruled out in part, one without a distribution."""
+    rows = torch.cat([torch.randn(3, 4112) * 3, torch.zeros(1, 4112), torch.full((1, 4112), math.nan)]).to(BF16)
+    rows[1, ::2] = -torch.inf
+    draws = torch.rand(5)
+    settings = {"temperature": torch.tensor([1.0, 0.7, 0.0, 1.3, 1.0])}
+    if filtered:
+        settings |= {"top_p": torch.tensor([0.9, 1.0, 0.8, 0.5, 1.0]), "top_k": torch.tensor([0, 50, 0, 40, 0])}
+    found, wanted = (
+        rlkernels.sample_tokens(rows, draws, **settings, validate=False, backend=b) for b in ("triton", "torch")
+    )
+    assert torch.equal(found[0], wanted[0])
+    torch.testing.assert_close(found[1], wanted[1], atol=2e-7, rtol=2e-7, equal_nan=True)
+
+
+def score():
+    """Log-probabilities, entropies and gradients of rows that end inside a block, one ruled out in part."""
+    logits, ids = (torch.randn(3, 4112) * 3).to(BF16), torch.tensor([0, 4111, 77])
+    logits[1, 1::2], logits[1, 4111] = -torch.inf, 0.5
+    weights = torch.randn(2, 3)
+
+    def run(values, **settings):
+        leaf = values.requires_grad_()
+        found = rlkernels.token_logprobs(leaf, ids, temperature=1.3, return_entropy=True, **settings)
+        return [t.detach() for t in found] + [*torch.autograd.grad((torch.stack(found) * weights).sum(), leaf)]
+
+    ours, plain = (run(logits.clone(), backend=b) for b in ("triton", "torch"))
+    for found in zip(ours, plain, run(logits.double(), backend="torch")):
+        assert_right(*found, floor=1e-5)
+
+
+def solve(gpu, shapes):
+    """The leading direction of every matrix, by two passes over each, against the singular values in float64."""
+    pairs = {str(shape): planted(*shape, 1e-2, seed=i, share=0.99) for i, shape in enumerate(shapes)}
+    for pair in pairs.values():
+        for matrix in pair:  # only the first of them is an argument
+            gpu.pointer(matrix)
+    start = torch.randn(shapes[0][1])
+    found = rlkernels.top1_deltas(pairs, starts={str(shapes[0]): start}, max_passes=2, tol=1e-9, backend="triton")
+    for update, (weight, base) in zip(found.values(), pairs.values()):
+        u, s, v = exact(weight, base)
+        assert math.isclose(update.sigma, s[0].item(), rel_tol=1e-5)
+        assert angle(update.v, v[:, 0]) < 1e-2 and angle(update.u, u[:, 0]) < 1e-2
+        norm, changed, _ = rank1.delta_stats(weight, base)
+        assert math.isclose(update.frobenius, norm, rel_tol=1e-5) and math.isclose(update.changed, changed)
+
+
+def update():
+    """Sums that float32 holds exactly, rounded at random or not; a product with one vector."""
+    for dtype in (BF16, torch.float16):
+        weight = (torch.randint(-128, 128, (6, 1030)) / 64).to(dtype)
+        u, v = torch.randint(-7, 8, (6,)) / 1024, torch.randint(-15, 16, (1030,)) / 64
+        for stochastic in (False, True):
+            options = {"stochastic_rounding": stochastic, "seed": 5}
+            wanted = rank1.add_rank1_(weight.clone(), u, v, 0.5, **options)
+            assert torch.equal(rlkernels.add_rank1_(weight.clone(), u, v, 0.5, backend="triton", **options), wanted)
+        product = rlkernels.delta_matvec(weight, weight.flip(0).contiguous(), v, backend="triton")
+        gold = (weight.double() - weight.flip(0).double()) @ v.double()
+        plain = rank1.delta_matvec(weight, weight.flip(0), v)
+        assert_right(product, plain, gold, floor=1e-7 * float(gold.abs().max()))
+
+
+def warp():
+    """All pairs, two strips long and empty; whole numbers, for which all orders of additions agree."""
+    x, y = torch.randint(0, 4, (3, 140)).float(), torch.randint(0, 4, (2, 37)).float()
+    lengths = {"x_lengths": torch.tensor([140, 100, 0]), "y_lengths": torch.tensor([37, 30])}
+    for settings in ({}, {"mode": "subsequence"}, {"band": 5}):
+        found, wanted = (rlkernels.dtw(x, y, **lengths, **settings, backend=b) for b in ("triton", "torch"))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+MERGE = "merging parts, heads of 128"
+BACKWARD = [f"grouped attention, {part}, heads of" for part in ("forward", "query", "key")]
+CASES = {  # what runs, and which of aot_kernels.KERNELS that is
+    "decode 64": (lambda _: attend([530, 17, 1, 64], [1] * 4, 64), ["paged attention, decode, heads of 64"]),
+    "decode 128": (lambda _: attend([300, 65], [1, 3], 128), ["paged attention, decode, heads of 128", MERGE]),
+    "prefill 64": (lambda _: attend([70, 30, 5], [40, 30, 1], 64), ["paged attention, prefill, heads of 64"]),
+    "prefill 128": (lambda _: attend([90, 33], [33, 33], 128), ["paged attention, prefill, heads of 128"]),
+    "shared 64": (lambda _: attend_shared(64),
+                  ["paged attention, decode, heads of 64", "shared prefix of 8, heads of 64"]),
+    "shared 128": (lambda _: attend_shared(128),
+                   ["paged attention, decode, heads of 128", MERGE, "shared prefix of 8, heads of 128"]),
+    "grouped 64": (lambda _: train(64, short=64), [f"{name} 64" for name in BACKWARD]),
+    "grouped 128": (lambda _: train(128), [f"{name} 128" for name in BACKWARD]),
+    "writing": (lambda _: write(), ["writing keys and values, heads of 128"]),
+    "sampling filtered": (lambda _: sample(True), ["sampling, with filters"]),
+    "sampling": (lambda _: sample(False), ["sampling, without"]),
+    "log-probabilities": (lambda _: score(), [f"token log-probabilities, {part}" for part in ("backward", "forward")]),
+    "rank-1 rows": (lambda gpu: solve(gpu, [(70, 4096), (5, 4080)]), ["rank-1, rows of up to 4,096"]),
+    "rank-1 panels": (lambda gpu: solve(gpu, [(5, 16400)]), ["rank-1, panels"]),
+    "rank-1 update": (lambda _: update(), []),
+    "dtw": (lambda _: warp(), ["dtw", "dtw, subsequence"]),
+}  # fmt: skip
+
+
+def named(launch: Launch) -> list[str]:
+    """The names in aot_kernels that the launch is of: the same constants and the same numbers of warps and stages."""
+    numbers = ("num_warps", "num_stages")
+    return [
+        name
+        for name, kernel in KERNELS.items()
+        if kernel.name == launch.name
+        and kernel.constexprs.items() <= launch.constants.items()
+        and all(getattr(kernel, number) == launch.options[number] for number in numbers)
+    ]
+
+
+@pytest.mark.parametrize(("arch", "order"), RUNS)
+@pytest.mark.parametrize("name", CASES)
+def test_triton_kernels(name, arch, order):
+    case, kernels = CASES[name]
+    with Gpu(arch, order) as gpu:
+        case(gpu)
+    found = {name for launch in gpu.launches for name in named(launch)}
+    if arch < 90:
+        kernels = [f"{k}, before Hopper" if k.startswith("grouped") and k.endswith("128") else k for k in kernels]
+    assert found == set(kernels)
+
+
+def test_every_kernel_that_is_compiled_ahead_of_time_runs_here():
+    ours = {name for _, kernels in CASES.values() for name in kernels}
+    assert ours == {name for name in KERNELS if not name.endswith("before Hopper")}
