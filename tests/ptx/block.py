@@ -29,8 +29,7 @@ def instruction(*names: str) -> Callable:
 class Block:
     """Threads of the least program counter run together, which also brings together again what went separate ways."""
 
-    def __init__(self, program: Program, memory: Global, arguments: Sequence[bytes], threads: int, shared: int,
-                 grid: tuple[int, int, int]) -> None:  # fmt: skip
+    def __init__(self, program: Program, memory: Global, threads: int, shared: int) -> None:
         self.program, self.memory, self.threads = program, memory, threads
         self.shared = Shared(shared)
         self.local = np.zeros((threads, program.local_bytes), np.uint8)
@@ -38,27 +37,32 @@ class Block:
         self.warp, self.lane = self.thread // 32, self.thread % 32
         self.warps = threads // 32
         self.parameters = np.zeros(4096, np.uint8)
-        for (start, size), value in zip(program.parameters.values(), arguments, strict=True):
-            self.parameters[start : start + size] = np.frombuffer(value, np.uint8)[:size]
-        sizes = {"%tid.x": self.thread, "%ntid.x": threads, "%laneid": self.lane,
-                 **{f"%nctaid.{axis}": size for axis, size in zip(AXES, grid)}}  # fmt: skip
-        constants = {name: np.broadcast_to(np.uint32(value), threads).copy() for name, value in sizes.items()}
-        self.registers: dict[str, np.ndarray] = constants
-        self.fixed = {*constants, *(f"%ctaid.{axis}" for axis in AXES)}
+        constants = {"%tid.x": self.thread, "%ntid.x": threads, "%laneid": self.lane}
+        self.registers = {name: np.broadcast_to(np.uint32(v), threads).copy() for name, v in constants.items()}
+        self.places = {f"%{what}.{axis}": np.zeros(threads, np.uint32) for what in ("ctaid", "nctaid") for axis in AXES}
+        self.fixed = {*self.registers, *self.places}
+        self.registers |= self.places
         # groups of asynchronous copies and of products; the last one is open
         self.copies: list[list[Callable[[], None]]] = [[]]
-        self.products: list[list[np.ndarray]] = [[]]
+        self.products: list[list[Callable[[], None]]] = [[]]
         self.issued: Counter[str] = Counter()  # warps times statements, by the name of the instruction
         self.executed = np.zeros(len(program.statements), bool)
         self.guards = [self.read(s.guard, "pred") if s.guard else None for s in program.statements]
         self.actions = [None if s.name in CONTROL else INSTRUCTIONS[s.name](self, s) for s in program.statements]
+
+    def launch(self, arguments: Sequence[bytes], grid: tuple[int, int, int]) -> None:
+        """Makes ready for the blocks of one grid."""
+        for (start, size), value in zip(self.program.parameters.values(), arguments, strict=True):
+            self.parameters[start : start + size] = np.frombuffer(value, np.uint8)[:size]
+        for axis, size in zip(AXES, grid):
+            self.places[f"%nctaid.{axis}"].fill(size)
 
     # registers
 
     def register(self, name: str) -> np.ndarray:
         """Its values, one per thread."""
         if name not in self.registers:
-            kind = "b32" if name.startswith("%ctaid") else self.program.register_type(name)
+            kind = self.program.register_type(name)
             if kind is None:
                 raise NotImplementedError(f"the operand {name}")
             self.registers[name] = np.zeros(self.threads, bool if kind == "pred" else BITS[TYPES[kind].itemsize])
@@ -93,7 +97,10 @@ class Block:
             return
         if values.dtype.kind == "f":
             values = values.view(BITS[values.dtype.itemsize])
-        np.copyto(self.register(name), values, where=True if on is None else on, casting="unsafe")
+        if on is None:
+            self.register(name)[:] = values
+        else:
+            np.copyto(self.register(name), values, where=on, casting="unsafe")
 
     def address(self, operand: str, kind: str) -> Values:
         """``[%rd1 + 16]`` -> int64."""
@@ -118,7 +125,7 @@ class Block:
             if name not in self.fixed:
                 values.view(np.uint8).fill(0 if values.dtype == bool else 0xA5)
         for axis, index in zip(AXES, place):
-            self.register(f"%ctaid.{axis}")[:] = index
+            self.places[f"%ctaid.{axis}"].fill(index)
         self.local.fill(0xA5)
         self.shared.begin()
         self.copies, self.products = [[]], [[]]
@@ -142,7 +149,7 @@ class Block:
                 continue
             at = int(counter[ready].min())
             on = ready & (counter == at)
-            mask = None if on.all() else on
+            mask, warps = (None, self.warps) if on.all() else (on, count_warps(on))
             behind = counter[ready & ~on]
             stop = int(behind.min()) if len(behind) else end  # where others wait to go on together
             while at < stop:
@@ -150,19 +157,20 @@ class Block:
                 if steps > MOST_STEPS:
                     raise Fault("does not end")
                 statement, action, guard = statements[at], self.actions[at], self.guards[at]
-                taking = mask if guard is None else guard() if mask is None else guard() & on
-                if guard is not None and taking.all():
-                    taking = None
                 self.executed[at] = True
-                self.issued[statement.name] += self._warps(taking if guard is not None else mask)
                 at += 1
+                taking, taking_warps = mask, warps
+                if guard is not None:
+                    taking = guard() if mask is None else guard() & on
+                    many = np.count_nonzero(taking)
+                    taking, taking_warps = (None, warps) if many == self.threads else (taking, count_warps(taking))
+                    if many == 0:
+                        continue
+                self.issued[statement.name] += taking_warps
                 if action is not None:
-                    if taking is None or taking.any():
-                        action(taking if taking is None or taking is mask else taking.copy())
+                    action(taking if taking is None or guard is None else taking.copy())
                     continue
                 if statement.name == "bra":
-                    if taking is not None and not taking.any():
-                        continue
                     counter[on] = at
                     counter[on if taking is None else taking] = self.program.labels[statement.operands[0]]
                 elif statement.name == "bar" and statement.parts[1] != "warp":
@@ -176,9 +184,6 @@ class Block:
             else:
                 counter[on] = at
 
-    def _warps(self, on: Mask) -> int:
-        return self.warps if on is None else int(on.reshape(-1, 32).any(1).sum())
-
     def land(self, groups: list, left: int) -> None:
         """Ends all but the last ``left`` of the closed groups, the oldest first."""
         while len(groups) - 1 > left:
@@ -187,6 +192,10 @@ class Block:
 
 
 CONTROL = ("bra", "bar", "ret", "exit", "membar")
+
+
+def count_warps(on: np.ndarray) -> int:
+    return int(np.count_nonzero(on.reshape(-1, 32).any(1)))
 
 
 def number(text: str, kind: str) -> np.generic:

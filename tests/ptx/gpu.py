@@ -22,12 +22,11 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+import rlkernels.backend
 from ptx import arithmetic, movement, tensor_cores  # noqa: F401, they fill the table of instructions
 from ptx.block import Block
 from ptx.memory import Global
 from ptx.program import parse
-
-import rlkernels.backend
 
 ROOT = Path(__file__).parents[2]
 ORDERS: dict[str, Callable[[list], list]] = {
@@ -55,6 +54,7 @@ class Gpu:
     def __init__(self, arch: int, order: str = "forward", change: Callable[[str], str] = lambda ptx: ptx) -> None:
         self.arch, self.order, self.change = arch, ORDERS[order], change
         self.memory, self.launches = Global(), list[Launch]()
+        self._blocks: dict[Any, Block] = {}
         self._patches = ExitStack()
 
     def __enter__(self) -> "Gpu":
@@ -123,9 +123,12 @@ class Gpu:
 
     def run(self, ptx: str, entry: str, arguments: Sequence[bytes], grid: Sequence[int], threads: int,
             shared: int = 0) -> Block:  # fmt: skip
-        """Runs all blocks of a kernel, one after the other -> the last one, with the counts of all."""
-        size = (*grid, 1, 1)[:3]
-        block = Block(parse(self.change(ptx), entry), self.memory, arguments, threads, shared, size)
+        """Runs all blocks of a kernel, one after the other -> what ran them, with the counts of all launches so far."""
+        place = (entry, ptx, threads, shared)
+        if place not in self._blocks:
+            self._blocks[place] = Block(parse(self.change(ptx), entry), self.memory, threads, shared)
+        block, size = self._blocks[place], (*grid, 1, 1)[:3]
+        block.launch(arguments, size)
         for z, y, x in self.order(list(product(*map(range, size[::-1])))):
             block.run((x, y, z))
         return block

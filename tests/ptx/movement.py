@@ -19,8 +19,8 @@ def _access(block: Block, s: Statement) -> Action:
     if space == "param":
         name, _, offset = place.strip("[] ").partition("+")
         start = block.program.parameters[name.strip()][0] + int(offset or 0)
-        constant = np.repeat(block.parameters[start : start + size].view(bits), block.threads)
-        return lambda on: block.write(registers[0], constant, on)
+        value = block.parameters[start : start + size].view(bits)
+        return lambda on: block.write(registers[0], value, on)
     address = block.address(place, "u64" if space == "global" else "b32")
     reads = [block.read(register, f"b{8 * size}") for register in registers] if storing else []
     count = len(registers)
