@@ -177,18 +177,14 @@ def _key_kernel(
         _store_rows(parts, dv, row + BLOCK_N, valid, kv_heads, kv_head, DIM, BLOCK_D)
 
 
-def has_warp_groups(device: torch.device) -> bool:
-    """Whether four warps multiply asynchronously as a group: from Hopper on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 def _blocks(query: torch.Tensor) -> dict[str, int | bool]:
     """Tile sizes: large ones where the tensor cores work. On Hopper 64 rows are one warp group's share of a product:
     with eight warps an H100 took twice as long for heads of 128."""
     dim = query.shape[2]
     block_d, wide = max(16, triton.next_power_of_2(dim)), triton_interpreted() or query.dtype == torch.float32
     block = max(16, min(64, (2048 if wide else 8192) // block_d))
-    warps = 8 if wide or (block * block_d >= 8192 and not has_warp_groups(query.device)) else 4
+    groups = query.is_cuda and torch.cuda.get_device_capability(query.device) >= (9, 0)
+    warps = 8 if wide or (block * block_d >= 8192 and not groups) else 4
     return {"DIM": dim, "BLOCK_M": block, "BLOCK_N": block, "BLOCK_D": block_d, "UPCAST": triton_interpreted(),
             "num_warps": warps, "num_stages": 2}  # fmt: skip
 

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -65,11 +66,15 @@ class Gpu:
         def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
             self._launch(kernel, grid, args, kwargs)
 
+        blocks = triton_grouped._blocks
         replaced = {
             (JITFunction, "run"): run,
             (rlkernels.backend, "unavailable"): lambda *_: None,  # for tensors on the CPU
             (triton_kernels, "processors"): lambda _: 132,
-            (triton_grouped, "has_warp_groups"): lambda _: self.arch >= 90,
+            (torch.cuda, "get_device_capability"): lambda _: divmod(self.arch, 10),
+            (triton_grouped, "_blocks"): lambda query: blocks(
+                SimpleNamespace(shape=query.shape, dtype=query.dtype, device=query.device, is_cuda=True)
+            ),
         }
         for (owner, name), function in replaced.items():
             self._patches.enter_context(patch.object(owner, name, function))
