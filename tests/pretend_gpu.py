@@ -5,7 +5,6 @@ GPU as far as devices decide anything (kernels, the type of weights, where a ten
 behind on the other side is found. How often the host waits for the device is counted.
 """
 
-import functools
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,11 +19,9 @@ from torch.autograd.graph import _engine_run_backward as run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from python_trainer.model import attention
 from rlkernels import backend
 
 GPU = torch.device("cuda", 0)
-REAL_VARLEN: Any = attention.varlen_attn
 APPLY: Any = torch.nn.Module._apply
 MEMORY = 24 << 30
 aten = torch.ops.aten
@@ -206,24 +203,6 @@ def attend(
     return score.softmax(-1) @ value
 
 
-@functools.wraps(REAL_VARLEN)  # its arguments are looked at
-def varlen_attn(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *starts_and_longest: Any, **options: Any
-) -> torch.Tensor:
-    """What torch's computes on a GPU, where everything it is given has to be."""
-    if query.is_meta:  # of a plan
-        return REAL_VARLEN(query, key, value, *starts_and_longest, **options)
-    *starts, max_q, max_k = starts_and_longest
-    assert all(isinstance(x, GPUTensor) for x in (query, key, value, *starts)) and query.dtype in attention.HALVES
-    assert {x.dtype for x in starts} == {torch.int32} and query.shape[2] % attention.HEAD_STEP == 0
-    single = bool((starts[0].numbers.diff() == 1).all())  # without a window kernels for a query a row are taken
-    assert options["window_size"] == attention.CAUSAL or (options["window_size"] == attention.ALL_KEYS and single)
-    assert options.get("enable_gqa") or query.shape[1] == key.shape[1]
-    assert all(longest >= int(x.numbers.diff().max()) for x, longest in zip(starts, (max_q, max_k), strict=True))
-    on_host = (x.numbers for x in starts)
-    return attention.attend_rows(query, key, value, *on_host, max_q, max_k, scale=options["scale"])
-
-
 def move_module(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
     """``Module._apply`` where parameters get another class, so that new ones are made: those that were one stay one."""
     names: dict[torch.nn.Parameter, list[str]] = {}
@@ -263,7 +242,6 @@ def pretended() -> Iterator[Counter[str]]:
         with pytest.MonkeyPatch.context() as monkeypatch, PretendGPU():
             for name, value in answers.items():
                 monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-            monkeypatch.setattr(attention, "varlen_attn", varlen_attn)
             monkeypatch.setattr(torch.nn.Module, "_apply", move_module)
             monkeypatch.setattr(backend, "RECORDS", {})  # no kernel of ours runs there
             monkeypatch.setenv("RLKERNELS_PROVE", "off")

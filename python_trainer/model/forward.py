@@ -24,11 +24,14 @@ Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Attention], torch.
 
 
 @contextmanager
-def flat_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Within it forward and backward passes on flattened tokens work; afterwards the model attends as it did before."""
+def attend_by(model: PreTrainedModel, implementation: str = IMPLEMENTATION) -> Iterator[None]:
+    """Within it the model attends by an implementation of Transformers; afterwards as it did before.
+
+    By default by ours, under which forward and backward passes on flattened tokens work.
+    """
     before = model.config._attn_implementation
     try:
-        model.set_attn_implementation(IMPLEMENTATION)
+        model.set_attn_implementation(implementation)
         yield
     finally:
         model.set_attn_implementation(before)

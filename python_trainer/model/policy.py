@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from python_trainer.data import Example, Messages
 from python_trainer.errors import UserError
-from python_trainer.model.forward import LogitRule, flat_attention, forward_with_states
+from python_trainer.model.forward import LogitRule, attend_by, forward_with_states
 from python_trainer.model.fused import FusedDecoder, supports
 from python_trainer.model.loading import choose_device, find_dtype, policy_folder, read_model
 from python_trainer.model.lora import (
@@ -259,7 +259,7 @@ class Policy:
 
     def packed_attention(self) -> AbstractContextManager[None]:
         """Within it :meth:`score` and its backward pass work; afterwards the model attends as it did before."""
-        return flat_attention(self.model)
+        return attend_by(self.model)
 
     def score(self, packed: Packed, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probability and entropy at every response token, [B, L] float32, both differentiable, 0 where masked.

@@ -1,24 +1,29 @@
-"""Checks a model with three tokens: how its layers attend, and that nothing but attention looks across tokens."""
+"""Checks a model with seven tokens: training and generation compute by their own paths what the model computes."""
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from python_trainer.errors import UserError
+from python_trainer.model.attention import PackedLayout, page
 from python_trainer.model.forward import (
+    Forward,
     LogitRule,
+    attend_by,
     evaluation_mode,
-    flat_attention,
+    forward,
     forward_with_states,
     observe_logit_rule,
 )
 from python_trainer.model.fused import FusedDecoder, supports
-from rlkernels.integrations.transformers_attention import other_layers, rotary_limit
+from rlkernels import PagedKVCache
+from rlkernels.integrations.transformers_attention import Attention, other_layers, rotary_limit
+from rlkernels.prefix_cache import Sequence
 
-FLAT = [1, 2, 1], [0, 1, 0], [0, 1, 2]  # ids of two sequences side by side, their positions, and all rows
-LENGTHS = [2, 1]
+PROMPT, ANSWERS = (1, 2, 1), ((2, 1), (1, 2))  # of one group
+BLOCK = 2  # tokens: the prompt fills a block, which is shared, and half of another, which is copied
 
 
 @dataclass(frozen=True)
@@ -34,58 +39,115 @@ class ModelTraits:
 
 
 @dataclass
-class AttentionRecorder:
-    """Plain causal attention of the sequences, which records the arguments of the layers."""
+class LayerRecorder:
+    """Hands on to another attention and notes what each layer attends to."""
 
+    attention: Attention
     shapes: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # layer -> KV heads, key and value dim
     windows: dict[int, int | None] = field(default_factory=dict)  # layer -> tokens
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
     ) -> torch.Tensor:
-        """query [T, Hq, d], key and value [T, Hk, d] -> [T, Hq, d]."""
-        self.shapes[layer] = (key.shape[1], key.shape[2], value.shape[2])
+        """query [T, Hq, d], key and value [T, Hk, d] -> [T, Hq, d]; no sliding window is as short as these tokens."""
+        self.shapes[layer] = shape = (key.shape[1], key.shape[2], value.shape[2])
         self.windows[layer] = window
-        parts = []
-        for q, k, v in zip(*(x.transpose(0, 1).split(LENGTHS, 1) for x in (query, key, value))):
-            parts.append(scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True))
-        return torch.cat(parts, 1).transpose(0, 1)
+        if shape[1] != shape[2] or len(set(self.shapes.values())) > 1:
+            raise ValueError(
+                "keys and values must be of one shape in all layers, got (heads, dimensions of a key, of a value) by "
+                f"layer: {self.shapes}"
+            )
+        return self.attention.attend(layer, query, key, value, scale, None)
 
 
 def find_traits(model: PreTrainedModel, name: str | None = None) -> ModelTraits:
-    """Runs the model on [1, 2] and on [1], by itself and flattened, and compares.
+    """Runs the model on a group as training and generation do, and compares with eager attention of Transformers.
 
     Args:
         name: of the model, for messages; by default its class.
 
     Raises:
-        UserError: the model's forward does not go through, its layers are not all plain attention, or it does not
-            compute on flattened tokens what it computes on its own.
+        UserError: a pass does not go through, layers are not all plain attention, or the numbers differ.
     """
-    name, seen, again = name or type(model).__name__, AttentionRecorder(), AttentionRecorder()
+    try:
+        with evaluation_mode(model):
+            return _find_traits(model)
+    except Exception as error:  # whatever the model's own code raises
+        reason = (str(error).strip() or "no message").splitlines()[0]
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise UserError(f"cannot run {name or type(model).__name__} on flattened tokens: {kind}{reason}") from error
+
+
+def _find_traits(model: PreTrainedModel) -> ModelTraits:
     if model.get_output_embeddings() is None:
-        raise UserError(f"cannot run {name}: it names no output layer (get_output_embeddings)")
-    ids, positions, rows = (torch.tensor(x, device=next(model.parameters()).device) for x in FLAT)
-    ids %= next(model.get_input_embeddings().parameters()).shape[0]  # some have no token 2
-    with evaluation_mode(model):
-        with flat_attention(model):
-            try:
-                logits, states = forward_with_states(model, ids, positions, rows, seen)
-            # a forward without further arguments, attention with some that are unknown
-            except (TypeError, ValueError) as error:
-                raise UserError(f"cannot run {name} on flattened tokens: {error}") from error
-        _check_layers(model, name, seen)
-        own = model(input_ids=ids[None, :2], use_cache=False).logits[0]
-        if not _agree(model, logits, own):
-            raise UserError(
-                f"cannot run {name} on flattened tokens: it computes something else than on its own; nothing but "
-                "attention may mix tokens"
-            )
+        raise ValueError("it names no output layer (get_output_embeddings)")
+    device = next(model.parameters()).device
+    size = next(model.get_input_embeddings().parameters()).shape[0]  # some have no token 2
+    prompt, *answers = ([token % size for token in ids] for ids in (PROMPT, *ANSWERS))
+    layout = PackedLayout([len(prompt)], [len(answer) for answer in answers], [0, len(answers)])
+    ids = torch.tensor([*prompt, *(token for answer in answers for token in answer)], device=device)
+    packed = ids, layout.position_ids.to(device), torch.arange(len(ids), device=device)
+    seen, again = LayerRecorder(layout), LayerRecorder(layout)
+    with attend_by(model):
+        logits, states = forward_with_states(model, *packed, seen)
+        _check_layers(model, seen)
+        heads, dim, _ = seen.shapes[0]
+        cache = partial(
+            *(PagedKVCache, len(seen.shapes), heads, dim),
+            num_blocks=8,
+            block_size=BLOCK,
+            dtype=model.dtype,
+            device=device,
+        )
+        cached = _cached_logits(partial(forward, model), cache(), prompt, answers)
         rule = observe_logit_rule(model, logits, states)
-        fusible = supports(model) and _agree(model, FusedDecoder(model, 2)(ids, positions, rows, again), own)
-    (kv_heads, head_dim, _), windows = seen.shapes[0], [w for w in seen.windows.values() if w is not None]
-    window = min(windows, default=None)
-    return ModelTraits(len(seen.shapes), kv_heads, head_dim, window, rule, fusible and again == seen)
+    with attend_by(model, "eager"):
+        rows = torch.tensor([[*prompt, *answer] for answer in answers], device=device)
+        own = model(input_ids=rows, use_cache=False).logits  # [2, 5, V]
+    if not _agree(model, logits, cached, own):
+        raise ValueError("it computes something else than on its own; nothing but attention may mix tokens")
+    fusible = False
+    if supports(model):
+        decoder = FusedDecoder(model, own.shape[1])
+        logits, cached = decoder(*packed, again), _cached_logits(decoder, cache(), prompt, answers)
+        fusible = _agree(model, logits, cached, own) and again == seen
+    window = min((w for w in seen.windows.values() if w is not None), default=None)
+    return ModelTraits(len(seen.shapes), heads, dim, window, rule, fusible)
+
+
+def _cached_logits(run: Forward, cache: PagedKVCache, prompt: list[int], answers: list[list[int]]) -> torch.Tensor:
+    """Logits of the prompt, of the first tokens of the answers and of the second ones, one after the other.
+
+    By a prefill, by decoding from the cache, and by decoding with the shared block read once.
+    """
+    first = cache.open(prompt)
+    found = [_run_cached(run, cache, [first], [prompt], first.slots, None)]
+    cache.commit(first)
+    sequences = [first, *cache.fork(first, len(answers) - 1)]
+    for place, share_from in ((0, None), (1, BLOCK)):
+        tokens = [answer[place : place + 1] for answer in answers]
+        slots = cache.append_many(sequences, tokens)
+        found.append(_run_cached(run, cache, sequences, tokens, slots, share_from))
+    return torch.cat(found)
+
+
+def _run_cached(
+    run: Forward,
+    cache: PagedKVCache,
+    sequences: list[Sequence],
+    tokens: list[list[int]],
+    slots: torch.Tensor,
+    share_from: int | None,
+) -> torch.Tensor:
+    """Logits [T, V] of the newest tokens of some sequences."""
+    lens = [len(some) for some in tokens]
+    ends = [sequence.length for sequence in sequences]
+    ids, positions = (
+        torch.tensor([x for row in rows for x in row], device=cache.device)
+        for rows in (tokens, [range(end - n, end) for end, n in zip(ends, lens)])
+    )
+    paged = page(cache, sequences, slots, lens, ends, share_from=share_from)
+    return run(ids, positions, torch.arange(len(ids), device=cache.device), paged)
 
 
 def longest_sequence(model: PreTrainedModel, window: int | None) -> tuple[int, str]:
@@ -106,23 +168,24 @@ def longest_sequence(model: PreTrainedModel, window: int | None) -> tuple[int, s
     return min(((n, reason) for n, reason in limits if n is not None), key=lambda limit: limit[0])
 
 
-def _check_layers(model: PreTrainedModel, name: str, seen: AttentionRecorder) -> None:
-    """Raises UserError unless all layers attend through the interface, to keys and values of one shape."""
+def _check_layers(model: PreTrainedModel, seen: LayerRecorder) -> None:
+    """Raises ValueError unless all layers attend through the interface, to nothing but tokens before."""
     config = model.config.get_text_config()
     layers = config.num_hidden_layers
     if sorted(seen.shapes) != list(range(layers)):
-        raise UserError(
-            f"cannot run {name} on flattened tokens: {len(seen.shapes)} of its {layers} layers use Transformers' "
-            "attention interface, and all must"
+        raise ValueError(
+            f"{len(seen.shapes)} of its {layers} layers use Transformers' attention interface, and all must"
         )
     if others := other_layers(config):
-        raise UserError(f"cannot run {name} on flattened tokens: it has layers of {', '.join(others)}")
-    if len(set(seen.shapes.values())) > 1 or seen.shapes[0][1] != seen.shapes[0][2]:
-        raise UserError(f"keys and values must be of one shape in all layers, {name} has {seen.shapes}")
+        raise ValueError(f"it has layers of {', '.join(others)}")
 
 
-def _agree(model: PreTrainedModel, flat: torch.Tensor, own: torch.Tensor) -> bool:
-    """Whether logits [3, V] of [1, 2] and [1] side by side are those [2, V] of [1, 2], up to rounding."""
+def _agree(model: PreTrainedModel, packed: torch.Tensor, cached: torch.Tensor, own: torch.Tensor) -> bool:
+    """Whether logits [7, V] of a packed and of three cached passes are those [2, 5, V] of the sequences alone."""
     own = own.float()
+    prompt, answers = own[0, : len(PROMPT)], own[:, len(PROMPT) :]  # [3, V], [2, 2, V]
     tolerance = (1e-3 if model.dtype == torch.float32 else 0.1) * own.abs().max()
-    return bool((flat.float() - own[[0, 1, 0]]).abs().max() <= tolerance)
+    return all(
+        bool((found.float() - torch.cat([prompt, wanted.flatten(0, 1)])).abs().max() <= tolerance)
+        for found, wanted in ((packed, answers), (cached, answers.transpose(0, 1)))
+    )

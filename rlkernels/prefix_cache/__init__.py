@@ -282,8 +282,8 @@ def _kernels(chosen: str) -> Any:
 
 
 def _attention(chosen: str, query: torch.Tensor, cache: torch.Tensor) -> Any:
-    """The same for attention; "torch" is FlashAttention where it runs."""
-    return library if chosen == "torch" and library.suits(query, cache) else _kernels(chosen)
+    """The same for attention; "torch" is the library on a GPU."""
+    return library if chosen == "torch" and library.takes(query, cache) else _kernels(chosen)
 
 
 def _choose(op: str, backend: str, *tensors: torch.Tensor) -> str:

@@ -2,7 +2,7 @@
 
 The kernels read rows of queries and rows of keys, end to end, so keys are gathered from where they lie. Query heads
 share them, and no score is held. The ATen names are used because ``varlen_attn`` of torch 2.11 wants a key head for
-every query head.
+every query head. Where the kernels do not run (float32, an old GPU), sequences are decoded as padded rows.
 """
 
 import weakref
@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import pad
 
+from rlkernels._precision import without_autocast
 from rlkernels.prefix_cache import reference
 from rlkernels.prefix_cache.layout import GroupedLayout
 
 HALVES = (torch.bfloat16, torch.float16)  # the kernels compute in these
 LARGEST_HEAD, HEAD_STEP = 256, 8
 OLDEST = (8, 0)  # compute capability
+PIECE = 1 << 26  # numbers of padded keys at one time
 aten: Any = torch.ops.aten
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -29,6 +31,11 @@ class Rows(NamedTuple):
     starts_k: torch.Tensor  # int32 [N + 1]
     max_q: int
     max_k: int
+
+
+def takes(query: torch.Tensor, cache: torch.Tensor) -> bool:
+    """Whether attention to such a cache runs here: on a GPU, in one type of at most 32 bits."""
+    return query.is_cuda and query.dtype == cache.dtype != torch.float64
 
 
 def suits(*tensors: torch.Tensor) -> bool:
@@ -54,8 +61,30 @@ def _attend(query: torch.Tensor, caches: Pair, rows: Rows, scale: float, causal:
     if not rows.places.numel():
         return torch.zeros_like(query), query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)
     key, value = (cache.index_select(0, rows.places) for cache in caches)
+    if not suits(query, key):
+        return _decode(query, key, value, rows, scale)
     out, lse, *_ = _flash(query, key, value, rows, scale, causal and rows.max_q > 1)
     return out, lse.T.masked_fill(lse.T == torch.inf, -torch.inf)  # inf where a query saw no key
+
+
+def _decode(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Rows, scale: float) -> Pair:
+    """The same for rows of one query each, N = T, padded to the longest: few launches, whatever N is."""
+    starts, place = rows.starts_k, torch.arange(rows.max_k, device=query.device)
+    unseen = place >= starts.diff()[:, None]  # [N, K]
+    # a key that is not seen must not be another sequence's, which may hold NaN: it is the own first one
+    index = (starts[:-1, None] + place.masked_fill(unseen, 0)).clamp(max=len(key) - 1)
+    queries = query.float().unflatten(1, (key.shape[1], -1))  # [N, Hk, g, d]
+    parts = []
+    for piece in torch.arange(len(query), device="cpu").split(max(PIECE // (rows.max_k * key[0].numel()), 1)):
+        some = slice(int(piece[0]), int(piece[-1]) + 1)
+        with without_autocast(query.device):
+            score = torch.einsum("nhgd,nkhd->nhgk", queries[some], key[index[some]].float()) * scale
+            score = score.masked_fill(unseen[some, None, None], -torch.inf)
+            out = torch.einsum("nhgk,nkhd->nhgd", score.softmax(-1), value[index[some]].float())
+        none = unseen[some].all(1)
+        parts.append((out.flatten(1, 2).masked_fill(none[:, None, None], 0), score.logsumexp(-1).flatten(1)))
+    out, lse = (torch.cat(found) for found in zip(*parts))
+    return out.to(query.dtype), lse
 
 
 # by whether the rows are of groups: the tensors that the last rows were made of, their versions, and these rows
@@ -92,6 +121,8 @@ def paged_attention(
     if not query.numel():
         return reference.paged_attention(query, key_cache, value_cache, block_tables, seq_lens, query_starts, scale)
     rows = _rows(key_cache.shape[1], block_tables, seq_lens, query_starts)
+    if not suits(query, key_cache) and (rows.max_q > 1 or len(query) < len(seq_lens)):
+        return reference.paged_attention(query, key_cache, value_cache, block_tables, seq_lens, query_starts, scale)
     return _attend(query, (key_cache.flatten(0, 1), value_cache.flatten(0, 1)), rows, scale, causal=True)
 
 
@@ -101,6 +132,10 @@ def shared_prefix_attention(
     query_starts: torch.Tensor, scale: float,
 ) -> Pair:  # fmt: skip
     """As ``reference.shared_prefix_attention``: a prefix is gathered once for its group."""
+    if not suits(query, key_cache):
+        groups = group_tables, group_lens, group_starts
+        sequences = block_tables, seq_lens, query_starts
+        return reference.shared_prefix_attention(query, key_cache, value_cache, *groups, *sequences, scale)
     own = paged_attention(query, key_cache, value_cache, block_tables, seq_lens, query_starts, scale)
     if not query.numel():
         return own

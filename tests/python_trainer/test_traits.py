@@ -1,9 +1,12 @@
 """What is found out about a model before anything runs: models that packing would change are refused, by any engine."""
 
+import re
+
 import pytest
 import torch
+import transformers
 from conftest import save_tiny_policy
-from paged import SIZES, make
+from paged import GREEDY, SIZES, make, own_greedy, prompts
 from rich.console import Console
 from transformers import (
     Lfm2Config,
@@ -18,14 +21,18 @@ from transformers import (
 
 from python_trainer.data import Rollout
 from python_trainer.errors import UserError
+from python_trainer.model import traits as traits_module
+from python_trainer.model.attention import page
 from python_trainer.model.forward import LogitRule
 from python_trainer.model.packing import pack
 from python_trainer.model.policy import Policy, load_policy
 from python_trainer.model.settings import ModelConfig
 from python_trainer.model.traits import ModelTraits, find_traits
+from python_trainer.rollout import PagedEngine, Request
 from python_trainer.rollout.make import make_engine
 from python_trainer.rollout.paged import engine as engine_module
 from python_trainer.trainer import Trainer
+from rlkernels.integrations.transformers_attention import IMPLEMENTATION
 
 
 class Convolution(torch.nn.Module):
@@ -48,6 +55,94 @@ def test_a_convolution_among_the_tokens_is_refused(tiny_policy, causal):
     message = r"cannot run mixed \(Qwen2ForCausalLM\) on flattened tokens: .* nothing but attention may mix tokens"
     with pytest.raises(UserError, match=message):
         Policy(model, tokenizer, name="mixed")
+
+
+class Twice(torch.nn.Module):
+    """Differential attention: what a layer attends to, less half of what it attends to with other queries and keys."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden_states, **options):
+        first, second = (self.inner(hidden_states=h, **options)[0] for h in (hidden_states, hidden_states.flip(-1)))
+        return first - second / 2, None
+
+
+def attending_twice():
+    model = make()
+    model.model.layers[1].self_attn = Twice(model.model.layers[1].self_attn)
+    return model
+
+
+@pytest.mark.parametrize(
+    "make_model", [attending_twice, lambda: transformers.DiffLlamaForCausalLM(transformers.DiffLlamaConfig(**SIZES))]
+)
+def test_a_layer_that_attends_twice_is_refused(make_model):
+    """Without a cache it computes what it should; in a cache the second keys take the place of the first."""
+    model = make_model()
+    with pytest.raises(UserError, match=r"^cannot run \w+ on flattened tokens: it computes something else [^\n]*$"):
+        find_traits(model)
+    assert model.config._attn_implementation != IMPLEMENTATION
+
+
+def test_the_paths_of_generation_are_checked(monkeypatch):
+    """A prefill, decoding, and decoding with shared blocks: each with keys that are wrong in the cache alone."""
+    passes = []
+
+    def paged(cache, sequences, *args, **options):
+        made = page(cache, sequences, *args, **options)
+        passes.append(made)
+        if len(passes) in broken:
+            for layer in cache.key_cache:
+                layer.mul_(-3)
+        return made
+
+    monkeypatch.setattr(traits_module, "page", paged)
+    model, broken = make("llama"), []
+    find_traits(model)
+    assert [len(made.slots) for made in passes[:3]] == [3, 2, 2] and len(passes) == 6, "by both ways through the model"
+    assert [made.groups is not None for made in passes[:3]] == [False, False, True]
+    for number in (2, 3):
+        broken[:] = [number]
+        passes.clear()
+        with pytest.raises(UserError, match="computes something else"):
+            find_traits(model)
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError(1), RuntimeError("view size is not\ncompatible"), AssertionError(), IndexError("i")]
+)
+def test_whatever_a_model_raises_is_one_line(error):
+    model = make()
+
+    def fail(*_):
+        raise error
+
+    model.model.layers[1].mlp.register_forward_pre_hook(fail)
+    reason = (str(error) or "no message").splitlines()[0]
+    message = f"cannot run Qwen2ForCausalLM on flattened tokens: {type(error).__name__}: {reason}"
+    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+        find_traits(model)
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+UNUSUAL = {
+    "Afmoe": {**EXPERTS, "head_dim": 8, "sliding_window": 128, "num_shared_experts": 1, "num_dense_layers": 1},
+    "JetMoe": {"kv_channels": 8, "num_local_experts": 4, "num_key_value_heads": 2},
+}
+
+
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_models_that_want_contiguous_attention(kind):
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{kind}Config")(**SIZES | UNUSUAL[kind])
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    prompt = prompts([11])[0]
+    got = PagedEngine(model, eos_token_ids=(), memory_bytes=1 << 20).generate(
+        [Request(prompt, max_new_tokens=8)], GREEDY
+    )
+    assert got[0].ids == own_greedy(model, prompt, 8)
 
 
 @pytest.mark.parametrize("engine", ["paged", "vllm"])

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import rlkernels.backend
 from python_trainer.data import Request, Rollout
 from python_trainer.errors import UserError
-from python_trainer.model.attention import PagedBatch
-from python_trainer.model.forward import Forward, evaluation_mode, flat_attention, forward
+from python_trainer.model.attention import page
+from python_trainer.model.forward import Forward, attend_by, evaluation_mode, forward
 from python_trainer.model.fused import FusedDecoder, supports
 from python_trainer.model.traits import ModelTraits, find_traits, longest_sequence
 from python_trainer.rollout.drafting import Decoding
@@ -201,29 +201,15 @@ class PagedEngine(Engine):
     def _forward(self, run: Forward, step: Pass, share: bool) -> torch.Tensor:
         """Logits [R, V], one row per entry of ``step.rows``."""
         self._stats["forward_passes"] += 1
-        starts = torch.zeros(len(step.query_lens) + 1, dtype=torch.int32, device="cpu")
-        torch.cumsum(torch.tensor(step.query_lens, dtype=torch.int32, device="cpu"), 0, out=starts[1:])
-        paging = self._paging(step, starts.to(self.device), share)
+        paged = page(
+            *(self.cache, step.sequences, step.slots, step.query_lens, step.seq_lens),
+            share_from=MIN_SHARED_TOKENS if share else None,
+        )
         ids, positions, rows = (
             torch.tensor(values, dtype=torch.int64, device=self.device)
             for values in (step.ids, step.positions, step.rows)
         )
-        return run(ids, positions, rows, paging)
-
-    def _paging(self, step: Pass, query_starts: torch.Tensor, share: bool) -> PagedBatch:
-        seq_lens = torch.tensor(step.seq_lens, dtype=torch.int32, device=self.device)
-        sizes = max(step.query_lens), max(step.seq_lens), sum(step.seq_lens)
-        if share:
-            prefix_tables, group_lens, group_starts, tables, _ = self.cache.group(
-                step.sequences, min_tokens=MIN_SHARED_TOKENS
-            )
-            if prefix_tables.shape[1]:  # which the host knows, unlike the lengths
-                # of a prompt that is computed in chunks, this pass sees less than the cache knows
-                members = group_starts.diff()
-                own_lens = seq_lens - group_lens.repeat_interleave(members, output_size=len(step.sequences))
-                groups = prefix_tables, group_lens, group_starts
-                return PagedBatch(self.cache, step.slots, tables, own_lens, query_starts, *sizes, groups)
-        return PagedBatch(self.cache, step.slots, self.cache.tables(step.sequences)[0], seq_lens, query_starts, *sizes)
+        return run(ids, positions, rows, paged)
 
     def _draw(
         self, step: Pass, logits: torch.Tensor, sampling: SamplingParams, stop: StopStrings | None
@@ -288,7 +274,7 @@ class PagedEngine(Engine):
             ids, positions = [0] * (sequences * tokens), [*range(context, length)] * sequences
             lengths, counts = [length] * sequences, [tokens] * sequences
             step = Pass(ids, positions, slots, opened, lengths, counts, list(range(len(ids))))
-            with evaluation_mode(self.model), flat_attention(self.model):
+            with evaluation_mode(self.model), attend_by(self.model):
                 run = self._runner(length)
                 for _ in range(repeats):
                     before = time.perf_counter()
@@ -347,7 +333,7 @@ class Session:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Within it the model is ready for :meth:`step`."""
-        with evaluation_mode(self.engine.model), flat_attention(self.engine.model):
+        with evaluation_mode(self.engine.model), attend_by(self.engine.model):
             self.forward = self.engine._runner(self.longest)
             try:
                 yield

@@ -26,6 +26,7 @@ def flash(monkeypatch):
     names = {"_flash_attention_forward": forward, "_flash_attention_backward": flash_attention.backward,
              "embedding_dense_backward": real.embedding_dense_backward}  # fmt: skip
     monkeypatch.setattr(library, "aten", SimpleNamespace(**names))
+    monkeypatch.setattr(library, "takes", lambda query, cache: True)
     monkeypatch.setattr(library, "suits", lambda *tensors: True)
     monkeypatch.setattr(library, "_known", {})
     calls.clear()
@@ -43,6 +44,34 @@ def test_paged_attention(case):
     for mine, exact in zip(problem.call("torch"), problem.exact()):
         torch.testing.assert_close(mine.double(), exact, rtol=1e-4, atol=1e-5)
     assert calls and all(causal == (max_q > 1) for max_q, _, causal in calls if make is attention.paged)
+
+
+@pytest.mark.parametrize("piece", [1 << 26, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_without_flash_attention_decodes_all_sequences_at_once(monkeypatch, piece, dtype):
+    """Also one without keys, and one whose keys are NaN, which stays alone with them."""
+    monkeypatch.setattr(library, "suits", lambda *tensors: False)
+    monkeypatch.setattr(library, "PIECE", piece)
+    alone = []
+    monkeypatch.setattr(library.reference, "paged_attention", lambda *args: alone.append(args) or (None, None))
+    monkeypatch.setattr(rlkernels.prefix_cache, "_check_lengths", lambda *_: None)
+    pages, lens = attention.Pages(20, 4, 2, 16, dtype, CPU), [5, 12, 0, 1, 7]
+    tables, (keys, values) = pages.table(lens), pages.finished()
+    values[int(tables[1, 0]), 0] = torch.nan
+    query = torch.randn(5, 4, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    args = query, keys, values, tables, pages.ints(lens), pages.ints(range(6))
+    out, lse = rlkernels.paged_attention(*args, scale=0.25, backend="torch", return_lse=True)
+    assert not alone and out.dtype == dtype and out[1].isnan().any() and not out[2].any()
+    for i, n in enumerate(lens):
+        places = [(int(tables[i, t // 4]), t % 4) for t in range(n)]
+        if i not in (1, 2):
+            k, v = (torch.stack([c[p] for p in places]).double().repeat_interleave(2, 1) for c in (keys, values))
+            score = torch.einsum("hd,khd->hk", query[i].double(), k) * 0.25
+            wanted = torch.einsum("hk,khd->hd", score.softmax(-1), v)
+            torch.testing.assert_close(out[i].double(), wanted, atol=1e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0)
+            torch.testing.assert_close(lse[i].double(), score.logsumexp(-1), atol=1e-5, rtol=1e-5)
+    rlkernels.paged_attention(*args[:-1], pages.ints([0, 2, 3, 3, 4, 5]), scale=0.25, backend="torch")
+    assert len(alone) == 1, "prompts are computed one by one"
 
 
 def test_prefixes_are_gathered_once_per_group():
