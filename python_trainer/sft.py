@@ -22,6 +22,7 @@ from python_trainer.keyed import prompt_order
 from python_trainer.logger import Logger
 from python_trainer.memory import RECOMPUTES, needs_recomputing
 from python_trainer.model.loading import dtype_name, keep_dtype, saved_dtype
+from python_trainer.model.lora import describe_skipped
 from python_trainer.model.packing import micro_batches, pack
 from python_trainer.model.policy import Policy, load_policy, recompute_activations, set_matmul_precision
 from python_trainer.parts import make_learner
@@ -98,6 +99,8 @@ class Sft:
         task = load_task(config.task)
         found = load_newest(self.checkpoints, self.logger.note) if resume else None
         self.policy = load_policy(keep_dtype(config.model, saved_dtype(found and found[1])))
+        if (skipped := describe_skipped(self.policy.model, config.model.lora)) is not None:
+            self.logger.note(skipped)
         self.policy.chat_template_kwargs = config.task.chat_template_kwargs
         set_matmul_precision(config.model.matmul_precision)
         self.rows, self.held_out = self.answers("train", task.train), self.answers("test", task.test[:HELD_OUT])

@@ -26,6 +26,7 @@ from python_trainer.kernels import settle_kernels
 from python_trainer.keyed import keyed_seed
 from python_trainer.logger import Logger, choose_samples, rollout_statistics
 from python_trainer.model.loading import dtype_name, saved_dtype
+from python_trainer.model.lora import describe_skipped
 from python_trainer.model.policy import choose_device, set_matmul_precision
 from python_trainer.parts import make_learner, make_run_engine, resolve_settings
 from python_trainer.prompts import Prompts, load_tasks
@@ -97,6 +98,8 @@ class Trainer:
         self.kernels = settle_kernels(chosen, self.folder, ranks, note)
         set_matmul_precision("highest")  # while the model is checked, until the engine is made
         self.policy = ranks.load(chosen.model, note, offload=chosen.optimizer.offload)
+        if (skipped := describe_skipped(self.policy.model, chosen.model.lora)) is not None:
+            note(skipped)
         self.engine = make_run_engine(chosen, self.policy, tasks, output_dir, ranks, note)
         self.engine.on_progress = self.logger.log_generation  # of several processes the first one tells of its own part
         with ranks.together():

@@ -1,7 +1,9 @@
 """Low-rank adapters by PEFT: the model stays as it is, and what trains is a product of two thin matrices per layer."""
 
 import copy
+import re
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +20,7 @@ from python_trainer.model.weights import full
 from rlkernels.integrations.vllm_worker import merged_weight
 
 ADAPTER = "default"
+ALL_LINEAR = "all-linear"
 
 
 class AdaptedWeight(NamedTuple):
@@ -59,11 +62,15 @@ def inject_adapters(model: Any, settings: LoraSettings) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise UserError(f"model.lora needs PEFT ({error}): pip install peft") from error
-    wanted = LoraConfig(r=settings.r, lora_alpha=settings.alpha, target_modules=settings.target_modules)  # type: ignore[arg-type]
+    part, modules = model, settings.target_modules
+    if modules == ALL_LINEAR:
+        # within a module that has no config: by the model type in one PEFT adds fused experts and their router
+        part, modules = torch.nn.ModuleDict({"model": model}), [f"model.{name}" for name in linear_layers(model)]
+    wanted = LoraConfig(r=settings.r, lora_alpha=settings.alpha, target_modules=modules)  # type: ignore[arg-type]
     with torch.random.fork_rng():
         torch.manual_seed(keyed_seed("lora"))
         try:
-            inject_adapter_in_model(wanted, model, ADAPTER)
+            inject_adapter_in_model(wanted, part, ADAPTER)
         except (ValueError, NotImplementedError) as error:
             raise UserError(
                 f"model.lora.target_modules: {settings.target_modules!r} fits no layers: {error}"
@@ -73,6 +80,27 @@ def inject_adapters(model: Any, settings: LoraSettings) -> None:
             raise UserError(f"model.lora.target_modules must name linear layers, {name} is none")
     if hasattr(model.get_output_embeddings(), "lora_A"):
         raise UserError(f"model.lora.target_modules must not name the output layer, got {settings.target_modules!r}")
+
+
+def linear_layers(model: Any) -> list[str]:
+    """Names of all linear layers but the output layer."""
+    output = model.get_output_embeddings()
+    return [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not output]
+
+
+def describe_skipped(model: Any, settings: LoraSettings | None) -> str | None:
+    """Names, for the user, the matrices of a model with adapters that ``all-linear`` leaves without one, if any."""
+    if settings is None or settings.target_modules != ALL_LINEAR:
+        return None
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    others = {id(p) for module in ends for p in module.parameters()}
+    skipped = Counter(
+        re.sub(r"\.\d+\.", ".*.", name)
+        for name, p in model.named_parameters()
+        if p.ndim > 1 and id(p) not in others and not is_adapter(name) and ".base_layer." not in name
+    )
+    named = ", ".join(f"{name} ({count} times)" for name, count in skipped.items())
+    return f"model.lora: all-linear adapts linear layers alone; without an adapter stay {named}" if named else None
 
 
 def merge_adapter(model: Any, folder: Path) -> Any:

@@ -3,12 +3,14 @@
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 from jinja2 import TemplateError
+from torch.utils.checkpoint import checkpoint
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -62,11 +64,18 @@ def load_policy(config: ModelConfig) -> "Policy":
 
 
 def recompute_activations(model: Any) -> None:
-    """Switches gradient checkpointing on, while dropout stays off."""
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    for module in model.modules():  # checkpointing looks at the mode of its own layer only
+    """Recomputes what the layers hold in the backward pass; no module changes its mode, so dropout stays off."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})  # does nothing in evaluation mode but to be a mark
+    for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
-            module.training = True
+            # of the class, with the module as an argument: that of a copy is then the copy
+            module.forward = partial(_recomputed, type(module).forward, module)
+
+
+def _recomputed(forward: Callable[..., Any], module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(module, *args, **kwargs)
+    return checkpoint(forward, module, *args, use_reentrant=False, **kwargs)
 
 
 def find_eos_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> list[int]:

@@ -1,14 +1,17 @@
 """Packed scoring: the same numbers and gradients as one plain forward pass per sample."""
 
+import copy
+
 import pytest
 import torch
-from conftest import save_tiny_policy
+import transformers
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from python_trainer.data import Rollout
 from python_trainer.errors import UserError
 from python_trainer.model.attention import PackedLayout
 from python_trainer.model.packing import micro_batches, pack
-from python_trainer.model.policy import load_policy
+from python_trainer.model.policy import Policy, load_policy, recompute_activations
 from python_trainer.model.settings import ModelConfig
 
 
@@ -105,10 +108,48 @@ def test_gradient_checkpointing_changes_nothing(tiny_policy, policy, answers, mo
         torch.testing.assert_close(a, b)
 
 
-def test_dropout_stays_off(tmp_path, answers):
-    folder = save_tiny_policy(tmp_path, attention_dropout=0.5)
-    policy = load_policy(ModelConfig(path=str(folder), device="cpu", gradient_checkpointing=True))
-    packed = pack(answers, range(len(answers)))
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+DROPOUT = {
+    "Qwen2": {"attention_dropout": 0.5, "num_key_value_heads": 2},
+    "OPT": {"dropout": 0.5, "attention_dropout": 0.5, "ffn_dim": 48, "word_embed_proj_dim": 32},
+    "BioGpt": {"hidden_dropout_prob": 0.5, "attention_probs_dropout_prob": 0.5, "activation_dropout": 0.5},
+}
+
+
+@pytest.mark.parametrize("kind", DROPOUT)
+def test_recomputing_activations_leaves_dropout_off(tiny_policy, answers, kind):
+    """Log-probabilities and gradients are those of eager Transformers in evaluation mode."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **DROPOUT[kind], pad_token_id=0)
+    model = getattr(transformers, f"{kind}ForCausalLM")._from_config(config, attn_implementation="eager").eval()
+    ids = torch.tensor([answers[0].prompt_ids + answers[0].response_ids])
+    given = len(answers[0].prompt_ids)
+    logprobs = model(input_ids=ids, use_cache=False).logits[0, given - 1 : -1].log_softmax(-1)
+    expected = logprobs.gather(1, ids[0, given:, None])[:, 0]
+    gradients = torch.autograd.grad(expected.sum(), list(model.parameters()), allow_unused=True)
+    tokenizer = load_policy(ModelConfig(path=str(tiny_policy), device="cpu")).tokenizer
+    policy = Policy(model, tokenizer, name=kind)
+    recompute_activations(model)
+    forwards = []
+    layer = next(m for m in model.modules() if isinstance(m, GradientCheckpointingLayer))
+    layer.self_attn.register_forward_hook(lambda *_: forwards.append(layer.training))
     with policy.packed_attention():
-        first, second = (policy.score(packed, 1.0)[0] for _ in range(2))
-    assert torch.equal(first, second)
+        found = policy.score(pack(answers, [0]), 1.0)[0][0]
+        found.sum().backward()
+    assert forwards == [False, False], "once more in the backward pass"
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    for p, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(p.grad, gradient, rtol=1e-3, atol=1e-5)
+    assert not any(module.training for module in model.modules())
+
+
+def test_a_copy_recomputes_its_own_activations(tiny_policy):
+    model = load_policy(ModelConfig(path=str(tiny_policy), device="cpu", gradient_checkpointing=True)).model
+    copied = copy.deepcopy(model)
+    recompute_activations(copied)  # as a critic is: not twice
+    passes = []
+    for name, one in (("model", model), ("copy", copied)):
+        one.model.layers[0].self_attn.register_forward_hook(lambda *_, name=name: passes.append(name))
+    copied(torch.tensor([[1, 2, 3]])).logits.sum().backward()
+    assert passes == ["copy", "copy"]
+    assert all(p.grad is None for p in model.parameters()) and all(p.grad is not None for p in copied.parameters())
