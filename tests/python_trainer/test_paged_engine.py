@@ -331,6 +331,7 @@ def test_long_answers_first_are_the_same_answers_in_fewer_passes():
 
 def test_launches_and_waits_of_a_decode_pass_are_few(monkeypatch):
     """As on a GPU without proven kernels: plain torch, and FlashAttention, which is one launch here."""
+    engine = engine_for(make(), fused=False)
     monkeypatch.setenv("RLKERNELS_BACKEND", "torch")
     monkeypatch.setattr(library, "takes", lambda query, cache: True)
     monkeypatch.setattr(library, "suits", lambda *tensors: True)
@@ -339,7 +340,6 @@ def test_launches_and_waits_of_a_decode_pass_are_few(monkeypatch):
     for check in ("_check_lengths", "_check_values"):  # a CPU looks at all numbers
         monkeypatch.setattr(prefix_cache, check, lambda *_: None)
     monkeypatch.setattr(draw, "keyed_uniform", partial(keyed_uniform, backend="cpu"))  # one call on the host
-    engine = engine_for(make(), fused=False)
     engine.submit([Request(prompt, max_new_tokens=8, num_samples=4) for prompt in prompts([9, 5])], SamplingParams())
     session, reads = engine._session, []
     read = torch.Tensor.tolist
