@@ -347,7 +347,7 @@ class Checkpointer:
         if name == "adapter":
             assert model.lora is not None
             models = (adapter_weights(policy.model), policy.model, policy.inference_model, model.lora)
-            write = partial(save_adapter, *models, base=base_name(model), revision=model.revision)
+            write = partial(save_adapter, *models, base=base_name(model))
         elif policy.streams_weights:
             policy.restore_inference_model()
         if self.ranks.rank == 0:

@@ -237,7 +237,7 @@ def check_files(config: "Config") -> None:
     """Raises UserError for a file or folder in the settings that does not exist."""
     from python_trainer.hub import policy_folder
 
-    policy_folder(config.model.path, config.model.revision)
+    policy_folder(config.model.path)
     config.task.check_files()
 
 

@@ -11,9 +11,10 @@ SHIPPED = Path(__file__).parent / "tasks" / "policies"
 FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.safetensors")  # of a repository, what a policy needs
 
 
-def is_hub_id(name: str) -> bool:
-    """Whether a name has the form ``owner/name``."""
-    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) is not None
+def hub_model(path: str) -> tuple[str, str | None] | None:
+    """Name and revision of a model of the Hub, ``owner/name`` or ``owner/name@revision``; None: another form."""
+    found = re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?", path)
+    return None if found is None else (found[1], found[2])
 
 
 def snapshot(
@@ -63,22 +64,25 @@ def shipped_policies() -> list[str]:
     return sorted(folder.name for folder in SHIPPED.iterdir() if (folder / "config.json").is_file())
 
 
-def policy_folder(path: str, revision: str | None = None, files: Sequence[str] = FILES) -> Path:
-    """The folder, or GGUF file, that ``model.path`` means, fetched where it is an id of the Hub.
+def policy_folder(path: str, files: Sequence[str] = FILES) -> Path:
+    """The folder that ``model.path`` means, fetched where it is an id of the Hub.
 
     Args:
         files: patterns of what is fetched.
 
     Raises:
-        UserError: there is none, or a revision of what has none.
+        UserError: there is none.
     """
     folder = SHIPPED / path if path in shipped_policies() else Path(path)
-    if folder.is_dir() or (folder.suffix == ".gguf" and folder.is_file()):
-        if revision is not None:
-            raise UserError(f"model.revision is for a model of the Hub, but model.path {path} is a folder here")
+    if folder.suffix == ".gguf" or (folder.is_dir() and any(folder.glob("*.gguf")) and not any(folder.glob("*.json"))):
+        raise UserError(
+            f"model.path: {path} is GGUF, which does not train: unpack it once by Transformers, "
+            "AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME).save_pretrained(NEW) and AutoTokenizer alike"
+        )
+    if folder.is_dir():
         return folder
-    if is_hub_id(path):
-        return snapshot(path, revision, kind="model", setting="model.path", files=files)
+    if (hub := hub_model(path)) is not None:
+        return snapshot(*hub, kind="model", setting="model.path", files=files)
     raise UserError(
         f"model.path: there is no folder {folder}; give a folder in Hugging Face format, an owner/name of the Hub, or "
         f"one of {', '.join(shipped_policies())}"

@@ -79,8 +79,7 @@ def proved(config: "Config", note: Callable[[str], None]) -> dict[str, str]:
         return table
     shape = model_shape(config)
     if shape is None:
-        note("the kernels are not proved for this run: a GGUF file does not tell its shapes")
-        return table
+        return table  # loading the model says what is wrong with it
     needed = [op for op in PROVABLE if not any(op in ops for ops in OF_ACCELERATORS.values())]
     needed += [op for name in config.accelerators.enabled for op in OF_ACCELERATORS.get(name, ())]
     note(f"proving the kernels for {torch.cuda.get_device_name()}, once for such runs: about a minute")
@@ -95,8 +94,8 @@ def proved(config: "Config", note: Callable[[str], None]) -> dict[str, str]:
 
 
 def model_shape(config: "Config") -> dict[str, Any] | None:
-    """The configuration of the run's model; None for a GGUF file."""
-    folder = policy_folder(config.model.path, config.model.revision)
+    """The configuration of the run's model, where it can be read."""
+    folder = policy_folder(config.model.path)
     try:
         return json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

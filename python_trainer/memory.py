@@ -13,7 +13,7 @@ import torch
 
 from python_trainer.config import Config
 from python_trainer.errors import UserError
-from python_trainer.hub import is_hub_id
+from python_trainer.hub import hub_model
 from python_trainer.model.fused import MAX_BYTES, MODEL_TYPES
 from python_trainer.model.loading import (
     base_folder,
@@ -85,8 +85,8 @@ class Shape:
 
 def read_shape(config: ModelConfig, kind: str) -> Shape:
     """Reads the sizes of a model from its folder; weights are neither read nor fetched."""
-    files = [("*.json", "*.py")] if is_hub_id(config.path) else []
-    folder = base_folder(policy_folder(config.path, config.revision, *files))
+    files = [("*.json", "*.py")] if hub_model(config.path) else []
+    folder = base_folder(policy_folder(config.path, *files))
     with loading_errors(folder):
         settings = read_settings(folder, config)
     dtype = choose_dtype(config.dtype, torch.device(kind), lambda: count_described(settings, config))

@@ -46,6 +46,7 @@ REMOVED: dict[str, str] = {
     "task.name=arithmetic": "write task.name: sums with task.variant: short (or longest)",
     "task.name=countdown": "write task.name: countdown:CountdownSettings in the folder examples",
     "task.environment=calculator": "write task.environment: calculator:Calculator in the folder examples",
+    "model.revision": "write owner/name@REVISION in model.path",
     "task.dataset": "write task.train_path: owner/name:train and task.test_path: owner/name:test, or files and folders",
     "task.dataset_config": "write owner/name/CONFIG:train in task.train_path",
     "task.dataset_revision": "write owner/name@REVISION:train in task.train_path",

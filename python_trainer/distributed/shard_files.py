@@ -12,7 +12,6 @@ import torch
 
 from python_trainer.checkpoint import SHARDS, load_checkpoint
 from python_trainer.errors import UserError, is_lost_connection, mark_shared
-from python_trainer.model.loading import gguf_file
 from python_trainer.model.lora import is_adapter, plain_name
 from python_trainer.model.weights import local, named_weights
 
@@ -135,8 +134,6 @@ def unreadable_in_parts(folder: Path, model: Any) -> str | None:
     """
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-    if gguf_file(folder) is not None:
-        return "a GGUF file is unpacked as a whole"
     if (folder / "adapter_config.json").is_file():
         return "an adapter is merged into a whole model"
     if getattr(model.config, "quantization_config", None) is not None:

@@ -52,7 +52,7 @@ class ShardedGroup(RankGroup):
         self.offload = offload
         config = self.in_one_dtype(config)
         with self.together():
-            device, folder = choose_device(config.device), policy_folder(config.path, config.revision)
+            device, folder = choose_device(config.device), policy_folder(config.path)
             dtype, base = find_dtype(config), base_folder(folder)
             tokenizer, model = read_tokenizer(base, config), model_without_weights(base, config, dtype)
             check_vocabulary(folder, model, tokenizer)

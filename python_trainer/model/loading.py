@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from python_trainer.errors import UserError
-from python_trainer.hub import is_hub_id, policy_folder
+from python_trainer.hub import hub_model, policy_folder
 from python_trainer.model.fused import MAX_BYTES
 from python_trainer.model.lora import merge_adapter
 from python_trainer.model.settings import ModelConfig
@@ -24,7 +24,7 @@ PRODUCTS = ("amx_bf16", "avx512_bf16", "bf16")  # of a processor, as torch names
 
 
 def base_folder(folder: Path) -> Path:
-    """The folder of the model itself: the base of an adapter, else the folder or GGUF file that is given.
+    """The folder of the model itself: the base of an adapter, else the folder that is given.
 
     Raises:
         UserError: an adapter that names no base, or one that is not there.
@@ -33,7 +33,8 @@ def base_folder(folder: Path) -> Path:
         return folder
     try:
         read = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-        base = policy_folder(read["base_model_name_or_path"], read.get("revision"))
+        base, revision = read["base_model_name_or_path"], read.get("revision")
+        base = policy_folder(f"{base}@{revision}" if revision and not Path(base).is_dir() else base)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"model.path: adapter_config.json of {folder} names no base model") from error
     except UserError as error:
@@ -43,26 +44,16 @@ def base_folder(folder: Path) -> Path:
     return base
 
 
-def base_name(config: ModelConfig) -> str:
-    """What an adapter names as its base: an id of the Hub, or a folder by its absolute path."""
-    on_hub = is_hub_id(config.path) and not Path(config.path).exists()
-    return config.path if on_hub else str(policy_folder(config.path).resolve())
-
-
-def gguf_file(path: Path) -> Path | None:
-    """The GGUF file that is meant: the path itself, or the only one in a folder that holds no other model."""
-    if path.is_file() and path.suffix == ".gguf":
-        return path
-    found = list(path.glob("*.gguf")) if path.is_dir() and not (path / "config.json").exists() else []
-    return found[0] if len(found) == 1 else None
+def base_name(config: ModelConfig) -> tuple[str, str | None]:
+    """What an adapter names as its base: an id of the Hub and a revision, or a folder by its absolute path."""
+    hub = None if Path(config.path).exists() else hub_model(config.path)
+    return hub or (str(policy_folder(config.path).resolve()), None)
 
 
 def source_options(folder: Path, config: ModelConfig) -> dict[str, Any]:
-    """Arguments of every ``from_pretrained`` for what lies in a folder or GGUF file."""
-    file = gguf_file(folder)
+    """Arguments of every ``from_pretrained`` for what lies in a folder."""
     return {
-        "pretrained_model_name_or_path": file.parent if file else folder,
-        "gguf_file": file.name if file else None,
+        "pretrained_model_name_or_path": folder,
         "trust_remote_code": config.trust_remote_code,
         "local_files_only": True,
     }
@@ -83,12 +74,12 @@ def loading_errors(folder: Path) -> Iterator[None]:
 
 
 def read_settings(base: Path, config: ModelConfig) -> Any:
-    """The configuration of Transformers in a folder or GGUF file; raises Transformers' own errors."""
+    """The configuration of Transformers in a folder; raises Transformers' own errors."""
     return AutoConfig.from_pretrained(**source_options(base, config))
 
 
 def read_tokenizer(folder: Path, config: ModelConfig) -> Any:
-    """The tokenizer of a folder or GGUF file.
+    """The tokenizer of a folder.
 
     Raises:
         UserError: there is none, or an empty one.
@@ -126,14 +117,8 @@ def _read_plain(folder: Path, config: ModelConfig, dtype: torch.dtype) -> tuple[
     tokenizer = read_tokenizer(folder, config)
     with loading_errors(folder):
         # of sizes that differ it says no more than where the report would be, were it not silent
-        options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True} | source_options(
-            folder, config
-        )
-        if options["gguf_file"]:
-            from transformers import GgufConfig  # not in Transformers that are too old to unpack one
-
-            options["quantization_config"] = GgufConfig(dequantize=True)
-        found: Any = AutoModelForCausalLM.from_pretrained(dtype=dtype, **options)
+        options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        found: Any = AutoModelForCausalLM.from_pretrained(dtype=dtype, **options, **source_options(folder, config))
     model, loaded = found
     if loaded["mismatched_keys"]:
         name, there, wanted = sorted(loaded["mismatched_keys"])[0]
@@ -171,7 +156,7 @@ def model_on_meta(settings: Any, config: ModelConfig, dtype: torch.dtype) -> Any
 
 
 def model_without_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Any:
-    """The model of a folder or GGUF file as ``from_pretrained`` makes it, but for the numbers in its weights.
+    """The model of a folder as ``from_pretrained`` makes it, but for the numbers in its weights.
 
     Every parameter repeats one number, so that none takes memory. Buffers that no file holds, such as the frequencies
     of rotary embeddings, are as they should be; those that a file does hold are not.
@@ -186,9 +171,8 @@ def model_without_weights(folder: Path, config: ModelConfig, dtype: torch.dtype)
             name: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) for name, tensor in named_weights(shapes)
         }
         model = type(shapes).from_pretrained(None, config=settings, state_dict=weights, dtype=dtype)
-        source = source_options(folder, config)
-        model.config.name_or_path = str(source["pretrained_model_name_or_path"])
-        if source["gguf_file"] is None and (folder / "generation_config.json").is_file():
+        model.config.name_or_path = str(folder)
+        if (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return model
 
@@ -223,7 +207,7 @@ def find_dtype(config: ModelConfig) -> torch.dtype:
     return choose_dtype(
         config.dtype,
         choose_device(config.device),
-        lambda: count_weights(policy_folder(config.path, config.revision), config),
+        lambda: count_weights(policy_folder(config.path), config),
     )
 
 
@@ -234,7 +218,7 @@ def multiplies_bfloat16() -> bool:
 
 
 def count_weights(folder: Path, config: ModelConfig) -> int:
-    """Number of weights of the model in a folder or GGUF file, or of the base of the adapter in it.
+    """Number of weights of the model in a folder, or of the base of the adapter in it.
 
     Raises:
         UserError: it does not say what model it is.

@@ -173,8 +173,7 @@ def save_adapter(
     settings: LoraSettings,
     folder: Path,
     *,
-    base: str,
-    revision: str | None,
+    base: tuple[str, str | None],
 ) -> None:
     """Writes adapters as PEFT and vLLM read them.
 
@@ -182,7 +181,7 @@ def save_adapter(
         weights: by :func:`adapter_weights`.
         policy_model: the model that has them.
         plain: the model with the adapters merged in.
-        base, revision: name the model that they are for.
+        base: path and revision that name the model they are for.
     """
     from peft import LoraConfig
 
@@ -194,8 +193,8 @@ def save_adapter(
         "r": settings.r,
         "lora_alpha": settings.alpha,
         "target_modules": sorted(ends) if alone else names,
-        "base_model_name_or_path": base,
-        "revision": revision,
+        "base_model_name_or_path": base[0],
+        "revision": base[1],
         "task_type": "CAUSAL_LM",
         "inference_mode": True,
     }

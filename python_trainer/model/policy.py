@@ -47,12 +47,12 @@ def set_matmul_precision(precision: str) -> None:
 
 
 def load_policy(config: ModelConfig) -> "Policy":
-    """Loads a model: a folder, a GGUF file, one of the Hub, a base policy that ships, or an adapter, merged.
+    """Loads a model: a folder, one of the Hub, a base policy that ships, or an adapter, merged.
 
     Raises:
         UserError: there is no such model, or no model or tokenizer in its folder, or as of :class:`Policy`.
     """
-    folder = policy_folder(config.path, config.revision)
+    folder = policy_folder(config.path)
     device = choose_device(config.device)
     model, tokenizer = read_model(folder, config, find_dtype(config))
     policy = Policy(model.to(device=device), tokenizer, name=str(folder))

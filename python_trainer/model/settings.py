@@ -22,11 +22,9 @@ class ModelConfig(Section):
     """The policy."""
 
     path: str = "sums"
-    """Causal language model: a folder in Hugging Face format, a GGUF file or its folder, an id of the Hub
-    (`owner/name`), or a shipped base policy by name, such as `sums`. An adapter of PEFT stands for its base with the
-    adapter merged in."""
-    revision: str | None = None
-    """Branch, tag or commit of a model of the Hub; null for its default branch."""
+    """Causal language model: a folder in Hugging Face format, an id of the Hub (`owner/name`, or `owner/name@revision`
+    for a branch, tag or commit), or a shipped base policy by name, such as `sums`. An adapter of PEFT stands for its
+    base with the adapter merged in."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the weights in memory: bfloat16 keeps float32 master weights in the optimizer. auto: bfloat16 on a GPU,
     and of more than 256 MB of float32 weights on a CPU that has products of bfloat16; else float32."""

@@ -1,4 +1,4 @@
-"""Supervised steps on reference answers, and models in GGUF files."""
+"""Supervised steps on reference answers."""
 
 import io
 import json

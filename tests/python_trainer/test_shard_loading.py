@@ -1,8 +1,6 @@
 """Two processes that load a policy in shards: the same weights as cut from a whole one, in less memory."""
 
-import contextlib
 import copy
-import importlib.util
 import json
 import re
 import shutil
@@ -15,8 +13,6 @@ import torch
 from conftest import save_tiny_policy
 from gloo import run_on_ranks
 from safetensors.torch import load_file, save_file
-from support import lacks
-from test_gguf import gguf_folder  # noqa: F401
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
@@ -41,7 +37,6 @@ CASES = {
     "adapters": ("several", {"dtype": "bfloat16", "lora": {"r": 2}}),
     "both that are tied": ("both", {}),
     "an adapter merged in": ("adapter", {"dtype": "bfloat16"}),
-    "GGUF": ("gguf", {"dtype": "bfloat16"}),
 }
 IN_PARTS = {"tied", "several"}
 REFUSED = {
@@ -221,7 +216,7 @@ def save_adapter(folder, base):
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory, request):
+def said(tmp_path_factory):
     """A folder with what each rank said of each case."""
     folder = tmp_path_factory.mktemp("loading")
     paths = {name: folder / name for name in ("tied", "several", "both", "adapter", "deep", "untied", "nan", "lacking")}
@@ -239,8 +234,6 @@ def said(tmp_path_factory, request):
     with_weights(paths["nan"], lambda weights: weights | {NORM: bad})
     shutil.copytree(paths["tied"], paths["lacking"])
     with_weights(paths["lacking"], lambda weights: {name: weights[name] for name in weights if name != NORM})
-    with contextlib.suppress(pytest.skip.Exception):
-        paths["gguf"], _ = request.getfixturevalue("gguf_folder")
     run_on_ranks(folder, every_case, folder, paths)
     return folder
 
@@ -248,8 +241,6 @@ def said(tmp_path_factory, request):
 @pytest.mark.parametrize("name", CASES)
 def test_loaded_in_shards_is_cut_from_a_whole(said, name):
     """Weights, buffers, modes and what two updates make of them, bit for bit."""
-    if name == "GGUF" and importlib.util.find_spec("gguf") is None:
-        lacks("the package gguf")
     for rank in range(2):
         assert (said / f"{name}-{rank}.txt").read_text() == "the same"
 

@@ -13,6 +13,8 @@ from rich.console import Console
 from tokenizers.processors import TemplateProcessing
 
 from python_trainer.errors import UserError
+from python_trainer.hub import policy_folder
+from python_trainer.model.loading import base_name
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
 from python_trainer.tasks.files import split_of
@@ -159,7 +161,7 @@ def test_a_run_from_the_cache_of_the_hub(settings, tmp_path):
     cached(home, "dataset", "someone/sums", lambda f: [write(ROWS, f / f"{s}.jsonl") for s in ("train", "test")])
     place = {"train_path": "someone/sums", "test_path": "someone/sums"}
     settings["task"] = {"name": "dataset", "reward": "tiny:digits", "columns": COLUMNS} | place
-    settings["model"] |= {"path": "someone/tiny", "revision": COMMIT}
+    settings["model"] |= {"path": f"someone/tiny@{COMMIT}"}
     settings |= {"max_steps": 1}
     done = train(home, settings, tmp_path, HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr
@@ -179,9 +181,20 @@ def test_a_hub_out_of_reach_is_one_line(settings, tmp_path):
     assert "`hf download someone/tiny` with a network" in done.stderr
 
 
-def test_a_revision_of_a_folder_is_refused(tiny_policy):
-    with pytest.raises(UserError, match="model.revision is for a model of the Hub, but model.path .* is a folder"):
-        load_policy(ModelConfig(path=str(tiny_policy), revision="main"))
+def test_a_model_path_may_name_a_revision(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr("python_trainer.hub.snapshot", lambda *place, **_: asked.append(place) or tmp_path)
+    for path in ("someone/tiny@refs/pr/1", "someone/tiny"):
+        assert policy_folder(path) == tmp_path
+        assert base_name(ModelConfig(path=path)) == asked[-1]
+    assert asked == [("someone/tiny", "refs/pr/1"), ("someone/tiny", None)]
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "."])
+def test_a_gguf_file_is_to_be_unpacked_first(tmp_path, name):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UserError, match=r"is GGUF, .*from_pretrained\(FOLDER, gguf_file=NAME\).save_pretrained\(NEW\)"):
+        load_policy(ModelConfig(path=str(tmp_path / name), device="cpu"))
 
 
 @pytest.fixture
