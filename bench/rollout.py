@@ -109,7 +109,7 @@ def drafts_case(quick: bool) -> Case:
     policy = load_policy(config.model)
     engine = PagedEngine(policy.model, eos_token_ids=policy.eos_token_ids)
     examples = config.task.load().train[: 8 if quick else 32]
-    prompts = policy.encode_split("train", examples, 128)
+    prompts = policy.encode([example.prompt for example in examples])
     requests = [Request(ids, (), SAMPLES, 128, SAMPLES * i) for i, ids in enumerate(prompts)]
     history = RolloutHistory()
     for i, completion in enumerate(engine.generate(requests, SamplingParams(seed=1))):

@@ -69,7 +69,7 @@ class ShardedGroup(RankGroup):
                 inject_adapters(model, config.lora)
             adapters = {name: p for name, p in model.named_parameters() if is_adapter(name)}
             model = self._sharded_copy(model, device)
-            copy_weights(model, adapters)
+            copy_weights(model, adapters.items())
         broken: list[str] = []
         if reason is not None:
             _receive(model, values, dtypes)
@@ -80,10 +80,7 @@ class ShardedGroup(RankGroup):
         with self.together():
             check_finite(folder, sorted(everywhere))
             inference_model = empty_copy(inference_model, device).requires_grad_(False)
-        targets = dict(named_weights(inference_model))
-        with torch.no_grad():
-            for name, weight in gather_weights(model, dtypes):
-                targets[name].copy_(weight)
+        copy_weights(inference_model, gather_weights(model, dtypes))
         with self.together():
             policy = Policy(inference_model, tokenizer, name=str(folder))
         policy.model, policy.adapted = model.eval(), config.lora is not None
@@ -99,7 +96,7 @@ class ShardedGroup(RankGroup):
 
     def copy(self, module: Any, *, trains: bool) -> Any:
         copied = self._sharded_copy(module, next(module.parameters()).device, trains=trains)
-        copy_weights(copied, dict(named_weights(module)))
+        copy_weights(copied, named_weights(module))
         return copied
 
     def _sharded_copy(self, module: Any, device: torch.device, *, trains: bool | None = None) -> Any:

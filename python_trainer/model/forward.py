@@ -60,9 +60,7 @@ def forward(
     model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, attention: Attention
 ) -> torch.Tensor:
     """Logits [R, V] at ``rows`` of the flattened tokens; the other rows never reach the output layer."""
-    keep = _keep(model, rows)
-    logits = model(**flat_inputs(ids, positions, attention), **keep).logits[0]
-    return logits if keep else logits[rows]
+    return forward_with_states(model, ids, positions, rows, attention)[0]
 
 
 def forward_with_states(

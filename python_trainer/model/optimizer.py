@@ -91,14 +91,6 @@ class PolicyOptimizer:
             param.copy_(master)
         return norm
 
-    @torch.no_grad()
-    def write(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Sets weights by parameter name, master copies included, in the precision of the masters."""
-        for name, value in values.items():
-            self.masters[name].copy_(value)
-            if self.masters[name] is not self.params[name]:
-                self.params[name].copy_(self.masters[name])
-
     def forget_momentum(self, names: Iterable[str]) -> None:
         """Sets the gradient's mean of these parameters to 0; the mean of its square and the step count stay."""
         for name in names:

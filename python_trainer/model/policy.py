@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from python_trainer.data import Example, Messages
 from python_trainer.errors import UserError
-from python_trainer.model.forward import LogitRule, attend_by, forward_with_states
+from python_trainer.model.forward import attend_by, forward_with_states
 from python_trainer.model.fused import FusedDecoder, supports
 from python_trainer.model.loading import choose_device, find_dtype, policy_folder, read_model
 from python_trainer.model.lora import (
@@ -30,7 +30,7 @@ from python_trainer.model.lora import (
 from python_trainer.model.packing import Packed
 from python_trainer.model.settings import ModelConfig
 from python_trainer.model.traits import find_traits, longest_sequence
-from python_trainer.model.weights import full, named_weights
+from python_trainer.model.weights import copy_weights, full, named_weights
 from python_trainer.run_directory import usual_mode
 from rlkernels import token_logprobs
 
@@ -219,16 +219,6 @@ class Policy:
                 f"the chat template of {self.name} refuses the messages {str(messages)[:80]}: {error}"
             ) from error
 
-    def encode_split(self, split: str, examples: Sequence[Example], max_completion_length: int) -> list[list[int]]:
-        """Token ids of the prompts of a split.
-
-        Raises:
-            UserError: as of :meth:`check_room`.
-        """
-        encoded = self.encode([example.prompt for example in examples])
-        self.check_room(split, examples, encoded, max_completion_length)
-        return encoded
-
     def room(self, max_completion_length: int, setting: str = ANSWER_LENGTH) -> int:
         """Most tokens of a prompt; UserError where there is room for none.
 
@@ -301,17 +291,6 @@ class Policy:
             return decoder.head(states[:predict]), states
         return forward_with_states(self.model, *inputs, predict)
 
-    def mean_prediction(self, states: torch.Tensor, table: torch.Tensor, temperature: float) -> torch.Tensor:
-        """sum_v p(v) ``table[v]`` [R, K] float32, p being what states [R, H] predict by the output layer alone.
-
-        Args:
-            table: float32 [V, K].
-        """
-        head, rule = self.model.get_output_embeddings(), self.traits.logits or LogitRule()
-        rows = max(LARGEST_LOGITS // (table.element_size() * len(table)), 1)
-        parts = [(rule(head(part)).float() / temperature).softmax(-1) @ table for part in states.split(rows)]
-        return torch.cat(parts)
-
     def frozen_copy(self, copied: Callable[[Any], Any] = copy.deepcopy) -> "Policy":
         """The policy as it is, with weights of its own that do not train; with adapters: as it was without them.
 
@@ -324,27 +303,22 @@ class Policy:
         frozen.model = frozen.inference_model = copied(self.inference_model).requires_grad_(False)
         return frozen
 
-    @torch.no_grad()
     def sync_inference_model(self) -> None:
         """Gives ``inference_model`` the weights of ``model``; where those are sharded all ranks must call together."""
         if self.inference_model is not self.model and not self.streams_weights:
-            targets = dict(self.inference_model.named_parameters())
-            for name, value in self._gather(trained_only=True):
-                targets[name].copy_(value)
+            copy_weights(self.inference_model, self._gather(trained_only=True))
 
     def free_inference_model(self) -> None:
         """Frees the weights of ``inference_model``; its modules, shapes and types stay."""
         for parameter in self.inference_model.parameters():
             parameter.untyped_storage().resize_(0)
 
-    @torch.no_grad()
     def restore_inference_model(self) -> None:
         """Gives ``inference_model`` memory and weights again, where the engine streams them; all ranks together."""
         if self.streams_weights:
-            targets = dict(named_weights(self.inference_model))
-            for name, weight in self._gather():
-                targets[name].untyped_storage().resize_(weight.nbytes)
-                targets[name].copy_(weight)
+            for parameter in self.inference_model.parameters():
+                parameter.untyped_storage().resize_(parameter.nbytes)
+            copy_weights(self.inference_model, self._gather())
 
     def stream_checkpoint(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Weights by their names in a checkpoint, gathered a layer at a time; frees ``inference_model`` first."""

@@ -1,7 +1,7 @@
 """Weights of a module, plain or in shards (DTensor). Only those who shard import torch.distributed."""
 
 import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -77,8 +77,8 @@ def allocate(module: torch.nn.Module, device: torch.device, *, shards_on: torch.
 
 
 @torch.no_grad()
-def copy_weights(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    """Copies whole weights, the same in every process, into a module, which may be sharded; others stay."""
-    for name, target in named_weights(module):
-        if name in values:
-            target.copy_(like(values[name].detach(), target))
+def copy_weights(module: torch.nn.Module, values: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Copies whole weights, by name, the same in every process, into a module, which may be sharded; others stay."""
+    targets = dict(named_weights(module))
+    for name, value in values:
+        targets[name].copy_(like(value.detach(), targets[name]))

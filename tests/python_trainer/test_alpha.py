@@ -93,7 +93,9 @@ def trained(quality, *, dtype=torch.float32, steps=12, **settings):
         before = {name: master.detach().clone() for name, master in optimizer.masters.items()}
         optimizer.step(1e-3)
         move = 1e-3 * (DIRECTION - noise)
-        optimizer.write({"proj.weight": before["proj.weight"] + move})
+        with torch.no_grad():
+            for place in optimizer.places("proj.weight"):
+                place.copy_(before["proj.weight"] + move)
         alpha.after_update(context)
     return alpha, context, start
 

@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from python_trainer.rollout import Request, SamplingParams
 from python_trainer.rollout.ordering import LengthHistory
-from python_trainer.rollout.paged import draw
+from python_trainer.rollout.paged import engine as engine_module
 from rlkernels import keyed_uniform, prefix_cache
 from rlkernels.prefix_cache import library
 
@@ -339,7 +339,7 @@ def test_launches_and_waits_of_a_decode_pass_are_few(monkeypatch):
     monkeypatch.setattr(library, "_flash", lambda query, *_: (query.clone(), lse[:, : len(query)], None, None))
     for check in ("_check_lengths", "_check_values"):  # a CPU looks at all numbers
         monkeypatch.setattr(prefix_cache, check, lambda *_: None)
-    monkeypatch.setattr(draw, "keyed_uniform", partial(keyed_uniform, backend="cpu"))  # one call on the host
+    monkeypatch.setattr(engine_module, "keyed_uniform", partial(keyed_uniform, backend="cpu"))  # one call on the host
     engine.submit([Request(prompt, max_new_tokens=8, num_samples=4) for prompt in prompts([9, 5])], SamplingParams())
     session, reads = engine._session, []
     read = torch.Tensor.tolist

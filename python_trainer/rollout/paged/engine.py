@@ -1,16 +1,19 @@
 """PagedEngine: rollouts of a Transformers model without padding, with every shared beginning computed once."""
 
+import itertools
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import rlkernels.backend
 from python_trainer.data import Request, Rollout
-from python_trainer.errors import UserError
+from python_trainer.errors import NotFinite, UserError
 from python_trainer.model.attention import page
 from python_trainer.model.forward import Forward, attend_by, evaluation_mode, forward
 from python_trainer.model.fused import FusedDecoder, supports
@@ -25,9 +28,8 @@ from python_trainer.rollout.engine import (
     new_rollouts,
 )
 from python_trainer.rollout.ordering import LengthHistory, expectations, longest_first, remember
-from python_trainer.rollout.paged.draw import draw_tokens
 from python_trainer.rollout.paged.scheduler import Pass, Scheduler
-from rlkernels import OutOfBlocks, PagedKVCache, sample_tokens
+from rlkernels import OutOfBlocks, PagedKVCache, keyed_uniform, sample_tokens, verify_drafts
 
 CPU_MEMORY_BYTES = 1 << 30
 CUDA_MEMORY_SHARE = 0.4
@@ -373,3 +375,50 @@ def memory_limit(device: torch.device, reserved: int = 0) -> int:
             f"{reserved / 1e9:.1f} GB; model.lora, parallel: fsdp2 on more GPUs or a smaller model take less"
         )
     return int((free - reserved) * CUDA_MEMORY_SHARE)
+
+
+def draw_tokens(
+    samples: Sequence[Decoding], logits: torch.Tensor, sampling: SamplingParams
+) -> tuple[list[int], list[float], list[int], list[int]]:
+    """Draws after every token of a sample's draft and after what comes before it.
+
+    Args:
+        samples: S samples.
+        logits: [R, V], a row for each token of a draft and one more a sample.
+
+    Returns:
+        R tokens, R log-probabilities; the first row of each sample, and how many tokens of its draft were drawn again.
+
+    Raises:
+        NotFinite: a row has no distribution.
+    """
+    lengths = [1 + len(sample.draft) for sample in samples]
+    starts = [0, *itertools.accumulate(lengths)]
+    # on the host, where the numbers are: of a GPU each would be a hundred launches
+    uniforms = keyed_uniform(
+        sampling.seed,
+        torch.tensor([s.sample_id for s, n in zip(samples, lengths) for _ in range(n)], device="cpu"),
+        torch.tensor([s.length + i for s, n in zip(samples, lengths) for i in range(n)], device="cpu"),
+    ).to(logits.device)
+    settings: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+    }
+    rows = starts[-1]
+    if len(samples) == rows:
+        ids, logprobs = sample_tokens(logits, uniforms, validate=False, **settings)
+        counted = ids.new_zeros(rows)
+    else:
+        drafts = [sample.draft for sample in samples]
+        counted, ids, logprobs = verify_drafts(logits, drafts, starts, uniforms, validate=False, **settings)
+    # one wait for the device; float64 holds all three exactly
+    read = torch.cat([ids.double(), counted.double(), logprobs.double()]).tolist()
+    drawn, accepted = ([int(x) for x in part] for part in (read[:rows], read[rows:-rows]))
+    weights = read[-rows:]
+    if any(map(math.isnan, weights)):
+        try:
+            sample_tokens(logits, uniforms, **settings)  # raises, and says of which row
+        except ValueError as error:
+            raise NotFinite(f"the policy cannot be sampled from: {error}") from error
+    return drawn, weights, starts[:-1], accepted
