@@ -1,4 +1,6 @@
-"""Suffix rollouts and gated extrapolation in TRL's ``GRPOTrainer``.
+"""Shared prefixes, suffix rollouts and gated extrapolation in TRL's ``GRPOTrainer``.
+
+    trainer = SharedPrefixGRPOTrainer(...)  # all arguments of GRPOTrainer; each prompt is computed once
 
     suffixes = SuffixRollouts()
     trainer = GRPOTrainer(
@@ -22,9 +24,10 @@ from transformers.trainer_utils import IntervalStrategy
 
 from rlkernels import _check
 from rlkernels.extrapolation import Attempt, Gate, Limits, RankOneTrajectory
+from rlkernels.integrations.trl_shared import SharedPrefixGRPOTrainer, SharedPrefixMixin
 from rlkernels.rank1.stream import default_filter
 
-__all__ = ["GatedExtrapolation", "SuffixRollouts"]
+__all__ = ["GatedExtrapolation", "SharedPrefixGRPOTrainer", "SharedPrefixMixin", "SuffixRollouts"]
 
 if not (1, 16) <= tuple(int(part) for part in trl.__version__.split(".")[:2]) < (2, 0):
     raise ImportError(f"rlkernels.integrations.trl needs trl >= 1.16, < 2, found {trl.__version__}")

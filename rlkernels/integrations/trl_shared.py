@@ -1,0 +1,312 @@
+"""An update of TRL's ``GRPOTrainer`` in which every prompt is computed once per micro-batch, and nothing is padded.
+
+    from rlkernels.integrations.trl import SharedPrefixGRPOTrainer
+
+    trainer = SharedPrefixGRPOTrainer(...)  # all arguments of trl.GRPOTrainer
+
+Loss and gradients stay those of TRL. The answers to one prompt are packed as [prompt but for its last token | last
+token, answer 1 | last token, answer 2 | ...], so that every packed position predicts one token.
+"""
+
+import functools
+import logging
+import types
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import ModelOutput
+from trl import GRPOTrainer
+
+from rlkernels import grouped_attention, linear_token_logprobs
+from rlkernels.integrations.transformers_attention import _attend, other_layers
+from rlkernels.prefix_cache import GroupedLayout
+
+__all__ = ["SharedPrefixGRPOTrainer", "SharedPrefixMixin"]
+
+IMPLEMENTATION = "rlkernels_shared_"  # and the attention that the model had before
+SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")  # of configs whose logits are not the head's product
+CAPS = ("final_logit_softcapping", "attn_logit_softcapping")
+TOLERANCE = {torch.float32: 1e-3}  # mean difference of log-probabilities from TRL's that rounding explains
+LOW_PRECISION = 0.05
+
+logger = logging.getLogger(__name__)
+_Trainer: Any = GRPOTrainer if TYPE_CHECKING else object  # what a mixin stands before
+
+
+class SharedLayout(GroupedLayout):
+    """What the packed tokens of a micro-batch look at; the ``attention`` of a forward pass."""
+
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float,
+               window: int | None) -> torch.Tensor:  # fmt: skip
+        """Attend within the groups; the trainer keeps batches longer than a window away from here."""
+        return grouped_attention(query, key, value, self, scale=scale)
+
+
+@dataclass
+class Packed:
+    """T packed tokens, R of which predict a token of an answer."""
+
+    ids: torch.Tensor  # int64 [T]
+    positions: torch.Tensor  # int64 [T]
+    layout: SharedLayout
+    rows: torch.Tensor  # int64 [R] packed tokens that predict
+    targets: torch.Tensor  # int64 [R] what they predict
+    row: torch.Tensor  # int64 [R] answer of the target
+    column: torch.Tensor  # int64 [R] its place in the answer
+
+    def to(self, device: torch.device) -> "Packed":
+        names = ("ids", "positions", "rows", "targets", "row", "column")
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
+        return Packed(layout=self.layout, **moved)
+
+
+def pack(input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int) -> Packed:
+    """Pack TRL's [B, P + L], with prompts padded on the left and answers on the right, in any order."""
+    ids, mask = input_ids.cpu(), attention_mask.cpu().bool()
+    split = ids.shape[1] - logits_to_keep
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for i in range(len(ids)):
+        groups.setdefault(tuple(ids[i, :split][mask[i, :split]].tolist()), []).append(i)
+    packed, rows, targets, row, column = [], [], [], [], []
+    prefix_lens, suffix_lens, starts, at = [], [], [0], 0
+    for prompt, members in groups.items():
+        packed.append(torch.tensor(prompt[:-1], dtype=torch.int64))
+        prefix_lens.append(len(prompt) - 1)
+        at += len(prompt) - 1
+        for i in members:
+            places = mask[i, split:].nonzero()[:, 0]
+            answer = ids[i, split:][places]
+            if n := len(answer):
+                packed += [torch.tensor(prompt[-1:], dtype=torch.int64), answer[:-1]]
+            rows.append(torch.arange(at, at + n))
+            targets.append(answer)
+            row.append(torch.full((n,), i))
+            column.append(places)
+            suffix_lens.append(n)
+            at += n
+        starts.append(starts[-1] + len(members))
+    layout = SharedLayout(prefix_lens, suffix_lens, starts)
+    return Packed(torch.cat(packed), layout.position_ids, layout, *map(torch.cat, (rows, targets, row, column)))
+
+
+def regroup(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the same samples in batches of the same sizes, with the answers to a prompt next to each other."""
+    prompts, masks = (torch.cat([batch[name] for batch in batches]).cpu() for name in ("prompt_ids", "prompt_mask"))
+    seen: dict[tuple[Any, ...], int] = {}
+    keys = [seen.setdefault((tuple(p.tolist()), tuple(m.tolist())), len(seen)) for p, m in zip(prompts, masks)]
+    order = torch.tensor(keys).argsort(stable=True)  # groups in the shuffled order of their first answers
+    parts = order.split([len(batch["prompt_ids"]) for batch in batches])
+
+    def pick(name: str, part: torch.Tensor, i: int) -> Any:
+        values = [batch[name] for batch in batches]
+        if isinstance(values[0], torch.Tensor) and values[0].ndim:
+            return torch.cat(values)[part.to(values[0].device)]
+        return values[i]  # a number of the whole batch, or None
+
+    return [{name: pick(name, part, i) for name in batches[0]} for i, part in enumerate(parts)]
+
+
+@dataclass
+class SharedOutput(ModelOutput):
+    log_probs: torch.Tensor | None = None  # float32 [R]
+    entropy: torch.Tensor | None = None  # float32 [R]
+
+
+def obstacle(config: Any) -> str | None:
+    """Return what keeps a model with this text config from sharing prefixes, or None."""
+    if others := other_layers(config):
+        return f"it has layers of {', '.join(others)}"
+    if capped := [name for name in CAPS if getattr(config, name, None)]:
+        return f"it has {capped[0]}"
+    if scaled := [name for name in SCALES if getattr(config, name, None) not in (None, 1.0)]:
+        return f"it has {scaled[0]}"
+    return None
+
+
+def window_of(config: Any) -> int | None:
+    """Return the sliding window of the layers that have one, in tokens."""
+    kinds = getattr(config, "layer_types", None)
+    used = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", None) is not False
+    return getattr(config, "sliding_window", None) if used else None
+
+
+def _attention_beside(plain: str) -> Any:
+    """Return an attention function: ours where the forward pass says what its packed tokens look at, else ``plain``."""
+
+    def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
+               *args: Any, attention: SharedLayout | None = None, **kwargs: Any) -> Any:  # fmt: skip
+        if attention is None:
+            return ALL_ATTENTION_FUNCTIONS[plain](module, query, key, value, attention_mask, *args, **kwargs)
+        kind = query.device.type
+        if torch.is_autocast_enabled(kind):  # rotary factors leave queries and keys in float32, as SDPA would not
+            query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
+        return _attend(module, query, key, value, None, *args, attention=attention, **kwargs)
+
+    return attend
+
+
+def share_prefixes(model: PreTrainedModel, temperature: float, head_in_float32: bool) -> None:
+    """Let ``model(shared_prefix=packed)`` give the log-probabilities of packed answers; all else stays as it was."""
+    plain = model.config._attn_implementation
+    if plain == "eager":  # a function of the model's own file, which no registry knows
+        plain = "sdpa"
+    if not plain.startswith(IMPLEMENTATION):
+        AttentionInterface.register(IMPLEMENTATION + plain, _attention_beside(plain))
+        AttentionMaskInterface.register(IMPLEMENTATION + plain, ALL_MASK_ATTENTION_FUNCTIONS[plain])
+        model.set_attn_implementation(IMPLEMENTATION + plain)
+    inner = model.forward
+
+    @functools.wraps(type(model).forward)  # generate() looks at the signature
+    def forward(self: Any, *args: Any, shared_prefix: Packed | None = None, with_entropy: bool = False,
+                **kwargs: Any) -> Any:  # fmt: skip
+        if shared_prefix is None:
+            return inner(*args, **kwargs)
+        packed = shared_prefix
+        no_mask = packed.ids.new_zeros(1, 1, 1, 1, dtype=torch.bool)  # of four dimensions: the model makes none itself
+        hidden = self.base_model(
+            input_ids=packed.ids[None], position_ids=packed.positions[None], use_cache=False,
+            attention=packed.layout, attention_mask=no_mask,
+        ).last_hidden_state[0, packed.rows]  # fmt: skip
+        head, kind = self.get_output_embeddings(), hidden.device.type
+        if head_in_float32:
+            hidden = hidden.float()
+        elif torch.is_autocast_enabled(kind):
+            hidden = hidden.to(torch.get_autocast_dtype(kind))
+        weight, bias = head.weight.to(hidden.dtype), None if head.bias is None else head.bias.to(hidden.dtype)
+        with torch.autocast(kind, enabled=False):
+            score = functools.partial(linear_token_logprobs, bias=bias, temperature=temperature)
+            if with_entropy:
+                return SharedOutput(*score(hidden, weight, packed.targets, return_entropy=True))
+            return SharedOutput(score(hidden, weight, packed.targets))
+
+    model.forward = types.MethodType(forward, model)
+
+
+class SharedPrefixMixin(_Trainer):  # type: ignore[misc]
+    """Compute each prompt once; stands before ``GRPOTrainer`` or a subclass of it among the bases.
+
+    Where prefixes cannot be shared, TRL's own computation runs, and one line of the log says why: layers other than
+    attention, soft caps, scaled logits, a sliding window shorter than the batch, images, a router's loss, Liger's loss.
+    The first batch is computed both ways. If the log-probabilities differ, TRL's way stays for the whole run.
+
+    Args:
+        keep_groups: put the answers to a prompt into as few micro-batches as possible, where TRL shuffles them over the
+            whole generation batch. None: where that changes no gradient, which excludes ``loss_type="bnpo"``,
+            ``top_entropy_quantile`` below 1 and ``steps_per_generation`` above ``gradient_accumulation_steps``. Logged
+            means over micro-batches, such as ``entropy``, are then of other micro-batches.
+
+    Attributes:
+        shares_prefixes: whether prompts are still computed once.
+    """
+
+    _buffered_inputs: list[dict[str, Any]] | None  # TRL's
+
+    def __init__(self, *args: Any, keep_groups: bool | None = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.shares_prefixes, self._compared, self._told = True, False, set[str]()
+        settings = self.args
+        if keep_groups is None:
+            one_step = settings.steps_per_generation <= settings.gradient_accumulation_steps
+            keep_groups = one_step and self.loss_type != "bnpo" and self.top_entropy_quantile >= 1
+        self.keep_groups = keep_groups
+        if settings.use_liger_kernel:
+            self._step_back("use_liger_kernel=True has a loss of its own")
+            return
+        models = [self.accelerator.unwrap_model(model) for model in (self.model, self.ref_model) if model is not None]
+        models = [model.get_base_model() if hasattr(model, "get_base_model") else model for model in models]
+        for model in models:
+            if reason := obstacle(model.config.get_text_config(decoder=True)):
+                self._step_back(f"{type(model).__name__} computes prompts for each answer: {reason}")
+                return
+        self._window = window_of(models[0].config.get_text_config(decoder=True))
+        for model in models:
+            share_prefixes(model, self.temperature, settings.cast_lm_head_to_fp32)
+
+    def _step_back(self, reason: str) -> None:
+        self.shares_prefixes = False
+        self._tell(reason)
+
+    def _tell(self, reason: str) -> None:
+        if reason not in self._told and self.accelerator.is_main_process:
+            logger.warning("prompts are not shared: %s", reason)
+        self._told.add(reason)
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int,
+        batch_size: int | None = None, compute_entropy: bool = False, compute_aux_loss: bool = False, **others: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+        theirs = functools.partial(
+            super()._get_per_token_logps_and_entropies, model, input_ids, attention_mask, logits_to_keep,
+            compute_aux_loss=compute_aux_loss, **others,
+        )  # fmt: skip
+        if self.shares_prefixes and self._fits(attention_mask, compute_aux_loss, others):
+            ours = functools.partial(self._score, model, input_ids, attention_mask, logits_to_keep)
+            if not self._compared:
+                self._compare(model, ours, theirs, attention_mask[:, -logits_to_keep:].bool())
+            if self.shares_prefixes:
+                return *ours(batch_size or len(input_ids), compute_entropy), None
+        return theirs(batch_size=batch_size, compute_entropy=compute_entropy)
+
+    def _fits(self, attention_mask: torch.Tensor, compute_aux_loss: bool, others: dict[str, Any]) -> bool:
+        given = [name for name, value in others.items() if value is not None]
+        if given:
+            self._tell(f"a batch with {given[0]} goes TRL's way")
+        elif compute_aux_loss:
+            self._tell("the loss of the router needs TRL's way")
+        elif self._window is not None and int(attention_mask.sum(1).max()) > self._window:
+            self._tell(f"prompt and answer are longer than the sliding window of {self._window} tokens")
+        else:
+            return True
+        return False
+
+    def _score(self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int,
+               size: int, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """Return log-probabilities, and entropies if wanted, [B, logits_to_keep]; zeros where there is no token."""
+        logps: list[torch.Tensor] = []
+        entropies: list[torch.Tensor] = []
+        for ids, mask in zip(input_ids.split(size), attention_mask.split(size)):
+            packed = pack(ids, mask, logits_to_keep).to(ids.device)
+            with self.accelerator.autocast():
+                out = model(shared_prefix=packed, with_entropy=with_entropy)
+            for parts, values in ((logps, out.log_probs), (entropies, out.entropy)):
+                if values is not None:
+                    empty = values.new_zeros(len(ids), logits_to_keep)
+                    parts.append(empty.index_put((packed.row, packed.column), values))
+        return torch.cat(logps), torch.cat(entropies) if with_entropy else None
+
+    @torch.no_grad()
+    def _compare(self, model: Any, ours: Any, theirs: Any, mask: torch.Tensor) -> None:
+        """Compute a batch both ways, without dropout; all processes step back where one of them finds a difference."""
+        training, difference, reason = model.training, torch.zeros(1, device=mask.device), ""
+        self._compared = True
+        model.eval()
+        try:
+            found = ours(len(mask), False)[0][mask] - theirs(batch_size=1)[0][mask]
+            difference += found.float().abs().mean() if found.numel() else 0
+        except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # of a model that we do not know
+            difference, reason = difference + torch.inf, str(error).split("\n")[0]
+        finally:
+            model.train(training)
+        low = self.args.bf16 or self.args.fp16
+        limit = LOW_PRECISION if low else TOLERANCE.get(next(model.parameters()).dtype, LOW_PRECISION)
+        worst = self.accelerator.gather(difference).max().item()
+        if not worst <= limit:
+            self._step_back(reason or f"log-probabilities differ from TRL's by {worst:.2g} a token, above {limit:g}")
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        batches = self._buffered_inputs
+        fresh = batches is not before and batches is not None and len(batches) > 1
+        if self.keep_groups and self.shares_prefixes and fresh and "num_images" not in batches[0]:
+            self._buffered_inputs = regroup(batches)
+            inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
+        return inputs
+
+
+class SharedPrefixGRPOTrainer(SharedPrefixMixin, GRPOTrainer):
+    """TRL's ``GRPOTrainer`` with every prompt computed once per micro-batch; see :class:`SharedPrefixMixin`."""

@@ -1,0 +1,237 @@
+"""Shared prefixes inside TRL's GRPOTrainer: the loss and gradients of TRL alone, on tiny random models."""
+
+import importlib
+import logging
+import random
+
+import pytest
+import torch
+from support import lacks
+
+LONGEST, SIZE, VOCAB, EOS = 12, 4, 64, 63
+BASIC = {"per_device_train_batch_size": 2 * SIZE, "gradient_accumulation_steps": 1}
+SPLIT = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2}  # groups of 4 in parts
+MODELS = {
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "llama": ("Llama", {"tie_word_embeddings": False}),
+    "gemma2": ("Gemma2", {"head_dim": 8}),
+    "mistral": ("Mistral", {"sliding_window": 16}),
+}
+
+
+@pytest.fixture(scope="module")
+def ours():
+    if importlib.util.find_spec("trl") is None:
+        lacks("TRL (pip install '.[trl]')")
+    return importlib.import_module("rlkernels.integrations.trl")
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    """Saves a random model of a kind, and its tokenizer -> folder."""
+    transformers = pytest.importorskip("transformers")
+    made = {}
+
+    def make(kind):
+        if kind not in made:
+            name, more = MODELS[kind]
+            torch.manual_seed(5)
+            config = getattr(transformers, f"{name}Config")(
+                vocab_size=VOCAB, hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=6,
+                num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2, eos_token_id=EOS,
+                bos_token_id=None, pad_token_id=EOS, **more,
+            )  # fmt: skip
+            made[kind] = tmp_path_factory.mktemp(kind)
+            getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(made[kind])
+            vocab = {chr(48 + i): i for i in range(EOS)} | {"<eos>": EOS}
+            tokenizer = transformers.Qwen2Tokenizer(
+                vocab=vocab, merges=[], unk_token=None, pad_token="<eos>", eos_token="<eos>"
+            )
+            tokenizer.save_pretrained(made[kind])
+        return made[kind]
+
+    return make
+
+
+def reward(completion_ids, **columns):
+    return [float(sum(ids) % 7) / 3 for ids in completion_ids]
+
+
+class Answers:
+    """A rollout function whose prompts have 1 to 30 tokens and whose answers are of any length, the same every time."""
+
+    def __init__(self, longest=LONGEST):
+        self.calls, self.longest = 0, longest
+
+    def __call__(self, prompts, trainer):
+        prompt_ids, completion_ids = [], []
+        for prompt in prompts:
+            draw = random.Random(prompt)
+            prompt_ids.append([draw.randrange(EOS) for _ in range(1 + draw.randrange(30))])
+            draw = random.Random(f"{prompt}{self.calls}")
+            self.calls += 1
+            ids = [draw.randrange(EOS) for _ in range(1 + draw.randrange(self.longest))]
+            completion_ids.append(ids if len(ids) == self.longest else [*ids[:-1], EOS])
+        return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": None}
+
+
+@pytest.fixture
+def train(ours, policy, tmp_path, monkeypatch):
+    """Trains two steps -> (trainer, gradients of each step before clipping, by name)."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
+    transformers, peft = importlib.import_module("transformers"), importlib.import_module("peft")
+
+    class Gradients(transformers.TrainerCallback):
+        def __init__(self):
+            self.steps = []
+
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            self.steps.append(found)
+
+    def run(kind="qwen2", shared=True, lora=False, rollout=None, trainer_class=None, options=(), **settings):
+        gradients, rollout = Gradients(), Answers() if rollout is None else rollout
+        cls = trainer_class or (ours.SharedPrefixGRPOTrainer if shared else trl.GRPOTrainer)
+        torch.manual_seed(0)
+        args = trl.GRPOConfig(
+            output_dir=str(tmp_path), num_generations=SIZE, max_completion_length=LONGEST, use_cpu=True, report_to=[],
+            save_strategy="no", disable_tqdm=True, lr_scheduler_type="constant", logging_steps=1, seed=3,
+            **{"bf16": False, "learning_rate": 1e-2, "optim": "sgd", "max_steps": 2, **BASIC, **settings},
+        )  # fmt: skip
+        adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+        data = datasets.Dataset.from_dict({"prompt": [f"p{i}" for i in range(12)]})
+        trainer = cls(
+            model=str(policy(kind)), args=args, train_dataset=data, reward_funcs=reward, rollout_func=rollout,
+            callbacks=[gradients], peft_config=adapter if lora else None, **dict(options),
+        )  # fmt: skip
+        trainer.train()
+        return trainer, gradients.steps
+
+    return run
+
+
+def relative(ours, theirs):
+    return max(((ours[n] - theirs[n]).norm() / (theirs[n].norm() + 1e-30)).item() for n in theirs)
+
+
+def assert_same(ours, theirs, tolerance=1e-4):
+    (trainer, steps), (plain, expected) = ours, theirs
+    assert len(steps) == len(expected) > 0 and steps[0].keys() == expected[0].keys()
+    assert max(map(relative, steps, expected)) < tolerance
+    means = () if getattr(trainer, "keep_groups", False) else ("entropy", "kl")  # of micro-batches, which are others
+    for found, wanted in zip(trainer.state.log_history, plain.state.log_history):
+        for name in ("loss", "grad_norm", *means):
+            assert found.get(name, 0) == pytest.approx(wanted.get(name, 0), rel=1e-3, abs=1e-5), name
+
+
+CASES = {
+    "whole groups": {},
+    "parts of groups": SPLIT,
+    "parts of groups, accumulated": {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 4},
+    "several updates of a batch": {
+        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_steps": 4,
+    },
+    "KL, two iterations": {
+        **SPLIT, "beta": 0.1, "num_iterations": 2, "loss_type": "grpo", "max_steps": 4, "temperature": 0.7,
+    },
+    "entropy": {"top_entropy_quantile": 0.7, "entropy_coef": 0.1},
+    "truncated answers masked": {"mask_truncated_completions": True},
+    "no checkpointing": {"gradient_checkpointing": False},
+    "reentrant checkpointing": {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    "head in float32": {"cast_lm_head_to_fp32": True},
+    "LoRA": {**SPLIT, "lora": True, "beta": 0.1},
+    **{f"loss {name}": {**SPLIT, "loss_type": name} for name in ("bnpo", "dr_grpo", "cispo", "sapo")},
+    "sequence ratios": {**SPLIT, "importance_sampling_level": "sequence", "num_iterations": 2, "max_steps": 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_update_equals_that_of_trl(train, name):
+    kind = "llama" if list(CASES).index(name) % 2 else "qwen2"
+    mixed = train(kind, **CASES[name])
+    assert mixed[0].shares_prefixes and mixed[0]._compared
+    assert_same(mixed, train(kind, shared=False, **CASES[name]))
+
+
+def test_answers_to_a_prompt_stay_together_where_it_changes_nothing(train):
+    kept = train(**SPLIT)[0]
+    assert kept.keep_groups
+    batches = [{tuple(row.tolist()) for row in batch["prompt_ids"]} for batch in kept._buffered_inputs]
+    assert sum(map(len, batches)) <= 4  # 3 prompts in two batches of 6, one of them in both
+    assert not train(**SPLIT, loss_type="bnpo")[0].keep_groups
+    assert not train(top_entropy_quantile=0.5)[0].keep_groups
+    assert not train(per_device_train_batch_size=4, steps_per_generation=2)[0].keep_groups
+    assert not train(**SPLIT, options={"keep_groups": False})[0].keep_groups
+
+
+def test_bfloat16_is_as_near_to_float32_as_trl_is(train):
+    def distance(steps, exact):
+        differences = sum((steps[n].float() - exact[n]).norm() ** 2 for n in exact)
+        return (differences / sum(exact[n].norm() ** 2 for n in exact)).sqrt().item()
+
+    exact = train(shared=False)[1][0]
+    ours, theirs = (distance(train(shared=shared, bf16=True)[1][0], exact) for shared in (True, False))
+    assert 0 < ours <= 2 * theirs
+
+
+def test_a_batch_without_a_token_in_the_loss(train):
+    def cut(prompts, trainer):
+        rows = len(prompts)
+        return {"prompt_ids": [[1, 2, 3]] * rows, "completion_ids": [[5] * LONGEST] * rows, "logprobs": None}
+
+    _, steps = train(rollout=cut, mask_truncated_completions=True, max_steps=1)
+    assert all(not gradient.any() for gradient in steps[0].values())
+
+
+def test_own_generation_and_evaluation(train, tmp_path):
+    """TRL generates with the attention that the model had; a saved model knows nothing of ours."""
+    trainer, _ = train(max_steps=1)
+    trainer.model.eval()
+    ids = torch.tensor([[1, 2, 3, 4]])
+    found = trainer.model.generate(ids, max_new_tokens=4, do_sample=False)
+    assert found.shape[1] > 4
+    trainer.save_model(str(tmp_path / "saved"))
+    assert "rlkernels" not in (tmp_path / "saved/config.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "reason"),
+    [
+        ("gemma2", {}, "final_logit_softcapping"),
+        ("mistral", {}, "longer than the sliding window of 16 tokens"),
+    ],
+)
+def test_what_cannot_be_shared_is_computed_by_trl_and_said_once(train, caplog, kind, settings, reason):
+    with caplog.at_level(logging.WARNING, "rlkernels"):
+        found = train(kind, **settings)
+    lines = [record.message for record in caplog.records if record.name.startswith("rlkernels")]
+    assert len(lines) == 1 and reason in lines[0]
+    assert_same(found, train(kind, shared=False, **settings), 1e-5)
+
+
+def test_a_model_that_disagrees_is_left_to_trl(ours, train, caplog, monkeypatch):
+    module = importlib.import_module("rlkernels.integrations.trl_shared")
+
+    def wrong(query, key, value, layout, *, scale):
+        return query * 0.5
+
+    monkeypatch.setattr(module, "grouped_attention", wrong)
+    with caplog.at_level(logging.WARNING, "rlkernels"):
+        found = train()
+    assert not found[0].shares_prefixes and "differ from TRL's" in caplog.text
+    monkeypatch.undo()
+    assert_same(found, train(shared=False), 1e-6)
+
+
+def test_the_mixin_serves_subclasses(ours, train):
+    trl = importlib.import_module("trl")
+
+    class Own(trl.GRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            return 2 * super()._compute_loss(model, inputs)
+
+    class SharedOwn(ours.SharedPrefixMixin, Own):
+        pass
+
+    assert_same(train(trainer_class=SharedOwn), train(trainer_class=Own))
