@@ -203,7 +203,7 @@ class SharedPrefixMixin(_Trainer):  # type: ignore[misc]
         shares_prefixes: whether prompts are still computed once.
     """
 
-    _buffered_inputs: list[dict[str, Any]] | None  # TRL's
+    _buffered_inputs: Any  # TRL's
 
     def __init__(self, *args: Any, keep_groups: bool | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
