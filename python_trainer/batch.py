@@ -64,6 +64,7 @@ class Batch:
     Args:
         rollouts: scored; their order is that of the samples.
         longest: most tokens that an answer may have.
+        prefix_in_loss: train on given prefixes too.
 
     Attributes:
         rewards: float32 [B].
@@ -89,10 +90,19 @@ class Batch:
     advantages: Ragged | None = None
     returns: Ragged | None = None
 
-    def __init__(self, rollouts: Sequence[Rollout], config: AlgorithmConfig, longest: int, device: torch.device):
+    def __init__(
+        self,
+        rollouts: Sequence[Rollout],
+        config: AlgorithmConfig,
+        longest: int,
+        device: torch.device,
+        *,
+        prefix_in_loss: bool = False,
+    ):
         for index, rollout in enumerate(rollouts):
             check_lengths(index, rollout)
         self.rollouts, self.config, self.longest, self.device = rollouts, config, longest, device
+        self.prefix_in_loss = prefix_in_loss
         self.weigh: Aggregation = LOSS_TYPES.resolve(config.loss_type)
         self.rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float32, device=device)
         self.groups = torch.tensor([r.group for r in rollouts], device=device)
@@ -104,7 +114,7 @@ class Batch:
             dtype=torch.bool,
         )
         self.in_loss = in_loss.to(device)
-        flags = [scored_tokens(r, score_prefix=config.prefix_in_loss) for r in rollouts]
+        flags = [scored_tokens(r, score_prefix=prefix_in_loss) for r in rollouts]
         self.loss_tokens = torch.tensor([sum(row) for row in flags], dtype=torch.int64) * in_loss
         self.critic_tokens = self.loss_tokens * self.caps.isnan().cpu()
         own = [[True] * len(r.response_ids) if r.response_mask is None else r.response_mask for r in rollouts]
@@ -126,7 +136,7 @@ class Batch:
 
     def pack(self, samples: Sequence[int], *, share: bool = True) -> Packed:
         """Returns these samples as a micro-batch; see :func:`python_trainer.model.packing.pack`."""
-        return pack(self.rollouts, samples, share=share, score_prefix=self.config.prefix_in_loss)
+        return pack(self.rollouts, samples, share=share, score_prefix=self.prefix_in_loss)
 
     def set_advantages(self) -> dict[str, float]:
         """Computes advantages, and returns for a critic, from what was recorded before the update -> metrics.

@@ -31,7 +31,7 @@ EXAMPLES = """examples:
   {p} report runs/first runs/{name}
   {p} probe --config configs/sums.yaml
   {p} sft --config configs/gsm8k_smollm2.yaml --output-dir runs/sft --set model.path=MODEL
-  {p} history runs/history.db --run 1
+  {p} history runs/history.db
   {p} train --config configs/gpu_7b_8x80gb.yaml --set model.path=MODEL --dry-run --gpus 8x80"""
 
 
@@ -68,8 +68,7 @@ DESCRIPTIONS = {
     about a minute. Nothing is kept (docs/probe.md).""",
     "report": """Verdict, table and curves of runs, finished or not: prints the table of all runs under the folders and
     writes report.html, one page with sample answers and the settings that differ too, which needs no network.""",
-    "history": """Looks into a retrospective database: lists the runs that accelerators.rhyme.database has recorded,
-    and shows which stages of others rhyme with those of one.""",
+    "history": "Lists the runs that accelerators.rhyme.database has recorded in a retrospective database.",
 }
 
 
@@ -110,7 +109,6 @@ def make_parser() -> argparse.ArgumentParser:
 
     history = commands["history"]
     history.add_argument("url", metavar="URL", help="a path, sqlite:/// or postgresql:// URL")
-    history.add_argument("--run", type=int, metavar="ID", help="show what each stage of this run rhymes with")
     history.set_defaults(call=lambda args: load("python_trainer.accelerators.rhyme.browse:run")(args))
     return whole
 

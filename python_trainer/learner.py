@@ -29,6 +29,7 @@ class Learner:
         temperature: of the sampler; log-probabilities use the same.
         max_completion_length: most tokens of an answer.
         max_steps: of the run, for the learning rate's schedule.
+        prefix_in_loss: train on the beginnings that answers were given too.
 
     Attributes:
         reference: the policy at the start of training, with ``algorithm.beta``.
@@ -46,6 +47,7 @@ class Learner:
         temperature: float,
         max_completion_length: int,
         max_steps: int,
+        prefix_in_loss: bool = False,
         ranks: RankGroup | None = None,
     ):
         self.policy, self.ranks = policy, ranks or RankGroup()
@@ -55,7 +57,7 @@ class Learner:
         if algorithm.judge.critic:
             self.critic = Critic(policy, critic, optimizer, copied=self.ranks.copy, shard=self.ranks.shard)
         self.optimizer = PolicyOptimizer(policy.model, optimizer)
-        self.max_completion_length = max_completion_length
+        self.max_completion_length, self.prefix_in_loss = max_completion_length, prefix_in_loss
         self.changed = False
 
     def update(self, rollouts: Sequence[Rollout], number: int) -> dict[str, float]:
@@ -78,7 +80,8 @@ class Learner:
 
     def _update(self, rollouts: Sequence[Rollout], lr: float, *, train_critic: bool = True) -> dict[str, float]:
         algorithm = self.algorithm
-        batch = Batch(rollouts, algorithm, self.max_completion_length, self.policy.device)
+        longest, device = self.max_completion_length, self.policy.device
+        batch = Batch(rollouts, algorithm, longest, device, prefix_in_loss=self.prefix_in_loss)
         metrics, norms, tokens = MetricSums(self.policy.device), list[float](), 0
         with self.policy.packed_attention():
             self._record_before(batch)

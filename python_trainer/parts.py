@@ -125,5 +125,6 @@ def make_learner(config: Config, policy: Policy, ranks: RankGroup | None = None)
         temperature=config.rollout.temperature,
         max_completion_length=config.rollout.max_completion_length,
         max_steps=config.max_steps,
+        prefix_in_loss=any(settings.prefix_in_loss for settings in config.accelerators.chosen()),
         ranks=ranks,
     )

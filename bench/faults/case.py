@@ -12,7 +12,7 @@ from python_trainer.accelerators import ACCELERATORS
 from python_trainer.checkpoint import load_newest
 from python_trainer.errors import UserError
 
-ALPHA = {"track_steps": 1, "first_step": 3, "every": 2, "gate_prompts": 8, "refuse": False}
+ALPHA = {"track_steps": 1, "first_step": 3, "every": 2, "refuse": False}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "ppo": {"algorithm": {"advantage": "gae", "beta": 0.1}, "critic": {"separate": True}},

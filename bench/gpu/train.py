@@ -36,7 +36,7 @@ FACTS = "pretrain.json"  # beside the policy
 # in a dry run
 FEW = ("max_steps=3", "rollout.prompts_per_step=4", "rollout.num_generations=2", "rollout.max_completion_length=16",
        "save.save_steps=1", "accelerators.alpha.first_step=2", "accelerators.alpha.track_steps=1",
-       "accelerators.alpha.gate_prompts=8", "accelerators.rpo.fill=1", "task.variant=short", "task.train_size=8",
+       "accelerators.rpo.fill=1", "task.variant=short", "task.train_size=8",
        "task.gate_size=8", "task.test_size=8")  # fmt: skip
 
 

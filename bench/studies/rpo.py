@@ -126,8 +126,7 @@ COMMON = [
 ]  # fmt: skip
 RPO = ["accelerators.enabled=[rpo]", "accelerators.rpo.fill=4"]
 PAPER = [
-    "accelerators.enabled=[rpo]", "accelerators.rpo.fill=1", "accelerators.rpo.keep=any",
-    "accelerators.rpo.cut_tokens=33", "accelerators.rpo.length_reward=paper", "algorithm.prefix_in_loss=true",
+    "accelerators.enabled=[rpo]", "accelerators.rpo.preset=paper", "accelerators.rpo.cut_tokens=33",
 ]  # fmt: skip
 ARMS = [
     Arm("plain"),

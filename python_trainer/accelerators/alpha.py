@@ -30,6 +30,7 @@ from rlkernels.extrapolation import Attempt, Gate, Limits
 from rlkernels.rank1.stream import default_filter
 
 MIN_RISE, MIN_COSINE, MIN_SKILL = 0.02, 0.7, 0.0  # below these nothing is tried; see rlkernels.extrapolation.Limits
+TARGET_ACCURACY = 1.0  # that the predictor pls goes to
 SMOOTHING = 5  # steps over which the training accuracy is averaged
 FACTS = "anchor", "answered", "next_attempt", "events", "seconds"  # in checkpoints as they are
 
@@ -97,25 +98,25 @@ class Alpha(Accelerator):
         assert self.trajectory is not None
         return {name: context.run.optimizer.masters[name] for name in self.trajectory.base}
 
-    def rules(self) -> Attempt:
+    def rules(self, prompts: int) -> Attempt:
         settings = self.settings
         return Attempt(
             predictor=settings.predictor,
             horizon=settings.horizon,
-            accuracy=settings.target_accuracy,
+            accuracy=TARGET_ACCURACY,
             limits=Limits(
                 min_rise=MIN_RISE if settings.refuse else -math.inf,
                 min_cosine=MIN_COSINE if settings.refuse else 0.0,
                 min_skill=MIN_SKILL if settings.refuse else -math.inf,
                 holdout=max(len(self.trajectory or ()) // 3, 1),
             ),
-            prompts=settings.gate_prompts,
+            prompts=prompts,
         )
 
     def attempt(self, context: StepContext) -> dict[str, Any]:
         """One attempt, from the refusals to the gate -> what became of it, which is also noted in ``events``."""
         assert self.trajectory is not None
-        objection = self.rules().refusal(self.trajectory)
+        objection = self.rules(len(context.run.task.gate)).refusal(self.trajectory)
         event: dict[str, Any] = {"step": context.step, "accepted": False}
         if objection is not None:
             event |= {"refused": objection.reason, "detail": objection.detail}
@@ -133,7 +134,8 @@ class Alpha(Accelerator):
     def _try(self, context: StepContext) -> dict[str, Any]:
         """Asks the gate; an accepted jump begins a new trajectory."""
         assert self.trajectory is not None
-        rules, run = self.rules(), context.run
+        run = context.run
+        rules = self.rules(len(run.task.gate))
         predicted = rules.predict(self.trajectory, self.weights(context))
         tries = rules.judge(
             self.gate,

@@ -27,8 +27,9 @@ class Drafts(Accelerator):
         super().__init__(settings)
         self.history = RolloutHistory(max_tokens=settings.history_tokens)
         self.visits: dict[int, int] = {}  # prompt key -> steps that it was part of
-        self.pass_overhead = settings.pass_overhead
-        self.engine_asked = settings.pass_overhead is not None
+        # what a forward pass costs on top of its tokens, in tokens; None: the engine does not tell
+        self.pass_overhead: float | None = None
+        self.engine_asked = False
         self.counted_step = 0
         self.before: dict[str, float] = {}  # the engine's counters when that step began
 
@@ -81,6 +82,4 @@ class Drafts(Accelerator):
         except ValueError as error:
             raise UserError(f"the drafts of the checkpoint cannot be read: {error}") from error
         self.history.resize(self.settings.history_tokens)
-        self.visits = state["visits"]
-        if self.settings.pass_overhead is None:
-            self.pass_overhead = state["pass_overhead"]
+        self.visits, self.pass_overhead = state["visits"], state["pass_overhead"]

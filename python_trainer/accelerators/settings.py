@@ -38,6 +38,11 @@ class AcceleratorSettings(Section):
         """Whether it takes part although it is not enabled, to leave something for later runs."""
         return False
 
+    @property
+    def prefix_in_loss(self) -> bool:
+        """Whether the beginnings that it gives to answers are trained on too."""
+        return False
+
     def conflicts(self, config: Any) -> str | None:
         """Names a setting of the whole configuration that it cannot go with, and its value; None: there is none."""
         return None
@@ -69,18 +74,16 @@ class RPOSettings(AcceleratorSettings):
     """Longest cut as a share of the remembered answer; the cut is uniform between one token and this."""
     cut_tokens: int | None = Field(None, ge=1)
     """Longest cut in tokens instead (the paper: 300, 500 or 800)."""
+    preset: Literal["ours", "paper"] = "ours"
+    """ours: remember right answers only, and leave the prefix out of the loss. paper: remember any answer, the first
+    policy's before the first step, train on the prefix too, and prefer short answers by the paper's length reward."""
     fill: int = Field(0, ge=0)
-    """Before the first step, tries of the first policy at every prompt until there is an answer to `keep` (the paper);
-    0: none, the first visit to a prompt is answered from its start."""
-    keep: Literal["right", "any"] = "right"
-    """Remember right answers only (a prompt without one is answered from its start), or any (the paper). Where nothing
-    is right or wrong: those of more than the mean reward of their group."""
-    epsilon: float = Field(0.5, ge=0, le=1)
-    """Probability that the best answer of a group is remembered; otherwise it is another one of those to `keep`."""
-    length_reward: Literal["none", "correct", "paper"] = "none"
-    """Prefer short answers: `correct` scales the reward of right answers only, `paper` lifts wrong ones to 0.5 too."""
-    cache_path: str | None = None
-    """File of the first policy's answers: read instead of filling if it exists, else written. null: in OUTPUT_DIR."""
+    """Before the first step, tries of the first policy at every prompt until there is an answer to remember. 0: none,
+    the first visit to a prompt is answered from its start; one with preset paper."""
+
+    @property
+    def prefix_in_loss(self) -> bool:
+        return self.preset == "paper"
 
 
 class DraftsSettings(AcceleratorSettings):
@@ -96,9 +99,6 @@ class DraftsSettings(AcceleratorSettings):
     """Longest draft; at most 128 with rollout.engine vllm."""
     history_tokens: int = Field(10_000_000, ge=1)
     """Answer tokens kept; the oldest and least rewarded go first."""
-    pass_overhead: float | None = Field(None, ge=0)
-    """What a forward pass costs on top of its tokens, in tokens. null: measured in the first step and kept; with
-    rollout.engine vllm a draft token then costs 0.02 of a step, whatever the batch."""
 
     def conflicts(self, config: Any) -> str | None:
         if config.rollout.servers:
@@ -133,14 +133,9 @@ class AlphaSettings(AcceleratorSettings):
     every: int = Field(20, ge=0)
     """Steps from one decision of the gate to the next attempt; 0: one decision in a run."""
     predictor: Literal["pls", "secant", "temporal", "full"] = "full"
-    """pls goes to target_accuracy, the others to `horizon` times the tracked steps."""
+    """pls goes to an accuracy of 1, the others to `horizon` times the tracked steps."""
     horizon: float = Field(2.0, gt=1)
     """Extrapolate to this many times the steps that were tracked."""
-    target_accuracy: float = Field(1.0, gt=0, le=1)
-    """Accuracy that pls goes to."""
-    gate_prompts: int = Field(512, ge=1)
-    """Held-out prompts of the paired comparison, at most; the task must have as many. More find smaller gains, and
-    cost more than those are worth where a step has few answers."""
     gate_level: float = Field(0.05, gt=0, lt=1)
     """Chance per run of accepting weights that are no better, at most."""
     refuse: bool = True
@@ -158,9 +153,9 @@ class AlphaSettings(AcceleratorSettings):
         )
 
     def splits(self, task: "Task") -> list[str]:
-        if len(task.gate) < self.gate_prompts:
+        if not task.gate:
             raise UserError(
-                f"accelerators.alpha.gate_prompts: {self.gate_prompts} held-out prompts are asked for, but the task "
-                f"has {len(task.gate)}; set more aside by task.gate_size, or ask for fewer"
+                "the accelerator alpha needs prompts that training has not seen, and the task has 0: set some aside by "
+                "task.gate_size, such as 512"
             )
         return ["gate"]

@@ -103,8 +103,6 @@ class AlgorithmConfig(Section):
     """Passes over each batch of answers."""
     num_minibatches: int = Field(1, ge=1)
     """Optimizer steps in one pass."""
-    prefix_in_loss: bool = False
-    """Of answers that continue a given prefix (`rpo`), train on the prefix too, as the paper does; costs time."""
     overlong_cache: int | None = Field(None, ge=1)
     """Answers in the last so many tokens before max_completion_length lose reward, up to 1 (DAPO)."""
     mask_truncated_completions: bool = False

@@ -40,7 +40,7 @@ def test_settings_fit_task_and_policy():
     shipped = SumsSettings(variant=config.task.variant).load()
     kept = {example.prompt for example in [*shipped.train, *shipped.gate, *shipped.test]}
     assert {example.prompt for example in [*task.train, *task.gate, *task.test]} <= kept
-    assert config.accelerators.alpha.gate_prompts <= len(task.gate)
+    assert len(task.gate) == 512
     assert config.accelerators.alpha.first_step < config.max_steps
 
 

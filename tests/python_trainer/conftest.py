@@ -80,7 +80,7 @@ def rhyme_config(make_config):
 
     def make(database=None, rhyme=(), enabled=("rhyme",), **changes):
         rhyme = {"database": database and str(database), "rare_share": 0, **dict(rhyme)}
-        accelerators = {"enabled": list(enabled), "rhyme": rhyme, "rpo": {"keep": "any"}}
+        accelerators = {"enabled": list(enabled), "rhyme": rhyme, "rpo": {"preset": "paper"}}
         return make_config(**changes, accelerators=accelerators)
 
     return make

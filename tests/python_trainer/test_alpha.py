@@ -79,7 +79,7 @@ def trained(quality, *, dtype=torch.float32, steps=12, **settings):
     optimizer = PolicyOptimizer(model, OptimizerConfig())
     start = model.proj.weight.detach().float().clone()
     context = Context(model, optimizer, lambda m: quality(progress(m, start)))
-    options = {"first_step": 1000, "gate_prompts": GATE, "track_steps": 1, "horizon": 2.0} | settings
+    options = {"first_step": 1000, "track_steps": 1, "horizon": 2.0} | settings
     alpha = Alpha(AlphaSettings(**options))
     for step in range(1, steps + 1):
         context.step, context.telemetry = step, {}
@@ -114,8 +114,9 @@ def assert_equal_states(a, b):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("predictor", sorted(PREDICTORS))
-def test_a_better_edit_is_accepted(predictor, dtype):
-    alpha, context, start = trained(lambda p: 0.5 + 10 * p, dtype=dtype, predictor=predictor, target_accuracy=0.78)
+def test_a_better_edit_is_accepted(monkeypatch, predictor, dtype):
+    monkeypatch.setattr("python_trainer.accelerators.alpha.TARGET_ACCURACY", 0.78)
+    alpha, context, start = trained(lambda p: 0.5 + 10 * p, dtype=dtype, predictor=predictor)
     before, state = progress(context.policy, start), everything(context)
     assert before == pytest.approx(0.012, rel=0.1)
     event = alpha.attempt(context)
@@ -264,7 +265,7 @@ def test_candidates_share_the_answers_of_the_present_weights(prompts, available)
         try_candidates(gate, *weights, **options | {"evaluate": lambda rows: [1.0] * (len(rows) + 1)})
 
 
-SETTINGS = {"track_steps": 1, "first_step": 4, "every": 2, "gate_prompts": 6, "refuse": False, "gate_level": 0.9}
+SETTINGS = {"track_steps": 1, "first_step": 4, "every": 2, "refuse": False, "gate_level": 0.9}
 
 
 @pytest.fixture
@@ -353,9 +354,9 @@ def test_a_run_resumes_exactly_before_anything_is_tracked(alpha_config, tmp_path
     assert whole["trajectory"]["steps"].tolist() == [3]
 
 
-def test_too_few_gate_prompts_are_named_before_anything_is_loaded(alpha_config, tmp_path):
-    config = alpha_config(alpha={"gate_prompts": 7}, model={"path": str(tmp_path / "nowhere")})
-    with pytest.raises(UserError, match=r"gate_prompts: 7 .* the task has 6; .*task\.gate_size"):
+def test_a_task_without_gate_prompts_is_named_before_anything_is_loaded(make_config, tmp_path):
+    config = make_config(accelerators={"enabled": ["alpha"]}, model={"path": str(tmp_path / "nowhere")})
+    with pytest.raises(UserError, match=r"alpha needs prompts .* the task has 0: .*task\.gate_size"):
         Trainer(config, tmp_path / "run", console=QUIET)
 
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from python_trainer.accelerators.rhyme import accelerator
 from python_trainer.accelerators.rhyme.accelerator import LOOKS
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
 from python_trainer.accelerators.rhyme.replay import CLEAR, ENOUGH, clearly_better, last_shares, visits
@@ -74,8 +75,9 @@ def test_runs_that_are_as_good_seldom_seem_better():
 
 
 @pytest.fixture
-def run(make_config, tmp_path):
+def run(make_config, tmp_path, monkeypatch):
     """run(folder, **settings of rhyme) -> the trainer of a run that is over."""
+    monkeypatch.setattr(accelerator, "REHEARSAL_SHARE", 10)
 
     def make(folder, steps=4, seed=0, resume=False, **rhyme):
         config = make_config(
@@ -83,7 +85,7 @@ def run(make_config, tmp_path):
             seed=seed,
             task={"reward": "test_earlier_runs:odd"},
             save={"save_steps": 1},
-            accelerators={"enabled": ["rhyme"], "rhyme": {"rehearsal_share": 10} | rhyme},
+            accelerators={"enabled": ["rhyme"], "rhyme": rhyme},
         )
         trainer = Trainer(config, tmp_path / folder, console=Console(quiet=True), resume=resume)
         trainer.run()

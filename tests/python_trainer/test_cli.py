@@ -227,7 +227,7 @@ def test_compare_skips_what_is_finished_and_reports(run, tmp_path, capsys, monke
         return answer_split(evaluator, split, rows)
 
     monkeypatch.setattr(Evaluator, "answer_split", evaluate)
-    gate = {"task": {"gate_size": 2}, "accelerators": {"alpha": {"gate_prompts": 2}}}
+    gate = {"task": {"gate_size": 2}}
     code, error = run({"max_steps": 2, "evaluation": {"target_accuracy": 0.9}} | gate, *arguments, command="compare")
     assert code == 0, error
     folders = sorted(str(p.parent.relative_to(tmp_path / "run")) for p in (tmp_path / "run").rglob("summary.json"))

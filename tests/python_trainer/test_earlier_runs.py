@@ -11,7 +11,7 @@ from gloo import KINDS, run_on_ranks, train
 from rich.console import Console
 from safetensors.torch import load_file
 
-from python_trainer.accelerators.rhyme import accelerator, replay
+from python_trainer.accelerators.rhyme import accelerator, replay, sampling
 from python_trainer.accelerators.rhyme.accelerator import Rhyme
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase, prompt_key
 from python_trainer.accelerators.rhyme.replay import in_batches
@@ -38,17 +38,19 @@ def every_run_is_better(monkeypatch):
 
 
 @pytest.fixture
-def run(make_config, tmp_path):
+def run(make_config, tmp_path, monkeypatch):
     """run(folder, steps, **settings of rhyme) -> the trainer of a run that is over; on one database by default.
 
-    No stored answers join groups unless ``rescue`` or ``history_ratio`` say so.
+    No stored answers join groups unless ``history_ratio`` says so.
     """
+    monkeypatch.setattr(accelerator, "REHEARSAL_SHARE", 10)
+    monkeypatch.setattr(sampling, "RESCUERS", 0)
 
-    def make(folder, steps=4, resume=False, task=None, seed=0, enabled=("rhyme",), **settings):
+    def make(folder, steps=4, resume=False, task=None, seed=0, enabled=("rhyme",), rehearsals=3, **settings):
+        monkeypatch.setattr(accelerator, "REHEARSALS", rehearsals)
         names = ("algorithm", "optimizer", "rollout", "evaluation")
         sections = {name: settings.pop(name) for name in names if name in settings}
-        usual = {"database": str(tmp_path / "history.db"), "rehearsal_share": 10, "rescue": False, "history_ratio": 0}
-        rhyme = usual | settings
+        rhyme = {"database": str(tmp_path / "history.db"), "history_ratio": 0} | settings
         config = make_config(
             max_steps=steps,
             seed=seed,
@@ -102,7 +104,8 @@ def test_rehearsal_is_a_share_of_the_run(run, tmp_path, monkeypatch):
     run("first", steps=6)
     monkeypatch.setattr(accelerator, "REHEARSAL_BATCH", 1)
     for share in (0.0, 0.5, 10.0):
-        run(f"share {share}", seed=1, steps=2, rehearsal_share=share, rehearsals=3)
+        monkeypatch.setattr(accelerator, "REHEARSAL_SHARE", share)
+        run(f"share {share}", seed=1, steps=2)
     rows = [read_metrics(tmp_path / f"share {share}")[2] for share in (0.0, 0.5, 10.0)]
     rehearsed = [row.get("rhyme/rehearsed_answers", 0) for row in rows]
     assert rehearsed[0] == 0 < rehearsed[1] <= 16 < 3 * found(tmp_path, "share 10.0") == rehearsed[2]
@@ -270,13 +273,13 @@ def settings_of_ranks(settings, database, steps):
         "task": {"reward": "test_earlier_runs:odd"},
         # several micro-batches for each process; Adam divides by the size of a gradient, of rounding errors too
         "optimizer": {"learning_rate": 1e-3, "adam_epsilon": 1e-4, "micro_batch_tokens": 30},
-        "accelerators": {"enabled": ["rhyme"], "rhyme": {"database": database, "rehearsal_share": 10} | TRUST_ALL},
+        "accelerators": {"enabled": ["rhyme"], "rhyme": {"database": database} | TRUST_ALL},
     }
     return merged(settings, sections)
 
 
 def train_ranks(settings, folder):
-    replay.clearly_better = trust  # in this process
+    replay.clearly_better, accelerator.REHEARSAL_SHARE = trust, 10  # in this process
     for kind in KINDS:
         database = str(folder / f"{kind}.db")
         for steps in (2, 3):
@@ -287,8 +290,9 @@ def train_ranks(settings, folder):
             train(settings_of_ranks(settings, str(folder / "notes.db"), 1), folder / f"bad {kind}", kind)
 
 
-def test_the_first_rank_alone_reads_and_writes_and_all_rehearse(run, settings, tmp_path):
+def test_the_first_rank_alone_reads_and_writes_and_all_rehearse(run, settings, tmp_path, monkeypatch):
     run("first")
+    monkeypatch.setattr(sampling, "RESCUERS", 1)
     for name in ("none", *KINDS):
         shutil.copy(tmp_path / "history.db", tmp_path / f"{name}.db")
     (tmp_path / "notes.db").write_text("no database at all")

@@ -37,7 +37,7 @@ CASES = {
         "task": {"reward": "conftest:even"},
     },
     "rhyme": {"accelerators": {"enabled": ["rhyme"], "rhyme": {"rare_share": 0}}, "task": {"reward": "conftest:even"}},
-    "rpo and drafts": {"accelerators": {"enabled": ["rpo", "drafts"], "rpo": {"keep": "any"}}},
+    "rpo and drafts": {"accelerators": {"enabled": ["rpo", "drafts"], "rpo": {"preset": "paper"}}},
     "adapters": {"model": {"lora": {"r": 4, "alpha": 16}}, "algorithm": {"beta": 0.05}, "optimizer": MANY},
     "some answers teach nothing": {
         "task": {"reward": "conftest:even"}, "algorithm": {"num_minibatches": 2}, "optimizer": MANY,

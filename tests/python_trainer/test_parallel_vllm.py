@@ -35,7 +35,7 @@ CASES = {
     },
     "adapters, suffix rollouts": {
         "model": {"lora": {"r": 4, "alpha": 16}},
-        "accelerators": {"enabled": ["rpo"], "rpo": {"keep": "any"}},
+        "accelerators": {"enabled": ["rpo"], "rpo": {"preset": "paper"}},
     },
 }
 

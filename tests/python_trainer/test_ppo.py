@@ -300,13 +300,11 @@ def test_bfloat16_policy_with_a_float32_value_head(make_config, tmp_path):
 
 def test_ppo_with_shared_prefixes(make_config, tmp_path):
     """Suffix rollouts, with the given prefix in the loss and without."""
-    for inside in (False, True):
-        config = make_config(
-            max_steps=6, algorithm={"advantage": "gae", "prefix_in_loss": inside},
-            accelerators={"enabled": ["rpo"], "rpo": {"keep": "any"}},
-        )  # fmt: skip
-        Trainer(config, tmp_path / str(inside), console=QUIET).run()
-        rows = read_metrics(tmp_path / str(inside))[1:]
+    for preset in ("ours", "paper"):
+        accelerators = {"enabled": ["rpo"], "rpo": {"preset": preset}}
+        config = make_config(max_steps=6, algorithm={"advantage": "gae"}, accelerators=accelerators)
+        Trainer(config, tmp_path / preset, console=QUIET).run()
+        rows = read_metrics(tmp_path / preset)[1:]
         assert any(row["rpo/hit_rate"] > 0 for row in rows)
         assert all(math.isfinite(row[name]) for row in rows for name in ("value_loss", "grad_norm", "loss"))
 

@@ -147,7 +147,7 @@ def test_supervised_steps_and_a_probe(settings, tmp_path):
 
 
 def test_all_accelerators(tmp_path):
-    short = ["max_steps=4", "task.train_size=8", "task.test_size=8", "accelerators.alpha.gate_prompts=8"]
+    short = ["max_steps=4", "task.train_size=8", "task.test_size=8", "task.gate_size=8"]
     short += ["rollout.prompts_per_step=4", "rollout.max_completion_length=12"]
     config = load_config(SMOKE, ["model.device=cuda", *short])
     with pretended():

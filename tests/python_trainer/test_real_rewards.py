@@ -92,7 +92,7 @@ def test_dynamic_sampling_fills_steps_with_lengths_that_differ(length_config, tm
         assert row["frac_reward_zero_std"] == 0 and row["accuracy"] == 0 and row["grad_norm"] > 0
 
 
-ALPHA = {"track_steps": 1, "first_step": 4, "gate_prompts": 6, "refuse": False}
+ALPHA = {"track_steps": 1, "first_step": 4, "refuse": False}
 
 
 def test_every_accelerator_has_something_to_do(length_config, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from python_trainer.accelerators.rhyme import replay
+from python_trainer.accelerators.rhyme import accelerator, replay
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
 from python_trainer.errors import UserError
 from python_trainer.run_directory import read_metrics
@@ -15,11 +15,12 @@ from python_trainer.trainer import Trainer
 
 
 @pytest.fixture
-def run(make_config, tmp_path):
+def run(make_config, tmp_path, monkeypatch):
     """run(folder, steps, **settings of rhyme) -> the trainer of a run that is over."""
+    monkeypatch.setattr(accelerator, "REHEARSAL_SHARE", 10)
 
     def make(folder, steps=2, resume=False, enabled=(), reward="test_earlier_runs:odd", **rhyme):
-        accelerators = {"enabled": list(enabled), "rhyme": {"rehearsal_share": 10} | rhyme}
+        accelerators = {"enabled": list(enabled), "rhyme": rhyme}
         config = make_config(
             max_steps=steps, accelerators=accelerators, task={"reward": reward}, save={"save_steps": 1}
         )

@@ -44,7 +44,7 @@ def loss_and_gradient(rollouts, config, own, others):
     """Of the log-probabilities of own tokens, given tables of one row of numbers per own token."""
     batch = Batch(rollouts, config, 16, CPU)
     packed = batch.pack(range(len(rollouts)))
-    scored = [scored_tokens(rollout, score_prefix=config.prefix_in_loss) for rollout in batch.rollouts]
+    scored = [scored_tokens(rollout, score_prefix=False) for rollout in batch.rollouts]
     flags = torch.tensor([flag for row in scored for flag in row], dtype=torch.bool)
 
     def table(name):

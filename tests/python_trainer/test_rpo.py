@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from python_trainer.accelerators.rpo import RPO, length_reward, load_answers, save_answers
+import python_trainer.accelerators.rpo
+from python_trainer.accelerators.rpo import RPO, length_reward
 from python_trainer.accelerators.settings import RPOSettings
+from python_trainer.algorithms.settings import AlgorithmConfig
 from python_trainer.batch import Batch
 from python_trainer.data import Group, Rollout
-from python_trainer.errors import UserError
 
 
 def context(seed=0, step=1):
@@ -78,12 +78,12 @@ def test_only_answers_worth_keeping_are_remembered():
     assert rpo.answers == {4: group[2].response_ids}
     rpo.collect(context(), answered([0.0, 0.0]))
     assert rpo.answers == {4: group[2].response_ids}  # what was there stays
-    every = RPO(RPOSettings(keep="any"))
+    every = RPO(RPOSettings(preset="paper"))
     every.collect(context(), answered([0.0, 0.0]))
     assert every.answers
     cut_off = answered([1.0])
     cut_off[0].finish_reason = "length"
-    other = RPO(RPOSettings(keep="any"))
+    other = RPO(RPOSettings(preset="paper"))
     other.collect(context(), cut_off)
     assert other.answers == {}
 
@@ -94,18 +94,20 @@ def test_answers_longer_than_allowed_are_not_continued():
     assert group.prefix_ids == [] and group.max_new_tokens == 20
 
 
-def test_cache_takes_the_best_answer_with_probability_epsilon():
+def test_cache_takes_the_best_answer_with_probability_epsilon(monkeypatch):
+    monkeypatch.setattr(python_trainer.accelerators.rpo, "EPSILON", 0.7)
     counts = Counter()
     for seed in range(2000):
-        rpo = RPO(RPOSettings(epsilon=0.7, keep="any"))
+        rpo = RPO(RPOSettings(preset="paper"))
         rpo.collect(context(seed), answered([0.0, 1.0, 0.5, 0.0]))
         counts[rpo.answers[4][0]] += 1
     assert 0.66 < counts[11] / 2000 < 0.74  # the best
     for other in (10, 12, 13):
         assert 0.07 < counts[other] / 2000 < 0.13  # 0.3 / 3 each
+    monkeypatch.setattr(python_trainer.accelerators.rpo, "EPSILON", 1.0)
     ties = Counter()
     for seed in range(600):
-        rpo = RPO(RPOSettings(epsilon=1.0))
+        rpo = RPO(RPOSettings())
         rpo.collect(context(seed), answered([1.0, 1.0, 0.0]))
         ties[rpo.answers[4][0]] += 1
     assert set(ties) == {10, 11} and min(ties.values()) > 200
@@ -114,20 +116,18 @@ def test_cache_takes_the_best_answer_with_probability_epsilon():
 def test_length_reward_known_values():
     # mean length 20, alpha 0.1: factors 1 / (1 + e^-1) = 0.7311, 0.5, 1 / (1 + e^1) = 0.2689
     lengths = [10, 20, 30]
-    paper = length_reward([1.0, 1.0, 0.0], lengths, alpha=0.1, lift_wrong=True)
+    paper = length_reward([1.0, 1.0, 0.0], lengths, alpha=0.1)
     assert paper == pytest.approx([0.731059, 0.5, 0.5], abs=1e-6)
-    correct = length_reward([0.0, 1.0, 1.0], lengths, alpha=0.1, lift_wrong=False)
-    assert correct == pytest.approx([0.0, 0.5, 0.5], abs=1e-6)
-    assert length_reward([1.0], [10**6], alpha=1e3, lift_wrong=False) == [0.5]  # no overflow
+    assert length_reward([1.0], [10**6], alpha=1e3) == [0.5]  # no overflow
 
 
-def test_length_reward_leaves_raw_accuracy_alone():
-    rpo = RPO(RPOSettings(length_reward="correct", epsilon=1.0))
-    rollouts = answered([1.0, 1.0, 0.0])
+def test_length_reward_leaves_raw_accuracy_alone(monkeypatch):
+    monkeypatch.setattr(python_trainer.accelerators.rpo, "EPSILON", 1.0)
+    rpo, rollouts = RPO(RPOSettings(preset="paper")), answered([1.0, 1.0, 0.0])
     assert rpo.collect(context(), rollouts) == rollouts
     assert rpo.answers[4] == rollouts[0].response_ids  # the best by the shaped reward
     assert [r.accuracy for r in rollouts] == [1.0, 1.0, 0.0]
-    assert rollouts[0].reward > rollouts[1].reward == 0.5 and rollouts[2].reward == 0
+    assert rollouts[0].reward > rollouts[1].reward == rollouts[2].reward == 0.5
 
 
 def test_metrics_count_continued_and_informative_groups():
@@ -147,7 +147,7 @@ def test_metrics_count_continued_and_informative_groups():
 
 
 def test_stored_answers_that_no_group_judges_are_left_alone():
-    rpo, alone = RPO(RPOSettings(length_reward="correct")), answered([1.0])
+    rpo, alone = RPO(RPOSettings(preset="paper")), answered([1.0])
     alone[0].group, alone[0].expected = 7, 0.1
     group = answered([1.0, 0.0], key=5)
     assert rpo.collect(context(), [*group, *alone]) == [*group, *alone]
@@ -171,42 +171,18 @@ def test_filling_tries_again_what_found_no_answer():
         asked.append((list(keys), attempt))
         return [answered([float(key % 3 == attempt)], key=key)[0] for key in keys]
 
-    rpo = RPO(RPOSettings(fill=2))
     notes = []
-    rpo.fill(SimpleNamespace(prompts=[[1]] * 7, answer=answer, note=notes.append))
+    rpo = RPO(RPOSettings(fill=2))
+    rpo.begin(SimpleNamespace(prompts=[[1]] * 7, answer=answer, note=notes.append))
     assert asked == [(list(range(7)), 0), ([1, 2, 4, 5], 1)] and sorted(rpo.answers) == [0, 1, 3, 4, 6]
     assert notes[0].startswith("rpo: first answers to 5 of 7 prompts remembered")
 
 
-def test_file_of_answers_knows_its_prompts_and_tokenizer(tmp_path):
-    class Tokenizer:
-        def __init__(self, vocab):
-            self.vocab = vocab
-
-        def get_vocab(self):
-            return self.vocab
-
-    path, answers = tmp_path / "answers.safetensors", {2: [5, 6], 0: [], 1: [2**31 - 1]}
-    prompts, tokenizer = [[1], [2, 3], [4]], Tokenizer({"a": 0, "b": 1})
-    save_answers(path, answers, prompts, tokenizer)
-    assert load_answers(path, prompts, Tokenizer({"b": 1, "a": 0})) == answers
-    with pytest.raises(UserError, match="other tokenizer"):
-        load_answers(path, prompts, Tokenizer({"a": 1, "b": 0}))
-    with pytest.raises(UserError, match="other prompts"):
-        load_answers(path, [[1], [2], [3, 4]], tokenizer)
-    save_file({"keys": torch.zeros(1)}, path)
-    with pytest.raises(UserError, match="holds no remembered answers"):
-        load_answers(path, prompts, tokenizer)
-    with pytest.raises(UserError, match="cannot write"):
-        save_answers(tmp_path / "answers.safetensors" / "x", answers, prompts, tokenizer)
-
-
 @pytest.mark.parametrize(("whole", "tokens"), [(True, [3, 4]), (False, [1, 2])])
-def test_prefix_tokens_take_part_in_the_loss_where_asked_for(make_config, whole, tokens):
-    config = make_config(algorithm={"prefix_in_loss": whole})
+def test_prefix_tokens_take_part_in_the_loss_where_asked_for(whole, tokens):
     rollouts = answered([1.0, 0.0], ids=[[5, 6, 7], [5, 6, 8, 9]])
     for rollout in rollouts:
         rollout.prefix_len, rollout.logprobs = 2, rollout.logprobs[2:]
-    batch = Batch(rollouts, config.algorithm, 8, torch.device("cpu"))
+    batch = Batch(rollouts, AlgorithmConfig(), 8, torch.device("cpu"), prefix_in_loss=whole)
     assert batch.loss_tokens.tolist() == tokens
     assert batch.sampler.flat.isnan().tolist() == [True, True, False, True, True, False, False]

@@ -33,7 +33,8 @@ FORMS = {
 }  # fmt: skip
 CASES = [
     pytest.param(
-        AlgorithmConfig(**{**form, "prefix_in_loss": whole, **({"kl_estimator": kind} if kind else {})}),
+        AlgorithmConfig(**{**form, **({"kl_estimator": kind} if kind else {})}),
+        whole,
         id=f"{name}{' ' + kind if kind else ''}-{'whole answers' if whole else 'suffixes'}",
     )
     for name, form in FORMS.items()
@@ -103,7 +104,7 @@ def plain(policy, rollouts, batch, config):
         chosen = table.gather(1, torch.tensor(rollout.response_ids)[:, None])[:, 0]
         logprob_rows.append(torch.nn.functional.pad(chosen, (0, width - count)))
         entropy_rows.append(torch.nn.functional.pad(-(table.exp() * table).sum(-1), (0, width - count)))
-        first = 0 if config.prefix_in_loss else rollout.prefix_len
+        first = 0 if batch.prefix_in_loss else rollout.prefix_len
         truncated = config.mask_truncated_completions and rollout.finish_reason == "length"
         mask[i, first:count] = not truncated
         for name in columns:
@@ -131,9 +132,9 @@ def plain(policy, rollouts, batch, config):
     return (loss * weight).sum() - config.entropy_coef * entropy[mask].mean()
 
 
-@pytest.mark.parametrize("config", CASES)
-def test_loss_and_gradients_equal_the_plain_form(policy, rollouts, config):
-    batch = Batch(rollouts, config, MAX_LENGTH, torch.device("cpu"))
+@pytest.mark.parametrize(("config", "whole"), CASES)
+def test_loss_and_gradients_equal_the_plain_form(policy, rollouts, config, whole):
+    batch = Batch(rollouts, config, MAX_LENGTH, torch.device("cpu"), prefix_in_loss=whole)
     batch.set_advantages()
     if config.num_iterations > 1:
         batch.old = noisy(batch, policy, 0.1, 1)
@@ -169,8 +170,7 @@ def test_the_prefix_cancels_under_token_means_on_policy(policy, rollouts):
     """Advantages of a group sum to 0, so what the prefix itself adds is nothing but a larger denominator."""
     gradients, tokens = [], []
     for whole in (True, False):
-        config = AlgorithmConfig(loss_type="dapo", prefix_in_loss=whole)
-        batch = Batch(rollouts, config, MAX_LENGTH, torch.device("cpu"))
+        batch = Batch(rollouts, AlgorithmConfig(), MAX_LENGTH, torch.device("cpu"), prefix_in_loss=whole)
         batch.set_advantages()
         tokens.append(int(batch.loss_tokens.sum()))
         packed = batch.pack(range(len(rollouts)))
@@ -183,8 +183,7 @@ def test_the_prefix_cancels_under_token_means_on_policy(policy, rollouts):
 
 
 def test_unscored_prefixes_have_no_pairs(rollouts):
-    config = AlgorithmConfig(prefix_in_loss=False)
-    batch = Batch(rollouts, config, MAX_LENGTH, torch.device("cpu"))
+    batch = Batch(rollouts, AlgorithmConfig(), MAX_LENGTH, torch.device("cpu"))
     suffixes = sum(len(r.logprobs) for r in rollouts)
     for share in (True, False):
         packed = batch.pack(range(len(rollouts)), share=share)

@@ -11,6 +11,7 @@ from test_checkpoint import assert_same_run
 
 from python_trainer import commands
 from python_trainer.__main__ import main
+from python_trainer.accelerators.drafts import Drafts
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint
 from python_trainer.config import dump_config
 from python_trainer.errors import SIGNALS, Interrupted, NotFinite, StopSignal, UserError
@@ -158,12 +159,13 @@ def broken(prompts, completions, completion_ids, **columns):
         (6, ValueError("no verdict"), []),  # in the evaluation after step 4
     ],
 )
-def test_a_reward_that_fails_leaves_the_last_finished_step(make_config, tmp_path, at, error, accelerators):
+def test_a_reward_that_fails_leaves_the_last_finished_step(make_config, tmp_path, monkeypatch, at, error, accelerators):
+    monkeypatch.setattr(Drafts, "_measured", lambda self, engine: 20.0)
     changes = {
         "max_steps": 5,
         "save": {"save_steps": 0},
         "task": {"reward": "test_staying_up:broken"},
-        "accelerators": {"enabled": accelerators, "drafts": {"pass_overhead": 20}},
+        "accelerators": {"enabled": accelerators},
         "evaluation": {"eval_steps": 4},
     }
     broken.calls, broken.at, broken.error = 0, -1, error

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from python_trainer.accelerators.base import StepContext
-from python_trainer.accelerators.rhyme import sampling
+from python_trainer.accelerators.rhyme import accelerator, sampling
 from python_trainer.accelerators.rhyme.accelerator import Rhyme
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase, StoredAnswer
 from python_trainer.accelerators.rhyme.recording import OWN
@@ -69,9 +69,9 @@ def test_the_newest_different_ones_of_this_run_and_of_better_ones_are_replayed()
     assert [entry.answer.text for entry in bank.replayable(9, {OWN, OTHER})] == ["d", "other 5"]
 
 
-def replaying(*answers, right=0, seen=0, **settings):
+def replaying(*answers, right=0, seen=0):
     """An accelerator in step 4 with these stored answers; of ``seen`` answers to every prompt ``right`` were right."""
-    rhyme = Rhyme(RhymeSettings(rare_share=0, **settings))
+    rhyme = Rhyme(RhymeSettings(rare_share=0))
     rhyme.active, rhyme.rates, rhyme.bank = True, SuccessRates(8), filled(*answers)
     rhyme.rates.right += right
     rhyme.rates.answers += seen
@@ -105,7 +105,6 @@ def test_those_used_least_come_first_within_the_tokens():
     assert len(first) == 2 and len(rest) == 6
     assert {a.prompt_key for a in rest[:4]} == set(range(6)) - {a.prompt_key for a in first}
     assert not replaying((0, stored_answer()))(4, tokens=18)
-    assert not replaying((0, stored_answer()), stored_share=0)(4, tokens=2000)
 
 
 def test_a_rate_is_a_discounted_mean_with_one_answer_of_the_mean_prompt():
@@ -221,10 +220,13 @@ def test_they_are_in_no_metric_of_groups():
 @pytest.mark.parametrize("enabled", [["rhyme"], ["rhyme", "drafts"]])
 @pytest.mark.parametrize("algorithm", [{}, {"advantage": "gae", "num_iterations": 2}])
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_a_run_uses_them_and_resumes_with_the_same_weights(make_config, tmp_path, enabled, algorithm, dynamic):
-    def run(folder, steps, resume=False, **rhyme):
-        rhyme = {"rare_share": 0, "rescue": False, "history_ratio": 0, **rhyme}
-        options = {"enabled": enabled, "rhyme": rhyme, "drafts": {"pass_overhead": 30}}  # else it is measured
+def test_a_run_uses_them_and_resumes_with_the_same_weights(
+    make_config, tmp_path, monkeypatch, enabled, algorithm, dynamic
+):
+    monkeypatch.setattr(sampling, "RESCUERS", 0)
+
+    def run(folder, steps, resume=False):
+        options = {"enabled": enabled, "rhyme": {"rare_share": 0, "history_ratio": 0}}
         config = make_config(
             max_steps=steps,
             rollout={
@@ -244,7 +246,8 @@ def test_a_run_uses_them_and_resumes_with_the_same_weights(make_config, tmp_path
     assert all(torch.equal(a, b) for a, b in zip(whole, rest))
     rows = read_metrics(tmp_path / "whole")[1:]
     assert sum(row["rhyme/replayed_answers"] for row in rows) > 0
-    without = run("without", 8, stored_share=0)
+    monkeypatch.setattr(accelerator, "REPLAY_SHARE", 0)
+    without = run("without", 8)
     assert any(not torch.equal(a, b) for a, b in zip(whole, without))
 
 
@@ -280,8 +283,8 @@ def test_where_right_answers_are_not_rare_a_run_is_plain_training(make_config, t
         declined, used, told, trainer = run(f"declined {number}", 8, **rhyme())
         assert all(torch.equal(a, b) for a, b in zip(plain, declined)) and not any(used)
         assert "of the first 16 groups had no right answer: a share below 0.55, history is not used" in told
-        (accelerator,) = trainer.accelerators
-        assert not len(accelerator.bank) and not accelerator.active
+        (rhyme_of_run,) = trainer.accelerators
+        assert not len(rhyme_of_run.bank) and not rhyme_of_run.active
     if database:
         assert len(RetrospectiveDatabase(str(tmp_path / "history.db")).samples()) > 0
     rare = rhyme(0.01)

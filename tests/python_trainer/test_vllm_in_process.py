@@ -176,18 +176,15 @@ def test_drafts_come_from_the_accelerators_history(make_config, tmp_path, monkey
     monkeypatch.setitem(sys.modules, "rlkernels.integrations.vllm", SimpleNamespace(share_history=share_history))
     made = FakeLLM.generate
     monkeypatch.setattr(FakeLLM, "generate", generate)
-    for overhead, cost in (None, None), (30, 0.25):
-        seen.clear()
-        drafts = {"enabled": ["drafts"], "drafts": {"max_draft_tokens": 5, "pass_overhead": overhead}}
-        config = make_config(max_steps=2, rollout={"engine": "vllm"}, accelerators=drafts)
-        trainer = train(config.model_dump(), tmp_path / str(overhead))
-        history = trainer.accelerators[0].history
-        proposer = {"method": "custom_class", "model": "rlkernels.integrations.vllm.HistoryProposer"}
-        assert FakeLLM.last.options["speculative_config"] == proposer | {"num_speculative_tokens": 5}
-        assert seen == [(None, None), (history, cost), (history, cost), (None, None)] and history.stats["tokens"] > 0
-        assert shared.history is None, "let go of at the end"
-        row = read_metrics(tmp_path / str(overhead))[-1]
-        assert row["drafts/tokens_per_step"] == 1 and row.get("drafts/pass_overhead") == overhead
+    drafts = {"enabled": ["drafts"], "drafts": {"max_draft_tokens": 5}}
+    config = make_config(max_steps=2, rollout={"engine": "vllm"}, accelerators=drafts)
+    history = train(config.model_dump(), tmp_path / "drafts").accelerators[0].history
+    proposer = {"method": "custom_class", "model": "rlkernels.integrations.vllm.HistoryProposer"}
+    assert FakeLLM.last.options["speculative_config"] == proposer | {"num_speculative_tokens": 5}
+    assert seen == [(None, None), (history, None), (history, None), (None, None)] and history.stats["tokens"] > 0
+    assert shared.history is None, "let go of at the end"
+    row = read_metrics(tmp_path / "drafts")[-1]
+    assert row["drafts/tokens_per_step"] == 1 and "drafts/pass_overhead" not in row
     train(make_config(max_steps=1, rollout={"engine": "vllm"}).model_dump(), tmp_path / "plain")
     assert "speculative_config" not in FakeLLM.last.options
 

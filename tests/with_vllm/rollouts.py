@@ -59,7 +59,7 @@ def run_settings(folder, path, **rollout):
         "rollout": {"engine": "vllm", "prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12,
                     "memory_bytes": MEMORY, **rollout},
         "optimizer": {"learning_rate": 1e-2},
-        "accelerators": {"enabled": ["rpo"], "rpo": {"fill": 1, "keep": "any"}},
+        "accelerators": {"enabled": ["rpo"], "rpo": {"preset": "paper"}},
             }  # fmt: skip
 
 

@@ -31,7 +31,10 @@ RUNS = 8  # whose answers are read, the newest
 LOOKS = 12  # steps in which earlier runs may turn out to be better
 FIRST_STEPS = 2  # of a run, before any stage is trusted
 REHEARSED = 4  # answers of better runs to a prompt that are trained on first, the newest
+REHEARSALS = 3  # how often they are
+REHEARSAL_SHARE = 0.2  # of the answers that the run is to generate: most answers in all these updates
 REHEARSAL_BATCH = 16  # answers in an update on nothing else; those to one prompt stay together
+REPLAY_SHARE = 0.5  # replayed tokens for each of the fresh answers of the step that teach something, at most
 PARTS = "recorder", "earlier", "bank", "rates", "retrodictor"  # whose states are in a checkpoint
 FACTS = "active", "settled", "judged", "better", "shares", "rules"
 
@@ -54,12 +57,12 @@ class EarlierRuns:
         vars(self).update(state | {"answers": sampling.unpack_answers(state["answers"]), "curves": curves})
 
 
-def read_runs(database: RetrospectiveDatabase, keys: list[str], own: int, settings: RhymeSettings) -> EarlierRuns:
+def read_runs(database: RetrospectiveDatabase, keys: list[str], own: int) -> EarlierRuns:
     """Reads what the newest runs but this one have answered right to these prompts."""
     found, runs = database.samples(prompt_keys=keys, limit=MOST, without_run=own), EarlierRuns()
     for run_id in sorted({answer.run_id for answer in found})[-RUNS:]:
         trajectory = database.trajectory(run_id)
-        runs.curves.append(curve_of(run_id, trajectory, *settings.reward_range))
+        runs.curves.append(curve_of(run_id, trajectory))
         runs.shares[run_id] = replay.last_shares(step.outcomes for step in trajectory)
         runs.tokens[run_id] = sum(step.generated_tokens for step in trajectory)
     runs.answers = [answer for answer in found if answer.run_id in runs.tokens]
@@ -98,7 +101,7 @@ class Rhyme(Accelerator):
         self.rates, self.rules = replay.SuccessRates(len(run.prompts)), reward_rules(run.config)
         if self.enabled and self.settings.records:
             keys, own = [prompt_key(example.prompt) for example in run.task.train], self.recorder.run_id
-            self.earlier = run.once(lambda: read_runs(self.recorder.database, keys, own, self.settings))
+            self.earlier = run.once(lambda: read_runs(self.recorder.database, keys, own))
 
     def before_step(self, context: StepContext) -> list[list[Rollout]]:
         if not self.enabled:
@@ -115,8 +118,8 @@ class Rhyme(Accelerator):
 
     def _rehearse(self, context: StepContext) -> list[list[Rollout]]:
         """Finds out whether an earlier run is clearly better -> batches of its right answers."""
-        settings, config, rollout = self.settings, context.run.config, context.run.config.rollout
-        if settings.rehearsals and rollout.num_generations > 1 and self.judged:
+        config, rollout = context.run.config, context.run.config.rollout
+        if rollout.num_generations > 1 and self.judged:
             shares = self.earlier.shares.items()
             self.better = [run for run, theirs in shares if replay.clearly_better(theirs, self.shares)]
         self.settled = bool(self.better) or context.step > LOOKS or not self.earlier.shares
@@ -130,9 +133,9 @@ class Rhyme(Accelerator):
             newest = sorted(theirs, key=lambda entry: (-entry.answer.run_id, -entry.answer.step))
             if theirs:
                 groups.append([self._alone(e, context, 0.5) for e in sampling.different(newest)[:REHEARSED]])
-        batches = replay.in_batches(groups, REHEARSAL_BATCH, settings.rehearsals, context.seed)
+        batches = replay.in_batches(groups, REHEARSAL_BATCH, REHEARSALS, context.seed)
         generated = config.max_steps * rollout.prompts_per_step * rollout.num_generations
-        most = settings.rehearsal_share * generated
+        most = REHEARSAL_SHARE * generated
         batches = [batch for batch, so_far in zip(batches, accumulate(map(len, batches))) if so_far <= most]
         context.telemetry["rhyme/rehearsed_answers"] = float(sum(map(len, batches)))
         context.telemetry["rhyme/earlier_tokens"] = float(sum(self.earlier.tokens[run] for run in self.better))
@@ -140,8 +143,7 @@ class Rhyme(Accelerator):
 
     def _adopt(self, context: StepContext) -> None:
         """Moves the answers of earlier runs that may be used into the bank, as this run judges them."""
-        wanted = [a for a in self.earlier.answers if self.settings.mixes or a.run_id in self.better]
-        ours = sampling.encode_again(wanted, context.run.policy.tokenizer, self.recorder.fingerprint)
+        ours = sampling.encode_again(self.earlier.answers, context.run.policy.tokenizer, self.recorder.fingerprint)
         right: dict[str, list[StoredAnswer]] = {}
         for answer in sampling.judge_again(ours, context.run):
             right.setdefault(answer.prompt_key, []).append(answer)
@@ -159,13 +161,13 @@ class Rhyme(Accelerator):
         return sampling.as_rollout(answer, entry.prompt, context.run.prompts[entry.prompt], **facts)
 
     def plan(self, context: StepContext, groups: list[Group]) -> list[Group]:
-        if not self.active or not self.settings.mixes:
+        if not self.active:
             return groups
         if self.earlier.answers:
             self._adopt(context)
         stages = []
         if len(self.recorder.steps) >= FIRST_STEPS:
-            query = curve_of(OWN, self.recorder.steps, *self.settings.reward_range)
+            query = curve_of(OWN, self.recorder.steps)
             stages = find_rhyming_stages(query, self.earlier.curves, self.settings.fraction)
         trusted = [stage for stage in stages if stage.score >= self.settings.threshold]
         best = stages[0].score if stages else 0.0
@@ -223,7 +225,7 @@ class Rhyme(Accelerator):
             return []
         size = context.run.config.rollout.num_generations
         teaching = sum(len(answer.ids) for group in groups if len(set(merits(group))) > 1 for answer in group)
-        tokens, taken = self.settings.stored_share * teaching, []
+        tokens, taken = REPLAY_SHARE * teaching, []
         entries = self.bank.replayable(context.step, {OWN, *self.better})
         rows = zip(entries, self.rates.rates([entry.prompt for entry in entries]))
         for entry, rate in sorted(rows, key=lambda row: (row[0].uses, row[1], -row[0].born)):

@@ -10,30 +10,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase, StepRecord, StoredRun, parse_url
-from python_trainer.accelerators.rhyme.matching import WINDOW, Curve, curve_of, trajectories_of
-from python_trainer.errors import UserError
-from rlkernels import rhyme_similarity
 
 
 def run(args: argparse.Namespace) -> None:
-    """Lists the runs, and the best matches of the one that is asked for."""
-    console, run_id, database = Console(), args.run, RetrospectiveDatabase(args.url, create=False)
+    """Lists the runs."""
+    console, database = Console(), RetrospectiveDatabase(args.url, create=False)
     runs = {stored.id: stored for stored in database.runs()}
     steps = {key: database.trajectory(key) for key in runs}
     home = Path(parse_url(args.url).database or "").parent if database.is_sqlite else Path()
     console.print(make_run_table(list(runs.values()), steps, home.resolve()))
     console.print(f"{database.name}: {len(runs)} runs", highlight=False)
-    if run_id is None:
-        return
-    if run_id not in runs:
-        raise UserError(f"--run: there is no run {run_id} in {database.name}; there are {', '.join(map(str, runs))}")
-    stored = runs[run_id]
-    folder = stored.settings.get("output_dir", "its folder was not recorded")
-    console.print(f"run {run_id}: {folder}", highlight=False, soft_wrap=True, markup=False)
-    console.print(f"  {stored.family}, {stored.parameters:,} parameters; {stored.task}; advantage {stored.algorithm}")
-    curves = {key: curve_of(key, records) for key, records in steps.items() if records}
-    others = [curve for key, curve in curves.items() if key != run_id]
-    console.print(make_match_table([curves[run_id]] if run_id in curves else [], others))
 
 
 def make_run_table(runs: Sequence[StoredRun], steps: dict[int, list[StepRecord]], home: Path) -> Table:
@@ -71,19 +57,3 @@ def shorten(count: int) -> str:
     if count < 1000:
         return str(count)
     return f"{count / 1e3:.0f}k" if count < 999_500 else f"{count / 1e6:.1f}M"
-
-
-def make_match_table(mine: Sequence[Curve], others: Sequence[Curve]) -> Table:
-    """Shows for every stage of a run the stage of another run that rhymes with it best."""
-    table = Table("steps", "best match", "steps there", "C_rhyme")
-    here, there = (
-        [(curve, a, min(a + WINDOW, len(curve))) for curve in curves for a in range(0, len(curve), WINDOW)]
-        for curves in (mine, others)
-    )
-    if here and there:
-        score, index = rhyme_similarity(trajectories_of(here), trajectories_of(there), state_metric="hellinger").max(1)
-        for (own, a, b), value, best in zip(here, score.tolist(), index.tolist()):
-            curve, start, end = there[best]
-            places = (f"{own.steps[a]} - {own.steps[b - 1]}", f"{curve.steps[start]} - {curve.steps[end - 1]}")
-            table.add_row(places[0], f"run {curve.run_id}", places[1], f"{value:.3f}")
-    return table

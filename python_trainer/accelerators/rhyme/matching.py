@@ -71,21 +71,21 @@ class Curve:
 
     run_id: int
     steps: torch.Tensor  # int64 [T]
-    rewards: torch.Tensor  # float32 [T], on the task's scale mapped to [0, 1]
+    rewards: torch.Tensor  # float32 [T], on the task's scale, cut to [0, 1]
     counts: torch.Tensor  # float32 [T, bins], one sketch a step
 
     def __len__(self) -> int:
         return len(self.steps)
 
 
-def curve_of(run_id: int, trajectory: Sequence[StepRecord], low: float = 0.0, high: float = 1.0) -> Curve:
-    """Maps the rewards of a stored trajectory from [low, high] to [0, 1], never by their own maximum."""
+def curve_of(run_id: int, trajectory: Sequence[StepRecord]) -> Curve:
+    """Takes the rewards of a stored trajectory as they are, cut to [0, 1], never divided by their own maximum."""
     rewards = torch.tensor([record.reward for record in trajectory], dtype=torch.float32)
     rows = [torch.cat([record.sketch[name].float() for name in PARTS]) for record in trajectory]
     return Curve(
         run_id,
         torch.tensor([record.step for record in trajectory], dtype=torch.int64),
-        ((rewards - low) / (high - low)).clamp(0, 1),
+        rewards.clamp(0, 1),
         torch.stack(rows) if rows else torch.zeros(0, sum(PARTS.values())),
     )
 

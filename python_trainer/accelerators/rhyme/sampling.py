@@ -27,6 +27,7 @@ from python_trainer.model.packing import micro_batches, pack
 BANK_SIZE = 8192  # answers
 BANK_PER_PROMPT = 16
 CANDIDATES = 4  # stored answers of a prompt that stage 2 looks at
+RESCUERS = 1  # stored answers at least for a group in which every fresh one failed
 MIN_WEIGHT = 0.1  # mean importance weight below which an answer is too far from the policy
 Worth = Callable[[StoredAnswer], float]  # how far an answer is to be trusted, in [0, 1]; 0: not at all
 
@@ -261,7 +262,7 @@ class GroupSampler:
         failed = {number for number, fresh in groups.items() if not good_ones(fresh)}
         chosen: dict[int, list[Candidate]] = {number: [] for number in groups}
         for offer in self._ranked(context, useful):
-            most = max(self.spared[offer.place], int(self.settings.rescue and offer.place in failed))
+            most = max(self.spared[offer.place], RESCUERS * (offer.place in failed))
             if len(chosen[offer.place]) < most:
                 chosen[offer.place].append(offer)
             else:

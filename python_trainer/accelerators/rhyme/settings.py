@@ -26,24 +26,13 @@ class RhymeSettings(AcceleratorSettings):
     rare_share: float = Field(0.55, ge=0, le=1)
     """History is used if at least this share of the first 128 groups has no right answer, or if an earlier run is
     clearly better than this one. Else training stays as it is. 0: always, from the first step on."""
-    rehearsals: int = Field(3, ge=0)
-    """How often the right answers of clearly better runs are trained on, as soon as these are known; 0: never."""
-    rehearsal_share: float = Field(0.2, ge=0)
-    """Answers in all these updates for each that the run is to generate, at most."""
-    stored_share: float = Field(0.5, ge=0)
-    """Replay: right answers to prompts that are answered right less than once in a group are trained on again, of at
-    most so many tokens per token of fresh answers that teach something; 0: none."""
     history_ratio: float = Field(0.34, ge=0)
     """Two-stage sampling: stored answers per fresh one in a group, at most, in place of as many fresh ones; fewer where
-    fewer are near enough to the policy. 0: only rescue."""
-    rescue: bool = True
-    """Give a group in which every fresh answer failed a stored one, whatever the ratio."""
+    fewer are near enough to the policy. A group in which every fresh answer failed gets one in any case."""
     fraction: float = Field(0.2, gt=0, le=1)
     """Share of all stages of earlier runs that stage 1 keeps."""
     threshold: float = Field(0.7, ge=0, le=1)
     """C_rhyme that a stage must reach to be trusted."""
-    reward_range: tuple[float, float] = (0.0, 1.0)
-    """Lowest and highest reward of the task, mapped to [0, 1] in C_rhyme."""
     max_staleness: int = Field(32, ge=0)
     """Steps after which this run's own answers join no group any more; 0: they never do."""
     importance_cap: float = Field(1.0, gt=0)
@@ -55,17 +44,9 @@ class RhymeSettings(AcceleratorSettings):
 
     @model_validator(mode="after")
     def consistent(self) -> "RhymeSettings":
-        low, high = self.reward_range
-        if low >= high:
-            raise ValueError(f"reward_range must ascend, got [{low:g}, {high:g}]")
         if self.selection == "retrodiction" and not self.retrodiction_steps:
             raise ValueError("selection retrodiction needs retrodiction_steps above 0, got 0")
         return self
-
-    @property
-    def mixes(self) -> bool:
-        """Whether stored answers join groups."""
-        return self.rescue or self.history_ratio > 0
 
     @property
     def records(self) -> bool:

@@ -22,13 +22,13 @@ def fill(url, steps=20):
             database.add_step(run, StepRecord(step, step, step / steps, step / steps, sketch), [make_sample(step)])
 
 
-def test_lists_runs_and_shows_matches(url, tmp_path, capsys, monkeypatch):
+def test_lists_runs(url, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
     fill(url)
-    assert main(["history", url, "--run", "2"]) == 0
+    assert main(["history", url]) == 0
     out = capsys.readouterr().out
-    for words in ("qwen2", "sums", "1.000", "2 runs", "9 - 16", "run 1", "1,000 parameters"):
+    for words in ("sums", "1.000", "2 runs"):
         assert words in out, out
 
 
@@ -42,9 +42,8 @@ def test_runs_can_be_told_apart_in_80_columns(tmp_path, capsys, monkeypatch):
         run = database.add_run(replace(FACTS, settings={"seed": 7, "output_dir": str(folder)}))
     sketch = {name: torch.ones(bins) for name, bins in PARTS.items()}
     database.add_step(run, StepRecord(25, 25, 0.5, 0.625, sketch, generated_tokens=2400), [])
-    assert main(["history", "history.db", "--run", str(run)]) == 0
+    assert main(["history", "history.db"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert f"run {run}: {tmp_path.parent / 'elsewhere'}" in lines
     header = next(i for i, line in enumerate(lines) if line.startswith("run"))
     assert lines[header].split() == ["run", "begun", "folder", "task", "seed", "steps", "tokens", "accuracy"]
     rows = [row for line in lines[header + 1 :] if (row := line.split()) and row[0].isdecimal()]
@@ -70,13 +69,3 @@ def test_what_is_not_there_is_named(tmp_path, capsys):
     RetrospectiveDatabase(path)
     assert main(["history", path]) == 0  # empty: a table without rows
     assert "0 runs" in capsys.readouterr().out
-    fill(path, steps=2)
-    assert main(["history", path, "--run", "7"]) == 2
-    error = capsys.readouterr().err
-    assert "there are 1, 2" in error and error.count("\n") == 1
-
-
-def test_help(capsys):
-    with pytest.raises(SystemExit):
-        main(["history", "--help"])
-    assert "--run ID" in capsys.readouterr().out
