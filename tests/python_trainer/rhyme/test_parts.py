@@ -166,10 +166,9 @@ def test_answers_of_a_stage_and_just_beyond():
     assert match_score(stages, 4, 5) == 0.0
 
 
-def test_rewards_are_mapped_from_the_scale_of_the_task():
-    record = StepRecord(1, 0, 3.0, 0.5, sketch_of([[answer("abc")]]))
-    assert curve_of(1, [record], -1.0, 7.0).rewards.tolist() == [0.5]
-    assert curve_of(1, [record]).rewards.tolist() == [1.0] and len(curve_of(1, [])) == 0
+def test_rewards_are_compared_as_they_are_within_0_and_1():
+    records = [StepRecord(1, 0, reward, 0.5, sketch_of([[answer("abc")]])) for reward in (-1.0, 0.25, 7.0)]
+    assert curve_of(1, records).rewards.tolist() == [0.0, 0.25, 1.0]
 
 
 def test_the_bank_keeps_the_best_and_the_newest(monkeypatch):
