@@ -2,7 +2,7 @@
 
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,18 +11,16 @@ from markupsafe import Markup
 from rich.console import Console
 
 from python_trainer.config import settings_used
-from python_trainer.report.intervals import wilson
 from python_trainer.report.runs import Run, by_variant, find_runs
 from python_trainer.report.tables import (
     caveats,
     escape_controls,
     judge,
     make_table,
-    samples_table,
     summary_columns,
     verdicts,
 )
-from python_trainer.run_directory import load_evaluations, read_metrics, read_samples, write_text
+from python_trainer.run_directory import read_metrics, read_samples, write_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,9 +40,6 @@ def report(folders: Sequence[Path], console: Console | None = None) -> None:
     console = console or Console()
     runs = find_runs(folders)
     columns = summary_columns(runs)
-    samples = samples_table(runs[0]) if len(runs) == 1 else None
-    if samples is not None:
-        console.print(samples)
     console.print(make_table(columns))
     picture, pages = folders[0] / "accuracy.png", [folder / "report.html" for folder in dict.fromkeys(folders)]
     figure = draw_curves(runs)
@@ -57,19 +52,8 @@ def report(folders: Sequence[Path], console: Console | None = None) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def points_of(run: Run) -> Iterator[tuple[dict[str, Any], int | None]]:
-    """Yield (row of metrics, number of test prompts if it is known) of every evaluation."""
-    sizes = {name: len(values) for name, values in load_evaluations(run.folder).items()}
-    limit = settings_used(run.folder).get("evaluation.eval_limit_during", "null")
-    between = min([*sizes.values(), *([int(limit)] if limit != "null" else [])]) if sizes else None
-    rows = [row for row in read_metrics(run.folder) if row.get("eval/accuracy") is not None]
-    for row in rows:
-        last = row is rows[-1] and run.ended
-        yield row, sizes.get("start" if not row["step"] else "final" if last else "", between)
-
-
 def draw_curves(runs: Sequence[Run]) -> "Figure":
-    """Draw accuracy over seconds and over tokens: a colour per variant, a line per seed, bands for the test prompts."""
+    """Draw accuracy over seconds and over tokens: a colour per variant, a line per seed."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.5), layout="constrained")
@@ -79,15 +63,11 @@ def draw_curves(runs: Sequence[Run]) -> "Figure":
         for colour, (name, mine) in zip(COLOURS * len(runs), by_variant(runs).items()):
             label: str | None = name
             for run in mine:
-                points = [(row[x], row["eval/accuracy"], count) for row, count in points_of(run) if x in row]
-                if not points:
-                    continue
-                at, accuracy, counts = zip(*points)
-                axes.plot(at, accuracy, marker=".", color=colour, label=label)
-                label = None
-                if all(counts):
-                    low, high = zip(*map(wilson, accuracy, counts))
-                    axes.fill_between(at, low, high, color=colour, alpha=0.12, linewidth=0)
+                rows = [row for row in read_metrics(run.folder) if x in row and row.get("eval/accuracy") is not None]
+                if rows:
+                    points = [row[x] for row in rows], [row["eval/accuracy"] for row in rows]
+                    axes.plot(*points, marker=".", color=colour, label=label)
+                    label = None
         if target is not None:
             axes.axhline(target, color="0.5", linewidth=1, linestyle="--", label=f"target {target:g}")
         axes.set_xlabel(words)
