@@ -1,6 +1,5 @@
 """The batch of one step: rewards, masks and advantages of its rollouts, and the loss of each minibatch."""
 
-import copy
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -19,43 +18,16 @@ SUMS = ("tokens", "loss", "entropy", "kl", "ratio", "clip_low", "clip_high", "sa
 MAXIMA = ("ratio_max", "logprob_diff_max")
 
 
-class Ragged:
-    """One number per response token of every sample of a step."""
+def take(table: torch.Tensor, packed: Packed) -> torch.Tensor:
+    """Returns the entries [B, L] of a micro-batch in a table of all samples, 0 where masked."""
+    rows = table[torch.tensor(packed.samples, device=table.device), : packed.mask.shape[1]]
+    return torch.where(packed.mask, rows, 0.0)
 
-    def __init__(self, lengths: Sequence[int], device: torch.device):
-        self.starts = torch.tensor([0, *lengths], device=device).cumsum(0)
-        self.flat = torch.full((int(self.starts[-1]),), torch.nan, device=device)
 
-    def _index(self, packed: Packed) -> torch.Tensor:
-        starts = self.starts[torch.tensor(packed.samples, device=self.starts.device)]
-        return starts[:, None] + torch.arange(packed.mask.shape[1], device=self.starts.device)
-
-    def get(self, packed: Packed) -> torch.Tensor:
-        """Returns the values [B, L] of a micro-batch, 0 where masked."""
-        if not self.flat.numel():
-            return torch.zeros(packed.mask.shape, device=self.flat.device)
-        return torch.where(packed.mask, self.flat[torch.where(packed.mask, self._index(packed), 0)], 0.0)
-
-    def put(self, packed: Packed, values: torch.Tensor) -> None:
-        """Stores the values [B, L] of a micro-batch."""
-        self.flat[self._index(packed)[packed.mask]] = values[packed.mask]
-
-    def mask(self) -> torch.Tensor:
-        """Returns bool [B, T] of all samples: True where a row has a response token."""
-        lengths = self.starts.diff()
-        longest = int(lengths.max()) if len(lengths) else 0
-        return torch.arange(longest, device=lengths.device) < lengths[:, None]
-
-    def padded(self) -> torch.Tensor:
-        """Returns all samples as rows [B, T], 0 beyond their ends."""
-        mask = self.mask()
-        return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, self.flat)
-
-    def like(self, padded: torch.Tensor) -> "Ragged":
-        """Returns numbers from rows [B, T], with the same lengths."""
-        other = copy.copy(self)
-        other.flat = padded[self.mask()]
-        return other
+def put(table: torch.Tensor, packed: Packed, values: torch.Tensor) -> None:
+    """Stores the values [B, L] of a micro-batch in a table of all samples."""
+    place = torch.tensor(packed.samples, device=table.device), slice(packed.mask.shape[1])
+    table[place] = torch.where(packed.mask, values, table[place])
 
 
 class Batch:
@@ -75,20 +47,21 @@ class Batch:
         loss_tokens: int64 [B] on the CPU, response tokens in the loss.
         critic_tokens: int64 [B] on the CPU, those of them that a critic learns from: none of a stored answer.
         lengths: int64 [B], response tokens without those of others; a given prefix counts.
-        scored: bool [B, T], response tokens that are more than context.
-        sampler: log-probabilities of the sampler; NaN on given prefixes, tokens of others and where unknown.
-        old: log-probabilities before the update; None: those of the current pass.
-        reference: log-probabilities of the reference model, with beta > 0.
-        values: predictions of the critic before the update.
-        advantages: set by :meth:`set_advantages`.
-        returns: targets of the critic, set by :meth:`set_advantages`; NaN: none.
+        present: bool [B, T], response tokens.
+        scored: bool [B, T], those of them that are more than context.
+        sampler: [B, T] log-probabilities of the sampler; NaN on given prefixes, tokens of others and where unknown.
+        old: [B, T] log-probabilities before the update, NaN where not scored; None: those of the current pass.
+        reference: the same of the reference model, with beta > 0.
+        values: the same of the critic.
+        advantages: [B, T], set by :meth:`set_advantages`.
+        returns: [B, T] targets of the critic, set by :meth:`set_advantages`; NaN: none.
     """
 
-    old: Ragged | None = None  # this and the next two are NaN where nothing is scored
-    reference: Ragged | None = None
-    values: Ragged | None = None
-    advantages: Ragged | None = None
-    returns: Ragged | None = None
+    old: torch.Tensor | None = None
+    reference: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    advantages: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -124,15 +97,16 @@ class Batch:
             for r, row in zip(rollouts, own)
             for value, mine in zip([torch.nan] * r.prefix_len + list(r.logprobs), row)
         ]
-        self.sampler = self.record()
-        self.sampler.flat = torch.tensor(recorded, dtype=torch.float32, device=device)
-        mask = self.sampler.mask()
+        tokens = torch.tensor([len(r.response_ids) for r in rollouts], device=device)
+        self.present = torch.arange(max(tokens.tolist(), default=0), device=device) < tokens[:, None]
         scored = torch.tensor([flag for row in flags for flag in row], dtype=torch.bool, device=device)
-        self.scored = torch.zeros_like(mask).masked_scatter(mask, scored)
+        self.scored = torch.zeros_like(self.present).masked_scatter(self.present, scored)
+        known = torch.tensor(recorded, dtype=torch.float32, device=device)
+        self.sampler = self.record().masked_scatter(self.present, known)
 
-    def record(self) -> Ragged:
-        """Returns room for a number per response token, NaN so far."""
-        return Ragged([len(rollout.response_ids) for rollout in self.rollouts], self.device)
+    def record(self) -> torch.Tensor:
+        """Returns room for a number per response token, float32 [B, T], NaN so far."""
+        return torch.full(self.present.shape, torch.nan, device=self.device)
 
     def pack(self, samples: Sequence[int], *, share: bool = True) -> Packed:
         """Returns these samples as a micro-batch; see :func:`python_trainer.model.packing.pack`."""
@@ -150,35 +124,33 @@ class Batch:
         penalty = torch.zeros(mask.shape, device=mask.device)
         metrics = {}
         if config.use_kl_in_reward and self.old is not None and self.reference is not None:
-            kl = kl_estimate(self.old.padded(), self.reference.padded(), mask, config.kl_estimator)
+            kl = kl_estimate(self.old, self.reference, mask, config.kl_estimator)
             penalty = config.beta * kl
             metrics["kl"] = float(kl.sum() / mask.sum().clamp(min=1))
-        values = None if self.values is None else self.values.padded()
         advantages = torch.zeros(mask.shape, device=mask.device)
         advantages += against_chance(self.expected, deviations=config.in_deviations)[:, None]
         judged = torch.arange(len(self.rewards), device=mask.device)[self.expected.isnan()]  # against their group
         if len(judged) or not self.rollouts:
             step = StepRewards(
                 self.rewards[judged], self.groups[judged], mask[judged], in_loss[judged], penalty[judged],
-                None if values is None else values[judged],
+                None if self.values is None else self.values[judged],
             )  # fmt: skip
             own, returns = config.judge(step, config)
             advantages[judged] = own[:, None].expand(step.mask.shape) if own.ndim == 1 else own
             if step.values is not None and returns is not None:
                 fresh = self.caps[judged].isnan()[:, None]
-                known = torch.where(fresh, returns, torch.nan)
-                self.returns = self.sampler.like(torch.full_like(advantages, torch.nan).index_copy(0, judged, known))
+                self.returns = self.record().index_copy(0, judged, torch.where(fresh, returns, torch.nan))
                 learned = step.in_loss & fresh
                 metrics["explained_variance"] = explained_variance(step.values, returns, learned)
                 for name, table in (("values", step.values), ("returns", returns)):
                     metrics[f"{name}/mean"] = float(table[learned].mean()) if learned.any() else 0.0
-        self.advantages = self.sampler.like(advantages)
+        self.advantages = torch.where(self.present, advantages, 0.0)
         return metrics
 
     def have_advantage(self) -> list[bool]:
         """Tells of each sample whether one of its tokens has an advantage and is in the loss."""
         assert self.advantages is not None, "set_advantages comes first"
-        return ((self.advantages.padded() != 0).any(1) & self.in_loss).tolist()
+        return ((self.advantages != 0).any(1) & self.in_loss).tolist()
 
     def split(self) -> list[list[int]]:
         """Splits the samples into ``num_minibatches`` parts.
@@ -245,8 +217,8 @@ class Minibatch:
             max_length=batch.longest,
             lengths=batch.lengths[rows],
         )
-        old = logprobs.detach() if batch.old is None else batch.old.get(packed)
-        sampler = batch.sampler.get(packed)
+        old = logprobs.detach() if batch.old is None else take(batch.old, packed)
+        sampler = take(batch.sampler, packed)
         sampled = mask & ~sampler.isnan()
         correction = torch.ones_like(old)
         if config.correction is not None:
@@ -257,11 +229,11 @@ class Minibatch:
         fresh = sampled & caps.isnan()
         stored = importance_weights(old, sampler, sampled, mode="truncate", cap=caps)
         correction = torch.where(caps.isnan(), correction, stored)
-        out = policy_loss(logprobs, old, batch.advantages.get(packed), mask, config, weights=correction)
+        out = policy_loss(logprobs, old, take(batch.advantages, packed), mask, config, weights=correction)
         per_token = out.loss
         kl = torch.zeros_like(logprobs)
         if batch.reference is not None and not config.use_kl_in_reward:
-            kl = kl_estimate(logprobs, batch.reference.get(packed), mask, config.kl_estimator)
+            kl = kl_estimate(logprobs, take(batch.reference, packed), mask, config.kl_estimator)
             per_token = per_token + config.beta * (kl * out.ratio if config.use_bias_correction_kl else kl)
         entropy = torch.where(mask, entropy, 0.0)
         loss = (per_token * weight).sum()
@@ -269,7 +241,7 @@ class Minibatch:
             loss = loss - config.entropy_coef * entropy.sum() / max(self.num_tokens, 1)
         error, moved_far = torch.zeros_like(logprobs), torch.zeros_like(mask)
         if values is not None and batch.values is not None and batch.returns is not None:
-            before, returns, clip = batch.values.get(packed), batch.returns.get(packed), config.cliprange_value
+            before, returns, clip = take(batch.values, packed), take(batch.returns, packed), config.cliprange_value
             due = mask & ~returns.isnan()
             error = value_loss(values, before, returns, due, clip=clip)
             loss = loss + config.vf_coef * error.sum() / self.critic_tokens

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from python_trainer.algorithms.settings import AlgorithmConfig
-from python_trainer.batch import Batch, MetricSums, Minibatch
+from python_trainer.batch import Batch, MetricSums, Minibatch, put
 from python_trainer.data import Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.errors import NotFinite
@@ -178,8 +178,8 @@ class Learner:
             batch.reference = batch.record()
             with self.reference.packed_attention():
                 for packed in self._packs(batch, every):
-                    batch.reference.put(packed, self.reference.score(packed, self.temperature)[0])
-            batch.reference.flat = self.ranks.merge(batch.reference.flat)
+                    put(batch.reference, packed, self.reference.score(packed, self.temperature)[0])
+            batch.reference = self.ranks.merge(batch.reference)
 
     @torch.no_grad()
     def _record_logprobs(self, batch: Batch, samples: Sequence[int]) -> None:
@@ -190,12 +190,12 @@ class Learner:
         batch.old = batch.record()
         for packed in self._packs(batch, samples):
             logprobs, _, states = self.policy.score_with_states(packed, self.temperature)
-            batch.old.put(packed, logprobs)
+            put(batch.old, packed, logprobs)
             if self.critic is not None and batch.values is not None:
-                batch.values.put(packed, self.critic(packed, states))
-        for recorded in (batch.old, batch.values):
-            if recorded is not None:
-                recorded.flat = self.ranks.merge(recorded.flat)
+                put(batch.values, packed, self.critic(packed, states))
+        batch.old = self.ranks.merge(batch.old)
+        if batch.values is not None:
+            batch.values = self.ranks.merge(batch.values)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns weights and moments."""

@@ -3,7 +3,6 @@
 import json
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +21,6 @@ from python_trainer.trainer import Trainer
 
 FIRST_PROMPTS = 4  # their answers tell how long the others take
 SHARE = 0.6  # of the seconds, for answers; the rest is for an update
-BARS = 40  # characters of the longest bar of a histogram
 Groups = list[list[Rollout]]  # the answers to each prompt
 
 
@@ -131,28 +129,17 @@ def probe(config: Config, *, seconds: float = 60.0) -> dict[str, Any]:
     }
 
 
-def histogram(p: Sequence[float]) -> list[tuple[str, int]]:
-    """Counts prompts that were never answered right, by fifths of p in between, and always."""
-    inner = [x for x in p if 0 < x < 1]
-    fifths = [sum(int(x * 5) == i for x in inner) for i in range(5)]
-    return [
-        ("0", p.count(0)),
-        *((f"{i / 5:.1f} to {(i + 1) / 5:.1f}", n) for i, n in enumerate(fifths)),
-        ("1", p.count(1)),
-    ]
-
-
 def lines(found: dict[str, Any]) -> list[str]:
     """Writes the findings in words."""
-    p, seconds, bins = found["p"], found["seconds"], histogram(found["p"])
-    whole, longest = sum(seconds.values()), max(count for _, count in bins)
+    p, seconds = found["p"], found["seconds"]
+    whole = sum(seconds.values())
     unjudged = ["nothing is right or wrong in this task: p has no meaning, and groups are compared by rewards"]
     return [
         f"{len(p)} prompts, {found['group_size']} answers each; p, the share of right ones: mean {found['mean_p']:.3f}",
-        *(f"  p {name:>10} {count:5d} {'#' * round(BARS * count / longest)}" for name, count in bins),
         *([] if found["judged"] else unjudged),
         f"groups of {found['group_size']} with right and wrong answers: {found['spread']:.1%}; without a right one: "
-        f"{found['all_wrong']:.1%}; with different rewards: {found['reward_spread']:.1%}",
+        f"{found['all_wrong']:.1%}; without a wrong one: {p.count(1) / len(p):.1%}; with different rewards: "
+        f"{found['reward_spread']:.1%}",
         f"answers: {found['mean_length']:.0f} tokens, {found['truncated']:.1%} truncated",
         f"a step of {whole:.1f} s: " + ", ".join(f"{n} {s:.1f} s ({s / whole:.0%})" for n, s in seconds.items()),
         f"generation: {found['tokens_per_second']:,.0f} tokens/s",

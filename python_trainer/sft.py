@@ -41,20 +41,21 @@ def reference_answers(policy: Policy, examples: Sequence[Example]) -> list[Rollo
     Raises:
         UserError: an example has no such column, or an empty prompt.
     """
-    for example in examples:
-        if not isinstance(example.columns.get("answer"), str | int | float):
+    rows = []
+    for example, prompt in zip(examples, policy.encode([example.prompt for example in examples])):
+        answer = example.columns.get("answer")
+        if not isinstance(answer, str | int | float):
             known = ", ".join(example.columns) or "none"
             raise UserError(
                 f"{place_of(example)} has no text or number 'answer' for sft; its columns: {known}; task.columns can "
                 "rename one: {answer: COLUMN}"
             )
-        check_text(place_of(example), "answer", str(example.columns["answer"]))
-    prompts = policy.encode([example.prompt for example in examples])
-    answers = [policy.tokenizer(str(e.columns["answer"]), add_special_tokens=False)["input_ids"] for e in examples]
-    if empty := [example for example, prompt in zip(examples, prompts) if not prompt]:
-        raise UserError(f"{place_of(empty[0])} has 0 tokens; allowed: 1 or more")
-    ids = [[*answer, policy.tokenizer.eos_token_id] for answer in answers]
-    return [Rollout(prompt, answer, logprobs=[0.0] * len(answer)) for prompt, answer in zip(prompts, ids)]
+        check_text(place_of(example), "answer", str(answer))
+        if not prompt:
+            raise UserError(f"{place_of(example)} has 0 tokens; allowed: 1 or more")
+        ids = policy.tokenizer(str(answer), add_special_tokens=False)["input_ids"] + [policy.tokenizer.eos_token_id]
+        rows.append(Rollout(prompt, ids, logprobs=[0.0] * len(ids)))
+    return rows
 
 
 def tokens_of(row: Rollout) -> int:
@@ -111,14 +112,12 @@ class Sft:
         self.logger.max_steps = len(self.batches)
         longest = max(self.rows, key=tokens_of)
         # as if a server generated: there is no KV cache
-        answers = {"engine": "vllm", "vllm_server": "none", "num_generations": 1}
+        answers = {"engine": "vllm", "vllm_server": "none", "num_generations": 1, "temperature": 1.0}
         answers["max_completion_length"] = len(longest.response_ids)
         update = {
-            "algorithm": AlgorithmConfig(
-                advantage=ADVANTAGES.give("sft", LEARN_ALL), loss_type="token-mean", importance_sampling="none"
-            ),
+            "algorithm": AlgorithmConfig(advantage=ADVANTAGES.give("sft", LEARN_ALL), importance_sampling="none"),
             "optimizer": config.optimizer.model_copy(update={"learning_rate": config.sft.learning_rate}),
-            "rollout": config.rollout.model_copy(update={"temperature": 1.0, **answers}),
+            "rollout": config.rollout.model_copy(update=answers),
             "max_steps": len(self.batches),
         }
         chosen = config.model_copy(update=update)
@@ -126,13 +125,7 @@ class Sft:
             self.logger.note(RECOMPUTES)
             recompute_activations(self.policy.model)
         self.learner = make_learner(chosen, self.policy)
-        self.state: dict[str, Any] = {
-            "step": 0,
-            "steps": len(self.batches),
-            "seconds": 0.0,
-            "eval_s": 0.0,
-            "before": None,
-        }
+        self.state: dict[str, Any] = {"step": 0, "steps": len(self.batches), "seconds": 0.0, "eval_s": 0.0}
         if found:
             with reading_checkpoint(output_dir):
                 self.restore(found[1])
@@ -141,16 +134,13 @@ class Sft:
         """Returns the answers to examples; too long ones end the run or, with task.overlong=drop, are left out."""
         policy, rows = self.policy, reference_answers(self.policy, examples)
         kept = [row for row in rows if tokens_of(row) <= policy.max_length]
-        if len(kept) == len(rows):
-            return rows
-        example, row = max(zip(examples, rows), key=lambda pair: tokens_of(pair[1]))
-        about = f"more than {policy.max_length} tokens with its answer, {policy.limited_by}"
-        if self.config.task.overlong != "drop":
-            raise UserError(f"{place_of(example)} has {tokens_of(row)}: {about}; task.overlong=drop leaves it out")
-        self.logger.note(
-            f"{len(rows) - len(kept)} of {len(rows)} {split} examples dropped (task.overlong): {about}; the longest is "
-            f"{place_of(example)} with {tokens_of(row)}"
-        )
+        if len(kept) < len(rows):
+            example, row = max(zip(examples, rows), key=lambda pair: tokens_of(pair[1]))
+            about = f"more than {policy.max_length} tokens with its answer, {policy.limited_by}"
+            if self.config.task.overlong != "drop":
+                raise UserError(f"{place_of(example)} has {tokens_of(row)}: {about}; task.overlong=drop leaves it out")
+            counts = f"{len(rows) - len(kept)} of {len(rows)} {split} examples dropped (task.overlong)"
+            self.logger.note(f"{counts}: {about}; the longest is {place_of(example)} with {tokens_of(row)}")
         return kept
 
     def restore(self, saved: dict[str, Any]) -> None:

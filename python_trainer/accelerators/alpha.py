@@ -116,14 +116,15 @@ class Alpha(Accelerator):
     def attempt(self, context: StepContext) -> dict[str, Any]:
         """One attempt, from the refusals to the gate -> what became of it, which is also noted in ``events``."""
         assert self.trajectory is not None
-        objection = self.rules(len(context.run.task.gate)).refusal(self.trajectory)
+        rules = self.rules(len(context.run.task.gate))
+        objection = rules.refusal(self.trajectory)
         event: dict[str, Any] = {"step": context.step, "accepted": False}
         if objection is not None:
             event |= {"refused": objection.reason, "detail": objection.detail}
             context.telemetry["alpha/refused"] = 1.0
         else:
             with self._clock(context, "gate"):
-                event |= self._try(context)
+                event |= self._try(context, rules)
             self.next_attempt = context.step + self.settings.every if self.settings.every else 1 << 60
             context.telemetry["alpha/tried"] = float(len(event["tries"]))
             context.telemetry["alpha/accepted"] = float(event["accepted"])
@@ -131,11 +132,10 @@ class Alpha(Accelerator):
         self.events.append(event)
         return event
 
-    def _try(self, context: StepContext) -> dict[str, Any]:
+    def _try(self, context: StepContext, rules: Attempt) -> dict[str, Any]:
         """Asks the gate; an accepted jump begins a new trajectory."""
         assert self.trajectory is not None
         run = context.run
-        rules = self.rules(len(run.task.gate))
         predicted = rules.predict(self.trajectory, self.weights(context))
         tries = rules.judge(
             self.gate,

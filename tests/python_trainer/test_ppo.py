@@ -9,7 +9,7 @@ from rich.console import Console
 
 from python_trainer.algorithms.advantages import explained_variance
 from python_trainer.algorithms.settings import AlgorithmConfig
-from python_trainer.batch import Batch, Minibatch, Ragged
+from python_trainer.batch import Batch, Minibatch, take
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint
 from python_trainer.data import Rollout
 from python_trainer.errors import UserError
@@ -25,10 +25,10 @@ CPU = torch.device("cpu")
 PPO = {"advantage": "gae", "num_iterations": 2, "num_minibatches": 2, "loss_type": "token-mean"}
 
 
-def ragged(rows):
-    out = Ragged([len(row) for row in rows], CPU)
-    out.flat = torch.tensor([x for row in rows for x in row])
-    return out
+def table(rows):
+    """[B, T], NaN beyond the ends."""
+    width = max(map(len, rows), default=0)
+    return torch.tensor([[*row, *[math.nan] * (width - len(row))] for row in rows]).reshape(len(rows), width)
 
 
 def step_batch(algorithm, rewards, lengths, *, groups=None, in_loss=None, unscored=0, stored=(), **recorded):
@@ -41,7 +41,7 @@ def step_batch(algorithm, rewards, lengths, *, groups=None, in_loss=None, unscor
     for index, expected in dict(stored).items():
         rollouts[index].importance_cap, rollouts[index].expected = 1.0, expected
     batch = Batch(rollouts, AlgorithmConfig(mask_truncated_completions=True, **algorithm), 99, CPU)
-    vars(batch).update({name: ragged(rows) for name, rows in recorded.items()})
+    vars(batch).update({name: table(rows) for name, rows in recorded.items()})
     return batch
 
 
@@ -50,8 +50,8 @@ def test_gae_of_a_step_known_values():
     batch = step_batch(algorithm, [1.0, 0.0], [2, 1], values=[[0.5, 0.25], [0.5]])
     row = batch.set_advantages()
     # first answer: last token 1 - 0.25 = 0.75; before it 0.25 - 0.5 + 0.5 * 0.75 = 0.125; second: 0 - 0.5
-    torch.testing.assert_close(batch.advantages.flat, torch.tensor([0.125, 0.75, -0.5]))
-    torch.testing.assert_close(batch.returns.flat, torch.tensor([0.625, 1.0, 0.0]))  # advantage + value
+    torch.testing.assert_close(batch.advantages[batch.present], torch.tensor([0.125, 0.75, -0.5]))
+    torch.testing.assert_close(batch.returns[batch.present], torch.tensor([0.625, 1.0, 0.0]))  # advantage + value
     # returns: mean 13/24; squares 0.0834^2 + 0.4584^2 + 0.5416^2 = 0.5104; errors = advantages: mean 0.125,
     # squares 0 + 0.625^2 + 0.625^2 = 0.78125
     returns = (0.625 - 13 / 24) ** 2 + (1 - 13 / 24) ** 2 + (13 / 24) ** 2
@@ -71,13 +71,13 @@ def test_loss_and_gradients_of_ppo_known_values(stored):
     )  # fmt: skip
     row = batch.set_advantages()
     assert row["values/mean"] == pytest.approx(1.25 / 3) and row["returns/mean"] == pytest.approx(1.625 / 3)
-    assert batch.returns.flat[3:].isnan().all()
+    assert batch.returns[batch.present][3:].isnan().all()
     packed = batch.pack(range(2 + more))
     place = [packed.samples.index(i) for i in range(2 + more)]
     ratios, seen = torch.ones(2 + more, 2), torch.zeros(2 + more, 2)
     ratios[place[0]], ratios[place[1], 0] = torch.tensor([1.5, 1.1]), 0.5
     seen[place[0]], seen[place[1], 0] = torch.tensor([0.8, 0.3]), 0.1
-    logprobs = (batch.old.get(packed) + ratios.log()).requires_grad_()
+    logprobs = (take(batch.old, packed) + ratios.log()).requires_grad_()
     values = seen.requires_grad_()
     loss, _ = Minibatch(batch, range(2 + more)).loss(packed, logprobs, torch.zeros_like(logprobs), values)
     by_policy, by_critic = torch.autograd.grad(loss, (logprobs, values))
@@ -99,7 +99,7 @@ def test_kl_in_the_reward_of_gae_is_per_token():
     batch = step_batch(algorithm, [1.0], [2], old=[[-1.0, -2.0]], reference=[[-1.4, -1.8]], values=[[0.0, 0.0]])
     row = batch.set_advantages()
     # k1 = 0.4, -0.2, times 0.5: rewards -0.2, 1 + 0.1; what follows a token: 0.9, 1.1
-    torch.testing.assert_close(batch.returns.flat, torch.tensor([0.9, 1.1]))
+    torch.testing.assert_close(batch.returns[batch.present], torch.tensor([0.9, 1.1]))
     assert row["kl"] == pytest.approx(0.1)  # (0.4 - 0.2) / 2
 
 
@@ -116,7 +116,7 @@ def test_kl_in_the_reward_of_groups_is_per_answer(kind, factor):
     batch = step_batch(algorithm, [1.0, 0.0], [2, 1], groups=[3, 3], **recorded)
     batch.set_advantages()
     # rewards 1 - 0.25 - 0.25 = 0.5 and 0: mean 0.25
-    torch.testing.assert_close(batch.advantages.flat, factor * torch.tensor([0.25, 0.25, -0.25]))
+    torch.testing.assert_close(batch.advantages[batch.present], factor * torch.tensor([0.25, 0.25, -0.25]))
 
 
 def test_reinforce_plus_plus_known_values():
@@ -125,10 +125,10 @@ def test_reinforce_plus_plus_known_values():
     batch = step_batch(algorithm, *answers, in_loss=[True, True, False])
     batch.set_advantages()
     # to come: 0.5, 1, 0 -> mean 0.5, variance (0 + 0.25 + 0.25) / 2 = 0.25, deviation 0.5
-    torch.testing.assert_close(batch.advantages.flat, torch.tensor([0.0, 1.0, -1.0, 0.0]))
+    torch.testing.assert_close(batch.advantages[batch.present], torch.tensor([0.0, 1.0, -1.0, 0.0]))
     batch = step_batch(algorithm | {"scale_rewards": "none"}, *answers, in_loss=[True, True, False])
     batch.set_advantages()
-    torch.testing.assert_close(batch.advantages.flat, torch.tensor([0.5, 1.0, 0.0, 99.0]))
+    torch.testing.assert_close(batch.advantages[batch.present], torch.tensor([0.5, 1.0, 0.0, 99.0]))
 
 
 def test_a_given_prefix_takes_no_part_in_advantages():
@@ -142,7 +142,7 @@ def test_a_given_prefix_takes_no_part_in_advantages():
         row = batch.set_advantages()
         # KL 0 and 0.5: to come 0.5 and 0.5; minus the values 0.25 and 0; alone in its group
         wanted = {"gae": [0.0, 0.25, 0.0], "reinforce++": [0.0, 0.5, 0.5], "group": [0.0, 0.0, 0.0]}[kind]
-        assert batch.advantages.flat.tolist() == pytest.approx(wanted) and row["kl"] == pytest.approx(0.25)
+        assert batch.advantages[batch.present].tolist() == pytest.approx(wanted) and row["kl"] == pytest.approx(0.25)
 
 
 def test_explained_variance():
@@ -160,8 +160,8 @@ def test_empty_answers_and_an_empty_batch():
         values = [[0.5] * n for n in lengths]
         batch = step_batch({"advantage": "gae"}, [1.0] * len(lengths), lengths, values=values)
         batch.set_advantages()
-        assert batch.advantages.flat.shape == batch.returns.flat.shape == (sum(lengths),)
-        assert not batch.advantages.flat.isnan().any()
+        assert batch.advantages[batch.present].shape == batch.returns[batch.present].shape == (sum(lengths),)
+        assert not batch.advantages[batch.present].isnan().any()
 
 
 @pytest.fixture

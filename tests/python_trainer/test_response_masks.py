@@ -47,22 +47,16 @@ def loss_and_gradient(rollouts, config, own, others):
     scored = [scored_tokens(rollout, score_prefix=False) for rollout in batch.rollouts]
     flags = torch.tensor([flag for row in scored for flag in row], dtype=torch.bool)
 
-    def table(name):
-        return torch.full((len(flags),), others).masked_scatter(flags, own[name])
+    def table(numbers):
+        flat = torch.full((len(flags),), others).masked_scatter(flags, numbers)
+        return torch.full(batch.present.shape, others).masked_scatter(batch.present, flat)
 
-    batch.old, batch.reference = batch.record(), batch.record()
-    batch.old.flat, batch.reference.flat = table("old"), table("reference")
+    batch.old, batch.reference = table(own["old"]), table(own["reference"])
     if config.advantage == "gae":
-        batch.values = batch.record()
-        batch.values.flat = table("values")
+        batch.values = table(own["values"])
     metrics = batch.set_advantages()
-    now = batch.record()
     leaves = [own[name].clone().requires_grad_() for name in ("now", "entropy", "predicted")]
-    rows = []
-    for leaf in leaves:
-        now.flat = torch.full((len(flags),), others).masked_scatter(flags, leaf)
-        index = now._index(packed).clamp(max=max(len(flags) - 1, 0))
-        rows.append(now.flat[index] if len(flags) else torch.zeros(packed.mask.shape))
+    rows = [table(leaf)[packed.samples, : packed.mask.shape[1]] for leaf in leaves]
     values = rows[2] if batch.values is not None else None
     loss, seen = Minibatch(batch, range(len(rollouts))).loss(packed, rows[0], rows[1], values)
     grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)

@@ -185,4 +185,4 @@ def test_prefix_tokens_take_part_in_the_loss_where_asked_for(whole, tokens):
         rollout.prefix_len, rollout.logprobs = 2, rollout.logprobs[2:]
     batch = Batch(rollouts, AlgorithmConfig(), 8, torch.device("cpu"), prefix_in_loss=whole)
     assert batch.loss_tokens.tolist() == tokens
-    assert batch.sampler.flat.isnan().tolist() == [True, True, False, True, True, False, False]
+    assert batch.sampler[batch.present].isnan().tolist() == [True, True, False, True, True, False, False]

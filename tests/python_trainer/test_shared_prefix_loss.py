@@ -6,7 +6,7 @@ import torch
 from python_trainer.algorithms.kl import kl_estimate
 from python_trainer.algorithms.losses import importance_weights, policy_loss
 from python_trainer.algorithms.settings import AlgorithmConfig
-from python_trainer.batch import Batch, Minibatch
+from python_trainer.batch import Batch, Minibatch, put
 from python_trainer.data import Rollout
 from python_trainer.model.packing import micro_batches
 from python_trainer.model.policy import load_policy
@@ -87,7 +87,7 @@ def noisy(batch, policy, scale, seed):
     with torch.no_grad(), policy.packed_attention():
         packed = batch.pack(range(len(batch.rollouts)))
         logprobs, _ = policy.score(packed, 1.0)
-        out.put(packed, logprobs + scale * torch.randn(logprobs.shape, generator=gen))
+        put(out, packed, logprobs + scale * torch.randn(logprobs.shape, generator=gen))
     return out
 
 
@@ -110,8 +110,7 @@ def plain(policy, rollouts, batch, config):
         for name in columns:
             source = getattr(batch, name)
             if source is not None:
-                start = int(source.starts[i])
-                columns[name][i, :count] = source.flat[start : start + count]
+                columns[name][i, :count] = source[i, :count]
     logprobs, entropy = torch.stack(logprob_rows), torch.stack(entropy_rows)
     old = logprobs.detach() if batch.old is None else columns["old"]
     sampled = mask & ~columns["sampler"].isnan()
@@ -120,7 +119,7 @@ def plain(policy, rollouts, batch, config):
     if mode:
         cap = config.importance_sampling_cap
         weights = importance_weights(old, columns["sampler"], sampled, mode=mode, cap=cap, level=level)
-    out = policy_loss(logprobs, old, batch.advantages.padded(), mask, config, weights=weights)
+    out = policy_loss(logprobs, old, batch.advantages, mask, config, weights=weights)
     loss = out.loss
     if config.beta:
         kl = kl_estimate(logprobs, columns["reference"], mask, config.kl_estimator)

@@ -164,13 +164,13 @@ def test_the_loss_judges_it_against_the_chance_and_others_as_before(algorithm, w
     batches = [Batch(rollouts, config, 10, torch.device("cpu")) for rollouts in (fresh, [*fresh, lone])]
     for batch in batches:
         if algorithm.get("advantage") == "gae":
-            batch.values = batch.sampler.like(torch.full(batch.scored.shape, 0.25))
+            batch.values = torch.full(batch.scored.shape, 0.25)
     facts = [batch.set_advantages() for batch in batches]
-    alone, both = (batch.advantages.padded() for batch in batches)
+    alone, both = (batch.advantages for batch in batches)
     assert torch.allclose(both[4], torch.tensor(wanted))
     assert torch.equal(both[:4], alone) and facts[0] == facts[1]
     if algorithm.get("advantage") == "gae":
-        alone, both = (batch.returns.padded() for batch in batches)
+        alone, both = (batch.returns for batch in batches)
         assert torch.equal(both[:4], alone) and both[4].isnan().all(), "a critic learns nothing of it"
 
 
@@ -182,9 +182,9 @@ def test_a_critic_learns_nothing_of_it():
     gradients = []
     for rollouts in (fresh, [*fresh, lone]):
         batch, every = Batch(rollouts, config, 10, torch.device("cpu")), list(range(len(rollouts)))
-        batch.values = batch.sampler.like(torch.full(batch.scored.shape, 0.25))
+        batch.values = torch.full(batch.scored.shape, 0.25)
         batch.set_advantages()
-        batch.advantages.flat.zero_()
+        batch.advantages.zero_()
         packed = batch.pack(every)
         logprobs = torch.full(packed.mask.shape, -0.3)
         values = torch.full(packed.mask.shape, 0.3, requires_grad=True)
@@ -198,7 +198,7 @@ def test_a_critic_learns_nothing_of_it():
 def test_answers_that_are_all_stored_need_nothing_to_compare_them_with():
     batch = Batch([answer(1, group=1, expected=0.5)], AlgorithmConfig(), 10, torch.device("cpu"))
     assert batch.set_advantages() == {}
-    assert torch.equal(batch.advantages.padded(), torch.ones(1, 10))
+    assert torch.equal(batch.advantages, torch.ones(1, 10))
 
 
 def test_dynamic_sampling_lets_them_through():

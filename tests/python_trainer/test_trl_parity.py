@@ -157,7 +157,9 @@ def test_loss_and_gradients_equal(make_trl, make_config, tmp_path, name):
     with policy.packed_attention():
         trainer.learner._record_before(batch)
         trainer.learner._record_logprobs(batch, range(len(rollouts)))
-        batch.old.flat += 0.3 * torch.randn(batch.old.flat.shape)  # ratios from 0.5 to 2: clipped on both sides
+        batch.old[batch.present] += 0.3 * torch.randn(
+            int(batch.present.sum())
+        )  # ratios from 0.5 to 2: clipped on both sides
         batch.set_advantages()
         ours_loss = 0.0
         for part in micro_batches(batch.rollouts, range(len(rollouts)), 40):
@@ -172,11 +174,11 @@ def test_loss_and_gradients_equal(make_trl, make_config, tmp_path, name):
     answers, mask = padded([r.response_ids for r in rollouts])
     inputs = {
         "prompt_ids": prompts.long(), "prompt_mask": prompt_mask, "completion_ids": answers.long(),
-        "completion_mask": mask, "advantages": batch.advantages.padded()[:, 0],
-        "old_per_token_logps": batch.old.padded(), "num_items_in_batch": mask.sum(),
+        "completion_mask": mask, "advantages": batch.advantages[:, 0],
+        "old_per_token_logps": batch.old.nan_to_num(), "num_items_in_batch": mask.sum(),
     }  # fmt: skip
     if batch.reference is not None:
-        inputs["ref_per_token_logps"] = batch.reference.padded()
+        inputs["ref_per_token_logps"] = batch.reference.nan_to_num()
     peer.current_gradient_accumulation_steps = 1
     peer.model.train()
     theirs_loss = peer._compute_loss(peer.model, inputs)

@@ -150,7 +150,7 @@ def test_a_stored_token_enters_the_loss_with_its_truncated_weight(make_config, r
     ]
     batch = Batch(rollouts, config, 8, torch.device("cpu"))
     batch.set_advantages()
-    advantages = batch.advantages.padded()[:, 0]
+    advantages = batch.advantages[:, 0]
     packed = batch.pack([0, 1])
     logprobs = now.expand(2, 2).clone().requires_grad_()
     loss, _ = Minibatch(batch, [0, 1]).loss(packed, logprobs, torch.zeros(2, 2))
