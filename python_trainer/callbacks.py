@@ -81,60 +81,26 @@ CALLBACKS: Registry[type[Callback]] = Registry(
 )
 
 
-def make_callback(kind: type[Callback]) -> Callback:
-    """Makes a callback of a class.
-
-    Raises:
-        UserError: the class takes arguments, or fails otherwise.
-    """
-    try:
-        return kind()
-    except UserError:
-        raise
-    except Exception as error:
-        what = f"{type(error).__name__}: {error}"
-        raise UserError(f"callback {kind.__name__} cannot be made without arguments: {what}") from error
-
-
-def check_methods(kind: type[Callback]) -> None:
-    """Checks that every method ``on_...`` is one that would be called.
-
-    Raises:
-        UserError: a method would never be called.
-    """
-    known = [name for name in vars(Callback) if name.startswith("on_")]
-    for name in dir(kind):
-        if name.startswith("on_") and name not in known:
-            raise UserError(f"callback {kind.__name__}.{name} would never be called: there are {', '.join(known)}")
-
-
-class Callbacks:
-    """All callbacks of a run, in their order.
-
-    Args:
-        given: objects, classes without arguments, registered names or ``module:Class``.
+def make_callbacks(given: Iterable[Callback | type[Callback] | str]) -> list[Callback]:
+    """Makes the callbacks of a run: of objects, classes without arguments, registered names or ``module:Class``.
 
     Raises:
         UserError: a callback cannot be made, or has a method that would never be called.
     """
-
-    def __init__(self, given: Iterable[Callback | type[Callback] | str]):
-        self.all = [one if isinstance(one, Callback) else make_callback(CALLBACKS.resolve(one)) for one in given]
-        for one in self.all:
-            check_methods(type(one))
-
-    def __bool__(self) -> bool:
-        return bool(self.all)
-
-    def call(self, method: str, *arguments: Any) -> None:
-        """Calls a method of each callback.
-
-        Raises:
-            UserError: a callback raised an exception.
-        """
-        for callback in self.all:
+    made, known = [], [name for name in vars(Callback) if name.startswith("on_")]
+    for one in given:
+        if not isinstance(one, Callback):
+            kind = CALLBACKS.resolve(one)
             try:
-                getattr(callback, method)(*arguments)
+                one = kind()
+            except UserError:
+                raise
             except Exception as error:
-                name = f"{type(callback).__name__}.{method}"
-                raise UserError(f"callback {name} raised {type(error).__name__}: {error}") from error
+                what = f"{type(error).__name__}: {error}"
+                raise UserError(f"callback {kind.__name__} cannot be made without arguments: {what}") from error
+        for name in dir(one):
+            if name.startswith("on_") and name not in known:
+                name = f"{type(one).__name__}.{name}"
+                raise UserError(f"callback {name} would never be called: there are {', '.join(known)}")
+        made.append(one)
+    return made

@@ -1,29 +1,48 @@
 """The files of a checkpoint.
 
 A kill cannot damage a checkpoint: it is written aside, flushed, then renamed into place. Each has checksums of its
-files, which are compared before any of them is used. The only pickled file is the index of the shards that
-torch.distributed.checkpoint writes with ``parallel: fsdp2``.
+files, which are compared before any of them is used. With ``parallel: fsdp2`` all ranks write weights and moments, each
+its shards, by torch.distributed.checkpoint; any number of processes reads them. The index of shards, which is torch's,
+is the only pickled file.
 """
 
 import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from python_trainer.errors import UserError
+from python_trainer.errors import UserError, is_lost_connection, mark_shared
 from python_trainer.run_directory import publish, usual_mode
 
 PATTERN = re.compile(r"step-(\d+)")
 CHECKSUMS = "checksums.json"
 SHARDS = "shards"  # folder in a checkpoint to which all ranks have written
+
+
+class Ranks(Protocol):
+    """The processes that save together."""
+
+    rank: int
+
+    def together(self) -> AbstractContextManager[None]: ...
+
+
+class Alone:
+    """One process that saves."""
+
+    rank = 0
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def encode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
@@ -52,75 +71,67 @@ def decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     return value
 
 
-def aside_for(folder: Path, step: int) -> Path:
-    """Returns the folder in which the checkpoint of a step is written before it is complete."""
-    return folder / f".step-{step:06d}.tmp"
-
-
-def save_checkpoint(folder: Path, step: int, state: Any, *, keep: int, spare: int | None = None) -> Path:
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    state: Mapping[str, Any],
+    *,
+    keep: int,
+    spare: int | None = None,
+    ranks: Ranks | None = None,
+    shards: Mapping[str, Any] | None = None,
+) -> Path:
     """Writes ``folder/step-N``, then removes older checkpoints.
 
     Args:
         state: made of tensors, strings, numbers, lists and dictionaries.
         keep: how many of the newest checkpoints to keep.
         spare: step of one more checkpoint to keep; None: no other.
+        ranks: the processes that all call this, of which the first one writes ``state``; None: this one alone.
+        shards: nested dictionaries of tensors, of which every rank writes its shards.
 
     Raises:
-        UserError: the checkpoint cannot be written, as on a full disk; the earlier ones are unchanged.
+        UserError: the checkpoint cannot be written, as on a full disk; the earlier ones are unchanged. All ranks raise.
     """
-    begin_checkpoint(folder, step, state)
-    return finish_checkpoint(folder, step, keep=keep, spare=spare)
-
-
-def begin_checkpoint(folder: Path, step: int, state: Any) -> None:
-    """Starts a checkpoint; until :func:`finish_checkpoint` more files may be written to ``aside_for(folder, step)``."""
-    with removing_unfinished(folder, step):
-        folder.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.glob(".*"):
-            shutil.rmtree(leftover, ignore_errors=True)
-        write_aside(aside_for(folder, step), state)
-
-
-def finish_checkpoint(folder: Path, step: int, *, keep: int, spare: int | None = None) -> Path:
-    """Completes a checkpoint, then removes older ones; see :func:`save_checkpoint`."""
-    target = folder / f"step-{step:06d}"
-    with removing_unfinished(folder, step):
-        put_in_place(aside_for(folder, step), target)
-    for old in [path for path in list_checkpoints(folder)[:-keep] if step_of(path) != spare]:
-        # out of sight in one step, so that a kill in the middle leaves no half of it
-        gone = old.rename(old.with_name(f".old-{old.name}"))
-        shutil.rmtree(gone)
+    ranks = ranks or Alone()
+    aside, target = folder / f".step-{step:06d}.tmp", folder / f"step-{step:06d}"
+    with ranks.together(), removing_unfinished(aside, target):
+        if ranks.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            for leftover in folder.glob(".*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+            aside.mkdir()
+            tensors: dict[str, torch.Tensor] = {}
+            (aside / "state.json").write_text(json.dumps(encode(state, tensors)), encoding="utf-8")
+            save_file(tensors, aside / "tensors.safetensors")
+    if shards is not None:
+        with removing_unfinished(aside, target):
+            write_shards(aside, shards)
+    with ranks.together(), removing_unfinished(aside, target):
+        if ranks.rank == 0:
+            (aside / CHECKSUMS).write_text(json.dumps(checksums(aside), indent=1) + "\n", encoding="utf-8")
+            usual_mode(aside)
+            publish(aside, target)
+            for old in list_checkpoints(folder)[:-keep]:
+                if step_of(old) != spare:
+                    # out of sight in one step, so that a kill in the middle leaves no half of it
+                    shutil.rmtree(old.rename(old.with_name(f".old-{old.name}")))
     return target
 
 
 @contextmanager
-def removing_unfinished(folder: Path, step: int) -> Iterator[None]:
-    """Within it a write that fails raises UserError and removes the unfinished checkpoint of this step."""
+def removing_unfinished(aside: Path, target: Path) -> Iterator[None]:
+    """Within it a write that fails raises UserError and removes the unfinished checkpoint."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(aside_for(folder, step), ignore_errors=True)
-        found = list_checkpoints(folder)
+        shutil.rmtree(aside, ignore_errors=True)
+        found = list_checkpoints(target.parent)
         newest = f"the newest there is {found[-1].name}" if found else "there is none yet"
         raise UserError(
-            f"checkpoint {folder / f'step-{step:06d}'} cannot be written: {error}; {newest}: make room there, or "
-            "let it be written to, and --resume"
+            f"checkpoint {target} cannot be written: {error}; {newest}: make room there, or let it be written to, and "
+            "--resume"
         ) from error
-
-
-def write_aside(aside: Path, state: Any) -> None:
-    """Writes a state to a new folder."""
-    aside.mkdir()
-    tensors: dict[str, torch.Tensor] = {}
-    (aside / "state.json").write_text(json.dumps(encode(state, tensors)), encoding="utf-8")
-    save_file(tensors, aside / "tensors.safetensors")
-
-
-def put_in_place(aside: Path, target: Path) -> None:
-    """Adds the checksums to a folder that was written aside, and renames it."""
-    (aside / CHECKSUMS).write_text(json.dumps(checksums(aside), indent=1) + "\n", encoding="utf-8")
-    usual_mode(aside)
-    publish(aside, target)
 
 
 def checksums(checkpoint: Path) -> dict[str, str]:
@@ -145,7 +156,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def load_checkpoint(path: Path) -> Any:
-    """Returns the state that was saved, without shards (``distributed.shard_files`` reads those).
+    """Returns the state that was saved, without shards.
 
     Raises:
         UserError: files are missing or damaged.
@@ -158,6 +169,12 @@ def load_checkpoint(path: Path) -> Any:
         return decode(json.loads((path / "state.json").read_text(encoding="utf-8")), tensors)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise UserError(f"checkpoint {path} is damaged ({' '.join(str(error).split())})") from error
+
+
+def load_whole(path: Path) -> dict[str, Any]:
+    """As :func:`load_checkpoint`, with all shards, in any process."""
+    state = load_checkpoint(path)
+    return state | read_shards(path, {}) if (path / SHARDS).is_dir() else state
 
 
 def load_newest(folder: Path, tell: Callable[[str], None]) -> tuple[Path, Any] | None:
@@ -181,10 +198,88 @@ def load_newest(folder: Path, tell: Callable[[str], None]) -> tuple[Path, Any] |
     return None
 
 
-def set_aside_later(folder: Path, step: int) -> None:
-    """Renames checkpoints of later steps to ``damaged-step-N``: the run could not be resumed from them."""
-    for path in list_checkpoints(folder):
-        if step_of(path) > step:
-            target = path.with_name(f"damaged-{path.name}")
-            shutil.rmtree(target, ignore_errors=True)
-            path.rename(target)
+def flatten(state: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
+    """Returns the tensors of nested dictionaries by path, such as ``optimizer/NAME/exp_avg``; None is left out."""
+    flat: dict[str, torch.Tensor] = {}
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}/")
+        elif value is not None:
+            flat[prefix + key] = value
+    return flat
+
+
+def write_shards(checkpoint: Path, state: Mapping[str, Any]) -> None:
+    """Writes nested dictionaries of tensors; all ranks must call this together.
+
+    Raises:
+        OSError: what one of them cannot write, all raise together.
+    """
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        dcp.save(flatten(state), checkpoint_id=checkpoint / SHARDS)
+    except CheckpointException as error:  # which is no Exception
+        rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+        size = dist.get_world_size() if dist.is_initialized() else 1
+        reason = (str(cause).splitlines() or [type(cause).__name__])[0]  # torch's writer of files does not say it well
+        unwritten = OSError(f"process {rank} of {size}: {reason}" if size > 1 else reason)
+        mark_shared(unwritten)
+        raise unwritten from error
+
+
+def read_shards(checkpoint: Path, present: Mapping[str, Any]) -> dict[str, Any]:
+    """Undoes :func:`write_shards`.
+
+    Args:
+        present: the same state as it is now: what is sharded in it is read in the same shards, its moments too.
+            Everything else is read whole, in any process.
+
+    Raises:
+        UserError: files are missing or damaged, in whichever of several processes that read together.
+    """
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    own, flat = flatten(present), dict[str, torch.Tensor]()
+    try:
+        entries: Any = dcp.FileSystemReader(checkpoint / SHARDS).read_metadata().state_dict_metadata
+        for path, entry in entries.items():
+            weight: Any = own.get(weight_of(path))
+            if hasattr(weight, "to_local") and weight.shape == entry.size:
+                flat[path] = torch.empty_like(weight, dtype=entry.properties.dtype)
+            else:
+                flat[path] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process may read as well
+            dcp.load(flat, checkpoint_id=checkpoint / SHARDS, no_dist=not dist.is_initialized())
+    except (OSError, ValueError, RuntimeError, EOFError, CheckpointException) as error:
+        if is_lost_connection(error):
+            raise
+        if isinstance(error, CheckpointException):
+            mark_shared(error)
+        reason = str(error).splitlines()[0]
+        raise UserError(f"checkpoint {checkpoint} is damaged ({reason})") from error
+    state: dict[str, Any] = {"critic": None}
+    for path, value in flat.items():
+        *outer, last = path.split("/")
+        inner = state
+        for key in outer:
+            inner[key] = inner.get(key) or {}
+            inner = inner[key]
+        inner[last] = value
+    for learned in (state, state["critic"]):
+        if learned is not None:
+            learned.setdefault("optimizer", {})  # before the first optimizer step there is nothing in it to write
+    return state
+
+
+def weight_of(path: str) -> str:
+    """Returns the path of the weight that a moment or master weight belongs to; of a weight, its own."""
+    parts = path.split("/")
+    if "optimizer" not in parts:
+        return path
+    return "/".join(["model" if part == "optimizer" else part for part in parts[:-1]])

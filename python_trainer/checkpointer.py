@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,16 @@ from typing import Any
 from safetensors import SafetensorError
 
 from python_trainer.accelerators.base import Accelerator
-from python_trainer.checkpoint import list_checkpoints, load_checkpoint, load_newest, set_aside_later, step_of
+from python_trainer.checkpoint import (
+    list_checkpoints,
+    load_checkpoint,
+    load_newest,
+    read_shards,
+    save_checkpoint,
+    step_of,
+)
 from python_trainer.config import Config, dump_config
 from python_trainer.distributed import RankGroup
-from python_trainer.distributed.shard_files import read_shards
 from python_trainer.errors import NotFinite, UserError
 from python_trainer.learner import Learner
 from python_trainer.logger import Logger
@@ -22,62 +28,10 @@ from python_trainer.model.loading import base_name, dtype_name
 from python_trainer.model.lora import adapter_weights, save_adapter
 from python_trainer.model.policy import Policy
 from python_trainer.rollout.engine import Engine
-from python_trainer.run_directory import (
-    check_new,
-    check_output_dir,
-    check_resumable,
-    check_unlocked,
-    locked,
-    publish,
-    unusable_output_dir,
-    write_text,
-)
+from python_trainer.run_directory import check_run_directory, locked, publish, unusable_output_dir, write_text
 from python_trainer.run_state import Clock, RunState, best_evaluated
 
 MODEL_ASIDE = ".model.tmp"  # the trained policy, while it is being written
-
-
-@dataclass
-class Origin:
-    """Where a run begins: at a checkpoint, or anew."""
-
-    output_dir: Path
-    present: list[Path]  # all checkpoints in the run directory; known to rank 0
-    checkpoint: Path | None = None
-    saved: dict[str, Any] | None = None  # contents of the checkpoint, without what ranks wrote in shards
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.output_dir / "checkpoints"
-
-
-def find_origin(
-    output_dir: Path, *, resume: bool, max_steps: int, ranks: RankGroup, note: Callable[[str], None]
-) -> Origin:
-    """Checks the run directory and loads the newest checkpoint that is not damaged; writes nothing.
-
-    Raises:
-        UserError: the folder cannot be used, is in use, or holds a run that was not to be resumed.
-    """
-    origin = Origin(output_dir, [])
-    found = None
-    with ranks.together():
-        if ranks.rank == 0:
-            check_output_dir(output_dir)
-            check_unlocked(output_dir)
-            (check_resumable if resume else check_new)(output_dir)
-            origin.present = list_checkpoints(origin.checkpoints)
-            found = load_newest(origin.checkpoints, note) if resume else None
-            if found and step_of(found[0]) > max_steps:
-                raise UserError(
-                    f"max_steps must be at least {step_of(found[0])}, the steps that {output_dir} has done, got "
-                    f"{max_steps}"
-                )
-    origin.checkpoint = ranks.first(found and found[0])
-    with ranks.together():
-        if origin.checkpoint is not None:
-            origin.saved = found[1] if found else load_checkpoint(origin.checkpoint)
-    return origin
 
 
 def copy_containers(state: Any) -> Any:
@@ -119,110 +73,124 @@ def save_model(write: Callable[[Path], None], folder: Path) -> None:
 class Checkpointer:
     """Saves and restores everything that a run's next step depends on.
 
+    It first finds the newest checkpoint that is not damaged, and writes nothing. Once the other parts of the run are
+    there, :meth:`restore` takes them.
+
     Args:
-        origin: where the run begins, by :func:`find_origin`.
-        folder: the run directory of this rank.
+        output_dir: the run directory; ``folder`` is where this rank writes.
+        resume: go on from the newest checkpoint, if there is one.
         notify: calls a method of all callbacks.
 
     Attributes:
         checkpoints: the folder of all checkpoints.
+        saved: contents of the checkpoint that the run goes on from, without shards; None: it begins anew.
         saved_step: of the newest checkpoint, 0 if there is none.
+
+    Raises:
+        UserError: the folder cannot be used, is in use, or holds a run that was not to be resumed.
     """
 
     def __init__(
         self,
-        origin: Origin,
         config: Config,
+        output_dir: Path,
         folder: Path,
         *,
+        resume: bool,
         ranks: RankGroup,
         state: RunState,
+        clock: Clock,
+        logger: Logger,
+        notify: Callable[..., None],
+    ):
+        self.config, self.folder, self.ranks, self.state = config, folder, ranks, state
+        self.clock, self.logger, self.notify = clock, logger, notify
+        self.checkpoints, self.saved_step = output_dir / "checkpoints", 0
+        self.present: list[Path] = []  # all checkpoints there were; known to rank 0
+        found = None
+        with ranks.together():
+            if ranks.rank == 0:
+                check_run_directory(output_dir, resume=resume)
+                self.present = list_checkpoints(self.checkpoints)
+                found = load_newest(self.checkpoints, logger.note) if resume else None
+                if found and step_of(found[0]) > config.max_steps:
+                    raise UserError(
+                        f"max_steps must be at least {step_of(found[0])}, the steps that {output_dir} has done, got "
+                        f"{config.max_steps}"
+                    )
+        self.newest = ranks.first(found and found[0])
+        with ranks.together():
+            self.saved: Any = found[1] if found else None
+            if found is None and self.newest is not None:
+                self.saved = load_checkpoint(self.newest)
+
+    def restore(
+        self,
         policy: Policy,
         learner: Learner,
         engine: Engine,
         accelerators: Sequence[Accelerator],
         fingerprint: str,
-        clock: Clock,
-        logger: Logger,
-        notify: Callable[..., None],
-    ):
-        self.origin, self.config, self.folder, self.ranks, self.state = origin, config, folder, ranks, state
-        self.policy, self.learner, self.engine, self.accelerators = policy, learner, engine, accelerators
-        self.fingerprint, self.clock, self.logger, self.notify = fingerprint, clock, logger, notify
-        self.checkpoints, self.saved_step = origin.checkpoints, 0
+    ) -> None:
+        """Takes the other parts of the run, and loads the checkpoint that it is resumed from, if there is one.
 
-    def restore(self) -> None:
-        """Loads the checkpoint that the run is resumed from, if there is one.
+        Args:
+            fingerprint: of the training prompts.
 
         Raises:
             UserError: the checkpoint does not fit the settings, or was written by something else.
         """
-        saved = self.origin.saved
+        self.policy, self.learner, self.engine, self.accelerators = policy, learner, engine, accelerators
+        self.fingerprint = fingerprint
+        saved, self.saved = self.saved, None  # to free its memory
         if saved is None:
             return
         with reading_checkpoint(self.folder):
             with self.ranks.together():
-                self._check_accelerators(saved)
-                self._check_prompts(saved.get("prompts"))
+                self._check(saved)
             if "model" not in saved:
-                assert self.origin.checkpoint is not None
-                saved |= read_shards(self.origin.checkpoint, self.learner.state_dict())
+                assert self.newest is not None
+                saved |= read_shards(self.newest, learner.state_dict())
             with self.ranks.together():
-                self._check_critic(saved)
+                if (learner.critic is None) != (saved["critic"] is None):
+                    had, wanted = ("without", "not be gae") if saved["critic"] is None else ("with", "be gae")
+                    raise UserError(
+                        f"{self.folder} was run {had} a critic: algorithm.advantage must {wanted}, got "
+                        f"{self.config.algorithm.advantage}"
+                    )
                 vars(self.state).update(vars(RunState(**saved["state"])))
                 self.saved_step = self.state.step
-                self._forget_other_target()
-                load_learned(self.learner, saved, self.folder)
-                states = saved["accelerators"] | saved.get("watchers", {})
-                for accelerator in self.accelerators:
-                    if accelerator.name in states:  # recording may be new
-                        accelerator.load_state_dict(states[accelerator.name])
-                if self.engine.lengths and saved.get("lengths"):
-                    self.engine.lengths.load_state_dict(saved["lengths"])
-            self.engine.policy_updated()
-            self.engine.policy_version = self.state.policy_version
-        self.origin.saved = None  # frees its memory
+                load_learned(learner, saved, self.folder)
+                for accelerator in accelerators:
+                    if accelerator.name in saved["accelerators"]:  # recording may be new
+                        accelerator.load_state_dict(saved["accelerators"][accelerator.name])
+                if engine.lengths and saved.get("lengths"):
+                    engine.lengths.load_state_dict(saved["lengths"])
+            engine.policy_updated()
+            engine.policy_version = self.state.policy_version
 
-    def _check_accelerators(self, saved: dict[str, Any]) -> None:
-        names = {accelerator.name for accelerator in self.accelerators if accelerator.enabled}
-        if set(saved["accelerators"]) != names:
-            raise UserError(
-                f"{self.folder} was run with the accelerators {sorted(saved['accelerators'])}, not {sorted(names)}"
-            )
-
-    def _check_critic(self, saved: dict[str, Any]) -> None:
-        if (self.learner.critic is None) != (saved["critic"] is None):
-            had, wanted = ("without", "not be gae") if saved["critic"] is None else ("with", "be gae")
-            raise UserError(
-                f"{self.folder} was run {had} a critic: algorithm.advantage must {wanted}, got "
-                f"{self.config.algorithm.advantage}"
-            )
-
-    def _check_prompts(self, before: str | None) -> None:
-        """Raises UserError if accelerators know training prompts by numbers, and these are other prompts now."""
-        if before is None or before == self.fingerprint:
+    def _check(self, saved: dict[str, Any]) -> None:
+        """Raises UserError for other accelerators, or if they know prompts by numbers which are other prompts now."""
+        names = sorted(accelerator.name for accelerator in self.accelerators if accelerator.enabled)
+        if sorted(saved["enabled"]) != names:
+            raise UserError(f"{self.folder} was run with the accelerators {sorted(saved['enabled'])}, not {names}")
+        if saved["prompts"] == self.fingerprint:
             return
-        names = [accelerator.name for accelerator in self.accelerators if accelerator.enabled]
         if names:
             raise UserError(
                 f"{self.folder} was run on other training prompts than task has now, also where those too long for "
-                f"rollout were left out, and what its accelerators {sorted(names)} have learned is of those: resume it "
-                f"with task and rollout of its config.yaml, or begin a new run with model.path={self.folder / 'model'}"
+                f"rollout were left out, and what its accelerators {names} have learned is of those: resume it with "
+                f"task and rollout of its config.yaml, or begin a new run with model.path={self.folder / 'model'}"
             )
         self.logger.note("the training prompts are others than before")
 
-    def _forget_other_target(self) -> None:
-        """Forgets when the target was reached if it has changed; an evaluation from now on may reach the new one."""
-        state, target = self.state, self.config.evaluation.target_accuracy
-        if state.target != target:
-            state.target, state.seconds_to_target, state.tokens_to_target = target, None, None
-
     @contextmanager
     def owning_folder(self) -> Iterator[None]:
-        """Makes the run directory and locks it: within it no other process writes there.
+        """Makes and locks the run directory, and removes what a killed run left there.
 
         Raises:
-            UserError: another run has the folder, or it cannot be written.
+            UserError: another run has the folder or wrote checkpoints since this one was set up, or it cannot be
+                written.
         """
         with ExitStack() as held:
             with self.ranks.together():
@@ -230,18 +198,20 @@ class Checkpointer:
                     self.folder.mkdir(parents=True, exist_ok=True)
                     held.enter_context(locked(self.folder))
                     if self.ranks.rank == 0:
-                        self._tidy()
+                        if list_checkpoints(self.checkpoints) != self.present:
+                            raise UserError(
+                                f"another run has written to {self.checkpoints} in the meantime: start again"
+                            )
+                        for path in self.present:
+                            if step_of(path) > self.state.step:  # the run could not be resumed from it
+                                target = path.with_name(f"damaged-{path.name}")
+                                shutil.rmtree(target, ignore_errors=True)
+                                path.rename(target)
+                        shutil.rmtree(self.folder / MODEL_ASIDE, ignore_errors=True)
                     write_text(self.folder / "config.yaml", dump_config(self.config))
                 except OSError as error:
                     raise unusable_output_dir(self.folder, error.strerror) from error
             yield
-
-    def _tidy(self) -> None:
-        """Removes what a killed run left behind, unless another run wrote checkpoints since this one was set up."""
-        if list_checkpoints(self.checkpoints) != self.origin.present:
-            raise UserError(f"another run has written to {self.checkpoints} in the meantime: start again")
-        set_aside_later(self.checkpoints, self.state.step)
-        shutil.rmtree(self.folder / MODEL_ASIDE, ignore_errors=True)
 
     def due(self) -> bool:
         """Whether ``save.save_steps`` wants a checkpoint after this step."""
@@ -254,28 +224,30 @@ class Checkpointer:
             self._save(self._progress())
 
     def _save(self, progress: dict[str, Any]) -> None:
-        step, settings, folder = progress["state"]["step"], self.config.save, self.checkpoints
-        steps = {step, *map(step_of, list_checkpoints(folder))}
-        best = best_evaluated(self.state.evaluations, steps)
-        learned, keep = self.learner.state_dict(), settings.save_total_limit
-        self.ranks.save(folder, step, progress, learned, keep=keep, spare=best)
+        step, sharded = progress["state"]["step"], self.ranks.sharded
+        best = best_evaluated(self.state.evaluations, {step, *map(step_of, list_checkpoints(self.checkpoints))})
+        learned = self.learner.state_dict()
+        path = save_checkpoint(
+            self.checkpoints,
+            step,
+            progress if sharded else progress | learned,
+            keep=self.config.save.save_total_limit,
+            spare=best,
+            ranks=self.ranks,
+            shards=learned if sharded else None,
+        )
         self.saved_step = step
-        self.notify("on_save", step, folder / f"step-{step:06d}")
+        self.notify("on_save", step, path)
 
-    def _progress(self, *, lasting: bool = False) -> dict[str, Any]:
-        """Returns everything in a checkpoint but weights and moments.
-
-        Args:
-            lasting: copy it, so that the step which follows cannot change it.
-        """
+    def _progress(self) -> dict[str, Any]:
+        """Returns everything in a checkpoint but weights and moments; the step that follows does not change it."""
         state = self.state
         state.wall_s, state.seconds = self.clock.wall_seconds, dict(self.clock.seconds)
         state.policy_version = self.engine.policy_version
-        states = {a: copy_containers(a.state_dict()) if lasting else a.state_dict() for a in self.accelerators}
         return {
             "state": asdict(state),
-            "accelerators": {a.name: own for a, own in states.items() if a.enabled},
-            "watchers": {a.name: own for a, own in states.items() if not a.enabled},
+            "accelerators": {a.name: copy_containers(a.state_dict()) for a in self.accelerators},
+            "enabled": [a.name for a in self.accelerators if a.enabled],
             "lengths": self.engine.lengths.state_dict() if self.engine.lengths else None,
             "dtype": dtype_name(self.policy.inference_model.dtype),
             "prompts": self.fingerprint,
@@ -286,18 +258,18 @@ class Checkpointer:
         """Within it an error first saves the last finished step, if its weights are still there."""
         step, learner, rate = self.state.step, self.learner, self.config.optimizer.learning_rate
         with self.clock.measure("checkpoint"):
-            progress = None if step == self.saved_step else self._progress(lasting=True)
+            progress = None if step == self.saved_step else self._progress()
         learner.changed = False
         try:
             yield
-        except NotFinite as error:
-            self._keep(step, progress, error)
-            raise UserError(
-                f"{error}: optimizer.learning_rate {rate:g} may be too high, after {step} steps; {self.newest()}"
-            ) from error
         except Exception as error:
             self._keep(step, progress, error)
-            error.add_note(self.newest())
+            if isinstance(error, NotFinite):
+                raise UserError(
+                    f"{error}: optimizer.learning_rate {rate:g} may be too high, after {step} steps; "
+                    f"{self.how_to_go_on()}"
+                ) from error
+            error.add_note(self.how_to_go_on())
             raise
 
     def _keep(self, step: int, progress: dict[str, Any] | None, error: Exception) -> None:
@@ -313,7 +285,7 @@ class Checkpointer:
             error.add_note(str(unwritten))
         self.ranks.first(None)  # none ends before: torchrun then ends the others, even one that is still writing
 
-    def newest(self) -> str:
+    def how_to_go_on(self) -> str:
         """Tells which step a resumed run would go on from."""
         return f"step {self.saved_step} is saved: --resume goes on from it" if self.saved_step else "no step is saved"
 
@@ -354,7 +326,7 @@ class Checkpointer:
             try:
                 save_model(write, folder)
             except (OSError, SafetensorError) as error:
-                raise UserError(f"{folder} cannot be written: {error}; {self.newest()}") from error
+                raise UserError(f"{folder} cannot be written: {error}; {self.how_to_go_on()}") from error
 
     def _load_weights(self, step: int) -> None:
         path = self.checkpoints / f"step-{step:06d}"

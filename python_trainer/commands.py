@@ -1,7 +1,6 @@
 """The commands of the command line. What is slow to import is imported once the arguments are known to be right."""
 
 import argparse
-import os
 import re
 import sys
 import textwrap
@@ -14,7 +13,7 @@ from python_trainer.config import changed_settings, describe_settings, dump_conf
 from python_trainer.errors import UserError, tell, wait_for_first_rank
 from python_trainer.registry import load
 from python_trainer.removed import REMOVED
-from python_trainer.run_directory import check_new, check_output_dir
+from python_trainer.run_directory import check_run_directory
 
 if TYPE_CHECKING:
     from python_trainer.config import Config
@@ -56,7 +55,7 @@ class SettingsHelp(argparse.Action):
 
 DESCRIPTIONS = {
     "train": """One training run. OUTPUT_DIR gets config.yaml (all settings as used), metrics.jsonl (one row a step),
-    samples.jsonl (a few answers of some steps), summary.json, report.html, checkpoints/, tensorboard/, model/ (the
+    samples.jsonl (a few answers of each step), summary.json, report.html, checkpoints/, tensorboard/, model/ (the
     trained policy, Hugging Face format), best/ (the checkpoint with the best evaluation, if it is not the last) and,
     with model.lora, adapter/ (PEFT).""",
     "compare": """The same training with and without accelerators: every variant on every seed, one after the other,
@@ -155,8 +154,7 @@ def run_compare(args: argparse.Namespace) -> None:
 
     config = load_config(args.config, args.overrides)
     check_files(config)
-    check_output_dir(args.output_dir)
-    note_load()
+    check_run_directory(args.output_dir, resume=True)
     compare(config, args.output_dir, variants=args.variants.split(","), seeds=args.seeds)
 
 
@@ -224,10 +222,7 @@ def load_run(args: argparse.Namespace) -> "Config":
     """Reads the settings of a run; finds mistakes in them or in its folder before torch loads, which takes seconds."""
     config = load_config(args.config, args.overrides)
     check_files(config)
-    check_output_dir(args.output_dir)
-    if not args.resume:
-        check_new(args.output_dir)
-    note_load()
+    check_run_directory(args.output_dir, resume=args.resume)
     return config
 
 
@@ -237,15 +232,6 @@ def check_files(config: "Config") -> None:
 
     policy_folder(config.model.path)
     config.task.check_files()
-
-
-def note_load() -> None:
-    """Notes that other programs have more to do than there are cores."""
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1  # both of the whole machine, within a container too
-    if load > cores:
-        tell(
-            f"note: the load is {load:.1f} on {cores} cores: other programs are at work, and training is slower by that"
-        )
 
 
 def note_resuming(args: argparse.Namespace, config: "Config") -> None:

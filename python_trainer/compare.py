@@ -1,10 +1,8 @@
 """The same training with different accelerators: ``python -m python_trainer compare``."""
 
 import json
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -13,10 +11,6 @@ from python_trainer.config import Config, changed_settings, check_config, dump_c
 from python_trainer.errors import UserError
 from python_trainer.report.page import report
 from python_trainer.report.runs import BASELINE
-from python_trainer.run_directory import load_evaluations, read_metrics
-
-if TYPE_CHECKING:
-    from python_trainer.evaluation import Evaluated
 
 
 def enabled_in(variant: str) -> list[str]:
@@ -39,7 +33,7 @@ def compare(
     """Trains every variant on as many seeds, from the configuration's own on, and reports.
 
     A finished run is kept, an interrupted one goes on from its newest checkpoint. All variants of a seed begin with the
-    same policy, prompts and noise, so the evaluation before the first step is done once per seed.
+    same policy, prompts and noise.
 
     Raises:
         UserError: an unknown variant, or a run in ``output_dir`` that was made with other settings.
@@ -59,46 +53,12 @@ def compare(
     for _, folder, wanted in plans:
         check_same(folder, wanted)
     for number, (variant, folder, wanted) in enumerate(plans):
-        label = f"{variant} (seed {wanted.seed}, run {number + 1} of {len(plans)})"
-        siblings = [other for _, other, plan in plans if plan.seed == wanted.seed]
-        train_once(wanted, folder, siblings, label=label, console=console)
+        if not finished(folder):
+            from python_trainer.trainer import Trainer  # seconds, which a mistake in the arguments need not cost
+
+            label = f"{variant} (seed {wanted.seed}, run {number + 1} of {len(plans)})"
+            Trainer(wanted, folder, resume=True, label=label, console=console).run()
     report([output_dir])
-
-
-def train_once(
-    config: Config,
-    folder: Path,
-    siblings: Sequence[Path],
-    *,
-    label: str,
-    console: Console | None = None,
-    timer: Callable[[], float] = time.perf_counter,
-) -> None:
-    """One run, unless it is finished; an interrupted one goes on from its newest checkpoint.
-
-    Args:
-        siblings: folders of runs with the same policy, task and seed, finished or not; the evaluation before the first
-            step is taken from one that has it.
-        timer: the clock of :class:`~python_trainer.trainer.Trainer`.
-
-    Raises:
-        UserError: ``folder`` holds a run with other settings.
-    """
-    check_same(folder, config)
-    if not finished(folder):
-        from python_trainer.trainer import Trainer  # seconds, which a mistake in the arguments need not cost
-
-        start = next((found for found in map(known_start, siblings) if found is not None), None)
-        Trainer(config, folder, resume=True, label=label, console=console, timer=timer, start=start).run()
-
-
-def known_start(folder: Path) -> "Evaluated | None":
-    """The evaluation before the first step, as a run has kept it; None: it has not come that far."""
-    answers, rows = load_evaluations(folder).get("start"), read_metrics(folder)
-    if answers is None or not rows:
-        return None
-    found = {name: value for name, value in rows[0].items() if name.startswith("eval/") and value is not None}
-    return found, answers.tolist()
 
 
 def finished(folder: Path) -> bool:

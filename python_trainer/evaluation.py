@@ -1,7 +1,7 @@
 """Evaluation: answers to the prompts of the test sets, and their metrics."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -16,9 +16,6 @@ from python_trainer.run_directory import save_evaluation
 from python_trainer.run_state import Clock, RunState
 from python_trainer.scoring import Scorer
 from python_trainer.tasks.rewards import Scores, deciding_values, partial_values
-
-# metrics of all test sets, and the share of right answers to each prompt of the test split
-Evaluated = tuple[Mapping[str, float], Sequence[float]]
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
@@ -43,11 +40,6 @@ def metrics_of(scores: Scores, sampling: EvaluationConfig) -> dict[str, float]:
     powers = [1 << n for n in range(size.bit_length())] if size > 1 else []
     passed = {f"pass@{k}": fmean(pass_at_k(size, right, k) for right in counts) for k in powers}
     return {"accuracy": fmean(scores.accuracy), "reward": fmean(scores.total)} | passed
-
-
-def first_rows(limit: int | None) -> range | None:
-    """Returns the numbers of the first prompts of a split; None: all of them."""
-    return None if limit is None else range(limit)
 
 
 class Evaluator:
@@ -80,30 +72,26 @@ class Evaluator:
         every = self.config.evaluation.eval_steps
         return every > 0 and self.state.step % every == 0
 
-    def evaluate(self, name: str | None = None, known: Evaluated | None = None) -> dict[str, float]:
-        """Evaluates on all test sets, and notes when the target was reached -> metrics; empty without test prompts.
+    def evaluate(self, name: str | None = None) -> dict[str, float]:
+        """Evaluates on all test sets -> metrics; empty without test prompts.
 
         Args:
             name: ``start`` or ``final``, whose answers and metrics are kept; None: an evaluation in between.
-            known: its result, if another run has it already.
         """
-        state, settings = self.state, self.config.evaluation
+        state, limit = self.state, self.config.evaluation.eval_limit_during
         if not self.prompts.ids["test"]:
             return {}
-        seconds = self.clock.training_seconds
+        cost = [self.clock.training_seconds, state.counts.get("generated_tokens", 0)]
         with self.clock.measure("eval"):
-            rows = first_rows(settings.eval_limit_during if name is None else None)
             with self.logger.generating("evaluation"):
-                row, correct = known or self._evaluate_all(rows)
+                row, correct = self._evaluate_all(None if name is not None or limit is None else range(limit))
             if name is not None:
                 save_evaluation(self.folder, name, correct)
                 state.results[name] = dict(row)
-        accuracy, target = row["eval/accuracy"], settings.target_accuracy
+        accuracy = row["eval/accuracy"]
+        state.costs.append(cost)
         state.evaluations.append([state.step, accuracy, accuracy if state.judged else row.get("eval/reward", accuracy)])
-        if target is not None and accuracy >= target and state.seconds_to_target is None:
-            state.seconds_to_target = seconds
-            state.tokens_to_target = state.counts.get("generated_tokens", 0)
-        return dict(row)
+        return row
 
     def evaluate_each(self, split: str, rows: range | None = None) -> list[float]:
         """Returns for each prompt of a split 1 if it was answered right, else 0; with several samples their mean.
@@ -146,8 +134,8 @@ class Evaluator:
             return self.scorer.raw(examples, completions, ids)
         return self.ranks.score(asked.task, examples, completions, ids)
 
-    def _evaluate_all(self, rows: range | None) -> Evaluated:
-        """Evaluates these prompts of all test sets."""
+    def _evaluate_all(self, rows: range | None) -> tuple[dict[str, float], list[float]]:
+        """Evaluates these prompts of all test sets -> metrics, and the share of right answers to each test prompt."""
         settings = self.config.evaluation
         scores = self.answer_split("test", rows)
         row = {f"eval/{name}": value for name, value in metrics_of(scores, settings).items()}

@@ -12,18 +12,16 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
-from rich.text import Text
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from python_trainer.algorithms.advantages import group_statistics
 from python_trainer.data import Rollout, fresh_ones, merits
 from python_trainer.errors import NotFinite, UserError
-from python_trainer.run_directory import append, lines_until, write_text
+from python_trainer.run_directory import append_row, read_rows, write_rows, write_text
 
 LINE_SECONDS = 10.0  # between lines where the output is no terminal
 SAMPLES = 4  # answers of a step in samples.jsonl
 SAMPLE_CHARACTERS = 4000  # of a prompt or an answer there
-SAMPLE_STEPS = 64  # steps left there when it is thinned out, at twice as many
 
 
 def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
@@ -117,23 +115,6 @@ def choose_samples(
     ]
 
 
-def thin_samples(lines: Sequence[str]) -> list[str]:
-    """Returns at most SAMPLE_STEPS of the lines of samples.jsonl, one per step, evenly spaced, and the newest."""
-    steps = [json.loads(line)["step"] for line in lines]
-    stride = 1
-    while sum(step % stride == 0 for step in steps) > SAMPLE_STEPS:
-        stride *= 2
-    return [line for step, line in zip(steps, lines) if step % stride == 0 or step == steps[-1]]
-
-
-class TimeLeftColumn(ProgressColumn):
-    """Column with the time left: by steps, or by max_seconds if that ends the run earlier."""
-
-    def render(self, task: Task) -> Text:
-        left = task.fields.get("left")
-        return Text("-:--" if left is None else f"{int(left) // 60}:{int(left) % 60:02d} left", style="cyan")
-
-
 class Logger:
     """Progress on the terminal, and the files of metrics: metrics.jsonl, samples.jsonl and TensorBoard events.
 
@@ -148,21 +129,17 @@ class Logger:
         self.folder, self.max_steps, self.label = folder, max_steps, label
         self.console = console or Console(stderr=True)
         self._metrics_path, self._samples_path = folder / "metrics.jsonl", folder / "samples.jsonl"
-        self._samples: list[str] = []
         self._accuracy: float | None = None  # of the newest evaluation
         self._writer: Any = None
         self._purge: int | None = None  # first step that TensorBoard is to forget
         self._work = "answers"
         self._last_line = time.monotonic()
-        self._step, self._facts = 0, ""
-        bar = (
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.completed}/{task.total}"),
-        )
-        columns = (*bar, TextColumn("{task.fields[facts]}"), TimeLeftColumn())
+        self._step, self._facts, self._began = 0, "", (0, self._last_line)
+        texts = ("[bold]{task.description}", "{task.completed}/{task.total}", "{task.fields[facts]}")
+        name, steps, facts = map(TextColumn, texts)
+        columns = (name, BarColumn(bar_width=24), steps, facts, TimeRemainingColumn())
         self._progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
-        self._bar = self._progress.add_task(label, total=max_steps, facts="", left=None)
+        self._bar = self._progress.add_task(label, total=max_steps, facts="")
 
     @contextmanager
     def recording(self, after_step: int | None = None) -> Iterator[None]:
@@ -171,14 +148,13 @@ class Logger:
         Args:
             after_step: last step of a run that is resumed; rows of later steps are dropped. None: a new run.
         """
-        rows = lines_until(self._metrics_path, after_step)
-        write_text(self._metrics_path, "".join(line + "\n" for line in rows))
-        self._samples = lines_until(self._samples_path, after_step)
-        write_text(self._samples_path, "".join(line + "\n" for line in self._samples))
-        found = (row["eval/accuracy"] for row in map(json.loads, reversed(rows)) if "eval/accuracy" in row)
-        self._accuracy = next(found, None)
+        for path in (self._metrics_path, self._samples_path):
+            write_rows(path, [] if after_step is None else read_rows(path, until=after_step))
+        found = [row["eval/accuracy"] for row in read_rows(self._metrics_path) if "eval/accuracy" in row]
+        self._accuracy = found[-1] if found else None
         self._purge = None if after_step is None else after_step + 1
         self._step, self._last_line = after_step or 0, time.monotonic()
+        self._began = (self._step, self._last_line)
         self._progress.update(self._bar, total=self.max_steps, completed=self._step)
         try:
             with self._progress:
@@ -192,17 +168,13 @@ class Logger:
         """Shows the user a fact that is no error but may be unintended."""
         self.console.print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
 
-    def log(self, step: int, row: dict[str, float], *, left: float | None = None) -> None:
+    def log(self, step: int, row: dict[str, float]) -> None:
         """Appends a row to metrics.jsonl, sends it to TensorBoard and shows it.
-
-        Args:
-            left: seconds until the run ends, for the bar.
 
         Raises:
             OSError: the disk is full, or the file cannot be written for another reason.
         """
-        line = json.dumps({"step": step, **{key: finite(value) for key, value in row.items()}}) + "\n"
-        append(self._metrics_path, line)
+        append_row(self._metrics_path, {"step": step, **{key: finite(value) for key, value in row.items()}})
         for key, value in row.items():
             if finite(value) is not None:
                 self._tensorboard().add_scalar(key, value, step)
@@ -220,9 +192,10 @@ class Logger:
         if self._accuracy is not None:
             facts = f"accuracy {self._accuracy:.3f} {facts}"
         self._step, self._facts = step, facts
-        self._progress.update(self._bar, completed=step, facts=facts, left=left)
-        ahead = "" if left is None else f"  {left:.0f} s left"
-        self._print(f"{facts}{ahead}", at_once=step in (0, self.max_steps))
+        self._progress.update(self._bar, completed=step, facts=facts)
+        first, began = self._began
+        left = (time.monotonic() - began) / max(step - first, 1) * (self.max_steps - step)
+        self._print(f"{facts}  {left:.0f} s left" if step else facts, at_once=step in (0, self.max_steps))
 
     def log_work(self, what: str, done: int, total: int) -> None:
         """Shows how far a part of a step, or an evaluation, has come: ``evaluation 12/100``."""
@@ -251,13 +224,8 @@ class Logger:
             self.console.print(f"{self.label} {self._step}/{self.max_steps}  {text}", highlight=False, soft_wrap=True)
 
     def log_samples(self, step: int, samples: Sequence[dict[str, Any]]) -> None:
-        """Adds the rollouts of :func:`choose_samples` to samples.jsonl, which stays small however long the run."""
-        self._samples.append(json.dumps({"step": step, "samples": samples}))
-        if len(self._samples) < 2 * SAMPLE_STEPS:
-            append(self._samples_path, self._samples[-1] + "\n")
-        else:
-            self._samples = thin_samples(self._samples)
-            write_text(self._samples_path, "".join(line + "\n" for line in self._samples))
+        """Appends the rollouts of :func:`choose_samples` to samples.jsonl."""
+        append_row(self._samples_path, {"step": step, "samples": samples})
 
     def write_not_finite_report(self, step: int, rollouts: Sequence[Rollout], error: NotFinite) -> UserError:
         """Writes the rollouts that made an update not finite to a file -> the error that names it."""

@@ -5,7 +5,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,13 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def check_output_dir(folder: Path) -> None:
-    """Raises UserError if ``folder`` is a file, or cannot be made or written; makes nothing."""
+def check_run_directory(folder: Path, *, resume: bool) -> None:
+    """Checks that a run may begin in a folder, or go on there; makes nothing.
+
+    Raises:
+        UserError: it is a file, cannot be made or written, or is in use; it holds a run although ``resume`` is false,
+            or a model without a checkpoint, which a resumed run would replace.
+    """
     try:
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         problem = f"{there} is a file" if not there.is_dir() else f"{there} is not writable"
@@ -39,6 +44,14 @@ def check_output_dir(folder: Path) -> None:
         raise unusable_output_dir(folder, error.strerror) from error
     if not usable:
         raise unusable_output_dir(folder, problem)
+    if (folder / LOCK).exists():
+        with locked(folder):
+            pass
+    begun = any((folder / "checkpoints").glob("step-*"))
+    if not resume and (begun or any(row["step"] for row in read_metrics(folder))):
+        raise UserError(f"{folder} already holds a run: add --resume to go on, or choose another --output-dir")
+    if resume and not begun and (folder / "model").exists():
+        raise UserError(f"{folder} holds a finished run, and no checkpoint to go on from: choose another --output-dir")
 
 
 def unusable_output_dir(folder: Path, problem: str | None) -> UserError:
@@ -57,15 +70,6 @@ def write_bytes(path: Path, data: bytes) -> None:
     flush(aside)
     aside.replace(path)
     flush(path.parent)
-
-
-def append(path: Path, text: str) -> None:
-    """Appends text to a file; an OSError names the file, which Python's own does not."""
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def usual_mode(folder: Path) -> None:
@@ -118,42 +122,23 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def check_unlocked(folder: Path) -> None:
-    """Raises UserError if another process has locked the run directory."""
-    if (folder / LOCK).exists():
-        with locked(folder):
-            pass
+def read_rows(path: Path, *, until: int | None = None) -> list[dict[str, Any]]:
+    """Returns the rows of a JSON-lines file, each with a number ``step``; none if there is no file.
 
+    A kill can leave half of a line at the end, which is left out.
 
-def check_new(folder: Path) -> None:
-    """Raises UserError if the folder already holds a run with steps."""
-    if any((folder / "checkpoints").glob("step-*")) or any(row["step"] for row in read_metrics(folder)):
-        raise UserError(f"{folder} already holds a run: add --resume to go on, or choose another --output-dir")
-
-
-def check_resumable(folder: Path) -> None:
-    """Raises UserError if the folder has a model but no checkpoint: a new run would replace the model."""
-    if (folder / "model").exists() and not any((folder / "checkpoints").glob("step-*")):
-        raise UserError(f"{folder} holds a finished run, and no checkpoint to go on from: choose another --output-dir")
-
-
-def read_lines(path: Path) -> list[str]:
-    """Returns the complete lines of a file; a kill can leave half of one at its end."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is damaged ({error})") from error
-    return text[: text.rfind("\n") + 1].split("\n")[:-1]
-
-
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of a file, each with a number ``step``; an incomplete last line is left out.
+    Args:
+        until: last step whose rows are returned; None: of all steps.
 
     Raises:
         UserError: the file is damaged.
     """
-    rows = []
-    for number, line in enumerate(read_lines(path), start=1):
+    rows: list[dict[str, Any]] = []
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is damaged ({error})") from error
+    for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -161,27 +146,31 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
             raise UserError(f"{path}:{number} is damaged: no object with a step")
         rows.append(row)
-    return rows
+    return rows if until is None else [row for row in rows if row["step"] <= until]
 
 
-def lines_until(path: Path, step: int | None) -> list[str]:
-    """Returns the lines of a file of rows up to a step; none if the step is None or there is no file."""
-    if step is None or not path.exists():
-        return []
-    return [line for line, row in zip(read_lines(path), read_json_lines(path)) if row["step"] <= step]
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Replaces a JSON-lines file by one of these rows."""
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def append_row(path: Path, row: Mapping[str, Any]) -> None:
+    """Appends a row to a JSON-lines file; an OSError names the file, which Python's own does not."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """Returns all rows of metrics.jsonl; none if there is no file."""
-    path = folder / "metrics.jsonl"
-    return read_json_lines(path) if path.exists() else []
+    return read_rows(folder / "metrics.jsonl")
 
 
 def read_samples(folder: Path) -> dict[int, list[dict[str, Any]]]:
     """Returns step -> the sample rollouts kept of it; empty if the run has none."""
-    path = folder / "samples.jsonl"
-    rows = read_json_lines(path) if path.exists() else ()
-    return {row["step"]: row["samples"] for row in rows if "samples" in row}
+    return {row["step"]: row["samples"] for row in read_rows(folder / "samples.jsonl") if "samples" in row}
 
 
 def load_evaluations(folder: Path) -> dict[str, numpy.ndarray]:

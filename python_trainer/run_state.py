@@ -27,11 +27,9 @@ class RunState:
     counts: dict[str, int] = field(default_factory=dict)  # of TOKENS
     # [step, accuracy, score]: the score ranks checkpoints; it is the accuracy, or the reward where nothing is right
     evaluations: list[list[float]] = field(default_factory=list)
+    costs: list[list[float]] = field(default_factory=list)  # [training seconds, generated tokens] before each of them
     results: dict[str, dict[str, float]] = field(default_factory=dict)  # all metrics of the evaluations start and final
     judged: bool = True  # False once a reward has shown that answers of this task are not simply right or wrong
-    target: float | None = None  # accuracy that the next two are about
-    seconds_to_target: float | None = None
-    tokens_to_target: int | None = None
 
     def count(self, name: str, amount: float) -> None:
         self.counts[name] = self.counts.get(name, 0) + int(amount)
@@ -102,15 +100,17 @@ class StepMeter:
         }
 
 
-def summarise(state: RunState, clock: Clock) -> dict[str, Any]:
+def summarise(state: RunState, clock: Clock, target: float | None) -> dict[str, Any]:
     """Returns the main part of summary.json.
 
     ``wall_s`` covers everything from the first evaluation to the last; ``training_s`` is the same without
     evaluations, whose time is ``eval_s``. Token counts leave evaluations out. ``seconds_to_target`` is on the clock
-    of ``training_s``.
+    of ``training_s``, until the first evaluation whose accuracy is at least ``target``.
     """
     prefix, seconds, wall_s = "accelerator/", clock.seconds, clock.wall_seconds
     accuracies = [row[1] for row in state.evaluations]
+    reached = (cost for accuracy, cost in zip(accuracies, state.costs) if target is not None and accuracy >= target)
+    seconds_to_target, tokens_to_target = next(reached, (None, None))
     return {
         "steps": state.step,
         "wall_s": wall_s,
@@ -121,8 +121,9 @@ def summarise(state: RunState, clock: Clock) -> dict[str, Any]:
         "eval_accuracy_start": accuracies[0] if accuracies else None,
         "eval_accuracy_final": accuracies[-1] if accuracies else None,
         "evaluation": state.results,
-        "seconds_to_target": state.seconds_to_target,
-        "tokens_to_target": state.tokens_to_target,
+        "target_accuracy": target,
+        "seconds_to_target": seconds_to_target,
+        "tokens_to_target": tokens_to_target,
         "versions": versions(),
     }
 

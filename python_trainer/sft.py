@@ -26,7 +26,7 @@ from python_trainer.model.lora import describe_skipped
 from python_trainer.model.packing import micro_batches, pack
 from python_trainer.model.policy import Policy, load_policy, recompute_activations, set_matmul_precision
 from python_trainer.parts import make_learner
-from python_trainer.run_directory import check_new, check_output_dir, check_resumable, locked, read_metrics, write_text
+from python_trainer.run_directory import check_run_directory, locked, read_metrics, write_text
 from python_trainer.run_state import device_name, versions
 from python_trainer.tasks.checking import check_text
 from python_trainer.tasks.settings import load_task
@@ -95,8 +95,7 @@ class Sft:
             raise UserError(f"sft has no turns: task.environment must be null, got {config.task.environment}")
         self.config, self.folder, self.checkpoints = config, output_dir, output_dir / "checkpoints"
         self.logger = Logger(output_dir, config.max_steps, label="sft", console=console)
-        check_output_dir(output_dir)
-        (check_resumable if resume else check_new)(output_dir)
+        check_run_directory(output_dir, resume=resume)
         task = load_task(config.task)
         found = load_newest(self.checkpoints, self.logger.note) if resume else None
         self.policy = load_policy(keep_dtype(config.model, saved_dtype(found and found[1])))
@@ -168,8 +167,7 @@ class Sft:
                     state["before"] = self.held_out_loss()
                 while state["step"] < len(self.batches):
                     row = self.step()
-                    left = state["seconds"] / state["step"] * (len(self.batches) - state["step"])
-                    self.logger.log(state["step"], row, left=left)
+                    self.logger.log(state["step"], row)
                     if stop.name or (save.save_steps and state["step"] % save.save_steps == 0):
                         saved = {"state": state, "dtype": dtype_name(self.policy.inference_model.dtype)}
                         saved |= self.learner.state_dict()

@@ -6,7 +6,7 @@ list. Everything else is a part of the trainer, with a file of its own.
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -14,14 +14,14 @@ from typing import Any
 from rich.console import Console
 
 from python_trainer.accelerators.base import Accelerator, RunContext, StepContext
-from python_trainer.callbacks import Callback, Callbacks
-from python_trainer.checkpointer import Checkpointer, find_origin
+from python_trainer.callbacks import Callback, make_callbacks
+from python_trainer.checkpointer import Checkpointer
 from python_trainer.config import Config
 from python_trainer.data import Group, Request, Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.dynamic_sampling import StepSampler
 from python_trainer.errors import Interrupted, NotFinite, StopSignal, UserError
-from python_trainer.evaluation import Evaluated, Evaluator, first_rows
+from python_trainer.evaluation import Evaluator
 from python_trainer.kernels import settle_kernels
 from python_trainer.keyed import keyed_seed
 from python_trainer.logger import Logger, choose_samples, rollout_statistics
@@ -50,8 +50,6 @@ class Trainer:
         label: name of the run on the terminal.
         console: where progress goes; None for standard error.
         timer: the clock that all seconds are read from; ``time.process_time`` counts the work of this program alone.
-        start: result of the first evaluation, if a run of the same policy, task and seed has it already; see
-            :func:`python_trainer.compare.known_start`.
         ranks: the processes that share the run, by :func:`python_trainer.distributed.start`; None: this one alone.
 
     Attributes:
@@ -72,12 +70,11 @@ class Trainer:
         label: str = "train",
         console: Console | None = None,
         timer: Callable[[], float] = time.perf_counter,
-        start: Evaluated | None = None,
         ranks: RankGroup | None = None,
     ):
         if not isinstance(config, Config):
             raise UserError(f"config must be a Config, as load_config returns one, got {config!r:.80}")
-        self.config, self.ranks, self.start = config, ranks or RankGroup(), start
+        self.config, self.ranks = config, ranks or RankGroup()
         ranks, output_dir = self.ranks, Path(output_dir)
         if config.parallel != ranks.name:
             raise UserError(
@@ -87,41 +84,40 @@ class Trainer:
             )
         self.folder = ranks.folder(output_dir)
         self.logger = Logger(self.folder, config.max_steps, label=label, console=ranks.console(console))
-        self.clock, self.state = Clock(timer), RunState(target=config.evaluation.target_accuracy)
+        self.clock, self.state = Clock(timer), RunState()
         self.stop, self.done, self.rehearsed = StopSignal(loud=ranks.rank == 0), False, False
         note = self.logger.note
-        origin = find_origin(output_dir, resume=resume, max_steps=config.max_steps, ranks=ranks, note=note)
+        shared: dict[str, Any] = {"ranks": ranks, "state": self.state, "clock": self.clock, "logger": self.logger}
+        self.checkpointer = Checkpointer(config, output_dir, self.folder, resume=resume, notify=self.notify, **shared)
         with ranks.together():
-            self.callbacks = Callbacks([*config.callbacks, *callbacks])
+            self.callbacks = make_callbacks([*config.callbacks, *callbacks])
             tasks = load_tasks(config, choose_device(config.model.device), note)
-        chosen = resolve_settings(config, saved_dtype(origin.saved), ranks, note)
+        chosen = resolve_settings(config, saved_dtype(self.checkpointer.saved), ranks, note)
         self.kernels = settle_kernels(chosen, self.folder, ranks, note)
         set_matmul_precision("highest")  # while the model is checked, until the engine is made
-        self.policy = ranks.load(chosen.model, note, offload=chosen.optimizer.offload)
+        self.policy = ranks.load(chosen.model, offload=chosen.optimizer.offload)
         if (skipped := describe_skipped(self.policy.model, chosen.model.lora)) is not None:
             note(skipped)
         self.engine = make_run_engine(chosen, self.policy, tasks, output_dir, ranks, note)
-        self.engine.on_progress = self.logger.log_generation  # of several processes the first one tells of its own part
-        with ranks.together():
-            self.prompts = Prompts(config, tasks, self.policy, self.state, note)
-            self.learner = make_learner(chosen, self.policy, ranks)
-            self.accelerators = config.accelerators.make()
-        self.scorer = Scorer(
-            tasks.main, ranks, self.state, decode=self.policy.decode, algorithm=config.algorithm,
-            longest=config.rollout.max_completion_length,
-        )  # fmt: skip
-        shared: dict[str, Any] = {"ranks": ranks, "state": self.state, "clock": self.clock, "logger": self.logger}
-        self.evaluator = Evaluator(config, self.prompts, self.engine, self.scorer, folder=self.folder, **shared)
-        self.checkpointer = Checkpointer(
-            origin, config, self.folder, policy=self.policy, learner=self.learner, engine=self.engine,
-            accelerators=self.accelerators, fingerprint=self.task.fingerprint, notify=self.notify, **shared,
-        )  # fmt: skip
-        self.run_context = RunContext(
-            config=config, folder=self.folder, task=self.task, prompts=self.prompts.ids["train"], policy=self.policy,
-            optimizer=self.learner.optimizer, engine=self.engine, answer=self.answer_once, judge=self.scorer.shaped,
-            evaluate_each=self.evaluator.evaluate_each, once=ranks.once, note=note,
-        )  # fmt: skip
-        self.checkpointer.restore()
+        with ExitStack() as unless_ready:
+            unless_ready.callback(self.engine.close)
+            self.engine.on_progress = self.logger.log_generation  # of several processes the first tells of its part
+            with ranks.together():
+                self.prompts = Prompts(config, tasks, self.policy, self.state, note)
+                self.learner = make_learner(chosen, self.policy, ranks)
+                self.accelerators = config.accelerators.make()
+            self.scorer = Scorer(
+                tasks.main, ranks, self.state, decode=self.policy.decode, algorithm=config.algorithm,
+                longest=config.rollout.max_completion_length,
+            )  # fmt: skip
+            self.evaluator = Evaluator(config, self.prompts, self.engine, self.scorer, folder=self.folder, **shared)
+            self.run_context = RunContext(
+                config=config, folder=self.folder, task=self.task, prompts=self.prompts.ids["train"],
+                policy=self.policy, optimizer=self.learner.optimizer, engine=self.engine, answer=self.answer_once,
+                judge=self.scorer.shaped, evaluate_each=self.evaluator.evaluate_each, once=ranks.once, note=note,
+            )  # fmt: skip
+            self.checkpointer.restore(self.policy, self.learner, self.engine, self.accelerators, self.task.fingerprint)
+            unless_ready.pop_all()
 
     @property
     def task(self) -> Task:
@@ -138,21 +134,20 @@ class Trainer:
         with self.checkpointer.owning_folder():
             self.kernels.save(self.folder)
             self.clock.start(state.wall_s, state.seconds)
-            if state.step == 0:
-                self.begin()
-            with self.stop:
-                with closing(self.engine), self.logger.recording(state.step or None):
+            with closing(self.engine):
+                if state.step == 0:
+                    self.begin()
+                with self.stop, self.logger.recording(state.step or None):
                     self.done = self.finished()
                     if state.step == 0:
-                        row = self.evaluate_all("start", self.start)
-                        self.logger.log(0, row | self.totals())
+                        self.logger.log(0, self.evaluate_all("start") | self.totals())
                     elif self.done and state.evaluations and state.evaluations[-1][0] != state.step:
                         self.evaluate_all("final")  # it failed then
                     while not self.done:
                         self.step(state.step + 1)
+            with self.stop:
                 self.checkpointer.save_models()
-                summary = summarise(state, self.clock) | {
-                    "target_accuracy": self.config.evaluation.target_accuracy,
+                summary = summarise(state, self.clock, self.config.evaluation.target_accuracy) | {
                     "device": device_name(self.policy.device),
                     "dtype": dtype_name(self.policy.inference_model.dtype),
                     "accelerators": {a.name: a.summary() for a in self.accelerators if a.enabled},
@@ -190,7 +185,7 @@ class Trainer:
                 row |= self.evaluate_if_due()
             finally:
                 row |= self.totals()
-                self.logger.log(number, row, left=self.seconds_left())
+                self.logger.log(number, row)
                 self.logger.log_samples(number, samples)
             self.notify("on_step", number, row)
         stopped = self.ranks.any(self.stop.name)
@@ -283,11 +278,11 @@ class Trainer:
 
     def evaluate(self, split: str, limit: int | None = None) -> float:
         """Returns the accuracy of answers to the first ``limit`` prompts of a split; None: to all of them."""
-        return fmean(self.evaluator.answer_split(split, first_rows(limit)).accuracy)
+        return fmean(self.evaluator.answer_split(split, None if limit is None else range(limit)).accuracy)
 
-    def evaluate_all(self, name: str | None = None, known: Evaluated | None = None) -> dict[str, float]:
+    def evaluate_all(self, name: str | None = None) -> dict[str, float]:
         """Evaluates on all test sets -> metrics; see :meth:`Evaluator.evaluate`."""
-        row = self.evaluator.evaluate(name, known)
+        row = self.evaluator.evaluate(name)
         if row:
             self.notify("on_evaluate", self.state.step, row)
         return row
@@ -317,12 +312,6 @@ class Trainer:
         late = limit is not None and state.step > 0 and self.clock.training_seconds >= limit
         return self.ranks.first(late or state.step >= self.config.max_steps)
 
-    def seconds_left(self) -> float:
-        """Estimates the time to the end by the mean step so far, or until max_seconds."""
-        spent, step = self.clock.training_seconds, self.state.step
-        left = spent / step * (self.config.max_steps - step)
-        return left if self.config.max_seconds is None else max(min(left, self.config.max_seconds - spent), 0.0)
-
     def totals(self) -> dict[str, float]:
         """Returns seconds, tokens and bytes since the run began, as metrics."""
         sent = self.engine.stats.get("weight_bytes")
@@ -333,11 +322,20 @@ class Trainer:
         }
 
     def notify(self, method: str, *arguments: Any) -> None:
-        """Calls a method of all callbacks, on the first rank; an error ends all ranks."""
-        if self.callbacks:
-            with self.ranks.together():
-                if self.ranks.rank == 0:
-                    self.callbacks.call(method, self, *arguments)
+        """Calls a method of all callbacks, on the first rank; an error ends all ranks.
+
+        Raises:
+            UserError: a callback raised an exception.
+        """
+        if not self.callbacks:
+            return
+        with self.ranks.together():
+            for callback in self.callbacks if self.ranks.rank == 0 else ():
+                try:
+                    getattr(callback, method)(self, *arguments)
+                except Exception as error:
+                    name = f"{type(callback).__name__}.{method}"
+                    raise UserError(f"callback {name} raised {type(error).__name__}: {error}") from error
 
     def timed(self, accelerator: Accelerator) -> AbstractContextManager[None]:
         """Within it, time counts as the accelerator's."""

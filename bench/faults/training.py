@@ -23,8 +23,7 @@ import yaml
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from python_trainer.checkpoint import encode, list_checkpoints, step_of
-from python_trainer.distributed.shard_files import load_whole
+from python_trainer.checkpoint import encode, list_checkpoints, load_whole, step_of
 from python_trainer.errors import UserError
 from python_trainer.hub import policy_folder
 from python_trainer.run_directory import read_metrics

@@ -1,7 +1,7 @@
 """The processes (ranks) that share a run: one, or those that torchrun started, each with all weights (``ddp``)."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from python_trainer.checkpoint import save_checkpoint
 from python_trainer.data import Example, Messages, Rollout
 from python_trainer.distributed.ranked_engine import RankedEngine
 from python_trainer.errors import UserError, is_shared, kind_of, mark_shared
@@ -212,11 +211,10 @@ class RankGroup:
                 bucket, elements = [], 0
         _sum_bucket(bucket)
 
-    def load(self, config: ModelConfig, note: Callable[[str], None], *, offload: bool = False) -> Policy:
+    def load(self, config: ModelConfig, *, offload: bool = False) -> Policy:
         """As :func:`python_trainer.model.policy.load_policy`; all ranks call it together.
 
         Args:
-            note: tells the user of what takes more memory than it might.
             offload: ``optimizer.offload``, for ranks with shards.
         """
         config = self.in_one_dtype(config)
@@ -235,27 +233,6 @@ class RankGroup:
 
     def shard(self, module: torch.nn.Module) -> None:
         """Cuts a module that is whole so far, before an optimizer is made of its parameters."""
-
-    def save(
-        self,
-        folder: Path,
-        step: int,
-        state: Mapping[str, Any],
-        learned: Mapping[str, Any],
-        *,
-        keep: int,
-        spare: int | None = None,
-    ) -> None:
-        """Writes a checkpoint; where it cannot be written all ranks raise.
-
-        Args:
-            state: the same on all ranks.
-            learned: of ``Learner.state_dict``.
-            keep, spare: as of ``save_checkpoint``.
-        """
-        with self.together():
-            if self.rank == 0:
-                save_checkpoint(folder, step, {**state, **learned}, keep=keep, spare=spare)
 
 
 def _report(error: Exception) -> tuple[type[Exception], str]:

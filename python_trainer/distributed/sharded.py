@@ -1,7 +1,6 @@
 """Several ranks, each with a shard of all weights, gradients and moments: ``parallel: fsdp2``."""
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,14 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from python_trainer.checkpoint import aside_for, begin_checkpoint, finish_checkpoint, removing_unfinished
 from python_trainer.distributed.group import RankGroup
-from python_trainer.distributed.shard_files import read_weight_files, unreadable_in_parts, write_shards
 from python_trainer.errors import UserError
 from python_trainer.model.loading import (
     base_folder,
-    check_finite,
-    check_vocabulary,
     choose_device,
     find_dtype,
     model_without_weights,
@@ -26,9 +21,9 @@ from python_trainer.model.loading import (
     read_tokenizer,
 )
 from python_trainer.model.lora import inject_adapters, is_adapter, plain_name
-from python_trainer.model.policy import Policy, gather_weights, recompute_activations
+from python_trainer.model.policy import Policy, recompute_activations
 from python_trainer.model.settings import ModelConfig
-from python_trainer.model.weights import META, allocate, copy_weights, empty_copy, like, local, named_weights
+from python_trainer.model.weights import META, allocate, copy_weights, empty_copy, named_weights
 
 
 class ShardedGroup(RankGroup):
@@ -44,10 +39,10 @@ class ShardedGroup(RankGroup):
         self.mesh: DeviceMesh | None = None
         self.offload = False  # shards that train, their gradients and moments are in the memory of the host
 
-    def load(self, config: ModelConfig, note: Callable[[str], None], *, offload: bool = False) -> Policy:
-        """Each rank reads its rows of the weights; the copy for generation is then gathered from the shards.
+    def load(self, config: ModelConfig, *, offload: bool = False) -> Policy:
+        """Rank 0 reads the model into the memory of its host and sends each weight to the others.
 
-        What cannot be read in parts is read by rank 0, in the memory of its host, and sent to the others.
+        Every rank has all weights for generation, in the model's type, and cuts its shards from those.
         """
         self.offload = offload
         config = self.in_one_dtype(config)
@@ -55,37 +50,29 @@ class ShardedGroup(RankGroup):
             device, folder = choose_device(config.device), policy_folder(config.path)
             dtype, base = find_dtype(config), base_folder(folder)
             tokenizer, model = read_tokenizer(base, config), model_without_weights(base, config, dtype)
-            check_vocabulary(folder, model, tokenizer)
-            mine = unreadable_in_parts(folder, model)
+            read = dict(named_weights(read_model(folder, config, dtype)[0])) if self.rank == 0 else {}
+            if others := sorted(read.keys() ^ {name for name, _ in named_weights(model)}) if self.rank == 0 else []:
+                raise UserError(
+                    f"model.path: {folder} cannot be loaded with parallel: fsdp2, its weights and its config.json do "
+                    f"not agree on {others[0]}; if that is tied to another, tie_word_embeddings must be as in the files"
+                )
+            whole = empty_copy(model, device).requires_grad_(False)
+            copy_weights(whole, read.items())
+            read.clear()
+        for _, weight in named_weights(whole):
+            dist.broadcast(weight, 0)
         self._device_mesh(device)
-        if (reason := self.first(mine)) is not None:
-            note(f"{folder} is read by the first process and sent to the others: {reason}")
-            with self.together():
-                values = _read_whole(folder, config, dtype, model) if self.rank == 0 else None
         with self.together():
-            dtypes = {name: tensor.dtype for name, tensor in named_weights(model)}
-            inference_model = empty_copy(model, META)
             if config.lora is not None:
                 inject_adapters(model, config.lora)
             adapters = {name: p for name, p in model.named_parameters() if is_adapter(name)}
-            model = self._sharded_copy(model, device)
-            copy_weights(model, adapters.items())
-        broken: list[str] = []
-        if reason is not None:
-            _receive(model, values, dtypes)
-        else:
-            with self.together():
-                broken = read_weight_files(model, folder, dtypes)
-        everywhere = {name for names in self.gather(broken) for name in names}
-        with self.together():
-            check_finite(folder, sorted(everywhere))
-            inference_model = empty_copy(inference_model, device).requires_grad_(False)
-        copy_weights(inference_model, gather_weights(model, dtypes))
-        with self.together():
-            policy = Policy(inference_model, tokenizer, name=str(folder))
-        policy.model, policy.adapted = model.eval(), config.lora is not None
+            sharded, weights = self._sharded_copy(model, device), dict(named_weights(whole))
+            copied = {name: weights[plain_name(name)] for name, _ in named_weights(sharded) if name not in adapters}
+            copy_weights(sharded, [*copied.items(), *adapters.items()])
+            policy = Policy(whole, tokenizer, name=str(folder))
+        policy.model, policy.adapted = sharded.eval(), config.lora is not None
         if config.gradient_checkpointing is True:
-            recompute_activations(model)
+            recompute_activations(sharded)
         return policy
 
     def _device_mesh(self, device: torch.device) -> DeviceMesh:
@@ -138,53 +125,3 @@ class ShardedGroup(RankGroup):
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
-
-    def save(self, folder: Path, step: int, state: Mapping[str, Any], learned: Mapping[str, Any], **kept: Any) -> None:
-        """Each rank writes its part of ``learned``, between what rank 0 does alone."""
-        with self.together():
-            if self.rank == 0:
-                begin_checkpoint(folder, step, state)
-        with removing_unfinished(folder, step):
-            write_shards(aside_for(folder, step), learned)
-        with self.together():
-            if self.rank == 0:
-                finish_checkpoint(folder, step, **kept)
-
-
-def _read_whole(folder: Path, config: ModelConfig, dtype: torch.dtype, model: Any) -> dict[str, torch.Tensor]:
-    """All weights by name, in the memory of the host.
-
-    Args:
-        model: what config.json describes.
-
-    Raises:
-        UserError: they cannot be read, or the files hold another model.
-    """
-    read = dict(named_weights(read_model(folder, config, dtype)[0]))
-    if others := sorted(read.keys() ^ {name for name, _ in named_weights(model)}):
-        raise UserError(
-            f"model.path: {folder} cannot be loaded with parallel: fsdp2, its weights and its config.json do not agree "
-            f"on {others[0]}; if that is tied to another, tie_word_embeddings must be as in the files"
-        )
-    return read
-
-
-@torch.no_grad()
-def _receive(module: torch.nn.Module, values: Mapping[str, Any] | None, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Rank 0 has a whole model and sends it weight by weight; each rank keeps its rows.
-
-    Args:
-        module: allocated; adapters in it stay as they are.
-        values: by name; None in all but rank 0.
-        dtypes: of the model's weights.
-    """
-    for name, target in named_weights(module):
-        if is_adapter(name):
-            continue
-        plain, device = plain_name(name), local(target).device
-        if values is not None:
-            value = values[plain].detach().to(device).contiguous()
-        else:
-            value = torch.empty(target.shape, dtype=dtypes[plain], device=device)
-        dist.broadcast(value, 0)
-        target.copy_(like(value, target))

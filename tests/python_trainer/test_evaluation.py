@@ -6,10 +6,9 @@ from itertools import combinations
 import pytest
 from rich.console import Console
 
-from python_trainer.compare import known_start, train_once
 from python_trainer.config import EvaluationConfig, load_config
 from python_trainer.errors import UserError
-from python_trainer.evaluation import Evaluator, by_prompt, metrics_of, pass_at_k
+from python_trainer.evaluation import by_prompt, metrics_of, pass_at_k
 from python_trainer.report.runs import find_runs
 from python_trainer.report.tables import summary_columns
 from python_trainer.run_directory import load_evaluations, read_metrics
@@ -61,31 +60,6 @@ def test_several_answers_and_several_sets(make_config, jsonl_files, tmp_path):
         assert len(shares) == 4 and shares.mean() == pytest.approx(row["eval/accuracy"])
     table = summary_columns(find_runs([tmp_path]))["run"]
     assert table["pass@2 after"] == f"{rows[1]['eval/pass@2']:.3f}" and table["train/accuracy after"]
-
-
-@pytest.mark.parametrize("more", [False, True])
-def test_a_start_known_from_a_sibling_is_what_its_own_would_be(make_config, jsonl_files, tmp_path, monkeypatch, more):
-    evaluation = {"samples": 2, "sets": {"train": str(jsonl_files[0])}} if more else {}
-    config, asked, answer = make_config(max_steps=1, evaluation=evaluation), [], Evaluator.answer_set
-    monkeypatch.setattr(Evaluator, "answer_set", lambda self, *a: asked.append(self.logger.label) or answer(self, *a))
-    for name, siblings in (("first", []), ("second", [tmp_path / "none", tmp_path / "first"])):
-        train_once(config, tmp_path / name, siblings, label=name, console=QUIET)
-    assert asked.count("second") == asked.count("first") / 2 > 0  # at the end only
-    first, second = (read_metrics(tmp_path / name)[0] for name in ("first", "second"))
-    found = {name for name in first if name.startswith("eval/")}
-    assert {"eval/accuracy", "eval/reward"} <= found and (not more or "eval/train/accuracy" in found)
-    assert [first[name] for name in found] == [second[name] for name in found]
-    both = [json.loads((tmp_path / name / "summary.json").read_text())["evaluation"] for name in ("first", "second")]
-    assert both[0]["start"] == both[1]["start"]
-    starts = [load_evaluations(tmp_path / name)["start"].tolist() for name in ("first", "second")]
-    assert starts[0] == starts[1]
-
-
-def test_a_run_without_its_first_row_is_no_known_start(make_config, tmp_path):
-    Trainer(make_config(max_steps=1), tmp_path, console=QUIET).run()
-    assert known_start(tmp_path) is not None and known_start(tmp_path / "none") is None
-    (tmp_path / "metrics.jsonl").write_text("")  # killed between the two files
-    assert known_start(tmp_path) is None
 
 
 @pytest.mark.parametrize(

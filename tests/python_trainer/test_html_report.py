@@ -8,11 +8,10 @@ import torch
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from python_trainer import logger as logger_module
 from python_trainer.config import flatten
 from python_trainer.data import Rollout
 from python_trainer.errors import UserError
-from python_trainer.logger import Logger, choose_samples, thin_samples
+from python_trainer.logger import Logger, choose_samples
 from python_trainer.report.page import compare_rows, report
 from python_trainer.report.runs import by_variant, find_runs
 from python_trainer.report.tables import caveats, escape_controls, judge, verdicts
@@ -172,19 +171,14 @@ def test_samples_are_of_different_prompts():
     ]  # fmt: skip
 
 
-def test_samples_stay_few(tmp_path, monkeypatch):
-    monkeypatch.setattr(logger_module, "SAMPLE_STEPS", 8)
+def test_samples_of_a_resumed_run_are_those_of_its_steps(tmp_path):
     told = Logger(tmp_path, 100, console=quiet())
     with told.recording():
-        for step in range(1, 101):
+        for step in range(1, 6):
             told.log_samples(step, [{"answer": str(step)}])
-            assert len(read_samples(tmp_path)) < 16 and step in read_samples(tmp_path)
-    steps = list(read_samples(tmp_path))
-    assert steps[:4] == [16, 32, 48, 64] and steps == sorted(steps)
-    with Logger(tmp_path, 100, console=quiet()).recording(after_step=50):
-        assert list(read_samples(tmp_path)) == [16, 32, 48]
-    lines = [json.dumps({"step": step}) for step in (1, 2, 3)]
-    assert thin_samples(lines) == lines
+    assert read_samples(tmp_path) == {step: [{"answer": str(step)}] for step in range(1, 6)}
+    with Logger(tmp_path, 100, console=quiet()).recording(after_step=3):
+        assert list(read_samples(tmp_path)) == [1, 2, 3]
     assert read_samples(tmp_path / "nowhere") == {}
 
 

@@ -10,9 +10,8 @@ from gloo import run_on_ranks, train
 from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 
-from python_trainer.checkpoint import list_checkpoints
+from python_trainer.checkpoint import list_checkpoints, load_whole
 from python_trainer.distributed import start
-from python_trainer.distributed.shard_files import load_whole
 from python_trainer.errors import UserError
 from python_trainer.model.settings import ModelConfig
 
@@ -71,7 +70,7 @@ def test_a_run_in_one_process_takes_over_what_two_wrote(runs, tmp_path):
 @pytest.mark.parametrize("offload", [False, True])
 def test_what_trains_is_offloaded_and_a_reference_is_not(tiny_policy, offload):
     with start("fsdp2", "cpu") as ranks:
-        policy = ranks.load(ModelConfig(path=str(tiny_policy), device="cpu"), print, offload=offload)
+        policy = ranks.load(ModelConfig(path=str(tiny_policy), device="cpu"), offload=offload)
         reference = ranks.copy(policy.inference_model, trains=False)
         for model, moved in ((policy.model, offload), (reference, False)):
             parts = [part for part in model.modules() if isinstance(part, FSDPModule)]

@@ -14,10 +14,9 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from python_trainer.batch import Minibatch
-from python_trainer.checkpoint import SHARDS, list_checkpoints, load_checkpoint
+from python_trainer.checkpoint import SHARDS, list_checkpoints, load_checkpoint, load_whole, read_shards, write_shards
 from python_trainer.config import check_config
 from python_trainer.distributed import start
-from python_trainer.distributed.shard_files import load_whole, read_shards, write_shards
 from python_trainer.errors import NotFinite, UserError, is_shared
 from python_trainer.rollout.paged.engine import PagedEngine
 from python_trainer.run_directory import read_metrics

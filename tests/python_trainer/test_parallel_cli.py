@@ -17,7 +17,7 @@ from python_trainer import errors
 from python_trainer.__main__ import main
 from python_trainer.checkpoint import list_checkpoints
 from python_trainer.errors import UserError, mark_shared
-from python_trainer.run_directory import read_lines, read_metrics
+from python_trainer.run_directory import read_metrics
 
 HERE = Path(__file__).parent
 TRAIN = ["-m", "python_trainer", "train"]
@@ -42,7 +42,7 @@ def test_two_processes_stop_together_and_one_goes_on(settings, tmp_path):
     process = subprocess.Popen(torchrun, env=environment(), stderr=subprocess.PIPE, text=True)
     try:
         deadline, metrics = time.monotonic() + 300, run / "metrics.jsonl"
-        while not (metrics.exists() and len(read_lines(metrics)) > 2):
+        while not (metrics.exists() and len(read_metrics(run)) > 2):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
         os.kill(children(process.pid)[-1], signal.SIGTERM)

@@ -16,11 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from python_trainer.__main__ import main
-from python_trainer.checkpoint import list_checkpoints
+from python_trainer.checkpoint import list_checkpoints, load_whole
 from python_trainer.config import check_config
 from python_trainer.distributed import RankGroup, start
 from python_trainer.distributed.ranked_engine import RankedEngine
-from python_trainer.distributed.shard_files import load_whole
 from python_trainer.errors import Interrupted, UserError, is_shared, mark_shared
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.trainer import Trainer

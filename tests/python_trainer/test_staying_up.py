@@ -17,6 +17,7 @@ from python_trainer.config import dump_config
 from python_trainer.errors import SIGNALS, Interrupted, NotFinite, StopSignal, UserError
 from python_trainer.model.optimizer import PolicyOptimizer
 from python_trainer.model.settings import OptimizerConfig
+from python_trainer.rollout.paged.engine import PagedEngine
 from python_trainer.run_directory import load_evaluations, read_metrics
 from python_trainer.trainer import Trainer
 
@@ -228,3 +229,18 @@ def test_a_signal_while_the_model_is_written_lets_it_finish(make_config, tmp_pat
     monkeypatch.setattr(trainer.policy, "save", save)
     assert trainer.run()["steps"] == 1
     assert "SIGTERM: finishing" in capsys.readouterr().err and (tmp_path / "run" / "model").is_dir()
+
+
+@pytest.mark.parametrize("part", ["Prompts", "make_learner", "RunContext", "Trainer.begin"])
+def test_a_set_up_that_fails_closes_its_engine(make_config, tmp_path, monkeypatch, part):
+    """Servers and memory of the engine would otherwise live as long as the process."""
+    closed = []
+
+    def fails(*args, **options):
+        raise UserError("it cannot be made")
+
+    monkeypatch.setattr(PagedEngine, "close", lambda engine: closed.append(engine))
+    monkeypatch.setattr(f"python_trainer.trainer.{part}", fails)
+    with pytest.raises(UserError, match="^it cannot be made$"):
+        Trainer(make_config(), tmp_path / "run", console=QUIET).run()
+    assert len(closed) == 1
