@@ -6,7 +6,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -26,15 +25,7 @@ class Interrupted(Exception):
 
 
 class NotFinite(Exception):
-    """An update with NaN or infinity, which was not applied.
-
-    Attributes:
-        samples: indices, within the step, of the rollouts that each cause it alone; empty if no single one does.
-    """
-
-    def __init__(self, what: str, samples: Sequence[int] = ()):
-        super().__init__(what)
-        self.samples = list(samples)
+    """An update with NaN or infinity, which was not applied."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -18,7 +18,7 @@ from python_trainer.model.optimizer import PolicyOptimizer, learning_rate
 from python_trainer.model.packing import Packed
 from python_trainer.model.policy import Policy
 from python_trainer.model.settings import CriticConfig, OptimizerConfig
-from python_trainer.model.weights import load_weights, local
+from python_trainer.model.weights import load_weights
 
 
 class Learner:
@@ -130,35 +130,15 @@ class Learner:
 
     def _step(self, lr: float, loss: float, minibatch: Minibatch) -> float:
         """Takes one optimizer step, if everything is finite -> norm of the policy's gradient."""
-        try:
-            if not math.isfinite(loss):
-                raise NotFinite(f"the loss is {loss}")
-            self.ranks.sum_gradients(self.policy.model, list(self.optimizer.masters.values()))
-            norm = self.optimizer.step(lr)
-            self.changed = True
-            if self.critic is not None and minibatch.batch.returns is not None:
-                self.ranks.sum_gradients(self.critic, list(self.critic.optimizer.masters.values()))
-                self.critic.step(lr)
-            return norm
-        except NotFinite as error:
-            raise NotFinite(str(error), self._find_not_finite(minibatch)) from error
-
-    def _find_not_finite(self, minibatch: Minibatch) -> list[int]:
-        """Returns the samples of a minibatch whose own loss or gradient is not finite."""
-        optimizers = [self.optimizer, *([self.critic.optimizer] if self.critic is not None else [])]
-        weights = [weight for optimizer in optimizers for weight in optimizer.masters.values()]
-        found = []
-        for index in minibatch.samples:
-            for weight in weights:
-                weight.grad = None
-            loss, _ = self._loss(minibatch.batch.pack([index]).to(self.policy.device), minibatch)
-            loss.backward()
-            seen = [loss, *(local(w.grad) for w in weights if w.grad is not None)]
-            if self.ranks.any(not all(bool(x.isfinite().all()) for x in seen)):
-                found.append(index)
-        for weight in weights:
-            weight.grad = None
-        return found
+        if not math.isfinite(loss):
+            raise NotFinite(f"the loss is {loss}")
+        self.ranks.sum_gradients(self.policy.model, list(self.optimizer.masters.values()))
+        norm = self.optimizer.step(lr)
+        self.changed = True
+        if self.critic is not None and minibatch.batch.returns is not None:
+            self.ranks.sum_gradients(self.critic, list(self.critic.optimizer.masters.values()))
+            self.critic.step(lr)
+        return norm
 
     def _packs(self, batch: Batch, samples: Sequence[int]) -> Iterator[Packed]:
         """Yields this rank's micro-batches of these samples."""

@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,7 +15,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from python_trainer.algorithms.advantages import group_statistics
 from python_trainer.data import Rollout, fresh_ones, merits
-from python_trainer.errors import NotFinite, UserError
 from python_trainer.run_directory import append_row, read_rows, write_rows, write_text
 
 LINE_SECONDS = 10.0  # between lines where the output is no terminal
@@ -226,14 +224,6 @@ class Logger:
     def log_samples(self, step: int, samples: Sequence[dict[str, Any]]) -> None:
         """Appends the rollouts of :func:`choose_samples` to samples.jsonl."""
         append_row(self._samples_path, {"step": step, "samples": samples})
-
-    def write_not_finite_report(self, step: int, rollouts: Sequence[Rollout], error: NotFinite) -> UserError:
-        """Writes the rollouts that made an update not finite to a file -> the error that names it."""
-        path = self.folder / f"not-finite-step-{step:06d}.json"
-        chosen = error.samples or range(len(rollouts))
-        write_text(path, json.dumps([{"sample": i, **asdict(rollouts[i])} for i in chosen], indent=1) + "\n")
-        cause = "cause it" if error.samples else "were trained on, none of which causes it alone"
-        return UserError(f"step {step}: {error}; {path} has the {len(chosen)} answers that {cause}")
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         write_text(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")

@@ -20,7 +20,7 @@ from python_trainer.config import Config
 from python_trainer.data import Group, Request, Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.dynamic_sampling import StepSampler
-from python_trainer.errors import Interrupted, NotFinite, StopSignal, UserError
+from python_trainer.errors import Interrupted, StopSignal, UserError
 from python_trainer.evaluation import Evaluator
 from python_trainer.kernels import settle_kernels
 from python_trainer.keyed import keyed_seed
@@ -253,15 +253,12 @@ class Trainer:
             stored_rise: of stored answers alone: share of the full learning rate.
 
         Raises:
-            UserError: something was not finite; a file has the rollouts that caused it.
+            NotFinite: NaN or infinity in loss or gradients.
         """
-        try:
-            if stored_rise is None:
-                learned = self.learner.update(rollouts, number)
-            else:
-                learned = self.learner.rehearse(rollouts, stored_rise)
-        except NotFinite as error:
-            raise self.logger.write_not_finite_report(number, rollouts, error) from error
+        if stored_rise is None:
+            learned = self.learner.update(rollouts, number)
+        else:
+            learned = self.learner.rehearse(rollouts, stored_rise)
         self.state.count("trained_tokens", learned["tokens/trained"])
         return learned
 

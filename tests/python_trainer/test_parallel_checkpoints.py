@@ -187,7 +187,7 @@ def test_damaged_shards_are_named(runs, settings, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("reward", "reward function no_verdict raised ValueError: no verdict"), ("nan", "step 1: the loss is nan")],
+    [("reward", "reward function no_verdict raised ValueError: no verdict"), ("nan", "the loss is nan")],
 )
 def test_what_fails_in_one_process_ends_all_of_them(runs, name, message):
     first, second = ((runs / f"{name}-{rank}.txt").read_text() for rank in range(2))

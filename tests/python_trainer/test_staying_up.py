@@ -1,6 +1,5 @@
 """Numbers that are not finite, failures and signals: nothing is lost, and the message says what to do."""
 
-import json
 import os
 import signal
 
@@ -51,19 +50,14 @@ def huge(prompts, completions, completion_ids, **columns):
     "algorithm",
     [{}, {"num_iterations": 2}, {"advantage": "gae", "scale_rewards": "none", "num_minibatches": 2}],
 )
-def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_answers(make_config, tmp_path, algorithm):
+def test_a_loss_that_is_not_finite_ends_the_run(make_config, tmp_path, algorithm):
     huge.calls = 0
     config = make_config(
         max_steps=6, task={"reward": "test_staying_up:huge"}, algorithm=algorithm, save={"save_steps": 1}
     )
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
-    with pytest.raises(UserError, match="step 3: the loss is (nan|inf|-inf)"):
+    with pytest.raises(UserError, match="the loss is (nan|inf|-inf): optimizer.* after 2 steps; step 2 is saved"):
         trainer.run()
-    path = tmp_path / "run" / "not-finite-step-000003.json"
-    named = json.loads(path.read_text())
-    group = [5] if "advantage" in algorithm else [4, 5, 6, 7]  # with a critic every answer stands for itself
-    assert sorted(row["sample"] for row in named) == group
-    assert all(set(row) >= {"text", "reward", "response_ids", "logprobs"} for row in named)
     assert [p.name for p in list_checkpoints(tmp_path / "run" / "checkpoints")][-1] == "step-000002"
     assert all(p.isfinite().all() for p in trainer.policy.model.parameters())
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0, 1, 2]
