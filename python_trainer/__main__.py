@@ -1,6 +1,5 @@
 """The command line: ``python -m python_trainer --help``."""
 
-import argparse
 import errno
 import importlib.util
 import os
@@ -43,27 +42,14 @@ def check_packages() -> None:
         )
 
 
-def how_to_go_on(args: argparse.Namespace) -> str:
-    """What becomes of a run that was interrupted; empty for commands that have none."""
-    if args.command == "compare":
-        return "; the same command keeps what is finished and goes on with the rest"
-    if args.command not in ("train", "sft") or args.output_dir is None:
-        return ""
-    # list_checkpoints would import torch, and that may be what was interrupted
-    if not any((args.output_dir / "checkpoints").glob("step-*")):
-        return "; there is no checkpoint to go on from"
-    return f"; the same command{'' if args.resume else ' with --resume'} goes on from the newest checkpoint"
-
-
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0, also for a run that was asked to stop and has saved; 2 after one line on what the user can fix."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    args = argparse.Namespace(command=None)
     try:
         check_packages()
         from python_trainer.commands import parse_arguments
 
-        parse_arguments(argv, args)
+        args = parse_arguments(argv)
         args.call(args)
         sys.stdout.flush()
     except (UserError, NotFinite) as error:
@@ -87,9 +73,9 @@ def main(argv: list[str] | None = None) -> int:
         tell_error(error, "; ".join([*what, *getattr(error, "__notes__", ())]))
         return 2
     except Interrupted as stopped:
-        tell(f"{stopped}{how_to_go_on(args)}")
+        tell(str(stopped))
     except KeyboardInterrupt:
-        print(f"interrupted{how_to_go_on(args)}", file=sys.stderr)
+        print("interrupted: a run goes on from its newest checkpoint, if there is one", file=sys.stderr)
         return 130
     return 0
 

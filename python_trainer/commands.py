@@ -112,8 +112,8 @@ def make_parser() -> argparse.ArgumentParser:
     return whole
 
 
-def parse_arguments(argv: Sequence[str] | None, args: argparse.Namespace) -> None:
-    """Parses a command line into ``args``, those of the program itself without one.
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parses a command line, that of the program itself without one.
 
     Raises:
         UserError: the command was removed.
@@ -121,7 +121,7 @@ def parse_arguments(argv: Sequence[str] | None, args: argparse.Namespace) -> Non
     argv = sys.argv[1:] if argv is None else argv
     if argv and (instead := REMOVED.get(f"command {argv[0]}")):
         raise UserError(f"the command {argv[0]} was removed: {instead}")
-    make_parser().parse_args(argv, args)
+    return make_parser().parse_args(argv)
 
 
 def add_settings(

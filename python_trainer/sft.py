@@ -173,7 +173,9 @@ class Sft:
                         saved |= self.learner.state_dict()
                         save_checkpoint(self.checkpoints, state["step"], saved, keep=save.save_total_limit)
                     if stop.name and state["step"] < len(self.batches):
-                        raise Interrupted(f"{stop.name}: stopped after step {state['step']}, which is saved")
+                        raise Interrupted(
+                            f"{stop.name}: stopped after step {state['step']}, which is saved; --resume goes on from it"
+                        )
             self.policy.sync_inference_model()
             save_model(self.policy.save, self.folder / "model")
             summary = self.summarise()

@@ -192,7 +192,7 @@ class Trainer:
         if self.done or stopped or self.checkpointer.due():
             self.checkpointer.save()
         if stopped and not self.done:
-            raise Interrupted(f"{stopped}: stopped after step {number}, which is saved")
+            raise Interrupted(f"{stopped}: stopped after step {number}, which is saved; a resumed run goes on from it")
         return row
 
     def plan(self, context: StepContext, groups: list[Group]) -> list[Group]:

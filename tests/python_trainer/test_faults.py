@@ -13,7 +13,7 @@ from bench.faults import records
 from bench.faults.case import Case, Outcome, Place
 from bench.faults.training import Ended, differences
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
-from python_trainer.run_directory import append
+from python_trainer.run_directory import append_row
 from python_trainer.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +60,7 @@ def test_what_is_lost_is_seen(make_config, tmp_path):
     state["model"][name] = torch.nextafter(weight, torch.tensor(1e9))
     state["state"]["policy_version"] += 1
     save_checkpoint(folder, 2, state, keep=2)
-    append(tmp_path / "a" / "metrics.jsonl", '{"step": 3}\n')
+    append_row(tmp_path / "a" / "metrics.jsonl", {"step": 3})
     assert differences(tmp_path / "a", tmp_path / "b") == [
         "model differs", "policy_version differs: 3 and 2", "rows of metrics differ"
     ]  # fmt: skip

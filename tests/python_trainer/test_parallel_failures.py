@@ -2,6 +2,7 @@
 
 import resource
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from python_trainer.__main__ import main
-from python_trainer.checkpoint import list_checkpoints, load_whole
+from python_trainer.checkpoint import list_checkpoints, load_whole, save_checkpoint
 from python_trainer.config import check_config
 from python_trainer.distributed import RankGroup, start
 from python_trainer.distributed.ranked_engine import RankedEngine
@@ -76,19 +77,21 @@ def unwritten_checkpoints(folder):
         whole = torch.ones(64, 1024)
         weight = distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(0)]) if ranks.sharded else whole
         learned = {"model": {"w": weight}, "optimizer": {}, "critic": None}
+        parts = {"shards": learned, "state": {}} if ranks.sharded else {"state": learned}
+        save = partial(save_checkpoint, **parts, keep=2, ranks=ranks)
         for rank, size in FULL:
             place = folder / f"{parallel}-{rank}-{size}"
-            ranks.save(place, 1, {"state": {"step": 1}}, learned, keep=2)
+            save(place, 1)
             before = resource.getrlimit(resource.RLIMIT_FSIZE)
             if ranks.rank == rank:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
             try:
-                ranks.save(place, 2, {"state": {"step": 2}}, learned, keep=2)
+                save(place, 2)
             except UserError as error:
                 resource.setrlimit(resource.RLIMIT_FSIZE, before)
                 (folder / f"{place.name}-{ranks.rank}.txt").write_text(f"{is_shared(error)}: {error}")
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        ranks.save(folder / parallel, 3, {"state": {"step": 3}}, learned, keep=2)  # all still go together
+        save(folder / parallel, 3)  # all still go together
 
 
 FULL = [(0, 10), (0, 10_000), (1, 10_000)]  # before the shards, while they are written
