@@ -45,16 +45,6 @@ def test_settings_are_listed(capsys):
     assert "algorithm.loss_type: grpo | dapo" in out
 
 
-def test_wrong_setting(run, tmp_path):
-    one_clear_line(run({"optimizer": {"learning_rate": -1}}), tmp_path, "optimizer.learning_rate", "-1")
-    assert not (tmp_path / "run").exists()
-
-
-def test_missing_config(tmp_path, capsys):
-    code = main(["train", "--config", str(tmp_path / "no.yaml"), "--output-dir", str(tmp_path / "run")])
-    one_clear_line((code, capsys.readouterr().err), tmp_path, "no.yaml", "No such file")
-
-
 def test_missing_model_folder(run, tmp_path):
     one_clear_line(run({"model": {"path": "/nowhere/model"}}), tmp_path, "model.path", "/nowhere/model")
     (tmp_path / "earlier" / "model").mkdir(parents=True)
@@ -245,14 +235,6 @@ def test_compare_skips_what_is_finished_and_reports(run, tmp_path, capsys, monke
     assert "earlier runs" not in text, "a counter that is 0 everywhere is left out"
     assert main(["report", str(tmp_path / "run" / "rpo"), str(tmp_path / "run" / "all")]) == 0
     assert (tmp_path / "run" / "rpo" / "accuracy.png").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [(["--variants", "baseline,warp"], ["--variants", "'warp'", "rpo"]), (["--seeds", "0"], ["--seeds", "0"])],
-)
-def test_compare_names_bad_arguments(run, tmp_path, arguments, words):
-    one_clear_line(run({}, *arguments, command="compare"), tmp_path, *words)
 
 
 def test_report_without_runs(tmp_path, capsys):

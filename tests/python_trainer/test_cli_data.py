@@ -32,10 +32,6 @@ def test_bad_jsonl(run, tmp_path, text, words):
     assert not (tmp_path / "run").exists()
 
 
-def test_missing_jsonl(run, tmp_path):
-    one_clear_line(run({"task": {"train_path": "/nowhere.jsonl"}}), tmp_path, "/nowhere.jsonl")
-
-
 def test_columns_that_some_lines_lack_are_noted(run, tmp_path):
     path = tmp_path / "[red]gaps.jsonl"  # no markup
     path.write_text('{"prompt": "A", "answer": 1}\n{"prompt": "B"}\n')

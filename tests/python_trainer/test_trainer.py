@@ -221,18 +221,6 @@ def test_a_target_is_noted_and_another_one_is_looked_for_anew(make_config, tmp_p
     assert (further["seconds_to_target"] is None) == (further["eval_accuracy_final"] < 1)
 
 
-def test_a_batch_that_is_masked_entirely_changes_nothing(make_config, tmp_path):
-    config = make_config(
-        max_steps=1, rollout={"max_completion_length": 1}, algorithm={"mask_truncated_completions": True}, seed=1
-    )
-    trainer = train(config, tmp_path / "run")
-    row = read_metrics(tmp_path / "run")[1]
-    if row["completions/clipped_ratio"] == 1:  # no sample drew the end token first
-        assert "grad_norm" not in row
-        start = weights_of(Trainer(config, tmp_path / "start", console=QUIET))
-        assert_same_weights(start, weights_of(trainer))
-
-
 def test_bfloat16_policy_learns_with_master_weights(make_config, tmp_path):
     folder = save_tiny_policy(tmp_path / "policy")
     config = make_config(
