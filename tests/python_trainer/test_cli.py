@@ -59,42 +59,45 @@ def test_folder_without_model(run, tmp_path):
     one_clear_line(run({"model": {"path": str(tmp_path / "hollow")}}), tmp_path, "hollow", "no causal language model")
 
 
-def test_damaged_weights(run, tmp_path):
-    folder = save_tiny_policy(tmp_path / "policy")
-    (folder / "model.safetensors").write_bytes(b"not weights")
-    one_clear_line(run({"model": {"path": str(folder)}}), tmp_path, str(folder))
+def with_weights(change):
+    """Changes the weights of a folder, a dictionary, in place."""
+
+    def damage(folder):
+        weights = load_file(folder / "model.safetensors")
+        change(weights)
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+    return damage
 
 
-def test_weights_that_do_not_fit(run, tmp_path):
-    folder = save_tiny_policy(tmp_path / "policy")
-    save_file({"model.embed_tokens.weight": torch.zeros(3, 3)}, folder / "model.safetensors", {"format": "pt"})
-    one_clear_line(
-        run({"model": {"path": str(folder)}}), tmp_path, str(folder), "embed_tokens.weight is [3, 3], not [64, 32]"
-    )
-
-
-def test_weights_that_are_missing(run, tmp_path):
-    folder = save_tiny_policy(tmp_path / "policy")
-    weights = load_file(folder / "model.safetensors")
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    words = ("lacks 1 weights", "model.layers.1.mlp.up_proj.weight")
-    one_clear_line(run({"model": {"path": str(folder)}}), tmp_path, str(folder), *words)
-
-
-def test_model_without_tokenizer(run, tmp_path):
-    folder = save_tiny_policy(tmp_path / "policy")
+def without_tokenizer(folder):
     for path in (*folder.glob("tokenizer*"), *folder.glob("vocab*"), *folder.glob("merges*")):
         path.unlink()
-    one_clear_line(run({"model": {"path": str(folder)}}), tmp_path, str(folder), "no tokenizer")
 
 
-def test_weights_that_are_no_numbers(run, tmp_path):
+def without_eos(folder):
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": None}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"not weights"), []),
+        (with_weights(lambda weights: weights.update({"model.embed_tokens.weight": torch.zeros(3, 3)})),
+         ["embed_tokens.weight is [3, 3], not [64, 32]"]),
+        (with_weights(lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight")),
+         ["lacks 1 weights", "model.layers.1.mlp.up_proj.weight"]),
+        (with_weights(lambda weights: weights["model.norm.weight"].fill_(torch.nan)),
+         ["NaN or infinity: model.norm.weight"]),
+        (without_tokenizer, ["no tokenizer"]),
+        (without_eos, ["no EOS token"]),
+    ],
+)  # fmt: skip
+def test_a_model_that_is_no_good_is_named(run, tmp_path, damage, words):
     folder = save_tiny_policy(tmp_path / "policy")
-    weights = load_file(folder / "model.safetensors")
-    weights["model.norm.weight"][3] = torch.nan
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    one_clear_line(run({"model": {"path": str(folder)}}), tmp_path, str(folder), "NaN or infinity: model.norm.weight")
+    damage(folder)
+    one_clear_line(run({"model": {"path": str(folder)}}), tmp_path, str(folder), *words)
 
 
 @pytest.mark.parametrize("backend", ["nonsense", "triton"])
@@ -149,13 +152,6 @@ def test_a_reader_that_has_seen_enough(tmp_path):
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
     assert process.stderr.read() == b"" and process.wait() == 0
-
-
-def test_tokenizer_without_eos(run, tmp_path):
-    folder = save_tiny_policy(tmp_path / "policy")
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": None}))
-    one_clear_line(run({"model": {"path": str(folder)}}), tmp_path, "no EOS token", str(folder))
 
 
 def test_resume_tells_of_a_missing_checkpoint_and_of_changed_settings(run, tmp_path):

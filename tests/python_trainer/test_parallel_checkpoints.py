@@ -214,15 +214,6 @@ def test_generation_that_fails_in_one_process_is_told_by_all_and_leaves_the_last
         assert [path.name for path in checkpoints] == ["step-000001"]
 
 
-def test_the_number_of_processes_must_fit_the_settings(settings, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with (
-        pytest.raises(UserError, match="parallel is none, but torchrun started 2 processes"),
-        start(check_config(settings, source="test").parallel),
-    ):
-        pass
-
-
 def test_processes_must_be_shared_as_the_settings_say(settings, tmp_path):
     """A Trainer that is given none would train in one process, each of several the same run."""
     config = check_config(settings | {"parallel": "ddp"}, source="test")
