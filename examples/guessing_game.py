@@ -36,4 +36,4 @@ class GuessingSettings(TaskSettings):
 
     def load(self) -> Task:
         examples = [Example("?", {"secret": number}) for number in range(1, self.numbers + 1)]
-        return Task("guessing", examples, examples, {"found": environment_reward}, accuracy="found")
+        return Task("guessing", examples, examples, {"found": environment_reward})

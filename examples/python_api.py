@@ -71,7 +71,6 @@ config = load_config(
             test=sums(16, seed=1),
             reward_functions={"right": right, "brief": brief},
             reward_weights={"brief": 0.1},
-            accuracy="right",
         ),
         "model": {"path": "small"},
         "rollout": {"prompts_per_step": 8, "num_generations": 4, "max_completion_length": 48},

@@ -145,15 +145,14 @@ class Evaluator:
         return row, by_prompt(scores.accuracy, settings.samples)
 
     def _note_partial(self, scores: Scores) -> None:
-        """Notes once that rewards are neither 0 nor 1 although ``task.accuracy`` does not say what is right."""
-        accuracy = self.prompts.task.accuracy
-        values = deciding_values(self.prompts.task, scores.rewards)
+        """Notes once that the reward which decides what is right is neither 0 nor 1."""
+        values = deciding_values(scores.rewards)
         if self._partial_noted or scores.merit is None or not (partial := partial_values(values)):
             return
         self._partial_noted = True
         self.logger.note(
-            f"task.accuracy is not set, and to {len(partial)} of {len(values)} answers {accuracy} gave "
-            f"neither 0 nor 1 but {partial[0]:.3g} and the like: no answer is right or wrong, dynamic sampling and "
-            "accelerators compare rewards, and eval/accuracy is the share above 0.5; task.accuracy may name a reward "
-            "function that gives 0 or 1 (weight 0 leaves the reward as it is)"
+            f"to {len(partial)} of {len(values)} answers {next(iter(scores.rewards))} gave neither 0 nor 1 but "
+            f"{partial[0]:.3g} and the like: no answer is right or wrong, dynamic sampling and accelerators compare "
+            "rewards, and eval/accuracy is the share above 0.5; a reward function that gives 0 or 1 may come first in "
+            "task.reward (weight 0 leaves the reward as it is)"
         )

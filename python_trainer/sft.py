@@ -28,7 +28,7 @@ from python_trainer.model.policy import Policy, load_policy, recompute_activatio
 from python_trainer.parts import make_learner
 from python_trainer.run_directory import check_run_directory, locked, read_metrics, write_text
 from python_trainer.run_state import device_name, versions
-from python_trainer.tasks.checking import check_text
+from python_trainer.tasks.base import check_text
 from python_trainer.tasks.settings import load_task
 
 HELD_OUT = 64  # test examples whose loss is measured before and after

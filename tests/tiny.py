@@ -24,3 +24,8 @@ def save_tiny_policy(folder, *, seed=0, dtype=torch.float32, vocab=64, **options
 def digits(prompts, completions, completion_ids, **columns):
     """Share of digits among the tokens of an answer: quick to learn, rarely equal within a group."""
     return [sum(token < 10 for token in ids) / max(len(ids), 1) for ids in completion_ids]
+
+
+def mostly_digits(prompts, completions, completion_ids, **columns):
+    """Whether more than half of an answer are digits."""
+    return [float(share > 0.5) for share in digits(prompts, completions, completion_ids)]

@@ -116,9 +116,13 @@ def _on_servers(
     model, servers = policy.inference_model, None
     with nullcontext() if ranks is None else ranks.together():
         if ranks is None or ranks.rank == 0:
+            if far := rollout.remote_servers:
+                note(
+                    f"rollout.vllm_server {', '.join(far)}: prompts and answers pass over the network as they are, and "
+                    "whoever reaches a server can call anything in its workers"
+                )
             adapters = adapter_files(policy, folder, note)
-            transfer = None if adapters is not None or rollout.vllm_transfer == "files" else rollout.vllm_transfer
-            servers = Servers(model, rollout.servers, folder, adapters, transfer)
+            servers = Servers(model, rollout.servers, folder, adapters)
     if ranks is None:
         assert servers is not None
         return VLLMEngine(model, servers, **options)

@@ -5,7 +5,7 @@ import re
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from python_trainer.settings import Section
 
@@ -21,12 +21,6 @@ class RolloutConfig(Section):
     vllm_server: str | list[str] | None = Field(None)
     """URL of a server for engine vllm, or a list of them that share the work, started as docs/vllm.md says; they read
     weights from OUTPUT_DIR."""
-    allow_remote: bool = False
-    """Let vllm_server name another machine: whoever can listen between reads prompts and answers, and whoever reaches
-    the server can call anything in its workers."""
-    vllm_transfer: Literal["files", "nccl"] = "files"
-    """How weights go to vllm_server: through files in OUTPUT_DIR, or by vLLM's own weight transfer over NCCL, for which
-    the trainer's environment needs vLLM too. Adapters alone go through files in any case."""
     prompts_per_step: int = Field(32, ge=1)
     """Prompts in one training step."""
     num_generations: int = Field(8, ge=1)
@@ -68,19 +62,17 @@ class RolloutConfig(Section):
             raise ValueError(f"{allowed}; got {twice[0]} more than once in {value!r}")
         return value
 
-    @model_validator(mode="after")
-    def _servers_are_near(self) -> "RolloutConfig":
-        far = [url for url in self.servers if not is_loopback(urlsplit(url).hostname or "")]
-        if far and not self.allow_remote:
-            raise ValueError(f"vllm_server must be on this machine unless rollout.allow_remote is true, got {far[0]}")
-        return self
-
     @property
     def servers(self) -> list[str]:
         """Those of ``vllm_server``; none where answers are generated within the trainer."""
         if self.vllm_server is None:
             return []
         return [self.vllm_server] if isinstance(self.vllm_server, str) else self.vllm_server
+
+    @property
+    def remote_servers(self) -> list[str]:
+        """Servers on other machines."""
+        return [url for url in self.servers if not is_loopback(urlsplit(url).hostname or "")]
 
     @property
     def by_vllm(self) -> bool:

@@ -10,10 +10,11 @@ from typing import Any
 
 from python_trainer.data import Example, Messages
 from python_trainer.errors import UserError
-from python_trainer.tasks.checking import check_names, check_prompt
 
+PROMPT = 'a string that is not empty, or a list of messages {"role": "user", "content": "..."}'
+OF_THE_TRAINER = {"prompts", "completions", "completion_ids", "environment_reward"}  # what reward functions get
 # f(prompts, completions, completion_ids, **dataset_columns) -> list[float | None], one per completion; it may be async.
-# Of a prompt that is a list of messages the completion is one too. As in TRL, but for the arguments rewards.OF_TRL.
+# Of a prompt that is a list of messages the completion is one too. As in TRL.
 RewardFunction = Callable[..., Any]
 
 
@@ -28,15 +29,12 @@ class Task:
     name: str
     train: Sequence[Example]
     test: Sequence[Example]
-    reward_functions: dict[str, RewardFunction]  # name -> function; their (weighted) sum is the reward
+    # name -> function; their (weighted) sum is the reward. A completion is right if the first of them that gives it a
+    # value gives more than 0.5; where that is anything but 1, 0 or -1, nothing is right or wrong
+    reward_functions: dict[str, RewardFunction]
     gate: Sequence[Example] = ()  # held-out prompts for decisions during training; disjoint from train and test
     reward_weights: dict[str, float] = field(default_factory=dict)  # by name; a function without one counts once
-    # decides whether a completion is right: its value > 0.5, or the first other function's where it returns None
-    accuracy: str = "accuracy"
-    reward_timeout: float | None = None  # seconds for one call of a reward function
     notes: Sequence[str] = ()  # what the user may want to know about the files
-    # whether somebody said which function decides what is right; if not, one that gives more than 1, 0, -1 does not
-    accuracy_chosen: bool = True
 
     def __post_init__(self) -> None:
         check_task(self)
@@ -67,22 +65,18 @@ def check_task(task: Task) -> None:
             if not isinstance(example.columns, Mapping) or not all(isinstance(name, str) for name in example.columns):
                 raise UserError(f"{place}: columns must be a dict with names, got {example.columns!r:.80}")
             check_names(place, example.columns)
-    functions, weights, limit = task.reward_functions, task.reward_weights, task.reward_timeout
+    functions, weights = task.reward_functions, task.reward_weights
     if not isinstance(functions, Mapping) or not functions:
         raise wrong("reward_functions", "a dict of names and functions, of one or more", functions)
     for name, function in functions.items():
         if not isinstance(name, str) or not callable(function):
             raise wrong(f"reward_functions[{name!r}]", "a function, under a name", function)
     known = ", ".join(functions)
-    if task.accuracy not in functions:
-        raise wrong("accuracy", f"a name in reward_functions ({known})", task.accuracy)
     if not isinstance(weights, Mapping) or not weights.keys() <= functions.keys():
         raise wrong("reward_weights", f"a dict with names in reward_functions ({known})", weights)
     for name, weight in weights.items():
         if not is_number(weight) or not math.isfinite(weight):
             raise wrong(f"reward_weights[{name!r}]", "a finite number", weight)
-    if limit is not None and not (is_number(limit) and limit > 0):
-        raise wrong("reward_timeout", "a number of seconds above 0, or None", limit)
 
 
 def is_number(value: Any) -> bool:
@@ -100,3 +94,37 @@ def fingerprint_of(values: Iterable[Any]) -> str:
 def completion_text(completion: str | Messages) -> str:
     """What a completion says, for reward functions that take texts and messages alike."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def is_chat(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(m, dict) for m in value)
+        and all(isinstance(m.get(key), str) for m in value for key in ("role", "content"))
+    )
+
+
+def check_text(place: str, column: str, text: str) -> None:
+    r"""Raises UserError for what no tokenizer takes: half of a character, as JSON's \ud83d by itself."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{place}: {column} has the lone surrogate {text[error.start]!r} at character {error.start}, which is half "
+            "of a character and no text; allowed: Unicode text. Write the whole character, or take it out"
+        ) from error
+
+
+def check_prompt(place: str, column: str, prompt: Any) -> None:
+    """Raises UserError for what is neither text nor messages."""
+    if not (is_chat(prompt) or (isinstance(prompt, str) and prompt)):
+        raise UserError(f"{place}: {column} is {prompt!r:.80}; allowed: {PROMPT}")
+    for text in [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]:
+        check_text(place, column, text)
+
+
+def check_names(place: str, columns: Mapping[str, Any]) -> None:
+    """Raises UserError for a column that would hide what reward functions get from the trainer."""
+    if reserved := OF_THE_TRAINER & columns.keys():
+        raise UserError(f"{place}: column {min(reserved)!r} has a name that reward functions get from the trainer")

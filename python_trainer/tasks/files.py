@@ -5,6 +5,7 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from python_trainer.data import Example
 from python_trainer.errors import UserError
 from python_trainer.hub import snapshot
-from python_trainer.tasks.checking import check_text
+from python_trainer.tasks.base import check_text
 from python_trainer.tasks.settings import TaskSettings
 
 PROMPT_COLUMNS = ("prompt", "messages")
@@ -94,7 +95,10 @@ class FileTaskSettings(TaskSettings):
         lines = not is_hub(place) and not Path(place).is_dir() and Path(place).suffix not in TABLES
         source = source if lines else f"{place}:{split}"
         found = cut(source, read_rows(Path(place)), split) if lines else read_split(place, split)
-        examples, notes = self.examples(source, [(number, self._named(source, row)) for number, row in found])
+        rows = [(number, self._named(source, row)) for number, row in found]
+        examples, notes = self.examples(source, rows)
+        if not lines:
+            notes += changed_types(source, [row for _, row in rows])
         if not examples:
             raise UserError(f"{source}: no examples")
         examples = [as_chat(example) for example in examples] if self.chat else examples
@@ -118,7 +122,7 @@ class FileTaskSettings(TaskSettings):
         size = self.gate_size or 0
         if size >= len(train):
             raise UserError(f"gate_size {size} leaves nothing of {self.train_path}, which has {len(train)} examples")
-        held_out = random.Random(f"gate/{self.seed}").sample(range(len(train)), size)
+        held_out = random.Random("gate/0").sample(range(len(train)), size)
         gate = [train[index] for index in held_out]  # in this order, which is random
         rest = sorted(set(range(len(train))) - set(held_out))
         return [train[index] for index in rest], gate
@@ -157,6 +161,21 @@ def read_split(place: str, split: str) -> list[tuple[int, dict[str, Any]]]:
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
         reason = " ".join(str(cause or error).split()) or type(error).__name__
         raise UserError(f"{place}, split {split}, cannot be read: {reason:.300}") from error
+
+
+def changed_types(source: str, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Returns a note for each column whose dates or large integers the library datasets may have made of another type."""
+    notes = []
+    for column in rows[0] if rows else ():
+        values = [row[column] for row in rows]
+        if any(isinstance(value, date) for value in values):
+            notes.append(f"{source}: column {column!r} is read as dates: reward functions get datetime, not text")
+        if any(isinstance(value, float) and abs(value) >= 2**63 for value in values):
+            notes.append(
+                f"{source}: column {column!r} has numbers beyond 2^63, which are read as floats of 16 digits: write them "
+                "as text"
+            )
+    return notes
 
 
 def cut(source: str, rows: list[Any], split: str) -> list[Any]:

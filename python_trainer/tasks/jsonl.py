@@ -9,10 +9,9 @@ from pydantic import Field, model_validator
 
 from python_trainer.data import Example
 from python_trainer.errors import UserError
-from python_trainer.tasks.base import Task
-from python_trainer.tasks.checking import check_names, check_prompt
+from python_trainer.tasks.base import Task, check_names, check_prompt
 from python_trainer.tasks.files import PROMPT_COLUMNS, FileTaskSettings
-from python_trainer.tasks.rewards import OF_TRL, REWARDS, about_trl
+from python_trainer.tasks.rewards import REWARDS
 
 
 class JSONLSettings(FileTaskSettings):
@@ -22,14 +21,11 @@ class JSONLSettings(FileTaskSettings):
     reward: Annotated[str | list[str], REWARDS] = Field([])
     """Reward functions as "module:function"; the module may lie in the current folder. "math" compares the value of an
     answer with column answer by math-verify (pip install math-verify); "reward_model:PATH" asks a
-    sequence-classification model of Transformers, on the trainer's device; "environment" is task.environment's."""
+    sequence-classification model of Transformers, on the trainer's device; "environment" is task.environment's. The
+    first one that gives an answer a value decides whether it is right: above 0.5. Where that is anything but 1, 0 and
+    -1, nothing is right or wrong: dynamic sampling and accelerators go by rewards."""
     reward_weights: list[float] | None = None
     """One weight for each reward function; null: 1 each."""
-    accuracy: str | None = None
-    """Name of the reward function whose value above 0.5 counts as a right answer; null: the first one. Where that gives
-    anything but 1, 0 and -1, nothing is right or wrong: dynamic sampling and accelerators go by rewards."""
-    reward_timeout: Annotated[float, Field(gt=0)] | None = None
-    """Seconds that one call of a reward function may take, for all answers of a step; null for no limit."""
 
     @property
     def rewards(self) -> list[str]:
@@ -47,26 +43,12 @@ class JSONLSettings(FileTaskSettings):
         functions = {Path(spec.rpartition(":")[2]).name: REWARDS.resolve(spec) for spec in self.rewards}
         if len(functions) < len(self.rewards):
             raise UserError(f"reward functions need different names, got {', '.join(self.rewards)}")
-        accuracy = self.accuracy or next(iter(functions))
-        if accuracy not in functions:
-            raise UserError(f"accuracy {accuracy!r} is no reward function; allowed: {', '.join(functions)}")
         weights = dict(zip(functions, self.reward_weights or [1.0] * len(functions), strict=True))
         found = self.splits()
         for name, function in functions.items():
             own = {"environment_reward"} if self.environment else set()
             check_columns(name, function, [*found.train, *found.test, *found.gate], own)
-        return Task(
-            self.name,
-            found.train,
-            found.test,
-            functions,
-            found.gate,
-            weights,
-            accuracy,
-            self.reward_timeout,
-            found.notes,
-            accuracy_chosen=self.accuracy is not None,
-        )
+        return Task(self.name, found.train, found.test, functions, found.gate, weights, found.notes)
 
     def examples(self, source: str, rows: Sequence[tuple[int, dict[str, Any]]]) -> tuple[list[Example], list[str]]:
         return read_prompts(source, rows)
@@ -82,8 +64,6 @@ def check_columns(name: str, function: Any, examples: Sequence[Example], added: 
     given = {"prompts", "completions", "completion_ids", *columns, *added}
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     missing = [p.name for p in named if p.default is p.empty and p.name not in given]
-    if of_trl := [name for name in missing if name in OF_TRL]:
-        raise UserError(f"reward function {name} cannot be called here: {about_trl(of_trl[0])}")
     if missing and examples:
         file = examples[0].place.rpartition(":")[0]
         has = ", ".join(map(repr, sorted(examples[0].columns))) or "no other columns"

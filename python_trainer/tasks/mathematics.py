@@ -9,7 +9,6 @@ import importlib.util
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,29 +21,23 @@ WORKER = Path(__file__).with_name("math_worker.py")
 
 
 class Verifier:
-    """Judges answers in a worker process, which starts at the first one; any thread may call it."""
+    """Judges answers in a worker process, which starts at the first one."""
 
     def __init__(self, seconds: float = ANSWER_SECONDS):
         self.seconds = seconds
         self._worker: subprocess.Popen[str] | None = None
-        self._lock = threading.Lock()
 
     def __call__(self, completion: str, gold: str) -> bool | None:
         """Whether the completion's answer equals ``gold``; None where ``gold`` holds no mathematics.
 
         An answer that takes too long, or too much memory, is wrong.
         """
-        with self._lock:
-            if self._worker is None:
-                self._worker = self._start()
-            reply = self._ask(self._worker, json.dumps([completion, gold]) + "\n")
-            if not reply:
-                self._stop()
-            return json.loads(reply) if reply else False
-
-    def close(self) -> None:
-        with self._lock:
-            self._stop()
+        if self._worker is None:
+            self._worker = self._start()
+        reply = self._ask(self._worker, json.dumps([completion, gold]) + "\n")
+        if not reply:
+            self.close()
+        return json.loads(reply) if reply else False
 
     def _start(self) -> "subprocess.Popen[str]":
         if importlib.util.find_spec("math_verify") is None:
@@ -70,7 +63,7 @@ class Verifier:
             return ""
         return worker.stdout.readline()
 
-    def _stop(self) -> None:
+    def close(self) -> None:
         if self._worker is not None:
             self._worker.kill()
             self._worker.communicate()

@@ -7,7 +7,7 @@ import os
 import re
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -20,7 +20,6 @@ from python_trainer.tasks.base import RewardFunction, Task
 from python_trainer.tasks.mathematics import math_reward
 
 PACKAGE = Path(__file__).parents[1]
-OF_TRL = ("trainer_state", "log_extra", "log_metric", "environments")  # what reward functions get there, and not here
 
 
 def environment_reward(
@@ -76,33 +75,6 @@ def own_copy(value: Any) -> Any:
     return value
 
 
-class _TooLong(Exception):
-    pass
-
-
-def _within(seconds: float | None, call: Callable[[], Any]) -> Any:
-    """The call's result; with a limit it runs in a thread, which is left behind when the time is up."""
-    if seconds is None:
-        return call()
-    done: list[tuple[Any, BaseException | None]] = []
-
-    def work() -> None:
-        try:
-            done.append((call(), None))
-        except BaseException as error:
-            done.append((None, error))
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not done:
-        raise _TooLong
-    result, error = done[0]
-    if error is not None:
-        raise error
-    return result
-
-
 @lru_cache(maxsize=1)
 def _event_loop(process: int) -> asyncio.AbstractEventLoop:
     """One for all calls of a process: what functions keep between them, such as a client, belongs to its loop.
@@ -122,39 +94,29 @@ def _event_loop(process: int) -> asyncio.AbstractEventLoop:
     return loop
 
 
-async def _gather(functions: dict[str, RewardFunction], arguments: dict[str, Any], limit: float | None) -> list[Any]:
+async def _gather(functions: Mapping[str, RewardFunction], arguments: dict[str, Any]) -> list[Any]:
     """What async reward functions return, or the exceptions that they raise; they run side by side."""
 
     async def one(function: Any) -> Any:
-        try:
-            async with asyncio.timeout(limit) as clock:
-                return _as_list(await function(**own_copy(arguments)))
-        except TimeoutError:
-            if clock.expired():
-                raise _TooLong from None
-            raise
+        return _as_list(await function(**own_copy(arguments)))
 
     return await asyncio.gather(*map(one, functions.values()), return_exceptions=True)
 
 
-def _call_all(functions: dict[str, RewardFunction], arguments: dict[str, Any], limit: float | None) -> dict[str, Any]:
+def _call_all(functions: Mapping[str, RewardFunction], arguments: dict[str, Any]) -> dict[str, Any]:
     """What every function returns or raises; async ones run side by side after the others."""
     found: dict[str, Any] = {}
     for name, function in functions.items():
         if not _is_async(function):
             try:
-                found[name] = _within(limit, partial(_call, function, arguments))
+                found[name] = _as_list(function(**own_copy(arguments)))
             except (Exception, SystemExit) as error:  # sys.exit ends a reward function, not the run without a word
                 found[name] = error
     waiting = {name: function for name, function in functions.items() if name not in found}
     if waiting:
         loop = _event_loop(os.getpid())
-        found |= zip(waiting, asyncio.run_coroutine_threadsafe(_gather(waiting, arguments, limit), loop).result())
+        found |= zip(waiting, asyncio.run_coroutine_threadsafe(_gather(waiting, arguments), loop).result())
     return {name: found[name] for name in functions}
-
-
-def _call(function: RewardFunction, arguments: dict[str, Any]) -> Any:
-    return _as_list(function(**own_copy(arguments)))
 
 
 def _as_list(found: Any) -> Any:
@@ -189,25 +151,12 @@ def _given(error: BaseException, names: Iterable[str]) -> str:
     call = isinstance(error, TypeError) and re.search(r"unexpected keyword argument|missing \d+ required", str(error))
     if not (call or isinstance(error, KeyError)):
         return ""
-    of_trl = next((name for name in OF_TRL if f"'{name}'" in str(error)), None)
-    return f"; it is given {', '.join(names)}" + (f"; {about_trl(of_trl)}" if of_trl else "")
+    return f"; it is given {', '.join(names)}"
 
 
-def about_trl(name: str) -> str:
-    """Of an argument that reward functions get in TRL alone: what to do about it."""
-    return (
-        f"{name} is an argument of TRL's, which this trainer does not pass: let it be None by default ({name}=None) "
-        "and do without it"
-    )
-
-
-def _checked(
-    name: str, function: RewardFunction, arguments: dict[str, Any], found: Any, limit: float | None
-) -> list[float | None]:
+def _checked(name: str, function: RewardFunction, arguments: dict[str, Any], found: Any) -> list[float | None]:
     """The values of one function for all completions, or a message about it."""
     count = len(arguments["completions"])
-    if isinstance(found, _TooLong):
-        raise UserError(f"reward function {name} took longer than task.reward_timeout, {limit:g} s") from found
     if isinstance(found, Exception | SystemExit):
         about = _place(function, found) + _given(found, arguments)
         raise UserError(f"reward function {name} raised {type(found).__name__}: {found}{about}") from found
@@ -232,7 +181,7 @@ def score(
     examples, all of length N. Each function gets lists and dicts of its own. Async functions run side by side.
 
     Raises:
-        UserError: a function raises, takes longer than the task allows, or returns the wrong length, NaN, infinity or
+        UserError: a function raises, or returns the wrong length, NaN, infinity or
             no numbers; or no function applies to a completion.
     """
     prompts = [example.prompt for example in examples]
@@ -244,12 +193,8 @@ def score(
         for prompt, text in zip(prompts, texts, strict=True)
     ]
     arguments = {"prompts": prompts, "completions": said, "completion_ids": ids, **columns}
-    limit = task.reward_timeout
-    found = _call_all(task.reward_functions, arguments, limit)
-    rewards = {
-        name: _checked(name, function, arguments, found[name], limit)
-        for name, function in task.reward_functions.items()
-    }
+    found = _call_all(task.reward_functions, arguments)
+    rewards = {name: _checked(name, task.reward_functions[name], arguments, found[name]) for name in found}
 
     total: list[float] = []
     for row in range(len(texts)):
@@ -257,19 +202,14 @@ def score(
         if not values:
             raise UserError(f"every reward function ({', '.join(rewards)}) returned None for completion {row}")
         total.append(sum(task.reward_weights.get(name, 1.0) * value for name, value in values))
-    deciding = deciding_values(task, rewards)
+    deciding = deciding_values(rewards)
     accuracy = [float(value > 0.5) for value in deciding]
-    right_and_wrong = task.accuracy_chosen or not partial_values(deciding)
-    return Scores(rewards, total, accuracy, None if right_and_wrong else total)
+    return Scores(rewards, total, accuracy, total if partial_values(deciding) else None)
 
 
-def deciding_values(task: Task, rewards: Mapping[str, Sequence[float | None]]) -> list[float]:
-    """Return the value that decides whether each completion is right: that of the task's accuracy function.
-
-    Where that function returned None, the first other one that did not decides: its prompts are of another kind.
-    """
-    order = [rewards[task.accuracy], *(column for name, column in rewards.items() if name != task.accuracy)]
-    return [next(value for value in row if value is not None) for row in zip(*order, strict=True)]
+def deciding_values(rewards: Mapping[str, Sequence[float | None]]) -> list[float]:
+    """Return the value that decides whether each completion is right: that of the first function which gave one."""
+    return [next(value for value in row if value is not None) for row in zip(*rewards.values(), strict=True)]
 
 
 def partial_values(values: Iterable[float]) -> list[float]:

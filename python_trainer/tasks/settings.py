@@ -42,8 +42,6 @@ class TaskSettings(Section):
 
     name: Annotated[str, TASKS]
     """What to train on; settings that only some tasks have come after those of all."""
-    seed: int = 0
-    """Draws prompts; of files, picks the gate examples that are taken out of the training file."""
     train_size: Size | None = None
     """Number of training examples; null: the task's own, for files all."""
     gate_size: Annotated[int, Field(ge=0)] | None = None

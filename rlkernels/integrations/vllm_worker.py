@@ -9,7 +9,6 @@ Needs vllm 0.32 or newer, and nothing compiled of this package.
 """
 
 import logging
-import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,6 @@ from typing import Any
 import torch
 
 __all__ = ["PolicyWorker", "merged_weight", "read_policy"]
-
-ENGINE = uuid.uuid4().hex  # of this process
 
 
 class PolicyWorker:
@@ -46,10 +43,6 @@ class PolicyWorker:
         if isinstance(weights, str):
             weights = read_policy(weights, adapter, self.model_runner.device)
         self.reload_weights(weights_iterator=weights)
-        self.policy_loaded()
-
-    def policy_loaded(self) -> None:
-        """Mends what vLLM leaves undone when weights are replaced, in whatever way; :meth:`load_policy` does it too."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -61,11 +54,8 @@ class PolicyWorker:
 
     def policy_settings(self) -> dict[str, Any]:
         """What a trainer has to know of the engine."""
-        config, transfer = self.model_runner.model_config, self.vllm_config.weight_transfer_config
+        config = self.model_runner.model_config
         return {
-            "engine": ENGINE,
-            "workers": self.vllm_config.parallel_config.world_size_across_dp,
-            "transfer": None if transfer is None else transfer.backend,
             "logprobs_mode": config.logprobs_mode,
             "max_model_len": config.max_model_len,
             "vocab_size": config.get_vocab_size(),

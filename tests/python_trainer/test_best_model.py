@@ -18,6 +18,7 @@ from python_trainer.run_state import best_evaluated
 from python_trainer.trainer import Trainer
 
 QUIET = Console(quiet=True)
+JUDGED = {"reward": ["tiny:mostly_digits", "conftest:digits"], "reward_weights": [0, 1]}
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +37,7 @@ def grades(monkeypatch):
 @pytest.fixture
 def finished(make_config, tmp_path):
     save = {"save_steps": 1, "save_total_limit": 1}
-    config = make_config(task={"accuracy": "digits"}, evaluation={"eval_steps": 1}, save=save)
+    config = make_config(task=JUDGED, evaluation={"eval_steps": 1}, save=save)
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
     trainer.run()
     return trainer
@@ -64,12 +65,11 @@ def test_the_best_checkpoint_is_kept_and_written_as_a_model(finished):
 
 
 def test_a_last_step_that_is_the_best_is_the_model_alone(make_config, tmp_path, grades):
-    judged = {"accuracy": "digits"}
     save = {"save_steps": 1}
-    Trainer(make_config(task=judged, evaluation={"eval_steps": 1}, save=save), tmp_path / "run", console=QUIET).run()
+    Trainer(make_config(task=JUDGED, evaluation={"eval_steps": 1}, save=save), tmp_path / "run", console=QUIET).run()
     assert (tmp_path / "run" / "best").is_dir()
     grades.append(0.9)
-    longer = make_config(max_steps=5, task=judged, evaluation={"eval_steps": 1}, save=save)
+    longer = make_config(max_steps=5, task=JUDGED, evaluation={"eval_steps": 1}, save=save)
     Trainer(longer, tmp_path / "run", console=QUIET, resume=True).run()
     assert (tmp_path / "run" / "model").is_dir() and not (tmp_path / "run" / "best").exists()
 

@@ -158,7 +158,7 @@ def test_objects_do_what_their_names_do(settings, tmp_path):
 
 def test_a_task_made_in_python_trains_and_resumes(settings, tmp_path):
     prompts = [Example(text) for text in ("AB", "C", "HA", "GGG")]
-    values = settings | {"task": Task("mine", prompts, prompts[:2], {"digits": digits}, accuracy="digits")}
+    values = settings | {"task": Task("mine", prompts, prompts[:2], {"digits": digits})}
     config = load_config(values, ["max_steps=1"])
     assert config.task.name == "object:mine"
     Trainer(config, tmp_path / "run", console=QUIET).run()
@@ -175,7 +175,7 @@ class MineSettings(TaskSettings):
 
     def load(self):
         prompts = [Example("A" * (i + 1)) for i in range(self.size)]
-        return Task("mine", prompts, prompts, {"digits": digits}, accuracy="digits")
+        return Task("mine", prompts, prompts, {"digits": digits})
 
 
 def test_a_class_of_settings_names_a_task(settings):
@@ -246,14 +246,12 @@ def test_the_example_trains(tmp_path):
     ({"reward_functions": {}}, "task mine: reward_functions must be a dict .*, of one or more, got {}"),
     ({"reward_functions": digits}, "task mine: reward_functions must be a dict of .*, got <function digits"),
     ({"reward_functions": {"digits": 1.0}}, r"task mine: reward_functions\['digits'\] must be a function, .* got 1.0"),
-    ({"accuracy": "accuracy"}, r"task mine: accuracy must be a name in reward_functions \(digits\), got 'accuracy'"),
     ({"reward_weights": [1.0]}, r"task mine: reward_weights must be a dict with names in .* \(digits\), got \[1.0\]"),
     ({"reward_weights": {"digit": 2.0}}, r"task mine: reward_weights must be a dict .*, got {'digit': 2.0}"),
     ({"reward_weights": {"digits": float("nan")}}, r"mine: reward_weights\['digits'\] must be a finite .*, got nan"),
-    ({"reward_timeout": 0}, "task mine: reward_timeout must be a number of seconds above 0, or None, got 0"),
 ])  # fmt: skip
 def test_what_is_wrong_with_a_task_is_named(wrong, match):
     right = {"name": "mine", "train": [Example("A")], "test": (), "reward_functions": {"digits": digits}}
-    Task(**right, accuracy="digits", reward_weights={"digits": 2}, reward_timeout=1.5)
+    Task(**right, reward_weights={"digits": 2})
     with pytest.raises(UserError, match=match):
-        Task(**{**right, "accuracy": "digits", **wrong})
+        Task(**right | wrong)

@@ -50,17 +50,12 @@ def test_good_answers_are_right_or_better_than_the_mean(answers, good):
 
 
 @pytest.mark.parametrize(
-    ("values", "chosen", "judged"),
-    [
-        ([1, 0], False, True),
-        ([1, -1], False, True),
-        ([0.6, 0], False, False),
-        ([-3, -1], False, False),
-        ([0.6, 0], True, True),
-    ],
+    ("values", "judged"), [([1, 0], True), ([1, -1], True), ([0.6, 0], False), ([-3, -1], False), ([None, 1], True)]
 )
-def test_rewards_tell_whether_anything_is_right(values, chosen, judged):
-    task = Task("t", [], [], {"f": lambda **_: values}, accuracy="f", accuracy_chosen=chosen)
+def test_rewards_tell_whether_anything_is_right(values, judged):
+    """The first function that gives a value tells; the other one's partial rewards do not count beside it."""
+    partial = [0.6, 0.6] if values[0] is not None else [0.0, 0.6]
+    task = Task("t", [], [], {"f": lambda **_: values, "partial": lambda **_: partial})
     assert (score(task, [Example("a")] * 2, ["", ""], [[], []]).merit is None) == judged
 
 

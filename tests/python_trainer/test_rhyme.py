@@ -19,6 +19,7 @@ from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 
 QUIET = Console(quiet=True)
+JUDGED = {"reward": ["tiny:mostly_digits", "conftest:digits"], "reward_weights": [0, 1]}
 TRUST_ALL = {"threshold": 0.0, "fraction": 1.0}
 
 
@@ -38,7 +39,7 @@ def first_run(tiny_policy, jsonl_files, tmp_path_factory):
     """Folder of a run of 9 steps, every prompt three times, that wrote into history.db beside it."""
     folder = tmp_path_factory.mktemp("history")
     values = dict(run_settings(tiny_policy, jsonl_files), max_steps=9)
-    values["task"] = values["task"] | {"accuracy": "digits"}
+    values["task"] = values["task"] | JUDGED
     values["accelerators"] = {"enabled": ["rhyme"], "rhyme": {"database": str(folder / "history.db")}}
     train(check_config(values, source="test"), folder / "run")
     return folder

@@ -74,6 +74,16 @@ def test_messages_lose_the_keys_of_other_messages(tmp_path):
     assert [row.prompt for row in found] == [row["messages"] for row in rows]
 
 
+def test_types_that_the_library_datasets_changes_are_noted(tmp_path):
+    """Of a JSON file; numbers below 2^63 and other texts stay what they are."""
+    row = {"question": "A", "gold": 2**63 + 5, "day": "2024-01-05", "size": 2**62, "text": "in 2024"}
+    (tmp_path / "all.json").write_text("\n".join(json.dumps(row) for _ in range(2)))
+    task = settings_of(tmp_path / "all.json").load()
+    assert len(task.notes) == 2 and task.train[0].columns["size"] == 2**62
+    assert "column 'answer' has numbers beyond 2^63, which are read as floats" in task.notes[0]
+    assert "column 'day' is read as dates: reward functions get datetime, not text" in task.notes[1]
+
+
 def test_a_place_of_the_hub_may_name_a_configuration_a_revision_and_a_split(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     asked = []

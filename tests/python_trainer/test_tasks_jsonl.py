@@ -52,7 +52,6 @@ def test_strings_and_chat_messages(folder):
     assert task_of([chat], folder).train[0].prompt == [{"role": "user", "content": "Say hi"}]
     task = task_of([text, text], folder)
     assert task.train[0] == Example("Say yes", {"word": "yes"})
-    assert task.accuracy == "contains"
     scores = score(task, task.train, ["oh yes", "no"], [[1], [2]])
     assert scores.rewards == {"contains": [1.0, 0.0]} and scores.accuracy == scores.total == [1.0, 0.0]
 
@@ -128,7 +127,6 @@ def test_bad_lines_are_named(folder, lines, message):
         ({"test_size": 2}, r"test_size is 2, but data\.jsonl has 1"),
         ({"gate_size": 1}, r"gate_size 1 leaves nothing of data\.jsonl"),
         ({"columns": {"prompt": "question"}}, "no column 'question'"),
-        ({"accuracy": "exact"}, "accuracy 'exact' is no reward function; allowed: contains"),
         (
             {"reward": "contains"},
             "must be one of math, .*, module:function, got 'contains'",
@@ -173,7 +171,7 @@ def test_a_file_or_a_bare_module_is_told_what_to_write(spec, message):
 
 
 def one_reward(function):
-    return Task("made", [Example("a")], [Example("a")], {"made": function}, accuracy="made")
+    return Task("made", [Example("a")], [Example("a")], {"made": function})
 
 
 @pytest.mark.parametrize(
@@ -212,16 +210,3 @@ def test_a_reward_without_its_column(folder):
     settings = JSONLSettings(reward="math", train_path="data.jsonl", test_path="data.jsonl")
     with pytest.raises(UserError, match="math needs column 'answer', which data.jsonl lacks; it has 'gold'"):
         settings.load()
-
-
-@pytest.mark.parametrize("name", ["trainer_state", "log_extra", "log_metric"])
-def test_an_argument_of_trl_is_no_column(folder, name):
-    (folder / "data.jsonl").write_text('{"prompt": "1 + 1?", "gold": "2"}\n')
-    module = folder / f"rewards_{folder.name}.py"
-    module.write_text(f"def lm(completions, gold, {name}, **_): ...\ndef can(completions, {name}=None, **_): ...\n")
-    settings = {"train_path": "data.jsonl", "test_path": "data.jsonl"}
-    with pytest.raises(UserError, match=f"reward function lm cannot be called here: {name} is an argument of TRL's"):
-        JSONLSettings(reward=reward(folder, "lm"), **settings).load()
-    JSONLSettings(reward=reward(folder, "can"), **settings).load()
-    (folder / "data.jsonl").write_text(f'{{"prompt": "1 + 1?", "gold": "2", "{name}": 1}}\n')  # a column all the same
-    JSONLSettings(reward=reward(folder, "lm"), **settings).load()

@@ -1,8 +1,7 @@
-"""The reward ``math``: what counts as equal, answers that never end, threads."""
+"""The reward ``math``: what counts as equal, answers that never end."""
 
 import importlib.util
 import json
-import threading
 
 import pytest
 from support import lacks
@@ -71,20 +70,6 @@ def test_a_worker_that_was_killed(judge):
     assert judge("18", "18") is True
 
 
-def test_threads_take_turns(judge):
-    found = {}
-
-    def ask(n):
-        found[n] = [judge(f"#### {n}", str(n)), judge(f"#### {n}", str(n + 1))]
-
-    threads = [threading.Thread(target=ask, args=(n,)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {n: [True, False] for n in range(8)}
-
-
 @pytest.fixture
 def task(tmp_path):
     """A jsonl task with ``reward: math`` and this gold answer."""
@@ -98,11 +83,10 @@ def task(tmp_path):
     return make
 
 
-def test_by_name_in_a_task_with_a_limit(task):
-    made = task("9 * 2 = 18\n#### 18", reward_timeout=60)  # a limit calls it in another thread
+def test_by_name_in_a_task(task):
+    made = task("9 * 2 = 18\n#### 18")
     scores = score(made, [made.train[0]] * 2, [r"\boxed{18}", "#### 17"], [[1], [2]])
     assert scores.rewards == {"math": [1.0, 0.0]} and scores.accuracy == [1.0, 0.0]
-    assert made.accuracy == "math"
 
 
 @pytest.mark.parametrize("gold", ["", 18, None])

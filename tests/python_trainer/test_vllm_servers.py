@@ -73,11 +73,9 @@ def test_one_address_or_several():
 @pytest.mark.parametrize(
     "url", ["http://a:1", "https://10.0.0.7", "http://127.0.0.1.example.org:80", "http://localhost.com"]
 )
-def test_other_machines_are_asked_for(url):
-    servers = f"rollout.vllm_server=[http://127.0.0.1:1, '{url}']"
-    with pytest.raises(UserError, match=f"on this machine unless rollout.allow_remote is true, got {url}"):
-        load_config(None, [servers])
-    assert load_config(None, [servers, "rollout.allow_remote=true"]).rollout.servers[1] == url
+def test_other_machines_are_told_from_this_one(url):
+    servers = f"rollout.vllm_server=[http://127.0.0.1:1, 'http://localhost:2', '{url}']"
+    assert load_config(None, [servers]).rollout.remote_servers == [url]
 
 
 items = st.tuples(st.integers(1, 400), st.integers(1, 9), st.integers(0, 3))
@@ -178,16 +176,6 @@ def test_the_server_that_fails_is_named(fakes, model, tmp_path):
         servers.load(model)
 
 
-def test_one_server_under_two_names(fakes, model, tmp_path):
-    for number, fake in enumerate(fakes):
-        fake.settings["engine"] = f"engine {number}"
-    Servers(model, urls(fakes), tmp_path / "weights")
-    other = fakes[0].url.replace("127.0.0.1", "localhost")
-    expected = f"rollout.vllm_server must name each server once, got {fakes[0].url} and {other}, which are one"
-    with pytest.raises(UserError, match=expected):
-        Servers(model, [*urls(fakes), other], tmp_path / "weights")
-
-
 @pytest.mark.parametrize(
     ("answers", "settings", "difference"),
     [
@@ -253,6 +241,19 @@ def test_of_a_policy_with_adapters_servers_get_the_weights_once(fakes, tiny_poli
     engine.generate([Request([1])], SamplingParams())  # who asks again, all the same
     assert_same(fakes[0].loaded, policy.inference_model)
     assert not (tmp_path / ".vllm").exists()
+
+
+def test_a_server_on_another_machine_is_noted(fakes, tiny_policy, tmp_path, monkeypatch):
+    config = load_config(
+        {"model": {"path": str(tiny_policy), "device": "cpu"}, "rollout": {"vllm_server": urls(fakes)}}
+    )
+    policy, said = load_policy(config.model), []
+    make_engine(config.rollout, config.model, policy, tmp_path, note=said.append)
+    assert not said
+    monkeypatch.setattr("python_trainer.rollout.settings.is_loopback", lambda host: False)
+    make_engine(config.rollout, config.model, policy, tmp_path, note=said.append)
+    assert len(said) == 1 and "whoever reaches a server can call anything in its workers" in said[0]
+    assert all(url in said[0] for url in urls(fakes))
 
 
 def test_adapters_of_weights_that_a_checkpoint_has_otherwise(fakes, tiny_policy, tmp_path, monkeypatch):

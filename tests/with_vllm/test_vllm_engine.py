@@ -1,6 +1,5 @@
 """Rollouts by the real vLLM, in this process and on a server of its own, against Transformers and PagedEngine."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -181,43 +180,6 @@ def test_a_server_merges_adapters_itself(address, model, tmp_path):
     assert size < sent[1] == sent[2] < size + 300 * 2 * len(names) < sent[0] == whole.stats["weight_bytes"]
     alone.close()
     assert not (tmp_path / "weights").exists()
-
-
-def test_weights_by_vllms_own_transfer(folder, model, tmp_path, monkeypatch):
-    """Of a backend that is registered in vLLM's factory, in this process and in the server's worker."""
-    here = str(Path(__file__).parent)
-    monkeypatch.syspath_prepend(here)
-    monkeypatch.setenv("PYTHONPATH", here)
-    import letters
-
-    from python_trainer.rollout import VLLMEngine
-    from python_trainer.rollout.vllm import weights as transfer
-    from python_trainer.rollout.vllm.servers import Servers
-
-    box = str(tmp_path / "box.safetensors")
-    monkeypatch.setitem(transfer.BACKENDS, letters.NAME, lambda server: letters.LettersTrainerInit(box=box, rank=0))
-    options = ["--worker-extension-cls", "letters.LettersWorker"]
-    options += ["--weight-transfer-config", json.dumps({"backend": letters.NAME})]
-    server = VLLMServer(sys.executable, folder, tmp_path / "log", MEMORY, *options)
-    server.start()
-    try:
-        servers = Servers(model, [server.url], tmp_path / "weights", transfer=letters.NAME)
-        assert servers.servers[0].workers == 1
-        info = transfer.nccl_info(servers.servers[0])  # what would be asked of NCCL
-        assert (info.master_address, info.world_size, info.backend) == ("127.0.0.1", 2, "nccl")
-        engine = VLLMEngine(model, servers, eos_token_ids=[EOS])
-        found = []
-        for _ in range(2):
-            found.append([c.ids for c in engine.generate([Request(p, max_new_tokens=20) for p in PROMPTS], GREEDY)])
-            expected = [own_greedy(model, prompt, 20) for prompt in PROMPTS]
-            assert found[-1] == [ids[: ids.index(EOS) + 1] if EOS in ids else ids for ids in expected]
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(1.3)
-            engine.policy_updated()
-        assert found[0] != found[1] and not (tmp_path / "weights").exists()
-    finally:
-        server.stop()
 
 
 def test_suffix_rollouts_share_their_prefix(engine):

@@ -120,7 +120,7 @@ AIMS = {"large": Aim("longest", 256), "tiny": Aim("short", 4, rounds=1)}
 @cache
 def shipped(variant: Variant) -> list[list[Example]]:
     """Training, gate and test examples of the shipped task."""
-    return draw_examples(variant, 0, tuple(SIZES.values()))
+    return draw_examples(variant, tuple(SIZES.values()))
 
 
 class Sums(Corpus):

@@ -197,14 +197,18 @@ def _place_among_ranks(device: torch.device) -> dict[str, Any]:
     return {"distributed_executor_backend": "external_launcher"}
 
 
-def import_vllm(setting: str = "rollout.engine vllm", otherwise: str = ", or a server (rollout.vllm_server)") -> Any:
-    """The package; UserError where it is missing or too old, which says what needs it and what else would do."""
+def import_vllm() -> Any:
+    """Imports vLLM.
+
+    Raises:
+        UserError: it is missing or too old.
+    """
     try:
         vllm = importlib.import_module("vllm")
     except ImportError as error:
-        oldest = ".".join(map(str, OLDEST))
         raise UserError(
-            f"{setting} needs the package vllm >= {oldest} here{otherwise}; importing it says: {error}"
+            f"rollout.engine vllm needs the package vllm >= {'.'.join(map(str, OLDEST))} here, or a server "
+            f"(rollout.vllm_server); importing it says: {error}"
         ) from error
     check_version(vllm.__version__, "the package vllm")
     return vllm

@@ -33,9 +33,6 @@ class Server:
 
     Attributes:
         serves: what servers of one model have in common.
-        workers: processes that hold its weights.
-        engine: names the first of them, whatever the address; None: it does not say.
-        transfer: the backend of vLLM's weight transfer that it was started with; None: it has none.
         max_positions, limited_by: as of ``Engine``.
 
     Raises:
@@ -66,33 +63,12 @@ class Server:
                 "rotary factors change: vLLM then takes those of long sequences for all, unlike the trainer; start it "
                 f"with --max-model-len {limit}"
             )
-        self.workers: int = settings.pop("workers", 1)
-        self.engine: str | None = settings.pop("engine", None)
-        self.transfer: str | None = settings.pop("transfer", None)
         self.serves: dict[str, Any] = {"model": self._name} | settings
         self.limited_by = f"the limit of the vLLM server {self.url} (--max-model-len)"
 
     def load(self, folder: str, *adapter: str) -> None:
         """Has it read the weights in a folder, and add an adapter in a file; it must see both by the same path."""
         self._rpc("load_policy", folder, *adapter)
-
-    # vLLM's trainer engines call these four: its ``VLLMWeightSyncClient``.
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._ask("/init_weight_transfer_engine", {"init_info": init_info})
-
-    def start_weight_update(self) -> None:
-        self._ask("/start_weight_update", {})
-
-    def update_weights(self, update_info: Any) -> None:
-        self._ask("/update_weights", {"update_info": update_info})
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._ask("/finish_weight_update", {} if weight_version is None else {"weight_version": weight_version})
-
-    def settle(self) -> None:
-        """Completes a weight transfer by those."""
-        self._rpc("policy_loaded")
 
     def complete(self, one: Continuation, settings: dict[str, Any], salt: str) -> list[Drawn]:
         """The samples of one; ``settings`` are those that all have in common, by vLLM's names."""

@@ -14,7 +14,7 @@ from python_trainer.errors import UserError
 from python_trainer.rollout.ordering import Work, balance
 from python_trainer.rollout.vllm.engine import COUNTERS, Backend, Continuation, Drawn
 from python_trainer.rollout.vllm.server import Server
-from python_trainer.rollout.vllm.weights import AdapterFiles, Transfer
+from python_trainer.rollout.vllm.weights import AdapterFiles
 from python_trainer.run_directory import usual_mode
 
 T = TypeVar("T")
@@ -29,17 +29,16 @@ class Servers(Backend):
     server, which computes their prompt once. Samples have seeds of their own, so they do not depend on the number of
     servers.
 
-    Weights go through files, and every server must see ``folder`` by the same absolute path; or by ``transfer``.
+    Weights go through files, and every server must see ``folder`` by the same absolute path.
 
     Args:
         model: what the servers should be serving.
         urls: where they listen.
         folder: for the weights; made for each transfer and removed after it.
-        transfer: backend of vLLM's weight transfer, by which weights then go; None: through files.
         adapters: of a policy that trains nothing else; their files are in ``folder`` too, until :meth:`close`.
 
     Raises:
-        UserError: a server will not do, as of :class:`Server`, they do not serve the same, or two are one.
+        UserError: a server will not do, as of :class:`Server`, or they do not serve the same.
     """
 
     on_first_rank = True
@@ -50,19 +49,10 @@ class Servers(Backend):
         urls: Sequence[str],
         folder: Path,
         adapters: AdapterFiles | None = None,
-        transfer: str | None = None,
     ):
         self.folder, self.adapters = folder.absolute(), adapters
         self.servers = [Server(model, url) for url in urls]
-        self.transfers = [Transfer(server, transfer, model.device) for server in self.servers if transfer is not None]
         one = self.servers[0]
-        known: dict[str | None, str] = {}
-        for server in self.servers:
-            if server.engine is not None and known.setdefault(server.engine, server.url) != server.url:
-                raise UserError(
-                    f"rollout.vllm_server must name each server once, got {known[server.engine]} and {server.url}, "
-                    "which are one"
-                )
         for other in self.servers[1:]:
             for name, value in one.serves.items():
                 if other.serves.get(name) != value:
@@ -74,8 +64,6 @@ class Servers(Backend):
         self.max_positions, self.limited_by = tightest.max_positions, tightest.limited_by
 
     def load(self, model: PreTrainedModel) -> int:
-        if self.transfers:  # one after the other: each has all of the trainer's bandwidth
-            return sum(transfer.send(model) for transfer in self.transfers)
         try:
             try:
                 sent, places = self._write(model)

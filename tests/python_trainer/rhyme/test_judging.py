@@ -21,9 +21,9 @@ from .conftest import FACTS, make_sample, make_step
 KEYS = [prompt_key(prompt) for prompt in "ab"]
 
 
-def task_with(function, **options):
+def task_with(function):
     examples = [Example("a", {"limit": 3}), Example("b", {"limit": 9})]
-    return Task("words", examples, (), {"size": function}, (), {"size": 10.0}, "size", **options)
+    return Task("words", examples, (), {"size": function}, (), {"size": 10.0})
 
 
 def context(task, config):
@@ -38,7 +38,7 @@ def context(task, config):
 
 
 def test_answers_are_judged_as_fresh_ones_of_this_run(make_config):
-    """Reward functions, weights and penalties; in calls as large as a step's, async and with a limit."""
+    """Reward functions, weights and penalties; in calls as large as a step's, async."""
     calls = []
 
     async def short(prompts, completions, completion_ids, limit):
@@ -53,7 +53,7 @@ def test_answers_are_judged_as_fresh_ones_of_this_run(make_config):
     texts = ["x", "xx", "xxx", "xxxx", "xxxxxx", "x" * 8, "x" * 9]
     samples = [make_sample(text=text, key=key, ids=range(len(text)), reward=0.7) for key in KEYS for text in texts]
     samples.append(make_sample(text="x", key=prompt_key("c"), ids=[1]))
-    found = judge_again(samples, context(task_with(short, reward_timeout=60.0), config))
+    found = judge_again(samples, context(task_with(short), config))
     assert calls == [4, 4, 4], "12 answers to prompts of this run, none longer than it allows"
     assert [s.text for s in found] == [*texts[:3], *texts[:6]]
     lost = {"x" * 6: 0.5, "x" * 8: 1.0}
