@@ -94,9 +94,9 @@ def make_run_engine(
         chosen.model,
         policy,
         output_dir,
+        ranks,
         reserved_bytes=reserved,
         longest_draft=max((x.longest_draft() for x in chosen.accelerators.chosen()), default=0),
-        ranks=ranks,
         note=note,
     )
     if tasks.environment is not None:

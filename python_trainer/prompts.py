@@ -52,19 +52,19 @@ def odd_prompts(policy: Policy, prompts: Sequence[str | Messages], ids: Sequence
     """Yields notes on how prompts and answers end, where that is rarely intended."""
     if begun := sum(not isinstance(prompt, str) and prompt[-1]["role"] == "assistant" for prompt in prompts):
         yield (
-            f"{begun} of {len(prompts)} prompts end in a message of the assistant: it is closed, and the policy begins a "
-            "turn of its own; to have it continued, write the prompt as text"
+            f"{begun} of {len(prompts)} prompts end in a message of the assistant: it is closed, and the policy begins "
+            "a turn of its own; to have it continued, write the prompt as text"
         )
     if ended := [row[-1] for row in ids if row and row[-1] in policy.eos_token_ids]:
         yield (
-            f"{len(ended)} of {len(ids)} prompts end in the end token {policy.tokenizer.decode(ended[:1])!r}, which the "
-            f"tokenizer of {policy.name} or its template writes: see add_eos_token in its tokenizer_config.json"
+            f"{len(ended)} of {len(ids)} prompts end in the end token {policy.tokenizer.decode(ended[:1])!r}, which "
+            f"the tokenizer of {policy.name} or its template writes: see add_eos_token in its tokenizer_config.json"
         )
     for token in policy.eos_token_ids:
         if (text := policy.tokenizer.decode([token]).strip()).isalnum():
             yield (
-                f"the end token {token} of {policy.name} is the ordinary text {text!r}, so an answer ends at the first one: "
-                "see eos_token_id in its generation_config.json and eos_token in its tokenizer_config.json"
+                f"the end token {token} of {policy.name} is the ordinary text {text!r}, so an answer ends at the first "
+                "one: see eos_token_id in its generation_config.json and eos_token in its tokenizer_config.json"
             )
 
 

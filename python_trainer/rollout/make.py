@@ -4,9 +4,8 @@ import importlib.metadata
 import importlib.util
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from python_trainer.errors import UserError
 from python_trainer.model.policy import Policy
@@ -16,22 +15,10 @@ from python_trainer.rollout.ordering import LengthHistory
 from python_trainer.rollout.settings import RolloutConfig
 
 if TYPE_CHECKING:
+    from python_trainer.distributed import RankGroup
     from python_trainer.rollout.vllm.engine import VLLMEngine
 
-T = TypeVar("T")
-
 logger = logging.getLogger(__name__)
-
-
-class Processes(Protocol):
-    """Those that share a run: the methods of a ``RankGroup`` that are needed here."""
-
-    rank: int
-    sharded: bool
-
-    def together(self) -> AbstractContextManager[None]: ...
-
-    def first(self, value: T) -> T: ...
 
 
 def has_vllm() -> bool:
@@ -52,18 +39,18 @@ def make_engine(
     model: ModelConfig,
     policy: Policy,
     output_dir: Path,
+    ranks: "RankGroup",
     *,
     reserved_bytes: int = 0,
     longest_draft: int = 0,
-    ranks: Processes | None = None,
     note: Callable[[str], object] = logger.info,
 ) -> Engine:
     """An engine for the policy; what a server has to read goes through a folder of ``output_dir``.
 
     Args:
+        ranks: all of them make an engine together.
         reserved_bytes: of the device's memory, which training will take and the KV cache must leave.
         longest_draft: of the drafters that it will be given, which vLLM has to know before; 0: it will get none.
-        ranks: all of them make an engine together; None: one process.
         note: tells the user what may not be intended.
 
     Raises:
@@ -77,12 +64,11 @@ def make_engine(
     if rollout.servers:
         return _on_servers(rollout, policy, output_dir / ".vllm", ranks, note, options)
     if rollout.engine == "vllm":
-        from python_trainer.rollout.vllm.engine import VLLMEngine
-        from python_trainer.rollout.vllm.in_process import InProcess, import_vllm
+        from python_trainer.rollout.vllm.engine import InProcess, VLLMEngine, import_vllm
 
-        with nullcontext() if ranks is None else ranks.together():
+        with ranks.together():
             import_vllm()  # where that fails on one rank the others would wait for it in vLLM
-        policy.streams_weights = ranks is not None and ranks.sharded
+        policy.streams_weights = ranks.sharded
         in_process = InProcess(
             policy.inference_model,
             policy.name,
@@ -93,7 +79,7 @@ def make_engine(
             memory_bytes=rollout.memory_bytes,
         )
         return VLLMEngine(policy.inference_model, in_process, **options)
-    with nullcontext() if ranks is None else ranks.together():
+    with ranks.together():
         from python_trainer.rollout.paged.engine import PagedEngine
 
         options |= {"memory_bytes": rollout.memory_bytes, "reserved_bytes": reserved_bytes, "traits": policy.traits}
@@ -104,7 +90,7 @@ def _on_servers(
     rollout: RolloutConfig,
     policy: Policy,
     folder: Path,
-    ranks: Processes | None,
+    ranks: "RankGroup",
     note: Callable[[str], object],
     options: dict[str, Any],
 ) -> "VLLMEngine":
@@ -114,18 +100,14 @@ def _on_servers(
     from python_trainer.rollout.vllm.weights import adapter_files
 
     model, servers = policy.inference_model, None
-    with nullcontext() if ranks is None else ranks.together():
-        if ranks is None or ranks.rank == 0:
+    with ranks.together():
+        if ranks.rank == 0:
             if far := rollout.remote_servers:
                 note(
                     f"rollout.vllm_server {', '.join(far)}: prompts and answers pass over the network as they are, and "
                     "whoever reaches a server can call anything in its workers"
                 )
-            adapters = adapter_files(policy, folder, note)
-            servers = Servers(model, rollout.servers, folder, adapters)
-    if ranks is None:
-        assert servers is not None
-        return VLLMEngine(model, servers, **options)
+            servers = Servers(model, rollout.servers, folder, adapter_files(policy, folder, note))
     limits = ranks.first(None if servers is None else (servers.max_positions, servers.limited_by))
     assert limits is not None  # rank 0 has servers, or together() has raised
     return VLLMEngine(model, servers or Elsewhere(*limits), **options)

@@ -164,7 +164,7 @@ def read_split(place: str, split: str) -> list[tuple[int, dict[str, Any]]]:
 
 
 def changed_types(source: str, rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Returns a note for each column whose dates or large integers the library datasets may have made of another type."""
+    """Returns notes on columns with dates or large integers, of which the library datasets makes another type."""
     notes = []
     for column in rows[0] if rows else ():
         values = [row[column] for row in rows]
@@ -172,8 +172,8 @@ def changed_types(source: str, rows: Sequence[dict[str, Any]]) -> list[str]:
             notes.append(f"{source}: column {column!r} is read as dates: reward functions get datetime, not text")
         if any(isinstance(value, float) and abs(value) >= 2**63 for value in values):
             notes.append(
-                f"{source}: column {column!r} has numbers beyond 2^63, which are read as floats of 16 digits: write them "
-                "as text"
+                f"{source}: column {column!r} has numbers beyond 2^63, which are read as floats of 16 digits: write "
+                "them as text"
             )
     return notes
 

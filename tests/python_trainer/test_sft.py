@@ -14,6 +14,7 @@ import python_trainer.memory
 from python_trainer.__main__ import main
 from python_trainer.config import check_config
 from python_trainer.data import Request
+from python_trainer.distributed import RankGroup
 from python_trainer.errors import UserError
 from python_trainer.memory import Device, plan_memory
 from python_trainer.model.optimizer import PolicyOptimizer
@@ -57,7 +58,7 @@ def test_an_answer_is_learned_by_heart(lessons, tmp_path, capsys):
     assert summary["held_out_loss_final"] != summary["held_out_loss_start"] > 0
     config = config_of(lessons, model={"path": str(tmp_path / "run/model")})
     policy = load_policy(config.model)
-    engine = make_engine(config.rollout, config.model, policy, tmp_path)
+    engine = make_engine(config.rollout, config.model, policy, tmp_path, RankGroup())
     prompts = policy.encode(["ABC", "FGAB"])
     found = engine.generate([Request(ids, max_new_tokens=8) for ids in prompts], SamplingParams(temperature=0))
     assert [policy.decode(row.response_ids) for row in found] == ["CBA", "BAGF"]

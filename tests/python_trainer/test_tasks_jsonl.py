@@ -69,10 +69,8 @@ def test_several_weighted_rewards(folder):
 def test_gate_prompts_come_in_random_order(folder):
     """Files are sorted by subject or level, and the gate looks at some prompts first."""
     rows = [f'{{"prompt": "{i}", "word": "g"}}' for i in range(200)]
-    first, again, other = (
-        [int(example.prompt) for example in task_of(rows, folder, seed=seed, gate_size=100).gate] for seed in (0, 0, 1)
-    )
-    assert first == again != other and len(set(first)) == 100
+    first, again = ([int(row.prompt) for row in task_of(rows, folder, gate_size=100).gate] for _ in range(2))
+    assert first == again and len(set(first)) == 100
     assert sum(number < 100 for number in first[:50]) in range(10, 41)
 
 

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from python_trainer.data import Rollout
+from python_trainer.distributed import RankGroup
 from python_trainer.errors import UserError
 from python_trainer.model import traits as traits_module
 from python_trainer.model.attention import page
@@ -179,7 +180,7 @@ def test_an_engine_of_a_policy_does_not_look_again(make_config, tmp_path, monkey
     policy = load_policy(config.model)
     policy.fused = fused  # of training alone
     monkeypatch.setattr(engine_module, "find_traits", None)
-    engine = make_engine(config.rollout, config.model, policy, tmp_path)
+    engine = make_engine(config.rollout, config.model, policy, tmp_path, RankGroup())
     assert engine.fused and engine.cache.key_cache.shape[3:] == (policy.traits.kv_heads, policy.traits.head_dim)
 
 

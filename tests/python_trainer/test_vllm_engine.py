@@ -14,10 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qw
 from python_trainer.errors import UserError
 from python_trainer.rollout import Request, SamplingParams, VLLMEngine
 from python_trainer.rollout.ordering import LengthHistory
-from python_trainer.rollout.vllm.engine import COUNTERS, Drawn
-from python_trainer.rollout.vllm.in_process import checkpoint_weights, import_vllm
-from python_trainer.rollout.vllm.server import Server
-from python_trainer.rollout.vllm.servers import Servers
+from python_trainer.rollout.vllm.engine import COUNTERS, Drawn, checkpoint_weights, import_vllm
+from python_trainer.rollout.vllm.servers import Server, Servers
 from python_trainer.trainer import Trainer
 
 
@@ -284,7 +282,7 @@ def test_no_server(model, make_config, tmp_path):
 def test_an_engine_that_dies_while_it_is_waited_for(fake, model, tmp_path, monkeypatch, health, message):
     """vLLM then never answers what loads weights."""
     server, asked, over = Servers(model, [fake.url], tmp_path / "weights"), threading.Event(), threading.Event()
-    monkeypatch.setattr("python_trainer.rollout.vllm.server.LOOK_SECONDS", 0.02)  # connecting may take that
+    monkeypatch.setattr("python_trainer.rollout.vllm.servers.LOOK_SECONDS", 0.02)  # connecting may take that
 
     def hang(body):
         asked.wait(60)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from python_trainer.config import load_config
+from python_trainer.distributed import RankGroup
 from python_trainer.distributed.ranked_engine import RankedEngine
 from python_trainer.errors import UserError
 from python_trainer.model.lora import is_adapter
@@ -22,8 +23,7 @@ from python_trainer.model.policy import load_policy
 from python_trainer.rollout import Request, SamplingParams, VLLMEngine
 from python_trainer.rollout.make import make_engine
 from python_trainer.rollout.ordering import LengthHistory
-from python_trainer.rollout.vllm.engine import Continuation
-from python_trainer.rollout.vllm.in_process import checkpoint_weights
+from python_trainer.rollout.vllm.engine import Continuation, checkpoint_weights
 from python_trainer.rollout.vllm.servers import Elsewhere, Servers, assigned
 
 
@@ -216,7 +216,7 @@ def test_of_a_policy_with_adapters_servers_get_the_weights_once(fakes, tiny_poli
     config = load_config({"model": {"path": str(tiny_policy), "device": "cpu", "dtype": dtype, "lora": LORA},
                           "rollout": {"vllm_server": urls(fakes[:2])}})  # fmt: skip
     policy = load_policy(config.model)
-    engine = RankedEngine(make_engine(config.rollout, config.model, policy, tmp_path), policy)
+    engine = RankedEngine(make_engine(config.rollout, config.model, policy, tmp_path, RankGroup()), policy)
     names = [name for name, p in policy.model.named_parameters() if p.requires_grad]
     adapters = sum(policy.model.get_parameter(name).nbytes for name in names)
     weights, sent = sum(w.nbytes for _, w in checkpoint_weights(policy.inference_model)), []
@@ -248,10 +248,10 @@ def test_a_server_on_another_machine_is_noted(fakes, tiny_policy, tmp_path, monk
         {"model": {"path": str(tiny_policy), "device": "cpu"}, "rollout": {"vllm_server": urls(fakes)}}
     )
     policy, said = load_policy(config.model), []
-    make_engine(config.rollout, config.model, policy, tmp_path, note=said.append)
+    make_engine(config.rollout, config.model, policy, tmp_path, RankGroup(), note=said.append)
     assert not said
     monkeypatch.setattr("python_trainer.rollout.settings.is_loopback", lambda host: False)
-    make_engine(config.rollout, config.model, policy, tmp_path, note=said.append)
+    make_engine(config.rollout, config.model, policy, tmp_path, RankGroup(), note=said.append)
     assert len(said) == 1 and "whoever reaches a server can call anything in its workers" in said[0]
     assert all(url in said[0] for url in urls(fakes))
 
@@ -263,7 +263,9 @@ def test_adapters_of_weights_that_a_checkpoint_has_otherwise(fakes, tiny_policy,
     split = {"a": torch.zeros(1), "b": torch.zeros(1)}
     monkeypatch.setattr("transformers.core_model_loading.revert_weight_conversion", lambda model, state: split)
     policy, said = load_policy(config.model), []
-    engine = RankedEngine(make_engine(config.rollout, config.model, policy, tmp_path, note=said.append), policy)
+    engine = RankedEngine(
+        make_engine(config.rollout, config.model, policy, tmp_path, RankGroup(), note=said.append), policy
+    )
     assert len(said) == 1 and "gets all weights after each update" in said[0]
     monkeypatch.undo()
     stir(policy, 0)

@@ -18,7 +18,7 @@ from rlkernels import RolloutHistory
 @pytest.fixture(scope="module")
 def plain(folder):
     """vLLM's backend without drafts; made first, since vLLM counts for the newest engine of a process."""
-    from python_trainer.rollout.vllm.in_process import InProcess
+    from python_trainer.rollout.vllm.engine import InProcess
 
     return InProcess(load(folder), folder, memory_bytes=MEMORY)
 
@@ -26,7 +26,7 @@ def plain(folder):
 @pytest.fixture(scope="module")
 def drafting(folder, plain):
     """vLLM's backend as the accelerator drafts needs it."""
-    from python_trainer.rollout.vllm.in_process import InProcess
+    from python_trainer.rollout.vllm.engine import InProcess
 
     return InProcess(load(folder), folder, memory_bytes=MEMORY, longest_draft=8)
 

@@ -41,7 +41,7 @@ def tokenizer(folder):
 @pytest.fixture(scope="module")
 def in_process(folder):
     """vLLM's backend, started once."""
-    from python_trainer.rollout.vllm.in_process import InProcess
+    from python_trainer.rollout.vllm.engine import InProcess
 
     set_threads = torch.set_num_threads
     backend = InProcess(load(folder), folder, memory_bytes=MEMORY)

@@ -1,25 +1,184 @@
-"""vLLM servers as the backend of :class:`VLLMEngine`: one, or several that share the work."""
+"""vLLM servers as the backend of :class:`VLLMEngine`, over HTTP: one, or several that share the work.
 
+A server may run anywhere that can read the folder of the weights.
+"""
+
+import http.client
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
+from selectors import EVENT_READ, DefaultSelector
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from python_trainer.errors import UserError
 from python_trainer.rollout.ordering import Work, balance
-from python_trainer.rollout.vllm.engine import COUNTERS, Backend, Continuation, Drawn
-from python_trainer.rollout.vllm.server import Server
+from python_trainer.rollout.vllm.engine import COUNTERS, WORKER, Backend, Continuation, Drawn, check_version
 from python_trainer.rollout.vllm.weights import AdapterFiles
 from python_trainer.run_directory import usual_mode
+from rlkernels.integrations.transformers_attention import rotary_limit
 
 T = TypeVar("T")
 
+TIMEOUT_S = 3600
+HEALTH_TIMEOUT_S = 60  # a busy server answers late
+LOOK_SECONDS = 10.0  # between two looks at a server that has not answered yet
+HEADERS = {"Content-Type": "application/json"}
+START = f"VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --worker-extension-cls {WORKER}"
 CONNECTIONS = 64  # to a server: vLLM batches what it is asked at the same time
+
+
+class HTTPFailure(UserError):
+    """The server is there and refuses."""
+
+
+class Server:
+    """A server that was started as ``START`` says.
+
+    Args:
+        model: what the server should be serving.
+        url: where it listens, e.g. http://localhost:8000.
+
+    Attributes:
+        serves: what servers of one model have in common.
+        max_positions, limited_by: as of ``Engine``.
+
+    Raises:
+        UserError: nothing answers there, vLLM is too old, was not started that way, or serves another model.
+    """
+
+    def __init__(self, model: PreTrainedModel, url: str):
+        self.url = url.rstrip("/")
+        check_version(str(self._ask("/version", None, "version")), f"the server {self.url}")
+        self._name: str = self._ask("/v1/models", None, "data", 0, "id")
+        settings = self._rpc("policy_settings")
+        if settings["logprobs_mode"] != "processed_logprobs":
+            raise UserError(
+                f"the vLLM server {self.url} gives {settings['logprobs_mode']}, not those of the distribution that it "
+                f"samples from; start it with: {START}"
+            )
+        config = model.config.get_text_config()
+        for name in ("model_type", "vocab_size"):
+            if settings[name] != getattr(config, name):
+                raise UserError(
+                    f"the vLLM server {self.url} serves {self._name}, whose {name} is {settings[name]}; the policy's "
+                    f"is {getattr(config, name)}"
+                )
+        self.max_positions: int = settings.pop("max_model_len")
+        if (limit := rotary_limit(config)) is not None and self.max_positions > limit:
+            raise UserError(
+                f"the vLLM server {self.url} takes up to {self.max_positions} tokens, and beyond {limit} the model's "
+                "rotary factors change: vLLM then takes those of long sequences for all, unlike the trainer; start it "
+                f"with --max-model-len {limit}"
+            )
+        self.serves: dict[str, Any] = {"model": self._name} | settings
+        self.limited_by = f"the limit of the vLLM server {self.url} (--max-model-len)"
+
+    def load(self, folder: str, *adapter: str) -> None:
+        """Has it read the weights in a folder, and add an adapter in a file; it must see both by the same path."""
+        self._rpc("load_policy", folder, *adapter)
+
+    def complete(self, one: Continuation, settings: dict[str, Any], salt: str) -> list[Drawn]:
+        """The samples of one; ``settings`` are those that all have in common, by vLLM's names."""
+        common = settings | {"model": self._name, "cache_salt": salt, "return_token_ids": True}
+        body = common | {"prompt": one.ids, "n": one.n, "max_tokens": one.max_tokens, "seed": one.seed}
+        choices = sorted(self._ask("/v1/completions", body)["choices"], key=lambda choice: choice["index"])
+        return [
+            Drawn(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"])
+            for choice in choices
+        ]
+
+    def counters(self) -> dict[str, float]:
+        """Counts since the server was started, by the keys of ``COUNTERS``."""
+        sums: dict[str, float] = {}
+        for line in self._read("/metrics").splitlines():
+            if not line.startswith("#"):
+                name, _, rest = line.partition("{")  # one line for each engine of the server
+                sums[name] = sums.get(name, 0.0) + float(rest.rpartition(" ")[2] or 0)
+        return {
+            name: sums.get(f"{theirs}_count", sums.get(f"{theirs}_total", 0.0)) for name, theirs in COUNTERS.items()
+        }
+
+    def _rpc(self, method: str, *args: str) -> Any:
+        """The answer of the first worker."""
+        try:
+            return self._ask("/collective_rpc", {"method": method, "args": args}, "results", 0)
+        except HTTPFailure as error:
+            raise UserError(
+                f"the vLLM server {self.url} does not take weights ({method}: {error}); start it with: {START}"
+            ) from error
+
+    def _ask(self, path: str, body: dict[str, Any] | None = None, *places: str | int) -> Any:
+        """The answer, or what is at these places in it, one within the other."""
+        text, wanted = self._read(path, body), "JSON"
+        try:
+            answer = json.loads(text)
+            if places:
+                wanted += " that has " + "".join(f"[{place!r}]" for place in places)
+            for place in places:
+                answer = answer[place]
+            return answer
+        except (ValueError, LookupError, TypeError) as error:
+            raise UserError(
+                f"rollout.vllm_server: {self.url}{path} must answer with {wanted}, as vLLM does, got {text[:100]!r}"
+            ) from error
+
+    def _read(self, path: str, body: dict[str, Any] | None = None) -> str:
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            status, text = read(self.url + path, data, TIMEOUT_S, self._check_health)
+        except OSError as error:
+            raise UserError(f"rollout.vllm_server: no vLLM server answers at {self.url}: {error}") from error
+        if status >= 400:
+            raise HTTPFailure(f"{path} of the vLLM server {self.url} answers {status}: {' '.join(text.split())[:300]}")
+        return text
+
+    def _check_health(self) -> None:
+        """Ends a wait for an engine that has died, such as that of /collective_rpc, which would last for ever."""
+        status, _ = read(f"{self.url}/health", None, HEALTH_TIMEOUT_S)
+        if status != 200:
+            raise UserError(
+                f"rollout.vllm_server: the engine of {self.url} has died (/health answers {status}): start it again"
+            )
+
+
+def read(url: str, body: bytes | None, timeout: float, alive: Callable[[], object] = bool) -> tuple[int, str]:
+    """Status and text that a server answers, by GET or, with a body, by POST.
+
+    It may take an hour to answer, and may die meanwhile without closing the connection.
+
+    Args:
+        timeout: seconds without a byte after which it is given up.
+        alive: called every LOOK_SECONDS while nothing comes; what it raises ends the wait.
+
+    Raises:
+        OSError: nobody answers there, or not in time.
+    """
+    parts = urlsplit(url)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(parts.netloc, timeout=timeout)
+    try:
+        connection.request("POST" if body is not None else "GET", parts.path or "/", body, HEADERS)
+        waited = 0.0
+        with DefaultSelector() as selector:  # select() knows no file beyond the 1,024th
+            selector.register(connection.sock, EVENT_READ)
+            while not selector.select(LOOK_SECONDS):
+                waited += LOOK_SECONDS
+                if waited >= timeout:
+                    raise TimeoutError(f"no answer in {timeout:g} s")
+                alive()
+        response = connection.getresponse()
+        return response.status, response.read().decode(errors="replace")
+    except http.client.HTTPException as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
+    finally:
+        connection.close()
 
 
 class Servers(Backend):

@@ -44,7 +44,7 @@ def test_answers_are_judged_as_fresh_ones_of_this_run(make_config):
     async def short(prompts, completions, completion_ids, limit):
         calls.append(len(prompts))
         assert [len(ids) for ids in completion_ids] == [len(text) for text in completions]
-        return [1.0 if len(text) <= most else 0.5 for text, most in zip(completions, limit)]
+        return [float(len(text) <= most) for text, most in zip(completions, limit)]
 
     config = make_config(
         rollout={"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 8},
