@@ -172,28 +172,20 @@ def new_rollouts(request: Request, policy_version: int) -> list[Rollout]:
     ]
 
 
-def check_sampling(sampling: SamplingParams, *, has_tokenizer: bool) -> None:
-    """Raises UserError for a setting that is out of range."""
-    if not sampling.temperature >= 0:
-        raise UserError(f"temperature must be >= 0, got {sampling.temperature}")
-    if not 0 < sampling.top_p <= 1:
-        raise UserError(f"top_p must be above 0 and at most 1, got {sampling.top_p}")
-    if sampling.top_k < 0:
-        raise UserError(f"top_k must be >= 0 (0: off), got {sampling.top_k}")
-    if sampling.stop and not has_tokenizer:
-        raise UserError(f"stop strings {sampling.stop!r} need a tokenizer: make the engine with tokenizer=...")
-    if "" in sampling.stop:
-        raise UserError(f"stop must not hold an empty string, got {sampling.stop!r}")
-
-
-def check_requests(requests: Sequence[Request], *, max_positions: int, vocab_size: int, room: int) -> None:
-    """Raises UserError for a request that is out of range; ``room`` is what the KV cache holds, in tokens."""
+def check_requests(
+    requests: Sequence[Request],
+    sampling: SamplingParams,
+    *,
+    has_tokenizer: bool,
+    max_positions: int,
+    vocab_size: int,
+    room: int,
+) -> None:
+    """Raises UserError for a request that the model cannot take; ``room`` is what the KV cache holds, in tokens."""
+    assert sampling.temperature >= 0 and 0 < sampling.top_p <= 1 and sampling.top_k >= 0, sampling
+    assert not sampling.stop or (has_tokenizer and "" not in sampling.stop), sampling
     for i, request in enumerate(requests):
-        if request.num_samples < 0 or request.max_new_tokens < 0:
-            raise UserError(
-                f"request {i}: num_samples and max_new_tokens must be >= 0, got {request.num_samples} and "
-                f"{request.max_new_tokens}"
-            )
+        assert request.num_samples >= 0 and request.max_new_tokens >= 0, request
         context = [*request.prompt_ids, *request.prefix_ids]
         if not context:
             raise UserError(f"request {i}: the prompt is empty; give it at least a BOS token")

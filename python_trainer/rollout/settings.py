@@ -2,7 +2,7 @@
 
 import ipaddress
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
@@ -37,7 +37,7 @@ class RolloutConfig(Section):
     """Drop prompts whose answers are all right or all wrong, and draw others until the step is full (DAPO)."""
     max_sampling_rounds: int = Field(4, ge=1)
     """Rounds of dynamic_sampling; if the step is not full then, dropped prompts fill it up."""
-    stop: list[str] = Field([])
+    stop: list[Annotated[str, Field(min_length=1)]] = Field([])
     """Strings that end an answer, next to the model's end-of-sequence tokens."""
     schedule: Literal["fifo", "history"] = "fifo"
     """history: predict lengths from earlier answers, generate the longest first and give servers equal shares. Answers
@@ -49,7 +49,7 @@ class RolloutConfig(Section):
     @classmethod
     def _servers_have_addresses(cls, value: Any) -> Any:
         """Here, since what pydantic says of a union names its parts and not the setting."""
-        allowed = "must be a URL like http://HOST:8000, or a list of such, each once"
+        allowed = "must be a URL like http://HOST:8000, or a list of such"
         if value is None:
             return None
         urls = value if isinstance(value, list) else [value]
@@ -57,9 +57,6 @@ class RolloutConfig(Section):
             raise ValueError(f"{allowed}; got {value!r}")
         if any("@" in urlsplit(url).netloc for url in urls):  # not shown: it would be in the output of the run
             raise ValueError(f"{allowed}; got one with a user and password, which are not sent")
-        same = [url.rstrip("/").lower() for url in urls]
-        if twice := [url for i, url in enumerate(urls) if same[i] in same[:i]]:
-            raise ValueError(f"{allowed}; got {twice[0]} more than once in {value!r}")
         return value
 
     @property

@@ -47,23 +47,15 @@ class Task:
 
 def check_task(task: Task) -> None:
     """Raises UserError that names what of a task could not be trained on."""
-    if not isinstance(task.name, str) or not task.name:
-        raise UserError(f"Task: name must be a string that is not empty, got {task.name!r:.80}")
-
     def wrong(what: str, allowed: str, got: Any) -> UserError:
         return UserError(f"task {task.name}: {what} must be {allowed}, got {got!r:.80}")
 
     for split in ("train", "test", "gate"):
-        examples = getattr(task, split)
-        if not isinstance(examples, Sequence) or isinstance(examples, str):
-            raise wrong(split, "a list of Example", examples)
-        for number, example in enumerate(examples):
+        for number, example in enumerate(getattr(task, split)):
             if not isinstance(example, Example):
                 raise wrong(f"{split}[{number}]", "an Example", example)
             place = example.place or f"task {task.name}: {split}[{number}]"
             check_prompt(place, "prompt", example.prompt)
-            if not isinstance(example.columns, Mapping) or not all(isinstance(name, str) for name in example.columns):
-                raise UserError(f"{place}: columns must be a dict with names, got {example.columns!r:.80}")
             check_names(place, example.columns)
     functions, weights = task.reward_functions, task.reward_weights
     if not isinstance(functions, Mapping) or not functions:

@@ -4,7 +4,7 @@ import json
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -14,23 +14,13 @@ from pydantic import Field, field_validator, model_validator
 from python_trainer.data import Example
 from python_trainer.errors import UserError
 from python_trainer.hub import snapshot
-from python_trainer.tasks.base import check_text
+from python_trainer.tasks.base import RewardFunction, Task, check_text
 from python_trainer.tasks.settings import TaskSettings
 
 PROMPT_COLUMNS = ("prompt", "messages")
 TABLES = {".parquet": "parquet", ".csv": "csv", ".json": "json"}  # read by the library datasets, as folders are
 PLACES = f"a file (.jsonl, {', '.join(TABLES)}), a folder of such files, or an owner/name of the Hub"
 HUB = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(/(?P<config>\w[\w.-]*))?(@(?P<revision>[\w./-]+))?")
-
-
-@dataclass(frozen=True)
-class Splits:
-    """Examples of a task, and what the user may want to know about the files."""
-
-    train: Sequence[Example]
-    gate: Sequence[Example]
-    test: Sequence[Example]
-    notes: Sequence[str]
 
 
 class FileTaskSettings(TaskSettings):
@@ -73,20 +63,23 @@ class FileTaskSettings(TaskSettings):
             if not Path(place).exists() and not is_hub(place):
                 raise UserError(f"task.{field}: there is no file {place}; allowed: {PLACES}")
 
-    def splits(self) -> Splits:
-        """Reads the examples of all sources.
+    def judges(self, examples: Sequence[Example]) -> tuple[dict[str, RewardFunction], dict[str, float]]:
+        """Returns the reward functions for these examples, and their weights, by name."""
+        raise NotImplementedError
 
-        Raises:
-            UserError: a source cannot be read or holds too few examples.
-        """
+    def load(self) -> Task:
         assert self.train_path is not None and self.test_path is not None  # the validator sees to it
         train, notes = self._read(self.train_path, "train")
         train, gate = self._take_out(train)
         test, more = self._read(self.test_path, "test")
-        return Splits(
+        functions, weights = self.judges([*train, *test, *gate])
+        return Task(
+            self.name,
             limited(train, self.train_size, self.train_path, "train_size"),
-            gate,
             limited(test, self.test_size, self.test_path, "test_size"),
+            functions,
+            gate,
+            weights,
             list(dict.fromkeys(notes + more)),  # one file may serve twice
         )
 

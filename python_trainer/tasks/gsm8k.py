@@ -9,7 +9,7 @@ from pydantic import field_validator
 
 from python_trainer.data import Example, Messages
 from python_trainer.errors import UserError
-from python_trainer.tasks.base import Task, completion_text
+from python_trainer.tasks.base import RewardFunction, completion_text
 from python_trainer.tasks.files import FileTaskSettings, text_column
 
 # The final answer stands after the last "####" (gold answers) or at the start of the last line "A:" (model solutions).
@@ -82,6 +82,5 @@ class GSM8KSettings(FileTaskSettings):
     def examples(self, source: str, rows: Sequence[tuple[int, dict[str, Any]]]) -> tuple[list[Example], list[str]]:
         return read_problems(source, rows, self.prompt_template), []
 
-    def load(self) -> Task:
-        found = self.splits()
-        return Task(self.name, found.train, found.test, {"accuracy": accuracy}, found.gate, notes=found.notes)
+    def judges(self, examples: Sequence[Example]) -> tuple[dict[str, RewardFunction], dict[str, float]]:
+        return {"accuracy": accuracy}, {}

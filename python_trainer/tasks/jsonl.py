@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from python_trainer.data import Example
 from python_trainer.errors import UserError
-from python_trainer.tasks.base import Task, check_names, check_prompt
+from python_trainer.tasks.base import RewardFunction, check_names, check_prompt
 from python_trainer.tasks.files import PROMPT_COLUMNS, FileTaskSettings
 from python_trainer.tasks.rewards import REWARDS
 
@@ -39,16 +39,13 @@ class JSONLSettings(FileTaskSettings):
             raise ValueError(f"reward_weights needs {len(self.rewards)} numbers, got {self.reward_weights}")
         return self
 
-    def load(self) -> Task:
+    def judges(self, examples: Sequence[Example]) -> tuple[dict[str, RewardFunction], dict[str, float]]:
         functions = {Path(spec.rpartition(":")[2]).name: REWARDS.resolve(spec) for spec in self.rewards}
         if len(functions) < len(self.rewards):
             raise UserError(f"reward functions need different names, got {', '.join(self.rewards)}")
-        weights = dict(zip(functions, self.reward_weights or [1.0] * len(functions), strict=True))
-        found = self.splits()
         for name, function in functions.items():
-            own = {"environment_reward"} if self.environment else set()
-            check_columns(name, function, [*found.train, *found.test, *found.gate], own)
-        return Task(self.name, found.train, found.test, functions, found.gate, weights, found.notes)
+            check_columns(name, function, examples, {"environment_reward"} if self.environment else set())
+        return functions, dict(zip(functions, self.reward_weights or [1.0] * len(functions), strict=True))
 
     def examples(self, source: str, rows: Sequence[tuple[int, dict[str, Any]]]) -> tuple[list[Example], list[str]]:
         return read_prompts(source, rows)

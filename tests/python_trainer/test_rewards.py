@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from python_trainer.data import Example
@@ -111,6 +111,7 @@ JSON = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(JSON, min_size=2, max_size=2))
 @pytest.mark.parametrize("kind", ["plain", "async"])
 def test_no_function_changes_what_others_see(kind, cases):

@@ -24,7 +24,6 @@ from python_trainer.rollout.engine import (
     SamplingParams,
     StopStrings,
     check_requests,
-    check_sampling,
     new_rollouts,
 )
 from python_trainer.rollout.ordering import LengthHistory, expectations, longest_first, remember
@@ -150,8 +149,14 @@ class PagedEngine(Engine):
         self.cache.advance_version()
 
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Rollout]:
-        check_sampling(sampling, has_tokenizer=self.tokenizer is not None)
-        check_requests(requests, max_positions=self.max_positions, vocab_size=self.vocab_size, room=self.room)
+        check_requests(
+            requests,
+            sampling,
+            has_tokenizer=self.tokenizer is not None,
+            max_positions=self.max_positions,
+            vocab_size=self.vocab_size,
+            room=self.room,
+        )
         if self._session is None:
             self._session = Session(self, sampling)
         elif self._session.sampling != sampling:

@@ -22,7 +22,6 @@ from python_trainer.rollout.engine import (
     SamplingParams,
     StopStrings,
     check_requests,
-    check_sampling,
     new_rollouts,
 )
 from python_trainer.rollout.ordering import LengthHistory, expectations, longest_first, remember
@@ -157,13 +156,19 @@ class VLLMEngine(Engine):
 
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Rollout]:
         """As of :class:`Engine`. vLLM is asked when :meth:`poll` needs it, for all that was submitted until then."""
-        check_sampling(sampling, has_tokenizer=self.tokenizer is not None)
         if 0 < sampling.temperature < LOWEST_TEMPERATURE:
             raise UserError(
                 f"temperature must be 0 or at least {LOWEST_TEMPERATURE} with vLLM, got {sampling.temperature}"
             )
         limit = self.max_positions
-        check_requests(requests, max_positions=limit, vocab_size=self.vocab_size, room=limit)
+        check_requests(
+            requests,
+            sampling,
+            has_tokenizer=self.tokenizer is not None,
+            max_positions=limit,
+            vocab_size=self.vocab_size,
+            room=limit,
+        )
         if self._waiting and sampling != self._sampling:
             raise UserError(f"sampling must be {self._sampling} until all is generated, got {sampling}")
         self._sampling = sampling
