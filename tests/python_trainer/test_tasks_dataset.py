@@ -80,8 +80,8 @@ def test_types_that_the_library_datasets_changes_are_noted(tmp_path):
     (tmp_path / "all.json").write_text("\n".join(json.dumps(row) for _ in range(2)))
     task = settings_of(tmp_path / "all.json").load()
     assert len(task.notes) == 2 and task.train[0].columns["size"] == 2**62
-    assert "column 'answer' has numbers beyond 2^63, which are read as floats" in task.notes[0]
-    assert "column 'day' is read as dates: reward functions get datetime, not text" in task.notes[1]
+    assert "column 'answer' has numbers beyond 2^63, which are read as floats" in task.notes[1]
+    assert "column 'day' is read as dates: reward functions get datetime, not text" in task.notes[0]
 
 
 def test_a_place_of_the_hub_may_name_a_configuration_a_revision_and_a_split(tmp_path, monkeypatch):
