@@ -17,6 +17,7 @@ PAGES = [
 @pytest.mark.parametrize(
     ("page", "count"),
     [
+        ("README.md", 1),
         ("docs/ops.md", 5),
         ("docs/prefix_cache.md", 1),
         ("docs/python_api.md", 1),
