@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -129,24 +129,14 @@ def _read_plain(folder: Path, config: ModelConfig, dtype: torch.dtype) -> tuple[
     if loaded["missing_keys"]:
         some = ", ".join(sorted(loaded["missing_keys"])[:3])
         raise UserError(f"model.path: {folder} lacks {len(loaded['missing_keys'])} weights of its model: {some}, ...")
-    check_finite(folder, [name for name, p in model.named_parameters() if not bool(p.isfinite().all())])
-    check_vocabulary(folder, model, tokenizer)
-    return model, tokenizer
-
-
-def check_finite(folder: Path, broken: Sequence[str]) -> None:
-    """Raises UserError where there are weights that are not finite, given by name."""
-    if broken:
+    if broken := [name for name, p in model.named_parameters() if not bool(p.isfinite().all())]:
         raise UserError(f"model.path: {len(broken)} weights of {folder} hold NaN or infinity: {', '.join(broken[:3])}")
-
-
-def check_vocabulary(folder: Path, model: Any, tokenizer: Any) -> None:
-    """Raises UserError where the tokenizer has tokens that the model does not know."""
-    if model.get_input_embeddings().num_embeddings < len(tokenizer):
+    if (known := model.get_input_embeddings().num_embeddings) < len(tokenizer):
         raise UserError(
-            f"model.path: the tokenizer of {folder} has {len(tokenizer)} tokens, "
-            f"more than the {model.get_input_embeddings().num_embeddings} that its model knows"
+            f"model.path: the tokenizer of {folder} has {len(tokenizer)} tokens, more than the {known} that its model "
+            "knows"
         )
+    return model, tokenizer
 
 
 def model_on_meta(settings: Any, config: ModelConfig, dtype: torch.dtype) -> Any:

@@ -65,7 +65,8 @@ def inject_adapters(model: Any, settings: LoraSettings) -> None:
     part, modules = model, settings.target_modules
     if modules == ALL_LINEAR:
         # within a module that has no config: by the model type in one PEFT adds fused experts and their router
-        part, modules = torch.nn.ModuleDict({"model": model}), [f"model.{name}" for name in linear_layers(model)]
+        part, output = torch.nn.ModuleDict({"model": model}), model.get_output_embeddings()
+        modules = [n for n, m in part.named_modules() if isinstance(m, torch.nn.Linear) and m is not output]
     wanted = LoraConfig(r=settings.r, lora_alpha=settings.alpha, target_modules=modules)  # type: ignore[arg-type]
     with torch.random.fork_rng():
         torch.manual_seed(keyed_seed("lora"))
@@ -80,12 +81,6 @@ def inject_adapters(model: Any, settings: LoraSettings) -> None:
             raise UserError(f"model.lora.target_modules must name linear layers, {name} is none")
     if hasattr(model.get_output_embeddings(), "lora_A"):
         raise UserError(f"model.lora.target_modules must not name the output layer, got {settings.target_modules!r}")
-
-
-def linear_layers(model: Any) -> list[str]:
-    """Names of all linear layers but the output layer."""
-    output = model.get_output_embeddings()
-    return [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not output]
 
 
 def describe_skipped(model: Any, settings: LoraSettings | None) -> str | None:

@@ -34,7 +34,6 @@ from python_trainer.model.weights import copy_weights, full, named_weights
 from python_trainer.run_directory import usual_mode
 from rlkernels import token_logprobs
 
-ANSWER_LENGTH = "rollout.max_completion_length"  # the setting
 LARGEST_LOGITS = 1 << 28  # bytes of logits in a micro-batch; more are not held but computed block by block, twice
 
 
@@ -219,17 +218,13 @@ class Policy:
                 f"the chat template of {self.name} refuses the messages {str(messages)[:80]}: {error}"
             ) from error
 
-    def room(self, max_completion_length: int, setting: str = ANSWER_LENGTH) -> int:
-        """Most tokens of a prompt; UserError where there is room for none.
-
-        Args:
-            setting: the one that says how long answers may be, for messages.
-        """
+    def room(self, max_completion_length: int) -> int:
+        """Most tokens of a prompt; UserError where there is room for none."""
         room = self.max_length - max_completion_length
         if room < 1:
             raise UserError(
-                f"{setting} {max_completion_length} leaves no room for a prompt: {self.limited_by} is "
-                f"{self.max_length} tokens, prompt and answer together"
+                f"rollout.max_completion_length {max_completion_length} leaves no room for a prompt: "
+                f"{self.limited_by} is {self.max_length} tokens, prompt and answer together"
             )
         return room
 
@@ -239,17 +234,16 @@ class Policy:
         examples: Sequence[Example],
         encoded: Sequence[Sequence[int]],
         max_completion_length: int,
-        setting: str = ANSWER_LENGTH,
     ) -> None:
         """Raises UserError that names a prompt which is empty, or together with its answer beyond ``max_length``."""
-        room = self.room(max_completion_length, setting)
+        room = self.room(max_completion_length)
         for index, ids in enumerate(encoded):
             if not 0 < len(ids) <= room:
                 name = examples[index].place or f"{index} of the {split} split"
                 raise UserError(
-                    f"prompt {name} has {len(ids)} tokens; with {setting} {max_completion_length} and "
-                    f"{self.limited_by} of {self.max_length} tokens it may have 1 to {room}: "
-                    f"{str(examples[index].prompt)[:60]!r}"
+                    f"prompt {name} has {len(ids)} tokens; with rollout.max_completion_length "
+                    f"{max_completion_length} and {self.limited_by} of {self.max_length} tokens it may have 1 to "
+                    f"{room}: {str(examples[index].prompt)[:60]!r}"
                 )
 
     def decode(self, response_ids: Sequence[int]) -> str:

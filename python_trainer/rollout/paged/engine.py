@@ -168,7 +168,7 @@ class PagedEngine(Engine):
         self._ready += [rollout for rollout in rollouts if rollout.finish_reason]  # without room for a token
         if self.lengths:
             self._submitted.append((list(requests), rollouts))
-        if not self._session.busy:
+        if not self._session.scheduler.busy:
             self._end()
         return rollouts
 
@@ -178,20 +178,20 @@ class PagedEngine(Engine):
             return done
         try:
             with session.running():
-                while session.busy and len(done) < count:
+                while session.scheduler.busy and len(done) < count:
                     done += [sample.rollout for sample in session.step()]
         except BaseException:
             self._end()
             self._ready = []
             raise
-        if not session.busy:
+        if not session.scheduler.busy:
             self._end()
         return done
 
     def _end(self) -> None:
         """Of what was submitted: all is generated, or given up."""
         assert self._session is not None
-        self._session.close()
+        self._session.scheduler.close()
         for requests, rollouts in self._submitted:
             if self.lengths and all(rollout.finish_reason for rollout in rollouts):
                 remember(self.lengths, requests, rollouts)
@@ -317,25 +317,18 @@ class Session:
         self.stop = StopStrings(tokenizer, sampling.stop) if tokenizer and sampling.stop else None
         self.share = False  # whether it can pay to read common prefixes once
 
-    @property
-    def busy(self) -> bool:
-        return self.scheduler.busy
-
-    def add(self, request: Request, rollouts: Sequence[Rollout]) -> list[Decoding]:
+    def add(self, request: Request, rollouts: Sequence[Rollout]) -> None:
         """Queues the samples of a request, one a rollout."""
         context = len(request.prompt_ids) + len(request.prefix_ids)
         limit = min(request.max_new_tokens, self.engine.max_positions - context)
         samples = [Decoding(rollout, request.sample_id + j, limit) for j, rollout in enumerate(rollouts)]
-        if context + limit > self.longest:
-            self.longest = context + limit
-            self.forward = self.forward and self.engine._runner(self.longest)
+        self.longest = max(self.longest, context + limit)
         if limit > 0 and samples:
             self.scheduler.add(samples[0].tokens(), samples)
         else:
             for rollout in rollouts:
                 rollout.finish_reason = "length"
-        self.share |= self.engine.share_reads and _shares(request)
-        return samples
+        self.share |= self.engine.share_reads and request.num_samples > 1 and context >= MIN_SHARED_TOKENS
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -356,13 +349,6 @@ class Session:
         done = engine._draw(step, logits, self.sampling, self.stop)
         self.scheduler.finish(done)
         return done
-
-    def close(self) -> None:
-        self.scheduler.close()
-
-
-def _shares(request: Request) -> bool:
-    return request.num_samples > 1 and len(request.prompt_ids) + len(request.prefix_ids) >= MIN_SHARED_TOKENS
 
 
 def memory_limit(device: torch.device, reserved: int = 0) -> int:
