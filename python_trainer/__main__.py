@@ -1,7 +1,6 @@
 """The command line: ``python -m python_trainer --help``."""
 
 import errno
-import importlib.util
 import os
 import sys
 
@@ -16,37 +15,14 @@ from python_trainer.errors import (
     tell_error,
 )
 
-# modules of the extra "train"; some are used at the end of a run only, which is too late to miss them
-NEEDED = (
-    "jinja2",
-    "matplotlib",
-    "pydantic",
-    "rich",
-    "safetensors",
-    "sqlalchemy",
-    "tensorboard",
-    "transformers",
-    "yaml",
-)
 # nothing that the trainer can help
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ENOMEM)
-
-
-def check_packages() -> None:
-    """Raises UserError where packages of the extra ``train`` are missing."""
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(
-            f"python_trainer needs packages that {sys.executable} lacks: {', '.join(missing)}; the extra train brings "
-            "them: `pip install --no-build-isolation '.[train]'` in the clone, or `pip install 'NAME.whl[train]'`"
-        )
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0, also for a run that was asked to stop and has saved; 2 after one line on what the user can fix."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        check_packages()
         from python_trainer.commands import parse_arguments
 
         args = parse_arguments(argv)
@@ -55,6 +31,10 @@ def main(argv: list[str] | None = None) -> int:
     except (UserError, NotFinite) as error:
         said = "; ".join([str(error), *getattr(error, "__notes__", ())])
         tell_error(error, hide_passwords(" ".join(said.split())))
+        return 2
+    except ModuleNotFoundError as error:
+        install = "`pip install --no-build-isolation '.[train]'` in the clone, or `pip install 'NAME.whl[train]'`"
+        tell_error(error, f"{error} by {sys.executable}; the extra train brings what python_trainer needs: {install}")
         return 2
     except BrokenPipeError:  # whoever read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more

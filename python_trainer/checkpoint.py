@@ -12,37 +12,21 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from python_trainer.distributed import RankGroup
 from python_trainer.errors import UserError, is_lost_connection, mark_shared
 from python_trainer.run_directory import publish, usual_mode
 
 PATTERN = re.compile(r"step-(\d+)")
 CHECKSUMS = "checksums.json"
 SHARDS = "shards"  # folder in a checkpoint to which all ranks have written
-
-
-class Ranks(Protocol):
-    """The processes that save together."""
-
-    rank: int
-
-    def together(self) -> AbstractContextManager[None]: ...
-
-
-class Alone:
-    """One process that saves."""
-
-    rank = 0
-
-    def together(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 def encode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
@@ -78,7 +62,7 @@ def save_checkpoint(
     *,
     keep: int,
     spare: int | None = None,
-    ranks: Ranks | None = None,
+    ranks: RankGroup | None = None,
     shards: Mapping[str, Any] | None = None,
 ) -> Path:
     """Writes ``folder/step-N``, then removes older checkpoints.
@@ -93,7 +77,7 @@ def save_checkpoint(
     Raises:
         UserError: the checkpoint cannot be written, as on a full disk; the earlier ones are unchanged. All ranks raise.
     """
-    ranks = ranks or Alone()
+    ranks = ranks or RankGroup()
     aside, target = folder / f".step-{step:06d}.tmp", folder / f"step-{step:06d}"
     with ranks.together(), removing_unfinished(aside, target):
         if ranks.rank == 0:

@@ -5,11 +5,12 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+import rlkernels
 
 # generated; of prompts and prefixes computed; of those taken from the KV cache instead; in forward-backward passes
 TOKENS = ("generated_tokens", "prefill_tokens", "cached_tokens", "trained_tokens")
@@ -130,13 +131,10 @@ def summarise(state: RunState, clock: Clock, target: float | None) -> dict[str, 
 
 def versions() -> dict[str, str]:
     """Returns the versions of Python and the packages that decide what a run computes."""
-    found = {"python": platform.python_version()}
-    for name in ("rlkernels", "torch", "transformers"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:  # run from a source tree that was built in place
-            found[name] = __import__(name).__version__
-    return found
+    import transformers  # takes a second
+
+    modules = {"rlkernels": rlkernels, "torch": torch, "transformers": transformers}
+    return {"python": platform.python_version()} | {name: module.__version__ for name, module in modules.items()}
 
 
 def device_name(device: torch.device) -> str:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from python_trainer.__main__ import main
 from python_trainer.checkpoint import list_checkpoints, load_whole, save_checkpoint
 from python_trainer.config import check_config
-from python_trainer.distributed import RankGroup, start
+from python_trainer.distributed import start
 from python_trainer.distributed.ranked_engine import RankedEngine
 from python_trainer.errors import Interrupted, UserError, is_shared, mark_shared
 from python_trainer.rollout.engine import SamplingParams
@@ -115,18 +115,6 @@ def test_a_checkpoint_that_one_process_cannot_write_is_told_by_all(tmp_path):
                 assert "the newest there is step-000001: make room there" in said
                 assert said.count("cannot be written") == 1 and "\n" not in said
         assert list_checkpoints(tmp_path / parallel)
-
-
-def test_no_rank_waits_for_others_within_together(monkeypatch):
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(dist, "all_gather_object", lambda found, value: found.__setitem__(slice(None), [value] * 2))
-    monkeypatch.setattr(dist, "broadcast_object_list", lambda said, src: None)
-    ranks = RankGroup("ddp")
-    for waits in (lambda: ranks.gather(1), lambda: ranks.first(1), lambda: ranks.any(1), lambda: ranks.once(int)):
-        with pytest.raises(AssertionError, match="no rank waits for others"), ranks.together():
-            waits()
-        waits()
 
 
 @pytest.mark.parametrize("streams", [True, False])
