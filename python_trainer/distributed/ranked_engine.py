@@ -1,29 +1,12 @@
 """A rollout engine on weights that are kept elsewhere, whose requests are divided among ranks."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from itertools import chain
-from typing import Any, Protocol, TypeVar
 
 from python_trainer.data import Request, Rollout
 from python_trainer.model.policy import Policy
-from python_trainer.rollout.engine import Engine, SamplingParams, WrappedEngine, new_rollouts
+from python_trainer.rollout.engine import Engine, Ranks, SamplingParams, WrappedEngine, new_rollouts
 from python_trainer.rollout.ordering import divide, remember
-
-T = TypeVar("T")
-
-
-class Ranks(Protocol):
-    """Those who share the work."""
-
-    rank: int
-    size: int
-
-    def together(self) -> AbstractContextManager[None]: ...
-
-    def gather(self, value: Any) -> list[Any]: ...
-
-    def first(self, value: T) -> T: ...
 
 
 class RankedEngine(WrappedEngine):

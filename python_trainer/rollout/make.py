@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 from python_trainer.errors import UserError
 from python_trainer.model.policy import Policy
 from python_trainer.model.settings import ModelConfig
-from python_trainer.rollout.engine import Engine
+from python_trainer.rollout.engine import Engine, Ranks
 from python_trainer.rollout.ordering import LengthHistory
 from python_trainer.rollout.settings import RolloutConfig
 
 if TYPE_CHECKING:
-    from python_trainer.distributed import RankGroup
     from python_trainer.rollout.vllm.engine import VLLMEngine
 
 logger = logging.getLogger(__name__)
@@ -39,7 +38,7 @@ def make_engine(
     model: ModelConfig,
     policy: Policy,
     output_dir: Path,
-    ranks: "RankGroup",
+    ranks: Ranks,
     *,
     reserved_bytes: int = 0,
     longest_draft: int = 0,
@@ -90,7 +89,7 @@ def _on_servers(
     rollout: RolloutConfig,
     policy: Policy,
     folder: Path,
-    ranks: "RankGroup",
+    ranks: Ranks,
     note: Callable[[str], object],
     options: dict[str, Any],
 ) -> "VLLMEngine":

@@ -47,6 +47,7 @@ class Task:
 
 def check_task(task: Task) -> None:
     """Raises UserError that names what of a task could not be trained on."""
+
     def wrong(what: str, allowed: str, got: Any) -> UserError:
         return UserError(f"task {task.name}: {what} must be {allowed}, got {got!r:.80}")
 
