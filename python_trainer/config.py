@@ -57,12 +57,10 @@ class EvaluationConfig(Section):
 
 
 class SftConfig(Section):
-    """Supervised steps on the column `answer`, by the command `sft`; `optimizer` counts too, but for its rate."""
+    """Supervised steps on the column `answer`, by the command `sft`; `optimizer` counts too."""
 
     epochs: int = Field(1, ge=1)
     """How often every training example is seen."""
-    learning_rate: float = Field(1e-5, gt=0)
-    """Peak learning rate."""
     batch_tokens: int = Field(8192, ge=1)
     """Most tokens of prompts and answers in an optimizer step."""
 

@@ -115,7 +115,6 @@ class Sft:
         answers["max_completion_length"] = len(longest.response_ids)
         update = {
             "algorithm": AlgorithmConfig(advantage=ADVANTAGES.give("sft", LEARN_ALL), importance_sampling="none"),
-            "optimizer": config.optimizer.model_copy(update={"learning_rate": config.sft.learning_rate}),
             "rollout": config.rollout.model_copy(update=answers),
             "max_steps": len(self.batches),
         }
@@ -189,8 +188,10 @@ class Sft:
         try:
             learned = self.learner.update(rows, state["step"] + 1)
         except NotFinite as error:
-            rate = self.config.sft.learning_rate
-            raise UserError(f"step {state['step'] + 1}: {error}; sft.learning_rate {rate:g} may be too high") from error
+            rate = self.config.optimizer.learning_rate
+            raise UserError(
+                f"step {state['step'] + 1}: {error}; optimizer.learning_rate {rate:g} may be too high"
+            ) from error
         seconds = time.perf_counter() - begun
         state["step"], state["seconds"] = state["step"] + 1, state["seconds"] + seconds
         return {

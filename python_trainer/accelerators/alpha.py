@@ -30,6 +30,7 @@ from rlkernels.extrapolation import Attempt, Gate, Limits
 from rlkernels.rank1.stream import default_filter
 
 MIN_RISE, MIN_COSINE, MIN_SKILL = 0.02, 0.7, 0.0  # below these nothing is tried; see rlkernels.extrapolation.Limits
+GATE_LEVEL = 0.05  # chance per run of accepting weights that are no better, at most
 TARGET_ACCURACY = 1.0  # that the predictor pls goes to
 SMOOTHING = 5  # steps over which the training accuracy is averaged
 FACTS = "anchor", "answered", "next_attempt", "events", "seconds"  # in checkpoints as they are
@@ -46,7 +47,7 @@ class Alpha(Accelerator):
         self.anchor = 0  # the step whose weights are the base of the trajectory
         self.answered: list[list[float]] = []  # [step, sum of merits, answers] of every step since the anchor
         self.next_attempt = settings.first_step
-        self.gate = Gate(settings.gate_level)
+        self.gate = Gate(GATE_LEVEL)
         self.events: list[dict[str, Any]] = []  # one for every attempt
         self.seconds = {"track": 0.0, "gate": 0.0}
 
@@ -178,5 +179,5 @@ class Alpha(Accelerator):
         if state["base"] is not None:
             self.trajectory = RankOneTrajectory(state["base"])
             self.trajectory.load_state_dict(state["trajectory"])
-        self.gate = Gate(self.settings.gate_level, *state["gate"])
+        self.gate = Gate(GATE_LEVEL, *state["gate"])
         vars(self).update({name: state[name] for name in FACTS})

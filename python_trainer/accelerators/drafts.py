@@ -18,6 +18,9 @@ from rlkernels import RolloutHistory
 MEASURED_PASSES = ((8, 1), (8, 8), (32, 8))  # sequences, tokens of each
 
 
+HISTORY_TOKENS = 10_000_000  # of answers that are kept; the oldest and least rewarded go first
+
+
 class Drafts(Accelerator):
     """A history of all answers, by prompt; an answer's epoch is the number of earlier visits to its prompt."""
 
@@ -25,7 +28,7 @@ class Drafts(Accelerator):
 
     def __init__(self, settings: DraftsSettings):
         super().__init__(settings)
-        self.history = RolloutHistory(max_tokens=settings.history_tokens)
+        self.history = RolloutHistory(max_tokens=HISTORY_TOKENS)
         self.visits: dict[int, int] = {}  # prompt key -> steps that it was part of
         # what a forward pass costs on top of its tokens, in tokens; None: the engine does not tell
         self.pass_overhead: float | None = None
@@ -81,5 +84,5 @@ class Drafts(Accelerator):
             self.history = RolloutHistory.from_bytes(state["history"])
         except ValueError as error:
             raise UserError(f"the drafts of the checkpoint cannot be read: {error}") from error
-        self.history.resize(self.settings.history_tokens)
+        self.history.resize(HISTORY_TOKENS)
         self.visits, self.pass_overhead = state["visits"], state["pass_overhead"]

@@ -97,8 +97,6 @@ class DraftsSettings(AcceleratorSettings):
 
     max_draft_tokens: int = Field(16, ge=1)
     """Longest draft; at most 128 with rollout.engine vllm."""
-    history_tokens: int = Field(10_000_000, ge=1)
-    """Answer tokens kept; the oldest and least rewarded go first."""
 
     def conflicts(self, config: Any) -> str | None:
         if config.rollout.servers:
@@ -136,8 +134,6 @@ class AlphaSettings(AcceleratorSettings):
     """pls goes to an accuracy of 1, the others to `horizon` times the tracked steps."""
     horizon: float = Field(2.0, gt=1)
     """Extrapolate to this many times the steps that were tracked."""
-    gate_level: float = Field(0.05, gt=0, lt=1)
-    """Chance per run of accepting weights that are no better, at most."""
     refuse: bool = True
     """Do not even try where the tracked steps give no reason to: the accuracy rose by less than 0.02, directions turned
     since half of them (cosine below 0.7), or a back-test on the last third does no better than staying."""

@@ -265,11 +265,13 @@ def test_candidates_share_the_answers_of_the_present_weights(prompts, available)
         try_candidates(gate, *weights, **options | {"evaluate": lambda rows: [1.0] * (len(rows) + 1)})
 
 
-SETTINGS = {"track_steps": 1, "first_step": 4, "every": 2, "refuse": False, "gate_level": 0.9}
+SETTINGS = {"track_steps": 1, "first_step": 4, "every": 2, "refuse": False}
 
 
 @pytest.fixture
-def alpha_config(make_config, gate_task):
+def alpha_config(make_config, gate_task, monkeypatch):
+    monkeypatch.setattr("python_trainer.accelerators.alpha.GATE_LEVEL", 0.9)
+
     def make(**changes):
         settings = SETTINGS | changes.pop("alpha", {})
         return make_config(**changes, task=gate_task, accelerators={"enabled": ["alpha"], "alpha": settings})

@@ -224,9 +224,10 @@ def test_training_is_the_same_with_drafts(make_config, tmp_path, dear_passes, ot
     assert all(0 <= row["drafts/acceptance"] <= 1 and 0 <= row["drafts/off_share"] <= 1 for row in steps)
 
 
-def test_resumed_run_with_drafts_repeats(make_config, tmp_path):
+def test_resumed_run_with_drafts_repeats(make_config, tmp_path, monkeypatch):
     """The history, its clock and the measured cost come back: even the drafts are the same."""
-    options = {"enabled": ["drafts"], "drafts": {"history_tokens": 500}}
+    monkeypatch.setattr("python_trainer.accelerators.drafts.HISTORY_TOKENS", 500)
+    options = {"enabled": ["drafts"]}
     whole = Trainer(make_config(max_steps=6, accelerators=options), tmp_path / "whole", console=Console(quiet=True))
     whole.accelerators[0].pass_overhead = 200.0  # as if measured
     whole.run()
@@ -248,21 +249,22 @@ def test_resumed_run_with_drafts_repeats(make_config, tmp_path):
     assert drafts[0] == drafts[1] and drafts[0][-1]["drafts/offered_tokens"] > 0
 
 
-def test_settings_that_changed_win_over_the_checkpoint():
+def test_a_history_is_cut_to_what_is_kept_when_it_is_loaded(monkeypatch):
     before = Drafts(DraftsSettings())
     before.pass_overhead = 7.0
     for epoch in range(4):
         before.history.add([epoch], [1] * 10, epoch=epoch)
     state = before.state_dict()
 
-    def loaded(**settings):
-        accelerator = Drafts(DraftsSettings(**settings))
+    def loaded():
+        accelerator = Drafts(DraftsSettings())
         accelerator.load_state_dict(state)
         return accelerator
 
     assert loaded().pass_overhead == 7.0
     assert torch.equal(loaded().history.to_bytes(), state["history"])
-    small = loaded(history_tokens=25).history
+    monkeypatch.setattr("python_trainer.accelerators.drafts.HISTORY_TOKENS", 25)
+    small = loaded().history
     assert small.stats["tokens"] == 20 and [small.longest_prompt([epoch]) for epoch in range(4)] == [0, 0, 1, 1]
     for _ in range(3):
         small.add([9], [2] * 10, epoch=9)
