@@ -45,6 +45,7 @@ class Block:
         # groups of asynchronous copies and of products; the last one is open
         self.copies: list[list[Callable[[], None]]] = [[]]
         self.products: list[list[Callable[[], None]]] = [[]]
+        self.running: dict[str, np.ndarray] = {}  # register -> the sum that a product under way gives it
         self.issued: Counter[str] = Counter()  # warps times statements, by the name of the instruction
         self.executed = np.zeros(len(program.statements), bool)
         self.guards = [self.read(s.guard, "pred") if s.guard else None for s in program.statements]
@@ -128,7 +129,7 @@ class Block:
             self.places[f"%ctaid.{axis}"].fill(index)
         self.local.fill(0xA5)
         self.shared.begin()
-        self.copies, self.products = [[]], [[]]
+        self.copies, self.products, self.running = [[]], [[]], {}
         self._loop()
         if any(self.copies):
             raise Fault("a block ended before its asynchronous copies")

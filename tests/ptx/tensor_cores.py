@@ -10,12 +10,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ptx.block import Action, Block, Mask, Values, from_bfloat16, instruction
-from ptx.memory import Fault
+from ptx.block import Action, Block, Mask, from_bfloat16, instruction
+from ptx.memory import SEVERAL, Fault
 from ptx.program import Statement, unbrace
 
 LANE = np.arange(32)
 ROW, COLUMN = LANE // 4, 2 * (LANE % 4)
+UNKNOWN = np.float32(np.nan)
 FLOAT16 = {"bf16": from_bfloat16, "f16": lambda bits: bits.astype(np.uint16).view(np.float16)}
 
 
@@ -74,12 +75,11 @@ def _sum_places(registers: int) -> tuple[slice, np.ndarray, np.ndarray]:
     return slice(None), ROW + 8 * (i >> 1 & 1), COLUMN + (i & 1) + 8 * (i >> 2)
 
 
-def _add_sums(block: Block, out: np.ndarray, sums: list[Values], keep: np.ndarray | bool, results: list[str]) -> None:
-    """The product ``out`` [warps, 16, 8 n], and what the registers held where it is kept -> the registers."""
-    held = np.stack([read().reshape(-1, 32) for read in sums], 1)
-    totals = (out[_sum_places(len(results))] + np.where(keep, held, 0)).astype(np.float32)
-    for i, register in enumerate(results):
-        block.write(register, totals[:, i].ravel(), None)
+def _totals(out: np.ndarray, held: list[np.ndarray], keep: np.ndarray | bool) -> np.ndarray:
+    """The product ``out`` [warps, 16, 8 n] and what registers held where it is kept -> [registers, threads]."""
+    before = np.stack([values.reshape(-1, 32) for values in held], 1)
+    totals = (out[_sum_places(len(held))] + np.where(keep, before, 0)).astype(np.float32)
+    return np.ascontiguousarray(totals.transpose(1, 0, 2)).reshape(len(held), -1)
 
 
 @instruction("mma")
@@ -98,7 +98,9 @@ def _multiply(block: Block, s: Statement) -> Action:
         b = np.zeros((block.warps, 8, 16))  # its columns as rows
         for i, read in enumerate(right):
             _place(b, ROW, COLUMN + 8 * i, read().reshape(-1, 32), kind)
-        _add_sums(block, left() @ b.transpose(0, 2, 1), sums, True, results)
+        totals = _totals(left() @ b.transpose(0, 2, 1), [read() for read in sums], True)
+        for register, values in zip(results, totals):
+            block.write(register, values, on)
 
     return run
 
@@ -123,22 +125,29 @@ def _asynchronous(block: Block, s: Statement) -> Action:
     right, sums = block.read(s.operands[2], "u64"), [block.read(register, "f32") for register in results]
     keep = block.read(s.operands[3], "pred")
 
-    def matrices(descriptors: np.ndarray, rows: int, turned: int) -> np.ndarray:
-        """The [rows, 16] of every group, by its descriptor."""
+    def matrices(descriptors: np.ndarray, rows: int, turned: int, own: int = 0) -> np.ndarray:
+        """The [rows, 16] of every group, by its descriptor; ``own`` rows are read by one warp alone, 0: all by all."""
         out = np.zeros((groups, rows, 16))
         for group, given in enumerate(descriptors.reshape(groups, 128)):
             if (given != given[0]).any():
                 raise Fault(f"threads differ in a descriptor: {s.text}")
             at = places(int(given[0]), rows, turned)
-            out[group] = FLOAT16[kind](_read_asynchronously(block, at, 4 * group, s.text))
+            bits = _read_asynchronously(block, at, 4 * group, s.text, own)
+            out[group] = FLOAT16[kind](bits)
         return out
 
     def run(on: Mask) -> None:
         _everybody(on, s.text)
         b = matrices(right(), columns, flags[-1])
-        a = left().reshape(groups, 64, 16) if in_registers else matrices(left(), 64, flags[2])
+        a = left().reshape(groups, 64, 16) if in_registers else matrices(left(), 64, flags[2], own=16)
         out = (a @ b.transpose(0, 2, 1)).reshape(-1, 16, columns)
-        _add_sums(block, out, sums, keep().reshape(-1, 1, 32), results)
+        # until its group is waited for, nobody but a later product has the sums
+        held = [block.running.get(register, read()) for register, read in zip(results, sums)]
+        totals = dict(zip(results, _totals(out, held, keep().reshape(-1, 1, 32))))
+        for register in results:
+            block.write(register, UNKNOWN, on)
+        block.running |= totals
+        block.products[-1].append(lambda: _finish_sums(block, totals))
 
     return run
 
@@ -161,16 +170,17 @@ def places(descriptor: int, rows: int, turned: int) -> np.ndarray:
     return at ^ ((at >> 7 & (pitch // 16 - 1)) << 4)
 
 
-def _read_asynchronously(block: Block, at: np.ndarray, first_warp: int, text: str) -> np.ndarray:
+def _read_asynchronously(block: Block, at: np.ndarray, first_warp: int, text: str, own: int) -> np.ndarray:
     shared = block.shared
-    index, mine = shared.marks(at.ravel(), np.full(at.size, first_warp), 2, text)
+    row = np.arange(len(at))[:, None]
+    warps = np.broadcast_to(first_warp + (row // own if own else 0), at.shape).ravel()
+    index, mine = shared.marks(at.ravel(), warps, 2, text)
     if shared.unfenced[index].any():
         raise Fault(f"race: reads past a fence of the asynchronous proxy that is missing: {text}")
-    # what the four warps themselves have written is theirs to read
-    writers = shared.writers[index]
-    own = (writers >= mine) & (writers < mine + 4)
-    shared.note_read(index[~own], mine[~own], text)
-    shared.readers[index[own]] = mine[own]
+    if own:
+        shared.note_read(index, mine, text)
+    else:  # by four warps
+        shared.note_read(index, np.full_like(mine, 64 * shared.interval + SEVERAL), text)
     shared.in_flight[index] += 1  # once, however often a product reads a place
 
     def finish() -> None:
@@ -178,6 +188,12 @@ def _read_asynchronously(block: Block, at: np.ndarray, first_warp: int, text: st
 
     block.products[-1].append(finish)
     return shared.bytes.read(at.ravel(), 2, 1, text).reshape(at.shape).astype(np.uint32)
+
+
+def _finish_sums(block: Block, totals: dict[str, np.ndarray]) -> None:
+    for register, values in totals.items():
+        if block.running.get(register) is values:  # and no later product has taken it over
+            block.write(register, block.running.pop(register), None)
 
 
 @instruction("fence")
