@@ -83,8 +83,8 @@ class Built:
 
 
 def compile_for(kernels: Sequence[Kernel], targets: Sequence[int] = TARGETS, triton: str = "") -> list[Built]:
-    """Compiles every kernel for every target. Fails with the compiler's message when one does not compile, and when one
-    copies over what asynchronous products may still read. ``triton``: a folder with another version of it."""
+    """Compiles every kernel for every target. Fails with the compiler's message when one does not compile.
+    ``triton``: a folder with another version of it."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join([triton, str(ROOT), str(ROOT / "tests"), env.get("PYTHONPATH", "")]).lstrip(":")
     order = json.dumps({"kernels": [asdict(k) for k in kernels], "targets": list(targets)})
@@ -125,29 +125,9 @@ def _compile(kernel: Kernel, arch: int) -> Built:
         built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     except Exception as error:
         raise RuntimeError(f"{kernel.name} does not compile for sm_{arch}: {error}") from error
-    if early := overtakes(built.asm["ptx"]):
-        raise RuntimeError(f"{kernel.name}, sm_{arch}: products under way may read what this overwrites: {early}")
     registers, stack, code = _resources(built.asm["cubin"])
     counts = {name: len(re.findall(pattern, code)) for name, pattern in INSTRUCTIONS.items()}
     return Built(kernel.name, arch, built.metadata.num_warps, built.metadata.shared, registers, stack, **counts)
-
-
-def overtakes(ptx: str) -> str | None:
-    """The first copy to shared memory, in a loop, after a wait that leaves groups of wgmma running, or None. They may
-    read what is copied over; where it is another buffer, this is stricter than it must be."""
-    lines = ptx.splitlines()
-    labels = {line.split(":")[0]: i for i, line in enumerate(lines) if line.startswith("$")}
-    for end, line in enumerate(lines):
-        jump = re.search(r"\bbra(?:\.uni)?\s+(\$\w+)", line)
-        if jump is None or labels[jump[1]] > end:
-            continue
-        running = 0
-        for step in lines[labels[jump[1]] : end] * 2:  # twice: what the end leaves behind meets the beginning
-            if wait := re.search(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)", step):
-                running = int(wait[1])
-            elif running and re.search(r"\bcp\.async\.\S*shared", step):
-                return step.strip()
-    return None
 
 
 # in the machine code: what Built counts
