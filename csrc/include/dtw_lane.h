@@ -1,5 +1,4 @@
-// One lane of the warp that computes dynamic time warping of one pair; see csrc/cuda/dtw.cu. No shuffles in here, so
-// that the same code runs in a host loop over 32 lanes.
+// One lane of the warp that computes dynamic time warping of one pair; csrc/cuda/dtw.cu has the shuffles.
 //
 // A lane owns K consecutive rows of x. At step t of a strip of 32 K rows lane l is at column t - l, one step behind
 // lane l - 1, from whose last row it gets the cell above its first one. Columns out of reach are computed and never
