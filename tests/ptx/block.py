@@ -47,6 +47,7 @@ class Block:
         self.products: list[list[Callable[[], None]]] = [[]]
         self.running: dict[str, np.ndarray] = {}  # register -> the sum that a product under way gives it
         self.issued: Counter[str] = Counter()  # warps times statements, by the name of the instruction
+        self.runs, self.moved = 0, 0  # blocks that ran; bytes between them and global memory
         self.executed = np.zeros(len(program.statements), bool)
         self.guards = [self.read(s.guard, "pred") if s.guard else None for s in program.statements]
         self.actions = [None if s.name in CONTROL else INSTRUCTIONS[s.name](self, s) for s in program.statements]
@@ -122,6 +123,7 @@ class Block:
 
     def run(self, place: tuple[int, int, int]) -> None:
         """Runs the block at this place of the grid."""
+        self.runs += 1
         for name, values in self.registers.items():
             if name not in self.fixed:
                 values.view(np.uint8).fill(0 if values.dtype == bool else 0xA5)

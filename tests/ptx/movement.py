@@ -28,6 +28,7 @@ def _access(block: Block, s: Statement) -> Action:
     def run(on: Mask) -> None:
         chosen = block.chosen(on)
         at, warps = address()[chosen], block.warp[chosen]
+        block.moved += len(at) * size * count if space == "global" else 0
         if storing:
             stored = np.stack([read()[chosen] for read in reads], 1)
             if space == "global":
@@ -105,6 +106,7 @@ def _copy(block: Block, s: Statement) -> Action:
         if (taken()[chosen][~whole] != 0).any():
             raise NotImplementedError(f"part of a copy: {s.text}")
         data = np.zeros((len(chosen), size // 4), np.uint32)
+        block.moved += size * int(whole.sum())
         if whole.any():
             data[whole] = block.memory.read(source()[chosen][whole], 4, size // 4, s.text)
         block.shared.note_write(at, warps, size, s.text)
