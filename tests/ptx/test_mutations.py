@@ -10,7 +10,7 @@ FEW = [  # kernel, kind of fault, its place
     ("log-probabilities", "barrier removed", 0),
 ]  # fmt: skip
 MORE = [
-    ("paged attention, prefill", "fence of the asynchronous proxy removed", 0),
+    ("paged attention, prefill", "fence of the asynchronous proxy removed", 1),
     ("paged attention, prefill", "one group of products left running", 0),
     ("paged attention, prefill", "address of a load or store moved by a word", 0),
     ("grouped attention, key", "barrier removed", 2), ("grouped attention, key", "wait for copies removed", 1),
