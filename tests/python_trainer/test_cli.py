@@ -168,12 +168,6 @@ def test_a_finished_run_is_not_overwritten(run, tmp_path):
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 
-def test_output_dir_that_is_a_file(run, tmp_path):
-    (tmp_path / "run").write_text("")
-    code, error = run()
-    assert code == 2 and "output-dir" in error and error.count("\n") == 1
-
-
 @pytest.mark.parametrize("folder", ["file/run", "n" * 300, "unwritable"])
 def test_output_dir_that_cannot_be_made(run, tmp_path, monkeypatch, folder):
     (tmp_path / "file").write_text("")
