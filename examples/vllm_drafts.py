@@ -11,7 +11,6 @@ os.environ["VLLM_NO_USAGE_STATS"] = "1"
 import vllm
 
 import python_trainer
-import rlkernels
 
 MODEL = Path(python_trainer.__file__).parent / "tasks/policies/small"  # or your folder in Hugging Face format
 
@@ -38,12 +37,6 @@ if __name__ == "__main__":  # vLLM's processes, where it makes some, import this
     greedy = vllm.SamplingParams(temperature=0, max_tokens=128)
 
     llm = engine()  # stays: where its engine goes, vLLM 0.32 stops all others of the process
-    history = rlkernels.RolloutHistory()
-    sampled = llm.generate(prompts, vllm.SamplingParams(n=4, max_tokens=128, seed=0), use_tqdm=False)
-    for group in sampled:  # an epoch of rollouts
-        for answer in group.outputs:
-            history.add(group.prompt_token_ids, answer.token_ids)
-    history.save("history.bin")
     plain = [out.outputs[0] for out in llm.generate(prompts, greedy, use_tqdm=False)]
 
     drafting = engine(
@@ -52,12 +45,15 @@ if __name__ == "__main__":  # vLLM's processes, where it makes some, import this
             "model": "rlkernels.integrations.vllm.HistoryProposer",
             "num_speculative_tokens": 16,
         },
-        additional_config={"rlkernels_history": "history.bin"},
     )
+    # an epoch of rollouts, from which the proposer learns
+    drafting.generate(prompts, vllm.SamplingParams(n=4, max_tokens=128, seed=0), use_tqdm=False)
+    before = [count(drafting, name) for name in ("accepted_tokens", "draft_tokens")]
     drafted = [out.outputs[0] for out in drafting.generate(prompts, greedy, use_tqdm=False)]
+    after = [count(drafting, name) for name in ("accepted_tokens", "draft_tokens")]
 
-    tokens, right = sum(len(answer.token_ids) for answer in drafted), count(drafting, "accepted_tokens")
-    print(f"{tokens} tokens in {tokens - right} steps of a sequence: ", end="")
-    print(f"{right} of {count(drafting, 'draft_tokens')} draft tokens accepted")
+    right, offered = (b - a for a, b in zip(before, after))
+    tokens = sum(len(answer.token_ids) for answer in drafted)
+    print(f"{tokens} tokens in {tokens - right} steps of a sequence: {right} of {offered} draft tokens accepted")
     assert [answer.token_ids for answer in drafted] == [answer.token_ids for answer in plain]
     print("the answers are those without drafts, to the token; the first:", drafted[0].text.split())

@@ -7,10 +7,10 @@
             "model": "rlkernels.integrations.vllm.HistoryProposer",
             "num_speculative_tokens": 16,
         },
-        additional_config={"rlkernels_history": "history.bin"},
     )
 
-Needs vllm 0.32 or newer.
+The proposer learns from what the engine generates. ``additional_config={"rlkernels_history": path}`` drafts from a file
+of ``RolloutHistory.save`` instead. Needs vllm 0.32 or newer.
 """
 
 import logging
@@ -31,6 +31,7 @@ __all__ = ["HistoryProposer", "share_history"]
 
 OLDEST = (0, 32)
 HISTORY = "rlkernels_history"  # key of vLLM's additional_config
+MOST_TOKENS = 10_000_000  # of answers in a history that fills itself
 
 if tuple(vllm.__version_tuple__[:2]) < OLDEST:
     raise ImportError(f"rlkernels.integrations.vllm needs vllm >= 0.32, found {vllm.__version__}")
@@ -43,8 +44,8 @@ _token_cost: Callable[[int], float | None] | None = None
 def share_history(history: RolloutHistory | None, token_cost: Callable[[int], float | None] | None = None) -> None:
     """Gives proposers of this process a history that goes on being filled, or another one; None: no drafts.
 
-    Only an engine in this process sees it (``VLLM_ENABLE_V1_MULTIPROCESSING=0``); others read a file. There has to be
-    one when the engine is made.
+    Only an engine in this process sees it (``VLLM_ENABLE_V1_MULTIPROCESSING=0``). One that is shared when the engine is
+    made is not filled by the engine: whoever shares it adds the answers.
 
     Args:
         history: what they draft from, from the next step on.
@@ -105,28 +106,26 @@ class HistoryProposer:
     """Continues sequences as :class:`rlkernels.RolloutHistory` remembers them; vLLM verifies what it proposes.
 
     The history is the file that ``additional_config={"rlkernels_history": path}`` names, written by
-    ``RolloutHistory.save`` and read again whenever it has been replaced, or else the one given to
-    :func:`share_history`. A sequence is looked up under the longest prompt in it that what vLLM got as its prompt
-    begins with, so the prefix of a suffix rollout counts as the start of an answer. Where there is none, it is left
-    alone: what other prompts suggest costs more than it saves.
+    ``RolloutHistory.save`` and read again whenever it has been replaced; else the one given to :func:`share_history`;
+    else one that fills itself: an answer joins when its sequence has left the engine. There an epoch ends when a prompt
+    comes again that has answers of this epoch and none under way. A sequence is looked up under the longest prompt in
+    it that what vLLM got as its prompt begins with, so the prefix of a suffix rollout counts as the start of an answer.
+    Where there is none, it is left alone: what other prompts suggest costs more than it saves.
 
     Args:
         vllm_config: vLLM's, with ``num_speculative_tokens`` the longest draft.
 
     Raises:
-        ValueError: no history was given, or the file is damaged.
+        ValueError: the file is damaged, or the key of ``additional_config`` is misspelt.
         TypeError: what was given is not a path.
         OSError: the file cannot be read.
     """
 
     def __init__(self, vllm_config: Any) -> None:
         additional = vllm_config.additional_config if isinstance(vllm_config.additional_config, dict) else {}
+        if wrong := [key for key in additional if str(key).startswith("rlkernel") and key != HISTORY]:
+            raise ValueError(f"additional_config has {wrong[0]!r}, which nothing reads; write {HISTORY!r}")
         self._path: str | os.PathLike[str] | None = additional.get(HISTORY)
-        if self._path is None and _shared is None:
-            raise ValueError(
-                f"no history: pass additional_config={{{HISTORY!r}: path}} to vLLM (it has {sorted(additional)}), or "
-                "call share_history(history) first, in the process of the engine (VLLM_ENABLE_V1_MULTIPROCESSING=0)"
-            )
         if not isinstance(self._path, str | os.PathLike | None):
             raise TypeError(
                 f"additional_config[{HISTORY!r}] must be the path of a file that RolloutHistory.save wrote, got "
@@ -141,7 +140,11 @@ class HistoryProposer:
         self._present: list[_Tracked] = []
         self._absent: list[_Tracked] = []  # longest absent first
         self._stamp = self._file_stamp()
-        self._history = self._first_history()
+        fills_itself = self._path is None and _shared is None
+        self._own = RolloutHistory(max_tokens=MOST_TOKENS) if fills_itself else None
+        self._history = self._own or self._first_history()
+        self._ends = _end_tokens(vllm_config.model_config)
+        self._epoch, self._answered = 0, set[bytes]()  # prompts that have answers of this epoch
 
     def _first_history(self) -> RolloutHistory:
         if self._path is None:
@@ -214,16 +217,37 @@ class HistoryProposer:
             tokens = bytearray(ids.tobytes())
             same = known.get(_key(tokens), [])
             at = next((j for j, seq in enumerate(same) if seq.tokens == tokens), None)
-            found.append(_Tracked(ids, tokens, self._follow(ids, ids)) if at is None else same.pop(at))
+            found.append(_Tracked(ids, tokens, None) if at is None else same.pop(at))
         left = {id(seq) for group in known.values() for seq in group}
         for seq in self._present:
             if id(seq) in left:
                 seq.draft = []
         absent = [seq for seq in (*self._absent, *self._present) if id(seq) in left]
+        gone = [seq for seq in absent if int.from_bytes(seq.tokens[-4:], sys.byteorder) in self._ends]
+        absent = [seq for seq in absent if seq not in gone]
         surplus = max(len(absent) - self._max_absent, 0)
-        self._release(absent[:surplus])
+        gone += absent[:surplus]
+        self._remember(gone, found)
+        self._release(gone)
+        new = [seq for seq in found if len(seq.tokens) == 4 * len(seq.prompt) and seq.handle is None]
+        for seq in new:
+            seq.handle = self._follow(seq.prompt, seq.prompt)
         self._present, self._absent = found, absent[surplus:]
         return found
+
+    def _remember(self, gone: list[_Tracked], present: list[_Tracked]) -> None:
+        """Adds the answers of sequences that have left; a prompt that comes again begins an epoch."""
+        if self._history is not self._own:
+            return
+        for seq in gone:
+            if len(answer := np.frombuffer(seq.tokens, np.int32)[len(seq.prompt) :]):
+                self._history.add(seq.prompt, answer, epoch=self._epoch)
+                self._answered.add(seq.prompt.tobytes())
+        under_way = {seq.prompt.tobytes() for seq in present if len(seq.tokens) > 4 * len(seq.prompt)}
+        begun = {seq.prompt.tobytes() for seq in present} - under_way
+        if begun & self._answered:
+            self._epoch += 1
+            self._answered.clear()
 
     def _follow(self, prompt: np.ndarray, tokens: np.ndarray) -> int | None:
         """Tracks a sequence that began as ``prompt``; what follows the prompt that the history knows is its answer."""
@@ -254,7 +278,7 @@ class HistoryProposer:
 
     def _refresh(self) -> bool:
         """Takes over another history, where the file was replaced or another one is shared -> whether there is one."""
-        found = self._read_again() if self._path is not None else _shared
+        found = self._read_again() if self._path is not None else _shared or self._own
         if found is not None and found is not self._history:
             self._release((*self._absent, *self._present))
             self._history = found
@@ -279,6 +303,12 @@ class HistoryProposer:
         except OSError:
             return None
         return facts and (facts.st_ino, facts.st_mtime_ns, facts.st_size)
+
+
+def _end_tokens(model_config: Any) -> set[int]:
+    """The tokens after which a sequence is finished."""
+    found = getattr(getattr(model_config, "hf_config", None), "eos_token_id", None)
+    return set(found) if isinstance(found, list | tuple) else set() if found is None else {found}
 
 
 def _key(tokens: bytearray) -> tuple[int, bytes]:

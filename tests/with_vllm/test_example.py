@@ -25,4 +25,3 @@ def test_the_example(tmp_path):
     assert re.search(counts, printed) and tokens == steps + right
     assert right > offered / 2 and tokens > 4 * steps
     assert printed.splitlines()[-1] in done.stdout.splitlines()
-    assert (tmp_path / "history.bin").exists()

@@ -22,14 +22,16 @@ def nothing_shared():
     share_history(None)
 
 
-def proposer(limit: int = 8, **additional):
+def proposer(limit: int = 8, end: int | None = None, **additional):
     from rlkernels.integrations.vllm import HistoryProposer
 
     return HistoryProposer(
         SimpleNamespace(
             additional_config=additional,
             speculative_config=SimpleNamespace(num_speculative_tokens=limit),
-            model_config=SimpleNamespace(max_model_len=MAX_LENGTH, get_vocab_size=lambda: VOCAB),
+            model_config=SimpleNamespace(
+                max_model_len=MAX_LENGTH, get_vocab_size=lambda: VOCAB, hf_config=SimpleNamespace(eos_token_id=end)
+            ),
             scheduler_config=SimpleNamespace(max_num_seqs=2),
         )
     )
@@ -206,10 +208,56 @@ def test_reads_a_file_again_when_it_is_replaced(tmp_path, caplog):
     assert step(drafter, [([*tokens, 70, 71], [71])]) == [[72]]
 
 
-def test_needs_a_history(tmp_path):
+def answer(drafter, prompt: list[int], tokens: list[int]) -> list[list[int]]:
+    """Generates an answer in two steps -> the drafts of the first."""
+    (first,) = step(drafter, [(prompt + tokens[:1], tokens[:1])])
+    step(drafter, [(prompt + tokens, tokens[1:])])
+    return first
+
+
+def test_learns_from_answers_that_have_left():
+    drafter = proposer(end=ANSWER[-1])
+    assert answer(drafter, PROMPTS[0], ANSWER) == []
+    assert answer(drafter, PROMPTS[1], ANSWER[5:]) == []  # now the first has left, and ended with the end token
+    assert answer(drafter, PROMPTS[0], ANSWER) == ANSWER[1:9]
+    assert drafter._history.stats["tokens"] == len(ANSWER) + len(ANSWER[5:])
+    assert drafter._epoch == 1  # the first prompt came again
+
+
+def test_an_answer_without_an_end_counts_once_it_cannot_come_back():
+    drafter = proposer()
+    prompts = [[1, 2, 3, i] for i in range(4)]
+    for i, prompt in enumerate(prompts):
+        assert answer(drafter, prompt, ANSWER[i:]) == []
+    assert drafter._history.stats["tokens"] == len(ANSWER)  # the scheduler may bring the two before back
+    tokens = prompts[1] + ANSWER[1:]
+    step(drafter, [([*tokens, 70], [70])])  # it was preempted, and goes on
+    assert drafter._history.stats["tokens"] == len(ANSWER)
+
+
+def test_a_group_is_of_one_epoch():
+    drafter = proposer(end=ANSWER[-1])
+    other = [*range(70, 90), ANSWER[-1]]
+    a, b = PROMPTS[0] + ANSWER[:1], PROMPTS[0] + other[:1]
+    step(drafter, [(a, ANSWER[:1]), (b, other[:1])])
+    step(drafter, [(PROMPTS[0] + ANSWER, ANSWER[1:]), (b + other[1:2], other[1:2])])
+    third = [*range(60, 65), ANSWER[-1]]  # takes the place of the first, while the second runs
+    step(drafter, [(b + other[1:3], other[2:3]), (PROMPTS[0] + third[:1], third[:1])])
+    assert drafter._epoch == 0 and drafter._history.stats["tokens"] == len(ANSWER)
+
+
+def test_a_history_that_is_shared_is_not_filled():
+    history = shared((PROMPTS[0], ANSWER))
+    drafter = proposer(end=ANSWER[-1])
+    answer(drafter, PROMPTS[1], ANSWER)
+    answer(drafter, PROMPTS[2], ANSWER)
+    assert history.stats["tokens"] == len(ANSWER)
+
+
+def test_what_is_given_as_a_history_is_checked(tmp_path):
     from rlkernels.integrations.vllm import share_history
 
-    with pytest.raises(ValueError, match=r"no history: pass additional_config=.* \(it has \['rlkernel_history'\]\)"):
+    with pytest.raises(ValueError, match="additional_config has 'rlkernel_history', which nothing reads"):
         proposer(rlkernel_history="history.bin")
     named = r"additional_config\['rlkernels_history'\] must be "
     with pytest.raises(FileNotFoundError, match=f"{named}a file that RolloutHistory.save wrote: No such .*missing'"):
