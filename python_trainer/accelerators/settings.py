@@ -71,12 +71,16 @@ class RPOSettings(AcceleratorSettings):
     counters: ClassVar = {"rpo/given_tokens": "tokens given, not generated (rpo)"}
 
     cut_share: float = Field(1.0, gt=0, le=1)
-    """Longest cut as a share of the remembered answer; the cut is uniform between one token and this."""
+    """Longest cut as a share of the remembered answer. Cuts are uniform from 0.2 of it (preset paper: a token) on."""
     cut_tokens: int | None = Field(None, ge=1)
     """Longest cut in tokens instead (the paper: 300, 500 or 800)."""
     preset: Literal["ours", "paper"] = "ours"
     """ours: remember right answers only, and leave the prefix out of the loss. paper: remember any answer, the first
-    policy's before the first step, train on the prefix too, and prefer short answers by the paper's length reward."""
+    policy's before the first step, train on the prefix too, prefer short answers by the paper's length reward, and cut
+    every remembered answer."""
+    whole_share: float = Field(0.25, ge=0, le=1)
+    """Share of the groups that are drawn to be answered whole, as cuts alone unlearn what they do not train. Cutting
+    ends if these groups become clearly worse. 0: none, and nothing is watched; always with preset paper."""
     fill: int = Field(0, ge=0)
     """Before the first step, tries of the first policy at every prompt until there is an answer to remember. 0: none,
     the first visit to a prompt is answered from its start; one with preset paper."""

@@ -1,6 +1,7 @@
 """Suffix rollouts: cuts, what is remembered and where it is kept, rewards by length, what is reported."""
 
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -37,7 +38,7 @@ def remembering(answers, **settings):
 
 
 def test_first_visit_is_whole_then_a_prefix_of_a_remembered_answer():
-    rpo, first = RPO(RPOSettings()), planned()
+    rpo, first = RPO(RPOSettings(whole_share=0)), planned()
     rpo.plan(context(), [first])
     assert first.prefix_ids == [] and first.max_new_tokens == 20
     rpo.collect(context(), answered([0.0, 1.0, 0.0]))
@@ -55,17 +56,79 @@ def test_first_visit_is_whole_then_a_prefix_of_a_remembered_answer():
     [({}, 12, 12), ({"cut_share": 0.5}, 12, 6), ({"cut_share": 0.01}, 12, 1), ({"cut_tokens": 5}, 12, 5),
      ({"cut_tokens": 50}, 12, 12)],
 )  # fmt: skip
-def test_cut_is_uniform_up_to_its_longest(settings, length, longest):
-    rpo = remembering({7: list(range(length))}, **settings)
+@pytest.mark.parametrize("preset", ["ours", "paper"])
+def test_cut_is_uniform_from_its_shortest_to_its_longest(settings, length, longest, preset):
+    rpo = remembering({7: list(range(length))}, **settings, preset=preset, whole_share=0)
     cuts = Counter()
     for seed in range(2000):
         group = planned(key=7)
         rpo.plan(context(seed), [group])
         cuts[length - len(group.prefix_ids)] += 1
         assert group.prefix_ids == list(range(len(group.prefix_ids)))
-    assert set(cuts) == set(range(1, longest + 1))
-    expected = 2000 / longest
+    shortest = 1 if preset == "paper" else min(3, longest)  # 0.2 of 12 is 2.4
+    assert set(cuts) == set(range(shortest, longest + 1))
+    expected = 2000 / (longest - shortest + 1)
     assert sum((count - expected) ** 2 / expected for count in cuts.values()) < 40  # chi-square, 11 degrees: p 4e-5
+
+
+def test_a_share_of_the_groups_is_whole():
+    counts = {}
+    for share, preset in ((0.0, "ours"), (0.25, "ours"), (1.0, "ours"), (0.25, "paper")):
+        rpo = remembering({key: [1] * 10 for key in range(2000)}, whole_share=share, preset=preset)
+        groups = rpo.plan(context(), [planned(key=key) for key in range(2000)])
+        counts[share, preset] = sum(not group.prefix_ids for group in groups) / 2000
+    # of those that are cut, as much as the whole answer is cut from one in nine (2 to 10 tokens) or ten (1 to 10)
+    wanted = {(0.0, "ours"): 1 / 9, (0.25, "ours"): 0.25 + 0.75 / 9, (1.0, "ours"): 1.0, (0.25, "paper"): 0.1}
+    assert counts == pytest.approx(wanted, abs=0.03)  # four deviations
+
+
+def step_with(rpo, step, share, notes, prompts=16):
+    """A step in which every answer of each group is right with this chance -> whether the next one is cut."""
+    seen = context(seed=step, step=step)
+    seen.run = SimpleNamespace(note=notes.append)
+    generator = torch.Generator().manual_seed(step)
+    groups = []
+    for key in range(prompts):
+        rewards = (torch.rand(4, generator=generator) < share).float().tolist()
+        groups += [replace(answer, group=key) for answer in answered(rewards, key=key)]
+    rpo.collect(seen, groups)
+    rpo.after_update(seen)
+    group = planned(key=99)
+    rpo.answers[99] = [1] * 10
+    return any(rpo.plan(context(seed), [group])[0].prefix_ids for seed in range(20))
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_cuts_end_where_whole_answers_fall(restored):
+    rpo, notes = remembering({}), []
+    for step in range(1, 17):
+        assert step_with(rpo, step, 0.8, notes)
+    if restored:
+        state, rpo = rpo.state_dict(), remembering({})
+        rpo.load_state_dict(state)
+    cut = [step_with(rpo, step, 0.3, notes) for step in range(17, 33)]
+    assert cut[0] and not any(cut[-9:]) and len(notes) == 1
+    assert notes[0].startswith("rpo: whole answers fell from 0.8") and "whole from now on" in notes[0]
+    again = remembering({})
+    again.load_state_dict(rpo.state_dict())
+    assert not step_with(again, 40, 0.9, notes)
+
+
+@pytest.mark.parametrize("settings", [{"whole_share": 0}, {"preset": "paper"}])
+def test_cuts_never_end_where_nothing_is_watched(settings):
+    rpo, notes = remembering({}, **settings), []
+    assert all(step_with(rpo, step, 0.8 if step < 17 else 0.0, notes) for step in range(1, 33)) and notes == []
+
+
+def test_answers_that_stay_as_good_end_no_cuts():
+    """48 steps with the same chance of 0.5: as many looks at windows that overlap."""
+    ends = 0
+    for run in range(40):
+        rpo, notes = remembering({}), []
+        for step in range(48):
+            step_with(rpo, 1000 * run + step, 0.5, notes)
+        ends += len(notes)
+    assert ends <= 4
 
 
 def test_only_answers_worth_keeping_are_remembered():
