@@ -6,11 +6,13 @@ import random
 import pytest
 import torch
 import yaml
+from rich.console import Console
 from tiny import digits, save_tiny_policy  # noqa: F401
 
 from python_trainer.__main__ import main
 from python_trainer.config import check_config
 from python_trainer.data import Rollout
+from python_trainer.trainer import Trainer
 
 
 def even(prompts, completions, completion_ids, **columns):
@@ -72,6 +74,33 @@ def make_config(settings):
         return check_config(merged(settings, changes), source="test")
 
     return make
+
+
+@pytest.fixture
+def history_run(make_config, tmp_path, monkeypatch):
+    """history_run(folder, steps, **sections and settings of rhyme) -> the trainer of a run that is over.
+
+    All right answers of better runs are trained on first, however few answers the run is to generate.
+    """
+    monkeypatch.setattr("python_trainer.accelerators.rhyme.accelerator.REHEARSAL_SHARE", 10)
+
+    def make(folder, steps=4, resume=False, enabled=("rhyme",), task=None, seed=0, **settings):
+        names = ("algorithm", "optimizer", "rollout", "evaluation", "save")
+        sections = {name: settings.pop(name) for name in names if name in settings}
+        config = make_config(
+            max_steps=steps, seed=seed, task={"reward": "test_earlier_runs:odd"} | (task or {}),
+            accelerators={"enabled": list(enabled), "rhyme": settings}, **sections,
+        )  # fmt: skip
+        trainer = Trainer(config, tmp_path / folder, console=Console(quiet=True), resume=resume)
+        trainer.run()
+        return trainer
+
+    return make
+
+
+def same(a, b):
+    """Whether two trainers have the same weights, to the bit."""
+    return all(torch.equal(x, y) for x, y in zip(a.policy.model.parameters(), b.policy.model.parameters(), strict=True))
 
 
 @pytest.fixture

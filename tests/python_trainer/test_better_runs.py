@@ -2,20 +2,19 @@
 
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from conftest import same
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
-from python_trainer.accelerators.rhyme import accelerator
 from python_trainer.accelerators.rhyme.accelerator import LOOKS
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
 from python_trainer.accelerators.rhyme.replay import CLEAR, ENOUGH, clearly_better, last_shares, visits
 from python_trainer.errors import UserError
 from python_trainer.run_directory import read_metrics
-from python_trainer.trainer import Trainer
 
 SHARES = st.dictionaries(st.text(max_size=3), st.floats(0, 1), max_size=30)
 
@@ -75,23 +74,8 @@ def test_runs_that_are_as_good_seldom_seem_better():
 
 
 @pytest.fixture
-def run(make_config, tmp_path, monkeypatch):
-    """run(folder, **settings of rhyme) -> the trainer of a run that is over."""
-    monkeypatch.setattr(accelerator, "REHEARSAL_SHARE", 10)
-
-    def make(folder, steps=4, seed=0, resume=False, **rhyme):
-        config = make_config(
-            max_steps=steps,
-            seed=seed,
-            task={"reward": "test_earlier_runs:odd"},
-            save={"save_steps": 1},
-            accelerators={"enabled": ["rhyme"], "rhyme": rhyme},
-        )
-        trainer = Trainer(config, tmp_path / folder, console=Console(quiet=True), resume=resume)
-        trainer.run()
-        return trainer
-
-    return make
+def run(history_run):
+    return partial(history_run, save={"save_steps": 1})
 
 
 def judged_otherwise(database, right, run_id=1):
@@ -109,10 +93,6 @@ def forget_the_second(database):
 
 def answers_of(tmp_path, folder):
     return sum(row.get("rhyme/rehearsed_answers", 0) for row in read_metrics(tmp_path / folder))
-
-
-def same(a, b):
-    return all(torch.equal(x, y) for x, y in zip(a.policy.model.parameters(), b.policy.model.parameters(), strict=True))
 
 
 def test_a_worse_run_changes_nothing_to_the_bit_and_a_better_one_is_learned_from(run, tmp_path):

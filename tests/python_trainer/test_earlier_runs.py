@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import merged
+from conftest import merged, same
 from gloo import KINDS, run_on_ranks, train
-from rich.console import Console
 from safetensors.torch import load_file
 
 from python_trainer.accelerators.rhyme import accelerator, replay, sampling
@@ -19,7 +18,6 @@ from python_trainer.data import Rollout
 from python_trainer.errors import UserError
 from python_trainer.model.policy import load_policy
 from python_trainer.run_directory import read_metrics
-from python_trainer.trainer import Trainer
 
 
 def odd(prompts, completions, completion_ids, **_):
@@ -38,39 +36,15 @@ def every_run_is_better(monkeypatch):
 
 
 @pytest.fixture
-def run(make_config, tmp_path, monkeypatch):
-    """run(folder, steps, **settings of rhyme) -> the trainer of a run that is over; on one database by default.
-
-    No stored answers join groups unless ``history_ratio`` says so.
-    """
-    monkeypatch.setattr(accelerator, "REHEARSAL_SHARE", 10)
+def run(history_run, tmp_path, monkeypatch):
+    """As :func:`history_run`, on one database by default, without stored answers in groups."""
     monkeypatch.setattr(sampling, "RESCUERS", 0)
 
-    def make(folder, steps=4, resume=False, task=None, seed=0, enabled=("rhyme",), rehearsals=3, **settings):
+    def make(folder, rehearsals=3, database=tmp_path / "history.db", **changes):
         monkeypatch.setattr(accelerator, "REHEARSALS", rehearsals)
-        names = ("algorithm", "optimizer", "rollout", "evaluation")
-        sections = {name: settings.pop(name) for name in names if name in settings}
-        rhyme = {"database": str(tmp_path / "history.db"), "history_ratio": 0} | settings
-        config = make_config(
-            max_steps=steps,
-            seed=seed,
-            **{"rollout": {"num_generations": 4, "prompts_per_step": 4}} | sections,
-            accelerators={"enabled": list(enabled), "rhyme": rhyme},
-            task={"reward": "test_earlier_runs:odd"} | (task or {}),
-        )
-        trainer = Trainer(config, tmp_path / folder, console=Console(quiet=True), resume=resume)
-        trainer.run()
-        return trainer
+        return history_run(folder, database=database and str(database), history_ratio=0, **changes)
 
     return make
-
-
-def weights(trainer):
-    return [p.detach().clone() for p in trainer.policy.model.parameters()]
-
-
-def same(a, b):
-    return all(torch.equal(x, y) for x, y in zip(weights(a), weights(b), strict=True))
 
 
 def found(tmp_path, folder):
@@ -249,18 +223,12 @@ def even(prompts, completions, completion_ids, **_):
     return [float(ids[0] % 2 == 0) for ids in completion_ids]
 
 
-def test_what_it_cannot_go_with(make_config, tmp_path):
+def test_what_it_cannot_go_with(make_config):
     options = {"enabled": ["rhyme"], "rhyme": {"database": "history.db"}}
     with pytest.raises(
         UserError, match="accelerators.rhyme.database needs task.environment null, got test_environments:"
     ):
         make_config(task={"environment": "test_environments:Echo"}, accelerators=options | {"enabled": []})
-    (tmp_path / "notes.db").write_text("no database at all")
-    options["rhyme"]["database"] = str(tmp_path / "notes.db")
-    trainer = Trainer(make_config(accelerators=options), tmp_path / "run", console=Console(quiet=True))
-    with pytest.raises(UserError, match="notes.db"):
-        trainer.run()
-    assert (tmp_path / "notes.db").read_text() == "no database at all"
 
 
 TRUST_ALL = {"rare_share": 0, "threshold": 0, "fraction": 1}

@@ -1,39 +1,20 @@
 """A run is recorded where ``accelerators.rhyme.database`` names a database, whether rhyme is enabled or not."""
 
-import io
 import shutil
+from functools import partial
 
 import pytest
-import torch
-from rich.console import Console
+from conftest import same
 
-from python_trainer.accelerators.rhyme import accelerator, replay
+from python_trainer.accelerators.rhyme import replay
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
 from python_trainer.errors import UserError
 from python_trainer.run_directory import read_metrics
-from python_trainer.trainer import Trainer
 
 
 @pytest.fixture
-def run(make_config, tmp_path, monkeypatch):
-    """run(folder, steps, **settings of rhyme) -> the trainer of a run that is over."""
-    monkeypatch.setattr(accelerator, "REHEARSAL_SHARE", 10)
-
-    def make(folder, steps=2, resume=False, enabled=(), reward="test_earlier_runs:odd", **rhyme):
-        accelerators = {"enabled": list(enabled), "rhyme": rhyme}
-        config = make_config(
-            max_steps=steps, accelerators=accelerators, task={"reward": reward}, save={"save_steps": 1}
-        )
-        console = Console(file=io.StringIO(), width=1000)
-        trainer = Trainer(config, tmp_path / folder, console=console, resume=resume)
-        trainer.run()
-        return trainer
-
-    return make
-
-
-def weights(trainer):
-    return torch.cat([p.detach().flatten() for p in trainer.policy.model.parameters()])
+def run(history_run):
+    return partial(history_run, steps=2, enabled=(), save={"save_steps": 1})
 
 
 def steps_of(path):
@@ -46,7 +27,7 @@ def test_only_a_named_database_records(run, tmp_path, enabled):
     alone = run("alone", enabled=enabled)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alone"]
     named = run("named", enabled=enabled, database=str(tmp_path / "history.db"))
-    assert torch.equal(weights(named), weights(alone))
+    assert same(named, alone)
     assert steps_of(tmp_path / "history.db") == [[1, 2]] and len(named.accelerators) == 1
     assert named.accelerators[0].name == ("rhyme" if enabled else "recorder")
 
@@ -55,10 +36,10 @@ def test_a_run_without_rhyme_reads_nothing(run, tmp_path, monkeypatch):
     monkeypatch.setattr(replay, "clearly_better", lambda theirs, own: True)
     database = {"database": str(tmp_path / "history.db")}
     first, second = run("first", **database), run("second", **database)
-    assert torch.equal(weights(first), weights(second)) and second.accelerators[0].earlier.answers == []
+    assert same(first, second) and second.accelerators[0].earlier.answers == []
     third = run("third", enabled=["rhyme"], **database)
     assert read_metrics(tmp_path / "third")[2]["rhyme/rehearsed_answers"] > 0
-    assert steps_of(tmp_path / "history.db") == [[1, 2]] * 3 and not torch.equal(weights(first), weights(third))
+    assert steps_of(tmp_path / "history.db") == [[1, 2]] * 3 and not same(first, third)
 
 
 @pytest.mark.parametrize("enabled", [[], ["rhyme"]])
@@ -82,7 +63,7 @@ def test_whether_it_is_recorded_may_change_when_a_run_is_resumed(run, tmp_path, 
     run("run", steps=1, **place(begun))
     resumed = run("run", steps=2, resume=True, **place(later))
     alone = run("alone", steps=2, **place(None))
-    assert torch.equal(weights(resumed), weights(alone))
+    assert same(resumed, alone)
     for kind in ("one", "other"):
         file = tmp_path / PLACES[kind]
         found = steps_of(file) if file.exists() else []

@@ -12,7 +12,6 @@ from test_checkpoint import assert_same_run
 
 from python_trainer.accelerators.rhyme import accelerator
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
-from python_trainer.accelerators.rhyme.settings import RhymeSettings
 from python_trainer.config import check_config
 from python_trainer.errors import UserError
 from python_trainer.run_directory import read_metrics
@@ -134,24 +133,6 @@ def test_resume_equals_the_uninterrupted_run(filled, rhyme_config, tmp_path):
     assert len(answers[0]) == len(answers[1]) > 0
 
 
-def test_a_resumed_run_never_writes_into_another(rhyme_config, tmp_path):
-    """Of the same id, where a new database has taken the place of the one that it was in."""
-    path = tmp_path / "history.db"
-    train(rhyme_config(path, max_steps=2), tmp_path / "run")
-    path.unlink()
-    train(rhyme_config(path, max_steps=3), tmp_path / "another")
-    train(rhyme_config(path, max_steps=4), tmp_path / "run", resume=True)
-    assert steps_of(path) == [3]
-
-
-def test_a_database_that_is_named_only_at_resume_records_nothing_which_is_said(rhyme_config, tmp_path, capsys):
-    path = tmp_path / "history.db"
-    train(rhyme_config(max_steps=1), tmp_path / "run")
-    train(rhyme_config(path, max_steps=2), tmp_path / "run", resume=True)
-    assert capsys.readouterr().err.count(f"this run is not recorded in sqlite:///{path}: it began without it") == 1
-    assert RetrospectiveDatabase(str(path)).runs() == []
-
-
 def test_retrodiction_learns_from_what_was_not_trained_on(filled, rhyme_config, tmp_path, monkeypatch):
     monkeypatch.setattr("python_trainer.accelerators.rhyme.retrodiction.READY", 8)
     settings = {**EVERYTHING, "history_ratio": 0.34}
@@ -195,17 +176,13 @@ def test_rounds_of_dynamic_sampling_are_one_step_of_history(rhyme_config, tmp_pa
     assert len(database.samples()) == len(trainer.accelerators[0].bank) > 0
 
 
-def test_bad_settings_are_named(rhyme_config, tmp_path):
+def test_bad_settings_are_named(rhyme_config):
     for settings, words in (
         ({"selection": "retrodiction"}, "retrodiction_steps above 0"),
         ({"fraction": 0}, "fraction"),
     ):
         with pytest.raises(UserError, match=words):
             rhyme_config(None, settings)
-    (tmp_path / "notes.txt").write_text("not a database")
-    with pytest.raises(UserError, match="notes.txt cannot be used .file is not a database.; it was left as it is"):
-        train(rhyme_config(tmp_path / "notes.txt"), tmp_path / "run")
-    assert (tmp_path / "notes.txt").read_text() == "not a database" and RhymeSettings().database is None
 
 
 OTHER_REWARDS = {
