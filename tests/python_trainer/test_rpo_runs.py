@@ -20,7 +20,7 @@ def rpo_config(make_config, **changes):
 
 def test_training_with_suffix_rollouts(make_config, tmp_path):
     """12 prompts at 4 a step: from step 4 on most groups start from a prefix, and fewer tokens are generated."""
-    config = rpo_config(make_config, max_steps=9)
+    config = rpo_config(make_config, max_steps=9, rpo={"whole_share": 0})
     trainer = Trainer(config, tmp_path / "run", console=Console(quiet=True))
     seen = []
     original = trainer.learner.update
