@@ -124,7 +124,7 @@ def test_continued_answers_are_not_taken_for_the_policys_own(make_config, gate_t
     """Neither in rewards and accuracy, nor in what alpha and the database go by."""
     accelerators = {
         "enabled": ["rpo", "alpha", "rhyme"],
-        "rpo": {"fill": 4},
+        "rpo": {"fill": 4, "whole_share": 0},
         "alpha": {"first_step": 99},
         "rhyme": {"database": str(tmp_path / "history.db")},
     }
