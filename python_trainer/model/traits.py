@@ -177,11 +177,15 @@ def _check_layers(model: PreTrainedModel, seen: LayerRecorder) -> None:
 
 
 def _agree(model: PreTrainedModel, packed: torch.Tensor, cached: torch.Tensor, own: torch.Tensor) -> bool:
-    """Whether logits [7, V] of a packed and of three cached passes are those [2, 5, V] of the sequences alone."""
-    own = own.float()
+    """Whether logits [7, V] of a packed and of three cached passes are those [2, 5, V] of the sequences alone.
+
+    In low precision rounding may send a token to another expert: then the median of the tokens of a pass has to agree.
+    """
+    own, exact = own.float(), model.dtype == torch.float32
     prompt, answers = own[0, : len(PROMPT)], own[:, len(PROMPT) :]  # [3, V], [2, 2, V]
-    tolerance = (1e-3 if model.dtype == torch.float32 else 0.1) * own.abs().max()
-    return all(
-        bool((found.float() - torch.cat([prompt, wanted.flatten(0, 1)])).abs().max() <= tolerance)
-        for found, wanted in ((packed, answers), (cached, answers.transpose(0, 1)))
-    )
+    whole = torch.cat([prompt, answers.flatten(0, 1)])
+    wanted = [prompt, *answers.unbind(1)]
+    pairs = [(packed, whole), *zip(cached.split([len(part) for part in wanted]), wanted)]
+    off = [(found.float() - right).abs().amax(-1) for found, right in pairs]  # of each token
+    worst = torch.stack([x.max() if exact else x.median() for x in off]).max()
+    return bool(worst <= (1e-3 if exact else 0.1) * own.abs().max())

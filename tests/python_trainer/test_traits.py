@@ -76,18 +76,30 @@ def attending_twice():
     return model
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "make_model", [attending_twice, lambda: transformers.DiffLlamaForCausalLM(transformers.DiffLlamaConfig(**SIZES))]
 )
-def test_a_layer_that_attends_twice_is_refused(make_model):
+def test_a_layer_that_attends_twice_is_refused(make_model, dtype):
     """Without a cache it computes what it should; in a cache the second keys take the place of the first."""
-    model = make_model()
+    torch.manual_seed(1)
+    model = make_model().to(dtype)
     with pytest.raises(UserError, match=r"^cannot run \w+ on flattened tokens: it computes something else [^\n]*$"):
         find_traits(model)
     assert model.config._attn_implementation != IMPLEMENTATION
 
 
-def test_the_paths_of_generation_are_checked(monkeypatch):
+@pytest.mark.parametrize("kind", ["Mixtral", "Phimoe", "GraniteMoe"])
+def test_rounding_that_sends_a_token_to_another_expert_is_no_fault(kind):
+    sizes = SIZES | {"num_hidden_layers": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+    for seed in range(4):
+        torch.manual_seed(seed)
+        model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes))
+        find_traits(model.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_paths_of_generation_are_checked(monkeypatch, dtype):
     """A prefill, decoding, and decoding with shared blocks: each with keys that are wrong in the cache alone."""
     passes = []
 
@@ -100,7 +112,7 @@ def test_the_paths_of_generation_are_checked(monkeypatch):
         return made
 
     monkeypatch.setattr(traits_module, "page", paged)
-    model, broken = make("llama"), []
+    model, broken = make("llama").to(dtype), []
     find_traits(model)
     assert [len(made.slots) for made in passes[:3]] == [3, 2, 2] and len(passes) == 6, "by both ways through the model"
     assert [made.groups is not None for made in passes[:3]] == [False, False, True]

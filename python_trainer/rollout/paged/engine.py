@@ -73,7 +73,7 @@ class PagedEngine(Engine):
         reserved_bytes: of the device's memory, for what comes later, such as an optimizer.
 
     Raises:
-        UserError: the model is not one that this engine can run, or a setting is out of range.
+        UserError: the model is not one that this engine can run, or ``memory_bytes`` holds no block.
     """
 
     def __init__(
@@ -93,10 +93,7 @@ class PagedEngine(Engine):
         reserved_bytes: int = 0,
     ):
         super().__init__()
-        sizes = {"block_size": block_size, "max_sequences": max_sequences, "max_batch_tokens": max_batch_tokens}
-        for name, value in sizes.items():
-            if value < 1:
-                raise UserError(f"{name} must be at least 1, got {value}")
+        assert min(block_size, max_sequences, max_batch_tokens) >= 1
         self.model, self.tokenizer = model, tokenizer
         self.device = next(model.parameters()).device
         self.max_sequences = max_sequences

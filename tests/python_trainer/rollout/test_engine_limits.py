@@ -89,12 +89,6 @@ def test_bad_requests(request_, message):
         engine.generate([request_], GREEDY)
 
 
-@pytest.mark.parametrize("name", ["block_size", "max_sequences", "max_batch_tokens"])
-def test_bad_settings(name):
-    with pytest.raises(UserError, match=f"{name} must be at least 1, got 0"):
-        PagedEngine(make(), eos_token_ids=(), **{name: 0})
-
-
 def test_too_little_memory():
     with pytest.raises(UserError, match="memory_bytes must be at least"):
         PagedEngine(make(), eos_token_ids=(), memory_bytes=10)
