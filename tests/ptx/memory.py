@@ -118,33 +118,32 @@ class Shared:
             raise Fault("a block ended before its asynchronous products")
 
     def marks(self, at: np.ndarray, warps: np.ndarray, size: int, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Places of the marks, and the mark that each of them gets."""
+        """Places of the marks, and the warp of each of them."""
         if len(at) and (at.min() < 0 or at.max() + size > self.size):
             raise Fault(f"outside of {self.size} bytes of shared memory: {text}")
         check_alignment(at, size, text)
         count = max(size // 2, 1)
-        index = ((at // 2)[:, None] + np.arange(count)).ravel()
-        return index, np.repeat(64 * self.interval + warps, count)
+        return ((at // 2)[:, None] + np.arange(count)).ravel(), np.repeat(warps, count)
 
     def _refuse_others(self, marks: np.ndarray, mine: np.ndarray, what: str, text: str) -> None:
         if ((marks >= 64 * self.interval) & (marks != mine)).any():
             raise Fault(f"race: {what} without a barrier between them: {text}")
 
     def read(self, at: np.ndarray, warps: np.ndarray, size: int, count: int, text: str) -> np.ndarray:
-        index, mine = self.marks(at, warps, size * count, text)
-        self.note_read(index, mine, text)
+        self.note_read(*self.marks(at, warps, size * count, text), text)
         return self.bytes.read(at, size, count, text)
 
-    def note_read(self, index: np.ndarray, mine: np.ndarray, text: str) -> None:
+    def note_read(self, index: np.ndarray, warps: np.ndarray, text: str) -> None:
+        mine, several = 64 * self.interval + warps, 64 * self.interval + SEVERAL
         self._refuse_others(self.writers[index], mine, "reads what another warp has written", text)
-        several = 64 * self.interval + SEVERAL
         before = self.readers[index]
         now = np.where((before >= 64 * self.interval) & (before != mine), several, mine)
         self.readers[index] = now
         self.readers[index[self.readers[index] != now]] = several
 
     def note_write(self, at: np.ndarray, warps: np.ndarray, size: int, text: str) -> None:
-        index, mine = self.marks(at, warps, size, text)
+        index, owners = self.marks(at, warps, size, text)
+        mine = 64 * self.interval + owners
         self._refuse_others(self.writers[index], mine, "writes what another warp has written", text)
         self._refuse_others(self.readers[index], mine, "writes what another warp has read", text)
         if self.in_flight[index].any():

@@ -174,17 +174,17 @@ def _read_asynchronously(block: Block, at: np.ndarray, first_warp: int, text: st
     shared = block.shared
     row = np.arange(len(at))[:, None]
     warps = np.broadcast_to(first_warp + (row // own if own else 0), at.shape).ravel()
-    index, mine = shared.marks(at.ravel(), warps, 2, text)
+    index, _ = shared.marks(at.ravel(), warps, 2, text)
     if shared.unfenced[index].any():
         raise Fault(f"race: reads past a fence of the asynchronous proxy that is missing: {text}")
-    if own:
-        shared.note_read(index, mine, text)
-    else:  # by four warps
-        shared.note_read(index, np.full_like(mine, 64 * shared.interval + SEVERAL), text)
+    readers = warps if own else np.full_like(warps, SEVERAL)  # the right operand is read by all four
+    shared.note_read(index, readers, text)
     shared.in_flight[index] += 1  # once, however often a product reads a place
 
     def finish() -> None:
+        """The read lasts until here: who writes next must have met the other warps at a barrier since."""
         shared.in_flight[index] -= 1
+        shared.note_read(index, readers, text)
 
     block.products[-1].append(finish)
     return shared.bytes.read(at.ravel(), 2, 1, text).reshape(at.shape).astype(np.uint32)

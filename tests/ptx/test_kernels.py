@@ -178,7 +178,7 @@ BACKWARD = [f"grouped attention, {part}, heads of" for part in ("forward", "quer
 CASES = {  # what runs, and which of aot_kernels.KERNELS that is
     "decode 64": (lambda _: attend([530, 17, 1, 64], [1] * 4, 64), ["paged attention, decode, heads of 64"]),
     "decode 128": (lambda _: attend([530, 65], [1, 3], 128), ["paged attention, decode, heads of 128", MERGE]),
-    "prefill 64": (lambda _: attend([70, 30, 5], [40, 30, 1], 64), ["paged attention, prefill, heads of 64"]),
+    "prefill 64": (lambda _: attend([150, 30, 5], [40, 30, 1], 64), ["paged attention, prefill, heads of 64"]),
     "prefill 128": (lambda _: attend([90, 33], [33, 33], 128), ["paged attention, prefill, heads of 128"]),
     "shared 64": (lambda _: attend_shared(64),
                   ["paged attention, decode, heads of 64", "shared prefix of 8, heads of 64"]),
