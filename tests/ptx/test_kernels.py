@@ -151,7 +151,7 @@ def solve(gpu, shapes):
 
 def update():
     """Sums that float32 holds exactly, rounded at random or not; a product with one vector."""
-    for dtype in (BF16, torch.float16):
+    for dtype in (BF16, torch.float16, torch.float32):
         weight = (torch.randint(-128, 128, (6, 1030)) / 64).to(dtype)
         u, v = torch.randint(-7, 8, (6,)) / 1024, torch.randint(-15, 16, (1030,)) / 64
         for stochastic in (False, True):

@@ -5,12 +5,11 @@ import importlib.util
 from support import lacks
 from triton_aot import Kernel, compile_for
 
-KERNELS, VECTORS, UPDATE = (f"rlkernels.rank1.triton_{part}:" for part in ("kernels", "vectors", "update"))
+KERNELS = "rlkernels.rank1.triton_kernels:"
 TABLES = {"modules": "*i64", "items": "*i64", "active": "*i1"}
 SIZES = {"all_rows": "i32", "all_columns": "i32"}
 READ = {**TABLES, "q": "*fp32", "y": "*fp32", "partial": "*fp32", "stats": "*fp64", **SIZES}
 WORK = {**READ, "y_partial": "*fp32", "counters": "*i32"}
-PLACES = {"modules": "*i64", "places": "*i64", "active": "*i1"}
 
 
 def rows(weight: str, base: str, stages: int, statistics: bool, wide: int = 4096, held: int = 4,
@@ -61,43 +60,3 @@ def test_unaligned_matrices_compile_ahead_of_time():
         lacks("triton")
     built = compile_for([rows("*i16", "*i16", 3, True, aligned=False), panel(True, aligned=False)])
     assert len(built) == 4 and all(b.shared_bytes <= 99 * 1024 and b.stack_bytes <= 384 for b in built), built
-
-
-def test_small_kernels_compile_ahead_of_time():
-    if importlib.util.find_spec("triton") is None:
-        lacks("triton")
-    stretch = {"LENGTH": 4, "OFFSET": 6}
-    dots = {"modules": "*i64", "active": "*i1", "x": "*fp32", "w": "*fp64", "out": "*fp64", "x_stride": "i32",
-            "w_stride": "i32", "k": "i32"}  # fmt: skip
-    combine = {**PLACES, "x": "*fp32", "coefficients": "*fp64", "w": "*fp64", "out": "*fp64", "x_stride": "i32",
-               "w_stride": "i32", "k": "i32"}  # fmt: skip
-    residual = {"modules": "*i64", "active": "*i1", "q": "*fp32", "z": "*fp32", "coordinates": "*fp64",
-                "theta": "*fp64", "out": "*fp64", "all_columns": "i32", "k": "i32"}  # fmt: skip
-    matvec = {"weight": "*i16", "base": "*fp32", "v": "*fp32", "out": "*fp32", "m": "i32", "n": "i32",
-              "weight_stride": "i32", "base_stride": "i32"}  # fmt: skip
-    add = {"u": "*fp32", "v": "*fp32", "m": "i32", "n": "i32", "stride": "i32", "scale": "fp32", "seed": "i64"}
-    kernels = [
-        Kernel(f"{VECTORS}_dots_kernel", dots, {**stretch, "BLOCK": 512}, num_warps=8),
-        Kernel(f"{VECTORS}_combine_kernel", combine, {**stretch, "ADD": True, "WANTED": 4, "BLOCK": 1024}),
-        Kernel(f"{VECTORS}_residual_kernel", residual, {"BLOCK": 1024}),
-        Kernel(
-            f"{KERNELS}_sum_slots_kernel",
-            {**PLACES, "partial": "*fp32", "z": "*fp32", "all_columns": "i32"},
-            {"COLUMNS": 1024},
-        ),
-        Kernel(f"{KERNELS}_sum_stats_kernel", {"modules": "*i64", "stats": "*fp64", "out": "*fp64"}, {"BLOCK": 256}),
-        Kernel(
-            f"{VECTORS}_start_kernel",
-            {"modules": "*i64", "places": "*i64", "starts": "*fp32", "out": "*fp64", "all_columns": "i32",
-             "seed": "i64"},
-            {"COLUMNS": 1024},
-        ),
-        Kernel(f"{UPDATE}_matvec_kernel", matvec, {"ROWS": 4, "BLOCK": 1024}),
-        *(
-            Kernel(f"{UPDATE}_add_kernel", {"weight": weight, **add}, {"STOCHASTIC": weight != "*fp32", "ROWS": 4,
-                                                                        "BLOCK": 1024})
-            for weight in ("*i16", "*fp16", "*fp32")
-        ),
-    ]  # fmt: skip
-    built = compile_for(kernels)
-    assert len(built) == 2 * len(kernels) and all(b.stack_bytes == 0 for b in built), built
