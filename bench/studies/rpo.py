@@ -132,8 +132,11 @@ ARMS = [
     Arm("plain"),
     *fewer_prompts(16),
     Arm("rpo as in the paper, cuts of 0.3", PAPER),
-    Arm("rpo, cuts of 0.3", [*RPO, "accelerators.rpo.cut_share=0.3"]),
-    Arm("rpo, cuts of 0.5", [*RPO, "accelerators.rpo.cut_share=0.5"]),
+    *(
+        Arm(f"rpo, cuts of {cut}{name}", [*RPO, f"accelerators.rpo.cut_share={cut}", *more])
+        for cut in (0.3, 0.5)
+        for name, more in (("", []), (", no whole answers", ["accelerators.rpo.whole_share=0"]))
+    ),
     Arm("rpo, cuts of the whole answer", RPO),
 ]
 STUDIES = [
