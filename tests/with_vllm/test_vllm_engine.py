@@ -163,7 +163,7 @@ def test_a_server_merges_adapters_itself(address, model, tmp_path):
             for name, weight in base.items():
                 up, down = (torch.randn(size, generator=gen) * 0.2 for size in ((len(weight), 4), (4, weight.shape[1])))
                 parts = AdaptedWeight(weight, down, up, 0.75)
-                adapters.see(name, parts)
+                adapters.remember(name, parts)
                 with torch.no_grad():
                     model.get_parameter(name).copy_(merged_weight(*parts))
             alone.policy_updated()
