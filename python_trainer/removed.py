@@ -25,6 +25,7 @@ REMOVED: dict[str, str] = {
                 "reward_weight",
                 "reward_scale",
                 "min_weight",
+                "importance_cap",
                 "candidates",
                 "held_out",
                 "bank_size",

@@ -157,7 +157,7 @@ class Rhyme(Accelerator):
         answer, logprobs = entry.answer, entry.answer.logprobs
         if answer.run_id in self.better:  # they would weigh those down from which there is most to learn
             logprobs = [float("nan")] * len(logprobs)
-        facts = {"logprobs": logprobs, "importance_cap": 1.0, "expected": rate}
+        facts = {"logprobs": logprobs, "importance_cap": sampling.CAP, "expected": rate}
         return sampling.as_rollout(answer, entry.prompt, context.run.prompts[entry.prompt], **facts)
 
     def plan(self, context: StepContext, groups: list[Group]) -> list[Group]:

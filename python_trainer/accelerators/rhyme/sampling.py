@@ -28,6 +28,7 @@ BANK_SIZE = 8192  # answers
 BANK_PER_PROMPT = 16
 CANDIDATES = 4  # stored answers of a prompt that stage 2 looks at
 RESCUERS = 1  # stored answers at least for a group in which every fresh one failed
+CAP = 1.0  # of the importance weight pi / pi_behaviour of each token
 MIN_WEIGHT = 0.1  # mean importance weight below which an answer is too far from the policy
 Worth = Callable[[StoredAnswer], float]  # how far an answer is to be trusted, in [0, 1]; 0: not at all
 
@@ -187,7 +188,7 @@ class Candidate:
 
 
 @torch.no_grad()
-def score_candidates(run: RunContext, candidates: Sequence[Candidate], cap: float) -> None:
+def score_candidates(run: RunContext, candidates: Sequence[Candidate]) -> None:
     """Fills in log-probabilities, entropies and importance weights, by one forward pass of the present policy.
 
     All ranks take the numbers of rank 0, so that they choose alike.
@@ -201,7 +202,7 @@ def score_candidates(run: RunContext, candidates: Sequence[Candidate], cap: floa
             values, entropies = policy.score(packed, run.config.rollout.temperature)  # [B, L] twice
             rows = [torch.tensor(candidates[i].answer.logprobs, dtype=torch.float32) for i in packed.samples]
             known = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(values)
-            weights = importance_weights(values, known, packed.mask & ~known.isnan(), mode="truncate", cap=cap)
+            weights = importance_weights(values, known, packed.mask & ~known.isnan(), mode="truncate", cap=CAP)
             for row, i in enumerate(packed.samples):
                 logprobs, entropy, weight = (x[row][packed.mask[row]].float() for x in (values, entropies, weights))
                 found[i] = logprobs.cpu(), float(entropy.mean()), float(weight.mean())
@@ -240,7 +241,7 @@ class GroupSampler:
             if begins_with(answer.response_ids, group.prefix_ids)
         ]
         if candidates:
-            score_candidates(context.run, candidates, self.settings.importance_cap)
+            score_candidates(context.run, candidates)
         self.planned, self.offers = groups, [c for c in candidates if c.weight >= MIN_WEIGHT]
         offered = Counter(offer.place for offer in self.offers)
         share = self.settings.history_ratio / (1 + self.settings.history_ratio)
@@ -287,12 +288,12 @@ class GroupSampler:
         return as_rollout(
             offer.answer, asked.prompt_key, asked.prompt_ids, group=offer.place, prefix_len=start,
             logprobs=offer.answer.logprobs[start:], merit=None if asked.merit is None else offer.answer.reward,
-            importance_cap=self.settings.importance_cap,
+            importance_cap=CAP,
         )  # fmt: skip
 
     def look_back(self, context: StepContext) -> None:
         """Lets the network learn what the update did to the offers that were not trained on."""
         if len(offers := self.untrained) >= LEAST:
             features, before = torch.tensor([offer.features() for offer in offers]), likelihoods(offers)
-            score_candidates(context.run, offers, self.settings.importance_cap)
+            score_candidates(context.run, offers)
             self.retrodictor.learn(features, likelihoods(offers) - before)

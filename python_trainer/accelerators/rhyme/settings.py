@@ -35,8 +35,6 @@ class RhymeSettings(AcceleratorSettings):
     """C_rhyme that a stage must reach to be trusted."""
     max_staleness: int = Field(32, ge=0)
     """Steps after which this run's own answers join no group any more; 0: they never do."""
-    importance_cap: float = Field(1.0, gt=0)
-    """Truncates the importance weights pi / pi_behaviour of stored answers in groups, token by token."""
     selection: Literal["likelihood", "retrodiction", "random"] = "likelihood"
     """What stage 2 ranks stored answers by."""
     retrodiction_steps: int = Field(0, ge=0)

@@ -248,7 +248,7 @@ def test_scores_are_those_of_the_policy(tmp_path, monkeypatch, limit):
     if limit is not None:
         monkeypatch.setattr(python_trainer.model.policy, "LARGEST_LOGITS", limit)
     found = candidates_of(answers, [[-5.0] * len(a.response_ids) for a in answers])
-    score_candidates(context_of(policy, 0.7, tokens=12), found, cap=1.0)
+    score_candidates(context_of(policy, 0.7, tokens=12), found)
     for candidate, a in zip(found, answers):
         logits = policy.model(torch.tensor([[*a.prompt_ids, *a.response_ids[:-1]]])).logits[0, 2:].detach() / 0.7
         every = logits.log_softmax(-1)
@@ -262,14 +262,14 @@ def test_importance_weights_are_truncated_and_unknown_ones_are_left_out(tiny_pol
     policy = load_policy(ModelConfig(path=str(tiny_policy), device="cpu"))
     answers = [Rollout([20, 21], [1, 2])] * 3
     now = candidates_of(answers[:1], [[math.nan] * 2])
-    score_candidates(context_of(policy), now, cap=1.0)
+    score_candidates(context_of(policy), now)
     a, b = now[0].logprobs.tolist()
     assert now[0].weight == 1.0
-    # half as likely now, four times as likely now (cut to 2), unknown
-    behaviour = [[a + math.log(2), b + math.log(2)], [a - math.log(4), b], [math.nan, b + math.log(2)]]
+    # half as likely now, four times as likely now (cut to 1), unknown
+    behaviour = [[a + math.log(2), b + math.log(2)], [a - math.log(4), b + math.log(2)], [math.nan, b + math.log(2)]]
     seen = candidates_of(answers, behaviour)
-    score_candidates(context_of(policy), seen, cap=2.0)
-    assert [candidate.weight for candidate in seen] == pytest.approx([0.5, 1.5, 0.75], rel=1e-4)
+    score_candidates(context_of(policy), seen)
+    assert [candidate.weight for candidate in seen] == pytest.approx([0.5, 0.75, 0.75], rel=1e-4)
 
 
 def test_the_network_learns_to_rank_what_it_has_not_seen():
