@@ -1,6 +1,5 @@
 """Checks a model with seven tokens: training and generation compute by their own paths what the model computes."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -93,8 +92,8 @@ def _find_traits(model: PreTrainedModel) -> ModelTraits:
         logits, states = forward_with_states(model, *packed, seen)
         _check_layers(model, seen)
         heads, dim, _ = seen.shapes[0]
-        shape, options = (len(seen.shapes), heads, dim), {"num_blocks": 8, "block_size": BLOCK}
-        cache: Callable[[], PagedKVCache] = partial(PagedKVCache, *shape, **options, dtype=model.dtype, device=device)
+        cache = partial(PagedKVCache, len(seen.shapes), heads, dim, num_blocks=8, block_size=BLOCK)
+        cache = partial(cache, dtype=model.dtype, device=device)
         cached = _cached_logits(partial(forward, model), cache(), prompt, answers)
         rule = observe_logit_rule(model, logits, states)
     with attend_by(model, "eager"):

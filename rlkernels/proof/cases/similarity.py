@@ -58,5 +58,5 @@ SMALL = [
 
 def timed(work: Workload) -> Iterator[Case]:
     """Sizes at which plain torch takes tenths of a second."""
-    yield Case("dtw", "64 x 64, length 128", partial(warp, 64, 64, 128, 1, "full", None, False), timed=True)
+    yield Case("dtw", "128 x 128, length 512", partial(warp, 128, 128, 512, 1, "full", None, False), timed=True)
     yield Case("dtw_topk", "16 x 256, length 64, k 8", partial(topk, 16, 256, 64, 8), timed=True)
