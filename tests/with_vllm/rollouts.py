@@ -54,7 +54,9 @@ def run_settings(folder, path, **rollout):
     prompts.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in ("AB", "CDE", "FFAB", "G")))
     return {
         "max_steps": 3,
-        "task": {"name": "jsonl", "train_path": str(prompts), "test_path": str(prompts), "reward": "tiny:digits"},
+        # weighed so that the paper's reward, which is never below 0.5, tells answers apart
+        "task": {"name": "jsonl", "train_path": str(prompts), "test_path": str(prompts), "reward": "tiny:digits",
+                 "reward_weights": [6.0]},
         "model": {"path": str(folder), "device": "cpu"},
         "rollout": {"engine": "vllm", "prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12,
                     "memory_bytes": MEMORY, **rollout},
