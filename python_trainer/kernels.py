@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +75,9 @@ def proved(config: "Config", note: Callable[[str], None]) -> dict[str, str]:
     """The backends that won for this run's shapes, by op; for ops that it does not need, what is known of them."""
     device = torch.device("cuda", torch.cuda.current_device())
     backend.use({})
-    table = {op: backend.choose(op, device) for op in PROVABLE}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that nothing is proved yet
+        table = {op: backend.choose(op, device) for op in PROVABLE}
     if os.environ.get("RLKERNELS_PROVE") == "off" or backend.wanted() != "auto":
         return table
     shape = model_shape(config)
