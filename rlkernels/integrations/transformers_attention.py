@@ -129,7 +129,8 @@ def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Te
         attention = ACTIVE.get()
     if attention is None:
         raise ValueError(
-            f"attn_implementation={IMPLEMENTATION!r} needs past_key_values=PagedCache(...), got no such cache"
+            f"attn_implementation={IMPLEMENTATION!r} needs past_key_values=PagedCache(...), or layers that hand on the "
+            f"argument attention of a training pass; {type(module).__name__} got neither"
         )
     for name in UNSUPPORTED:
         if kwargs.get(name) is not None:

@@ -245,7 +245,7 @@ def test_what_the_kernels_do_not_know_is_refused(model):
     kv = paged_kv_cache(model, num_blocks=8, block_size=4)
     with pytest.raises(ValueError, match=r"each of the 3 layers of the PagedKVCache must .* got \{2: 0\}"):
         generate(model, inputs, PagedCache(deeper, **inputs))
-    with pytest.raises(ValueError, match="needs past_key_values=PagedCache.* got no such cache"):
+    with pytest.raises(ValueError, match="needs past_key_values=PagedCache.* got neither"):
         generate(model, inputs)
     with pytest.raises(ValueError, match=r"attention_mask must be 0 on the left only .* got 1 at \[1, 0\] and 0 to"):
         PagedCache(kv, inputs["input_ids"], inputs["attention_mask"].flip(1))
