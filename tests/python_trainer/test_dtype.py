@@ -96,7 +96,7 @@ def load_on_unlike_processors(path):
     with patch("python_trainer.model.loading.MAX_BYTES", 0 if dist.get_rank() else 1 << 40):
         for make in KINDS.values():
             torch.cpu.get_capabilities = lambda: {"avx512_bf16": True}
-            policy = make().load(ModelConfig(path=path, device="cpu"), print)
+            policy = make().load(ModelConfig(path=path, device="cpu"))
             assert policy.inference_model.dtype == torch.float32
 
 
