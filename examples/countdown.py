@@ -2,7 +2,7 @@
 
 From this folder, with a model that can do a little arithmetic:
 
-    python -m python_trainer train --output-dir runs/countdown \\
+    python -m python_trainer train --config sums --output-dir runs/countdown \\
       --set task.name=countdown:CountdownSettings model.path=MODEL
 """
 
