@@ -1,5 +1,7 @@
 """Shared fixtures. Everything a machine lacks is named in the summary, never skipped silently."""
 
+import importlib
+import importlib.util
 import os
 from collections import Counter
 from pathlib import Path
@@ -70,3 +72,10 @@ def gsm8k_dir() -> Path:
     if not folder or not (Path(folder) / "train.jsonl").is_file():
         lacks("the GSM8K files (set RLKERNELS_GSM8K_DIR to their folder)")
     return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def trl_integration():
+    if importlib.util.find_spec("trl") is None:
+        lacks("TRL (pip install '.[trl]')")
+    return importlib.import_module("rlkernels.integrations.trl")

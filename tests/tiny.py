@@ -13,12 +13,17 @@ def save_tiny_policy(folder, *, seed=0, dtype=torch.float32, vocab=64, **options
         "tie_word_embeddings": True, "initializer_range": 0.2, "eos_token_id": vocab - 1, "bos_token_id": None,
     }  # fmt: skip
     Qwen2ForCausalLM(Qwen2Config(**settings | options)).to(dtype).save_pretrained(folder)
+    save_letters(folder, vocab)
+    return folder
+
+
+def save_letters(folder, vocab=64):
+    """The tokenizer of such a policy."""
     letters = {chr(48 + i): i for i in range(vocab - 1)}
     tokenizer = Qwen2Tokenizer(
         vocab=letters | {"<eos>": vocab - 1}, merges=[], unk_token=None, pad_token="<eos>", eos_token="<eos>"
     )
     tokenizer.save_pretrained(folder)
-    return folder
 
 
 def digits(prompts, completions, completion_ids, **columns):

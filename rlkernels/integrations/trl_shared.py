@@ -112,6 +112,8 @@ def regroup(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @dataclass
 class SharedOutput(ModelOutput):
+    """What a model returns of a packed micro-batch."""
+
     log_probs: torch.Tensor | None = None  # float32 [R]
     entropy: torch.Tensor | None = None  # float32 [R]
 

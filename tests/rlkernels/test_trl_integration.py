@@ -7,44 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import lacks
+from tiny import digits, save_tiny_policy
 
 LONGEST, SIZE, EOS = 8, 4, 63
 
 
 @pytest.fixture(scope="module")
-def ours():
-    if importlib.util.find_spec("trl") is None:
-        lacks("TRL (pip install '.[trl]')")
-    return importlib.import_module("rlkernels.integrations.trl")
-
-
-@pytest.fixture(scope="module")
 def policy(tmp_path_factory):
-    """A random Qwen2 whose tokens are the characters from "0" on; the last is the end-of-sequence token."""
-    transformers = pytest.importorskip("transformers")
-    folder = tmp_path_factory.mktemp("policy")
-    torch.manual_seed(0)
-    config = transformers.Qwen2Config(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True, initializer_range=0.2,
-        eos_token_id=EOS, bos_token_id=None,
-    )  # fmt: skip
-    transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
-    vocab = {chr(48 + i): i for i in range(EOS)} | {"<eos>": EOS}
-    transformers.Qwen2Tokenizer(
-        vocab=vocab, merges=[], unk_token=None, pad_token="<eos>", eos_token="<eos>"
-    ).save_pretrained(folder)
-    return folder
-
-
-def digits(prompts, completion_ids, **columns):
-    """Share of digits among the tokens of an answer."""
-    return [sum(token < 10 for token in ids) / max(len(ids), 1) for ids in completion_ids]
+    return save_tiny_policy(tmp_path_factory.mktemp("policy"), max_position_embeddings=64)
 
 
 @pytest.fixture
-def make_trainer(ours, policy, tmp_path, monkeypatch):
+def make_trainer(trl_integration, policy, tmp_path, monkeypatch):
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
 
@@ -65,8 +39,8 @@ def weights(trainer):
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
-def test_answers_are_finished_and_only_their_end_is_trained(ours, make_trainer, monkeypatch):
-    suffixes = ours.SuffixRollouts(right=-1.0)  # every answer that ends
+def test_answers_are_finished_and_only_their_end_is_trained(trl_integration, make_trainer, monkeypatch):
+    suffixes = trl_integration.SuffixRollouts(right=-1.0)  # every answer that ends
     suffixes.answers = {"ABC": [1, 2, 3, 4, 5, EOS]}
     trainer = make_trainer(suffixes.watch(digits), rollout_func=suffixes)
     seen, batches = [], []
@@ -100,8 +74,8 @@ def test_answers_are_finished_and_only_their_end_is_trained(ours, make_trainer, 
     assert len(rows) > 1 and suffixes._step == 2
 
 
-def test_only_right_whole_answers_are_remembered(ours):
-    suffixes = ours.SuffixRollouts()
+def test_only_right_whole_answers_are_remembered(trl_integration):
+    suffixes = trl_integration.SuffixRollouts()
     suffixes._step, suffixes._ends = 0, frozenset({EOS})
     ids = [[1, EOS], [2, EOS], [3, 3], [4, EOS], []]
     watched = suffixes.watch(lambda prompts, completion_ids, gold: gold)
@@ -117,8 +91,8 @@ def test_only_right_whole_answers_are_remembered(ours):
     assert "c" not in suffixes.answers
 
 
-def test_evaluation_answers_from_the_start(ours, make_trainer):
-    suffixes = ours.SuffixRollouts()
+def test_evaluation_answers_from_the_start(trl_integration, make_trainer):
+    suffixes = trl_integration.SuffixRollouts()
     suffixes.answers = {"ABC": [1, 2, 3, EOS], "DE": [1, 2, 3, 4, 5, EOS]}
     trainer = make_trainer(suffixes.watch(digits), rollout_func=suffixes, settings={"num_generations_eval": 2})
     trainer.model.eval()
@@ -138,7 +112,7 @@ def lenient():
     return Limits(min_gap=0, noise_factor=0, min_rise=-1, min_cosine=0, min_skill=-math.inf, min_share=0)
 
 
-def test_an_accepted_jump_stays(ours, make_trainer, lenient, monkeypatch):
+def test_an_accepted_jump_stays(trl_integration, make_trainer, lenient, monkeypatch):
     seen = []
 
     def evaluate(model, rows):
@@ -146,7 +120,7 @@ def test_an_accepted_jump_stays(ours, make_trainer, lenient, monkeypatch):
         seen.append({name: p.detach().clone() for name, p in model.named_parameters()})
         return [float(len(seen) > 2)] * 10  # the first candidate is no better, the second is
 
-    callback = ours.GatedExtrapolation(evaluate, 80, track_steps=1, first_step=4, every=100, limits=lenient)
+    callback = trl_integration.GatedExtrapolation(evaluate, 80, track_steps=1, first_step=4, every=100, limits=lenient)
     trainer = make_trainer(callbacks=[callback], steps=4)
     base = weights(trainer)
     trainer.train()
@@ -164,7 +138,7 @@ def test_an_accepted_jump_stays(ours, make_trainer, lenient, monkeypatch):
     assert len(callback.trajectory) == 0
 
 
-def test_a_refused_jump_leaves_no_trace(ours, make_trainer, lenient):
+def test_a_refused_jump_leaves_no_trace(trl_integration, make_trainer, lenient):
     """Neither in the weights nor in the random numbers of later steps."""
     plain = make_trainer(steps=5)
     plain.train()
@@ -174,7 +148,9 @@ def test_a_refused_jump_leaves_no_trace(ours, make_trainer, lenient):
         asked.append(torch.rand(3))
         return [1.0, 0.0] * (len(rows) // 2)
 
-    callback = ours.GatedExtrapolation(evaluate, 80, track_steps=1, first_step=3, every=2, max_tries=2, limits=lenient)
+    callback = trl_integration.GatedExtrapolation(
+        evaluate, 80, track_steps=1, first_step=3, every=2, max_tries=2, limits=lenient
+    )
     watched = make_trainer(steps=5, callbacks=[callback])
     watched.train()
     assert [(e["step"], e["accepted"], len(e["tries"])) for e in callback.events] == [(3, False, 2), (5, False, 2)]
@@ -183,23 +159,25 @@ def test_a_refused_jump_leaves_no_trace(ours, make_trainer, lenient):
     assert all(torch.equal(p, expected[name]) for name, p in weights(watched).items())
 
 
-def test_refusals_are_noted(ours, make_trainer):
+def test_refusals_are_noted(trl_integration, make_trainer):
     def never(model, rows):
         raise AssertionError("nothing to try")
 
-    callback = ours.GatedExtrapolation(never, 80, track_steps=1, first_step=1)
+    callback = trl_integration.GatedExtrapolation(never, 80, track_steps=1, first_step=1)
     make_trainer(steps=2, callbacks=[callback]).train()
     assert [e["refused"].split(" (")[0] for e in callback.events] == ["few points"] * 2
 
 
 @pytest.mark.slow
-def test_the_example_runs(ours, tmp_path, monkeypatch, lenient, capsys):
+def test_the_example_runs(trl_integration, tmp_path, monkeypatch, lenient, capsys):
     """With limits by which its extrapolation is tried."""
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     monkeypatch.chdir(tmp_path)
     script = (Path(__file__).parents[2] / "examples/trl_sums.py").read_text()
-    made = ours.GatedExtrapolation
-    monkeypatch.setattr(ours, "GatedExtrapolation", lambda *args, **kwargs: made(*args, **kwargs, limits=lenient))
+    made = trl_integration.GatedExtrapolation
+    monkeypatch.setattr(
+        trl_integration, "GatedExtrapolation", lambda *args, **kwargs: made(*args, **kwargs, limits=lenient)
+    )
     names: dict = {"__name__": "__main__"}
     exec(compile(script, "trl_sums.py", "exec"), names)
     printed = capsys.readouterr().out
@@ -209,17 +187,19 @@ def test_the_example_runs(ours, tmp_path, monkeypatch, lenient, capsys):
     assert names["extrapolation"].events[0]["tries"] and "'accepted'" in printed
 
 
-def test_what_the_parts_are_given_is_checked(ours, make_trainer):
+def test_what_the_parts_are_given_is_checked(trl_integration, make_trainer):
     with pytest.raises(
         ValueError, match="logging_steps must divide track_steps 2 .* got 3 with logging_strategy 'steps'"
     ):
-        make_trainer(callbacks=[ours.GatedExtrapolation(print, 80)], settings={"logging_steps": 3}).train()
+        make_trainer(callbacks=[trl_integration.GatedExtrapolation(print, 80)], settings={"logging_steps": 3}).train()
     with pytest.raises(ValueError, match="got 1 with logging_strategy 'epoch'"):
-        make_trainer(callbacks=[ours.GatedExtrapolation(print, 80)], settings={"logging_strategy": "epoch"}).train()
+        make_trainer(
+            callbacks=[trl_integration.GatedExtrapolation(print, 80)], settings={"logging_strategy": "epoch"}
+        ).train()
     with pytest.raises(ValueError, match="metric must be one of .*'rewards/digits/mean'.* got 'accuracy'"):
-        make_trainer(callbacks=[ours.GatedExtrapolation(print, 80, metric="accuracy")]).train()
+        make_trainer(callbacks=[trl_integration.GatedExtrapolation(print, 80, metric="accuracy")]).train()
     with pytest.raises(ValueError, match=r"reward_funcs must hold the function that watch\(reward\)"):
-        make_trainer(digits, rollout_func=ours.SuffixRollouts()).train()
+        make_trainer(digits, rollout_func=trl_integration.SuffixRollouts()).train()
 
 
 @pytest.mark.parametrize(
@@ -232,10 +212,10 @@ def test_what_the_parts_are_given_is_checked(ours, make_trainer):
         ({"prompts": 0}, "prompts"),
     ],
 )
-def test_bad_settings_are_named(ours, settings, message):
+def test_bad_settings_are_named(trl_integration, settings, message):
     with pytest.raises(ValueError, match=message):
-        ours.GatedExtrapolation(len, **{"prompts": 80} | settings)
+        trl_integration.GatedExtrapolation(len, **{"prompts": 80} | settings)
     with pytest.raises(TypeError, match=f"{message} must be a"):
-        ours.GatedExtrapolation(len, **{"prompts": 80} | dict.fromkeys(settings, "1"))
+        trl_integration.GatedExtrapolation(len, **{"prompts": 80} | dict.fromkeys(settings, "1"))
     with pytest.raises(ValueError, match="cut_share"):
-        ours.SuffixRollouts(cut_share=0)
+        trl_integration.SuffixRollouts(cut_share=0)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from support import lacks
+from tiny import save_letters
 
 LONGEST, SIZE, VOCAB, EOS = 12, 4, 64, 63
 BASIC = {"per_device_train_batch_size": 2 * SIZE, "gradient_accumulation_steps": 1}
@@ -17,13 +17,6 @@ MODELS = {
     "gemma2": ("Gemma2", {"head_dim": 8}),
     "mistral": ("Mistral", {"sliding_window": 16}),
 }
-
-
-@pytest.fixture(scope="module")
-def ours():
-    if importlib.util.find_spec("trl") is None:
-        lacks("TRL (pip install '.[trl]')")
-    return importlib.import_module("rlkernels.integrations.trl")
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +36,7 @@ def policy(tmp_path_factory):
             )  # fmt: skip
             made[kind] = tmp_path_factory.mktemp(kind)
             getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(made[kind])
-            vocab = {chr(48 + i): i for i in range(EOS)} | {"<eos>": EOS}
-            tokenizer = transformers.Qwen2Tokenizer(
-                vocab=vocab, merges=[], unk_token=None, pad_token="<eos>", eos_token="<eos>"
-            )
-            tokenizer.save_pretrained(made[kind])
+            save_letters(made[kind], VOCAB)
         return made[kind]
 
     return make
@@ -76,7 +65,7 @@ class Answers:
 
 
 @pytest.fixture
-def train(ours, policy, tmp_path, monkeypatch):
+def train(trl_integration, policy, tmp_path, monkeypatch):
     """Trains two steps -> (trainer, gradients of each step before clipping, by name)."""
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
@@ -92,7 +81,7 @@ def train(ours, policy, tmp_path, monkeypatch):
 
     def run(kind="qwen2", shared=True, lora=False, rollout=None, trainer_class=None, options=(), **settings):
         gradients, rollout = Gradients(), Answers() if rollout is None else rollout
-        cls = trainer_class or (ours.SharedPrefixGRPOTrainer if shared else trl.GRPOTrainer)
+        cls = trainer_class or (trl_integration.SharedPrefixGRPOTrainer if shared else trl.GRPOTrainer)
         torch.manual_seed(0)
         args = trl.GRPOConfig(
             output_dir=str(tmp_path), num_generations=SIZE, max_completion_length=LONGEST, use_cpu=True, report_to=[],
@@ -210,7 +199,7 @@ def test_what_cannot_be_shared_is_computed_by_trl_and_said_once(train, caplog, k
     assert_same(found, train(kind, shared=False, **settings), 1e-5)
 
 
-def test_a_model_that_disagrees_is_left_to_trl(ours, train, caplog, monkeypatch):
+def test_a_model_that_disagrees_is_left_to_trl(train, caplog, monkeypatch):
     module = importlib.import_module("rlkernels.integrations.trl_shared")
 
     def wrong(query, key, value, layout, *, scale):
@@ -224,14 +213,14 @@ def test_a_model_that_disagrees_is_left_to_trl(ours, train, caplog, monkeypatch)
     assert_same(found, train(shared=False), 1e-6)
 
 
-def test_the_mixin_serves_subclasses(ours, train):
+def test_the_mixin_serves_subclasses(trl_integration, train):
     trl = importlib.import_module("trl")
 
     class Own(trl.GRPOTrainer):
         def _compute_loss(self, model, inputs):
             return 2 * super()._compute_loss(model, inputs)
 
-    class SharedOwn(ours.SharedPrefixMixin, Own):
+    class SharedOwn(trl_integration.SharedPrefixMixin, Own):
         pass
 
     assert_same(train(trainer_class=SharedOwn), train(trainer_class=Own))
