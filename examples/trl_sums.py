@@ -1,4 +1,4 @@
-"""TRL with all that we add to it, on sums: half a minute on a CPU. See docs/other_trainers.md."""
+"""TRL with all that we add to it, on sums: half a minute on a CPU. See docs/integrations.md."""
 
 import random
 from pathlib import Path

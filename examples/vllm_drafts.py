@@ -1,4 +1,4 @@
-"""Drafts from earlier answers inside vLLM, on a CPU. See docs/vllm.md for the environment it needs."""
+"""Drafts from earlier answers inside vLLM, on a CPU. See docs/integrations.md for the environment it needs."""
 
 import os
 import random

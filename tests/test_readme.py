@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TEXT = "\n".join((ROOT / name).read_text() for name in ("README.md", "docs/install.md", "docs/speed.md"))
+TEXT = "\n".join((ROOT / name).read_text() for name in ("README.md", "docs/install.md"))
 PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "bench/README.md", "bench/gpu/README.md")),
@@ -18,12 +18,9 @@ PAGES = [
     ("page", "count"),
     [
         ("README.md", 1),
-        ("docs/ops.md", 5),
-        ("docs/prefix_cache.md", 1),
+        ("docs/kernels.md", 9),
         ("docs/python_api.md", 1),
-        ("docs/rank1.md", 1),
         ("docs/alpha.md", 1),
-        ("docs/other_trainers.md", 6),
     ],
 )
 def test_python_examples_run(page, count):

@@ -106,7 +106,7 @@ class DraftsSettings(AcceleratorSettings):
         if config.rollout.servers:
             return (
                 f"the accelerator drafts needs rollout.vllm_server null, got {', '.join(config.rollout.servers)}; "
-                "leave it out, and let the server itself draft from a file as docs/vllm.md says"
+                "leave it out, and let the server draft by itself as docs/integrations.md says"
             )
         asked, most = self.max_draft_tokens, LONGEST_VLLM_DRAFT
         if config.rollout.by_vllm and asked > most:

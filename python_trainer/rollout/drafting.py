@@ -10,7 +10,7 @@ from rlkernels import RolloutHistory
 from rlkernels.prefix_cache import Sequence as CachedSequence
 
 MAX_TRUST = 0.95  # no draft token is trusted more than this
-DEAR_PASS = 1000.0  # tokens: where a pass costs as much on top, what other prompts suggest pays (docs/history.md)
+DEAR_PASS = 1000.0  # tokens: where a pass costs as much on top, what other prompts suggest pays
 
 
 @dataclass(eq=False)

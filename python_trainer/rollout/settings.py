@@ -19,7 +19,7 @@ class RolloutConfig(Section):
     """`paged`: the trainer's own engine; `vllm`: vLLM 0.32 or newer, on the device of the model or on servers; `auto`:
     vllm where vllm_server is set or where it is installed and there is a GPU, else paged."""
     vllm_server: str | list[str] | None = Field(None)
-    """URL of a server for engine vllm, or a list of them that share the work, started as docs/vllm.md says; they read
+    """URL of a server for engine vllm, or a list of them that share the work, started as docs/scale.md says; they read
     weights from OUTPUT_DIR."""
     prompts_per_step: int = Field(32, ge=1)
     """Prompts in one training step."""

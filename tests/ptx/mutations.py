@@ -1,4 +1,4 @@
-"""Faults planted in the PTX of kernels, and whether the interpreter notices. Writes the table of README.md:
+"""Faults planted in the PTX of kernels, and whether the interpreter notices. Prints a table:
 
 PYTHONPATH=.:tests python -m ptx.mutations 90 4    # sm_90, each kind of fault at four places of each kernel
 """

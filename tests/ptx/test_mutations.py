@@ -1,4 +1,4 @@
-"""The interpreter notices faults planted in the PTX of our kernels. The table of README.md has a larger sample."""
+"""The interpreter notices faults planted in the PTX of our kernels. ``python -m ptx.mutations`` has a larger sample."""
 
 import pytest
 

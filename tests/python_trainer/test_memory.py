@@ -57,7 +57,7 @@ def test_what_is_told_is_what_a_process_takes(taken, kind):
     assert told == pytest.approx(found, rel=0.2)
 
 
-# gigabytes by hand, in docs/scale.md
+# gigabytes, worked out by hand
 @pytest.mark.parametrize(
     ("size", "gpus", "parallel", "parts"),
     [

@@ -164,7 +164,7 @@ def test_settings_that_do_not_go_together(make_config):
     assert make_config(rollout={"engine": "vllm"}, accelerators=drafts).accelerators.chosen()[0].longest_draft() == 16
     for engine in "auto", "vllm":
         rollout = {"engine": engine, "vllm_server": ["http://localhost:1", "http://localhost:2"]}
-        refused = "drafts needs rollout.vllm_server null, got http://localhost:1, http://localhost:2; .*docs/vllm.md"
+        refused = "drafts needs rollout.vllm_server null, got http://localhost:1, http://localhost:2; .*integrations.md"
         with pytest.raises(UserError, match=refused):
             make_config(rollout=rollout, accelerators=drafts)
     long = drafts | {"drafts": {"max_draft_tokens": 129}}

@@ -1,8 +1,6 @@
 """``model.generate`` on the paged cache against plain ``generate``, token for token in float32."""
 
-import re
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 
 import hypothesis
 import pytest
@@ -319,29 +317,6 @@ def test_rotary_factors_that_change_with_the_length_are_limited_to_the_original_
         got = model(plain[:1, 12:-1], past_key_values=cache).logits[:, -1]  # the cache is as it was
         model.set_attn_implementation("sdpa")
         torch.testing.assert_close(got, model(plain[:1, :-1]).logits[:, -1], rtol=1e-4, atol=1e-4)
-
-
-class Tokenizer:
-    """A letter is a token."""
-
-    def __call__(self, texts, **_):
-        inputs = padded(*map(len, texts))
-        for row, text in zip(inputs["input_ids"], texts):
-            row[len(row) - len(text) :] = torch.tensor([1 + ord(c) % 60 for c in text])
-        return inputs
-
-    def batch_decode(self, ids):
-        return [str(row.tolist()) for row in ids]
-
-
-def test_the_example_of_the_docs_runs(model, monkeypatch, capsys):
-    page = (Path(__file__).parents[2] / "docs/prefix_cache.md").read_text()
-    (example,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.S) if "transformers" in code)
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: model)
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: Tokenizer())
-    exec(compile(example, "docs/prefix_cache.md", "exec"), {})
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == "tokens found in the cache: [0, 32]" and printed[2] == "tokens found in the cache: [32]"
 
 
 def family(kind):

@@ -1,4 +1,4 @@
-"""examples/vllm_drafts.py, as somebody would run it, and what docs/vllm.md says that it prints."""
+"""examples/vllm_drafts.py, as somebody would run it, and what docs/integrations.md says that it prints."""
 
 import os
 import re
@@ -13,8 +13,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 def test_the_example(tmp_path):
-    page = (ROOT / "docs/vllm.md").read_text()
-    (printed,) = re.findall(r"^\$ FOLDER/bin/python examples/vllm_drafts.py\n(.*?)^```", page, re.S | re.M)
+    page = (ROOT / "docs/integrations.md").read_text()
+    (printed,) = re.findall(r"^python examples/vllm_drafts.py\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    printed = re.sub(r"^# ", "", printed, flags=re.MULTILINE)
     example = str(ROOT / "examples/vllm_drafts.py")
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, example], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
