@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 TARGETS = (80, 90)  # sm_80 (A100), sm_90 (H100, H200)
-SHARED_BYTES = {80: 164 * 1024, 90: 228 * 1024}  # of a multiprocessor
+SHARED_BYTES = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}  # of a multiprocessor
 ROOT = Path(__file__).parents[1]
 
 

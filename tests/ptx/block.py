@@ -47,7 +47,8 @@ class Block:
         self.products: list[list[Callable[[], None]]] = [[]]
         self.running: dict[str, np.ndarray] = {}  # register -> the sum that a product under way gives it
         self.issued: Counter[str] = Counter()  # warps times statements, by the name of the instruction
-        self.runs, self.moved = 0, 0  # blocks that ran; bytes between them and global memory
+        # blocks that ran; bytes between them and global memory; operations of tensor cores
+        self.runs, self.moved, self.flops = 0, 0, 0
         self.executed = np.zeros(len(program.statements), bool)
         self.guards = [self.read(s.guard, "pred") if s.guard else None for s in program.statements]
         self.actions = [None if s.name in CONTROL else INSTRUCTIONS[s.name](self, s) for s in program.statements]

@@ -98,7 +98,9 @@ def _multiply(block: Block, s: Statement) -> Action:
         b = np.zeros((block.warps, 8, 16))  # its columns as rows
         for i, read in enumerate(right):
             _place(b, ROW, COLUMN + 8 * i, read().reshape(-1, 32), kind)
-        totals = _totals(left() @ b.transpose(0, 2, 1), [read() for read in sums], True)
+        out = left() @ b.transpose(0, 2, 1)
+        block.flops += 2 * 16 * out.size
+        totals = _totals(out, [read() for read in sums], True)
         for register, values in zip(results, totals):
             block.write(register, values, on)
 
@@ -141,6 +143,7 @@ def _asynchronous(block: Block, s: Statement) -> Action:
         b = matrices(right(), columns, flags[-1])
         a = left().reshape(groups, 64, 16) if in_registers else matrices(left(), 64, flags[2], own=16)
         out = (a @ b.transpose(0, 2, 1)).reshape(-1, 16, columns)
+        block.flops += 2 * 16 * out.size
         # until its group is waited for, nobody but a later product has the sums
         held = [block.running.get(register, read()) for register, read in zip(results, sums)]
         totals = dict(zip(results, _totals(out, held, keep().reshape(-1, 1, 32))))

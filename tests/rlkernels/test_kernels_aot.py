@@ -60,6 +60,14 @@ def test_kernels_are_what_they_are_meant_to_be(built):
         assert kernel.wide_copies + kernel.wide_loads > 0 or name.startswith(NO_WIDE_ACCESS), (name, kernel)
 
 
+@pytest.mark.slow
+def test_kernels_compile_for_blackwell():
+    if importlib.util.find_spec("triton") is None:
+        lacks("triton")
+    kernels = [kernel for name, kernel in KERNELS.items() if not name.endswith("before Hopper")]
+    assert all(kernel.blocks >= 1 for kernel in compile_for(kernels, [100]))
+
+
 @pytest.mark.parametrize("arch", TARGETS)
 def test_cuda_kernels_keep_their_rows_in_registers(arch):
     if shutil.which("nvcc") is None:
