@@ -2,7 +2,7 @@
 
     python examples/python_api.py OUTPUT_DIR
 
-Takes a minute on a CPU. docs/python_api.md says what else there is.
+Takes a minute on a CPU.
 """
 
 import random

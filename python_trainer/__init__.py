@@ -1,4 +1,4 @@
-"""A compact PPO / GRPO trainer on rlkernels: ``python -m python_trainer --help``, docs/python_api.md.
+"""A compact PPO / GRPO trainer on rlkernels: ``python -m python_trainer --help``, docs/quickstart.md.
 
 Nothing heavy is imported before one of the names here is used.
 """

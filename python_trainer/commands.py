@@ -64,7 +64,7 @@ DESCRIPTIONS = {
     "sft": """Supervised steps on reference answers: those of the task's training examples (settings: section sft), for
     models that hardly ever answer right. OUTPUT_DIR/model can then be the model.path of train.""",
     "probe": """How hard the prompts are and where time would go: answers some training prompts and makes one update, in
-    about a minute. Nothing is kept (docs/probe.md).""",
+    about a minute. Nothing is kept (docs/quickstart.md).""",
     "report": """Verdict, table and curves of runs, finished or not: prints the table of all runs under the folders and
     writes report.html, one page with sample answers and the settings that differ too, which needs no network.""",
     "history": "Lists the runs that accelerators.rhyme.database has recorded in a retrospective database.",

@@ -55,7 +55,7 @@ class TaskSettings(Section):
     note."""
 
     environment: Annotated[str, ENVIRONMENTS] | None = None
-    """What the policy has turns with in an answer (docs/environments.md); null: an answer is one turn."""
+    """What the policy has turns with in an answer (docs/quickstart.md); null: an answer is one turn."""
     max_turns: int = Field(8, ge=1)
     """Most turns of the policy in one answer, with an environment."""
 

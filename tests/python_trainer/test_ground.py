@@ -1,4 +1,4 @@
-"""The tasks of mixed difficulty: frozen once tuned, their base policies as right as docs/tasks.md says."""
+"""The tasks of mixed difficulty: frozen once tuned, their base policies as right as docs/quickstart.md says."""
 
 import hashlib
 import json
