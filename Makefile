@@ -23,7 +23,7 @@ help:
 	@echo 'make setup   set up and compile the extension (also: make build)'
 	@echo 'make lint    ruff, mypy and the layers of the packages (import-linter)'
 	@echo 'make wheel   dist/*.whl with the compiled code, for machines without a compiler'
-	@echo 'make docs    the API reference as web pages: site/index.html'
+	@echo 'make docs    all pages and the API as one site: site/index.html'
 	@echo 'make smoke   train for a few steps'
 	@echo 'make clean   remove $(VENV) and everything that was built'
 	@sed -n 's/^# \([A-Z_]*=\)/  \1/p' Makefile
@@ -70,7 +70,8 @@ bench: $(VENV)/.built
 	$(PY) -m bench $(BENCH)
 
 docs: $(VENV)/.built
-	@$(PY) -c 'import pdoc' 2>/dev/null || $(PY) -m pip install --quiet --constraint constraints.txt pdoc
+	@$(PY) -c 'import material, mkdocstrings_handlers.python' 2>/dev/null || \
+	  $(PY) -m pip install --quiet --constraint constraints.txt mkdocs-material mkdocstrings-python
 	rm -rf site
 	@$(PY) tools/make_docs.py site
 

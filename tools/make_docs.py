@@ -134,8 +134,8 @@ def main(folder: Path) -> int:
     write_pages()
     write_settings()
     write_api()
-    cli(["build", "--strict", "--quiet", "--config-file", str(ROOT / "mkdocs.yml"), "--site-dir", str(folder.absolute())],
-        standalone_mode=False)  # fmt: skip
+    options = ["--strict", "--quiet", "--config-file", str(ROOT / "mkdocs.yml"), "--site-dir", str(folder.absolute())]
+    cli(["build", *options], standalone_mode=False)
     print(f"{len(list(folder.rglob('*.html')))} pages: {folder / 'index.html'}")
     return 0
 
