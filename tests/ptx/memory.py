@@ -141,7 +141,7 @@ class Shared:
         self.readers[index] = now
         self.readers[index[self.readers[index] != now]] = several
 
-    def note_write(self, at: np.ndarray, warps: np.ndarray, size: int, text: str) -> None:
+    def note_write(self, at: np.ndarray, warps: np.ndarray, size: int, text: str, fenced: bool = False) -> None:
         index, owners = self.marks(at, warps, size, text)
         mine = 64 * self.interval + owners
         self._refuse_others(self.writers[index], mine, "writes what another warp has written", text)
@@ -149,8 +149,8 @@ class Shared:
         if self.in_flight[index].any():
             raise Fault(f"race: writes what an asynchronous product may still read: {text}")
         self.writers[index] = mine
-        self.unfenced[index] = True
+        self.unfenced[index] = not fenced
 
-    def write(self, at: np.ndarray, warps: np.ndarray, values: np.ndarray, text: str) -> None:
-        self.note_write(at, warps, values.dtype.itemsize * values.shape[1], text)
+    def write(self, at: np.ndarray, warps: np.ndarray, values: np.ndarray, text: str, fenced: bool = False) -> None:
+        self.note_write(at, warps, values.dtype.itemsize * values.shape[1], text, fenced)
         self.bytes.write(at, values)

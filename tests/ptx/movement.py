@@ -1,12 +1,17 @@
 """Instructions that move values: loads and stores, atomics, asynchronous copies, and those between lanes of a warp."""
 
 from collections.abc import Callable
+from importlib.metadata import version
+from importlib.util import find_spec
 
 import numpy as np
 
 from ptx.block import Action, Block, Mask, instruction
 from ptx.memory import BITS, Fault, check_alignment
 from ptx.program import TYPES, Statement, unbrace
+
+# Triton before 3.7 sets no fence between copies that have landed and the products that read them
+COPIES_COUNT_AS_FENCED = find_spec("triton") is not None and version("triton") < "3.7"
 
 
 @instruction("ld", "st")
@@ -110,7 +115,7 @@ def _copy(block: Block, s: Statement) -> Action:
         if whole.any():
             data[whole] = block.memory.read(source()[chosen][whole], 4, size // 4, s.text)
         block.shared.note_write(at, warps, size, s.text)
-        block.copies[-1].append(lambda: block.shared.write(at, warps, data, s.text))
+        block.copies[-1].append(lambda: block.shared.write(at, warps, data, s.text, fenced=COPIES_COUNT_AS_FENCED))
 
     return run
 
