@@ -71,7 +71,8 @@ def test_settings_and_targets_exist(page):
     for key in SECTION.findall(text):
         assert key in known or key in sections or key.endswith(".py"), f"{page.name} names {key}"
     makefile = (ROOT / "Makefile").read_text()
-    for target in set(re.findall(r"(?:`|^|\$ )make ([a-z-]+)", text, re.M)):
+    code = re.findall(r"`([^`\n]+)`", text) + [block.text for block in read_blocks(page)]
+    for target in set(re.findall(r"^(?:\$ )?make ([a-z-]+)", "\n".join(code), re.M)):
         assert re.search(rf"^[a-z -]*\b{target}\b[a-z -]*:", makefile, re.M), f"{page.name} names make {target}"
 
 
