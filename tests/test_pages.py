@@ -87,3 +87,10 @@ def test_commands_that_are_not_run_are_right(page, monkeypatch):
             shipped = getattr(arguments, "config", None)
             if shipped and ((ROOT / shipped).exists() or (ROOT / "configs" / f"{shipped}.yaml").exists()):
                 load_config(shipped, arguments.overrides)
+
+
+def test_files_that_contributing_names_exist():
+    named = set(re.findall(r"`([a-z_/]+\.py)`", (ROOT / "CONTRIBUTING.md").read_text()))
+    assert len(named) >= 20
+    for name in named - {"reference.py", "triton_kernels.py"}:  # of each folder of ops
+        assert any((ROOT / folder / name).is_file() for folder in ("", "python_trainer", "tests/python_trainer")), name
