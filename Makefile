@@ -22,7 +22,7 @@ help:
 	@echo 'make bench   set up, then every benchmark (BENCH="--quick similarity" for less)'
 	@echo 'make setup   set up and compile the extension (also: make build)'
 	@echo 'make lint    ruff, mypy and the layers of the packages (import-linter)'
-	@echo 'make wheel   dist/*.whl with the compiled code, for machines without a compiler'
+	@echo 'make wheel   dist/*.whl, with the compiled code and without, for machines without a compiler'
 	@echo 'make docs    all pages and the API as one site: site/index.html'
 	@echo 'make smoke   train for a few steps'
 	@echo 'make clean   remove $(VENV) and everything that was built'

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig
 
 import python_trainer
-from rlkernels.integrations.trl import GatedExtrapolation, SharedPrefixGRPOTrainer, SuffixRollouts
+from rlkernels.integrations.trl import GatedExtrapolation, HistoryRecorder, SharedPrefixGRPOTrainer, SuffixRollouts
 
 MODEL = Path(python_trainer.__file__).parent / "tasks/policies/small"  # or your folder in Hugging Face format
 
@@ -60,6 +60,7 @@ args = GRPOConfig(
     disable_tqdm=True,
 )
 suffixes = SuffixRollouts()
+recorder = HistoryRecorder("history.bin", every=8)  # for drafts of a vLLM server
 extrapolation = GatedExtrapolation(evaluate, len(held_out), first_step=12, every=12)
 trainer = SharedPrefixGRPOTrainer(  # a GRPOTrainer that computes each prompt once
     model=model,
@@ -67,8 +68,8 @@ trainer = SharedPrefixGRPOTrainer(  # a GRPOTrainer that computes each prompt on
     processing_class=tokenizer,
     train_dataset=Dataset.from_list(train),
     rollout_func=suffixes,
-    reward_funcs=suffixes.watch(right),  # right answers are remembered
-    callbacks=[extrapolation],
+    reward_funcs=recorder.watch(suffixes.watch(right)),  # right answers are remembered
+    callbacks=[extrapolation, recorder],
 )
 before = sum(evaluate(model.eval(), range(256))) / 256
 trainer.train()

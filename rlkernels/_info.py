@@ -29,12 +29,14 @@ def info() -> dict[str, Any]:
         A dictionary of plain strings, numbers and lists, ready for ``json.dumps``. ``ops[name]`` has
         ``written`` (backends that exist), ``cpu`` (what ``auto`` takes for CPU tensors) and, where a GPU is
         present, ``cuda`` (the same for the current one), ``from`` (run, verdict, record or default) and ``verdicts``
-        (text about each that :func:`rlkernels.prove` left). ``missing`` has the packages that are not installed, and
-        what needs each.
+        (text about each that :func:`rlkernels.prove` left). ``missing`` has what is not installed, and what for.
     """
     missing = _backend.extension_error()
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     native = torch.ops.rlkernels
+    absent = {"the compiled extension": "C++ on CPUs; the references in Python run in its place"} if missing else {}
+    if devices and not _backend.built_with_cuda():
+        absent["the CUDA kernels"] = "dtw by CUDA C++; Triton runs in their place"
     ops = {}
     for name, op in _backend.OPS.items():
         row: dict[str, Any] = {"written": [b for b in ("cuda", "triton", "cpu") if getattr(op, b)] + ["torch"]}
@@ -55,7 +57,7 @@ def info() -> dict[str, Any]:
         "triton": importlib.util.find_spec("triton") is not None,
         "gpus": devices,
         "backend": os.environ.get("RLKERNELS_BACKEND", "auto"),
-        "missing": {name: what for name, what in PACKAGES.items() if importlib.util.find_spec(name) is None},
+        "missing": absent | {name: what for name, what in PACKAGES.items() if importlib.util.find_spec(name) is None},
         "ops": ops,
     }
 

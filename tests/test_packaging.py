@@ -55,28 +55,39 @@ import torch, rlkernels
 assert rlkernels.__file__.startswith({site!r}), rlkernels.__file__
 ids = torch.arange(3)
 rlkernels.keyed_uniform(1, ids, ids)
+cache = rlkernels.PagedKVCache(1, 1, 8, num_blocks=4, dtype=torch.float32, device="cpu")
+seq = cache.open(list(range(20)))
+cache.commit(seq)
+assert cache.open(list(range(20))).num_cached == 16
+history = rlkernels.RolloutHistory()
+history.add([1, 2], [3, 4, 5])
+assert history.draft([[1, 2]], [[3]], max_tokens=2) == [[4, 5]]
 print(rlkernels.info()["extension"])
+print(rlkernels.info()["missing"].get("the compiled extension", "nothing"))
 """
 
 
 def test_wheel_without_the_extension(tmp_path):
     path = wheel(tmp_path, RLKERNELS_NO_EXTENSION="1")
+    assert path.name.endswith("-py3-none-any.whl")
     names = set(zipfile.ZipFile(path).namelist())
     assert packages("**/*.py", "**/*.pyi", "**/py.typed", "records.json") <= names
     assert {f"python_trainer/configs/{path.name}" for path in ROOT.glob("configs/*.yaml")} <= names
     assert not any(name.endswith(".so") or name.startswith(("tests/", "bench/", "csrc/")) for name in names)
     zipfile.ZipFile(path).extractall(tmp_path / "site")
-    assert "extension is missing" in python_in(tmp_path / "site", CODE.format(site=str(tmp_path / "site")))
+    printed = python_in(tmp_path / "site", CODE.format(site=str(tmp_path / "site")))
+    assert "extension is missing" in printed and printed.endswith("run in its place")
 
 
 def test_a_wheel_with_compiled_code_asks_for_its_torch(tmp_path):
     """What ``make wheel`` changes about a wheel; the commands come with it."""
-    path = make_wheel.pin_torch(wheel(tmp_path, RLKERNELS_NO_EXTENSION="1"), "2.13.0+cpu")
+    path = make_wheel.pin(wheel(tmp_path, RLKERNELS_NO_EXTENSION="1"), "2.13.0+cpu", "3.12")
     with zipfile.ZipFile(path) as archive:
         files = {name.rpartition("/")[2]: name for name in archive.namelist() if ".dist-info/" in name}
         metadata, commands = (archive.read(files[name]).decode() for name in ("METADATA", "entry_points.txt"))
     asked = [line for line in metadata.splitlines() if line.startswith("Requires-Dist: torch")]
     assert asked == ["Requires-Dist: torch<2.14,>=2.13"] and "Requires-Dist: numpy>=1.26" in metadata
+    assert metadata.count("Programming Language :: Python :: 3.") == 1 and ":: Python :: 3.12\n" in metadata
     assert "rlkernels-train = python_trainer.__main__:main" in commands
 
 
@@ -108,7 +119,7 @@ def test_wheel_with_the_extension(tmp_path):
     names = zipfile.ZipFile(path).namelist()
     assert sum(name.startswith("rlkernels/_C") for name in names) == 1
     zipfile.ZipFile(path).extractall(tmp_path / "site")
-    assert python_in(tmp_path / "site", CODE.format(site=str(tmp_path / "site"))) == "loaded"
+    assert python_in(tmp_path / "site", CODE.format(site=str(tmp_path / "site"))) == "loaded\nnothing"
 
 
 def test_a_setuptools_that_refuses_the_licence_builds_the_extension_all_the_same(tmp_path):

@@ -11,9 +11,8 @@ import inspect
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import transformers
@@ -28,7 +27,6 @@ from rlkernels.integrations.transformers_attention import (
     other_layers,
     rotary_limit,
 )
-from rlkernels.integrations.transformers_keys import adapter_state, check_pass
 from rlkernels.prefix_cache import OutOfBlocks, PagedKVCache, Sequence, paged_attention, write_kv
 
 __all__ = ["IMPLEMENTATION", "PagedCache", "paged_kv_cache"]
@@ -44,8 +42,11 @@ class _Attached:
     """What a PagedKVCache must know of the model that it is for."""
 
     model: Callable[[], PreTrainedModel | None]  # a weak reference
-    numbers: dict[tuple, int] = field(default_factory=dict)  # of (first token, key) of sequences with another key
+    numbers: dict[tuple, int] = field(default_factory=dict)  # of (first token, adapters) of sequences with adapters
 
+
+# Tensors that a forward pass may be given; keys and values depend on the first three, the others do not change them.
+KNOWN = ("input_ids", "attention_mask", "position_ids", "labels", "logits_to_keep", "num_items_in_batch")
 
 _attached: "weakref.WeakKeyDictionary[PagedKVCache, _Attached]" = weakref.WeakKeyDictionary()
 _signatures: "weakref.WeakKeyDictionary[torch.nn.Module, inspect.Signature]" = weakref.WeakKeyDictionary()
@@ -80,8 +81,6 @@ def paged_kv_cache(
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise ValueError(f"model must be a decoder, got {name}, an encoder-decoder")
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        raise ValueError(f"model must have attention without a soft cap, got {name} with attn_logit_softcapping")
     if others := other_layers(config):
         raise ValueError(f"model must have attention in every layer, got {name} with {', '.join(others)}")
     before = config._attn_implementation
@@ -128,15 +127,14 @@ class PagedCache(Cache):
     """The ``past_key_values`` of one batch: a sequence of a :class:`rlkernels.PagedKVCache` for each row.
 
     Tokens found in the paged cache are not computed again: ``generate`` feeds the model what follows them, in a batch
-    what follows the shortest of them. Rows may be padded on the left. Several samples per prompt and beams share the
-    blocks of their common beginning.
+    what follows the shortest of them. Rows may be padded on the left. Several samples per prompt share the blocks of
+    their common beginning. Beams and assisted generation are refused.
 
-    A block is found by the tokens from the start of its row up to its end, by the policy version, by the adapters of
-    PEFT that are active or merged, and by the position of the row's first token. Given position ids count a row's
-    tokens from 0; without them (in a loop of one's own, in models like Bart) columns of padding may count too, and rows
-    share blocks only where they have the same number of them. A forward pass refuses what else changes keys and values:
-    other position ids, adapters changed since the PagedCache was opened, ``adapter_names``, dropout, and tensors such
-    as ``inputs_embeds``, ``token_type_ids`` and ``pixel_values``. Changed weights need ``advance_version()``.
+    A block is found by the tokens from the start of its row up to its end, by the policy version, and by the adapters
+    of PEFT that are active or merged. A forward pass refuses what else changes keys and values: position ids that do
+    not count a row's tokens from 0, padding without position ids (so do models that take none, like Bart), adapters
+    changed since the PagedCache was opened, ``adapter_names``, dropout, and tensors such as ``inputs_embeds``,
+    ``token_type_ids`` and ``pixel_values``. Changed weights need ``advance_version()``.
 
     Close it, or use it as a context manager: then its tokens stay cached for later prompts until their space is needed.
 
@@ -160,10 +158,7 @@ class PagedCache(Cache):
         self._step: _Step | None = None
         self._attended: Counter[int] = Counter()  # how often each layer has attended in this pass
         self._attached = _attached.get(kv, _Attached(lambda: None))
-        model = self._attached.model()
-        self._adapters = adapter_state(model)
-        self._takes_positions = model is None or "position_ids" in _signatures[model].parameters
-        self._by_columns = not self._takes_positions  # columns of padding may count as positions
+        self._adapters = adapter_state(self._attached.model())
         self._open(1)
 
     @property
@@ -175,30 +170,21 @@ class PagedCache(Cache):
         """Opens sequences for so many copies of each row; ``columns``: of the batch that will not be computed."""
         prompts = [prompt for prompt in self._prompts for _ in range(copies)]
         pads = [pad for pad in self._pads for _ in range(copies)]
-        sequences = self.kv.open_many([self._keyed(ids, pad, 0) for ids, pad in zip(prompts, pads)])
-        cached = [seq.num_cached for seq in sequences]
-        known = min((pad + n for pad, n in zip(pads, cached)), default=0)
-        if columns is not None and known < columns:
-            for seq in sequences:
-                self.kv.close(seq)
-            raise ValueError(
-                "position_ids must be given for rows with padding: without them padding counts as positions, and the "
-                f"{columns} columns found in the cache were computed without it. Give "
-                f"(attention_mask.cumsum(1) - 1).clamp(min=0)[:, {columns}:]"
-            )
-        self._sequences, self._prompts, self._pads, self._cached = sequences, prompts, pads, cached
+        self._sequences = self.kv.open_many([self._keyed(ids, 0) for ids in prompts])
+        self._prompts, self._pads, self._cached = prompts, pads, [seq.num_cached for seq in self._sequences]
+        known = min((pad + n for pad, n in zip(pads, self._cached)), default=0)
+        assert columns is None or known >= columns
         self._columns = known if columns is None else columns
 
-    def _keyed(self, ids: list[int], pad: int, length: int) -> list[int]:
-        """Tokens for a sequence that has ``length``. The first of a row stands for its key too, as another token id.
+    def _keyed(self, ids: list[int], length: int) -> list[int]:
+        """Tokens for a sequence that has ``length``. The first of a row stands for the adapters too, as another id.
 
-        So blocks of rows with other keys never have a first block in common.
+        So blocks of other adapters never have a first block in common.
         """
-        key = (pad if self._by_columns else 0, self._adapters)
-        if length or not ids or key == (0, ()):
+        if length or not ids or not self._adapters:
             return ids
         numbers = self._attached.numbers
-        return [2**31 - 1 - numbers.setdefault((ids[0], *key), len(numbers)), *ids[1:]]
+        return [2**31 - 1 - numbers.setdefault((ids[0], self._adapters), len(numbers)), *ids[1:]]
 
     def begin(self, model: PreTrainedModel, given: Mapping[str, Any]) -> None:
         """Prepares a forward pass on the next columns [B, q] of the batch, ``given`` what the model is given."""
@@ -211,8 +197,7 @@ class PagedCache(Cache):
         if attention_mask is None and any(self._pads):
             raise ValueError(f"attention_mask must be given, got None: the rows have {self._pads} columns of padding")
         if not self._committed:
-            without = given.get("position_ids") is None and any(self._pads)
-            self._start(batch, without or not self._takes_positions)
+            self._start(batch)
         elif batch != len(self._sequences):
             raise ValueError(f"input_ids must have {len(self._sequences)} rows, got {batch}")
         end = self._columns + new
@@ -222,7 +207,7 @@ class PagedCache(Cache):
                 "prefill_chunk_size is not supported"
             )
         limit = rotary_limit(model.config.get_text_config(decoder=True))
-        if limit is not None and (longest := end - (0 if self._by_columns else min(self._pads))) > limit:
+        if limit is not None and (longest := end - min(self._pads)) > limit:
             raise ValueError(
                 f"sequences must be at most {limit} tokens, the original length of the model's rotary factors, got "
                 f"{longest}: beyond it they change, and what is cached was computed with others"
@@ -236,8 +221,8 @@ class PagedCache(Cache):
         index = torch.arange(self._columns, end, device=device) - pads[:, None]  # [B, q], of the token in its sequence
         self._check_positions(given.get("position_ids"), index)
         if end > self._width:
-            more = zip(input_ids[:, self._width - end :].tolist(), self._pads, self._sequences)
-            self.kv.append_many(self._sequences, [self._keyed(ids, pad, seq.length) for ids, pad, seq in more])
+            more = zip(input_ids[:, self._width - end :].tolist(), self._sequences)
+            self.kv.append_many(self._sequences, [self._keyed(ids, seq.length) for ids, seq in more])
         tables, _ = self.kv.tables(self._sequences)
         at = index.clamp(min=0)
         slots = tables.gather(1, at // size).long() * size + at % size
@@ -265,18 +250,17 @@ class PagedCache(Cache):
             if seq.length > self._width - pad:
                 self.kv.truncate(seq, self._width - pad)
 
-    def _start(self, batch: int, by_columns: bool) -> None:
-        rows, before = len(self._sequences), self._by_columns
+    def _start(self, batch: int) -> None:
+        rows = len(self._sequences)
         if batch % rows:
-            raise ValueError(f"input_ids must have {rows} rows or a multiple (samples or beams), got {batch}")
-        if batch > rows or by_columns != before:
+            raise ValueError(f"input_ids must have {rows} rows or a multiple (samples), got {batch}")
+        if batch > rows:
             for seq in self._sequences:
                 self.kv.close(seq)
-            self._sequences, self._by_columns = [], by_columns
+            self._sequences = []
             try:
                 self._open(batch // rows, self._columns)
-            except (OutOfBlocks, ValueError):
-                self._by_columns = before
+            except OutOfBlocks:
                 self._open(1)  # in what has just been given back
                 raise
 
@@ -294,12 +278,13 @@ class PagedCache(Cache):
     def _check_positions(self, position_ids: torch.Tensor | None, index: torch.Tensor) -> None:
         """Raises unless they are those of the key; ``index`` [B, q]: of a token in its row, negative for padding."""
         if position_ids is None:
-            if any(self._pads) and not self._by_columns:
-                raise ValueError("position_ids must be given in every pass, as in the first one, got None")
+            if any(self._pads):
+                raise ValueError(
+                    "position_ids must be given for rows with padding, which counts as positions without them. Give "
+                    f"(attention_mask.cumsum(1) - 1).clamp(min=0)[:, {self._columns}:] in every pass"
+                )
             return
-        pads = torch.tensor(self._pads, device=index.device)
-        position_ids = position_ids.to(index.device)
-        wrong = (position_ids != (index + pads[:, None] if self._by_columns else index)) & (index >= 0)
+        wrong = (position_ids.to(index.device) != index) & (index >= 0)
         if wrong.any():
             row, column = wrong.nonzero()[0, -2:].tolist()
             got = int(position_ids.expand(wrong.shape)[wrong][0])
@@ -380,14 +365,6 @@ class PagedCache(Cache):
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def _pick(self, rows: Seq[int]) -> None:
-        """Row i becomes what row ``rows[i]`` was."""
-        sequences = [self.kv.fork(self._sequences[i], 1)[0] for i in rows]
-        for seq in self._sequences:
-            self.kv.close(seq)
-        self._sequences = sequences
-        self._pads, self._cached = ([values[i] for i in rows] for values in (self._pads, self._cached))
-
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -409,32 +386,11 @@ class PagedCache(Cache):
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return -1
 
-    def reset(self) -> None:
-        raise NotImplementedError("a PagedCache is for one batch: close it and open another one")
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError("a PagedCache is for one batch, without beams and assisted generation")
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        self._pick(beam_idx.tolist())
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._pick([i for i in range(len(self._sequences)) for _ in range(repeats)])
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._pick(torch.arange(len(self._sequences), device="cpu")[indices.cpu()].tolist())
-
-    def activate_past_recording(self) -> None:
-        """Assisted generation begins: its first pass feeds the whole prompt, also what is cached."""
-        if not self._committed:
-            self._columns = 0
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Drops the last ``-tokens_to_remove`` columns."""
-        if tokens_to_remove > 0:
-            raise ValueError(f"tokens_to_remove must be <= 0, got {tokens_to_remove}")
-        for seq in self._sequences:
-            self.kv.truncate(seq, seq.length + tokens_to_remove)
-        self._columns += tokens_to_remove
-        self._width += tokens_to_remove
-        self._cached = [min(n, self._width - pad) for n, pad in zip(self._cached, self._pads)]
+    reset = crop = activate_past_recording = _refuse
+    reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse
 
 
 def _unpadded(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> tuple[list[list[int]], list[int]]:
@@ -480,3 +436,62 @@ def _after_forward(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any], 
     ACTIVE.set(None)
     if isinstance(cache, PagedCache) and output is not None:
         cache.finish(type(model).__name__)
+
+
+def check_pass(model: PreTrainedModel, given: Mapping[str, Any], adapters: tuple) -> None:
+    """Checks a forward pass whose keys and values will be found by tokens, positions and adapters alone.
+
+    Args:
+        given: the arguments of the model's forward by name.
+        adapters: as :func:`adapter_state` found them when the tokens were looked up.
+
+    Raises:
+        ValueError: other tensors are given, or the adapters have changed, or something is dropped at random.
+    """
+    name = type(model).__name__
+    for argument, value in given.items():
+        if argument not in KNOWN and _holds_tensor(value):
+            raise ValueError(
+                f"{argument} must not be given to {name} with a PagedCache, which finds keys and values by tokens, "
+                "positions and adapters alone: run it without a PagedCache"
+            )
+    if adapter_state(model) != adapters:
+        raise ValueError(f"the adapters of {name} must stay as they were when the PagedCache was opened")
+    if model.training and (active := _dropout(model)):
+        raise ValueError(f"{name} must be in eval mode, got {active}: cached keys and values would hold its noise")
+
+
+def adapter_state(model: PreTrainedModel | None) -> tuple:
+    """What adapters of PEFT each layer that has some computes with now; () without any.
+
+    Raises:
+        ValueError: they differ within a batch.
+    """
+    state = []
+    module: Any
+    for module in model.modules() if model is not None else ():
+        if not isinstance(getattr(type(module), "disable_adapters", None), property):  # in every layer of PEFT
+            continue
+        for hook in module._forward_pre_hooks.values():
+            for name in ("adapter_names", "alora_offsets"):
+                if name in getattr(hook, "keywords", ()):
+                    raise ValueError(
+                        f"{name} must not be given with a PagedCache: it has one adapter for all rows. Choose it with "
+                        "set_adapter, and open a PagedCache for each"
+                    )
+        state.append(None if module.disable_adapters else (*module.active_adapters, "merged", *module.merged_adapters))
+    return tuple(state) if any(state) else ()
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return isinstance(value, torch.Tensor) or (isinstance(value, (list, tuple)) and any(map(_holds_tensor, value)))
+
+
+def _dropout(model: PreTrainedModel) -> str | None:
+    """A setting of the model or one of its modules that drops something in training mode."""
+    settings = model.config.get_text_config(decoder=True).to_dict().items()
+    found = [f"{name} {value}" for name, value in settings if "drop" in name and isinstance(value, float) and value > 0]
+    found += [f"{n} {m.p}" for n, m in model.named_modules() if isinstance(m, torch.nn.Dropout) and m.p > 0]
+    return found[0] if found else None

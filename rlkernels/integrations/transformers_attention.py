@@ -109,13 +109,12 @@ def check_layers(times: Mapping[int, int], layers: int, name: str) -> None:
         )
 
 
-def _window(module: Any) -> int | None:
-    """Of a layer that passes no sliding window on, since its model puts it into the mask: the window of the config."""
-    config: Any = getattr(module, "config", None)
+def sliding_window(config: Any, layer: int | None = None) -> int | None:
+    """The window in tokens by the config: of a layer, or of those that have one; None: all tokens before are seen."""
     if not hasattr(type(config), "sliding_window"):  # that of a Llama may hold one, which the model does not know
         return None
     if (kinds := getattr(config, "layer_types", None)) is not None:
-        used = kinds[module.layer_idx] == "sliding_attention"
+        used = "sliding_attention" in (kinds if layer is None else kinds[layer : layer + 1])
     else:
         used = getattr(config, "use_sliding_window", None) is not False
     return config.sliding_window if used else None
@@ -140,7 +139,10 @@ def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Te
         raise ValueError(
             f"{type(module).__name__} {what}, which the attention of rlkernels does not know: it is causal"
         )
-    window = kwargs["sliding_window"] if "sliding_window" in kwargs else _window(module)
+    if "sliding_window" in kwargs:
+        window = kwargs["sliding_window"]
+    else:  # a model that puts it into the mask
+        window = sliding_window(getattr(module, "config", None), module.layer_idx)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     batch, tokens = query.shape[0], query.shape[2]
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # [B * q, H, d]

@@ -1,10 +1,11 @@
-"""Shared prefixes, suffix rollouts and gated extrapolation in TRL's ``GRPOTrainer``.
+"""Shared prefixes, suffix rollouts, gated extrapolation and a record of all answers in TRL's ``GRPOTrainer``.
 
     trainer = SharedPrefixGRPOTrainer(...)  # all arguments of GRPOTrainer; each prompt is computed once
 
-    suffixes = SuffixRollouts()
+    suffixes, recorder = SuffixRollouts(), HistoryRecorder("history.bin")
     trainer = GRPOTrainer(
-        ..., rollout_func=suffixes, reward_funcs=suffixes.watch(reward), callbacks=[GatedExtrapolation(evaluate, 2048)]
+        ..., rollout_func=suffixes, reward_funcs=recorder.watch(suffixes.watch(reward)),
+        callbacks=[recorder, GatedExtrapolation(evaluate, 2048)],
     )
 
 Needs trl 1.16 or newer, below 2. Its hook for rollouts is experimental.
@@ -13,21 +14,27 @@ Needs trl 1.16 or newer, below 2. Its hook for rollouts is experimental.
 import functools
 import inspect
 import json
+import os
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import trl
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
+from trl.models import unwrap_model_for_generation
 
 from rlkernels import _check
-from rlkernels.extrapolation import Attempt, Gate, Limits, RankOneTrajectory
+from rlkernels.extrapolation import Attempt, Gate, RankOneTrajectory
+from rlkernels.history import RolloutHistory
 from rlkernels.integrations.trl_shared import SharedPrefixGRPOTrainer, SharedPrefixMixin
 from rlkernels.rank1.stream import default_filter
 
-__all__ = ["GatedExtrapolation", "SharedPrefixGRPOTrainer", "SharedPrefixMixin", "SuffixRollouts"]
+__all__ = ["GatedExtrapolation", "HistoryRecorder", "SharedPrefixGRPOTrainer", "SharedPrefixMixin", "SuffixRollouts"]
+
+Reward = Callable[..., Sequence[float | None]]
 
 if not (1, 16) <= tuple(int(part) for part in trl.__version__.split(".")[:2]) < (2, 0):
     raise ImportError(f"rlkernels.integrations.trl needs trl >= 1.16, < 2, found {trl.__version__}")
@@ -35,6 +42,32 @@ if not (1, 16) <= tuple(int(part) for part in trl.__version__.split(".")[:2]) < 
 
 def _key(prompt: Any) -> str:
     return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
+
+
+def _tokenize(prompts: list, tokenizer: Any, options: dict[str, Any] | None) -> list[list[int]]:
+    """Return the token ids that TRL gives a prompt of text, or of messages, without tools."""
+    if isinstance(prompts[0], str):
+        return tokenizer(text=prompts)["input_ids"]
+    contents = [message["content"] for prompt in prompts for message in prompt]
+    if any(part["type"] != "text" for content in contents if isinstance(content, list) for part in content):
+        raise ValueError(f"prompts must be of text alone, got {prompts[0]!r:.200}")
+    return tokenizer.apply_chat_template(
+        conversation=prompts, add_generation_prompt=True, tokenize=True, return_dict=True, **(options or {})
+    )["input_ids"]
+
+
+def _check_plain(reward: Reward) -> None:
+    if inspect.iscoroutinefunction(reward):
+        raise TypeError(f"reward must be a plain function, got {reward!r}, which is async")
+
+
+def _gather(values: list) -> list:
+    """Join the lists of all processes, in their order."""
+    if not dist.is_initialized():
+        return values
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, values)
+    return [value for part in parts for value in part]
 
 
 class SuffixRollouts:
@@ -47,7 +80,6 @@ class SuffixRollouts:
     Each process remembers the prompts that it has seen. Checkpoints of TRL do not hold ``answers``: save them beside.
 
     Args:
-        cut_share: longest cut as a share of the remembered answer; the cut is uniform between one token and this.
         right: an answer is remembered if the watched reward exceeds this and it has come to its end.
         seed: of the cuts, and of which right answer of a group is remembered.
 
@@ -56,11 +88,8 @@ class SuffixRollouts:
         continued: rows of the last call that were given a beginning.
     """
 
-    def __init__(self, *, cut_share: float = 1.0, right: float = 0.5, seed: int = 0):
-        _check.number("cut_share", cut_share)
-        if not 0 < cut_share <= 1:
-            raise ValueError(f"cut_share must be above 0 and at most 1, got {cut_share!r}")
-        self.cut_share, self.right, self.seed = cut_share, right, seed
+    def __init__(self, *, right: float = 0.5, seed: int = 0):
+        self.right, self.seed = right, seed
         self.answers: dict[str, list[int]] = {}
         self.continued = 0
         self._watching = False
@@ -72,11 +101,10 @@ class SuffixRollouts:
         answer = self.answers.get(_key(prompt), [])
         if not 0 < len(answer) <= longest:
             return []
-        most = max(int(self.cut_share * len(answer)), 1)
-        return answer[: len(answer) - random.Random(f"{self.seed}/{step}/{_key(prompt)}").randint(1, most)]
+        return answer[: -random.Random(f"{self.seed}/{step}/{_key(prompt)}").randint(1, len(answer))]
 
     def __call__(self, prompts: list, trainer: Any) -> dict[str, Any]:
-        """Answers of TRL's own generation (``generate``, vLLM) to each prompt and its beginning.
+        """Generate an answer to each prompt and its beginning, by vLLM if TRL uses it, else by ``generate``.
 
         Raises:
             ValueError: a process that holds a part of a group only, prompts with images, tools, or no watched reward
@@ -91,18 +119,15 @@ class SuffixRollouts:
                 f"per_device_train_batch_size must give each process whole groups of {size} answers, got a batch of "
                 f"{len(prompts)} whose groups are split"
             )
-        prompt_ids, images, multimodal = trainer._tokenize_prompts(prompts)
-        if images or multimodal:
-            raise ValueError(f"prompts must be of text alone for SuffixRollouts, got {prompts[0]!r:.200}")
         if trainer.tools:
             raise ValueError(f"tools must be None for SuffixRollouts, got {trainer.tools!r:.200}")
+        prompt_ids = _tokenize(prompts, trainer.processing_class, trainer.chat_template_kwargs)
         step, longest = trainer.state.global_step, trainer.max_completion_length
         self._step, self._ends = (step if training else None), frozenset(trainer.eos_token_ids)
         given = [self.beginning(prompt, step, longest) if training else [] for prompt in prompts]
         self.continued = sum(map(bool, given))
-        new, logprobs = trainer._generate_single_turn(
-            [ids + begun for ids, begun in zip(prompt_ids, given)], None, {}, size
-        )
+        generate = self._generate_by_vllm if trainer.use_vllm else self._generate
+        new, logprobs = generate(trainer, [ids + begun for ids, begun in zip(prompt_ids, given)], size)
         new = [ids[: longest - len(begun)] for ids, begun in zip(new, given)]
         if logprobs is not None:  # of the sampler; those of the beginnings are masked like the loss
             logprobs = [[0.0] * len(begun) + row[: len(ids)] for begun, ids, row in zip(given, new, logprobs)]
@@ -113,15 +138,33 @@ class SuffixRollouts:
             "env_mask": [[0] * len(begun) + [1] * len(ids) for begun, ids in zip(given, new)],
         }
 
-    def watch(self, reward: Callable[..., Sequence[float | None]]) -> Callable[..., Sequence[float | None]]:
-        """The same reward function; what it finds right is remembered.
+    @torch.no_grad()
+    def _generate(self, trainer: Any, rows: list[list[int]], size: int) -> tuple[list[list[int]], None]:
+        width, device = max(map(len, rows)), trainer.accelerator.device
+        pad = getattr(trainer.processing_class, "tokenizer", trainer.processing_class).pad_token_id
+        ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=device)
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+        with unwrap_model_for_generation(
+            trainer.model_wrapped, trainer.accelerator, trainer.args.ds3_gather_for_generation,
+            trainer.generation_kwargs, trainer.args.gradient_checkpointing_kwargs,
+        ) as model:  # fmt: skip
+            found = model.generate(input_ids=ids, attention_mask=mask, generation_config=trainer.generation_config)
+        rows = found[:, width:].tolist()
+        lengths = (next((i + 1 for i, token in enumerate(row) if token in self._ends), None) for row in rows)
+        return [row[:length] for row, length in zip(rows, lengths)], None
+
+    def _generate_by_vllm(self, trainer: Any, rows: list[list[int]], size: int) -> tuple[list, list]:
+        """TRL has sent the weights before it calls a ``rollout_func``."""
+        _, new, logprobs, _ = trainer.vllm_generation.generate(prompts=rows, images=None, num_generations=size)
+        return new, [[of_token[0] for of_token in row] for row in logprobs]
+
+    def watch(self, reward: Reward) -> Reward:
+        """Return the same reward function; what it finds right is remembered.
 
         Raises:
             TypeError: an async function.
         """
-        if inspect.iscoroutinefunction(reward):
-            raise TypeError(f"reward must be a plain function, got {reward!r}, which is async")
-
+        _check_plain(reward)
         self._watching = True
 
         @functools.wraps(reward)
@@ -142,6 +185,66 @@ class SuffixRollouts:
             self.answers[key] = random.Random(f"{self.seed}/{self._step}/kept/{key}").choice(rows)
 
 
+class HistoryRecorder(TrainerCallback):
+    """Stores the answers of a run in a file from which :class:`rlkernels.integrations.vllm.HistoryProposer` drafts.
+
+    ``vllm serve`` takes it by ``--additional-config '{"rlkernels_history": PATH}'`` beside ``--speculative-config``,
+    and reads it again when it is replaced. Answers to prompts of text or messages without tools are stored with their
+    reward, and with the pass over the data as their epoch. The first process writes those of all.
+
+    Args:
+        path: of the file. One that is there already is continued.
+        every: write after so many steps, and at the end.
+        max_tokens: most tokens of answers that are kept.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, every: int = 10, max_tokens: int = 10_000_000):
+        self.path, self.every = path, _check.integer("every", every, 1)
+        self.history = RolloutHistory.load(path) if os.path.exists(path) else RolloutHistory()
+        self.history.resize(max_tokens)
+        self._new: list[tuple[list[int], list[int], float, int]] = []
+        self._tokenize: Callable[[list], list[list[int]]] | None = None
+        self._model: Any = None
+
+    def watch(self, reward: Reward) -> Reward:
+        """Return the same reward function; what it is given in training is recorded.
+
+        Raises:
+            TypeError: an async function.
+        """
+        _check_plain(reward)
+
+        @functools.wraps(reward)
+        def watched(*, prompts: list, completion_ids: list, trainer_state: Any, **columns: Any) -> Any:
+            values = reward(prompts=prompts, completion_ids=completion_ids, trainer_state=trainer_state, **columns)
+            if self._tokenize is None:
+                raise ValueError("callbacks must hold the HistoryRecorder whose watch(reward) is in reward_funcs")
+            if self._model.training:
+                epoch, rows = int(trainer_state.epoch or 0), zip(self._tokenize(prompts), completion_ids, values)
+                self._new += [(prompt, answer, value or 0.0, epoch) for prompt, answer, value in rows]
+            return values
+
+        return watched
+
+    def on_train_begin(self, args: Any, *_: Any, **kwargs: Any) -> None:
+        self._model, tokenizer = kwargs["model"], kwargs["processing_class"]
+        self._tokenize = functools.partial(_tokenize, tokenizer=tokenizer, options=args.chat_template_kwargs)
+
+    def on_step_end(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+        if state.global_step % self.every == 0:
+            self._write()
+
+    def on_train_end(self, *_: Any, **kwargs: Any) -> None:
+        self._write()
+
+    def _write(self) -> None:
+        rows, self._new = _gather(self._new), []
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            for prompt, answer, reward, epoch in rows:
+                self.history.add(prompt, answer, reward=reward, epoch=epoch)
+            self.history.save(self.path)
+
+
 class GatedExtrapolation(TrainerCallback):
     """Weights go on along the direction in which training moved them, if a paired test on held-out prompts says so.
 
@@ -150,36 +253,32 @@ class GatedExtrapolation(TrainerCallback):
     written, ``evaluate`` answers the held-out prompts, and they stay only if :class:`rlkernels.Gate` accepts them;
     otherwise candidates nearer to the present weights are tried, and at last the present ones are put back bit for bit.
 
-    For one process and weights that are trained whole (no LoRA). Set ``logging_steps=1``: accuracy comes from the logs,
-    at least one for ``track_steps`` steps.
+    For weights that each process holds and trains whole: no LoRA, no shards. Several processes share the held-out
+    prompts. Set ``logging_steps=1``: accuracy comes from the logs, at least one for ``track_steps`` steps.
 
     Args:
         evaluate: model, range of numbers -> 0 or 1 for each of these held-out prompts. It is called in evaluation mode,
-            without gradients and with the same state of torch's random numbers every time.
+            without gradients and with the same state of torch's random numbers every time; each process gets a part
+            of the range.
         prompts: how many held-out prompts there are, in random order; at least some hundred. Most attempts are decided
             by a part of them.
         track_steps: keep factors of the update every so many steps.
         first_step, every: first attempt, and steps from one decision to the next attempt.
-        predictor, horizon: one of ``rlkernels.extrapolation.PREDICTORS``; the target is this many times the tracked
-            steps.
         level: chance per run of accepting weights that are no better, at most.
-        max_tries, shrink: candidates in one attempt; each takes this share of the way of the one before.
-        limits: when to refuse. None: rlkernels' own.
         metric: the logged mean reward that stands for accuracy; averaged over its last ``smoothing`` values.
+        rules: fields of :class:`rlkernels.extrapolation.Attempt`, such as ``predictor``, ``horizon`` and ``limits``.
 
     Attributes:
         events: a dictionary for every attempt, refused ones included.
     """
 
     def __init__(self, evaluate: Callable[[Any, range], Sequence[float]], prompts: int, *, track_steps: int = 2,
-                 first_step: int = 20, every: int = 20, predictor: str = "full", horizon: float = 2.0,
-                 level: float = 0.05, max_tries: int = 3, shrink: float = 0.5, limits: Limits | None = None,
-                 metric: str = "reward", smoothing: int = 5):  # fmt: skip
+                 first_step: int = 20, every: int = 20, level: float = 0.05, metric: str = "reward", smoothing: int = 5,
+                 **rules: Any):  # fmt: skip
         for name, value in (("track_steps", track_steps), ("first_step", first_step), ("every", every),
                             ("smoothing", smoothing)):  # fmt: skip
             _check.integer(name, value, 1)
-        self.rules = Attempt(predictor=predictor, horizon=horizon, limits=limits or Limits(), prompts=prompts,
-                             max_tries=max_tries, shrink=shrink)  # fmt: skip
+        self.rules = Attempt(prompts=prompts, **rules)
         self.evaluate, self.gate = evaluate, Gate(level)
         self.track_steps, self.next_attempt, self.every = track_steps, first_step, every
         self.metric, self.smoothing = metric, smoothing
@@ -189,11 +288,7 @@ class GatedExtrapolation(TrainerCallback):
         self._anchor = 0
         self._rewards: list[float] = []
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if args.world_size > 1:
-            raise ValueError(f"GatedExtrapolation needs one process, got {args.world_size}")
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         strategy, every = IntervalStrategy(args.logging_strategy).value, state.logging_steps
         if strategy != "steps" or self.track_steps % every:
             raise ValueError(
@@ -202,11 +297,12 @@ class GatedExtrapolation(TrainerCallback):
             )
         named = kwargs["model"].named_parameters()
         self._weights = {n: p for n, p in named if p.requires_grad and p.ndim == 2 and default_filter(n)}
-        if not self._weights or any("lora_" in name for name in self._weights):
-            found = next((name for name in self._weights if "lora_" in name), "none that is trained")
+        wrong = [name for name, weight in self._weights.items() if "lora_" in name or hasattr(weight, "full_tensor")]
+        if not self._weights or wrong:
             raise ValueError(
-                f"model must have 2-D projections that GatedExtrapolation can follow, trained themselves, not by LoRA; "
-                f"got {type(kwargs['model']).__name__} with {found}"
+                f"model must have 2-D projections that GatedExtrapolation can follow, trained themselves, not by LoRA, "
+                f"and whole in each process; got {type(kwargs['model']).__name__} with "
+                f"{wrong[0] if wrong else 'none that is trained'}"
             )
         self._restart(state.global_step)
 
@@ -240,6 +336,9 @@ class GatedExtrapolation(TrainerCallback):
             self.events.append({"step": step, "accepted": False, "refused": str(objection)})
             return
         predicted = self.rules.predict(self.trajectory, self._weights)
+        if dist.is_initialized():
+            for weight in predicted.values():
+                dist.broadcast(weight, 0)
         tries = self.rules.judge(self.gate, predicted, {name: [self._weights[name]] for name in predicted},
                                  functools.partial(self._answers, model), available=self.rules.prompts)  # fmt: skip
         self.events.append({"step": step, "accepted": tries[-1]["accepted"], "tries": tries})
@@ -253,10 +352,12 @@ class GatedExtrapolation(TrainerCallback):
 
     def _answers(self, model: torch.nn.Module, rows: range) -> Sequence[float]:
         training = model.training
+        parts, part = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        own = rows[len(rows) * part // parts : len(rows) * (part + 1) // parts]
         with torch.random.fork_rng():
             torch.manual_seed(0)
             model.eval()
             try:
-                return self.evaluate(model, rows)
+                return _gather(list(self.evaluate(model, own)) if own else [])
             finally:
                 model.train(training)

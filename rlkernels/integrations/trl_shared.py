@@ -11,25 +11,24 @@ token, answer 1 | last token, answer 2 | ...], so that every packed position pre
 import functools
 import logging
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import ModelOutput
 from trl import GRPOTrainer
 
 from rlkernels import grouped_attention, linear_token_logprobs
-from rlkernels.integrations.transformers_attention import _attend, other_layers
+from rlkernels.integrations.transformers_attention import _attend, other_layers, sliding_window
 from rlkernels.prefix_cache import GroupedLayout
 
 __all__ = ["SharedPrefixGRPOTrainer", "SharedPrefixMixin"]
 
 IMPLEMENTATION = "rlkernels_shared_"  # and the attention that the model had before
-SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")  # of configs whose logits are not the head's product
-CAPS = ("final_logit_softcapping", "attn_logit_softcapping")
+# of configs whose logits are not the head's product, or whose attention is not the plain one
+SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "final_logit_softcapping", "attn_logit_softcapping")
 TOLERANCE = {torch.float32: 1e-3}  # mean difference of log-probabilities from TRL's that rounding explains
 LOW_PRECISION = 0.05
 
@@ -59,9 +58,8 @@ class Packed:
     column: torch.Tensor  # int64 [R] its place in the answer
 
     def to(self, device: torch.device) -> "Packed":
-        names = ("ids", "positions", "rows", "targets", "row", "column")
-        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
-        return Packed(layout=self.layout, **moved)
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        return replace(self, **{name: value.to(device, non_blocking=True) for name, value in tensors.items()})
 
 
 def pack(input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int) -> Packed:
@@ -110,30 +108,13 @@ def regroup(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: pick(name, part, i) for name in batches[0]} for i, part in enumerate(parts)]
 
 
-@dataclass
-class SharedOutput(ModelOutput):
-    """What a model returns of a packed micro-batch."""
-
-    log_probs: torch.Tensor | None = None  # float32 [R]
-    entropy: torch.Tensor | None = None  # float32 [R]
-
-
 def obstacle(config: Any) -> str | None:
     """Return what keeps a model with this text config from sharing prefixes, or None."""
     if others := other_layers(config):
         return f"it has layers of {', '.join(others)}"
-    if capped := [name for name in CAPS if getattr(config, name, None)]:
-        return f"it has {capped[0]}"
     if scaled := [name for name in SCALES if getattr(config, name, None) not in (None, 1.0)]:
         return f"it has {scaled[0]}"
     return None
-
-
-def window_of(config: Any) -> int | None:
-    """Return the sliding window of the layers that have one, in tokens."""
-    kinds = getattr(config, "layer_types", None)
-    used = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", None) is not False
-    return getattr(config, "sliding_window", None) if used else None
 
 
 def _attention_beside(plain: str) -> Any:
@@ -152,7 +133,10 @@ def _attention_beside(plain: str) -> Any:
 
 
 def share_prefixes(model: PreTrainedModel, temperature: float, head_in_float32: bool) -> None:
-    """Let ``model(shared_prefix=packed)`` give the log-probabilities of packed answers; all else stays as it was."""
+    """Let ``model(shared_prefix=packed)`` give log-probabilities and entropies of packed answers, float32 [R] each.
+
+    The second is None unless ``with_entropy`` is true. All else stays as it was.
+    """
     plain = model.config._attn_implementation
     if plain == "eager":  # a function of the model's own file, which no registry knows
         plain = "sdpa"
@@ -181,9 +165,8 @@ def share_prefixes(model: PreTrainedModel, temperature: float, head_in_float32: 
         weight, bias = head.weight.to(hidden.dtype), None if head.bias is None else head.bias.to(hidden.dtype)
         with torch.autocast(kind, enabled=False):
             score = functools.partial(linear_token_logprobs, bias=bias, temperature=temperature)
-            if with_entropy:
-                return SharedOutput(*score(hidden, weight, packed.targets, return_entropy=True))
-            return SharedOutput(score(hidden, weight, packed.targets))
+            found = score(hidden, weight, packed.targets, return_entropy=with_entropy)
+        return found if with_entropy else (found, None)
 
     model.forward = types.MethodType(forward, model)
 
@@ -197,9 +180,10 @@ class SharedPrefixMixin(_Trainer):  # type: ignore[misc]
 
     Args:
         keep_groups: put the answers to a prompt into as few micro-batches as possible, where TRL shuffles them over the
-            whole generation batch. None: where that changes no gradient, which excludes ``loss_type="bnpo"``,
-            ``top_entropy_quantile`` below 1 and ``steps_per_generation`` above ``gradient_accumulation_steps``. Logged
-            means over micro-batches, such as ``entropy``, are then of other micro-batches.
+            whole generation batch. None: where that changes no gradient; elsewhere one line of the log says why not:
+            ``loss_type="bnpo"``, ``top_entropy_quantile`` below 1, an entropy bonus, a router's loss, or
+            ``steps_per_generation`` above ``gradient_accumulation_steps``. Logged means over micro-batches, such as
+            ``entropy``, are then of other micro-batches.
 
     Attributes:
         shares_prefixes: whether prompts are still computed once.
@@ -211,10 +195,8 @@ class SharedPrefixMixin(_Trainer):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self.shares_prefixes, self._compared, self._told = True, False, set[str]()
         settings = self.args
-        if keep_groups is None:
-            one_step = settings.steps_per_generation <= settings.gradient_accumulation_steps
-            keep_groups = one_step and self.loss_type != "bnpo" and self.top_entropy_quantile >= 1
-        self.keep_groups = keep_groups
+        shuffled_for = self._needs_shuffle()
+        self.keep_groups = shuffled_for is None if keep_groups is None else keep_groups
         if settings.use_liger_kernel:
             self._step_back("use_liger_kernel=True has a loss of its own")
             return
@@ -224,18 +206,35 @@ class SharedPrefixMixin(_Trainer):  # type: ignore[misc]
             if reason := obstacle(model.config.get_text_config(decoder=True)):
                 self._step_back(f"{type(model).__name__} computes prompts for each answer: {reason}")
                 return
-        self._window = window_of(models[0].config.get_text_config(decoder=True))
+        self._window = sliding_window(models[0].config.get_text_config(decoder=True))
         for model in models:
             share_prefixes(model, self.temperature, settings.cast_lm_head_to_fp32)
+        if shuffled_for and not self.keep_groups:
+            self._tell(f"fewer answers share a prompt, since TRL shuffles them for {shuffled_for}")
+
+    def _needs_shuffle(self) -> str | None:
+        """Return why the gradient depends on which answers are in a micro-batch, or None."""
+        settings = self.args
+        if settings.steps_per_generation == 1:
+            return None
+        if settings.steps_per_generation > settings.gradient_accumulation_steps:
+            return f"steps_per_generation above gradient_accumulation_steps={settings.gradient_accumulation_steps}"
+        reasons = {
+            f"loss_type={self.loss_type!r}": self.loss_type == "bnpo",
+            f"top_entropy_quantile={self.top_entropy_quantile}": self.top_entropy_quantile < 1,
+            "the entropy bonus": settings.entropy_coef != 0 or settings.use_adaptive_entropy,
+            "the router's loss": self.aux_loss_enabled,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
 
     def _step_back(self, reason: str) -> None:
         self.shares_prefixes = False
-        self._tell(reason)
+        self._tell(f"prompts are not shared: {reason}")
 
-    def _tell(self, reason: str) -> None:
-        if reason not in self._told and self.accelerator.is_main_process:
-            logger.warning("prompts are not shared: %s", reason)
-        self._told.add(reason)
+    def _tell(self, line: str) -> None:
+        if line not in self._told and self.accelerator.is_main_process:
+            logger.warning("%s", line)
+        self._told.add(line)
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int,
@@ -256,13 +255,14 @@ class SharedPrefixMixin(_Trainer):  # type: ignore[misc]
     def _fits(self, attention_mask: torch.Tensor, compute_aux_loss: bool, others: dict[str, Any]) -> bool:
         given = [name for name, value in others.items() if value is not None]
         if given:
-            self._tell(f"a batch with {given[0]} goes TRL's way")
+            reason = f"a batch with {given[0]} goes TRL's way"
         elif compute_aux_loss:
-            self._tell("the loss of the router needs TRL's way")
+            reason = "the loss of the router needs TRL's way"
         elif self._window is not None and int(attention_mask.sum(1).max()) > self._window:
-            self._tell(f"prompt and answer are longer than the sliding window of {self._window} tokens")
+            reason = f"prompt and answer are longer than the sliding window of {self._window} tokens"
         else:
             return True
+        self._tell(f"prompts are not shared: {reason}")
         return False
 
     def _score(self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int,
@@ -273,8 +273,8 @@ class SharedPrefixMixin(_Trainer):  # type: ignore[misc]
         for ids, mask in zip(input_ids.split(size), attention_mask.split(size)):
             packed = pack(ids, mask, logits_to_keep).to(ids.device)
             with self.accelerator.autocast():
-                out = model(shared_prefix=packed, with_entropy=with_entropy)
-            for parts, values in ((logps, out.log_probs), (entropies, out.entropy)):
+                found = model(shared_prefix=packed, with_entropy=with_entropy)
+            for parts, values in zip((logps, entropies), found, strict=True):
                 if values is not None:
                     empty = values.new_zeros(len(ids), logits_to_keep)
                     parts.append(empty.index_put((packed.row, packed.column), values))

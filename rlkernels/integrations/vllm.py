@@ -92,13 +92,9 @@ def _mend_sampler() -> None:
     rejection_sampler: Any = sys.modules.get("vllm.v1.sample.rejection_sampler")
     if not current_platform.is_cpu() or rejection_sampler is None:
         return
-    asked = torch.tensor([0.25, 0.0, 4.0]), torch.tensor([2, 3, 6]), 6, 0, 1
-    if not torch.equal(rejection_sampler.expand_batch_to_tokens(*asked), _expand(*asked)):
+    if rejection_sampler.expand_batch_to_tokens is not _expand:
+        mask = rejection_sampler.apply_top_k_top_p
         rejection_sampler.expand_batch_to_tokens = _expand
-    mask = rejection_sampler.apply_top_k_top_p
-    try:
-        mask(torch.empty(0, 2), torch.empty(0, dtype=torch.int32), None)
-    except RuntimeError:
         rejection_sampler.apply_top_k_top_p = lambda logits, k, p: mask(logits, k, p) if len(logits) else logits
 
 
@@ -142,19 +138,9 @@ class HistoryProposer:
         self._stamp = self._file_stamp()
         fills_itself = self._path is None and _shared is None
         self._own = RolloutHistory(max_tokens=MOST_TOKENS) if fills_itself else None
-        self._history = self._own or self._first_history()
+        self._history = self._own or (RolloutHistory.load(self._path) if self._path is not None else _shared)
         self._ends = _end_tokens(vllm_config.model_config)
         self._epoch, self._answered = 0, set[bytes]()  # prompts that have answers of this epoch
-
-    def _first_history(self) -> RolloutHistory:
-        if self._path is None:
-            assert _shared is not None
-            return _shared
-        try:
-            return RolloutHistory.load(self._path)
-        except OSError as error:
-            said = f"additional_config[{HISTORY!r}] must be a file that RolloutHistory.save wrote: {error.strerror}"
-            raise type(error)(error.errno, said, os.fspath(self._path)) from error
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Part of vLLM's interface: there is no model to load."""

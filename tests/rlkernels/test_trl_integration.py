@@ -4,10 +4,13 @@ import importlib
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny import digits, save_tiny_policy
+
+from rlkernels import RolloutHistory
 
 LONGEST, SIZE, EOS = 8, 4, 63
 
@@ -44,14 +47,14 @@ def test_answers_are_finished_and_only_their_end_is_trained(trl_integration, mak
     suffixes.answers = {"ABC": [1, 2, 3, 4, 5, EOS]}
     trainer = make_trainer(suffixes.watch(digits), rollout_func=suffixes)
     seen, batches = [], []
-    generate, loss = trainer._generate_single_turn, trainer._compute_loss
+    generate, loss = suffixes._generate, trainer._compute_loss
 
-    def spy(prompt_ids, *args):
-        new, logprobs = generate(prompt_ids, *args)
-        seen.append((prompt_ids, new))
+    def spy(trainer, rows, size):
+        new, logprobs = generate(trainer, rows, size)
+        seen.append((rows, new))
         return new, logprobs
 
-    monkeypatch.setattr(trainer, "_generate_single_turn", spy)
+    monkeypatch.setattr(suffixes, "_generate", spy)
     monkeypatch.setattr(trainer, "_compute_loss", lambda model, inputs: batches.append(inputs) or loss(model, inputs))
     before = weights(trainer)
     trainer.train()
@@ -89,6 +92,73 @@ def test_only_right_whole_answers_are_remembered(trl_integration):
     suffixes._step = None  # evaluation
     watched(prompts=["c"], completion_ids=[[1, EOS]], gold=[1.0])
     assert "c" not in suffixes.answers
+
+
+@pytest.mark.parametrize("messages", [False, True])
+def test_a_new_prompt_is_answered_as_by_trl_alone(trl_integration, make_trainer, messages):
+    suffixes = trl_integration.SuffixRollouts()
+    trainer = make_trainer(suffixes.watch(digits), rollout_func=suffixes)
+    trainer.processing_class.chat_template = "{% for m in messages %}{{ m['content'] }}:{% endfor %}"
+    prompts = [p for p in ("ABC", "DE") for _ in range(SIZE)]
+    if messages:
+        prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    ids, _, _ = trainer._tokenize_prompts(prompts)
+    torch.manual_seed(2)
+    expected, _ = trainer._generate_single_turn(ids, None, {}, SIZE)
+    torch.manual_seed(2)
+    found = suffixes(prompts, trainer)
+    assert found["prompt_ids"] == ids and found["completion_ids"] == expected and found["logprobs"] is None
+    assert min(map(len, expected)) < LONGEST  # some have come to their end
+
+
+def test_beginnings_are_continued_by_the_vllm_of_trl(trl_integration, make_trainer):
+    """On a stand-in for its ``vllm_generation``, whose arguments and results are TRL's."""
+    suffixes, asked = trl_integration.SuffixRollouts(seed=1), []
+    suffixes.answers = {"ABC": [1, 2, 3, 4, EOS]}
+    trainer = make_trainer(suffixes.watch(digits), rollout_func=suffixes)
+
+    def generate(prompts, images, num_generations):
+        asked.append((prompts, images, num_generations))
+        return prompts, [[7, EOS] for _ in prompts], [[[-0.5], [-0.25]] for _ in prompts], None
+
+    trainer.use_vllm, trainer.vllm_generation = True, SimpleNamespace(generate=generate)
+    trainer.state.global_step = 3
+    out = suffixes(["ABC"] * SIZE, trainer)
+    begun = suffixes.beginning("ABC", 3, LONGEST)
+    assert begun and asked == [([[17, 18, 19, *begun]] * SIZE, None, SIZE)]
+    assert out["completion_ids"] == [[*begun, 7, EOS]] * SIZE
+    assert out["logprobs"] == [[*[0.0] * len(begun), -0.5, -0.25]] * SIZE
+
+
+def test_a_history_of_all_answers_is_written(trl_integration, make_trainer, tmp_path):
+    """What the proposer for vLLM is to find: prompts and answers as token ids, passes over the data as epochs."""
+    path, seen = tmp_path / "history.bin", []
+
+    def reward(prompts, completion_ids, **columns):
+        seen.extend(zip(prompts, completion_ids))
+        return digits(prompts, [], completion_ids)
+
+    for steps in (2, 4):  # the second run goes on with the file of the first
+        recorder = trl_integration.HistoryRecorder(path, every=3)
+        make_trainer(recorder.watch(reward), steps=2, callbacks=[recorder]).train()
+        history = RolloutHistory.load(path)
+        assert history.stats["rollouts"] == steps * 2 * SIZE == len(seen)
+        assert history.stats["tokens"] == sum(len(ids) for _, ids in seen)
+    prompts = {"ABC": [17, 18, 19], "DE": [20, 21]}
+    assert all(history.longest_prompt([*ids, 1]) == len(ids) for ids in prompts.values())
+    for prompt, answer in seen[-2 * SIZE :]:
+        handle = history.track(prompts[prompt])
+        history.extend(handle, answer[:-1])
+        if len(answer) == LONGEST:  # known from its start: what comes next is what came then
+            assert history.draft_tracked([handle], max_tokens=1)[0].tolist() == [answer[-1:]]
+    with pytest.raises(ValueError, match=r"callbacks must hold the HistoryRecorder whose watch\(reward\)"):
+        make_trainer(trl_integration.HistoryRecorder(path).watch(reward)).train()
+
+    async def later(**columns):
+        return []
+
+    with pytest.raises(TypeError, match="reward must be a plain function"):
+        recorder.watch(later)
 
 
 def test_evaluation_answers_from_the_start(trl_integration, make_trainer):
@@ -185,6 +255,8 @@ def test_the_example_runs(trl_integration, tmp_path, monkeypatch, lenient, capsy
     assert 0.4 < float(before) < 0.7 and float(after) > float(before) + 0.1
     assert names["suffixes"].continued > 0 and len(names["suffixes"].answers) > 16
     assert names["extrapolation"].events[0]["tries"] and "'accepted'" in printed
+    stored = RolloutHistory.load(tmp_path / "history.bin").stats
+    assert stored["rollouts"] == 24 * 64 and stored["prompts"] == len({row["prompt"] for row in names["train"]})
 
 
 def test_what_the_parts_are_given_is_checked(trl_integration, make_trainer):
@@ -217,5 +289,3 @@ def test_bad_settings_are_named(trl_integration, settings, message):
         trl_integration.GatedExtrapolation(len, **{"prompts": 80} | settings)
     with pytest.raises(TypeError, match=f"{message} must be a"):
         trl_integration.GatedExtrapolation(len, **{"prompts": 80} | dict.fromkeys(settings, "1"))
-    with pytest.raises(ValueError, match="cut_share"):
-        trl_integration.SuffixRollouts(cut_share=0)

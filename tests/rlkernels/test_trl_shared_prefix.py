@@ -3,6 +3,7 @@
 import importlib
 import logging
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,8 +50,8 @@ def reward(completion_ids, **columns):
 class Answers:
     """A rollout function whose prompts have 1 to 30 tokens and whose answers are of any length, the same every time."""
 
-    def __init__(self, longest=LONGEST):
-        self.calls, self.longest = 0, longest
+    def __init__(self, longest=LONGEST, logprobs=False):
+        self.calls, self.longest, self.logprobs = 0, longest, logprobs
 
     def __call__(self, prompts, trainer):
         prompt_ids, completion_ids = [], []
@@ -61,7 +62,8 @@ class Answers:
             self.calls += 1
             ids = [draw.randrange(EOS) for _ in range(1 + draw.randrange(self.longest))]
             completion_ids.append(ids if len(ids) == self.longest else [*ids[:-1], EOS])
-        return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": None}
+        logprobs = [[-1 - draw.random() for _ in ids] for ids in completion_ids] if self.logprobs else None
+        return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": logprobs}
 
 
 @pytest.fixture
@@ -79,8 +81,10 @@ def train(trl_integration, policy, tmp_path, monkeypatch):
             found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
             self.steps.append(found)
 
-    def run(kind="qwen2", shared=True, lora=False, rollout=None, trainer_class=None, options=(), **settings):
-        gradients, rollout = Gradients(), Answers() if rollout is None else rollout
+    def run(
+        kind="qwen2", shared=True, lora=False, rollout=None, sampler=False, trainer_class=None, options=(), **settings
+    ):
+        gradients, rollout = Gradients(), Answers(logprobs=sampler) if rollout is None else rollout
         cls = trainer_class or (trl_integration.SharedPrefixGRPOTrainer if shared else trl.GRPOTrainer)
         torch.manual_seed(0)
         args = trl.GRPOConfig(
@@ -94,6 +98,9 @@ def train(trl_integration, policy, tmp_path, monkeypatch):
             model=str(policy(kind)), args=args, train_dataset=data, reward_funcs=reward, rollout_func=rollout,
             callbacks=[gradients], peft_config=adapter if lora else None, **dict(options),
         )  # fmt: skip
+        if sampler:  # as if vLLM had drawn the answers
+            trainer.use_vllm, trainer._last_loaded_step = True, -1
+            trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
         trainer.train()
         return trainer, gradients.steps
 
@@ -124,13 +131,19 @@ CASES = {
     "KL, two iterations": {
         **SPLIT, "beta": 0.1, "num_iterations": 2, "loss_type": "grpo", "max_steps": 4, "temperature": 0.7,
     },
-    "entropy": {"top_entropy_quantile": 0.7, "entropy_coef": 0.1},
+    "entropy quantile": {"top_entropy_quantile": 0.7, "entropy_coef": 0.1},
+    "entropy bonus": {**SPLIT, "entropy_coef": 0.5},
+    "clipping on both sides, off-policy mask, unbiased KL": {
+        **SPLIT, "delta": 1.2, "off_policy_mask_threshold": 0.01, "beta": 0.1, "use_bias_correction_kl": True,
+        "loss_type": "grpo", "num_iterations": 2, "max_steps": 4,
+    },
+    "importance sampling of another sampler": {**SPLIT, "sampler": True},
     "truncated answers masked": {"mask_truncated_completions": True},
     "no checkpointing": {"gradient_checkpointing": False},
     "reentrant checkpointing": {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
     "head in float32": {"cast_lm_head_to_fp32": True},
     "LoRA": {**SPLIT, "lora": True, "beta": 0.1},
-    **{f"loss {name}": {**SPLIT, "loss_type": name} for name in ("bnpo", "dr_grpo", "cispo", "sapo")},
+    **{f"loss {name}": {**SPLIT, "loss_type": name} for name in ("bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")},
     "sequence ratios": {**SPLIT, "importance_sampling_level": "sequence", "num_iterations": 2, "max_steps": 4},
 }  # fmt: skip
 
@@ -143,23 +156,45 @@ def test_update_equals_that_of_trl(train, name):
     assert_same(mixed, train(kind, shared=False, **CASES[name]))
 
 
-def test_answers_to_a_prompt_stay_together_where_it_changes_nothing(train):
+def test_answers_to_a_prompt_stay_together_where_it_changes_nothing(train, caplog):
+    """Elsewhere one line says why not."""
+    caplog.set_level(logging.WARNING, "rlkernels")
     kept = train(**SPLIT)[0]
     assert kept.keep_groups
     batches = [{tuple(row.tolist()) for row in batch["prompt_ids"]} for batch in kept._buffered_inputs]
     assert sum(map(len, batches)) <= 4  # 3 prompts in two batches of 6, one of them in both
-    assert not train(**SPLIT, loss_type="bnpo")[0].keep_groups
-    assert not train(top_entropy_quantile=0.5)[0].keep_groups
-    assert not train(per_device_train_batch_size=4, steps_per_generation=2)[0].keep_groups
-    assert not train(**SPLIT, options={"keep_groups": False})[0].keep_groups
+    assert not train(**SPLIT, options={"keep_groups": False}, max_steps=1)[0].keep_groups
+    assert not caplog.messages
+    parted = {"per_device_train_batch_size": 4, "steps_per_generation": 2}
+    for settings, reason in (
+        (SPLIT | {"loss_type": "bnpo"}, "loss_type='bnpo'"),
+        (SPLIT | {"top_entropy_quantile": 0.5}, "top_entropy_quantile=0.5"),
+        (SPLIT | {"use_adaptive_entropy": True}, "the entropy bonus"),
+        (parted, "steps_per_generation above gradient_accumulation_steps=1"),
+    ):
+        assert not train(**settings, max_steps=1)[0].keep_groups
+        assert caplog.messages == [f"fewer answers share a prompt, since TRL shuffles them for {reason}"]
+        caplog.clear()
 
 
-def test_bfloat16_is_as_near_to_float32_as_trl_is(train):
+def test_a_batch_with_images_goes_the_way_of_trl(train, caplog):
+    trainer, _ = train(max_steps=1)
+    with caplog.at_level(logging.WARNING, "rlkernels"):
+        for _ in range(2):
+            assert not trainer._fits(torch.ones(1, 4), False, {"pixel_values": torch.ones(1, 3), "num_images": None})
+        assert trainer._fits(torch.ones(1, 4), False, {"pixel_values": None})
+    assert caplog.messages == ["prompts are not shared: a batch with pixel_values goes TRL's way"]
+
+
+def test_bfloat16_is_as_near_to_float64_as_trl_is(train):
+    """By the error rule of all ops: at most twice as far as what it replaces."""
+
     def distance(steps, exact):
-        differences = sum((steps[n].float() - exact[n]).norm() ** 2 for n in exact)
+        differences = sum((steps[n].double() - exact[n]).norm() ** 2 for n in exact)
         return (differences / sum(exact[n].norm() ** 2 for n in exact)).sqrt().item()
 
-    exact = train(shared=False)[1][0]
+    exact = train(shared=False, model_init_kwargs={"dtype": "float64"})[1][0]
+    assert next(iter(exact.values())).dtype == torch.float64
     ours, theirs = (distance(train(shared=shared, bf16=True)[1][0], exact) for shared in (True, False))
     assert 0 < ours <= 2 * theirs
 

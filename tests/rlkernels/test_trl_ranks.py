@@ -1,0 +1,152 @@
+"""Our parts in TRL's GRPOTrainer with two processes, connected by gloo."""
+
+import copy
+import importlib
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny import digits, save_tiny_policy
+
+SIZE = 4
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    return save_tiny_policy(tmp_path_factory.mktemp("policy"), max_position_embeddings=64)
+
+
+@pytest.fixture
+def on_ranks(trl_integration, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "python_trainer"))
+    gloo = importlib.import_module("gloo")
+    return lambda function, *args: gloo.run_on_ranks(tmp_path, function, *args, tmp_path)
+
+
+def make_trainer(name, policy, folder, rollout, reward=digits, callbacks=(), **settings):
+    os.environ |= {"TRL_EXPERIMENTAL_SILENCE": "1", "RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank())}
+    os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    import datasets
+    import trl
+
+    from rlkernels.integrations import trl as ours
+
+    torch.manual_seed(0)
+    args = trl.GRPOConfig(
+        output_dir=str(folder), per_device_train_batch_size=SIZE, num_generations=SIZE, max_completion_length=8,
+        learning_rate=1e-2, optim="sgd", bf16=False, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True,
+        lr_scheduler_type="constant", logging_steps=1, **settings,
+    )  # fmt: skip
+    data = datasets.Dataset.from_dict({"prompt": ["ABC", "DE", "FGHI", "J"]})
+    trainer = getattr(ours if name.startswith("Shared") else trl, name)(
+        model=str(policy), args=args, train_dataset=data, reward_funcs=reward, rollout_func=rollout,
+        callbacks=list(callbacks),
+    )  # fmt: skip
+    assert trainer.accelerator.num_processes == 2
+    return trainer
+
+
+def weights(trainer):
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def from_all(value):
+    found = [None, None]
+    dist.all_gather_object(found, value)
+    return found
+
+
+def answers(prompts, trainer):
+    """Answers of other lengths in each process."""
+    ids = [[(7 * i + j + dist.get_rank()) % 60 for j in range(2 + i)] for i in range(len(prompts))]
+    return {"prompt_ids": [[ord(c) - 48 for c in p] for p in prompts], "completion_ids": ids, "logprobs": None}
+
+
+def train_both_ways(policy, folder):
+    found = []
+    for name in ("GRPOTrainer", "SharedPrefixGRPOTrainer"):
+        trainer = make_trainer(name, policy, folder, answers, max_steps=2)
+        before = weights(trainer)
+        trainer.train()
+        found.append(weights(trainer))
+    assert trainer.shares_prefixes and trainer._compared
+    for name, weight in found[0].items():
+        moved = (weight - before[name]).norm()
+        assert (found[1][name] - weight).norm() <= 1e-4 * moved, name
+
+
+def test_an_update_of_two_processes_is_that_of_trl(on_ranks, policy):
+    on_ranks(train_both_ways, policy)
+
+
+def shard(policy, folder):
+    """TRL on a CPU ignores FSDP (Accelerate does), so the model is sharded here, as it would be there."""
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoModelForCausalLM
+
+    from rlkernels.integrations.trl_shared import pack, share_prefixes
+
+    whole = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).train()
+    model = copy.deepcopy(whole)
+    share_prefixes(model, 0.7, head_in_float32=False)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    rank = dist.get_rank()
+    ids = torch.randint(60, (SIZE, 9), generator=torch.Generator().manual_seed(rank))
+    ids[:, :4] = ids[:1, :4]  # the prompt
+    mask = torch.arange(9) < torch.tensor([9, 7, 6, 9])[:, None]
+    packed = pack(ids, mask, 5)
+    found, _ = model(shared_prefix=packed)
+    logits = whole(ids, attention_mask=mask.long()).logits[:, 3:-1] / 0.7
+    expected = logits.log_softmax(-1).gather(2, ids[:, 4:, None])[packed.row, packed.column, 0]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    for values in (found, expected):
+        (values * torch.arange(len(values))).sum().backward()
+    for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+        dist.all_reduce(q.grad)
+        mean, sharded = q.grad / 2, p.grad.full_tensor()
+        assert (sharded - mean).norm() <= 1e-4 * mean.norm(), name
+
+
+def test_gradients_under_fsdp2(on_ranks, policy):
+    on_ranks(shard, policy)
+
+
+def extrapolate(policy, folder):
+    from rlkernels import RolloutHistory
+    from rlkernels.extrapolation import Limits
+    from rlkernels.integrations.trl import GatedExtrapolation, HistoryRecorder, SuffixRollouts
+
+    seen = []
+
+    def evaluate(model, rows):
+        seen.append(rows)
+        return [float(len(seen) > 1)] * len(rows)  # the candidate is better
+
+    lenient = Limits(min_gap=0, noise_factor=0, min_rise=-1, min_cosine=0, min_skill=-math.inf, min_share=0)
+    gated = GatedExtrapolation(evaluate, 80, track_steps=1, first_step=4, every=100, limits=lenient)
+    recorder, suffixes = HistoryRecorder(folder / "history.bin", every=2), SuffixRollouts(right=-1)
+    reward = recorder.watch(suffixes.watch(digits))
+    trainer = make_trainer(
+        "SharedPrefixGRPOTrainer", policy, folder, suffixes, reward, [gated, recorder], max_steps=4, temperature=0.5
+    )
+    trainer.train()
+    (event,) = gated.events
+    assert event["accepted"] and from_all(json.dumps(event))[0] == json.dumps(event)
+    first, second = from_all(seen)
+    assert [list(a) + list(b) for a, b in zip(first, second, strict=True)] == [list(range(10))] * 2
+    for name, (one, other) in ((name, from_all(weight)) for name, weight in weights(trainer).items()):
+        assert torch.equal(one, other), name
+    dist.barrier()
+    history = RolloutHistory.load(folder / "history.bin")
+    assert history.stats["rollouts"] == 4 * 2 * SIZE and history.longest_prompt([17, 18, 19, 1]) == 3  # "ABC"
+
+
+def test_processes_share_the_gate_and_one_history(on_ranks, policy):
+    on_ranks(extrapolate, policy)

@@ -1,0 +1,136 @@
+"""Tells which decoders of Transformers run on our attention, and why the others do not.
+
+    python tools/architectures.py > docs/architectures.md
+
+Every type that ``AutoModelForCausalLM`` knows is built tiny and random, in float32. Two things are held against eager
+attention of Transformers: the paged cache (``rlkernels.integrations.transformers``), and the packed passes in which
+``python_trainer`` trains and generates. Names as arguments: only these types.
+"""
+
+import inspect
+import multiprocessing
+import re
+import sys
+import warnings
+from collections import defaultdict
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from python_trainer.model.traits import find_traits
+from rlkernels.integrations.transformers import PagedCache, paged_kv_cache
+
+PATIENCE = 120  # seconds for an architecture
+VOCAB = 320
+# a size -> the settings of configs that get it, where they have it
+SIZES: dict[Any, str] = {
+    VOCAB: "vocab_size vocab_size_per_layer_input",
+    512: "max_position_embeddings n_positions n_ctx",
+    128: "sliding_window local_attention attention_window window_size",
+    48: "intermediate_size ffn_dim n_inner moe_intermediate_size shared_expert_intermediate_size intermediate_size_mlp "
+    "shared_intermediate_size ffn_hidden_size expert_ffn_hidden_size decoder_ffn_dim",
+    32: "hidden_size n_embd d_model word_embed_proj_dim lru_width",
+    16: "kv_lora_rank q_lora_rank",
+    8: "head_dim global_head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim hidden_size_per_layer_input laurel_rank "
+    "mamba_n_heads mamba_d_head mamba_d_state linear_key_head_dim linear_value_head_dim",
+    4: "num_hidden_layers n_layer n_layers num_layers decoder_layers num_attention_heads n_head n_heads num_heads "
+    "decoder_attention_heads num_experts num_local_experts n_routed_experts moe_num_experts linear_num_value_heads "
+    "rotary_dim",
+    2: "num_key_value_heads num_kv_heads num_experts_per_tok moe_topk moe_k linear_num_key_heads eos_token_id",
+    1: "n_group topk_group first_k_dense_replace n_shared_experts mamba_n_groups bos_token_id",
+    0: "num_kv_shared_layers pad_token_id",
+    0.3: "initializer_range init_std",
+}
+SPECIAL: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_key_value_heads": 4},
+    "deepseek_v3": {"num_key_value_heads": 4},
+    "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "head_dim": 16, "global_head_dim": 16},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "phi3": {"original_max_position_embeddings": 512},
+    "xlstm": {"num_blocks": 4},
+}
+
+
+def build(kind: str) -> Any:
+    """Make a tiny random model whose biases and norms are no trivial ones."""
+    names = AutoConfig.for_model(kind).to_dict()
+    sizes = {name: size for size, group in SIZES.items() for name in group.split() if names.get(name) is not None}
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(kind, **sizes, **SPECIAL.get(kind, {}))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim < 2:
+                weight.add_(torch.randn_like(weight) * 0.1)
+    return model
+
+
+@torch.no_grad()
+def check_paged(model: Any) -> None:
+    """Raise unless a batch on the paged cache has the logits of eager attention, computed and found there."""
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    ids = torch.randint(3, VOCAB, (3, 24), generator=torch.Generator().manual_seed(0))
+    ids[1, :20] = ids[0, :20]
+    mask = torch.ones_like(ids)
+    if takes_positions:
+        mask[2, :9] = 0
+
+    def logits(start: int, **cache: Any) -> torch.Tensor:
+        positions = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)[:, start:]} if takes_positions else {}
+        return model(ids[:, start:], attention_mask=mask, **positions, **cache).logits[:, -1]
+
+    model.set_attn_implementation("eager")
+    expected = logits(0, use_cache=False)
+    kv = paged_kv_cache(model, num_blocks=64, block_size=4)
+    for _ in range(2):
+        with PagedCache(kv, ids, mask) as cache:
+            found = logits(cache.get_seq_length(), past_key_values=cache)
+        if not (gap := (found - expected).abs().max()) <= 1e-4 * expected.abs().max().clamp(min=1):
+            raise ValueError(f"the logits differ by {gap:.1e}")
+
+
+def reason(kind: str, check: Any) -> str:
+    """Return why the check of an architecture fails, without names of classes; empty if it passes."""
+    try:
+        check(build(kind))
+    except Exception as error:  # whatever the model's own code raises
+        text = (str(error).strip() or type(error).__name__).splitlines()[0]
+        text = re.sub(r"^cannot run \w+ on flattened tokens: ", "", text)
+        return re.sub(r"\b[A-Z]\w*(ForCausalLM|LMHeadModel|Attention)\b", "it", text).replace("|", "/")
+    return ""
+
+
+def look_at(kind: str) -> tuple[str, str]:
+    """Return (result, why) of an architecture."""
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    if why := reason(kind, lambda model: model(torch.ones(1, 4, dtype=torch.int64))):
+        return "not tried: its tiny model does not run by itself", ""
+    paged, trained = reason(kind, check_paged), reason(kind, find_traits)
+    if not paged and not trained:
+        return "paged cache and trainer", ""
+    why = paged or trained
+    return ("paged cache only" if not paged else "trainer only" if not trained else "neither"), why
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    kinds, found = sys.argv[1:] or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), defaultdict(list)
+    for kind in kinds:
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            try:
+                found[pool.apply_async(look_at, (kind,)).get(PATIENCE)].append(kind)
+            except multiprocessing.TimeoutError:
+                found["not tried: takes too long", ""].append(kind)
+    print(f"# Architectures\n\n{len(kinds)} decoder types of Transformers {transformers.__version__}, tiny and random, "
+          "in float32, against its eager attention.\n`python tools/architectures.py` writes this page.\n")  # fmt: skip
+    print("| runs on | types | why not more |\n|---|---|---|")
+    for (result, why), names in sorted(found.items(), key=lambda row: (row[0][0] != "paged cache and trainer", row[0])):
+        print(f"| {result} | {', '.join(names)} | {why} |")
+
+
+if __name__ == "__main__":
+    main()
