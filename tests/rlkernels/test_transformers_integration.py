@@ -126,7 +126,8 @@ def test_samples_share_the_prompt(model):
 def test_copies_that_do_not_fit_leave_the_cache_as_it_was(model):
     """Of the samples of two prompts, which need 3 blocks and one more for each further sample."""
     inputs = padded(7, 3)
-    plain = model(**inputs).logits[:, -1]
+    positions = {"position_ids": (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)}
+    plain = model(**inputs, **positions).logits[:, -1]
     kv = paged_kv_cache(model, num_blocks=6, block_size=4)
     with PagedCache(kv, **inputs) as cache:
         for _ in range(2):
@@ -134,7 +135,7 @@ def test_copies_that_do_not_fit_leave_the_cache_as_it_was(model):
                 generate(model, inputs, cache, do_sample=True, num_return_sequences=4)
             assert kv.stats["blocks_pinned"] == 3 and cache.num_cached == [0, 0]
         with torch.no_grad():
-            torch.testing.assert_close(model(**inputs, past_key_values=cache).logits[:, -1], plain)
+            torch.testing.assert_close(model(**inputs, **positions, past_key_values=cache).logits[:, -1], plain)
     assert kv.stats["blocks_pinned"] == 0
 
 
@@ -246,6 +247,7 @@ def test_what_the_kernels_do_not_know_is_refused(model):
     plain = build()
     with pytest.raises(ValueError, match="prepared by paged_kv_cache.* got one in a forward pass of another model"):
         generate(plain, inputs, PagedCache(paged_kv_cache(model, num_blocks=8), **inputs))
+    inputs = padded(6)
     with torch.enable_grad(), pytest.raises(ValueError, match="has no gradient"):
         model(**inputs, past_key_values=PagedCache(paged_kv_cache(model, num_blocks=8), **inputs))
 
