@@ -7,24 +7,11 @@ import math
 import os
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from tiny import digits, save_tiny_policy
 
 SIZE = 4
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory):
-    return save_tiny_policy(tmp_path_factory.mktemp("policy"), max_position_embeddings=64)
-
-
-@pytest.fixture
-def on_ranks(trl_integration, monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "python_trainer"))
-    gloo = importlib.import_module("gloo")
-    return lambda function, *args: gloo.run_on_ranks(tmp_path, function, *args, tmp_path)
 
 
 def make_trainer(name, policy, folder, rollout, reward=digits, callbacks=(), **settings):
@@ -79,12 +66,8 @@ def train_both_ways(policy, folder):
         assert (found[1][name] - weight).norm() <= 1e-4 * moved, name
 
 
-def test_an_update_of_two_processes_is_that_of_trl(on_ranks, policy):
-    on_ranks(train_both_ways, policy)
-
-
 def shard(policy, folder):
-    """TRL on a CPU ignores FSDP (Accelerate does), so the model is sharded here, as it would be there."""
+    """Accelerate ignores FSDP on CPUs, and so does TRL: the model is sharded here as it would be there."""
     from torch.distributed.fsdp import fully_shard
     from transformers import AutoModelForCausalLM
 
@@ -112,10 +95,6 @@ def shard(policy, folder):
         dist.all_reduce(q.grad)
         mean, sharded = q.grad / 2, p.grad.full_tensor()
         assert (sharded - mean).norm() <= 1e-4 * mean.norm(), name
-
-
-def test_gradients_under_fsdp2(on_ranks, policy):
-    on_ranks(shard, policy)
 
 
 def extrapolate(policy, folder):
@@ -148,5 +127,15 @@ def extrapolate(policy, folder):
     assert history.stats["rollouts"] == 4 * 2 * SIZE and history.longest_prompt([17, 18, 19, 1]) == 3  # "ABC"
 
 
-def test_processes_share_the_gate_and_one_history(on_ranks, policy):
-    on_ranks(extrapolate, policy)
+def run_all(policy, folder):
+    for function in (shard, train_both_ways, extrapolate):
+        function(policy, folder)
+        (folder / f"{function.__name__}.{dist.get_rank()}").touch()
+
+
+def test_two_processes(trl_integration, monkeypatch, tmp_path):
+    """Updates are those of TRL, under FSDP2 too; the gate and one history are shared. One start serves all."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "python_trainer"))
+    policy = save_tiny_policy(tmp_path / "policy", max_position_embeddings=64)
+    importlib.import_module("gloo").run_on_ranks(tmp_path, run_all, policy, tmp_path)
+    assert len(list(tmp_path.glob("*.[01]"))) == 6
