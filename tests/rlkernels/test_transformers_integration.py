@@ -398,7 +398,7 @@ ROWS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), min_size=1, max
 MODELS = {}
 
 
-@hypothesis.settings(max_examples=25, deadline=None)
+@hypothesis.settings(max_examples=10, deadline=None)
 @hypothesis.given(KINDS, st.lists(st.tuples(ROWS, st.sampled_from(["generate", "loop"])), min_size=1, max_size=3))
 def test_any_padding_in_any_order_of_calls(kind, calls):
     """Batches one after the other in one cache: rows of a common beginning of 0 to 9 tokens and 1 to 5 of their own."""
