@@ -110,9 +110,7 @@ def main() -> None:
     kinds, found = sys.argv[1:] or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), defaultdict(list)
     for kind in kinds:
         found[look_at(kind)].append(kind)
-    print(
-        f"# Architectures\n\n{len(kinds)} tiny random models of Transformers {transformers.__version__}, in float32.\n"
-    )
+    print(f"# Architectures\n\n{len(kinds)} tiny models of Transformers {transformers.__version__} in float32.\n")
     print("| runs on | types | why not more |\n|---|---|---|")
     for (result, why), names in sorted(found.items(), key=lambda row: ("and" not in row[0][0], row[0])):
         print(f"| {result} | {', '.join(names)} | {why} |")
