@@ -387,10 +387,10 @@ class PagedCache(Cache):
         return -1
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise, where the base class would change nothing."""
         raise NotImplementedError("a PagedCache is for one batch, without beams and assisted generation")
 
-    reset = crop = activate_past_recording = _refuse
-    reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse
+    reset = crop = activate_past_recording = reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse
 
 
 def _unpadded(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> tuple[list[list[int]], list[int]]:
