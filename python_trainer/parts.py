@@ -97,7 +97,6 @@ def make_run_engine(
         ranks,
         reserved_bytes=reserved,
         longest_draft=max((x.longest_draft() for x in chosen.accelerators.chosen()), default=0),
-        note=note,
     )
     if tasks.environment is not None:
         engine = EpisodeEngine(

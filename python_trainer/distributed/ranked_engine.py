@@ -6,7 +6,7 @@ from itertools import chain
 from python_trainer.data import Request, Rollout
 from python_trainer.model.policy import Policy
 from python_trainer.rollout.engine import Engine, Ranks, SamplingParams, WrappedEngine, new_rollouts
-from python_trainer.rollout.ordering import divide, remember
+from python_trainer.rollout.ordering import divide
 
 
 class RankedEngine(WrappedEngine):
@@ -80,4 +80,4 @@ class RankedEngine(WrappedEngine):
             if rank != ranks.rank:
                 self._others = {name: count + counts[name] for name, count in self._others.items()}
                 if self.lengths:  # the engine has seen its own
-                    remember(self.lengths, [requests[i] for i in part], answers)
+                    self.lengths.observe([requests[i] for i in part], answers)

@@ -3,7 +3,6 @@
 All sequences are one row of tokens, told apart by attention.
 """
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -76,27 +75,21 @@ def forward_with_states(
     Raises:
         ValueError: the model's forward does not call the output layer that it names.
     """
-    keep = _keep(model, rows)
     states: list[torch.Tensor] = []
 
     def look(_: Any, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-        hidden = inputs[0] if keep else inputs[0][:, rows]  # [1, R, H]
+        hidden = inputs[0][:, rows]  # [1, R, H]
         states.append(hidden[0])
         return (hidden[:, :predict],)
 
     hook = model.get_output_embeddings().register_forward_pre_hook(look)
     try:
-        logits = model(**flat_inputs(ids, positions, attention), **keep).logits[0]
+        logits = model(**flat_inputs(ids, positions, attention)).logits[0]
     finally:
         hook.remove()
     if not states:
         raise ValueError("its forward does not call what get_output_embeddings() names")
     return logits, states[0]
-
-
-def _keep(model: PreTrainedModel, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The argument that keeps other rows out of the output layer, of models that have it."""
-    return {"logits_to_keep": rows} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from python_trainer.model.lora import (
 from python_trainer.model.packing import Packed
 from python_trainer.model.settings import ModelConfig
 from python_trainer.model.traits import find_traits, longest_sequence
-from python_trainer.model.weights import copy_weights, full, named_weights
+from python_trainer.model.weights import checkpoint_weights, copy_weights, full, named_weights
 from python_trainer.run_directory import usual_mode
 from rlkernels import token_logprobs
 
@@ -89,25 +89,17 @@ def find_eos_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
 
 
 def mend_generation_config(model: PreTrainedModel) -> None:
-    """Makes it one that can be written: Transformers reads a temperature without sampling, say, and refuses to save it.
+    """Leaves the special tokens alone of one that Transformers reads and refuses to write.
 
-    What still cannot be written then is left out but for the special tokens.
+    A temperature without sampling is such a one, say.
     """
     found = getattr(model, "generation_config", None)
-    if found is None or can_be_written(found):
-        return
-    found.do_sample = True
-    if not can_be_written(found):
+    try:
+        if found is not None:
+            found.validate(strict=True)
+    except ValueError:
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
         model.generation_config = GenerationConfig(**{name: getattr(found, name) for name in names})
-
-
-def can_be_written(found: GenerationConfig) -> bool:
-    try:
-        found.validate(strict=True)
-    except ValueError:
-        return False
-    return True
 
 
 @torch.no_grad()
@@ -316,11 +308,9 @@ class Policy:
 
     def stream_checkpoint(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Weights by their names in a checkpoint, gathered a layer at a time; frees ``inference_model`` first."""
-        from transformers.core_model_loading import revert_weight_conversion
-
         self.free_inference_model()
         for _, layer in groupby(self._gather(), lambda pair: _layer_of(pair[0])):
-            yield from revert_weight_conversion(self.inference_model, dict(layer)).items()
+            yield from checkpoint_weights(self.inference_model, layer)
 
     def _gather(self, *, trained_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         dtypes = {name: tensor.dtype for name, tensor in named_weights(self.inference_model)}

@@ -14,11 +14,6 @@ def full(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def local(tensor: Any) -> torch.Tensor:
-    """This rank's part of a tensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def like(value: torch.Tensor, target: Any) -> torch.Tensor:
     """A tensor on the device of ``target``, and sharded like it where their shapes agree."""
     value = value.to(target.device)
@@ -46,6 +41,20 @@ def named_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
     yield from module.named_parameters()
     saved: Collection[str] = module.state_dict().keys()
     yield from ((name, buffer) for name, buffer in module.named_buffers() if name in saved)
+
+
+def checkpoint_weights(
+    model: Any, weights: Iterable[tuple[str, torch.Tensor]] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields weights of a model by their names in a checkpoint, which may divide or join them.
+
+    Args:
+        weights: some of the model's, by their names in it; None: all of them, tied ones once.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found = named_weights(model) if weights is None else weights
+    yield from revert_weight_conversion(model, {name: weight.detach() for name, weight in found}).items()
 
 
 def empty_copy(module: Any, device: torch.device) -> Any:

@@ -81,7 +81,7 @@ class Engine(ABC):
         More may be submitted while others are being generated, with the same ``sampling``.
 
         Raises:
-            UserError: a request or setting is out of range. Nothing has been queued then.
+            UserError: a request does not fit into the KV cache. Nothing has been queued then.
         """
 
     @abstractmethod
@@ -190,33 +190,17 @@ def new_rollouts(request: Request, policy_version: int) -> list[Rollout]:
 
 
 def check_requests(
-    requests: Sequence[Request],
-    sampling: SamplingParams,
-    *,
-    has_tokenizer: bool,
-    max_positions: int,
-    vocab_size: int,
-    room: int,
+    requests: Sequence[Request], sampling: SamplingParams, *, max_positions: int, vocab_size: int, room: int
 ) -> None:
-    """Raises UserError for a request that the model cannot take; ``room`` is what the KV cache holds, in tokens."""
+    """Raises UserError for a request that does not fit into the KV cache, which holds ``room`` tokens."""
     assert sampling.temperature >= 0 and 0 < sampling.top_p <= 1 and sampling.top_k >= 0, sampling
-    assert not sampling.stop or (has_tokenizer and "" not in sampling.stop), sampling
-    for i, request in enumerate(requests):
+    for request in requests:
         assert request.num_samples >= 0 and request.max_new_tokens >= 0, request
         context = [*request.prompt_ids, *request.prefix_ids]
-        if not context:
-            raise UserError(f"request {i}: the prompt is empty; give it at least a BOS token")
-        if len(context) > max_positions:
-            raise UserError(
-                f"request {i}: prompt and prefix have {len(context)} tokens, more than the model's "
-                f"limit of {max_positions} positions"
-            )
-        if min(context) < 0 or max(context) >= vocab_size:
-            raise UserError(
-                f"request {i}: token ids must be between 0 and {vocab_size - 1}, got {min(context)} .. {max(context)}"
-            )
+        assert 0 < len(context) <= max_positions and 0 <= min(context) <= max(context) < vocab_size, request
         longest = min(len(context) + request.max_new_tokens, max_positions)
         if longest > room:
             raise UserError(
-                f"request {i}: {longest} tokens do not fit into a KV cache of {room} tokens; raise memory_bytes"
+                f"an answer of {longest} tokens, prompt included, does not fit into a KV cache of {room} tokens; raise "
+                "rollout.memory_bytes"
             )

@@ -1,9 +1,6 @@
 """Makes the engine that the settings ask for."""
 
 import importlib.metadata
-import importlib.util
-import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +14,11 @@ from python_trainer.rollout.settings import RolloutConfig
 if TYPE_CHECKING:
     from python_trainer.rollout.vllm.engine import VLLMEngine
 
-logger = logging.getLogger(__name__)
-
 
 def has_vllm() -> bool:
     """Whether the package is here, in a version that will do; it is not imported, which takes long."""
     from python_trainer.rollout.vllm.engine import check_version
 
-    if importlib.util.find_spec("vllm") is None:
-        return False
     try:
         check_version(importlib.metadata.version("vllm"), "the package vllm")
     except (UserError, importlib.metadata.PackageNotFoundError):
@@ -42,7 +35,6 @@ def make_engine(
     *,
     reserved_bytes: int = 0,
     longest_draft: int = 0,
-    note: Callable[[str], object] = logger.info,
 ) -> Engine:
     """An engine for the policy; what a server has to read goes through a folder of ``output_dir``.
 
@@ -50,7 +42,6 @@ def make_engine(
         ranks: all of them make an engine together.
         reserved_bytes: of the device's memory, which training will take and the KV cache must leave.
         longest_draft: of the drafters that it will be given, which vLLM has to know before; 0: it will get none.
-        note: tells the user what may not be intended.
 
     Raises:
         UserError: the engine cannot run this model, or not in as many processes, or vLLM is not there as it must be.
@@ -61,7 +52,7 @@ def make_engine(
         "lengths": LengthHistory() if rollout.schedule == "history" else None,
     }
     if rollout.servers:
-        return _on_servers(rollout, policy, output_dir / ".vllm", ranks, note, options)
+        return _on_servers(rollout, policy, output_dir / ".vllm", ranks, options)
     if rollout.engine == "vllm":
         from python_trainer.rollout.vllm.engine import InProcess, VLLMEngine, import_vllm
 
@@ -86,27 +77,18 @@ def make_engine(
 
 
 def _on_servers(
-    rollout: RolloutConfig,
-    policy: Policy,
-    folder: Path,
-    ranks: Ranks,
-    note: Callable[[str], object],
-    options: dict[str, Any],
+    rollout: RolloutConfig, policy: Policy, folder: Path, ranks: Ranks, options: dict[str, Any]
 ) -> "VLLMEngine":
     """Rank 0 asks the servers; the engines of others know what it is limited to."""
     from python_trainer.rollout.vllm.engine import VLLMEngine
     from python_trainer.rollout.vllm.servers import Elsewhere, Servers
-    from python_trainer.rollout.vllm.weights import adapter_files
+    from python_trainer.rollout.vllm.weights import AdapterFiles
 
     model, servers = policy.inference_model, None
     with ranks.together():
         if ranks.rank == 0:
-            if far := rollout.remote_servers:
-                note(
-                    f"rollout.vllm_server {', '.join(far)}: prompts and answers pass over the network as they are, and "
-                    "whoever reaches a server can call anything in its workers"
-                )
-            servers = Servers(model, rollout.servers, folder, adapter_files(policy, folder, note))
+            adapters = AdapterFiles(policy, folder) if policy.adapted else None
+            servers = Servers(model, rollout.servers, folder, adapters)
     limits = ranks.first(None if servers is None else (servers.max_positions, servers.limited_by))
     assert limits is not None  # rank 0 has servers, or together() has raised
     return VLLMEngine(model, servers or Elsewhere(*limits), **options)

@@ -1,15 +1,13 @@
 """Settings of generation."""
 
-import ipaddress
 import re
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
 from python_trainer.settings import Section
 
-SERVER = re.compile(r"https?://[^/\s]+(/\S*)?")
+SERVER = re.compile(r"https?://(\[[\da-fA-F:]+\]|[\w.-]+)(:[1-9]\d{0,4})?(/\S*)?")
 
 
 class RolloutConfig(Section):
@@ -49,14 +47,10 @@ class RolloutConfig(Section):
     @classmethod
     def _servers_have_addresses(cls, value: Any) -> Any:
         """Here, since what pydantic says of a union names its parts and not the setting."""
-        allowed = "must be a URL like http://HOST:8000, or a list of such"
-        if value is None:
-            return None
         urls = value if isinstance(value, list) else [value]
-        if not urls or not all(map(is_address, urls)):
-            raise ValueError(f"{allowed}; got {value!r}")
-        if any("@" in urlsplit(url).netloc for url in urls):  # not shown: it would be in the output of the run
-            raise ValueError(f"{allowed}; got one with a user and password, which are not sent")
+        if value is not None and not (urls and all(isinstance(url, str) and SERVER.fullmatch(url) for url in urls)):
+            shown = re.sub(r"//\S*@", "//...@", repr(value))  # a password would be in the output of the run
+            raise ValueError(f"must be a URL like http://HOST:8000, or a list of such; got {shown}")
         return value
 
     @property
@@ -67,29 +61,6 @@ class RolloutConfig(Section):
         return [self.vllm_server] if isinstance(self.vllm_server, str) else self.vllm_server
 
     @property
-    def remote_servers(self) -> list[str]:
-        """Servers on other machines."""
-        return [url for url in self.servers if not is_loopback(urlsplit(url).hostname or "")]
-
-    @property
     def by_vllm(self) -> bool:
         """Whether vLLM generates, as far as the settings alone say."""
         return self.engine == "vllm" or bool(self.servers)
-
-
-def is_address(url: Any) -> bool:
-    """Whether it is the URL of a server."""
-    if not isinstance(url, str) or not SERVER.fullmatch(url):
-        return False
-    try:
-        parts = urlsplit(url)
-        return parts.hostname is not None and parts.port != 0  # reading a port that is no number raises
-    except ValueError:
-        return False
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")

@@ -23,6 +23,7 @@ from support import Launches
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from python_trainer.model import attention
+from python_trainer.model.forward import attend_by, evaluation_mode
 from python_trainer.rollout import Request, SamplingParams
 from python_trainer.rollout.ordering import LengthHistory
 from python_trainer.rollout.paged import engine as engine_module
@@ -327,7 +328,7 @@ def test_long_answers_first_are_the_same_answers_in_fewer_passes():
         before = engine.stats["forward_passes"]
         assert_same(engine.generate(requests, GREEDY), wanted)
         assert engine.stats["forward_passes"] - before < plain.stats["forward_passes"]
-    assert engine.lengths.predict([requests[4].prompt_ids]) == [40]
+    assert engine.lengths.predict([Request(requests[4].prompt_ids, max_new_tokens=99)]) == [40]
 
 
 @pytest.mark.parametrize(
@@ -374,15 +375,16 @@ def test_launches_and_waits_of_a_decode_pass_are_few(monkeypatch):
         monkeypatch.setattr(prefix_cache, check, lambda *_: None)
     monkeypatch.setattr(engine_module, "keyed_uniform", partial(keyed_uniform, backend="cpu"))  # one call on the host
     engine.submit([Request(prompt, max_new_tokens=8, num_samples=4) for prompt in prompts([9, 5])], SamplingParams())
-    session, reads = engine._session, []
+    reads = []
     read = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append(self.shape) or read(self))
     found = []
-    with session.running():
+    with evaluation_mode(engine.model), attend_by(engine.model):
+        run = engine._runner(17)
         for _ in range(3):
             reads.clear()
             with Launches() as launches:
-                session.step()
+                engine._step(run)
             found.append((launches, list(reads)))
     for launches, lists in found[1:]:  # the first computes the prompts
         # of write_kv, which looks at the slots on a CPU only

@@ -23,7 +23,7 @@ from python_trainer.learner import Learner
 from python_trainer.model.packing import pack
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import CriticConfig, ModelConfig, OptimizerConfig
-from python_trainer.model.weights import full, local
+from python_trainer.model.weights import full
 
 # folder, further settings of the model
 CASES = {
@@ -50,6 +50,10 @@ def cut_from_a_whole(config, ranks):
         policy.model.eval()  # PEFT's layers, which have no dropout
     ranks.shard(policy.model)
     return policy
+
+
+def local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def assert_equal_modules(first, second):

@@ -19,7 +19,8 @@ from python_trainer.errors import UserError
 from python_trainer.learner import Learner
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
-from python_trainer.rollout.vllm.engine import InProcess, _can_sleep, checkpoint_weights
+from python_trainer.model.weights import checkpoint_weights
+from python_trainer.rollout.vllm.engine import InProcess, _can_sleep
 from python_trainer.rollout.vllm.servers import Servers
 from python_trainer.run_directory import read_metrics
 

@@ -7,10 +7,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from conftest import merged, run_settings
-from fake_vllm import LIMIT, draw, serving, urls
+from fake_vllm import EOS, draw, serving, urls
 from gloo import run_on_ranks, train
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -20,11 +18,13 @@ from python_trainer.distributed.ranked_engine import RankedEngine
 from python_trainer.errors import UserError
 from python_trainer.model.lora import is_adapter
 from python_trainer.model.policy import load_policy
-from python_trainer.rollout import Request, SamplingParams, VLLMEngine
+from python_trainer.model.settings import ModelConfig
+from python_trainer.model.weights import checkpoint_weights
+from python_trainer.rollout import Request, Rollout, SamplingParams, VLLMEngine
 from python_trainer.rollout.make import make_engine
 from python_trainer.rollout.ordering import LengthHistory
-from python_trainer.rollout.vllm.engine import Continuation, checkpoint_weights
-from python_trainer.rollout.vllm.servers import Elsewhere, Servers, assigned
+from python_trainer.rollout.vllm.servers import Servers
+from python_trainer.rollout.vllm.weights import AdapterFiles
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def fakes():
         ("5", "rollout.vllm_server: must be a URL .* got 5"),
         ("'http://127.0.0.1:8000,'", "rollout.vllm_server: must be a URL .* got 'http://127.0.0.1:8000,'"),
         ("http://localhost:8o00", "rollout.vllm_server: must be a URL .* got 'http://localhost:8o00'"),
-        ("http://me:secret@127.0.0.1", r"rollout.vllm_server: must be a URL .* which are not sent$"),
+        ("http://me:secret@127.0.0.1", r"rollout.vllm_server: must be a URL .* got 'http://...@127.0.0.1'$"),
         ("http://:8000", "rollout.vllm_server: must be a URL .* got 'http://:8000'"),
         ("[http://a:8000, b:8000]", r"rollout.vllm_server: must be .* got \['http://a:8000', 'b:8000'\]"),
     ],
@@ -69,44 +69,16 @@ def test_one_address_or_several():
         assert config.rollout.servers == servers
 
 
-@pytest.mark.parametrize(
-    "url", ["http://a:1", "https://10.0.0.7", "http://127.0.0.1.example.org:80", "http://localhost.com"]
-)
-def test_other_machines_are_told_from_this_one(url):
-    servers = f"rollout.vllm_server=[http://127.0.0.1:1, 'http://localhost:2', '{url}']"
-    assert load_config(None, [servers]).rollout.remote_servers == [url]
-
-
-items = st.tuples(st.integers(1, 400), st.integers(1, 9), st.integers(0, 3))
-
-
-@given(st.lists(items, max_size=60), st.integers(1, 6))
-def test_loads_differ_by_one_item_at_most(drawn, servers):
-    asked = [Continuation([k], n, 500, seed, float(length)) for k, (length, n, seed) in enumerate(drawn)]
-    asked += asked[:3]  # greedy samples: the same tokens, the same seed
-    found = assigned(asked, servers)
-    loads, sizes = [0.0] * servers, {}
-    for one, server in zip(asked, found, strict=True):
-        loads[server] += one.n * one.expected
-        key = one.seed, *one.ids
-        sizes[key] = sizes.get(key, 0.0) + one.n * one.expected
-    assert found[len(drawn) :] == found[: len(asked) - len(drawn)]
-    assert max(loads) <= sum(loads) / servers + max(sizes.values(), default=0.0)
-
-
-def test_the_longest_goes_to_the_server_with_the_fewest_tokens(model):
+def test_the_longest_goes_to_the_server_with_the_fewest_tokens(fakes, model, tmp_path):
+    lengths = {1: 10, 2: 50, 3: 30, 4: 24}
     history = LengthHistory()
-    for token, length in (1, 10), (2, 50), (3, 30), (4, 24):
-        history.observe([token], [length])
-    engine = VLLMEngine(model, Elsewhere(LIMIT, "the limit"), eos_token_ids=[], lengths=history)
+    history.observe([Request([i]) for i in lengths], [Rollout([], [0] * n) for n in lengths.values()])
+    servers = Servers(model, urls(fakes[:2]), tmp_path / "weights")
+    engine = VLLMEngine(model, servers, eos_token_ids=[EOS], lengths=history)
     requests = [Request([token], (), samples, 100) for token, samples in ((1, 2), (2, 1), (3, 1), (4, 1), (5, 1))]
-    asked, _ = engine._continuations(requests, SamplingParams())
-    assert [(one.ids, one.expected) for one in asked] == [([2], 50), ([3], 30), ([5], 28.5), ([4], 24), ([1], 10)]
-    assert assigned(asked, 2) == [0, 1, 1, 0, 1]
-    engine.lengths = None
-    unknown = [Request([1], max_new_tokens=9), Request([1], max_new_tokens=400)]
-    asked, _ = engine._continuations(unknown, SamplingParams())
-    assert [one.expected for one in asked] == [9, LIMIT - 1]
+    engine.generate(requests, SamplingParams())
+    # 50 + 24, and 30 + 28.5 of a prompt never seen + 10 * 2
+    assert [sorted(body["prompt"][0] for body in fake.asked()) for fake in fakes] == [[2, 4], [1, 3, 5], []]
 
 
 def test_answers_do_not_depend_on_the_number_of_servers(fakes, model, tmp_path):
@@ -242,36 +214,12 @@ def test_of_a_policy_with_adapters_servers_get_the_weights_once(fakes, tiny_poli
     assert not (tmp_path / ".vllm").exists()
 
 
-def test_a_server_on_another_machine_is_noted(fakes, tiny_policy, tmp_path, monkeypatch):
-    config = load_config(
-        {"model": {"path": str(tiny_policy), "device": "cpu"}, "rollout": {"vllm_server": urls(fakes)}}
-    )
-    policy, said = load_policy(config.model), []
-    make_engine(config.rollout, config.model, policy, tmp_path, RankGroup(), note=said.append)
-    assert not said
-    monkeypatch.setattr("python_trainer.rollout.settings.is_loopback", lambda host: False)
-    make_engine(config.rollout, config.model, policy, tmp_path, RankGroup(), note=said.append)
-    assert len(said) == 1 and "whoever reaches a server can call anything in its workers" in said[0]
-    assert all(url in said[0] for url in urls(fakes))
-
-
-def test_adapters_of_weights_that_a_checkpoint_has_otherwise(fakes, tiny_policy, tmp_path, monkeypatch):
-    """Then all weights are sent."""
-    config = load_config({"model": {"path": str(tiny_policy), "device": "cpu", "lora": LORA},
-                          "rollout": {"vllm_server": fakes[0].url}})  # fmt: skip
+def test_adapters_of_weights_that_a_checkpoint_has_otherwise(tiny_policy, tmp_path, monkeypatch):
     split = {"a": torch.zeros(1), "b": torch.zeros(1)}
     monkeypatch.setattr("transformers.core_model_loading.revert_weight_conversion", lambda model, state: split)
-    policy, said = load_policy(config.model), []
-    engine = RankedEngine(
-        make_engine(config.rollout, config.model, policy, tmp_path, RankGroup(), note=said.append), policy
-    )
-    assert len(said) == 1 and "gets all weights after each update" in said[0]
-    monkeypatch.undo()
-    stir(policy, 0)
-    engine.policy_updated()
-    engine.generate([Request([1])], SamplingParams())
-    assert_same(fakes[0].loaded, policy.inference_model)
-    assert not (tmp_path / ".vllm").exists()
+    policy = load_policy(ModelConfig(path=str(tiny_policy), device="cpu", lora=LORA))
+    with pytest.raises(UserError, match="q_proj.weight has an adapter, but is divided in the files of .*target_modul"):
+        AdapterFiles(policy, tmp_path)
 
 
 def go_on(settings, folder, parallel):

@@ -3,8 +3,7 @@
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -19,16 +18,10 @@ from python_trainer.model.forward import Forward, attend_by, evaluation_mode, fo
 from python_trainer.model.fused import FusedDecoder, supports
 from python_trainer.model.traits import ModelTraits, find_traits, longest_sequence
 from python_trainer.rollout.drafting import Decoding
-from python_trainer.rollout.engine import (
-    Engine,
-    SamplingParams,
-    StopStrings,
-    check_requests,
-    new_rollouts,
-)
-from python_trainer.rollout.ordering import LengthHistory, expectations, longest_first, remember
+from python_trainer.rollout.engine import Engine, SamplingParams, StopStrings, check_requests, new_rollouts
+from python_trainer.rollout.ordering import LengthHistory, longest_first
 from python_trainer.rollout.paged.scheduler import Pass, Scheduler
-from rlkernels import OutOfBlocks, PagedKVCache, keyed_uniform, sample_tokens, verify_drafts
+from rlkernels import PagedKVCache, keyed_uniform, sample_tokens, verify_drafts
 
 CPU_MEMORY_BYTES = 1 << 30
 CUDA_MEMORY_SHARE = 0.4
@@ -122,10 +115,11 @@ class PagedEngine(Engine):
         )
         self.room = self.cache.num_blocks * self.cache.block_size
         self.lengths = lengths
-        self._session: Session | None = None  # while there is something to generate
-        self._decoder: FusedDecoder | None = None  # of the weights as they are, while there is a session
-        self._submitted: list[tuple[list[Request], list[Rollout]]] = []  # whose lengths are not remembered yet
         self._stats: dict[str, float] = dict.fromkeys(STATS, 0)
+        self._scheduler = Scheduler(self.cache, max_sequences, self.max_batch_tokens, self._stats)
+        self._decoder: FusedDecoder | None = None  # of the weights as they are, while there is something to generate
+        self._submitted: list[tuple[list[Request], list[Rollout]]] = []  # whose lengths are not remembered yet
+        self._begin(SamplingParams())
 
     @property
     def stats(self) -> dict[str, float]:
@@ -141,58 +135,77 @@ class PagedEngine(Engine):
     def policy_updated(self) -> None:
         super().policy_updated()
         self._decoder = None
-        if self._session:
-            self._session.scheduler.restart()
+        self._scheduler.restart()
         self.cache.advance_version()
 
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Rollout]:
-        check_requests(
-            requests,
-            sampling,
-            has_tokenizer=self.tokenizer is not None,
-            max_positions=self.max_positions,
-            vocab_size=self.vocab_size,
-            room=self.room,
-        )
-        if self._session is None:
-            self._session = Session(self, sampling)
-        elif self._session.sampling != sampling:
-            raise UserError(f"sampling must be {self._session.sampling} until all is generated, got {sampling}")
+        check_requests(requests, sampling, max_positions=self.max_positions, vocab_size=self.vocab_size, room=self.room)
+        if not self._scheduler.busy:
+            self._begin(sampling)
+        assert sampling == self._sampling, f"all that is generated together has {self._sampling}, got {sampling}"
         groups = [new_rollouts(request, self.policy_version) for request in requests]
-        for i in longest_first(expectations(self.lengths, requests)) if self.lengths else range(len(requests)):
-            self._session.add(requests[i], groups[i])
+        for i in longest_first(self.lengths.predict(requests)) if self.lengths else range(len(requests)):
+            self._add(requests[i], groups[i])
         rollouts = [rollout for group in groups for rollout in group]
         self._ready += [rollout for rollout in rollouts if rollout.finish_reason]  # without room for a token
         if self.lengths:
             self._submitted.append((list(requests), rollouts))
-        if not self._session.scheduler.busy:
+        if not self._scheduler.busy:
             self._end()
         return rollouts
 
+    def _begin(self, sampling: SamplingParams) -> None:
+        """Prepares for requests with this sampling, until all of them are answered."""
+        self._sampling, self._longest, self._share = sampling, 1, False
+        self._stop = StopStrings(self.tokenizer, sampling.stop) if self.tokenizer and sampling.stop else None
+        self._scheduler.drafter, self._scheduler.keep_answers = self.drafter, self.keep_answers
+
+    def _add(self, request: Request, rollouts: Sequence[Rollout]) -> None:
+        """Queues the samples of a request, one a rollout."""
+        context = len(request.prompt_ids) + len(request.prefix_ids)
+        limit = min(request.max_new_tokens, self.max_positions - context)
+        samples = [Decoding(rollout, request.sample_id + j, limit) for j, rollout in enumerate(rollouts)]
+        self._longest = max(self._longest, context + limit)
+        if limit > 0 and samples:
+            self._scheduler.add(samples[0].tokens(), samples)
+        else:
+            for rollout in rollouts:
+                rollout.finish_reason = "length"
+        self._share |= self.share_reads and request.num_samples > 1 and context >= MIN_SHARED_TOKENS
+
     def _work(self, count: int) -> list[Rollout]:
-        session, done = self._session, list[Rollout]()
-        if session is None:
+        done: list[Rollout] = []
+        if not self._scheduler.busy:
             return done
         try:
-            with session.running():
-                while session.scheduler.busy and len(done) < count:
-                    done += [sample.rollout for sample in session.step()]
+            with evaluation_mode(self.model), attend_by(self.model):
+                run = self._runner(self._longest)
+                while self._scheduler.busy and len(done) < count:
+                    done += self._step(run)
         except BaseException:
             self._end()
             self._ready = []
             raise
-        if not session.scheduler.busy:
+        if not self._scheduler.busy:
             self._end()
         return done
 
+    def _step(self, run: Forward) -> list[Rollout]:
+        """Runs one forward pass -> the answers that are done."""
+        step = self._scheduler.next_pass()
+        logits = self._forward(run, step, self._share)
+        self._scheduler.start_drawing(step)
+        done = self._draw(step, logits)
+        self._scheduler.finish(done)
+        return [sample.rollout for sample in done]
+
     def _end(self) -> None:
         """Of what was submitted: all is generated, or given up."""
-        assert self._session is not None
-        self._session.scheduler.close()
+        self._scheduler.close()
         for requests, rollouts in self._submitted:
             if self.lengths and all(rollout.finish_reason for rollout in rollouts):
-                remember(self.lengths, requests, rollouts)
-        self._session, self._decoder, self._submitted = None, None, []
+                self.lengths.observe(requests, rollouts)
+        self._decoder, self._submitted = None, []
 
     def _runner(self, longest: int) -> Forward:
         longest = min(self.max_positions, longest)
@@ -215,9 +228,7 @@ class PagedEngine(Engine):
         )
         return run(ids, positions, rows, paged)
 
-    def _draw(
-        self, step: Pass, logits: torch.Tensor, sampling: SamplingParams, stop: StopStrings | None
-    ) -> list[Decoding]:
+    def _draw(self, step: Pass, logits: torch.Tensor) -> list[Decoding]:
         """Draws the next tokens of every sample of the step -> the samples that are done."""
         rows = [sample for group in step.samples for sample in group]  # a sample with a draft has several rows
         if not rows:
@@ -226,12 +237,12 @@ class PagedEngine(Engine):
             counts = torch.tensor([len(group) for group in step.samples], device=self.device)
             logits = logits.repeat_interleave(counts, 0, output_size=len(rows))
         samples = list(dict.fromkeys(rows))
-        drawn, weights, starts, accepted = draw_tokens(samples, logits, sampling)
+        drawn, weights, starts, accepted = draw_tokens(samples, logits, self._sampling)
         done, kept = [], []
         for sample, start, right in zip(samples, starts, accepted):
             before = len(sample.rollout.response_ids)
             for row in range(start, start + right + 1):
-                if self._extend(sample, drawn[row], weights[row], stop):
+                if self._extend(sample, drawn[row], weights[row]):
                     done.append(sample)
                     break
             kept.append(sample.rollout.response_ids[before:])
@@ -240,12 +251,12 @@ class PagedEngine(Engine):
         self._count(samples, accepted, kept)
         return done
 
-    def _extend(self, sample: Decoding, token: int, logprob: float, stop: StopStrings | None) -> bool:
+    def _extend(self, sample: Decoding, token: int, logprob: float) -> bool:
         """Adds a token to a sample; True when that was its last."""
         rollout = sample.rollout
         rollout.response_ids.append(token)
         rollout.logprobs.append(logprob)
-        if token in self.eos_token_ids or (stop is not None and stop.ends(rollout.response_ids)):
+        if token in self.eos_token_ids or (self._stop is not None and self._stop.ends(rollout.response_ids)):
             rollout.finish_reason = "stop"
         elif sample.drawn == sample.max_new_tokens:
             rollout.finish_reason = "length"
@@ -259,25 +270,20 @@ class PagedEngine(Engine):
         self._stats["accepted_tokens"] += sum(accepted)
 
     def pass_seconds(self, sequences: int, tokens: int, *, context: int = 32, repeats: int = 5) -> float:
-        """Quickest time of a pass over ``tokens`` tokens of each of ``sequences``, or of several where few fit."""
-        tokens = min(tokens, self.max_positions, self.room)
-        try:
-            return self._measure(sequences, tokens, min(context, self.max_positions - tokens), repeats)
-        except OutOfBlocks:
-            if sequences == 1:
-                return self._measure(1, tokens, 0, repeats)
-            fewer = sequences // 2
-            return self.pass_seconds(fewer, tokens, context=context, repeats=repeats) * sequences / fewer
+        """Returns the quickest time of a pass over ``tokens`` tokens of each of ``sequences``.
 
-    def _measure(self, sequences: int, tokens: int, context: int, repeats: int) -> float:
+        Where the cache has room for fewer sequences, those are measured.
+        """
+        tokens = min(tokens, self.max_positions, self.room)
+        context = min(context, self.max_positions - tokens, self.room - tokens)
         length, taken = context + tokens, list[float]()
+        count = min(sequences, self.cache.num_blocks // -(-length // self.cache.block_size))
         first = self.cache.open([0] * context)
-        opened = [first, *self.cache.fork(first, sequences - 1)]
+        opened = [first, *self.cache.fork(first, count - 1)]
         try:
-            slots = self.cache.append_many(opened, [[0] * tokens] * sequences)
-            ids, positions = [0] * (sequences * tokens), [*range(context, length)] * sequences
-            lengths, counts = [length] * sequences, [tokens] * sequences
-            step = Pass(ids, positions, slots, opened, lengths, counts, list(range(len(ids))))
+            slots = self.cache.append_many(opened, [[0] * tokens] * count)
+            positions, rows = [*range(context, length)] * count, list(range(count * tokens))
+            step = Pass([0] * len(rows), positions, slots, opened, [length] * count, [tokens] * count, rows)
             with evaluation_mode(self.model), attend_by(self.model):
                 run = self._runner(length)
                 for _ in range(repeats):
@@ -289,63 +295,7 @@ class PagedEngine(Engine):
             self._decoder = None
             for sequence in opened:
                 self.cache.close(sequence)
-        return min(taken)
-
-
-class Session:
-    """Answers in the making on one engine, pass by pass, with requests that come and go meanwhile.
-
-    Requests and ``sampling`` must be checked.
-    """
-
-    def __init__(self, engine: PagedEngine, sampling: SamplingParams):
-        self.engine, self.sampling = engine, sampling
-        self.longest = 1  # most tokens that a sequence may come to
-        self.forward: Forward | None = None  # within running()
-        self.scheduler = Scheduler(
-            engine.cache,
-            engine.max_sequences,
-            engine.max_batch_tokens,
-            engine._stats,
-            engine.drafter,
-            engine.keep_answers,
-        )
-        tokenizer = engine.tokenizer
-        self.stop = StopStrings(tokenizer, sampling.stop) if tokenizer and sampling.stop else None
-        self.share = False  # whether it can pay to read common prefixes once
-
-    def add(self, request: Request, rollouts: Sequence[Rollout]) -> None:
-        """Queues the samples of a request, one a rollout."""
-        context = len(request.prompt_ids) + len(request.prefix_ids)
-        limit = min(request.max_new_tokens, self.engine.max_positions - context)
-        samples = [Decoding(rollout, request.sample_id + j, limit) for j, rollout in enumerate(rollouts)]
-        self.longest = max(self.longest, context + limit)
-        if limit > 0 and samples:
-            self.scheduler.add(samples[0].tokens(), samples)
-        else:
-            for rollout in rollouts:
-                rollout.finish_reason = "length"
-        self.share |= self.engine.share_reads and request.num_samples > 1 and context >= MIN_SHARED_TOKENS
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Within it the model is ready for :meth:`step`."""
-        with evaluation_mode(self.engine.model), attend_by(self.engine.model):
-            self.forward = self.engine._runner(self.longest)
-            try:
-                yield
-            finally:
-                self.forward = None
-
-    def step(self) -> list[Decoding]:
-        """One forward pass -> the samples that are done."""
-        engine, step = self.engine, self.scheduler.next_pass()
-        assert self.forward is not None, "step comes within running"
-        logits = engine._forward(self.forward, step, self.share)
-        self.scheduler.start_drawing(step)
-        done = engine._draw(step, logits, self.sampling, self.stop)
-        self.scheduler.finish(done)
-        return done
+        return min(taken) * sequences / count
 
 
 def memory_limit(device: torch.device, reserved: int = 0) -> int:

@@ -45,17 +45,12 @@ class Pass:
 class Scheduler:
     """Holds the queues and every open sequence."""
 
-    def __init__(
-        self,
-        cache: PagedKVCache,
-        max_sequences: int,
-        max_batch_tokens: int,
-        stats: dict[str, float],
-        drafter: Drafter | None = None,
-        keep_answers: bool = False,
-    ):
-        self.cache, self.stats, self.drafter = cache, stats, drafter
-        self.max_sequences, self.max_batch_tokens, self.keep_answers = max_sequences, max_batch_tokens, keep_answers
+    drafter: Drafter | None = None
+    keep_answers = False  # of answers that are done, what is computed stays in the cache
+
+    def __init__(self, cache: PagedKVCache, max_sequences: int, max_batch_tokens: int, stats: dict[str, float]):
+        self.cache, self.stats = cache, stats
+        self.max_sequences, self.max_batch_tokens = max_sequences, max_batch_tokens
         self.waiting: deque[Prefill] = deque()
         self.filling: list[Prefill] = []
         self.running: list[Decoding] = []

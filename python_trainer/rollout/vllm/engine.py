@@ -16,15 +16,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from python_trainer.data import Request, Rollout
 from python_trainer.errors import UserError
 from python_trainer.keyed import keyed_seed
+from python_trainer.model.weights import checkpoint_weights, named_weights
 from python_trainer.rollout.drafting import Drafter
-from python_trainer.rollout.engine import (
-    Engine,
-    SamplingParams,
-    StopStrings,
-    check_requests,
-    new_rollouts,
-)
-from python_trainer.rollout.ordering import LengthHistory, expectations, longest_first, remember
+from python_trainer.rollout.engine import Engine, SamplingParams, StopStrings, check_requests, new_rollouts
+from python_trainer.rollout.ordering import LengthHistory, longest_first
 from python_trainer.rollout.paged.engine import memory_limit
 from rlkernels import RolloutHistory
 from rlkernels.integrations.transformers_attention import rotary_limit
@@ -32,7 +27,6 @@ from rlkernels.integrations.transformers_attention import rotary_limit
 OLDEST = (0, 32)
 PROPOSER = "rlkernels.integrations.vllm.HistoryProposer"
 WORKER = "rlkernels.integrations.vllm_worker.PolicyWorker"
-LOWEST_TEMPERATURE = 0.01  # vLLM raises lower ones to this
 OWN_COUNTERS = ("generated_tokens", "prefill_tokens", "weight_bytes")
 # The engine's counter -> vLLM's
 COUNTERS = {
@@ -156,21 +150,9 @@ class VLLMEngine(Engine):
 
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Rollout]:
         """As of :class:`Engine`. vLLM is asked when :meth:`poll` needs it, for all that was submitted until then."""
-        if 0 < sampling.temperature < LOWEST_TEMPERATURE:
-            raise UserError(
-                f"temperature must be 0 or at least {LOWEST_TEMPERATURE} with vLLM, got {sampling.temperature}"
-            )
         limit = self.max_positions
-        check_requests(
-            requests,
-            sampling,
-            has_tokenizer=self.tokenizer is not None,
-            max_positions=limit,
-            vocab_size=self.vocab_size,
-            room=limit,
-        )
-        if self._waiting and sampling != self._sampling:
-            raise UserError(f"sampling must be {self._sampling} until all is generated, got {sampling}")
+        check_requests(requests, sampling, max_positions=limit, vocab_size=self.vocab_size, room=limit)
+        assert not self._waiting or sampling == self._sampling, (self._sampling, sampling)
         self._sampling = sampling
         rollouts = [rollout for request in requests for rollout in new_rollouts(request, self.policy_version)]
         if rollouts:  # otherwise nobody polls, and the next submission could not have other sampling
@@ -185,20 +167,20 @@ class VLLMEngine(Engine):
             return []
         self.load_weights()
         self.backend.draft_from(self.drafter)
-        asked, owners = self._continuations(requests, self._sampling)
+        asked = self._continuations(requests)
         salt = f"{self._name}-{self.policy_version}"
-        found = self.backend.complete(asked, self._settings(self._sampling), salt) if asked else []
-        drawn: list[list[Drawn]] = [[] for _ in requests]
-        for owner, samples in zip(owners, found, strict=True):
-            drawn[owner] += samples
-        # a request that has no room for a token has drawn nothing
-        answers = [one for r, own in zip(requests, drawn) for one in own or [Drawn([], [], "length")] * r.num_samples]
-        for rollout, (ids, logprobs, reason) in zip(rollouts, answers, strict=True):
-            rollout.response_ids += ids
-            rollout.logprobs, rollout.finish_reason = list(logprobs), reason
+        found = self.backend.complete(list(asked.values()), self._settings(), salt) if asked else []
+        drawn = dict(zip(asked, found, strict=True))
+        answers = iter(rollouts)
+        for i, request in enumerate(requests):
+            samples = drawn.get(i, [Drawn([], [], "length")])  # without room for a token
+            for ids, logprobs, reason in samples * (request.num_samples // len(samples)):  # greedy samples are alike
+                rollout = next(answers)
+                rollout.response_ids += ids
+                rollout.logprobs, rollout.finish_reason = list(logprobs), reason
         self._finish(rollouts)
         if self.lengths:
-            remember(self.lengths, requests, rollouts)
+            self.lengths.observe(requests, rollouts)
         return rollouts
 
     def _finish(self, rollouts: Sequence[Rollout]) -> None:
@@ -212,13 +194,11 @@ class VLLMEngine(Engine):
                 rollout.logprobs = [0.0] * len(rollout.logprobs)
         self._count(rollouts)
 
-    def _continuations(
-        self, requests: Sequence[Request], sampling: SamplingParams
-    ) -> tuple[list[Continuation], list[int]]:
-        """What to ask for, and the index of the request that each belongs to."""
-        asked, owners = [], []
-        works = expectations(self.lengths, requests) if self.lengths else None
-        for i in range(len(requests)) if works is None else longest_first(works):
+    def _continuations(self, requests: Sequence[Request]) -> dict[int, Continuation]:
+        """What to ask for, by the index of the request, the longest answers first where lengths are known."""
+        asked = {}
+        lengths = self.lengths.predict(requests) if self.lengths else None
+        for i in range(len(requests)) if lengths is None else longest_first(lengths):
             request = requests[i]
             ids = [*request.prompt_ids, *request.prefix_ids]
             room = min(request.max_new_tokens, self.max_positions - len(ids))
@@ -226,15 +206,14 @@ class VLLMEngine(Engine):
                 continue
             # a later turn of an answer has other noise than the first; room for the sample ids in 63 bits
             turn = [len(request.prefix_ids)] if request.prefix_ids else []
-            base = keyed_seed(sampling.seed, "vllm", *turn) >> 1
-            # vLLM refuses several greedy samples
-            repeats, n = (request.num_samples, 1) if sampling.temperature == 0 else (1, request.num_samples)
-            expected = float(room) if works is None else min(works[i].longest, float(room))
-            asked += [Continuation(ids, n, room, base + request.sample_id, expected)] * repeats
-            owners += [i] * repeats
-        return asked, owners
+            base = keyed_seed(self._sampling.seed, "vllm", *turn) >> 1
+            n = request.num_samples if self._sampling.temperature else 1  # vLLM refuses several greedy samples
+            expected = float(room) if lengths is None else min(lengths[i], float(room))
+            asked[i] = Continuation(ids, n, room, base + request.sample_id, expected)
+        return asked
 
-    def _settings(self, sampling: SamplingParams) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
+        sampling = self._sampling
         return {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -378,16 +357,9 @@ class InProcess(Backend):
 
     def _send(self, model: PreTrainedModel) -> int:
         """The weights, straight from the memory of the policy -> their bytes."""
-        sent = 0
-
-        def counted() -> Iterator[tuple[str, torch.Tensor]]:
-            nonlocal sent
-            for name, weight in checkpoint_weights(model) if self._gathered is None else self._gathered():
-                sent += weight.nbytes
-                yield name, weight
-
-        self._llm.collective_rpc("load_policy", args=(counted(),))
-        return sent
+        weights = checkpoint_weights(model) if self._gathered is None else self._gathered()
+        self._llm.collective_rpc("load_policy", args=(weights,))
+        return sum(weight.nbytes for _, weight in named_weights(model))
 
     def draft_from(self, drafter: Drafter | None) -> None:
         if not self._drafts:
@@ -472,16 +444,3 @@ def import_vllm() -> Any:
         ) from error
     check_version(vllm.__version__, "the package vllm")
     return vllm
-
-
-def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Weights by their names in a checkpoint, tied ones once."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    seen, state = set(), {}
-    for name, tensor in model.state_dict().items():
-        key = tensor.data_ptr(), tensor.shape, tensor.stride()
-        if key not in seen or not tensor.numel():
-            seen.add(key)
-            state[name] = tensor.detach()
-    yield from revert_weight_conversion(model, state).items()

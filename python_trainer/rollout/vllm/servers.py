@@ -7,7 +7,7 @@ import http.client
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from python_trainer.errors import UserError
-from python_trainer.rollout.ordering import Work, balance
+from python_trainer.rollout.ordering import balance
 from python_trainer.rollout.vllm.engine import COUNTERS, WORKER, Backend, Continuation, Drawn, check_version
 from python_trainer.rollout.vllm.weights import AdapterFiles
 from python_trainer.run_directory import usual_mode
@@ -247,18 +247,18 @@ class Servers(Backend):
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def complete(self, asked: Sequence[Continuation], settings: dict[str, Any], salt: str) -> list[list[Drawn]]:
+        lengths, tokens = [one.expected for one in asked], [one.n * one.expected for one in asked]
+        plan, futures = balance(lengths, tokens, len(self.servers)), dict[int, Future[list[Drawn]]]()
         with ExitStack() as held:
-            pools = [held.enter_context(ThreadPoolExecutor(CONNECTIONS)) for _ in self.servers]
-            futures = [
-                pools[number].submit(self.servers[number].complete, one, settings, salt)
-                for one, number in zip(asked, assigned(asked, len(self.servers)), strict=True)
-            ]
-            done, left = wait(futures, return_when=FIRST_EXCEPTION)
+            for server, part in zip(self.servers, plan):
+                pool = held.enter_context(ThreadPoolExecutor(CONNECTIONS))
+                futures |= {i: pool.submit(server.complete, asked[i], settings, salt) for i in part}
+            done, left = wait(futures.values(), return_when=FIRST_EXCEPTION)
             for future in left:  # one has failed: what has not been asked yet never is
                 future.cancel()
             for future in done:
                 future.result()  # raises what failed
-            return [future.result() for future in futures]
+            return [futures[i].result() for i in range(len(asked))]
 
     def counters(self) -> dict[str, float]:
         counts = self._each(lambda server: server.counters())
@@ -268,39 +268,3 @@ class Servers(Backend):
         """The answers of all servers, asked at the same time."""
         with ThreadPoolExecutor(len(self.servers)) as pool:
             return list(pool.map(ask, self.servers))
-
-
-def assigned(asked: Sequence[Continuation], servers: int) -> list[int]:
-    """The index of the server for each: the longest first, to the one with the fewest expected tokens so far.
-
-    Those with the same tokens and the same seed, as greedy samples are, stay together.
-    """
-    together: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-    for i, one in enumerate(asked):
-        together.setdefault((one.seed, tuple(one.ids)), []).append(i)
-    groups = list(together.values())
-    works = [Work(asked[group[0]].expected, sum(asked[i].n * asked[i].expected for i in group)) for group in groups]
-    found = [0] * len(asked)
-    for server, part in enumerate(balance(works, servers)):
-        for group in part:
-            for i in groups[group]:
-                found[i] = server
-    return found
-
-
-class Elsewhere(Backend):
-    """Servers that rank 0 asks, as another rank knows them."""
-
-    on_first_rank = True
-
-    def __init__(self, max_positions: int, limited_by: str):
-        self.max_positions, self.limited_by = max_positions, limited_by
-
-    def load(self, model: PreTrainedModel) -> int:
-        raise AssertionError("rank 0 gives servers their weights, this is another")
-
-    def complete(self, asked: Sequence[Continuation], settings: dict[str, Any], salt: str) -> list[list[Drawn]]:
-        raise AssertionError("rank 0 asks the servers, this is another")
-
-    def counters(self) -> dict[str, float]:
-        return dict.fromkeys(COUNTERS, 0.0)

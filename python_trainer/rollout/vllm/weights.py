@@ -1,15 +1,16 @@
 """How the adapters of a policy reach vLLM's servers, through files."""
 
 import shutil
-from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from python_trainer.errors import UserError
 from python_trainer.model.lora import AdaptedWeight, adapted_layers
 from python_trainer.model.policy import Policy
+from python_trainer.model.weights import checkpoint_weights
 from python_trainer.run_directory import usual_mode
 
 BASE, ADAPTER = "base", "adapter.safetensors"
@@ -22,18 +23,33 @@ class AdapterFiles:
     the memory where their machine keeps files that were read, and hold no copy of their own.
 
     Args:
-        names: of the weights with adapters, in the model -> in a checkpoint, by :func:`names_in_checkpoint`.
+        policy: hands each weight with an adapter to :meth:`remember` whenever it has merged it.
         folder: made when it is needed.
+
+    Raises:
+        UserError: a checkpoint has a weight with an adapter in another form than the model.
     """
 
-    def __init__(self, names: Mapping[str, str], folder: Path):
-        self.names, self.folder = names, folder
+    def __init__(self, policy: Policy, folder: Path):
+        self.folder = folder.absolute()
+        self.names: dict[str, str] = {}  # of the weights with adapters, in the model -> in a checkpoint
+        plain = policy.inference_model
+        for layer, _ in adapted_layers(policy.model):
+            name, weight = f"{layer}.weight", plain.get_submodule(layer).weight
+            ((there, found), *more) = checkpoint_weights(plain, [(name, weight)])
+            if more or found.shape != weight.shape:
+                raise UserError(
+                    f"rollout.vllm_server: {name} has an adapter, but is divided in the files of {policy.name}; leave "
+                    "it out of model.lora.target_modules"
+                )
+            self.names[name] = there
+        policy.on_merge = self.remember
         self.written = False  # the weights are there
         self._base: dict[str, torch.Tensor] = {}  # until then, once the policy's are merged
         self._parts: dict[str, torch.Tensor] = {}
 
     def remember(self, name: str, weight: AdaptedWeight) -> None:
-        """Keeps a weight that has just been merged: ``Policy.on_merge``."""
+        """Keeps the parts of a weight that has just been merged."""
         if not self.written and name not in self._base:  # of a resumed run the first merge is no longer the base
             self._base[name] = weight.base.detach().to("cpu", copy=True)
         scale = torch.tensor(weight.scale, dtype=torch.float64)
@@ -67,31 +83,3 @@ class AdapterFiles:
     def places(self) -> list[str]:
         """What ``PolicyWorker.load_policy`` takes."""
         return [str(self.folder / BASE), *([str(self.folder / ADAPTER)] if self._parts else [])]
-
-
-def adapter_files(policy: Policy, folder: Path, note: Callable[[str], object]) -> AdapterFiles | None:
-    """For servers that merge a policy's adapters themselves; None where they are sent all its weights each time."""
-    if not policy.adapted:
-        return None
-    adapted = [f"{name}.weight" for name, _ in adapted_layers(policy.model)]
-    names = names_in_checkpoint(policy.inference_model, adapted)
-    if names is None:
-        note("rollout.vllm_server gets all weights after each update: not all adapted ones are in a checkpoint as such")
-        return None
-    files = AdapterFiles(names, folder.absolute())
-    policy.on_merge = files.remember
-    return files
-
-
-def names_in_checkpoint(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str] | None:
-    """The names of weights of the model in a checkpoint; None where one is not there as the model has it."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    state, found = model.state_dict(), {}
-    for name in names:
-        reverted = dict(revert_weight_conversion(model, {name: state[name]}))
-        ((there, weight), *more) = reverted.items()
-        if more or not isinstance(weight, torch.Tensor) or weight.shape != state[name].shape:
-            return None
-        found[name] = there
-    return found

@@ -1,7 +1,6 @@
 """What ``rollout.engine: auto`` stands for, and that a run says so."""
 
 import importlib.metadata
-import importlib.util
 from functools import partial
 from types import SimpleNamespace
 
@@ -19,10 +18,14 @@ def machine(monkeypatch):
 
     def be(gpu, vllm):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-        find = importlib.util.find_spec
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: vllm if name == "vllm" else find(name))
         version = importlib.metadata.version
-        monkeypatch.setattr(importlib.metadata, "version", lambda name: vllm if name == "vllm" else version(name))
+
+        def installed(name):
+            if name == "vllm" and vllm is None:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return vllm if name == "vllm" else version(name)
+
+        monkeypatch.setattr(importlib.metadata, "version", installed)
 
     return be
 
