@@ -1,8 +1,10 @@
 """Makes the parts of a trainer from the settings."""
 
+import importlib.metadata
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -14,12 +16,17 @@ from python_trainer.errors import UserError
 from python_trainer.learner import Learner
 from python_trainer.memory import RECOMPUTES, Device, device_here, needs_recomputing, plan_memory
 from python_trainer.model.loading import keep_dtype
+from python_trainer.model.lora import adapted_layers
 from python_trainer.model.policy import Policy, set_matmul_precision
 from python_trainer.prompts import Tasks
 from python_trainer.rollout.conversation import encode_observation
 from python_trainer.rollout.engine import Engine
 from python_trainer.rollout.episodes import EpisodeEngine
-from python_trainer.rollout.make import has_vllm, make_engine
+from python_trainer.rollout.ordering import LengthHistory
+from python_trainer.rollout.paged.engine import PagedEngine
+from python_trainer.rollout.vllm.engine import Backend, InProcess, VLLMEngine, check_version, import_vllm
+from python_trainer.rollout.vllm.servers import Elsewhere, Servers
+from python_trainer.rollout.vllm.weights import AdapterFiles
 
 Note = Callable[[str], None]
 
@@ -78,6 +85,69 @@ def resolve_settings(config: Config, before: str | None, ranks: RankGroup, note:
     return chosen
 
 
+def has_vllm() -> bool:
+    """Whether the package is here, in a version that will do; it is not imported, which takes long."""
+    try:
+        check_version(importlib.metadata.version("vllm"), "the package vllm")
+    except (UserError, importlib.metadata.PackageNotFoundError):
+        return False
+    return True
+
+
+def make_engine(
+    chosen: Config, policy: Policy, output_dir: Path, ranks: RankGroup, *, reserved_bytes: int = 0
+) -> Engine:
+    """Makes an engine for the policy; all ranks make one together.
+
+    Args:
+        output_dir: what a server has to read goes through a folder of it.
+        reserved_bytes: of the device's memory, which training will take and the KV cache must leave.
+
+    Raises:
+        UserError: the engine cannot run this model, or vLLM is not there as it must be.
+    """
+    rollout, model, backend = chosen.rollout, policy.inference_model, None
+    memory: dict[str, Any] = {"memory_bytes": rollout.memory_bytes, "reserved_bytes": reserved_bytes}
+    options: dict[str, Any] = {"eos_token_ids": policy.eos_token_ids, "tokenizer": policy.tokenizer}
+    if rollout.servers:
+        backend = _ask_servers(rollout.servers, policy, output_dir / ".vllm", ranks)
+    elif rollout.engine == "vllm":
+        with ranks.together():
+            import_vllm()  # where that fails on one rank the others would wait for it in vLLM
+        policy.streams_weights = ranks.sharded
+        backend = InProcess(
+            model,
+            policy.name,
+            trust_remote_code=chosen.model.trust_remote_code,
+            gathered=policy.stream_checkpoint if policy.streams_weights else None,
+            longest_draft=max((x.longest_draft() for x in chosen.accelerators.chosen()), default=0),
+            **memory,
+        )
+    with ranks.together():
+        if backend is None:
+            engine: Engine = PagedEngine(model, traits=policy.traits, **options, **memory)
+        else:
+            engine = VLLMEngine(model, backend, **options)
+    engine.lengths = LengthHistory() if rollout.schedule == "history" else None
+    return engine
+
+
+def _ask_servers(urls: list[str], policy: Policy, folder: Path, ranks: RankGroup) -> Backend:
+    """Rank 0 asks the servers; the others know what it is limited to."""
+    servers = None
+    with ranks.together():
+        if ranks.rank == 0:
+            adapters = None
+            if policy.adapted:
+                names = [f"{name}.weight" for name, _ in adapted_layers(policy.model)]
+                adapters = AdapterFiles(policy.inference_model, names, folder)
+                policy.on_merge = adapters.remember
+            servers = Servers(policy.inference_model, urls, folder, adapters)
+    limits = ranks.first(None if servers is None else (servers.max_positions, servers.limited_by))
+    assert limits is not None  # rank 0 has servers, or together() has raised
+    return servers or Elsewhere(*limits)
+
+
 def make_run_engine(
     chosen: Config, policy: Policy, tasks: Tasks, output_dir: Path, ranks: RankGroup, note: Note
 ) -> Engine:
@@ -89,15 +159,7 @@ def make_run_engine(
     if policy.device.type != "cpu":
         device = Device("cuda", device_here("cuda").memory, ranks.size)
         reserved = plan_memory(chosen, device, model=policy.model).reserved
-    engine = make_engine(
-        chosen.rollout,
-        chosen.model,
-        policy,
-        output_dir,
-        ranks,
-        reserved_bytes=reserved,
-        longest_draft=max((x.longest_draft() for x in chosen.accelerators.chosen()), default=0),
-    )
+    engine = make_engine(chosen, policy, output_dir, ranks, reserved_bytes=reserved)
     if tasks.environment is not None:
         engine = EpisodeEngine(
             engine,

@@ -323,7 +323,8 @@ def test_long_answers_first_are_the_same_answers_in_fewer_passes():
     requests = [Request(p, max_new_tokens=n) for p, n in zip(prompts([5] * len(limits)), limits)]
     plain = engine_for(model, max_sequences=2)
     wanted = plain.generate(requests, GREEDY)
-    engine = engine_for(model, max_sequences=2, lengths=LengthHistory())
+    engine = engine_for(model, max_sequences=2)
+    engine.lengths = LengthHistory()
     for _ in range(2):  # nothing is known in the first round: max_new_tokens decides
         before = engine.stats["forward_passes"]
         assert_same(engine.generate(requests, GREEDY), wanted)

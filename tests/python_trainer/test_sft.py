@@ -19,8 +19,8 @@ from python_trainer.errors import UserError
 from python_trainer.memory import Device, plan_memory
 from python_trainer.model.optimizer import PolicyOptimizer
 from python_trainer.model.policy import load_policy
+from python_trainer.parts import make_engine
 from python_trainer.rollout.engine import SamplingParams
-from python_trainer.rollout.make import make_engine
 from python_trainer.sft import Sft, mean_loss
 from python_trainer.trainer import Trainer
 
@@ -58,7 +58,7 @@ def test_an_answer_is_learned_by_heart(lessons, tmp_path, capsys):
     assert summary["held_out_loss_final"] != summary["held_out_loss_start"] > 0
     config = config_of(lessons, model={"path": str(tmp_path / "run/model")})
     policy = load_policy(config.model)
-    engine = make_engine(config.rollout, config.model, policy, tmp_path, RankGroup())
+    engine = make_engine(config, policy, tmp_path, RankGroup())
     prompts = policy.encode(["ABC", "FGAB"])
     found = engine.generate([Request(ids, max_new_tokens=8) for ids in prompts], SamplingParams(temperature=0))
     assert [policy.decode(row.response_ids) for row in found] == ["CBA", "BAGF"]

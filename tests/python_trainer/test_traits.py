@@ -29,8 +29,8 @@ from python_trainer.model.packing import pack
 from python_trainer.model.policy import Policy, load_policy
 from python_trainer.model.settings import ModelConfig
 from python_trainer.model.traits import ModelTraits, find_traits
+from python_trainer.parts import make_engine
 from python_trainer.rollout import PagedEngine, Request
-from python_trainer.rollout.make import make_engine
 from python_trainer.rollout.paged import engine as engine_module
 from python_trainer.trainer import Trainer
 from rlkernels.integrations.transformers_attention import IMPLEMENTATION
@@ -192,7 +192,7 @@ def test_an_engine_of_a_policy_does_not_look_again(make_config, tmp_path, monkey
     policy = load_policy(config.model)
     policy.fused = fused  # of training alone
     monkeypatch.setattr(engine_module, "find_traits", None)
-    engine = make_engine(config.rollout, config.model, policy, tmp_path, RankGroup())
+    engine = make_engine(config, policy, tmp_path, RankGroup())
     assert engine.fused and engine.cache.key_cache.shape[3:] == (policy.traits.kv_heads, policy.traits.head_dim)
 
 

@@ -111,7 +111,8 @@ def test_long_answers_are_asked_for_first(model, backend):
     lengths = LengthHistory()
     known = (1, 5), (2, 50), (3, 9)
     lengths.observe([Request([token]) for token, _ in known], [Rollout([], [0] * length) for _, length in known])
-    engine = VLLMEngine(model, backend, eos_token_ids=[], lengths=lengths)
+    engine = VLLMEngine(model, backend, eos_token_ids=[])
+    engine.lengths = lengths
     requests = [Request([i], max_new_tokens=60 + i, sample_id=i) for i in (1, 2, 3)]
     completions = engine.generate(requests, SamplingParams())
     assert [job.ids for job in backend.asked[0][0]] == [[2], [3], [1]]

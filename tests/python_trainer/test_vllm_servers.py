@@ -18,10 +18,9 @@ from python_trainer.distributed.ranked_engine import RankedEngine
 from python_trainer.errors import UserError
 from python_trainer.model.lora import is_adapter
 from python_trainer.model.policy import load_policy
-from python_trainer.model.settings import ModelConfig
 from python_trainer.model.weights import checkpoint_weights
+from python_trainer.parts import make_engine
 from python_trainer.rollout import Request, Rollout, SamplingParams, VLLMEngine
-from python_trainer.rollout.make import make_engine
 from python_trainer.rollout.ordering import LengthHistory
 from python_trainer.rollout.vllm.servers import Servers
 from python_trainer.rollout.vllm.weights import AdapterFiles
@@ -74,7 +73,8 @@ def test_the_longest_goes_to_the_server_with_the_fewest_tokens(fakes, model, tmp
     history = LengthHistory()
     history.observe([Request([i]) for i in lengths], [Rollout([], [0] * n) for n in lengths.values()])
     servers = Servers(model, urls(fakes[:2]), tmp_path / "weights")
-    engine = VLLMEngine(model, servers, eos_token_ids=[EOS], lengths=history)
+    engine = VLLMEngine(model, servers, eos_token_ids=[EOS])
+    engine.lengths = history
     requests = [Request([token], (), samples, 100) for token, samples in ((1, 2), (2, 1), (3, 1), (4, 1), (5, 1))]
     engine.generate(requests, SamplingParams())
     # 50 + 24, and 30 + 28.5 of a prompt never seen + 10 * 2
@@ -187,7 +187,7 @@ def test_of_a_policy_with_adapters_servers_get_the_weights_once(fakes, tiny_poli
     config = load_config({"model": {"path": str(tiny_policy), "device": "cpu", "dtype": dtype, "lora": LORA},
                           "rollout": {"vllm_server": urls(fakes[:2])}})  # fmt: skip
     policy = load_policy(config.model)
-    engine = RankedEngine(make_engine(config.rollout, config.model, policy, tmp_path, RankGroup()), policy)
+    engine = RankedEngine(make_engine(config, policy, tmp_path, RankGroup()), policy)
     names = [name for name, p in policy.model.named_parameters() if p.requires_grad]
     adapters = sum(policy.model.get_parameter(name).nbytes for name in names)
     weights, sent = sum(w.nbytes for _, w in checkpoint_weights(policy.inference_model)), []
@@ -214,12 +214,12 @@ def test_of_a_policy_with_adapters_servers_get_the_weights_once(fakes, tiny_poli
     assert not (tmp_path / ".vllm").exists()
 
 
-def test_adapters_of_weights_that_a_checkpoint_has_otherwise(tiny_policy, tmp_path, monkeypatch):
+def test_adapters_of_weights_that_a_checkpoint_has_otherwise(model, tmp_path, monkeypatch):
     split = {"a": torch.zeros(1), "b": torch.zeros(1)}
     monkeypatch.setattr("transformers.core_model_loading.revert_weight_conversion", lambda model, state: split)
-    policy = load_policy(ModelConfig(path=str(tiny_policy), device="cpu", lora=LORA))
-    with pytest.raises(UserError, match="q_proj.weight has an adapter, but is divided in the files of .*target_modul"):
-        AdapterFiles(policy, tmp_path)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    with pytest.raises(UserError, match="q_proj.weight has an adapter, but is divided in .*model.lora.target_modules"):
+        AdapterFiles(model, [name], tmp_path)
 
 
 def go_on(settings, folder, parallel):

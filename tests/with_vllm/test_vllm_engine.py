@@ -148,12 +148,12 @@ def test_a_server_merges_adapters_itself(address, model, tmp_path):
     """It then says what it says when it is sent the merged weights."""
     from python_trainer.rollout import VLLMEngine
     from python_trainer.rollout.vllm.servers import Servers
-    from python_trainer.rollout.vllm.weights import AdapterFiles, names_in_checkpoint
+    from python_trainer.rollout.vllm.weights import AdapterFiles
 
     names = [
         name for name in model.state_dict() if name.endswith(("q_proj.weight", "v_proj.weight", "down_proj.weight"))
     ]
-    adapters = AdapterFiles(names_in_checkpoint(model, names), tmp_path / "weights")
+    adapters = AdapterFiles(model, names, tmp_path / "weights")
     alone = VLLMEngine(model, Servers(model, [address], tmp_path / "weights", adapters), eos_token_ids=[EOS])
     base = {name: model.get_parameter(name).detach().clone() for name in names}
     requests = [Request(prompt, (), 3, 20, sample_id=10 * i) for i, prompt in enumerate(PROMPTS)]
@@ -304,5 +304,3 @@ def test_what_vllm_cannot_run_is_named(folder, tmp_path):
     settings = run_settings(folder, tmp_path, memory_bytes=1)
     with pytest.raises(UserError, match="vLLM cannot run the model"):
         Trainer(check_config(settings, source="test"), tmp_path / "run")
-    with pytest.raises(UserError, match="temperature must be 0 or at least 0.01 with vLLM, got 0.001"):
-        train(run_settings(folder, tmp_path, temperature=0.001), tmp_path / "cold")

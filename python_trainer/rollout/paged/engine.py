@@ -19,7 +19,7 @@ from python_trainer.model.fused import FusedDecoder, supports
 from python_trainer.model.traits import ModelTraits, find_traits, longest_sequence
 from python_trainer.rollout.drafting import Decoding
 from python_trainer.rollout.engine import Engine, SamplingParams, StopStrings, check_requests, new_rollouts
-from python_trainer.rollout.ordering import LengthHistory, longest_first
+from python_trainer.rollout.ordering import longest_first
 from python_trainer.rollout.paged.scheduler import Pass, Scheduler
 from rlkernels import PagedKVCache, keyed_uniform, sample_tokens, verify_drafts
 
@@ -60,8 +60,6 @@ class PagedEngine(Engine):
         share_reads: read the keys of a long common prefix once per group of samples, where there is a kernel for it.
         fused: run Llama-like models on a CPU, in bfloat16 or small ones in float32, through :class:`FusedDecoder`,
             which gives the same numbers up to rounding in fewer calls. False: always the model's own forward.
-        lengths: of earlier answers; with it, prompts of long answers go first where not all fit into a pass. None: in
-            the order of the requests.
         traits: of the model, where they are known; None: found here.
         reserved_bytes: of the device's memory, for what comes later, such as an optimizer.
 
@@ -81,7 +79,6 @@ class PagedEngine(Engine):
         max_batch_tokens: int = 8192,
         share_reads: bool = True,
         fused: bool = True,
-        lengths: LengthHistory | None = None,
         traits: ModelTraits | None = None,
         reserved_bytes: int = 0,
     ):
@@ -114,7 +111,6 @@ class PagedEngine(Engine):
             device=self.device,
         )
         self.room = self.cache.num_blocks * self.cache.block_size
-        self.lengths = lengths
         self._stats: dict[str, float] = dict.fromkeys(STATS, 0)
         self._scheduler = Scheduler(self.cache, max_sequences, self.max_batch_tokens, self._stats)
         self._decoder: FusedDecoder | None = None  # of the weights as they are, while there is something to generate

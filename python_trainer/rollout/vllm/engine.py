@@ -19,7 +19,7 @@ from python_trainer.keyed import keyed_seed
 from python_trainer.model.weights import checkpoint_weights, named_weights
 from python_trainer.rollout.drafting import Drafter
 from python_trainer.rollout.engine import Engine, SamplingParams, StopStrings, check_requests, new_rollouts
-from python_trainer.rollout.ordering import LengthHistory, longest_first
+from python_trainer.rollout.ordering import longest_first
 from python_trainer.rollout.paged.engine import memory_limit
 from rlkernels import RolloutHistory
 from rlkernels.integrations.transformers_attention import rotary_limit
@@ -108,7 +108,6 @@ class VLLMEngine(Engine):
         backend: vLLM in this process (:class:`InProcess`) or on servers (``servers.Servers``).
         eos_token_ids: tokens that end an answer.
         tokenizer: needed for stop strings only.
-        lengths: of earlier answers; with it, vLLM is asked for long ones first. None: in the order of the requests.
     """
 
     def __init__(
@@ -118,7 +117,6 @@ class VLLMEngine(Engine):
         *,
         eos_token_ids: Sequence[int],
         tokenizer: PreTrainedTokenizerBase | None = None,
-        lengths: LengthHistory | None = None,
     ):
         super().__init__()
         self.model, self.backend, self.tokenizer = model, backend, tokenizer
@@ -126,7 +124,6 @@ class VLLMEngine(Engine):
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self.max_positions, self.limited_by = backend.max_positions, backend.limited_by
         self.on_first_rank = backend.on_first_rank
-        self.lengths = lengths
         self._waiting: list[tuple[Sequence[Request], list[Rollout]]] = []  # submitted, with one and the same sampling
         self._sampling = SamplingParams()
         self._name = uuid4().hex  # of this run: a server may have served others

@@ -1,6 +1,7 @@
 """How the adapters of a policy reach vLLM's servers, through files."""
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -8,8 +9,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from python_trainer.errors import UserError
-from python_trainer.model.lora import AdaptedWeight, adapted_layers
-from python_trainer.model.policy import Policy
+from python_trainer.model.lora import AdaptedWeight
 from python_trainer.model.weights import checkpoint_weights
 from python_trainer.run_directory import usual_mode
 
@@ -23,33 +23,32 @@ class AdapterFiles:
     the memory where their machine keeps files that were read, and hold no copy of their own.
 
     Args:
-        policy: hands each weight with an adapter to :meth:`remember` whenever it has merged it.
+        model: the plain one.
+        names: of its weights that have an adapter.
         folder: made when it is needed.
 
     Raises:
         UserError: a checkpoint has a weight with an adapter in another form than the model.
     """
 
-    def __init__(self, policy: Policy, folder: Path):
+    def __init__(self, model: PreTrainedModel, names: Iterable[str], folder: Path):
         self.folder = folder.absolute()
-        self.names: dict[str, str] = {}  # of the weights with adapters, in the model -> in a checkpoint
-        plain = policy.inference_model
-        for layer, _ in adapted_layers(policy.model):
-            name, weight = f"{layer}.weight", plain.get_submodule(layer).weight
-            ((there, found), *more) = checkpoint_weights(plain, [(name, weight)])
+        self.names: dict[str, str] = {}  # in the model -> in a checkpoint
+        for name in names:
+            weight = model.get_parameter(name)
+            ((there, found), *more) = checkpoint_weights(model, [(name, weight)])
             if more or found.shape != weight.shape:
                 raise UserError(
-                    f"rollout.vllm_server: {name} has an adapter, but is divided in the files of {policy.name}; leave "
-                    "it out of model.lora.target_modules"
+                    f"rollout.vllm_server: {name} has an adapter, but is divided in the model's files; leave it out of "
+                    "model.lora.target_modules"
                 )
             self.names[name] = there
-        policy.on_merge = self.remember
         self.written = False  # the weights are there
         self._base: dict[str, torch.Tensor] = {}  # until then, once the policy's are merged
         self._parts: dict[str, torch.Tensor] = {}
 
     def remember(self, name: str, weight: AdaptedWeight) -> None:
-        """Keeps the parts of a weight that has just been merged."""
+        """Keeps a weight that has just been merged: ``Policy.on_merge``."""
         if not self.written and name not in self._base:  # of a resumed run the first merge is no longer the base
             self._base[name] = weight.base.detach().to("cpu", copy=True)
         scale = torch.tensor(weight.scale, dtype=torch.float64)

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from python_trainer.config import check_config
-from python_trainer.parts import resolve_engine
-from python_trainer.rollout.make import make_engine
+from python_trainer.parts import make_engine, resolve_engine
 
 
 @pytest.fixture
@@ -79,9 +78,10 @@ def test_a_run_says_what_generates(make_config, machine, monkeypatch, tmp_path):
     monkeypatch.setattr("python_trainer.parts.resolve_engine", partial(resolve_engine, gpu=True))
     seen = []
 
-    def own_engine(rollout, *args, **kwargs):
-        seen.append(rollout.engine)
-        return make_engine(rollout.model_copy(update={"engine": "paged"}), *args, **kwargs)
+    def own_engine(chosen, *args, **kwargs):
+        seen.append(chosen.rollout.engine)
+        rollout = chosen.rollout.model_copy(update={"engine": "paged"})
+        return make_engine(chosen.model_copy(update={"rollout": rollout}), *args, **kwargs)
 
     monkeypatch.setattr("python_trainer.parts.make_engine", own_engine)
     console = Console(record=True, file=SimpleNamespace(write=lambda text: None, flush=lambda: None))
