@@ -136,8 +136,8 @@ def drafts_case(quick: bool) -> Case:
 def cases(quick: bool) -> Iterator[Case]:
     policy = model()
     engine = PagedEngine(policy, eos_token_ids=())
-    own_forward = PagedEngine(policy, eos_token_ids=(), fused=False)
-    read_by_each = PagedEngine(policy, eos_token_ids=(), share_reads=False)
+    own_forward, read_by_each = (PagedEngine(policy, eos_token_ids=()) for _ in range(2))
+    own_forward.fused = read_by_each.share_reads = False
     prompts = 8 if quick else 32
     works = [workload("answers", prompts, 0, 15, 35, 100), workload("suffixes", prompts, 200, 5, 20, 60)]
     for work in [*works, workload("suffixes", prompts // 4, 800, 5, 20, 60)]:

@@ -23,7 +23,7 @@ from python_trainer.rollout.conversation import encode_observation
 from python_trainer.rollout.engine import Engine
 from python_trainer.rollout.episodes import EpisodeEngine
 from python_trainer.rollout.ordering import LengthHistory
-from python_trainer.rollout.paged.engine import PagedEngine
+from python_trainer.rollout.paged.engine import PagedEngine, memory_limit
 from python_trainer.rollout.vllm.engine import Backend, InProcess, VLLMEngine, check_version, import_vllm
 from python_trainer.rollout.vllm.servers import Elsewhere, Servers
 from python_trainer.rollout.vllm.weights import AdapterFiles
@@ -107,7 +107,6 @@ def make_engine(
         UserError: the engine cannot run this model, or vLLM is not there as it must be.
     """
     rollout, model, backend = chosen.rollout, policy.inference_model, None
-    memory: dict[str, Any] = {"memory_bytes": rollout.memory_bytes, "reserved_bytes": reserved_bytes}
     options: dict[str, Any] = {"eos_token_ids": policy.eos_token_ids, "tokenizer": policy.tokenizer}
     if rollout.servers:
         backend = _ask_servers(rollout.servers, policy, output_dir / ".vllm", ranks)
@@ -121,11 +120,12 @@ def make_engine(
             trust_remote_code=chosen.model.trust_remote_code,
             gathered=policy.stream_checkpoint if policy.streams_weights else None,
             longest_draft=max((x.longest_draft() for x in chosen.accelerators.chosen()), default=0),
-            **memory,
+            memory_bytes=rollout.memory_bytes or memory_limit(policy.device, reserved_bytes),
         )
     with ranks.together():
         if backend is None:
-            engine: Engine = PagedEngine(model, traits=policy.traits, **options, **memory)
+            options |= {"memory_bytes": rollout.memory_bytes, "reserved_bytes": reserved_bytes}
+            engine: Engine = PagedEngine(model, traits=policy.traits, **options)
         else:
             engine = VLLMEngine(model, backend, **options)
     engine.lengths = LengthHistory() if rollout.schedule == "history" else None

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from python_trainer.errors import UserError
 from rlkernels import PagedKVCache, grouped_attention, paged_attention, shared_prefix_attention, write_kv
 from rlkernels.prefix_cache import GroupedLayout
 from rlkernels.prefix_cache import Sequence as CachedSequence
@@ -21,16 +20,7 @@ class PackedLayout(GroupedLayout):
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
     ) -> torch.Tensor:
-        """query [T, Hq, d], key and value [T, Hk, d] -> [T, Hq, d].
-
-        Raises:
-            UserError: sequences beyond a sliding window.
-        """
-        if window is not None and (longest := int(self.position_ids.max()) + 1) > window:
-            raise UserError(
-                f"prompt and answer must be within the model's sliding window of {window} tokens, got {longest}: "
-                "rollout.max_completion_length must be lower"
-            )
+        """query [T, Hq, d], key and value [T, Hk, d] -> [T, Hq, d]."""
         return grouped_attention(query, key, value, self, scale=scale)
 
 

@@ -25,13 +25,18 @@ def make(name: str = "qwen2") -> torch.nn.Module:
     return MODELS[name]()
 
 
-def engine_for(model: torch.nn.Module, *, eos=(), blocks: int = 512, block_size: int = 4, **kwargs) -> PagedEngine:
+def engine_for(
+    model: torch.nn.Module, *, eos=(), blocks=512, block_size=4, fused=True, share_reads=True, **kwargs
+) -> PagedEngine:
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * model.dtype.itemsize
-    return PagedEngine(
+    engine = PagedEngine(
         model, eos_token_ids=eos, memory_bytes=blocks * block_size * token, block_size=block_size, **kwargs
     )
+    engine.fused &= fused
+    engine.share_reads &= share_reads
+    return engine
 
 
 def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:

@@ -8,8 +8,6 @@ import transformers
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from python_trainer.data import Rollout
-from python_trainer.errors import UserError
-from python_trainer.model.attention import PackedLayout
 from python_trainer.model.packing import micro_batches, pack
 from python_trainer.model.policy import Policy, load_policy, recompute_activations
 from python_trainer.model.settings import ModelConfig
@@ -27,14 +25,6 @@ def plain_score(policy, answer, temperature=1.0):
     table = logits.log_softmax(-1)
     targets = torch.tensor(answer.response_ids, dtype=torch.int64)
     return table.gather(1, targets[:, None])[:, 0], -(table.exp() * table).sum(-1)
-
-
-def test_sequences_beyond_a_sliding_window_are_refused():
-    query, key = torch.zeros(12, 2, 4), torch.zeros(12, 1, 4)
-    layout = PackedLayout([3], [4, 5], [0, 2])  # 7 and 8 tokens
-    assert layout.attend(0, query, key, key, 1.0, 8).shape == query.shape
-    with pytest.raises(UserError, match="window of 7 tokens, got 8: rollout.max_completion_length must be lower"):
-        layout.attend(0, query, key, key, 1.0, 7)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

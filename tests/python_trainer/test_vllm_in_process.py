@@ -206,7 +206,7 @@ def test_vllm_takes_the_rotary_factors_that_training_takes(tmp_path, monkeypatch
         num_key_value_heads=2, rope_parameters=rope | {"original_max_position_embeddings": 20},
     ))  # fmt: skip
     install(monkeypatch, sleeps=False)
-    InProcess(model, tmp_path)
+    InProcess(model, tmp_path, memory_bytes=1)
     assert FakeLLM.last.options["max_model_len"] == 20
     with serving() as fake:
         with pytest.raises(UserError, match=f"up to {LIMIT} tokens, and beyond 20 .* start it with --max-model-len 20"):

@@ -48,6 +48,11 @@ class PagedEngine(Engine):
     While ``drafter`` is set, several tokens of a sample may come out of one forward pass: drafts are verified for all
     sequences at once, and the tokens are those that come without drafts, up to rounding of the model's own numbers.
 
+    Attributes:
+        fused: Llama-like models on a CPU, in bfloat16 or small ones in float32, run through :class:`FusedDecoder`,
+            which gives the same numbers up to rounding in fewer calls.
+        share_reads: the keys of a long common prefix are read once per group of samples, by a kernel for it.
+
     Args:
         model: a causal language model whose layers use Transformers' attention interface.
         eos_token_ids: tokens that end an answer; may be several or none.
@@ -57,9 +62,6 @@ class PagedEngine(Engine):
         tokenizer: needed for stop strings only.
         max_sequences: most samples in one forward pass.
         max_batch_tokens: most tokens in one forward pass; longer prompts are computed in chunks.
-        share_reads: read the keys of a long common prefix once per group of samples, where there is a kernel for it.
-        fused: run Llama-like models on a CPU, in bfloat16 or small ones in float32, through :class:`FusedDecoder`,
-            which gives the same numbers up to rounding in fewer calls. False: always the model's own forward.
         traits: of the model, where they are known; None: found here.
         reserved_bytes: of the device's memory, for what comes later, such as an optimizer.
 
@@ -77,8 +79,6 @@ class PagedEngine(Engine):
         tokenizer: PreTrainedTokenizerBase | None = None,
         max_sequences: int = 256,
         max_batch_tokens: int = 8192,
-        share_reads: bool = True,
-        fused: bool = True,
         traits: ModelTraits | None = None,
         reserved_bytes: int = 0,
     ):
@@ -90,10 +90,9 @@ class PagedEngine(Engine):
         # a decode step must fit
         self.max_batch_tokens = max(max_batch_tokens, max_sequences + 1)
         self.eos_token_ids = frozenset([eos_token_ids] if isinstance(eos_token_ids, int) else eos_token_ids)
-        has_kernel = rlkernels.backend.choose("shared_prefix_attention", self.device) != "torch"
-        self.share_reads = share_reads and has_kernel
+        self.share_reads = rlkernels.backend.choose("shared_prefix_attention", self.device) != "torch"
         traits = traits or find_traits(model)
-        self.fused = fused and traits.fusible
+        self.fused = traits.fusible
         self.max_positions, reason = longest_sequence(model, traits.window)
         self.limited_by = f"the limit of rollout.engine paged ({reason})"
         self.vocab_size: int = model.config.get_text_config().vocab_size

@@ -20,7 +20,6 @@ from python_trainer.model.weights import checkpoint_weights, named_weights
 from python_trainer.rollout.drafting import Drafter
 from python_trainer.rollout.engine import Engine, SamplingParams, StopStrings, check_requests, new_rollouts
 from python_trainer.rollout.ordering import longest_first
-from python_trainer.rollout.paged.engine import memory_limit
 from rlkernels import RolloutHistory
 from rlkernels.integrations.transformers_attention import rotary_limit
 
@@ -275,10 +274,8 @@ class InProcess(Backend):
     Args:
         model: gives device and type of the weights.
         folder: configuration and tokenizer of the model; its weights are not read.
-        memory_bytes: size of vLLM's KV cache; by default 1 GiB on a CPU and on a GPU 40 % of the memory that is free
-            and not reserved.
+        memory_bytes: size of vLLM's KV cache.
         trust_remote_code: run Python code that comes with the folder.
-        reserved_bytes: of the device's memory, for what comes later, such as an optimizer.
         gathered: makes the weights, by their names in a checkpoint, where the model does not have them.
         longest_draft: most tokens that vLLM verifies at once; 0: it is made without drafts, and :meth:`draft_from` has
             no effect.
@@ -292,9 +289,8 @@ class InProcess(Backend):
         model: PreTrainedModel,
         folder: str | Path,
         *,
-        memory_bytes: int | None = None,
+        memory_bytes: int,
         trust_remote_code: bool = False,
-        reserved_bytes: int = 0,
         gathered: Callable[[], Iterator[tuple[str, torch.Tensor]]] | None = None,
         longest_draft: int = 0,
     ):
@@ -314,7 +310,7 @@ class InProcess(Backend):
                 seed=0,
                 # else the model's, or what fits into the memory; beyond the limit vLLM takes other factors for all
                 max_model_len=rotary_limit(model.config.get_text_config()) or -1,
-                kv_cache_memory_bytes=memory_limit(device, reserved_bytes) if memory_bytes is None else memory_bytes,
+                kv_cache_memory_bytes=memory_bytes,
                 gpu_memory_utilization=0.01,  # nothing but a start-up check of vLLM looks at it
                 block_size=32 if device.type == "cpu" else 16,  # attention on a CPU takes multiples of 32
                 enable_prefix_caching=True,
