@@ -136,7 +136,7 @@ class FusedDecoder:
     def __call__(
         self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
-        """As :func:`python_trainer.model.flat_forward.forward`."""
+        """Returns what :func:`python_trainer.model.forward.forward` does."""
         return self.head(self.states(ids, positions, rows, attention))
 
     def states(

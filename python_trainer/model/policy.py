@@ -1,7 +1,7 @@
 """The policy: a causal language model of Transformers, its tokenizer, and log-probabilities of packed answers."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import groupby
@@ -100,34 +100,6 @@ def mend_generation_config(model: PreTrainedModel) -> None:
     except ValueError:
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
         model.generation_config = GenerationConfig(**{name: getattr(found, name) for name in names})
-
-
-@torch.no_grad()
-def gather_weights(
-    model: torch.nn.Module,
-    dtypes: Mapping[str, torch.dtype],
-    *,
-    trained_only: bool = False,
-    on_merge: Callable[[str, AdaptedWeight], object] | None = None,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name in the plain model and whole tensor, one at a time, with adapters merged; all ranks must ask together.
-
-    Args:
-        dtypes: of the plain model, by name. Weights are rounded before they are sent: half as much is sent and held.
-        trained_only: weights that do not change are left out.
-        on_merge: called with name and parts of every weight with an adapter.
-    """
-    for name, shard in named_weights(model):
-        if is_adapter(name):
-            continue
-        plain = plain_name(name)
-        if ".base_layer.weight" in name:
-            parts = adapted_weight(model.get_submodule(name.rpartition(".base_layer.")[0]))
-            if on_merge is not None:
-                on_merge(plain, parts)
-            yield plain, parts.merged().to(dtypes[plain])
-        elif shard.requires_grad or not trained_only:
-            yield plain, full(shard.to(dtypes[plain]))
 
 
 def _layer_of(name: str) -> str:
@@ -294,11 +266,6 @@ class Policy:
         if self.inference_model is not self.model and not self.streams_weights:
             copy_weights(self.inference_model, self._gather(trained_only=True))
 
-    def free_inference_model(self) -> None:
-        """Frees the weights of ``inference_model``; its modules, shapes and types stay."""
-        for parameter in self.inference_model.parameters():
-            parameter.untyped_storage().resize_(0)
-
     def restore_inference_model(self) -> None:
         """Gives ``inference_model`` memory and weights again, where the engine streams them; all ranks together."""
         if self.streams_weights:
@@ -307,14 +274,33 @@ class Policy:
             copy_weights(self.inference_model, self._gather())
 
     def stream_checkpoint(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Weights by their names in a checkpoint, gathered a layer at a time; frees ``inference_model`` first."""
-        self.free_inference_model()
+        """Yields weights by their names in a checkpoint, gathered a layer at a time.
+
+        It frees those of ``inference_model`` first, whose modules, shapes and types stay.
+        """
+        for parameter in self.inference_model.parameters():
+            parameter.untyped_storage().resize_(0)
         for _, layer in groupby(self._gather(), lambda pair: _layer_of(pair[0])):
             yield from checkpoint_weights(self.inference_model, layer)
 
+    @torch.no_grad()
     def _gather(self, *, trained_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields weights by their names in the plain model, whole, with adapters merged; all ranks call together.
+
+        Weights are rounded before they are sent: half as much is sent and held.
+        """
         dtypes = {name: tensor.dtype for name, tensor in named_weights(self.inference_model)}
-        return gather_weights(self.model, dtypes, trained_only=trained_only, on_merge=self.on_merge)
+        for name, shard in named_weights(self.model):
+            if is_adapter(name):
+                continue
+            plain = plain_name(name)
+            if ".base_layer.weight" in name:
+                parts = adapted_weight(self.model.get_submodule(name.rpartition(".base_layer.")[0]))
+                if self.on_merge is not None:
+                    self.on_merge(plain, parts)
+                yield plain, parts.merged().to(dtypes[plain])
+            elif shard.requires_grad or not trained_only:
+                yield plain, full(shard.to(dtypes[plain]))
 
     def save(self, folder: Path) -> None:
         """Writes model and tokenizer in Hugging Face format, with the weights of ``inference_model``.

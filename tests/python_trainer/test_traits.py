@@ -214,15 +214,3 @@ def test_a_policy_is_limited_to_the_original_length_of_its_rotary_factors(tiny_p
     assert not torch.allclose(beside(5), beside(14), atol=1e-2)
     with pytest.raises(UserError, match="12 leaves .* the original length of the model's rotary factors is 12 tokens"):
         policy.room(12)
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_answers_beyond_the_window_of_mistral_are_refused(tiny_policy, fused):
-    tokenizer = load_policy(ModelConfig(path=str(tiny_policy), device="cpu")).tokenizer
-    policy = Policy(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5)), tokenizer, name="mistral")
-    assert policy.fused
-    policy.fused = fused
-    with policy.packed_attention():
-        policy.score(pack([Rollout([1, 2], [3, 4, 5, 6])], [0]), 1.0)  # of the last token nothing is asked
-        with pytest.raises(UserError, match="sliding window of 5 tokens, got 6"):
-            policy.score(pack([Rollout([1, 2], [3, 4, 5, 6, 7])], [0]), 1.0)

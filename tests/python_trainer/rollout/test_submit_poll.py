@@ -7,6 +7,8 @@ import torch
 from paged import engine_for, make, mixed_requests, prompts
 
 from python_trainer.rollout import Request, SamplingParams
+from python_trainer.rollout.drafting import Drafter
+from rlkernels import RolloutHistory
 
 SAMPLING = SamplingParams(temperature=0.9, seed=5)
 
@@ -93,13 +95,25 @@ def test_an_answer_goes_on_with_new_weights_from_the_tokens_that_it_has():
     assert later.policy_version == 1
 
 
-def test_what_fails_leaves_an_engine_that_works(model, monkeypatch):
+@pytest.mark.parametrize("drafts", [False, True])
+def test_what_fails_leaves_an_engine_that_works(model, drafts):
+    """And a model that attends as before."""
     engine, requests = engine_for(model), mixed_requests()
+    implementation, calls = model.config._attn_implementation, []
     wanted = engine_for(model).generate(requests, SAMPLING)
+    engine.drafter = Drafter(RolloutHistory(), pass_overhead=1e9) if drafts else None
+
+    def fail_later(module, inputs):
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+
+    hook = model.model.norm.register_forward_pre_hook(fail_later)
     engine.submit(requests, SAMPLING)
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "_draw", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            engine.poll()
+    with pytest.raises(KeyboardInterrupt):
+        engine.poll(len(requests) * 9)
+    hook.remove()
     assert engine.poll() == [] and engine.cache.stats["blocks_pinned"] == 0
+    assert not drafts or engine.drafter.history.stats["handles"] == 0
+    assert model.config._attn_implementation == implementation
     assert content(engine.generate(requests, SAMPLING)) == content(wanted)
