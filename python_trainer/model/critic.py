@@ -53,7 +53,7 @@ class Critic(torch.nn.Module):
         self.rate = config.learning_rate / optimizer.learning_rate  # of the policy's
 
     def forward(self, packed: Packed, states: torch.Tensor) -> torch.Tensor:
-        """Values [B, L] float32, 0 where masked; ``states`` [R, H] come from ``Policy.score_with_states``."""
+        """Predicts values [B, L] float32, 0 where masked; ``states`` [R, H] come from ``Policy.score_with_states``."""
         if self.body is not None:
             positions = packed.layout.position_ids.to(packed.input_ids.device)
             inputs = flat_inputs(packed.input_ids, positions, packed.layout)
@@ -61,11 +61,11 @@ class Critic(torch.nn.Module):
         return packed.spread(self.head(states.float())[:, 0])
 
     def step(self, policy_learning_rate: float) -> float:
-        """One update of the critic's own weights -> gradient norm before clipping."""
+        """Updates the critic's own weights once -> gradient norm before clipping."""
         return self.optimizer.step(policy_learning_rate * self.rate)
 
     def checkpoint(self) -> dict[str, Any]:
-        """Weights and moments, for :meth:`restore`."""
+        """Returns weights and moments, for :meth:`restore`."""
         return {"model": self.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def restore(self, saved: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Attention], torch.
 
 @contextmanager
 def attend_by(model: PreTrainedModel, implementation: str = IMPLEMENTATION) -> Iterator[None]:
-    """Within it the model attends by an implementation of Transformers; afterwards as it did before.
+    """Lets the model attend by an implementation of Transformers, and afterwards as before.
 
     By default by ours, under which forward and backward passes on flattened tokens work.
     """
@@ -38,7 +38,7 @@ def attend_by(model: PreTrainedModel, implementation: str = IMPLEMENTATION) -> I
 
 @contextmanager
 def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
-    """No dropout, no gradient checkpointing, no graph; afterwards every module is in the mode it was in."""
+    """Switches dropout, gradient checkpointing and gradients off, and afterwards restores the mode of every module."""
     training = [module for module in model.modules() if module.training]
     # no_grad and not inference_mode: rotary embeddings that adapt keep tensors that training must be able to use
     try:
@@ -51,14 +51,14 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 
 
 def flat_inputs(ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> dict[str, Any]:
-    """What a model's forward takes for flattened tokens ``ids`` [T] at ``positions`` [T]."""
+    """Returns the arguments of a model's forward for flattened tokens ``ids`` [T] at ``positions`` [T]."""
     return {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False, "attention": attention}
 
 
 def forward(
     model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, attention: Attention
 ) -> torch.Tensor:
-    """Logits [R, V] at ``rows`` of the flattened tokens; the other rows never reach the output layer."""
+    """Computes logits [R, V] at ``rows`` of the flattened tokens; the other rows never reach the output layer."""
     return forward_with_states(model, ids, positions, rows, attention)[0]
 
 
@@ -70,7 +70,7 @@ def forward_with_states(
     attention: Attention,
     predict: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`forward`, of the first ``predict`` rows only where that is a number, and the last hidden states [R, H].
+    """Computes :func:`forward`, of the first ``predict`` rows only if that is a number, and last hidden states [R, H].
 
     Raises:
         ValueError: the model's forward does not call the output layer that it names.
@@ -133,7 +133,7 @@ class LogitRule:
 
 
 def read_logit_rule(config: Any) -> LogitRule | None:
-    """The rule that a model's config names; None: one that does not work without all logits."""
+    """Reads the rule from a model's config; None: the rule needs all logits."""
     factor = _number(config, "logit_scale", 1.0) / _number(config, "logits_scaling", 1.0)
     if factor <= 0 or _number(config, "logits_scale", 1.0) != 1:
         return None
@@ -146,7 +146,7 @@ def _number(config: Any, name: str, default: float) -> float:
 
 
 def observe_logit_rule(model: Any, logits: torch.Tensor, states: torch.Tensor) -> LogitRule | None:
-    """The rule by which logits [R, V] come from states [R, H], where it is the one that the config names."""
+    """Returns the config's rule if logits [R, V] follow from states [R, H] by it."""
     head, rule = model.get_output_embeddings(), read_logit_rule(model.config.get_text_config())
     if rule is None:
         return None

@@ -40,7 +40,7 @@ class Product:
             self.kept = torch.ops.mkldnn._reorder_linear_weight(weight) if self.packed else weight, bias
 
     def _joined(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight and bias, now; without gradients their copy lasts for a product."""
+        """Joins weights and biases as they are now; without gradients the copy lasts for one product."""
         bias = None if self.parts[0].bias is None else _joined([part.bias for part in self.parts])
         return _joined([part.weight for part in self.parts]), bias
 
@@ -58,7 +58,7 @@ def _joined(parts: list[Any]) -> torch.Tensor:
 
 @functools.cache
 def packs_bfloat16() -> bool:
-    """Whether torch has what its own compiler uses for weights that stay as they are."""
+    """Tells whether torch has the ops that its own compiler uses for constant weights."""
     ops = torch.ops.mkldnn
     needed = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
     return torch.backends.mkldnn.is_available() and all(hasattr(ops, op) for op in needed) and bool(
@@ -82,7 +82,7 @@ class FusedLayer:
 
 
 def supports(model: Any) -> bool:
-    """True for an unmodified model of a known type on a CPU, in bfloat16 or, where it is small, in float32.
+    """Tells whether a model is unmodified, of a known type, on a CPU, and in bfloat16 or small.
 
     Its numbers are compared by ``find_traits``.
     """
@@ -142,7 +142,7 @@ class FusedDecoder:
     def states(
         self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
-        """What goes into the output layer at ``rows`` of the flattened tokens ``ids`` [T] -> [R, D]."""
+        """Computes the input of the output layer at ``rows`` of the flattened tokens ``ids`` [T] -> [R, D]."""
         dim = self.cos.shape[1]
         hidden: torch.Tensor = self.embed(ids)  # [T, D]
         update = None

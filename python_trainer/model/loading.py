@@ -24,7 +24,7 @@ PRODUCTS = ("amx_bf16", "avx512_bf16", "bf16")  # of a processor, as torch names
 
 
 def base_folder(folder: Path) -> Path:
-    """The folder of the model itself: the base of an adapter, else the folder that is given.
+    """Finds the folder of the model itself: the base of an adapter, else the given folder.
 
     Raises:
         UserError: an adapter that names no base, or one that is not there.
@@ -45,7 +45,7 @@ def base_folder(folder: Path) -> Path:
 
 
 def base_name(config: ModelConfig) -> tuple[str, str | None]:
-    """What an adapter names as its base: an id of the Hub and a revision, or a folder by its absolute path."""
+    """Names the base of an adapter: an id of the Hub and a revision, or a folder by its absolute path."""
     hub = None if Path(config.path).exists() else hub_model(config.path)
     return hub or (str(policy_folder(config.path).resolve()), None)
 
@@ -74,12 +74,12 @@ def loading_errors(folder: Path) -> Iterator[None]:
 
 
 def read_settings(base: Path, config: ModelConfig) -> Any:
-    """The configuration of Transformers in a folder; raises Transformers' own errors."""
+    """Reads the configuration of Transformers in a folder; raises Transformers' own errors."""
     return AutoConfig.from_pretrained(**source_options(base, config))
 
 
 def read_tokenizer(folder: Path, config: ModelConfig) -> Any:
-    """The tokenizer of a folder.
+    """Reads the tokenizer of a folder.
 
     Raises:
         UserError: there is none, or an empty one.
@@ -92,14 +92,14 @@ def read_tokenizer(folder: Path, config: ModelConfig) -> Any:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """32 hexadecimal digits, the same for tokenizers that give text the same token ids."""
+    """Returns 32 hexadecimal digits, the same for tokenizers that give text the same token ids."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     text = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def read_model(folder: Path, config: ModelConfig, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Model, on the CPU, and tokenizer; an adapter is merged into its base.
+    """Reads a model onto the CPU, and its tokenizer; merges an adapter into its base.
 
     Raises:
         UserError: one of them is not there, not complete, or does not fit the other.
@@ -140,13 +140,13 @@ def _read_plain(folder: Path, config: ModelConfig, dtype: torch.dtype) -> tuple[
 
 
 def model_on_meta(settings: Any, config: ModelConfig, dtype: torch.dtype) -> Any:
-    """The model that a configuration of Transformers describes, all of it on ``meta``."""
+    """Makes the model that a configuration of Transformers describes, on ``meta``."""
     with META:
         return AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=config.trust_remote_code)
 
 
 def model_without_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Any:
-    """The model of a folder as ``from_pretrained`` makes it, but for the numbers in its weights.
+    """Makes the model of a folder as ``from_pretrained`` does, but for the numbers in its weights.
 
     Every parameter repeats one number, so that none takes memory. Buffers that no file holds, such as the frequencies
     of rotary embeddings, are as they should be; those that a file does hold are not.
@@ -168,7 +168,7 @@ def model_without_weights(folder: Path, config: ModelConfig, dtype: torch.dtype)
 
 
 def choose_device(name: str) -> torch.device:
-    """The device that the setting ``model.device`` stands for here."""
+    """Resolves the setting ``model.device`` on this machine."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
@@ -177,7 +177,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device, count_weights: Callable[[], int]) -> torch.dtype:
-    """The type of weights that the setting ``model.dtype`` stands for on a device.
+    """Resolves the setting ``model.dtype`` on a device.
 
     Args:
         count_weights: called where the type depends on their number.
@@ -192,7 +192,7 @@ def choose_dtype(name: str, device: torch.device, count_weights: Callable[[], in
 
 
 def find_dtype(config: ModelConfig) -> torch.dtype:
-    """The type of weights that the settings stand for here."""
+    """Resolves ``model.dtype`` on this machine."""
     # for a model of the Hub the folder takes requests: it is looked for only where the size decides
     return choose_dtype(
         config.dtype,
@@ -202,13 +202,13 @@ def find_dtype(config: ModelConfig) -> torch.dtype:
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether the processor has products of bfloat16, which without are slower than those of float32."""
+    """Tells whether the processor multiplies in bfloat16; emulation is slower than float32."""
     found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.12 and later
     return any(found.get(name, False) for name in PRODUCTS)
 
 
 def count_weights(folder: Path, config: ModelConfig) -> int:
-    """Number of weights of the model in a folder, or of the base of the adapter in it.
+    """Counts the weights of the model in a folder, or of the base of the adapter in it.
 
     Raises:
         UserError: it does not say what model it is.
@@ -218,21 +218,21 @@ def count_weights(folder: Path, config: ModelConfig) -> int:
 
 
 def count_described(settings: Any, config: ModelConfig) -> int:
-    """Number of weights of the model that a configuration of Transformers describes; tied ones count once."""
+    """Counts the weights of the model that a configuration of Transformers describes; tied ones once."""
     return sum(p.numel() for p in model_on_meta(settings, config, torch.float32).parameters())
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A type as the setting ``model.dtype`` names it."""
+    """Returns the name of a type in the setting ``model.dtype``."""
     return str(dtype).removeprefix("torch.")
 
 
 def saved_dtype(saved: object) -> str | None:
-    """The type of weights that a checkpoint names, if it does."""
+    """Returns the type of weights that a checkpoint names, if it does."""
     found = saved.get("dtype") if isinstance(saved, dict) else None
     return found if found in DTYPES else None
 
 
 def keep_dtype(config: ModelConfig, saved: str | None) -> ModelConfig:
-    """The settings of a resumed run: ``auto`` is the type that the checkpoint's weights have."""
+    """Replaces ``auto`` in the settings of a resumed run by the type of the checkpoint's weights."""
     return config.model_copy(update={"dtype": saved}) if saved is not None and config.dtype == "auto" else config

@@ -32,7 +32,7 @@ class AdaptedWeight(NamedTuple):
     scale: float
 
     def merged(self) -> torch.Tensor:
-        """[out, in], float32."""
+        """Returns the merged weight [out, in], float32."""
         return merged_weight(*self)
 
 
@@ -99,7 +99,7 @@ def describe_skipped(model: Any, settings: LoraSettings | None) -> str | None:
 
 
 def merge_adapter(model: Any, folder: Path) -> Any:
-    """The model with an adapter of PEFT added to its weights.
+    """Returns the model with an adapter of PEFT added to its weights.
 
     Raises:
         UserError: PEFT is not installed, or the adapter does not fit.
@@ -118,29 +118,29 @@ def merge_adapter(model: Any, folder: Path) -> Any:
 
 
 def adapted_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Name and layer, wherever there is an adapter."""
+    """Returns name and layer for each layer with an adapter."""
     return ((name, module) for name, module in model.named_modules() if hasattr(module, "lora_A"))
 
 
 def adapted_weight(layer: Any) -> AdaptedWeight:
-    """The parts of a layer with an adapter; of a sharded one all ranks must ask."""
+    """Returns the parts of a layer with an adapter; if it is sharded, all ranks call together."""
     base, down, up = (full(part.weight) for part in (layer.base_layer, layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]))
     return AdaptedWeight(base, down, up, layer.scaling[ADAPTER])
 
 
 def plain_name(parameter: str) -> str:
-    """The name of a weight in the plain model, by its name in one with adapters."""
+    """Translates the name of a weight in a model with adapters to its name in the plain model."""
     return parameter.replace(".base_layer.", ".")
 
 
 def is_adapter(parameter: str) -> bool:
-    """Whether a parameter, by its name, is part of an adapter."""
+    """Tells by its name whether a parameter is part of an adapter."""
     return ".lora_" in parameter
 
 
 @contextmanager
 def without_adapters(model: torch.nn.Module) -> Iterator[None]:
-    """Within it the model computes what it did at first."""
+    """Switches all adapters off."""
     layers: Sequence[Any] = [layer for _, layer in adapted_layers(model)]
     before = [layer.scaling[ADAPTER] for layer in layers]
     try:

@@ -13,7 +13,7 @@ from python_trainer.model.weights import full, like
 
 
 def learning_rate(config: OptimizerConfig, step: int, max_steps: int) -> float:
-    """Learning rate of training step ``step``, counted from 1."""
+    """Computes the learning rate of training step ``step``, counted from 1."""
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps
     done = (step - 1 - config.warmup_steps) / max(max_steps - config.warmup_steps, 1)  # 0 at the first step after it
@@ -69,7 +69,7 @@ class PolicyOptimizer:
 
     @torch.no_grad()
     def step(self, lr: float) -> float:
-        """One update with the gradients that are there, which are then gone -> their norm before clipping.
+        """Updates with the gradients and clears them -> their norm before clipping.
 
         Raises:
             NotFinite: the norm is NaN or infinite; no weight has changed then.
@@ -99,7 +99,7 @@ class PolicyOptimizer:
                 state["exp_avg"].zero_()
 
     def places(self, name: str) -> list[torch.Tensor]:
-        """The tensors that hold this weight: its master, then the parameter, where that is rounded from it."""
+        """Returns the tensors that hold a weight: its master, then the parameter if it is rounded from that."""
         param, master = self.params[name], self.masters[name]
         return [param] if master is param else [master, param]
 

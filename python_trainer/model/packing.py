@@ -17,7 +17,7 @@ from python_trainer.model.attention import PackedLayout
 
 
 def scored_tokens(rollout: Rollout, *, score_prefix: bool) -> list[bool]:
-    """Which response tokens are more than context: not what others wrote, and the given prefix only if it counts."""
+    """Marks the response tokens that are scored: those of the policy, and the given prefix if it counts."""
     own = [True] * len(rollout.response_ids) if rollout.response_mask is None else rollout.response_mask
     unscored = 0 if score_prefix else rollout.prefix_len
     return [False] * unscored + list(own[unscored:])
@@ -40,18 +40,18 @@ class Packed:
         return Packed(self.samples, self.input_ids.to(device), self.layout, *moved)
 
     def without_tokens(self) -> "Packed":
-        """The same computation, of which nothing counts."""
+        """Returns the same computation, of which nothing counts."""
         return replace(self, mask=torch.zeros_like(self.mask))
 
     def spread(self, pairs: torch.Tensor) -> torch.Tensor:
-        """Values of the pairs [R] -> [B, L], 0 where there is no scored response token."""
+        """Spreads values of the pairs [R] to [B, L], 0 where there is no scored response token."""
         if not pairs.numel():
             return pairs.new_zeros(self.place.shape)
         return torch.where(self.mask, pairs[self.place], 0.0)
 
 
 def _beginning(rollouts: Sequence[Rollout], index: int, share: bool) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Prompt and given prefix of a sample, and what tells them apart from equal ones that are not to be shared."""
+    """Returns prompt and given prefix of a sample, and a number that keeps equal ones apart unless they are shared."""
     rollout = rollouts[index]
     return tuple(rollout.prompt_ids), tuple(rollout.response_ids[: rollout.prefix_len]), -1 if share else index
 
@@ -107,7 +107,7 @@ def pack(
 
 
 def _tokens(rollouts: Sequence[Rollout], index: int, share: bool) -> tuple[tuple, int, int]:
-    """What a sample may share, how many tokens that is, and how many are its own."""
+    """Returns the part of a sample that others may share, its number of tokens, and that of its own."""
     key = _beginning(rollouts, index, share)
     return key, len(key[0]) + len(key[1]), max(len(rollouts[index].response_ids) - len(key[1]) - 1, 0)
 

@@ -78,7 +78,7 @@ def _recomputed(forward: Callable[..., Any], module: torch.nn.Module, *args: Any
 
 
 def find_eos_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> list[int]:
-    """All end-of-sequence tokens, smallest first."""
+    """Finds all end-of-sequence tokens, smallest first."""
     found: set[int] = set()
     for source in (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer):
         ids = getattr(source, "eos_token_id", None)
@@ -103,7 +103,7 @@ def mend_generation_config(model: PreTrainedModel) -> None:
 
 
 def _layer_of(name: str) -> str:
-    """What is before the first number in a name, and that number; the name itself where there is none."""
+    """Returns a name up to its first number; the whole name if it has none."""
     parts = name.split(".")
     end = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
     return ".".join(parts[: end + 1])
@@ -145,7 +145,7 @@ class Policy:
         self.fused = self.traits.fusible
 
     def encode(self, prompts: Sequence[str | Messages]) -> list[list[int]]:
-        """Token ids of texts, and of chat messages through the tokenizer's template; both may be mixed.
+        """Encodes texts, and chat messages through the tokenizer's template; both may be mixed.
 
         Raises:
             UserError: the tokenizer has no template, or it refuses the messages.
@@ -183,7 +183,7 @@ class Policy:
             ) from error
 
     def room(self, max_completion_length: int) -> int:
-        """Most tokens of a prompt; UserError where there is room for none."""
+        """Returns the most tokens of a prompt; UserError if there is room for none."""
         room = self.max_length - max_completion_length
         if room < 1:
             raise UserError(
@@ -211,15 +211,15 @@ class Policy:
                 )
 
     def decode(self, response_ids: Sequence[int]) -> str:
-        """The text of an answer, without special tokens."""
+        """Decodes an answer without special tokens."""
         return str(self.tokenizer.decode(list(response_ids), skip_special_tokens=True))
 
     def packed_attention(self) -> AbstractContextManager[None]:
-        """Within it :meth:`score` and its backward pass work; afterwards the model attends as it did before."""
+        """Prepares the model for :meth:`score` and its backward pass, and afterwards restores its attention."""
         return attend_by(self.model)
 
     def score(self, packed: Packed, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probability and entropy at every response token, [B, L] float32, both differentiable, 0 where masked.
+        """Computes log-probability and entropy of every response token, [B, L] float32, differentiable, 0 if masked.
 
         Of softmax(logits / temperature): the distribution that was sampled from, when nothing was cut off it. To be
         called, and differentiated, within :meth:`packed_attention`.
@@ -227,7 +227,7 @@ class Policy:
         return self.score_with_states(packed, temperature)[:2]
 
     def score_with_states(self, packed: Packed, temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """:meth:`score`, and the last hidden states [R, H] that its R pairs were predicted from."""
+        """Computes :meth:`score`, and the last hidden states [R, H] that its R pairs were predicted from."""
         head, targets = self.model.get_output_embeddings(), packed.targets
         logits_bytes = targets.numel() * head.weight.shape[0] * head.weight.element_size()
         if logits_bytes > LARGEST_LOGITS and self.traits.logits is not None:
@@ -239,7 +239,7 @@ class Policy:
         return packed.spread(logprobs), packed.spread(entropy), states
 
     def _run(self, packed: Packed, predict: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [R, V] of the R pairs, or of the first ``predict`` of them, and all last hidden states [R, H]."""
+        """Computes logits [R, V] of the R pairs, or of the first ``predict``, and all last hidden states [R, H]."""
         positions = packed.layout.position_ids.to(self.device)
         inputs = packed.input_ids, positions, packed.rows, packed.layout
         # a hook or checkpointing may have come since
@@ -250,7 +250,7 @@ class Policy:
         return forward_with_states(self.model, *inputs, predict)
 
     def frozen_copy(self, copied: Callable[[Any], Any] = copy.deepcopy) -> "Policy":
-        """The policy as it is, with weights of its own that do not train; with adapters: as it was without them.
+        """Returns a policy with frozen copies of these weights; with adapters: the policy without them.
 
         Args:
             copied: makes a copy of the plain model.

@@ -111,7 +111,7 @@ def _find_traits(model: PreTrainedModel) -> ModelTraits:
 
 
 def _cached_logits(run: Forward, cache: PagedKVCache, prompt: list[int], answers: list[list[int]]) -> torch.Tensor:
-    """Logits of the prompt, of the first tokens of the answers and of the second ones, one after the other.
+    """Computes logits of the prompt, of the first tokens of the answers and of the second ones, one after the other.
 
     By a prefill, by decoding from the cache, and by decoding with the shared block read once.
     """
@@ -134,7 +134,7 @@ def _run_cached(
     slots: torch.Tensor,
     share_from: int | None,
 ) -> torch.Tensor:
-    """Logits [T, V] of the newest tokens of some sequences."""
+    """Computes logits [T, V] of the newest tokens of some sequences."""
     lens = [len(some) for some in tokens]
     ends = [sequence.length for sequence in sequences]
     ids, positions = (
@@ -146,7 +146,7 @@ def _run_cached(
 
 
 def longest_sequence(model: PreTrainedModel, window: int | None) -> tuple[int, str]:
-    """Most tokens of a sequence that the model computes as it would by itself, whatever it is packed or cached with.
+    """Finds the most tokens of a sequence that the model computes as by itself, packed or cached with any others.
 
     Args:
         window: as of :class:`ModelTraits`.
@@ -176,7 +176,7 @@ def _check_layers(model: PreTrainedModel, seen: LayerRecorder) -> None:
 
 
 def _agree(model: PreTrainedModel, packed: torch.Tensor, cached: torch.Tensor, own: torch.Tensor) -> bool:
-    """Whether logits [7, V] of a packed and of three cached passes are those [2, 5, V] of the sequences alone.
+    """Tells whether logits [7, V] of a packed and three cached passes equal those [2, 5, V] of the sequences alone.
 
     In low precision rounding may send a token to another expert: then the median of the tokens of a pass has to agree.
     """

@@ -10,12 +10,12 @@ META = torch.device("meta")
 
 
 def full(tensor: Any) -> torch.Tensor:
-    """All of a tensor; every rank must ask for a sharded one at the same time."""
+    """Returns all of a tensor; if it is sharded, all ranks call together."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def like(value: torch.Tensor, target: Any) -> torch.Tensor:
-    """A tensor on the device of ``target``, and sharded like it where their shapes agree."""
+    """Moves a tensor to the device of ``target``, and shards it like that if their shapes agree."""
     value = value.to(target.device)
     if hasattr(value, "to_local") or not hasattr(target, "to_local") or value.shape != target.shape:
         return value
@@ -37,7 +37,7 @@ def load_weights(module: torch.nn.Module, values: Mapping[str, torch.Tensor], *,
 
 
 def named_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor of what a file of weights holds: parameters, shared ones once, and buffers that are saved."""
+    """Yields name and tensor of all that a file of weights holds: parameters, tied ones once, and saved buffers."""
     yield from module.named_parameters()
     saved: Collection[str] = module.state_dict().keys()
     yield from ((name, buffer) for name, buffer in module.named_buffers() if name in saved)
@@ -58,7 +58,7 @@ def checkpoint_weights(
 
 
 def empty_copy(module: Any, device: torch.device) -> Any:
-    """A copy with uninitialised parameters on a device, or on ``meta``; what is tied stays tied.
+    """Copies a module with uninitialised parameters on a device, or on ``meta``; what is tied stays tied.
 
     Buffers are copied to the device, but not to ``meta``.
     """

@@ -25,12 +25,12 @@ class Decoding:
 
     @property
     def drawn(self) -> int:
-        """How many tokens have been generated."""
+        """Returns how many tokens have been generated."""
         return len(self.rollout.logprobs)
 
     @property
     def length(self) -> int:
-        """Prompt, prefix and all drawn tokens."""
+        """Counts prompt, prefix and all drawn tokens."""
         return len(self.rollout.prompt_ids) + len(self.rollout.response_ids)
 
     def tokens(self) -> list[int]:
@@ -62,7 +62,7 @@ class Drafter:
         self.handles: dict[Decoding, int] = {}
 
     def token_cost(self, samples: int) -> float | None:
-        """Time of one more draft token, as a share of a sample's decode step; None: what the history says."""
+        """Estimates the time of one more draft token, as a share of a decode step; None: the history decides."""
         return None if self.pass_overhead is None else samples / (samples + self.pass_overhead)
 
     def start(self, samples: Sequence[Decoding]) -> None:
@@ -110,7 +110,7 @@ class Drafter:
 
 
 def pass_overhead(seconds: dict[int, float]) -> float:
-    """What a pass costs on top of its tokens, in tokens: fits ``a + b tokens`` to seconds by number of tokens.
+    """Fits ``a + b tokens`` to seconds by number of tokens -> what a pass costs on top of its tokens, in tokens.
 
     Least squares on relative errors, so that small passes count as much as large ones.
     """

@@ -72,7 +72,7 @@ class Engine(ABC):
     @property
     @abstractmethod
     def stats(self) -> dict[str, float]:
-        """Counters since the engine was made: generated_tokens, prefill_tokens, cached_tokens, forward_passes, ..."""
+        """Counts since the engine was made: generated_tokens, prefill_tokens, cached_tokens, forward_passes, ..."""
 
     @abstractmethod
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Rollout]:
@@ -114,14 +114,14 @@ class Engine(ABC):
         return rollouts
 
     def policy_updated(self) -> None:
-        """The weights have changed: nothing computed with the old ones is used again.
+        """Tells that the weights have changed: the engine uses nothing again that it computed with the old ones.
 
         An answer that is being generated continues from the tokens that it has, with the new weights.
         """
         self.policy_version += 1
 
     def pass_seconds(self, sequences: int, tokens: int) -> float | None:
-        """Seconds of a forward pass over so many new tokens of each of so many sequences; None: unknown."""
+        """Measures a forward pass over so many new tokens of each of so many sequences, in seconds; None: unknown."""
         return None
 
     def load_weights(self) -> None:  # noqa: B027
@@ -135,7 +135,7 @@ class Engine(ABC):
 
 
 def _of_inner(name: str) -> Any:
-    """An attribute of ``self.inner``."""
+    """Forwards an attribute to ``self.inner``."""
     return property(lambda self: getattr(self.inner, name), lambda self, value: setattr(self.inner, name, value))
 
 
@@ -175,14 +175,14 @@ class StopStrings:
         self.window = max(len(string.encode()) for string in strings) + 4
 
     def ends(self, response_ids: Sequence[int]) -> bool:
-        """True when the last token completes a stop string; one that was there before does not count."""
+        """Tells whether the last token completes a stop string; one that was there before does not count."""
         tail = list(response_ids[-self.window :])
         now, before = (self.tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in (tail, tail[:-1]))
         return any(now.count(string) > before.count(string) for string in self.strings)
 
 
 def new_rollouts(request: Request, policy_version: int) -> list[Rollout]:
-    """The rollouts that an engine fills for a request: one a sample, which begins with the given prefix."""
+    """Makes the rollouts that an engine fills for a request: one a sample, which begins with the given prefix."""
     return [
         Rollout(request.prompt_ids, list(request.prefix_ids), len(request.prefix_ids), policy_version=policy_version)
         for _ in range(request.num_samples)

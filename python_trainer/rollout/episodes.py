@@ -18,7 +18,7 @@ IDLE_SECONDS = 0.05  # to wait for environments while no tokens are generated
 
 
 def initial_prompt(make: type[Environment], example: Example) -> str | Messages:
-    """The prompt of an episode.
+    """Returns the prompt of an episode.
 
     Raises:
         UserError: the environment fails, or gives no prompt of the example's kind.
@@ -106,7 +106,7 @@ class EpisodeEngine(WrappedEngine):
         self._failed = False  # an episode, which was noted
 
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Rollout]:
-        """As of :class:`Engine`; every request is a :class:`Group`, whose example the environment begins with."""
+        """Queues requests, each a :class:`Group`, with whose example the environment begins."""
         turns = self.inner.submit(requests, sampling)
         self._sampling = sampling
         answers = [answer for request in requests for answer in self._begin(request)]
@@ -158,7 +158,7 @@ class EpisodeEngine(WrappedEngine):
                 threading.Thread(target=self._step, args=(answer, text), daemon=True).start()
 
     def _step(self, answer: _Answer, text: str) -> None:
-        """In a thread: the environment's reaction to a turn."""
+        """Runs in a thread: puts the environment's reaction to a turn into the queue."""
         try:
             if answer.environment is None:
                 environment = self.make()
@@ -185,7 +185,7 @@ class EpisodeEngine(WrappedEngine):
         return done
 
     def _finished_steps(self) -> Iterator[tuple[_Answer, Any]]:
-        """Results of steps, and errors of those that are late; waits a little where nothing is generated meanwhile."""
+        """Yields results of steps, and errors of late ones; waits a little if nothing is generated meanwhile."""
         until = time.monotonic() + (0.0 if self._turns else IDLE_SECONDS)
         while self._stepping:
             try:
@@ -211,7 +211,7 @@ class EpisodeEngine(WrappedEngine):
         return answer.end("length")
 
     def _next_turn(self, answer: _Answer, observation: str | Messages, reward: float, over: bool) -> Request | None:
-        """The request for the next turn; None where the answer is at its end."""
+        """Makes the request for the next turn; None: the answer is at its end."""
         rollout, episode = answer.rollout, answer.episode
         assert rollout.response_mask is not None
         episode.reward += reward

@@ -46,7 +46,7 @@ class RolloutConfig(Section):
     @field_validator("vllm_server", mode="before")
     @classmethod
     def _servers_have_addresses(cls, value: Any) -> Any:
-        """Here, since what pydantic says of a union names its parts and not the setting."""
+        """Checks addresses here, since pydantic's message about a union names its parts and not the setting."""
         urls = value if isinstance(value, list) else [value]
         if value is not None and not (urls and all(isinstance(url, str) and SERVER.fullmatch(url) for url in urls)):
             shown = re.sub(r"//\S*@", "//...@", repr(value))  # a password would be in the output of the run
@@ -55,12 +55,12 @@ class RolloutConfig(Section):
 
     @property
     def servers(self) -> list[str]:
-        """Those of ``vllm_server``; none where answers are generated within the trainer."""
+        """Lists the URLs of ``vllm_server``."""
         if self.vllm_server is None:
             return []
         return [self.vllm_server] if isinstance(self.vllm_server, str) else self.vllm_server
 
     @property
     def by_vllm(self) -> bool:
-        """Whether vLLM generates, as far as the settings alone say."""
+        """Tells whether vLLM generates, as far as the settings alone say."""
         return self.engine == "vllm" or bool(self.servers)

@@ -118,7 +118,7 @@ class PagedEngine(Engine):
 
     @property
     def stats(self) -> dict[str, float]:
-        """Counters since the engine was made.
+        """Counts since the engine was made.
 
         ``generated_tokens``; ``prefill_tokens`` computed of prompts, prefixes and preempted samples;
         ``cached_tokens`` of those not computed because they were shared; ``forward_passes``; ``preemptions``;
@@ -195,7 +195,7 @@ class PagedEngine(Engine):
         return [sample.rollout for sample in done]
 
     def _end(self) -> None:
-        """Of what was submitted: all is generated, or given up."""
+        """Closes what was submitted: all is generated, or given up."""
         self._scheduler.close()
         for requests, rollouts in self._submitted:
             if self.lengths and all(rollout.finish_reason for rollout in rollouts):
@@ -211,7 +211,7 @@ class PagedEngine(Engine):
         return partial(forward, self.model)
 
     def _forward(self, run: Forward, step: Pass, share: bool) -> torch.Tensor:
-        """Logits [R, V], one row per entry of ``step.rows``."""
+        """Computes logits [R, V], one row per entry of ``step.rows``."""
         self._stats["forward_passes"] += 1
         paged = page(
             *(self.cache, step.sequences, step.slots, step.query_lens, step.seq_lens),
@@ -294,7 +294,7 @@ class PagedEngine(Engine):
 
 
 def memory_limit(device: torch.device, reserved: int = 0) -> int:
-    """Most bytes that a KV cache takes unasked, where ``reserved`` of the free ones are for others.
+    """Computes the most bytes that a KV cache takes by default, with ``reserved`` of the free ones for others.
 
     Raises:
         UserError: there are no more than those.

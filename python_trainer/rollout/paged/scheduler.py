@@ -74,7 +74,7 @@ class Scheduler:
         return batch
 
     def start_drawing(self, batch: Pass) -> None:
-        """After the pass: forks the jobs that are prefilled into their samples."""
+        """Forks the jobs that the pass has prefilled into their samples."""
         for job in batch.prefilled:
             self.cache.commit(job.sequence)
             self.filling.remove(job)
@@ -89,7 +89,7 @@ class Scheduler:
                 self.drafter.start(job.samples)
 
     def finish(self, done: list[Decoding]) -> None:
-        """After drawing: closes what is done, and cuts off drafts from where they were wrong."""
+        """Closes the samples that are done, and cuts off drafts from where they were wrong."""
         for sample in done:
             if self.keep_answers:
                 self._cut_draft(sample)
@@ -109,7 +109,7 @@ class Scheduler:
             self.cache.truncate(sample.sequence, sample.length - 1)
 
     def restart(self) -> None:
-        """The weights have changed: what is computed of running and filling work is computed anew."""
+        """Queues running and filling work again, to compute all of it with the new weights."""
         while self.filling or self.running:
             self._preempt()
 
@@ -179,7 +179,7 @@ class Scheduler:
             self.filling.append(job)
 
     def _decode(self) -> Pass:
-        """The drawn tokens of all running samples, and their drafts."""
+        """Makes a pass of the drawn tokens of all running samples, and their drafts."""
         batch = Pass([], [], self.slots, [sample.sequence for sample in self.running], [], [])
         for sample in self.running:
             count, end = 1 + len(sample.draft), sample.length + len(sample.draft)

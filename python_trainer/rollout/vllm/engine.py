@@ -77,11 +77,11 @@ class Backend(ABC):
 
     @abstractmethod
     def complete(self, asked: Sequence[Continuation], settings: dict[str, Any], salt: str) -> list[list[Drawn]]:
-        """The samples of each; ``settings`` are those that all have in common, by vLLM's names."""
+        """Generates the samples of each; ``settings`` are those that all have in common, by vLLM's names."""
 
     @abstractmethod
     def counters(self) -> dict[str, float]:
-        """Counts since vLLM was started, by the keys of ``COUNTERS``, and of ``DRAFT_COUNTERS`` where it can draft."""
+        """Reads counts since vLLM was started, by the keys of ``COUNTERS`` and, if it can draft, ``DRAFT_COUNTERS``."""
 
     def draft_from(self, drafter: Drafter | None) -> None:  # noqa: B027
         """Lets vLLM draft from the drafter's history, where it can, until this is called again; None: no drafts."""
@@ -133,7 +133,7 @@ class VLLMEngine(Engine):
 
     @property
     def stats(self) -> dict[str, float]:
-        """Counters since the engine was made.
+        """Counts since the engine was made.
 
         ``generated_tokens``; ``prompt_tokens`` of prompts and prefixes, once per sample; ``cached_tokens`` of those,
         found in vLLM's prefix cache; ``prefill_tokens``, the others; ``forward_passes``; ``preemptions``;
@@ -145,7 +145,7 @@ class VLLMEngine(Engine):
         return dict(self._stats)
 
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Rollout]:
-        """As of :class:`Engine`. vLLM is asked when :meth:`poll` needs it, for all that was submitted until then."""
+        """Queues requests as :class:`Engine` does; :meth:`poll` asks vLLM for all that was submitted until then."""
         limit = self.max_positions
         check_requests(requests, sampling, max_positions=limit, vocab_size=self.vocab_size, room=limit)
         assert not self._waiting or sampling == self._sampling, (self._sampling, sampling)
@@ -191,7 +191,7 @@ class VLLMEngine(Engine):
         self._count(rollouts)
 
     def _continuations(self, requests: Sequence[Request]) -> dict[int, Continuation]:
-        """What to ask for, by the index of the request, the longest answers first where lengths are known."""
+        """Makes what to ask for, by the index of the request, the longest answers first if lengths are known."""
         asked = {}
         lengths = self.lengths.predict(requests) if self.lengths else None
         for i in range(len(requests)) if lengths is None else longest_first(lengths):
@@ -332,7 +332,7 @@ class InProcess(Backend):
         self.limited_by = "the limit of rollout.engine vllm (the model's, or what rollout.memory_bytes has room for)"
 
     def sleep(self) -> bool:
-        """All weights are sent again when it wakes, so none are kept in the memory of the host (level 2)."""
+        """Drops weights and cache (level 2): :meth:`load` sends all weights again."""
         if self._sleeps and not self._asleep:
             self._llm.sleep(level=2)
             self._asleep = True
@@ -349,7 +349,7 @@ class InProcess(Backend):
         return sent
 
     def _send(self, model: PreTrainedModel) -> int:
-        """The weights, straight from the memory of the policy -> their bytes."""
+        """Sends the weights straight from the memory of the policy -> their bytes."""
         weights = checkpoint_weights(model) if self._gathered is None else self._gathered()
         self._llm.collective_rpc("load_policy", args=(weights,))
         return sum(weight.nbytes for _, weight in named_weights(model))
@@ -394,7 +394,7 @@ class InProcess(Backend):
 
 
 def _drafting(longest: int) -> dict[str, Any]:
-    """Options of an engine that will be given drafters; none where it will not."""
+    """Returns options of an engine that will get drafters; none if it will not."""
     if not longest:
         return {}
     from rlkernels.integrations.vllm import share_history
@@ -411,7 +411,7 @@ def _can_sleep(device: torch.device) -> bool:
 
 
 def _place_among_ranks(device: torch.device) -> dict[str, Any]:
-    """Options of an engine of one process among several; none where there is one."""
+    """Returns options of an engine of one process among several; none if it is alone."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return {}
     # vLLM joins the group of processes that is there, and asks these which one it is. With tensor parallelism of 1 each

@@ -84,7 +84,7 @@ class Server:
         self._rpc("load_policy", folder, *adapter)
 
     def complete(self, one: Continuation, settings: dict[str, Any], salt: str) -> list[Drawn]:
-        """The samples of one; ``settings`` are those that all have in common, by vLLM's names."""
+        """Generates the samples of one; ``settings`` are those that all have in common, by vLLM's names."""
         common = settings | {"model": self._name, "cache_salt": salt, "return_token_ids": True}
         body = common | {"prompt": one.ids, "n": one.n, "max_tokens": one.max_tokens, "seed": one.seed}
         choices = sorted(self._ask("/v1/completions", body)["choices"], key=lambda choice: choice["index"])
@@ -94,7 +94,7 @@ class Server:
         ]
 
     def counters(self) -> dict[str, float]:
-        """Counts since the server was started, by the keys of ``COUNTERS``."""
+        """Reads counts since the server was started, by the keys of ``COUNTERS``."""
         sums: dict[str, float] = {}
         for line in self._read("/metrics").splitlines():
             if not line.startswith("#"):
@@ -105,7 +105,7 @@ class Server:
         }
 
     def _rpc(self, method: str, *args: str) -> Any:
-        """The answer of the first worker."""
+        """Calls a method of all workers -> the answer of the first."""
         try:
             return self._ask("/collective_rpc", {"method": method, "args": args}, "results", 0)
         except HTTPFailure as error:
@@ -114,7 +114,7 @@ class Server:
             ) from error
 
     def _ask(self, path: str, body: dict[str, Any] | None = None, *places: str | int) -> Any:
-        """The answer, or what is at these places in it, one within the other."""
+        """Asks the server -> its answer, or what is at these places in it, one within the other."""
         text, wanted = self._read(path, body), "JSON"
         try:
             answer = json.loads(text)
@@ -257,6 +257,6 @@ class Servers(Backend):
         return {name: sum(count[name] for count in counts) for name in COUNTERS}
 
     def _each(self, ask: Callable[[Server], T]) -> list[T]:
-        """The answers of all servers, asked at the same time."""
+        """Asks all servers at the same time -> their answers."""
         with ThreadPoolExecutor(len(self.servers)) as pool:
             return list(pool.map(ask, self.servers))

@@ -80,5 +80,5 @@ class AdapterFiles:
 
     @property
     def places(self) -> list[str]:
-        """What ``PolicyWorker.load_policy`` takes."""
+        """Returns the arguments of ``PolicyWorker.load_policy``."""
         return [str(self.folder / BASE), *([str(self.folder / ADAPTER)] if self._parts else [])]
