@@ -8,8 +8,9 @@ from rich.console import Console
 from rollouts import EOS, GREEDY, MEMORY, PROMPTS, SAMPLINGS, load, own_logprobs, run_settings, spent, train
 
 from python_trainer.config import check_config
-from python_trainer.rollout import Request, SamplingParams
+from python_trainer.rollout import Request, SamplingParams, VLLMEngine
 from python_trainer.rollout.drafting import Drafter
+from python_trainer.rollout.vllm.engine import InProcess
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 from rlkernels import RolloutHistory
@@ -18,16 +19,12 @@ from rlkernels import RolloutHistory
 @pytest.fixture(scope="module")
 def plain(folder):
     """vLLM's backend without drafts; made first, since vLLM counts for the newest engine of a process."""
-    from python_trainer.rollout.vllm.engine import InProcess
-
     return InProcess(load(folder), folder, memory_bytes=MEMORY)
 
 
 @pytest.fixture(scope="module")
 def drafting(folder, plain):
     """vLLM's backend as the accelerator drafts needs it."""
-    from python_trainer.rollout.vllm.engine import InProcess
-
     return InProcess(load(folder), folder, memory_bytes=MEMORY, longest_draft=8)
 
 
@@ -37,8 +34,6 @@ def model(folder):
 
 
 def test_drafts_change_no_greedy_token(drafting, model):
-    from python_trainer.rollout import VLLMEngine
-
     engine = VLLMEngine(model, drafting, eos_token_ids=[EOS])
     requests = [Request(prompt, max_new_tokens=30) for prompt in PROMPTS]
     plain = engine.generate(requests, GREEDY)
@@ -60,8 +55,6 @@ def test_drafts_change_no_greedy_token(drafting, model):
 @pytest.mark.parametrize("sampling", [*SAMPLINGS, SamplingParams(temperature=0.3, seed=4)])
 def test_logprobs_of_verified_tokens_are_those_of_the_model(plain, drafting, model, sampling):
     """Accepted or drawn in place of a draft; and what is not drafted is drawn as by an engine that cannot draft."""
-    from python_trainer.rollout import VLLMEngine
-
     engine = VLLMEngine(model, drafting, eos_token_ids=[EOS])
     prefix = list(range(8))
     requests = [Request(prompt, prefix, 3, 20, sample_id=10 * i) for i, prompt in enumerate(PROMPTS)]
@@ -81,8 +74,6 @@ def test_logprobs_of_verified_tokens_are_those_of_the_model(plain, drafting, mod
 
 def test_drafts_keep_the_distribution(drafting, model):
     """Chi-square of the second token of 2,000 samples whose drafts are often wrong, against the model's own."""
-    from python_trainer.rollout import VLLMEngine
-
     engine = VLLMEngine(model, drafting, eos_token_ids=[])
     prompt, sampling = PROMPTS[1], SamplingParams(temperature=0.5, seed=7)
     with torch.no_grad():
