@@ -167,7 +167,6 @@ def make_run_engine(
             encode=partial(encode_observation, policy),
             decode=policy.decode,
             max_turns=chosen.task.max_turns,
-            timeout=tasks.environment.timeout,
             note=note,
         )
     engine = ranks.engine(engine, policy)

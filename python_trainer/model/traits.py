@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
 import torch
 from transformers import PreTrainedModel
@@ -115,34 +116,24 @@ def _cached_logits(run: Forward, cache: PagedKVCache, prompt: list[int], answers
 
     By a prefill, by decoding from the cache, and by decoding with the shared block read once.
     """
+
+    def logits(
+        sequences: list[Sequence], tokens: list[list[int]], slots: torch.Tensor, share_from: int | None = None
+    ) -> torch.Tensor:
+        lens, ends = [len(some) for some in tokens], [sequence.length for sequence in sequences]
+        places = [range(end - n, end) for end, n in zip(ends, lens)]
+        ids, positions = (torch.tensor([*chain(*rows)], device=cache.device) for rows in (tokens, places))
+        paged = page(cache, sequences, slots, lens, ends, share_from=share_from)
+        return run(ids, positions, torch.arange(len(ids), device=cache.device), paged)
+
     first = cache.open(prompt)
-    found = [_run_cached(run, cache, [first], [prompt], first.slots, None)]
+    found = [logits([first], [prompt], first.slots)]
     cache.commit(first)
     sequences = [first, *cache.fork(first, len(answers) - 1)]
     for place, share_from in ((0, None), (1, BLOCK)):
         tokens = [answer[place : place + 1] for answer in answers]
-        slots = cache.append_many(sequences, tokens)
-        found.append(_run_cached(run, cache, sequences, tokens, slots, share_from))
+        found.append(logits(sequences, tokens, cache.append_many(sequences, tokens), share_from))
     return torch.cat(found)
-
-
-def _run_cached(
-    run: Forward,
-    cache: PagedKVCache,
-    sequences: list[Sequence],
-    tokens: list[list[int]],
-    slots: torch.Tensor,
-    share_from: int | None,
-) -> torch.Tensor:
-    """Computes logits [T, V] of the newest tokens of some sequences."""
-    lens = [len(some) for some in tokens]
-    ends = [sequence.length for sequence in sequences]
-    ids, positions = (
-        torch.tensor([x for row in rows for x in row], device=cache.device)
-        for rows in (tokens, [range(end - n, end) for end, n in zip(ends, lens)])
-    )
-    paged = page(cache, sequences, slots, lens, ends, share_from=share_from)
-    return run(ids, positions, torch.arange(len(ids), device=cache.device), paged)
 
 
 def longest_sequence(model: PreTrainedModel, window: int | None) -> tuple[int, str]:

@@ -70,8 +70,8 @@ class EpisodeEngine(WrappedEngine):
     continues all of them. Environments step in threads while other turns are generated.
 
     An episode ends when the environment ends it (``finish_reason`` "stop"), or cut off ("length"): when a turn or an
-    observation does not fit into the request's tokens, after ``max_turns``, and where the environment raises or takes
-    longer than ``timeout``, which fails this answer alone. A thread that hangs is left behind.
+    observation does not fit into the request's tokens, after ``max_turns``, and if the environment raises or takes
+    longer than its ``timeout``, which fails this answer alone. A thread that hangs is left behind.
 
     Args:
         inner: generates; keeps what it computes of a turn for the next one, if it can.
@@ -79,7 +79,6 @@ class EpisodeEngine(WrappedEngine):
         encode: token ids so far, the messages of a chat so far or None, observation -> token ids of the observation.
         decode: ids of a turn -> its text.
         max_turns: of the policy in one answer.
-        timeout: seconds for one step, the first with its ``reset``.
         note: called with a message at the first failure.
     """
 
@@ -91,13 +90,12 @@ class EpisodeEngine(WrappedEngine):
         encode: Callable[[list[int], Messages | None, str | Messages], list[int]],
         decode: Callable[[Sequence[int]], str],
         max_turns: int,
-        timeout: float,
         note: Callable[[str], None],
     ):
         super().__init__(inner)
         inner.keep_answers = True
         self.make, self.encode, self.decode, self.note = make, encode, decode, note
-        self.max_turns, self.timeout = max_turns, timeout
+        self.max_turns, self.timeout = max_turns, make.timeout
         self._sampling = SamplingParams()
         # turns being generated, by identity of the inner engine's rollout
         self._turns: dict[int, tuple[Rollout, _Answer]] = {}
@@ -114,8 +112,7 @@ class EpisodeEngine(WrappedEngine):
         return [answer.rollout for answer in answers]
 
     def _begin(self, request: Request) -> Iterator[_Answer]:
-        if not isinstance(request, Group):
-            raise TypeError(f"requests to an environment must be of type Group, got {type(request).__name__}")
+        assert isinstance(request, Group), request
         for number, rollout in enumerate(new_rollouts(request, self.policy_version)):
             rollout.episode, rollout.response_mask = Episode(), [True] * rollout.prefix_len
             yield _Answer(rollout, request.example, request.sample_id + number, request.max_new_tokens)

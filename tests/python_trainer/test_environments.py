@@ -13,7 +13,7 @@ from python_trainer.data import Example, Group
 from python_trainer.environment import Environment
 from python_trainer.errors import UserError
 from python_trainer.logger import rollout_statistics
-from python_trainer.rollout import Request, SamplingParams
+from python_trainer.rollout import SamplingParams
 from python_trainer.rollout.drafting import Drafter
 from python_trainer.rollout.episodes import EpisodeEngine, initial_prompt
 from python_trainer.tasks.rewards import REWARDS
@@ -77,11 +77,11 @@ def decode(ids):
 
 
 def episodes(model, make_environment=Echo, *, notes=None, max_turns=8, timeout=20.0, **options):
-    inner = engine_for(model, eos=EOS, **options)
-    return EpisodeEngine(
-        inner, make_environment, encode=encode, decode=decode, max_turns=max_turns, timeout=timeout,
-        note=(notes if notes is not None else []).append,
-    )  # fmt: skip
+    note = (notes if notes is not None else []).append
+    inner, options = engine_for(model, eos=EOS, **options), {"encode": encode, "decode": decode, "note": note}
+    engine = EpisodeEngine(inner, make_environment, max_turns=max_turns, **options)
+    engine.timeout = timeout
+    return engine
 
 
 def groups(turns=(3, 1, 4), samples=3, length=70, **columns):
@@ -227,8 +227,6 @@ def test_what_is_no_episode_is_refused(model):
 
     with pytest.raises(UserError, match=r"step returned \(.*nan, False\); allowed: \(text or messages, finite reward"):
         episodes(model, Odd).generate(groups(), SAMPLING)
-    with pytest.raises(TypeError, match="must be of type Group, got Request"):
-        episodes(model).generate([Request([1])], SAMPLING)
 
     class Unready(Environment):
         def reset(self, example):
