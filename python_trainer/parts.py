@@ -25,8 +25,7 @@ from python_trainer.rollout.episodes import EpisodeEngine
 from python_trainer.rollout.ordering import LengthHistory
 from python_trainer.rollout.paged.engine import PagedEngine, memory_limit
 from python_trainer.rollout.vllm.engine import Backend, InProcess, VLLMEngine, check_version, import_vllm
-from python_trainer.rollout.vllm.servers import Elsewhere, Servers
-from python_trainer.rollout.vllm.weights import AdapterFiles
+from python_trainer.rollout.vllm.servers import AdapterFiles, Elsewhere, Servers
 
 Note = Callable[[str], None]
 

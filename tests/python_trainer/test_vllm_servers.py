@@ -22,8 +22,7 @@ from python_trainer.model.weights import checkpoint_weights
 from python_trainer.parts import make_engine
 from python_trainer.rollout import Request, Rollout, SamplingParams, VLLMEngine
 from python_trainer.rollout.ordering import LengthHistory
-from python_trainer.rollout.vllm.servers import Servers
-from python_trainer.rollout.vllm.weights import AdapterFiles
+from python_trainer.rollout.vllm.servers import AdapterFiles, Servers
 
 
 @pytest.fixture(scope="module")

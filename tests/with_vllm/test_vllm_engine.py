@@ -29,8 +29,7 @@ from python_trainer.errors import UserError
 from python_trainer.model.lora import AdaptedWeight
 from python_trainer.rollout import PagedEngine, Request, SamplingParams, VLLMEngine
 from python_trainer.rollout.vllm.engine import InProcess
-from python_trainer.rollout.vllm.servers import Servers
-from python_trainer.rollout.vllm.weights import AdapterFiles
+from python_trainer.rollout.vllm.servers import AdapterFiles, Servers
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 from rlkernels.integrations.vllm_worker import merged_weight

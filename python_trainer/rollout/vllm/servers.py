@@ -6,7 +6,7 @@ A server may run anywhere that can read the folder of the weights.
 import http.client
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,13 +14,16 @@ from selectors import EVENT_READ, DefaultSelector
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from python_trainer.errors import UserError
+from python_trainer.model.lora import AdaptedWeight
+from python_trainer.model.weights import checkpoint_weights
 from python_trainer.rollout.ordering import balance
 from python_trainer.rollout.vllm.engine import COUNTERS, WORKER, Backend, Continuation, Drawn, check_version
-from python_trainer.rollout.vllm.weights import AdapterFiles
 from python_trainer.run_directory import usual_mode
 from rlkernels.integrations.transformers_attention import rotary_limit
 
@@ -31,6 +34,7 @@ LOOK_SECONDS = 10.0  # between two looks at a server that has not answered yet
 HEADERS = {"Content-Type": "application/json"}
 START = f"VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --worker-extension-cls {WORKER}"
 CONNECTIONS = 64  # to a server: vLLM batches what it is asked at the same time
+BASE, ADAPTER = "base", "adapter.safetensors"
 
 
 class HTTPFailure(UserError):
@@ -171,6 +175,74 @@ def read(url: str, body: bytes | None = None, alive: Callable[[], object] | None
         raise OSError(f"{type(error).__name__}: {error}") from error
     finally:
         connection.close()
+
+
+class AdapterFiles:
+    """The files of a policy with adapters, which a server's ``PolicyWorker`` merges.
+
+    The weights without adapters are written once, and stay: servers read them again each time, from
+    the memory where their machine keeps files that were read, and hold no copy of their own.
+
+    Args:
+        model: the plain one.
+        names: of its weights that have an adapter.
+        folder: made when it is needed.
+
+    Raises:
+        UserError: a checkpoint has a weight with an adapter in another form than the model.
+    """
+
+    def __init__(self, model: PreTrainedModel, names: Iterable[str], folder: Path):
+        self.folder = folder.absolute()
+        self.names: dict[str, str] = {}  # in the model -> in a checkpoint
+        for name in names:
+            weight = model.get_parameter(name)
+            ((there, found), *more) = checkpoint_weights(model, [(name, weight)])
+            if more or found.shape != weight.shape:
+                raise UserError(
+                    f"rollout.vllm_server: {name} has an adapter, but is divided in the model's files; leave it out of "
+                    "model.lora.target_modules"
+                )
+            self.names[name] = there
+        self.written = False  # the weights are there
+        self._base: dict[str, torch.Tensor] = {}  # until then, once the policy's are merged
+        self._parts: dict[str, torch.Tensor] = {}
+
+    def remember(self, name: str, weight: AdaptedWeight) -> None:
+        """Keeps a weight that has just been merged: ``Policy.on_merge``."""
+        if not self.written and name not in self._base:  # of a resumed run the first merge is no longer the base
+            self._base[name] = weight.base.detach().to("cpu", copy=True)
+        scale = torch.tensor(weight.scale, dtype=torch.float64)
+        for part, value in (("down", weight.down), ("up", weight.up), ("scale", scale)):
+            self._parts[f"{self.names[name]}.{part}"] = value.detach().to("cpu", copy=True).contiguous()
+
+    def write(self, model: PreTrainedModel) -> int:
+        """Writes what servers do not have yet -> bytes.
+
+        Args:
+            model: the plain one, with adapters merged into it where there have been any.
+
+        Raises:
+            OSError, SafetensorError: it cannot be written.
+        """
+        count = 0
+        if not self.written:
+            shutil.rmtree(self.folder, ignore_errors=True)  # of a run that was killed
+            state = model.state_dict()
+            state |= {name: base.to(state[name].dtype) for name, base in self._base.items()}
+            model.save_pretrained(self.folder / BASE, state_dict=state)
+            self.written, self._base = True, {}
+            count = sum(path.stat().st_size for path in (self.folder / BASE).glob("*.safetensors"))
+        if self._parts:
+            save_file(self._parts, self.folder / ADAPTER)
+            count += (self.folder / ADAPTER).stat().st_size
+        usual_mode(self.folder)
+        return count
+
+    @property
+    def places(self) -> list[str]:
+        """Returns the arguments of ``PolicyWorker.load_policy``."""
+        return [str(self.folder / BASE), *([str(self.folder / ADAPTER)] if self._parts else [])]
 
 
 class Servers(Backend):
