@@ -332,3 +332,21 @@ class Servers(Backend):
         """Asks all servers at the same time -> their answers."""
         with ThreadPoolExecutor(len(self.servers)) as pool:
             return list(pool.map(ask, self.servers))
+
+
+class Elsewhere(Backend):
+    """Servers that rank 0 asks, as another rank knows them."""
+
+    on_first_rank = True
+
+    def __init__(self, max_positions: int, limited_by: str):
+        self.max_positions, self.limited_by = max_positions, limited_by
+
+    def load(self, model: PreTrainedModel) -> int:
+        raise AssertionError("rank 0 gives servers their weights, this is another")
+
+    def complete(self, asked: Sequence[Continuation], settings: dict[str, Any], salt: str) -> list[list[Drawn]]:
+        raise AssertionError("rank 0 asks the servers, this is another")
+
+    def counters(self) -> dict[str, float]:
+        return dict.fromkeys(COUNTERS, 0.0)
