@@ -72,7 +72,13 @@ class Engine(ABC):
     @property
     @abstractmethod
     def stats(self) -> dict[str, float]:
-        """Counts since the engine was made: generated_tokens, prefill_tokens, cached_tokens, forward_passes, ..."""
+        """Counts since the engine was made.
+
+        ``generated_tokens``; ``prefill_tokens`` computed of prompts and prefixes; ``cached_tokens`` of those that were
+        found in the cache or shared; ``forward_passes``; ``preemptions``; with drafts ``sample_steps``, each pass once
+        for every sample that drew from it, ``draft_steps`` of those with a draft, ``draft_tokens`` offered and
+        ``accepted_tokens`` of those.
+        """
 
     @abstractmethod
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Rollout]:
@@ -169,7 +175,8 @@ class WrappedEngine(Engine):
 class StopStrings:
     """Finds stop strings in the text of the last few tokens."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, strings: Sequence[str]):
+        assert tokenizer is not None, "stop strings need the engine's tokenizer"
         self.tokenizer, self.strings = tokenizer, strings
         # a token brings at least one byte; a few more tokens for a character that starts before the string
         self.window = max(len(string.encode()) for string in strings) + 4

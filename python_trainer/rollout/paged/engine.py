@@ -118,13 +118,6 @@ class PagedEngine(Engine):
 
     @property
     def stats(self) -> dict[str, float]:
-        """Counts since the engine was made.
-
-        ``generated_tokens``; ``prefill_tokens`` computed of prompts, prefixes and preempted samples;
-        ``cached_tokens`` of those not computed because they were shared; ``forward_passes``; ``preemptions``;
-        ``sample_steps``: each pass counted once per sample that drew from it; ``draft_steps`` of those with a draft;
-        ``draft_tokens`` offered; ``accepted_tokens`` of those.
-        """
         return dict(self._stats)
 
     def policy_updated(self) -> None:
@@ -152,7 +145,7 @@ class PagedEngine(Engine):
     def _begin(self, sampling: SamplingParams) -> None:
         """Prepares for requests with this sampling, until all of them are answered."""
         self._sampling, self._longest, self._share = sampling, 1, False
-        self._stop = StopStrings(self.tokenizer, sampling.stop) if self.tokenizer and sampling.stop else None
+        self._stop = StopStrings(self.tokenizer, sampling.stop) if sampling.stop else None
         self._scheduler.drafter, self._scheduler.keep_answers = self.drafter, self.keep_answers
 
     def _add(self, request: Request, rollouts: Sequence[Rollout]) -> None:

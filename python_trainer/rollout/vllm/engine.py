@@ -133,14 +133,10 @@ class VLLMEngine(Engine):
 
     @property
     def stats(self) -> dict[str, float]:
-        """Counts since the engine was made.
+        """Counts as :class:`Engine` does, by vLLM's own counters: a server's include what others ask it meanwhile.
 
-        ``generated_tokens``; ``prompt_tokens`` of prompts and prefixes, once per sample; ``cached_tokens`` of those,
-        found in vLLM's prefix cache; ``prefill_tokens``, the others; ``forward_passes``; ``preemptions``;
-        ``weight_bytes`` of weights that were written for servers or handed to vLLM in this process. But for the first
-        and the last they are vLLM's own counts: on a server they include what others ask it meanwhile. Where it can
-        draft also ``draft_tokens``, ``accepted_tokens``, ``sample_steps`` (a sample's part in a pass) and
-        ``draft_steps``, those with a draft.
+        Further ones are ``prompt_tokens`` of prompts and prefixes, once per sample, and ``weight_bytes`` written for
+        servers or handed to vLLM in this process.
         """
         return dict(self._stats)
 
@@ -181,7 +177,7 @@ class VLLMEngine(Engine):
 
     def _finish(self, rollouts: Sequence[Rollout]) -> None:
         """Makes the rollouts what other engines give."""
-        if self._sampling.stop and self.tokenizer is not None:
+        if self._sampling.stop:
             stop = StopStrings(self.tokenizer, self._sampling.stop)
             for rollout in rollouts:
                 _cut_at_stop(rollout, stop)
