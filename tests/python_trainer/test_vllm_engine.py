@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_llm import install
 from fake_vllm import LIMIT, serving
 from safetensors.torch import load_file
 from tiny import save_tiny_policy
@@ -193,21 +194,10 @@ def fake():
         yield server
 
 
-class FakeLLM:
-    """What vLLM tells before it generates."""
-
-    def __init__(self, folder, **options):
-        self.model_config = SimpleNamespace(max_model_len=12)
-
-    def get_metrics(self):
-        return [SimpleNamespace(name=name, value=0.0) for name in COUNTERS.values()]
-
-
 @pytest.mark.parametrize("on_server", [False, True])
 def test_the_limit_of_vllm_counts_like_that_of_the_model(make_config, tmp_path, monkeypatch, fake, on_server):
-    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL"):
-        monkeypatch.setenv(name, "0")  # so that what is set comes undone
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0", LLM=FakeLLM))
+    install(monkeypatch, sleeps=False)
+    monkeypatch.setattr("fake_llm.LIMIT", 12)
     fake.settings["max_model_len"] = 12
     rollout = {"engine": "vllm", "vllm_server": fake.url if on_server else None}
     source = r"the vLLM server http.* \(--max-model-len\)" if on_server else "rollout.engine vllm .*memory_bytes.*"
