@@ -12,6 +12,7 @@ from pydantic import ValidationError
 import rlkernels.backend
 from python_trainer.config import Config
 from python_trainer.distributed import RankGroup
+from python_trainer.distributed.ranked_engine import RankedEngine
 from python_trainer.errors import UserError
 from python_trainer.learner import Learner
 from python_trainer.memory import RECOMPUTES, Device, device_here, needs_recomputing, plan_memory
@@ -168,7 +169,8 @@ def make_run_engine(
             max_turns=chosen.task.max_turns,
             note=note,
         )
-    engine = ranks.engine(engine, policy)
+    if ranks.size > 1 or policy.inference_model is not policy.model:
+        engine = RankedEngine(engine, policy, ranks if ranks.size > 1 else None)
     if engine.max_positions < policy.max_length:  # answers would otherwise end early without a word
         policy.max_length, policy.limited_by = engine.max_positions, engine.limited_by
     set_matmul_precision(chosen.model.matmul_precision)

@@ -12,13 +12,11 @@ import torch.distributed as dist
 from rich.console import Console
 
 from python_trainer.data import Example, Messages, Rollout
-from python_trainer.distributed.ranked_engine import RankedEngine
 from python_trainer.errors import UserError, is_shared, kind_of, mark_shared
 from python_trainer.model.loading import dtype_name, find_dtype
 from python_trainer.model.packing import micro_batches, split_evenly
 from python_trainer.model.policy import Policy, load_policy
 from python_trainer.model.settings import ModelConfig
-from python_trainer.rollout.engine import Engine
 from python_trainer.tasks import Task
 from python_trainer.tasks.rewards import Scores, score
 
@@ -124,16 +122,6 @@ class RankGroup:
     def console(self, console: Console | None) -> Console | None:
         """Where this rank shows its progress."""
         return console if self.rank == 0 else Console(quiet=True)
-
-    def engine(self, engine: Engine, policy: Policy) -> Engine:
-        """An engine that all ranks call with the same requests, and that follows ``policy``.
-
-        Args:
-            engine: runs ``policy.inference_model``.
-        """
-        if self.size == 1 and policy.inference_model is policy.model:
-            return engine
-        return RankedEngine(engine, policy, self if self.size > 1 else None)
 
     def score(
         self, task: Task, examples: Sequence[Example], texts: Sequence[str | Messages], ids: Sequence[Sequence[int]]

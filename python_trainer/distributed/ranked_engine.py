@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 
 from python_trainer.data import Request, Rollout
+from python_trainer.distributed.group import RankGroup
 from python_trainer.model.policy import Policy
-from python_trainer.rollout.engine import Engine, Ranks, SamplingParams, WrappedEngine, new_rollouts
+from python_trainer.rollout.engine import Engine, SamplingParams, WrappedEngine, new_rollouts
 from python_trainer.rollout.ordering import divide
 
 
@@ -22,7 +23,7 @@ class RankedEngine(WrappedEngine):
         ranks: None: one process.
     """
 
-    def __init__(self, engine: Engine, policy: Policy, ranks: Ranks | None = None):
+    def __init__(self, engine: Engine, policy: Policy, ranks: RankGroup | None = None):
         super().__init__(engine)
         self.policy, self.ranks = policy, ranks
         self._others = dict.fromkeys(engine.stats, 0.0)  # what the other ranks counted
@@ -61,7 +62,7 @@ class RankedEngine(WrappedEngine):
         return [rollout for _, _, groups in submitted for group in groups for rollout in group]
 
     def _share(
-        self, ranks: Ranks, requests: Sequence[Request], sampling: SamplingParams, groups: list[list[Rollout]]
+        self, ranks: RankGroup, requests: Sequence[Request], sampling: SamplingParams, groups: list[list[Rollout]]
     ) -> None:
         """Generates this rank's part of a submission, and takes over the others'."""
         before, own = self.inner.stats, list[Rollout]()

@@ -2,9 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -13,23 +12,7 @@ from python_trainer.errors import UserError
 from python_trainer.rollout.drafting import Drafter
 from python_trainer.rollout.ordering import LengthHistory
 
-T = TypeVar("T")
-
 REPORTS = 50  # reports of progress within one call of generate
-
-
-class Ranks(Protocol):
-    """The processes that share the work; see ``python_trainer.distributed``."""
-
-    rank: int
-    size: int
-    sharded: bool
-
-    def together(self) -> AbstractContextManager[None]: ...
-
-    def gather(self, value: Any) -> list[Any]: ...
-
-    def first(self, value: T) -> T: ...
 
 
 @dataclass(frozen=True)
