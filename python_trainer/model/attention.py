@@ -77,7 +77,7 @@ def page(
     if share_from is not None:
         prefix_tables, prefix_lens, group_starts, tables, _ = cache.group(sequences, min_tokens=share_from)
         if prefix_tables.shape[1]:  # which the host knows, unlike the lengths
-            # of a prompt that is computed in chunks, this pass sees less than the cache knows
+            # a chunk of a prompt sees less than the cache knows
             own_lens = lens - prefix_lens.repeat_interleave(group_starts.diff(), output_size=len(sequences))
             return PagedBatch(cache, slots, tables, own_lens, query_starts, (prefix_tables, prefix_lens, group_starts))
     return PagedBatch(cache, slots, cache.tables(sequences)[0], lens, query_starts)

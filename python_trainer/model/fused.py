@@ -17,9 +17,8 @@ from rlkernels.decoder import add_rms_norm, rope, silu_mul
 from rlkernels.integrations.transformers_attention import Attention
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-# Of float32 weights: in larger models the calls do not count, and joined copies of weights do. In bfloat16, where
-# products are several times faster, what lies between them counts at every size, and a copy is next to nothing beside
-# the products of a micro-batch or of a call of ``generate``.
+# Limit of float32 weights: in larger models calls cost little, and joined copies of weights cost memory. In bfloat16
+# products are several times faster, so calls count at every size, and a copy costs little beside a micro-batch.
 MAX_BYTES = 1 << 28
 
 
@@ -174,6 +173,6 @@ def _layer(layer: Any, pack: bool) -> FusedLayer:
         gate_up=Product(mlp.gate_proj, mlp.up_proj, pack=pack),
         down=Product(mlp.down_proj, pack=pack),
         scale=attention.scaling,
-        # of Mistral it is in the config only
+        # Mistral has it in the config only
         window=getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None)),
     )

@@ -20,7 +20,7 @@ from python_trainer.model.settings import ModelConfig
 from python_trainer.model.weights import META, named_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-PRODUCTS = ("amx_bf16", "avx512_bf16", "bf16")  # of a processor, as torch names them; the last one of Arm
+PRODUCTS = ("amx_bf16", "avx512_bf16", "bf16")  # features of a processor, by torch's names; bf16 is Arm's
 
 
 def base_folder(folder: Path) -> Path:
@@ -63,7 +63,7 @@ def source_options(folder: Path, config: ModelConfig) -> dict[str, Any]:
 def loading_errors(folder: Path) -> Iterator[None]:
     """Turns what Transformers raises for a folder that it cannot read into a UserError."""
     disable_progress_bar()
-    set_verbosity_error()  # what matters is checked here
+    set_verbosity_error()  # this module checks what matters
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, SafetensorError) as error:
@@ -116,7 +116,7 @@ def read_model(folder: Path, config: ModelConfig, dtype: torch.dtype) -> tuple[A
 def _read_plain(folder: Path, config: ModelConfig, dtype: torch.dtype) -> tuple[Any, Any]:
     tokenizer = read_tokenizer(folder, config)
     with loading_errors(folder):
-        # of sizes that differ it says no more than where the report would be, were it not silent
+        # without this Transformers raises an error that does not name the weights
         options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
         found: Any = AutoModelForCausalLM.from_pretrained(dtype=dtype, **options, **source_options(folder, config))
     model, loaded = found

@@ -34,8 +34,8 @@ class PolicyOptimizer:
     """Updates the trainable parameters of a model.
 
     Parameters that are not float32 get a float32 master copy, which AdamW updates and which is rounded back after
-    each step. Whoever changes the model's weights in between is heard: where they no longer are the rounded master,
-    the master follows. A backward pass leaves its gradient with the master, where the passes of a step add up in
+    each step. If something changes a weight in between, so that it is not the rounded master any more, the master
+    follows. A backward pass leaves its gradient with the master, where the passes of a step add up in
     float32, parameter by parameter: the gradient of the parameter itself is gone at once.
 
     Attributes:
@@ -50,7 +50,9 @@ class PolicyOptimizer:
             name: p if p.dtype == torch.float32 else p.detach().float().requires_grad_()
             for name, p in self.params.items()
         }
-        for param, master in self._low_precision():
+        pairs = ((self.params[name], master) for name, master in self.masters.items())
+        self.low_precision = [(param, master) for param, master in pairs if master is not param]
+        for param, master in self.low_precision:
             param.register_post_accumulate_grad_hook(partial(add_gradient, master))
         decayed = [p for p in self.masters.values() if p.ndim >= 2]
         others = [p for p in self.masters.values() if p.ndim < 2]
@@ -62,11 +64,6 @@ class PolicyOptimizer:
             fused=True,
         )
 
-    def _low_precision(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Parameters and their masters, where these are two."""
-        pairs = ((self.params[name], master) for name, master in self.masters.items())
-        return [(param, master) for param, master in pairs if master is not param]
-
     @torch.no_grad()
     def step(self, lr: float) -> float:
         """Updates with the gradients and clears them -> their norm before clipping.
@@ -76,18 +73,17 @@ class PolicyOptimizer:
         """
         for group in self.adamw.param_groups:
             group["lr"] = lr
-        for param, master in self._low_precision():
+        for param, master in self.low_precision:
             add_gradient(master, param)  # one that no backward pass has left
         norm = float(full(torch.nn.utils.clip_grad_norm_(self.masters.values(), self.config.max_grad_norm)))
         if not math.isfinite(norm):
             self.adamw.zero_grad()
             raise NotFinite(f"the norm of the gradient is {norm}")
-        low_precision = self._low_precision()
-        for param, master in low_precision:
+        for param, master in self.low_precision:
             master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
         self.adamw.step()  # passes over those without a gradient
         self.adamw.zero_grad()
-        for param, master in low_precision:
+        for param, master in self.low_precision:
             param.copy_(master)
         return norm
 

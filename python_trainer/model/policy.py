@@ -67,7 +67,7 @@ def recompute_activations(model: Any) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": False})  # does nothing in evaluation mode but to be a mark
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
-            # of the class, with the module as an argument: that of a copy is then the copy
+            # the forward of the class, with the module as an argument, so that a copy runs itself
             module.forward = partial(_recomputed, type(module).forward, module)
 
 

@@ -90,7 +90,7 @@ class Engine(ABC):
         """
         rollouts = self.submit(requests, sampling)
         missing = {id(rollout) for rollout in rollouts}
-        others: list[Rollout] = []  # of earlier submissions, whoever waits for them
+        others: list[Rollout] = []  # answers to earlier submissions, for the next poll
         part = len(missing) if self.on_progress is None else -(-len(missing) // REPORTS)
         while missing:
             for rollout in self.poll(min(part, len(missing))):

@@ -50,7 +50,7 @@ class _Answer:
     limit: int  # most tokens after the given prefix
     environment: Environment | None = None  # from its first step on
     opening: Messages | None = None  # the prompt of a chat
-    deadline: float = math.inf  # of a step
+    deadline: float = math.inf  # for a step
 
     @property
     def episode(self) -> Episode:
@@ -136,7 +136,7 @@ class EpisodeEngine(WrappedEngine):
         """Lets the environments answer turns that are generated -> answers whose turn was cut off, which ends them."""
         for turn in turns:
             if (found := self._turns.pop(id(turn), None)) is None:
-                continue  # of a call that failed
+                continue  # a call that failed has submitted it
             answer = found[1]
             rollout, episode = answer.rollout, answer.episode
             assert rollout.response_mask is not None

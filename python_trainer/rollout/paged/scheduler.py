@@ -37,7 +37,7 @@ class Pass:
     sequences: list[Sequence]
     seq_lens: list[int]
     query_lens: list[int]
-    rows: list[int] = field(default_factory=list)  # of the logits that are drawn from
+    rows: list[int] = field(default_factory=list)  # of the logits to draw from
     samples: list[list[Decoding]] = field(default_factory=list)  # per row: who draws from it
     prefilled: list[Prefill] = field(default_factory=list)  # jobs whose last token is in this pass
 
@@ -46,7 +46,7 @@ class Scheduler:
     """Holds the queues and every open sequence."""
 
     drafter: Drafter | None = None
-    keep_answers = False  # of answers that are done, what is computed stays in the cache
+    keep_answers = False  # the cache keeps what was computed of answers that are done
 
     def __init__(self, cache: PagedKVCache, max_sequences: int, max_batch_tokens: int, stats: dict[str, float]):
         self.cache, self.stats = cache, stats

@@ -210,7 +210,7 @@ class AdapterFiles:
 
     def remember(self, name: str, weight: AdaptedWeight) -> None:
         """Keeps a weight that has just been merged: ``Policy.on_merge``."""
-        if not self.written and name not in self._base:  # of a resumed run the first merge is no longer the base
+        if not self.written and name not in self._base:  # a resumed run merges several times before
             self._base[name] = weight.base.detach().to("cpu", copy=True)
         scale = torch.tensor(weight.scale, dtype=torch.float64)
         for part, value in (("down", weight.down), ("up", weight.up), ("scale", scale)):
@@ -227,7 +227,7 @@ class AdapterFiles:
         """
         count = 0
         if not self.written:
-            shutil.rmtree(self.folder, ignore_errors=True)  # of a run that was killed
+            shutil.rmtree(self.folder, ignore_errors=True)  # a killed run may have left it
             state = model.state_dict()
             state |= {name: base.to(state[name].dtype) for name, base in self._base.items()}
             model.save_pretrained(self.folder / BASE, state_dict=state)
