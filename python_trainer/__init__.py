@@ -8,26 +8,16 @@ from typing import TYPE_CHECKING, Any
 import rlkernels._waiting  # noqa: F401 before torch
 
 if TYPE_CHECKING:
-    from python_trainer.accelerators.base import Accelerator
-    from python_trainer.accelerators.settings import AcceleratorSettings
-    from python_trainer.callbacks import Callback
-    from python_trainer.config import Config, load_config
-    from python_trainer.data import Example
-    from python_trainer.tasks.base import Task
-    from python_trainer.tasks.settings import TaskSettings
-    from python_trainer.trainer import Trainer
+    from python_trainer.accelerators.base import Accelerator as Accelerator
+    from python_trainer.accelerators.settings import AcceleratorSettings as AcceleratorSettings
+    from python_trainer.callbacks import Callback as Callback
+    from python_trainer.config import Config as Config
+    from python_trainer.config import load_config as load_config
+    from python_trainer.data import Example as Example
+    from python_trainer.tasks.base import Task as Task
+    from python_trainer.tasks.settings import TaskSettings as TaskSettings
+    from python_trainer.trainer import Trainer as Trainer
 
-__all__ = [
-    "Accelerator",
-    "AcceleratorSettings",
-    "Callback",
-    "Config",
-    "Example",
-    "Task",
-    "TaskSettings",
-    "Trainer",
-    "load_config",
-]
 _PLACES = {
     "Accelerator": "accelerators.base",
     "AcceleratorSettings": "accelerators.settings",
@@ -39,6 +29,7 @@ _PLACES = {
     "Trainer": "trainer",
     "load_config": "config",
 }
+__all__ = list(_PLACES)
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,7 @@ from python_trainer.errors import (
     tell_error,
 )
 
-# nothing that the trainer can help
+# the user's to mend: a full, small, read-only or broken disk
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ENOMEM)
 
 
@@ -28,36 +28,35 @@ def main(argv: list[str] | None = None) -> int:
         args = parse_arguments(argv)
         args.call(args)
         sys.stdout.flush()
-    except (UserError, NotFinite) as error:
-        said = "; ".join([str(error), *getattr(error, "__notes__", ())])
-        tell_error(error, hide_passwords(" ".join(said.split())))
-        return 2
-    except ModuleNotFoundError as error:
-        install = "`pip install --no-build-isolation '.[train]'` in the clone, or `pip install 'NAME.whl[train]'`"
-        tell_error(error, f"{error} by {sys.executable}; the extra train brings what python_trainer needs: {install}")
-        return 2
-    except BrokenPipeError:  # whoever read the output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more
-    except OSError as error:
-        if error.errno not in DISK_ERRORS:
-            raise
-        tell_error(error, f"{error}; {'; '.join(getattr(error, '__notes__', ()))}".rstrip("; "))
-        return 2
-    except (MemoryError, RuntimeError) as error:
-        if is_out_of_memory(error):
-            what = ["out of memory", *str(error).splitlines()[:1]]
-        elif is_lost_connection(error):
-            what = ["another process has ended: its own message says why, or the report of torchrun"]
-        else:
-            raise
-        tell_error(error, "; ".join([*what, *getattr(error, "__notes__", ())]))
-        return 2
     except Interrupted as stopped:
         tell(str(stopped))
     except KeyboardInterrupt:
         print("interrupted: a run goes on from its newest checkpoint, if there is one", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more
+    except Exception as error:
+        message = explain(error)
+        if message is None:
+            raise
+        notes = "; ".join([message, *getattr(error, "__notes__", ())])
+        tell_error(error, hide_passwords(" ".join(notes.split())))
+        return 2
     return 0
+
+
+def explain(error: Exception) -> str | None:
+    """Returns one line on an error that the user can mend; None: a mistake in the program, which needs a traceback."""
+    if isinstance(error, UserError | NotFinite) or (isinstance(error, OSError) and error.errno in DISK_ERRORS):
+        return str(error)
+    if isinstance(error, ModuleNotFoundError):
+        install = "`pip install --no-build-isolation '.[train]'` in the clone, or `pip install 'NAME.whl[train]'`"
+        return f"{error} by {sys.executable}; the extra train brings what python_trainer needs: {install}"
+    if isinstance(error, MemoryError | RuntimeError) and is_out_of_memory(error):
+        return "; ".join(["out of memory", *str(error).splitlines()[:1]])
+    if isinstance(error, RuntimeError) and is_lost_connection(error):
+        return "another process has ended: its own message says why, or the report of torchrun"
+    return None
 
 
 if __name__ == "__main__":

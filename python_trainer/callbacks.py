@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from python_trainer.data import Rollout
 from python_trainer.errors import UserError, hide_passwords
-from python_trainer.registry import Registry
+from python_trainer.settings import Registry
 
 
 class Callback:

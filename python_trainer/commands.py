@@ -1,4 +1,4 @@
-"""The commands of the command line. What is slow to import is imported once the arguments are known to be right."""
+"""The commands of the command line. Slow modules are imported once the arguments are known to be right."""
 
 import argparse
 import re
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from python_trainer.accelerators import ACCELERATORS
 from python_trainer.config import changed_settings, describe_settings, dump_config, load_config
 from python_trainer.errors import UserError, tell, wait_for_first_rank
-from python_trainer.registry import load
+from python_trainer.hub import policy_folder
 from python_trainer.removed import REMOVED
 from python_trainer.run_directory import check_run_directory
 
@@ -102,13 +102,10 @@ def make_parser() -> argparse.ArgumentParser:
     probe.add_argument("--seconds", type=float, default=60.0, help="about how long, loading not counted (60)")
     probe.add_argument("--json", type=Path, metavar="FILE", help="write all findings there, p of every prompt too")
 
-    report = commands["report"]
-    report.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a run, or a folder with runs in it")
-    report.set_defaults(call=run_report)
-
-    history = commands["history"]
-    history.add_argument("url", metavar="URL", help="a path, sqlite:/// or postgresql:// URL")
-    history.set_defaults(call=lambda args: load("python_trainer.accelerators.rhyme.browse:run")(args))
+    commands["report"].add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a run, or a folder of runs")
+    commands["report"].set_defaults(call=run_report)
+    commands["history"].add_argument("url", metavar="URL", help="a path, sqlite:/// or postgresql:// URL")
+    commands["history"].set_defaults(call=run_history)
     return whole
 
 
@@ -143,27 +140,12 @@ def add_settings(
     return command
 
 
-def run_report(args: argparse.Namespace) -> None:
-    from python_trainer.report.page import report
-
-    report(args.folders)
-
-
-def run_compare(args: argparse.Namespace) -> None:
-    from python_trainer.compare import compare
-
-    config = load_config(args.config, args.overrides)
-    check_files(config)
-    check_run_directory(args.output_dir, resume=True)
-    compare(config, args.output_dir, variants=args.variants.split(","), seeds=args.seeds)
-
-
 def run_train(args: argparse.Namespace) -> None:
     if args.dry_run:
-        return print_plan(args)
+        return print_plan(load_checked(args), args.gpus)
     if args.output_dir is None:
         raise UserError("train needs --output-dir DIR, or --dry-run")
-    config = load_run(args)
+    config = load_checked(args, resume=args.resume)
     from python_trainer.distributed import start
     from python_trainer.report.page import report
     from python_trainer.trainer import Trainer
@@ -175,19 +157,17 @@ def run_train(args: argparse.Namespace) -> None:
         report([args.output_dir])
 
 
-def print_plan(args: argparse.Namespace) -> None:
+def print_plan(config: "Config", gpus: str | None) -> None:
     """Prints the settings as resolved and the memory of each device.
 
     Raises:
         UserError: the run does not fit.
     """
-    config = load_config(args.config, args.overrides)
-    check_files(config)
     from python_trainer.memory import RECOMPUTES, device_here, memory_lines, parse_gpus, plan_memory
     from python_trainer.parts import resolve_engine
 
-    config, reason = resolve_engine(config, gpu=None if args.gpus is None else True)
-    device = device_here(config.model.device) if args.gpus is None else parse_gpus(args.gpus)
+    config, reason = resolve_engine(config, gpu=None if gpus is None else True)
+    device = device_here(config.model.device) if gpus is None else parse_gpus(gpus)
     memory, notes = plan_memory(config, device), [reason] if reason else []
     if memory.trouble and config.model.gradient_checkpointing == "auto" and device.kind != "cpu":
         config = config.model_copy(update={"model": config.model.model_copy(update={"gradient_checkpointing": True})})
@@ -200,8 +180,15 @@ def print_plan(args: argparse.Namespace) -> None:
         )
 
 
+def run_compare(args: argparse.Namespace) -> None:
+    from python_trainer.compare import compare
+
+    config = load_checked(args, resume=True)
+    compare(config, args.output_dir, variants=args.variants.split(","), seeds=args.seeds)
+
+
 def run_sft(args: argparse.Namespace) -> None:
-    config = load_run(args)
+    config = load_checked(args, resume=args.resume)
     from python_trainer.sft import Sft
 
     note_resuming(args, config)
@@ -218,20 +205,33 @@ def run_probe(args: argparse.Namespace) -> None:
     run(config, json_file=args.json, seconds=args.seconds)
 
 
-def load_run(args: argparse.Namespace) -> "Config":
-    """Reads the settings of a run; finds mistakes in them or in its folder before torch loads, which takes seconds."""
+def run_report(args: argparse.Namespace) -> None:
+    from python_trainer.report.page import report
+
+    report(args.folders)
+
+
+def run_history(args: argparse.Namespace) -> None:
+    from python_trainer.accelerators.rhyme.browse import run
+
+    run(args)
+
+
+def load_checked(args: argparse.Namespace, *, resume: bool | None = None) -> "Config":
+    """Reads the settings of a run; finds mistakes in them before torch loads, which takes seconds.
+
+    Args:
+        resume: whether a run in OUTPUT_DIR may go on; None: nothing is written there.
+
+    Raises:
+        UserError: a setting, or a file, model or folder that it names, cannot be used.
+    """
     config = load_config(args.config, args.overrides)
-    check_files(config)
-    check_run_directory(args.output_dir, resume=args.resume)
-    return config
-
-
-def check_files(config: "Config") -> None:
-    """Raises UserError for a file or folder in the settings that does not exist."""
-    from python_trainer.hub import policy_folder
-
     policy_folder(config.model.path)
     config.task.check_files()
+    if resume is not None:
+        check_run_directory(args.output_dir, resume=resume)
+    return config
 
 
 def note_resuming(args: argparse.Namespace, config: "Config") -> None:

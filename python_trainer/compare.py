@@ -14,7 +14,7 @@ from python_trainer.report.runs import BASELINE
 
 
 def enabled_in(variant: str) -> list[str]:
-    """Accelerators of a variant: ``baseline``, ``all``, or names and ``module:Class`` joined by ``+``."""
+    """Returns the accelerators of a variant: ``baseline``, ``all``, or names and ``module:Class`` joined by ``+``."""
     if variant == BASELINE:
         return []
     if variant == "all":

@@ -1,26 +1,24 @@
-"""Settings of a run: a YAML file, checked, with overrides from the command line.
+"""Settings of a run: reads a YAML file and overrides from the command line, and checks them.
 
 Option names are TRL's wherever TRL has the option. ``python -m python_trainer train --help-settings`` prints all.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, SerializeAsAny, ValidationError, model_validator
 
 from python_trainer.accelerators import AcceleratorsConfig, registered
-from python_trainer.accelerators.settings import AcceleratorSettings
 from python_trainer.algorithms.settings import AlgorithmConfig
 from python_trainer.callbacks import CALLBACKS
 from python_trainer.errors import UserError, hide_passwords
 from python_trainer.model.settings import CriticConfig, ModelConfig, OptimizerConfig
-from python_trainer.registry import did_you_mean
 from python_trainer.removed import find_removed
 from python_trainer.rollout.settings import RolloutConfig
-from python_trainer.settings import Fitted, Row, Section, as_yaml, describe_section, section_in
+from python_trainer.settings import Row, Section, as_yaml, describe_section, did_you_mean, section_in
 from python_trainer.tasks.settings import TaskSettings
 
 CONFIGS = Path(__file__).parent / "configs"  # in the repository a link to the folder at its root
@@ -33,51 +31,51 @@ class SaveConfig(Section):
     save_steps: int = Field(50, ge=0)
     """Write a checkpoint every so many steps; 0 for none in between."""
     save_total_limit: int = Field(2, ge=1)
-    """Newest checkpoints to keep, and the one with the best evaluation, which goes to OUTPUT_DIR/best as a model if it
-    is not the last."""
+    """Keep so many of the newest checkpoints, and the one with the best evaluation, which goes to OUTPUT_DIR/best as a
+    model if it is not the last."""
 
 
 class EvaluationConfig(Section):
-    """Accuracy on the test set. Answers have the same noise in every evaluation."""
+    """Accuracy on the test set. Every evaluation samples with the same noise."""
 
     temperature: float = Field(1.0, ge=0)
     """Softmax temperature; 0 takes the likeliest token."""
     samples: int = Field(1, ge=1)
-    """Answers to each prompt; the accuracy is the mean over all of them. With several, pass@k of k = 1, 2, 4, ... too:
-    how often at least one of k answers is right."""
+    """Answers to each prompt; the accuracy is their mean. With several, pass@k is reported too: how often at least one
+    of k = 1, 2, 4, ... answers is right."""
     eval_steps: int = Field(0, ge=0)
-    """Evaluate every so many steps, and after a first step that began with answers of earlier runs; 0: only before the
+    """Evaluate every so many steps, and after a first step that trained on answers of earlier runs; 0: only before the
     first and after the last step."""
     eval_limit_during: int | None = Field(512, ge=1)
-    """Test prompts in evaluations in between, of each set; null for all, as at the start and at the end."""
+    """Test prompts of each set in evaluations between the first and the last; null for all."""
     target_accuracy: float | None = Field(None, gt=0, le=1)
-    """Note when an evaluation reaches this accuracy: seconds_to_target, tokens_to_target."""
+    """Report when an evaluation reaches this accuracy: seconds_to_target, tokens_to_target."""
     sets: dict[str, str] = Field({})
-    """More test sets: name -> what task.test_path would be, {hard: hard.jsonl}. Metrics: eval/NAME/accuracy, ..."""
+    """Further test sets, name -> place as in task.test_path: {hard: hard.jsonl}. Metrics: eval/NAME/accuracy, ..."""
 
 
 class SftConfig(Section):
-    """Supervised steps on the column `answer`, by the command `sft`; `optimizer` counts too."""
+    """Supervised steps on the column `answer`, by the command `sft`, with the settings of `optimizer`."""
 
     epochs: int = Field(1, ge=1)
-    """How often every training example is seen."""
+    """Passes over the training examples."""
     batch_tokens: int = Field(8192, ge=1)
     """Most tokens of prompts and answers in an optimizer step."""
 
 
 class Config(Section):
-    """Everything that decides a run."""
+    """All settings of a run."""
 
     seed: int = Field(0, ge=0)
-    """Decides order of prompts and all sampling noise."""
+    """Seed of the prompt order and of all sampling noise."""
     max_steps: int = Field(100, ge=1)
     """Training steps."""
     parallel: Literal["none", "ddp", "fsdp2"] = "none"
-    """How the processes that torchrun started share a run. `ddp`: each has all weights and trains on a part of the
-    answers; `fsdp2`: weights, gradients and moments are sharded too."""
+    """How the processes that torchrun started share a run. `ddp`: each holds all weights and trains on a part of the
+    answers; `fsdp2`: each also holds a shard of weights, gradients and moments."""
     max_seconds: float | None = Field(None, gt=0)
-    """Stop after the step in which this much wall time, evaluations not counted, has passed."""
-    task: Fitted[TaskSettings] = Field(default_factory=lambda: TaskSettings.fitting({}).model_validate({}))
+    """Stop after the step in which the wall time without evaluations passes this limit."""
+    task: SerializeAsAny[TaskSettings] = TaskSettings.model_validate({})
     """Prompts and rewards."""
     model: ModelConfig = ModelConfig()
     """The policy."""
@@ -94,83 +92,76 @@ class Config(Section):
     save: SaveConfig = SaveConfig()
     """Checkpoints."""
     callbacks: Annotated[list[str], CALLBACKS] = Field([])
-    """What else happens at certain moments of the run, and trackers of experiments beside TensorBoard."""
+    """Experiment trackers beside TensorBoard, and classes of yours whose methods the run calls (docs/quickstart.md)."""
     sft: SftConfig = SftConfig()
     """Supervised steps, by the command `sft` alone."""
-    accelerators: Fitted[AcceleratorsConfig] = Field(default_factory=lambda: AcceleratorsConfig.fitting({})())
-    """What makes training cheaper."""
+    accelerators: SerializeAsAny[AcceleratorsConfig] = Field(
+        default_factory=lambda: AcceleratorsConfig.model_validate({})
+    )
+    """Plug-ins that make training cheaper."""
 
     @model_validator(mode="after")
-    def groups_are_comparable(self) -> "Config":
-        if self.algorithm.judge.compares and self.rollout.num_generations < 2:
-            raise ValueError(
-                f"rollout.num_generations must be >= 2 with algorithm.advantage {self.algorithm.advantage}: an answer "
-                f"is judged against others of its group, got {self.rollout.num_generations}"
+    def _sections_fit(self) -> "Config":
+        for conflict in self._conflicts():
+            raise ValueError(conflict)
+        return self
+
+    def _conflicts(self) -> Iterator[str]:
+        """Yields what sections ask of each other and do not get."""
+        rollout, algorithm = self.rollout, self.algorithm
+        if algorithm.judge.compares and rollout.num_generations < 2:
+            yield (
+                f"rollout.num_generations must be >= 2 with algorithm.advantage {algorithm.advantage}: it compares the "
+                f"answers of a group, got {rollout.num_generations}"
             )
-        if self.rollout.dynamic_sampling and self.rollout.num_generations < 2:
-            raise ValueError(
+        if rollout.dynamic_sampling and rollout.num_generations < 2:
+            yield (
                 "rollout.dynamic_sampling needs rollout.num_generations >= 2: one answer has no spread, got "
-                f"{self.rollout.num_generations}"
+                f"{rollout.num_generations}"
             )
-        if self.rollout.servers and self.rollout.engine == "paged":
-            raise ValueError(f"rollout.vllm_server needs rollout.engine vllm, got {self.rollout.engine}")
-        if self.rollout.vllm_server is not None and len(self.rollout.stop) > SERVER_STOPS:
-            raise ValueError(
+        if rollout.servers and rollout.engine == "paged":
+            yield f"rollout.vllm_server needs rollout.engine vllm, got {rollout.engine}"
+        if rollout.servers and len(rollout.stop) > SERVER_STOPS:
+            yield (
                 f"rollout.stop must have at most {SERVER_STOPS} strings with rollout.vllm_server, which takes no more, "
-                f"got {len(self.rollout.stop)}"
+                f"got {len(rollout.stop)}"
             )
         if self.optimizer.offload and self.parallel != "fsdp2":
-            raise ValueError(f"optimizer.offload needs parallel=fsdp2, in one process too, got {self.parallel}")
-        cache, longest = self.algorithm.overlong_cache, self.rollout.max_completion_length
+            yield f"optimizer.offload needs parallel=fsdp2, in one process too, got {self.parallel}"
+        cache, longest = algorithm.overlong_cache, rollout.max_completion_length
         if cache is not None and cache > longest:
-            raise ValueError(
-                f"algorithm.overlong_cache must be <= rollout.max_completion_length ({longest}), got {cache}"
+            yield f"algorithm.overlong_cache must be <= rollout.max_completion_length ({longest}), got {cache}"
+        if algorithm.num_minibatches > rollout.prompts_per_step:
+            yield (
+                f"algorithm.num_minibatches must be <= rollout.prompts_per_step ({rollout.prompts_per_step}), "
+                f"got {algorithm.num_minibatches}"
             )
-        if self.algorithm.num_minibatches > self.rollout.prompts_per_step:
-            raise ValueError(
-                f"algorithm.num_minibatches must be <= rollout.prompts_per_step ({self.rollout.prompts_per_step}), "
-                f"got {self.algorithm.num_minibatches}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def test_sets_have_files(self) -> "Config":
         if self.evaluation.sets and "test_path" not in type(self.task).model_fields:
-            raise ValueError(f"evaluation.sets needs a task with test_path, got {self.task.name}")
-        return self
-
-    @model_validator(mode="after")
-    def accelerators_fit(self) -> "Config":
+            yield f"evaluation.sets needs a task with test_path, got {self.task.name}"
         for accelerator in self.accelerators.chosen():
-            if (refused := self._refused(accelerator)) is not None:
-                raise ValueError(refused)
-        for accelerator in self.accelerators.recording():
+            if self.task.environment is not None and not accelerator.multi_turn:
+                able = ", ".join(kind.name for kind in registered() if kind.multi_turn)
+                yield (
+                    f"accelerators.enabled: {accelerator.name} needs task.environment=null, got "
+                    f"{self.task.environment}, which allows {able}"
+                )
+            if self.parallel != "none" and not accelerator.divisible:
+                able = ", ".join(kind.name for kind in registered() if kind.divisible)
+                yield (
+                    f"accelerators.enabled: {accelerator.name} needs parallel=none, got {self.parallel}, which allows "
+                    f"{able}"
+                )
+        for accelerator in [*self.accelerators.chosen(), *self.accelerators.recording()]:
             if (conflict := accelerator.conflicts(self)) is not None:
-                raise ValueError(conflict)
-        return self
-
-    def _refused(self, accelerator: AcceleratorSettings) -> str | None:
-        """Why these settings do not go with an accelerator."""
-        if self.task.environment is not None and not accelerator.multi_turn:
-            able = ", ".join(kind.name for kind in registered() if kind.multi_turn)
-            return (
-                f"accelerators.enabled: {accelerator.name} needs task.environment=null, got {self.task.environment}, "
-                f"which allows {able}"
-            )
-        if self.parallel != "none" and not accelerator.divisible:
-            able = ", ".join(kind.name for kind in registered() if kind.divisible)
-            name = accelerator.name
-            return f"accelerators.enabled: {name} needs parallel=none, got {self.parallel}, which allows {able}"
-        return accelerator.conflicts(self)
+                yield conflict
 
 
 def load_config(source: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> Config:
-    """Reads settings from a YAML file or a nested mapping and checks them; the rest is default.
+    """Reads settings from a YAML file or a nested mapping and checks them; missing ones have their defaults.
 
     Args:
-        source: file, name of one that is shipped (``smoke``), or mapping. In a mapping a task, reward, accelerator,
-            loss, advantage or callback may be the object itself (of accelerators and callbacks the class) instead of a
-            name.
+        source: file, name of a shipped file (``smoke``), or mapping. In a mapping a task, reward, loss or advantage may
+            be the object itself instead of its name, an accelerator or callback its class.
         overrides: ``a.b=value``, whose values are YAML.
 
     Raises:
@@ -190,7 +181,7 @@ def load_config(source: str | Path | Mapping[str, Any] | None, overrides: Sequen
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Reads a file of settings; a bare name that is no file in the current folder is one that is shipped."""
+    """Reads a file of settings; a bare name that is no file in the current folder names a shipped one."""
     shipped = CONFIGS / f"{path}.yaml"
     file = shipped if Path(path).name == str(path) and not Path(path).exists() and shipped.exists() else Path(path)
     try:
@@ -238,7 +229,7 @@ def check_config(values: dict[str, Any], *, source: str, changed: Sequence[str] 
 
     Args:
         source: where the values are from, for messages.
-        changed: keys that ``--set`` has changed; problems with those are reported as its own.
+        changed: keys that ``--set`` has changed; their problems are reported as problems of ``--set``.
     """
     problems = list(find_removed(values))
     gone = {key for key, _ in problems}

@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 from python_trainer.data import Example, Messages
-from python_trainer.registry import Registry
+from python_trainer.settings import Registry
 
 
 class Environment:

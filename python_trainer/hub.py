@@ -1,4 +1,4 @@
-"""Where models and data sets are: shipped with the package, in a folder, or on the Hugging Face Hub."""
+"""Finds models and data sets: shipped with the package, in a folder, or on the Hugging Face Hub."""
 
 import re
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.safetensors")  # of
 
 
 def hub_model(path: str) -> tuple[str, str | None] | None:
-    """Name and revision of a model of the Hub, ``owner/name`` or ``owner/name@revision``; None: another form."""
+    """Parses ``owner/name`` or ``owner/name@revision`` of the Hub -> name, revision; None: another form."""
     found = re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?", path)
     return None if found is None else (found[1], found[2])
 
@@ -65,7 +65,7 @@ def shipped_policies() -> list[str]:
 
 
 def policy_folder(path: str, files: Sequence[str] = FILES) -> Path:
-    """The folder that ``model.path`` means, fetched where it is an id of the Hub.
+    """Finds the folder that ``model.path`` names, and downloads a model of the Hub.
 
     Args:
         files: patterns of what is fetched.

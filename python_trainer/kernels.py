@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from python_trainer.accelerators import registered
 from python_trainer.distributed import RankGroup
 from python_trainer.model.loading import choose_device, policy_folder
 from python_trainer.run_directory import write_text
@@ -21,12 +22,6 @@ if TYPE_CHECKING:
     from python_trainer.config import Config
 
 FILE = "kernels.json"  # in the run directory
-# accelerator -> the ops that it needs beyond those of every run
-OF_ACCELERATORS = {
-    "rhyme": ("dtw", "dtw_topk"),
-    "drafts": ("verify_drafts",),
-    "alpha": ("top1_deltas", "top1_delta", "delta_matvec", "add_rank1_"),
-}
 
 
 @dataclass(frozen=True)
@@ -63,7 +58,7 @@ def settle_kernels(config: "Config", folder: Path, ranks: RankGroup, note: Calla
 
 
 def read(folder: Path, device: dict[str, Any]) -> dict[str, str] | None:
-    """The kernels that an earlier part of the run took on such a device; None: there are none."""
+    """Reads the kernels that an earlier part of the run took on such a device; None: there are none."""
     try:
         kept = json.loads((folder / FILE).read_text(encoding="utf-8"))
         return kept["backends"] if kept["device"] == device else None
@@ -72,7 +67,7 @@ def read(folder: Path, device: dict[str, Any]) -> dict[str, str] | None:
 
 
 def proved(config: "Config", note: Callable[[str], None]) -> dict[str, str]:
-    """The backends that won for this run's shapes, by op; for ops that it does not need, what is known of them."""
+    """Proves the kernels of this run's shapes; returns the backend of every op, for other ops the known one."""
     device = torch.device("cuda", torch.cuda.current_device())
     backend.use({})
     with warnings.catch_warnings():
@@ -80,11 +75,13 @@ def proved(config: "Config", note: Callable[[str], None]) -> dict[str, str]:
         table = {op: backend.choose(op, device) for op in PROVABLE}
     if os.environ.get("RLKERNELS_PROVE") == "off" or backend.wanted() != "auto":
         return table
-    shape = model_shape(config)
-    if shape is None:
+    try:
+        shape = json.loads((policy_folder(config.model.path) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return table  # loading the model says what is wrong with it
-    needed = [op for op in PROVABLE if not any(op in ops for ops in OF_ACCELERATORS.values())]
-    needed += [op for name in config.accelerators.enabled for op in OF_ACCELERATORS.get(name, ())]
+    special = {op for kind in registered() for op in kind.ops}
+    needed = [op for op in PROVABLE if op not in special]
+    needed += [op for settings in config.accelerators.chosen() for op in settings.ops]
     note(f"proving the kernels for {torch.cuda.get_device_name()}, once for such runs: about a minute")
     workload = workload_of_run(config.model_dump(mode="json"), shape)
     result = prove(needed, device=device, workload=workload, say=lambda line: None)
@@ -94,12 +91,3 @@ def proved(config: "Config", note: Callable[[str], None]) -> dict[str, str]:
     ours = [op for op, name in won.items() if name != "torch"]
     note(f"kernels of rlkernels: {', '.join(ours) or 'none'}; of torch: {', '.join(set(won) - set(ours)) or 'none'}")
     return table | won
-
-
-def model_shape(config: "Config") -> dict[str, Any] | None:
-    """The configuration of the run's model, where it can be read."""
-    folder = policy_folder(config.model.path)
-    try:
-        return json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None

@@ -16,32 +16,15 @@ REMOVED: dict[str, str] = {
     "accelerators.rhyme.selection=oracle": "write likelihood, retrodiction or random",
     "accelerators.rhyme.selection=reward": "write likelihood, retrodiction or random",
     "accelerators.rhyme.selection=recent": "write likelihood, retrodiction or random",
-    **dict.fromkeys(
-        (
-            f"accelerators.rhyme.{name}"
-            for name in (
-                "window",
-                "lookahead",
-                "reward_weight",
-                "reward_scale",
-                "min_weight",
-                "importance_cap",
-                "candidates",
-                "held_out",
-                "bank_size",
-                "bank_per_prompt",
-            )
-        ),
-        "leave it out; its default is a constant now",
-    ),
-    **dict.fromkeys(
-        (f"accelerators.alpha.{name}" for name in ("smoothing", "max_tries", "shrink", "min_gap")),
-        "leave it out; its default is a constant now",
-    ),
-    **dict.fromkeys(
-        (f"accelerators.rhyme.{name}" for name in ("rehearsals", "rehearsal_share", "stored_share", "rescue")),
-        "leave it out; its default is a constant now",
-    ),
+    **{
+        f"accelerators.{name}": "leave it out; its default is a constant now"
+        for name in (
+            *(f"rhyme.{name}" for name in ("window", "lookahead", "reward_weight", "reward_scale", "min_weight")),
+            *(f"rhyme.{name}" for name in ("importance_cap", "candidates", "held_out", "bank_size", "bank_per_prompt")),
+            *(f"rhyme.{name}" for name in ("rehearsals", "rehearsal_share", "stored_share", "rescue")),
+            *(f"alpha.{name}" for name in ("smoothing", "max_tries", "shrink", "min_gap")),
+        )
+    },
     "accelerators.rhyme.reward_range": "leave it out; rewards are compared as they are, cut to [0, 1]",
     "accelerators.alpha.target_accuracy": "leave it out; the predictor pls goes to an accuracy of 1",
     "accelerators.alpha.gate_prompts": "set task.gate_size; the gate asks all gate examples of the task",
@@ -112,7 +95,7 @@ REMOVED: dict[str, str] = {
 
 
 def find_removed(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(key of these settings, message) of each that was removed."""
+    """Yields (key, message) for each of these settings that was removed."""
     for name, value in values.items():
         key = f"{prefix}{name}"
         entries = value if isinstance(value, list) else [value]

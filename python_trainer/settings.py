@@ -1,19 +1,163 @@
-"""What the sections of a configuration have in common, and how help describes them."""
+"""What the sections of a configuration share: plug-ins by name, one class for settings, and their description."""
 
+import difflib
+import importlib
 import json
+import os
+import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Generic, Literal, TypeVar, Union, cast, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ModelWrapValidatorHandler, model_validator
 from pydantic_core import CoreSchema, core_schema
 
-from python_trainer.registry import Registry
+from python_trainer.errors import UserError
+
+T = TypeVar("T")
+Row = tuple[str, str, str, str]  # key, type, default, documentation
+
+
+class PluginError(UserError, ValueError):
+    """A plug-in that does not exist or has the wrong type. As a ValueError it is reported with its setting."""
+
+
+def load(place: str) -> Any:
+    """Imports ``module:attribute``."""
+    module, _, attribute = place.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Suggests the known names that are nearest to a misspelt one; empty where none is near."""
+    close = difflib.get_close_matches(name, known, n=2)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+class Registry(Generic[T]):
+    """Plug-ins of one kind, each by a registered name, as ``module:attribute``, or as the object itself.
+
+    It is also the annotation of a setting that names plug-ins: ``Annotated[str, LOSS_TYPES]``, or of ``list[str]``.
+    The setting keeps names, never objects, so that it can be written to a file. Modules may lie in the current folder.
+
+    Args:
+        kind: word for messages: ``reward``.
+        plugins: name -> object, or ``module:attribute`` of it, which is imported at its first use.
+        of: type of the plug-ins, itself or as ``module:Class``; None for functions.
+        classes: plug-ins are subclasses of ``of``, not instances.
+        makers: prefix -> ``module:attribute`` of what makes a plug-in from the text after ``prefix:``.
+        lazy: settings are accepted without importing what they name.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        plugins: Mapping[str, Any],
+        *,
+        of: type | str | None = None,
+        classes: bool = False,
+        makers: Mapping[str, str] | None = None,
+        lazy: bool = False,
+    ):
+        self.kind, self.lazy = kind, lazy
+        self._of, self._classes, self._makers = of, classes, dict(makers or {})
+        self._names = list(plugins)
+        self._plugins = dict(plugins)  # and objects that a caller passed in the place of names
+
+    def names(self) -> list[str]:
+        """Lists the registered names in their order."""
+        return self._names
+
+    @property
+    def choices(self) -> list[str]:
+        """Lists everything that a setting may hold, as help shows it."""
+        form = "module:Class" if self._classes else "module:function" if self._of is None else f"module:{self.kind}"
+        return [*self._names, *(f"{prefix}:PATH" for prefix in self._makers), form]
+
+    def name_of(self, plugin: Any) -> Any:
+        """Names an object ``module:name``, and lets that name mean the object; returns anything else unchanged."""
+        if isinstance(plugin, str) or not self._fits(plugin):
+            return plugin
+        of = plugin if hasattr(plugin, "__name__") else type(plugin)
+        place = name = f"{of.__module__}:{of.__name__}"
+        number = 1
+        while self._plugins.get(name, plugin) is not plugin:  # closures of one function, a cell that was run again
+            number += 1
+            name = f"{place}#{number}"
+        return self.give(name, plugin)
+
+    def give(self, name: str, plugin: T) -> str:
+        """Lets a name mean this object in this process; returns the name."""
+        self._plugins[name] = plugin
+        return name
+
+    def resolve(self, plugin: str | T) -> T:
+        """Returns the object that a name stands for; an object stands for itself.
+
+        Raises:
+            PluginError: there is no such plug-in, or it has the wrong type.
+        """
+        if not isinstance(plugin, str):
+            if not self._fits(plugin):
+                raise PluginError(f"{self.kind} {plugin!r} is not {self._wanted()}")
+            return plugin
+        found = self._plugins.get(plugin, plugin)
+        if not isinstance(found, str):
+            return cast(T, found)
+        prefix, _, argument = found.partition(":")
+        if argument and prefix in self._makers:
+            return cast(T, load(self._makers[prefix])(argument))
+        return self._load(plugin, found)
+
+    def _load(self, name: str, place: str) -> T:
+        module_name, _, attribute = place.partition(":")
+        if module_name.endswith(".py") or not attribute.isidentifier():
+            file = "; name a module without .py" if module_name.endswith(".py") else did_you_mean(name, self._names)
+            raise PluginError(f"must be one of {', '.join(self.choices)}, got {name!r}{file}")
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
+        try:
+            module = importlib.import_module(module_name)
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise PluginError(f"{self.kind} {name!r}: importing {module_name} failed: {what}") from error
+        found = getattr(module, attribute, None)
+        if not self._fits(found):
+            where = f"{module_name} ({getattr(module, '__file__', None)})"
+            raise PluginError(f"{self.kind} {name!r}: module {where} has no {attribute} that is {self._wanted()}")
+        return cast(T, found)
+
+    def _type(self) -> Any:
+        return load(self._of) if isinstance(self._of, str) else self._of
+
+    def _fits(self, found: object) -> bool:
+        of = self._type()
+        if self._classes:
+            return isinstance(found, type) and issubclass(found, of)
+        return callable(found) if of is None else isinstance(found, of)
+
+    def _wanted(self) -> str:
+        of = self._type()
+        return "a function" if of is None else f"{'a subclass' if self._classes else 'an instance'} of {of.__name__}"
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = core_schema.no_info_before_validator_function(self._named, handler(source))
+        return schema if self.lazy else core_schema.no_info_after_validator_function(self._check, schema)
+
+    def _named(self, value: Any) -> Any:
+        """Replaces objects by their names."""
+        return [self.name_of(one) for one in value] if isinstance(value, list | tuple) else self.name_of(value)
+
+    def _check(self, value: Any) -> Any:
+        for name in value if isinstance(value, list) else [value]:
+            if name not in self._names:  # the trainer's own plug-ins are imported when they are used
+                self.resolve(name)
+        return value
 
 
 class Section(BaseModel):
-    """Unknown keys are errors, and the text under a field is its documentation."""
+    """Settings that belong together. Unknown keys are errors; the text under a field is its documentation."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -23,29 +167,15 @@ class Section(BaseModel):
         return cls
 
     @classmethod
-    def around(cls, value: Any) -> Any:
-        """Returns settings for an object that stands in their place, or what was given."""
-        return value
-
-    @classmethod
     def kinds(cls) -> "dict[str, type[Section]]":
         """Returns the registered classes among which :meth:`fitting` chooses by name."""
         return {}
 
-
-class _Fit:
-    """Annotation of a section whose class depends on what it holds: see :meth:`Section.fitting`."""
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        def fit(value: Any) -> Any:
-            return source.fitting(value).model_validate(value) if isinstance(value, Mapping) else source.around(value)
-
-        whole = core_schema.simple_ser_schema("any")  # not the fields of the base alone
-        return core_schema.no_info_before_validator_function(fit, handler(source), serialization=whole)
-
-
-S = TypeVar("S", bound=Section)
-Fitted = Annotated[S, _Fit()]
+    @model_validator(mode="wrap")
+    @classmethod
+    def _by_the_fitting_class(cls, values: Any, handler: ModelWrapValidatorHandler) -> Any:
+        kind = cls.fitting(values) if isinstance(values, Mapping) else cls
+        return handler(values) if kind is cls else kind.model_validate(values)
 
 
 def section_in(annotation: Any) -> type[Section] | None:
@@ -59,9 +189,6 @@ def as_yaml(value: Any) -> str:
     if isinstance(value, str) and "\n" in value:
         return json.dumps(value, ensure_ascii=False)
     return yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=1 << 16).split("\n")[0]
-
-
-Row = tuple[str, str, str, str]  # key, type, default, documentation
 
 
 def describe_section(section: type[Section], prefix: str = "") -> Iterator[Row]:

@@ -38,8 +38,7 @@ from python_trainer.checkpoint import CHECKSUMS, checksums, load_checkpoint, sav
 from python_trainer.config import check_config, describe_settings, dump_config, load_config
 from python_trainer.errors import UserError
 from python_trainer.run_directory import load_evaluations, read_metrics, read_samples, save_evaluation
-from python_trainer.tasks.files import read_rows
-from python_trainer.tasks.jsonl import read_prompts
+from python_trainer.tasks.files import JSONLSettings
 
 SECONDS = 20  # that a case may take
 
@@ -193,7 +192,8 @@ def prompt_files(draw: Any) -> bytes:
 def prompts(data: Any, folder: Path) -> str:
     path = folder / "prompts.jsonl"
     path.write_bytes(data.draw(prompt_files()))
-    return attempt(lambda: read_prompts(path, read_rows(path)), folder)
+    settings = JSONLSettings(train_path=str(path), test_path=str(path), reward="environment")
+    return attempt(settings.load, folder)
 
 
 def database_url(data: Any, folder: Path) -> str:

@@ -12,8 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field, create_model, field_validator
 
 from python_trainer.accelerators.settings import AcceleratorSettings
-from python_trainer.registry import PluginError, Registry
-from python_trainer.settings import Section
+from python_trainer.settings import PluginError, Registry, Section
 
 HOME = "python_trainer.accelerators"
 # in the order in which they run within a step

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from python_trainer.errors import UserError
-from python_trainer.registry import load
-from python_trainer.settings import Section
+from python_trainer.settings import Section, load
 
 if TYPE_CHECKING:
     from python_trainer.tasks.base import Task
@@ -30,6 +29,8 @@ class AcceleratorSettings(Section):
     """Whether several ranks, each of which generates a part of the answers, can run it side by side."""
     multi_turn: ClassVar[bool] = False
     """Whether it leaves answers alone that are given in turns with an environment, or can deal with them."""
+    ops: ClassVar[tuple[str, ...]] = ()
+    """Ops of rlkernels that it needs beyond those of every run; a run on a GPU proves their kernels."""
     counters: ClassVar[Mapping[str, str]] = {}
     """Metrics whose sum over a run shows what was done in it -> the words of their row in tables."""
 
@@ -95,6 +96,7 @@ class DraftsSettings(AcceleratorSettings):
 
     name = "drafts"
     accelerator = "python_trainer.accelerators.drafts:Drafts"
+    ops = ("verify_drafts",)
     divisible = True
     multi_turn = True
     counters: ClassVar = {"drafts/accepted_tokens": "draft tokens accepted (drafts)"}
@@ -122,6 +124,7 @@ class AlphaSettings(AcceleratorSettings):
 
     name = "alpha"
     accelerator = "python_trainer.accelerators.alpha:Alpha"
+    ops = ("top1_deltas", "top1_delta", "delta_matvec", "add_rank1_")
     multi_turn = True
     counters: ClassVar = {
         "alpha/tried": "extrapolations tried (alpha)",

@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from python_trainer.registry import Registry, load
-from python_trainer.settings import Section
+from python_trainer.settings import Registry, Section, load
 
 HOME = "python_trainer.algorithms"
 Correction = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]  # TRL's names

@@ -10,8 +10,8 @@ from typing import Any
 from python_trainer.accelerators import ACCELERATORS
 from python_trainer.config import settings_used
 from python_trainer.errors import UserError
-from python_trainer.registry import PluginError
 from python_trainer.run_directory import read_metrics
+from python_trainer.settings import PluginError
 
 BASELINE = "baseline"
 
@@ -54,7 +54,7 @@ def find_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def summary_of(folder: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], bool]:
-    """Return the summary of a run, from its rows until summary.json is written; and whether the run has ended."""
+    """Return what a report needs of summary.json, from the rows until it is written; and whether the run has ended."""
     path, last = folder / "summary.json", rows[-1]
     found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     ended = bool(found) and found["steps"] >= last["step"]
@@ -64,25 +64,19 @@ def summary_of(folder: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[dict[st
 
     settings = settings_used(folder)
     evaluations = [row for row in rows if row.get("eval/accuracy") is not None]
-    accuracies = [row["eval/accuracy"] for row in evaluations]
-    results = {
-        when: {name: value for name, value in row.items() if name.startswith("eval/")}
-        for when, row in zip(("start", "final"), (*evaluations[:1], *evaluations[-1:]))
-    }
-    parts = {part: total(f"time/{part}_s") for part in ("rollout", "train", "reward", "checkpoint")}
-    wall, training = (last.get(f"time/{clock}_s", 0.0) for clock in ("wall", "training"))
+    accuracies = [row["eval/accuracy"] for row in evaluations] or [None]
+    final = {name: value for name, value in (evaluations or [{}])[-1].items() if name.startswith("eval/")}
     names = json.loads(settings.get("accelerators.enabled", "[]"))
     return {
-        "steps": last["step"], "wall_s": wall, "training_s": training, "eval_s": wall - training,
-        **{f"{part}_s": seconds for part, seconds in parts.items()},
+        "steps": last["step"],
+        **{f"{clock}_s": last.get(f"time/{clock}_s", 0.0) for clock in ("wall", "training")},
+        **{f"{part}_s": total(f"time/{part}_s") for part in ("rollout", "train")},
         "accelerator_s": {name: total(f"time/accelerator/{name}_s") for name in names},
         **{f"{kind}_tokens": total(f"tokens/{kind}") for kind in ("generated", "prefill", "cached", "trained")},
-        "eval_accuracy_start": accuracies[0] if accuracies else None,
-        "eval_accuracy_final": accuracies[-1] if accuracies else None,
-        "evaluation": results,
+        "eval_accuracy_start": accuracies[0], "eval_accuracy_final": accuracies[-1], "evaluation": {"final": final},
         "seconds_to_target": None, "tokens_to_target": None,
         "target_accuracy": json.loads(settings.get("evaluation.target_accuracy", "null")),
-        "accelerators": {name: {} for name in names}, "device": "-", "dtype": "-", "versions": {},
+        "device": "-", "versions": {},
         **(found if ended else {}),  # of supervised steps it tells less
     }, ended  # fmt: skip
 

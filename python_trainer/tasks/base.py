@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -37,55 +37,48 @@ class Task:
     notes: Sequence[str] = ()  # what the user may want to know about the files
 
     def __post_init__(self) -> None:
-        check_task(self)
+        def wrong(what: str, allowed: str, got: Any) -> UserError:
+            return UserError(f"task {self.name}: {what} must be {allowed}, got {got!r:.80}")
+
+        for split in ("train", "test", "gate"):
+            for number, example in enumerate(getattr(self, split)):
+                if not isinstance(example, Example):
+                    raise wrong(f"{split}[{number}]", "an Example", example)
+                check_example(example.place or f"task {self.name}: {split}[{number}]", example)
+        functions, weights = self.reward_functions, self.reward_weights
+        if not isinstance(functions, Mapping) or not functions:
+            raise wrong("reward_functions", "a dict of names and functions, of one or more", functions)
+        for name, function in functions.items():
+            if not isinstance(name, str) or not callable(function):
+                raise wrong(f"reward_functions[{name!r}]", "a function, under a name", function)
+        if not isinstance(weights, Mapping) or not weights.keys() <= functions.keys():
+            raise wrong("reward_weights", f"a dict with names in reward_functions ({', '.join(functions)})", weights)
+        for name, weight in weights.items():
+            if not isinstance(weight, int | float) or not math.isfinite(weight):
+                raise wrong(f"reward_weights[{name!r}]", "a finite number", weight)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the training prompts in their order: what a run knows of prompts by their numbers is of these."""
-        return fingerprint_of(example.prompt for example in self.train)
+        """Hashes the training prompts in their order: what a run stores by prompt number belongs to this hash."""
+        digest = hashlib.blake2b(digest_size=16)
+        for example in self.train:
+            digest.update(json.dumps(example.prompt).encode() + b"\n")
+        return digest.hexdigest()
 
 
-def check_task(task: Task) -> None:
-    """Raises UserError that names what of a task could not be trained on."""
-
-    def wrong(what: str, allowed: str, got: Any) -> UserError:
-        return UserError(f"task {task.name}: {what} must be {allowed}, got {got!r:.80}")
-
-    for split in ("train", "test", "gate"):
-        for number, example in enumerate(getattr(task, split)):
-            if not isinstance(example, Example):
-                raise wrong(f"{split}[{number}]", "an Example", example)
-            place = example.place or f"task {task.name}: {split}[{number}]"
-            check_prompt(place, "prompt", example.prompt)
-            check_names(place, example.columns)
-    functions, weights = task.reward_functions, task.reward_weights
-    if not isinstance(functions, Mapping) or not functions:
-        raise wrong("reward_functions", "a dict of names and functions, of one or more", functions)
-    for name, function in functions.items():
-        if not isinstance(name, str) or not callable(function):
-            raise wrong(f"reward_functions[{name!r}]", "a function, under a name", function)
-    known = ", ".join(functions)
-    if not isinstance(weights, Mapping) or not weights.keys() <= functions.keys():
-        raise wrong("reward_weights", f"a dict with names in reward_functions ({known})", weights)
-    for name, weight in weights.items():
-        if not is_number(weight) or not math.isfinite(weight):
-            raise wrong(f"reward_weights[{name!r}]", "a finite number", weight)
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def fingerprint_of(values: Iterable[Any]) -> str:
-    """Of texts, messages and the like in their order."""
-    digest = hashlib.blake2b(digest_size=16)
-    for value in values:
-        digest.update(json.dumps(value).encode() + b"\n")
-    return digest.hexdigest()
+def check_example(place: str, example: Example) -> None:
+    """Raises UserError for a prompt that is neither text nor messages, or a column that hides one of the trainer's."""
+    prompt = example.prompt
+    if not (is_chat(prompt) or (isinstance(prompt, str) and prompt)):
+        raise UserError(f"{place}: prompt is {prompt!r:.80}; allowed: {PROMPT}")
+    for text in [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]:
+        check_text(place, "prompt", text)
+    if reserved := OF_THE_TRAINER & example.columns.keys():
+        raise UserError(f"{place}: column {min(reserved)!r} has a name that reward functions get from the trainer")
 
 
 def completion_text(completion: str | Messages) -> str:
-    """What a completion says, for reward functions that take texts and messages alike."""
+    """Returns the text of a completion, for reward functions that take texts and messages alike."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
@@ -107,17 +100,3 @@ def check_text(place: str, column: str, text: str) -> None:
             f"{place}: {column} has the lone surrogate {text[error.start]!r} at character {error.start}, which is half "
             "of a character and no text; allowed: Unicode text. Write the whole character, or take it out"
         ) from error
-
-
-def check_prompt(place: str, column: str, prompt: Any) -> None:
-    """Raises UserError for what is neither text nor messages."""
-    if not (is_chat(prompt) or (isinstance(prompt, str) and prompt)):
-        raise UserError(f"{place}: {column} is {prompt!r:.80}; allowed: {PROMPT}")
-    for text in [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]:
-        check_text(place, column, text)
-
-
-def check_names(place: str, columns: Mapping[str, Any]) -> None:
-    """Raises UserError for a column that would hide what reward functions get from the trainer."""
-    if reserved := OF_THE_TRAINER & columns.keys():
-        raise UserError(f"{place}: column {min(reserved)!r} has a name that reward functions get from the trainer")

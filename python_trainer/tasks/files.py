@@ -5,16 +5,16 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
 from python_trainer.data import Example
 from python_trainer.errors import UserError
 from python_trainer.hub import snapshot
-from python_trainer.tasks.base import RewardFunction, Task, check_text
+from python_trainer.tasks.base import RewardFunction, Task
+from python_trainer.tasks.rewards import REWARDS, check_columns
 from python_trainer.tasks.settings import TaskSettings
 
 PROMPT_COLUMNS = ("prompt", "messages")
@@ -63,38 +63,48 @@ class FileTaskSettings(TaskSettings):
             if not Path(place).exists() and not is_hub(place):
                 raise UserError(f"task.{field}: there is no file {place}; allowed: {PLACES}")
 
-    def judges(self, examples: Sequence[Example]) -> tuple[dict[str, RewardFunction], dict[str, float]]:
-        """Returns the reward functions for these examples, and their weights, by name."""
+    def judges(self) -> tuple[dict[str, RewardFunction], dict[str, float]]:
+        """Returns the reward functions, and their weights, by name."""
         raise NotImplementedError
 
     def load(self) -> Task:
-        assert self.train_path is not None and self.test_path is not None  # the validator sees to it
-        train, notes = self._read(self.train_path, "train")
-        train, gate = self._take_out(train)
-        test, more = self._read(self.test_path, "test")
-        functions, weights = self.judges([*train, *test, *gate])
-        return Task(
-            self.name,
-            limited(train, self.train_size, self.train_path, "train_size"),
-            limited(test, self.test_size, self.test_path, "test_size"),
-            functions,
-            gate,
-            weights,
-            list(dict.fromkeys(notes + more)),  # one file may serve twice
-        )
+        train, notes = self._read("train")
+        test, more = self._read("test")
+        size = self.gate_size or 0
+        if size >= len(train):
+            raise UserError(f"gate_size {size} leaves nothing of {self.train_path}, which has {len(train)} examples")
+        held_out = random.Random("gate/0").sample(range(len(train)), size)
+        gate = [train[index] for index in held_out]  # in this order, which is random
+        for index in sorted(held_out, reverse=True):
+            del train[index]
+        functions, weights = self.judges()
+        notes = list(dict.fromkeys(notes + more))  # one file may serve twice
+        task = Task(self.name, self._first(train, "train"), self._first(test, "test"), functions, gate, weights, notes)
+        for name, function in functions.items():
+            check_columns(name, function, [*task.train, *task.test, *gate])
+        return task
 
-    def _read(self, source: str, default: str) -> tuple[list[Example], list[str]]:
-        place, split = split_of(source, default)
+    def _first(self, examples: list[Example], split: str) -> list[Example]:
+        """Returns as many examples as ``train_size`` or ``test_size`` says."""
+        size = getattr(self, f"{split}_size")
+        if size is not None and size > len(examples):
+            place = getattr(self, f"{split}_path")
+            raise UserError(f"{split}_size is {size}, but {place} has {len(examples)} examples")
+        return examples[:size]
+
+    def _read(self, kind: str) -> tuple[list[Example], list[str]]:
+        """Reads ``train_path`` or ``test_path``; returns examples, and notes for the user."""
+        source = getattr(self, f"{kind}_path")
+        place, split = split_of(source, kind)
         lines = not is_hub(place) and not Path(place).is_dir() and Path(place).suffix not in TABLES
         source = source if lines else f"{place}:{split}"
         found = cut(source, read_rows(Path(place)), split) if lines else read_split(place, split)
-        rows = [(number, self._named(source, row)) for number, row in found]
-        examples, notes = self.examples(source, rows)
-        if not lines:
-            notes += changed_types(source, [row for _, row in rows])
+        examples, notes = self.examples(source, [(number, self._named(source, row)) for number, row in found])
         if not examples:
-            raise UserError(f"{source}: no examples")
-        examples = [as_chat(example) for example in examples] if self.chat else examples
+            raise UserError(f"{source}: no examples; at least one is needed")
+        for index, example in enumerate(examples):
+            if self.chat and isinstance(example.prompt, str) and example.prompt:  # the task refuses an empty one
+                examples[index] = replace(example, prompt=[{"role": "user", "content": example.prompt}])
         return examples, notes
 
     def _named(self, source: str, row: dict[str, Any]) -> dict[str, Any]:
@@ -110,19 +120,62 @@ class FileTaskSettings(TaskSettings):
                 named[column] = [{key: value for key, value in m.items() if value is not None} for m in messages]
         return named
 
-    def _take_out(self, train: list[Example]) -> tuple[list[Example], list[Example]]:
-        """Divides the training examples into those to train on and gate examples."""
-        size = self.gate_size or 0
-        if size >= len(train):
-            raise UserError(f"gate_size {size} leaves nothing of {self.train_path}, which has {len(train)} examples")
-        held_out = random.Random("gate/0").sample(range(len(train)), size)
-        gate = [train[index] for index in held_out]  # in this order, which is random
-        rest = sorted(set(range(len(train))) - set(held_out))
-        return [train[index] for index in rest], gate
+
+class JSONLSettings(FileTaskSettings):
+    """Settings of the task. A prompt is a string or a list of chat messages, in the column "prompt" or "messages"."""
+
+    name: str = "jsonl"
+    reward: Annotated[str | list[str], REWARDS] = Field([])
+    """Reward functions as "module:function"; the module may lie in the current folder. "math" compares the value of an
+    answer with column answer by math-verify (pip install math-verify); "reward_model:PATH" asks a
+    sequence-classification model of Transformers, on the trainer's device; "environment" is task.environment's. The
+    first one that gives an answer a value decides whether it is right: above 0.5. Where that is anything but 1, 0 and
+    -1, nothing is right or wrong: dynamic sampling and accelerators go by rewards."""
+    reward_weights: list[float] | None = None
+    """One weight for each reward function; null: 1 each."""
+
+    @property
+    def rewards(self) -> list[str]:
+        return [self.reward] if isinstance(self.reward, str) else self.reward
+
+    @model_validator(mode="after")
+    def _has_rewards(self) -> "JSONLSettings":
+        if not self.rewards:
+            raise ValueError(f'task {self.name} needs reward: "math", "module:function", or a list of them')
+        if self.reward_weights is not None and len(self.reward_weights) != len(self.rewards):
+            raise ValueError(f"reward_weights needs {len(self.rewards)} numbers, got {self.reward_weights}")
+        return self
+
+    def judges(self) -> tuple[dict[str, RewardFunction], dict[str, float]]:
+        functions = {Path(spec.rpartition(":")[2]).name: REWARDS.resolve(spec) for spec in self.rewards}
+        if len(functions) < len(self.rewards):
+            raise UserError(f"reward functions need different names, got {', '.join(self.rewards)}")
+        return functions, dict(zip(functions, self.reward_weights or [1.0] * len(functions), strict=True))
+
+    def examples(self, source: str, rows: Sequence[tuple[int, dict[str, Any]]]) -> tuple[list[Example], list[str]]:
+        examples = []
+        for number, row in rows:
+            column = next((name for name in PROMPT_COLUMNS if name in row), None)
+            if column is None:
+                wanted, has = " or ".join(map(repr, PROMPT_COLUMNS)), ", ".join(map(repr, row)) or "none"
+                raise UserError(
+                    f"{source}:{number}: no column {wanted}; the line has {has} (task.columns can rename them)"
+                )
+            columns = {name: value for name, value in row.items() if name != column}
+            examples.append(Example(row[column], columns, f"{source}:{number}"))
+        notes = []
+        for column in dict.fromkeys(name for example in examples for name in example.columns):
+            without = [number for (number, _), example in zip(rows, examples) if column not in example.columns]
+            if without:
+                notes.append(
+                    f"{source}: column {column!r} is missing on {len(without)} of {len(examples)} lines, the first is "
+                    f"line {without[0]}; reward functions get None there"
+                )
+        return examples, notes
 
 
 def split_of(source: str, default: str) -> tuple[str, str]:
-    """Divides ``PLACE:SPLIT`` into both; without a split it is the default one, of a single file train."""
+    """Divides ``PLACE:SPLIT``; without a split, it is train for a single file, else the default."""
     found = re.fullmatch(r"(.+):([\w.+-]+(?:\[.*\])?)", source)
     if found is not None and not Path(source).exists() and (Path(found[1]).exists() or is_hub(found[1])):
         return found[1], found[2]
@@ -130,14 +183,13 @@ def split_of(source: str, default: str) -> tuple[str, str]:
 
 
 def is_hub(place: str) -> bool:
-    """Returns whether a place that is no file or folder names a data set of the Hub."""
-    return (
-        HUB.fullmatch(place) is not None and Path(place).suffix not in {*TABLES, ".jsonl"} and not Path(place).exists()
-    )
+    """Whether a place names a data set of the Hub, and no file or folder."""
+    file = Path(place).exists() or Path(place).suffix in {*TABLES, ".jsonl"}
+    return not file and HUB.fullmatch(place) is not None
 
 
 def read_split(place: str, split: str) -> list[tuple[int, dict[str, Any]]]:
-    """Reads a split by the library datasets: (number, row) of every row, from 1 on.
+    """Reads a split by the library datasets; returns (number, row) of every row, from 1 on.
 
     Raises:
         UserError: it cannot be read, or the package is missing.
@@ -147,28 +199,18 @@ def read_split(place: str, split: str) -> list[tuple[int, dict[str, Any]]]:
     except ImportError as error:
         raise UserError(f"{place}:{split} needs the package datasets: pip install datasets") from error
     datasets.disable_progress_bars()
-    options = load_options(place)
+    options: dict[str, Any] = {"path": place}
+    if Path(place).suffix in TABLES:
+        options = {"path": TABLES[Path(place).suffix], "data_files": place}
+    elif is_hub(place) and (hub := HUB.fullmatch(place)):
+        folder = snapshot(hub["name"], hub["revision"], kind="dataset", setting="task.train_path", files=None)
+        options = {"path": str(folder), "name": hub["config"]}
     try:
         return list(enumerate(datasets.load_dataset(**options, split=split), start=1))
     except Exception as error:  # of readers of many formats
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
         reason = " ".join(str(cause or error).split()) or type(error).__name__
         raise UserError(f"{place}, split {split}, cannot be read: {reason:.300}") from error
-
-
-def changed_types(source: str, rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Returns notes on columns with dates or large integers, of which the library datasets makes another type."""
-    notes = []
-    for column in rows[0] if rows else ():
-        values = [row[column] for row in rows]
-        if any(isinstance(value, date) for value in values):
-            notes.append(f"{source}: column {column!r} is read as dates: reward functions get datetime, not text")
-        if any(isinstance(value, float) and abs(value) >= 2**63 for value in values):
-            notes.append(
-                f"{source}: column {column!r} has numbers beyond 2^63, which are read as floats of 16 digits: write "
-                "them as text"
-            )
-    return notes
 
 
 def cut(source: str, rows: list[Any], split: str) -> list[Any]:
@@ -187,33 +229,8 @@ def cut(source: str, rows: list[Any], split: str) -> list[Any]:
     return rows[place(found[1], found[2]) : place(found[3], found[4])]
 
 
-def load_options(place: str) -> dict[str, Any]:
-    """Returns the arguments of ``datasets.load_dataset`` for a place; a data set of the Hub is fetched first."""
-    if Path(place).suffix in TABLES:
-        return {"path": TABLES[Path(place).suffix], "data_files": place}
-    hub = HUB.fullmatch(place)
-    if Path(place).is_dir() or hub is None:
-        return {"path": place}
-    folder = snapshot(hub["name"], hub["revision"], kind="dataset", setting="task.train_path", files=None)
-    return {"path": str(folder), "name": hub["config"]}
-
-
-def as_chat(example: Example) -> Example:
-    """With the prompt as one user message, if it is text."""
-    if isinstance(example.prompt, str):
-        return replace(example, prompt=[{"role": "user", "content": example.prompt}])
-    return example
-
-
-def limited(examples: list[Example], size: int | None, source: Any, field: str) -> list[Example]:
-    """The first ``size`` of them."""
-    if size is not None and size > len(examples):
-        raise UserError(f"{field} is {size}, but {source} has {len(examples)} examples")
-    return examples[:size]
-
-
 def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """(line number, object) of every line that is not blank."""
+    """Returns (line number, object) of every line that is not blank."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -231,16 +248,4 @@ def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
         if not isinstance(row, dict):
             raise UserError(f"{path}:{number}: {type(row).__name__} {line[:60]!r}; allowed: one JSON object a line")
         rows.append((number, row))
-    if not rows:
-        raise UserError(f"{path}: no examples; at least one line with a JSON object is needed")
     return rows
-
-
-def text_column(path: str, number: int, row: dict[str, Any], column: str) -> str:
-    """Returns a column that must be a non-empty string."""
-    if column not in row:
-        raise UserError(f"{path}:{number}: no column {column!r}; the line has {', '.join(map(repr, row)) or 'none'}")
-    if not isinstance(row[column], str) or not row[column]:
-        raise UserError(f"{path}:{number}: {column} is {row[column]!r:.80}; allowed: a string that is not empty")
-    check_text(f"{path}:{number}", column, row[column])
-    return row[column]

@@ -1,7 +1,7 @@
 """Grade-school word problems (Cobbe et al. 2021) with the columns ``question`` and ``answer``."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
@@ -10,7 +10,7 @@ from pydantic import field_validator
 from python_trainer.data import Example, Messages
 from python_trainer.errors import UserError
 from python_trainer.tasks.base import RewardFunction, completion_text
-from python_trainer.tasks.files import FileTaskSettings, text_column
+from python_trainer.tasks.files import FileTaskSettings
 
 # The final answer stands after the last "####" (gold answers) or at the start of the last line "A:" (model solutions).
 MARKER = re.compile(r"####|^A:", re.MULTILINE)
@@ -18,7 +18,7 @@ NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?")
 
 
 def parse_number(text: str) -> Decimal | None:
-    """``$1,234.50.`` -> 1234.50; None if the text is not one number."""
+    """Reads ``$1,234.50.`` as 1234.50; None if the text is not one number."""
     text = text.strip().removesuffix(".")
     sign, text = ("-", text[1:]) if text.startswith("-") else ("", text)
     text = sign + text.strip().removeprefix("$").strip()
@@ -31,7 +31,7 @@ def parse_number(text: str) -> Decimal | None:
 
 
 def final_number(text: str) -> Decimal | None:
-    """The number on the rest of the line after the last marker; None without a marker or a number."""
+    """Reads the number after the last marker, on its line; None without a marker or a number."""
     markers = list(MARKER.finditer(text))
     if not markers:
         return None
@@ -45,7 +45,7 @@ def accuracy(
     answer: Sequence[str],
     **_: object,
 ) -> list[float | None]:
-    """1 for every completion whose final number equals the one of the gold ``answer``, else 0."""
+    """Returns 1 for every completion whose final number equals that of the gold ``answer``, else 0."""
     judged: list[float | None] = []
     for text, gold in zip(map(completion_text, completions), answer, strict=True):
         number = final_number(text)
@@ -53,24 +53,12 @@ def accuracy(
     return judged
 
 
-def read_problems(source: str, rows: Iterable[tuple[int, dict[str, Any]]], template: str) -> list[Example]:
-    """Makes examples; ``template`` with the question filled in is the prompt, column ``answer`` the gold solution."""
-    examples = []
-    for number, row in rows:
-        question, answer = (text_column(source, number, row, column) for column in ("question", "answer"))
-        if final_number(answer) is None:
-            raise UserError(f"{source}:{number}: answer has no final number; allowed: a last line like '#### 18'")
-        prompt, columns = template.replace("{question}", question), {"question": question, "answer": answer}
-        examples.append(Example(prompt, columns, f"{source}:{number}"))
-    return examples
-
-
 class GSM8KSettings(FileTaskSettings):
     """Settings of the task."""
 
     name: str = "gsm8k"
     prompt_template: str = "{question}\nReason step by step and end with a line '#### ' and the number.\n"
-    """What the model is given; "{question}" is filled in."""
+    """The prompt; the question replaces "{question}"."""
 
     @field_validator("prompt_template")
     @classmethod
@@ -80,7 +68,21 @@ class GSM8KSettings(FileTaskSettings):
         return template
 
     def examples(self, source: str, rows: Sequence[tuple[int, dict[str, Any]]]) -> tuple[list[Example], list[str]]:
-        return read_problems(source, rows, self.prompt_template), []
+        examples = []
+        for number, row in rows:
+            for column in ("question", "answer"):
+                if not isinstance(row.get(column), str) or not row[column]:
+                    has = ", ".join(map(repr, row)) or "no columns"
+                    raise UserError(
+                        f"{source}:{number}: column {column!r} is {row.get(column)!r:.80}; allowed: a string that is "
+                        f"not empty; the line has {has}"
+                    )
+            if final_number(row["answer"]) is None:
+                raise UserError(f"{source}:{number}: answer has no final number; allowed: a last line like '#### 18'")
+            columns = {column: row[column] for column in ("question", "answer")}
+            prompt = self.prompt_template.replace("{question}", row["question"])
+            examples.append(Example(prompt, columns, f"{source}:{number}"))
+        return examples, []
 
-    def judges(self, examples: Sequence[Example]) -> tuple[dict[str, RewardFunction], dict[str, float]]:
+    def judges(self) -> tuple[dict[str, RewardFunction], dict[str, float]]:
         return {"accuracy": accuracy}, {}

@@ -26,19 +26,19 @@ PATTERNS = np.array([row for row in product((False, True), repeat=WIDTH) if sum(
 
 
 def draw_grids(rng: np.random.Generator, count: int) -> NDArray[np.bool_]:
-    """Which cells are open, [count, ROWS, WIDTH]; of the first row the start alone."""
+    """Draws which cells are open, [count, ROWS, WIDTH]; in the first row the start alone."""
     grids = PATTERNS[rng.integers(len(PATTERNS), size=(count, ROWS))]
     grids[:, 0] = np.arange(WIDTH) == rng.integers(WIDTH, size=(count, 1))
     return grids
 
 
 def reached(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[..., WIDTH + 2, count], a column more on both sides -> [..., WIDTH, count]: sums over the cells below a cell."""
+    """Sums over the three cells below each: [..., WIDTH + 2, count], with margins -> [..., WIDTH, count]."""
     return values[..., :-2, :] + values[..., 1:-1, :] + values[..., 2:, :]
 
 
 def chances(grids: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Chance to get from each cell to the last row for who steps on any open cell, [count, ROWS, WIDTH]; 0: no path."""
+    """Returns a blind walker's chance to get from each cell to the last row, [count, ROWS, WIDTH]; 0: no path."""
     found = np.zeros((ROWS, WIDTH + 2, len(grids)))
     found[:, 1:-1] = grids.transpose(1, 2, 0)
     ways = np.maximum(reached(found), 1.0)
@@ -48,7 +48,7 @@ def chances(grids: NDArray[np.bool_]) -> NDArray[np.float64]:
 
 
 def draw(grid: NDArray[np.bool_], columns: Sequence[int]) -> list[str]:
-    """The rows as text, with ``o`` in these columns of the first rows."""
+    """Writes the rows as text, with ``o`` in these columns of the first rows."""
     rows = [["#."[cell] for cell in row] for row in grid.tolist()]
     for row, column in zip(rows, columns):
         row[column] = "o"
@@ -56,7 +56,7 @@ def draw(grid: NDArray[np.bool_], columns: Sequence[int]) -> list[str]:
 
 
 def prompt_of(grid: NDArray[np.bool_]) -> str:
-    """The rows, a line each, with the start marked."""
+    """Writes the rows, a line each, with the start marked."""
     return "\n".join(draw(grid, [int(grid[0].argmax())])) + "\n"
 
 
@@ -78,13 +78,13 @@ def correct(prompt: str, text: str) -> bool:
 def accuracy(
     prompts: Sequence[str], completions: Sequence[str], completion_ids: Sequence[Sequence[int]], **_: object
 ) -> list[float | None]:
-    """1 for every completion that is a path, else 0."""
+    """Returns 1 for every completion that is a path, else 0."""
     return [float(correct(prompt, text)) for prompt, text in zip(prompts, completions, strict=True)]
 
 
 @cache
 def draw_examples(split: str, count: int) -> list[Example]:
-    """Distinct prompts in random order; the first ones of more are the same, spread over the strata alike."""
+    """Draws distinct prompts in random order; a larger count begins with the same prompts."""
     order, drawing = (np.random.default_rng([0, ROWS, WIDTH, *split.encode(), part]) for part in range(2))
     wanted = order.choice(len(STRATA), size=count, p=[share for share, *_ in STRATA])
     waiting = [np.flatnonzero(wanted == stratum).tolist()[::-1] for stratum in range(len(STRATA))]
@@ -109,7 +109,7 @@ class LatticePathsSettings(TaskSettings):
     name: str = "lattice_paths"
 
     def load(self) -> Task:
-        """The task; its prompts are always the same, whatever the sizes."""
+        """Draws the task; its prompts are always the same, whatever the sizes."""
         chosen = {split: getattr(self, f"{split}_size") for split in SIZES}
         sizes = {split: SIZES[split] if size is None else size for split, size in chosen.items()}
         train, gate, test = (draw_examples(split, size) for split, size in sizes.items())

@@ -22,7 +22,7 @@ MARKED = re.compile(r"\\boxed|\\\(|\\\[|\$.*\$", re.DOTALL)  # the text says its
 
 @lru_cache(4096)
 def gold_value(gold: str) -> list[Any]:
-    """What the known answer means: bare LaTeX, text with marked mathematics, or GSM8K's with ``####``."""
+    """Parses the known answer: bare LaTeX, text with marked mathematics, or GSM8K's with ``####``."""
     gold = gold.rpartition("####")[2].strip()
     if MARKED.search(gold):
         return parse(gold, parsing_timeout=None)

@@ -54,7 +54,7 @@ class Verifier:
 
     @staticmethod
     def _ask(worker: "subprocess.Popen[str]", question: str) -> str:
-        """The reply, empty when the worker has ended."""
+        """Returns the worker's reply, empty if it has ended."""
         assert worker.stdin is not None and worker.stdout is not None
         try:
             worker.stdin.write(question)
@@ -81,7 +81,7 @@ def math_reward(
     answer: Sequence[str],
     **_: object,
 ) -> list[float | None]:
-    """1 for every completion that ends in the value of ``answer``, else 0.
+    """Returns 1 for every completion that ends in the value of ``answer``, else 0.
 
     Raises:
         ValueError: an ``answer`` that is no string with mathematics in it.

@@ -17,9 +17,9 @@ BATCH_TOKENS = 1 << 14  # of a forward pass, padding included
 
 
 class RewardModel:
-    """What the model in a folder gives to prompt and answer together, as a reward function.
+    """Reward function: what the model in a folder gives to prompt and answer together.
 
-    Texts are one after the other, messages go through the chat template of the model's own tokenizer.
+    It joins texts, and passes messages through the chat template of its own tokenizer.
 
     Raises:
         UserError: the folder holds no such model, or none that is complete.
@@ -43,14 +43,14 @@ class RewardModel:
         self.config, self.own_pad = config, config.pad_token_id  # another one stands in the settings during a pass
 
     def to(self, device: torch.device) -> None:
-        """Where it computes."""
+        """Moves the model to a device."""
         self.model.to(device)
 
     @torch.inference_mode()
     def __call__(
         self, prompts: Sequence[str | Messages], completions: Sequence[str | Messages], **_: object
     ) -> list[float]:
-        """One number for each completion."""
+        """Returns one number for each completion."""
         rows = [self._encode(prompt, said) for prompt, said in zip(prompts, completions, strict=True)]
         rewards = [0.0] * len(rows)
         for part in batches([len(row) for row in rows], most=self.config.vocab_size - 1):
@@ -65,7 +65,7 @@ class RewardModel:
         return rewards
 
     def _pad(self, ends: Set[int]) -> int:
-        """The model's own pad token, with which it was trained; without one, a token that none of the rows ends in."""
+        """Returns the model's own pad token, as in its training; without one, a token that none of the rows ends in."""
         if self.own_pad is not None:
             return int(self.own_pad)
         return next(token for token in range(self.config.vocab_size) if token not in ends)
@@ -78,7 +78,7 @@ class RewardModel:
 
 
 def batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Indices of up to ``most`` rows that share a pass, of like length, with at most BATCH_TOKENS tokens or one row."""
+    """Yields indices of rows of like length that share a pass: at most ``most``, and BATCH_TOKENS tokens or one row."""
     part: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         if part and (len(part) >= most or lengths[i] * (len(part) + 1) > BATCH_TOKENS):

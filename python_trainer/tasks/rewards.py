@@ -15,8 +15,8 @@ from typing import Any
 
 from python_trainer.data import Example, Messages
 from python_trainer.errors import UserError
-from python_trainer.registry import Registry
-from python_trainer.tasks.base import RewardFunction, Task
+from python_trainer.settings import Registry
+from python_trainer.tasks.base import OF_THE_TRAINER, RewardFunction, Task
 from python_trainer.tasks.mathematics import math_reward
 
 PACKAGE = Path(__file__).parents[1]
@@ -25,7 +25,7 @@ PACKAGE = Path(__file__).parents[1]
 def environment_reward(
     prompts: Sequence, completions: Sequence, completion_ids: Sequence, environment_reward: Any = None, **_: object
 ) -> list[float]:
-    """What the environments of the answers gave, over all turns."""
+    """Returns what the environments of the answers gave, over all turns."""
     if environment_reward is None:
         raise UserError("reward environment needs task.environment, got null")
     return list(environment_reward)
@@ -41,7 +41,7 @@ REWARDS: Registry[RewardFunction] = Registry(
 
 @dataclass(frozen=True)
 class Scores:
-    """What the reward functions of a task say about N completions."""
+    """Values of the reward functions of a task for N completions."""
 
     rewards: dict[str, list[float | None]]  # raw value of every function, N each; None: does not apply
     total: list[float]  # weighted sum over the functions that apply, N
@@ -67,7 +67,7 @@ def _value(value: Any, name: str, row: int) -> float | None:
 
 
 def own_copy(value: Any) -> Any:
-    """Copy the lists, dicts, sets and tuples of a value, so that no function changes what others see."""
+    """Copies the lists, dicts, sets and tuples of a value, so that no function changes what others see."""
     if isinstance(value, dict):
         return {key: own_copy(inner) for key, inner in value.items()}
     if type(value) in (list, tuple, set):
@@ -77,7 +77,7 @@ def own_copy(value: Any) -> Any:
 
 @lru_cache(maxsize=1)
 def _event_loop(process: int) -> asyncio.AbstractEventLoop:
-    """One for all calls of a process: what functions keep between them, such as a client, belongs to its loop.
+    """Starts the loop of all calls in a process: what functions keep, such as a client, belongs to its loop.
 
     It runs in a thread of its own, so that callers may have one that runs, as notebooks do.
     """
@@ -94,43 +94,35 @@ def _event_loop(process: int) -> asyncio.AbstractEventLoop:
     return loop
 
 
-async def _gather(functions: Mapping[str, RewardFunction], arguments: dict[str, Any]) -> list[Any]:
-    """What async reward functions return, or the exceptions that they raise; they run side by side."""
-
-    async def one(function: Any) -> Any:
-        return _as_list(await function(**own_copy(arguments)))
-
-    return await asyncio.gather(*map(one, functions.values()), return_exceptions=True)
-
-
 def _call_all(functions: Mapping[str, RewardFunction], arguments: dict[str, Any]) -> dict[str, Any]:
-    """What every function returns or raises; async ones run side by side after the others."""
+    """Returns what every function returned or raised; async ones run side by side after the others."""
     found: dict[str, Any] = {}
     for name, function in functions.items():
-        if not _is_async(function):
-            try:
-                found[name] = _as_list(function(**own_copy(arguments)))
-            except (Exception, SystemExit) as error:  # sys.exit ends a reward function, not the run without a word
-                found[name] = error
-    waiting = {name: function for name, function in functions.items() if name not in found}
+        try:
+            found[name] = _as_list(function(**own_copy(arguments)))
+        except (Exception, SystemExit) as error:  # sys.exit ends a reward function, not the run without a word
+            found[name] = error
+    waiting = {name: value for name, value in found.items() if inspect.isawaitable(value)}
+
+    async def finish(value: Any) -> Any:
+        return _as_list(await value)
+
+    async def finish_all() -> list[Any]:
+        return await asyncio.gather(*map(finish, waiting.values()), return_exceptions=True)
+
     if waiting:
-        loop = _event_loop(os.getpid())
-        found |= zip(waiting, asyncio.run_coroutine_threadsafe(_gather(waiting, arguments), loop).result())
-    return {name: found[name] for name in functions}
+        found |= zip(waiting, asyncio.run_coroutine_threadsafe(finish_all(), _event_loop(os.getpid())).result())
+    return found
 
 
 def _as_list(found: Any) -> Any:
-    """Return a list of what can be iterated in its order, such as an array; anything else as it is."""
+    """Returns a list of what can be iterated in its order, such as an array; anything else as it is."""
     ordered = isinstance(found, Iterable) and not isinstance(found, (*TEXT, Mapping, Set))
     return list(found) if ordered else found
 
 
-def _is_async(function: Any) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
-
-
 def _place(function: Any, error: BaseException) -> str:
-    """Of the lines of the function's own file that the error came through, the innermost: `` (my_rewards.py:7)``.
+    """Names the innermost line of the function's own file that the error came through: `` (my_rewards.py:7)``.
 
     A function that was never entered is named by its first line; one of this package, or in C, not at all.
     """
@@ -147,7 +139,7 @@ def _place(function: Any, error: BaseException) -> str:
 
 
 def _given(error: BaseException, names: Iterable[str]) -> str:
-    """Where the error looks like a column that is not there or not expected: what a reward function is given."""
+    """Lists what a reward function gets, if the error looks like a missing or an unexpected column."""
     call = isinstance(error, TypeError) and re.search(r"unexpected keyword argument|missing \d+ required", str(error))
     if not (call or isinstance(error, KeyError)):
         return ""
@@ -155,7 +147,7 @@ def _given(error: BaseException, names: Iterable[str]) -> str:
 
 
 def _checked(name: str, function: RewardFunction, arguments: dict[str, Any], found: Any) -> list[float | None]:
-    """The values of one function for all completions, or a message about it."""
+    """Returns the values of one function for all completions, or raises UserError about them."""
     count = len(arguments["completions"])
     if isinstance(found, Exception | SystemExit):
         about = _place(function, found) + _given(found, arguments)
@@ -165,6 +157,21 @@ def _checked(name: str, function: RewardFunction, arguments: dict[str, Any], fou
     if len(found) != count:
         raise UserError(f"reward function {name} returned {len(found)} values for {count} completions")
     return [_value(value, name, row) for row, value in enumerate(found)]
+
+
+def check_columns(name: str, function: Any, examples: Sequence[Example]) -> None:
+    """Raises UserError if a reward function cannot do without a column that no example has."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # of a builtin nothing is known
+        return
+    given = OF_THE_TRAINER | {column for row in examples for column in row.columns}
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    missing = [p.name for p in named if p.default is p.empty and p.name not in given]
+    if missing and examples:
+        file = examples[0].place.rpartition(":")[0]
+        has = ", ".join(map(repr, sorted(examples[0].columns))) or "no other columns"
+        raise UserError(f"reward function {name} needs column {missing[0]!r}, which {file} lacks; it has {has}")
 
 
 def score(

@@ -1,4 +1,4 @@
-"""What the settings of all tasks have in common, and the tasks by name.
+"""Settings that all tasks share, and the tasks by name.
 
 To add one: a file with a subclass of ``TaskSettings``, and a line in ``TASKS``. One of somebody else's is such a class
 in a module of theirs, and ``task.name: module:Class`` names it.
@@ -7,12 +7,11 @@ in a module of theirs, and ``task.name: module:Class`` names it.
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field, ModelWrapValidatorHandler, field_validator, model_validator
 
 from python_trainer.environment import ENVIRONMENTS
 from python_trainer.errors import UserError
-from python_trainer.registry import PluginError, Registry
-from python_trainer.settings import Section
+from python_trainer.settings import PluginError, Registry, Section
 from python_trainer.tasks.base import Task
 
 Size = Annotated[int, Field(ge=1)]
@@ -21,9 +20,9 @@ DEFAULT = "sums"
 TASKS: Registry[type["TaskSettings"]] = Registry(
     "task",
     {
-        "dataset": f"{HOME}.jsonl:JSONLSettings",
+        "dataset": f"{HOME}.files:JSONLSettings",
         "gsm8k": f"{HOME}.gsm8k:GSM8KSettings",
-        "jsonl": f"{HOME}.jsonl:JSONLSettings",
+        "jsonl": f"{HOME}.files:JSONLSettings",
         "lattice_paths": f"{HOME}.lattice_paths:LatticePathsSettings",
         "sums": f"{HOME}.sums:SumsSettings",
     },
@@ -41,7 +40,7 @@ class TaskSettings(Section):
     model_config = ConfigDict(frozen=True)
 
     name: Annotated[str, TASKS]
-    """What to train on; settings that only some tasks have come after those of all."""
+    """The task. Settings of single tasks follow those of all."""
     train_size: Size | None = None
     """Number of training examples; null: the task's own, for files all."""
     gate_size: Annotated[int, Field(ge=0)] | None = None
@@ -51,11 +50,11 @@ class TaskSettings(Section):
     chat_template_kwargs: dict[str, Any] = Field({})
     """Further arguments of the tokenizer's chat template: {enable_thinking: false}, tools, and the like."""
     overlong: Literal["error", "drop"] = "error"
-    """What a prompt does that leaves no room for an answer (`sft`: for its own): end the run, or be left out, with a
-    note."""
+    """A prompt that leaves no room for an answer (`sft`: for its own) ends the run (error), or is left out with a note
+    (drop)."""
 
     environment: Annotated[str, ENVIRONMENTS] | None = None
-    """What the policy has turns with in an answer (docs/quickstart.md); null: an answer is one turn."""
+    """Takes turns with the policy within an answer (docs/quickstart.md); null: an answer is one turn."""
     max_turns: int = Field(8, ge=1)
     """Most turns of the policy in one answer, with an environment."""
 
@@ -75,10 +74,10 @@ class TaskSettings(Section):
         """Raises UserError where a file of the settings does not exist; imports nothing heavy."""
 
     def load(self) -> Task:
-        """The task.
+        """Makes the task.
 
         Raises:
-            UserError: names a file, line or function that is no good.
+            UserError: names a file, line or function that cannot be used.
         """
         raise UserError(f"task {self.name}: {type(self).__name__} must have a method load, which returns a Task")
 
@@ -96,10 +95,11 @@ class TaskSettings(Section):
         except PluginError:
             return NamedTask  # its name says what is wrong
 
+    @model_validator(mode="wrap")
     @classmethod
-    def around(cls, value: Any) -> Any:
+    def _load_the_given(cls, values: Any, handler: ModelWrapValidatorHandler) -> Any:
         """Turns a :class:`Task` into settings that load it, under the name ``object:NAME``."""
-        return given_task(value).model_validate({}) if isinstance(value, Task) else value
+        return given_task(values) if isinstance(values, Task) else handler(values)
 
 
 class NamedTask(TaskSettings):
@@ -109,15 +109,15 @@ class NamedTask(TaskSettings):
 
 
 def load_task(settings: TaskSettings) -> Task:
-    """The task of these settings, which may be those of somebody else's class."""
+    """Loads the task of these settings, whose class may be the user's."""
     task = settings.load()
     if not isinstance(task, Task):
         raise UserError(f"task {settings.name}: load must return a Task, got {task!r:.80}")
     return task
 
 
-def given_task(task: Task) -> type[TaskSettings]:
-    """Settings of a task that was made in Python, registered for this process."""
+def given_task(task: Task) -> TaskSettings:
+    """Makes the settings of a task that was made in Python, and registers them for this process."""
 
     class GivenTask(TaskSettings):
         """A task that was made in Python; its prompts are all there are."""
@@ -128,4 +128,4 @@ def given_task(task: Task) -> type[TaskSettings]:
             return task
 
     TASKS.give(f"object:{task.name}", GivenTask)
-    return GivenTask
+    return GivenTask()

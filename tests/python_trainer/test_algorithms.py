@@ -36,7 +36,7 @@ from python_trainer.algorithms.advantages import (
 from python_trainer.algorithms.kl import kl_estimate
 from python_trainer.algorithms.losses import importance_weights, policy_loss, value_loss
 from python_trainer.algorithms.settings import LOSS_TYPES, POLICY_LOSSES, AlgorithmConfig
-from python_trainer.registry import PluginError
+from python_trainer.settings import PluginError
 
 INF = float("inf")
 GRAD = {"dtype": torch.float64, "requires_grad": True}

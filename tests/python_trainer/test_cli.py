@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -43,20 +44,6 @@ def test_settings_are_listed(capsys):
     assert "algorithm.loss_type: grpo | dapo" in out
 
 
-def test_missing_model_folder(run, tmp_path):
-    one_clear_line(run({"model": {"path": "/nowhere/model"}}), tmp_path, "model.path", "/nowhere/model")
-    (tmp_path / "earlier" / "model").mkdir(parents=True)
-    (tmp_path / "earlier" / "model" / "config.json").write_text("{}")
-    result = run({"model": {"path": str(tmp_path / "earlier")}})
-    one_clear_line(result, tmp_path, "no causal language model", f"that of this run is in {tmp_path / 'earlier/model'}")
-    assert not (tmp_path / "run").exists()
-
-
-def test_folder_without_model(run, tmp_path):
-    (tmp_path / "hollow").mkdir()
-    one_clear_line(run({"model": {"path": str(tmp_path / "hollow")}}), tmp_path, "hollow", "no causal language model")
-
-
 def with_weights(change):
     """Changes the weights of a folder, a dictionary, in place."""
 
@@ -78,6 +65,17 @@ def without_eos(folder):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": None}))
 
 
+def of_an_earlier_run(folder):
+    shutil.rmtree(folder)
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "config.json").write_text("{}")
+
+
+def hollow(folder):
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -90,12 +88,16 @@ def without_eos(folder):
          ["NaN or infinity: model.norm.weight"]),
         (without_tokenizer, ["no tokenizer"]),
         (without_eos, ["no EOS token"]),
+        (shutil.rmtree, ["model.path"]),
+        (hollow, ["no causal language model"]),
+        (of_an_earlier_run, ["no causal language model", "that of this run is in ", "policy/model"]),
     ],
 )  # fmt: skip
 def test_a_model_that_is_no_good_is_named(run, tmp_path, damage, words):
     folder = save_tiny_policy(tmp_path / "policy")
     damage(folder)
     one_clear_line(run({"model": {"path": str(folder)}}), tmp_path, str(folder), *words)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("backend", ["nonsense", "triton"])
@@ -109,40 +111,38 @@ def test_a_backend_that_cannot_be(run, tmp_path, monkeypatch, backend):
 
 
 LIGHT = """
-import sys
+import json, sys
 from python_trainer.__main__ import main
-print(main(sys.argv[1:]), [name for name in ("torch", "transformers", "matplotlib") if name in sys.modules])
+for line in json.load(sys.stdin):
+    code = main(line)
+    print(code, [name for name in ("torch", "transformers", "matplotlib") if name in sys.modules], flush=True)
 """
+MISTAKES = [
+    ("train", ["--set", "optimizer.learning_rat=1"], "optimizer.learning_rat: unknown setting"),
+    ("train", ["--set", "accelerators.enabled=[rhime]"], "'rhime'"),
+    ("train", ["--set", "task.name=summs"], "'summs'"),
+    ("train", ["--set", "model.path=/nowhere/model"], "/nowhere/model"),
+    ("train", ["--set", "task.train_path=/nowhere.jsonl"], "task.train_path: there is no file /nowhere.jsonl"),
+    ("train", ["--output-dir", "full"], "already holds a run"),
+    ("train", ["--output-dir", "settings.yaml"], "is a file"),
+    ("compare", ["--variants", "baseline,warp"], "'warp'"),
+    ("compare", ["--seeds", "0"], "--seeds"),
+]
 
 
-@pytest.mark.parametrize(
-    ("command", "arguments", "words"),
-    [
-        ("train", ["--set", "optimizer.learning_rat=1"], "optimizer.learning_rat: unknown setting"),
-        ("train", ["--set", "accelerators.enabled=[rhime]"], "'rhime'"),
-        ("train", ["--set", "task.name=summs"], "'summs'"),
-        ("train", ["--set", "model.path=/nowhere/model"], "/nowhere/model"),
-        ("train", ["--set", "task.train_path=/nowhere.jsonl"], "task.train_path: there is no file /nowhere.jsonl"),
-        ("train", ["--output-dir", "full"], "already holds a run"),
-        ("train", ["--output-dir", "settings.yaml"], "is a file"),
-        ("compare", ["--variants", "baseline,warp"], "'warp'"),
-        ("compare", ["--seeds", "0"], "--seeds"),
-    ],
-)
-def test_mistakes_are_found_before_torch_is_loaded(settings, tmp_path, command, arguments, words):
+def test_mistakes_are_found_before_torch_is_loaded(settings, tmp_path):
     path = tmp_path / "settings.yaml"
     path.write_text(yaml.safe_dump(settings))
     (tmp_path / "full" / "checkpoints" / "step-000002").mkdir(parents=True)
-    line = [sys.executable, "-c", LIGHT, command, "--config", str(path), "--output-dir", "run", *arguments]
+    lines = [[name, "--config", str(path), "--output-dir", "run", *arguments] for name, arguments, _ in MISTAKES]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(line, env=env, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert words in done.stderr and done.stdout == "2 []\n", done.stderr
-
-
-def test_a_mistake_in_set_is_not_blamed_on_the_file(run, tmp_path):
-    code, error = run({"max_steps": 0}, "--set", "optimizer.learning_rat=1")
-    assert code == 2 and "--set: optimizer.learning_rat: unknown setting" in error
-    assert "settings.yaml: max_steps: " in error
+    done = subprocess.run([sys.executable, "-c", LIGHT], input=json.dumps(lines), env=env, cwd=tmp_path,
+                          capture_output=True, text=True, check=True)  # fmt: skip
+    assert done.stdout == "2 []\n" * len(lines)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == len(MISTAKES), done.stderr
+    for error, (*_, words) in zip(errors, MISTAKES):
+        assert words in error
 
 
 def test_a_reader_that_has_seen_enough(tmp_path):
@@ -153,19 +153,16 @@ def test_a_reader_that_has_seen_enough(tmp_path):
 
 
 def test_resume_tells_of_a_missing_checkpoint_and_of_changed_settings(run, tmp_path):
+    """Without it, a finished run stays as it is."""
     assert "has no checkpoint to resume" in run({"max_steps": 1}, "--resume")[1]
-    assert "resumed with" not in run({}, "--resume")[1]
-    _, error = run({"max_steps": 2, "optimizer": {"learning_rate": 0.25}}, "--resume")
-    assert "resumed with other settings than before: max_steps: 1 -> 2, optimizer.learning_rate: " in error
-    assert "-> 0.25" in error
-
-
-def test_a_finished_run_is_not_overwritten(run, tmp_path):
-    assert run({"max_steps": 1})[0] == 0
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     code, error = run()
     assert code == 2 and "already holds a run" in error and "--resume" in error
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+    assert "resumed with" not in run({}, "--resume")[1]
+    _, error = run({"max_steps": 2, "optimizer": {"learning_rate": 0.25}}, "--resume")
+    assert "resumed with other settings than before: max_steps: 1 -> 2, optimizer.learning_rate: " in error
+    assert "-> 0.25" in error
 
 
 @pytest.mark.parametrize("folder", ["file/run", "n" * 300, "unwritable"])
@@ -210,24 +207,13 @@ def test_compare_skips_what_is_finished_and_reports(run, tmp_path, capsys, monke
     console = Console(file=io.StringIO(), width=100)
     console.print(make_table(columns))
     text = console.file.getvalue()
-    for words in (
-        "baseline",
-        "rpo",
-        "accuracy before",
-        "generated tokens",
-        "share of training",
-        "minus baseline",
-        "tokens given, not generated",
-    ):
+    for words in ("baseline", "rpo", "accuracy before", "generated tokens", "share of training", "minus baseline"):
         assert words in text
     assert "earlier runs" not in text, "a counter that is 0 everywhere is left out"
     assert main(["report", str(tmp_path / "run" / "rpo"), str(tmp_path / "run" / "all")]) == 0
     assert (tmp_path / "run" / "rpo" / "accuracy.png").exists()
-
-
-def test_report_without_runs(tmp_path, capsys):
-    assert main(["report", str(tmp_path)]) == 2
-    assert "no run (metrics.jsonl)" in capsys.readouterr().err
+    capsys.readouterr()
+    assert main(["report", str(tmp_path / "nowhere")]) == 2 and "no run (metrics.jsonl)" in capsys.readouterr().err
 
 
 def test_as_a_program(settings, tmp_path):

@@ -6,29 +6,23 @@ import sys
 import pytest
 from conftest import one_clear_line
 
-
-def test_prompt_longer_than_the_model_allows(run, tmp_path):
-    path = tmp_path / "long.jsonl"
-    path.write_text('{"prompt": "A"}\n' + json.dumps({"prompt": "AB" * 100}) + "\n")
-    result = run({"task": {"train_path": str(path)}})
-    one_clear_line(result, tmp_path, f"prompt {path}:2 has 200 tokens", "limit of 128", "1 to 116")
-    assert not (tmp_path / "run").exists()
-
-
-def test_messages_without_chat_template(run, tmp_path):
-    path = tmp_path / "chat.jsonl"
-    path.write_text(json.dumps({"messages": [{"role": "user", "content": "AB"}]}) + "\n")
-    one_clear_line(run({"task": {"train_path": str(path)}}), tmp_path, "no chat template")
+CHAT = json.dumps({"messages": [{"role": "user", "content": "AB"}]})
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [('{"prompt": "A"}\n{"prompt": \n', ["2"]), ("", ["jsonl"]), ('{"question": "A"}\n', ["prompt"])],
+    [
+        ('{"prompt": "A"}\n' + json.dumps({"prompt": "AB" * 100}), [":2 has 200 tokens", "limit of 128", "1 to 116"]),
+        (CHAT, ["no chat template"]),
+        ('{"prompt": "A"}\n{"prompt": \n', ["bad.jsonl:2"]),
+        ("", ["bad.jsonl"]),
+        ('{"question": "A"}\n', ["bad.jsonl", "prompt"]),
+    ],
 )
-def test_bad_jsonl(run, tmp_path, text, words):
+def test_bad_prompts(run, tmp_path, text, words):
     path = tmp_path / "bad.jsonl"
     path.write_text(text)
-    one_clear_line(run({"task": {"train_path": str(path)}}), tmp_path, str(path), *words)
+    one_clear_line(run({"task": {"train_path": str(path)}}), tmp_path, *words)
     assert not (tmp_path / "run").exists()
 
 
@@ -72,9 +66,7 @@ def test_partial_rewards_that_count_as_right_are_noted_once(run, tmp_path, monke
 REWARDS = """
 import math
 def raises(**_): raise RuntimeError("the judge is asleep")
-def short(completions, **_): return [1.0] * (len(completions) - 1)
 def nan(completions, **_): return [math.nan] * len(completions)
-def text(completions, **_): return ["good"] * len(completions)
 calls = 0
 def fails_at(call, completions):
     global calls
@@ -96,31 +88,25 @@ def bad_rewards(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("raises", ["RuntimeError: the judge is asleep (", "bad_rewards.py:3)"]), ("short", ["5 values for 6"]),
-     ("nan", ["nan"]), ("text", ["'good'"]), ("nothing", ["no nothing"])],
+    [("bad_rewards:raises", ["RuntimeError: the judge is asleep (", "bad_rewards.py:3)"]),
+     ("bad_rewards:nan", ["nan returned nan"]), ("bad_rewards:nothing", ["no nothing"]),
+     ("no_such_module:f", ["no_such_module"])],
 )  # fmt: skip
 def test_bad_reward_functions(run, tmp_path, bad_rewards, name, words):
-    one_clear_line(run({"task": {"reward": f"bad_rewards:{name}"}}), tmp_path, name, *words)
+    one_clear_line(run({"task": {"reward": name}}), tmp_path, *words)
 
 
-def test_reward_module_that_is_not_there(run, tmp_path):
-    one_clear_line(run({"task": {"reward": "no_such_module:f"}}), tmp_path, "no_such_module")
+@pytest.mark.parametrize(("name", "steps", "kept"), [("late", 5, [0, 1, 2]), ("early", 1, [0])])
+def test_a_run_that_a_reward_ended_goes_on(run, tmp_path, bad_rewards, name, steps, kept):
+    """With ``--resume``; one that ended before its first step does not hold its folder."""
 
+    def rows():
+        return [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
 
-def test_reward_that_fails_later_leaves_a_run_that_resumes(run, tmp_path, bad_rewards):
-    changes = {"task": {"reward": "bad_rewards:late"}, "max_steps": 5, "save": {"save_steps": 1}}
+    changes = {"task": {"reward": f"bad_rewards:{name}"}, "max_steps": steps, "save": {"save_steps": 1}}
     code, error = run(changes)
-    assert code == 2 and "error: reward function late raised ValueError: went away (" in error
-    code, error = run({}, "--resume")  # call 4 is over
+    assert code == 2 and f"error: reward function {name} raised ValueError: went away (" in error
+    assert rows() == kept
+    code, error = run({}, *(["--resume"] if name == "late" else []))  # the call that fails is over
     assert code == 0, error
-    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [0, 1, 2, 3, 4, 5]
-
-
-def test_a_run_that_ended_before_its_first_step_does_not_hold_its_folder(run, tmp_path, bad_rewards):
-    changes = {"task": {"reward": "bad_rewards:early"}, "max_steps": 1}
-    code, error = run(changes)
-    assert code == 2 and "went away" in error
-    assert [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").open()] == [0]
-    code, error = run()
-    assert code == 0, error
+    assert rows() == [*range(steps + 1)]

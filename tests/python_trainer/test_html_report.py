@@ -1,14 +1,16 @@
 """The page of a run: complete, closed to the network, and no text of a model or a file becomes markup."""
 
 import json
+import shutil
 from html.parser import HTMLParser
 
 import pytest
 import torch
+from conftest import merged, run_settings
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from python_trainer.config import flatten
+from python_trainer.config import check_config, flatten
 from python_trainer.data import Rollout
 from python_trainer.errors import UserError
 from python_trainer.logger import Logger, choose_samples
@@ -49,23 +51,29 @@ class Page(HTMLParser):
         self.texts.append(data.strip())
 
 
-def quiet():
-    return Console(quiet=True)
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_policy, jsonl_files, tmp_path_factory):
+    """Two short runs that differ in two settings; the answers of one were tampered with."""
+    folder = tmp_path_factory.mktemp("trained")
+    for name, changes in (("a&b", {}), ("other", {"seed": 1, "algorithm": {"beta": 0.1}})):
+        values = merged(run_settings(tiny_policy, jsonl_files), {"max_steps": 3} | changes)
+        Trainer(check_config(values, source="test"), folder / name, console=QUIET).run()
+    path = folder / "a&b" / "samples.jsonl"
+    path.write_text(path.read_text().replace('"prompt": "', '"prompt": ' + json.dumps(EVIL)[:-1], 1))
+    return folder
 
 
 @pytest.fixture
-def runs(make_config, tmp_path):
-    """Two short runs that differ in two settings; the answers of one were tampered with."""
-    for name, changes in (("a&b", {}), ("other", {"seed": 1, "algorithm": {"beta": 0.1}})):
-        config = make_config(max_steps=3, **changes)
-        Trainer(config, tmp_path / "runs" / name, console=quiet()).run()
-    path = tmp_path / "runs" / "a&b" / "samples.jsonl"
-    path.write_text(path.read_text().replace('"prompt": "', '"prompt": ' + json.dumps(EVIL)[:-1], 1))
-    return tmp_path / "runs"
+def runs(trained, tmp_path):
+    """A copy of them."""
+    return shutil.copytree(trained, tmp_path / "runs")
 
 
 def test_page_of_two_runs(runs):
-    report([runs / "a&b", runs / "other"], quiet())
+    report([runs / "a&b", runs / "other"], QUIET)
     text = (runs / "a&b" / "report.html").read_text()
     assert text == (runs / "other" / "report.html").read_text()
     page = Page(text)
@@ -81,10 +89,7 @@ def test_page_of_two_runs(runs):
     assert page.tags.count("svg") == 1
     before_shared = text[text.index("<h2>Settings") : text.index("Settings that all runs share")]
     assert before_shared.count("<tr>") == 3  # the head, algorithm.beta and seed
-
-
-def test_page_of_one_run_shares_no_settings(runs):
-    report([runs / "a&b"], quiet())
+    report([runs / "a&b"], QUIET)
     assert "Settings that all runs share" not in (runs / "a&b" / "report.html").read_text()
 
 
@@ -101,7 +106,7 @@ def test_variants_have_a_verdict_and_one_order(runs, capsys):
     ended, steps = caveats(found)
     assert ended.startswith("baseline has not ended: ") and "4 steps" in ended
     assert "different numbers of steps (baseline 4, a&b 3)" in steps
-    report([runs], quiet())
+    report([runs], QUIET)
     page = Page((runs / "report.html").read_text())
     assert verdict in page.texts and f"Note: {steps}." in page.texts
     assert (runs / "accuracy.png").stat().st_size > 5000
@@ -112,7 +117,7 @@ def test_unfinished_runs_have_the_summary_of_their_steps(runs):
     (run,) = find_runs([runs / "other"])
     (runs / "other" / "summary.json").unlink()
     (again,) = find_runs([runs / "other"])
-    assert run.ended and not again.ended and again.summary.keys() == run.summary.keys()
+    assert run.ended and not again.ended and again.summary.keys() < run.summary.keys()
     for key in ("steps", "generated_tokens", "trained_tokens", "eval_accuracy_start", "eval_accuracy_final"):
         assert again.summary[key] == run.summary[key], key
     for key in ("training_s", "rollout_s", "train_s"):
@@ -172,12 +177,12 @@ def test_samples_are_of_different_prompts():
 
 
 def test_samples_of_a_resumed_run_are_those_of_its_steps(tmp_path):
-    told = Logger(tmp_path, 100, console=quiet())
+    told = Logger(tmp_path, 100, console=QUIET)
     with told.recording():
         for step in range(1, 6):
             told.log_samples(step, [{"answer": str(step)}])
     assert read_samples(tmp_path) == {step: [{"answer": str(step)}] for step in range(1, 6)}
-    with Logger(tmp_path, 100, console=quiet()).recording(after_step=3):
+    with Logger(tmp_path, 100, console=QUIET).recording(after_step=3):
         assert list(read_samples(tmp_path)) == [1, 2, 3]
     assert read_samples(tmp_path / "nowhere") == {}
 

@@ -27,7 +27,7 @@ from python_trainer.trainer import Trainer
 
 # what of a set-up fails in the second process, by what it is called there
 PLACES = {
-    "task": "python_trainer.tasks.jsonl.JSONLSettings.load",
+    "task": "python_trainer.tasks.files.JSONLSettings.load",
     "tokenizer": "python_trainer.model.policy.Policy.encode",
     "engine": "python_trainer.rollout.paged.engine.PagedEngine.__init__",
     "learner": "python_trainer.trainer.make_learner",

@@ -12,10 +12,10 @@ from python_trainer.compare import compare
 from python_trainer.config import check_config, dump_config, load_config
 from python_trainer.data import Example
 from python_trainer.errors import UserError
-from python_trainer.registry import PluginError, Registry
 from python_trainer.report.runs import find_runs
 from python_trainer.report.tables import summary_columns
 from python_trainer.run_directory import read_metrics
+from python_trainer.settings import PluginError, Registry
 from python_trainer.tasks import TASKS, Task, TaskSettings
 from python_trainer.trainer import Trainer
 
@@ -33,7 +33,7 @@ class CounterSettings(AcceleratorSettings):
     """Count every so many steps."""
 
     def conflicts(self, config):
-        return "counter cannot count to 13" if config.max_steps == 13 else None
+        return "counter cannot count to 13" if config.accelerators.counter.every == 13 else None
 
 
 class Counter(Accelerator):
@@ -99,14 +99,6 @@ def test_an_accelerator_of_one_file(make_config, tmp_path):
     assert (tmp_path / "runs" / "report.html").exists()
 
 
-def test_what_an_accelerator_says_of_the_configuration(make_config):
-    enabled = {"enabled": [f"{HERE}:CounterSettings"]}
-    with pytest.raises(UserError, match="counter cannot count to 13"):
-        make_config(max_steps=13, accelerators=enabled)
-    with pytest.raises(UserError, match="accelerators.enabled: counter needs parallel=none, got ddp, which allows rpo"):
-        make_config(parallel="ddp", accelerators=enabled)
-
-
 @pytest.mark.parametrize(
     ("accelerators", "message"),
     [
@@ -123,11 +115,15 @@ def test_what_an_accelerator_says_of_the_configuration(make_config):
         ({"enabled": [f"{HERE}.py:CounterSettings"]}, "accelerators.enabled: .*; name a module without .py$"),
         ({"enabled": [3]}, "accelerators.enabled.0: .*string, got 3"),
         ({"enabled": "rpo"}, "accelerators.enabled: must be a list, .*, got 'rpo'"),
+        ({"enabled": [f"{HERE}:CounterSettings"], "counter": {"every": 13}}, "test: counter cannot count to 13"),
+        ({"enabled": [f"{HERE}:CounterSettings"], "parallel": "ddp"},
+         "accelerators.enabled: counter needs parallel=none, got ddp, which allows rpo"),
     ],
 )  # fmt: skip
 def test_wrong_accelerators_are_named(make_config, accelerators, message):
+    parallel = accelerators.pop("parallel", "none")
     with pytest.raises(UserError, match=message):
-        make_config(accelerators=accelerators)
+        make_config(accelerators=accelerators, parallel=parallel)
 
 
 def test_a_task_of_one_file(settings, tmp_path):
@@ -172,8 +168,5 @@ def test_names_places_and_objects_are_one():
     assert TASKS.resolve(LettersSettings) is LettersSettings
     with pytest.raises(PluginError, match="is not a subclass of AcceleratorSettings"):
         ACCELERATORS.resolve(LettersSettings)
-
-
-def test_a_bare_module_is_told_what_to_write():
     with pytest.raises(PluginError, match="must be one of .*, module:Class, got 'own_tasks'$"):
         TASKS.resolve("own_tasks")

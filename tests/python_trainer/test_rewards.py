@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from python_trainer.data import Example
 from python_trainer.errors import UserError
+from python_trainer.tasks import gsm8k
 from python_trainer.tasks.base import Task
 from python_trainer.tasks.rewards import REWARDS, score
 
@@ -171,14 +172,15 @@ def test_numbers_of_every_kind_are_rewards(kind, values):
 @pytest.mark.parametrize(
     "values",
     [{"a": 1.0, "b": 0.0}, {1.0, 0.0}, "10", b"10", 3.0, None, [10**400, 0], [1.0, "0"], [1.0, b"0"], [1.0, [0.0]],
-     [1.0, {}], [1.0, 1j], [1.0, float("inf")], [Decimal("NaN"), 0]],
+     [1.0, {}], [1.0, 1j], [1.0, float("inf")], [Decimal("NaN"), 0], [1.0], [1.0, 2.0, 3.0]],
     ids=str,
 )  # fmt: skip
 def test_everything_else_is_one_error(kind, values):
     async def later(**_):
         return values
 
-    with pytest.raises(UserError, match=r"^reward function own returned .*; allowed: "):
+    allowed = "; allowed: " if not isinstance(values, list) or len(values) == 2 else " values for 2 completions$"
+    with pytest.raises(UserError, match=rf"^reward function own returned .*{allowed}"):
         judge(own=later if kind == "async" else lambda **_: values)
 
 
@@ -228,41 +230,10 @@ def test_errors_name_the_place_and_what_was_given(tmp_path, monkeypatch, name, m
     sys.modules.pop("own_rewards")
     with pytest.raises(UserError, match=message):
         judge(**{name: function})
-
-
-def test_the_innermost_line_of_the_own_module_is_named(tmp_path, monkeypatch):
-    """Not the line in the library that it calls."""
-    (tmp_path / "own_rewards.py").write_text(OWN)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    function = REWARDS.resolve("own_rewards:right")
-    sys.modules.pop("own_rewards")
-    task = Task("t", [], [], {"right": function})
-    with pytest.raises(UserError, match=r"right raised JSONDecodeError: .* \(own_rewards.py:8\)$"):
-        score(task, [Example("p", {"total": 1})], ["no JSON"], [[1]])
-
-
-def test_errors_are_named():
-    def raises(**_):
-        raise TimeoutError("the server is gone")
-
-    async def later(**_):
-        raise TimeoutError("the server is gone")
-
-    async def short(**_):
-        return [1.0]
-
-    async def nothing(**_):
-        pass
-
-    for function in (raises, later):
-        with pytest.raises(UserError, match="reward function bad raised TimeoutError: the server is gone"):
-            judge(bad=function)
-    with pytest.raises(UserError, match="reward function bad returned 1 values for 2 completions"):
-        judge(bad=short)
-    with pytest.raises(UserError, match="reward function bad returned None; allowed: a list, a number for each"):
-        judge(bad=nothing)
-    assert judge(plain=plain).total == [3.0, 5.0]
+    if name == "right":  # entered: the innermost line of its own module, not that in the library which it calls
+        task = Task("t", [], [], {"right": function})
+        with pytest.raises(UserError, match=r"right raised JSONDecodeError: .* \(own_rewards.py:8\)$"):
+            score(task, [Example("p", {"total": 1})], ["no JSON"], [[1]])
 
 
 CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1 + 1?"}]
@@ -288,23 +259,14 @@ def test_each_completion_has_the_form_of_its_prompt():
     def forms(completions, **_):
         return [float(isinstance(c, str)) for c in completions]
 
-    examples = [Example("p"), Example(CHAT)]
-    scores = score(Task("t", examples, [], {"forms": forms}), examples, ["2", "2"], [[7], [7]])
-    assert scores.rewards == {"forms": [1.0, 0.0]}
-
-
-def test_our_own_reward_functions_read_messages_too():
-    from python_trainer.tasks import gsm8k
-
-    examples = [Example(CHAT, {"answer": "#### 2"}), Example("p", {"answer": "#### 2"})]
-    task = Task("t", examples, [], {"accuracy": gsm8k.accuracy})
-    assert score(task, examples, ["so\n#### 2", "so\n#### 2"], [[7], [7]]).total == [1.0, 1.0]
+    examples = [Example("p", {"answer": "#### 2"}), Example(CHAT, {"answer": "#### 2"})]
+    task = Task("t", examples, [], {"forms": forms, "gsm8k": gsm8k.accuracy})
+    scores = score(task, examples, ["so\n#### 2", "so\n#### 2"], [[7], [7]])
+    assert scores.rewards == {"forms": [1.0, 0.0], "gsm8k": [1.0, 1.0]}, "our own functions read messages too"
 
 
 def test_math_reads_messages_too():
     pytest.importorskip("math_verify")
-    from python_trainer.tasks.mathematics import math_reward
-
     examples = [Example(CHAT, {"answer": "2"})] * 2
-    task = Task("t", examples, [], {"math": math_reward})
+    task = Task("t", examples, [], {"math": REWARDS.resolve("math")})
     assert score(task, examples, ["it is $2$", "it is $3$"], [[7], [7]]).total == [1.0, 0.0]

@@ -17,8 +17,7 @@ from python_trainer.hub import policy_folder
 from python_trainer.model.loading import base_name
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
-from python_trainer.tasks.files import split_of
-from python_trainer.tasks.jsonl import JSONLSettings
+from python_trainer.tasks.files import JSONLSettings, split_of
 from python_trainer.trainer import Trainer
 
 datasets = pytest.importorskip("datasets")
@@ -72,16 +71,6 @@ def test_messages_lose_the_keys_of_other_messages(tmp_path):
     write(rows, tmp_path / "train.parquet")
     found = settings_of(tmp_path / "train.parquet", columns={}).load().train
     assert [row.prompt for row in found] == [row["messages"] for row in rows]
-
-
-def test_types_that_the_library_datasets_changes_are_noted(tmp_path):
-    """Of a JSON file; numbers below 2^63 and other texts stay what they are."""
-    row = {"question": "A", "gold": 2**63 + 5, "day": "2024-01-05", "size": 2**62, "text": "in 2024"}
-    (tmp_path / "all.json").write_text("\n".join(json.dumps(row) for _ in range(2)))
-    task = settings_of(tmp_path / "all.json").load()
-    assert len(task.notes) == 2 and task.train[0].columns["size"] == 2**62
-    assert "column 'answer' has numbers beyond 2^63, which are read as floats" in task.notes[1]
-    assert "column 'day' is read as dates: reward functions get datetime, not text" in task.notes[0]
 
 
 def test_a_place_of_the_hub_may_name_a_configuration_a_revision_and_a_split(tmp_path, monkeypatch):
@@ -246,20 +235,12 @@ def test_prompts_that_are_too_long(make_config, tmp_path, capsys):
         f"2 of 4 train prompts dropped (task.overlong): more than 116 tokens; the longest is {tmp_path}/train.jsonl:4"
     )
     assert said in capsys.readouterr().out
+    more = {"evaluation": {"sets": {"more": str(tmp_path / "train.jsonl")}}}  # a further test set
+    with pytest.raises(UserError, match=r"prompt .*train.jsonl:2 has 117 tokens"):
+        Trainer(make_config(**more), tmp_path / "run", console=Console(quiet=True))
+    (kept,) = Trainer(make_config(task={"overlong": "drop"}, **more), tmp_path / "run", console=Console()).prompts.sets
+    assert [len(row.prompt) for row in kept.examples] == [len(ids) for ids in kept.ids] == [1, 116]
+    assert "2 of 4 evaluation.sets.more prompts dropped (task.overlong): more than 116" in capsys.readouterr().out
     (tmp_path / "train.jsonl").write_text(json.dumps(lines[3]))
     with pytest.raises(UserError, match=r"1 of 1 train prompts dropped .* none is left"):
         Trainer(make_config(task=task | {"overlong": "drop"}), tmp_path / "run", console=Console(quiet=True))
-
-
-def test_prompts_of_further_test_sets_that_are_too_long(make_config, tmp_path, capsys):
-    (tmp_path / "more.jsonl").write_text("".join(json.dumps({"prompt": "A" * n}) + "\n" for n in (1, 117, 116, 150)))
-
-    def trainer(overlong):
-        config = make_config(task={"overlong": overlong}, evaluation={"sets": {"more": str(tmp_path / "more.jsonl")}})
-        return Trainer(config, tmp_path / "run", console=Console())
-
-    (kept,) = trainer("drop").prompts.sets
-    assert [len(row.prompt) for row in kept.examples] == [len(ids) for ids in kept.ids] == [1, 116]
-    assert "2 of 4 evaluation.sets.more prompts dropped (task.overlong): more than 116" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"prompt .*more.jsonl:2 has 117 tokens"):
-        trainer("error")

@@ -22,20 +22,9 @@ def test_right_answers(text):
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "",
-        "18",
-        "####",
-        "A:",
-        "#### -18",
-        "#### 18 19",
-        "#### 1,8",
-        "#### 18..",
-        "#### 18\n#### 19",
-        "#### 18 eggs",
-        "1A: 18",
-    ],
-)
+    ["", "18", "####", "A:", "#### -18", "#### 18 19", "#### 1,8", "#### 18..", "#### 18\n#### 19", "#### 18 eggs",
+     "1A: 18"],
+)  # fmt: skip
 def test_wrong_answers(text):
     assert judge(text) == 0
 
@@ -84,11 +73,17 @@ def test_task_from_files(gsm8k_dir):
     assert message["role"] == "user" and message["content"].startswith("Janet")
 
 
-def test_an_answer_without_a_number_is_named(tmp_path):
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"question": "1+2?", "answer": "three"}', ":3: answer has no final number"),
+        ('{"question": "1+2?"}', ":3: column 'answer' is None; allowed: a string .*; the line has 'question'$"),
+        ('{"question": "", "answer": "#### 3"}', ":3: column 'question' is ''; allowed: a string"),
+        (r'{"question": "1+2?\ud83d", "answer": "#### 3"}', ":3: prompt has the lone surrogate"),
+    ],
+)
+def test_bad_lines_are_named(tmp_path, line, message):
     file = tmp_path / "problems.jsonl"
-    file.write_text('{"question": "1+1?", "answer": "#### 2"}\n\n{"question": "1+2?", "answer": "three"}\n')
-    with pytest.raises(UserError, match=r"problems\.jsonl:3: answer has no final number"):
-        GSM8KSettings(train_path=file, test_path=file).load()
-    file.write_text(r'{"question": "1+1?\ud83d", "answer": "#### 2"}')
-    with pytest.raises(UserError, match=r"problems\.jsonl:1: question has the lone surrogate"):
+    file.write_text(f'{{"question": "1+1?", "answer": "#### 2"}}\n\n{line}\n')
+    with pytest.raises(UserError, match=rf"problems\.jsonl{message}"):
         GSM8KSettings(train_path=file, test_path=file).load()

@@ -8,7 +8,7 @@ from support import lacks
 
 from python_trainer.errors import UserError
 from python_trainer.tasks import mathematics
-from python_trainer.tasks.jsonl import JSONLSettings
+from python_trainer.tasks.files import JSONLSettings
 from python_trainer.tasks.rewards import score
 
 

@@ -1,4 +1,5 @@
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,14 +16,17 @@ from tools.policies.sums import ALL, SHORT, Aim, Phase, Sums
 from tools.policies.training import byte_tokenizer, new_policy, save, train
 
 POLICIES = Path(python_trainer.tasks.__file__).parent / "policies"
+PROMPTS = 128
 SHIPPED = sorted(folder.name for folder in POLICIES.iterdir())
 
 
-def sampled_accuracy(name, variant, prompts, temperature):
-    policy = AutoModelForCausalLM.from_pretrained(POLICIES / name, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(POLICIES / name)
-    task = SumsSettings(variant=variant).load()
-    examples = task.test[:prompts]
+@cache
+def sampled_accuracy(temperature):
+    """Accuracy of the policy ``small`` on the first test prompts of the short sums."""
+    policy = AutoModelForCausalLM.from_pretrained(POLICIES / "small", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(POLICIES / "small")
+    task = SumsSettings(variant="short").load()
+    examples = task.test[:PROMPTS]
     engine = PagedEngine(policy, eos_token_ids=tokenizer.eos_token_id)
     requests = [
         Request(tokenizer.encode(example.prompt), sample_id=index, max_new_tokens=320)
@@ -30,12 +34,11 @@ def sampled_accuracy(name, variant, prompts, temperature):
     ]
     ids = [completion.ids for completion in engine.generate(requests, SamplingParams(temperature=temperature))]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    return sum(score(task, examples, texts, ids).accuracy) / prompts
+    return sum(score(task, examples, texts, ids).accuracy) / PROMPTS
 
 
 def test_the_small_policy_leaves_room():
-    assert 0.3 <= sampled_accuracy("small", "short", 512, 1.0) <= 0.6
-    assert sampled_accuracy("small", "short", 128, 0.0) >= 0.6
+    assert 0.3 <= sampled_accuracy(1.0) <= 0.6 <= sampled_accuracy(0.0)
 
 
 def test_together_they_are_small():
@@ -140,5 +143,5 @@ def test_a_missing_gpu_is_named(monkeypatch, capsys, tmp_path):
 
 def test_accuracy_of_samples_is_that_of_the_task():
     policy = AutoModelForCausalLM.from_pretrained(POLICIES / "small", dtype=torch.float32)
-    wanted = {name: sampled_accuracy("small", "short", 128, t) for name, t in (("sampled", 1.0), ("greedy", 0.0))}
-    assert pretrain.right_answers(policy, "short", 128) == wanted
+    wanted = {"sampled": sampled_accuracy(1.0), "greedy": sampled_accuracy(0.0)}
+    assert pretrain.right_answers(policy, "short", PROMPTS) == wanted

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from python_trainer.config import check_config
 from python_trainer.errors import UserError
 from python_trainer.tasks.rewards import score
-from python_trainer.tasks.sums import TERMS, SumsSettings, accuracy, final_answer, solution
+from python_trainer.tasks.sums import TERMS, SumsSettings, final_answer, solution
 from tools.policies.sums import CARRY, CHANCE, carries, slip_chance, slipping_solution
 
 terms_lists = st.lists(st.integers(10, 99), min_size=2, max_size=24)
@@ -60,34 +60,12 @@ def test_a_slip_makes_the_answer_wrong_by_as_much(terms, data):
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [
-        ("12+34=46\nA:46", 46),
-        ("A:46", 46),
-        ("A:0", 0),
-        ("", None),
-        ("A:", None),
-        ("A: 46", None),
-        ("A:46\n", None),
-        ("A:46 ", None),
-        ("A:46.", None),
-        ("A:46\nA:46", None),
-        ("A:45\nA:46", None),
-        ("A:A:46", None),
-        ("xA:46", None),
-        (" A:46", None),
-        ("A:046", None),
-        ("A:-46", None),
-        ("A:+46", None),
-        ("A:4 6", None),
-        ("A:4_6", None),
-        ("A:٤٦", None),
-        ("A:46\n12+34=46", None),
-        ("a:46", None),
-        ("46", None),
-        ("12+34=46\rA:46", None),
-        ("A:" + "9" * 5000, None),
-    ],
-)
+    [("12+34=46\nA:46", 46), ("A:46", 46), ("A:0", 0)]
+    + [(text, None) for text in (
+        "", "A:", "A: 46", "A:46\n", "A:46 ", "A:46.", "A:46\nA:46", "A:45\nA:46", "A:A:46", "xA:46", " A:46", "A:046",
+        "A:-46", "A:+46", "A:4 6", "A:4_6", "A:٤٦", "A:46\n12+34=46", "a:46", "46", "12+34=46\rA:46", "A:" + "9" * 5000,
+    )],
+)  # fmt: skip
 def test_final_answer_is_strict(text, number):
     assert final_answer(text) == number
 
@@ -97,11 +75,6 @@ def test_final_answer_of_anything_is_its_last_line(text):
     number = final_answer(text)
     if number is not None:
         assert text.split("\n")[-1] == f"A:{number}" and text.count("A:") == 1
-
-
-def test_accuracy_judges_each_completion_by_its_own_answer():
-    texts = ["12+34=46\nA:46", "12+34=47\nA:47", "A:46\nA:46"]
-    assert accuracy(["12+34="] * 3, texts, [[]] * 3, answer=[46, 46, 46], terms=[2] * 3) == [1.0, 0.0, 0.0]
 
 
 def test_reward_looks_at_the_last_line():
