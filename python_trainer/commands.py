@@ -78,34 +78,42 @@ def make_parser() -> argparse.ArgumentParser:
     form["epilog"] = EXAMPLES.format(p=PROGRAM, name=names[0])
     about = "Trains language models on tasks with checkable answers (GRPO and relatives)."
     whole = Parser(prog=PROGRAM, description=about, **form)
-    parsers = whole.add_subparsers(dest="command", required=True)
-    commands = {}
-    for name, text in DESCRIPTIONS.items():
-        text = " ".join(text.split())
-        first = re.split("[.:]", text)[0]
-        commands[name] = parsers.add_parser(name, help=first, description=textwrap.fill(text, 110), **form)
+    commands = whole.add_subparsers(dest="command", required=True)
 
-    train = add_settings(commands["train"], run_train, resume=True)
+    def add(name: str, call: Any, *shared: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        text = " ".join(DESCRIPTIONS[name].split())
+        form["help"], form["description"] = re.split("[.:]", text)[0], textwrap.fill(text, 110)
+        command = commands.add_parser(name, parents=shared, **form)
+        command.set_defaults(call=call)
+        return command
+
+    settings, output, resume = (argparse.ArgumentParser(add_help=False) for _ in range(3))
+    text = "settings; the others are default. Also the bare name of a shipped file, such as smoke"
+    settings.add_argument("--config", required=True, metavar="FILE.yaml", help=text)
+    lists: dict[str, Any] = {"nargs": "+", "action": "extend", "default": [], "metavar": "KEY=VALUE"}
+    text = "change settings, for example optimizer.learning_rate=1e-5"
+    settings.add_argument("--set", dest="overrides", **lists, help=text)
+    settings.add_argument("--help-settings", nargs=0, action=SettingsHelp, help="list all settings, and leave")
+    output.add_argument("--output-dir", required=True, type=Path, metavar="DIR", help="where the results go")
+    resume.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in OUTPUT_DIR")
+
+    train = add("train", run_train, settings, resume)
     train.add_argument("--output-dir", type=Path, metavar="DIR", help="where the results go; needed but for --dry-run")
     text = "print all settings and the memory that they take, and leave with code 2 where it does not fit"
     train.add_argument("--dry-run", action="store_true", help=text)
     train.add_argument("--gpus", metavar="NxGB", help="for --dry-run: such as 80, or 8x80 (what this machine has)")
-
-    compare = add_settings(commands["compare"], run_compare, output=True)
+    compare = add("compare", run_compare, settings, output)
     variants = f"comma-separated: baseline (no accelerator), {', '.join(names)}, all, or several joined by +"
     compare.add_argument("--variants", default="baseline,all", metavar="A,B,...", help=f"{variants} (baseline,all)")
     compare.add_argument("--seeds", type=int, default=1, metavar="N", help="that many, from the config's seed on (1)")
-
-    add_settings(commands["sft"], run_sft, output=True, resume=True)
-
-    probe = add_settings(commands["probe"], run_probe)
+    add("sft", run_sft, settings, output, resume)
+    probe = add("probe", run_probe, settings)
     probe.add_argument("--seconds", type=float, default=60.0, help="about how long, loading not counted (60)")
     probe.add_argument("--json", type=Path, metavar="FILE", help="write all findings there, p of every prompt too")
-
-    commands["report"].add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a run, or a folder of runs")
-    commands["report"].set_defaults(call=run_report)
-    commands["history"].add_argument("url", metavar="URL", help="a path, sqlite:/// or postgresql:// URL")
-    commands["history"].set_defaults(call=run_history)
+    report = add("report", run_report)
+    report.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a run, or a folder with runs in it")
+    history = add("history", run_history)
+    history.add_argument("url", metavar="URL", help="a path, sqlite:/// or postgresql:// URL")
     return whole
 
 
@@ -119,25 +127,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if argv and (instead := REMOVED.get(f"command {argv[0]}")):
         raise UserError(f"the command {argv[0]} was removed: {instead}")
     return make_parser().parse_args(argv)
-
-
-def add_settings(
-    command: argparse.ArgumentParser, call: Any, *, output: bool = False, resume: bool = False
-) -> argparse.ArgumentParser:
-    """Adds the arguments of commands that take a configuration; returns the command."""
-    command.set_defaults(call=call)
-    text = "settings; the others are default. Also the bare name of a shipped file, such as smoke"
-    command.add_argument("--config", required=True, metavar="FILE.yaml", help=text)
-    text = "change settings, for example optimizer.learning_rate=1e-5"
-    command.add_argument(
-        "--set", dest="overrides", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=text
-    )
-    if output:
-        command.add_argument("--output-dir", required=True, type=Path, metavar="DIR", help="where the results go")
-    if resume:
-        command.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in OUTPUT_DIR")
-    command.add_argument("--help-settings", nargs=0, action=SettingsHelp, help="list all settings, and leave")
-    return command
 
 
 def run_train(args: argparse.Namespace) -> None:

@@ -219,6 +219,7 @@ def test_the_package_is_light_and_names_what_it_lacks():
         from python_trainer import Trainr  # noqa: F401
 
 
+@pytest.mark.slow
 def test_the_example_trains(tmp_path):
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "python_api.py"), str(tmp_path / "run")],
