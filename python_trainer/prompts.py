@@ -171,7 +171,13 @@ class Prompts:
                 raise UserError(f"{about}; none is left")
             self.note(f"{about}; the longest is {examples[worst].place or worst} with {len(ids[worst])}")
             examples, ids = [examples[row] for row in kept], [ids[row] for row in kept]
-        self.policy.check_room(name, examples, ids, longest)
+        for index, (example, prompt) in enumerate(zip(examples, ids)):
+            if not 0 < len(prompt) <= room:
+                raise UserError(
+                    f"prompt {example.place or f'{index} of the {name} split'} has {len(prompt)} tokens; with "
+                    f"rollout.max_completion_length {longest} and {self.policy.limited_by} of {self.policy.max_length} "
+                    f"tokens it may have 1 to {room}: {str(example.prompt)[:60]!r}"
+                )
         return examples, ids
 
     def _opened(self, examples: Sequence[Example]) -> list[str | Messages]:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from python_trainer.data import Example, Messages
+from python_trainer.data import Messages
 from python_trainer.errors import UserError
 from python_trainer.model.forward import attend_by, forward_with_states
 from python_trainer.model.fused import FusedDecoder, supports
@@ -191,24 +191,6 @@ class Policy:
                 f"{self.limited_by} is {self.max_length} tokens, prompt and answer together"
             )
         return room
-
-    def check_room(
-        self,
-        split: str,
-        examples: Sequence[Example],
-        encoded: Sequence[Sequence[int]],
-        max_completion_length: int,
-    ) -> None:
-        """Raises UserError that names a prompt which is empty, or together with its answer beyond ``max_length``."""
-        room = self.room(max_completion_length)
-        for index, ids in enumerate(encoded):
-            if not 0 < len(ids) <= room:
-                name = examples[index].place or f"{index} of the {split} split"
-                raise UserError(
-                    f"prompt {name} has {len(ids)} tokens; with rollout.max_completion_length "
-                    f"{max_completion_length} and {self.limited_by} of {self.max_length} tokens it may have 1 to "
-                    f"{room}: {str(examples[index].prompt)[:60]!r}"
-                )
 
     def decode(self, response_ids: Sequence[int]) -> str:
         """Decodes an answer without special tokens."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from paged import GREEDY, MODELS, engine_for, make, mixed_requests, prompts
+from paged import GREEDY, engine_for, make, mixed_requests, prompts
 from torch import nn
 
 from python_trainer.model.fused import FusedDecoder, Product, packs_bfloat16
@@ -42,7 +42,7 @@ def test_without_packing_nothing_is_copied_before_it_is_needed(dtype):
     torch.testing.assert_close(product(x)[:, :4], layers[0](x))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])  # with biases, and with norms of heads
 def test_answers_in_bfloat16_have_the_logprobs_of_the_model(name):
     """The error against float64 is at most twice that of the model's own layers, in the mean."""
     model, sampling = make(name).bfloat16(), SamplingParams(seed=3)

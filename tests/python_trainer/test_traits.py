@@ -185,8 +185,7 @@ def test_traits_of_models():
     assert windowed.window == 24 and windowed.fusible
 
 
-@pytest.mark.parametrize("lora", [None, {"r": 4}])
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(("lora", "fused"), [(None, True), ({"r": 4}, False)])
 def test_an_engine_of_a_policy_does_not_look_again(make_config, tmp_path, monkeypatch, lora, fused):
     config = make_config(model={"lora": lora})
     policy = load_policy(config.model)

@@ -226,6 +226,7 @@ def go_on(settings, folder, parallel):
     train(settings, folder, parallel, resume=True)
 
 
+@pytest.mark.slow
 def test_a_sharded_run_with_adapters_goes_on(fakes, tiny_policy, jsonl_files, tmp_path):
     """The servers get the weights of before, as the first process has gathered them, and the adapters."""
     settings = merged(run_settings(tiny_policy, jsonl_files), {"rollout": {"vllm_server": fakes[0].url}})

@@ -47,19 +47,11 @@ def test_vllm_generates_where_there_is_a_gpu_and_it_is_installed(machine, gpu, v
     assert chosen(parallel="fsdp2")[0] == chosen(accelerators={"enabled": ["drafts"]})[0] == engine
 
 
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        (
-            {"accelerators": {"enabled": ["drafts"], "drafts": {"max_draft_tokens": 200}}},
-            "max_draft_tokens must be at most 128 with rollout.engine vllm, got 200",
-        ),
-    ],
-)
-def test_settings_that_do_not_go_with_it_come_first(machine, settings, reason):
+def test_settings_that_do_not_go_with_it_come_first(machine):
+    settings = {"accelerators": {"enabled": ["drafts"], "drafts": {"max_draft_tokens": 200}}}
     machine(True, "0.32.1")
     engine, said = chosen(**settings)
-    assert engine == "paged" and reason in said
+    assert engine == "paged" and "max_draft_tokens must be at most 128 with rollout.engine vllm, got 200" in said
     machine(True, None)
     assert chosen(**settings) == ("paged", None)
 
