@@ -89,9 +89,9 @@ def find_eos_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
 
 
 def mend_generation_config(model: PreTrainedModel) -> None:
-    """Leaves the special tokens alone of one that Transformers reads and refuses to write.
+    """Reduces a generation config that Transformers refuses to write to its special tokens.
 
-    A temperature without sampling is such a one, say.
+    It reads but does not write, for example, a temperature without sampling.
     """
     found = getattr(model, "generation_config", None)
     try:
