@@ -61,3 +61,13 @@ def test_docstring_is_complete(value):
 def test_sections_are_found():
     text = "What.\n\nArgs:\n    a, b: x\n    c: y\n        more\n\nReturns:\n    z\n\nRaises:\n    E: w"
     assert sections(text).keys() == {"Args", "Returns", "Raises"} and "more" in sections(text)["Args"]
+
+
+def test_links_of_a_page_lead_into_the_site():
+    page = make_docs.ROOT / "docs" / "trust.md"
+    text = "[a](scale.md#x) [b](../README.md) [c](../setup.py) ![d](images/make_train.png) [e](https://x.y)\n```\n[f](g)\n```"
+    assert make_docs.rewrite_links(text, page) == (
+        "[a](scale.md#x) [b](index.md) c ![d](images/make_train.png) [e](https://x.y)\n```\n[f](g)\n```"
+    )
+    with pytest.raises(FileNotFoundError, match=r"docs/trust.md links to gone.md"):
+        make_docs.rewrite_links("[a](gone.md)", page)
