@@ -72,8 +72,10 @@ class Batch:
         *,
         prefix_in_loss: bool = False,
     ):
-        for index, rollout in enumerate(rollouts):
-            check_lengths(index, rollout)
+        for rollout in rollouts:
+            tokens, mask = len(rollout.response_ids), rollout.response_mask
+            assert mask is None or len(mask) == tokens, "a response mask has an entry for each token of the response"
+            assert len(rollout.logprobs) == tokens - rollout.prefix_len, "each token after the prefix has a logprob"
         self.rollouts, self.config, self.longest, self.device = rollouts, config, longest, device
         self.prefix_in_loss = prefix_in_loss
         self.weigh: Aggregation = LOSS_TYPES.resolve(config.loss_type)
@@ -254,20 +256,6 @@ class Minibatch:
             metrics = [value.sum().float() for value in sums]
             metrics += [value.max() if value.numel() else value.sum() for value in maxima]
             return loss, torch.stack(metrics)
-
-
-def check_lengths(index: int, rollout: Rollout) -> None:
-    """Raises ValueError if mask or log-probabilities of a rollout are not one for each of its tokens."""
-    tokens, mask = len(rollout.response_ids), rollout.response_mask
-    if mask is not None and len(mask) != tokens:
-        raise ValueError(
-            f"rollouts[{index}].response_mask must have {tokens} entries like response_ids, got {len(mask)}"
-        )
-    if len(rollout.logprobs) != tokens - rollout.prefix_len:
-        raise ValueError(
-            f"rollouts[{index}].logprobs must have {tokens - rollout.prefix_len} entries, one for each token after "
-            f"the prefix (any number for tokens of others), got {len(rollout.logprobs)}"
-        )
 
 
 class MetricSums:

@@ -11,8 +11,7 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,43 +78,36 @@ def save_checkpoint(
     """
     ranks = ranks or RankGroup()
     aside, target = folder / f".step-{step:06d}.tmp", folder / f"step-{step:06d}"
-    with ranks.together(), removing_unfinished(aside, target):
-        if ranks.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            for leftover in folder.glob(".*"):
-                shutil.rmtree(leftover, ignore_errors=True)
-            aside.mkdir()
-            tensors: dict[str, torch.Tensor] = {}
-            (aside / "state.json").write_text(json.dumps(encode(state, tensors)), encoding="utf-8")
-            save_file(tensors, aside / "tensors.safetensors")
-    if shards is not None:
-        with removing_unfinished(aside, target):
-            write_shards(aside, shards)
-    with ranks.together(), removing_unfinished(aside, target):
-        if ranks.rank == 0:
-            (aside / CHECKSUMS).write_text(json.dumps(checksums(aside), indent=1) + "\n", encoding="utf-8")
-            usual_mode(aside)
-            publish(aside, target)
-            for old in list_checkpoints(folder)[:-keep]:
-                if step_of(old) != spare:
-                    # out of sight in one step, so that a kill in the middle leaves no half of it
-                    shutil.rmtree(old.rename(old.with_name(f".old-{old.name}")))
-    return target
-
-
-@contextmanager
-def removing_unfinished(aside: Path, target: Path) -> Iterator[None]:
-    """Within it a write that fails raises UserError and removes the unfinished checkpoint."""
     try:
-        yield
-    except (OSError, SafetensorError) as error:
+        with ranks.together():
+            if ranks.rank == 0:
+                folder.mkdir(parents=True, exist_ok=True)
+                for leftover in folder.glob(".*"):
+                    shutil.rmtree(leftover, ignore_errors=True)
+                aside.mkdir()
+                tensors: dict[str, torch.Tensor] = {}
+                (aside / "state.json").write_text(json.dumps(encode(state, tensors)), encoding="utf-8")
+                save_file(tensors, aside / "tensors.safetensors")
+        if shards is not None:
+            write_shards(aside, shards)
+        with ranks.together():
+            if ranks.rank == 0:
+                (aside / CHECKSUMS).write_text(json.dumps(checksums(aside), indent=1) + "\n", encoding="utf-8")
+                usual_mode(aside)
+                publish(aside, target)
+                for old in list_checkpoints(folder)[:-keep]:
+                    if step_of(old) != spare:
+                        # out of sight in one step, so that a kill in the middle leaves no half of it
+                        shutil.rmtree(old.rename(old.with_name(f".old-{old.name}")))
+    except (OSError, SafetensorError, UserError) as error:  # UserError: another rank told of its error
         shutil.rmtree(aside, ignore_errors=True)
-        found = list_checkpoints(target.parent)
+        found = list_checkpoints(folder)
         newest = f"the newest there is {found[-1].name}" if found else "there is none yet"
         raise UserError(
             f"checkpoint {target} cannot be written: {error}; {newest}: make room there, or let it be written to, and "
             "--resume"
         ) from error
+    return target
 
 
 def checksums(checkpoint: Path) -> dict[str, str]:
@@ -247,17 +239,13 @@ def read_shards(checkpoint: Path, present: Mapping[str, Any]) -> dict[str, Any]:
             mark_shared(error)
         reason = str(error).splitlines()[0]
         raise UserError(f"checkpoint {checkpoint} is damaged ({reason})") from error
-    state: dict[str, Any] = {"critic": None}
+    state: dict[str, Any] = {}
     for path, value in flat.items():
         *outer, last = path.split("/")
         inner = state
         for key in outer:
-            inner[key] = inner.get(key) or {}
-            inner = inner[key]
+            inner = inner.setdefault(key, {})
         inner[last] = value
-    for learned in (state, state["critic"]):
-        if learned is not None:
-            learned.setdefault("optimizer", {})  # before the first optimizer step there is nothing in it to write
     return state
 
 

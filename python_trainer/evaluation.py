@@ -1,12 +1,16 @@
-"""Evaluation: answers to the prompts of the test sets, and their metrics."""
+"""Judges answers: the rollouts of a step by the task's rewards, and a policy by its answers to the test sets."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
+import torch
+
+from python_trainer.algorithms.advantages import overlong_penalties
 from python_trainer.config import Config, EvaluationConfig
-from python_trainer.data import Group
+from python_trainer.data import Example, Group, Messages, Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.keyed import keyed_seed
 from python_trainer.logger import Logger
@@ -14,8 +18,75 @@ from python_trainer.prompts import Prompts, PromptSet
 from python_trainer.rollout.engine import Engine, SamplingParams
 from python_trainer.run_directory import save_evaluation
 from python_trainer.run_state import Clock, RunState
-from python_trainer.scoring import Scorer
+from python_trainer.tasks.base import Task
 from python_trainer.tasks.rewards import Scores, deciding_values, partial_values
+
+
+class Scorer:
+    """Scores the answers of a run.
+
+    Args:
+        prompts: of the task that is trained on.
+        state: its ``judged`` turns False once the rewards show that answers are not simply right or wrong.
+        decode: token ids -> text.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        prompts: Prompts,
+        ranks: RankGroup,
+        state: RunState,
+        decode: Callable[[Sequence[int]], str],
+    ):
+        self.config, self.prompts, self.ranks, self.state, self.decode = config, prompts, ranks, state, decode
+
+    def score(self, groups: Sequence[Group], rollouts: Sequence[Rollout]) -> None:
+        """Fills in text, rewards and accuracy of every rollout; rollouts come in the order of their groups."""
+        scores = self.raw(self.prompts.task, groups, rollouts)
+        total = self.shape(scores.total, [rollout.response_ids for rollout in rollouts])
+        owners = [(number, group.prompt_key) for number, group in enumerate(groups) for _ in range(group.num_samples)]
+        for i, (rollout, (group, key)) in enumerate(zip(rollouts, owners, strict=True)):
+            rollout.group, rollout.prompt_key = group, key
+            rollout.reward, rollout.accuracy = total[i], scores.accuracy[i]
+            rollout.merit = None if scores.merit is None else scores.merit[i]
+            rollout.rewards = {name: values[i] for name, values in scores.rewards.items()}
+
+    def judge(self, examples: Sequence[Example], texts: Sequence[str], ids: Sequence[Sequence[int]]) -> Scores:
+        """Returns the scores of answers to training prompts, with ``total`` as the advantages see it."""
+        scores = self._judge(self.prompts.task, examples, texts, ids)
+        return replace(scores, total=self.shape(scores.total, ids))
+
+    def shape(self, rewards: Sequence[float], responses: Sequence[Sequence[int]]) -> list[float]:
+        """Subtracts from each reward the penalty of its answer's length (``algorithm.overlong_cache``)."""
+        cache, longest = self.config.algorithm.overlong_cache, self.config.rollout.max_completion_length
+        if cache is None:
+            return list(rewards)
+        penalties = overlong_penalties(torch.tensor([len(ids) for ids in responses]), max_length=longest, cache=cache)
+        return [r + p for r, p in zip(rewards, penalties.tolist(), strict=True)]
+
+    def raw(self, task: Task, groups: Sequence[Group], rollouts: Sequence[Rollout]) -> Scores:
+        """Returns the task's own scores of rollouts, and fills in their texts."""
+        for rollout in rollouts:
+            rollout.text = self.decode(rollout.response_ids)
+        owners = [group.example for group in groups for _ in range(group.num_samples)]
+        examples = [rollout.judged(example) for rollout, example in zip(rollouts, owners, strict=True)]
+        completions = [rollout.said(rollout.text) for rollout in rollouts]
+        return self._judge(task, examples, completions, [rollout.response_ids for rollout in rollouts])
+
+    def _judge(
+        self,
+        task: Task,
+        examples: Sequence[Example],
+        completions: Sequence[str | Messages],
+        ids: Sequence[Sequence[int]],
+    ) -> Scores:
+        """Returns scores; ``merit`` is set from the first batch on that shows answers not to be right or wrong."""
+        scores = self.ranks.score(task, examples, completions, ids)
+        if task is not self.prompts.task:
+            return scores
+        self.state.judged &= scores.merit is None
+        return replace(scores, merit=None if self.state.judged else scores.total)
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
@@ -57,14 +128,13 @@ class Evaluator:
         engine: Engine,
         scorer: Scorer,
         *,
-        ranks: RankGroup,
         state: RunState,
         clock: Clock,
         logger: Logger,
         folder: Path,
     ):
         self.config, self.prompts, self.engine, self.scorer = config, prompts, engine, scorer
-        self.ranks, self.state, self.clock, self.logger, self.folder = ranks, state, clock, logger, folder
+        self.state, self.clock, self.logger, self.folder = state, clock, logger, folder
         self._partial_noted = False
 
     def due(self) -> bool:
@@ -98,20 +168,11 @@ class Evaluator:
 
         Where no answer is simply right or wrong, the raw reward takes the place of 1 and 0.
         """
-        scores, asked = self.answer_split(split, rows), self.prompts.sampling(split)
-        return by_prompt(scores.accuracy if scores.merit is None else scores.merit, asked.samples)
+        asked = self.prompts.split(split)
+        scores = self.answer(asked, rows)
+        return by_prompt(scores.accuracy if scores.merit is None else scores.merit, asked.sampling.samples)
 
-    def answer_split(self, split: str, rows: range | None = None) -> Scores:
-        """Returns the scores of answers to the prompts of a split.
-
-        Args:
-            rows: numbers of the prompts; None: all of them.
-        """
-        scores = self.answer_set(self.prompts.split(split), rows)
-        self._note_partial(scores)
-        return scores
-
-    def answer_set(self, asked: PromptSet, rows: range | None = None) -> Scores:
+    def answer(self, asked: PromptSet, rows: range | None = None) -> Scores:
         """Returns the scores of answers to prompts; all answers to one prompt are side by side.
 
         Args:
@@ -121,33 +182,29 @@ class Evaluator:
         whole = range(len(asked.ids))
         rows = whole if rows is None else whole[rows.start : rows.stop]
         longest, seed = self.config.rollout.max_completion_length, keyed_seed(self.config.seed, "evaluate", asked.name)
-        requests = [
+        groups = [
             Group(asked.ids[i], [], count, longest, i * count, example=asked.examples[i], prompt_key=i) for i in rows
         ]
         sampling = SamplingParams(wanted.temperature, seed=seed, stop=tuple(self.config.rollout.stop))
-        rollouts = self.engine.generate(requests, sampling)
-        owners = [asked.examples[i] for i in rows for _ in range(count)]
-        examples = [rollout.judged(example) for rollout, example in zip(rollouts, owners, strict=True)]
-        completions = [rollout.said(self.scorer.decode(rollout.response_ids)) for rollout in rollouts]
-        ids = [rollout.response_ids for rollout in rollouts]
+        scores = self.scorer.raw(asked.task, groups, self.engine.generate(groups, sampling))
         if asked.task is self.prompts.task:
-            return self.scorer.raw(examples, completions, ids)
-        return self.ranks.score(asked.task, examples, completions, ids)
+            self._note_partial(scores)
+        return scores
 
     def _evaluate_all(self, rows: range | None) -> tuple[dict[str, float], list[float]]:
         """Evaluates these prompts of all test sets -> metrics, and the share of right answers to each test prompt."""
         settings = self.config.evaluation
-        scores = self.answer_split("test", rows)
+        scores = self.answer(self.prompts.split("test"), rows)
         row = {f"eval/{name}": value for name, value in metrics_of(scores, settings).items()}
         for name, asked in zip(settings.sets, self.prompts.sets):
-            found = metrics_of(self.answer_set(asked, rows), asked.sampling)
+            found = metrics_of(self.answer(asked, rows), asked.sampling)
             row |= {f"eval/{name}/{metric}": value for metric, value in found.items()}
         return row, by_prompt(scores.accuracy, settings.samples)
 
     def _note_partial(self, scores: Scores) -> None:
         """Notes once that the reward which decides what is right is neither 0 nor 1."""
         values = deciding_values(scores.rewards)
-        if self._partial_noted or scores.merit is None or not (partial := partial_values(values)):
+        if self._partial_noted or not (partial := partial_values(values)):
             return
         self._partial_noted = True
         self.logger.note(

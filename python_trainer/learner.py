@@ -195,6 +195,6 @@ class Learner:
         if self.policy.adapted and saved["model"].keys() != self._weights().keys():
             raise KeyError("adapters of other layers, or none")
         load_weights(self.policy.model, saved["model"], partly=self.policy.adapted)
-        self.optimizer.load_state_dict(saved["optimizer"], saved["model"])
+        self.optimizer.load_state_dict(saved.get("optimizer", {}), saved["model"])
         if self.critic is not None:
             self.critic.restore(saved["critic"])

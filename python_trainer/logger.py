@@ -80,9 +80,7 @@ def reward_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def choose_samples(
-    rollouts: Sequence[Rollout],
-    decode: Callable[[Sequence[int]], str],
-    prompt_text: Callable[[Rollout], str] | None = None,
+    rollouts: Sequence[Rollout], decode: Callable[[Sequence[int]], str], prompt_text: Callable[[Rollout], str]
 ) -> list[dict[str, Any]]:
     """Chooses up to SAMPLES rollouts of a step for samples.jsonl: a right and a wrong one first, then of other prompts.
 
@@ -90,7 +88,7 @@ def choose_samples(
 
     Args:
         decode: token ids -> text.
-        prompt_text: rollout -> its prompt as written; None: its tokens, decoded.
+        prompt_text: rollout -> its prompt as written.
     """
     fresh = [rollout for rollout in rollouts if rollout.importance_cap is None]
     worth = merits(fresh)
@@ -100,7 +98,7 @@ def choose_samples(
     chosen = list(dict.fromkeys([*pair, *others, *range(len(fresh))]))[:SAMPLES]
     return [
         {
-            "prompt": (prompt_text(rollout) if prompt_text else decode(rollout.prompt_ids))[:SAMPLE_CHARACTERS],
+            "prompt": prompt_text(rollout)[:SAMPLE_CHARACTERS],
             "given": decode(rollout.response_ids[: rollout.prefix_len])[:SAMPLE_CHARACTERS],
             "answer": rollout.text[:SAMPLE_CHARACTERS],
             "reward": finite(rollout.reward),
@@ -147,7 +145,7 @@ class Logger:
             after_step: last step of a run that is resumed; rows of later steps are dropped. None: a new run.
         """
         for path in (self._metrics_path, self._samples_path):
-            write_rows(path, [] if after_step is None else read_rows(path, until=after_step))
+            write_rows(path, [row for row in read_rows(path) if after_step is not None and row["step"] <= after_step])
         found = [row["eval/accuracy"] for row in read_rows(self._metrics_path) if "eval/accuracy" in row]
         self._accuracy = found[-1] if found else None
         self._purge = None if after_step is None else after_step + 1

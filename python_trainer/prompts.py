@@ -128,11 +128,8 @@ class Prompts:
         ids = self.encode(name)
         if not ids:
             raise self._no_prompts(name)
-        return PromptSet(name, self.task, getattr(self.task, name), ids, self.sampling(name))
-
-    def sampling(self, split: str) -> EvaluationConfig:
-        """Returns how evaluations sample answers to a split."""
-        return self.config.evaluation if split == "test" else EvaluationConfig()
+        sampling = self.config.evaluation if name == "test" else EvaluationConfig()
+        return PromptSet(name, self.task, getattr(self.task, name), ids, sampling)
 
     def text(self, rollout: Rollout) -> str:
         """Returns the training prompt of a rollout as written; of messages their contents, without a template."""

@@ -122,13 +122,10 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def read_rows(path: Path, *, until: int | None = None) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[dict[str, Any]]:
     """Returns the rows of a JSON-lines file, each with a number ``step``; none if there is no file.
 
     A kill can leave half of a line at the end, which is left out.
-
-    Args:
-        until: last step whose rows are returned; None: of all steps.
 
     Raises:
         UserError: the file is damaged.
@@ -146,7 +143,7 @@ def read_rows(path: Path, *, until: int | None = None) -> list[dict[str, Any]]:
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
             raise UserError(f"{path}:{number} is damaged: no object with a step")
         rows.append(row)
-    return rows if until is None else [row for row in rows if row["step"] <= until]
+    return rows
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -29,7 +29,7 @@ class RunState:
     # [step, accuracy, score]: the score ranks checkpoints; it is the accuracy, or the reward where nothing is right
     evaluations: list[list[float]] = field(default_factory=list)
     costs: list[list[float]] = field(default_factory=list)  # [training seconds, generated tokens] before each of them
-    results: dict[str, dict[str, float]] = field(default_factory=dict)  # all metrics of the evaluations start and final
+    results: dict[str, dict[str, Any]] = field(default_factory=dict)  # all metrics of the evaluations start and final
     judged: bool = True  # False once a reward has shown that answers of this task are not simply right or wrong
 
     def count(self, name: str, amount: float) -> None:
@@ -138,7 +138,7 @@ def versions() -> dict[str, str]:
 
 
 def device_name(device: torch.device) -> str:
-    """``cuda: NVIDIA ...`` or ``cpu: model name, n threads``."""
+    """Returns ``cuda: NVIDIA ...`` or ``cpu: model name, n threads``."""
     if device.type == "cuda":
         return f"cuda: {torch.cuda.get_device_name(device)}"
     name = platform.processor() or platform.machine()

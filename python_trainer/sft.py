@@ -4,7 +4,6 @@ For base policies that hardly ever answer right: the model it writes is a ``mode
 on reference answers as if each had an advantage of 1: its gradient is then that of their mean log-probability.
 """
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,21 +12,21 @@ import torch
 from rich.console import Console
 
 from python_trainer.algorithms.settings import ADVANTAGES, Advantage, AlgorithmConfig
-from python_trainer.checkpoint import load_newest, save_checkpoint
-from python_trainer.checkpointer import load_learned, reading_checkpoint, save_model
-from python_trainer.config import Config, dump_config
+from python_trainer.checkpointer import Checkpointer
+from python_trainer.config import Config
 from python_trainer.data import Example, Rollout
-from python_trainer.errors import Interrupted, NotFinite, StopSignal, UserError
+from python_trainer.distributed import RankGroup
+from python_trainer.errors import StopSignal, UserError
 from python_trainer.keyed import prompt_order
 from python_trainer.logger import Logger
 from python_trainer.memory import RECOMPUTES, needs_recomputing
-from python_trainer.model.loading import dtype_name, keep_dtype, saved_dtype
+from python_trainer.model.loading import keep_dtype, saved_dtype
 from python_trainer.model.lora import describe_skipped
 from python_trainer.model.packing import micro_batches, pack
 from python_trainer.model.policy import Policy, load_policy, recompute_activations, set_matmul_precision
 from python_trainer.parts import make_learner
-from python_trainer.run_directory import check_run_directory, locked, read_metrics, write_text
-from python_trainer.run_state import device_name, versions
+from python_trainer.run_directory import read_metrics
+from python_trainer.run_state import Clock, RunState, device_name, versions
 from python_trainer.tasks.base import check_text
 from python_trainer.tasks.settings import load_task
 
@@ -93,12 +92,12 @@ class Sft:
             raise UserError(f"sft runs in one process: parallel must be none, got {config.parallel}")
         if config.task.environment is not None:
             raise UserError(f"sft has no turns: task.environment must be null, got {config.task.environment}")
-        self.config, self.folder, self.checkpoints = config, output_dir, output_dir / "checkpoints"
+        self.config, self.folder, self.state, self.clock = config, output_dir, RunState(), Clock()
         self.logger = Logger(output_dir, config.max_steps, label="sft", console=console)
-        check_run_directory(output_dir, resume=resume)
+        shared: dict[str, Any] = {"state": self.state, "clock": self.clock, "logger": self.logger}
+        self.checkpointer = Checkpointer(config, output_dir, output_dir, resume=resume, ranks=RankGroup(), **shared)
         task = load_task(config.task)
-        found = load_newest(self.checkpoints, self.logger.note) if resume else None
-        self.policy = load_policy(keep_dtype(config.model, saved_dtype(found and found[1])))
+        self.policy = load_policy(keep_dtype(config.model, saved_dtype(self.checkpointer.saved)))
         if (skipped := describe_skipped(self.policy.model, config.model.lora)) is not None:
             self.logger.note(skipped)
         self.policy.chat_template_kwargs = config.task.chat_template_kwargs
@@ -123,10 +122,7 @@ class Sft:
             self.logger.note(RECOMPUTES)
             recompute_activations(self.policy.model)
         self.learner = make_learner(chosen, self.policy)
-        self.state: dict[str, Any] = {"step": 0, "steps": len(self.batches), "seconds": 0.0, "eval_s": 0.0}
-        if found:
-            with reading_checkpoint(output_dir):
-                self.restore(found[1])
+        self.checkpointer.restore(self.policy, self.learner, lambda: {"sft_steps": len(self.batches)}, self.check)
 
     def answers(self, split: str, examples: Sequence[Example]) -> list[Rollout]:
         """Returns the answers to examples; too long ones end the run or, with task.overlong=drop, are left out."""
@@ -141,14 +137,12 @@ class Sft:
             self.logger.note(f"{counts}: {about}; the longest is {place_of(example)} with {tokens_of(row)}")
         return kept
 
-    def restore(self, saved: dict[str, Any]) -> None:
-        if saved["state"]["steps"] != len(self.batches):
+    def check(self, saved: dict[str, Any]) -> None:
+        if saved["sft_steps"] != len(self.batches):
             raise UserError(
-                f"{self.folder} was run with {saved['state']['steps']} steps, and these settings make "
+                f"{self.folder} was run with {saved['sft_steps']} steps, and these settings make "
                 f"{len(self.batches)}: change sft and task back, or choose another --output-dir"
             )
-        self.state = saved["state"]
-        load_learned(self.learner, saved, self.folder)
 
     def run(self) -> dict[str, Any]:
         """Takes all steps, writes the model, and returns what is in summary.json.
@@ -157,70 +151,56 @@ class Sft:
             UserError: another run has the folder; NaN or infinity in a gradient.
             Interrupted: a signal came; everything is saved.
         """
-        state, save = self.state, self.config.save
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with locked(self.folder):
-            write_text(self.folder / "config.yaml", dump_config(self.config))
-            with StopSignal() as stop, self.logger.recording(state["step"] or None):
-                if state["step"] == 0:
-                    state["before"] = self.held_out_loss()
-                while state["step"] < len(self.batches):
-                    row = self.step()
-                    self.logger.log(state["step"], row)
-                    if stop.name or (save.save_steps and state["step"] % save.save_steps == 0):
-                        saved = {"state": state, "dtype": dtype_name(self.policy.inference_model.dtype)}
-                        saved |= self.learner.state_dict()
-                        save_checkpoint(self.checkpoints, state["step"], saved, keep=save.save_total_limit)
-                    if stop.name and state["step"] < len(self.batches):
-                        raise Interrupted(
-                            f"{stop.name}: stopped after step {state['step']}, which is saved; --resume goes on from it"
-                        )
+        state, last = self.state, len(self.batches)
+        with self.checkpointer.owning_folder(), StopSignal() as stop:
+            self.clock.start(state.wall_s, state.seconds)
+            with self.logger.recording(state.step or None):
+                if state.step == 0:
+                    state.results["start"] = {"held_out_loss": self.held_out_loss()}
+                while state.step < last:
+                    with self.checkpointer.keeping_last_step():
+                        row = self.step()
+                        state.step += 1
+                        self.logger.log(state.step, row)
+                    self.checkpointer.after_step(stop.name, done=state.step == last)
             self.policy.sync_inference_model()
-            save_model(self.policy.save, self.folder / "model")
+            self.checkpointer.save_models()
             summary = self.summarise()
             self.logger.write_summary(summary)
             return summary
 
     def step(self) -> dict[str, float]:
-        """Takes one optimizer step; returns its metrics."""
-        begun, state = time.perf_counter(), self.state
-        rows = [self.rows[index] for index in self.batches[state["step"]]]
-        try:
-            learned = self.learner.update(rows, state["step"] + 1)
-        except NotFinite as error:
-            rate = self.config.optimizer.learning_rate
-            raise UserError(
-                f"step {state['step'] + 1}: {error}; optimizer.learning_rate {rate:g} may be too high"
-            ) from error
-        seconds = time.perf_counter() - begun
-        state["step"], state["seconds"] = state["step"] + 1, state["seconds"] + seconds
+        """Takes the next optimizer step; returns its metrics."""
+        state, before = self.state, self.clock.seconds.get("train", 0.0)
+        with self.clock.measure("train"):
+            rows = [self.rows[index] for index in self.batches[state.step]]
+            learned = self.learner.update(rows, state.step + 1)
+        seconds = self.clock.seconds["train"]
         return {
             # the sampler's log-probabilities are said to be 0
             "sft/loss": learned["sampling/logp_difference/mean"],
             **{name: learned[name] for name in ("grad_norm", "learning_rate", "tokens/trained")},
-            "tokens_per_second": learned["tokens/trained"] / seconds,
-            "time/train_s": seconds,
-            "time/training_s": state["seconds"],
-            "time/wall_s": state["seconds"] + state["eval_s"],
+            "tokens_per_second": learned["tokens/trained"] / (seconds - before),
+            "time/train_s": seconds - before,
+            "time/training_s": seconds,
+            "time/wall_s": seconds + self.clock.seconds.get("eval", 0.0),
         }
 
     def held_out_loss(self) -> float | None:
-        begun = time.perf_counter()
-        loss = mean_loss(self.policy, self.held_out, self.config.optimizer.micro_batch_tokens)
-        self.state["eval_s"] += time.perf_counter() - begun
-        return loss
+        with self.clock.measure("eval"):
+            return mean_loss(self.policy, self.held_out, self.config.optimizer.micro_batch_tokens)
 
     def summarise(self) -> dict[str, Any]:
         losses, after = [row["sft/loss"] for row in read_metrics(self.folder)], self.held_out_loss()
-        seconds, eval_s = self.state["seconds"], self.state["eval_s"]
+        seconds, eval_s = self.clock.seconds["train"], self.clock.seconds["eval"]
         return {
-            "steps": self.state["step"],
+            "steps": self.state.step,
             "examples": len(self.rows),
             "answer_tokens": sum(len(row.response_ids) for row in self.rows),
             "loss_first": losses[0],
             "loss_final": losses[-1],
             "held_out": len(self.held_out),
-            "held_out_loss_start": self.state["before"],
+            "held_out_loss_start": self.state.results["start"]["held_out_loss"],
             "held_out_loss_final": after,
             **{"wall_s": seconds + eval_s, "training_s": seconds, "train_s": seconds, "eval_s": eval_s},
             "device": device_name(self.policy.device),

@@ -15,13 +15,14 @@ from rich.console import Console
 
 from python_trainer.accelerators.base import Accelerator, RunContext, StepContext
 from python_trainer.callbacks import Callback, make_callbacks
+from python_trainer.checkpoint import step_of
 from python_trainer.checkpointer import Checkpointer
 from python_trainer.config import Config
 from python_trainer.data import Group, Request, Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.dynamic_sampling import StepSampler
-from python_trainer.errors import Interrupted, StopSignal, UserError
-from python_trainer.evaluation import Evaluator
+from python_trainer.errors import StopSignal, UserError
+from python_trainer.evaluation import Evaluator, Scorer
 from python_trainer.kernels import settle_kernels
 from python_trainer.keyed import keyed_seed
 from python_trainer.logger import Logger, choose_samples, rollout_statistics
@@ -32,7 +33,6 @@ from python_trainer.parts import make_learner, make_run_engine, resolve_settings
 from python_trainer.prompts import Prompts, load_tasks
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.run_state import Clock, RunState, StepMeter, device_name, summarise
-from python_trainer.scoring import Scorer
 from python_trainer.tasks.base import Task
 
 REHEARSAL_RISE = 5  # updates on stored answers alone until their learning rate is the full one
@@ -87,9 +87,17 @@ class Trainer:
         self.clock, self.state = Clock(timer), RunState()
         self.stop, self.done, self.rehearsed = StopSignal(loud=ranks.rank == 0), False, False
         note = self.logger.note
-        shared: dict[str, Any] = {"ranks": ranks, "state": self.state, "clock": self.clock, "logger": self.logger}
-        self.checkpointer = Checkpointer(config, output_dir, self.folder, resume=resume, notify=self.notify, **shared)
+        shared: dict[str, Any] = {"state": self.state, "clock": self.clock, "logger": self.logger}
+        self.checkpointer = Checkpointer(
+            config, output_dir, self.folder, resume=resume, ranks=ranks, notify=self.notify, **shared
+        )
         with ranks.together():
+            newest = self.checkpointer.newest
+            if newest is not None and step_of(newest) > config.max_steps:
+                raise UserError(
+                    f"max_steps must be at least {step_of(newest)}, the steps that {output_dir} has done, got "
+                    f"{config.max_steps}"
+                )
             self.callbacks = make_callbacks([*config.callbacks, *callbacks])
             tasks = load_tasks(config, choose_device(config.model.device), note)
         chosen = resolve_settings(config, saved_dtype(self.checkpointer.saved), ranks, note)
@@ -106,17 +114,16 @@ class Trainer:
                 self.prompts = Prompts(config, tasks, self.policy, self.state, note)
                 self.learner = make_learner(chosen, self.policy, ranks)
                 self.accelerators = config.accelerators.make()
-            self.scorer = Scorer(
-                tasks.main, ranks, self.state, decode=self.policy.decode, algorithm=config.algorithm,
-                longest=config.rollout.max_completion_length,
-            )  # fmt: skip
+            self.scorer = Scorer(config, self.prompts, ranks, self.state, self.policy.decode)
             self.evaluator = Evaluator(config, self.prompts, self.engine, self.scorer, folder=self.folder, **shared)
             self.run_context = RunContext(
                 config=config, folder=self.folder, task=self.task, prompts=self.prompts.ids["train"],
                 policy=self.policy, optimizer=self.learner.optimizer, engine=self.engine, answer=self.answer_once,
-                judge=self.scorer.shaped, evaluate_each=self.evaluator.evaluate_each, once=ranks.once, note=note,
+                judge=self.scorer.judge, evaluate_each=self.evaluator.evaluate_each, once=ranks.once, note=note,
             )  # fmt: skip
-            self.checkpointer.restore(self.policy, self.learner, self.engine, self.accelerators, self.task.fingerprint)
+            saved = self.checkpointer.restore(self.policy, self.learner, self.progress, self.check_progress)
+            if saved is not None:
+                self.load_progress(saved)
             unless_ready.pop_all()
 
     @property
@@ -146,6 +153,8 @@ class Trainer:
                     while not self.done:
                         self.step(state.step + 1)
             with self.stop:
+                if self.policy.streams_weights:
+                    self.engine.sleep()  # for its memory
                 self.checkpointer.save_models()
                 summary = summarise(state, self.clock, self.config.evaluation.target_accuracy) | {
                     "device": device_name(self.policy.device),
@@ -188,11 +197,7 @@ class Trainer:
                 self.logger.log(number, row)
                 self.logger.log_samples(number, samples)
             self.notify("on_step", number, row)
-        stopped = self.ranks.any(self.stop.name)
-        if self.done or stopped or self.checkpointer.due():
-            self.checkpointer.save()
-        if stopped and not self.done:
-            raise Interrupted(f"{stopped}: stopped after step {number}, which is saved; a resumed run goes on from it")
+        self.checkpointer.after_step(self.stop.name, done=self.done)
         return row
 
     def plan(self, context: StepContext, groups: list[Group]) -> list[Group]:
@@ -275,7 +280,8 @@ class Trainer:
 
     def evaluate(self, split: str, limit: int | None = None) -> float:
         """Returns the accuracy of answers to the first ``limit`` prompts of a split; None: to all of them."""
-        return fmean(self.evaluator.answer_split(split, None if limit is None else range(limit)).accuracy)
+        rows = None if limit is None else range(limit)
+        return fmean(self.evaluator.answer(self.prompts.split(split), rows).accuracy)
 
     def evaluate_all(self, name: str | None = None) -> dict[str, float]:
         """Evaluates on all test sets -> metrics; see :meth:`Evaluator.evaluate`."""
@@ -317,6 +323,46 @@ class Trainer:
             "time/training_s": self.clock.training_seconds,
             "total/generated_tokens": self.state.counts.get("generated_tokens", 0),
         }
+
+    def progress(self) -> dict[str, Any]:
+        """Returns what a checkpoint holds beside weights, moments and ``state``."""
+        self.state.policy_version = self.engine.policy_version
+        return {
+            "accelerators": {a.name: a.state_dict() for a in self.accelerators},
+            "enabled": [a.name for a in self.accelerators if a.enabled],
+            "lengths": self.engine.lengths.state_dict() if self.engine.lengths else None,
+            "prompts": self.task.fingerprint,
+        }
+
+    def check_progress(self, saved: dict[str, Any]) -> None:
+        """Checks the accelerators of a checkpoint, and that the prompts are those that they know by number.
+
+        Raises:
+            UserError: they are others.
+        """
+        names = sorted(accelerator.name for accelerator in self.accelerators if accelerator.enabled)
+        if sorted(saved["enabled"]) != names:
+            raise UserError(f"{self.folder} was run with the accelerators {sorted(saved['enabled'])}, not {names}")
+        if saved["prompts"] == self.task.fingerprint:
+            return
+        if names:
+            raise UserError(
+                f"{self.folder} was run on other training prompts than task has now, also where those too long for "
+                f"rollout were left out, and what its accelerators {names} have learned is of those: resume it with "
+                f"task and rollout of its config.yaml, or begin a new run with model.path={self.folder / 'model'}"
+            )
+        self.logger.note("the training prompts are others than before")
+
+    def load_progress(self, saved: dict[str, Any]) -> None:
+        """Undoes :meth:`progress`, after weights and ``state`` were loaded."""
+        with self.ranks.together():
+            for accelerator in self.accelerators:
+                if accelerator.name in saved["accelerators"]:  # recording may be new
+                    accelerator.load_state_dict(saved["accelerators"][accelerator.name])
+            if self.engine.lengths and saved["lengths"]:
+                self.engine.lengths.load_state_dict(saved["lengths"])
+        self.engine.policy_updated()
+        self.engine.policy_version = self.state.policy_version
 
     def notify(self, method: str, *arguments: Any) -> None:
         """Calls a method of all callbacks, on the first rank; an error ends all ranks.

@@ -22,7 +22,6 @@ from python_trainer.tasks.rewards import Scores, score
 
 T = TypeVar("T")
 
-BUCKET_ELEMENTS = 1 << 24  # gradients that are sent at once
 ALONE = "no rank waits for others within together(): one that has failed there would not come"
 
 
@@ -51,7 +50,7 @@ class RankGroup:
         self._aside: TemporaryDirectory[str] | None = None
 
     def gather(self, value: T) -> list[T]:
-        """The value of every rank, by rank."""
+        """Returns the value of every rank, by rank."""
         assert not self._apart, ALONE
         if self.size == 1:
             return [value]
@@ -91,7 +90,7 @@ class RankGroup:
         return self.size == 1 or isinstance(error, UserError) or is_shared(error)
 
     def first(self, value: T) -> T:
-        """The value of rank 0."""
+        """Returns the value of rank 0."""
         assert not self._apart, ALONE
         if self.size == 1:
             return value
@@ -100,7 +99,7 @@ class RankGroup:
         return sent[0]
 
     def once(self, function: Callable[[], T]) -> T:
-        """What the call of rank 0 returns: it alone calls, and what fails in that fails on all."""
+        """Returns what the call of rank 0 returns: it alone calls, and what fails there fails on all ranks."""
         found: Any = None
         with self.together():
             if self.rank == 0:
@@ -108,19 +107,19 @@ class RankGroup:
         return self.first(found)
 
     def any(self, value: T) -> T:
-        """The value of the first rank where it is true (or not empty); else that of rank 0."""
+        """Returns the value of the first rank where it is true (or not empty); else that of rank 0."""
         values = self.gather(value)
         return next((x for x in values if x), values[0])
 
     def folder(self, output_dir: Path) -> Path:
-        """Where this rank writes: rank 0 into the run directory, others into a folder that goes when they end."""
+        """Returns where this rank writes: rank 0 into the run directory, others into a folder that goes in the end."""
         if self.rank == 0:
             return output_dir
         self._aside = self._aside or TemporaryDirectory(prefix="rlkernels-rank-")
         return Path(self._aside.name)
 
     def console(self, console: Console | None) -> Console | None:
-        """Where this rank shows its progress."""
+        """Returns where this rank shows its progress."""
         return console if self.rank == 0 else Console(quiet=True)
 
     def score(
@@ -147,7 +146,7 @@ class RankGroup:
     def micro_batches(
         self, rollouts: Sequence[Rollout], samples: Sequence[int], max_tokens: int, *, share: bool
     ) -> Iterator[tuple[list[int], bool]]:
-        """The micro-batches that this rank computes, and whether each counts: some only keep step with other ranks."""
+        """Yields the micro-batches of this rank, and whether each counts: some only keep step with other ranks."""
         stretches = split_evenly(rollouts, samples, self.size, share=share)
         parts = [list(micro_batches(rollouts, stretch, max_tokens, share=share)) for stretch in stretches]
         yield from ((part, True) for part in parts[self.rank])
@@ -157,11 +156,11 @@ class RankGroup:
             yield from [([shortest], False)] * missing
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks."""
+        """Returns the sum over all ranks."""
         return self._reduce(tensor, dist.ReduceOp.SUM)
 
     def max(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The largest over all ranks."""
+        """Returns the largest over all ranks."""
         return self._reduce(tensor, dist.ReduceOp.MAX)
 
     def _reduce(self, tensor: torch.Tensor, operation: Any) -> torch.Tensor:
@@ -172,7 +171,7 @@ class RankGroup:
         return reduced
 
     def merge(self, values: torch.Tensor) -> torch.Tensor:
-        """Numbers of which each rank knows some; NaN where it does not."""
+        """Returns numbers of which each rank knows some and has NaN in the place of the others."""
         known = ~values.isnan()
         total = self.sum(torch.where(known, values, 0.0))
         return torch.where(self.max(known.float()) > 0, total, torch.nan)
@@ -188,19 +187,16 @@ class RankGroup:
             return
         # a rank without samples has no gradients at all, a parameter that nothing uses has none anywhere
         used = self.max(torch.tensor([float(w.grad is not None) for w in weights], device=weights[0].device))
-        bucket: list[torch.Tensor] = []
-        elements = 0
+        sums = []
         for weight, has in zip(weights, used.tolist()):
             if has:
-                bucket.append(weight)
-                elements += weight.numel()
-            if elements >= BUCKET_ELEMENTS:
-                _sum_bucket(bucket)
-                bucket, elements = [], 0
-        _sum_bucket(bucket)
+                weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+                sums.append(dist.all_reduce(weight.grad, async_op=True))
+        for work in sums:
+            work.wait()
 
     def load(self, config: ModelConfig, *, offload: bool = False) -> Policy:
-        """As :func:`python_trainer.model.policy.load_policy`; all ranks call it together.
+        """Loads the policy, as :func:`python_trainer.model.policy.load_policy`; all ranks call it together.
 
         Args:
             offload: ``optimizer.offload``, for ranks with shards.
@@ -210,13 +206,13 @@ class RankGroup:
             return load_policy(config)
 
     def in_one_dtype(self, config: ModelConfig) -> ModelConfig:
-        """With ``model.dtype: auto`` as the type that rank 0 would take, whose processor may be another."""
+        """Replaces ``model.dtype: auto`` by the type that rank 0 would take, whose processor may be another."""
         with self.together():
             mine = dtype_name(find_dtype(config))
         return config.model_copy(update={"dtype": self.first(mine)})
 
     def copy(self, module: Any, *, trains: bool) -> Any:
-        """A copy of a plain module, of which each rank has as much as of the policy's model."""
+        """Copies a plain module; each rank has as much of it as of the policy's model."""
         return copy.deepcopy(module).requires_grad_(trains)
 
     def shard(self, module: torch.nn.Module) -> None:
@@ -224,23 +220,13 @@ class RankGroup:
 
 
 def _report(error: Exception) -> tuple[type[Exception], str]:
-    """The error that ranks without one raise for this one."""
+    """Returns the error that ranks without one raise for this one."""
     kind, name = kind_of(error), type(error).__name__
     return (UserError, f"{name}: {error}") if kind is None else (kind, str(error) or name)
 
 
 def _group_start(examples: Sequence[Example], index: int) -> int:
-    """From ``index`` on, the first answer to another example: answers to one are judged by one rank."""
+    """Returns the first answer from ``index`` on to another example: one rank judges all answers to an example."""
     while 0 < index < len(examples) and examples[index].prompt is examples[index - 1].prompt:
         index += 1
     return index
-
-
-def _sum_bucket(weights: Sequence[torch.Tensor]) -> None:
-    if not weights:
-        return
-    gradients = [torch.zeros_like(w) if w.grad is None else w.grad for w in weights]
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
-    dist.all_reduce(flat)
-    for weight, total in zip(weights, flat.split([w.numel() for w in weights])):
-        weight.grad = total.view_as(weight)

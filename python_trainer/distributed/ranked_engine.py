@@ -35,7 +35,7 @@ class RankedEngine(WrappedEngine):
 
     @property
     def on_progress(self) -> Callable[[int, int], None] | None:  # type: ignore[override]
-        """With ranks None: the inner engine generates this one's part, and reports that."""
+        """Is None with several ranks: the inner engine generates this one's part, and reports that."""
         return self.inner.on_progress if self.ranks is None else None
 
     @on_progress.setter

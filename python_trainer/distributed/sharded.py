@@ -76,7 +76,7 @@ class ShardedGroup(RankGroup):
         return policy
 
     def _device_mesh(self, device: torch.device) -> DeviceMesh:
-        """The mesh of all ranks, who must ask for it together when they do so first."""
+        """Returns the mesh of all ranks, who must ask for it together when they do so first."""
         if self.mesh is None:
             self.mesh = init_device_mesh(device.type, (self.size,))
         return self.mesh
@@ -87,7 +87,7 @@ class ShardedGroup(RankGroup):
         return copied
 
     def _sharded_copy(self, module: Any, device: torch.device, *, trains: bool | None = None) -> Any:
-        """A copy of a module, cut while it takes no memory, with uninitialised shards."""
+        """Copies a module, cut while it takes no memory, with uninitialised shards."""
         copied = empty_copy(module, META)
         if trains is not None:
             copied.requires_grad_(trains)
@@ -121,7 +121,7 @@ class ShardedGroup(RankGroup):
                     part.set_force_sum_reduction_for_comms(True)
 
     def sum_gradients(self, module: torch.nn.Module, weights: Sequence[torch.Tensor]) -> None:
-        """The backward pass has; a pass without one may have left weights gathered, which are old after an update."""
+        """Frees weights that a pass without a backward pass left gathered; backward passes have added up gradients."""
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()

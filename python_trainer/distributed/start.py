@@ -23,7 +23,7 @@ LET_GO = 0.5
 
 @contextmanager
 def start(parallel: str, device: str = "auto") -> Iterator[RankGroup]:
-    """All processes of a run, within it; a group of one where torchrun started none.
+    """Joins the processes of a run, within it; a group of one where torchrun started none.
 
     Args:
         parallel: the setting of that name.

@@ -71,4 +71,4 @@ class Critic(torch.nn.Module):
     def restore(self, saved: dict[str, Any]) -> None:
         """Undoes :meth:`checkpoint`."""
         load_weights(self, saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"], saved["model"])
+        self.optimizer.load_state_dict(saved.get("optimizer", {}), saved["model"])

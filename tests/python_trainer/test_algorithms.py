@@ -3,7 +3,8 @@
 Bugs that trainers have shipped, and the test that keeps each out of this one:
 
 - The loss changes with the micro-batch or rank split, or with the amount or side of padding:
-  test_loss_does_not_depend_on_split_order_or_padding, test_trainer.test_weights_do_not_depend_on_micro_batches.
+  test_loss_does_not_depend_on_split_order_or_padding,
+  test_trainer.test_neither_weights_nor_metrics_depend_on_micro_batches.
 - The end token masked because it is the padding token, or one of several:
   test_trainer.test_several_eos_tokens_end_answers_and_count_in_the_loss, test_trl_parity.
 - Sampled at one temperature, scored at another: test_trainer.test_temperature_is_the_same_in_sampling_and_scoring.
@@ -14,7 +15,8 @@ Bugs that trainers have shipped, and the test that keeps each out of this one:
 - 0 x inf = NaN from masked log-probabilities: test_masked_entries_may_hold_anything.
 - A resumed run draws other noise: test_checkpoint.test_resume_equals_the_uninterrupted_run.
 - 32-bit offsets into the logits: rlkernels/test_logprobs.py.
-- The logged loss is that of the last micro-batch: test_trainer.test_logged_loss_does_not_depend_on_micro_batches.
+- The logged loss is that of the last micro-batch:
+  test_trainer.test_neither_weights_nor_metrics_depend_on_micro_batches.
 - The entropy's gradient lost: rlkernels/test_logprobs.py, test_trl_parity (entropy).
 """
 

@@ -113,14 +113,6 @@ def test_resume_equals_the_uninterrupted_run(make_config, tmp_path, algorithm, s
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
-def test_resume_of_a_finished_run_goes_on(make_config, tmp_path):
-    Trainer(make_config(max_steps=4), tmp_path / "whole", console=QUIET).run()
-    Trainer(make_config(max_steps=2), tmp_path / "parts", console=QUIET).run()
-    Trainer(make_config(max_steps=4), tmp_path / "parts", resume=True, console=QUIET).run()
-    first, second = (final_state(tmp_path / name)["model"] for name in ("whole", "parts"))
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
 def test_resume_refuses_another_model_or_other_accelerators(make_config, tmp_path):
     from conftest import save_tiny_policy
 

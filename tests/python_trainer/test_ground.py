@@ -22,6 +22,7 @@ FROZEN = {
 PROMISED = {"sums": (0.49, 0.63), "lattice_paths": (0.32, 0.74)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROMISED)
 def test_policies_are_as_right_as_promised(name):
     config = load_config(CONFIGS / f"{name}.yaml")

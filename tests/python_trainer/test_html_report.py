@@ -141,17 +141,21 @@ def rollout(accuracy, *, text="42", cap=None):
                    importance_cap=cap)  # fmt: skip
 
 
+def chosen(rollouts):
+    return choose_samples(rollouts, str, lambda one: str(one.prompt_ids))
+
+
 def test_samples_show_right_and_wrong():
     rollouts = [rollout(1.0, cap=2.0), *[rollout(0.0, text=str(i)) for i in range(9)], rollout(1.0, text="x" * 9999)]
-    samples = choose_samples(rollouts, str)
+    samples = chosen(rollouts)
     assert [sample["accuracy"] for sample in samples] == [0.0, 0.0, 0.0, 1.0]
     assert [sample["answer"][:2] for sample in samples] == ["0", "1", "2", "xx"] and len(samples[3]["answer"]) == 4000
     assert samples[0] | {"answer": ""} == {
         "prompt": "[1]", "given": "[2]", "answer": "", "reward": 0.0, "accuracy": 0.0, "tokens": 2, "given_tokens": 1,
         "finish_reason": "stop",
     }  # fmt: skip
-    assert choose_samples([rollout(1.0, cap=2.0)], str) == []
-    assert choose_samples([rollout(torch.nan)], str)[0]["reward"] is None
+    assert chosen([rollout(1.0, cap=2.0)]) == []
+    assert chosen([rollout(torch.nan)])[0]["reward"] is None
 
 
 def test_samples_of_a_task_without_right_and_wrong_are_neither():
@@ -159,7 +163,7 @@ def test_samples_of_a_task_without_right_and_wrong_are_neither():
     rollouts = [rollout(0.0, text=str(i)) for i in range(9)]
     for one, merit in zip(rollouts, (0.2, 0.2, 0.3, 0.2, 0.2, 0.7, 0.2, 0.2, 0.1)):
         one.merit = one.reward = merit
-    samples = choose_samples(rollouts, str)
+    samples = chosen(rollouts)
     assert {"5", "8"} < {sample["answer"] for sample in samples}
     assert {sample["accuracy"] for sample in samples} == {None}
     assert [judge(accuracy) for accuracy in (None, 1.0, 0.0)] == ["", "right", "wrong"]

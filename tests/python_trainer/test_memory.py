@@ -38,7 +38,7 @@ def qwen(size, folder):
     return folder
 
 
-KINDS = ["float32", "bfloat16, masters", "LoRA, recomputed"]
+KINDS = ["bfloat16, masters", "LoRA, recomputed"]
 
 
 @pytest.fixture(scope="module")

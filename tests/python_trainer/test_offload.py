@@ -15,7 +15,7 @@ from python_trainer.distributed import start
 from python_trainer.errors import UserError
 from python_trainer.model.settings import ModelConfig
 
-HALF = {"max_steps": 2}
+HALF = {"max_steps": 1}
 OFFLOAD = {"optimizer": {"offload": True}}
 
 
@@ -44,7 +44,7 @@ def runs(tmp_path_factory, tiny_policy, jsonl_files):
     algorithm = {"advantage": "gae", "num_minibatches": 2}
     settings = merged(
         run_settings(tiny_policy, jsonl_files),
-        {"max_steps": 3, "model": {"dtype": "bfloat16"}, "algorithm": algorithm, "critic": {"separate": True}},
+        {"max_steps": 2, "model": {"dtype": "bfloat16"}, "algorithm": algorithm, "critic": {"separate": True}},
     )
     run_on_ranks(folder, in_two, settings, folder)
     return folder, settings

@@ -14,8 +14,12 @@ from python_trainer.run_directory import read_metrics
 MANY = {"micro_batch_tokens": 30}  # several micro-batches for each process, and not the same number
 # sections of settings by name of the case
 CASES = {
-    "token-mean": {"algorithm": {"loss_type": "token-mean"}, "optimizer": MANY},
-    "seq-mean-token-mean": {"algorithm": {"loss_type": "grpo", "mask_truncated_completions": True}, "optimizer": MANY},
+    "token-mean, recomputed activations": {
+        "algorithm": {"loss_type": "token-mean"}, "model": {"gradient_checkpointing": True}, "optimizer": MANY,
+    },
+    "seq-mean-token-mean, offloaded": {
+        "algorithm": {"loss_type": "grpo", "mask_truncated_completions": True}, "optimizer": MANY,
+    },
     "seq-mean-token-sum": {
         "algorithm": {
             "loss_type": "seq-mean-token-sum", "advantage": "rloo", "beta": 0.05, "num_iterations": 2,
@@ -23,7 +27,9 @@ CASES = {
         },
         "optimizer": MANY,
     },
-    "constant": {"algorithm": {"loss_type": "dr_grpo", "scale_rewards": "none"}, "optimizer": MANY},
+    "constant, logits in blocks": {
+        "algorithm": {"loss_type": "dr_grpo", "scale_rewards": "none"}, "optimizer": MANY,
+    },
     "an empty part": {
         "rollout": {"prompts_per_step": 3, "num_generations": 1},
         "algorithm": {"advantage": "reinforce++", "num_minibatches": 3, "beta": 0.05, "use_kl_in_reward": True},
@@ -43,19 +49,16 @@ CASES = {
         "task": {"reward": "conftest:even"}, "algorithm": {"num_minibatches": 2}, "optimizer": MANY,
         "rollout": {"num_generations": 2},
     },
-    "logits in blocks": {"optimizer": MANY},
-    "offloaded": {"optimizer": MANY},
     "all cut off": {
         "rollout": {"max_completion_length": 2},
         "algorithm": {"mask_truncated_completions": True, "num_iterations": 2},
     },
-    "recomputed activations": {"model": {"gradient_checkpointing": True}, "optimizer": MANY},
 }  # fmt: skip
-SHARDED = {"offloaded": {"optimizer": {"offload": True}}}  # further settings of fsdp2 alone
+SHARDED = {"seq-mean-token-mean, offloaded": {"optimizer": {"offload": True}}}  # further settings of fsdp2 alone
 
 
 def train_case(name, *args):
-    largest = 0 if name == "logits in blocks" else policy.LARGEST_LOGITS
+    largest = 0 if "logits in blocks" in name else policy.LARGEST_LOGITS
     with patch.object(policy, "LARGEST_LOGITS", largest):
         train(*args)
 

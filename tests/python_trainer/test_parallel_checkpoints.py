@@ -70,7 +70,8 @@ FAILURES = [("fsdp2", "finite"), ("fsdp2", "memory"), ("fsdp2", "other"), ("ddp"
 
 def generation_that_fails(settings, folder):
     """Ends runs in the second process, in their second step; what each process sees is in KIND-ERROR-RANK.txt."""
-    original = PagedEngine._work
+    changes = {"save": {"save_steps": 0}, "callbacks": ["python_trainer.callbacks:Callback"], "max_steps": 2}
+    original, settings = PagedEngine._work, merged(settings, changes)
     for parallel, name in FAILURES:
         calls = itertools.count()
 
@@ -100,6 +101,7 @@ def several(settings, folder):
     train(settings, folder / "sharded", "fsdp2")
     fail(merged(settings, {"task": {"reward": f"{__name__}:no_verdict"}}), folder, "reward")
     nan_in_the_second_process(settings, folder)
+    generation_that_fails(settings, folder)
 
 
 @pytest.fixture(scope="module")
@@ -196,10 +198,8 @@ def test_what_fails_in_one_process_ends_all_of_them(runs, name, message):
         assert first.startswith("process 1 of 2: ")
 
 
-def test_generation_that_fails_in_one_process_is_told_by_all_and_leaves_the_last_step(settings, tmp_path):
+def test_generation_that_fails_in_one_process_is_told_by_all_and_leaves_the_last_step(runs):
     """All save together, and all end in one line; but for a bug, in the process where it came up."""
-    changes = {"save": {"save_steps": 0}, "callbacks": ["python_trainer.callbacks:Callback"], "max_steps": 2}
-    run_on_ranks(tmp_path, generation_that_fails, merged(settings, changes), tmp_path)
     seen = {
         "finite": ("UserError", "UserError", "no distribution: optimizer.learning_rate 0.001 may be too high"),
         "memory": ("MemoryError", "MemoryError", "no bytes"),
@@ -207,10 +207,10 @@ def test_generation_that_fails_in_one_process_is_told_by_all_and_leaves_the_last
     }
     for parallel, name in FAILURES:
         *kinds, text = seen[name]
-        said = [(tmp_path / f"{parallel}-{name}-{rank}.txt").read_text() for rank in range(2)]
+        said = [(runs / f"{parallel}-{name}-{rank}.txt").read_text() for rank in range(2)]
         assert [one.partition(": ")[0] for one in said] == kinds and "process 1 of 2: " in said[0]
         assert all(text in one and "step 1 is saved: --resume goes on from it" in one for one in said)
-        checkpoints = list_checkpoints(tmp_path / f"{parallel}-{name}" / "checkpoints")
+        checkpoints = list_checkpoints(runs / f"{parallel}-{name}" / "checkpoints")
         assert [path.name for path in checkpoints] == ["step-000001"]
 
 

@@ -55,10 +55,15 @@ def set_ups_that_fail(settings, folder):
                     (folder / f"{parallel}-{name}-{dist.get_rank()}.txt").write_text(f"{is_shared(error)}: {error}")
 
 
+def failures(settings, folder):
+    set_ups_that_fail(settings, folder)
+    unwritten_checkpoints(folder)
+
+
 @pytest.fixture(scope="module")
 def told(tmp_path_factory, tiny_policy, jsonl_files):
     folder = tmp_path_factory.mktemp("runs")
-    run_on_ranks(folder, set_ups_that_fail, run_settings(tiny_policy, jsonl_files) | {"max_steps": 1}, folder)
+    run_on_ranks(folder, failures, run_settings(tiny_policy, jsonl_files) | {"max_steps": 1}, folder)
     return folder
 
 
@@ -91,30 +96,29 @@ def unwritten_checkpoints(folder):
                 resource.setrlimit(resource.RLIMIT_FSIZE, before)
                 (folder / f"{place.name}-{ranks.rank}.txt").write_text(f"{is_shared(error)}: {error}")
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        save(folder / parallel, 3)  # all still go together
+        save(folder / f"{parallel}-after", 3)  # all still go together
 
 
 FULL = [(0, 10), (0, 10_000), (1, 10_000)]  # before the shards, while they are written
 
 
-def test_a_checkpoint_that_one_process_cannot_write_is_told_by_all(tmp_path):
-    run_on_ranks(tmp_path, unwritten_checkpoints, tmp_path)
+def test_a_checkpoint_that_one_process_cannot_write_is_told_by_all(told):
     for parallel in KINDS:
         for rank, size in FULL:
-            place = tmp_path / f"{parallel}-{rank}-{size}"
-            told = [Path(f"{place}-{number}.txt") for number in range(2)]
+            place = told / f"{parallel}-{rank}-{size}"
+            errors = [Path(f"{place}-{number}.txt") for number in range(2)]
             if parallel == "ddp" and rank == 1:
-                assert not any(path.exists() for path in told), "it writes nothing"
+                assert not any(path.exists() for path in errors), "it writes nothing"
                 continue
             (kept,) = place.iterdir()
             assert kept.name == "step-000001" and load_whole(kept)["model"]["w"].shape == (64, 1024)
-            for path in told:
+            for path in errors:
                 said = path.read_text()
                 assert said.startswith("True: ") and f"checkpoint {place}/step-000002 cannot be written: " in said
                 assert "too large" in said or size == 10_000, "torch's own words are others"
                 assert "the newest there is step-000001: make room there" in said
                 assert said.count("cannot be written") == 1 and "\n" not in said
-        assert list_checkpoints(tmp_path / parallel)
+        assert list_checkpoints(told / f"{parallel}-after")
 
 
 @pytest.mark.parametrize("streams", [True, False])

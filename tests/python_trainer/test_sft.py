@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 
 import pytest
 import torch
@@ -110,13 +111,13 @@ def test_resume_gives_the_same_weights(lessons, tmp_path, monkeypatch):
     cut = Sft(config, tmp_path / "cut", console=QUIET)
     step = Sft.step
 
-    def fails_in_the_fourth(self):
-        if self.state["step"] == 3:
-            raise RuntimeError("killed")
+    def ends_in_the_fourth(self):
+        if self.state.step == 3:
+            raise KeyboardInterrupt  # stands for a kill
         return step(self)
 
-    monkeypatch.setattr(Sft, "step", fails_in_the_fourth)
-    with pytest.raises(RuntimeError, match="killed"):
+    monkeypatch.setattr(Sft, "step", ends_in_the_fourth)
+    with pytest.raises(KeyboardInterrupt):
         cut.run()
     monkeypatch.undo()
     with pytest.raises(UserError, match="already holds a run: add --resume"):
@@ -124,7 +125,7 @@ def test_resume_gives_the_same_weights(lessons, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="was run with 5 steps, and these settings make 1"):
         Sft(config_of(lessons, sft={**lessons["sft"], "epochs": 1}), tmp_path / "cut", resume=True)
     resumed = Sft(config, tmp_path / "cut", resume=True, console=QUIET)
-    assert resumed.state["step"] == 2
+    assert resumed.state.step == 2
     resumed.run()
     weights = [load_file(tmp_path / name / "model/model.safetensors") for name in ("whole", "cut")]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
@@ -213,6 +214,7 @@ def test_a_run_is_resumed_with_what_it_was_begun_with_or_says_so(lessons, tmp_pa
 def test_a_finished_run_without_a_checkpoint_is_not_begun_anew(lessons, tmp_path, kind):
     config = config_of(lessons, max_steps=1, save={"save_steps": 99})
     Sft(config, tmp_path, console=QUIET).run()
+    shutil.rmtree(tmp_path / "checkpoints")
     model = (tmp_path / "model" / "model.safetensors").read_bytes()
     with pytest.raises(UserError, match="holds a finished run, and no checkpoint to go on from: choose another"):
         kind(config, tmp_path, resume=True, console=QUIET)

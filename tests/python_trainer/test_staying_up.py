@@ -77,8 +77,7 @@ def test_the_first_signal_is_noted_and_the_second_interrupts(capsys):
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
-@pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_saves_and_the_run_goes_on_to_the_same_weights(make_config, tmp_path, number):
+def test_a_signal_saves_and_the_run_goes_on_to_the_same_weights(make_config, tmp_path):
     config = make_config(max_steps=5, save={"save_steps": 0}, accelerators={"enabled": ["rpo"]})
     Trainer(config, tmp_path / "whole", console=QUIET).run()
     part = Trainer(config, tmp_path / "parts", console=QUIET)
@@ -86,11 +85,11 @@ def test_a_signal_saves_and_the_run_goes_on_to_the_same_weights(make_config, tmp
 
     def step(count):
         if count == 3:
-            os.kill(os.getpid(), number)  # while the step is at work
+            os.kill(os.getpid(), signal.SIGINT)  # while the step is at work
         return original(count)
 
     part.step = step
-    with pytest.raises(Interrupted, match=f"{number.name}: stopped after step 3, which is saved"):
+    with pytest.raises(Interrupted, match="SIGINT: stopped after step 3, which is saved"):
         part.run()
     assert [p.name for p in list_checkpoints(tmp_path / "parts" / "checkpoints")] == ["step-000003"]
     Trainer(config, tmp_path / "parts", resume=True, console=QUIET).run()

@@ -11,10 +11,11 @@ from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase, pr
 from python_trainer.accelerators.rhyme.recording import NOTE, begin_run
 from python_trainer.accelerators.rhyme.sampling import judge_again
 from python_trainer.data import Example
+from python_trainer.distributed import RankGroup
 from python_trainer.errors import UserError
-from python_trainer.scoring import shaped_rewards
+from python_trainer.evaluation import Scorer
+from python_trainer.run_state import RunState
 from python_trainer.tasks import Task
-from python_trainer.tasks.rewards import score
 
 from .conftest import FACTS, make_sample, make_step
 
@@ -28,13 +29,8 @@ def task_with(function):
 
 def context(task, config):
     """What judging uses of a step."""
-
-    def judge(examples, texts, ids):
-        scores = score(task, examples, texts, ids)
-        longest = config.rollout.max_completion_length
-        return replace(scores, total=shaped_rewards(scores.total, ids, config.algorithm, longest))
-
-    return SimpleNamespace(task=task, config=config, judge=judge)
+    scorer = Scorer(config, SimpleNamespace(task=task), RankGroup(), RunState(), decode=str)
+    return SimpleNamespace(task=task, config=config, judge=scorer.judge)
 
 
 def test_answers_are_judged_as_fresh_ones_of_this_run(make_config):
