@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from python_trainer.algorithms.advantages import StepRewards, against_chance, explained_variance
-from python_trainer.algorithms.kl import kl_estimate
-from python_trainer.algorithms.losses import Aggregation, importance_weights, policy_loss, value_loss
+from python_trainer.algorithms.losses import Aggregation, importance_weights, kl_estimate, policy_loss, value_loss
 from python_trainer.algorithms.settings import LOSS_TYPES, AlgorithmConfig
 from python_trainer.data import Rollout
 from python_trainer.distributed import RankGroup

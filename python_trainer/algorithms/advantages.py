@@ -23,8 +23,9 @@ class StepRewards:
         return self.rewards - self.penalty.sum(1)
 
     def token_rewards(self) -> torch.Tensor:
-        """Returns the reward after each token minus its penalty, [B, T]."""
-        return token_rewards(self.rewards, self.mask, self.penalty)
+        """Returns the reward after each token minus its penalty, [B, T]; an answer's reward is on its last token."""
+        is_last = self.mask & (self.mask.flip(1).cumsum(1).flip(1) == 1)
+        return torch.where(is_last, self.rewards[:, None], 0.0) - torch.where(self.mask, self.penalty, 0.0)
 
 
 Judged = tuple[torch.Tensor, torch.Tensor | None]  # advantages [B] or [B, T], returns [B, T] or None
@@ -121,9 +122,7 @@ def group_advantages(
     if scale_rewards == "batch":
         scale = scale_of(rewards.abs().amax()) if rewards.numel() else 1.0
         return (rewards - mean) / ((scale * (rewards / scale).std() if rewards.numel() > 1 else 0.0) + epsilon)
-    if scale_rewards == "none":
-        return rewards - mean
-    raise ValueError(f"scale_rewards must be 'group', 'batch' or 'none', got {scale_rewards!r}")
+    return rewards - mean
 
 
 def rloo_advantages(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
@@ -185,23 +184,6 @@ def whiten(values: torch.Tensor, mask: torch.Tensor, *, epsilon: float = 1e-8) -
     variance, mean = torch.var_mean(kept) if kept.numel() > 1 else (torch.ones_like(kept[0]) / scale**2, kept[0])
     scaled = (values / scale - mean) * torch.rsqrt(variance + epsilon / scale**2)
     return torch.where(mask, scaled, 0.0)
-
-
-def token_rewards(scores: torch.Tensor, mask: torch.Tensor, penalty: torch.Tensor | None = None) -> torch.Tensor:
-    """Puts each answer's score on its last unmasked token, minus a penalty per token (KL in the reward).
-
-    Args:
-        scores: [B].
-        mask: bool [B, T].
-        penalty: [B, T], already multiplied by its coefficient; None for none.
-
-    Returns:
-        [B, T], 0 where masked; a row without unmasked tokens stays 0.
-    """
-    mask = mask.bool()
-    is_last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
-    rewards = torch.where(is_last, scores[:, None], 0.0)
-    return rewards if penalty is None else rewards - torch.where(mask, penalty, 0.0)
 
 
 def overlong_penalties(lengths: torch.Tensor, *, max_length: int, cache: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Policy and value losses on [batch, time].
+"""Policy and value losses on [batch, time], and estimates of the KL to a reference.
 
 A loss is a sum of per-token losses times weights, which are computed from the *whole* batch
 (:class:`Aggregation`). So micro-batches, ranks, padding and order cannot change it: the losses of the parts add up to
@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from python_trainer.algorithms.settings import POLICY_LOSSES, AlgorithmConfig
+from python_trainer.algorithms.settings import KL_ESTIMATORS, POLICY_LOSSES, AlgorithmConfig
 
 
 class Aggregation(Protocol):
@@ -170,14 +170,43 @@ def importance_weights(
     difference = torch.where(mask, old_logprobs.detach() - sampler_logprobs, 0.0)
     if level == "sequence":
         difference = difference.sum(1, keepdim=True).expand(mask.shape)
-    elif level != "token":
-        raise ValueError(f"level must be 'token' or 'sequence', got {level!r}")
     ratio = torch.exp(difference)
-    if mode == "truncate":
-        return ratio.clamp(max=cap)
-    if mode == "mask":
-        return torch.where(ratio > cap, 0.0, ratio)
-    raise ValueError(f"mode must be 'truncate' or 'mask', got {mode!r}")
+    return torch.where(ratio > cap, 0.0, ratio) if mode == "mask" else ratio.clamp(max=cap)
+
+
+def k1(r: torch.Tensor) -> torch.Tensor:
+    """Returns r = log pi - log pi_ref itself. Unbiased."""
+    return r
+
+
+def k2(r: torch.Tensor) -> torch.Tensor:
+    """Returns r^2 / 2. Less variance and some bias."""
+    return 0.5 * r * r
+
+
+def k3(r: torch.Tensor) -> torch.Tensor:
+    """Returns exp(-r) + r - 1. Unbiased and never negative."""
+    return torch.expm1(-r) + r
+
+
+def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, mask: torch.Tensor, kind: str) -> torch.Tensor:
+    """Estimates KL(pi || pi_ref) per token, from sampled ones (J. Schulman, "Approximating KL divergence", 2020).
+
+    In a *loss* its gradient counts: that of ``k1`` is zero in expectation, that of ``k2`` is exact on policy, that of
+    ``k3`` is biased towards the forward KL.
+
+    Args:
+        logprobs: [B, T], differentiable.
+        ref_logprobs: [B, T] of the same tokens under the reference.
+        mask: bool [B, T]; log-probabilities may be anything, NaN and inf included, where it is False.
+        kind: a name in ``KL_ESTIMATORS``, or ``module:function`` of r = log pi - log pi_ref, [B, T].
+
+    Returns:
+        [B, T], 0 where masked.
+    """
+    mask = mask.bool()
+    r = torch.where(mask, logprobs, 0.0) - torch.where(mask, ref_logprobs, 0.0)
+    return torch.where(mask, KL_ESTIMATORS.resolve(kind)(r), 0.0)
 
 
 def value_loss(

@@ -56,7 +56,7 @@ POLICY_LOSSES: Registry[Callable[..., Any]] = Registry(
     "policy_loss", {kind: f"{HOME}.losses:{kind}" for kind in ("clip", "cispo")}
 )
 KL_ESTIMATORS: Registry[Callable[..., Any]] = Registry(
-    "kl_estimator", {kind: f"{HOME}.kl:{kind}" for kind in ("k1", "k2", "k3")}
+    "kl_estimator", {kind: f"{HOME}.losses:{kind}" for kind in ("k1", "k2", "k3")}
 )
 
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from python_trainer.algorithms.kl import kl_estimate
-from python_trainer.algorithms.losses import importance_weights, policy_loss
+from python_trainer.algorithms.losses import importance_weights, kl_estimate, policy_loss
 from python_trainer.algorithms.settings import AlgorithmConfig
 from python_trainer.batch import Batch, Minibatch, put
 from python_trainer.data import Rollout
