@@ -48,13 +48,17 @@ def test_keeps_the_newest_and_clears_leftovers(tmp_path):
     assert load_checkpoint(tmp_path / "step-000010") == {"step": 10}
 
 
-@pytest.mark.parametrize("damage", ["missing", "short", "text"])
-def test_damaged_checkpoint_is_named(tmp_path, damage):
-    folder = save_checkpoint(tmp_path, 1, {"w": torch.ones(4)}, keep=1)
-    path = folder / ("state.json" if damage == "text" else "tensors.safetensors")
-    path.unlink() if damage == "missing" else path.write_bytes(path.read_bytes()[:9])
+@pytest.mark.parametrize("name", ["state.json", "tensors.safetensors", "checksums.json", "another"])
+@pytest.mark.parametrize("damage", ["missing", "short", "other"])
+def test_a_damaged_checkpoint_is_named(tmp_path, name, damage):
+    """Checksums are of all files and of no other."""
+    path = save_checkpoint(tmp_path, 1, {"w": torch.ones(4)}, keep=1) / name
+    if damage == "missing":
+        path.unlink(missing_ok=True)
+    if damage != "missing" or name == "another":
+        path.write_bytes(path.read_bytes()[:9] if damage == "short" and path.exists() else b"{}")
     with pytest.raises(UserError, match="step-000001 is damaged"):
-        load_checkpoint(folder)
+        load_checkpoint(path.parent)
 
 
 def final_state(folder):

@@ -12,12 +12,15 @@ from python_trainer.errors import UserError
 from python_trainer.probe import lines, probe
 
 
-def test_the_command(settings, tmp_path, capsys):
+def test_the_command(settings, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("python_trainer.logger.LINE_SECONDS", 0.0)
     changes = {"task": {"reward": "conftest:even"}, "accelerators": {"enabled": ["drafts"]}}
     path = tmp_path / "settings.yaml"
     path.write_text(yaml.safe_dump(merged(settings, changes)))
     assert main(["probe", "--config", str(path), "--seconds", "5", "--json", str(tmp_path / "found.json")]) == 0
-    said, seen = capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text())
+    (said, progress), seen = capsys.readouterr(), json.loads((tmp_path / "found.json").read_text())
+    assert "probe 0/1  answers 16/16" in progress
+    assert progress.index("answers 16/16") < progress.index("probe 0/1  update 0/1")
     count = len(seen["p"])
     assert 4 <= count <= 12 and len(seen["lengths"]) == count and seen["group_size"] == 4
     assert all(x * 4 == pytest.approx(round(x * 4)) for x in seen["p"])
@@ -45,11 +48,3 @@ def test_where_nothing_is_right_or_wrong_groups_go_by_rewards(settings):
     found = probe(check_config(settings, source="test"), seconds=30)  # the share of digits
     assert not found["judged"] and found["spread"] == found["reward_spread"] > 0.5 and found["all_wrong"] == 0
     assert "nothing is right or wrong in this task" in "\n".join(lines(found))
-
-
-def test_it_tells_how_far_it_is(settings, monkeypatch, capsys):
-    monkeypatch.setattr("python_trainer.logger.LINE_SECONDS", 0.0)
-    config = check_config(merged(settings, {"task": {"reward": "conftest:even"}}), source="test")
-    probe(config, seconds=1e-3)
-    said = capsys.readouterr().err
-    assert "probe 0/1  answers 16/16" in said and said.index("answers 16/16") < said.index("probe 0/1  update 0/1")

@@ -1,6 +1,5 @@
 """Run directories: disks that are full, several trainers in one, what a kill left, damaged checkpoints."""
 
-import json
 import os
 import resource
 import subprocess
@@ -149,17 +148,12 @@ def flip(path):
     path.write_bytes(data)
 
 
-def tear(path):
-    path.write_bytes(path.read_bytes()[:100])
-
-
-@pytest.mark.parametrize("damage", [flip, tear])
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(make_config, tmp_path, capsys, damage):
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(make_config, tmp_path, capsys):
     config = make_config(max_steps=4, save={"save_steps": 2})
     Trainer(config, tmp_path / "whole", console=QUIET).run()
     Trainer(config, tmp_path / "parts", console=QUIET).run()
     folder = tmp_path / "parts" / "checkpoints"
-    damage(folder / "step-000004" / "tensors.safetensors")
+    flip(folder / "step-000004" / "tensors.safetensors")
     trainer = Trainer(config, tmp_path / "parts", resume=True)
     assert trainer.state.step == 2
     assert "step-000004 is damaged (tensors.safetensors is other than it was written): going on from step-000002" in (
@@ -169,24 +163,10 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(make_config, tmp_path,
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
     assert sorted(p.name for p in folder.iterdir()) == ["damaged-step-000004", "step-000002", "step-000004"]
     for path in list_checkpoints(folder):
-        damage(path / "state.json")
-    with pytest.raises(
-        UserError, match="no checkpoint in .* can be used: .*step-000004 is damaged.*step-000002 is dam"
-    ):
+        flip(path / "state.json")
+    said = "no checkpoint in .* can be used: .*step-000004 is damaged.*step-000002 is damaged"
+    with pytest.raises(UserError, match=said):
         Trainer(config, tmp_path / "parts", resume=True, console=QUIET)
-
-
-@pytest.mark.parametrize("change", [dict.clear, lambda sums: sums.update(more="0")])
-def test_checksums_are_of_all_files_and_no_other(tmp_path, change):
-    folder = save_checkpoint(tmp_path, 1, {"w": torch.ones(4)}, keep=1)
-    sums = json.loads((folder / "checksums.json").read_text())
-    change(sums)
-    (folder / "checksums.json").write_text(json.dumps(sums))
-    with pytest.raises(UserError, match="step-000001 is damaged"):
-        load_checkpoint(folder)
-    (folder / "checksums.json").unlink()
-    with pytest.raises(UserError, match="step-000001 is damaged"):
-        load_checkpoint(folder)
 
 
 def test_a_checkpoint_of_something_else_is_refused(make_config, tmp_path):

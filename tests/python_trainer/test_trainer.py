@@ -136,12 +136,10 @@ def test_temperature_is_the_same_in_sampling_and_scoring(make_config, tmp_path, 
     assert read_metrics(tmp_path / "run")[1]["sampling/logp_difference/max"] < 1e-4
 
 
-def test_same_seed_same_weights_other_seed_other_weights(make_config, tmp_path):
-    runs = [
-        weights_of(train(make_config(max_steps=2, seed=seed), tmp_path / str(i))) for i, seed in enumerate((3, 3, 4))
-    ]
-    assert_same_weights(runs[0], runs[1])
-    assert not torch.equal(runs[0]["model.embed_tokens.weight"], runs[2]["model.embed_tokens.weight"])
+def test_another_seed_gives_other_weights(make_config, tmp_path):
+    """That the same seed gives the same weights is what tests of resuming are about."""
+    runs = [weights_of(train(make_config(max_steps=1, seed=seed), tmp_path / str(seed))) for seed in (3, 4)]
+    assert not torch.equal(*(run["model.embed_tokens.weight"] for run in runs))
 
 
 class SpySettings(AcceleratorSettings):
