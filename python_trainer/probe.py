@@ -19,40 +19,36 @@ from python_trainer.run_directory import write_text
 from python_trainer.run_state import Clock, device_name, versions
 from python_trainer.trainer import Trainer
 
-FIRST_PROMPTS = 4  # their answers tell how long the others take
 SHARE = 0.6  # of the seconds, for answers; the rest is for an update
 Groups = list[list[Rollout]]  # the answers to each prompt
 
 
 def sample_groups(trainer: Trainer, seconds: float) -> tuple[Groups, dict[str, float]]:
-    """Answers groups of prompts drawn at random, as many as fit into the time.
+    """Answers prompts drawn at random, a step's worth at a time, until the time is over.
 
     Returns:
         The groups, and by name: seconds of generation and rewards for a prompt, and tokens for a second. The first
         prompts are not timed, if others follow.
     """
-    begun, clock = time.perf_counter(), Clock()
+    begun, clock, state = time.perf_counter(), Clock(), trainer.state
     groups: Groups = []
     settings, train = trainer.config.rollout, len(trainer.prompts.ids["train"])
-    tries = settings.num_generations
-    order, count = prompt_order(trainer.config.seed, 0, train, train), FIRST_PROMPTS
+    tries, size = settings.num_generations, settings.prompts_per_step
+    order = prompt_order(trainer.config.seed, 0, train, train)
     timed = tokens = 0
-    while order and count:
-        keys, order = order[:count], order[count:]
-        requests = trainer.prompts.groups(keys)
+    while len(groups) < train and (not groups or time.perf_counter() - begun < seconds):
+        requests = trainer.prompts.groups(order[len(groups) : len(groups) + size])
         for number, request in enumerate(requests, start=len(groups)):
             request.sample_id = number * tries
-        if len(groups) == FIRST_PROMPTS:
+        if len(groups) == size:
             clock, timed, tokens = Clock(), 0, 0
-        before = trainer.state.counts.get("generated_tokens", 0)
+        before = state.counts.get("generated_tokens", 0)
         with clock.measure("rollout"):
             rollouts = trainer.generate(requests, keyed_seed(trainer.config.seed, "probe"))
         with clock.measure("reward"):
             trainer.scorer.score(requests, rollouts)
-        timed, tokens = timed + len(keys), tokens + trainer.state.counts["generated_tokens"] - before
+        timed, tokens = timed + len(requests), tokens + state.counts["generated_tokens"] - before
         groups += [rollouts[i : i + tries] for i in range(0, len(rollouts), tries)]
-        left = seconds - (time.perf_counter() - begun)
-        count = max(min(2 * len(keys), int(left / sum(clock.seconds.values()) * timed), settings.prompts_per_step), 0)
     each = {name: clock.seconds[part] / timed for name, part in (("generation", "rollout"), ("rewards", "reward"))}
     return groups, each | {"tokens": tokens / max(clock.seconds["rollout"], 1e-9)}
 

@@ -88,7 +88,7 @@ PPO = {"advantage": "gae", "num_iterations": 2, "beta": 0.1, "use_kl_in_reward":
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "separate"), [({}, False), ({"num_iterations": 2, "beta": 0.1}, False), (PPO, False), (PPO, True)]
+    ("algorithm", "separate"), [({"num_iterations": 2, "beta": 0.1}, False), (PPO, False), (PPO, True)]
 )
 def test_resume_equals_the_uninterrupted_run(make_config, tmp_path, algorithm, separate):
     options = {

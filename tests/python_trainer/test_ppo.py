@@ -252,34 +252,33 @@ def test_first_step_of_the_policy_ignores_a_separate_critic(make_config, tmp_pat
         torch.testing.assert_close(runs["reinforce++"][name], value, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(("separate", "rate", "dtype"), [(False, 1e-2, "bfloat16"), (True, 1e-3, "float32")])
-def test_ppo_learns_with_one_answer_per_prompt(make_config, tmp_path, separate, rate, dtype):
-    """The value head is in float32, whatever the policy is in."""
-    folder = save_tiny_policy(tmp_path / "policy")
+REINFORCE = {"advantage": "reinforce++", "beta": 0.01, "use_kl_in_reward": True, "kl_estimator": "k1"}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "critic", "dtype"),
+    [
+        (PPO, {"learning_rate": 1e-2}, "bfloat16"),  # the value head is in float32
+        (PPO, {"separate": True, "learning_rate": 1e-3}, "float32"),
+        (REINFORCE, {}, "float32"),
+    ],
+)
+def test_one_answer_per_prompt_is_enough_to_learn(make_config, tmp_path, algorithm, critic, dtype):
     config = make_config(
-        max_steps=12, rollout={"prompts_per_step": 12, "num_generations": 1}, algorithm=PPO,
-        model={"path": str(folder), "dtype": dtype}, optimizer={"learning_rate": 5e-3},
-        critic={"separate": separate, "learning_rate": rate},
+        max_steps=12, rollout={"prompts_per_step": 12, "num_generations": 1}, algorithm=algorithm, critic=critic,
+        model={"path": str(save_tiny_policy(tmp_path / "policy")), "dtype": dtype}, optimizer={"learning_rate": 5e-3},
     )  # fmt: skip
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
     trainer.run()
-    assert trainer.learner.critic.head.weight.dtype == torch.float32
     rows = read_metrics(tmp_path / "run")[1:]
     assert rows[-1]["reward"] > rows[0]["reward"] + 0.2
+    if algorithm is REINFORCE:
+        assert trainer.learner.critic is None and rows[0]["kl"] == pytest.approx(0, abs=1e-6) and rows[-1]["kl"] > 0
+        return
     names = ("value_loss", "clip_ratio/value", "explained_variance", "values/mean", "returns/mean")
     assert all(name in row for row in rows for name in names)
     assert rows[0]["values/mean"] == 0.0 and rows[0]["explained_variance"] == 0.0  # the head starts at zero
-    assert rows[-1]["values/mean"] > 0.05
-
-
-def test_reinforce_plus_plus_learns_with_one_answer_per_prompt(make_config, tmp_path):
-    algorithm = {"advantage": "reinforce++", "beta": 0.01, "use_kl_in_reward": True, "kl_estimator": "k1"}
-    config = make_config(max_steps=12, rollout={"prompts_per_step": 12, "num_generations": 1}, algorithm=algorithm)
-    trainer = Trainer(config, tmp_path / "run", console=QUIET)
-    trainer.run()
-    rows = read_metrics(tmp_path / "run")[1:]
-    assert trainer.learner.critic is None and rows[-1]["reward"] > rows[0]["reward"] + 0.2
-    assert rows[0]["kl"] == pytest.approx(0, abs=1e-6) and rows[-1]["kl"] > 0
+    assert rows[-1]["values/mean"] > 0.05 and trainer.learner.critic.head.weight.dtype == torch.float32
 
 
 def test_ppo_with_shared_prefixes(make_config, tmp_path):

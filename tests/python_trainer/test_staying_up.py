@@ -48,7 +48,7 @@ def huge(prompts, completions, completion_ids, **columns):
 
 @pytest.mark.parametrize(
     "algorithm",
-    [{}, {"num_iterations": 2}, {"advantage": "gae", "scale_rewards": "none", "num_minibatches": 2}],
+    [{}, {"advantage": "gae", "scale_rewards": "none", "num_minibatches": 2}],
 )
 def test_a_loss_that_is_not_finite_ends_the_run(make_config, tmp_path, algorithm):
     huge.calls = 0
@@ -56,7 +56,8 @@ def test_a_loss_that_is_not_finite_ends_the_run(make_config, tmp_path, algorithm
         max_steps=6, task={"reward": "test_staying_up:huge"}, algorithm=algorithm, save={"save_steps": 1}
     )
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
-    with pytest.raises(UserError, match="the loss is (nan|inf|-inf): optimizer.* after 2 steps; step 2 is saved"):
+    said = "the loss is (nan|inf|-inf): optimizer.learning_rate 0.01 may be too high, after 2 steps; step 2 is saved"
+    with pytest.raises(UserError, match=said):
         trainer.run()
     assert [p.name for p in list_checkpoints(tmp_path / "run" / "checkpoints")][-1] == "step-000002"
     assert all(p.isfinite().all() for p in trainer.policy.model.parameters())
@@ -135,8 +136,7 @@ def broken(prompts, completions, completion_ids, **columns):
 @pytest.mark.parametrize(
     ("at", "error", "accelerators"),
     [
-        (4, ValueError("no verdict"), ["rpo", "drafts"]),  # in step 3, after the evaluation at the start
-        (4, SystemExit(7), []),
+        (4, SystemExit(7), ["rpo", "drafts"]),  # in step 3, after the evaluation at the start
         (6, ValueError("no verdict"), []),  # in the evaluation after step 4
     ],
 )
@@ -175,12 +175,6 @@ def test_a_final_evaluation_that_failed_is_made_up_for(make_config, tmp_path):
     assert trainer.run()["steps"] == 2
     assert [row[0] for row in trainer.state.evaluations] == [0, 2]
     assert load_evaluations(tmp_path / "run").keys() == {"start", "final"}
-
-
-def test_a_learning_rate_beyond_reason_is_named(make_config, tmp_path):
-    config = make_config(max_steps=4, optimizer={"learning_rate": 1e30})
-    with pytest.raises(UserError, match=r"optimizer.learning_rate 1e\+30 may be too high"):
-        Trainer(config, tmp_path / "run", console=QUIET).run()
 
 
 def test_out_of_memory_is_said_in_one_line(make_config, tmp_path, monkeypatch, capsys):

@@ -212,17 +212,6 @@ def test_a_target_is_noted_and_another_one_is_looked_for_anew(make_config, tmp_p
     assert (further["seconds_to_target"] is None) == (further["eval_accuracy_final"] < 1)
 
 
-def test_bfloat16_policy_learns_with_master_weights(make_config, tmp_path):
-    folder = save_tiny_policy(tmp_path / "policy")
-    config = make_config(
-        max_steps=10, model={"path": str(folder), "dtype": "bfloat16"}, optimizer={"learning_rate": 5e-3}
-    )
-    trainer = train(config, tmp_path / "run")
-    assert trainer.policy.model.dtype == torch.bfloat16
-    rows = read_metrics(tmp_path / "run")
-    assert rows[-1]["reward"] > rows[1]["reward"] + 0.1
-
-
 def test_several_eos_tokens_end_answers_and_count_in_the_loss(make_config, tmp_path):
     """The end token is trained on, although it is the padding token as well."""
     folder = save_tiny_policy(tmp_path / "policy", eos_token_id=[63, 5])
