@@ -266,7 +266,8 @@ REINFORCE = {"advantage": "reinforce++", "beta": 0.01, "use_kl_in_reward": True,
 def test_one_answer_per_prompt_is_enough_to_learn(make_config, tmp_path, algorithm, critic, dtype):
     config = make_config(
         max_steps=12, rollout={"prompts_per_step": 12, "num_generations": 1}, algorithm=algorithm, critic=critic,
-        model={"path": str(save_tiny_policy(tmp_path / "policy")), "dtype": dtype}, optimizer={"learning_rate": 5e-3},
+        model={"path": str(save_tiny_policy(tmp_path / "policy")), "dtype": dtype},
+        optimizer={"learning_rate": 5e-3 if critic else 1e-2},
     )  # fmt: skip
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
     trainer.run()
