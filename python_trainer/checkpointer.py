@@ -92,16 +92,13 @@ class Checkpointer:
         policy: Policy,
         learner: Learner,
         progress: Callable[[], dict[str, Any]],
-        check: Callable[[dict[str, Any]], None],
-    ) -> dict[str, Any] | None:
-        """Takes the other parts of the run, and loads weights, moments and state of the checkpoint, if there is one.
+        load: Callable[[dict[str, Any]], None],
+    ) -> bool:
+        """Takes the other parts of the run, and loads the checkpoint that it goes on from -> whether there is one.
 
         Args:
-            progress: returns what else a checkpoint holds.
-            check: raises UserError if the checkpoint is of a run with other settings.
-
-        Returns:
-            The contents of the checkpoint; None: there is none.
+            progress: returns what a checkpoint holds beside weights, moments and ``state``.
+            load: takes that back; raises UserError if it is of a run with other settings.
 
         Raises:
             UserError: the checkpoint does not fit the settings, or was written by something else.
@@ -109,10 +106,10 @@ class Checkpointer:
         self.policy, self.learner, self.progress = policy, learner, progress
         saved, self.saved = self.saved, None  # to free its memory
         if self.newest is None:
-            return None
+            return False
         try:
             with self.ranks.together():
-                check(saved)
+                load(saved)
                 vars(self.state).update(vars(RunState(**saved["state"])))
             self.saved_step = self.state.step
             self._load_learned(self.newest, saved)
@@ -121,7 +118,7 @@ class Checkpointer:
                 f"the checkpoint in {self.folder} was written by another version of the trainer or something else: it "
                 f"cannot be read ({type(error).__name__}: {error})"
             ) from error
-        return saved
+        return True
 
     def _load_learned(self, path: Path, saved: dict[str, Any]) -> None:
         """Loads weights and moments; ``saved`` is the checkpoint without shards, which are added to it."""

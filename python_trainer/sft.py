@@ -122,7 +122,7 @@ class Sft:
             self.logger.note(RECOMPUTES)
             recompute_activations(self.policy.model)
         self.learner = make_learner(chosen, self.policy)
-        self.checkpointer.restore(self.policy, self.learner, lambda: {"sft_steps": len(self.batches)}, self.check)
+        self.checkpointer.restore(self.policy, self.learner, lambda: {"sft_steps": len(self.batches)}, self.load)
 
     def answers(self, split: str, examples: Sequence[Example]) -> list[Rollout]:
         """Returns the answers to examples; too long ones end the run or, with task.overlong=drop, are left out."""
@@ -137,7 +137,8 @@ class Sft:
             self.logger.note(f"{counts}: {about}; the longest is {place_of(example)} with {tokens_of(row)}")
         return kept
 
-    def check(self, saved: dict[str, Any]) -> None:
+    def load(self, saved: dict[str, Any]) -> None:
+        """Checks that a checkpoint is of a run with as many steps; there is nothing else to load."""
         if saved["sft_steps"] != len(self.batches):
             raise UserError(
                 f"{self.folder} was run with {saved['sft_steps']} steps, and these settings make "

@@ -121,9 +121,9 @@ class Trainer:
                 policy=self.policy, optimizer=self.learner.optimizer, engine=self.engine, answer=self.answer_once,
                 judge=self.scorer.judge, evaluate_each=self.evaluator.evaluate_each, once=ranks.once, note=note,
             )  # fmt: skip
-            saved = self.checkpointer.restore(self.policy, self.learner, self.progress, self.check_progress)
-            if saved is not None:
-                self.load_progress(saved)
+            if self.checkpointer.restore(self.policy, self.learner, self.progress, self.load_progress):
+                self.engine.policy_updated()
+                self.engine.policy_version = self.state.policy_version
             unless_ready.pop_all()
 
     @property
@@ -334,35 +334,29 @@ class Trainer:
             "prompts": self.task.fingerprint,
         }
 
-    def check_progress(self, saved: dict[str, Any]) -> None:
-        """Checks the accelerators of a checkpoint, and that the prompts are those that they know by number.
+    def load_progress(self, saved: dict[str, Any]) -> None:
+        """Undoes :meth:`progress`.
 
         Raises:
-            UserError: they are others.
+            UserError: it is of other accelerators, or they know prompts by numbers that are other prompts now.
         """
         names = sorted(accelerator.name for accelerator in self.accelerators if accelerator.enabled)
         if sorted(saved["enabled"]) != names:
             raise UserError(f"{self.folder} was run with the accelerators {sorted(saved['enabled'])}, not {names}")
-        if saved["prompts"] == self.task.fingerprint:
-            return
-        if names:
+        others = saved["prompts"] != self.task.fingerprint
+        if others and names:
             raise UserError(
                 f"{self.folder} was run on other training prompts than task has now, also where those too long for "
                 f"rollout were left out, and what its accelerators {names} have learned is of those: resume it with "
                 f"task and rollout of its config.yaml, or begin a new run with model.path={self.folder / 'model'}"
             )
-        self.logger.note("the training prompts are others than before")
-
-    def load_progress(self, saved: dict[str, Any]) -> None:
-        """Undoes :meth:`progress`, after weights and ``state`` were loaded."""
-        with self.ranks.together():
-            for accelerator in self.accelerators:
-                if accelerator.name in saved["accelerators"]:  # recording may be new
-                    accelerator.load_state_dict(saved["accelerators"][accelerator.name])
-            if self.engine.lengths and saved["lengths"]:
-                self.engine.lengths.load_state_dict(saved["lengths"])
-        self.engine.policy_updated()
-        self.engine.policy_version = self.state.policy_version
+        if others:
+            self.logger.note("the training prompts are others than before")
+        for accelerator in self.accelerators:
+            if accelerator.name in saved["accelerators"]:  # recording may be new
+                accelerator.load_state_dict(saved["accelerators"][accelerator.name])
+        if self.engine.lengths and saved["lengths"]:
+            self.engine.lengths.load_state_dict(saved["lengths"])
 
     def notify(self, method: str, *arguments: Any) -> None:
         """Calls a method of all callbacks, on the first rank; an error ends all ranks.
