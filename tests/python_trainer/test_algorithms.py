@@ -348,34 +348,24 @@ def test_masked_entries_may_hold_anything(kind):
     assert torch.equal(out.ratio, torch.zeros(1, 4)) and not (out.clipped_low | out.clipped_high).any()
 
 
-def test_importance_weights_known_values():
-    old, mask = torch.tensor([[3.0, 1.5, 0.4]]).log(), torch.tensor([[1, 1, 1]])
-    sampler = torch.zeros(1, 3)
-    torch.testing.assert_close(
-        importance_weights(old, sampler, mask, mode="truncate", cap=2.0), torch.tensor([[2.0, 1.5, 0.4]])
-    )
-    torch.testing.assert_close(
-        importance_weights(old, sampler, mask, mode="mask", cap=2.0), torch.tensor([[0.0, 1.5, 0.4]])
-    )
-    prefix = importance_weights(old, torch.full((1, 3), -INF), torch.zeros(1, 3), mode="mask")
-    assert torch.equal(prefix, torch.ones(1, 3))  # tokens that nobody sampled keep their weight
-
-
 @pytest.mark.parametrize(
-    ("mode", "cap", "expected"),
+    ("level", "mode", "cap", "expected"),
     [
-        ("truncate", 2.0, [1.8, 0.5]),
-        ("truncate", 1.5, [1.5, 0.5]),
-        ("mask", 2.5, [1.8, 0.5]),
-        ("mask", 1.7, [0.0, 0.5]),  # a small ratio stays as it is, as in TRL
+        ("token", "truncate", 2.0, [[2.0, 1.5, 0.4], [0.5, 1, 1]]),
+        ("token", "mask", 2.0, [[0.0, 1.5, 0.4], [0.5, 1, 1]]),
+        ("sequence", "truncate", 2.0, [[1.8] * 3, [0.5] * 3]),
+        ("sequence", "truncate", 1.5, [[1.5] * 3, [0.5] * 3]),
+        ("sequence", "mask", 2.5, [[1.8] * 3, [0.5] * 3]),
+        ("sequence", "mask", 1.7, [[0.0] * 3, [0.5] * 3]),  # a small ratio stays as it is, as in TRL
     ],
 )
-def test_importance_weights_of_whole_sequences_known_values(mode, cap, expected):
-    """3 x 1.5 x 0.4 = 1.8; of the second row only 0.5 was drawn by the sampler. A weight is that of all tokens."""
-    old = torch.tensor([[3.0, 1.5, 0.4], [0.5, 7.0, 7.0]]).log()
+def test_importance_weights_known_values(level, mode, cap, expected):
+    """3 x 1.5 x 0.4 = 1.8; of the second row only 0.5 was drawn by the sampler. A sequence's weight is that of all."""
+    old, sampler = torch.tensor([[3.0, 1.5, 0.4], [0.5, 7.0, 7.0]]).log(), torch.zeros(2, 3)
     mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
-    got = importance_weights(old, torch.zeros(2, 3), mask, mode=mode, cap=cap, level="sequence")
-    torch.testing.assert_close(got, torch.tensor(expected)[:, None].expand(2, 3))
+    sampler[1, 1:] = -INF
+    got = importance_weights(old, sampler, mask, mode=mode, cap=cap, level=level)
+    torch.testing.assert_close(got, torch.tensor(expected))
 
 
 def test_samplers_that_differ_are_corrected_unless_told_otherwise():
