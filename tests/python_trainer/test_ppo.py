@@ -272,7 +272,7 @@ def test_one_answer_per_prompt_is_enough_to_learn(make_config, tmp_path, algorit
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
     trainer.run()
     rows = read_metrics(tmp_path / "run")[1:]
-    assert rows[-1]["reward"] > rows[0]["reward"] + 0.2
+    assert rows[-1]["reward"] > rows[0]["reward"] + (0.1 if dtype == "bfloat16" else 0.2)
     if algorithm is REINFORCE:
         assert trainer.learner.critic is None and rows[0]["kl"] == pytest.approx(0, abs=1e-6) and rows[-1]["kl"] > 0
         return

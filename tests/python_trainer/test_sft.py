@@ -132,7 +132,7 @@ def test_resume_gives_the_same_weights(lessons, tmp_path, monkeypatch):
 
 
 def test_resume_keeps_the_type_of_the_weights(lessons, tmp_path, monkeypatch):
-    config = config_of(lessons, save={"save_steps": 1})
+    config = config_of(lessons, sft={"epochs": 1}, save={"save_steps": 1})
     Sft(config, tmp_path / "run", console=QUIET).run()
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True}, raising=False)
     monkeypatch.setattr("python_trainer.model.loading.MAX_BYTES", 0)
