@@ -12,12 +12,14 @@ from conftest import merged, run_settings
 from gloo import run_on_ranks, train
 from rich.console import Console
 from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule
 
 from python_trainer.batch import Minibatch
 from python_trainer.checkpoint import SHARDS, list_checkpoints, load_checkpoint, load_whole, read_shards, write_shards
 from python_trainer.config import check_config
 from python_trainer.distributed import start
 from python_trainer.errors import NotFinite, UserError, is_shared
+from python_trainer.model.settings import ModelConfig
 from python_trainer.rollout.paged.engine import PagedEngine
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
@@ -30,7 +32,8 @@ SETTINGS = {
     "accelerators": {"enabled": ["rpo"]},
 }
 HALF = {"max_steps": 2}
-LOW_PRECISION = {"model": {"dtype": "bfloat16"}, "algorithm": {"advantage": "group"}, "max_steps": 2}
+LOW_PRECISION = {"model": {"dtype": "bfloat16"}, "critic": {"separate": True}, "max_steps": 2}
+OFFLOAD = merged(LOW_PRECISION, {"optimizer": {"offload": True}})
 
 
 def no_verdict(prompts, completions, completion_ids, **columns):
@@ -87,10 +90,21 @@ def generation_that_fails(settings, folder):
         (folder / f"{parallel}-{name}-{dist.get_rank()}.txt").write_text(f"{type(caught.value).__name__}: {said}")
 
 
+def with_offload_and_without(settings, folder):
+    """Going on from either with the other."""
+    plain, moved = merged(settings, LOW_PRECISION), merged(settings, OFFLOAD)
+    train(plain, folder / "plain", "fsdp2")
+    for name, first, then in (("to offload", plain, moved), ("from offload", moved, plain)):
+        train(first | {"max_steps": 1}, folder / name, "fsdp2")
+        if name == "from offload" and dist.get_rank() == 0:
+            shutil.copytree(folder / name, folder / "offload to one")
+        dist.barrier()
+        train(then, folder / name, "fsdp2", resume=True)
+
+
 def several(settings, folder):
     """All that two processes do here."""
     train(settings | HALF, folder / "sharded half", "fsdp2")
-    train(merged(settings, LOW_PRECISION), folder / "low precision", "fsdp2")
     if dist.get_rank() == 0:
         shutil.copytree(folder / "sharded half", folder / "sharded to ddp")
         shutil.copytree(folder / "sharded half", folder / "sharded to sharded")
@@ -102,6 +116,7 @@ def several(settings, folder):
     fail(merged(settings, {"task": {"reward": f"{__name__}:no_verdict"}}), folder, "reward")
     nan_in_the_second_process(settings, folder)
     generation_that_fails(settings, folder)
+    with_offload_and_without(settings, folder)
 
 
 @pytest.fixture(scope="module")
@@ -147,22 +162,64 @@ def test_only_shards_of_the_weights_are_written(runs):
 def test_low_precision_models_resume_from_float32_shards(runs, settings):
     """One process keeps a bfloat16 model and float32 masters; shards are float32 only."""
     config = check_config(merged(settings, LOW_PRECISION), source="test")
-    saved = load_whole(list_checkpoints(runs / "low precision" / "checkpoints")[-1])
-    trainer = Trainer(config, runs / "low precision", resume=True, console=Console(quiet=True))
+    saved = load_whole(list_checkpoints(runs / "plain" / "checkpoints")[-1])
+    trainer = Trainer(config, runs / "plain", resume=True, console=Console(quiet=True))
     optimizer = trainer.learner.optimizer
     for name, master in optimizer.masters.items():
         assert torch.equal(master, saved["model"][name]) and master.dtype == torch.float32
         assert torch.equal(optimizer.params[name], master.bfloat16()), name
         assert torch.equal(optimizer.adamw.state[master]["exp_avg"], saved["optimizer"][name]["exp_avg"])
-    exported = load_file(runs / "low precision" / "weights.safetensors")
+    exported = load_file(runs / "plain" / "weights.safetensors")
     assert all(torch.equal(exported[name], p) for name, p in optimizer.params.items())
     assert any(not torch.equal(master, master.bfloat16().float()) for master in optimizer.masters.values())
 
 
 def test_a_low_precision_model_is_written_as_it_computes(runs):
-    written = load_file(runs / "low precision" / "model" / "model.safetensors")
-    ran = load_file(runs / "low precision" / "weights.safetensors")
+    written = load_file(runs / "plain" / "model" / "model.safetensors")
+    ran = load_file(runs / "plain" / "weights.safetensors")
     assert all(weight.dtype == torch.bfloat16 and torch.equal(weight, ran[name]) for name, weight in written.items())
+
+
+def assert_equal_states(first, second):
+    assert first.keys() == second.keys()
+    for name, values in first.items():
+        assert values.keys() == second[name].keys()
+        assert all(torch.equal(value, second[name][key]) for key, value in values.items()), name
+
+
+@pytest.mark.parametrize("name", ["to offload", "from offload"])
+def test_what_is_offloaded_trains_to_the_same_weights(runs, name):
+    plain, moved = (load_file(runs / place / "weights.safetensors") for place in ("plain", name))
+    assert all(torch.equal(value, moved[key]) for key, value in plain.items())
+    first, second = (load_whole(list_checkpoints(runs / place / "checkpoints")[-1]) for place in ("plain", name))
+    assert_equal_states(first["optimizer"], second["optimizer"])
+    assert_equal_states(first["critic"]["optimizer"], second["critic"]["optimizer"])
+
+
+def test_a_run_in_one_process_takes_over_what_two_offloaded(runs, settings, tmp_path):
+    shutil.copytree(runs / "offload to one", tmp_path / "run")
+    train(merged(settings, LOW_PRECISION), tmp_path / "run", resume=True)
+    assert load_whole(list_checkpoints(tmp_path / "run" / "checkpoints")[-1])["optimizer"]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_what_trains_is_offloaded_and_a_reference_is_not(tiny_policy, offload):
+    with start("fsdp2", "cpu") as ranks:
+        policy = ranks.load(ModelConfig(path=str(tiny_policy), device="cpu"), offload=offload)
+        reference = ranks.copy(policy.inference_model, trains=False)
+        for model, moved in ((policy.model, offload), (reference, False)):
+            parts = [part for part in model.modules() if isinstance(part, FSDPModule)]
+            assert parts and all(
+                group.offload_policy.__class__.__name__ == ("CPUOffloadPolicy" if moved else "OffloadPolicy")
+                for part in parts
+                if (group := part._get_fsdp_state()._fsdp_param_group)
+            )
+
+
+@pytest.mark.parametrize("parallel", ["none", "ddp"])
+def test_weights_that_are_not_sharded_cannot_be_offloaded(make_config, parallel):
+    with pytest.raises(UserError, match=f"optimizer.offload needs parallel=fsdp2, in one process too, got {parallel}"):
+        make_config(parallel=parallel, optimizer={"offload": True})
 
 
 def test_shards_that_were_written_before_the_first_optimizer_step(settings, tmp_path):
