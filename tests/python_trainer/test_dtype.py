@@ -1,12 +1,9 @@
 """The type of weights: by the setting, the device, the processor and the size of the model."""
 
 import json
-from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
-from gloo import KINDS, run_on_ranks
 from rich.console import Console
 from tiny import save_tiny_policy
 from transformers import AutoModelForCausalLM
@@ -89,16 +86,3 @@ def test_a_run_goes_on_in_its_type_on_another_processor(make_config, tmp_path, a
 
 def test_a_checkpoint_that_names_no_type_changes_nothing():
     assert saved_dtype({"dtype": "float16"}) is saved_dtype({}) is saved_dtype([]) is saved_dtype(None) is None
-
-
-def load_on_unlike_processors(path):
-    """The second process would take bfloat16."""
-    with patch("python_trainer.model.loading.MAX_BYTES", 0 if dist.get_rank() else 1 << 40):
-        for make in KINDS.values():
-            torch.cpu.get_capabilities = lambda: {"avx512_bf16": True}
-            policy = make().load(ModelConfig(path=path, device="cpu"))
-            assert policy.inference_model.dtype == torch.float32
-
-
-def test_all_processes_take_the_type_of_the_first(tmp_path):
-    run_on_ranks(tmp_path, load_on_unlike_processors, str(save_tiny_policy(tmp_path / "policy")))

@@ -6,11 +6,13 @@ import re
 import shutil
 import traceback
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import save_tiny_policy
-from gloo import run_on_ranks
+from gloo import KINDS, run_on_ranks
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -118,10 +120,20 @@ def refuse(folder, said):
     said.write_text(str(caught.value))
 
 
-def every_case(folder, paths):
-    import torch.distributed as dist
+def load_on_unlike_processors(path):
+    """The second process would take bfloat16, and takes what the first one does."""
+    with (
+        patch("python_trainer.model.loading.MAX_BYTES", 0 if dist.get_rank() else 1 << 40),
+        patch.object(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True}),
+    ):
+        for make in KINDS.values():
+            assert make().load(ModelConfig(path=str(path), device="cpu")).inference_model.dtype == torch.float32
 
+
+def every_case(folder, paths):
     rank = dist.get_rank()
+    load_on_unlike_processors(paths["tied"])
+    (folder / f"unlike-{rank}.txt").write_text("float32")
     for name, (place, settings) in CASES.items():
         if place in paths:
             said = folder / f"{name}-{rank}.txt"
@@ -182,6 +194,10 @@ def test_loaded_in_shards_is_cut_from_a_whole(said, name):
     """Weights, buffers, modes and what two updates make of them, bit for bit."""
     for rank in range(2):
         assert (said / f"{name}-{rank}.txt").read_text() == "the same"
+
+
+def test_all_processes_take_the_type_of_the_first(said):
+    assert [(said / f"unlike-{rank}.txt").read_text() for rank in range(2)] == ["float32", "float32"]
 
 
 @pytest.mark.parametrize("name", REFUSED)
