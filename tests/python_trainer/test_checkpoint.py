@@ -1,17 +1,10 @@
 """Checkpoints: exact resume, and nothing that a kill can damage."""
 
 import io
-import os
-import random
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from rich.console import Console
 
 from python_trainer.checkpoint import decode, encode, list_checkpoints, load_checkpoint, save_checkpoint
@@ -126,44 +119,6 @@ def test_resume_refuses_another_model_or_other_accelerators(make_config, tmp_pat
     other = save_tiny_policy(tmp_path / "policy", hidden_size=16)
     with pytest.raises(UserError, match="is of another model than"):
         Trainer(make_config(model={"path": str(other)}), tmp_path / "run", resume=True, console=QUIET)
-
-
-@pytest.mark.slow
-def test_a_kill_at_any_moment_loses_nothing(settings, make_config, tmp_path):
-    """SIGKILL at random, RLKERNELS_KILLS times, resume, and end with the weights of the uninterrupted run."""
-    wanted = int(os.environ.get("RLKERNELS_KILLS", "5"))
-    settings |= {"max_steps": 13 * wanted, "save": {"save_steps": 1}, "seed": 5}
-    Trainer(make_config(), tmp_path / "whole", console=QUIET).run()
-    config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump(settings))
-    command = [sys.executable, "-m", "python_trainer", "train", "--config", str(config), "--resume"]
-    command += ["--output-dir", str(tmp_path / "killed")]
-    env = {
-        **os.environ,
-        "PYTHONPATH": f"{HERE.parents[1]}:{HERE}:{HERE.parent}",
-        "OMP_NUM_THREADS": str(torch.get_num_threads()),
-    }
-    rng, kills = random.Random(0), 0
-    for _ in range(13 * wanted):
-        process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        if kills < wanted:
-            before = len(list_checkpoints(tmp_path / "killed" / "checkpoints"))
-            metrics = tmp_path / "killed" / "metrics.jsonl"
-            size = metrics.stat().st_size if metrics.exists() else 0
-            while process.poll() is None and (not metrics.exists() or metrics.stat().st_size in (0, size)):
-                time.sleep(0.005)  # until it trains
-            time.sleep(rng.uniform(0, 0.15))
-            process.send_signal(signal.SIGKILL)
-            _, errors = process.communicate()
-            assert process.returncode in (0, -signal.SIGKILL), errors.decode()
-            kills += process.returncode == -signal.SIGKILL
-            assert len(list_checkpoints(tmp_path / "killed" / "checkpoints")) >= min(before, 1)
-        else:
-            _, errors = process.communicate()
-            assert process.returncode == 0, errors.decode()
-            break
-    assert kills == wanted
-    assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 
 def test_what_accelerators_know_is_of_their_prompts(make_config, jsonl_files, tmp_path):
