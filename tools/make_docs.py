@@ -128,6 +128,12 @@ def write_api() -> None:
     (folder / "index.md").write_text("\n".join(rows) + "\n", encoding="utf-8")
 
 
+def on_page_content(html: str, **_: object) -> str:
+    """Makes plain names of Sphinx's roles in docstrings; mkdocs calls it as a hook."""
+    html = re.sub(r":(?:func|class|meth|mod|attr|data):(?=<code>)", "", html)
+    return re.sub(r"<code>~(?:\w+\.)*(\w+)</code>", r"<code>\1</code>", html)
+
+
 def main(folder: Path) -> int:
     from mkdocs.__main__ import cli
 
