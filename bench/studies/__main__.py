@@ -11,6 +11,8 @@ from bench.studies.harness import Harness
 from bench.studies.report import RESULTS, write
 
 STUDIES = {
+    "alpha": "extrapolated weights, up to the plateau",
+    "rhyme": "training guided by history, with GRPO and PPO",
     "rpo": "suffix rollouts, by where the policy's errors lie",
     "drafts": "lossless drafts: forward passes and seconds, and that training does not change",
     "trl": "this trainer against TRL's: seconds to the same accuracy",

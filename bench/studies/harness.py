@@ -67,7 +67,7 @@ class Study:
         tuning_steps: steps of such a try.
         prepare: makes policies and files in the folder ``{work}``, where they are missing.
         columns: more figures of a run, by heading: a key of metrics.jsonl, of the last row that has it.
-        measure: more figures of a finished run, by heading; called once a run.
+        measure: more figures of a finished run, by heading; called once a run, and again while it returns none.
     """
 
     name: str
@@ -236,9 +236,10 @@ def row_of(study: Study, run: Run) -> dict[str, Any]:
         row |= {"earlier tokens": last[1], "earlier seconds": last[2]}
     if study.measure is not None:
         path = run.folder / "measured.json"
-        if not path.exists():
-            path.write_text(json.dumps(study.measure(run.folder)))
-        more |= json.loads(path.read_text())
+        measured = json.loads(path.read_text()) if path.exists() else study.measure(run.folder)
+        if measured:  # else it waits for another run
+            path.write_text(json.dumps(measured))
+        more |= measured
     return row | {"more": more}
 
 

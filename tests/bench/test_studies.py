@@ -6,10 +6,12 @@ import math
 import sys
 
 import pytest
+import torch
 
 from bench.studies import __main__ as command
 from bench.studies import report
 from bench.studies.harness import TUNING_SEED, Arm, Harness, Interval, Study, evaluations, fewer_prompts, reached, train
+from bench.studies.ranks import accuracy_with, cut, gain_at_ranks, straightness
 from bench.studies.rpo import first_error
 
 FEWER = Arm("half", ["rollout.prompts_per_step=2"], rate=1e-4)
@@ -162,15 +164,28 @@ def test_the_page_of_what_there_is(study, tmp_path):
 def test_a_real_run_is_charged_and_resumed(tmp_path):
     settings = ["task.variant=short", "model.path=small", "task.train_size=8", "rollout.prompts_per_step=2",
                 "rollout.num_generations=4", "rollout.max_completion_length=24", "task.test_size=4",
-                "evaluation.eval_steps=1", "max_steps=2"]  # fmt: skip
+                "evaluation.eval_steps=1", "max_steps=3", "save.save_steps=1", "save.save_total_limit=3",
+                "optimizer.warmup_steps=0"]  # fmt: skip
     arms = [Arm("plain"), Arm("half", ["rollout.prompts_per_step=1"])]
     study = Study("real", "configs/sums.yaml", settings, arms, levels=[0.9])
     harness = Harness(study, tmp_path)
     harness.run_all(1)
     first, second = harness.rows(1)
-    assert first["steps"] == 2 and first["tokens"] > second["tokens"] > 0 and first["seconds"] > 0
-    assert [step for step, *_ in evaluations(tmp_path / "real" / "plain" / "seed-0")] == [0, 1, 2]
+    assert first["steps"] == 3 and first["tokens"] > second["tokens"] > 0 and first["seconds"] > 0
+    run = tmp_path / "real" / "plain" / "seed-0"
+    assert [step for step, *_ in evaluations(run)] == [0, 1, 2, 3]
     assert first["arm"] == "plain" and arms[0].train is train
+    assert 0 <= straightness(run)["lowest R^2"] <= straightness(run)["R^2 of a line"] <= 1
+    trained = accuracy_with(run, lambda name, weight: weight)
+    assert trained == first["accuracy"] and set(gain_at_ranks(run)) == {f"gain at rank {rank}" for rank in (1, 4, 16)}
+
+
+def test_an_update_is_cut_to_its_leading_ranks():
+    q, _ = torch.linalg.qr(torch.randn(6, 3, generator=torch.Generator().manual_seed(0)))
+    update = 3 * torch.outer(q[:, 0], q[:, 1]) + 2 * torch.outer(q[:, 1], q[:, 2]) + torch.outer(q[:, 2], q[:, 0])
+    torch.testing.assert_close(cut(update, 1), math.sqrt(14) * torch.outer(q[:, 0], q[:, 1]))  # of the whole norm
+    torch.testing.assert_close(cut(update, 4), update)
+    assert not cut(torch.zeros(2, 3), 1).any()
 
 
 def test_where_the_first_error_of_an_answer_stands():

@@ -1,0 +1,58 @@
+"""AlphaRL up to the plateau: a prediction after 40 % of 200 steps, at a rate that is too low and at the tuned one.
+
+*gain at 40 %*: the gain after 80 steps, with the prediction where there is one, as a share of what plain training of
+the same seed gains in 200. All arms train on to step 200. The rivals are higher rates and fewer prompts a step. Plain's
+checkpoints tell how much of its gain the leading ranks of its update keep, and how straight it moved.
+"""
+
+from pathlib import Path
+
+from bench.studies.harness import Arm, Study, evaluations, fewer_prompts
+from bench.studies.ranks import gain_at_ranks, straightness
+
+STEPS, PREDICTED = 200, 80
+LOW, TUNED = 3e-5, 2e-4
+KEEP = ["save.save_total_limit=20"]  # of plain, for straightness
+PAPER = ["accelerators.enabled=[alpha]", "accelerators.alpha.preset=paper"]
+OURS = [
+    "accelerators.enabled=[alpha]", "accelerators.alpha.every=0", f"accelerators.alpha.horizon={STEPS / PREDICTED}",
+]  # fmt: skip
+
+
+def measure(run: Path) -> dict[str, float]:
+    """The gain after 40 % of the steps; of a plain run also its ranks. Empty before the plain run is over."""
+    plain = run.parents[1] / "plain" / run.name
+    if not (plain / "summary.json").exists():
+        return {}
+    start, end = (evaluations(plain)[place][3] for place in (0, -1))
+    (then,) = (accuracy for step, *_, accuracy in evaluations(run) if step == PREDICTED)
+    found = {"gain at 40 %": (then - start) / max(end - start, 1e-9)}
+    return found | gain_at_ranks(run) | straightness(run) if run == plain else found
+
+
+def arms(rate: float) -> list[Arm]:
+    """Those of one learning rate."""
+    rivals = [*fewer_prompts(16), Arm("paper preset", PAPER), Arm("rank 1, gated", OURS)]
+    return [
+        Arm("plain", KEEP, rate=rate),
+        *(Arm(arm.name, arm.settings, rate=rate) for arm in rivals),
+        *(Arm(f"{factor} the rate", rate=times * rate) for factor, times in (("twice", 2), ("four times", 4))),
+    ]
+
+
+STUDIES = [
+    Study(
+        name=name,
+        config="configs/sums.yaml",
+        common=[
+            "task.variant=short", "task.gate_size=512", "task.test_size=2048", f"max_steps={STEPS}",
+            "rollout.max_completion_length=128", "evaluation.eval_steps=20", "evaluation.eval_limit_during=1024",
+            "save.save_total_limit=1", f"accelerators.alpha.first_step={PREDICTED}",
+        ],
+        arms=arms(rate),
+        levels=(0.8, 0.85, 0.9),
+        columns={"jumped": "alpha/accepted"},
+        measure=measure,
+    )
+    for name, rate in (("low rate", LOW), ("tuned rate", TUNED))
+]  # fmt: skip

@@ -1,0 +1,69 @@
+"""The update of a finished run: how much of its gain low ranks keep, and how straight it moved."""
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from bench.studies.harness import evaluations
+from python_trainer import Trainer, load_config
+from python_trainer.checkpoint import list_checkpoints, load_checkpoint, step_of
+from python_trainer.hub import policy_folder
+from rlkernels import RankOneTrajectory
+from rlkernels.extrapolation.predictors import linearity
+from rlkernels.rank1.stream import default_filter
+
+RANKS = (1, 4, 16)
+
+
+def base_weights(run: Path) -> dict[str, Tensor]:
+    """The projections of attention and MLP that a run began with, float32."""
+    folder = policy_folder(load_config(run / "config.yaml").model.path)
+    named = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict().items()
+    return {name: weight for name, weight in named if weight.ndim == 2 and default_filter(name)}
+
+
+def straightness(run: Path) -> dict[str, float]:
+    """R^2 of lines in the step through the update along its last leading direction, over the kept checkpoints."""
+    paths = list_checkpoints(run / "checkpoints")
+    trajectory = RankOneTrajectory(base_weights(run))
+    for path in paths:
+        trajectory.track(load_checkpoint(path)["model"], step=step_of(path), accuracy=0.0)
+    points = trajectory.exact_points(load_checkpoint(path)["model"] for path in paths)
+    found = [linearity(of_module) for of_module in points.values()]
+    return {"R^2 of a line": median(found), "lowest R^2": min(found)}
+
+
+def cut(update: Tensor, rank: int) -> Tensor:
+    """The leading ranks of an update [m, n]; rank 1 has the norm of all of it, as in AlphaRL."""
+    u, s, vh = torch.linalg.svd(update, full_matrices=False)
+    scale = s.norm() / s[0] if rank == 1 and s[0] > 0 else 1.0
+    return scale * (u[:, :rank] * s[:rank]) @ vh[:rank]
+
+
+def accuracy_with(run: Path, change: Callable[[str, Tensor], Tensor]) -> float:
+    """Accuracy on all test prompts of the trained policy with other weights: ``change`` gets those of each name."""
+    with TemporaryDirectory() as folder:
+        settings = load_config(run / "config.yaml", [f"model.path={run / 'model'}", "accelerators.enabled=[]"])
+        trainer = Trainer(settings, folder, console=Console(quiet=True))
+        with torch.no_grad():
+            for name, weight in trainer.policy.model.named_parameters():
+                weight.copy_(change(name, weight))
+        trainer.engine.policy_updated()
+        return trainer.evaluate("test")
+
+
+def gain_at_ranks(run: Path) -> dict[str, float]:
+    """Share of a run's gain that is left when the update of each projection is cut down to a rank."""
+    base, found = base_weights(run), evaluations(run)
+    start, end = found[0][3], found[-1][3]
+    shares = {}
+    for rank in RANKS:
+        accuracy = accuracy_with(run, lambda n, w, r=rank: base[n] + cut(w - base[n], r) if n in base else w)
+        shares[f"gain at rank {rank}"] = (accuracy - start) / max(end - start, 1e-9)
+    return shares
