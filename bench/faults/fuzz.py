@@ -225,9 +225,9 @@ def database_bytes() -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "history.db"
         database = RetrospectiveDatabase(str(path))
-        run = database.add_run(StoredRun("qwen2", 1000, "tokens", "jsonl", "group", {"a": 1}))
-        answer = StoredAnswer(run, 1, 1, "key", "12", True, 1.0, "", [1, 2], [-0.5, -0.25])
-        record = StepRecord(1, 1, 0.5, 0.5, {"lengths": torch.tensor([1])}, 10)
+        run = database.add_run(StoredRun("tokens", "jsonl", {"a": 1}))
+        answer = StoredAnswer(run, 1, "key", "12", True, 1.0, "", [1, 2], [-0.5, -0.25])
+        record = StepRecord(1, 0.5, 0.5, {"lengths": torch.tensor([1])}, 10)
         database.add_step(run, record, [answer])
         return path.read_bytes()
 

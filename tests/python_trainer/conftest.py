@@ -98,6 +98,13 @@ def history_run(make_config, tmp_path, monkeypatch):
     return make
 
 
+def record_updates(trainer):
+    """A list that grows as a trainer trains: the rollouts of each update."""
+    seen, update = [], trainer.learner.update
+    trainer.learner.update = lambda rollouts, number: seen.append(rollouts) or update(rollouts, number)
+    return seen
+
+
 def same(a, b):
     """Whether two trainers have the same weights, to the bit."""
     return all(torch.equal(x, y) for x, y in zip(a.policy.model.parameters(), b.policy.model.parameters(), strict=True))

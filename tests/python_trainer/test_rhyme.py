@@ -5,15 +5,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
-from conftest import digits, even, run_settings
+from conftest import digits, even, record_updates, run_settings, same
 from rich.console import Console
 from test_checkpoint import assert_same_run
 
 from python_trainer.accelerators.rhyme import accelerator
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
 from python_trainer.config import check_config
-from python_trainer.errors import UserError
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 
@@ -54,7 +52,7 @@ def test_a_run_fills_the_database(first_run):
     database = RetrospectiveDatabase(str(first_run / "history.db"), create=False)
     (run,) = database.runs()
     rows = read_metrics(first_run / "run")[1:]
-    assert run.family == "qwen2" and run.task == "jsonl" and run.parameters > 1000
+    assert run.task == "jsonl"
     assert run.settings["optimizer"]["learning_rate"] == 1e-2
     assert run.settings["accelerators"] == ["rhyme"]  # nothing that could hold a password
     trajectory = database.trajectory(run.id)
@@ -64,7 +62,7 @@ def test_a_run_fills_the_database(first_run):
     assert len(samples) > 5
     for sample in samples:
         assert sample.reward > 0.5 and len(sample.response_ids) == len(sample.logprobs)
-        assert not any(math.isnan(x) for x in sample.logprobs) and sample.policy_version == sample.step - 1
+        assert not any(math.isnan(x) for x in sample.logprobs)
 
 
 @pytest.fixture
@@ -76,13 +74,7 @@ def no_replay(monkeypatch):
 def test_history_replaces_generation_and_is_weighted(filled, rhyme_config, tmp_path, no_replay):
     config = rhyme_config(filled, TRUST_ALL, max_steps=6, seed=1)
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
-    seen, original = [], trainer.learner.update
-
-    def spy(rollouts, number):
-        seen.append(rollouts)
-        return original(rollouts, number)
-
-    trainer.learner.update = spy
+    seen = record_updates(trainer)
     trainer.run()
     rows = read_metrics(tmp_path / "run")[1:]
     assert rows[0]["rhyme/stored_answers"] == 0  # nothing is trusted before there is anything to compare
@@ -103,8 +95,7 @@ def test_history_replaces_generation_and_is_weighted(filled, rhyme_config, tmp_p
 def test_untrusted_history_changes_nothing(filled, rhyme_config, make_config, tmp_path, no_replay):
     plain = train(make_config(seed=1), tmp_path / "plain")[0]
     aware = train(rhyme_config(filled, {"threshold": 1.0, "max_staleness": 0}, seed=1), tmp_path / "aware")[0]
-    for a, b in zip(plain.policy.model.parameters(), aware.policy.model.parameters()):
-        assert torch.equal(a, b)
+    assert same(plain, aware)
     assert read_metrics(tmp_path / "aware")[-1]["rhyme/best_match"] > 0.5  # there was something
 
 
@@ -112,7 +103,7 @@ def any_digit(prompts, completions, completion_ids, **columns):
     return [float(any(token < 10 for token in ids)) for ids in completion_ids]
 
 
-EVERYTHING = {**TRUST_ALL, "retrodiction_steps": 1, "selection": "retrodiction"}
+EVERYTHING = {**TRUST_ALL, "selection": "retrodiction"}
 
 
 def test_resume_equals_the_uninterrupted_run(filled, rhyme_config, tmp_path):
@@ -150,20 +141,6 @@ def test_with_suffix_rollouts(filled, rhyme_config, tmp_path):
     assert any(math.isnan(s.logprobs[0]) for s in stored)  # a given beginning has no log-probabilities
 
 
-def test_with_a_critic(filled, rhyme_config, tmp_path):
-    algorithm = {"advantage": "gae", "num_iterations": 2}
-    _, _, rows = train(rhyme_config(filled, TRUST_ALL, algorithm=algorithm, max_steps=5, seed=1), tmp_path / "run")
-    assert max(row["rhyme/stored_answers"] for row in rows) > 0
-    assert all(math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]) for row in rows)
-    assert all("explained_variance" in row for row in rows)
-
-
-def test_without_a_database_the_run_learns_from_itself(rhyme_config, tmp_path):
-    _, _, rows = train(rhyme_config(None, max_steps=8), tmp_path / "run")
-    assert all(row["rhyme/stored_answers"] == 0 for row in rows[:3])  # 12 prompts, 4 a step
-    assert max(row["rhyme/stored_answers"] for row in rows[3:]) > 0
-
-
 def test_rounds_of_dynamic_sampling_are_one_step_of_history(rhyme_config, tmp_path):
     path = tmp_path / "history.db"
     rollout = {"dynamic_sampling": True, "max_sampling_rounds": 3}
@@ -174,15 +151,6 @@ def test_rounds_of_dynamic_sampling_are_one_step_of_history(rhyme_config, tmp_pa
     assert [s.step for s in database.trajectory(1)] == [1, 2, 3, 4]
     assert sum(len(step.outcomes["answers"]) for step in database.trajectory(1)) == trainer.state.prompts > 16
     assert len(database.samples()) == len(trainer.accelerators[0].bank) > 0
-
-
-def test_bad_settings_are_named(rhyme_config):
-    for settings, words in (
-        ({"selection": "retrodiction"}, "retrodiction_steps above 0"),
-        ({"fraction": 0}, "fraction"),
-    ):
-        with pytest.raises(UserError, match=words):
-            rhyme_config(None, settings)
 
 
 OTHER_REWARDS = {
@@ -201,14 +169,9 @@ def test_stored_answers_are_worth_what_fresh_ones_are(filled, rhyme_config, tmp_
     changes, worth = OTHER_REWARDS[other]
     before = RetrospectiveDatabase(str(filled)).samples()
     trainer = Trainer(rhyme_config(filled, TRUST_ALL, max_steps=6, seed=1, **changes), tmp_path / "run", console=QUIET)
-    update, stored = trainer.learner.update, []
-
-    def spy(rollouts, number):
-        stored.extend(r for r in rollouts if r.importance_cap is not None and r.expected is None)
-        return update(rollouts, number)
-
-    trainer.learner.update = spy
+    seen = record_updates(trainer)
     trainer.run()
+    stored = [r for rollouts in seen for r in rollouts if r.importance_cap is not None and r.expected is None]
     assert stored and [r.reward for r in stored] == pytest.approx([worth(r) for r in stored])
     bank = [entry.answer for entry in trainer.accelerators[0].bank if entry.answer.run_id == 1]
     assert bank and [s.reward for s in bank] == pytest.approx([worth(s) for s in bank], rel=1e-5)
@@ -249,7 +212,6 @@ def test_an_attempt_that_was_killed_before_its_first_checkpoint_is_no_history(fi
     again = train(configs[1], tmp_path / "parts", resume=True)[0]
     assert steps_of(copies[1]) == [9, 6]
     assert [curve.run_id for curve in again.accelerators[0].earlier.curves] == [1]
-    for a, b in zip(whole.policy.model.parameters(), again.policy.model.parameters()):
-        assert torch.equal(a, b)
+    assert same(whole, again)
     train(rhyme_config(copies[1], TRUST_ALL, max_steps=8), tmp_path / "parts", resume=True)
     assert steps_of(copies[1]) == [9, 8], "with a checkpoint it goes on"

@@ -236,12 +236,12 @@ class Rhyme(Accelerator):
         return taken
 
     def after_update(self, context: StepContext) -> None:
-        kept, settings = self.recorder.finish_step(context), self.settings
+        kept = self.recorder.finish_step(context)
         if not self.enabled:
             return
-        if self.active or self.rates.rare(settings.rare_share) is None:
+        if self.active or self.rates.rare(self.settings.rare_share) is None:
             self.bank.add(kept, context.step)
-        if settings.retrodiction_steps and context.step % settings.retrodiction_steps == 0:
+        if self.settings.selection == "retrodiction":
             self.groups.look_back(context)
 
     def state_dict(self) -> dict[str, Any]:

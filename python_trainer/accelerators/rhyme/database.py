@@ -25,7 +25,7 @@ from sqlalchemy.exc import ArgumentError, DatabaseError, NoSuchModuleError, SQLA
 from python_trainer.errors import UserError, hide_passwords
 
 APPLICATION_ID = 0x524C4B52  # "RLKR", in the header of SQLite files; the lock of PostgreSQL writers
-VERSION = 2  # of the tables; another one is refused
+VERSION = 3  # of the tables; another one is refused
 MOST_RUNS = 64  # that are kept; the oldest go
 BUSY_SECONDS = 60  # how long a writer waits for others
 
@@ -41,11 +41,8 @@ run_table = sa.Table(
     "rlkernels_runs", metadata,
     sa.Column("id", sa.Integer, primary_key=True),
     sa.Column("created", sa.Float, nullable=False),  # seconds since 1970
-    sa.Column("family", sa.String(64), nullable=False),  # model type, e.g. qwen2
-    sa.Column("parameters", sa.BigInteger, nullable=False),
     sa.Column("tokenizer", sa.String(64), nullable=False),  # fingerprint
     sa.Column("task", sa.String(200), nullable=False),
-    sa.Column("algorithm", sa.String(64), nullable=False),
     sa.Column("settings", sa.Text, nullable=False),  # JSON
 )  # fmt: skip
 
@@ -53,13 +50,10 @@ step_table = sa.Table(
     "rlkernels_steps", metadata,
     sa.Column("run_id", sa.Integer, sa.ForeignKey("rlkernels_runs.id", ondelete="CASCADE"), primary_key=True),
     sa.Column("step", sa.Integer, primary_key=True),
-    sa.Column("policy_version", sa.Integer, nullable=False),
     sa.Column("reward", sa.Float, nullable=False),  # mean, on the task's scale
     sa.Column("accuracy", sa.Float, nullable=False),
     sa.Column("generated_tokens", sa.BigInteger, nullable=False),  # what the step cost
-    sa.Column("rollouts", sa.Integer, nullable=False),  # how many were stored with this step
     sa.Column("sketch", sa.LargeBinary, nullable=False),  # safetensors: sketch and outcomes
-    sa.Column("bytes", sa.Integer, nullable=False),
 )  # fmt: skip
 
 answer_table = sa.Table(
@@ -67,15 +61,13 @@ answer_table = sa.Table(
     sa.Column("id", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True),
     sa.Column("run_id", sa.Integer, sa.ForeignKey("rlkernels_runs.id", ondelete="CASCADE"), nullable=False),
     sa.Column("step", sa.Integer, nullable=False),
-    sa.Column("policy_version", sa.Integer, nullable=False),
     sa.Column("prompt_key", sa.String(32), nullable=False),  # of the prompt's text, whatever the tokenizer
     sa.Column("text", sa.Text, nullable=False),
     sa.Column("finished", sa.Boolean, nullable=False),  # ended by itself, not by the length limit
     sa.Column("reward", sa.Float, nullable=False),
     sa.Column("tensors", sa.LargeBinary, nullable=False),  # safetensors: response_ids, logprobs (NaN where unknown)
-    sa.Column("bytes", sa.Integer, nullable=False),
     sa.Index("rlkernels_rollouts_place", "run_id", "step"),
-    sa.Index("rlkernels_rollouts_worth", "reward", "id", "bytes"),
+    sa.Index("rlkernels_rollouts_worth", "reward", "id"),
 )  # fmt: skip
 
 
@@ -83,11 +75,8 @@ answer_table = sa.Table(
 class StoredRun:
     """What a training run is."""
 
-    family: str
-    parameters: int
     tokenizer: str  # fingerprint
     task: str
-    algorithm: str
     settings: dict[str, Any] = field(default_factory=dict)
     created: float = 0.0  # seconds since 1970
     id: int = 0  # by the database
@@ -98,7 +87,6 @@ class StepRecord:
     """One step of a training trajectory."""
 
     step: int
-    policy_version: int
     reward: float  # mean over the fresh answers, on the task's scale
     accuracy: float
     sketch: dict[str, torch.Tensor]  # as of :func:`python_trainer.accelerators.rhyme.matching.sketch_of`
@@ -113,7 +101,6 @@ class StoredAnswer:
 
     run_id: int
     step: int
-    policy_version: int
     prompt_key: str
     text: str
     finished: bool
@@ -206,10 +193,8 @@ class RetrospectiveDatabase:
         Returns whether the run is there, and still the one that was created then; else nothing has changed.
         """
         rows = [answer_row(run_id, record.step, answer) for answer in answers]
-        sketch = save(record.sketch | record.outcomes)
-        columns = "step", "policy_version", "reward", "accuracy", "generated_tokens"
-        step = {name: getattr(record, name) for name in columns}
-        step |= {"run_id": run_id, "rollouts": len(rows), "sketch": sketch, "bytes": len(sketch)}
+        step = {name: getattr(record, name) for name in ("step", "reward", "accuracy", "generated_tokens")}
+        step |= {"run_id": run_id, "sketch": save(record.sketch | record.outcomes)}
         with self._transaction() as connection:
             found = connection.execute(sa.select(run_table.c.created).where(run_table.c.id == run_id)).scalar()
             if found is None or created not in (None, found):
@@ -258,9 +243,8 @@ def answer_row(run_id: int, step: int, answer: StoredAnswer) -> dict[str, Any]:
     packed = save({"response_ids": ids, "logprobs": logprobs})
     # PostgreSQL takes no NUL in texts, and no database a lone surrogate
     text = answer.text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode(errors="replace")
-    row = {name: getattr(answer, name) for name in ("policy_version", "prompt_key", "finished", "reward")}
-    row |= {"text": text.decode(), "tensors": packed, "bytes": len(packed) + len(text)}
-    return row | {"run_id": run_id, "step": step}
+    row = {name: getattr(answer, name) for name in ("prompt_key", "finished", "reward")}
+    return row | {"run_id": run_id, "step": step, "text": text.decode(), "tensors": packed}
 
 
 def answer_of(row: sa.Row) -> StoredAnswer:
@@ -272,7 +256,7 @@ def answer_of(row: sa.Row) -> StoredAnswer:
 def step_of(row: sa.Row) -> StepRecord:
     tensors = unpack_tensors(row.sketch)
     outcomes = {name: tensors.pop(name) for name in sorted({"prompts", "answers", "right"} & tensors.keys())}
-    return StepRecord(row.step, row.policy_version, row.reward, row.accuracy, tensors, row.generated_tokens, outcomes)
+    return StepRecord(row.step, row.reward, row.accuracy, tensors, row.generated_tokens, outcomes)
 
 
 def parse_url(url: str) -> sa.URL:

@@ -33,14 +33,11 @@ OWN = 0  # no run in a database has this id
 
 def describe_run(run: RunContext) -> StoredRun:
     """Describes a run. Settings of accelerators stay out: they may hold the password of a database."""
-    config, policy = run.config, run.policy
+    config = run.config
     settings = config.model_dump(mode="json") | {"accelerators": config.accelerators.enabled}
     return StoredRun(
-        family=str(policy.model.config.model_type),
-        parameters=sum(p.numel() for p in policy.model.parameters()),
-        tokenizer=tokenizer_fingerprint(policy.tokenizer),
+        tokenizer=tokenizer_fingerprint(run.policy.tokenizer),
         task=run.task.name,
-        algorithm=config.algorithm.advantage,
         settings=settings | {"output_dir": str(run.folder.resolve())},
         created=time.time(),
     )
@@ -84,7 +81,7 @@ def step_record(run: RunContext, step: int, groups: Sequence[list[Rollout]], bef
             "answers": torch.tensor([len(group) for group in whole], dtype=torch.int32),
             "right": torch.tensor(right, dtype=torch.int32),
         }
-    return StepRecord(step, fresh[0].policy_version, *shown, sum(len(r.logprobs) for r in fresh), outcomes)
+    return StepRecord(step, *shown, sum(len(r.logprobs) for r in fresh), outcomes)
 
 
 def right_answers(context: StepContext, groups: Sequence[list[Rollout]], tokenizer: str) -> list[Pair]:
@@ -96,7 +93,7 @@ def right_answers(context: StepContext, groups: Sequence[list[Rollout]], tokeniz
         for text in sorted(right, key=lambda text: (-right[text].reward, draw[text]))[:STORED_OF_GROUP]:
             r = right[text]
             key, ended = prompt_key(context.run.task.train[r.prompt_key].prompt), r.finish_reason == "stop"
-            facts = (OWN, context.step, r.policy_version, key, text, ended, r.reward, tokenizer)
+            facts = (OWN, context.step, key, text, ended, r.reward, tokenizer)
             logprobs = [float("nan")] * r.prefix_len + list(r.logprobs)
             kept.append((r.prompt_key, StoredAnswer(*facts, list(r.response_ids), logprobs)))
     return kept

@@ -47,7 +47,10 @@ def unpack_answers(state: dict[str, Any]) -> list[StoredAnswer]:
     """Undoes :func:`pack_answers`."""
     ids, logprobs = (state[name].split(state["lengths"]) for name in ("response_ids", "logprobs"))
     rows = zip(state["facts"], ids, logprobs)
-    return [StoredAnswer(**dict(zip(FACTS, row)), response_ids=x.tolist(), logprobs=y.tolist()) for row, x, y in rows]
+    return [
+        StoredAnswer(**dict(zip(FACTS, row, strict=True)), response_ids=x.tolist(), logprobs=y.tolist())
+        for row, x, y in rows
+    ]
 
 
 @dataclass
@@ -158,7 +161,7 @@ def as_rollout(answer: StoredAnswer, key: int, prompt_ids: Sequence[int], **fact
     """Turns a stored answer to the training prompt of this number into a rollout."""
     defaults = {
         "logprobs": answer.logprobs, "finish_reason": "stop" if answer.finished else "length", "text": answer.text,
-        "reward": answer.reward, "accuracy": 1.0, "policy_version": answer.policy_version,
+        "reward": answer.reward, "accuracy": 1.0,
     }  # fmt: skip
     return Rollout(prompt_ids, list(answer.response_ids), prompt_key=key, **defaults | facts)
 
@@ -225,6 +228,7 @@ class GroupSampler:
 
     def __init__(self, settings: RhymeSettings, retrodictor: Retrodictor):
         self.settings, self.retrodictor, self.step = settings, retrodictor, 0
+        self.seen = Counter[str]()  # groups of this step
         self.planned: list[Group] = []
         self.offers: list[Candidate] = []  # of this round, near enough to the policy
         self.spared: list[int] = []  # fresh answers that each planned group leaves out for stored ones
@@ -233,7 +237,7 @@ class GroupSampler:
     def plan(self, context: StepContext, groups: list[Group], bank: AnswerBank, worth: Worth) -> None:
         """Lets each group spare as many fresh answers as stored ones can take their places."""
         if context.step != self.step:  # not a further round of dynamic sampling
-            self.step, self.untrained = context.step, []
+            self.step, self.untrained, self.seen = context.step, [], Counter()
         candidates = [
             Candidate(answer, place, group.prompt_ids, worth(answer))
             for place, group in enumerate(groups)
@@ -268,8 +272,10 @@ class GroupSampler:
                 chosen[offer.place].append(offer)
             else:
                 self.untrained.append(offer)
-        context.count("rhyme/failed_groups", len(failed))
-        context.count("rhyme/rescued_groups", sum(bool(chosen[number]) for number in failed))
+        rescued = sum(bool(chosen[number]) for number in failed)
+        self.seen.update(groups=len(groups), failed_groups=len(failed), rescued_groups=rescued)
+        for name in ("failed_groups", "rescued_groups"):  # shares of the groups of the step
+            context.telemetry[f"rhyme/{name}"] = self.seen[name] / max(self.seen["groups"], 1)
         context.count("rhyme/stored_answers", sum(map(len, chosen.values())))
         return [r for number, fresh in groups.items() for r in (*fresh, *map(self._as_rollout, chosen[number]))]
 

@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from python_trainer.accelerators.settings import AcceleratorSettings
 
@@ -37,15 +37,7 @@ class RhymeSettings(AcceleratorSettings):
     max_staleness: int = Field(32, ge=0)
     """Steps after which this run's own answers join no group any more; 0: they never do."""
     selection: Literal["likelihood", "retrodiction", "random"] = "likelihood"
-    """What stage 2 ranks stored answers by."""
-    retrodiction_steps: int = Field(0, ge=0)
-    """Train the retrodiction network every so many steps; 0: there is none."""
-
-    @model_validator(mode="after")
-    def consistent(self) -> "RhymeSettings":
-        if self.selection == "retrodiction" and not self.retrodiction_steps:
-            raise ValueError("selection retrodiction needs retrodiction_steps above 0, got 0")
-        return self
+    """What stage 2 ranks stored answers by. retrodiction trains a network after each step."""
 
     @property
     def records(self) -> bool:

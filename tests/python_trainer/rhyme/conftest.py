@@ -9,15 +9,15 @@ from support import lacks
 from bench import _postgres
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase, StepRecord, StoredAnswer, StoredRun
 
-FACTS = StoredRun("qwen2", 1000, "tok", "sums", "group", {"learning_rate": 1e-4})
+FACTS = StoredRun("tok", "sums", {"learning_rate": 1e-4})
 
 
 def make_sample(step=1, reward=1.0, key="a", text="12+3=15", ids=(1, 2, 3), run_id=0):
-    return StoredAnswer(run_id, step, step, key, text, True, reward, "", list(ids), [-0.5, math.nan, -0.25][: len(ids)])
+    return StoredAnswer(run_id, step, key, text, True, reward, "", list(ids), [-0.5, math.nan, -0.25][: len(ids)])
 
 
 def make_step(step=1, reward=0.5):
-    return StepRecord(step, step, reward, reward, {"ngrams": torch.arange(4.0), "lengths": torch.tensor([step])},
+    return StepRecord(step, reward, reward, {"ngrams": torch.arange(4.0), "lengths": torch.tensor([step])},
                       generated_tokens=100 * step)  # fmt: skip
 
 

@@ -19,7 +19,7 @@ def fill(url, steps=20):
         run = database.add_run(FACTS)
         for step in range(1, steps + 1):
             sketch = {name: torch.ones(bins) for name, bins in PARTS.items()}
-            database.add_step(run, StepRecord(step, step, step / steps, step / steps, sketch), [make_sample(step)])
+            database.add_step(run, StepRecord(step, step / steps, step / steps, sketch), [make_sample(step)])
 
 
 def test_lists_runs(url, tmp_path, capsys, monkeypatch):
@@ -41,7 +41,7 @@ def test_runs_can_be_told_apart_in_80_columns(tmp_path, capsys, monkeypatch):
         folder.mkdir(parents=True, exist_ok=True)
         run = database.add_run(replace(FACTS, settings={"seed": 7, "output_dir": str(folder)}))
     sketch = {name: torch.ones(bins) for name, bins in PARTS.items()}
-    database.add_step(run, StepRecord(25, 25, 0.5, 0.625, sketch, generated_tokens=2400), [])
+    database.add_step(run, StepRecord(25, 0.5, 0.625, sketch, generated_tokens=2400), [])
     assert main(["history", "history.db"]) == 0
     lines = capsys.readouterr().out.splitlines()
     header = next(i for i, line in enumerate(lines) if line.startswith("run"))

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from conftest import record_updates
 from rich.console import Console
 
 from python_trainer.accelerators.rhyme import sampling
@@ -34,7 +35,7 @@ def store(trainer, key, answer):
 
 def stored_answer(trainer, key, ids=(1, 2, 3), logprobs=(-1.0, -1.0, -1.0)):
     prompt = trainer.task.train[key].prompt
-    return StoredAnswer(0, 0, 0, prompt_key(prompt), "123", True, 1.0, "", list(ids), list(logprobs))
+    return StoredAnswer(0, 0, prompt_key(prompt), "123", True, 1.0, "", list(ids), list(logprobs))
 
 
 def test_groups_in_which_all_failed_are_rescued(rhyme_config, tmp_path):
@@ -44,7 +45,8 @@ def test_groups_in_which_all_failed_are_rescued(rhyme_config, tmp_path):
     store(trainer, key, stored_answer(trainer, key))
     trainer.run()
     row = read_metrics(tmp_path / "run")[1]
-    assert row["rhyme/failed_groups"] == 4 and row["rhyme/rescued_groups"] == row["rhyme/stored_answers"] == 1
+    assert row["rhyme/failed_groups"] == 1 and row["rhyme/rescued_groups"] == 0.25  # of four groups
+    assert row["rhyme/stored_answers"] == 1
     assert row["rhyme/spared_answers"] == row["reward"] == 0
     assert row["frac_reward_zero_std"] < 1 and row["grad_norm"] > 0  # one group teaches
 
@@ -84,24 +86,19 @@ def test_no_more_answers_are_spared_than_stored_ones_can_come(rhyme_config, tmp_
     assert len(rhyme.groups.untrained) == 1
 
 
-def test_a_prompt_that_comes_twice_in_a_step_has_stored_answers_in_both_groups(rhyme_config, tmp_path, monkeypatch):
+def test_a_prompt_that_comes_twice_in_a_step_has_stored_answers_in_both_groups(rhyme_config, tmp_path):
     rollout = {"prompts_per_step": 24}  # two epochs of 12 prompts
     config = rhyme_config(None, max_steps=1, rollout=rollout, task={"reward": "rhyme.test_groups:failing"})
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
-    update, groups = trainer.learner.update, []
+    seen = record_updates(trainer)
     store(trainer, 5, stored_answer(trainer, 5))
-
-    def spy(rollouts, number):
-        groups.extend(by_group(rollouts).values())
-        return update(rollouts, number)
-
-    monkeypatch.setattr(trainer.learner, "update", spy)
     trainer.run()
+    groups = [group for rollouts in seen for group in by_group(rollouts).values()]
     stored = [sum(r.importance_cap is not None for r in group) for group in groups if group[0].prompt_key == 5]
     assert stored == [1, 1] and {len(group) for group in groups} == {4}
     row = read_metrics(tmp_path / "run")[1]
     assert row["rhyme/spared_answers"] == row["rhyme/stored_answers"] == 2
-    assert row["rhyme/candidates"] == row["rhyme/rescued_groups"] == 2
+    assert row["rhyme/candidates"] == 2 and row["rhyme/rescued_groups"] == 2 / 24
 
 
 @pytest.mark.parametrize("selection", ["likelihood", "random"])
@@ -171,24 +168,20 @@ def test_stored_answers_join_a_group_only_from_where_it_begins(make_config, tmp_
         },
     )
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
-    update, stored, offered = trainer.learner.update, [], []
-
-    def spy(rollouts, number):
-        for members in by_group(rollouts).values():
-            given = members[0].response_ids[: members[0].prefix_len]
-            for r in members:
-                assert r.prefix_len == len(given) and r.response_ids[: r.prefix_len] == given
-                assert len(r.response_ids) == r.prefix_len + len(r.logprobs) and r.logprobs
-            stored.extend(r.prefix_len for r in members if r.importance_cap is not None and r.expected is None)
-        return update(rollouts, number)
+    seen, stored, offered = record_updates(trainer), [], []
 
     def begins(response_ids, prefix_ids):
         offered.append(begins_with(response_ids, prefix_ids))
         return offered[-1]
 
-    monkeypatch.setattr(trainer.learner, "update", spy)
     monkeypatch.setattr(sampling, "begins_with", begins)
     trainer.run()
+    for members in (group for rollouts in seen for group in by_group(rollouts).values()):
+        given = members[0].response_ids[: members[0].prefix_len]
+        for r in members:
+            assert r.prefix_len == len(given) and r.response_ids[: r.prefix_len] == given
+            assert len(r.response_ids) == r.prefix_len + len(r.logprobs) and r.logprobs
+        stored.extend(r.prefix_len for r in members if r.importance_cap is not None and r.expected is None)
     assert 0 in stored and max(stored) > 0, "groups with and without a beginning"
     assert False in offered and True in offered
     assert not begins_with([1, 2], [1, 2]) and begins_with([1, 2], []) and not begins_with([1, 3, 2], [1, 2])

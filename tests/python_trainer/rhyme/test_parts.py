@@ -167,7 +167,7 @@ def test_answers_of_a_stage_and_just_beyond():
 
 
 def test_rewards_are_compared_as_they_are_within_0_and_1():
-    records = [StepRecord(1, 0, reward, 0.5, sketch_of([[answer("abc")]])) for reward in (-1.0, 0.25, 7.0)]
+    records = [StepRecord(1, reward, 0.5, sketch_of([[answer("abc")]])) for reward in (-1.0, 0.25, 7.0)]
     assert curve_of(1, records).rewards.tolist() == [0.0, 0.25, 1.0]
 
 
