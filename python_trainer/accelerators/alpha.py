@@ -1,22 +1,29 @@
-"""AlphaRL: weights are extrapolated along the direction in which training moved them, behind a gate.
+"""AlphaRL: weights are extrapolated along the rank-1 direction in which training moved them, behind a gate.
 
-After arXiv 2510.00553, whose prediction divides by the slope of the accuracy and has no acceptance test. What differs:
+After arXiv 2510.00553. As there, only 2-D projections of attention and MLP change; embeddings, norms, biases and head
+keep their trained values. What differs:
 
+- The prediction is a line in the step, which does not divide by the slope of the accuracy, and what the update holds
+  beyond rank 1 stays as trained.
 - Predicted weights stay only if they answer significantly more held-out prompts right than the present ones (see
   ``rlkernels.Gate``); they are pulled towards the present weights a few times, then everything is put back bit for bit.
 - Nothing is tried without a reason to (see ``rlkernels.refusal``).
-- Only 2-D projections of attention and MLP are changed, as in the paper. Embeddings, norms, biases and head keep
-  their trained values.
 - Low-precision models: float32 master weights are tracked and changed, and the model gets them rounded.
 
-An accepted jump leaves Adam with a mean gradient of where the weights were: for those that jumped it is set to 0. The
-mean of its square stays, as the scale of gradients does not change much. Tracking starts again from there.
+``preset: paper`` undoes the first three: one prediction by partial least squares, of rank 1 alone, with the norm of the
+whole update, which stays whatever it answers.
+
+A jump leaves Adam with a mean gradient of where the weights were: for those that jumped it is set to 0. The mean of its
+square stays, as the scale of gradients does not change much. Tracking starts again from there.
+
+All ranks track; before an attempt rank 0 decides about it and broadcasts its factors, so that all predict the same.
 """
 
 import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,10 +36,9 @@ from rlkernels import RankOneTrajectory
 from rlkernels.extrapolation import Attempt, Gate, Limits
 from rlkernels.rank1.stream import default_filter
 
-MIN_RISE, MIN_COSINE, MIN_SKILL = 0.02, 0.7, 0.0  # below these nothing is tried; see rlkernels.extrapolation.Limits
 GATE_LEVEL = 0.05  # chance per run of accepting weights that are no better, at most
-TARGET_ACCURACY = 1.0  # that the predictor pls goes to
 SMOOTHING = 5  # steps over which the training accuracy is averaged
+TRY_ANYWAY = Limits(min_rise=-math.inf, min_cosine=0.0, min_skill=-math.inf)
 FACTS = "anchor", "answered", "next_attempt", "events", "seconds"  # in checkpoints as they are
 
 
@@ -100,56 +106,58 @@ class Alpha(Accelerator):
         return {name: context.run.optimizer.masters[name] for name in self.trajectory.base}
 
     def rules(self, prompts: int) -> Attempt:
-        settings = self.settings
+        if self.settings.preset == "paper":
+            return Attempt(predictor="pls", scale="alpha", keep_rest=False, limits=TRY_ANYWAY)
+        limits = Limits() if self.settings.refuse else TRY_ANYWAY
         return Attempt(
-            predictor=settings.predictor,
-            horizon=settings.horizon,
-            accuracy=TARGET_ACCURACY,
-            limits=Limits(
-                min_rise=MIN_RISE if settings.refuse else -math.inf,
-                min_cosine=MIN_COSINE if settings.refuse else 0.0,
-                min_skill=MIN_SKILL if settings.refuse else -math.inf,
-                holdout=max(len(self.trajectory or ()) // 3, 1),
-            ),
+            predictor=self.settings.predictor,
+            horizon=self.settings.horizon,
+            limits=replace(limits, holdout=max(len(self.trajectory or ()) // 3, 1)),
             prompts=prompts,
         )
 
     def attempt(self, context: StepContext) -> dict[str, Any]:
         """One attempt, from the refusals to the gate -> what became of it, which is also noted in ``events``."""
-        assert self.trajectory is not None
-        rules = self.rules(len(context.run.task.gate))
-        objection = rules.refusal(self.trajectory)
+        tracked, rules = self.trajectory, self.rules(len(context.run.task.gate))
+        assert tracked is not None
+        factors = {name: value.cpu() for name, value in tracked.state_dict().items()}
+        objection, factors = context.run.once(lambda: (rules.refusal(tracked), factors))
+        tracked.load_state_dict(factors)
         event: dict[str, Any] = {"step": context.step, "accepted": False}
         if objection is not None:
             event |= {"refused": objection.reason, "detail": objection.detail}
             context.telemetry["alpha/refused"] = 1.0
         else:
             with self._clock(context, "gate"):
-                event |= self._try(context, rules)
-            self.next_attempt = context.step + self.settings.every if self.settings.every else 1 << 60
-            context.telemetry["alpha/tried"] = float(len(event["tries"]))
-            context.telemetry["alpha/accepted"] = float(event["accepted"])
-            context.telemetry["alpha/gate_accuracy"] = event["tries"][-1]["after"]
+                event |= self._try(context, tracked, rules)
+            once = self.settings.preset == "paper" or not self.settings.every
+            self.next_attempt = 1 << 60 if once else context.step + self.settings.every
         self.events.append(event)
         return event
 
-    def _try(self, context: StepContext, rules: Attempt) -> dict[str, Any]:
-        """Asks the gate; an accepted jump begins a new trajectory."""
-        assert self.trajectory is not None
-        run = context.run
-        predicted = rules.predict(self.trajectory, self.weights(context))
-        tries = rules.judge(
-            self.gate,
-            predicted,
-            {name: run.optimizer.places(name) for name in predicted},
-            lambda rows: run.evaluate_each("gate", rows),
-            available=len(run.task.gate),
-            changed=run.engine.policy_updated,
-        )
-        accepted = tries[-1]["accepted"]
+    def _try(self, context: StepContext, tracked: RankOneTrajectory, rules: Attempt) -> dict[str, Any]:
+        """Writes predicted weights, if the gate does not object; they begin a new trajectory."""
+        run, tries = context.run, list[dict[str, Any]]()
+        predicted = rules.predict(tracked, self.weights(context))
+        places = {name: run.optimizer.places(name) for name in predicted}
+        if self.settings.preset == "paper":
+            with torch.no_grad():
+                for name, weight in predicted.items():
+                    for place in places[name]:
+                        place.copy_(weight)
+            run.engine.policy_updated()
+        else:
+            tries = rules.judge(
+                self.gate, predicted, places, lambda rows: run.evaluate_each("gate", rows),
+                available=len(run.task.gate), changed=run.engine.policy_updated,
+            )  # fmt: skip
+            context.telemetry["alpha/gate_accuracy"] = tries[-1]["after"]
+        accepted = not tries or tries[-1]["accepted"]
         if accepted:
             run.optimizer.forget_momentum(predicted)
             self.restart(context, context.step)
+        context.telemetry["alpha/tried"] = float(max(len(tries), 1))
+        context.telemetry["alpha/accepted"] = float(accepted)
         return {"accepted": accepted, "modules": len(predicted), "tries": tries}
 
     @contextmanager

@@ -125,6 +125,7 @@ class AlphaSettings(AcceleratorSettings):
     name = "alpha"
     accelerator = "python_trainer.accelerators.alpha:Alpha"
     ops = ("top1_deltas", "top1_delta", "delta_matvec", "add_rank1_")
+    divisible = True
     multi_turn = True
     counters: ClassVar = {
         "alpha/tried": "extrapolations tried (alpha)",
@@ -133,12 +134,16 @@ class AlphaSettings(AcceleratorSettings):
 
     track_steps: int = Field(2, ge=1)
     """Keep rank-4 factors of the update every so many steps."""
+    preset: Literal["ours", "paper"] = "ours"
+    """paper: after `first_step` go once to an accuracy of 1 by pls, with nothing beyond rank 1 and the norm of the
+    whole update, whatever the other settings say; no gate, and no gate prompts."""
     first_step: int = Field(6, ge=1)
     """First step after which to extrapolate. When it is refused, the next tracked step tries again."""
     every: int = Field(20, ge=0)
     """Steps from one decision of the gate to the next attempt; 0: one decision in a run."""
-    predictor: Literal["pls", "secant", "temporal", "full"] = "full"
-    """pls goes to an accuracy of 1, the others to `horizon` times the tracked steps."""
+    predictor: Literal["pls", "secant", "temporal", "full"] = "secant"
+    """pls goes to an accuracy of 1, the others to `horizon` times the tracked steps. secant follows the line through
+    the latest update and the one at half its step, temporal one through all, of rank 1. full stretches every rank."""
     horizon: float = Field(2.0, gt=1)
     """Extrapolate to this many times the steps that were tracked."""
     refuse: bool = True
@@ -146,8 +151,8 @@ class AlphaSettings(AcceleratorSettings):
     since half of them (cosine below 0.7), or a back-test on the last third does no better than staying."""
 
     def conflicts(self, config: Any) -> str | None:
-        if config.optimizer.offload:
-            return "accelerators.enabled: alpha reads master weights between steps, optimizer.offload must be false"
+        if config.parallel == "fsdp2":
+            return "accelerators.enabled: alpha needs all weights on every rank, parallel none or ddp, got fsdp2"
         if config.model.lora is None:
             return None
         return (
@@ -156,6 +161,8 @@ class AlphaSettings(AcceleratorSettings):
         )
 
     def splits(self, task: "Task") -> list[str]:
+        if self.preset == "paper":
+            return []
         if not task.gate:
             raise UserError(
                 "the accelerator alpha needs prompts that training has not seen, and the task has 0: set some aside by "

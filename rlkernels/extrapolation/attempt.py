@@ -28,7 +28,7 @@ class Attempt:
         TypeError, ValueError: a setting of another type or out of range.
     """
 
-    predictor: str | Predictor = "full"  # one of ``PREDICTORS``, by name or of your own
+    predictor: str | Predictor = "secant"  # one of ``PREDICTORS``, by name or of your own
     horizon: float = 2.0  # the target is this many times the tracked steps; above 1
     accuracy: float = 1.0  # the target of predictors that go by accuracy
     scale: float | str = 1.0  # as for ``extrapolate``, and the next one

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("base", type=Path, help="folder with the safetensors that training began with")
     parser.add_argument("checkpoints", type=Path, nargs="+", help="folders of checkpoints, in training order")
     parser.add_argument("--output-dir", type=Path, required=True, metavar="DIR", help="new folder for the weights")
-    parser.add_argument("--predictor", choices=sorted(PREDICTORS), default="full", help="default: %(default)s")
+    parser.add_argument("--predictor", choices=sorted(PREDICTORS), default="secant", help="default: %(default)s")
     parser.add_argument("--horizon", type=float, default=2.0, metavar="X",
                         help="go to X times the last step (default: %(default)s)")  # fmt: skip
     parser.add_argument("--accuracy", type=float, nargs="+", metavar="A",

@@ -106,9 +106,8 @@ ONE = "rollout.num_generations=1"
         ([ONE, "algorithm.advantage=rloo"], "num_generations must be >= 2 with algorithm.advantage rloo: .* got 1"),
         (["parallel=ddp", "accelerators.enabled=[rpo]"], None),
         (["parallel=ddp", "rollout.engine=vllm"], None),
-        (["accelerators.enabled=[rpo, alpha]"], None),
-        (["parallel=ddp", "accelerators.enabled=[rpo, alpha]"],
-         "accelerators.enabled: alpha needs parallel=none, got ddp, which allows rpo, rhyme, drafts"),
+        (["parallel=ddp", "accelerators.enabled=[rpo, alpha]"], None),
+        (["parallel=fsdp2", "accelerators.enabled=[alpha]"], "alpha needs all weights on every rank.* got fsdp2"),
     ],
 )  # fmt: skip
 def test_settings_that_go_together_or_do_not(overrides, message):

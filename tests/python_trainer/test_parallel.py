@@ -12,6 +12,8 @@ from python_trainer.model import policy
 from python_trainer.run_directory import read_metrics
 
 MANY = {"micro_batch_tokens": 30}  # several micro-batches for each process, and not the same number
+ALPHA = {"track_steps": 1, "first_step": 4, "refuse": False}
+TRACKED = {"max_steps": 5}  # as many as alpha follows before it jumps
 # sections of settings by name of the case
 CASES = {
     "token-mean, recomputed activations": {
@@ -44,6 +46,8 @@ CASES = {
     },
     "rhyme": {"accelerators": {"enabled": ["rhyme"], "rhyme": {"rare_share": 0}}, "task": {"reward": "conftest:even"}},
     "rpo and drafts": {"accelerators": {"enabled": ["rpo", "drafts"], "rpo": {"preset": "paper"}}},
+    "alpha, paper": {**TRACKED, "accelerators": {"enabled": ["alpha"], "alpha": ALPHA | {"preset": "paper"}}},
+    "alpha, gated": {**TRACKED, "accelerators": {"enabled": ["alpha"], "alpha": ALPHA}, "task": {"gate_size": 2}},
     "adapters": {"model": {"lora": {"r": 4, "alpha": 16}}, "algorithm": {"beta": 0.05}, "optimizer": MANY},
     "some answers teach nothing": {
         "task": {"reward": "conftest:even"}, "algorithm": {"num_minibatches": 2}, "optimizer": MANY,
@@ -54,18 +58,22 @@ CASES = {
         "algorithm": {"mask_truncated_completions": True, "num_iterations": 2},
     },
 }  # fmt: skip
+WHOLE = [name for name in CASES if name.startswith("alpha")]  # not with fsdp2
 SHARDED = {"seq-mean-token-mean, offloaded": {"optimizer": {"offload": True}}}  # further settings of fsdp2 alone
 
 
 def train_case(name, *args):
     largest = 0 if "logits in blocks" in name else policy.LARGEST_LOGITS
     with patch.object(policy, "LARGEST_LOGITS", largest):
-        train(*args)
+        trainer = train(*args)
+    weights = [] if trainer.ranks.sharded else [p.detach() for p in trainer.policy.model.parameters()]
+    for other in trainer.ranks.gather(weights):
+        assert all(map(torch.equal, weights, other)), "every rank has the same weights, to the bit"
 
 
 def train_all(settings, folder):
     for name, changes in CASES.items():
-        for parallel in KINDS:
+        for parallel in ["ddp"] if name in WHOLE else KINDS:
             own = SHARDED.get(name, {}) if parallel == "fsdp2" else {}
             train_case(name, merged(merged(settings, changes), own), folder / parallel / name, parallel)
 
@@ -83,17 +91,21 @@ def runs(tmp_path_factory, tiny_policy, jsonl_files):
     return folder
 
 
-@pytest.mark.parametrize("parallel", KINDS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "parallel"),
+    [(name, parallel) for name in CASES for parallel in KINDS if parallel == "ddp" or name not in WHOLE],
+)
 def test_same_weights_and_metrics_as_one_process(runs, name, parallel):
     """Up to the order in which gradients are added: two processes add their parts first."""
     one, several = (load_file(runs / kind / name / "weights.safetensors") for kind in ("none", parallel))
+    atol = 1e-5 if name in WHOLE else 1e-6  # a jump takes differences further
     for key, value in one.items():
-        torch.testing.assert_close(several[key], value, rtol=1e-5, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
+        torch.testing.assert_close(several[key], value, rtol=1e-5, atol=atol, msg=lambda m, key=key: f"{key}: {m}")
     rows = [read_metrics(runs / kind / name) for kind in ("none", parallel)]
-    assert len(rows[0]) == len(rows[1]) == 3
+    assert len(rows[0]) == len(rows[1]) == CASES[name].get("max_steps", 2) + 1
     for first, second in zip(*rows):
-        known = {k for k in first if "time" not in k and "per_second" not in k and not k.startswith("drafts/")}
+        clock = "time/", "_s", "per_second", "drafts/"
+        known = {k for k in first if not (k.startswith(clock) or k.endswith(clock))}
         assert known <= set(second)
         for key in known - {"tokens/trained", "tokens/prefill", "tokens/cached"}:  # of prompts that both compute
             # the first is a largest difference of log-probabilities: rounding of both is all that it is
@@ -109,3 +121,9 @@ def test_all_answers_of_a_step_are_cut_off(runs):
 def test_some_answers_have_no_advantage(runs):
     rows = read_metrics(runs / "none" / "some answers teach nothing")[1:]
     assert all(0 < row["frac_reward_zero_std"] < 1 for row in rows)
+
+
+def test_an_extrapolation_is_written_on_all_ranks_or_on_none(runs):
+    for name, accepted in (("alpha, paper", 1), ("alpha, gated", 0)):  # two prompts show nothing
+        jumps = [[row.get("alpha/accepted") for row in read_metrics(runs / kind / name)] for kind in ("none", "ddp")]
+        assert jumps[0] == jumps[1] and jumps[0][4] == accepted

@@ -66,7 +66,7 @@ def test_reasons_not_to(training, tmp_path, capsys):
     base, folders, _, _ = training
     out = tmp_path / "further"
     for paths, more, message in (
-        (folders[:2], [], "refused: few points (full needs 3 tracked steps, there are 2)"),
+        (folders[:2], [], "refused: few points (secant needs 3 tracked steps, there are 2)"),
         (folders, ["--accuracy", "0.5", "0.5", "0.5", "0.5"], "refused: flat accuracy (rose by 0.000"),
         (folders, ["--accuracy", "0.5"], "--accuracy must have one number for each of 4 checkpoints, got [0.5]"),
         (folders, ["--predictor", "pls"], "predictor pls goes by accuracy: give --accuracy"),

@@ -1,6 +1,7 @@
 """Trajectories of rank-1 updates, predictors on them, and the reasons to refuse."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -140,8 +141,6 @@ def test_pls_by_hand():
     points = trajectory.points("a").until(3)
     y = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)
     x = torch.tensor([[1.0, 0.0], [2.0, 1.0], [3.0, 0.0]])
-    from dataclasses import replace
-
     found = PREDICTORS["pls"](replace(points, x=x, accuracy=y), Target(0, 0.5))
     # standardised first entry is (-1, 0, 1), the second has no covariance with y: w = (1, 0), t = (-1, 0, 1),
     # p = (1, 0), slope 0.1 per t; at 0.5, t is 3: 2 + 1 * 3 and the mean of the second
@@ -158,11 +157,6 @@ def test_scale_is_explicit():
     assert float(scaled.norm()) == pytest.approx(float(points.frobenius[-1]), rel=1e-4)
     kept = extrapolate(trajectory, weights, target, predictor="secant", scale=1.0)["a"]
     assert torch.allclose(kept, weights["a"], atol=1e-6)
-    for bad in ("beta", math.nan):
-        with pytest.raises(ValueError, match="scale must be"):
-            extrapolate(trajectory, weights, target, scale=bad)
-    with pytest.raises(ValueError, match="predictor must be one of"):
-        extrapolate(trajectory, weights, target, predictor="oracle")
 
 
 def test_weights_that_do_not_fit_are_named():
@@ -284,12 +278,6 @@ def test_beyond_64_steps_points_stay_spread_over_all_of_training(every):
         assert torch.allclose(points.x, truth, atol=1e-5), "each point kept what belongs to it"
         assert torch.allclose(points.frobenius, 1e-3 * points.steps, rtol=1e-3)
     assert refusal(trajectory, "secant") is None and skill(trajectory, "secant", holdout=21) > 0.99
-    again = rlkernels.RankOneTrajectory(trajectory.base)
-    again.load_state_dict(trajectory.state_dict())
-    for t in (trajectory, again):
-        t.track(weights, step=999, accuracy=0.9)
-    for name, value in trajectory.state_dict().items():
-        assert torch.equal(value, again.state_dict()[name]), name
 
 
 @pytest.mark.parametrize(
@@ -299,18 +287,19 @@ def test_beyond_64_steps_points_stay_spread_over_all_of_training(every):
         ({"accuracy": torch.zeros(3)}, r"'accuracy' of shape \[2\], got \[3\]"),
         ({"b/left": None}, r"'b/left' of shape \[24, \d\], got none"),
         ({"b/ranks": None}, r"'b/ranks' of shape \[2\], got none"),
+        ({"b/ranks": torch.tensor([3, -1])}, r"hold ranks >= 0, 'b/ranks', got \[3, -1\]"),
         ({"a/right": torch.zeros(9, 2)}, r"'a/right' of shape \[40, \d\], got \[9, 2\]"),
         ({"a/facts": torch.zeros(2, 3)}, r"'a/facts' of shape \[2, 7\], got \[2, 3\]"),
         ({"c/facts": torch.zeros(2, 7)}, r"'c/facts' of shape none, got \[2, 7\]"),
     ],
 )
-def test_states_of_other_modules_are_named(change, message):
+def test_states_of_other_modules_and_damaged_ones_are_named(change, message):
     trajectory, _ = run(line, steps=(4, 8))
     state = {name: value for name, value in (trajectory.state_dict() | change).items() if value is not None}
     again = rlkernels.RankOneTrajectory(trajectory.base)
-    with pytest.raises(ValueError, match="^state must be of the same modules, " + message):
+    with pytest.raises(ValueError, match=f"^state must (be of the same modules, )?{message}"):
         again.load_state_dict(state)
-    assert len(again) == 0
+    assert len(again) == 0 and not again._left["a"] and not again._facts["a"]
 
 
 @pytest.mark.parametrize(
@@ -318,6 +307,7 @@ def test_states_of_other_modules_are_named(change, message):
     [
         ({"step": 8}, "step must be above 8"),
         ({"step": 2**63}, "step must be between"),
+        *(({"step": step}, "step must be an integer, got") for step in (12.5, "12", True)),
         ({"accuracy": None}, "accuracy must be a number, got None"),
         ({"accuracy": 10**400}, "accuracy must be a number that a float holds"),
         ({"weights": {}}, "'a' is missing"),
@@ -339,55 +329,33 @@ def test_bad_tracking_is_named(change, message):
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
 
 
-@pytest.mark.parametrize("step", [12.5, "12", True])
-def test_steps_are_integers(step):
-    trajectory, weights = run(line, steps=(4, 8))
-    with pytest.raises(TypeError, match="step must be an integer, got"):
-        trajectory.track(weights, step=step, accuracy=0.5)
-    assert len(trajectory) == 2
-
-
-def test_a_damaged_state_changes_nothing():
-    trajectory, _ = run(line, steps=(4, 8))
-    state = trajectory.state_dict()
-    ranks = state["b/ranks"].tolist()
-    other = rlkernels.RankOneTrajectory(trajectory.base)
-    with pytest.raises(ValueError, match="state must hold ranks >= 0, 'b/ranks', got"):
-        other.load_state_dict(state | {"b/ranks": torch.tensor([sum(ranks) + 1, -1])})
-    assert len(other) == 0 and not other._left["a"] and not other._facts["a"]
-
-
-def test_bad_bases_are_named():
-    with pytest.raises(TypeError, match="base must be a dictionary, name -> weights, got list"):
-        rlkernels.RankOneTrajectory([torch.zeros(3, 3)])
-    with pytest.raises(ValueError, match="at least one module"):
-        rlkernels.RankOneTrajectory({})
-    with pytest.raises(ValueError, match="'a' must have 2 dimensions"):
-        rlkernels.RankOneTrajectory({"a": torch.zeros(3)})
-    with pytest.raises(TypeError, match="base of 'a' must have dtype .* got torch.float64"):
-        rlkernels.RankOneTrajectory({"a": torch.zeros(3, 3).double()})
-    with pytest.raises(ValueError, match=r"base of 'a' must have at least one row and one column, got shape \[0, 3\]"):
-        rlkernels.RankOneTrajectory({"a": torch.zeros(0, 3)})
-
-
 @pytest.mark.parametrize(
-    ("setting", "error", "message"),
+    ("base", "setting", "error", "message"),
     [
-        ({"rank": 0}, ValueError, "rank must be between 1 and 2147483647, got 0"),
-        ({"rank": 1.5}, TypeError, "rank must be an integer, got 1.5"),
-        ({"tol": 2}, ValueError, "tol must be between 0 and pi / 2 .* got 2"),
-        ({"tol": "1"}, TypeError, "tol must be a number, got '1'"),
-        ({"seed": None}, TypeError, "seed must be an integer, got None"),
+        ([torch.zeros(3, 3)], {}, TypeError, "base must be a dictionary, name -> weights, got list"),
+        ({}, {}, ValueError, "at least one module"),
+        ({"a": torch.zeros(3)}, {}, ValueError, "'a' must have 2 dimensions"),
+        ({"a": torch.zeros(3, 3).double()}, {}, TypeError, "base of 'a' must have dtype .* got torch.float64"),
+        ({"a": torch.zeros(0, 3)}, {}, ValueError, r"at least one row and one column, got shape \[0, 3\]"),
+        (None, {"rank": 0}, ValueError, "rank must be between 1 and 2147483647, got 0"),
+        (None, {"rank": 1.5}, TypeError, "rank must be an integer, got 1.5"),
+        (None, {"tol": 2}, ValueError, "tol must be between 0 and pi / 2 .* got 2"),
+        (None, {"tol": "1"}, TypeError, "tol must be a number, got '1'"),
+        (None, {"seed": None}, TypeError, "seed must be an integer, got None"),
     ],
 )
-def test_bad_settings_are_named(setting, error, message):
+def test_bad_bases_and_settings_are_named(base, setting, error, message):
     with pytest.raises(error, match=message):
-        rlkernels.RankOneTrajectory({"a": torch.zeros(3, 3)}, **setting)
+        rlkernels.RankOneTrajectory({"a": torch.zeros(3, 3)} if base is None else base, **setting)
 
 
-def test_bad_holdouts_and_predictors_are_named():
-    trajectory, _ = run(line, steps=(4, 8))
+def test_bad_holdouts_predictors_and_scales_are_named():
+    trajectory, weights = run(line, steps=(4, 8))
     with pytest.raises(TypeError, match="holdout must be an integer, got 1.5"):
         skill(trajectory, "secant", holdout=1.5)
-    with pytest.raises(ValueError, match="predictor must be one of .* got \\['pls'\\]"):
-        skill(trajectory, ["pls"])
+    for predictor in ("oracle", ["pls"]):
+        with pytest.raises(ValueError, match="predictor must be one of"):
+            extrapolate(trajectory, weights, Target(24), predictor=predictor)
+    for scale in ("beta", math.nan):
+        with pytest.raises(ValueError, match="scale must be"):
+            extrapolate(trajectory, weights, Target(24), scale=scale)

@@ -192,7 +192,8 @@ def test_an_accepted_jump_stays(trl_integration, make_trainer, lenient, monkeypa
         seen.append({name: p.detach().clone() for name, p in model.named_parameters()})
         return [float(len(seen) > 2)] * 10  # the first candidate is no better, the second is
 
-    callback = trl_integration.GatedExtrapolation(evaluate, 80, track_steps=1, first_step=4, every=100, limits=lenient)
+    settings = {"track_steps": 1, "first_step": 4, "every": 100, "predictor": "full", "limits": lenient}
+    callback = trl_integration.GatedExtrapolation(evaluate, 80, **settings)
     trainer = make_trainer(callbacks=[callback], steps=4)
     base = weights(trainer)
     trainer.train()
