@@ -6,16 +6,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from conftest import digits
 from rich.console import Console
 
 from python_trainer import Callback, Example, Task, TaskSettings, Trainer, load_config
-from python_trainer.accelerators.base import Accelerator
-from python_trainer.accelerators.settings import AcceleratorSettings
 from python_trainer.callbacks import CALLBACKS
 from python_trainer.checkpoint import list_checkpoints
-from python_trainer.config import dump_config
 from python_trainer.errors import UserError
 from python_trainer.run_directory import read_metrics
 
@@ -103,56 +99,6 @@ def test_trackers_get_every_row(make_config, tmp_path, monkeypatch, name):
     assert calls[2][1] == 1 and calls[2][2].keys() | {"step"} == row.keys() and calls[2][2]["reward"] == row["reward"]
 
 
-def doubled(prompts, completions, completion_ids, **columns):
-    return [2 * value for value in digits(prompts, completions, completion_ids)]
-
-
-def halved(mask, *, num_tokens, **_):
-    return mask.float() / (2 * num_tokens)
-
-
-class Plain(Accelerator):
-    def collect(self, context, rollouts):
-        context.telemetry[f"{self.name}/seen"] = float(len(rollouts)) * self.settings.factor
-        return rollouts
-
-
-class PlainSettings(AcceleratorSettings):
-    """Counts."""
-
-    name = "plain"
-    accelerator = Plain
-    factor: int = 1
-
-
-def test_objects_do_what_their_names_do(settings, tmp_path):
-    """Objects that have no importable name too: a lambda, classes made in here."""
-
-    class Local(AcceleratorSettings):
-        """Counts as well."""
-
-        name = "local"
-        accelerator = Plain
-        factor: int = 3
-
-    named = settings | {"max_steps": 1, "algorithm": {"loss_type": "test_python_api:halved"}}
-    named["task"] = settings["task"] | {"reward": "test_python_api:doubled"}
-    named["accelerators"] = {"enabled": ["test_python_api:PlainSettings"], "plain": {"factor": 2}}
-    given = named | {"algorithm": {"loss_type": lambda mask, *, num_tokens, **_: mask.float() / (2 * num_tokens)}}
-    given["task"] = settings["task"] | {"reward": [doubled]}
-    given["accelerators"] = {"enabled": [PlainSettings, Local], "plain": {"factor": 2}}
-    weights = []
-    for name, values in (("named", named), ("given", given)):
-        trainer = Trainer(load_config(values), tmp_path / name, console=QUIET)
-        trainer.run()
-        weights.append([p.detach().clone() for p in trainer.policy.model.parameters()])
-        row = read_metrics(tmp_path / name)[1]
-        assert row["plain/seen"] == 32 and row.get("local/seen") == (None if name == "named" else 48)
-    assert all(torch.equal(a, b) for a, b in zip(*weights))
-    assert "reward:\n  - test_python_api:doubled" in dump_config(load_config(given))
-    assert load_config(dict(given)).accelerators.local.factor == 3
-
-
 def test_a_task_made_in_python_trains_and_resumes(settings, tmp_path):
     prompts = [Example(text) for text in ("AB", "C", "HA", "GGG")]
     values = settings | {"task": Task("mine", prompts, prompts[:2], {"digits": digits})}
@@ -162,23 +108,6 @@ def test_a_task_made_in_python_trains_and_resumes(settings, tmp_path):
     again = Trainer(load_config(values, ["max_steps=2"]), tmp_path / "run", resume=True, console=QUIET)
     again.run()
     assert again.state.step == 2 and again.task.train is prompts
-
-
-class MineSettings(TaskSettings):
-    """A task."""
-
-    name: str = "test_python_api:MineSettings"
-    size: int = 3
-
-    def load(self):
-        prompts = [Example("A" * (i + 1)) for i in range(self.size)]
-        return Task("mine", prompts, prompts, {"digits": digits})
-
-
-def test_a_class_of_settings_names_a_task(settings):
-    config = load_config(settings | {"task": {"name": MineSettings, "size": 5}})
-    assert config.task.name == "test_python_api:MineSettings" and len(config.task.load().train) == 5
-    assert load_config(settings | {"task": MineSettings(size=4)}).task.size == 4
 
 
 class LazySettings(TaskSettings):

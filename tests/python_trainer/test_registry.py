@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import even
 from rich.console import Console
 
 from python_trainer.accelerators import ACCELERATORS
@@ -64,10 +65,6 @@ class LettersSettings(TaskSettings):
     def load(self):
         examples = [Example(letter, {"answer": letter}) for letter in self.letters]
         return Task("letters", examples, examples[:2], {"accuracy": even})
-
-
-def even(prompts, completions, completion_ids, **columns):
-    return [float(ids[-2:][0] % 2 == 0) for ids in completion_ids]
 
 
 def best_of_group(step, settings):
@@ -133,6 +130,9 @@ def test_a_task_of_one_file(settings, tmp_path):
     assert load_config(tmp_path / "config.yaml") == config
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
     assert len(trainer.prompts.ids["train"]) == 6 and trainer.run()["steps"] == 1
+    config = load_config(settings | {"task": {"name": LettersSettings, "letters": "ABCDE"}})
+    assert config.task.name == f"{HERE}:LettersSettings" and len(config.task.load().train) == 5
+    assert load_config(settings | {"task": LettersSettings(letters="ABC")}).task.letters == "ABC"
     with pytest.raises(UserError, match=r"task.leters: unknown setting; did you mean letters\?$"):
         check_config(values | {"task": values["task"] | {"leters": "A"}}, source="test")
     with pytest.raises(UserError, match="task.train_path: unknown setting"):
@@ -154,6 +154,31 @@ def test_an_advantage_and_an_aggregation_of_ones_own(make_config, tmp_path):
         make_config(algorithm={"advantage": f"{HERE}:best_of_group"})
     with pytest.raises(UserError, match=f"algorithm.loss_type: .* has no {HERE}_x that is a function"):
         make_config(algorithm={"loss_type": f"{HERE}:{HERE}_x"})
+
+
+def test_objects_do_what_their_names_do(settings, tmp_path):
+    """Objects that have no importable name too: a lambda, a class made in here."""
+
+    class Local(CounterSettings):
+        """Counts as well."""
+
+        name = "local"
+
+    named = settings | {"max_steps": 1, "algorithm": {"loss_type": f"{HERE}:first_half"}}
+    named["task"] = settings["task"] | {"reward": f"{HERE}:even"}
+    named["accelerators"] = {"enabled": [f"{HERE}:CounterSettings"]}
+    given = named | {"algorithm": {"loss_type": lambda mask, **facts: first_half(mask, **facts)}}
+    given["task"] = settings["task"] | {"reward": [even]}
+    given["accelerators"] = {"enabled": [CounterSettings, Local], "local": {"every": 2}}
+    weights = []
+    for name, values in (("named", named), ("given", given)):
+        trainer = Trainer(load_config(values), tmp_path / name, console=QUIET)
+        summary = trainer.run()
+        weights.append([p.detach().clone() for p in trainer.policy.model.parameters()])
+        counted = {"counter": {"answers": 16}} | ({"local": {"answers": 0}} if name == "given" else {})
+        assert summary["accelerators"] == counted
+    assert all(torch.equal(a, b) for a, b in zip(*weights))
+    assert "reward:\n  - conftest:even" in dump_config(load_config(given))
 
 
 def test_names_places_and_objects_are_one():

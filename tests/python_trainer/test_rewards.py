@@ -112,7 +112,7 @@ JSON = st.recursive(
 )
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(st.lists(JSON, min_size=2, max_size=2))
 @pytest.mark.parametrize("kind", ["plain", "async"])
 def test_no_function_changes_what_others_see(kind, cases):
