@@ -185,33 +185,33 @@ def test_output_dir_that_fails_only_when_it_is_written(make_config, tmp_path):
 
 
 def test_compare_skips_what_is_finished_and_reports(run, tmp_path, capsys, monkeypatch):
-    arguments = ("--variants", "baseline,rpo,all", "--seeds", "2")
+    arguments = ("--variants", "baseline,all", "--seeds", "2")
     gate = {"task": {"gate_size": 2}}
     code, error = run({"max_steps": 2, "evaluation": {"target_accuracy": 0.9}} | gate, *arguments, command="compare")
     assert code == 0, error
     folders = sorted(str(p.parent.relative_to(tmp_path / "run")) for p in (tmp_path / "run").rglob("summary.json"))
-    assert folders == [f"{v}/seed-{s}" for v in ("all", "baseline", "rpo") for s in (0, 1)]
+    assert folders == [f"{v}/seed-{s}" for v in ("all", "baseline") for s in (0, 1)]
     assert (tmp_path / "run" / "accuracy.png").stat().st_size > 5000
-    assert yaml.safe_load((tmp_path / "run" / "rpo" / "seed-1" / "config.yaml").read_text())["seed"] == 1
+    assert yaml.safe_load((tmp_path / "run" / "all" / "seed-1" / "config.yaml").read_text())["seed"] == 1
     starts = [load_evaluations(tmp_path / "run" / folder)["start"].tolist() for folder in folders]
-    assert starts[0] == starts[2] == starts[4] and starts[1] == starts[3] == starts[5]
+    assert starts[0] == starts[2] and starts[1] == starts[3]
     monkeypatch.setattr("python_trainer.trainer.Trainer", None)  # nothing is trained again
     assert run({}, *arguments, command="compare")[0] == 0
     code, error = run({"max_steps": 3}, *arguments, command="compare")
     assert code == 2 and "holds a run with other settings (max_steps: 2 -> 3)" in error
-    with (tmp_path / "run" / "rpo" / "seed-1" / "metrics.jsonl").open("a") as rows:
+    with (tmp_path / "run" / "all" / "seed-1" / "metrics.jsonl").open("a") as rows:
         rows.write('{"step": 3, "rpo/given_tokens": 3000.0}\n')
     columns = summary_columns(find_runs([tmp_path / "run"]))
     given = {name: column["tokens given, not generated (rpo)"] for name, column in columns.items()}
-    assert given["baseline"] == "0" and given["rpo"] == "1,500", "sums over steps, means over seeds"
+    assert given["baseline"] == "0" and given["all"] == "1,500", "sums over steps, means over seeds"
     console = Console(file=io.StringIO(), width=100)
     console.print(make_table(columns))
     text = console.file.getvalue()
-    for words in ("baseline", "rpo", "accuracy before", "generated tokens", "share of training", "minus baseline"):
+    for words in ("baseline", "all", "accuracy before", "generated tokens", "share of training", "minus baseline"):
         assert words in text
     assert "earlier runs" not in text, "a counter that is 0 everywhere is left out"
-    assert main(["report", str(tmp_path / "run" / "rpo"), str(tmp_path / "run" / "all")]) == 0
-    assert (tmp_path / "run" / "rpo" / "accuracy.png").exists()
+    assert main(["report", str(tmp_path / "run" / "all"), str(tmp_path / "run" / "baseline")]) == 0
+    assert (tmp_path / "run" / "all" / "accuracy.png").exists()
     capsys.readouterr()
     assert main(["report", str(tmp_path / "nowhere")]) == 2 and "no run (metrics.jsonl)" in capsys.readouterr().err
 
