@@ -71,7 +71,7 @@ DESCRIPTIONS = {
 }
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """Makes the parser of all commands; each sets ``call`` to the function that runs it."""
     names = ACCELERATORS.names()
     form: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
@@ -80,14 +80,14 @@ def make_parser() -> argparse.ArgumentParser:
     whole = Parser(prog=PROGRAM, description=about, **form)
     commands = whole.add_subparsers(dest="command", required=True)
 
-    def add(name: str, call: Any, *shared: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    def add(name: str, call: Any, *shared: Parser) -> Parser:
         text = " ".join(DESCRIPTIONS[name].split())
         form["help"], form["description"] = re.split("[.:]", text)[0], textwrap.fill(text, 110)
         command = commands.add_parser(name, parents=shared, **form)
         command.set_defaults(call=call)
         return command
 
-    settings, output, resume = (argparse.ArgumentParser(add_help=False) for _ in range(3))
+    settings, output, resume = (Parser(add_help=False) for _ in range(3))
     text = "settings; the others are default. Also the bare name of a shipped file, such as smoke"
     settings.add_argument("--config", required=True, metavar="FILE.yaml", help=text)
     lists: dict[str, Any] = {"nargs": "+", "action": "extend", "default": [], "metavar": "KEY=VALUE"}

@@ -41,26 +41,16 @@ def clear(completions, **_): return [-1.0, 1.0] + [0.0] * (len(completions) - 2)
 """
 
 
-@pytest.mark.parametrize(
-    ("task", "notes"),
-    [
-        ({"reward": ["part_rewards:partial", "part_rewards:clear"]}, 1),
-        ({"reward": "part_rewards:clear"}, 0),
-        ({"reward": ["part_rewards:clear", "part_rewards:partial"], "reward_weights": [0, 1]}, 0),
-    ],
-)
-def test_partial_rewards_that_count_as_right_are_noted_once(run, tmp_path, monkeypatch, task, notes):
+def test_partial_rewards_that_count_as_right_are_noted_once(run, tmp_path, monkeypatch):
     (tmp_path / "part_rewards.py").write_text(PARTIAL)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "part_rewards", raising=False)
+    task = {"reward": ["part_rewards:partial", "part_rewards:clear"]}
     code, error = run({"task": task, "max_steps": 2, "evaluation": {"eval_steps": 1}})
     sys.modules.pop("part_rewards")
     assert code == 0, error
-    found = [line for line in error.splitlines() if line.startswith("note: ")]
-    assert len(found) == notes
-    for line in found:
-        assert line.startswith("note: to 1 of 6 answers partial gave neither 0 nor 1 but 0.6 and the like: ")
-        assert "no answer is right or wrong, dynamic sampling and accelerators compare rewards" in line
+    (line,) = [line for line in error.splitlines() if line.startswith("note: ")]
+    assert line.startswith("note: to 1 of 6 answers partial gave neither 0 nor 1 but 0.6 and the like: ")
+    assert "no answer is right or wrong, dynamic sampling and accelerators compare rewards" in line
 
 
 REWARDS = """

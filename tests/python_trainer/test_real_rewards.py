@@ -17,7 +17,6 @@ from python_trainer.run_directory import read_metrics
 from python_trainer.tasks import Example, Task, reward_model
 from python_trainer.tasks.rewards import REWARDS, score
 from python_trainer.trainer import Trainer
-from rlkernels.extrapolation.gate import count_changes
 
 QUIET = Console(quiet=True)
 
@@ -67,10 +66,6 @@ def test_dynamic_sampling_goes_by_the_spread_of_raw_rewards():
         rollout.group = i // 2
     sampler.add(rollouts)
     assert [merits(members) for members in sampler.kept] == [[-0.5, -0.25]] and len(sampler.dropped) == 1
-
-
-def test_the_gate_counts_prompts_that_score_higher():
-    assert count_changes([-0.2, 0.7, 0.9, 3.0], [-0.4, 0.8, 0.9, 2.0]) == (2, 1)
 
 
 @pytest.fixture

@@ -72,6 +72,8 @@ def test_evidence_is_the_averaged_likelihood_ratio(gained, lost):
     before = [0] * gained + [1] * lost + [1] * 40 + [0] * 40
     after = [1] * gained + [0] * lost + [1] * 40 + [0] * 40
     assert count_changes(after, before) == (gained, lost)
+    raw = [2 * value - 0.5 for value in before], [2.5 * value - 0.5 for value in after]  # rewards: 2.0 is above 1.5
+    assert count_changes(raw[1], raw[0]) == (gained + 40, lost)
 
 
 def test_evidence_beyond_a_float_is_infinite():
