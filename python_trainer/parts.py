@@ -60,11 +60,11 @@ def resolve_engine(config: Config, *, gpu: bool | None = None) -> tuple[Config, 
     return type(config).model_validate(values), note
 
 
-def resolve_settings(config: Config, before: str | None, ranks: RankGroup, note: Note) -> Config:
+def resolve_settings(config: Config, saved: object, ranks: RankGroup, note: Note) -> Config:
     """Replaces settings that are ``auto`` by what they mean on this machine.
 
     Args:
-        before: type of the weights in the checkpoint that the run is resumed from, if there is one.
+        saved: the checkpoint that the run is resumed from, if there is one.
 
     Raises:
         UserError: the environment asks for kernels that are not there.
@@ -77,7 +77,7 @@ def resolve_settings(config: Config, before: str | None, ranks: RankGroup, note:
         chosen, reason = resolve_engine(config)
         if reason is not None:
             note(reason)
-        chosen = chosen.model_copy(update={"model": keep_dtype(chosen.model, before)})
+        chosen = chosen.model_copy(update={"model": keep_dtype(chosen.model, saved)})
     if ranks.once(lambda: needs_recomputing(chosen, ranks.size)):
         note(RECOMPUTES)
         model = chosen.model.model_copy(update={"gradient_checkpointing": True})

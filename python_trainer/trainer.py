@@ -26,7 +26,7 @@ from python_trainer.evaluation import Evaluator, Scorer
 from python_trainer.kernels import settle_kernels
 from python_trainer.keyed import keyed_seed
 from python_trainer.logger import Logger, choose_samples, rollout_statistics
-from python_trainer.model.loading import dtype_name, saved_dtype
+from python_trainer.model.loading import dtype_name
 from python_trainer.model.lora import describe_skipped
 from python_trainer.model.policy import choose_device, set_matmul_precision
 from python_trainer.parts import make_learner, make_run_engine, resolve_settings
@@ -100,7 +100,7 @@ class Trainer:
                 )
             self.callbacks = make_callbacks([*config.callbacks, *callbacks])
             tasks = load_tasks(config, choose_device(config.model.device), note)
-        chosen = resolve_settings(config, saved_dtype(self.checkpointer.saved), ranks, note)
+        chosen = resolve_settings(config, self.checkpointer.saved, ranks, note)
         self.kernels = settle_kernels(chosen, self.folder, ranks, note)
         set_matmul_precision("highest")  # while the model is checked, until the engine is made
         self.policy = ranks.load(chosen.model, offload=chosen.optimizer.offload)

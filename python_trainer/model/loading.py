@@ -227,12 +227,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def saved_dtype(saved: object) -> str | None:
-    """Returns the type of weights that a checkpoint names, if it does."""
+def keep_dtype(config: ModelConfig, saved: object) -> ModelConfig:
+    """Replaces ``auto`` in the settings of a resumed run by the type of weights that the checkpoint names, if any."""
     found = saved.get("dtype") if isinstance(saved, dict) else None
-    return found if found in DTYPES else None
-
-
-def keep_dtype(config: ModelConfig, saved: str | None) -> ModelConfig:
-    """Replaces ``auto`` in the settings of a resumed run by the type of the checkpoint's weights."""
-    return config.model_copy(update={"dtype": saved}) if saved is not None and config.dtype == "auto" else config
+    return config.model_copy(update={"dtype": found}) if found in DTYPES and config.dtype == "auto" else config

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint
 from python_trainer.errors import UserError
-from python_trainer.model.loading import choose_dtype, count_weights, saved_dtype
+from python_trainer.model.loading import choose_dtype, count_weights, keep_dtype
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
 from python_trainer.trainer import Trainer
@@ -85,4 +85,6 @@ def test_a_run_goes_on_in_its_type_on_another_processor(make_config, tmp_path, a
 
 
 def test_a_checkpoint_that_names_no_type_changes_nothing():
-    assert saved_dtype({"dtype": "float16"}) is saved_dtype({}) is saved_dtype([]) is saved_dtype(None) is None
+    config = ModelConfig()
+    assert all(keep_dtype(config, saved) is config for saved in ({"dtype": "float16"}, {}, [], None))
+    assert keep_dtype(config, {"dtype": "bfloat16"}).dtype == "bfloat16"
