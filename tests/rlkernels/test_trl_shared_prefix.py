@@ -193,7 +193,7 @@ def test_bfloat16_is_as_near_to_float64_as_trl_is(train):
         differences = sum((steps[n].double() - exact[n]).norm() ** 2 for n in exact)
         return (differences / sum(exact[n].norm() ** 2 for n in exact)).sqrt().item()
 
-    exact = train(shared=False, model_init_kwargs={"dtype": "float64"})[1][0]
+    exact = train(shared=False, model_init_kwargs={"dtype": torch.float64})[1][0]
     assert next(iter(exact.values())).dtype == torch.float64
     ours, theirs = (distance(train(shared=shared, bf16=True)[1][0], exact) for shared in (True, False))
     assert 0 < ours <= 2 * theirs
