@@ -54,19 +54,18 @@ class SettingsHelp(argparse.Action):
 
 
 DESCRIPTIONS = {
-    "train": """One training run. OUTPUT_DIR gets config.yaml (all settings as used), metrics.jsonl (one row a step),
+    "train": """Trains one run. OUTPUT_DIR gets config.yaml (all settings as used), metrics.jsonl (one row a step),
     samples.jsonl (a few answers of each step), summary.json, report.html, checkpoints/, tensorboard/, model/ (the
     trained policy, Hugging Face format), best/ (the checkpoint with the best evaluation, if it is not the last) and,
     with model.lora, adapter/ (PEFT).""",
-    "compare": """The same training with and without accelerators: every variant on every seed, one after the other,
-    into OUTPUT_DIR/VARIANT/seed-N; then a table and the curve of accuracy over wall time. What is finished is not run
-    again, what was interrupted goes on.""",
-    "sft": """Supervised steps on reference answers: those of the task's training examples (settings: section sft), for
-    models that hardly ever answer right. OUTPUT_DIR/model can then be the model.path of train.""",
-    "probe": """How hard the prompts are and where time would go: answers some training prompts and makes one update, in
-    about a minute. Nothing is kept (docs/quickstart.md).""",
-    "report": """Verdict, table and curves of runs, finished or not: prints the table of all runs under the folders and
-    writes report.html, one page with sample answers and the settings that differ too, which needs no network.""",
+    "compare": """Trains with and without accelerators: every variant on every seed, one after the other, into
+    OUTPUT_DIR/VARIANT/seed-N; then reports on all. Finished runs are kept, interrupted ones go on.""",
+    "sft": """Trains on reference answers, those of the task's training examples (settings: section sft), for models
+    that hardly ever answer right. OUTPUT_DIR/model can then be the model.path of train.""",
+    "probe": """Measures how hard the prompts are and where time goes: answers some training prompts and makes one
+    update, in about a minute. It keeps nothing (docs/quickstart.md).""",
+    "report": """Reports on runs, finished or not: prints a verdict and a table of all runs under the folders. Writes
+    report.html, one page with curves, sample answers and the settings that differ. It needs no network.""",
     "history": "Lists the runs that accelerators.rhyme.database has recorded in a retrospective database.",
 }
 

@@ -82,21 +82,22 @@ def test_what_is_no_callback_is_refused(make_config, tmp_path):
         CALLBACKS.resolve("wandb")()
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_trackers_get_every_row(make_config, tmp_path, monkeypatch, name):
-    calls = []
-    fake = SimpleNamespace(
-        init=lambda **options: calls.append(("init", options)) or object(),
-        log=lambda row, step: calls.append(("log", step, row)),
-        finish=lambda: calls.append(("finish",)),
-    )
-    monkeypatch.setitem(sys.modules, name, fake)
-    config = make_config(max_steps=1, callbacks=[name])
+def test_trackers_get_every_row(make_config, tmp_path, monkeypatch):
+    calls = {"wandb": [], "trackio": []}
+    for name, mine in calls.items():
+        fake = SimpleNamespace(
+            init=lambda mine=mine, **options: mine.append(("init", options)) or object(),
+            log=lambda row, step, mine=mine: mine.append(("log", step, row)),
+            finish=lambda mine=mine: mine.append(("finish",)),
+        )
+        monkeypatch.setitem(sys.modules, name, fake)
+    config = make_config(max_steps=1, callbacks=list(calls))
     Trainer(config, tmp_path / "run", console=QUIET).run()
-    assert [call[0] for call in calls] == ["init", "log", "log", "finish"] and calls[0][1]["name"] == "run"
-    row = read_metrics(tmp_path / "run")[1]
-    assert calls[0][1]["config"]["max_steps"] == 1
-    assert calls[2][1] == 1 and calls[2][2].keys() | {"step"} == row.keys() and calls[2][2]["reward"] == row["reward"]
+    (begun, *logged, ended), row = calls["wandb"], read_metrics(tmp_path / "run")[1]
+    assert calls["trackio"] == calls["wandb"] and ended == ("finish",)
+    assert begun[1]["name"] == "run" and begun[1]["config"]["max_steps"] == 1
+    assert [step for _, step, _ in logged] == [0, 1]
+    assert logged[1][2].keys() | {"step"} == row.keys() and logged[1][2]["reward"] == row["reward"]
 
 
 def test_a_task_made_in_python_trains_and_resumes(settings, tmp_path):
