@@ -51,7 +51,7 @@ class Worker:
 
     def __init__(self, train: Callable[..., None], *arguments: Any):
         context = multiprocessing.get_context("forkserver")  # loads torch and the trainer once for all of them
-        context.set_forkserver_preload(["bench._turns", "python_trainer.trainer"])
+        context.set_forkserver_preload(["bench._turns", "python_trainer.trainer", train.__module__])
         self.connection, self._theirs = context.Pipe()
         work = (self._theirs, train, torch.get_num_threads(), arguments)
         self.process = context.Process(target=_work, args=work, daemon=True)

@@ -20,8 +20,6 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -111,22 +109,9 @@ def triton_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-_META_IS_CPU = ContextVar("meta_is_cpu", default=False)
-
-
-@contextmanager
-def meta_as_cpu() -> Iterator[None]:
-    """Within it ops take tensors on ``meta`` for those of a CPU, so that what they would hold there can be counted."""
-    token = _META_IS_CPU.set(True)
-    try:
-        yield
-    finally:
-        _META_IS_CPU.reset(token)
-
-
 def runs_on(device: torch.device) -> str:
-    """The type of a device; "cpu" for ``meta`` within :func:`meta_as_cpu`."""
-    return "cpu" if device.type == "meta" and _META_IS_CPU.get() else device.type
+    """The type of a device."""
+    return device.type
 
 
 def mark_written(*tensors: torch.Tensor) -> None:

@@ -33,12 +33,19 @@ UNIT = dict.fromkeys(("query_dim", "key_dim", "value_dim"), 1)  # launches speci
 BACKWARD = ("grad", "delta")
 
 
-def attend(dim: int, block_m: int, causal: bool = True, group: int = 4) -> Kernel:
+def next_power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def attend(dim: int, block_m: int, causal: bool = True, group: int = 4, *, block_n: int = 64, dtype: str = "*bf16",
+           warps: int | None = None) -> Kernel:  # fmt: skip
     """As ``_Launch`` chooses for bfloat16."""
-    tile = {"DIM": dim, "BLOCK_D": dim, "BLOCK_M": block_m, "BLOCK_N": 64, "GROUP": group}
+    tile = {"DIM": dim, "BLOCK_D": next_power_of_two(dim), "BLOCK_M": block_m, "BLOCK_N": block_n, "GROUP": group}
     constexprs = {"CAUSAL": causal, "BLOCK_SIZE": 16, "UPCAST": False, **tile, **UNIT}
-    aligned = [name for name in ATTEND if ATTEND[name].startswith("*") or name in STRIDES]
-    return Kernel(f"{PAGED}_attend_kernel", ATTEND, constexprs, aligned, num_warps=8 if block_m * dim >= 8192 else 4,
+    kinds = ATTEND | dict.fromkeys(FLOATS, dtype)
+    aligned = [name for name in kinds if kinds[name].startswith("*") or name in STRIDES]
+    return Kernel(f"{PAGED}_attend_kernel", kinds, constexprs, aligned, ["sources", "part_rows", "table_width"],
+                  num_warps=warps or (8 if block_m * dim >= 8192 else 4),
                   num_stages=3 if block_m <= 64 else 2)  # fmt: skip
 
 
@@ -58,60 +65,74 @@ def grouped(name: str, dim: int, warps: int = 4) -> Kernel:
 
 def merge(dim: int) -> Kernel:
     floats = dict.fromkeys(("first_out", "rest_out", "first_lse", "rest_lse", "lse"), "*fp32")
-    kinds = {**floats, "out": "*bf16", "rows": "i32", "rest": "i32"}
-    return Kernel(f"{PAGED}_merge_kernel", kinds, {"DIM": dim, "BLOCK_R": 1024 // dim, "BLOCK_D": dim})
+    kinds, block_d = {**floats, "out": "*bf16", "rows": "i32", "rest": "i32"}, next_power_of_two(dim)
+    return Kernel(f"{PAGED}_merge_kernel", kinds, {"DIM": dim, "BLOCK_R": 1024 // block_d, "BLOCK_D": block_d},
+                  varying=["rows", "rest"])  # fmt: skip
 
 
-WRITE_STRIDES = [f"{name}_{part}" for name in ("key", "value") for part in ("token", "head")]
-WRITE_STRIDES += [f"{name}_{part}" for name in ("keys", "values") for part in ("block", "slot", "head")]
-WRITE_UNITS = dict.fromkeys(("key_dim", "value_dim", "keys_dim", "values_dim"), 1)
+def write(dim: int, dtype: str = "*bf16", aligned_strides: bool = True) -> Kernel:
+    strides = [f"{name}_{part}" for name in ("key", "value") for part in ("token", "head")]
+    strides += [f"{name}_{part}" for name in ("keys", "values") for part in ("block", "slot", "head")]
+    kinds = {"key": dtype, "value": dtype, "key_cache": "*bf16", "value_cache": "*bf16", "slots": "*i64",
+             **dict.fromkeys(("count", "heads", "total", *strides), "i32")}  # fmt: skip
+    aligned = [name for name in kinds if kinds[name].startswith("*") or (aligned_strides and name in strides)]
+    units = dict.fromkeys(("key_dim", "value_dim", "keys_dim", "values_dim"), 1)
+    block_d = next_power_of_two(dim)
+    constexprs = {"DIM": dim, "BLOCK_SIZE": 16, "BLOCK_R": 2048 // block_d, "BLOCK_D": block_d, **units}
+    return Kernel(f"{PAGED}_write_kernel", kinds, constexprs, aligned, ["count", "total"])
 
 
-def write(dim: int) -> Kernel:
-    kinds = {**dict.fromkeys(("key", "value", "key_cache", "value_cache"), "*bf16"), "slots": "*i64",
-             **dict.fromkeys(("count", "heads", "total", *WRITE_STRIDES), "i32")}  # fmt: skip
-    aligned = [name for name in kinds if kinds[name].startswith("*") or name in WRITE_STRIDES]
-    constexprs = {"DIM": dim, "BLOCK_SIZE": 16, "BLOCK_R": 2048 // dim, "BLOCK_D": dim, **WRITE_UNITS}
-    return Kernel(f"{PAGED}_write_kernel", kinds, constexprs, aligned)
-
-
-def sample(filtered: bool) -> Kernel:
-    kinds = {"logits": "*bf16", "uniforms": "*fp32", "temperatures": "*fp32", "top_ps": "*fp32", "top_ks": "*i64",
-             "out_ids": "*i64", "out_logprobs": "*fp32", "vocab": "i32", "row_stride": "i32"}  # fmt: skip
+def over_rows(name: str, kinds: dict[str, str], one_token: bool, **options: Any) -> Kernel:
+    """A kernel that goes over rows of logits. A launch makes a constant of an argument that is 1."""
+    constexprs, kinds = options.pop("constexprs"), {**kinds, "vocab": "i32", "row_stride": "i32"}
+    if one_token:
+        kinds = {name: kind for name, kind in kinds.items() if name not in ("vocab", "row_stride")}
+        constexprs |= {"vocab": 1, "row_stride": 1, "BLOCK": 1}
     aligned = [name for name in kinds if kinds[name].startswith("*") or name in ("row_stride", "vocab")]
-    return Kernel("rlkernels.sampling.triton_kernels:_sample_kernel", kinds, {"FILTER": filtered, "BLOCK": 4096},
-                  aligned, num_warps=8, enable_fp_fusion=False)  # fmt: skip
+    return Kernel(name, kinds, constexprs, aligned, num_warps=8, **options)
 
 
-def logprobs(name: str) -> Kernel:
-    kinds = {"logits": "*bf16", "ids": "*i64", "stats": "*fp32", "entropies": "*fp32", "vocab": "i32",
-             "row_stride": "i32", "inverse": "fp32"}  # fmt: skip
+def sample(filtered: bool, one_token: bool = False) -> Kernel:
+    kinds = {"logits": "*bf16", "uniforms": "*fp32", "temperatures": "*fp32", "top_ps": "*fp32", "top_ks": "*i64",
+             "out_ids": "*i64", "out_logprobs": "*fp32"}  # fmt: skip
+    return over_rows("rlkernels.sampling.triton_kernels:_sample_kernel", kinds, one_token,
+                     constexprs={"FILTER": filtered, "BLOCK": 4096}, enable_fp_fusion=False)  # fmt: skip
+
+
+def logprobs(name: str, one_token: bool = False) -> Kernel:
+    kinds = {"logits": "*bf16", "ids": "*i64", "stats": "*fp32", "entropies": "*fp32", "inverse": "fp32"}
     own = {"grad_logprobs": "*fp32", "grad_entropies": "*fp32", "grad": "*bf16"}
     kinds |= {"logprobs": "*fp32"} if name == "forward" else own
-    aligned = [n for n in kinds if kinds[n].startswith("*") or n in ("row_stride", "vocab")]
-    return Kernel(f"rlkernels.logprobs.triton_kernels:_{name}_kernel", kinds, {"ENTROPY": True, "BLOCK": 4096},
-                  aligned, num_warps=8)  # fmt: skip
+    return over_rows(f"rlkernels.logprobs.triton_kernels:_{name}_kernel", kinds, one_token,
+                     constexprs={"ENTROPY": True, "BLOCK": 4096})  # fmt: skip
 
 
-def rank1(name: str) -> Kernel:
+def rank1(name: str, weight: str = "*i16", base: str = "*i16", *, statistics: bool = False, aligned: bool = True,
+          wide: int = 4096, held: int = 4, stages: int = 3) -> Kernel:  # fmt: skip
     """The kernels that read the matrices, bfloat16 as its 16 bits."""
     tables = {"modules": "*i64", "items": "*i64", "active": "*i1"}
-    kinds = {"weights": "*i16", "bases": "*i16", **tables, "q": "*fp32", "y": "*fp32", "partial": "*fp32",
+    kinds = {"weights": weight, "bases": base, **tables, "q": "*fp32", "y": "*fp32", "partial": "*fp32",
              "stats": "*fp64", "all_rows": "i32", "all_columns": "i32"}  # fmt: skip
-    sizes = {"ROWS": 4, "WIDE": 4096, "STAGES": 3}
+    sizes = {"ROWS": held, "WIDE": wide, "STAGES": stages}
     if name == "panel":
         kinds |= {"y_partial": "*fp32", "counters": "*i32"}
         sizes = {"ROWS": 16, "CHUNK": 1024, "STRIP": 256, "MOST_CHUNKS": 32}
     return Kernel(f"rlkernels.rank1.triton_kernels:_{name}_kernel", kinds,
-                  {"ALIGNED": True, "STATISTICS": False, **sizes}, num_warps=16 if name == "rows" else 4)  # fmt: skip
+                  {"ALIGNED": aligned, "STATISTICS": statistics, **sizes},
+                  num_warps=wide // 256 if name == "rows" else 4)  # fmt: skip
 
 
-def dtw(subsequence: bool) -> Kernel:
+def dtw(subsequence: bool, rows: int = 128, band: bool = False, dims: int | None = 1) -> Kernel:
     kinds = {**dict.fromkeys(("x", "y", "cost", "border"), "*fp32"), "border_start": "*i32"}
     kinds |= dict.fromkeys(("x_lengths", "y_lengths", "start", "end"), "*i64")
     kinds |= dict.fromkeys(("pairs", "m", "columns", "x_stride", "y_stride", "radius"), "i32")
-    constexprs: dict[str, Any] = {"dims": 1, "ROWS": 128, "BAND": False, "SUBSEQUENCE": subsequence}
-    return Kernel("rlkernels.similarity.triton_kernels:_dtw_kernel", kinds, constexprs, num_warps=1)
+    constexprs: dict[str, Any] = {"ROWS": rows, "BAND": band, "SUBSEQUENCE": subsequence}
+    if dims is None:
+        kinds["dims"] = "i32"
+    else:
+        constexprs["dims"] = dims
+    return Kernel("rlkernels.similarity.triton_kernels:_dtw_kernel", kinds, constexprs,
+                  varying=["pairs", "m", "columns"], num_warps=1)  # fmt: skip
 
 
 KERNELS: dict[str, Kernel] = {

@@ -9,6 +9,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+import pytest
 from support import lacks
 
 import rlkernels.backend
@@ -67,21 +68,26 @@ print(rlkernels.info()["missing"].get("the compiled extension", "nothing"))
 """
 
 
-def test_wheel_without_the_extension(tmp_path):
-    path = wheel(tmp_path, RLKERNELS_NO_EXTENSION="1")
-    assert path.name.endswith("-py3-none-any.whl")
-    names = set(zipfile.ZipFile(path).namelist())
+@pytest.fixture(scope="module")
+def plain_wheel(tmp_path_factory):
+    """A wheel without the extension."""
+    return wheel(tmp_path_factory.mktemp("wheel"), RLKERNELS_NO_EXTENSION="1")
+
+
+def test_wheel_without_the_extension(plain_wheel, tmp_path):
+    assert plain_wheel.name.endswith("-py3-none-any.whl")
+    names = set(zipfile.ZipFile(plain_wheel).namelist())
     assert packages("**/*.py", "**/*.pyi", "**/py.typed", "records.json") <= names
     assert {f"python_trainer/configs/{path.name}" for path in ROOT.glob("configs/*.yaml")} <= names
     assert not any(name.endswith(".so") or name.startswith(("tests/", "bench/", "csrc/")) for name in names)
-    zipfile.ZipFile(path).extractall(tmp_path / "site")
+    zipfile.ZipFile(plain_wheel).extractall(tmp_path / "site")
     printed = python_in(tmp_path / "site", CODE.format(site=str(tmp_path / "site")))
     assert "extension is missing" in printed and printed.endswith("run in its place")
 
 
-def test_a_wheel_with_compiled_code_asks_for_its_torch(tmp_path):
+def test_a_wheel_with_compiled_code_asks_for_its_torch(plain_wheel, tmp_path):
     """What ``make wheel`` changes about a wheel; the commands come with it."""
-    path = make_wheel.pin(wheel(tmp_path, RLKERNELS_NO_EXTENSION="1"), "2.13.0+cpu", "3.12")
+    path = make_wheel.pin(Path(shutil.copy(plain_wheel, tmp_path)), "2.13.0+cpu", "3.12")
     with zipfile.ZipFile(path) as archive:
         files = {name.rpartition("/")[2]: name for name in archive.namelist() if ".dist-info/" in name}
         metadata, commands = (archive.read(files[name]).decode() for name in ("METADATA", "entry_points.txt"))

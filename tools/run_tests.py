@@ -1,7 +1,8 @@
 """Runs lint, types, layers, the CUDA check and the tests, and ends with one summary. Arguments go to pytest.
 
 ``make test`` runs it without the slow tests, ``make test-slow`` runs the slow tests alone (``--slow``), CI runs both;
-``make lint`` runs the checks alone (``--checks``).
+``make lint`` runs the checks alone (``--checks``). The checks run beside the tests, and print what they found at the
+end: each of them keeps one core busy.
 
 The Triton kernels run through Triton's interpreter, which is chosen when triton is imported, so they get a pytest
 process of their own with TRITON_INTERPRET=1. The tests inside vLLM run in the environment that ``make test-vllm`` made
@@ -14,7 +15,9 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,11 +37,12 @@ class Step:
     failed: bool = False
     lacks: list[str] = field(default_factory=list)  # what pytest's summary says
 
-    def run(self) -> None:
+    def run(self, show: Callable[[str], None]) -> None:
+        """Runs the command; ``show`` gets its lines."""
         if self.missing:
             self.result = f"not run: this machine lacks {self.missing}"
             return
-        print(f"\n=== {self.name}: {' '.join(self.command[1:])}", flush=True)
+        show(f"\n=== {self.name}: {' '.join(self.command[1:])}")
         start = time.monotonic()
         process = subprocess.Popen(
             self.command, cwd=ROOT, env={**os.environ, **self.env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -46,8 +50,8 @@ class Step:
         )  # fmt: skip
         lines = []
         for line in process.stdout:
-            print(line, end="", flush=True)
             lines.append(line.rstrip())
+            show(lines[-1])
         code = process.wait()
         self.failed = code != 0
         self.lacks = [m[1] for m in (re.match(r"\d+ tests?: (.+)", line) for line in lines) if m]
@@ -59,15 +63,17 @@ class Step:
 def checks() -> list[Step]:
     """What looks at the code without running it."""
     python = sys.executable
+    no_nvcc = "" if shutil.which("nvcc") else "nvcc (the CUDA sources were not compiled)"
     return [
         Step("lint", [python, "-m", "ruff", "check", "."]),
         Step("format", [python, "-m", "ruff", "format", "--check", "."]),
         Step("types", [python, "-m", "mypy"]),
         Step("layers", [python, str(Path(python).with_name("lint-imports"))]),
+        Step("CUDA sources", [python, "setup.py", "check_cuda"], missing=no_nvcc),
     ]
 
 
-def steps(pytest_arguments: list[str], slow: bool) -> list[Step]:
+def tests(pytest_arguments: list[str], slow: bool) -> list[Step]:
     python, workers = sys.executable, str(min(os.cpu_count() or 1, 8))
     # Threads that wait must sleep: the workers' threads together are more than there are cores.
     quiet = {"OMP_WAIT_POLICY": "PASSIVE"}
@@ -76,25 +82,26 @@ def steps(pytest_arguments: list[str], slow: bool) -> list[Step]:
     no_triton = "" if importlib.util.find_spec("triton") else "triton"
     vllm = Path(f"{sys.prefix}-vllm/bin/python")
     no_vllm = "" if vllm.exists() else "an environment with vLLM (make test-vllm makes it and runs the tests)"
-    no_nvcc = "" if shutil.which("nvcc") else "nvcc (the CUDA sources were not compiled)"
-    tests = Step("tests", [*pytest, f"--ignore={TRITON_TESTS}", f"--ignore={VLLM_TESTS}"], quiet)
+    others = Step("tests", [*pytest, f"--ignore={TRITON_TESTS}", f"--ignore={VLLM_TESTS}"], quiet)
+    triton = Step("Triton kernels", [*pytest, TRITON_TESTS], {**quiet, "TRITON_INTERPRET": "1"}, missing=no_triton)
     if slow:
-        return [tests]
-    return [
-        *checks(),
-        Step("CUDA sources", [python, "setup.py", "check_cuda"], missing=no_nvcc),
-        Step("Triton kernels", [*pytest, TRITON_TESTS], {**quiet, "TRITON_INTERPRET": "1"}, missing=no_triton),
-        Step("vLLM", [str(vllm), "-m", "pytest", *pytest_arguments, VLLM_TESTS], missing=no_vllm),
-        tests,
-    ]
+        return [triton, others]
+    return [triton, Step("vLLM", [str(vllm), "-m", "pytest", *pytest_arguments, VLLM_TESTS], missing=no_vllm), others]
 
 
 def main(pytest_arguments: list[str]) -> int:
     slow = "--slow" in pytest_arguments
     given = [argument for argument in pytest_arguments if argument != "--slow"]
-    done = checks() if given == ["--checks"] else steps(given, slow)
-    for step in done:
-        step.run()
+    beside = [] if slow else checks()
+    alone = [] if given == ["--checks"] else tests(given, slow)
+    held: list[str] = []
+    thread = threading.Thread(target=lambda: [step.run(held.append) for step in beside])
+    thread.start()
+    for step in alone:
+        step.run(lambda line: print(line, flush=True))
+    thread.join()
+    print("\n".join(held))
+    done = [*beside, *alone]
     print("\n=== summary")
     for step in done:
         print(f"{step.name:<15} {step.result}")

@@ -83,12 +83,6 @@ class Secant(Predictor):
         return points.x[-1] + float(rate) * (points.x[-1] - points.x[near])
 
 
-def _line(points: Points) -> torch.Tensor:
-    """float64 [T, 2]: the terms of a line in the step, on the CPU, where LAPACK's driver for any rank is."""
-    steps = points.steps.cpu()
-    return torch.stack([torch.ones_like(steps), steps], 1)
-
-
 class TemporalRank1(Predictor):
     """x_t = c_t d with the leading direction d over time, and c a line in the step by least squares (as in RELEX).
 
@@ -101,7 +95,9 @@ class TemporalRank1(Predictor):
         x = points.x.double()
         c = torch.linalg.eigh((x @ x.T).cpu()).eigenvectors[:, -1]  # [T], unit length
         direction = c.to(x.device) @ x  # x_t ~ c_t d
-        offset, slope = torch.linalg.lstsq(_line(points), c[:, None], driver="gelsd").solution[:, 0]
+        steps = points.steps.cpu()  # where LAPACK's driver for any rank is
+        line = torch.stack([torch.ones_like(steps), steps], 1)
+        offset, slope = torch.linalg.lstsq(line, c[:, None], driver="gelsd").solution[:, 0]
         return float(offset + slope * target.step) * direction
 
 
@@ -158,17 +154,6 @@ def skill(trajectory: RankOneTrajectory, predictor: str | Predictor, *, holdout:
         wrong += float((guess - truth).double().square().sum())
         moved += float((known.x[-1] - truth).double().square().sum())
     return 1 - wrong / moved if moved else -math.inf
-
-
-def linearity(points: Points) -> float:
-    """R^2 of x_t as straight lines in the step, of all entries together; NaN with fewer than three points."""
-    if len(points.steps) < 3:
-        return math.nan
-    x = points.x.double().cpu()
-    line = _line(points)
-    rest = x - line @ torch.linalg.lstsq(line, x, driver="gelsd").solution
-    total = (x - x.mean(0)).square().sum()
-    return float(1 - rest.square().sum() / total) if total > 0 else math.nan
 
 
 @dataclass(frozen=True)

@@ -215,15 +215,23 @@ def test_sanitized_process_calls_the_kernels():
     assert done.returncode == 0 and done.stdout.splitlines() == ["write_kv on triton: 2053 tokens", "1 calls"], done
 
 
+SHARED = ("accuracy", "aot_example", "conftest", "paged_problems", "rank1_cases", "support")
+
+
 def test_tests_of_the_gpu_need_few_packages():
     """A GPU machine may lack what only the trainer needs."""
     imported = set()
-    shared = [f"tests/{name}.py" for name in ("conftest", "support", "aot_example", "rank1_cases")]
+    shared = [f"tests/{name}.py" for name in SHARED]
     proof = [path.relative_to(command.ROOT) for path in (command.ROOT / "rlkernels/proof").rglob("*.py")]
     for file in [*command.test_files(), *shared, "tests/rlkernels/triton/conftest.py", *proof]:
         imported |= set(re.findall(r"^(?:from|import) (\w+)", (command.ROOT / file).read_text(), re.MULTILINE))
-    ours = {"rlkernels", "bench", "support", "aot_example", "rank1_cases"}
-    assert imported - ours - sys.stdlib_module_names <= {"torch", "triton", "pytest", "numpy", "yaml"}
+    assert imported - {"rlkernels", "bench", *SHARED} - sys.stdlib_module_names <= {
+        "torch",
+        "triton",
+        "pytest",
+        "numpy",
+        "yaml",
+    }
 
 
 SETUP = """

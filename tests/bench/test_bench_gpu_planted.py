@@ -20,7 +20,7 @@ SLOW = ("token_logprobs", "sample_tokens", "verify_drafts", "top1_delta")
 
 @pytest.fixture(autouse=True)
 def planted(monkeypatch, tmp_path):
-    """Workers find the cases of tests/gpu_planted.py, and nothing is proved."""
+    """Workers find the cases of tests/planted.py, and nothing is proved."""
     paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     monkeypatch.setenv("PLANTED_PID", str(tmp_path / "pid"))
@@ -29,7 +29,7 @@ def planted(monkeypatch, tmp_path):
 
 def run(path, *arguments):
     """-> (exit code, entries of the record)."""
-    code = command.main([*OPTIONS, "--output", str(path), *arguments], "gpu_planted:CASES")
+    code = command.main([*OPTIONS, "--output", str(path), *arguments], "planted:TIMED")
     return code, read(path)
 
 
@@ -52,7 +52,7 @@ def test_who_dies_hangs_or_is_wrong_is_named_and_the_others_are_timed(tmp_path, 
     assert "no room for 40 GiB" in found["fails", "triton"]["missing"]
     wrong = found["wrong", "triton"]
     assert not wrong["ok"] and "median_s" not in wrong and wrong["error"] == pytest.approx(0.3)
-    assert wrong["allowed"] < 1e-5 and code == 1 and len(entries[-1]["failed"]) == 4
+    assert wrong["allowed"] < 1e-3 and code == 1 and len(entries[-1]["failed"]) == 4
     printed = " ".join(capsys.readouterr().out.split())
     assert "failed: time merge_attention dies triton: the process died" in printed
     # what was found is not looked for again
@@ -70,7 +70,7 @@ def alive(pid):
 @pytest.mark.slow
 def test_killed_call_leaves_its_rows_and_the_next_one_goes_on(tmp_path):
     path = tmp_path / "record.jsonl"
-    script = "import sys; from bench.gpu.__main__ import main; sys.exit(main(sys.argv[1:], 'gpu_planted:CASES'))"
+    script = "import sys; from bench.gpu.__main__ import main; sys.exit(main(sys.argv[1:], 'planted:TIMED'))"
     killed = subprocess.Popen([sys.executable, "-c", script, *OPTIONS, "--output", str(path), "--ops", *SLOW], cwd=ROOT)
     while not (path.exists() and sum('"row"' in text for text in path.read_text().splitlines()) >= 4):
         assert killed.poll() is None

@@ -1,5 +1,5 @@
-// Random operations on the block pool, with its books checked along the way. Built with sanitizers by
-// tests/rlkernels/prefix_cache/test_block_pool.py, without torch or Python.
+// Random operations on the block pool, with its books checked along the way. Built by
+// tests/rlkernels/test_sanitizers.py.
 //   block_pool_fuzz OPERATIONS SEED
 #include <cstdio>
 #include <cstdlib>

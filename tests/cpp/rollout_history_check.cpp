@@ -1,4 +1,4 @@
-// Exercises csrc/runtime/rollout_history.cpp without Python; test_history.py builds and runs it under sanitizers.
+// Exercises csrc/runtime/rollout_history.cpp without Python. Built by tests/rlkernels/test_sanitizers.py.
 //   rollout_history_check FILE [STEPS_OF_A_THREAD [SEED]]
 #include <cstdint>
 #include <cstdio>

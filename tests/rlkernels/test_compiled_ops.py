@@ -57,9 +57,9 @@ def problems(dim=8):
         "top1_deltas": (weights, bases, [torch.randn(7), None], 1e-2, 12, 2, 3, 0),
         "delta_matvec": (weights[0], bases[0], torch.randn(7)),
         "add_rank1_": (weights[1], torch.randn(3), torch.randn(4), True, 3),
-        "dtw": (x, y, None, None, 2),
-        "dtw_subsequence": (x, y, None, None),
-        "dtw_topk": (x, y, 2, None, None, None),
+        "dtw": (x, y, torch.tensor([5, 1]), None, 2),
+        "dtw_subsequence": (x, y, None, torch.tensor([6, 2, 1])),
+        "dtw_topk": (x, y, 2, torch.tensor([5, 1]), torch.tensor([6, 2, 1]), None),
         "keyed_uniform": (7, ids, ids),
         "token_weights": (-torch.rand(5),),
         "sample_tokens": (logits, uniforms, *settings),
@@ -153,9 +153,10 @@ def test_grouped_attention_compiles_into_one_graph():
 
 def test_token_logprobs_compiles_into_one_graph():
     logits, ids = torch.randn(4, 13, requires_grad=True), torch.tensor([0, 12, 3, 3])
-    out = in_one_graph(lambda x, i: rlkernels.token_logprobs(x, i, temperature=0.7), logits, ids)
+    score = lambda x, i: sum(rlkernels.token_logprobs(x, i, temperature=0.7, return_entropy=True))  # noqa: E731
+    out = in_one_graph(score, logits, ids)
     (grad,) = torch.autograd.grad(out.sum(), logits)
-    (wanted,) = torch.autograd.grad(rlkernels.token_logprobs(logits, ids, temperature=0.7).sum(), logits)
+    (wanted,) = torch.autograd.grad(score(logits, ids).sum(), logits)
     torch.testing.assert_close(grad, wanted)
 
 

@@ -1,15 +1,12 @@
 import math
-import shutil
-import subprocess
 import threading
 
 import numpy as np
 import pytest
 import torch
-from cpp_programs import ALLOCATION, HISTORY, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import lacks, take_backend
+from support import take_backend
 
 import rlkernels
 
@@ -300,27 +297,6 @@ def test_equals_its_model_on_long_histories(implementation, tmp_path):
     assert (tmp_path / "native").read_bytes() == (tmp_path / "model").read_bytes()
     facts = native.stats
     assert facts["evicted"] > 50 and 5000 < facts["tokens"] <= 6000
-
-
-@compiled_only
-@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
-def test_index_under_sanitizers(implementation, sanitizers, tmp_path):
-    if not shutil.which("g++"):
-        lacks("g++")
-    program = tmp_path / "check"
-    build(HISTORY, sanitizers, program)
-    done = subprocess.run([program, tmp_path / "file"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and done.stdout == "ok\n", done.stderr
-
-
-@compiled_only
-def test_nothing_is_lost_where_memory_is(implementation, tmp_path):
-    if not shutil.which("g++"):
-        lacks("g++")
-    program = tmp_path / "check"
-    build(ALLOCATION, "address,undefined", program)
-    done = subprocess.run([program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @compiled_only

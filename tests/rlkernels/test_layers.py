@@ -84,21 +84,3 @@ def test_rlkernels_imports_none_of_those_above():
             above = name.startswith(("rlkernels.extrapolation", "rlkernels.integrations"))
             allowed = path.parent.name in ("extrapolation", "integrations") or path.name == "__main__.py"
             assert not above or allowed, f"{path} imports {name}"
-
-
-@pytest.mark.parametrize("folder", [CSRC, PACKAGE])
-def test_files_are_without_banners(folder):
-    for path in folder.rglob("*.*"):
-        if path.suffix in (".py", ".pyi", ".cpp", ".h", ".cu"):
-            lines = path.read_text().splitlines()
-            banners = [line for line in lines if re.match(r"\s*(#|//).*[-=]{8,}$", line)]
-            assert not banners, f"{path}: {banners[0]}"
-
-
-def test_a_class_name_is_used_once():
-    found: dict[str, Path] = {}
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                assert node.name not in found, f"{node.name}: {path} and {found[node.name]}"
-                found[node.name] = path

@@ -1,8 +1,10 @@
 import math
+from functools import partial
 
 import hypothesis
 import pytest
 import torch
+from accuracy import assert_as_plain, with_gradients
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -117,20 +119,6 @@ def test_bad_arguments(logits, ids, temperature, error, message):
         rlkernels.token_logprobs(logits, ids, temperature=temperature)
 
 
-def errors_against_float64(logits: torch.Tensor, ids: torch.Tensor, temperature: float, run) -> list[float]:
-    """Largest errors of log-probability, entropy and gradient against the reference in float64."""
-
-    def outputs(function, x):
-        x = x.detach().requires_grad_()
-        logprobs, entropy = function(x, ids, temperature)
-        (grad,) = torch.autograd.grad((logprobs * weight).sum() + (entropy * weight.flip(0)).sum(), x)
-        return logprobs.detach(), entropy.detach(), grad
-
-    weight = torch.randn(ids.shape, generator=torch.Generator().manual_seed(1))
-    exact = outputs(reference.token_logprobs, logits.double())
-    return [float((a.double() - b).abs().max()) for a, b in zip(outputs(run, logits), exact)]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [1, 2, 17, 1023, 2053, 40_009])
 @pytest.mark.parametrize("scale", [0.01, 3.0, 20.0])
@@ -140,13 +128,14 @@ def test_native_error_is_that_of_plain_torch(cpu_isa, vocab, dtype, scale):
     logits[1, -1] = 0
     ids = torch.randint(vocab, (5,))
     ids[1] = vocab - 1
+    grads = torch.randn(2, 5)
     for temperature in (1.0, 0.7):
-        ours = errors_against_float64(
-            logits, ids, temperature, lambda x, i, t: rlkernels.token_logprobs(x, i, temperature=t, return_entropy=True)
+        score = partial(rlkernels.token_logprobs, ids=ids, temperature=temperature, return_entropy=True)
+        plain, exact = (
+            with_gradients(lambda x, t=temperature: reference.token_logprobs(x, ids, t), [x], *grads)
+            for x in (logits, logits.double())
         )
-        plain = errors_against_float64(logits, ids, temperature, reference.token_logprobs)
-        floor = 1e-6 * (1 + scale)
-        assert all(a <= 2 * b + floor for a, b in zip(ours, plain)), (ours, plain)
+        assert_as_plain(with_gradients(score, [logits], *grads), plain, exact, floor=1e-6 * (1 + scale))
 
 
 def test_rows_without_a_distribution_are_nan_and_spoil_no_other(cpu_isa):
@@ -176,24 +165,6 @@ def test_views_shapes_and_empty_batches():
     torch.testing.assert_close(
         rlkernels.token_logprobs(half, torch.zeros(4).long()), reference.token_logprobs(half, torch.zeros(4).long())[0]
     )
-
-
-@pytest.mark.parametrize("with_entropy", [False, True])
-def test_opcheck(with_entropy):
-    rlkernels.token_logprobs(torch.zeros(1, 2), torch.zeros(1).long())  # loads the op and its gradient
-    logits, ids = torch.randn(4, 33, requires_grad=True), torch.randint(33, (4,))
-    torch.library.opcheck(torch.ops.rlkernels.token_logprobs.default, (logits, ids, 0.8, with_entropy))
-
-
-def test_compiles_into_one_graph():
-    def loss(logits, ids):
-        logprobs, entropy = rlkernels.token_logprobs(logits, ids, temperature=0.9, return_entropy=True)
-        return (logprobs * 2 + entropy).sum()
-
-    logits, ids = torch.randn(2, 6, 50, requires_grad=True), torch.randint(50, (2, 6))
-    (wanted,) = torch.autograd.grad(loss(logits, ids), logits)
-    (grad,) = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(logits, ids), logits)
-    torch.testing.assert_close(grad, wanted)
 
 
 def test_gradient_of_the_gradient_raises_where_there_is_none():

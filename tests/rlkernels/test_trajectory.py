@@ -8,7 +8,6 @@ import torch
 
 import rlkernels
 from rlkernels.extrapolation import PREDICTORS, Limits, Target, extrapolate, refusal, skill
-from rlkernels.extrapolation.predictors import linearity
 from rlkernels.extrapolation.trajectory import storage_noise
 from rlkernels.rank1.ops import leading_deltas
 
@@ -235,14 +234,6 @@ def test_storage_noise_is_what_rounding_adds():
     moved = (weight.bfloat16().float() - base.float()).norm().item()
     assert storage_noise(weight.bfloat16(), base, moved) == pytest.approx(float(noise), rel=0.25)
     assert storage_noise(base, base, 0.0) == 0
-
-
-def test_linearity():
-    trajectory, _ = run(line)
-    assert linearity(trajectory.points("a")) == pytest.approx(1, abs=1e-6)
-    back, _ = run(lambda s, seed: line(12 - abs(s - 14), seed))
-    assert linearity(back.points("a")) < 0.5
-    assert math.isnan(linearity(trajectory.points("a").until(2)))
 
 
 def test_state_comes_back_bit_for_bit():

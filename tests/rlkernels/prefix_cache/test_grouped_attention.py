@@ -7,7 +7,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from paged_problems import DTYPES, assert_close_as_plain
+from accuracy import assert_as_plain, with_gradients
+from paged_problems import DTYPES
 
 import rlkernels
 from rlkernels.prefix_cache import reference
@@ -21,25 +22,19 @@ LAYOUTS = {
 }
 
 
-def run(inputs, weight, function):
-    inputs = [t.detach().requires_grad_() for t in inputs]
-    out = function(*inputs)
-    return [out, *torch.autograd.grad((out * weight.to(out.dtype)).sum(), inputs)]
-
-
 def check(layout, heads, kv_heads, dim, dtype, strides=lambda t: t, function=None):
     shapes = [(layout.num_tokens, h, dim) for h in (heads, kv_heads, kv_heads)]
     inputs = [strides(torch.randn(s).to(dtype)) for s in shapes]
     weight = torch.randn(shapes[0]).to(dtype)
     scale = dim**-0.5
     function = function or partial(rlkernels.grouped_attention, backend="cpu")
-    ours = run(inputs, weight, lambda q, k, v: function(q, k, v, layout, scale=scale))
-    exact = run([t.double() for t in inputs], weight, lambda *a: reference.grouped_attention(*a, layout, scale))
-    plain = run(inputs, weight, lambda *a: low_precision(*a, layout, scale))
-    for one, other, gold in zip(ours, plain, exact):
-        # exp(score - lse) loses a few more bits than a softmax: allow for that relative to the largest element
-        floor = 1e-6 + 2e-6 * float(gold.detach().abs().max())
-        assert_close_as_plain(one.detach(), other.detach(), gold.detach(), floor)
+    ours = with_gradients(lambda q, k, v: function(q, k, v, layout, scale=scale), inputs, weight)
+    plain = with_gradients(lambda *a: low_precision(*a, layout, scale), inputs, weight)
+    exact = with_gradients(
+        lambda *a: reference.grouped_attention(*a, layout, scale), [t.double() for t in inputs], weight
+    )
+    # exp(score - lse) loses a few more bits than a softmax: allow for that relative to the largest element
+    assert_as_plain(ours, plain, exact, floor=1e-6, relative=2e-6)
 
 
 def low_precision(query, key, value, layout, scale):

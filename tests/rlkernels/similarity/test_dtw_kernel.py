@@ -160,16 +160,6 @@ def test_other_dtypes_and_views(dtype):
     assert ours.dtype == torch.float32 and torch.equal(ours, expected)
 
 
-@pytest.mark.parametrize("features", [1, 3])
-def test_registered_ops(features):
-    x, y = torch.randn(3, 5, features), torch.randn(4, 6, features)
-    x_lengths, y_lengths = torch.tensor([5, 1, 3]), torch.tensor([6, 2, 1, 6])
-    ops = torch.ops.rlkernels
-    torch.library.opcheck(ops.dtw.default, (x, y, x_lengths, y_lengths, 2))
-    torch.library.opcheck(ops.dtw_subsequence.default, (x, y, None, None))
-    torch.library.opcheck(ops.dtw_topk.default, (x, y, 2, x_lengths, y_lengths, None))
-
-
 def test_compiles_into_one_graph():
     x, y, lengths = torch.randn(3, 5), torch.randn(4, 6), torch.tensor([5, 1, 0])
 

@@ -7,9 +7,13 @@ Those of rank 1 are in test_rank1.py: they take bfloat16 as its bits, and progra
 a GPU that file runs last.
 """
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
+from accuracy import assert_as_plain, with_gradients
+from paged_problems import check_attention, paged, shared_prefix
 from support import lacks
 
 import rlkernels
@@ -67,34 +71,7 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(triton_kernels, "processors", lambda _: 132)  # so few programs as here are split along the keys
 
 
-def assert_close(ours, plain, exact, floor=2e-6):
-    for a, b, gold in zip(ours, plain, exact, strict=True):
-        assert a.dtype == b.dtype and not a.isnan().any()
-        seen = gold > -torch.inf
-        assert torch.equal(a > -torch.inf, seen)
-        gold = gold[seen]
-        error, allowed = ((x[seen].double() - gold).abs().max() for x in (a, b))
-        assert error <= 2 * allowed + floor * gold.abs().max(), f"error {error:.3g}, of plain torch {allowed:.3g}"
-
-
-def ints(values):
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def starts_of(counts):
-    return ints([0, *counts]).cumsum(0, dtype=torch.int32)
-
-
-def pages(lens, kv_heads, dim):
-    """Key and value cache in blocks of 16, and the tables of sequences of these lengths; NaN beyond them."""
-    counts = [-(-n // 16) for n in lens]
-    caches = torch.full((2, sum(counts), 16, kv_heads, dim), torch.nan, dtype=BF16)
-    tables = torch.full((len(lens), max(counts)), -1, dtype=torch.int32)
-    for row, n, blocks in zip(tables, lens, torch.randperm(sum(counts)).int().split(counts)):
-        row[: len(blocks)] = blocks
-        at = torch.arange(n)
-        caches[:, blocks[at // 16].long(), at % 16] = torch.randn(2, n, kv_heads, dim).to(BF16)
-    return *caches, tables
+assert_close = partial(assert_as_plain, floor=0, relative=2e-6)
 
 
 @pytest.mark.parametrize(("lens", "queries", "heads", "dim", "tile"), [
@@ -102,15 +79,10 @@ def pages(lens, kv_heads, dim):
     ([150], [70], (2, 1), 64, (128, 64)),
 ], ids=["decode", "prefill"])  # fmt: skip
 def test_paged_attention(lens, queries, heads, dim, tile):
-    *caches, tables = pages(lens, heads[1], dim)
-    query = torch.randn(sum(queries), heads[0], dim).to(BF16)
-    rest = tables, ints(lens), starts_of(queries)
-    scale, launch = dim**-0.5, triton_kernels._Launch(query, caches[0], tables)
+    problem = paged(lens, queries, heads=heads[0], kv_heads=heads[1], dim=dim, block_size=16, dtype=BF16)
+    launch = triton_kernels._Launch(problem.query, problem.key_cache, problem.block_tables)
     assert (launch.block_m, launch.block_n, launch.upcast) == (*tile, False)
-    ours = rlkernels.paged_attention(query, *caches, *rest, scale=scale, return_lse=True, backend="triton")
-    plain = reference.paged_attention(query, *caches, *rest, scale)
-    exact = reference.paged_attention(query.double(), *(c.double() for c in caches), *rest, scale)
-    assert_close(ours, plain, exact)
+    check_attention("paged_attention", problem.args(), problem.scale, "triton")
 
 
 SHARED = {  # tokens of each prefix, keys and queries of its sequences; heads, dim; tiles and splits of both
@@ -123,19 +95,13 @@ SHARED = {  # tokens of each prefix, keys and queries of its sequences; heads, d
 def test_shared_prefix_attention(name):
     """A prefix in two splits, so that three parts in float32 are merged into bfloat16."""
     groups, heads, dim, *cut = SHARED[name]
-    prefixes, sizes = [g[0] for g in groups], [len(g[1]) for g in groups]
-    lens, counts = ([n for g in groups for n in g[i]] for i in (1, 2))
-    *caches, tables = pages(prefixes + lens, heads[1], dim)
-    query = torch.randn(sum(counts), heads[0], dim).to(BF16)
-    group_tables, own_tables = tables[: len(prefixes)], tables[len(prefixes) :, : -(-max(lens) // 16)]
-    launches = [triton_kernels._Launch(query, caches[0], t) for t in (group_tables, own_tables)]
+    shared, _, scale = shared_prefix(groups, BF16, *heads, dim)
+    shared = [*shared]
+    for tables, lens in ((3, 4), (6, 7)):  # as wide as they must be
+        shared[tables] = shared[tables][:, : -(-int(shared[lens].max()) // 16)]
+    launches = [triton_kernels._Launch(shared[0], shared[1], shared[i]) for i in (3, 6)]
     assert [(launch.block_m, launch.splits, launch.block_n) for launch in launches] == [(*c, 64) for c in cut]
-    rest = group_tables, ints(prefixes), starts_of(sizes), own_tables, ints(lens), starts_of(counts)
-    scale = dim**-0.5
-    ours = rlkernels.shared_prefix_attention(query, *caches, *rest, scale=scale, return_lse=True, backend="triton")
-    plain = reference.shared_prefix_attention(query, *caches, *rest, scale)
-    exact = reference.shared_prefix_attention(query.double(), *(c.double() for c in caches), *rest, scale)
-    assert_close(ours, plain, exact)
+    check_attention("shared_prefix_attention", shared, scale, "triton")
 
 
 @pytest.mark.parametrize(("dim", "dtype"), [(128, BF16), (80, BF16), (128, torch.float32)], ids=str)
@@ -173,31 +139,27 @@ def test_grouped_attention(monkeypatch, dim, short):
     shapes = [(layout.num_tokens, heads, dim) for heads in (2, 1, 1, 2)]
     *tensors, grad = [torch.randn(shape).to(BF16) for shape in shapes]
 
-    def run(inputs, attend):
-        leaves = [t.detach().requires_grad_() for t in inputs]
-        out = attend(*leaves)
-        return [out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype))]
-
     scale = dim**-0.5
-    ours = run(tensors, lambda *t: rlkernels.grouped_attention(*t, layout, scale=scale, backend="triton"))
-    plain = run(tensors, lambda *t: reference.grouped_attention(*t, layout, scale))
-    exact = run([t.double() for t in tensors], lambda *t: reference.grouped_attention(*t, layout, scale))
+    attend = partial(rlkernels.grouped_attention, layout=layout, scale=scale, backend="triton")
+    ours = with_gradients(attend, tensors, grad)
+    plain = with_gradients(lambda *t: reference.grouped_attention(*t, layout, scale), tensors, grad)
+    exact = with_gradients(
+        lambda *t: reference.grouped_attention(*t, layout, scale), [t.double() for t in tensors], grad
+    )
     # the gradients start from the rounded output, where plain torch keeps its weights
-    assert_close(ours, plain, exact, floor=torch.finfo(BF16).eps)
+    assert_as_plain(ours, plain, exact, floor=0, relative=torch.finfo(BF16).eps)
 
 
 def test_token_logprobs():
     """Blocks of 4,096, the second in part."""
     logits, ids = (torch.randn(2, 5003) * 3).to(BF16), torch.tensor([4999, 7])
 
-    def run(x, function):
-        leaf = x.detach().requires_grad_()
-        out = function(leaf)
-        return [*(t.detach() for t in out), *torch.autograd.grad(sum(t.sum() for t in out), [leaf])]
-
-    ours = run(logits, lambda x: rlkernels.token_logprobs(x, ids, return_entropy=True, backend="triton"))
-    plain = run(logits, lambda x: logprobs.token_logprobs(x, ids))
-    assert_close(ours, plain, run(logits.double(), lambda x: logprobs.token_logprobs(x, ids)))
+    score, grads = partial(rlkernels.token_logprobs, ids=ids, return_entropy=True), torch.ones(2, 2)
+    ours = with_gradients(partial(score, backend="triton"), [logits], *grads)
+    plain, exact = (
+        with_gradients(lambda x: logprobs.token_logprobs(x, ids), [x], *grads) for x in (logits, logits.double())
+    )
+    assert_close(ours, plain, exact)
 
 
 SAMPLED = [  # temperature, top_p, top_k, uniform
@@ -211,15 +173,17 @@ SAMPLED = [  # temperature, top_p, top_k, uniform
 
 @pytest.mark.parametrize("filtered", [True, False], ids=["filtered", "not filtered"])
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
-def test_sample_tokens(dtype, filtered):
-    """Blocks of 4,096, the ninth in part; bfloat16 has many equal logits, at every cut."""
-    logits = (torch.randn(len(SAMPLED), 33333) * 3).to(dtype)
+@pytest.mark.parametrize("vocab", [9000, pytest.param(33333, marks=pytest.mark.slow)])
+def test_sample_tokens(vocab, dtype, filtered):
+    """Blocks of 4,096, the last in part; bfloat16 has many equal logits, at every cut."""
+    logits = (torch.randn(len(SAMPLED), vocab) * 3).to(dtype)
     logits[:, ::7] = -torch.inf
-    logits[4, [32999, 31111]] = 20.0  # the first of equals, in the last block but one
+    first = vocab // 4096 * 4096 - 1657
+    logits[4, [vocab - 334, first]] = 20.0  # the first of equals, in the last block but one
     temperatures, top_ps, top_ks, uniforms = map(torch.tensor, zip(*SAMPLED))
     settings = {"temperature": temperatures} | ({"top_p": top_ps, "top_k": top_ks} if filtered else {})
     ours, wanted = (rlkernels.sample_tokens(logits, uniforms, backend=b, **settings) for b in ("triton", "torch"))
-    assert torch.equal(ours[0], wanted[0]) and ours[0][4] == 31111
+    assert torch.equal(ours[0], wanted[0]) and ours[0][4] == first
     torch.testing.assert_close(ours[1], wanted[1], atol=2e-7, rtol=2e-7)
 
 

@@ -1,16 +1,12 @@
+from functools import partial
+
 import pytest
 import torch
+from accuracy import assert_as_plain, with_gradients
 
 import rlkernels
 from rlkernels import _check
 from rlkernels.logprobs import reference
-
-
-def outputs(function, logits, ids, weight):
-    logits = logits.detach().requires_grad_()
-    logprobs, entropy = function(logits, ids)
-    (grad,) = torch.autograd.grad((logprobs * weight).sum() + (entropy * weight.flip(0)).sum(), logits)
-    return logprobs.detach(), entropy.detach(), grad
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -20,16 +16,13 @@ def test_error_is_that_of_plain_torch(vocab, dtype, scale):
     logits = (torch.randn(4, vocab) * scale + 5).to(dtype)
     logits[1, ::3] = -torch.inf
     logits[1, -1] = 0
-    ids, weight = torch.randint(vocab, (4,)), torch.randn(4)
+    ids, grads = torch.randint(vocab, (4,)), torch.randn(2, 4)
     ids[1] = vocab - 1
-    exact = outputs(lambda x, i: reference.token_logprobs(x, i, 0.7), logits.double(), ids, weight)
-    plain = outputs(lambda x, i: reference.token_logprobs(x, i, 0.7), logits, ids, weight)
-    ours = outputs(
-        lambda x, i: rlkernels.token_logprobs(x, i, temperature=0.7, return_entropy=True, backend="triton"),
-        logits, ids, weight,
-    )  # fmt: skip
-    for a, b, c in zip(ours, plain, exact):
-        assert (a.double() - c).abs().max() <= 2 * (b.double() - c).abs().max() + 1e-6 * (1 + scale)
+    plain, exact = (
+        with_gradients(lambda x: reference.token_logprobs(x, ids, 0.7), [x], *grads) for x in (logits, logits.double())
+    )
+    score = partial(rlkernels.token_logprobs, ids=ids, temperature=0.7, return_entropy=True, backend="triton")
+    assert_as_plain(with_gradients(score, [logits], *grads), plain, exact, floor=1e-6 * (1 + scale))
 
 
 def test_log_probabilities_alone_and_rows_without_a_distribution():
@@ -89,23 +82,14 @@ def test_from_hidden_states(vocab, chunk, dtype):
     hidden, weight = torch.randn(9, 16).to(dtype), torch.randn(vocab, 16).to(dtype)
     bias = torch.randn(vocab).to(dtype)
     bias[: chunk + 3] = -torch.inf
-    ids, factor = torch.randint(chunk + 3, vocab, (9,)), torch.randn(9)
-
-    def run(function, *tensors):
-        leaves = [x.detach().requires_grad_() for x in tensors]
-        logprobs, entropy = function(*leaves)
-        total = (logprobs * factor).sum() + (entropy * factor.flip(0)).sum()
-        return logprobs.detach(), entropy.detach(), *torch.autograd.grad(total, leaves)
-
-    def plain(h, w, b):
-        return reference.linear_token_logprobs(h, w, ids, 0.7, b)
-
-    def blocks(h, w, b):
-        return rlkernels.linear_token_logprobs(
-            h, w, ids, bias=b, temperature=0.7, return_entropy=True, chunk=chunk, backend="triton"
-        )
-
+    ids, grads = torch.randint(chunk + 3, vocab, (9,)), torch.randn(2, 9)
+    options = {"temperature": 0.7, "return_entropy": True, "chunk": chunk, "backend": "triton"}
     tensors = hidden, weight, bias
-    found, wanted, exact = run(blocks, *tensors), run(plain, *tensors), run(plain, *(x.double() for x in tensors))
-    for a, b, c in zip(found, wanted, exact):
-        assert (a.double() - c).abs().max() <= 2 * (b.double() - c).abs().max() + 1e-5
+    found = with_gradients(
+        lambda h, w, b: rlkernels.linear_token_logprobs(h, w, ids, bias=b, **options), tensors, *grads
+    )
+    plain, exact = (
+        with_gradients(lambda h, w, b: reference.linear_token_logprobs(h, w, ids, 0.7, b), given, *grads)
+        for given in (tensors, [t.double() for t in tensors])
+    )
+    assert_as_plain(found, plain, exact, floor=1e-5)

@@ -51,10 +51,9 @@ def check(got, weight, base, tol=1e-2, **options):
 
 @pytest.mark.parametrize("tiling", [Tiling(), SMALL], ids=["registers", "panels"])
 def test_several_directions_from_the_same_reads(tiling):
-    shapes = [(1, 19), (2, 3), (33, 40), (9, 16)]
-    pairs = [generated(planted, m, n, 3e-3, seed=i, share=0.6) for i, (m, n) in enumerate(shapes)]
-    pairs.append((pairs[2][1], pairs[2][1]))
-    settings = {"tol": 1e-2, "max_passes": 12, "min_passes": 8, "rank": 6, "seed": 0}
+    delta, _ = generated(with_spectrum, 33, 40, 3.0 ** -torch.arange(9))
+    pairs = [generated(planted, 2, 3, 3e-3, share=0.6), (delta, torch.zeros_like(delta)), (delta, delta)]
+    settings = {"tol": 1e-2, "max_passes": 4, "min_passes": 4, "rank": 6, "seed": 0}
     *found, nothing = grouped.leading_deltas(pairs, [None] * len(pairs), tiling=tiling, **settings)
     for (update, left, right), (weight, base) in zip(found, pairs):
         delta, (_, s, _) = weight.float() - base.float(), exact(weight, base)
@@ -70,7 +69,7 @@ def test_several_directions_from_the_same_reads(tiling):
 @pytest.mark.parametrize("tiling", [Tiling(), SMALL], ids=["registers", "panels"])
 def test_modules_of_different_shapes_in_one_call(tiling):
     shapes = [(1, 1), (1, 19), (19, 1), (2, 3), (33, 40), (9, 16)]
-    pairs = [generated(planted, m, n, 3e-3, seed=i, share=0.6) for i, (m, n) in enumerate(shapes)]
+    pairs = [generated(planted, m, n, 3e-3, seed=i, share=0.9) for i, (m, n) in enumerate(shapes)]
     pairs.append((pairs[4][1], pairs[4][1]))
     got = solve(pairs, tiling=tiling, seed=5)
     for update, pair in zip(got[:-1], pairs[:-1]):
@@ -81,23 +80,23 @@ def test_modules_of_different_shapes_in_one_call(tiling):
 @pytest.mark.parametrize(("tiling", "step"), [(Tiling(), 1), (SMALL, 5)], ids=["registers", "panels"])
 def test_any_mix_of_dtypes_in_one_call(tiling, step):
     mixes = list(itertools.product(DTYPES, DTYPES))[::step]
-    wide = [generated(planted, 9, 32, 1e-2, seed=i, dtype=torch.float32, share=0.9) for i in range(len(mixes))]
+    wide = [generated(planted, 9, 32, 1e-2, seed=i, dtype=torch.float32, share=0.99) for i in range(len(mixes))]
     pairs = [(w.to(types[0]), b.to(types[1])) for types, (w, b) in zip(mixes, wide)]
     for update, pair in zip(solve(pairs, tiling=tiling, tol=0.1), pairs):
         check(update, *pair, tol=0.1)
 
 
 def test_views_and_unaligned_rows():
-    weight, base = generated(planted, 30, 70, 1e-2, share=0.7)
+    weight, base = generated(planted, 12, 35, 1e-2, share=0.95)
     (plain,) = solve([(weight, base)])
     both = torch.cat([weight, base], 1)
-    for pair in ((both[:, :70], both[:, 70:]), (weight.T.contiguous().T, base)):
+    for pair in ((both[:, :35], both[:, 35:]), (weight.T.contiguous().T, base)):
         got = rlkernels.top1_delta(*pair, backend="triton")
         assert angle(got.v, plain.v) < 1e-5 and got.passes == plain.passes
 
 
 def test_warm_starts_good_and_misleading():
-    delta, v = generated(with_spectrum, 40, 30, torch.cat([torch.ones(1), torch.linspace(0.6, 0.2, 29)]))
+    delta, v = generated(with_spectrum, 20, 15, torch.cat([torch.ones(1), torch.linspace(0.5, 0.2, 14)]))
     pair = (delta, torch.zeros_like(delta))
     starts = [None, v[:, 0].float(), v[:, 1].float()]
     cold, warm, misled = solve([pair] * 3, starts)
@@ -126,7 +125,7 @@ def test_statuses_scales_and_errors():
 
 
 def test_same_seed_same_bits():
-    pair = generated(planted, 25, 40, 1e-4, share=0.7)
+    pair = generated(planted, 12, 20, 1e-3, share=0.9)
     one, two, other = (solve([pair], seed=s, tiling=SMALL)[0] for s in (3, 3, -1))
     assert torch.equal(one.v, two.v) and torch.equal(one.u, two.u) and one.angle_bound == two.angle_bound
     assert not torch.equal(one.v, other.v) and angle(one.v, other.v) <= one.angle_bound + other.angle_bound
@@ -147,8 +146,10 @@ WHOLE = {  # shapes at which the tiles of a GPU are whole, and in part
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize(("name", "dtype"), [
+    ("rows", torch.bfloat16), ("rows", torch.float32), ("panels", torch.bfloat16),
+    pytest.param("panels", torch.float32, marks=pytest.mark.slow),
+], ids=str)  # fmt: skip
 def test_reads_at_the_tiles_of_a_gpu(name, dtype):
     pairs = [generated(planted, m, n, 3e-3, seed=m, dtype=dtype) for m, n in WHOLE[name]]
     settings = {"tol": 1e-2, "max_passes": 1, "min_passes": 1, "rank": 1, "seed": 7}
@@ -169,6 +170,7 @@ def test_reads_at_the_tiles_of_a_gpu(name, dtype):
         assert math.isclose(stats[0], delta.square().sum(), rel_tol=1e-5) and stats[1] == delta.count_nonzero()
 
 
+@pytest.mark.slow
 def test_solves_at_the_tiles_of_a_gpu():
     pairs = [generated(planted, m, n, 3e-3, share=0.9) for m, n in ((66, 2053), (18, 5003))]
     for got, pair in zip(solve(pairs), pairs):

@@ -1,0 +1,98 @@
+"""Kernels that misbehave, each in its own way: for the tests of ``rlkernels.prove`` and of ``python -m bench.gpu``."""
+
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from rlkernels.proof.problem import Case, Problem
+
+SLOW_S = 0.5
+runs = iter(range(10**9))
+
+
+def right():
+    return torch.linspace(0, 1, 1000)
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang():
+    time.sleep(3600)
+
+
+def fail():
+    raise MemoryError("no room for 40 GiB")
+
+
+def wrong():
+    out = right()
+    out[-1] *= 1.3  # a single number of a thousand
+    return out
+
+
+def change():
+    return right() * (1 + 1e-7 * next(runs))
+
+
+def wait():
+    time.sleep(0.2)
+    return right()
+
+
+def planted(behaviour, device):
+    """Plain torch takes its time, and "triton" misbehaves."""
+
+    def call(backend):
+        if backend == "torch":
+            time.sleep(0.05)
+        return behaviour() if backend == "triton" else right()
+
+    return Problem(call, floor=1e-4)
+
+
+def slow(device):
+    """Rows that come one by one; says who the worker is."""
+    Path(os.environ["PLANTED_PID"]).write_text(str(os.getpid()))
+
+    def call(backend):
+        time.sleep(SLOW_S)
+        return right()
+
+    return Problem(call)
+
+
+# op -> what its candidate "triton" does in the small case, and in the timed one
+PROVED = {
+    "merge_attention": (die, die),
+    "write_kv": (hang, hang),
+    "dtw": (wrong, wrong),
+    "dtw_topk": (fail, fail),
+    "add_rank1_": (change, change),
+    "sample_tokens": (right, wait),
+    "verify_drafts": (right, die),
+    "token_logprobs": (right, wrong),
+    "top1_delta": (right, right),
+}
+
+
+def cases_of(workload):
+    """Where the variable names another process as the parent, there is no device."""
+    if os.environ.get("PLANTED_PARENT", str(os.getpid())) != str(os.getpid()):
+        raise RuntimeError("all CUDA-capable devices are busy or unavailable")
+    small = [Case(op, "small", partial(planted, what[0])) for op, what in PROVED.items()]
+    return small + [Case(op, "large", partial(planted, what[1]), timed=True) for op, what in PROVED.items()]
+
+
+TIMED = [
+    Case("merge_attention", "dies", partial(planted, die)),
+    Case("write_kv", "hangs", partial(planted, hang)),
+    Case("delta_matvec", "wrong", partial(planted, wrong)),
+    Case("add_rank1_", "fails", partial(planted, fail)),
+    *(Case(op, "slow", slow) for op in ("token_logprobs", "sample_tokens", "verify_drafts", "top1_delta")),
+]

@@ -1,0 +1,49 @@
+"""The host structures in C++, without torch or Python, under the sanitizers of the compiler."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from support import lacks
+
+ROOT = Path(__file__).parents[2]
+RUNTIME = ROOT / "csrc" / "runtime"
+FILE = "FILE"
+# program of tests/cpp -> its arguments in the quick tests, and in the slow ones
+QUICK = {"block_pool_fuzz": [["8000", "1"]], "rollout_history_check": [[FILE, "600"]], "allocation_failures": [["1"]]}
+LONG = {"block_pool_fuzz": [["50000", "2"], ["50000", "3"]], "rollout_history_check": [[FILE, "3000", "4"]],
+        "allocation_failures": [["6"]]}  # fmt: skip
+THREADS = {"rollout_history_check": [[FILE]]}
+
+
+def compile_cpp(sanitizers: str, *arguments: str) -> None:
+    """Runs the compiler; a program that it makes ends at the first finding."""
+    command = ["g++", "-std=c++20", "-O1", "-g", "-Wall", "-Wextra", f"-fsanitize={sanitizers}", "-pthread"]
+    command += ["-fno-sanitize-recover=all", f"-I{RUNTIME}"]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True)
+    if "cannot find" in done.stderr and "san" in done.stderr:
+        lacks("the sanitizer libraries")
+    assert done.returncode == 0 and not done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(("sanitizers", "programs"), [
+    ("address,undefined", QUICK),
+    pytest.param("address,undefined", LONG, marks=pytest.mark.slow),
+    pytest.param("thread", THREADS, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_nothing_is_found(sanitizers, programs, tmp_path):
+    """Random use, threads, broken files, and allocations that fail: what throws has changed nothing."""
+    if not shutil.which("g++"):
+        lacks("g++")
+    objects = []
+    for source in sorted(RUNTIME.glob("block_*.cpp")) + sorted(RUNTIME.glob("rollout_*.cpp")):
+        objects.append(str(tmp_path / f"{source.stem}.o"))
+        compile_cpp(sanitizers, "-c", str(source), "-o", objects[-1])
+    for name, runs in programs.items():
+        program = str(tmp_path / name)
+        compile_cpp(sanitizers, str(ROOT / f"tests/cpp/{name}.cpp"), *objects, "-o", program)
+        for arguments in runs:
+            given = [str(tmp_path / "file") if argument is FILE else argument for argument in arguments]
+            done = subprocess.run([program, *given], capture_output=True, text=True)
+            assert done.returncode == 0, (name, arguments, done.stdout + done.stderr)
