@@ -66,6 +66,14 @@ def cpu_isa(request):
 
 
 @pytest.fixture
+def set_threads():
+    """``torch.set_num_threads``, undone at the end of the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def gsm8k_dir() -> Path:
     """Folder with GSM8K's train.jsonl, test.jsonl and example_model_solutions.jsonl (RLKERNELS_GSM8K_DIR)."""
     folder = os.environ.get("RLKERNELS_GSM8K_DIR")

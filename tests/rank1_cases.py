@@ -1,8 +1,12 @@
 """Deltas with a known answer, shared by the rank-1 tests."""
 
 import math
+from functools import partial
 
 import torch
+from accuracy import assert_as_plain
+
+import rlkernels
 
 
 def planted(m: int, n: int, rms: float, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16, share: float = 0.193):
@@ -36,3 +40,29 @@ def angle(a: torch.Tensor, b: torch.Tensor) -> float:
     """Angle in radians between two lines, accurate when small."""
     a, b = a.double() / a.double().norm(), b.double() / b.double().norm()
     return math.atan2((a - b * (a @ b)).norm().item(), abs((a @ b).item()))
+
+
+def check_add_rank1(backend: str, dtype: torch.dtype, stochastic: bool, weight: torch.Tensor, equal: float) -> None:
+    """Adds to a weight [m, n >= 4] what leaves the range of float16 in a row; ``equal``: least share of equal bits."""
+    m, n = weight.shape
+    weight[0, :4] = torch.tensor([math.nan, math.inf, 1e-7, 0.0])
+    u, v = torch.randn(m) * 1e-2, torch.randn(n)
+    u[1] = 1e6 if dtype == torch.float16 else 1e3
+    add, before = partial(rlkernels.add_rank1_, stochastic_rounding=stochastic), weight.abs().nan_to_num().double()
+    plain = add(weight.clone(), u, v, 0.5, backend="torch", seed=-(2**60)).double()
+    ours = add(weight, u, v, 0.5, backend=backend, seed=2**64 - 2**60).double()  # the same 64 bits
+    same = (ours == plain) | (ours.isnan() & plain.isnan())
+    assert same.double().mean() >= equal  # fused multiply-add
+    finite = plain.isfinite()
+    spacing = torch.finfo(dtype).eps * plain.abs().clamp_min(torch.finfo(dtype).smallest_normal)
+    assert ((ours - plain).abs()[finite] <= (3e-7 * before + spacing)[finite]).all()
+    assert torch.equal(ours.isfinite(), finite)
+
+
+def check_matvec(backend: str, weight: torch.Tensor, base: torch.Tensor) -> None:
+    """The product of a delta with one vector, at most twice as far from float64 as plain torch."""
+    v = torch.randn(weight.shape[1])
+    gold = (weight.double() - base.double()) @ v.double()
+    ours, plain = (rlkernels.delta_matvec(weight, base, v, backend=b) for b in (backend, "torch"))
+    size = (weight.double() - base.double()).norm(dim=1).max() * v.norm()
+    assert_as_plain([ours], [plain], [gold], floor=3e-7 * float(size))

@@ -105,19 +105,16 @@ def test_silu_mul_of_the_largest_numbers(cpu_isa):
     assert torch.equal(grad, torch.cat([(gate > 0).float(), gate.relu()])[None])
 
 
-def test_gradients_do_not_depend_on_threads():
+def test_gradients_do_not_depend_on_threads(set_threads):
     tensors, settings = rope_arguments(999, 4, 2, 16, norm=True)
     residual, weight = torch.randn(2000, 48, requires_grad=True), torch.randn(48, requires_grad=True)
     leaves = [t.requires_grad_() for t in tensors.values()]
-    found, threads = [], torch.get_num_threads()
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            out = decoder.rope(**tensors, **settings).pow(3).sum()
-            normed = decoder.add_rms_norm(residual, None, weight, 1e-6)[1].pow(3).sum()
-            found.append([*torch.autograd.grad(out, leaves), *torch.autograd.grad(normed, (residual, weight))])
-    finally:
-        torch.set_num_threads(threads)
+    found = []
+    for count in (1, 3):
+        set_threads(count)
+        out = decoder.rope(**tensors, **settings).pow(3).sum()
+        normed = decoder.add_rms_norm(residual, None, weight, 1e-6)[1].pow(3).sum()
+        found.append([*torch.autograd.grad(out, leaves), *torch.autograd.grad(normed, (residual, weight))])
     assert all(map(torch.equal, *found))
 
 

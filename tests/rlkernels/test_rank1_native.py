@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from rank1_cases import angle, planted, with_spectrum
+from rank1_cases import angle, check_add_rank1, check_matvec, planted, with_spectrum
 
 import rlkernels
 
@@ -24,41 +24,24 @@ def test_every_instruction_set_agrees_with_the_reference(cpu_isa, shape, dtypes)
     assert math.isclose(ours.sigma, plain.sigma, rel_tol=1e-5)
     assert math.isclose(ours.frobenius, plain.frobenius, rel_tol=1e-5)
     assert angle(ours.v, plain.v) <= ours.angle_bound + plain.angle_bound
-    v = torch.randn(shape[1])
-    gold = (weight.double() - base.double()) @ v.double()
-    error = (rlkernels.delta_matvec(weight, base, v, backend="cpu") - gold).abs().max()
-    plain_error = (rlkernels.delta_matvec(weight, base, v, backend="torch") - gold).abs().max()
-    assert error <= 2 * plain_error + 3e-7 * (weight.double() - base.double()).norm(dim=1).max() * v.norm()
+    check_matvec("cpu", weight, base)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_add_rank1_on_every_instruction_set(cpu_isa, dtype, stochastic):
     weight = torch.randn(33, 129).to(dtype)
-    weight[0, :4] = torch.tensor([math.nan, math.inf, 1e-7, 0.0])
-    u, v = torch.randn(33) * 1e-2, torch.randn(129)
-    u[1] = 1e6 if dtype == torch.float16 else 1e3  # leaves the range of float16
-    settings = {"stochastic_rounding": stochastic, "seed": 7}
-    ours = rlkernels.add_rank1_(weight.clone(), u, v, 0.5, backend="cpu", **settings).double()
-    plain = rlkernels.add_rank1_(weight.clone(), u, v, 0.5, backend="torch", **settings).double()
-    same = (ours == plain) | (ours.isnan() & plain.isnan())
-    assert same.double().mean() >= (0.97 if dtype == torch.float32 else 0.995)  # fused multiply-add
-    finite = plain.isfinite()
-    spacing = torch.finfo(dtype).eps * plain.abs().clamp_min(torch.finfo(dtype).smallest_normal)
-    assert ((ours - plain).abs()[finite] <= (weight.abs().nan_to_num().double() * 3e-7 + spacing)[finite]).all()
+    check_add_rank1("cpu", dtype, stochastic, weight, equal=0.97 if dtype == torch.float32 else 0.995)
 
 
 @pytest.mark.parametrize("shape", [(300, 513), (2100, 1000)])
-def test_same_bits_for_any_number_of_threads(shape):
+def test_same_bits_for_any_number_of_threads(shape, set_threads):
     weight, base = planted(*shape, 1e-5)
     pairs = {"a": (weight, base), "b": planted(64, 64, 1e-4), "c": planted(31, 200, 1e-4)}
-    threads, runs = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            runs.append((rlkernels.top1_delta(weight, base, tol=1e-3), rlkernels.top1_deltas(pairs, tol=1e-3)))
-    finally:
-        torch.set_num_threads(threads)
+    runs = []
+    for count in (1, 2, 3):
+        set_threads(count)
+        runs.append((rlkernels.top1_delta(weight, base, tol=1e-3), rlkernels.top1_deltas(pairs, tol=1e-3)))
     first, grouped = runs[0]
     assert scalars(grouped["a"]) == scalars(first)
     for single, group in runs[1:]:
@@ -124,16 +107,8 @@ def random_cases(count: int):
         yield delta, start, v[:, 0]
 
 
-@pytest.fixture
-def one_thread():
-    """Many tiny decompositions: waiting for a second thread costs more than it helps."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def test_certificate_is_honest_and_useful(one_thread):
+def test_certificate_is_honest_and_useful(set_threads):
+    set_threads(1)  # many tiny decompositions: waiting for a second thread costs more than it helps
     cases = list(random_cases(1000))
     pairs = {str(i): (delta, torch.zeros_like(delta)) for i, (delta, _, _) in enumerate(cases)}
     starts = {str(i): start for i, (_, start, _) in enumerate(cases) if start is not None}

@@ -73,16 +73,11 @@ def test_native_equals_reference_to_the_bit(every_isa, vocab, dtype):
             assert torch.equal(ours[0], ids) and torch.equal(ours[1], logprobs), (isa, setting)
 
 
-def test_a_row_is_the_same_in_any_batch_on_any_number_of_threads():
-    logits, u = torch.randn(64, 5000), uniforms(64)
+def test_a_row_is_the_same_in_any_batch_on_any_number_of_threads(set_threads):
+    logits, u, order = torch.randn(64, 5000), uniforms(64), torch.randperm(64)
     together = rlkernels.sample_tokens(logits, u, top_p=0.95)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        order = torch.randperm(64)
-        alone = rlkernels.sample_tokens(logits[order], u[order], top_p=0.95)
-    finally:
-        torch.set_num_threads(threads)
+    set_threads(1)
+    alone = rlkernels.sample_tokens(logits[order], u[order], top_p=0.95)
     assert all(torch.equal(a[order], b) for a, b in zip(together, alone))
 
 

@@ -127,19 +127,17 @@ def test_empty(cpu_isa):
     assert rlkernels.paged_attention(*problem.args(), scale=1.0, backend="cpu").shape == (0, 4, 32)
 
 
-def test_a_sequence_gets_the_same_bits_in_any_batch(cpu_isa):
+def test_a_sequence_gets_the_same_bits_in_any_batch(cpu_isa, set_threads):
     problem = paged([300, 2053, 40, 1100], [1, 1, 1, 1], dim=16, block_size=16)
     together = rlkernels.paged_attention(*problem.args(), scale=problem.scale, backend="cpu")
-    threads = torch.get_num_threads()
     for i in range(4):
-        torch.set_num_threads(1 + i % 2)
+        set_threads(1 + i % 2)
         one = torch.tensor([0, 1], dtype=torch.int32)
         alone = rlkernels.paged_attention(
             problem.query[i : i + 1], problem.key_cache, problem.value_cache, problem.block_tables[i : i + 1],
             problem.seq_lens[i : i + 1], one, scale=problem.scale, backend="cpu",
         )  # fmt: skip
         assert torch.equal(alone[0], together[i])
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("cache_dtype", DTYPES, ids=str)

@@ -8,8 +8,7 @@ import pytest
 import torch
 from scipy import stats
 
-import rlkernels
-from rlkernels import Trajectories
+from rlkernels import Trajectories, dtw, dtw_topk, rhyme_similarity, rhyme_topk, soft_dtw, state_similarity
 from rlkernels.similarity import reference
 
 NAN, INF = math.nan, math.inf
@@ -26,7 +25,7 @@ def test_dtw_equals_the_recurrence(band, features):
     x = integers(3, 6, *([features] if features else []))
     y = integers(4, 9, *([features] if features else []))
     x_lengths, y_lengths = torch.tensor([6, 1, 4]), torch.tensor([9, 1, 5, 4])
-    cost = rlkernels.dtw(x, y, x_lengths=x_lengths, y_lengths=y_lengths, band=band, backend="torch")
+    cost = dtw(x, y, x_lengths=x_lengths, y_lengths=y_lengths, band=band, backend="torch")
     expected = [
         [brute_dtw.dtw(a[:m].tolist(), b[:n].tolist(), band) for b, n in zip(y, y_lengths)]
         for a, m in zip(x, x_lengths)
@@ -37,9 +36,7 @@ def test_dtw_equals_the_recurrence(band, features):
 def test_subsequence_equals_trying_every_stretch():
     x, y = integers(8, 4, high=3), integers(8, 9, high=3)
     x_lengths, y_lengths = torch.tensor([4, 1, 2, 3, 4, 4, 1, 4]), torch.tensor([9, 1, 2, 8, 9, 9, 5, 3])
-    cost, start, end = rlkernels.dtw(
-        x, y, x_lengths=x_lengths, y_lengths=y_lengths, mode="subsequence", backend="torch"
-    )
+    cost, start, end = dtw(x, y, x_lengths=x_lengths, y_lengths=y_lengths, mode="subsequence", backend="torch")
     assert start.dtype == end.dtype == torch.int64
     for i, m in enumerate(x_lengths):
         for j, n in enumerate(y_lengths):
@@ -48,22 +45,22 @@ def test_subsequence_equals_trying_every_stretch():
 
 
 def test_cost_is_squared_without_a_root():
-    assert rlkernels.dtw(torch.tensor([[0.0, 3.0]]), torch.tensor([[0.0, 5.0]]), backend="torch").item() == 4.0
+    assert dtw(torch.tensor([[0.0, 3.0]]), torch.tensor([[0.0, 5.0]]), backend="torch").item() == 4.0
 
 
 def test_band_is_inclusive_and_widened():
     x, y = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.0, 1.0, 1.0]])
-    assert rlkernels.dtw(x, y, band=0, backend="torch").item() == 1.0
-    assert rlkernels.dtw(x, y, band=1, backend="torch").item() == 0.0
+    assert dtw(x, y, band=0, backend="torch").item() == 1.0
+    assert dtw(x, y, band=1, backend="torch").item() == 0.0
     long = torch.tensor([[0.0, 1.0, 1.0, 1.0, 1.0]])
-    assert rlkernels.dtw(x, long, band=0, backend="torch").item() == 0.0  # radius 2, the difference of the lengths
+    assert dtw(x, long, band=0, backend="torch").item() == 0.0  # radius 2, the difference of the lengths
 
 
 @pytest.mark.parametrize("mode", ["full", "subsequence"])
 def test_empty_nan_and_infinity(mode):
     x = torch.tensor([[1.0, 2.0], [1.0, NAN], [1.0, INF], [NAN, NAN], [1.0, NAN]])
     lengths = torch.tensor([2, 2, 2, 0, 1])
-    result = rlkernels.dtw(x, x, x_lengths=lengths, y_lengths=lengths, mode=mode, backend="torch")
+    result = dtw(x, x, x_lengths=lengths, y_lengths=lengths, mode=mode, backend="torch")
     cost = result if mode == "full" else result[0]
     bad = torch.zeros(5, 5, dtype=torch.bool)
     bad[[1, 2]] = True
@@ -80,18 +77,16 @@ def test_empty_nan_and_infinity(mode):
     ("n", "m", "rows", "columns"), [(0, 3, 4, 4), (3, 0, 4, 4), (0, 0, 0, 0), (2, 2, 0, 0), (2, 2, 0, 3)]
 )
 def test_empty_shapes(n, m, rows, columns):
-    cost = rlkernels.dtw(torch.ones(n, rows), torch.ones(m, columns), backend="torch")
+    cost = dtw(torch.ones(n, rows), torch.ones(m, columns), backend="torch")
     assert cost.tolist() == [[0.0 if rows == columns else INF] * m] * n
-    assert all(
-        t.shape == (n, m) for t in rlkernels.dtw(torch.ones(n, rows), torch.ones(m, columns), mode="subsequence")
-    )
-    assert [t.shape for t in rlkernels.dtw_topk(torch.ones(n, rows), torch.ones(m, columns), m)] == [(n, m)] * 2
+    assert all(t.shape == (n, m) for t in dtw(torch.ones(n, rows), torch.ones(m, columns), mode="subsequence"))
+    assert [t.shape for t in dtw_topk(torch.ones(n, rows), torch.ones(m, columns), m)] == [(n, m)] * 2
 
 
 def test_topk_ties_and_nan():
     x = torch.zeros(1, 1)
     y = torch.tensor([[2.0], [1.0], [NAN], [1.0], [0.0], [INF], [-1.0], [0.0]])
-    cost, index = rlkernels.dtw_topk(x, y, 8, y_lengths=torch.tensor([1, 1, 1, 1, 1, 1, 1, 0]), backend="torch")
+    cost, index = dtw_topk(x, y, 8, y_lengths=torch.tensor([1, 1, 1, 1, 1, 1, 1, 0]), backend="torch")
     assert index.tolist() == [[4, 1, 3, 6, 0, 7, 2, 5]]
     assert cost[0, :6].tolist() == [0, 1, 1, 1, 4, INF] and cost[0, 6:].isnan().all()
 
@@ -99,10 +94,10 @@ def test_topk_ties_and_nan():
 def test_soft_dtw_tends_to_dtw_and_bounds_it():
     x, y = torch.randn(5, 12, 2, dtype=torch.float64), torch.randn(5, 9, 2, dtype=torch.float64)
     hard = reference.dtw(x, y, band=4).diagonal()
-    soft = rlkernels.soft_dtw(x, y, gamma=1e-3, band=4, backend="torch")
+    soft = soft_dtw(x, y, gamma=1e-3, band=4, backend="torch")
     assert soft.dtype == torch.float64 and (soft <= hard).all()
     torch.testing.assert_close(soft, hard, rtol=0, atol=0.05)
-    assert (rlkernels.soft_dtw(x, y, gamma=10.0, band=4, backend="torch") < soft).all()
+    assert (soft_dtw(x, y, gamma=10.0, band=4, backend="torch") < soft).all()
 
 
 def test_soft_dtw_sums_over_all_paths():
@@ -119,12 +114,12 @@ def test_soft_dtw_sums_over_all_paths():
     costs = torch.tensor(paths(0, 0), dtype=torch.float64)
     assert len(costs) == 13
     expected = -gamma * torch.logsumexp(-costs / gamma, 0)
-    torch.testing.assert_close(rlkernels.soft_dtw(x[None], y[None], gamma=gamma, backend="torch")[0], expected)
+    torch.testing.assert_close(soft_dtw(x[None], y[None], gamma=gamma, backend="torch")[0], expected)
 
 
 def test_sliced_wasserstein_equals_a_sum_over_directions():
     x, y = torch.randn(3, 17, 4), torch.randn(5, 17, 4) * 2 + 1
-    ours = rlkernels.state_similarity(x, y, scale=2.0, projections=50, seed=3)
+    ours = state_similarity(x, y, scale=2.0, projections=50, seed=3)
     directions = torch.randn(4, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     directions /= directions.norm(dim=0)
     for i in range(3):
@@ -135,7 +130,7 @@ def test_sliced_wasserstein_equals_a_sum_over_directions():
     # in one dimension every direction is +-1, and scipy knows the answer up to the order
     a, b = torch.rand(1, 40, 1), torch.rand(1, 40, 1) + 2
     exact = stats.wasserstein_distance(a.flatten().numpy(), b.flatten().numpy())
-    assert -math.log(rlkernels.state_similarity(a, b).item()) >= exact * (1 - 1e-6)
+    assert -math.log(state_similarity(a, b).item()) >= exact * (1 - 1e-6)
 
 
 def test_hellinger_and_cosine():
@@ -145,10 +140,10 @@ def test_hellinger_and_cosine():
     )
     half = 1 - math.sqrt(1 - 2 * math.sqrt(0.5 * 0.25))
     expected = torch.tensor([[0.0, 1.0, half, 0.0], [0.0, 0.0, 0.0, 1.0]])
-    torch.testing.assert_close(rlkernels.state_similarity(p, q, metric="hellinger"), expected)
+    torch.testing.assert_close(state_similarity(p, q, metric="hellinger"), expected)
     u, v = torch.tensor([[3.0, 0.0], [0.0, 0.0]]), torch.tensor([[0.0, 2.0], [5.0, 0.0], [-1.0, 0.0], [0.0, 0.0]])
     expected = torch.tensor([[0.5, 1.0, 0.0, 0.5], [0.5, 0.5, 0.5, 1.0]])
-    torch.testing.assert_close(rlkernels.state_similarity(u, v, metric="cosine"), expected)
+    torch.testing.assert_close(state_similarity(u, v, metric="cosine"), expected)
 
 
 @pytest.mark.parametrize(
@@ -157,12 +152,12 @@ def test_hellinger_and_cosine():
 def test_state_similarity_of_itself_is_one_and_nan_stays_in_its_row(metric, shape):
     x = torch.rand(shape) + 1000
     x[2] = NAN
-    ours = rlkernels.state_similarity(x, x, metric=metric)
+    ours = state_similarity(x, x, metric=metric)
     good = [0, 1, 3, 4, 5]
     torch.testing.assert_close(ours[good][:, good].diagonal(), torch.ones(5), rtol=0, atol=1e-5)
     assert ours[2].isnan().all() and ours[:, 2].isnan().all() and ours[good][:, good].isfinite().all()
-    assert rlkernels.state_similarity(x[:0], x, metric=metric).shape == (0, 6)
-    assert rlkernels.state_similarity(x, x[:0], metric=metric).shape == (6, 0)
+    assert state_similarity(x[:0], x, metric=metric).shape == (0, 6)
+    assert state_similarity(x, x[:0], metric=metric).shape == (6, 0)
 
 
 def curves(n, steps, states=(10, 2)):
@@ -171,8 +166,8 @@ def curves(n, steps, states=(10, 2)):
 
 def test_rhyme_similarity_is_its_formula():
     query, bank = curves(3, 8), curves(5, 11)
-    ours = rlkernels.rhyme_similarity(query, bank, reward_weight=0.3, reward_scale=0.4, band=2)
-    state = rlkernels.state_similarity(query.states, bank.states)
+    ours = rhyme_similarity(query, bank, reward_weight=0.3, reward_scale=0.4, band=2)
+    state = state_similarity(query.states, bank.states)
     for i in range(3):
         for j in range(5):
             a = query.rewards[i, : query.lengths[i]].double().tolist()
@@ -184,16 +179,16 @@ def test_rhyme_similarity_is_its_formula():
 @pytest.mark.parametrize("states", [(10, 2), (7,)])
 def test_rhyme_with_itself_is_one(states):
     query = curves(6, 9, states)
-    ours = rlkernels.rhyme_similarity(query, query)
+    ours = rhyme_similarity(query, query)
     torch.testing.assert_close(ours.diagonal(), torch.ones(6), rtol=0, atol=1e-6)
     assert ((ours >= 0) & (ours <= 1)).all()
 
 
 def test_rhyme_of_rewards_alone_and_of_empty_curves():
     query = Trajectories(torch.tensor([[0.5, NAN], [NAN, NAN]]), None, torch.tensor([1, 0]))
-    assert rlkernels.rhyme_similarity(query, query, reward_weight=1).tolist() == [[1.0, 0.0], [0.0, 1.0]]
+    assert rhyme_similarity(query, query, reward_weight=1).tolist() == [[1.0, 0.0], [0.0, 1.0]]
     with pytest.raises(ValueError, match="must be given unless reward_weight is 1"):
-        rlkernels.rhyme_similarity(query, query)
+        rhyme_similarity(query, query)
 
 
 @pytest.mark.parametrize(
@@ -201,99 +196,64 @@ def test_rhyme_of_rewards_alone_and_of_empty_curves():
 )
 def test_rhyme_topk_takes_the_ceiling(fraction, size, k):
     query, bank = Trajectories(torch.rand(2, 3)), Trajectories(torch.rand(size, 3))
-    score, index = rlkernels.rhyme_topk(query, bank, fraction=fraction, reward_weight=1)
+    score, index = rhyme_topk(query, bank, fraction=fraction, reward_weight=1)
     assert score.shape == index.shape == (2, k)
-    dense = rlkernels.rhyme_similarity(query, bank, reward_weight=1)
+    dense = rhyme_similarity(query, bank, reward_weight=1)
     assert torch.equal(score, dense.sort(dim=1, descending=True, stable=True).values[:, :k])
     assert torch.equal(score, dense.gather(1, index))
 
 
 def test_rhyme_topk_ties_go_to_the_lower_index():
     bank = Trajectories(torch.tensor([[0.0], [0.5], [NAN], [0.5], [0.5]]))
-    score, index = rlkernels.rhyme_topk(Trajectories(torch.tensor([[0.5]])), bank, k=5, reward_weight=1)
+    score, index = rhyme_topk(Trajectories(torch.tensor([[0.5]])), bank, k=5, reward_weight=1)
     assert index.tolist() == [[1, 3, 4, 0, 2]] and score[0, 4].isnan()
 
 
 ONE = torch.ones(2, 3)
+ALL = Trajectories(ONE)
 
 
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: rlkernels.dtw([1.0], ONE), TypeError, "x must be a torch.Tensor, got list"),
-        (lambda: rlkernels.dtw(ONE.long(), ONE), TypeError, "x must have dtype .* got torch.int64"),
-        (lambda: rlkernels.dtw(ONE[0], ONE), ValueError, r"x must have 2 or 3 dimensions, got shape \(3,\)"),
-        (lambda: rlkernels.dtw(ONE, ONE[..., None]), ValueError, "y must have as many dimensions as x"),
-        (lambda: rlkernels.dtw(ONE[..., None], torch.ones(2, 3, 2)), ValueError, r"y must have shape \[any, any, 1\]"),
-        (lambda: rlkernels.dtw(ONE, ONE, band=-1), ValueError, "band must be >= 0, got -1"),
-        (lambda: rlkernels.dtw(ONE, ONE, band=0.1), TypeError, "band must be an integer, got 0.1"),
-        (lambda: rlkernels.dtw(ONE, ONE, mode="open"), ValueError, "mode must be one of 'full', 'subsequence'"),
-        (lambda: rlkernels.dtw(ONE, ONE, band=2, mode="subsequence"), ValueError, "band must be None with mode"),
-        (lambda: rlkernels.dtw(ONE, ONE, x_lengths=torch.tensor([1])), ValueError, r"x_lengths must have shape \[2\]"),
-        (
-            lambda: rlkernels.dtw(ONE, ONE, x_lengths=torch.tensor([1, 4])),
-            ValueError,
-            "x_lengths must lie between 0 and 3",
-        ),
-        (lambda: rlkernels.dtw(ONE, ONE, y_lengths=torch.tensor([-1, 3])), ValueError, "y_lengths must lie between 0"),
-        (lambda: rlkernels.dtw(ONE, ONE, y_lengths=ONE[:, 0]), TypeError, "y_lengths must have dtype"),
-        (lambda: rlkernels.dtw(ONE, ONE, backend="gpu"), ValueError, "backend must be one of"),
-        (lambda: rlkernels.dtw_topk(ONE, ONE, 3), ValueError, "k must be between 0 and 2, got 3"),
-        (lambda: rlkernels.dtw_topk(ONE, ONE, True), TypeError, "k must be an integer, got True"),
-        (lambda: rlkernels.soft_dtw(ONE, ONE, gamma=0), ValueError, "gamma must be > 0, got 0"),
-        (lambda: rlkernels.soft_dtw(ONE, ONE, gamma="1"), TypeError, "gamma must be a number, got '1'"),
-        (lambda: rlkernels.soft_dtw(ONE, ONE, gamma=NAN), ValueError, "gamma must be > 0, got nan"),
-        (lambda: rlkernels.soft_dtw(ONE, ONE[:1]), ValueError, r"y must have shape \[2, any\], got \[1, 3\]"),
-        (lambda: rlkernels.state_similarity(ONE, ONE), ValueError, "x must have 3 dimensions"),
-        (lambda: rlkernels.state_similarity(ONE, ONE, metric="l2"), ValueError, "metric must be one of"),
-        (
-            lambda: rlkernels.state_similarity(-ONE, ONE, metric="hellinger"),
-            ValueError,
-            "x must hold histograms >= 0, got -1",
-        ),
-        (lambda: rlkernels.state_similarity(ONE, ONE, metric="cosine", scale=0), ValueError, "scale must be > 0"),
-        (
-            lambda: rlkernels.state_similarity(ONE, ONE, metric="cosine", scale=None),
-            TypeError,
-            "scale must be a number",
-        ),
+        (lambda: dtw([1.0], ONE), TypeError, "x must be a torch.Tensor, got list"),
+        (lambda: dtw(ONE.long(), ONE), TypeError, "x must have dtype .* got torch.int64"),
+        (lambda: dtw(ONE[0], ONE), ValueError, r"x must have 2 or 3 dimensions, got shape \(3,\)"),
+        (lambda: dtw(ONE, ONE[..., None]), ValueError, "y must have as many dimensions as x"),
+        (lambda: dtw(ONE[..., None], torch.ones(2, 3, 2)), ValueError, r"y must have shape \[any, any, 1\]"),
+        (lambda: dtw(ONE, ONE, band=-1), ValueError, "band must be >= 0, got -1"),
+        (lambda: dtw(ONE, ONE, band=0.1), TypeError, "band must be an integer, got 0.1"),
+        (lambda: dtw(ONE, ONE, mode="open"), ValueError, "mode must be one of 'full', 'subsequence'"),
+        (lambda: dtw(ONE, ONE, band=2, mode="subsequence"), ValueError, "band must be None with mode"),
+        (lambda: dtw(ONE, ONE, x_lengths=torch.tensor([1])), ValueError, r"x_lengths must have shape \[2\]"),
+        (lambda: dtw(ONE, ONE, x_lengths=torch.tensor([1, 4])), ValueError, "x_lengths must lie between 0 and 3"),
+        (lambda: dtw(ONE, ONE, y_lengths=torch.tensor([-1, 3])), ValueError, "y_lengths must lie between 0"),
+        (lambda: dtw(ONE, ONE, y_lengths=ONE[:, 0]), TypeError, "y_lengths must have dtype"),
+        (lambda: dtw(ONE, ONE, backend="gpu"), ValueError, "backend must be one of"),
+        (lambda: dtw_topk(ONE, ONE, 3), ValueError, "k must be between 0 and 2, got 3"),
+        (lambda: dtw_topk(ONE, ONE, True), TypeError, "k must be an integer, got True"),
+        (lambda: soft_dtw(ONE, ONE, gamma=0), ValueError, "gamma must be > 0, got 0"),
+        (lambda: soft_dtw(ONE, ONE, gamma="1"), TypeError, "gamma must be a number, got '1'"),
+        (lambda: soft_dtw(ONE, ONE, gamma=NAN), ValueError, "gamma must be > 0, got nan"),
+        (lambda: soft_dtw(ONE, ONE[:1]), ValueError, r"y must have shape \[2, any\], got \[1, 3\]"),
+        (lambda: state_similarity(ONE, ONE), ValueError, "x must have 3 dimensions"),
+        (lambda: state_similarity(ONE, ONE, metric="l2"), ValueError, "metric must be one of"),
+        (lambda: state_similarity(-ONE, ONE, metric="hellinger"), ValueError, "x must hold histograms >= 0, got -1"),
+        (lambda: state_similarity(ONE, ONE, metric="cosine", scale=0), ValueError, "scale must be > 0"),
+        (lambda: state_similarity(ONE, ONE, metric="cosine", scale=None), TypeError, "scale must be a number"),
         (lambda: Trajectories(ONE, -ONE), ValueError, "states must hold histograms >= 0, got -"),
-        (lambda: rlkernels.dtw(ONE.clone().requires_grad_(), ONE), ValueError, "x must not require grad.*soft_dtw"),
-        (lambda: rlkernels.dtw_topk(ONE, ONE.clone().requires_grad_(), 1), ValueError, "y must not require .*detach"),
-        (
-            lambda: rlkernels.state_similarity(ONE[..., None], ONE[..., None], seed=2**70),
-            ValueError,
-            "seed must be between",
-        ),
+        (lambda: dtw(ONE.clone().requires_grad_(), ONE), ValueError, "x must not require grad.*soft_dtw"),
+        (lambda: dtw_topk(ONE, ONE.clone().requires_grad_(), 1), ValueError, "y must not require .*detach"),
+        (lambda: state_similarity(ONE[..., None], ONE[..., None], seed=2**70), ValueError, "seed must be between"),
         (lambda: Trajectories(ONE[0]), ValueError, "rewards must have 2 dimensions"),
         (lambda: Trajectories(ONE, ONE[:1]), ValueError, r"states must have shape \[2, any\]"),
         (lambda: Trajectories(ONE, None, torch.tensor([9, 1])), ValueError, "lengths must lie between 0 and 3"),
-        (lambda: rlkernels.rhyme_similarity(ONE, ONE), TypeError, "query must be Trajectories, got Tensor"),
-        (
-            lambda: rlkernels.rhyme_similarity(Trajectories(ONE), Trajectories(ONE), reward_weight=2),
-            ValueError,
-            "reward_weight must be between 0 and 1",
-        ),
-        (
-            lambda: rlkernels.rhyme_similarity(Trajectories(ONE), Trajectories(ONE), reward_weight="1"),
-            TypeError,
-            "reward_weight must be a number, got '1'",
-        ),
-        (
-            lambda: rlkernels.rhyme_topk(Trajectories(ONE), Trajectories(ONE), fraction=None),
-            TypeError,
-            "fraction must be a number, got None",
-        ),
-        (
-            lambda: rlkernels.rhyme_topk(Trajectories(ONE), Trajectories(ONE), fraction=0),
-            ValueError,
-            "fraction must be > 0, got 0",
-        ),
-        (
-            lambda: rlkernels.rhyme_topk(Trajectories(ONE), Trajectories(ONE), k=5),
-            ValueError,
-            "k must be between 0 and 2, got 5",
-        ),
+        (lambda: rhyme_similarity(ONE, ONE), TypeError, "query must be Trajectories, got Tensor"),
+        (lambda: rhyme_similarity(ALL, ALL, reward_weight=2), ValueError, "reward_weight must be between 0 and 1"),
+        (lambda: rhyme_similarity(ALL, ALL, reward_weight="1"), TypeError, "reward_weight must be a number, got '1'"),
+        (lambda: rhyme_topk(ALL, ALL, fraction=None), TypeError, "fraction must be a number, got None"),
+        (lambda: rhyme_topk(ALL, ALL, fraction=0), ValueError, "fraction must be > 0, got 0"),
+        (lambda: rhyme_topk(ALL, ALL, k=5), ValueError, "k must be between 0 and 2, got 5"),
     ],
 )
 def test_bad_arguments(call, error, message):
@@ -304,8 +264,8 @@ def test_bad_arguments(call, error, message):
 def test_non_contiguous_and_low_precision_inputs():
     wide = torch.randn(6, 20, 2)
     x, y = wide[::2, ::2, 1], wide[1::2, 1::3].transpose(1, 2)[:, 0]
-    expected = rlkernels.dtw(x.contiguous(), y.contiguous(), backend="torch")
-    assert torch.equal(rlkernels.dtw(x, y, backend="torch"), expected)
-    low = rlkernels.dtw(x.bfloat16(), y.bfloat16(), backend="torch")
-    assert torch.equal(low, rlkernels.dtw(x.bfloat16().float(), y.bfloat16().float(), backend="torch"))
-    np.testing.assert_allclose(rlkernels.dtw(x.double(), y.double(), backend="torch"), expected, rtol=1e-6)
+    expected = dtw(x.contiguous(), y.contiguous(), backend="torch")
+    assert torch.equal(dtw(x, y, backend="torch"), expected)
+    low = dtw(x.bfloat16(), y.bfloat16(), backend="torch")
+    assert torch.equal(low, dtw(x.bfloat16().float(), y.bfloat16().float(), backend="torch"))
+    np.testing.assert_allclose(dtw(x.double(), y.double(), backend="torch"), expected, rtol=1e-6)
