@@ -16,7 +16,7 @@ from python_trainer.model.loading import choose_device, policy_folder
 from python_trainer.run_directory import write_text
 from rlkernels import backend, verdicts
 from rlkernels.proof import PROVABLE, prove
-from rlkernels.proof.cli import workload_of_run
+from rlkernels.proof.workload import workload_of_run
 
 if TYPE_CHECKING:
     from python_trainer.config import Config

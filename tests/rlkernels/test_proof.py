@@ -16,6 +16,7 @@ from rlkernels import backend, proof, verdicts
 from rlkernels.__main__ import main
 from rlkernels.proof import Workload, process
 from rlkernels.proof.cases import SMALL, cases_of
+from rlkernels.proof.workload import workload_of_run
 
 OP, CUDA = "merge_attention", torch.device("cuda", 0)
 TINY = Workload("float32", 4, 2, 16, 32, 200, 2, 2, 20, 16)
@@ -292,26 +293,23 @@ def test_command(monkeypatch, capsys, tmp_path):
     asked = []
     result = {"device": FACTS, "verdicts": {OP: verdict()}, "left_out": {"dtw": "no time left of 5 s"}}
     monkeypatch.setattr("rlkernels.proof.cli.prove", lambda ops, **options: asked.append((ops, options)) or result)
-    (tmp_path / "config.json").write_text(json.dumps(
-        {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 99}
-    ))  # fmt: skip
-    settings = tmp_path / "run.yaml"
-    settings.write_text(
-        f"model: {{path: {tmp_path}, dtype: float16}}\nrollout: {{num_generations: 4, max_completion_length: 100}}"
-    )
     record = tmp_path / "records/x.json"
-    assert (
-        main(["prove", "--ops", OP, "dtw", "--seconds", "5", "--config", str(settings), "--record", str(record)]) == 1
-    )
+    assert main(["prove", "--ops", OP, "dtw", "--seconds", "5", "--record", str(record)]) == 1
     ((ops, options),) = asked
     assert ops == [OP, "dtw"] and options["seconds"] == 5 and not options["again"]
-    assert options["workload"] == Workload("float16", 4, 2, 16, 64, 99, 32, 4, 256, 50)
     printed = capsys.readouterr().out
     assert "triton: 0.50 of the time of plain torch" in printed and "dtw                      no time left" in printed
     written = json.loads(record.read_text())
     assert written["verdicts"][OP]["backend"] == "triton" and "rlkernels/backend.py" in written["sources"]
-    assert main(["prove", "--config", str(tmp_path / "gone.yaml")]) == 2
-    assert "gone.yaml" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert main(["prove", "--ops", "rope"]) == 2
+    assert "error: ops must be out of" in capsys.readouterr().err
+
+
+def test_the_workload_of_a_run():
+    settings = {"model": {"dtype": "float16"}, "rollout": {"num_generations": 4, "max_completion_length": 100}}
+    model = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 99}
+    assert workload_of_run(settings, model) == Workload("float16", 4, 2, 16, 64, 99, 32, 4, 256, 50)
 
 
 def test_comments_and_layout_are_no_change(tmp_path):
