@@ -22,7 +22,7 @@ from rlkernels.extrapolation.trajectory import Points, RankOneTrajectory
 
 @dataclass(frozen=True)
 class Attempt:
-    """How weights are taken further: when not to try, how far, and how candidates are judged.
+    """Settings of an extrapolation: when not to try, how far to go, and how to judge candidates.
 
     Raises:
         TypeError, ValueError: a setting of another type or out of range.
@@ -48,12 +48,12 @@ class Attempt:
         _check.share("shrink", self.shrink)
 
     def refusal(self, trajectory: RankOneTrajectory) -> Refusal | None:
-        """Why nothing should be tried now; None when nothing speaks against it."""
+        """Return the reason not to try now; None if there is none."""
         return refusal(trajectory, self.predictor, self.limits)
 
     def predict(self, trajectory: RankOneTrajectory, weights: Mapping[str, torch.Tensor], *,
                 points: Mapping[str, Points] | None = None) -> dict[str, torch.Tensor]:  # fmt: skip
-        """Predicted weights by name; arguments and errors as for :func:`rlkernels.extrapolate`."""
+        """Return predicted weights by name; arguments and errors as for :func:`rlkernels.extrapolate`."""
         target = Target(self.horizon * trajectory.steps[-1], self.accuracy)
         return extrapolate(trajectory, weights, target, predictor=self.predictor, scale=self.scale,
                            keep_rest=self.keep_rest, limits=self.limits, points=points)  # fmt: skip
@@ -62,23 +62,23 @@ class Attempt:
     def judge(self, gate: Gate, predicted: Mapping[str, torch.Tensor], places: Mapping[str, Sequence[torch.Tensor]],
               evaluate: Callable[[range], Sequence[float]], *, available: int,
               changed: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:  # fmt: skip
-        """Writes candidates until the gate accepts one; otherwise the weights end up as they were, bit for bit.
+        """Write candidates until the gate accepts one; if it accepts none, restore the weights bit for bit.
 
         Args:
-            gate: whose level counts all candidates of a run.
+            gate: counts all candidates of a run.
             predicted: name -> weights [m, n], float32.
             places: name -> the tensors that hold this weight, the most precise one first (a float32 master copy, then
                 the parameter that is rounded from it); at least the names of ``predicted``.
-            evaluate: numbers of gate prompts -> 0 or 1 for each, with the weights that the model has.
+            evaluate: numbers of gate prompts -> a score for each, by the weights in the model.
             available: how many gate prompts there are.
             changed: called after every change of the weights, and once at the end.
 
         Returns:
-            A dictionary for each candidate: its ``factor`` and the fields of :class:`Comparison`. The last one is in
-            the model if it was ``accepted``.
+            For each candidate its ``factor`` and the fields of :class:`Comparison`; the last one is in the model if it
+            was ``accepted``.
 
         Raises:
-            ValueError: an evaluation of other prompts than it was asked for; the weights are as they were then.
+            ValueError: ``evaluate`` gave another number of scores; the weights are restored.
         """
         saved = {name: [place.detach().clone() for place in places[name]] for name in predicted}
 

@@ -9,25 +9,24 @@ import torch
 
 from rlkernels import _check
 
-# Judged after so many eighths of the prompts. A look costs the passes of the longest answer in it, however few answers
-# there are, so fewer prompts than an eighth would be hardly cheaper.
+# The gate looks after so many eighths of the prompts. A look costs the passes of its longest answer, so fewer prompts
+# than an eighth would hardly be cheaper.
 LOOKS = (1, 2, 3, 4, 6, 8)
 
 
 def improvement_e_value(gained: int, lost: int) -> float:
-    """Evidence that more prompts are gained than lost, whenever one looks.
+    """Return the evidence that more prompts are gained than lost; it holds at any stopping time.
 
-    The likelihood ratio of "each prompt that changed was gained with probability q", averaged over q from 1/2 to 1,
-    against q = 1/2. When ``q <= 1/2`` it exceeds 1 / a with probability at most a, even if one looks after every
-    prompt and stops at the best moment (a test martingale; Ville's inequality).
+    The likelihood ratio of "a changed prompt was gained with probability q", averaged over q from 1/2 to 1, against
+    q = 1/2. If ``q <= 1/2``, it exceeds 1 / a with probability at most a (a test martingale; Ville's inequality).
 
     Args:
         gained: prompts answered right after and wrong before.
-        lost: the other way round.
+        lost: prompts answered wrong after and right before.
 
     Returns:
-        ``sum_{k <= gained} C(n + 1, k) / ((n + 1) C(n, gained))`` with ``n = gained + lost``; 1 when nothing changed,
-        infinity beyond what a float holds.
+        ``sum_{k <= gained} C(n + 1, k) / ((n + 1) C(n, gained))`` with ``n = gained + lost``; infinity beyond what a
+        float holds.
     """
     changed = gained + lost
     tail = sum(math.comb(changed + 1, k) for k in range(gained + 1))
@@ -38,7 +37,7 @@ def improvement_e_value(gained: int, lost: int) -> float:
 
 
 def count_changes(after: Sequence[float], before: Sequence[float]) -> tuple[int, int]:
-    """Prompts gained and lost: whose answer scores more after than before, be it 1 instead of 0, and less.
+    """Count the prompts whose answer scores more after than before, and less.
 
     Raises:
         ValueError: numbers of prompts that differ, or none; a score that is not finite.
@@ -67,23 +66,22 @@ class Comparison:
 
 
 class Gate:
-    """Accepts what is shown to answer more prompts right.
+    """Accept weights that are shown to answer more prompts right.
 
-    Prompts that both sets of weights answer with the same noise are compared in growing parts, see
-    :func:`improvement_e_value`. It ends as soon as the evidence suffices, or as the rest of the prompts would not
-    change the verdict if they went like those seen so far. Candidate number k of a run needs evidence of
-    ``k (k + 1) / level``, so the chance that a run ever accepts weights that are no better stays below ``level``,
-    however many candidates there are. That holds for prompts in random order, and for each attempt by itself; later
-    attempts of a run begin with prompts that earlier ones have not used, as long as there are any.
+    Both sets of weights answer the same prompts with the same noise, in growing parts; :func:`improvement_e_value`
+    compares them. The gate stops when the evidence suffices, or when the rest of the prompts could not change the
+    verdict at the present rate. Candidate number k of a run needs evidence of ``k (k + 1) / level``, so a run accepts
+    weights that are no better with a probability below ``level``, however many candidates there are. That holds for
+    prompts in random order. Each attempt begins with prompts that earlier ones have not used, while there are any.
 
     Args:
-        level: that chance, between 0 and 1.
+        level: that probability, between 0 and 1.
 
     Raises:
         TypeError, ValueError: a level that is no number between the two.
 
     Attributes:
-        comparisons, position: how many there were, and the prompt that the next attempt begins with: its state.
+        comparisons, position: its state: the number of comparisons, and the first prompt of the next attempt.
     """
 
     def __init__(self, level: float, comparisons: int = 0, position: int = 0):
@@ -91,7 +89,7 @@ class Gate:
         self.level, self.comparisons, self.position = level, comparisons, position
 
     def compare(self, after: Sequence[float], before: Sequence[float]) -> Comparison:
-        """Judges one candidate by all prompts at once; ``after`` and ``before`` are 0 or 1, or any score, for each.
+        """Judge one candidate by all prompts at once; ``after`` and ``before`` hold a score for each.
 
         Raises:
             ValueError: numbers of prompts that differ, or none; a score that is not finite.
@@ -115,11 +113,11 @@ class Gate:
     def compare_in_parts(
         self, after: Callable[[int], Sequence[float]], before: Callable[[int], Sequence[float]], prompts: int
     ) -> Comparison:
-        """Judges one candidate, looking at no more prompts than it takes.
+        """Judge one candidate by as few prompts as it takes.
 
         Args:
-            after, before: number of prompts -> 0 or 1 for each of so many, in an order that does not change.
-            prompts: how many there are.
+            after, before: number of prompts -> a score for each of them, in an order that does not change.
+            prompts: most prompts.
 
         Raises:
             ValueError: numbers of answers that differ, or none; a score that is not finite.
@@ -136,7 +134,7 @@ class Gate:
 
 
 class Answers:
-    """Right or wrong for the first prompts from ``position`` on, asked for only as far as they are needed."""
+    """Scores of the prompts from ``position`` on, evaluated when they are needed."""
 
     def __init__(self, evaluate: Callable[[range], Sequence[float]], available: int, position: int):
         self.evaluate, self.available, self.position = evaluate, available, position
@@ -156,17 +154,17 @@ class Answers:
 def try_candidates(gate: Gate, present: Mapping[str, torch.Tensor], predicted: Mapping[str, torch.Tensor], *,
                    write: Callable[[Mapping[str, torch.Tensor]], None], evaluate: Callable[[range], Sequence[float]],
                    prompts: int, available: int, max_tries: int, shrink: float) -> list[dict[str, Any]]:  # fmt: skip
-    """Writes candidates until the gate accepts one. What was there before is for the caller to put back.
+    """Write candidates until the gate accepts one; the caller puts the present weights back.
 
     Args:
         present: name -> weights as they are.
         predicted: name -> weights, float32. Candidate k takes the share shrink^k of the way to them.
         write: puts weights into the model.
-        evaluate: numbers of gate prompts -> 0 or 1 for each, with the weights that the model has.
-        prompts, available: how many gate prompts are looked at for a candidate, at most, and how many there are.
+        evaluate: numbers of gate prompts -> a score for each, by the weights in the model.
+        prompts, available: most gate prompts for a candidate, and how many there are.
 
     Returns:
-        A dictionary for each that was tried: its ``factor`` and the fields of :class:`Comparison`.
+        For each candidate its ``factor`` and the fields of :class:`Comparison`.
     """
     inside: Mapping[str, torch.Tensor] = present  # the weights that the model has
 

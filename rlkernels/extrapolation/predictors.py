@@ -1,8 +1,7 @@
-"""Where a module's update is heading: predictors of x = (W - W_0) v_T, a test of their skill, and when not to try.
+"""Predictors of x = (W - W_0) v_T, a back-test of their skill, and reasons not to extrapolate.
 
-A predictor maps the points of one module to x at a later step or a higher accuracy. None of them is trusted on its
-own: :func:`skill` says how it would have done on points it has not seen, :func:`refusal` when there is nothing to
-extrapolate, and whoever applies a prediction must hold it against prompts that were kept aside.
+A predictor maps the points of one module to x at a later step or a higher accuracy. :func:`skill` tests it on points
+that it has not seen, :func:`refusal` finds reasons not to try. Test every prediction on held-out prompts.
 """
 
 import math
@@ -20,21 +19,21 @@ from rlkernels.rank1.update import GAP_FLOOR
 
 @dataclass(frozen=True)
 class Target:
-    """What to extrapolate to; a predictor uses one of the two."""
+    """The step and accuracy to extrapolate to; a predictor uses one of them."""
 
     step: float  # on the scale of the tracked steps
     accuracy: float = 1.0  # on the scale of the tracked accuracies
 
 
 class Predictor(ABC):
-    """One interface: points of one module and a target -> x [m] at the target, float32."""
+    """Maps the points of one module and a target to x [m] at the target, float32."""
 
     name = ""
     min_points = 2
     whole = False  # the prediction stands for the whole update, stretched, not only for its part along v
 
     def __call__(self, points: Points, target: Target) -> torch.Tensor:
-        """Predicts.
+        """Predict x.
 
         Raises:
             ValueError: too few points, or points that cannot be extrapolated, such as an accuracy that never moved.
@@ -114,7 +113,7 @@ PREDICTORS: dict[str, Predictor] = {p.name: p for p in (PLS(), Secant(), Tempora
 
 
 def find_predictor(predictor: str | Predictor) -> Predictor:
-    """One of ``PREDICTORS`` by its name, or the predictor itself; raises ValueError for another name."""
+    """Return one of ``PREDICTORS`` by its name, or the predictor itself; another name raises ValueError."""
     if isinstance(predictor, Predictor):
         return predictor
     _check.one_of("predictor", predictor, PREDICTORS)
@@ -122,22 +121,22 @@ def find_predictor(predictor: str | Predictor) -> Predictor:
 
 
 def skill(trajectory: RankOneTrajectory, predictor: str | Predictor, *, holdout: int = 1) -> float:
-    """Back-test: how much better than "nothing moves any more" the last point would have been predicted.
+    """Back-test a predictor: predict the last point, and compare with the prediction that nothing moves any more.
 
-    The last ``holdout`` points are left out; direction and points are those of the step before them, the target is the
-    step and accuracy of the last point.
+    It leaves out the last ``holdout`` points. Direction and points are those of the step before them; the target is
+    the step and accuracy of the last point.
 
     Args:
         trajectory: what was tracked so far.
         predictor: one of ``PREDICTORS``, by name or of your own.
-        holdout: points to be predicted, >= 1.
+        holdout: points to leave out, >= 1.
+
+    Returns:
+        1 - sum |prediction - x_T|^2 / sum |x_(T - holdout) - x_T|^2 over all modules, at most 1; -inf if the predictor
+        has too few points or fails.
 
     Raises:
         ValueError: an unknown predictor; a holdout that is not positive.
-
-    Returns:
-        1 - sum |prediction - x_T|^2 / sum |x_(T - holdout) - x_T|^2 over all modules, at most 1; -inf where the
-        predictor has too few points or finds none.
     """
     predictor = find_predictor(predictor)
     holdout = _check.integer("holdout", holdout, 1)
@@ -158,7 +157,7 @@ def skill(trajectory: RankOneTrajectory, predictor: str | Predictor, *, holdout:
 
 @dataclass(frozen=True)
 class Limits:
-    """When an extrapolation is refused."""
+    """Limits beyond which an extrapolation is refused."""
 
     min_gap: float = GAP_FLOOR  # 1 - sigma2 / sigma1: below it the leading direction is not defined
     noise_factor: float = 3.0  # sigma1 must exceed this many times what rounding the weights adds
@@ -170,7 +169,7 @@ class Limits:
 
 
 def module_refusal(trajectory: RankOneTrajectory, name: str, limits: Limits) -> str | None:
-    """Why one module cannot be extrapolated; None when it can."""
+    """Return why one module cannot be extrapolated; None if it can."""
     facts, status = trajectory.facts(name), trajectory.status(name)
     if status == "zero":
         return "no update"
@@ -187,7 +186,7 @@ def module_refusal(trajectory: RankOneTrajectory, name: str, limits: Limits) -> 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why nothing is extrapolated."""
+    """The reason not to extrapolate."""
 
     reason: str  # few points | flat accuracy | low gap | storage noise | direction still turning | no update | no skill
     detail: str
@@ -197,7 +196,7 @@ class Refusal:
 
 
 def refusal(trajectory: RankOneTrajectory, predictor: str | Predictor, limits: Limits | None = None) -> Refusal | None:
-    """Why this predictor should not be tried on this trajectory now; None when nothing speaks against it.
+    """Return the first reason not to try this predictor on this trajectory now; None if there is none.
 
     Args:
         trajectory: what was tracked so far.
@@ -205,7 +204,7 @@ def refusal(trajectory: RankOneTrajectory, predictor: str | Predictor, limits: L
         limits: None for the defaults.
 
     Returns:
-        Kind of the first objection, and the figures that make it one.
+        The reason, and the figures behind it.
 
     Raises:
         ValueError: an unknown predictor.
@@ -236,7 +235,7 @@ def extrapolate(trajectory: RankOneTrajectory, weights: Mapping[str, torch.Tenso
                 predictor: str | Predictor = "secant", scale: float | str = 1.0, keep_rest: bool = True,
                 limits: Limits | None = None, points: Mapping[str, Points] | None = None,
                 ) -> dict[str, torch.Tensor]:  # fmt: skip
-    """Predicted weights of the modules that :func:`module_refusal` has nothing against.
+    """Predict the weights of the modules to which :func:`module_refusal` does not object.
 
     Args:
         trajectory: what was tracked so far.
@@ -245,13 +244,13 @@ def extrapolate(trajectory: RankOneTrajectory, weights: Mapping[str, torch.Tenso
         predictor: one of ``PREDICTORS``, by name or of your own.
         scale: factor a on the predicted x. "alpha" gives the rank-1 update the Frobenius norm of the whole one,
             |W_T - W_0| / |x_T|, as AlphaRL does; meant for ``keep_rest=False``.
-        keep_rest: True: what the update holds beyond v_T stays as trained, W_T + (a x - x_T) v_T^T. False: it is
-            dropped as in AlphaRL, W_0 + a x v_T^T. Predictors of the whole update keep everything, stretched.
+        keep_rest: True keeps what the update holds beyond v_T, W_T + (a x - x_T) v_T^T. False drops it, as in
+            AlphaRL, W_0 + a x v_T^T. Predictors of the whole update keep and stretch everything.
         limits: what a module must fulfil to be extrapolated; None for the defaults.
-        points: exact ones, from ``trajectory.exact_points``; otherwise those of the factors.
+        points: exact ones, from ``trajectory.exact_points``; None for those of the factors.
 
     Returns:
-        name -> float32 [m, n]. Nothing has been tested on them: hold them against prompts kept aside.
+        name -> float32 [m, n], untested: evaluate them on held-out prompts.
 
     Raises:
         TypeError, ValueError: an unknown predictor or scale; weights, or points, that do not fit the trajectory, or

@@ -21,17 +21,16 @@ INT64 = -(2**63), 2**63 - 1
 class RolloutHistory:
     """Earlier responses by prompt, and drafts for new ones (after RhymeRL's HistoSpec, arXiv 2508.18588).
 
-    A draft continues the places where the last tokens of a sequence occurred before: under the same prompt, under
-    other prompts where that gives no long match, and in the sequence itself, its prompt included. Longer matches,
-    later epochs and better rewards weigh more. A draft ends where the next token is no longer likely enough to be
-    worth verifying. Verify drafts with :func:`rlkernels.verify_drafts`; wrong ones cost time, never correctness.
+    A draft continues earlier occurrences of the last tokens of a sequence: under the same prompt, in the sequence and
+    its prompt, and, without a long match, under other prompts. Longer matches, later epochs and better rewards weigh
+    more. A draft ends where verifying the next token would not pay. Verify drafts with
+    :func:`rlkernels.verify_drafts`; wrong ones cost time, never correctness.
 
-    Thread-safe, except on the "torch" backend. Copies and pickles hold what :meth:`save` writes: the rollouts and the
-    settings, no handles.
+    Thread-safe, except on the "torch" backend. Copies and pickles hold the rollouts and settings, but no handles.
 
     Args:
-        max_tokens: most response tokens kept; None is unbounded. Out go the lowest epoch first, within it the lowest
-            reward, within that the oldest. A response longer than this is cut.
+        max_tokens: most response tokens kept; None is unbounded. It evicts the lowest epoch first, within it the
+            lowest reward, then the oldest, and cuts a longer response.
         token_cost: time to verify one more draft token, as a share of the time of a decode step without drafts.
         depth: most tokens of context compared, >= 5.
         backend: "auto" | "cpu" | "torch" (plain Python).
@@ -45,7 +44,7 @@ class RolloutHistory:
         self._core = _implementation(backend)(_bound(max_tokens), token_cost, depth)
 
     def add(self, prompt_ids: Ids, response_ids: Ids, *, reward: float = 0.0, epoch: int = 0) -> None:
-        """Stores a finished response, its end-of-sequence token included if drafts should end sequences.
+        """Store a finished response; include its end-of-sequence token if drafts may end sequences.
 
         Args:
             prompt_ids: integers [P].
@@ -61,17 +60,13 @@ class RolloutHistory:
         self._core.add(_ids("prompt_ids", prompt_ids), _ids("response_ids", response_ids), reward, epoch)
 
     def resize(self, max_tokens: int | None) -> None:
-        """Sets another bound; what is beyond it goes, in the order that ``max_tokens`` of the class names.
-
-        Args:
-            max_tokens: most response tokens kept from now on; None is unbounded.
-        """
+        """Set another ``max_tokens``, and evict what is beyond it."""
         self._core.resize(_bound(max_tokens))
 
     def draft(
         self, prompt_ids_list: Sequence[Ids], generated_ids_list: Sequence[Ids], *, max_tokens: int
     ) -> list[list[int]]:
-        """Drafts for sequences given by their prompt and what they have generated, without feedback.
+        """Return drafts for sequences, given by prompt and generated tokens, without feedback.
 
         Args:
             prompt_ids_list: B prompts.
@@ -96,15 +91,15 @@ class RolloutHistory:
         ]
 
     def track(self, prompt_ids: Ids) -> int:
-        """Starts following a sequence that is being generated; returns its handle. Call :meth:`release` at its end."""
+        """Start to follow a sequence; returns its handle. Call :meth:`release` at its end."""
         return self._core.track(_ids("prompt_ids", prompt_ids))
 
     def extend(self, handle: int, ids: Ids) -> None:
-        """Tells that ``ids`` were generated (accepted draft tokens included)."""
+        """Add generated tokens, accepted draft tokens included."""
         self._core.extend(_handle(handle), _ids("ids", ids))
 
     def extend_tracked(self, handles: Ids, ids: Ids, lengths: Ids) -> None:
-        """:meth:`extend` of B sequences in one call.
+        """Run :meth:`extend` for B sequences in one call.
 
         Args:
             handles: B handles.
@@ -122,12 +117,12 @@ class RolloutHistory:
     def draft_tracked(
         self, handles: Ids, *, max_tokens: int, token_cost: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Drafts for tracked sequences, within the length that feedback allows each.
+        """Return drafts for tracked sequences; feedback bounds the length of each.
 
         Args:
             handles: B handles.
             max_tokens: longest draft, >= 0.
-            token_cost: for this call instead of the history's own; what a draft token costs depends on the batch.
+            token_cost: of this call, in place of the history's own.
 
         Returns:
             (ids, lengths): int64 [B, max_tokens], -1 beyond each length, and int64 [B]; on the CPU.
@@ -142,11 +137,11 @@ class RolloutHistory:
         return torch.from_numpy(ids), torch.from_numpy(lengths)
 
     def observe(self, handles: Ids, offered: Ids, accepted: Ids) -> None:
-        """Feedback on the last drafts: how many tokens were offered to the verifier and how many it accepted.
+        """Give feedback on the last drafts: the tokens offered to the verifier, and those it accepted.
 
-        The window of a sequence, 16 at first, doubles when all that was offered was accepted; otherwise it shrinks to
-        twice what was accepted, but not below 6. Where drafts cost more than they save (``token_cost``), drafting
-        pauses for 8 drafts, then 16, ... 1024, until it pays again or a lower ``token_cost`` is given.
+        The window of a sequence starts at 16. It doubles if all offered tokens were accepted, else it shrinks to twice
+        the accepted ones, but not below 6. If drafts cost more than they save (``token_cost``), drafting pauses for 8
+        drafts, then 16, ... 1024, until it pays again or ``token_cost`` falls.
 
         Args:
             handles: B handles.
@@ -165,23 +160,20 @@ class RolloutHistory:
         self._core.observe(known, given, taken)
 
     def release(self, handle: int) -> None:
-        """Forgets a tracked sequence."""
+        """Forget a tracked sequence."""
         self._core.release(_handle(handle))
 
     def longest_prompt(self, ids: Ids) -> int:
-        """How many tokens of ``ids`` are a prompt with answers: the longest one that they begin with; 0 where none is.
-
-        What follows may be the start of an answer that is to be continued: track the prompt, then extend.
-        """
+        """Return the length of the longest prompt with answers that ``ids`` begin with; 0 without one."""
         return self._core.longest_prompt(_ids("ids", ids))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the rollouts (not the handles) to one file, whole or not at all, even if others save to it too."""
+        """Write the rollouts (not the handles) to one file atomically."""
         self._core.save(os.fsdecode(path))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, backend: str = "auto") -> "RolloutHistory":
-        """Reads a file written by :meth:`save`.
+        """Read a file written by :meth:`save`.
 
         Raises:
             ValueError: not such a file, another version, or damaged.
@@ -191,12 +183,12 @@ class RolloutHistory:
         return history
 
     def to_bytes(self) -> torch.Tensor:
-        """What :meth:`save` writes, as a tensor uint8 [N] on the CPU: for checkpoints."""
+        """Return the content of a saved file as a tensor uint8 [N] on the CPU, for checkpoints."""
         return torch.from_numpy(self._core.to_bytes())
 
     @classmethod
     def from_bytes(cls, data: torch.Tensor, *, backend: str = "auto") -> "RolloutHistory":
-        """Undoes :meth:`to_bytes`; raises ValueError as :meth:`load` does."""
+        """Undo :meth:`to_bytes`; raises ValueError as :meth:`load` does."""
         _check.tensor("data", data, ndim=1, dtype=torch.uint8)
         return _restored(cls, data.numpy(force=True), backend)
 
@@ -206,7 +198,7 @@ class RolloutHistory:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """tokens, rollouts, prompts, handles, evicted (rollouts), bytes, bytes_per_token."""
+        """Numbers of tokens, rollouts, prompts, handles, evicted (rollouts), bytes, bytes_per_token."""
         facts: dict[str, Any] = self._core.stats()
         facts["bytes_per_token"] = facts["bytes"] / max(facts["tokens"], 1)
         return facts

@@ -35,7 +35,7 @@ def write_kv(
     *,
     backend: str = "auto",
 ) -> None:
-    """Writes the keys and values of new tokens into their places in the cache; for generation, without gradients.
+    """Write the keys and values of new tokens into their slots of the cache; for generation, without gradients.
 
     Args:
         key, value: [T, Hk, d], converted to the dtype of the cache.
@@ -43,8 +43,8 @@ def write_kv(
         slots: int64 [T], block * block_size + offset, all different.
 
     Raises:
-        TypeError, ValueError: wrong shapes, dtypes or devices, or (on a CPU) a slot outside the cache; a tensor that
-            requires grad, where gradients are enabled.
+        TypeError, ValueError: wrong shapes, dtypes or devices; a slot outside the cache (checked on a CPU); a tensor
+            that requires grad while gradients are enabled.
     """
     _check_cache(key_cache, value_cache)
     for name, t in (("key", key), ("value", value)):
@@ -76,11 +76,11 @@ def paged_attention(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Result:
-    """Causal attention of new tokens over the paged keys and values of their sequences, which hold their own too.
+    """Compute causal attention of new tokens over the paged keys and values of their sequences, their own included.
 
-    Any number of queries per sequence: decoding (1), prefill of a suffix, verification of drafts. Query i of a
-    sequence sits at position seq_len - q_len + i and sees the keys up to there. For generation: it has no gradient;
-    for training there is :func:`grouped_attention`.
+    A sequence may have any number of queries: one (decoding), a suffix (prefill) or a draft (verification). Query i
+    sits at position seq_len - q_len + i and sees the keys up to there. It has no gradient: train with
+    :func:`grouped_attention`.
 
     Args:
         query: [T, Hq, d], the queries of all sequences one after the other; Hq a multiple of Hk.
@@ -89,15 +89,15 @@ def paged_attention(
         seq_lens: int32 [B], keys of each sequence, its queries included.
         query_starts: int32 [B + 1]; sequence b has the queries ``query_starts[b]`` .. ``query_starts[b + 1] - 1``.
         scale: factor of the scores before the softmax, usually d ** -0.5.
-        return_lse: also return the natural log of the sum of exp(score), of every query and head.
+        return_lse: also return the log-sum-exp of the scores.
 
     Returns:
         out [T, Hq, d] in the dtype of the query; with ``return_lse`` also the natural logarithm of the softmax's
         denominator, float32 [T, Hq].
 
     Raises:
-        TypeError, ValueError: wrong shapes, dtypes or devices; (on a CPU) also a sequence with more queries than
-            keys or than its block table covers, or a block outside the cache; a tensor that requires grad, where
+        TypeError, ValueError: wrong shapes, dtypes or devices; a sequence with more queries than keys or than its
+            block table covers, or a block outside the cache (checked on a CPU); a tensor that requires grad while
             gradients are enabled.
     """
     _check_attention("paged_attention", query, key_cache, value_cache, scale)
@@ -128,10 +128,10 @@ def shared_prefix_attention(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Result:
-    """:func:`paged_attention` for sequences that share prefixes, whose keys and values are read once per group.
+    """Compute :func:`paged_attention` of sequences that share prefixes; each prefix is read once per group.
 
-    Every query sees all of its group's prefix and, causally, its own sequence's suffix; the two softmaxes are merged
-    by their log-sum-exps (Hydragen, arXiv 2402.05099; FlashInfer's cascade attention).
+    Every query sees all of its group's prefix and, causally, the suffix of its own sequence. The log-sum-exps merge
+    the two softmaxes (Hydragen, arXiv 2402.05099; FlashInfer's cascade attention).
 
     Args:
         query, key_cache, value_cache, query_starts, scale, return_lse: as for :func:`paged_attention`.
@@ -165,7 +165,7 @@ def shared_prefix_attention(
 def merge_attention(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor, *, backend: str = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the union of two disjoint sets of keys, from the attention over each; without gradients.
+    """Merge the attention over two disjoint sets of keys into that over their union; without gradients.
 
     Args:
         out_a, out_b: [T, H, d].
@@ -175,7 +175,7 @@ def merge_attention(
         out [T, H, d] in the dtype of ``out_a`` and lse float32 [T, H]; 0 and -inf where neither saw a key.
 
     Raises:
-        TypeError, ValueError: wrong shapes, dtypes or devices; a tensor that requires grad, where gradients are
+        TypeError, ValueError: wrong shapes, dtypes or devices; a tensor that requires grad while gradients are
             enabled.
     """
     _check.tensor("out_a", out_a, ndim=3, floating=True)
@@ -200,10 +200,10 @@ def grouped_attention(
     scale: float,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Causal attention for training on groups that share a prefix, which is in the batch once; differentiable.
+    """Compute causal attention for training on groups whose shared prefix is in the batch once; differentiable.
 
-    Outputs and gradients equal those of running every sequence [prefix | suffix] by itself, where the gradients of a
-    prefix sum over its suffixes (PrefixGrouper, arXiv 2506.05433).
+    Outputs and gradients equal those of every sequence [prefix | suffix] by itself; the gradients of a prefix sum over
+    its suffixes (PrefixGrouper, arXiv 2506.05433).
 
     Args:
         query: [T, Hq, d]; Hq a multiple of Hk.

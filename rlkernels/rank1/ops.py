@@ -120,17 +120,17 @@ _SOLVERS: dict[str, Callable[..., list[Leading | ValueError]]] = {"cpu": _native
 
 def top1_delta(weight: torch.Tensor, base: torch.Tensor, *, start: torch.Tensor | None = None, tol: float = 1e-2,
                max_passes: int = 12, seed: int = 0, backend: str = "auto") -> Rank1Update:  # fmt: skip
-    """Leading singular triplet of ``weight - base``, with a certificate, without ever holding the delta.
+    """Find the leading singular triplet of ``weight - base``, with a certificate, without holding the delta.
 
-    Block Krylov iteration, one read of both matrices per step (after Musco and Musco, NIPS 2015; the bound is the
-    sin-theta theorem of Davis and Kahan with the second singular value bounded from the random start).
+    Block Krylov iteration reads both matrices once a step (Musco and Musco, NIPS 2015). The bound is the sin-theta
+    theorem of Davis and Kahan; the random start bounds the second singular value.
 
     Args:
         weight, base: [m, n], bfloat16, float16 or float32 in any mix, m and n >= 1.
-        start: [n], a guess for v such as that of the previous training step; zeros count as none. Saves reads when
-            good and cannot mislead the certificate when bad. Used in float32.
-        tol: radians; stop as soon as v is known this well.
-        max_passes: reads of both matrices at most.
+        start: [n], a guess for v, such as that of the previous training step; zeros count as none. A good one saves
+            reads, a bad one cannot mislead the certificate. Used in float32.
+        tol: radians; the solver stops when it knows v this well.
+        max_passes: most reads of both matrices.
         seed: of the random start. The same seed gives the same bits on any number of threads.
 
     Returns:
@@ -154,7 +154,7 @@ def top1_delta(weight: torch.Tensor, base: torch.Tensor, *, start: torch.Tensor 
 def top1_deltas(pairs: Pairs, *,
                 starts: Mapping[str, torch.Tensor] | None = None, tol: float = 1e-2, max_passes: int = 12,
                 seed: int = 0, backend: str = "auto") -> dict[str, Rank1Update]:  # fmt: skip
-    """:func:`top1_delta` of many modules in one call; on CPUs every result equals that of its own call, bit for bit.
+    """Run :func:`top1_delta` on many modules at once; on a CPU each result equals that of its own call, bit for bit.
 
     Args:
         pairs: name -> (weight, base), all on one device.
@@ -175,13 +175,13 @@ def top1_deltas(pairs: Pairs, *,
 def leading_deltas(pairs: Pairs, *, rank: int, min_passes: int = 3, starts: Mapping[str, torch.Tensor] | None = None,
                    tol: float = 1e-2, max_passes: int = 12, seed: int = 0, backend: str = "auto"
                    ) -> dict[str, Leading]:  # fmt: skip
-    """:func:`top1_deltas` that also returns the rank-k approximation of every delta from the same reads.
+    """Run :func:`top1_deltas`, and return the rank-k approximation of every delta from the same reads.
 
     Args:
         pairs, starts, tol, max_passes, seed: as for :func:`top1_deltas`.
-        rank: of the approximation; less where the delta has no more directions.
-        min_passes: reads at least: the first direction may be good enough before the others are. A read adds four
-            columns to the basis, so ``rank / 4`` are made in any case.
+        rank: of the approximation; less if the delta has no more directions.
+        min_passes: fewest reads: the first direction may be good enough before the others are. A read adds four
+            columns to the basis, so the solver makes at least ``rank / 4``.
 
     Returns:
         name -> :class:`Leading`, in the order of ``pairs``.
@@ -227,7 +227,7 @@ def _leading(pairs: Pairs, starts: Mapping[str, torch.Tensor] | None, backend: s
 
 
 def delta_matvec(weight: torch.Tensor, base: torch.Tensor, v: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
-    """``(weight - base) @ v`` in float32, reading both matrices once and never holding the delta.
+    """Compute ``(weight - base) @ v`` in float32; reads both matrices once and never holds the delta.
 
     Args:
         weight, base: [m, n], bfloat16, float16 or float32 in any mix.
@@ -253,15 +253,15 @@ def delta_matvec(weight: torch.Tensor, base: torch.Tensor, v: torch.Tensor, *, b
 
 def add_rank1_(weight: torch.Tensor, u: torch.Tensor, v: torch.Tensor, scale: float, *,
                stochastic_rounding: bool = False, seed: int = 0, backend: str = "auto") -> torch.Tensor:  # fmt: skip
-    """``weight += scale * outer(u, v)`` in place, in float32 arithmetic, rounded once to the dtype of weight.
+    """Add ``scale * outer(u, v)`` to the weight in place, in float32 arithmetic, rounded once to its dtype.
 
     Args:
         weight: [m, n], bfloat16, float16 or float32; may be a view, but not one with several entries in one place.
         u, v: [m] and [n], floating point; may be parts of the weight.
         scale: finite number.
-        stochastic_rounding: round up or down at random so that the expected result is the exact float32 value; an
-            update far below the spacing of bfloat16 survives on average. No effect on float32 weights.
-        seed: of the rounding; the outcome is keyed by (seed, row, column).
+        stochastic_rounding: round up or down at random, so that the expected result is the exact float32 value and
+            an update far below the spacing of bfloat16 survives on average. No effect on float32 weights.
+        seed: of the rounding, keyed by (seed, row, column).
 
     Returns:
         ``weight``.

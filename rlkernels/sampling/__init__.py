@@ -21,7 +21,7 @@ MAX_VOCABULARY = 2**20
 def keyed_uniform(
     seed: int, sample_ids: torch.Tensor, positions: torch.Tensor, *, backend: str = "auto"
 ) -> torch.Tensor:
-    """Random numbers that depend only on (seed, sample, position): the same on every device and in any batch order.
+    """Return random numbers that depend on (seed, sample, position) alone, on every device and in any batch order.
 
     Philox4x32-10 with the seed as key and (sample, position) as counter (Salmon et al., SC'11).
 
@@ -56,26 +56,25 @@ def sample_tokens(
     validate: bool = True,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws one token per row by inverting the cumulative distribution, in order of token ids, at one number per row.
+    """Draw one token per row: invert the cumulative distribution, in order of token ids, at one number per row.
 
-    The logits are divided by the temperature, then cut to the ``top_k`` largest, then to the smallest set of the
-    largest whose share is at least ``top_p`` of what is left; among equal logits lower ids come first. Probabilities
-    are integers in units of 2**-42 of the largest, so sums have no rounding order: a row gives the same token in any
-    batch, on any number of threads and on every backend.
+    The temperature divides the logits; then ``top_k`` keeps the largest, and ``top_p`` the smallest set of the largest
+    whose share is at least ``top_p`` of the rest. Among equal logits lower ids come first. Probabilities are integers
+    in units of 2**-42 of the largest, so sums have no rounding order: a row gives the same token in any batch, on any
+    number of threads and on every backend.
 
     Args:
         logits: floating point [T, V], V <= 2**20; -inf rules a token out. Worked on in float32.
-        uniforms: float32 [T] in [0, 1), from :func:`keyed_uniform`; taken down to multiples of 2**-24.
+        uniforms: float32 [T] in [0, 1), from :func:`keyed_uniform`; rounded down to multiples of 2**-24.
         temperature: >= 0, number or [T]; 0 takes the largest logit (the first of equals).
         top_p: in (0, 1], number or [T]; 1 is off.
         top_k: >= 0, number or integer [T]; 0 is off.
-        validate: False leaves bad rows to the caller (id -1, log-probability NaN) and on a GPU waits for nothing; but
-            plain torch asks once for which rows 1,024 candidates are too few, unless it knows by the numbers given
-            that nothing is filtered or ``top_k`` is at most that.
+        validate: False leaves bad rows to the caller (id -1, log-probability NaN), and on a GPU waits for nothing.
+            Plain torch waits once if it must find the rows for which 1,024 candidates are too few.
 
     Returns:
-        ids int64 [T] and logprobs float32 [T], natural log, of the distribution sampled from (0 when greedy). Not
-        differentiable: for a gradient take :func:`rlkernels.token_logprobs` of the ids.
+        ids int64 [T] and logprobs float32 [T], natural log, of the distribution sampled from (0 when greedy). For a
+        gradient use :func:`rlkernels.token_logprobs` of the ids.
 
     Raises:
         ValueError: a setting out of range, or a row with NaN, with +inf, with nothing but -inf, or with a uniform
@@ -115,11 +114,11 @@ def verify_drafts(
     validate: bool = True,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Accepts the part of each draft that plain decoding with the same numbers would have produced.
+    """Accept the part of each draft that plain decoding with the same numbers would have produced.
 
-    Row i of a sequence is sampled with its own number, as in :func:`sample_tokens`; the draft is accepted while it
-    equals what was sampled. A draft token x is accepted with probability p(x), as in speculative sampling from a
-    one-hot draft (Leviathan et al., 2023), and the result is token for token what decoding without drafts gives.
+    Every row is sampled with its own number, as in :func:`sample_tokens`; the draft is accepted while it equals the
+    samples. So a draft token x has the acceptance probability p(x), as in speculative sampling from a one-hot draft
+    (Leviathan et al., 2023), and the tokens are those of decoding without drafts.
 
     Args:
         logits: floating point [R, V], R = sum(len(draft) + 1), rows ordered by sequence. The first row of a sequence
@@ -128,7 +127,7 @@ def verify_drafts(
         starts: [B + 1], first row of each sequence; ``starts[B] == R``.
         uniforms: float32 [R].
         temperature, top_p, top_k: as in :func:`sample_tokens`, number or [B].
-        validate: as in :func:`sample_tokens`; on a GPU ``starts``, and lists of drafts, are waited for all the same.
+        validate: as in :func:`sample_tokens`; on a GPU ``starts`` and lists of drafts still make it wait.
 
     Returns:
         accepted int64 [B], number of draft tokens accepted; ids int64 [R] and logprobs float32 [R], of which

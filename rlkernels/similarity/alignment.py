@@ -24,11 +24,11 @@ def dtw(
     mode: str = "full",
     backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Dynamic time warping cost of all N x M pairs (Sakoe & Chiba, 1978).
+    """Compute the dynamic time warping cost of all N x M pairs (Sakoe & Chiba, 1978).
 
-    The cost is the sum of squared Euclidean distances along the cheapest warping path, without a square root.
-    Nothing but the result is allocated in proportion to N * M. Not differentiable: tensors that require gradients are
-    refused (but under ``torch.no_grad``); see :func:`soft_dtw`.
+    The cost is the sum of squared Euclidean distances along the cheapest warping path, without a square root. Only the
+    result takes memory in proportion to N * M. Tensors that require gradients raise, except under ``torch.no_grad``:
+    :func:`soft_dtw` is differentiable.
 
     Args:
         x: floating point [N, L] or [N, L, D]; computed in float32.
@@ -78,7 +78,7 @@ def dtw_topk(
     band: int | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k nearest of M trajectories to each of N by the cost of :func:`dtw`, exactly.
+    """Find the k nearest of M trajectories to each of N by the cost of :func:`dtw`, exactly.
 
     Args:
         x, y, x_lengths, y_lengths, band: as for :func:`dtw` in full mode.

@@ -1,4 +1,4 @@
-"""C_rhyme: how well two trajectories rhyme in reward over time and in the states they visit."""
+"""C_rhyme: the similarity of two trajectories in reward over time and in the states they visit."""
 
 import math
 from dataclasses import dataclass
@@ -72,7 +72,7 @@ def rhyme_similarity(
     seed: int = 0,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """C_rhyme of all N x M pairs of trajectories.
+    """Compute C_rhyme of all N x M pairs of trajectories.
 
     ``reward_weight * exp(-cost / (mean length * reward_scale**2)) + (1 - reward_weight) * state similarity``, where
     cost is the full :func:`dtw` cost of the reward curves: ``cost / mean length`` is the mean squared difference of
@@ -124,7 +124,7 @@ def rhyme_topk(
     backend: str = "auto",
     **settings,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The trajectories of the bank that rhyme best with each query.
+    """Find the trajectories of the bank that rhyme best with each query.
 
     Args:
         query: N trajectories.
