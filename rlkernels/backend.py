@@ -77,9 +77,9 @@ OPS: dict[str, Op] = {
 
 @functools.cache
 def extension_error() -> str | None:
-    """Loads ``rlkernels._C``. None when that worked, otherwise the reason in one line.
+    """Load ``rlkernels._C`` -> None, or the reason in one line why it does not load.
 
-    One that is there but does not load is warned of: what depends on it would only become slow.
+    Warns of one that is there but does not load, because without it everything still works, only slower.
     """
     try:
         import rlkernels._C
@@ -115,7 +115,7 @@ def runs_on(device: torch.device) -> str:
 
 
 def mark_written(*tensors: torch.Tensor) -> None:
-    """Tells autograd of tensors that a kernel wrote to, so that it does not differentiate through their old values."""
+    """Tell autograd of tensors that a kernel wrote to, so that it does not differentiate through their old values."""
     if not torch.compiler.is_compiling():  # the compiler does it by the schemas of the ops
         torch.autograd.graph.increment_version(tensors)
 
@@ -132,10 +132,9 @@ def on_its_device(function: Callable[Concatenate[torch.Tensor, P], R]) -> Callab
 
 
 def kernel_op(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., R]], Any]:
-    """Registers a launcher as an op for torch.compile, and for whatever looks at the ops that run.
+    """Register a launcher as an op for torch.compile and dispatch modes; ``mutates``: arguments that it writes to.
 
-    Plain tensors go to the launcher itself: torch's dispatcher takes longer than a launch. ``mutates`` names the
-    arguments that it writes to.
+    Plain tensors go to the launcher itself: torch's dispatcher takes longer than a launch.
     """
 
     def register(launcher: Callable[..., R]) -> Any:
@@ -169,7 +168,7 @@ has_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as fo
 
 
 def unavailable(op: str, backend: str, device: torch.device) -> str | None:
-    """Why ``backend`` cannot run ``op`` on ``device``; None when it can."""
+    """Return why ``backend`` cannot run ``op`` on ``device``; None if it can."""
     written = OPS[op]
     if backend == "torch":
         return None
@@ -192,20 +191,20 @@ _run: dict[str, str] = {}  # the verdicts of the run, by op
 
 
 def use(table: Mapping[str, str]) -> None:
-    """From here on ``auto`` takes these backends on a GPU, by op; for other ops, and with {}, it goes on as ever."""
+    """Make ``auto`` take these backends on a GPU, by op; other ops keep theirs, and {} undoes it."""
     _run.clear()
     _run.update(table)
     forget()
 
 
 def forget() -> None:
-    """Reads the verdicts anew when they are next needed."""
+    """Forget the verdicts; the next choice reads them anew."""
     settled.cache_clear()
 
 
 @functools.cache
 def settled(op: str, index: int | None) -> tuple[str, str]:
-    """The backend of an op on a GPU that works there, and where that comes from: run, verdict, record or default."""
+    """Return the backend of an op on a GPU, and its source: run, verdict, record or default."""
     device = torch.device("cuda") if index is None else torch.device("cuda", index)
     for backend, where in _known(op, index):
         if backend is not None and unavailable(op, backend, device) is None:
@@ -248,10 +247,10 @@ def _say_how_to_prove() -> None:
 
 
 def wanted() -> str:
-    """What the environment variable ``RLKERNELS_BACKEND`` asks for, "auto" where it is not set.
+    """Return the environment variable ``RLKERNELS_BACKEND``, "auto" if it is not set.
 
     Raises:
-        ValueError: it is unknown, or no op whatever could run with it here.
+        ValueError: it is unknown, or no op can run with it here.
     """
     asked = os.environ.get("RLKERNELS_BACKEND", "auto")
     return asked if asked == "auto" else _usable(asked)
@@ -271,10 +270,10 @@ def _usable(backend: str) -> str:
 
 
 def choose(op: str, device: torch.device, backend: str = "auto") -> str:
-    """The backend that runs ``op`` on tensors of ``device``.
+    """Choose the backend that runs ``op`` on tensors of ``device``.
 
     Raises:
-        ValueError: ``backend`` is unknown, or was asked for by name and cannot run here; or as of :func:`wanted`.
+        ValueError: ``backend`` is unknown or cannot run here; or as :func:`wanted`.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")

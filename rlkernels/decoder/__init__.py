@@ -27,7 +27,7 @@ def _native(op: str, x: torch.Tensor, backend: str) -> bool:
 def add_rms_norm(
     residual: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor, eps: float, *, backend: str = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``residual + x``, and the root-mean-square norm of it (arXiv 1910.07467).
+    """Add ``residual + x``, and normalise the sum by its root mean square (arXiv 1910.07467).
 
     Args:
         residual: [T, D], contiguous.
@@ -54,7 +54,7 @@ def add_rms_norm(
 def rope(x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, q_heads: int, heads: int,
          q_weight: torch.Tensor | None = None, k_weight: torch.Tensor | None = None, eps: float = 0.0, *,
          backend: str = "auto") -> torch.Tensor:  # fmt: skip
-    """Rotary position embedding (arXiv 2104.09864, halves layout) of the first ``heads`` heads of each row.
+    """Apply rotary position embedding (arXiv 2104.09864, halves layout) to the first ``heads`` heads of each row.
 
     Args:
         x: [T, at least heads * d], contiguous: queries, keys, then whatever is left alone (values).
@@ -89,7 +89,7 @@ def rope(x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch
 
 def _check_rope(x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, q_heads: int,
                 heads: int, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None) -> None:  # fmt: skip
-    """What compiled code checks by itself: there these checks would take as long as the op."""
+    """Check what compiled code checks by itself, where these checks would take as long as the op."""
     _check.tensor("x", x, ndim=2, floating=True)
     like: dict[str, Any] = {"dtype": {x.dtype, torch.float32}, "device": x.device}
     _check.tensor("cos", cos, ndim=2, **like)
@@ -111,7 +111,7 @@ def _check_rope(x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin
 
 
 def silu_mul(gate_up: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
-    """The gate of a SwiGLU layer (arXiv 2002.05202).
+    """Compute the gate of a SwiGLU layer (arXiv 2002.05202).
 
     Args:
         gate_up: [T, 2 I], contiguous: both halves of the projection.

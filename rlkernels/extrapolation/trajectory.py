@@ -1,8 +1,8 @@
-"""How the weight update of every module moves along its leading direction while a model trains.
+"""The path of every module's weight update along its leading direction while a model trains.
 
 AlphaRL (arXiv 2510.00553) follows x_t = sigma_t u_t over checkpoints, whose sign and order are ambiguous. Here
-x_t = (W_t - W_0) v_T with the direction v_T of the latest step alone, which is neither. Old weights are gone during
-training, so each tracked step leaves factors of low rank; from saved checkpoints x_t is exact.
+x_t = (W_t - W_0) v_T, with the direction v_T of the latest step, is neither. Training keeps no old weights, so each
+tracked step leaves factors of low rank; from saved checkpoints x_t is exact.
 """
 
 import math
@@ -33,20 +33,17 @@ class Points:
     frobenius: torch.Tensor  # float64 [T], |W_t - W_0|
 
     def until(self, count: int) -> "Points":
-        """The first ``count`` steps; ``v`` stays."""
+        """Return the first ``count`` steps, with the same ``v``."""
         rows = {name: getattr(self, name)[:count] for name in ("steps", "accuracy", "x", "captured", "cosine")}
         return replace(self, **rows, frobenius=self.frobenius[:count])
 
 
 def storage_noise(weight: torch.Tensor, base: torch.Tensor, frobenius: float) -> float:
-    """Spectral norm that rounding ``weight`` to its dtype adds to the delta, as for independent errors.
+    """Estimate the spectral norm that rounding ``weight`` to its dtype adds to a delta of norm ``frobenius``.
 
-    An entry that changed is off by up to half its spacing (variance spacing^2 / 12). One that did not change lost what
-    it should have moved: the same, or the root mean square of the delta where that is less. A random [m, n] matrix
-    with root mean square r has a spectral norm near r (sqrt(m) + sqrt(n)).
-
-    Args:
-        frobenius: norm of the delta.
+    An entry that changed is off by up to half its spacing (variance spacing^2 / 12). An unchanged one lost its move:
+    as much, or the root mean square of the delta if that is less. A random [m, n] matrix with root mean square r has a
+    spectral norm near r (sqrt(m) + sqrt(n)).
     """
     count, eps = weight.numel(), torch.finfo(weight.dtype).eps
     moved = frobenius**2 / count / (eps**2 / 12)  # in the unit of the squares below
@@ -60,7 +57,7 @@ def storage_noise(weight: torch.Tensor, base: torch.Tensor, frobenius: float) ->
 
 
 def check_weights(argument: str, weights: Mapping[str, torch.Tensor], base: Mapping[str, torch.Tensor]) -> None:
-    """Raises unless there is a floating point tensor for every module, of the shape and on the device of its base."""
+    """Raise unless every module has a floating point tensor of the shape and on the device of its base."""
     if not isinstance(weights, Mapping):
         raise TypeError(f"{argument} must be a dictionary, name -> weights, got {type(weights).__name__}")
     if missing := sorted(set(base) - set(weights)):
@@ -73,8 +70,8 @@ def check_weights(argument: str, weights: Mapping[str, torch.Tensor], base: Mapp
 class RankOneTrajectory:
     """Factors of the tracked updates of some modules, and their trajectories along the latest direction.
 
-    64 tracked steps are kept. When there are more, the one goes whose neighbours lie closest together, so that they
-    stay spread over all of training; the first and the latest stay.
+    It keeps 64 steps. Beyond that it drops the one whose neighbours lie closest together, never the first or the
+    latest, so that the steps stay spread over all of training.
 
     Args:
         base: name -> W_0 [m, n], bfloat16, float16 or float32; kept by reference and must not change.
@@ -112,7 +109,7 @@ class RankOneTrajectory:
         return len(self.steps)
 
     def track(self, weights: Mapping[str, torch.Tensor], *, step: int, accuracy: float) -> None:
-        """Keeps the factors of ``weights[name] - base[name]`` of every module, of all or, where it raises, of none.
+        """Keep the factors of ``weights[name] - base[name]`` of all modules, or of none if it raises.
 
         Args:
             weights: name -> W_t, at least the names of ``base``.
@@ -178,10 +175,10 @@ class RankOneTrajectory:
         )
 
     def exact_points(self, checkpoints: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, Points]:
-        """Like :meth:`points` for every module, with x_t read again from the weights of the tracked steps.
+        """Return :meth:`points` of every module, with x_t from the weights of the tracked steps.
 
         Args:
-            checkpoints: the weights of all of ``steps``, oldest first; one of them is held at a time.
+            checkpoints: the weights of all of ``steps``, oldest first; it holds one of them at a time.
         """
         found: dict[str, list[torch.Tensor]] = {name: [] for name in self.base}
         for number, weights in enumerate(checkpoints):
@@ -196,14 +193,14 @@ class RankOneTrajectory:
         return {name: replace(self.points(name), x=torch.stack(rows), captured=ones) for name, rows in found.items()}
 
     def to(self, device: torch.device) -> None:
-        """Moves base and factors, where they are elsewhere."""
+        """Move base and factors to a device."""
         for name, base in self.base.items():
             self.base[name] = base.to(device)
             self._left[name] = [left.to(device) for left in self._left[name]]
             self._right[name] = [right.to(device) for right in self._right[name]]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Everything that was tracked, as tensors; ``base`` is not in it."""
+        """Return everything that was tracked, but not ``base``, as tensors."""
         state = {
             "steps": torch.tensor(self.steps, dtype=torch.int64, device="cpu"),
             "accuracy": torch.tensor(self.accuracy, dtype=torch.float64, device="cpu"),
@@ -217,7 +214,7 @@ class RankOneTrajectory:
         return state
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Undoes :meth:`state_dict`, for a trajectory with the same modules.
+        """Undo :meth:`state_dict`, for a trajectory with the same modules.
 
         Raises:
             ValueError: a state of other modules; nothing is changed then.

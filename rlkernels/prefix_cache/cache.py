@@ -12,7 +12,7 @@ from rlkernels.prefix_cache.block_pool import BlockPool, OutOfBlocks, compiled_p
 
 __all__ = ["OutOfBlocks", "PagedKVCache", "Sequence"]
 
-# Splitting the keys of a query in two costs about as much as reading this many more of them.
+# Splitting the keys of a query in two costs about as much as reading this many more of them
 MIN_SHARED_TOKENS = 64
 
 
@@ -66,20 +66,19 @@ class Sequence:
 
 
 class PagedKVCache:
-    """Keys and values of many sequences in blocks of fixed size; equal beginnings are stored once.
+    """Keys and values of many sequences in blocks of fixed size; equal prefixes are stored once.
 
-    A sequence is opened with its tokens, appended to, and closed. ``commit`` says that its keys and values are
-    written: full blocks can then be found by whoever opens a sequence that begins with the same tokens, even after
-    the sequence is closed, until their space is needed (least recently used first, the tail of a sequence before its
-    head, never a block in use). ``advance_version`` makes everything cached so far unreachable.
+    Open a sequence with its tokens, append to it, close it. ``commit`` declares its keys and values written: sequences
+    that begin with the same tokens then share its full blocks, even after it is closed, until their space is needed.
+    The cache evicts the least recently used block first, the tail of a sequence before its head, and never a block in
+    use. ``advance_version`` makes everything cached so far unreachable.
 
     Args:
         num_layers, num_kv_heads, head_dim: of the model.
-        num_blocks: number of blocks; or
-        memory_bytes: size of all keys and values together, from which the number of blocks follows.
+        num_blocks, memory_bytes: number of blocks, or the size of all keys and values; exactly one of them.
         block_size: tokens per block.
         dtype, device: of the keys and values.
-        backend: "cpu" for the compiled bookkeeping, "torch" for the one in plain Python.
+        backend: "cpu" for compiled bookkeeping, "torch" for plain Python.
 
     Attributes:
         key_cache, value_cache: [num_layers, num_blocks, block_size, num_kv_heads, head_dim], uninitialised.
@@ -118,9 +117,9 @@ class PagedKVCache:
             torch.ops.rlkernels.advise_huge_pages(self.value_cache)
 
     def open(self, token_ids: Seq[int]) -> Sequence:
-        """A sequence that pins the longest cached prefix of ``token_ids`` and has blocks for the rest.
+        """Return a sequence that pins the longest cached prefix of ``token_ids`` and has blocks for the rest.
 
-        At least the last token is always left to compute, because nothing else gives its logits.
+        The last token is always left to compute, because only that gives its logits.
 
         Raises:
             OutOfBlocks: nothing has been changed.
@@ -128,10 +127,10 @@ class PagedKVCache:
         return self.open_many([token_ids])[0]
 
     def open_many(self, prompts: Seq[Seq[int]]) -> list[Sequence]:
-        """Opens several sequences, all or none. A common beginning that is not cached yet is taken once.
+        """Open several sequences, all or none. The first with a new common prefix computes it for the others.
 
-        The first sequence that has it computes it, the later ones count it as cached. So compute the sequences in
-        the order given, or in one forward pass whose every layer writes all keys and values before it attends.
+        So compute the sequences in the order given, or in one forward pass whose every layer writes all keys and
+        values before it attends.
 
         Raises:
             OutOfBlocks: nothing has been changed.
@@ -141,7 +140,7 @@ class PagedKVCache:
         return [Sequence(self, handle) for handle in _with_ids(self._pool.open_many, prompts)]
 
     def append(self, seq: Sequence, token_ids: Seq[int]) -> torch.Tensor:
-        """Adds tokens -> their slots, int64. A last block that others use too is copied first.
+        """Add tokens and return their slots, int64. Copies a last block that others use too.
 
         Raises:
             OutOfBlocks: nothing has been changed.
@@ -149,7 +148,7 @@ class PagedKVCache:
         return self.append_many([seq], [token_ids])
 
     def append_many(self, sequences: Seq[Sequence], token_ids: Seq[Seq[int]]) -> torch.Tensor:
-        """Adds tokens to different sequences, to all of them or to none -> all slots one after the other, int64.
+        """Add tokens to different sequences, all or none, and return all slots one after the other, int64.
 
         Raises:
             ValueError: a sequence is given twice, or the lists differ in length.
@@ -173,59 +172,58 @@ class PagedKVCache:
         return self._tensor(self._pool.slots(handles, starts))
 
     def truncate(self, seq: Sequence, length: int) -> None:
-        """Drops all tokens from ``length`` on and the blocks they alone used."""
+        """Drop all tokens from ``length`` on, and the blocks that only they used."""
         handle = self._open_handle(seq)
         self._pool.truncate(handle, _check.integer("length", length, 0, self._pool.length(handle)))
 
     def fork(self, seq: Sequence, n: int) -> list[Sequence]:
-        """``n`` new sequences with the same tokens in the same blocks; ``seq`` stays valid.
+        """Return ``n`` new sequences with the same tokens in the same blocks; ``seq`` stays valid.
 
-        The keys and values of ``seq`` must be written before any of them is appended to: the first append to a
-        partly filled last block copies it.
+        Write the keys and values of ``seq`` first: the first append to a partly filled last block copies it.
         """
         handle = self._open_handle(seq)
         return [Sequence(self, child) for child in self._pool.fork(handle, _check.integer("n", n, 0, _check.MOST))]
 
     def commit(self, seq: Sequence) -> None:
-        """Declares all keys and values of ``seq`` written, so that others may share its full blocks.
+        """Declare all keys and values of ``seq`` written, so that others may share its full blocks.
 
-        Where another sequence has committed the same tokens before, its blocks replace those of ``seq``. A sequence
-        opened before ``advance_version`` shares nothing.
+        Blocks that another sequence has committed with the same tokens replace those of ``seq``. A sequence opened
+        before ``advance_version`` shares nothing.
         """
         self._pool.commit(self._open_handle(seq))
 
     def close(self, seq: Sequence) -> None:
-        """Ends the sequence. What it committed stays cached until the space is needed."""
+        """End the sequence. Its committed blocks stay cached until the space is needed."""
         self._pool.close(self._open_handle(seq))
         seq._handle = -1
 
     def advance_version(self) -> None:
-        """The policy has changed: no prefix cached so far will be found again. Takes constant time."""
+        """Make every prefix cached so far unreachable, because the policy has changed. Takes constant time."""
         self._pool.advance_version()
 
     def slots(self, sequences: Seq[Sequence]) -> torch.Tensor:
-        """The slots of the tokens that each sequence has still to compute, one after the other, int64 [T]."""
+        """Return the slots of the tokens that each sequence has still to compute, one after the other, int64 [T]."""
         handles = self._handles(sequences)
         return self._tensor(self._pool.slots(handles, [self._pool.computed(h) for h in handles]))
 
     def tables(self, sequences: Seq[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(block_tables int32 [B, most blocks], seq_lens int32 [B]) for :func:`paged_attention`."""
+        """Return block_tables int32 [B, most blocks] and seq_lens int32 [B] for :func:`paged_attention`."""
         tables, lengths = self._pool.tables(self._handles(sequences))
         return self._tensor(tables), self._tensor(lengths)
 
     def group(self, sequences: Seq[Sequence], *, min_tokens: int = MIN_SHARED_TOKENS) -> tuple[torch.Tensor, ...]:
-        """Finds neighbours that begin with the same blocks, for :func:`shared_prefix_attention`.
+        """Group neighbours that begin with the same blocks, for :func:`shared_prefix_attention`.
 
-        Only neighbours in the given order are grouped. Tokens that a sequence has still to compute are never put
-        into the shared part, so everything after ``num_computed`` may be queries.
+        The shared part holds no token that a sequence has still to compute, so everything after ``num_computed`` may
+        be queries.
 
         Args:
-            min_tokens: shorter common beginnings are left to the single sequences.
+            min_tokens: shortest common prefix that makes a group.
 
         Returns:
-            int32 tensors: group_tables [G, most shared blocks], group_lens [G] in tokens, group_starts [G + 1],
-            block_tables [B, most blocks] and seq_lens [B] of what each sequence has beyond the shared part. Where
-            nothing is shared group_tables is [G, 0], which the host sees without waiting for the device.
+            int32 tensors: group_tables [G, most shared blocks], group_lens [G] in tokens, group_starts [G + 1], and,
+            of the part of each sequence beyond the shared one, block_tables [B, most blocks] and seq_lens [B].
+            Without any shared part group_tables is [G, 0], which the host sees without waiting for the device.
         """
         handles, min_tokens = self._handles(sequences), _check.integer("min_tokens", min_tokens, 0)
         cpu, size = torch.device("cpu"), self.block_size  # the default device may be another one
@@ -284,7 +282,7 @@ class PagedKVCache:
 
 
 def _with_ids(call: Callable[[list[list[int]]], Any], token_ids: Seq[Seq[int]]) -> Any:
-    """A call of the pool with lists of token ids; where it refuses one, the error names it."""
+    """Call the pool with lists of token ids; an error names the one that it refuses."""
     lists = [_ids(ids) for ids in token_ids]
     try:
         if any(ids and min(ids) < 0 for ids in lists):
@@ -309,9 +307,9 @@ def _ids(token_ids: Any) -> list[int]:
 
 
 def _neighbours(tables: torch.Tensor, limits: list[int], least: int) -> tuple[list[int], list[int]]:
-    """Splits rows into runs -> (first row of each, blocks shared by all its rows).
+    """Split rows into runs -> (first row of each, blocks shared by all its rows).
 
-    A run takes in the next row as long as that saves more reads: (rows - 1) * shared blocks grows.
+    A run takes in the next row while that saves more reads: (rows - 1) * shared blocks grows.
     """
     starts: list[int] = []
     shared: list[int] = []
