@@ -1,8 +1,8 @@
-"""Verdicts on backends: what identifies a GPU and our sources, and where verdicts are kept.
+"""Verdicts on backends: the facts that they depend on, and the files that hold them.
 
-A verdict is a file of its own in ``$RLKERNELS_CACHE``, else ``$XDG_CACHE_HOME/rlkernels``, else ``~/.cache/rlkernels``:
-one for each op, GPU and workload. It is replaced as a whole, so any number of processes may write. Where nothing can be
-written, verdicts live as long as the process.
+Each op, GPU and workload has a file in ``$RLKERNELS_CACHE``, else ``$XDG_CACHE_HOME/rlkernels``, else
+``~/.cache/rlkernels``. Processes replace it atomically. If nothing can be written there, verdicts live as long as the
+process.
 """
 
 import ast
@@ -24,7 +24,7 @@ _memory: dict[str, Verdict] = {}  # by file name: those of this process that cou
 
 
 def structure(node: Any) -> str:
-    """A syntax tree as text, the same in every version of Python; docstrings count as comments."""
+    """Write a syntax tree as text that no version of Python changes; docstrings count as comments."""
     if isinstance(node, list):
         node = [part for part in node if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))]
         return f"[{','.join(map(structure, node))}]"
@@ -35,7 +35,7 @@ def structure(node: Any) -> str:
 
 
 def digest(path: Path) -> str:
-    """A hash of a source file that comments and layout do not change; of another file, of its bytes."""
+    """Hash a source file so that comments and layout do not count; another file by its bytes."""
     if path.suffix == ".py":
         text = structure(ast.parse(path.read_text())).encode()
     elif path.suffix in (".cu", ".cuh", ".h", ".cpp"):
@@ -46,7 +46,7 @@ def digest(path: Path) -> str:
 
 
 def python_files(op: str) -> list[Path]:
-    """The modules that an op runs through: those of its folder, and what they share."""
+    """Return the modules that an op runs through: those of its folder, and what they share."""
     import rlkernels
 
     folder = PACKAGE / getattr(rlkernels, op).__module__.split(".")[1]
@@ -55,7 +55,7 @@ def python_files(op: str) -> list[Path]:
 
 @functools.cache
 def sources(op: str) -> str:
-    """A hash of what an op runs through; for CUDA C++ the compiled extension is part of it."""
+    """Hash the modules of an op; with CUDA C++ also the compiled extension."""
     from rlkernels.backend import OPS
 
     files = [*python_files(op), *(sorted(PACKAGE.glob("_C.*")) if OPS[op].cuda else [])]
@@ -64,7 +64,7 @@ def sources(op: str) -> str:
 
 @functools.cache
 def device_facts(index: int) -> dict[str, Any]:
-    """What else a verdict depends on: the GPU, its driver, and what compiles for it."""
+    """Return the GPU, its driver, and the versions of what compiles for it."""
     properties = torch.cuda.get_device_properties(index)
     driver = Path("/proc/driver/nvidia/version")
     found = re.search(r"\d+\.\d+(\.\d+)?", driver.read_text()) if driver.exists() else None
@@ -82,7 +82,7 @@ def device_facts(index: int) -> dict[str, Any]:
 
 
 def folder() -> Path:
-    """Where verdicts are kept; it may not exist, and it may not be writable."""
+    """Return the folder of verdicts, which may not exist or not be writable."""
     if root := os.environ.get("RLKERNELS_CACHE"):
         return Path(root).expanduser() / "verdicts"
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -95,7 +95,7 @@ def _key(op: str, index: int) -> str:
 
 
 def store(verdict: Verdict, index: int) -> None:
-    """Keeps a verdict on the device with this index for later processes."""
+    """Store a verdict on the device with this index for later processes."""
     name = f"{_key(verdict['op'], index)}-{verdict['workload']}.json"
     _memory[name] = verdict
     draft = None
@@ -112,9 +112,9 @@ def store(verdict: Verdict, index: int) -> None:
 
 
 def load(op: str, index: int, workload: str | None = None) -> list[Verdict]:
-    """The verdicts on an op for this device and the present sources, of one workload or of all.
+    """Load the verdicts on an op for this device and the present sources, of one workload or of all.
 
-    Files of another owner, and files that are no verdict, are ignored.
+    Ignores files of another owner and files that hold no verdict.
     """
     pattern = f"{_key(op, index)}-{workload or '*'}.json"
     found = {name: verdict for name, verdict in _memory.items() if Path(name).match(pattern)}
@@ -137,13 +137,13 @@ def _read(path: Path) -> Verdict | None:
 
 
 def winner(found: list[Verdict]) -> str | None:
-    """The backend that won in every workload that was proved, else plain torch; None without a verdict."""
+    """Return the backend that won in every proved workload, else plain torch; None without a verdict."""
     backends = {verdict["backend"] for verdict in found}
     return None if not backends else backends.pop() if len(backends) == 1 else "torch"
 
 
 def summary(verdict: Verdict) -> str:
-    """Of each candidate its time over plain torch's, in the worst case, or the reason against it."""
+    """Describe each candidate: its worst time over plain torch's, or the reason against it."""
     parts = []
     for name, entry in verdict["candidates"].items():
         ratios = [case["ratio"] for case in entry["cases"].values()]

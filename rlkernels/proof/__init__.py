@@ -93,7 +93,7 @@ class Prover:
         return {"op": op, "backend": best, "workload": self.workload.digest(), "date": now, "candidates": found}
 
     def checked(self, op: str, name: str) -> Message:
-        """What is known of a candidate after the small cases; ``reason`` says why it cannot win."""
+        """Check a candidate by the small cases; ``reason`` says why it cannot win."""
         entry: Message = {"reason": "", "cases": {}}
         for case in self.cases:
             if case.op == op and not case.timed and not entry["reason"]:
@@ -103,7 +103,7 @@ class Prover:
         return entry
 
     def timed(self, case: Case, found: dict[str, Message]) -> None:
-        """Times the candidates that are still in the race; who takes the worker along, or hangs, is out of it."""
+        """Time the candidates that are still in the race; one that kills the worker or hangs is out of it."""
         while names := [name for name, entry in found.items() if not entry["reason"]]:
             begun = [""]
             job = {"kind": "time", "op": case.op, "case": case.label, "backends": names, "seconds": CASE_S}
@@ -121,7 +121,7 @@ class Prover:
             return
 
     def place(self, case: Case, name: str, entry: Message, answer: Message) -> None:
-        """Notes how a candidate did in a timed case."""
+        """Record the result of a candidate in a timed case."""
         if why := objection({"ok": True, "repeats": True, **answer["judged"][name]}):
             entry["reason"] = f"{case.label}: {why}"
             self.say(f"{case.op} {name}, {entry['reason']}")
@@ -135,7 +135,7 @@ class Prover:
 
 
 def objection(answer: Message) -> str:
-    """Why an answer of the worker speaks against a candidate; empty if it does not."""
+    """Return what an answer of the worker says against a candidate; empty if nothing."""
     if not answer["ok"]:
         return answer["message"]
     if not answer["right"]:
@@ -158,21 +158,21 @@ def prove(
     say: Callable[[str], Any] = print,
     cases: str = CASES,
 ) -> dict[str, Any]:
-    """Finds out which backends to take on a GPU, and stores the verdicts for this and later processes.
+    """Find the best backends on a GPU, and store the verdicts for this and later processes.
 
     Args:
-        ops: names of ops, by default all that have a GPU kernel.
-        device: a CUDA device, by default the current one. On a CPU it is a dry run that stores nothing.
-        seconds: time for all of it; a second call goes on with what the first left out.
-        workload: shapes of the timed cases, by default those of a step with Qwen2.5-0.5B.
+        ops: names of ops; None for all that have a GPU kernel.
+        device: a CUDA device; None for the current one. On a CPU it is a dry run that stores nothing.
+        seconds: time for all ops; a second call continues with those that the first left out.
+        workload: shapes of the timed cases; None for a step with Qwen2.5-0.5B.
         again: prove ops anew that have a verdict for this workload.
         say: gets a line about each case.
-        cases: ``module:function`` that gives the cases of a workload.
+        cases: ``module:function`` that returns the cases of a workload.
 
     Returns:
         ``verdicts`` by op, each with its ``backend`` ("torch" if none of ours won) and, by candidate, ``wins``, the
-        ``reason`` against it, and for each timed case ``ratio``, ``interval`` and ``seconds``; ``left_out``: ops
-        without a verdict, with the reason; ``device``: what the verdicts hold for.
+        ``reason`` against it, and for each timed case ``ratio``, ``interval`` and ``seconds``; ``left_out``: the
+        reason by op without a verdict; ``device``: facts of the GPU.
 
     Raises:
         ValueError: an op is unknown or has no GPU kernel.

@@ -1,4 +1,4 @@
-"""A process that does jobs and may die or hang: nothing here waits without an end."""
+"""A process that does jobs and may die or hang; every wait here has an end."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ class DeviceLost(RuntimeError):
 
 
 def kill(process: subprocess.Popen[Any], seconds: float | None = None) -> int | None:
-    """Kills a process with its group -> exit code; None if it is still there after so long."""
+    """Kill a process and its group -> exit code; None if it is still there after ``seconds``."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     try:
@@ -42,15 +42,15 @@ class Worker:
 
     def ask(self, job: Message, limit: float, end: float, hear: Callable[[Message], None] = lambda message: None
             ) -> Message:  # fmt: skip
-        """Gives a job to the worker and returns its last message; ``hear`` gets the others as they come.
+        """Give a job to the worker and return its last message; ``hear`` gets the others as they come.
 
         Args:
-            limit: seconds from one message to the next, after which the worker hangs.
+            limit: seconds from one message to the next; beyond them the worker counts as hung.
             end: of the budget, on the monotonic clock.
 
         Returns:
-            The last message. If there is none, ``ok`` is False, ``message`` says why, and ``cut`` is True where the
-            budget ended first.
+            The last message. Without one ``ok`` is False, ``message`` says why, and ``cut`` is True if the budget
+            ended first.
 
         Raises:
             DeviceLost: the worker outlives SIGKILL.
@@ -72,7 +72,7 @@ class Worker:
         return last
 
     def _start(self, end: float) -> Message:
-        """Empty if the worker is ready, else why it is not."""
+        """Start the worker -> empty if it is ready, else why it is not."""
         self.process = subprocess.Popen(
             self.command, env=self.env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             process_group=0,
@@ -87,7 +87,7 @@ class Worker:
 
     def _listen(self, process: subprocess.Popen[bytes], limit: float, end: float, hear: Callable[[Message], None]
                 ) -> Message | None:  # fmt: skip
-        """The last message; None if the process died or the time is up."""
+        """Return the last message; None if the process died or the time is up."""
         assert process.stdout and process.stderr
         pending, self.noise, patience = b"", b"", time.monotonic() + limit
         with selectors.DefaultSelector() as selector:
@@ -112,7 +112,7 @@ class Worker:
         return None
 
     def _bury(self, process: subprocess.Popen[bytes], limit: float, cut: bool) -> Message:
-        """Ends a worker that gave no last message -> why."""
+        """End a worker that gave no last message -> why it gave none."""
         try:
             code = process.wait(timeout=0.0 if cut else 2.0)
         except subprocess.TimeoutExpired:
@@ -123,7 +123,7 @@ class Worker:
         return {"ok": False, "message": f"the process died with code {code}: {said}"}
 
     def close(self) -> None:
-        """Ends the process.
+        """End the process.
 
         Raises:
             DeviceLost: it outlives SIGKILL.

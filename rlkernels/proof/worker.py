@@ -1,7 +1,7 @@
-"""Checks and times cases, in a process of its own: a kernel that goes astray takes its process with it.
+"""The process that checks and times cases, because a bad kernel takes its process with it.
 
-Its arguments are DEVICE CASES WORKLOAD, where CASES is ``module:function`` from a workload to its cases and WORKLOAD
-the fields of one in JSON; :class:`rlkernels.proof.process.Worker` speaks to it.
+Arguments: DEVICE CASES WORKLOAD. CASES is ``module:function`` from a workload to its cases, WORKLOAD the fields of one
+in JSON. :class:`rlkernels.proof.process.Worker` sends the jobs.
 """
 
 import ctypes
@@ -29,19 +29,19 @@ MEMORY_BYTES = 12 << 30  # of the GPU at most; less where less is free
 
 
 def finding(verdict: Verdict) -> Message:
-    """As a message; an ``error`` of None: shapes, dtypes, integers, NaN or infinities differ."""
+    """Turn a verdict into a message; an ``error`` of None: shapes, dtypes, integers, NaN or infinities differ."""
     error, allowed = verdict
     return {"right": error <= allowed, "error": error if math.isfinite(error) else None, "allowed": allowed}
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for the kernels that were started, and raises where one failed."""
+    """Wait for all kernels on the device, and raise if one failed."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def seconds_of(call: Callable[[], Any], times: int, device: torch.device) -> float:
-    """Seconds a call takes, the mean of ``times`` calls; on a GPU by its own clock."""
+    """Return the mean seconds of ``times`` calls; on a GPU by its own clock."""
     if device.type != "cuda":
         start = time.perf_counter()
         for _ in range(times):
@@ -57,7 +57,7 @@ def seconds_of(call: Callable[[], Any], times: int, device: torch.device) -> flo
 
 
 def race(problem: Problem, backends: Sequence[str], device: torch.device, seconds: float) -> dict[str, list[float]]:
-    """Times backends in turns, so that a change of the clock meets all of them -> seconds of each round."""
+    """Time backends in turns, so that a change of the clock meets all of them -> seconds of each round."""
     calls = {name: lambda name=name: problem.call(name) for name in backends}  # type: ignore[misc]
     once = {name: seconds_of(call, 1, device) for name, call in calls.items()}
     times = {name: max(1, math.ceil(SAMPLE_S / max(s, 1e-7))) for name, s in once.items()}
@@ -78,7 +78,7 @@ def run_check(case: Case, backend: str, device: torch.device) -> Message:
 
 
 def run_timing(case: Case, backends: Sequence[str], device: torch.device, seconds: float, say: Say) -> Message:
-    """Judges every backend on the very inputs that are timed, then times those that are right beside plain torch."""
+    """Judge every backend on the timed inputs, then time those that are right beside plain torch."""
     torch.manual_seed(0)
     say({"begin": "torch"})
     problem = case.make(device)
@@ -104,7 +104,7 @@ def do(job: Message, cases: list[Case], device: torch.device, say: Say) -> Messa
 
 
 def serve(prepare: Callable[[], Any], do: Callable[[Message, Any, Say], Message]) -> None:
-    """Answers the jobs on standard input; the first message says whether ``prepare`` succeeded."""
+    """Answer the jobs on standard input; the first message says whether ``prepare`` succeeded."""
     if sys.platform == "linux":  # otherwise a kernel that hangs would keep the device when the parent is killed
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
@@ -131,7 +131,7 @@ def serve(prepare: Callable[[], Any], do: Callable[[Message, Any, Say], Message]
 
 
 def open_device(device: torch.device) -> None:
-    """Makes a context of this process on the device, and bounds its memory."""
+    """Make a context of this process on the device, and bound its memory."""
     torch.zeros(1, device=device)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
