@@ -1,4 +1,7 @@
-"""Every op works on the device of its inputs, whatever ``torch.set_default_device`` says."""
+"""Every op works on the device of its inputs, whatever ``torch.set_default_device`` says.
+
+Plain torch, the default on a GPU without a verdict, gives the same inside autocast as outside.
+"""
 
 import pytest
 import torch
@@ -24,6 +27,17 @@ def paged_cache(backend):
 def attention(query, keys, backend):
     tables, lens, starts = (keys.new_tensor(x).int() for x in ([[1, 0], [2, 3]], [6, 5], [0, 2, 3]))
     return rlkernels.paged_attention(query, keys, keys, tables, lens, starts, scale=0.3, backend=backend)
+
+
+def grouped(query, key, value):
+    layout = rlkernels.GroupedLayout([3], [4, 4], [0, 2])
+    return [rlkernels.grouped_attention(query, key, value, layout, scale=0.3, backend="torch")]
+
+
+def rank1(weight, base, v):
+    update = rlkernels.top1_delta(weight, base, backend="torch")
+    facts = base.new_tensor([update.sigma, update.angle_bound])
+    return [update.u, update.v, facts, rlkernels.delta_matvec(weight, base, v, backend="torch")]
 
 
 def similarity(x, backend):
@@ -69,6 +83,8 @@ CASES = {  # what runs, and its inputs
     "paged cache in Python": (paged_cache, lambda: ("torch",)),
     "attention": (attention, lambda: (*attention_inputs(), "auto")),
     "attention in torch": (attention, lambda: (*attention_inputs(), "torch")),
+    "grouped attention in torch": (grouped, lambda: (torch.randn(11, 4, 8), *torch.randn(2, 11, 2, 8))),
+    "rank 1 in torch": (rank1, lambda: (*torch.randn(2, 20, 16), torch.randn(16))),
     "similarity": (similarity, lambda: (torch.rand(5, 6, 2), "auto")),
     "similarity in torch": (similarity, lambda: (torch.rand(5, 6, 2), "torch")),
     "trajectory": (
@@ -82,13 +98,16 @@ CASES = {  # what runs, and its inputs
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_another_default_device(case):
+@pytest.mark.parametrize(("case", "context"), [
+    *((case, "default device") for case in CASES),
+    *((case, "autocast") for case in ("attention in torch", "grouped attention in torch", "rank 1 in torch")),
+])  # fmt: skip
+def test_nothing_depends_on_the_context(case, context):
     call, make = CASES[case]
     torch.manual_seed(0)
     inputs = make()
     expected = call(*inputs)
-    with torch.device("meta"):
+    with torch.device("meta") if context == "default device" else torch.autocast("cpu", torch.bfloat16):
         found = call(*inputs)
     assert [t.device.type for t in found] == ["cpu"] * len(expected)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected))
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found, expected))
