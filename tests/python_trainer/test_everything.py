@@ -35,7 +35,7 @@ REFUSED = {
     ("alpha", "LoRA"): "alpha follows whole weight matrices, model.lora must be null",
 }
 SETTINGS = {
-    "rpo": {"whole_share": 0.0},
+    "rpo": {"whole_share": 0.0, "fill": 4},
     "rhyme": {"rare_share": 0.0},
     "alpha": {"track_steps": 1, "first_step": 3, "refuse": False},
 }
@@ -65,6 +65,8 @@ def test_each_works_or_says_why_not(make_config, gate_task, tmp_path, monkeypatc
     accelerators = {"enabled": [name]} | ({name: SETTINGS[name]} if name in SETTINGS else {})
     changes = {key: dict(values) for key, values in OTHERS[other].items()}
     changes["task"] = gate_task | changes.get("task", {})
+    if name == "rpo":  # which remembers answers that have room to end
+        changes["rollout"] = {"max_completion_length": 40} | changes.get("rollout", {})
     with ExitStack() as running:
         if other == "vLLM servers":
             server = running.enter_context(serving())
