@@ -19,12 +19,13 @@ from python_trainer.run_directory import write_text
 from python_trainer.run_state import Clock, device_name, versions
 from python_trainer.trainer import Trainer
 
+FIRST_PROMPTS = 4  # so that a short time is enough
 SHARE = 0.6  # of the seconds, for answers; the rest is for an update
 Groups = list[list[Rollout]]  # the answers to each prompt
 
 
 def sample_groups(trainer: Trainer, seconds: float) -> tuple[Groups, dict[str, float]]:
-    """Answers prompts drawn at random, a step's worth at a time, until the time is over.
+    """Answers prompts drawn at random until the time is over, in growing numbers up to a step's worth.
 
     Returns:
         The groups, and by name: seconds of generation and rewards for a prompt, and tokens for a second. The first
@@ -33,14 +34,14 @@ def sample_groups(trainer: Trainer, seconds: float) -> tuple[Groups, dict[str, f
     begun, clock, state = time.perf_counter(), Clock(), trainer.state
     groups: Groups = []
     settings, train = trainer.config.rollout, len(trainer.prompts.ids["train"])
-    tries, size = settings.num_generations, settings.prompts_per_step
+    tries, size = settings.num_generations, FIRST_PROMPTS
     order = prompt_order(trainer.config.seed, 0, train, train)
     timed = tokens = 0
     while len(groups) < train and (not groups or time.perf_counter() - begun < seconds):
         requests = trainer.prompts.groups(order[len(groups) : len(groups) + size])
         for number, request in enumerate(requests, start=len(groups)):
             request.sample_id = number * tries
-        if len(groups) == size:
+        if len(groups) == FIRST_PROMPTS:
             clock, timed, tokens = Clock(), 0, 0
         before = state.counts.get("generated_tokens", 0)
         with clock.measure("rollout"):
@@ -49,6 +50,7 @@ def sample_groups(trainer: Trainer, seconds: float) -> tuple[Groups, dict[str, f
             trainer.scorer.score(requests, rollouts)
         timed, tokens = timed + len(requests), tokens + state.counts["generated_tokens"] - before
         groups += [rollouts[i : i + tries] for i in range(0, len(rollouts), tries)]
+        size = min(2 * size, settings.prompts_per_step)
     each = {name: clock.seconds[part] / timed for name, part in (("generation", "rollout"), ("rewards", "reward"))}
     return groups, each | {"tokens": tokens / max(clock.seconds["rollout"], 1e-9)}
 
