@@ -130,19 +130,13 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     Raises:
         UserError: the file is damaged.
     """
-    rows: list[dict[str, Any]] = []
     try:
         lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-    except UnicodeDecodeError as error:
+        rows = [json.loads(line) for line in lines]
+        if not all(isinstance(row, dict) and isinstance(row.get("step"), int) for row in rows):
+            raise ValueError("a row is no object with a step")
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error})") from error
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}:{number} is damaged ({error})") from error
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            raise UserError(f"{path}:{number} is damaged: no object with a step")
-        rows.append(row)
     return rows
 
 
