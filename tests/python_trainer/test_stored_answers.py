@@ -19,7 +19,7 @@ from python_trainer.accelerators.rhyme.sampling import AnswerBank
 from python_trainer.accelerators.rhyme.settings import RhymeSettings
 from python_trainer.algorithms.advantages import against_chance
 from python_trainer.algorithms.settings import AlgorithmConfig
-from python_trainer.batch import Batch, Minibatch
+from python_trainer.batch import Batch
 from python_trainer.data import Rollout
 from python_trainer.dynamic_sampling import StepSampler
 from python_trainer.logger import rollout_statistics
@@ -173,27 +173,6 @@ def test_the_loss_judges_it_against_the_chance_and_others_as_before(algorithm, w
     if algorithm.get("advantage") == "gae":
         alone, both = (batch.returns for batch in batches)
         assert torch.equal(both[:4], alone) and both[4].isnan().all(), "a critic learns nothing of it"
-
-
-def test_a_critic_learns_nothing_of_it():
-    """Its loss, and that of the policy, have the gradients of the fresh answers."""
-    fresh = [answer(0, reward=float(i < 1), group=0) for i in range(4)]
-    lone = answer(1, group=1, reward=1.0, expected=0.1, importance_cap=1.0)
-    config = AlgorithmConfig(advantage="gae", vf_coef=0.5)
-    gradients = []
-    for rollouts in (fresh, [*fresh, lone]):
-        batch, every = Batch(rollouts, config, 10, torch.device("cpu")), list(range(len(rollouts)))
-        batch.values = torch.full(batch.scored.shape, 0.25)
-        batch.set_advantages()
-        batch.advantages.zero_()
-        packed = batch.pack(every)
-        logprobs = torch.full(packed.mask.shape, -0.3)
-        values = torch.full(packed.mask.shape, 0.3, requires_grad=True)
-        loss, _ = Minibatch(batch, every).loss(packed, logprobs, torch.zeros_like(logprobs), values)
-        loss.backward()
-        gradients.append({i: values.grad[row] for row, i in enumerate(packed.samples)})
-    alone, both = gradients
-    assert all(torch.equal(alone[i], both[i]) and alone[i].any() for i in range(4)) and not both[4].any()
 
 
 def test_answers_that_are_all_stored_need_nothing_to_compare_them_with():

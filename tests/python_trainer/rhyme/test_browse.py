@@ -66,6 +66,7 @@ def test_what_is_not_there_is_named(tmp_path, capsys):
     path = str(tmp_path / "history.db")
     assert main(["history", path]) == 2
     assert "there is no retrospective database" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [], "looking makes nothing"
     RetrospectiveDatabase(path)
     assert main(["history", path]) == 0  # empty: a table without rows
     assert "0 runs" in capsys.readouterr().out

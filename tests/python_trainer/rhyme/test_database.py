@@ -248,12 +248,6 @@ def test_reading_leaves_a_file_as_it_is(tmp_path, place, written):
     assert path.read_bytes() == before
 
 
-def test_looking_into_what_is_not_there_makes_nothing(tmp_path):
-    with pytest.raises(UserError, match="there is no retrospective database"):
-        RetrospectiveDatabase(str(tmp_path / "none.db"), create=False)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_writers_that_make_room_do_not_meet(url, monkeypatch):
     """Each of four adds runs, which removes older ones, also of the others."""
     monkeypatch.setattr(database_module, "MOST_RUNS", 5)
