@@ -28,6 +28,7 @@ EXCEPTIONS = {  # as SECURITY.md names them
         "all_gather_object",
         "broadcast_object_list",
     },  # between the processes that torchrun started
+    "rlkernels/integrations/trl.py": {"all_gather_object"},  # the same, started by accelerate
     "python_trainer/checkpoint.py": {"FileSystemReader", "read_metadata"},  # the index of shards
 }
 
