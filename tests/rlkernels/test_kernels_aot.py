@@ -53,8 +53,8 @@ OTHERS: dict[str, tuple[Kernel, tuple[int, int], int]] = {
     **{f"log-probabilities {part}, one token": (logprobs(part, one_token=True), (0, 0), 100 * KIB)
        for part in ("forward", "backward")},
     "rank-1, rows with statistics": (rank1("rows", statistics=True), (64, 64), 160 * KIB),
-    "rank-1, rows of float32": (rank1("rows", "*fp32", "*fp32", stages=2), (64, 64), 160 * KIB),
-    "rank-1, rows of float16": (rank1("rows", "*fp16", statistics=True, wide=1024), (64, 64), 160 * KIB),
+    "rank-1, rows of float32": (rank1("rows", "*fp32", "*fp32", stages=2), (128, 128), 160 * KIB),
+    "rank-1, rows of float16": (rank1("rows", "*fp16", statistics=True, wide=1024), (128, 128), 160 * KIB),
     "rank-1, panels with statistics": (rank1("panel", statistics=True), (128, 128), 160 * KIB),
     "rank-1, panels of float32": (rank1("panel", "*fp32"), (128, 128), 160 * KIB),
     "rank-1, unaligned rows": (rank1("rows", statistics=True, aligned=False), (384, 384), 99 * KIB),

@@ -199,7 +199,7 @@ WRITER = """
 import sys
 from rlkernels import verdicts
 verdicts.device_facts = lambda index: {"gpu": "NVIDIA X"}
-for number in range(200):
+for number in range(60):
     verdicts.store({"op": "dtw", "backend": "torch", "workload": "w", "candidates": {sys.argv[1]: number}}, 0)
 """
 
@@ -213,7 +213,7 @@ def test_two_processes_write_at_once(monkeypatch):
         time.sleep(0.001)
     assert [writer.returncode for writer in writers] == [0, 0] and seen > 0
     (found,) = verdicts.load("dtw", 0)
-    assert found["candidates"] in ({"a": 199}, {"b": 199}) and len(list(verdicts.folder().iterdir())) == 1
+    assert found["candidates"] in ({"a": 59}, {"b": 59}) and len(list(verdicts.folder().iterdir())) == 1
 
 
 @pytest.fixture
