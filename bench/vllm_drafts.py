@@ -50,7 +50,7 @@ def train(folder: Path, steps: int) -> list[str]:
     trainer.policy.inference_model.save_pretrained(folder / "0")
     trainer.policy.tokenizer.save_pretrained(folder / "0")
     trainer.run()
-    return [example.prompt for example in trainer.task.train]
+    return [str(example.prompt) for example in trainer.task.train]
 
 
 def generate(folder: Path, arm: str) -> list[dict[str, float]]:

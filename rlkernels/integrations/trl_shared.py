@@ -11,7 +11,7 @@ token, answer 1 | last token, answer 2 | ...], so that every packed position pre
 import functools
 import logging
 import types
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,7 +59,7 @@ class Packed:
 
     def to(self, device: torch.device) -> "Packed":
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-        return replace(self, **{name: value.to(device, non_blocking=True) for name, value in tensors.items()})
+        return Packed(**vars(self) | {name: value.to(device, non_blocking=True) for name, value in tensors.items()})
 
 
 def pack(input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int) -> Packed:

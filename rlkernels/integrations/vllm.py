@@ -136,9 +136,10 @@ class HistoryProposer:
         self._present: list[_Tracked] = []
         self._absent: list[_Tracked] = []  # longest absent first
         self._stamp = self._file_stamp()
-        fills_itself = self._path is None and _shared is None
-        self._own = RolloutHistory(max_tokens=MOST_TOKENS) if fills_itself else None
-        self._history = self._own or (RolloutHistory.load(self._path) if self._path is not None else _shared)
+        self._own = RolloutHistory(max_tokens=MOST_TOKENS) if self._path is None and _shared is None else None
+        first = self._own or _shared if self._path is None else RolloutHistory.load(self._path)
+        assert first is not None
+        self._history = first
         self._ends = _end_tokens(vllm_config.model_config)
         self._epoch, self._answered = 0, set[bytes]()  # prompts that have answers of this epoch
 
