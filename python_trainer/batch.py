@@ -72,9 +72,9 @@ class Batch:
         prefix_in_loss: bool = False,
     ):
         for rollout in rollouts:
-            tokens, mask = len(rollout.response_ids), rollout.response_mask
-            assert mask is None or len(mask) == tokens, "a response mask has an entry for each token of the response"
-            assert len(rollout.logprobs) == tokens - rollout.prefix_len, "each token after the prefix has a logprob"
+            answer, mask = len(rollout.response_ids), rollout.response_mask
+            assert mask is None or len(mask) == answer, "a response mask has an entry for each token of the response"
+            assert len(rollout.logprobs) == answer - rollout.prefix_len, "each token after the prefix has a logprob"
         self.rollouts, self.config, self.longest, self.device = rollouts, config, longest, device
         self.prefix_in_loss = prefix_in_loss
         self.weigh: Aggregation = LOSS_TYPES.resolve(config.loss_type)

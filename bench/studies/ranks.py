@@ -1,5 +1,6 @@
 """The update of a finished run: how much of its gain low ranks keep, and how straight it moved."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -15,7 +16,7 @@ from python_trainer import Trainer, load_config
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint, step_of
 from python_trainer.hub import policy_folder
 from rlkernels import RankOneTrajectory
-from rlkernels.extrapolation.predictors import linearity
+from rlkernels.extrapolation.trajectory import Points
 from rlkernels.rank1.stream import default_filter
 
 RANKS = (1, 4, 16)
@@ -26,6 +27,17 @@ def base_weights(run: Path) -> dict[str, Tensor]:
     folder = policy_folder(load_config(run / "config.yaml").model.path)
     named = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict().items()
     return {name: weight for name, weight in named if weight.ndim == 2 and default_filter(name)}
+
+
+def linearity(points: Points) -> float:
+    """R^2 of straight lines in the step through all entries of x_t together; NaN with fewer than three points."""
+    if len(points.steps) < 3:
+        return math.nan
+    x, steps = points.x.double(), points.steps.double()
+    line = torch.stack([torch.ones_like(steps), steps], 1)
+    rest = x - line @ torch.linalg.lstsq(line, x, driver="gelsd").solution
+    total = (x - x.mean(0)).square().sum()
+    return float(1 - rest.square().sum() / total) if total > 0 else math.nan
 
 
 def straightness(run: Path) -> dict[str, float]:
@@ -64,6 +76,10 @@ def gain_at_ranks(run: Path) -> dict[str, float]:
     start, end = found[0][3], found[-1][3]
     shares = {}
     for rank in RANKS:
-        accuracy = accuracy_with(run, lambda n, w, r=rank: base[n] + cut(w - base[n], r) if n in base else w)
+
+        def keep_rank(name: str, weight: Tensor, rank: int = rank) -> Tensor:
+            return base[name] + cut(weight - base[name], rank) if name in base else weight
+
+        accuracy = accuracy_with(run, keep_rank)
         shares[f"gain at rank {rank}"] = (accuracy - start) / max(end - start, 1e-9)
     return shares
