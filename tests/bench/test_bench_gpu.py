@@ -167,7 +167,7 @@ def test_tests_are_recorded_file_by_file(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "test_files", lambda: list(files.values()))
     monkeypatch.setattr(command, "plan", lambda *_: [{"kind": "tests", "op": "all", "case": "files", "device": "cpu"}])
     monkeypatch.setattr(command, "LEAST_TESTS_S", 0.0)
-    monkeypatch.setitem(command.LIMITS_S, "tests", 600.0)
+    monkeypatch.setitem(command.LIMITS_S, "tests", 100.0)
     monkeypatch.setattr(command, "run", lambda c, env, s: run(c, env, 2 if files["endless"] in c else s))
     monkeypatch.setattr(command, "Worker", Answers())
     options = ["--device", "cpu", "--no-build", "--output", str(tmp_path / "record.jsonl")]

@@ -38,7 +38,8 @@ def sampled_accuracy(temperature):
 
 
 def test_the_small_policy_leaves_room():
-    assert 0.3 <= sampled_accuracy(1.0) <= 0.6 <= sampled_accuracy(0.0)
+    """About half of the answers are right at temperature 1; the standard error is 0.04."""
+    assert 0.3 <= sampled_accuracy(1.0) <= 0.7 and sampled_accuracy(0.0) >= 0.6
 
 
 def test_together_they_are_small():
