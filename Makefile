@@ -42,7 +42,7 @@ setup build: $(VENV)/.built
 
 train: $(VENV)/.built
 	$(PY) -m python_trainer compare --config configs/lattice_paths.yaml --variants baseline,rhyme --output-dir $(RUN) \
-	  --set max_steps=120 evaluation.eval_steps=10 task.test_size=1024 evaluation.target_accuracy=0.6 \
+	  --set max_steps=60 evaluation.eval_steps=10 task.test_size=1024 evaluation.target_accuracy=0.6 \
 	  accelerators.rhyme.database=$(RUN)/history.db $(TRAIN)
 
 smoke: $(VENV)/.built
