@@ -13,7 +13,7 @@ ATTEMPTS = 6  # of ten seconds each, which a start may take where much else is a
 
 
 def available() -> bool:
-    """Whether there are a server and a driver."""
+    """Tell whether there are a server and a driver."""
     return any(map(importlib.util.find_spec, PACKAGES)) and importlib.util.find_spec("psycopg") is not None
 
 

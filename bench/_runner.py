@@ -231,7 +231,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def stamp() -> dict[str, Any]:
-    """What a row says about the run as a whole."""
+    """Return what a row says about the run as a whole."""
     return {
         "commit": commit(),
         "threads": torch.get_num_threads(),

@@ -54,7 +54,7 @@ def trainer_trace() -> Trace | Missing:
 
 
 def read_trace(path: Path) -> Trace:
-    """What ``python -m bench._trace`` has written."""
+    """Return what ``python -m bench._trace`` has written."""
     with np.load(path) as file:
         data = dict(file)
 

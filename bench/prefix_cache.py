@@ -49,7 +49,7 @@ class Batch:
         self.nbytes = 2 * count * length * kv_heads * dim * dtype.itemsize
 
     def expected(self) -> torch.Tensor:
-        """What the reference gives for the first sequences."""
+        """Return what the reference gives for the first sequences."""
         count, rows = min(len(self.lens), 8), int(self.starts[min(len(self.lens), 8)])
         some = (
             self.query[:rows],

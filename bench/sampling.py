@@ -20,7 +20,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def plain_torch(logits: torch.Tensor, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> Callable:
-    """What a trainer does without a kernel: softmax, sort where it must, multinomial. Other tokens than ours."""
+    """Return what a trainer does without a kernel: softmax, sort where it must, multinomial. Other tokens than ours."""
 
     def run() -> torch.Tensor:
         if temperature == 0:

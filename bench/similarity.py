@@ -25,7 +25,7 @@ def curves(n: int, steps: int, seed: int, noise: float = 0.05) -> torch.Tensor:
 
 
 def cells(x_lengths: torch.Tensor, y_lengths: torch.Tensor, band: int | None) -> float:
-    """How many cells of all pairs lie inside the lengths and the band."""
+    """Return how many cells of all pairs lie inside the lengths and the band."""
     a, b = x_lengths[:, None].double(), y_lengths.double()
     outside = torch.zeros(())
     if band is not None:

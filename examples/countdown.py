@@ -31,7 +31,7 @@ def value_of(node):
 
 
 def correct(numbers, target, text):
-    """Whether the last line is ``A:`` and an expression that uses each number once and equals the target."""
+    """Tell whether the last line is ``A:`` and an expression that uses each number once and equals the target."""
     match = FINAL_LINE.search(text)
     if match is None or sorted(re.findall("[0-9]+", match[1])) != sorted(map(str, numbers)):
         return False

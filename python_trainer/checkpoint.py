@@ -148,7 +148,7 @@ def load_checkpoint(path: Path) -> Any:
 
 
 def load_whole(path: Path) -> dict[str, Any]:
-    """As :func:`load_checkpoint`, with all shards, in any process."""
+    """Loads as :func:`load_checkpoint` does, with all shards, in any process."""
     state = load_checkpoint(path)
     return state | read_shards(path, {}) if (path / SHARDS).is_dir() else state
 

@@ -62,7 +62,7 @@ def compare(
 
 
 def finished(folder: Path) -> bool:
-    """Whether a run came to its end."""
+    """Tells whether a run came to its end."""
     path = folder / "summary.json"
     return path.exists() and "eval_accuracy_final" in json.loads(path.read_text(encoding="utf-8"))
 

@@ -29,13 +29,13 @@ class NotFinite(Exception):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out: in Python, in C++, or in torch on a CPU or GPU."""
+    """Tells whether memory ran out: in Python, in C++, or in torch on a CPU or GPU."""
     said = ("can't allocate memory", "Cannot allocate memory", "not enough memory", "out of memory", "bad_alloc")
     return isinstance(error, MemoryError) or any(text in str(error) for text in said)
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether gloo or NCCL noticed that another rank has ended."""
+    """Tells whether gloo or NCCL noticed that another rank has ended."""
     said = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
     return os.environ.get("WORLD_SIZE", "1") != "1" and any(text in str(error) for text in said)
 
@@ -75,7 +75,7 @@ def mark_shared(error: BaseException) -> None:
 
 
 def is_shared(error: BaseException | None) -> bool:
-    """Whether all ranks raise this error together, or the error that it was raised from."""
+    """Tells whether all ranks raise this error together, or the error that it was raised from."""
     while error is not None:
         # loss and norm are sums over all ranks; a rank that cannot sample raises together with the others
         if isinstance(error, NotFinite) or getattr(error, "shared", False):

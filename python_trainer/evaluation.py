@@ -138,7 +138,7 @@ class Evaluator:
         self._partial_noted = False
 
     def due(self) -> bool:
-        """Whether ``evaluation.eval_steps`` wants an evaluation after this step."""
+        """Tells whether ``evaluation.eval_steps`` wants an evaluation after this step."""
         every = self.config.evaluation.eval_steps
         return every > 0 and self.state.step % every == 0
 

@@ -86,7 +86,7 @@ def resolve_settings(config: Config, saved: object, ranks: RankGroup, note: Note
 
 
 def has_vllm() -> bool:
-    """Whether the package is here, in a version that will do; it is not imported, which takes long."""
+    """Tells whether the package is here, in a version that will do; it is not imported, which takes long."""
     try:
         check_version(importlib.metadata.version("vllm"), "the package vllm")
     except (UserError, importlib.metadata.PackageNotFoundError):

@@ -310,7 +310,7 @@ class Trainer:
         return StepContext(self.run_context, number, keyed_seed(self.config.seed, "step", number))
 
     def finished(self) -> bool:
-        """Whether steps or time are used up; the same on all ranks."""
+        """Tells whether steps or time are used up; the same on all ranks."""
         limit, state = self.config.max_seconds, self.state
         late = limit is not None and state.step > 0 and self.clock.training_seconds >= limit
         return self.ranks.first(late or state.step >= self.config.max_steps)

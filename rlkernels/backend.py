@@ -160,7 +160,7 @@ def kernel_op(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..
 
 
 def has_triton() -> bool:
-    """Whether triton is installed."""
+    """Tell whether triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -213,7 +213,7 @@ def settled(op: str, index: int | None) -> tuple[str, str]:
 
 
 def _known(op: str, index: int | None) -> Iterator[tuple[str | None, str]]:
-    """What is known of an op on a GPU, in order of precedence."""
+    """Return what is known of an op on a GPU, in order of precedence."""
     yield _run.get(op), "run"
     if op in _run or not (OPS[op].cuda or OPS[op].triton) or not torch.cuda.is_available():
         return

@@ -61,7 +61,7 @@ class Step:
 
 
 def checks() -> list[Step]:
-    """What looks at the code without running it."""
+    """Return what looks at the code without running it."""
     python = sys.executable
     no_nvcc = "" if shutil.which("nvcc") else "nvcc (the CUDA sources were not compiled)"
     return [

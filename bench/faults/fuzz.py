@@ -142,7 +142,7 @@ def configurations(draw: Any) -> dict[str, Any]:
 
 
 def configuration(data: Any, folder: Path) -> str:
-    """As an object; what is accepted is the same after it was written and read."""
+    """Checks settings given as an object; what is accepted is the same after it was written and read."""
     values = data.draw(configurations())
 
     def check() -> None:
@@ -154,7 +154,7 @@ def configuration(data: Any, folder: Path) -> str:
 
 
 def configuration_file(data: Any, folder: Path) -> str:
-    """As YAML, damaged, and with settings of the command line."""
+    """Checks settings as YAML, damaged, and with settings of the command line."""
     text = yaml.safe_dump({"seed": 3, "task": {"name": "arithmetic"}, "rollout": {"stop": ["a"]}}).encode()
     (folder / "settings.yaml").write_bytes(data.draw(damaged(text) | st.binary(max_size=60)))
     overrides = data.draw(st.lists(st.tuples(st.sampled_from(names_of_settings()) | TEXT, TEXT), max_size=2))
@@ -221,7 +221,7 @@ def database_url(data: Any, folder: Path) -> str:
 
 @cache
 def database_bytes() -> bytes:
-    """Of a database with a run of one step."""
+    """Returns the bytes of a database with a run of one step."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "history.db"
         database = RetrospectiveDatabase(str(path))
@@ -278,7 +278,7 @@ def tensors_of_database(data: Any, folder: Path) -> str:
 
 
 def evaluations(data: Any, folder: Path) -> str:
-    """What a report reads of a run."""
+    """Return what a report reads of a run."""
     save_evaluation(folder, "start", [1, 0, 1])
     (folder / "eval_test.safetensors").write_bytes(data.draw(safetensors_files()))
     return attempt(lambda: load_evaluations(folder), folder)

@@ -64,7 +64,7 @@ def plan(cases: Sequence[Any], device: str, seconds: float, sanitizer: bool) -> 
 
 
 def name_of(job: Message) -> str:
-    """What a job is called in records and on the screen: ``"time dtw: 512 x 512, length 512"``."""
+    """Return what a job is called in records and on the screen: ``"time dtw: 512 x 512, length 512"``."""
     return f"{job['kind']} {job['op']}: {job['case']}"
 
 

@@ -38,7 +38,7 @@ class Build:
         )  # fmt: skip
 
     def done(self, seconds: float = 0.0) -> bool:
-        """Whether it has ended, waiting for so long at most; ``found`` then says what came of it."""
+        """Tell whether it has ended, waiting for so long at most; ``found`` then says what came of it."""
         end = time.monotonic() + seconds
         while True:
             try:

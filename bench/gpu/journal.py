@@ -51,7 +51,7 @@ class Journal:
         return next((entry for entry in reversed(self.entries) if entry["kind"] == kind), {})
 
     def done(self, name: str) -> bool:
-        """Whether a job was finished, well or not."""
+        """Tell whether a job was finished, well or not."""
         return any(found["job"] == name for found in self.of("done"))
 
 
@@ -81,10 +81,10 @@ def read(path: Path) -> list[Entry]:
 
 
 def call_facts(commit: str | None) -> dict[str, Any]:
-    """What a record says about a call as a whole; ``commit`` for a checkout without git."""
+    """Return what a record says about a call as a whole; ``commit`` for a checkout without git."""
     return {**_runner.stamp(), **({"commit": commit} if commit else {})}
 
 
 def record_path(facts: Mapping[str, Any], ending: str = ".jsonl") -> Path:
-    """Where the record of such a call lies unless an option says otherwise."""
+    """Return where the record of such a call lies unless an option says otherwise."""
     return RECORDS / f"{(facts['gpu'] or 'cpu').replace(' ', '-')}-{facts['commit']}{ending}"

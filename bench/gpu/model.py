@@ -98,7 +98,7 @@ def logprob_error(found: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) 
 
 
 def gradients(model: Any) -> list[torch.Tensor]:
-    """Of all parameters, float32; they are taken out of the model."""
+    """Return the gradients of all parameters, float32, and take them out of the model."""
     out = [p.grad.float() for p in model.parameters()]
     model.zero_grad(set_to_none=True)
     return out
@@ -143,7 +143,7 @@ def peak_bytes(call: Callable[[], Any], device: torch.device) -> int | None:
 
 
 def profiled(call: Callable[[], Any], device: torch.device) -> Message:
-    """Where the time goes: the slowest rows, and how many kernels were launched."""
+    """Return where the time goes: the slowest rows, and how many kernels were launched."""
     kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
     with profile(activities=kinds) as found:
         call()

@@ -37,7 +37,7 @@ def changed(record: dict[str, Any], op: str, backend: str) -> list[str]:
 
 
 def compose(records: list[Path]) -> tuple[dict[str, Any], list[str]]:
-    """What rlkernels/records.json should hold, and why other backends are not in it."""
+    """Return what rlkernels/records.json should hold, and why other backends are not in it."""
     loaded = [(path.name, json.loads(path.read_text())) for path in records]
     chosen: dict[str, dict[str, tuple[str, str]]] = {}
     used, complaints = set(), []

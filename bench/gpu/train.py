@@ -72,7 +72,7 @@ def make_policy(work: Path, device: str, deadline: float) -> dict[str, Any]:
 
 
 def figures(folder: Path) -> dict[str, Any]:
-    """What a run has come to: its summary, or the last row of its metrics, and rates."""
+    """Return what a run has come to: its summary, or the last row of its metrics, and rates."""
     rows = read_metrics(folder)
     steps = [row for row in rows if row["step"] > 0]
     out: dict[str, Any] = {"finished": finished(folder), "steps": steps[-1]["step"] if steps else 0}

@@ -31,7 +31,7 @@ def measure(run: Path) -> dict[str, float]:
 
 
 def arms(rate: float) -> list[Arm]:
-    """Those of one learning rate."""
+    """Make the arms of one learning rate."""
     rivals = [*fewer_prompts(16), Arm("paper preset", PAPER), Arm("rank 1, gated", OURS)]
     return [
         Arm("plain", KEEP, rate=rate),

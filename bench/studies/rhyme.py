@@ -35,7 +35,7 @@ def train(turns: Turns, config: str, overrides: Sequence[str], folder: Path) -> 
 
 
 def measure(run: Path) -> dict[str, float]:
-    """What the accelerator took of the run's seconds."""
+    """Return what the accelerator took of the run's seconds."""
     summary = json.loads((run / "summary.json").read_text())
     spent = summary["accelerator_s"].get("rhyme", 0.0)
     return {"s of rhyme": spent, "share of rhyme": spent / summary["training_s"]}

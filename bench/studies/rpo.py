@@ -75,7 +75,7 @@ def prepare(work: Path) -> None:
 
 
 def first_error(prompt: str, completion: str) -> float | None:
-    """Where the first wrong line of an answer stands, from 0 to 1; None: there is none."""
+    """Return where the first wrong line of an answer stands, from 0 to 1; None: there is none."""
     terms = [int(term) for term in prompt.removesuffix("=").split("+")]
     partial, wanted = terms[0], []
     for term in terms[1:]:

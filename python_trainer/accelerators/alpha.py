@@ -101,7 +101,7 @@ class Alpha(Accelerator):
             self.trajectory.track(self.weights(context), step=context.step - self.anchor, accuracy=accuracy)
 
     def weights(self, context: StepContext) -> dict[str, torch.Tensor]:
-        """Those that are tracked, as precise as they are trained."""
+        """Returns the tracked weights, as precise as they are trained."""
         assert self.trajectory is not None
         return {name: context.run.optimizer.masters[name] for name in self.trajectory.base}
 

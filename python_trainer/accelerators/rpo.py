@@ -79,7 +79,7 @@ class RPO(Accelerator):
         run.note(f"rpo: first answers to {len(self.answers)} of {total} prompts remembered, {seconds:.1f} s")
 
     def is_drawn(self, context: StepContext, key: int) -> bool:
-        """Whether the group of this prompt is to be whole in this step, whatever is remembered."""
+        """Tells whether the group of this prompt is to be whole in this step, whatever is remembered."""
         share = 0.0 if self.as_in_paper else self.settings.whole_share
         return keyed_unit(context.seed, "rpo whole", key) < share
 

@@ -86,7 +86,7 @@ class RankGroup:
             raise problem
 
     def all_know(self, error: Exception) -> bool:
-        """Whether an error ends all ranks, each of them knowing of it, so that they can still save together."""
+        """Tells whether an error ends all ranks, each of them knowing of it, so that they can still save together."""
         return self.size == 1 or isinstance(error, UserError) or is_shared(error)
 
     def first(self, value: T) -> T:

@@ -183,7 +183,7 @@ def split_of(source: str, default: str) -> tuple[str, str]:
 
 
 def is_hub(place: str) -> bool:
-    """Whether a place names a data set of the Hub, and no file or folder."""
+    """Tells whether a place names a data set of the Hub, and no file or folder."""
     file = Path(place).exists() or Path(place).suffix in {*TABLES, ".jsonl"}
     return not file and HUB.fullmatch(place) is not None
 

@@ -61,7 +61,7 @@ def prompt_of(grid: NDArray[np.bool_]) -> str:
 
 
 def correct(prompt: str, text: str) -> bool:
-    """Whether the text is the prompt without its first row, with a path from the start drawn into it."""
+    """Tells whether the text is the prompt without its first row, with a path from the start drawn into it."""
     first, *rows = prompt.splitlines()
     drawn, column = text.split("\n"), first.index("o")
     if len(drawn) != len(rows):

@@ -31,7 +31,7 @@ def gold_value(gold: str) -> list[Any]:
 
 
 def judge(completion: str, gold: str) -> bool | None:
-    """Whether the completion's answer equals the gold one; None where the gold one cannot be read."""
+    """Tells whether the completion's answer equals the gold one; None where the gold one cannot be read."""
     try:
         expected = gold_value(gold)
     except Exception:

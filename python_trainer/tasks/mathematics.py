@@ -28,7 +28,7 @@ class Verifier:
         self._worker: subprocess.Popen[str] | None = None
 
     def __call__(self, completion: str, gold: str) -> bool | None:
-        """Whether the completion's answer equals ``gold``; None where ``gold`` holds no mathematics.
+        """Tells whether the completion's answer equals ``gold``; None where ``gold`` holds no mathematics.
 
         An answer that takes too long, or too much memory, is wrong.
         """

@@ -106,7 +106,7 @@ class Gate:
         return Comparison(*means, len(after), e_value, needed, e_value >= needed)
 
     def _hopeless(self, after: Sequence[float], before: Sequence[float], prompts: int, needed: float) -> bool:
-        """Whether prompts that go on like this would not be enough."""
+        """Tell whether prompts that go on like this would not be enough."""
         gained, lost = (round(count * prompts / len(after)) for count in count_changes(after, before))
         return improvement_e_value(gained, lost) < needed
 

@@ -462,7 +462,7 @@ def check_pass(model: PreTrainedModel, given: Mapping[str, Any], adapters: tuple
 
 
 def adapter_state(model: PreTrainedModel | None) -> tuple:
-    """What adapters of PEFT each layer that has some computes with now; () without any.
+    """Return what adapters of PEFT each layer that has some computes with now; () without any.
 
     Raises:
         ValueError: they differ within a batch.

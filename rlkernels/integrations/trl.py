@@ -97,7 +97,7 @@ class SuffixRollouts:
         self._ends: frozenset[int] = frozenset()
 
     def beginning(self, prompt: Any, step: int, longest: int) -> list[int]:
-        """What answers to the prompt begin with at a step: fewer than ``longest`` tokens, none if it is new."""
+        """Return what answers to the prompt begin with at a step: fewer than ``longest`` tokens, none if it is new."""
         answer = self.answers.get(_key(prompt), [])
         if not 0 < len(answer) <= longest:
             return []

@@ -299,5 +299,5 @@ def _end_tokens(model_config: Any) -> set[int]:
 
 
 def _key(tokens: bytearray) -> tuple[int, bytes]:
-    """What tells most sequences apart: the length and the last 16 tokens."""
+    """Return what tells most sequences apart: the length and the last 16 tokens."""
     return len(tokens), bytes(tokens[-64:])

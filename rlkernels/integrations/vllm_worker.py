@@ -53,7 +53,7 @@ class PolicyWorker:
                     module.quant_method.process_weights_after_loading(module)
 
     def policy_settings(self) -> dict[str, Any]:
-        """What a trainer has to know of the engine."""
+        """Return what a trainer has to know of the engine."""
         config = self.model_runner.model_config
         return {
             "logprobs_mode": config.logprobs_mode,
@@ -79,7 +79,7 @@ def merged_weight(base: torch.Tensor, down: torch.Tensor, up: torch.Tensor, scal
 
 
 def read_policy(folder: str, adapter: str | None, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """What the safetensors files of a folder hold.
+    """Return what the safetensors files of a folder hold.
 
     Args:
         folder: has them.

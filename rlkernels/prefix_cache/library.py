@@ -34,12 +34,12 @@ class Rows(NamedTuple):
 
 
 def takes(query: torch.Tensor, cache: torch.Tensor) -> bool:
-    """Whether attention to such a cache runs here: on a GPU, in one type of at most 32 bits."""
+    """Tell whether attention to such a cache runs here: on a GPU, in one type of at most 32 bits."""
     return query.is_cuda and query.dtype == cache.dtype != torch.float64
 
 
 def suits(*tensors: torch.Tensor) -> bool:
-    """Whether the kernels run on such queries, keys and values [..., d]."""
+    """Tell whether the kernels run on such queries, keys and values [..., d]."""
     dim = tensors[0].shape[-1]
     return (
         all(t.is_cuda and t.dtype == tensors[0].dtype for t in tensors)

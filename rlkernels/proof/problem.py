@@ -61,7 +61,7 @@ def copy(output: Any) -> list[torch.Tensor]:
 
 
 def same_bits(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    """Whether two outputs are equal to the bit; NaN equals NaN."""
+    """Tell whether two outputs are equal to the bit; NaN equals NaN."""
     return all(torch.equal(x.nan_to_num(), y.nan_to_num()) and torch.equal(x.isnan(), y.isnan()) for x, y in zip(a, b))
 
 

@@ -220,7 +220,7 @@ class Solver:
         return out.cpu()
 
     def solve(self) -> list[Leading | None]:
-        """What was found; None for modules that float32 squares do not suit or that are not finite."""
+        """Return what was found; None for modules that float32 squares do not suit or that are not finite."""
         self._start()
         flat = torch.zeros(self.count, dtype=torch.float64, device=self.device)
         theta = self._zeros(self.count, self.rank, dtype=torch.float64)

@@ -72,7 +72,7 @@ def _vector(v: torch.Tensor) -> torch.Tensor:
 
 
 def _overlaps(matrix: torch.Tensor) -> bool:
-    """Whether two entries share a place in memory, as in an expanded row."""
+    """Tell whether two entries share a place in memory, as in an expanded row."""
     (m, n), (down, right) = matrix.shape, matrix.stride()
     # the nearest two entries that can: right / step rows and down / step columns apart
     step = math.gcd(down, right) or 1

@@ -61,7 +61,7 @@ def _shape(modules, module, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _matrices(facts, weights, bases, ALIGNED: tl.constexpr):
-    """Where weight and base start, and their strides."""
+    """Return where weight and base start, and their strides."""
     weight, base = tl.load(facts + WEIGHT), tl.load(facts + BASE)
     weight_stride, base_stride = tl.load(facts + WEIGHT_STRIDE), tl.load(facts + BASE_STRIDE)
     if ALIGNED:  # a hint holds for the value of the operation right before it

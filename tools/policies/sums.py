@@ -145,7 +145,7 @@ class Sums(Corpus):
 
 
 def carries(left: int, right: int) -> bool:
-    """Whether some column of the two, as they stand, adds up to more than nine."""
+    """Tell whether some column of the two, as they stand, adds up to more than nine."""
     while left and right:
         if left % 10 + right % 10 > 9:
             return True
