@@ -258,6 +258,7 @@ def train_ranks(settings, folder):
             train(settings_of_ranks(settings, str(folder / "notes.db"), 1), folder / f"bad {kind}", kind)
 
 
+@pytest.mark.slow
 def test_the_first_rank_alone_reads_and_writes_and_all_rehearse(run, settings, tmp_path, monkeypatch):
     run("first")
     monkeypatch.setattr(sampling, "RESCUERS", 1)

@@ -50,6 +50,7 @@ def taken(tmp_path_factory):
     return dict(zip(KINDS, zip(map(bench.planned, runs), bench.measured(runs))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_told_is_what_a_process_takes(taken, kind):
     """Larger models: bench/memory.py."""

@@ -24,6 +24,8 @@ from python_trainer.rollout.paged.engine import PagedEngine
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 
+pytestmark = pytest.mark.slow  # two processes train a minute; test_parallel is their quick test
+
 SETTINGS = {
     "max_steps": 4,
     # as in test_parallel: Adam must not divide rounding errors by their size

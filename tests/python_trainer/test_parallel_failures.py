@@ -25,6 +25,8 @@ from python_trainer.errors import Interrupted, UserError, is_shared, mark_shared
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.trainer import Trainer
 
+pytestmark = pytest.mark.slow  # two processes set up many times
+
 # what of a set-up fails in the second process, by what it is called there
 PLACES = {
     "task": "python_trainer.tasks.files.JSONLSettings.load",

@@ -16,6 +16,8 @@ from python_trainer.errors import UserError
 from python_trainer.learner import Learner
 from python_trainer.run_directory import read_metrics
 
+pytestmark = pytest.mark.slow  # two processes train for half a minute
+
 
 class Twice(Environment):
     """Two turns."""

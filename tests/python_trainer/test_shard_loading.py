@@ -27,6 +27,8 @@ from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import CriticConfig, ModelConfig, OptimizerConfig
 from python_trainer.model.weights import full
 
+pytestmark = pytest.mark.slow  # two processes load models for half a minute
+
 # folder, further settings of the model
 CASES = {
     "tied": ("tied", {}),

@@ -24,6 +24,8 @@ from python_trainer.rollout.vllm.engine import InProcess, _can_sleep
 from python_trainer.rollout.vllm.servers import Servers
 from python_trainer.run_directory import read_metrics
 
+pytestmark = pytest.mark.slow  # two processes train for half a minute
+
 
 def train_and_tell(settings, folder, parallel, sleeps):
     """Trains; every process writes what it was given to train on, and what became of its engine."""

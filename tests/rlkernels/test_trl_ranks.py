@@ -7,9 +7,12 @@ import math
 import os
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from tiny import digits, save_tiny_policy
+
+pytestmark = pytest.mark.slow  # two processes train with TRL
 
 SIZE = 4
 
