@@ -117,7 +117,7 @@ def paged_attention(
     query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, block_tables: torch.Tensor,
     seq_lens: torch.Tensor, query_starts: torch.Tensor, scale: float,
 ) -> Pair:  # fmt: skip
-    """As ``reference.paged_attention``."""
+    """Compute ``reference.paged_attention``."""
     if not query.numel():
         return reference.paged_attention(query, key_cache, value_cache, block_tables, seq_lens, query_starts, scale)
     rows = _rows(key_cache.shape[1], block_tables, seq_lens, query_starts)
@@ -131,7 +131,7 @@ def shared_prefix_attention(
     group_lens: torch.Tensor, group_starts: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor,
     query_starts: torch.Tensor, scale: float,
 ) -> Pair:  # fmt: skip
-    """As ``reference.shared_prefix_attention``: a prefix is gathered once for its group."""
+    """Compute ``reference.shared_prefix_attention``: a prefix is gathered once for its group."""
     if not suits(query, key_cache):
         groups = group_tables, group_lens, group_starts
         sequences = block_tables, seq_lens, query_starts
@@ -190,7 +190,7 @@ class _Grouped(torch.autograd.Function):
 def grouped_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: GroupedLayout, scale: float
 ) -> torch.Tensor:
-    """As ``reference.grouped_attention``; differentiable once."""
+    """Compute ``reference.grouped_attention``; differentiable once."""
     if not query.numel():
         return query * 1
     return _Grouped.apply(*(t.contiguous() for t in (query, key, value)), layout, scale)

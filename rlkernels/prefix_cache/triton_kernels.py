@@ -274,7 +274,7 @@ def paged_attention(
     query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, block_tables: torch.Tensor,
     seq_lens: torch.Tensor, query_starts: torch.Tensor, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """As ``reference.paged_attention``; tables, lengths and starts contiguous."""
+    """Compute ``reference.paged_attention``; tables, lengths and starts contiguous."""
     if query.numel() == 0:
         return _nothing(query)
     launch = _Launch(query, key_cache, block_tables)
@@ -289,7 +289,7 @@ def shared_prefix_attention(
     group_lens: torch.Tensor, group_starts: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor,
     query_starts: torch.Tensor, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """As ``reference.shared_prefix_attention``; tables, lengths and starts contiguous."""
+    """Compute ``reference.shared_prefix_attention``; tables, lengths and starts contiguous."""
     if query.numel() == 0:
         return _nothing(query)
     prefixes, own = _Launch(query, key_cache, group_tables), _Launch(query, key_cache, block_tables)
@@ -311,7 +311,7 @@ def _(query, *_):
 def merge_attention(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``reference.merge_attention``; all contiguous."""
+    """Compute ``reference.merge_attention``; all contiguous."""
     out = torch.empty(out_a.shape, dtype=_result_dtype(out_a.dtype), device=out_a.device)
     out, lse = _run_merge(out_a, lse_a, out_b, lse_b, out)
     return out.to(out_a.dtype), lse
@@ -326,7 +326,7 @@ def _(out_a, lse_a, out_b, lse_b):
 def write_kv(
     key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """As ``reference.write_kv``; a slot outside the cache is left out."""
+    """Compute ``reference.write_kv``; a slot outside the cache is left out."""
     tokens, heads, dim = key.shape
     if key.numel() == 0:
         return

@@ -75,7 +75,7 @@ def _add_kernel(
 
 @on_its_device
 def delta_matvec(weight: torch.Tensor, base: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """As ``reference.delta_matvec``; rows must be contiguous."""
+    """Compute ``reference.delta_matvec``; rows must be contiguous."""
     m, n = weight.shape
     out = torch.empty(m, dtype=torch.float32, device=weight.device)
     block, rows = min(1024, triton.next_power_of_2(n)), 4
@@ -90,7 +90,7 @@ def delta_matvec(weight: torch.Tensor, base: torch.Tensor, v: torch.Tensor) -> t
 def add_rank1_(
     weight: torch.Tensor, u: torch.Tensor, v: torch.Tensor, scale: float, *, stochastic_rounding: bool, seed: int
 ) -> torch.Tensor:
-    """As ``reference.add_rank1_``, for contiguous rows; the same random bits."""
+    """Compute ``reference.add_rank1_``, for contiguous rows; the same random bits."""
     m, n = weight.shape
     if weight.numel():
         block, rows = min(1024, triton.next_power_of_2(n)), 4

@@ -147,7 +147,7 @@ def _sample_kernel(
 @on_its_device
 def sample_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor,
                   top_k: torch.Tensor, *, filtered: bool = True) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """As ``reference.sample_tokens``; filtered: some row may have top_k or top_p on."""
+    """Compute ``reference.sample_tokens``; filtered: some row may have top_k or top_p on."""
     rows, vocab = logits.shape
     ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)

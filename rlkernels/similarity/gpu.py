@@ -6,7 +6,7 @@ from rlkernels.similarity import reference
 
 
 def dtw(x, y, *, x_lengths, y_lengths, band, mode, backend):
-    """As :func:`reference.dtw` for contiguous float32 [N, L, D] and [M, K, D]."""
+    """Compute :func:`reference.dtw` for contiguous float32 [N, L, D] and [M, K, D]."""
     x_lengths, y_lengths = reference.full_lengths(x, x_lengths), reference.full_lengths(y, y_lengths)
     subsequence = mode == "subsequence"
     if backend == "cuda":
