@@ -20,7 +20,7 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0, also for a run that was asked to stop and has saved; 2 after one line on what the user can fix."""
+    """Runs a command -> exit code 0, also after a signal that saved the run; 2 after a user's error, in one line."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         from python_trainer.commands import parse_arguments

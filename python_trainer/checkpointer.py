@@ -208,7 +208,7 @@ class Checkpointer:
 
     @contextmanager
     def keeping_last_step(self) -> Iterator[None]:
-        """Within it an error first saves the last finished step, if its weights are still there."""
+        """Saves the last finished step on an error inside the block, if its weights still exist."""
         step, rate = self.state.step, self.config.optimizer.learning_rate
         with self.clock.measure("checkpoint"):
             contents = None if step == self.saved_step else self._contents()

@@ -26,7 +26,7 @@ class StepSampler:
 
     @property
     def missing(self) -> int:
-        """How many prompts the next round should answer; 0 ends the sampling."""
+        """Returns how many prompts the next round should answer; 0 ends the sampling."""
         size, dynamic = self.settings.prompts_per_step, self.settings.dynamic_sampling
         if self.rounds >= (self.settings.max_sampling_rounds if dynamic else 1):
             return 0

@@ -205,7 +205,7 @@ class Logger:
 
     @contextmanager
     def generating(self, what: str) -> Iterator[None]:
-        """Within it :meth:`log_generation` calls the rollouts ``what``."""
+        """Makes :meth:`log_generation` call the rollouts ``what`` inside the block."""
         before, self._work = self._work, what
         try:
             yield

@@ -142,7 +142,7 @@ class Memory:
 
     @property
     def trouble(self) -> str | None:
-        """Why the run cannot work, in half a sentence; None where it can."""
+        """Returns why the run cannot work, in half a sentence; None if it can."""
         phase = max(self.phases, key=lambda name: self.phases[name])
         if self.phases[phase] > self.device.memory:
             return f"{phase} takes {self.phases[phase] / 1e9:.1f} GB of {self.device.memory / 1e9:.1f}"

@@ -73,12 +73,12 @@ class Clock:
 
     @property
     def wall_seconds(self) -> float:
-        """Everything since training began; loading the model is not in it."""
+        """Returns the seconds since training began, without loading the model."""
         return self._timer() - self._began
 
     @property
     def training_seconds(self) -> float:
-        """Wall time without evaluations."""
+        """Returns the wall time without evaluations."""
         return self.wall_seconds - self.seconds.get("eval", 0.0)
 
 

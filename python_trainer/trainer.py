@@ -375,5 +375,5 @@ class Trainer:
                     raise UserError(f"callback {name} raised {type(error).__name__}: {error}") from error
 
     def timed(self, accelerator: Accelerator) -> AbstractContextManager[None]:
-        """Within it, time counts as the accelerator's."""
+        """Counts the time of the block as the accelerator's."""
         return self.clock.measure(f"accelerator/{accelerator.name}")

@@ -23,7 +23,7 @@ PACKAGES = {  # module -> what needs it
 
 
 def info() -> dict[str, Any]:
-    """Versions, what was compiled, and the backend of each op for CPU and CUDA tensors.
+    """Return versions, what was compiled, and the backend of each op for CPU and CUDA tensors.
 
     Returns:
         A dictionary of plain strings, numbers and lists, ready for ``json.dumps``. ``ops[name]`` has

@@ -6,7 +6,7 @@ import torch
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
-    """Matrix products in the dtype of their operands, also inside ``torch.autocast``, which would round them."""
+    """Compute matrix products in the dtype of their operands, also inside ``torch.autocast``."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()

@@ -100,17 +100,17 @@ def extension_error() -> str | None:
 
 @functools.cache
 def built_with_cuda() -> bool:
-    """True when the extension holds the CUDA kernels."""
+    """Return True if the extension holds the CUDA kernels."""
     return extension_error() is None and torch.ops.rlkernels.built_with_cuda()
 
 
 def triton_interpreted() -> bool:
-    """True when Triton kernels run on CPU tensors through Triton's interpreter."""
+    """Return True if Triton kernels run on CPU tensors through Triton's interpreter."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def runs_on(device: torch.device) -> str:
-    """The type of a device."""
+    """Return the type of a device."""
     return device.type
 
 
@@ -121,7 +121,7 @@ def mark_written(*tensors: torch.Tensor) -> None:
 
 
 def on_its_device(function: Callable[Concatenate[torch.Tensor, P], R]) -> Callable[Concatenate[torch.Tensor, P], R]:
-    """``function`` with the GPU of its first argument as the current one, which is where Triton launches kernels."""
+    """Run ``function`` with the GPU of its first argument as the current one, where Triton launches kernels."""
 
     @functools.wraps(function)
     def run(first: torch.Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -96,7 +96,7 @@ def draws(random: torch.Generator, sizes: list[int]) -> Tensors:
 
 
 def drafted(random: torch.Generator, sizes: list[int]) -> Tensors:
-    """As many sequences as the first size says, each with a draft of as many tokens as the second."""
+    """Make sequences (the first size is their number), each with a draft of as many tokens as the second size."""
     sequences, length, half = sizes
     rows = sequences * (length + 1)
     return {"logits": normal(random, rows, 2 * half), "drafts": below(random, 2 * half, sequences * length),
@@ -313,7 +313,7 @@ def same(a: torch.Tensor, b: torch.Tensor, greatest: float, what: str) -> None:
 
 
 def target(op: Op) -> Callable[[Any, Path], str]:
-    """As of :mod:`bench.faults.fuzz`."""
+    """Return the target of :mod:`bench.faults.fuzz`."""
     names = list(op.make(torch.Generator(), [1, 1, 1]))
     changes = st.lists(
         st.builds(Change, st.sampled_from(names), st.sampled_from(CHANGES), st.integers(0, 40)), max_size=3

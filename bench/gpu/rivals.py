@@ -51,7 +51,7 @@ Rivals = dict[str, Rival]
 
 
 def paged(given: Mapping[str, Any]) -> Rivals:
-    """Of a paged problem whose sequences have equal lengths: on dense keys, and on the pages."""
+    """Make rivals of a paged problem with equal lengths: on dense keys, and on the pages."""
     query, caches, tables, lens, queries = (given[n] for n in ("query", "caches", "tables", "lens", "queries"))
     if len(set(zip(lens, queries))) > 1:
         return {}

@@ -93,7 +93,7 @@ def uniform(values: Sequence[float]) -> float:
 
 @torch.no_grad()
 def p_values(seed: int) -> tuple[list[float | None], dict[str, Any]]:
-    """Of one setting: of the first token, of the second after the likeliest first; and what was drawn."""
+    """Return one setting's p-values of the first token and of the second after the likeliest first, and the draws."""
     rng = random.Random(f"lossless/{seed}")
     torch.manual_seed(seed)
     config = Qwen2Config(vocab_size=VOCAB, **SIZES, initializer_range=0.5, eos_token_id=None, bos_token_id=None)
@@ -138,7 +138,7 @@ def distribution(logits: torch.Tensor, temperature: float, top_p: float, top_k: 
 
 
 def p_value(counts: Counter[int], probs: torch.Tensor) -> float | None:
-    """Of the counts; 0 where a token came that cannot, None where there is nothing to judge."""
+    """Return the p-value of the counts; 0 if an impossible token came, None without enough counts."""
     total = sum(counts.values())
     if any(probs[token] == 0 for token in counts):
         return 0.0

@@ -44,7 +44,7 @@ class AcceleratorsConfig(Section):
 
     @classmethod
     def fitting(cls, values: Mapping[str, Any]) -> type["AcceleratorsConfig"]:
-        """With a section for each registered plug-in, and for others that are enabled."""
+        """Makes a class with a section for each registered plug-in, and for others that are enabled."""
         enabled = values.get("enabled")
         kinds = dict.fromkeys(registered())
         for name in map(ACCELERATORS.name_of, enabled) if isinstance(enabled, list | tuple) else ():
@@ -53,7 +53,7 @@ class AcceleratorsConfig(Section):
         return with_sections(tuple(kinds))
 
     def with_enabled(self, enabled: Sequence[str]) -> dict[str, Any]:
-        """These settings as values, with others enabled; only enabled and registered plug-ins have sections."""
+        """Returns these settings as values with others enabled; only enabled and registered plug-ins have sections."""
         known = AcceleratorsConfig.fitting({"enabled": list(enabled)}).model_fields
         sections = {name: values for name, values in self.model_dump(mode="json").items() if name in known}
         return sections | {"enabled": list(enabled)}
@@ -79,7 +79,7 @@ def registered() -> list[type[AcceleratorSettings]]:
 
 @cache
 def with_sections(kinds: tuple[type[AcceleratorSettings], ...]) -> type[AcceleratorsConfig]:
-    """The configuration with a section for each of these."""
+    """Returns the configuration with a section for each of these."""
     sections: dict[str, Any] = {}
     for kind in kinds:
         name = getattr(kind, "name", None)

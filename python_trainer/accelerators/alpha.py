@@ -81,7 +81,7 @@ class Alpha(Accelerator):
                 self.attempt(context)
 
     def restart(self, context: StepContext, step: int) -> None:
-        """The weights as they are, after ``step`` steps, become the base of a new trajectory."""
+        """Starts a new trajectory at the present weights, those after ``step`` steps."""
         base, optimizer = {}, context.run.optimizer
         for name, master in optimizer.masters.items():
             if master.ndim == 2 and default_filter(name):
@@ -117,7 +117,7 @@ class Alpha(Accelerator):
         )
 
     def attempt(self, context: StepContext) -> dict[str, Any]:
-        """One attempt, from the refusals to the gate -> what became of it, which is also noted in ``events``."""
+        """Makes one attempt, from the refusals to the gate -> its outcome, which also joins ``events``."""
         tracked, rules = self.trajectory, self.rules(len(context.run.task.gate))
         assert tracked is not None
         objection, factors = context.run.once(lambda: decide(tracked, rules))
@@ -170,7 +170,7 @@ class Alpha(Accelerator):
             context.telemetry[f"alpha/{name}_s"] = spent
 
     def summary(self) -> dict[str, Any]:
-        """Seconds spent on tracking and at the gate, and all attempts."""
+        """Returns the seconds spent on tracking and at the gate, and all attempts."""
         return {f"{name}_s": seconds for name, seconds in self.seconds.items()} | {"attempts": self.events}
 
     def state_dict(self) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class Drafts(Accelerator):
         return groups
 
     def _measured(self, engine: Engine) -> float | None:
-        """As the run has measured it once; None: its engine of now does not tell."""
+        """Returns the overhead that the run measured first; None if the present engine cannot measure it."""
         known = self.pass_overhead is not None
         passes = MEASURED_PASSES[:1] if known else MEASURED_PASSES
         seconds = {n * t: engine.pass_seconds(n, t) for n, t in passes}

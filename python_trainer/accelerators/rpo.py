@@ -137,7 +137,7 @@ class RPO(Accelerator):
         }
 
     def remember(self, seed: int, group: list[Rollout]) -> None:
-        """Epsilon-greedy: the best answer with probability epsilon, otherwise one of the others."""
+        """Remembers the best answer with probability epsilon, otherwise one of the others (epsilon-greedy)."""
         key, worth = group[0].prompt_key, group if self.as_in_paper else good_ones(group)
         options = [rollout for rollout in worth if complete(rollout)]
         if not options:
@@ -163,7 +163,7 @@ class RPO(Accelerator):
             self.best = [mean, error]
 
     def state_dict(self) -> dict[str, Any]:
-        """``keys`` int64 [N], ``lengths`` int64 [N] and all ``ids`` int32, one answer after the other."""
+        """Returns ``keys`` int64 [N], ``lengths`` int64 [N] and all ``ids`` int32, one answer after the other."""
         return {
             "keys": torch.tensor(list(self.answers), dtype=torch.int64),
             "lengths": torch.tensor([len(answer) for answer in self.answers.values()], dtype=torch.int64),

@@ -36,12 +36,12 @@ class AcceleratorSettings(Section):
 
     @property
     def records(self) -> bool:
-        """Whether it takes part although it is not enabled, to leave something for later runs."""
+        """Returns whether it takes part without being enabled, to record something for later runs."""
         return False
 
     @property
     def prefix_in_loss(self) -> bool:
-        """Whether the beginnings that it gives to answers are trained on too."""
+        """Returns whether the loss includes the prefixes that it gives to answers."""
         return False
 
     def conflicts(self, config: Any) -> str | None:

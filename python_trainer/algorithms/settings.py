@@ -115,7 +115,7 @@ class AlgorithmConfig(Section):
     """The cap of importance_sampling."""
 
     def with_sampler(self, engine: str) -> "AlgorithmConfig":
-        """With ``auto`` replaced by what suits answers of this engine: the trainer's own samples what is trained."""
+        """Returns settings with ``auto`` replaced: the trainer's own engine needs no correction."""
         if self.importance_sampling != "auto":
             return self
         return self.model_copy(update={"importance_sampling": "token_truncate" if engine == "vllm" else "none"})
@@ -126,18 +126,18 @@ class AlgorithmConfig(Section):
 
     @property
     def correction(self) -> tuple[str, str] | None:
-        """(level, mode) of ``importance_sampling``; None: no correction, as long as ``auto`` stands there too."""
+        """Returns (level, mode) of ``importance_sampling``; None without a correction, and while it is ``auto``."""
         level, _, mode = self.importance_sampling.partition("_")
         return (level, mode) if mode else None
 
     @property
     def in_deviations(self) -> bool:
-        """Whether advantages are in standard deviations of the rewards, or in rewards."""
+        """Returns whether advantages are in standard deviations of the rewards."""
         return self.advantage in ("group", "gae", "reinforce++") and self.scale_rewards != "none"
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """Lowest and highest probability ratio that is not clipped."""
+        """Returns the lowest and highest probability ratio that is not clipped."""
         return 1 - self.epsilon, 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
 
     @model_validator(mode="after")

@@ -35,7 +35,7 @@ class RankedEngine(WrappedEngine):
 
     @property
     def on_progress(self) -> Callable[[int, int], None] | None:  # type: ignore[override]
-        """Is None with several ranks: the inner engine generates this one's part, and reports that."""
+        """Returns None with several ranks: the inner engine reports this rank's part."""
         return self.inner.on_progress if self.ranks is None else None
 
     @on_progress.setter

@@ -110,7 +110,7 @@ class LogitRule:
     def logprobs(
         self, states: torch.Tensor, head: torch.nn.Linear, targets: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and entropies [R] of targets [R] after states [R, H]; [R, V] is never held, but made twice.
+        """Scores targets [R] after states [R, H] -> log-probabilities, entropies [R]; computes [R, V] twice.
 
         A multiple is one more temperature. Capped logits are made for some rows at a time, and again for the gradient.
         """

@@ -51,7 +51,7 @@ def base_name(config: ModelConfig) -> tuple[str, str | None]:
 
 
 def source_options(folder: Path, config: ModelConfig) -> dict[str, Any]:
-    """Arguments of every ``from_pretrained`` for what lies in a folder."""
+    """Returns the arguments of every ``from_pretrained`` for what lies in a folder."""
     return {
         "pretrained_model_name_or_path": folder,
         "trust_remote_code": config.trust_remote_code,

@@ -100,7 +100,7 @@ class PolicyOptimizer:
         return [param] if master is param else [master, param]
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments and, where they are not the model's own parameters, master weights, all by parameter name."""
+        """Returns moments, and master weights that are not the model's own parameters, by parameter name."""
         state = {}
         for name, master in self.masters.items():
             state[name] = {key: value.detach() for key, value in self.adamw.state.get(master, {}).items()}

@@ -50,7 +50,7 @@ class LayerRecorder:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
     ) -> torch.Tensor:
-        """query [T, Hq, d], key and value [T, Hk, d] -> [T, Hq, d]; no sliding window is as short as these tokens."""
+        """Attends: query [T, Hq, d], key and value [T, Hk, d] -> [T, Hq, d]; sliding windows are longer than T."""
         self.shapes[layer] = shape = (key.shape[1], key.shape[2], value.shape[2])
         self.windows[layer] = window
         if shape[1] != shape[2] or len(set(self.shapes.values())) > 1:

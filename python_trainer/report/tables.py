@@ -23,7 +23,7 @@ class Interval:
 
     @property
     def resolved(self) -> bool:
-        """Whether the interval leaves 0 out."""
+        """Returns whether the interval excludes 0."""
         return not self.low <= 0 <= self.high
 
 

@@ -4,7 +4,7 @@ import torch
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Root-mean-square norm over the last dimension (arXiv 1910.07467), in float32 at least."""
+    """Divide by the root mean square of the last dimension (arXiv 1910.07467), in float32 at least."""
     exact = x.to(torch.promote_types(x.dtype, torch.float32))
     return weight * (exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 

@@ -97,7 +97,7 @@ def _steps(checkpoints: Sequence[Path]) -> list[int]:
 
 
 def _write(last: Folder, predicted: Mapping[str, torch.Tensor], output_dir: Path) -> None:
-    """The files of ``last`` with the predicted weights in their dtypes, a file of weights at a time in memory."""
+    """Write the files of ``last`` with the predicted weights in their dtypes, one weight file at a time in memory."""
     from safetensors.torch import save_file
 
     aside = output_dir.with_name(f".{output_dir.name}.tmp")

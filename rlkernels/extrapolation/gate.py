@@ -99,7 +99,7 @@ class Gate:
         return found
 
     def _judge(self, after: Sequence[float], before: Sequence[float], comparison: int) -> Comparison:
-        """The ``comparison``-th, counted from 1."""
+        """Make the ``comparison``-th comparison, counted from 1."""
         e_value = improvement_e_value(*count_changes(after, before))
         means = math.fsum(before) / len(before), math.fsum(after) / len(after)
         needed = comparison * (comparison + 1) / self.level

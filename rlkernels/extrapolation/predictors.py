@@ -47,7 +47,7 @@ class Predictor(ABC):
 
     @abstractmethod
     def predict(self, points: Points, target: Target) -> torch.Tensor:
-        """x [m] at the target, of any floating type; the points are enough and on one device."""
+        """Return x [m] at the target, of any floating type; the points are enough and on one device."""
 
 
 class PLS(Predictor):

@@ -148,19 +148,19 @@ class RankOneTrajectory:
                 del of_module[gone]
 
     def facts(self, name: str, index: int = -1) -> dict[str, float]:
-        """Numbers of one tracked step: sigma, frobenius, gap, angle_bound, changed, noise (see ``storage_noise``)."""
+        """Return sigma, frobenius, gap, angle_bound, changed and noise (``storage_noise``) of one tracked step."""
         return dict(zip(FACTS[:-1], self._facts[name][index]))
 
     def status(self, name: str, index: int = -1) -> str:
-        """Status of the solver, as in :class:`Rank1Update`."""
+        """Return the status of the solver, as in :class:`Rank1Update`."""
         return STATUSES[int(self._facts[name][index][-1])]
 
     def direction(self, name: str, index: int = -1) -> torch.Tensor:
-        """v_t [n] of one tracked step."""
+        """Return v_t [n] of one tracked step."""
         return self._right[name][index][:, 0]
 
     def points(self, name: str, *, at: int = -1) -> Points:
-        """The tracked steps, from their factors, projected on the direction of number ``at`` (default: the latest)."""
+        """Project the tracked steps, from their factors, on the direction of number ``at`` (default: the latest)."""
         v = self.direction(name, at)
         shadows = [right.T @ v for right in self._right[name]]  # [k]
         x = torch.stack([left @ shadow for left, shadow in zip(self._left[name], shadows)])

@@ -198,7 +198,7 @@ class RolloutHistory:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Numbers of tokens, rollouts, prompts, handles, evicted (rollouts), bytes, bytes_per_token."""
+        """Return the numbers of tokens, rollouts, prompts, handles, evicted (rollouts), bytes, bytes_per_token."""
         facts: dict[str, Any] = self._core.stats()
         facts["bytes_per_token"] = facts["bytes"] / max(facts["tokens"], 1)
         return facts
@@ -227,7 +227,7 @@ def _handle(handle: int) -> int:
 
 
 def _ids(name: str, value: Ids, dtype: type = np.int32) -> np.ndarray:
-    """A one-dimensional array of integers >= 0 that fit int32."""
+    """Return a one-dimensional array of integers >= 0 that fit int32."""
     try:
         array = value.numpy(force=True) if isinstance(value, torch.Tensor) else np.asarray(value)
     except ValueError:  # lists of different lengths

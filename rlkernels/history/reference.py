@@ -111,7 +111,7 @@ class History:
                 self.occurrences.setdefault((prompt, *padded[at - size : at]), []).append((rollout.serial, at - pad))
 
     def _places(self, prompt: tuple[int, ...] | None, size: int, context: list[int]) -> tuple[list[Place], int]:
-        """The newest places that the last ``size`` tokens lead up to, under one prompt or any; the longest match.
+        """Return the newest places after the last ``size`` tokens, under one prompt or any, and the longest match.
 
         A weight doubles with every matching token, with every epoch nearer to now, and from the worst to the best
         reward.
@@ -137,7 +137,7 @@ class History:
         return places, longest
 
     def _own_places(self, prompt: tuple[int, ...], generated: list[int]) -> list[Place]:
-        """The newest places in the prompt and the answer so far that their last token leads up to."""
+        """Return the newest places in the prompt and the answer so far that their last token leads up to."""
         text = [*prompt, START, *generated]
         places: list[Place] = []
         for at in range(len(text) - 1, 0, -1):
@@ -150,7 +150,7 @@ class History:
         return places
 
     def _gather(self, prompt: tuple[int, ...], generated: list[int]) -> list[Place]:
-        """All that vote: under the same prompt, under others unless that is clear, in the sequence itself."""
+        """Collect the places that vote: under the same prompt, else under others, and in the sequence itself."""
         context = ([START] * self.depth + generated)[-self.depth :]
         places, longest = self._places(prompt, LOCAL_GRAM, context)
         if longest < LONG_MATCH:

@@ -163,7 +163,7 @@ class PagedCache(Cache):
 
     @property
     def num_cached(self) -> list[int]:
-        """Tokens of each row that were found in the cache."""
+        """Count the tokens of each row that were found in the cache."""
         return list(self._cached)
 
     def _open(self, copies: int, columns: int | None = None) -> None:
@@ -177,7 +177,7 @@ class PagedCache(Cache):
         self._columns = known if columns is None else columns
 
     def _keyed(self, ids: list[int], length: int) -> list[int]:
-        """Tokens for a sequence that has ``length``. The first of a row stands for the adapters too, as another id.
+        """Return the tokens for a sequence of ``length``. With adapters, another id replaces the first of a row.
 
         So blocks of other adapters never have a first block in common.
         """
@@ -265,7 +265,7 @@ class PagedCache(Cache):
                 raise
 
     def _check_tokens(self, input_ids: torch.Tensor) -> None:
-        """The first pass has the prompts' tokens: it is under those that others will find its keys and values."""
+        """Check that the first pass has the prompts' tokens, under which others will find its keys and values."""
         for row, (prompt, pad, given) in enumerate(zip(self._prompts, self._pads, input_ids.tolist())):
             start = self._columns - pad
             expected = prompt[max(start, 0) :]
@@ -310,7 +310,7 @@ class PagedCache(Cache):
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
     ) -> torch.Tensor:
-        """query [B * q, Hq, d], key and value [B * q, Hk, d] -> [B * q, Hq, d], zeros for padding."""
+        """Attend: query [B * q, Hq, d], key and value [B * q, Hk, d] -> [B * q, Hq, d], zeros for padding."""
         if torch.is_grad_enabled() and query.requires_grad:
             raise ValueError("paged attention has no gradient: run the model under torch.no_grad()")
         step, kv = self._step, self.kv
@@ -377,7 +377,7 @@ class PagedCache(Cache):
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns of the batch, padding included, that need not be computed any more."""
+        """Count the columns of the batch, padding included, that need no more computing."""
         return self._columns
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -394,7 +394,7 @@ class PagedCache(Cache):
 
 
 def _unpadded(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> tuple[list[list[int]], list[int]]:
-    """The tokens of each row, and how many columns of padding stand before them."""
+    """Return the tokens of each row, and how many columns of padding precede them."""
     for name, value in (("input_ids", input_ids), ("attention_mask", attention_mask)):
         if value is not None or name == "input_ids":
             _check.tensor(name, value, ndim=2)
@@ -431,7 +431,7 @@ def _before_forward(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any])
 
 
 def _after_forward(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-    """Also after a pass that failed, whose output is None."""
+    """Finish the active cache's pass; after a failed pass ``output`` is None."""
     cache = ACTIVE.get()
     ACTIVE.set(None)
     if isinstance(cache, PagedCache) and output is not None:
@@ -490,7 +490,7 @@ def _holds_tensor(value: Any) -> bool:
 
 
 def _dropout(model: PreTrainedModel) -> str | None:
-    """A setting of the model or one of its modules that drops something in training mode."""
+    """Return a setting of the model, or a module, that drops values in training mode; None if there is none."""
     settings = model.config.get_text_config(decoder=True).to_dict().items()
     found = [f"{name} {value}" for name, value in settings if "drop" in name and isinstance(value, float) and value > 0]
     found += [f"{n} {m.p}" for n, m in model.named_modules() if isinstance(m, torch.nn.Dropout) and m.p > 0]

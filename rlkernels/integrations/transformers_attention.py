@@ -26,14 +26,14 @@ class Attention(Protocol):
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float,
                window: int | None) -> torch.Tensor:  # fmt: skip
-        """query [T, Hq, d], key and value [T, Hk, d] -> [T, Hq, d]; ``window``: of a sliding layer, in tokens."""
+        """Attend: query [T, Hq, d], key and value [T, Hk, d] -> [T, Hq, d]; ``window``: a sliding layer's tokens."""
 
 
 ACTIVE: ContextVar[Attention | None] = ContextVar("rlkernels_attention", default=None)
 
 
 def other_layers(config: PretrainedConfig) -> list[str]:
-    """Kinds of layers that are more than attention to all tokens before or to a sliding window of them.
+    """List the kinds of layers that are more than attention to all tokens before or to a sliding window of them.
 
     Args:
         config: of the decoder.
@@ -45,7 +45,7 @@ def other_layers(config: PretrainedConfig) -> list[str]:
 
 
 def rotary_limit(config: PretrainedConfig) -> int | None:
-    """Most tokens of a sequence up to which rotary factors do not change with the length; None: they never do.
+    """Return the length up to which rotary factors do not depend on the length; None: they never do.
 
     Beyond it those of all tokens follow the longest sequence of a pass, and keys that are cached do not fit any more.
 
@@ -79,7 +79,7 @@ class _Shapes:
 
 @torch.no_grad()
 def key_shape(model: PreTrainedModel, layers: int) -> tuple[int, int]:
-    """(heads, dimensions) of keys and values, from a forward pass on one token.
+    """Return (heads, dimensions) of keys and values, from a forward pass on one token.
 
     Raises:
         ValueError: they differ among the layers, or a layer does not attend once.
@@ -110,7 +110,7 @@ def check_layers(times: Mapping[int, int], layers: int, name: str) -> None:
 
 
 def sliding_window(config: Any, layer: int | None = None) -> int | None:
-    """The window in tokens by the config: of a layer, or of those that have one; None: all tokens before are seen."""
+    """Return the config's window in tokens, of a layer or of those that have one; None without a window."""
     if not hasattr(type(config), "sliding_window"):  # that of a Llama may hold one, which the model does not know
         return None
     if (kinds := getattr(config, "layer_types", None)) is not None:
@@ -123,7 +123,7 @@ def sliding_window(config: Any, layer: int | None = None) -> int | None:
 def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
             attention_mask: torch.Tensor | None, scaling: float | None = None, *, attention: Attention | None = None,
             **kwargs: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """The attention function that Transformers calls: [B, H, q, d] each -> [B, q, Hq, d]."""
+    """Attend, as Transformers calls it: [B, H, q, d] each -> [B, q, Hq, d]."""
     if attention is None:
         attention = ACTIVE.get()
     if attention is None:

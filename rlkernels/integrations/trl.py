@@ -154,7 +154,7 @@ class SuffixRollouts:
         return [row[:length] for row, length in zip(rows, lengths)], None
 
     def _generate_by_vllm(self, trainer: Any, rows: list[list[int]], size: int) -> tuple[list, list]:
-        """TRL has sent the weights before it calls a ``rollout_func``."""
+        """Generate by TRL's vLLM, whose weights TRL sends before it calls a ``rollout_func``."""
         _, new, logprobs, _ = trainer.vllm_generation.generate(prompts=rows, images=None, num_generations=size)
         return new, [[of_token[0] for of_token in row] for row in logprobs]
 
@@ -308,7 +308,7 @@ class GatedExtrapolation(TrainerCallback):
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl,
                logs: dict[str, Any] | None = None, **kwargs: Any) -> None:  # fmt: skip
-        """After each training step, where its reward is known."""
+        """Track a training step, and attempt an extrapolation when one is due."""
         if logs is None or self.trajectory is None:
             return
         if self.metric not in logs:
@@ -325,7 +325,7 @@ class GatedExtrapolation(TrainerCallback):
             self._attempt(step, kwargs["model"], kwargs["optimizer"])
 
     def _restart(self, step: int) -> None:
-        """The weights as they are become the base of a new trajectory."""
+        """Start a new trajectory at the present weights."""
         base = {name: weight.detach().clone() for name, weight in self._weights.items()}
         self.trajectory, self._anchor, self._rewards = RankOneTrajectory(base), step, []
 

@@ -74,7 +74,7 @@ class _Tracked:
 def _expand(
     x: torch.Tensor, ends: torch.Tensor, total: int, replace_from: float = 0, replace_to: float = 0
 ) -> torch.Tensor:
-    """A number of each of B sequences [B] -> of each of their tokens [total]; ``ends`` [B] are sums of their counts."""
+    """Repeat a number per sequence [B] for each of its tokens -> [total]; ``ends`` [B] are cumulative token counts."""
     counts = torch.diff(ends, prepend=ends.new_zeros(1)).long()
     expanded = x.repeat_interleave(counts, output_size=total)
     return expanded.masked_fill(expanded == replace_from, replace_to)
@@ -144,7 +144,7 @@ class HistoryProposer:
         self._epoch, self._answered = 0, set[bytes]()  # prompts that have answers of this epoch
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Part of vLLM's interface: there is no model to load."""
+        """Do nothing: vLLM calls it, but there is no model to load."""
 
     def propose(
         self,
@@ -195,7 +195,7 @@ class HistoryProposer:
             seq.draft = list(takewhile(lambda t: t < self._vocab_size, guess[:count]))
 
     def _recognise(self, before: list[np.ndarray]) -> list[_Tracked]:
-        """The tracked sequences that hold these tokens, new ones where there are none; the others become absent."""
+        """Find the tracked sequences with these tokens, or track new ones; all others become absent."""
         known: dict[tuple[int, bytes], list[_Tracked]] = {}
         for seq in (*self._absent, *self._present):
             known.setdefault(_key(seq.tokens), []).append(seq)
@@ -293,7 +293,7 @@ class HistoryProposer:
 
 
 def _end_tokens(model_config: Any) -> set[int]:
-    """The tokens after which a sequence is finished."""
+    """Return the tokens after which a sequence is finished."""
     found = getattr(getattr(model_config, "hf_config", None), "eos_token_id", None)
     return set(found) if isinstance(found, list | tuple) else set() if found is None else {found}
 

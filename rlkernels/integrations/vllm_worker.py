@@ -65,7 +65,7 @@ class PolicyWorker:
 
 
 def merged_weight(base: torch.Tensor, down: torch.Tensor, up: torch.Tensor, scale: float) -> torch.Tensor:
-    """A weight with a low-rank adapter.
+    """Add a low-rank adapter to a weight.
 
     Args:
         base: floating point [out, in].

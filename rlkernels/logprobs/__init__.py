@@ -41,7 +41,7 @@ def token_logprobs(
     return_entropy: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """log softmax(logits / temperature) at ``ids``, and the entropy of that distribution; both differentiable.
+    """Compute log softmax(logits / temperature) at ``ids``, and that distribution's entropy; both differentiable.
 
     Args:
         logits: floating point [..., V]; -inf rules a token out (probability 0, gradient 0). A row of nothing but

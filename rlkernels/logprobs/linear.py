@@ -60,7 +60,7 @@ def linear_token_logprobs(
     chunk: int | None = None,
     backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """:func:`token_logprobs` of the logits ``hidden @ weight.T + bias``, which are never held as a whole.
+    """Compute :func:`token_logprobs` of the logits ``hidden @ weight.T + bias``, never stored as a whole.
 
     Both results are differentiable with respect to ``hidden``, ``weight`` and ``bias``. The gradient makes the logits
     once more (twice in bfloat16 on a CPU), a third more arithmetic than with stored ones. After CCE (arXiv 2411.09009)
@@ -124,7 +124,7 @@ def linear_token_logprobs(
 
 
 def block_columns(rows: int, gpu_memory: int | None) -> int:
-    """Vocabulary entries in a block of so many tokens, on a GPU with so many bytes, or on a CPU.
+    """Return the vocabulary entries in a block of so many tokens, on a GPU with so many bytes, or on a CPU.
 
     The logits of a block are a power of two by the size of a GPU, not by what is free, so that runs repeat.
     """
@@ -137,7 +137,7 @@ def block_columns(rows: int, gpu_memory: int | None) -> int:
 def _blocks(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, chunk: int
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """(vocabulary entries, their logits [N, C]); the logits are overwritten by those of the next block."""
+    """Yield (vocabulary entries, their logits [N, C]); the logits are overwritten by those of the next block."""
     rows = hidden.shape[0]
     buffer = hidden.new_empty(rows * chunk)
     for start in range(0, weight.shape[0], chunk):
@@ -151,7 +151,7 @@ def _blocks(
 
 
 def _within(ids: torch.Tensor, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """bool [N] whether an id is in the block, int64 [N] its column there (any other column where it is not)."""
+    """Return whether each id is in the block, bool [N], and its column there, int64 [N] (any column if not)."""
     inside = (ids >= part.start) & (ids < part.stop)
     return inside, torch.where(inside, ids - part.start, 0)
 
@@ -163,7 +163,7 @@ def _work_dtype(hidden: torch.Tensor) -> torch.dtype:
 def _summary(
     logits: torch.Tensor, temperature: float, with_entropy: bool, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Largest logit, log of the sum of exp((logit - largest) / temperature) and entropy of a block, [N] each.
+    """Return a block's largest logit, log of the sum of exp((logit - largest) / temperature) and entropy, [N] each.
 
     Rows of nothing but -inf have -inf, -inf and 0, rows with NaN or inf a sum that is NaN.
     """
@@ -186,7 +186,7 @@ def _summary(
 
 
 def _fused(backend: str) -> tuple[Any, Any]:
-    """The ops that compute token_logprobs and its gradient."""
+    """Return the ops that compute token_logprobs and its gradient."""
     if backend == "triton":
         from rlkernels.logprobs import triton_kernels
 
@@ -198,7 +198,7 @@ def plain_forward(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor, temperature: float,
     with_entropy: bool, chunk: int, backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """hidden [N, H], ids int64 [N] -> logprobs [N], entropies [N] or [0], stats [N, 2] for the gradient."""
+    """Score hidden [N, H], ids int64 [N] -> logprobs [N], entropies [N] or [0], stats [N, 2] for the gradient."""
     _check.indices("ids", ids, weight.shape[0])
     logprobs, entropies, stats = _empty_outputs(hidden, with_entropy)
     for start in range(0, hidden.shape[0], ROWS):
@@ -242,11 +242,11 @@ def _logit_gradient(
     logits: torch.Tensor, ids: torch.Tensor, part: slice, stats: torch.Tensor, entropies: torch.Tensor,
     grad_logprobs: torch.Tensor, grad_entropies: torch.Tensor, temperature: float, backend: str,
 ) -> torch.Tensor:  # fmt: skip
-    """Gradient of a block of logits [N, C], in their dtype; entropies [0]: no gradient reaches them."""
+    """Return the gradient of a block of logits [N, C], in their dtype; entropies [0]: no gradient reaches them."""
     inside, column = _within(ids, part)
 
     def others(x: torch.Tensor, rows: Any) -> torch.Tensor:
-        """Of logits x [N, ...] that are not those of the chosen tokens."""
+        """Return the gradient of logits x [N, ...] that are not those of the chosen tokens."""
         log_p = (x.to(stats.dtype) - stats[:, 0][rows]) / temperature - stats[:, 1][rows]
         p, factor = log_p.exp(), grad_logprobs[rows]
         if entropies.numel():
@@ -269,7 +269,7 @@ def plain_backward(
     entropies: torch.Tensor, grad_logprobs: torch.Tensor, grad_entropies: torch.Tensor, temperature: float,
     chunk: int, backend: str, wanted: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """-> gradients of hidden, weight and bias, [0] where not ``wanted``; entropies [0]: no gradient reaches them."""
+    """Return the gradients of hidden, weight and bias, [0] if not ``wanted``; entropies [0]: none reaches them."""
     grad_hidden, grad_weight, grad_bias = _empty_gradients(hidden, weight, wanted)
     rounded = hidden.dtype != _work_dtype(hidden)
     by_rows = wanted[0] and rounded and not hidden.is_cuda  # no product of a CPU leaves bfloat16 unrounded

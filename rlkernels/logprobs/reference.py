@@ -10,7 +10,7 @@ LEAST_DOUBLE = torch.finfo(torch.float64).tiny  # taken for all smaller temperat
 def token_logprobs(
     logits: torch.Tensor, ids: torch.Tensor, temperature: float = 1.0, with_entropy: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of ``ids`` and entropy, both [...], in float32 (float64 for float64 logits [..., V]).
+    """Return the log-probability of ``ids`` and entropy, both [...], in float32 (float64 for float64 logits [..., V]).
 
     The log-probability of an id outside the vocabulary is NaN: a GPU does not look at ids before, and the gather would
     be fatal. The entropy is [0] unless ``with_entropy``: it takes four more tensors of the size of the logits.
@@ -35,5 +35,5 @@ def linear_token_logprobs(
     temperature: float = 1.0,
     bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both of the logits of hidden [..., H] under weight [V, H] and bias [V], which are all held."""
+    """Score the logits of hidden [..., H] under weight [V, H] and bias [V], stored as a whole."""
     return token_logprobs(torch.nn.functional.linear(hidden, weight, bias), ids, temperature)

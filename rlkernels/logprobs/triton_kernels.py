@@ -76,7 +76,7 @@ def _backward_kernel(
 def forward(
     logits: torch.Tensor, ids: torch.Tensor, temperature: float, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """logits [N, V], ids int64 [N] -> logprobs [N], entropies [N] or [0], stats [N, 2] for the gradient."""
+    """Score logits [N, V], ids int64 [N] -> logprobs [N], entropies [N] or [0], stats [N, 2] for the gradient."""
     rows, vocab = logits.shape
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
     entropies = torch.empty(rows if with_entropy else 0, dtype=torch.float32, device=logits.device)
@@ -104,7 +104,7 @@ def backward(
     logits: torch.Tensor, ids: torch.Tensor, stats: torch.Tensor, entropies: torch.Tensor,
     grad_logprobs: torch.Tensor, grad_entropies: torch.Tensor, temperature: float,
 ) -> torch.Tensor:  # fmt: skip
-    """-> gradient [N, V] in the dtype of the logits; entropies [0]: no gradient reaches them."""
+    """Return the gradient [N, V] in the dtype of the logits; entropies [0]: no gradient reaches them."""
     rows, vocab = logits.shape
     # Triton's interpreter cuts bfloat16 off instead of rounding it
     dtype = torch.float32 if triton_interpreted() else logits.dtype

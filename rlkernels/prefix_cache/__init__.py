@@ -273,7 +273,7 @@ class _GroupedAttention(torch.autograd.Function):
 
 
 def _kernels(chosen: str) -> Any:
-    """The module with the implementations for "triton" or "torch"."""
+    """Return the module with the implementations for "triton" or "torch"."""
     if chosen == "torch":
         return reference
     from rlkernels.prefix_cache import triton_kernels
@@ -282,12 +282,12 @@ def _kernels(chosen: str) -> Any:
 
 
 def _attention(chosen: str, query: torch.Tensor, cache: torch.Tensor) -> Any:
-    """The same for attention; "torch" is the library on a GPU."""
+    """Return the module for attention; "torch" is the library on a GPU."""
     return library if chosen == "torch" and library.takes(query, cache) else _kernels(chosen)
 
 
 def _choose(op: str, backend: str, *tensors: torch.Tensor) -> str:
-    """The backend that runs ``op``; our kernels know no float64 and no head wider than 512."""
+    """Return the backend that runs ``op``; our kernels know no float64 and no head wider than 512."""
     chosen = _backend.choose(op, tensors[0].device, backend)
     if chosen == "torch" or all(t.dtype in KERNEL_DTYPES and 0 < t.shape[-1] <= 512 for t in tensors):
         return chosen
@@ -300,7 +300,7 @@ def _choose(op: str, backend: str, *tensors: torch.Tensor) -> str:
 def _choose_for_cache(
     op: str, backend: str, key_cache: torch.Tensor, value_cache: torch.Tensor, *tensors: torch.Tensor
 ) -> str:
-    """As :func:`_choose`; our code for CPUs knows no cache whose last dimension is not contiguous."""
+    """Choose as :func:`_choose`; our CPU code needs a cache whose last dimension is contiguous."""
     chosen = _choose(op, backend, key_cache, *tensors)
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         if chosen == "cpu" and cache.stride(-1) != 1 and cache.shape[-1] > 1:
@@ -353,7 +353,7 @@ def _check_no_gradient(op: str, **tensors: torch.Tensor) -> None:
 
 
 def _ragged(device: torch.device, **named: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Tables [N, blocks], lens [N] and starts [N + 1] of sequences or groups, checked as far as shapes tell."""
+    """Return tables [N, blocks], lens [N] and starts [N + 1] of sequences or groups, checked as far as shapes tell."""
     for (name, t), ndim in zip(named.items(), (2, 1, 1)):
         _check.tensor(name, t, ndim=ndim, dtype=torch.int32, device=device)
     (tables_name, tables), (_, lens), (starts_name, starts) = named.items()

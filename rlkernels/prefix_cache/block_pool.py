@@ -34,7 +34,7 @@ class OutOfBlocks(RuntimeError):
 
 
 def compiled_pool(num_blocks: int, block_size: int) -> Any:
-    """The compiled pool, with the calls of :class:`BlockPool`; what it raises is this module's :class:`OutOfBlocks`."""
+    """Return the compiled pool: it has :class:`BlockPool`'s calls and raises this module's :class:`OutOfBlocks`."""
     from rlkernels import _C
 
     _C.OutOfBlocks = OutOfBlocks
@@ -205,7 +205,7 @@ class BlockPool:
         return list(self._sequences[handle].tokens)
 
     def tables(self, handles: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Block tables int32 [B, most blocks], filled up with -1, and lengths int32 [B]."""
+        """Return block tables int32 [B, most blocks], filled up with -1, and lengths int32 [B]."""
         tables = [self._sequences[h].table for h in handles]
         out = torch.full((len(tables), max(map(len, tables), default=0)), -1, dtype=torch.int32, device="cpu")
         for row, table in zip(out, tables):
@@ -213,7 +213,7 @@ class BlockPool:
         return out, torch.tensor([self.length(h) for h in handles], dtype=torch.int32, device="cpu")
 
     def slots(self, handles: Sequence[int], starts: Sequence[int]) -> torch.Tensor:
-        """Slots of the tokens of each sequence from its start on, one after the other, int64 [T]."""
+        """Return the slots of the tokens of each sequence from its start on, one after the other, int64 [T]."""
         parts = [torch.empty(0, dtype=torch.int64, device="cpu")]
         for handle, start in zip(handles, starts):
             position = torch.arange(start, self.length(handle), device="cpu")
@@ -222,7 +222,7 @@ class BlockPool:
         return torch.cat(parts)
 
     def counts(self) -> tuple[int, int, int]:
-        """Blocks (free, cached, pinned)."""
+        """Count the blocks (free, cached, pinned)."""
         free = len(self._free) + sum(map(len, self._stale))
         return free, len(self._cached), self.num_blocks - free - len(self._cached)
 

@@ -26,32 +26,32 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Number of tokens."""
+        """Return the number of tokens."""
         return self._cache._pool.length(self._cache._open_handle(self))
 
     @property
     def num_cached(self) -> int:
-        """Leading tokens whose keys and values were there when the sequence was opened or forked."""
+        """Count the leading tokens whose keys and values were cached when the sequence was opened or forked."""
         return self._cache._pool.num_cached(self._cache._open_handle(self))
 
     @property
     def num_computed(self) -> int:
-        """Leading tokens known to be written: ``num_cached``, and all of them after a commit."""
+        """Count the leading tokens known to be written: ``num_cached``, and all of them after a commit."""
         return self._cache._pool.computed(self._cache._open_handle(self))
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens, as a new list."""
+        """Return the tokens, as a new list."""
         return self._cache._pool.token_ids(self._cache._open_handle(self))
 
     @property
     def slots(self) -> torch.Tensor:
-        """int64: where the keys and values of tokens ``num_computed`` .. ``length`` go, for :func:`write_kv`."""
+        """Return int64: where the keys and values of tokens ``num_computed`` .. ``length`` go, for :func:`write_kv`."""
         return self._cache.slots([self])
 
     @property
     def block_table(self) -> torch.Tensor:
-        """int32 [blocks]. ``append`` and ``commit`` may replace entries: read it again after them."""
+        """Return int32 [blocks]. ``append`` and ``commit`` may replace entries: read it again after them."""
         return self._cache.tables([self])[0][0]
 
     def __reduce__(self) -> Any:
@@ -252,7 +252,7 @@ class PagedKVCache:
 
     @property
     def stats(self) -> dict[str, int]:
-        """``hits`` and ``misses`` (tokens found / not found by ``open``), ``evictions`` (of blocks that could still
+        """Return ``hits``, ``misses`` (tokens found / not found by ``open``), ``evictions`` (of blocks that could still
         have been found), ``blocks_free``, ``blocks_cached`` (unpinned, can be found) and ``blocks_pinned``."""
         pool = self._pool
         free, cached, pinned = pool.counts()

@@ -52,7 +52,7 @@ class GroupedLayout:
         self.tiles: dict[tuple[Any, ...], Any] = {}
 
     def spans(self) -> list[tuple[slice, list[slice]]]:
-        """Per group: the tokens of its prefix and of each of its suffixes."""
+        """List for each group the tokens of its prefix and of each of its suffixes."""
         prefixes = [slice(s, s + n) for s, n in zip(self.prefix_starts.tolist(), self.prefix_lens.tolist())]
         suffixes = [slice(s, s + n) for s, n in zip(self.suffix_starts.tolist(), self.suffix_lens.tolist())]
         starts = self.group_starts.tolist()
@@ -60,7 +60,7 @@ class GroupedLayout:
 
     @functools.cached_property
     def position_ids(self) -> torch.Tensor:
-        """int64 [T]: where each token would stand in its own sequence; every suffix goes on from its prefix."""
+        """Return int64 [T]: the position of each token in its own sequence; every suffix continues its prefix."""
         lens = torch.cat([self.prefix_lens, self.suffix_lens])
         first = torch.cat([torch.zeros_like(self.prefix_lens), self.prefix_lens[self.suffix_groups]])
         starts = torch.cat([self.prefix_starts, self.suffix_starts])
@@ -70,7 +70,7 @@ class GroupedLayout:
         return out
 
     def _as_pages(self) -> tuple[torch.Tensor, ...]:
-        """Per group two entries: the prefix as a sequence that shares nothing, then the suffixes that share it."""
+        """Return two entries per group: the prefix as an unshared sequence, then the suffixes that share it."""
         groups, members = len(self.prefix_lens), self.group_starts.diff()
         order = torch.argsort(
             torch.cat([torch.arange(groups, device="cpu") * 2, self.suffix_groups * 2 + 1]), stable=True

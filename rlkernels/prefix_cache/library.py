@@ -51,13 +51,13 @@ def suits(*tensors: torch.Tensor) -> bool:
 
 
 def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Rows, scale: float, causal: bool) -> Any:
-    """out [T, Hq, d], lse [Hq, T] and the two that the backward pass wants, of gathered keys and values [M, Hk, d]."""
+    """Return out [T, Hq, d], lse [Hq, T] and two tensors for the backward pass, of gathered keys, values [M, Hk, d]."""
     starts = rows.starts_q, rows.starts_k, rows.max_q, rows.max_k
     return aten._flash_attention_forward(query, key, value, *starts, 0.0, causal, False, scale=scale)[:4]
 
 
 def _attend(query: torch.Tensor, caches: Pair, rows: Rows, scale: float, causal: bool) -> Pair:
-    """out [T, Hq, d] and lse [T, Hq] over gathered entries of the caches [N, Hk, d]."""
+    """Return out [T, Hq, d] and lse [T, Hq] over gathered entries of the caches [N, Hk, d]."""
     if not rows.places.numel():
         return torch.zeros_like(query), query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)
     key, value = (cache.index_select(0, rows.places) for cache in caches)
@@ -68,7 +68,7 @@ def _attend(query: torch.Tensor, caches: Pair, rows: Rows, scale: float, causal:
 
 
 def _decode(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Rows, scale: float) -> Pair:
-    """The same for rows of one query each, N = T, padded to the longest: few launches, whatever N is."""
+    """Attend rows of one query each (N = T), padded to the longest, with few launches for any N."""
     starts, place = rows.starts_k, torch.arange(rows.max_k, device=query.device)
     unseen = place >= starts.diff()[:, None]  # [N, K]
     # a key that is not seen must not be another sequence's, which may hold NaN: it is the own first one
@@ -93,7 +93,7 @@ _known: dict[bool, tuple[list[Any], list[int], Rows]] = {}
 
 def _rows(block_size: int, tables: torch.Tensor, lens: torch.Tensor, starts: torch.Tensor, *groups: torch.Tensor
           ) -> Rows:  # fmt: skip
-    """Rows of the paged keys of sequences, or of groups of them, which start at the sequences ``groups``.
+    """Return the rows of the paged keys of sequences, or of groups of them, which start at the sequences ``groups``.
 
     Every layer of a model asks for the same ones: the host waits for the device in the first only.
     """
@@ -145,7 +145,7 @@ def shared_prefix_attention(
 
 
 def _packed_rows(layout: GroupedLayout, device: torch.device) -> Rows:
-    """Every prefix and every suffix as a row, a suffix with the keys of its prefix before its own; made once."""
+    """Return each prefix and each suffix as a row, a suffix after the keys of its prefix; made once."""
     if (place := ("library", device)) not in layout.tiles:
         index, queries, keys = [], [], []
         for prefix, suffixes in layout.spans():

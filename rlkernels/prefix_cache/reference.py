@@ -31,7 +31,7 @@ def write_kv(
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, causally: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax attention of query [q, Hq, d] over key, value [k, Hk, d] -> out [q, Hq, d], lse [q, Hq].
+    """Compute softmax attention of query [q, Hq, d] over key, value [k, Hk, d] -> out [q, Hq, d], lse [q, Hq].
 
     ``causally``: as :func:`causal` says, else all queries see all keys; one that may look nowhere gives 0 and -inf.
     """
@@ -51,7 +51,7 @@ def attend(
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """With as many heads of each; mask [q, k] is True where a query may look."""
+    """Attend with equally many heads of each; mask [q, k] is True where a query may look."""
     with without_autocast(query.device):
         score = torch.einsum("qhd,khd->hqk", query, key) * scale
     if mask is not None:
@@ -64,13 +64,13 @@ def _attend(
 
 
 def gather(cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
-    """The first ``length`` entries of the sequence with this block table, [length, Hk, d]."""
+    """Return the first ``length`` entries of the sequence with this block table, [length, Hk, d]."""
     blocks = -(-length // cache.shape[1])
     return cache[table[:blocks].long()].flatten(0, 1)[:length]
 
 
 def causal(queries: int, keys: int, device: torch.device, first: int = 0, end: int | None = None) -> torch.Tensor:
-    """[queries, keys], True where the query may look: the last query sits on the last key. Of rows ``first:end``."""
+    """Return [queries, keys] of rows ``first:end``, True where a query sees: the last query sits on the last key."""
     rows = torch.arange(first, queries if end is None else end, device=device)
     return torch.arange(keys, device=device) <= rows[:, None] + (keys - queries)
 
@@ -153,7 +153,7 @@ def grouped_attention(
 def grouped_attention_by_kernels(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: GroupedLayout, scale: float
 ) -> torch.Tensor:
-    """The same by torch's own kernels, which on a GPU hold no scores, but for float64, and none for the gradient.
+    """Compute the same by torch's kernels, which on a GPU store no scores but in float64, and none for the gradient.
 
     A row with more keys than queries gets queries of zeros in front, whose results go: ``is_causal`` then says who sees
     whom, and no mask has to.
@@ -177,7 +177,7 @@ def _by_rows(
     value: torch.Tensor,
     layout: GroupedLayout,
 ) -> torch.Tensor:
-    """A prefix or a suffix at a time, with the keys and values that it sees."""
+    """Attend one prefix or suffix at a time, with the keys and values that it sees."""
     out = []
     for prefix, suffixes in layout.spans():
         key_prefix, value_prefix = key[prefix], value[prefix]

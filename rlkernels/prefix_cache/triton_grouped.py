@@ -32,7 +32,7 @@ class Tiles(NamedTuple):
 
 @triton.jit
 def _rows(pointer, token, valid, heads, head, DIM: tl.constexpr, BLOCK_D: tl.constexpr, UPCAST: tl.constexpr):
-    """[BLOCK, BLOCK_D] of a contiguous [T, heads, DIM], zero where not valid."""
+    """Load [BLOCK, BLOCK_D] of a contiguous [T, heads, DIM], zero where not valid."""
     dim = tl.arange(0, BLOCK_D)
     at = pointer + (token.to(tl.int64) * heads + head)[:, None] * DIM + dim[None, :]
     x = tl.load(at, mask=valid[:, None] & (dim < DIM)[None, :], other=0.0)
@@ -48,13 +48,13 @@ def _store_rows(pointer, x, token, valid, heads, head, DIM: tl.constexpr, BLOCK_
 
 @triton.jit
 def _tile(tile):
-    """The five numbers of a row of :class:`Tiles`."""
+    """Load the five numbers of a row of :class:`Tiles`."""
     return tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
 
 
 @triton.jit
 def _keys_at(at, skip, prefix, prefix_end, part, end, BLOCK_N: tl.constexpr):
-    """Keys of one block of the prefix, or after its ``skip`` of the part -> their tokens, and which of them exist."""
+    """Find the keys of one block of the prefix, or after its ``skip`` of the part -> tokens, and which exist."""
     start = tl.where(at < skip, prefix + at, part + at - skip)
     n = start + tl.arange(0, BLOCK_N)
     return n, n < tl.where(at < skip, prefix_end, end)
@@ -66,7 +66,7 @@ def _forward_kernel(
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """A tile of queries (first query, end and start of its part, start and end of the prefix before it) and a head."""
+    """Attend a tile of queries of a head; tiles: first query, end, start of the part, start, end of the prefix."""
     head = tl.program_id(1)
     first, part_end, part, prefix, prefix_end = _tile(tiles + tl.program_id(0) * 5)
     token = first + tl.arange(0, BLOCK_M)
@@ -98,7 +98,7 @@ def _forward_kernel(
 
 @triton.jit
 def _score_gradients(q, k, v, grad, token, inside, n, valid, lse, delta, heads, head, scale):
-    """Weights and gradients of the scores, [BLOCK_M, BLOCK_N]; a query sees the valid keys that do not come after."""
+    """Compute weights and gradients of the scores, [BLOCK_M, BLOCK_N]; a query sees valid keys up to its own."""
     at = token.to(tl.int64) * heads + head
     natural = tl.load(lse + at, mask=inside, other=0.0)
     correction = tl.load(delta + at, mask=inside, other=0.0)
@@ -115,7 +115,7 @@ def _query_kernel(
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of one tile of queries; tiles as for the forward kernel."""
+    """Compute the gradient of one tile of queries; tiles as for the forward kernel."""
     head = tl.program_id(1)
     first, part_end, part, prefix, prefix_end = _tile(tiles + tl.program_id(0) * 5)
     token = first + tl.arange(0, BLOCK_M)
@@ -178,7 +178,7 @@ def _key_kernel(
 
 
 def _blocks(query: torch.Tensor) -> dict[str, int | bool]:
-    """Tile sizes: large ones where the tensor cores work. On Hopper 64 rows are one warp group's share of a product:
+    """Choose tile sizes: large ones for tensor cores. On Hopper 64 rows are one warp group's share of a product:
     with eight warps an H100 took twice as long for heads of 128."""
     dim = query.shape[2]
     block_d, wide = max(16, triton.next_power_of_2(dim)), triton_interpreted() or query.dtype == torch.float32
@@ -190,7 +190,7 @@ def _blocks(query: torch.Tensor) -> dict[str, int | bool]:
 
 
 def query_tiles(layout: GroupedLayout, block: int) -> torch.Tensor:
-    """int32 [tiles, 5] for the forward and query kernels; the longest loops first."""
+    """Return int32 [tiles, 5] for the forward and query kernels; the longest loops first."""
     rows = []
     for prefix, suffixes in layout.spans():
         for part in [prefix, *suffixes]:
@@ -201,7 +201,7 @@ def query_tiles(layout: GroupedLayout, block: int) -> torch.Tensor:
 
 
 def key_tiles(layout: GroupedLayout, block: int, group: int, kv_heads: int) -> tuple[torch.Tensor, int, torch.Tensor]:
-    """``keys``, ``cut`` and ``places`` of :class:`Tiles`; a program goes through ``group`` heads of queries.
+    """Return ``keys``, ``cut`` and ``places`` of :class:`Tiles`; a program goes through ``group`` heads of queries.
 
     Cut is what would be gone through for more than twice the mean, so less than half of the tiles, and for longer than
     all of it takes ``AT_ONCE`` programs: of more, a long one hides behind the others. So ``parts`` holds less than
@@ -231,7 +231,7 @@ def key_tiles(layout: GroupedLayout, block: int, group: int, kv_heads: int) -> t
 
 
 def _tiles(layout: GroupedLayout, query: torch.Tensor, kv_heads: int) -> Tiles:
-    """On the device of the query; made once per layout, used in every layer."""
+    """Return the tiles on the query's device; made once per layout, used in every layer."""
     block, group, device = int(_blocks(query)["BLOCK_M"]), query.shape[1] // kv_heads, query.device
     if (place := (block, group, kv_heads, device)) not in layout.tiles:
         keys, cut, places = key_tiles(layout, block, group, kv_heads)
@@ -243,7 +243,7 @@ def _tiles(layout: GroupedLayout, query: torch.Tensor, kv_heads: int) -> Tiles:
 def forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: GroupedLayout, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Contiguous query [T, Hq, d], key and value [T, Hk, d] -> out [T, Hq, d], lse float32 [T, Hq]."""
+    """Attend contiguous query [T, Hq, d], key, value [T, Hk, d] -> out [T, Hq, d], lse float32 [T, Hq]."""
     # Triton's interpreter cuts bfloat16 off instead of rounding it
     out = torch.empty_like(query, dtype=torch.float32 if triton_interpreted() else query.dtype)
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
@@ -259,7 +259,7 @@ def forward(
 @on_its_device
 def backward(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
              lse: torch.Tensor, layout: GroupedLayout, scale: float) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """-> gradients of query, key and value."""
+    """Return the gradients of query, key and value."""
     heads, kv_heads = query.shape[1], key.shape[1]
     delta = (out.float() * grad.float()).sum(-1)  # [T, Hq]
     tiles = _tiles(layout, query, kv_heads)

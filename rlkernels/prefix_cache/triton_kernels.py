@@ -20,7 +20,7 @@ WAVES = 4  # split until so many programs per multiprocessor are there
 
 @triton.jit
 def _find(bounds, sources, tile, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The source that owns this tile: source i owns those from bounds[i] * GROUP // BLOCK_M + i on."""
+    """Find the source that owns this tile: source i owns those from bounds[i] * GROUP // BLOCK_M + i on."""
     low, high = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32) + sources
     while high - low > 1:
         middle = (low + high) // 2
@@ -42,7 +42,7 @@ def _merge(largest, total, acc, lse, out):
 
 @triton.jit
 def _finish(largest, total, acc):
-    """The normalised output and the log-sum-exp in base e; 0 and -inf for rows that saw no key."""
+    """Return the normalised output and the log-sum-exp in base e; 0 and -inf for rows that saw no key."""
     divisor = tl.where(total == 0, 1.0, total)
     return acc / divisor[:, None], tl.where(total == 0, -float("inf"), (largest + tl.log2(divisor)) * LN2)
 
@@ -57,7 +57,7 @@ def _attend_kernel(
     CAUSAL: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Source i: queries bounds[i] .. bounds[i + 1] over its first lens[i] keys -> out [splits, T, heads, DIM], lse.
+    """Attend queries bounds[i] .. bounds[i + 1] to source i's first lens[i] keys -> out [splits, T, heads, DIM], lse.
 
     split_keys: fewest keys of a split; the splits share the keys of a source evenly. lse is the natural logarithm.
     """
@@ -127,7 +127,7 @@ def _merge_kernel(
     first_out, first_lse, rest_out, rest_lse, out, lse, rows, rest,
     DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, DIM] and lse [rows] of one part and ``rest`` others [rest, rows, DIM], [rest, rows]."""
+    """Merge out [rows, DIM] and lse [rows] of one part and ``rest`` others [rest, rows, DIM], [rest, rows]."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     dim = tl.arange(0, BLOCK_D)
     inside, in_dim = row < rows, dim < DIM
@@ -166,7 +166,7 @@ def _write_kernel(
     keys_block, keys_slot, keys_head, keys_dim, values_block, values_slot, values_head, values_dim,
     DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The count = T * heads rows of [T, heads, DIM], twice, into their slots; a slot outside the cache is left out."""
+    """Write count = T * heads rows of two [T, heads, DIM] to their slots, except to slots outside the cache."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     slot = tl.load(slots + row // heads, mask=row < count, other=-1)
     mask = ((slot >= 0) & (slot < total))[:, None] & (tl.arange(0, BLOCK_D) < DIM)[None, :]
@@ -229,7 +229,7 @@ class _Launch:
 
 
 def _merge_parts(out: torch.Tensor, lse: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [parts, T, H, d], lse [parts, T, H], base e -> [T, H, d] in ``dtype``, [T, H]."""
+    """Merge out [parts, T, H, d], lse [parts, T, H], base e -> [T, H, d] in ``dtype``, [T, H]."""
     return _run_merge(out[0], lse[0], out[1:], lse[1:], torch.empty(out.shape[1:], dtype=dtype, device=out.device))
 
 
@@ -249,7 +249,7 @@ def _run_merge(
 
 
 def _empty_parts(query: torch.Tensor, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Contiguous out [parts, T, Hq, d] and lse: in float32 where they are still to be merged."""
+    """Make contiguous out [parts, T, Hq, d] and lse; float32 if they are merged later."""
     dtype = _result_dtype(query.dtype) if parts == 1 else torch.float32
     out = torch.empty((parts, *query.shape), dtype=dtype, device=query.device)
     return out, torch.empty((parts, *query.shape[:2]), dtype=torch.float32, device=query.device)

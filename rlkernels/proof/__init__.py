@@ -39,7 +39,7 @@ PROVABLE = ("paged_attention", "shared_prefix_attention", "grouped_attention", "
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """The median of ratios, and bounds of its 95 % confidence interval by order statistics."""
+    """Return the median of ratios, and bounds of its 95 % confidence interval by order statistics."""
     ordered, n = sorted(ratios), len(ratios)
     rank = max(0, math.floor((n - 1.96 * math.sqrt(n)) / 2))
     middle = (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
@@ -59,12 +59,12 @@ class Prover:
         self.cases: list[Case] = getattr(__import__(module, fromlist=[function]), function)(workload)
 
     def candidates(self, op: str) -> list[str]:
-        """Our backends of the op that run on the device."""
+        """List our backends of the op that run on the device."""
         names = ("cuda", "triton") if self.device.type == "cuda" else ("cpu", "triton")
         return [b for b in names if backends.unavailable(op, b, self.device) is None]
 
     def ask(self, job: Message, hear: Callable[[Message], None] = lambda message: None) -> Message:
-        """The worker's answer.
+        """Return the worker's answer.
 
         Raises:
             TimeoutError: the budget ended first.
@@ -78,7 +78,7 @@ class Prover:
         return answer
 
     def op(self, op: str) -> verdicts.Verdict:
-        """The verdict on an op. Raises as :meth:`ask`."""
+        """Return the verdict on an op. Raises as :meth:`ask`."""
         found = {name: self.checked(op, name) for name in self.candidates(op)}
         for case in self.cases:
             if case.op == op and case.timed:

@@ -47,7 +47,7 @@ class Case:
 
 
 def leaves(output: Any) -> Iterator[torch.Tensor]:
-    """All tensors and numbers of an output, as tensors without history."""
+    """Yield all tensors and numbers of an output, as tensors without history."""
     if isinstance(output, (tuple, list)):
         for item in output:
             yield from leaves(item)
@@ -56,7 +56,7 @@ def leaves(output: Any) -> Iterator[torch.Tensor]:
 
 
 def copy(output: Any) -> list[torch.Tensor]:
-    """The leaves of an output in memory of their own."""
+    """Copy the leaves of an output in memory of their own."""
     return [leaf.clone() for leaf in leaves(output)]
 
 
@@ -66,7 +66,7 @@ def same_bits(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 
 def largest_error(ours: torch.Tensor, exact: torch.Tensor) -> float:
-    """Largest difference; infinite where the shape, NaN, infinities or integers differ."""
+    """Return the largest difference; infinite where the shape, NaN, infinities or integers differ."""
     if ours.shape != exact.shape:
         return math.inf
     exact = exact.to(ours.device)
@@ -117,7 +117,7 @@ class Tolerance:
         return found
 
     def judge(self, output: Any, dtypes: list[torch.dtype] | None = None) -> Verdict:
-        """The verdict on an output of the op; of several tensors the one closest to failing.
+        """Return the verdict on an output of the op; of several tensors the one closest to failing.
 
         ``dtypes``: what the tensors must be, by default the dtypes of plain torch; another length is wrong.
         """

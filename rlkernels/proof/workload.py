@@ -43,12 +43,12 @@ class Workload:
         return self.prompts * self.samples
 
     def digest(self) -> str:
-        """A short name, equal for equal workloads."""
+        """Return a short name, equal for equal workloads."""
         return hashlib.sha256(repr(astuple(self)).encode()).hexdigest()[:12]
 
 
 def workload_of_run(settings: Mapping[str, Any], model: Mapping[str, Any]) -> Workload:
-    """The workload of a run.
+    """Return the workload of a run.
 
     Args:
         settings: of python_trainer, nested; what is missing counts as in the default workload.

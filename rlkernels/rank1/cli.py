@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def cosines(found: list[ModuleUpdate], before: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Between every v and that of the checkpoint before, where both have one; their sign is arbitrary."""
+    """Return the cosine of every v with that of the checkpoint before, where both exist; the sign is arbitrary."""
     return {
         m.name: abs(torch.dot(m.update.v.cpu(), before[m.name].cpu()).item())
         for m in found
@@ -30,7 +30,7 @@ def cosines(found: list[ModuleUpdate], before: dict[str, torch.Tensor]) -> dict[
 
 
 def table(found: list[ModuleUpdate], turned: dict[str, float]) -> str:
-    """The updates of one checkpoint as text; ``turned``: name -> cosine with the checkpoint before."""
+    """Return the updates of one checkpoint as text; ``turned``: name -> cosine with the checkpoint before."""
     width = max([len(m.name) for m in found] + [6])
     head = (
         f"{'module':<{width}} {'shape':>13} {'sigma':>10} {'share':>6} {'gap':>6} {'angle <=':>9} {'changed':>8} "

@@ -23,7 +23,7 @@ STEPS = 50  # places between the two leading Ritz values where the certificate l
 
 
 def cholesky_columns(gram: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
-    """T [B, 4, 4] such that R T has orthonormal columns, for gram = R^T R; zero where a column is no longer than
+    """Return T [B, 4, 4] such that R T has orthonormal columns, for gram = R^T R; zero where a column is no longer than
     ``least`` [B, 4] once its part in the columns before is gone. Gram-Schmidt on coordinates."""
     t = torch.zeros_like(gram)
     for b in range(gram.shape[-1]):
@@ -36,7 +36,7 @@ def cholesky_columns(gram: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
 
 
 def spectral_norm(m: torch.Tensor) -> torch.Tensor:
-    """Upper bound for the largest eigenvalue of positive semidefinite [..., 4, 4], at most 4^(1/8) above it."""
+    """Bound the largest eigenvalue of positive semidefinite [..., 4, 4] from above, by at most a factor of 4^(1/8)."""
     trace = m.diagonal(dim1=-2, dim2=-1).sum(-1)
     power = m / trace.where(trace > 0, 1)[..., None, None]
     for _ in range(3):
@@ -46,7 +46,7 @@ def spectral_norm(m: torch.Tensor) -> torch.Tensor:
 
 def angle_bound(theta: torch.Tensor, ritz: torch.Tensor, first: torch.Tensor, rest: torch.Tensor,
                 residual: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:  # fmt: skip
-    """``reference.angle_bound`` for B modules: theta [B, K], ritz [B, K, K], first [B, 4] (rows of the random start),
+    """Bound angles as the reference, for B modules: theta [B, K], ritz [B, K, K], first [B, 4] (rows of the start),
     rest [B, 4, 4] (Gram matrix of the residual block), residual and floor [B] -> [B]."""
     top, second = theta[:, :1], theta[:, 1:2]
     steps = torch.arange(STEPS - 1, -1, -1, device=theta.device, dtype=theta.dtype)
@@ -78,7 +78,7 @@ class Found:
 
     def update(self, active: torch.Tensor, theta: torch.Tensor, ritz: torch.Tensor, gap: torch.Tensor,
                residual: torch.Tensor, bound: torch.Tensor, passes: int) -> None:  # fmt: skip
-        """theta [B, K] descending, ritz [B, K, K]: all of the basis as it is."""
+        """Take theta [B, K] descending, ritz [B, K, K]: all of the basis as it is."""
         k, r = theta.shape[1], min(theta.shape[1], self.theta.shape[1])
         self.theta[:, :r] = torch.where(active[:, None], theta[:, :r], self.theta[:, :r])
         self.leading[:, :k, :r] = torch.where(active[:, None, None], ritz[:, :, :r], self.leading[:, :k, :r])
@@ -129,7 +129,7 @@ class Solver:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def _read(self, old: int, statistics: bool) -> None:
-        """Y and Z of the columns of q from ``old`` on."""
+        """Compute Y and Z of the columns of q from ``old`` on."""
         layout, t = self.layout, self.layout.tiling
         q, y, z = self.q[old:], self.y[old:], self.z[old:]
         for group in layout.groups.values():
@@ -155,7 +155,7 @@ class Solver:
         )
 
     def _dots(self, x: torch.Tensor, w: torch.Tensor, rows: bool = False) -> torch.Tensor:
-        """x [K, all], w [4, all] -> [B, K, 4] float64."""
+        """Return the dot products of x [K, all] and w [4, all]: [B, K, 4] float64."""
         out = self._zeros(self.count, len(x), BLOCK, dtype=torch.float64)
         triton_vectors._dots_kernel[(self.count, len(x))](
             self.layout.table, self.active, x, w, out, x.stride(0), w.stride(0), len(x),
@@ -166,7 +166,7 @@ class Solver:
 
     def _combine(self, x: torch.Tensor, coefficients: torch.Tensor, out: torch.Tensor, add: torch.Tensor | None = None,
                  rows: bool = False) -> None:  # fmt: skip
-        """out [b, all] = sum_a x_a coefficients[B, a, b] (+ add)."""
+        """Set out [b, all] = sum_a x_a coefficients[B, a, b] (+ add)."""
         layout = self.layout
         places = layout.row_places if rows else layout.places
         triton_vectors._combine_kernel[(len(places),)](
@@ -190,7 +190,7 @@ class Solver:
         self._extend(0, self._dots(self.work, self.work), torch.zeros_like(self.first))
 
     def _extend(self, old: int, gram: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
-        """q[old:] = the columns of work, orthonormal (Cholesky QR, twice); how many each module has."""
+        """Set q[old:] to the orthonormal columns of work (Cholesky QR, twice); return how many each module has."""
         mixed = torch.empty_like(self.work)
         self._combine(self.work, cholesky_columns(gram, least), mixed)
         again = cholesky_columns(self._dots(mixed, mixed), torch.zeros_like(least))
@@ -198,7 +198,7 @@ class Solver:
         return (again.diagonal(dim1=1, dim2=2) > 0).sum(1)
 
     def _rest(self, old: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """work = the newest Z minus its part in the basis, its Gram matrix, and the lengths of Z's columns."""
+        """Set work to the newest Z minus its part in the basis; return its Gram matrix and the norms of Z's columns."""
         fresh, basis = self.z[old : old + BLOCK], self.q[: old + BLOCK]
         lengths = self._dots(fresh, fresh).diagonal(dim1=1, dim2=2).sqrt()
         self._combine(basis, -self._dots(basis, fresh), self.work, add=fresh)
@@ -214,7 +214,7 @@ class Solver:
         return out.sqrt()
 
     def _statistics(self) -> torch.Tensor:
-        """float64 [B, 2] on the host: squared Frobenius norm, changed entries."""
+        """Return float64 [B, 2] on the host: squared Frobenius norm, changed entries."""
         out = self._zeros(self.count, 2, dtype=torch.float64)
         triton_kernels._sum_stats_kernel[(self.count,)](self.layout.table, self.stats, out, BLOCK=256)
         return out.cpu()
@@ -269,7 +269,7 @@ class Solver:
 
     def _leading(self, shape: torch.Size, left: torch.Tensor, right: torch.Tensor, sigma: list[float],
                  facts: list[float], statistics: list[float]) -> Leading | None:  # fmt: skip
-        """Of one module: left [R, m], right [R, n]."""
+        """Return one module's result from left [R, m], right [R, n]."""
         (gap, residual, bound, passes), (square, changed) = facts, statistics
         if changed == 0 and square == 0:
             u, v = left[0].float().zero_(), right[0].float().zero_()
@@ -287,7 +287,7 @@ class Solver:
 
 def leading_deltas(pairs: Sequence[Pair], starts: Sequence[torch.Tensor | None], *, tiling: Tiling | None = None,
                    **settings: Any) -> list[Leading | ValueError]:  # fmt: skip
-    """What is found for all pairs, or the error that ``reference.leading_delta`` raises for one; settings as there,
+    """Return the result of each pair, or the error that ``reference.leading_delta`` raises for it; settings as there,
     starts are not all zero."""
     with torch.cuda.device(pairs[0][0].get_device()):  # as rlkernels.backend.on_its_device
         found = Solver(pairs, starts, tiling=tiling or Tiling(), **settings).solve()

@@ -25,11 +25,11 @@ class Tiling:
     panel_bytes: int = 2**23  # of both matrices: with those under way it stays in the second-level cache
 
     def slot_rows(self, m: int, n: int) -> int:
-        """Rows of a slot, which holds one partial Z [4, n]."""
+        """Return the rows of a slot, which holds one partial Z [4, n]."""
         return 256 if m * n >= 2**25 else 64
 
     def block(self, row_bytes: int, shared: int) -> tuple[int, int]:
-        """Rows of a block that lies in registers, and stages: all but one of them are in ``shared`` bytes of memory."""
+        """Return the rows of a block in registers, and the stages, all but one in ``shared`` bytes of memory."""
         rows = self.held
         stages = 3 if rows * row_bytes <= 2**16 else 2
         while rows * row_bytes * (stages - 1) > shared - SCRATCH:
@@ -41,7 +41,7 @@ class Tiling:
 
 
 def shared_bytes(device: torch.device) -> int:
-    """Shared memory that a program may have: 99 KiB on many GPUs; without end where kernels are interpreted."""
+    """Return the shared memory that a program may have: 99 KiB on many GPUs, unlimited in the interpreter."""
     return max_shared_mem(device.index) if device.type == "cuda" else 2**40
 
 
@@ -65,7 +65,7 @@ def _is_aligned(matrix: torch.Tensor) -> bool:
 
 
 def _distance(to: torch.Tensor, start: torch.Tensor) -> int:
-    """In elements."""
+    """Return the distance in elements."""
     return (to.data_ptr() - start.data_ptr()) // to.element_size()
 
 
@@ -110,7 +110,7 @@ class Layout:
         row |= {Module.SLOTS: -(-m // height), Module.ITEMS: -(-m // height), Module.CHUNKS: 0}
 
     def _add_panels(self, group: Group, i: int, m: int, n: int, entry_bytes: int, row: dict[Module, int]) -> None:
-        """Products with Q of one panel come before the second use of the panel before it."""
+        """Multiply one panel with Q before the second use of the panel before it."""
         t = self.tiling
         height, chunks = t.panel_rows(n, entry_bytes), -(-n // t.chunk)
         for top in range(0, m, height):

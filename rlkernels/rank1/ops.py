@@ -38,7 +38,7 @@ def _check_vector(name: str, value: torch.Tensor, length: int, device: torch.dev
 
 
 def _float_start(name: str, start: torch.Tensor | None, n: int, device: torch.device) -> torch.Tensor | None:
-    """A start as float32, checked; None where it is none or holds nothing but zeros."""
+    """Return a checked start as float32; None if there is none or it is all zeros."""
     if start is None:
         return None
     _check_vector(name, start, n, device)
@@ -50,7 +50,7 @@ def _float_start(name: str, start: torch.Tensor | None, n: int, device: torch.de
 
 
 def check_settings(tol: float, max_passes: int, seed: int) -> _Settings:
-    """The settings of a solver, the seed as a signed 64-bit number; raises where one is out of range."""
+    """Check a solver's settings and return them, the seed as a signed 64-bit number."""
     _check.number("tol", tol)
     if not 0 < tol < math.pi / 2:
         raise ValueError(f"tol must be between 0 and pi / 2 (radians, exclusive), got {tol!r}")
@@ -62,7 +62,7 @@ def check_settings(tol: float, max_passes: int, seed: int) -> _Settings:
 
 
 def _rows(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix with contiguous rows, as the native kernels want it; a copy only where that is needed."""
+    """Return the matrix with contiguous rows, as the native kernels need it; copy only if necessary."""
     matrix = matrix.detach()
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 

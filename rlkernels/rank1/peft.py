@@ -80,7 +80,7 @@ def export_peft(updates: Mapping[str, Rank1Update], directory: str | Path, *, ba
 
 
 def _module_name(name: str, update: Rank1Update, known: Mapping[str, torch.nn.Module] | None) -> str:
-    """The name by which PEFT knows the module, of one in a checkpoint file.
+    """Return PEFT's name of a module, from its name in a checkpoint file.
 
     Files may lack a part of it (``layers.0`` for ``language_model.layers.0``) or have them in another order.
     """

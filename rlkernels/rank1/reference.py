@@ -26,7 +26,7 @@ Read = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # [n, k] -> 
 
 
 def delta_read(weight: torch.Tensor, base: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Y = D q [m, k] and Z = D^T Y [n, k] in float32, holding ``ROWS`` rows of D at a time."""
+    """Compute Y = D q [m, k] and Z = D^T Y [n, k] in float32, with ``ROWS`` rows of D at a time."""
     ys, z = [], torch.zeros_like(q)
     for w, b in zip(weight.split(ROWS), base.split(ROWS)):
         delta = w.float() - b.float()
@@ -50,14 +50,14 @@ def delta_stats(weight: torch.Tensor, base: torch.Tensor) -> tuple[float, float,
 
 @lru_cache(maxsize=64)
 def random_block(n: int, columns: int, seed: int, device: torch.device) -> torch.Tensor:
-    """float64 [n, columns] in (-1/2, 1/2), keyed by (seed, column, row), the same on every device; read only."""
+    """Draw float64 [n, columns] in (-1/2, 1/2), keyed by (seed, column, row), equal on every device; read only."""
     rows = torch.arange(n, device=device).repeat(columns)
     ids = torch.arange(columns, device=device).repeat_interleave(n)
     return (keyed_uniform(seed, ids, rows) - 0.5).view(columns, n).T.double()
 
 
 def orthonormal(block: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
-    """Orthonormal columns (float64) for what ``block`` [n, k] adds to ``basis`` [n, K]; fewer where it adds nothing."""
+    """Return orthonormal columns (float64) for what ``block`` [n, k] adds to ``basis`` [n, K]; at most k."""
     out: list[torch.Tensor] = []
     for column in block.T:
         before = column.norm()
@@ -72,7 +72,7 @@ def orthonormal(block: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
 
 
 def hidden_floor(random_columns: int, n: int) -> float:
-    """Length that the random start's coordinates of any fixed unit vector exceed, but for a chance of ``RISK``.
+    """Return the length that the start's coordinates of any fixed unit vector exceed, but for a chance of ``RISK``.
 
     They are close to normal with variance 1 / n each, so n times the squared length is chi-squared; for small x
     its distribution is x^(k/2) / (2^(k/2) Gamma(k/2 + 1)).
@@ -82,7 +82,7 @@ def hidden_floor(random_columns: int, n: int) -> float:
 
 
 def second_eigenvalue(theta: torch.Tensor, first: torch.Tensor, last: torch.Tensor, floor: float) -> float | None:
-    """Upper bound for the second eigenvalue of D^T D, given its Ritz values ``theta`` [K] (descending).
+    """Return an upper bound for the second eigenvalue of D^T D, given its Ritz values ``theta`` [K] (descending).
 
     Let an eigenvector with eigenvalue x have coordinates a in the Krylov basis. Its equation, projected, reads
     (x - G) a = F^T e with F the residual block and |e| <= 1, so its coordinates along the random start are at most
@@ -180,7 +180,7 @@ def angle_bound(theta: torch.Tensor, residual: float, first: torch.Tensor, last:
 
 
 def not_finite(weight: torch.Tensor, base: torch.Tensor) -> ValueError:
-    """The error for NaN or infinity in one of the two, or in their difference: which it is, and where."""
+    """Return the error that says which of the two, or their difference, holds NaN or infinity, and where."""
     for name, matrix in (("weight", weight), ("base", base)):
         if not matrix.isfinite().all():
             i, j = (~matrix.isfinite()).nonzero()[0].tolist()

@@ -26,7 +26,7 @@ class ModuleUpdate:
     update: Rank1Update
 
     def row(self) -> dict[str, Any]:
-        """Plain numbers for a table or JSON."""
+        """Return plain numbers for a table or JSON."""
         u = self.update
         return {
             "name": self.name,
@@ -112,7 +112,7 @@ class Folder(Mapping[str, torch.Tensor]):
         return len(self.files)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """The tensor; its memory is a map of the file, dropped with the last reference."""
+        """Return the tensor; its memory maps the file until the last reference goes."""
         return self._open(self.files[name]).get_tensor(name)
 
 
@@ -127,7 +127,7 @@ def _read_json(file: Path, what: str) -> dict[str, Any]:
 
 
 def default_filter(name: str) -> bool:
-    """Projections of attention and MLP: no embeddings, norms or head."""
+    """Accept projections of attention and MLP: no embeddings, norms or head."""
     return not any(part in name for part in SKIPPED)
 
 
@@ -152,7 +152,7 @@ def stream_top1(base_dir: str | Path, checkpoint_dir: str | Path, *, wanted: Cal
                 starts: dict[str, torch.Tensor] | None = None, tol: float = 1e-2, max_passes: int = 12, seed: int = 0,
                 device: str | torch.device = "cpu", backend: str = "auto", progress: bool = False,
                 ) -> Iterator[ModuleUpdate]:  # fmt: skip
-    """Leading singular triplet of every two-dimensional tensor's change between two checkpoints.
+    """Yield the leading singular triplet of every two-dimensional tensor's change between two checkpoints.
 
     Of each folder it reads the safetensors files that ``from_pretrained`` of Transformers would read, sharded or not;
     the two may be sharded differently and differ in dtype. One pair of tensors is in memory at a time. Tied weights,

@@ -51,7 +51,7 @@ def _float(x):
 
 @triton.jit
 def _shape(modules, module, ALIGNED: tl.constexpr):
-    """Row of the module in the table, m, n."""
+    """Load the row of the module in the table, m, n."""
     facts = modules + module * WIDTH
     m, n = tl.load(facts + M), tl.load(facts + N)
     if ALIGNED:
@@ -72,14 +72,14 @@ def _matrices(facts, weights, bases, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _raw(pointer, stride, row, end, column, n):
-    """Rows of a matrix as stored, zeros outside: [rows, columns]."""
+    """Load rows of a matrix as stored, zeros outside: [rows, columns]."""
     mask = (row < end)[:, None] & (column < n)[None, :]
     return tl.load(pointer + row[:, None] * stride + column[None, :], mask=mask, other=0)
 
 
 @triton.jit
 def _times(delta, q, stride, column, n):
-    """delta [rows, columns] times a column of the block -> [rows]."""
+    """Multiply delta [rows, columns] times a column of the block -> [rows]."""
     return tl.sum(delta * tl.load(q + stride + column, mask=column < n, other=0.0)[None, :], 1)
 
 
@@ -89,7 +89,7 @@ def _rows_kernel(
     ALIGNED: tl.constexpr, STATISTICS: tl.constexpr,
     ROWS: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Y = D Q and the slot's part of D^T Y. A whole row of the delta lies in registers, so do the sums for Z; the next
+    """Compute Y = D Q and the slot's part of D^T Y. A row of the delta and the sums for Z lie in registers; the next
     block of rows is on its way while one is multiplied. items [P, 5]: module, first row, end, partial Z, statistics."""
     item = items + tl.program_id(0) * 5
     module = tl.load(item)
@@ -149,7 +149,7 @@ def _panel_times(
     ALIGNED: tl.constexpr, STATISTICS: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, MOST_CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Products of a block of rows with one chunk of Q; the program that finds all chunks there adds them up."""
+    """Multiply a block of rows with one chunk of Q; the program that finds all chunks there adds them up."""
     weight, base, weight_stride, base_stride = _matrices(facts, weights, bases, ALIGNED)
     first, end, chunk = tl.load(item + 2), tl.load(item + 3), tl.load(item + 4)
     row = first + tl.arange(0, ROWS)
@@ -188,7 +188,7 @@ def _panel_transpose(
     weights, bases, facts, item, y, partial, counters, all_rows, n,
     ALIGNED: tl.constexpr, ROWS: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
-    """A strip of the panel's part of D^T Y; the panel was read moments ago and comes from the second-level cache."""
+    """Compute a strip of the panel's part of D^T Y; the panel comes from the L2 cache."""
     weight, base, weight_stride, base_stride = _matrices(facts, weights, bases, ALIGNED)
     first, end = tl.load(item + 2), tl.load(item + 3)
     column = tl.load(item + 4) * STRIP + tl.arange(0, STRIP)
@@ -222,7 +222,7 @@ def _panel_kernel(
     ALIGNED: tl.constexpr, STATISTICS: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, STRIP: tl.constexpr, MOST_CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """As ``_rows_kernel`` for rows too long for one program: panels of rows small enough for the second-level cache
+    """Do the work of ``_rows_kernel`` for rows too long for one program. Panels of rows that fit into the L2 cache
     are multiplied by Q, then, from there, by Y. Programs take items in order by a ticket (the first counter).
     items [P, 7]: transpose?, module, first row, end, chunk or strip, partial Z, statistics."""
     item = items + tl.atomic_add(counters, 1, sem="relaxed") * 7
@@ -241,7 +241,7 @@ def _panel_kernel(
 
 @triton.jit
 def _sum_slots_kernel(modules, places, active, partial, z, all_columns, COLUMNS: tl.constexpr):
-    """z = the partial Z added up, slot by slot. places [P, 2]: module, first column."""
+    """Set z = the partial Z added up, slot by slot. places [P, 2]: module, first column."""
     place = places + tl.program_id(0) * 2
     module = tl.load(place)
     if tl.load(active + module) == 0:
@@ -260,7 +260,7 @@ def _sum_slots_kernel(modules, places, active, partial, z, all_columns, COLUMNS:
 
 @triton.jit
 def _sum_stats_kernel(modules, stats, out, BLOCK: tl.constexpr):
-    """out [modules, 2] = the partial statistics added up."""
+    """Set out [modules, 2] = the partial statistics added up."""
     module = tl.program_id(0)
     facts = modules + module * WIDTH
     first, count = tl.load(facts + STATS), tl.load(facts + ITEMS)
@@ -275,11 +275,11 @@ def _sum_stats_kernel(modules, stats, out, BLOCK: tl.constexpr):
 
 
 def stored(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix as the kernels take it: bfloat16 as its bits."""
+    """Return the matrix as the kernels take it: bfloat16 as its bits."""
     return matrix.view(torch.int16) if matrix.dtype == torch.bfloat16 else matrix
 
 
 def places(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-    """[P, 2] of (module, first entry): every module's stretch in pieces of ``COLUMNS``."""
+    """Return [P, 2] of (module, first entry): every module's stretch in pieces of ``COLUMNS``."""
     rows = [(i, first) for i, length in enumerate(lengths) for first in range(0, length, COLUMNS)]
     return torch.tensor(rows, dtype=torch.int64, device=device)

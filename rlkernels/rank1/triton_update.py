@@ -22,7 +22,7 @@ def _matvec_kernel(weight, base, v, out, m, n, weight_stride, base_stride, ROWS:
 
 @triton.jit
 def _bfloat16_bits(x):
-    """The 16 bits of x rounded to the nearest bfloat16, ties to even."""
+    """Return the 16 bits of x rounded to the nearest bfloat16, ties to even."""
     bits = x.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where(x == x, rounded, 0x7FC0).to(tl.int16)
@@ -30,7 +30,7 @@ def _bfloat16_bits(x):
 
 @triton.jit
 def _round_at_random(x, random, BFLOAT16: tl.constexpr):
-    """A neighbour of x in bfloat16 (its bits) or float16, as ``reference.stochastic_round``."""
+    """Return a neighbour of x in bfloat16 (its bits) or float16, as ``reference.stochastic_round``."""
     bits = x.to(tl.int32, bitcast=True)
     finite = (bits & 0x7F800000) != 0x7F800000
     if BFLOAT16:  # the bits that go are the fraction of the spacing; counted from zero for negative numbers

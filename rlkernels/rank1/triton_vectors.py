@@ -8,7 +8,7 @@ from rlkernels.rank1.triton_kernels import GIVEN, WIDTH, Q, _shape
 
 @triton.jit
 def _start_kernel(modules, places, starts, out, all_columns, seed, COLUMNS: tl.constexpr):
-    """First block: the start, where one is given, then random columns as in ``reference.random_block``."""
+    """Fill the first block: the start, if given, then random columns as in ``reference.random_block``."""
     place = places + tl.program_id(0) * 2
     facts, _, n = _shape(modules, tl.load(place), False)
     i = tl.load(place + 1) + tl.arange(0, COLUMNS)
@@ -28,7 +28,7 @@ def _start_kernel(modules, places, starts, out, all_columns, seed, COLUMNS: tl.c
 def _dots_kernel(
     modules, active, x, w, out, x_stride, w_stride, k, LENGTH: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """out[module, a, b] = x_a . w_b over the module's stretch, in float64; program (module, a), four b."""
+    """Set out[module, a, b] = x_a . w_b over the module's stretch, in float64; program (module, a), four b."""
     module, a = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     if tl.load(active + module) == 0:
         return
@@ -56,7 +56,7 @@ def _dots_kernel(
 @triton.jit
 def _combine_kernel(modules, places, active, x, coefficients, w, out, x_stride, w_stride, k, ADD: tl.constexpr,
                     WANTED: tl.constexpr, OFFSET: tl.constexpr, LENGTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """out_b = sum_a x_a coefficients[module, a, b] (+ w_b), in float64. places [P, 2]: module, first entry."""
+    """Set out_b = sum_a x_a coefficients[module, a, b] (+ w_b), in float64. places [P, 2]: module, first entry."""
     place = places + tl.program_id(0) * 2
     module = tl.load(place)
     if tl.load(active + module) == 0:
@@ -80,7 +80,7 @@ def _combine_kernel(modules, places, active, x, coefficients, w, out, x_stride, 
 
 @triton.jit
 def _residual_kernel(modules, active, q, z, coordinates, theta, out, all_columns, k, BLOCK: tl.constexpr):
-    """out[module] = |Z c / theta - Q c|^2, element by element: nothing cancels."""
+    """Set out[module] = |Z c / theta - Q c|^2, element by element: nothing cancels."""
     module = tl.program_id(0).to(tl.int64)
     if tl.load(active + module) == 0:
         return

@@ -31,7 +31,7 @@ class Rank1Update:
     status: str  # one of STATUSES
 
     def __repr__(self) -> str:
-        """Shape and quality on one line; the vectors are thousands of numbers."""
+        """Print shape and quality on one line, without the vectors."""
         shown = ("sigma", "share", "gap", "residual", "angle_bound", "changed")
         numbers = ", ".join(f"{name}={getattr(self, name):.4g}" for name in shown)
         shape = f"[{len(self.u)}, {len(self.v)}]"
@@ -39,12 +39,12 @@ class Rank1Update:
 
     @property
     def share(self) -> float:
-        """Part of the Frobenius norm held by the leading direction, in [0, 1]."""
+        """Return the part of the Frobenius norm held by the leading direction, in [0, 1]."""
         return self.sigma / self.frobenius if self.frobenius else 0.0
 
     @property
     def alpha(self) -> float:
-        """Scale that gives the rank-1 update the norm of the whole delta (AlphaRL, arXiv 2510.00553)."""
+        """Return the scale that gives the rank-1 update the norm of the whole delta (AlphaRL, arXiv 2510.00553)."""
         return self.frobenius / self.sigma if self.sigma else 0.0
 
 
@@ -57,7 +57,7 @@ class Leading(NamedTuple):
 
 
 def factors(u: torch.Tensor, sigma: Sequence[float], v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """left [m, k] and right [n, k] of the directions that are there: of u [r, m], sigma [r] (descending), v [r, n]."""
+    """Return left [m, k] and right [n, k] of the nonzero directions of u [r, m], sigma [r] (descending), v [r, n]."""
     k = max(sum(s > LEAST * sigma[0] for s in sigma), 1)
     scale = torch.tensor(sigma[:k], dtype=torch.float32, device=u.device)
     return (u[:k] * scale[:, None]).T, v[:k].T

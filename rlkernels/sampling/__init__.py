@@ -168,17 +168,17 @@ def _check_logits(logits: torch.Tensor, uniforms: torch.Tensor) -> None:
 
 
 def _rows(logits: torch.Tensor) -> torch.Tensor:
-    """The logits as the kernels take them: contiguous, float32 or bfloat16."""
+    """Return the logits as the kernels take them: contiguous, float32 or bfloat16."""
     return (logits if logits.dtype in (torch.float32, torch.bfloat16) else logits.float()).contiguous()
 
 
 def _filters(top_p: float | torch.Tensor, top_k: int | torch.Tensor) -> bool:
-    """False when it is known, without waiting for a GPU, that nothing is cut off."""
+    """Return False if a look without waiting for a GPU shows that nothing is cut off."""
     return isinstance(top_p, torch.Tensor) or isinstance(top_k, torch.Tensor) or top_p < 1 or top_k > 0
 
 
 def _few(top_k: int | torch.Tensor) -> bool:
-    """True when it is known, without waiting for a GPU, that every row is cut to a few of the largest."""
+    """Return True if a look without waiting for a GPU shows that every row keeps only a few of the largest."""
     return not isinstance(top_k, torch.Tensor) and 0 < top_k <= reference.CANDIDATES
 
 
@@ -189,7 +189,7 @@ def _settings(
     rows: int,
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The three settings as tensors [rows]: float32, float32, int64."""
+    """Return the three settings as tensors [rows]: float32, float32, int64."""
 
     def expand(name: str, value: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if not isinstance(value, torch.Tensor):

@@ -4,7 +4,7 @@ import torch
 
 
 def philox_word(key: int, counter_low: torch.Tensor, counter_high: torch.Tensor) -> torch.Tensor:
-    """First output word of Philox4x32-10 (Salmon et al., SC'11) for int64 counters of any shape, as int64."""
+    """Return the first word of Philox4x32-10 (Salmon et al., SC'11) for int64 counters of any shape, as int64."""
     mask = 0xFFFFFFFF
     c0, c1 = counter_low & mask, (counter_low >> 32) & mask
     c2, c3 = counter_high & mask, (counter_high >> 32) & mask
@@ -37,7 +37,7 @@ CANDIDATES = 1024  # largest logits among which a filter's tokens are looked for
 
 
 def token_weights(z: torch.Tensor) -> torch.Tensor:
-    """exp(z) as integers, ``floor(exp(z) * 2**42)``, for float32 z <= 0.
+    """Return exp(z) as integers, ``floor(exp(z) * 2**42)``, for float32 z <= 0.
 
     Sums of integers do not depend on their order, and every step here is one correctly rounded float32
     operation. So each backend that repeats these steps gets the same weights, the same sums and the same token,
@@ -55,13 +55,13 @@ def token_weights(z: torch.Tensor) -> torch.Tensor:
 
 
 def scaled_share(fraction: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """floor(fraction * total) without rounding, for fraction in [0, 1] in units of 2**-24 and total < 2**62."""
+    """Return floor(fraction * total) without rounding, for fraction in [0, 1] in units of 2**-24 and total < 2**62."""
     units = (fraction.double() * 2.0**24).long()
     return units * (total >> 24) + ((units * (total & 0xFFFFFF)) >> 24)
 
 
 def first_of(logits: torch.Tensor, count: int) -> torch.Tensor:
-    """The ``count`` largest of each row of float32 [T, V], in order, equal ones by lower id -> int64 [T, count]."""
+    """Return the ``count`` largest of each row of float32 [T, V], in order, ties by lower id: int64 [T, count]."""
     vocab = logits.shape[1]
     bits = (logits + 0.0).view(torch.int32)  # -0.0 is 0.0
     rank = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # rises with the number
@@ -72,7 +72,7 @@ def first_of(logits: torch.Tensor, count: int) -> torch.Tensor:
 def _cut(
     weights: torch.Tensor, order: torch.Tensor, total: torch.Tensor, top_p: torch.Tensor, limit: torch.Tensor
 ) -> torch.Tensor:
-    """Of the tokens in ``order``, the largest of each row, the weights [T, V] that ``limit`` and then top-p leave."""
+    """Return the weights [T, V] that ``limit``, then top-p leave of ``order``, the largest tokens of each row."""
     ranked = weights.gather(1, order)
     ranked[torch.arange(order.shape[1], device=order.device) >= limit[:, None]] = 0
     total = torch.where(limit >= weights.shape[1], total, ranked.sum(1))
@@ -85,7 +85,7 @@ def _cut(
 def _kept_weights(
     logits: torch.Tensor, weights: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor, few: bool
 ) -> torch.Tensor:
-    """Weights [T, V] of the tokens that top-k, then top-p leave; 0 for the others.
+    """Return the weights [T, V] of the tokens that top-k, then top-p leave; 0 for the others.
 
     What is left hardly ever has more than ``CANDIDATES`` tokens, which are found without sorting a vocabulary.
 
@@ -158,7 +158,7 @@ def verify_drafts(logits: torch.Tensor, drafts: torch.Tensor, starts: torch.Tens
 def accept(
     ids: torch.Tensor, logprobs: torch.Tensor, drafts: torch.Tensor, starts: torch.Tensor, owner: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The results of verify_drafts from a sample of every row; owner [R]: the sequence of each row."""
+    """Return the results of verify_drafts from a sample of every row; owner [R]: the sequence of each row."""
     last = starts[1:] - 1
     row = torch.arange(len(ids), device=ids.device)
     # of the rows before, one per sequence has no draft token; what stands after the last one is never compared

@@ -15,7 +15,7 @@ C1, C2, C3, C4, C5, C6 = (tl.constexpr(c) for c in reference.EXP2_COEFFICIENTS)
 
 @triton.jit
 def _weights(x, largest, inverse):
-    """floor(exp((x - largest) * inverse) * 2**42) as int64; step for step the reference, without fused rounding."""
+    """Return floor(exp((x - largest) * inverse) * 2**42) as int64, step for step the reference, without FMA."""
     y = (x - largest) * inverse * LOG2_E
     y = tl.where(y > -100.0, y, -100.0)
     n = (y + ROUND) - ROUND
@@ -32,7 +32,7 @@ def _weights(x, largest, inverse):
 
 @triton.jit
 def _keys(x):
-    """int64 in [0, 2**32) that orders like the float32 x; -0 equals 0."""
+    """Return int64 in [0, 2**32) that orders like the float32 x; -0 equals 0."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) + 2147483648
 
@@ -45,7 +45,7 @@ def _scaled_share(fraction, total):
 
 @triton.jit
 def _measure(row, vocab, largest, inverse, low, WEIGH: tl.constexpr, BLOCK: tl.constexpr):
-    """Weight, or number, of the tokens whose key is at least ``low``."""
+    """Return the weight, or number, of the tokens whose key is at least ``low``."""
     total = tl.zeros([BLOCK], tl.int64)
     for start in range(0, vocab, BLOCK):
         ids = start + tl.arange(0, BLOCK)

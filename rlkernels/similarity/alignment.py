@@ -10,7 +10,7 @@ MODES = ("full", "subsequence")
 
 
 def _kernel_series(x: torch.Tensor) -> torch.Tensor:
-    """x as the kernels take it: contiguous float32 [N, L, D]."""
+    """Return x as the kernels take it: contiguous float32 [N, L, D]."""
     return (x.unsqueeze(-1) if x.ndim == 2 else x).float().contiguous()
 
 

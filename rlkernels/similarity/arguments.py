@@ -52,5 +52,5 @@ def lengths(name: str, value: torch.Tensor | None, x: torch.Tensor, *, in_kernel
 
 
 def band(value: int | None) -> int | None:
-    """A Sakoe-Chiba radius: an integer >= 0 or None. Radii that no trajectory reaches come back as 2**31."""
+    """Check a Sakoe-Chiba radius: an integer >= 0 or None. Radii beyond every trajectory become 2**31."""
     return None if value is None else min(_check.integer("band", value, 0), 2**31)

@@ -9,35 +9,35 @@ _PAIR_CELLS = 1 << 22  # how many cells of one anti-diagonal are held at a time
 
 
 def as_series(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[N, L] or [N, L, D] -> [N, L, D]."""
+    """Reshape [N, L] or [N, L, D] -> [N, L, D]."""
     return (value.unsqueeze(-1) if value.ndim == 2 else value).to(dtype)
 
 
 def compute_dtype(x: torch.Tensor, y: torch.Tensor) -> torch.dtype:
-    """float64 if either input is, else float32."""
+    """Return float64 if either input is, else float32."""
     return torch.float64 if torch.float64 in (x.dtype, y.dtype) else torch.float32
 
 
 def full_lengths(x: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor:
-    """int64 [N]: ``lengths``, or the whole second dimension of x [N, L, ...] where None."""
+    """Return int64 [N]: ``lengths``, or the whole second dimension of x [N, L, ...] where None."""
     return torch.full((x.shape[0],), x.shape[1], device=x.device) if lengths is None else lengths.long()
 
 
 def not_finite(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """bool [N]: a value of x [N, L, D] inside the length is NaN or infinite."""
+    """Return bool [N]: a value of x [N, L, D] inside the length is NaN or infinite."""
     inside = torch.arange(x.shape[1], device=x.device) < lengths[:, None]  # [N, L]
     return (inside & ~x.isfinite().all(-1)).any(1)
 
 
 def blank_padding(x: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [N, L, D] with 0 beyond its lengths and in trajectories that are :func:`not_finite`, and which those are."""
+    """Set x [N, L, D] to 0 beyond its lengths and in :func:`not_finite` trajectories; return also which those are."""
     bad = not_finite(x, lengths)
     beyond = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
     return x.masked_fill((beyond | bad[:, None]).unsqueeze(-1), 0), bad
 
 
 def band_radius(x_lengths: torch.Tensor, y_lengths: torch.Tensor, band: int | None) -> torch.Tensor:
-    """Sakoe-Chiba radius of each pair: ``band``, widened to the difference of the lengths so that a path exists."""
+    """Return the Sakoe-Chiba radius of each pair: ``band``, or the difference of the lengths if that is larger."""
     least = (x_lengths - y_lengths).abs()
     return torch.full_like(least, torch.iinfo(torch.int64).max) if band is None else least.clamp_min(band)
 
@@ -50,7 +50,7 @@ def spans(x: torch.Tensor, y: torch.Tensor):
 
 
 def diagonal_cost(x: torch.Tensor, y: torch.Tensor, d: int, lo: int, hi: int) -> torch.Tensor:
-    """Squared distances [B, hi - lo] of the cells of an anti-diagonal, for pairs x [B, L, D], y [B, K, D]."""
+    """Return squared distances [B, hi - lo] of the cells of an anti-diagonal, for pairs x [B, L, D], y [B, K, D]."""
     return (x[:, lo:hi] - y[:, d - hi + 1 : d - lo + 1].flip(1)).square().sum(-1)
 
 
@@ -61,13 +61,13 @@ def diagonals(x: torch.Tensor, y: torch.Tensor):
 
 
 def with_special_cases(cost, x_lengths, y_lengths, bad):
-    """Both empty: 0. One empty: inf. A NaN or infinity inside: NaN."""
+    """Set the cost of two empty trajectories to 0, of one empty one to inf, with NaN or infinity inside to NaN."""
     cost = cost.masked_fill((x_lengths == 0) != (y_lengths == 0), torch.inf)
     return cost.masked_fill((x_lengths == 0) & (y_lengths == 0), 0.0).masked_fill(bad, torch.nan)
 
 
 def _dtw_pairs(x, y, x_lengths, y_lengths, band):
-    """Costs [B] of the pairs x [B, L, D], y [B, K, D] along anti-diagonals."""
+    """Compute costs [B] of the pairs x [B, L, D], y [B, K, D] along anti-diagonals."""
     batch, rows = x.shape[:2]
     radius = band_radius(x_lengths, y_lengths, band)
     # cell (i, j) of an anti-diagonal lies at i + 1; place 0 is the border
@@ -85,7 +85,7 @@ def _dtw_pairs(x, y, x_lengths, y_lengths, band):
 
 
 def _subsequence_pairs(x, y, x_lengths, y_lengths):
-    """(cost, start, end) [B] of the best stretch of y [B, K, D] for the whole of x [B, L, D]."""
+    """Return (cost, start, end) [B] of the best stretch of y [B, K, D] for the whole of x [B, L, D]."""
     batch, rows = x.shape[:2]
     older, old = x.new_full((batch, rows + 1), torch.inf), x.new_full((batch, rows + 1), torch.inf)
     older_start, old_start = (torch.full((batch, rows + 1), -1, device=x.device) for _ in range(2))
@@ -130,7 +130,7 @@ def dtw(x, y, *, x_lengths=None, y_lengths=None, band=None, mode="full"):
 
 
 def smallest(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k smallest of float [N, M], ascending, ties by lower index, NaN last: (values, index) [N, k]."""
+    """Return the k smallest of float [N, M], ascending, ties by lower index, NaN last: (values, index) [N, k]."""
     index = values.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf).argsort(dim=1, stable=True)
     is_nan = values.gather(1, index).isnan()
     index = index.gather(1, is_nan.long().argsort(dim=1, stable=True))[:, :k]
@@ -167,14 +167,14 @@ def soft_dtw(x, y, *, gamma=1.0, x_lengths=None, y_lengths=None, band=None):
 
 
 def _squared_distances(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """[N, M] squared Euclidean distances of float64 rows; centred, since the dot product form cancels."""
+    """Return the squared Euclidean distances [N, M] of float64 rows, centred first, since dot products cancel."""
     centre = y.nan_to_num(0, 0, 0).mean(0) if len(y) else 0  # any centre will do; a NaN may spoil its own row only
     x, y = x - centre, y - centre
     return (x.square().sum(1)[:, None] + y.square().sum(1) - 2 * x @ y.T).clamp_min(0)
 
 
 def project_and_sort(samples: torch.Tensor, projections: int, seed: int) -> torch.Tensor:
-    """samples [N, S, E] on random unit vectors, sorted along S: float64 [N, S * projections], scaled so that
+    """Project samples [N, S, E] on random unit vectors, sort along S: float64 [N, S * projections], scaled so that
     Euclidean distances are sliced 2-Wasserstein distances (Bonneel et al., 2015)."""
     generator, size = torch.Generator("cpu").manual_seed(seed), (samples.shape[2], projections)
     directions = torch.randn(size, dtype=torch.float64, generator=generator, device="cpu")  # the same on every device
@@ -204,7 +204,7 @@ def state_similarity(x, y, *, metric="sliced_wasserstein", scale=1.0, projection
 
 
 def rhyme_similarity(cost, x_lengths, y_lengths, *, reward_weight, reward_scale, state):
-    """C_rhyme [N, M] from the DTW cost and the similarity of states (None for weight 1), both [N, M]."""
+    """Return C_rhyme [N, M] from the DTW cost and the similarity of states (None for weight 1), both [N, M]."""
     mean_length = (x_lengths[:, None] + y_lengths) / 2
     # both empty: cost 0 over length 1
     similarity = reward_weight * torch.exp(-cost / (mean_length.clamp_min(1) * reward_scale**2).to(cost.dtype))

@@ -11,7 +11,7 @@ from rlkernels.similarity import arguments, reference
 
 
 def _shares(around: torch.Tensor, gamma: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Softmin of three predecessors [3, ...] in parts: the least of them, exp((least - each) / gamma), and their sum.
+    """Split the softmin of three predecessors [3, ...]: the least, exp((least - each) / gamma), and their sum.
 
     Where none can be reached the parts are 0, 0 and 0. Otherwise the sum is at least 1.
     """
@@ -65,7 +65,7 @@ class _SoftDtw(torch.autograd.Function):
 
 
 def _predecessors(table: torch.Tensor, d: int, lo: int, hi: int) -> torch.Tensor:
-    """[3, B, hi - lo]: what the cells above, to the left and at the corner of those of an anti-diagonal hold."""
+    """Return [3, B, hi - lo]: the cells above, left and at the corner of those of an anti-diagonal."""
     older, old = table[d], table[d + 1]
     return torch.stack([old[:, lo:hi], old[:, lo + 1 : hi + 1], older[:, lo:hi]])
 
@@ -80,7 +80,7 @@ def soft_dtw(
     band: int | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Soft-DTW of B pairs, differentiable in x and y (Cuturi & Blondel, 2017, algorithms 1 and 2).
+    """Compute the soft-DTW of B pairs, differentiable in x and y (Cuturi & Blondel, 2017, algorithms 1 and 2).
 
     DTW with the minimum replaced by ``-gamma log sum exp(-v / gamma)``: below the cost of :func:`dtw`, tending to it
     as gamma goes to 0; it may be negative.

@@ -20,7 +20,7 @@ def state_similarity(
     seed: int = 0,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Similarity in [0, 1] of all N x M pairs of state distributions; one matrix product after a step per trajectory.
+    """Return the similarity in [0, 1] of all N x M pairs of state distributions, by one matrix product.
 
     Args:
         x: by metric. "sliced_wasserstein": S samples of E features, [N, S, E]. "hellinger": histograms [N, B],

@@ -46,7 +46,7 @@ class Trajectories:
 
 
 def _state_part(query: Trajectories, bank: Trajectories, metric: str | None, **settings) -> torch.Tensor:
-    """[N, M] similarity of the states, by ``metric`` or the one that their rank suggests."""
+    """Return the [N, M] similarity of the states, by ``metric`` or the one that their rank suggests."""
     if query.states is None or bank.states is None:
         raise ValueError("query.states and bank.states must be given unless reward_weight is 1, got None")
     if metric is None:

@@ -9,7 +9,7 @@ from rlkernels.backend import on_its_device
 
 @triton.jit
 def _shift(values, border, ROWS: tl.constexpr):
-    """values moved down by one row; row 0 becomes ``border``."""
+    """Move values down by one row; row 0 becomes ``border``."""
     row = tl.arange(0, ROWS)
     return tl.where(row == 0, border, tl.gather(values, tl.maximum(row - 1, 0), 0))
 
@@ -19,7 +19,7 @@ def _dtw_kernel(
     x, y, x_lengths, y_lengths, cost, start, end, border, border_start, pairs, m, columns, x_stride, y_stride, radius,
     dims, ROWS: tl.constexpr, BAND: tl.constexpr, SUBSEQUENCE: tl.constexpr,
 ):  # fmt: skip
-    """Programs take pairs (n, m) with a fixed stride. A strip of ROWS rows of x advances along y, row i one column
+    """Align pairs (n, m), taken with a fixed stride. A strip of ROWS rows of x advances along y, row i one column
     behind row i - 1; the last row of a strip is the border [programs, columns] of the next."""
     row = tl.arange(0, ROWS)
     infinity = float("inf")
@@ -105,7 +105,7 @@ def _dtw_kernel(
 
 @on_its_device
 def dtw_pairs(x, y, x_lengths, y_lengths, band, subsequence):
-    """Costs of all pairs of x [N, L, D] and y [M, K, D] without an empty trajectory (and starts and ends)."""
+    """Compute costs (and starts, ends) of all pairs of x [N, L, D], y [M, K, D] without an empty trajectory."""
     n, m, columns = x.shape[0], y.shape[0], y.shape[1]
     cost = x.new_empty(n, m)
     start, end = (x_lengths.new_empty(n, m) if subsequence else x_lengths.new_empty(0) for _ in range(2))

@@ -36,7 +36,7 @@ BLIND = Stretch("blind", 80, 2e-3, 1.0)
 
 
 def walk(grid: NDArray[np.bool_], found: NDArray[np.float64], knowing: float, rng: random.Random) -> list[int]:
-    """Columns of a walker's path [ROWS]; from a dead end it steps on blocked cells.
+    """Return the columns of a walker's path [ROWS]; from a dead end it steps on blocked cells.
 
     Args:
         found: chance to get from each cell to the last row; not 0 where there is a path.

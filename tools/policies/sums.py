@@ -119,7 +119,7 @@ AIMS = {"large": Aim("longest", 256), "tiny": Aim("short", 4, rounds=1)}
 
 @cache
 def shipped(variant: Variant) -> list[list[Example]]:
-    """Training, gate and test examples of the shipped task."""
+    """Return training, gate and test examples of the shipped task."""
     return draw_examples(variant, tuple(SIZES.values()))
 
 
@@ -154,12 +154,12 @@ def carries(left: int, right: int) -> bool:
 
 
 def slip_chance(left: int, right: int) -> float:
-    """Chance of a wrong result of ``left + right``."""
+    """Return the chance of a wrong result of ``left + right``."""
     return 0.0 if left < 100 else CHANCE * (CARRY if carries(left, right) else 1.0)
 
 
 def slipping_solution(terms: list[int], rng: random.Random) -> str:
-    """The answer with its partial sums, each step wrong with its own chance."""
+    """Return the answer with its partial sums, each step wrong with its own chance."""
     partial, lines = terms[0], []
     for term in terms[1:]:
         slip = rng.choice(SLIPS) if rng.random() < slip_chance(partial, term) else 0
@@ -184,7 +184,7 @@ class SlippingSums(Corpus):
 
 
 def right_answers(policy: Qwen2ForCausalLM, variant: Variant, prompts: int) -> dict[str, float]:
-    """Share of the first test prompts of the shipped task that are answered right, one answer each.
+    """Return the share of the first test prompts of the shipped task that are answered right, one answer each.
 
     Returns:
         ``sampled``: at temperature 1; ``greedy``.

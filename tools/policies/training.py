@@ -43,7 +43,7 @@ class Stretch:
 
 
 def byte_tokenizer() -> Qwen2Tokenizer:
-    """Qwen2's byte-level BPE without merges: token i is byte i, then the three special tokens."""
+    """Make Qwen2's byte-level BPE without merges: token i is byte i, then the three special tokens."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]  # shown as code points from 256 on, as in GPT-2
     vocab = {chr(b) if b in printable else chr(256 + others.index(b)): b for b in range(256)}
@@ -60,7 +60,7 @@ def byte_tokenizer() -> Qwen2Tokenizer:
 
 
 def policy_of(shape: Mapping[str, float], pad_id: int = PAD_ID, eos_id: int = EOS_ID) -> Qwen2ForCausalLM:
-    """A policy with random weights, float32, whose last token ends answers.
+    """Return a policy with random weights, float32, whose last token ends answers.
 
     Args:
         shape: fields of its configuration.
@@ -81,7 +81,7 @@ def policy_of(shape: Mapping[str, float], pad_id: int = PAD_ID, eos_id: int = EO
 
 
 def new_policy(size: str) -> Qwen2ForCausalLM:
-    """The same in one of the shapes above."""
+    """Return a policy in one of the shapes above."""
     return policy_of(SHAPES[size])
 
 
@@ -92,10 +92,10 @@ class Corpus(ABC):
 
     @abstractmethod
     def example(self) -> tuple[list[int], int]:
-        """Token ids, and how many of them are the prompt, which is not learnt."""
+        """Return token ids, and how many of them are the prompt, which is not learnt."""
 
     def batch(self, size: int, chunk_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """``size`` examples as (ids, labels) chunks [B, T], sorted by length; labels: -100 on prompt and padding."""
+        """Draw ``size`` examples as (ids, labels) chunks [B, T], by length; labels: -100 on prompt and padding."""
         examples = sorted((self.example() for _ in range(size)), key=lambda e: len(e[0]), reverse=True)
         while examples:
             longest = len(examples[0][0])
@@ -109,7 +109,7 @@ class Corpus(ABC):
 
 
 def learn(policy: Qwen2ForCausalLM, chunks: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Gradient of the mean next-token loss over all answer tokens; returns that loss, on the policy's device.
+    """Add the gradient of the mean next-token loss over all answer tokens; return that loss, on the policy's device.
 
     On a GPU in bfloat16 where autocast says so, with float32 weights.
     """
@@ -128,7 +128,7 @@ def learn(policy: Qwen2ForCausalLM, chunks: list[tuple[Tensor, Tensor]]) -> Tens
 
 
 def train(policy: Qwen2ForCausalLM, phase: Stretch, corpus: Corpus, batch: int, chunk_tokens: int | None = None) -> int:
-    """Muon on the weight matrices, AdamW on the rest; in as many steps it gets several times lower than AdamW alone.
+    """Train with Muon on matrices and AdamW on the rest, which reaches a several times lower loss than AdamW alone.
 
     Returns the steps made: fewer than those of the phase where its time was up.
     """
@@ -142,7 +142,7 @@ def train(policy: Qwen2ForCausalLM, phase: Stretch, corpus: Corpus, batch: int, 
     warmup = phase.steps // 10 if phase.warmup is None else phase.warmup
 
     def spent() -> float:
-        """Share of the phase's time."""
+        """Return the share of the phase's time."""
         return (time.monotonic() - start) / phase.seconds
 
     def scale(step: int) -> float:
@@ -171,7 +171,7 @@ def train(policy: Qwen2ForCausalLM, phase: Stretch, corpus: Corpus, batch: int, 
 
 
 def save(policy: Qwen2ForCausalLM, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-    """Weights in bfloat16, config, generation config and tokenizer, that of bytes where none is given."""
+    """Write weights in bfloat16, config, generation config and tokenizer, that of bytes where none is given."""
     ends = {"pad_token_id": policy.config.pad_token_id, "eos_token_id": policy.config.eos_token_id}
     policy.generation_config = GenerationConfig(do_sample=True, **ends)
     policy.bfloat16().save_pretrained(folder)

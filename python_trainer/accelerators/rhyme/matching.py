@@ -109,7 +109,7 @@ class Stage:
 
 
 def find_rhyming_stages(query: Curve, history: Sequence[Curve], fraction: float) -> list[Stage]:
-    """Stage 1: return the ``fraction`` of all stages that rhyme best with the query, best first.
+    """Returns (stage 1) the ``fraction`` of all stages that rhyme best with the query, best first.
 
     Stages are as long as the window or twice as long, for runs that learn at half the speed.
     """

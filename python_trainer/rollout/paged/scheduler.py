@@ -104,7 +104,7 @@ class Scheduler:
             self.drafter.stop(done)
 
     def _cut_draft(self, sample: Decoding) -> None:
-        """Leaves of a draft what was right."""
+        """Drops the wrong end of a draft."""
         if sample.draft and sample.sequence.length >= sample.length:
             self.cache.truncate(sample.sequence, sample.length - 1)
 

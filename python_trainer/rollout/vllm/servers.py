@@ -84,7 +84,7 @@ class Server:
         self.limited_by = f"the limit of the vLLM server {self.url} (--max-model-len)"
 
     def load(self, folder: str, *adapter: str) -> None:
-        """Has it read the weights in a folder, and add an adapter in a file; it must see both by the same path."""
+        """Loads the weights of a folder, and an adapter file, into the server, which must see both by the same path."""
         self._rpc("load_policy", folder, *adapter)
 
     def complete(self, one: Continuation, settings: dict[str, Any], salt: str) -> list[Drawn]:
@@ -152,7 +152,7 @@ class Server:
 
 
 def read(url: str, body: bytes | None = None, alive: Callable[[], object] | None = None) -> tuple[int, str]:
-    """Status and text that a server answers, by GET or, with a body, by POST.
+    """Asks a server, by GET or, with a body, by POST -> status and text of its answer.
 
     Args:
         alive: called every LOOK_SECONDS while nothing comes, which may last an hour; what it raises ends the wait.

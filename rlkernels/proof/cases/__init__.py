@@ -9,5 +9,5 @@ SMALL: list[Case] = [case for room in ROOMS for case in room.SMALL]
 
 
 def cases_of(workload: Workload) -> list[Case]:
-    """The small cases, which any workload has to pass, and the timed ones of this workload."""
+    """Return the small cases, which any workload has to pass, and the timed ones of this workload."""
     return SMALL + [case for room in ROOMS for case in room.timed(workload)]

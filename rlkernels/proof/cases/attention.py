@@ -31,7 +31,7 @@ class Pages:
         self.used = torch.zeros(blocks, size, dtype=torch.bool)
 
     def table(self, lens: Sequence[int]) -> torch.Tensor:
-        """int32 [len(lens), widest + 1], -1 beyond each end."""
+        """Return int32 [len(lens), widest + 1], -1 beyond each end."""
         counts = [-(-n // self.size) for n in lens]
         out = torch.full((len(lens), max(counts, default=0) + 1), -1, dtype=torch.int32)
         for row, length, count in zip(out, lens, counts):
@@ -81,7 +81,7 @@ def paged(lens: Sequence[int], queries: Sequence[int], heads: Heads, size: int, 
 
 def shared(prefixes: Sequence[int], members: int, suffix: Sequence[int], q_len: int, heads: Heads, size: int,
            dtype: torch.dtype, on: Device) -> Problem:  # fmt: skip
-    """Every prefix has ``members`` sequences, whose suffixes take the lengths of ``suffix`` in turn."""
+    """Make a problem where each prefix has ``members`` sequences, with suffix lengths from ``suffix`` in turn."""
     q_heads, kv_heads, dim = heads
     count = len(prefixes) * members
     own = [suffix[i % len(suffix)] for i in range(count)]
@@ -136,7 +136,7 @@ def merge(tokens: int, heads: int, dim: int, dtype: torch.dtype, on: Device) -> 
 
 
 def _single_groups(layout: Layout) -> Iterator[tuple[GroupedLayout, slice]]:
-    """Each group as a layout of its own, and its rows among the packed tokens."""
+    """Yield each group as a layout of its own, and its rows among the packed tokens."""
     prefixes, suffixes, starts = layout
     at = 0
     for prefix, (a, b) in zip(prefixes, itertools.pairwise(starts)):
@@ -145,7 +145,7 @@ def _single_groups(layout: Layout) -> Iterator[tuple[GroupedLayout, slice]]:
 
 
 def grouped(layout: Layout, heads: Heads, dtype: torch.dtype, on: Device) -> Problem:
-    """Forward and the gradients of query, key and value."""
+    """Make a problem of the output and the gradients of query, key and value."""
     q_heads, kv_heads, dim = heads
     packed = GroupedLayout(*layout)
     shapes = [(packed.num_tokens, h, dim) for h in (q_heads, kv_heads, kv_heads, q_heads)]
@@ -177,7 +177,7 @@ def grouped(layout: Layout, heads: Heads, dtype: torch.dtype, on: Device) -> Pro
 
 
 def groups(prompts: int, samples: int, prefix: int, suffix: int) -> Layout:
-    """A layout of equal groups."""
+    """Return a layout of equal groups."""
     return [prefix] * prompts, [suffix] * (prompts * samples), list(range(0, prompts * samples + 1, samples))
 
 
@@ -200,7 +200,7 @@ SMALL = [
 
 
 def timed(work: Workload) -> Iterator[Case]:
-    """Decoding of all sequences, prefill of the prompts, and a micro-batch of training."""
+    """Yield cases: decoding of all sequences, prefill of the prompts, a micro-batch of training."""
     heads, dtype = (work.heads, work.kv_heads, work.head_dim), work.torch_dtype
     sequences, whole = work.sequences, work.prompt_tokens + work.completion_tokens // 2
     prefill = min(work.prompts, 8)

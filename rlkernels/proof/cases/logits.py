@@ -20,7 +20,7 @@ LOGIT_ROWS = 1024  # of a timed case: plain torch holds several float32 copies
 
 
 def peaked_logits(rows: int, vocab: int, dtype: torch.dtype, on: Device) -> torch.Tensor:
-    """Peaked rows as a language model gives them, with some tokens ruled out."""
+    """Return peaked rows as a language model gives them, with some tokens ruled out."""
     logits = torch.randn(rows, vocab, device=on) * 3
     logits[:, 0] += 20
     if vocab > 2:
@@ -29,7 +29,7 @@ def peaked_logits(rows: int, vocab: int, dtype: torch.dtype, on: Device) -> torc
 
 
 def logprobs(rows: int, vocab: int, dtype: torch.dtype, backward: bool, on: Device) -> Problem:
-    """Log-probability and entropy; with ``backward`` the gradient of the logits too."""
+    """Make a problem of log-probability and entropy; with ``backward`` also the gradient of the logits."""
     logits = peaked_logits(rows, vocab, dtype, on)
     ids = torch.randint(0, vocab, (rows,), device=on)
     ids[::3] = 0  # not the token that was ruled out
@@ -53,7 +53,7 @@ def logprobs(rows: int, vocab: int, dtype: torch.dtype, backward: bool, on: Devi
 
 
 def linear_logprobs(rows: int, vocab: int, width: int, dtype: torch.dtype, on: Device) -> Problem:
-    """The same from hidden states, with the gradients of states and weight."""
+    """Make the same problem from hidden states, with the gradients of states and weight."""
     hidden, weight = torch.randn(rows, width, device=on), torch.randn(vocab, width, device=on) * 3 / width**0.5
     inputs = hidden.to(dtype), weight.to(dtype)
     ids, grads = torch.randint(0, vocab, (rows,), device=on), torch.randn(2, rows, device=on)
@@ -76,7 +76,7 @@ def linear_logprobs(rows: int, vocab: int, width: int, dtype: torch.dtype, on: D
 
 
 def _per_row(settings: list[Settings], rows: int, on: Device) -> dict[str, Any]:
-    """The settings of sampling, in turn; the same for all rows as plain numbers."""
+    """Yield the settings of sampling, in turn; the same for all rows as plain numbers."""
     names = ("temperature", "top_p", "top_k")
     if len(settings) == 1:
         return dict(zip(names, settings[0]))
@@ -128,7 +128,7 @@ SMALL = [
 
 
 def timed(work: Workload) -> Iterator[Case]:
-    """Scoring of completions, both ways, and sampling of a token for every sequence."""
+    """Yield cases: scoring of completions, both ways, and sampling of a token for every sequence."""
     dtype, vocab, settings = work.torch_dtype, work.vocab, [(work.temperature, work.top_p, work.top_k)]
     yield Case("token_logprobs", f"{LOGIT_ROWS} x {vocab}, forward and backward",
                partial(logprobs, LOGIT_ROWS, vocab, dtype, True), timed=True)  # fmt: skip

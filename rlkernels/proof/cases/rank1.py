@@ -17,7 +17,7 @@ EXACT_SVD = 2**22  # entries of a matrix up to which a float64 SVD is the judge
 
 
 def _pair(m: int, n: int, dtype: torch.dtype, on: Device) -> tuple[torch.Tensor, torch.Tensor]:
-    """A base and a weight that differs by a dominant direction and noise, in the storage dtype."""
+    """Return a base and a weight that differs by a dominant direction and noise, in the storage dtype."""
     base = (torch.randn(m, n, device=on) * 0.02).to(dtype)
     u, v = torch.randn(m, device=on), torch.randn(n, device=on)
     delta = torch.outer(u, v) * 1e-3 + torch.randn(m, n, device=on) * 3e-4
@@ -29,7 +29,7 @@ def _finite(worst: float) -> Verdict:
 
 
 def top1(m: int, n: int, dtype: torch.dtype, on: Device) -> Problem:
-    """Judged by the angle to the true direction and the error of sigma."""
+    """Make a problem judged by the angle to the true direction and the error of sigma."""
     weight, base = _pair(m, n, dtype, on)
 
     def call(backend: str) -> list[Any]:
@@ -50,7 +50,7 @@ def top1(m: int, n: int, dtype: torch.dtype, on: Device) -> Problem:
 
 
 def top1_many(shapes: list[tuple[int, int]], dtype: torch.dtype, on: Device) -> Problem:
-    """Many modules in one call, judged by plain torch."""
+    """Make a problem of many modules in one call, judged by plain torch."""
     pairs = {f"{i}": _pair(m, n, dtype, on) for i, (m, n) in enumerate(shapes)}
 
     def call(backend: str) -> list[Any]:
@@ -83,7 +83,7 @@ def add(m: int, n: int, dtype: torch.dtype, stochastic: bool, on: Device) -> Pro
         return start.double() + 1e-3 * torch.outer(u.double(), v.double())
 
     def judge(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> Verdict:
-        """Share of numbers that differ: the random bits are keyed, but a last bit before rounding may change one."""
+        """Judge the share of numbers that differ: despite keyed random bits, a last bit may change one."""
         a, b = ours[0].double(), plain[0].double()
         near = (a - b).abs() <= torch.finfo(dtype).eps * b.abs() + 1e-30
         return ((a != b).double().mean().item() if bool(near.all()) else float("inf")), 0.01
@@ -112,7 +112,7 @@ SMALL = [
 
 
 def timed(work: Workload) -> Iterator[Case]:
-    """A matrix of the feed-forward layer, and the seven modules of a layer."""
+    """Yield cases: a matrix of the feed-forward layer, and the seven modules of a layer."""
     wide, narrow, dtype = 4 * work.hidden, work.hidden, work.torch_dtype
     kv = work.kv_heads * work.head_dim
     layer = [(narrow, narrow), (kv, narrow), (kv, narrow), (narrow, narrow), (wide, narrow), (wide, narrow),

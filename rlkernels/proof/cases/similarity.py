@@ -15,12 +15,12 @@ Device = torch.device
 
 
 def _walks(shape: tuple[int, ...], on: Device) -> torch.Tensor:
-    """Random walks, so that the alignment matters."""
+    """Draw random walks, so that the alignment matters."""
     return torch.randn(shape, device=on).cumsum(1) * 0.1
 
 
 def warp(n: int, m: int, length: int, dim: int, mode: str, band: int | None, ragged: bool, on: Device) -> Problem:
-    """``ragged``: all lengths from 0 up, NaN beyond each, one NaN inside."""
+    """Make a problem of DTW; ``ragged``: all lengths from 0 up, NaN beyond each, one NaN inside."""
     trailing = (dim,) if dim > 1 else ()
     x, y = _walks((n, length, *trailing), on), _walks((m, length + 3, *trailing), on)
     lengths: dict[str, Any] = {}
@@ -57,6 +57,6 @@ SMALL = [
 
 
 def timed(work: Workload) -> Iterator[Case]:
-    """Sizes at which plain torch takes tenths of a second."""
+    """Yield cases for which plain torch takes tenths of a second."""
     yield Case("dtw", "128 x 128, length 512", partial(warp, 128, 128, 512, 1, "full", None, False), timed=True)
     yield Case("dtw_topk", "16 x 256, length 64, k 8", partial(topk, 16, 256, 64, 8), timed=True)
