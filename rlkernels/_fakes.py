@@ -1,127 +1,70 @@
 """What the compiled ops return, as shapes and dtypes only: for torch.compile and torch.export.
 
-Imported with the extension, and the one place for them: ops of csrc/ops have no meta kernels in C++.
+Imported with the extension, and the one place for them: ops of csrc/ops have no meta kernels in C++. Arguments are
+those of the op; ``*_`` stands for those that do not count.
 """
 
 import torch
+from torch import empty_like as like
+
+F32, F64, I64 = torch.float32, torch.float64, torch.int64
 
 
-@torch.library.register_fake("rlkernels::paged_attention")
-@torch.library.register_fake("rlkernels::shared_prefix_attention")
-def _(query, *_):
-    return query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
+def _attention(query, *_):
+    return like(query), query.new_empty(query.shape[:2], dtype=F32)
 
 
-@torch.library.register_fake("rlkernels::merge_attention")
-def _(out_a, lse_a, out_b, lse_b):
-    return torch.empty_like(out_a), torch.empty_like(lse_a)
+def _add_rms_norm(residual, x, *_):
+    total = residual.new_empty(0, residual.shape[1]) if x is None else like(residual)
+    return total, like(residual), residual.new_empty(residual.shape[0], dtype=F32)
 
 
-@torch.library.register_fake("rlkernels::grouped_attention_backward")
-def _(grad_out, query, key, value, *_):
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
-@torch.library.register_fake("rlkernels::write_kv")
-@torch.library.register_fake("rlkernels::advise_huge_pages")
-@torch.library.register_fake("rlkernels::add_rank1_")
-def _(*_):
-    return None
-
-
-@torch.library.register_fake("rlkernels::add_rms_norm")
-def _(residual, x, *_):
-    total = residual.new_empty(0, residual.shape[1]) if x is None else torch.empty_like(residual)
-    return total, torch.empty_like(residual), residual.new_empty(residual.shape[0], dtype=torch.float32)
-
-
-@torch.library.register_fake("rlkernels::rms_norm_backward")
-def _(grad_out, grad_sum, total, factor, weight):
-    return torch.empty_like(total), torch.empty_like(weight)
-
-
-@torch.library.register_fake("rlkernels::rope")
-def _(x, *_):
-    return torch.empty_like(x)
-
-
-@torch.library.register_fake("rlkernels::rope_backward")
-def _(grad_out, x, positions, cos, *_):
-    return torch.empty_like(x), cos.new_empty(2, cos.shape[1], dtype=torch.float32)
-
-
-@torch.library.register_fake("rlkernels::silu_mul_backward")
-def _(grad_out, gate_up):
-    return torch.empty_like(gate_up)
-
-
-@torch.library.register_fake("rlkernels::silu_mul")
-def _(gate_up):
-    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-
-
-@torch.library.register_fake("rlkernels::token_weights")
-def _(z):
-    return torch.empty_like(z, dtype=torch.int64)
-
-
-@torch.library.register_fake("rlkernels::keyed_uniform")
-def _(seed, sample_ids, positions):
-    return torch.empty_like(sample_ids, dtype=torch.float32)
-
-
-@torch.library.register_fake("rlkernels::sample_tokens")
-def _(logits, uniforms, *_):
-    return torch.empty_like(uniforms, dtype=torch.int64), torch.empty_like(uniforms)
-
-
-@torch.library.register_fake("rlkernels::verify_drafts")
-def _(logits, drafts, starts, uniforms, temperature, *_):
-    accepted, ids = (torch.empty_like(t, dtype=torch.int64) for t in (temperature, uniforms))
-    return accepted, ids, torch.empty_like(uniforms)
-
-
-@torch.library.register_fake("rlkernels::token_logprobs")
-def _(logits, ids, temperature, with_entropy):
+def _token_logprobs(logits, ids, temperature, with_entropy):
     rows = logits.shape[0]
     shapes = (rows,), (rows if with_entropy else 0,), (rows, 2)
-    return tuple(logits.new_empty(shape, dtype=torch.float32) for shape in shapes)
+    return tuple(logits.new_empty(shape, dtype=F32) for shape in shapes)
 
 
-@torch.library.register_fake("rlkernels::token_logprobs_backward")
-def _(logits, *_):
-    return torch.empty_like(logits)
-
-
-@torch.library.register_fake("rlkernels::top1_deltas")
-def _(weights, bases, starts, tol, max_passes, min_passes, rank, seed):
-    us, vs = ([w.new_empty(rank, w.shape[i], dtype=torch.float32) for w in weights] for i in (0, 1))
-    sigmas, facts = (torch.empty(len(weights), k, dtype=torch.float64, device="cpu") for k in (rank, 7))
+def _top1_deltas(weights, bases, starts, tol, max_passes, min_passes, rank, seed):
+    us, vs = ([w.new_empty(rank, w.shape[i], dtype=F32) for w in weights] for i in (0, 1))
+    sigmas, facts = (torch.empty(len(weights), k, dtype=F64, device="cpu") for k in (rank, 7))
     return us, vs, sigmas, facts
 
 
-@torch.library.register_fake("rlkernels::delta_matvec")
-def _(weight, base, v):
-    return weight.new_empty(weight.shape[0], dtype=torch.float32)
+def _warps(x, y, x_lengths, y_lengths, band=None, subsequence=True):
+    place = x.new_empty(x.shape[0] if subsequence else 0, y.shape[0], dtype=I64)
+    return x.new_empty(x.shape[0], y.shape[0]), place, like(place)
 
 
-@torch.library.register_fake("rlkernels::dtw")
-def _(x, y, x_lengths, y_lengths, band):
-    return x.new_empty(x.shape[0], y.shape[0])
+FAKES = {
+    "paged_attention": _attention,
+    "shared_prefix_attention": _attention,
+    "merge_attention": lambda out_a, lse_a, *_: (like(out_a), like(lse_a)),
+    "grouped_attention_backward": lambda grad_out, query, key, value, *_: (like(query), like(key), like(value)),
+    "write_kv": lambda *_: None,
+    "advise_huge_pages": lambda *_: None,
+    "add_rank1_": lambda *_: None,
+    "add_rms_norm": _add_rms_norm,
+    "rms_norm_backward": lambda grad_out, grad_sum, total, factor, weight: (like(total), like(weight)),
+    "rope": lambda x, *_: like(x),
+    "rope_backward": lambda _, x, positions, cos, *__: (like(x), cos.new_empty(2, cos.shape[1], dtype=F32)),
+    "silu_mul": lambda gate_up: gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2),
+    "silu_mul_backward": lambda grad_out, gate_up: like(gate_up),
+    "token_weights": lambda z: like(z, dtype=I64),
+    "keyed_uniform": lambda seed, sample_ids, positions: like(sample_ids, dtype=F32),
+    "sample_tokens": lambda logits, uniforms, *_: (like(uniforms, dtype=I64), like(uniforms)),
+    "verify_drafts": lambda logits, drafts, starts, uniforms, temperature, *_: (
+        like(temperature, dtype=I64), like(uniforms, dtype=I64), like(uniforms)
+    ),
+    "token_logprobs": _token_logprobs,
+    "token_logprobs_backward": lambda logits, *_: like(logits),
+    "top1_deltas": _top1_deltas,
+    "delta_matvec": lambda weight, base, v: weight.new_empty(weight.shape[0], dtype=F32),
+    "dtw": lambda x, y, *_: x.new_empty(x.shape[0], y.shape[0]),
+    "dtw_subsequence": _warps,
+    "dtw_warps": _warps,
+    "dtw_topk": lambda x, y, k, *_: (x.new_empty(x.shape[0], k), x.new_empty(x.shape[0], k, dtype=I64)),
+}  # fmt: skip
 
-
-@torch.library.register_fake("rlkernels::dtw_subsequence")
-def _(x, y, x_lengths, y_lengths):
-    place = x.new_empty(x.shape[0], y.shape[0], dtype=torch.int64)
-    return x.new_empty(x.shape[0], y.shape[0]), place, torch.empty_like(place)
-
-
-@torch.library.register_fake("rlkernels::dtw_warps")
-def _(x, y, x_lengths, y_lengths, band, subsequence):
-    place = x.new_empty(x.shape[0] if subsequence else 0, y.shape[0], dtype=torch.int64)
-    return x.new_empty(x.shape[0], y.shape[0]), place, torch.empty_like(place)
-
-
-@torch.library.register_fake("rlkernels::dtw_topk")
-def _(x, y, k, x_lengths, y_lengths, band):
-    return x.new_empty(x.shape[0], k), x.new_empty(x.shape[0], k, dtype=torch.int64)
+for name, fake in FAKES.items():
+    torch.library.register_fake(f"rlkernels::{name}", fake)

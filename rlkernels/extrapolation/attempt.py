@@ -1,13 +1,13 @@
 """One attempt to take weights further, in its three steps: objections, a prediction, and the gate."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from rlkernels import _check
-from rlkernels.extrapolation.gate import Gate, try_candidates
+from rlkernels.extrapolation.gate import Answers, Gate
 from rlkernels.extrapolation.predictors import (
     Limits,
     Predictor,
@@ -81,22 +81,33 @@ class Attempt:
             ValueError: ``evaluate`` gave another number of scores; the weights are restored.
         """
         saved = {name: [place.detach().clone() for place in places[name]] for name in predicted}
+        present = {name: values[0] for name, values in saved.items()}
+        inside: Mapping[str, torch.Tensor] = present  # the weights that the model has
 
-        def write(weights: Mapping[str, torch.Tensor]) -> None:
-            for name, weight in weights.items():
-                for place in places[name]:
-                    place.copy_(weight)
-            changed()
+        def with_weights(weights: Mapping[str, torch.Tensor]) -> Answers:
+            def answer(rows: range) -> Sequence[float]:
+                nonlocal inside
+                if inside is not weights:
+                    for name, weight in weights.items():
+                        for place in places[name]:
+                            place.copy_(weight)
+                    changed()
+                    inside = weights
+                return evaluate(rows)
 
-        accepted = False
+            return Answers(answer, available, gate.position)
+
+        before, tries = with_weights(present), list[dict[str, Any]]()
         try:
-            tries = try_candidates(
-                gate, {name: values[0] for name, values in saved.items()}, predicted, write=write, evaluate=evaluate,
-                prompts=self.prompts, available=available, max_tries=self.max_tries, shrink=self.shrink,
-            )  # fmt: skip
-            accepted = tries[-1]["accepted"]
+            while len(tries) < self.max_tries and not (tries and tries[-1]["accepted"]):
+                factor = self.shrink ** len(tries)
+                candidate = {n: torch.lerp(present[n].float(), weight, factor) for n, weight in predicted.items()}
+                # asks for those of `before` first
+                found = gate.compare_in_parts(with_weights(candidate), before, self.prompts)
+                tries.append({"factor": factor, **asdict(found)})
+            gate.position = (gate.position + len(before.known)) % available
         finally:
-            if not accepted:
+            if not (tries and tries[-1]["accepted"]):
                 for name, values in saved.items():
                     for place, value in zip(places[name], values):
                         place.copy_(value)

@@ -1,11 +1,8 @@
 """The gate that every extrapolation must pass: right answers before and after on held-out prompts, paired."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
-
-import torch
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from rlkernels import _check
 
@@ -149,40 +146,3 @@ class Answers:
                 raise ValueError(f"evaluate must return one number for each of {len(rows)} prompts, got {len(found)}")
             self.known += found
         return self.known[:count]
-
-
-def try_candidates(gate: Gate, present: Mapping[str, torch.Tensor], predicted: Mapping[str, torch.Tensor], *,
-                   write: Callable[[Mapping[str, torch.Tensor]], None], evaluate: Callable[[range], Sequence[float]],
-                   prompts: int, available: int, max_tries: int, shrink: float) -> list[dict[str, Any]]:  # fmt: skip
-    """Write candidates until the gate accepts one; the caller puts the present weights back.
-
-    Args:
-        present: name -> weights as they are.
-        predicted: name -> weights, float32. Candidate k takes the share shrink^k of the way to them.
-        write: puts weights into the model.
-        evaluate: numbers of gate prompts -> a score for each, by the weights in the model.
-        prompts, available: most gate prompts for a candidate, and how many there are.
-
-    Returns:
-        For each candidate its ``factor`` and the fields of :class:`Comparison`.
-    """
-    inside: Mapping[str, torch.Tensor] = present  # the weights that the model has
-
-    def with_weights(weights: Mapping[str, torch.Tensor]) -> Answers:
-        def answer(rows: range) -> Sequence[float]:
-            nonlocal inside
-            if inside is not weights:
-                write(weights)
-                inside = weights
-            return evaluate(rows)
-
-        return Answers(answer, available, gate.position)
-
-    before, tries = with_weights(present), list[dict[str, Any]]()
-    while len(tries) < max_tries and not (tries and tries[-1]["accepted"]):
-        factor = shrink ** len(tries)
-        candidate = {name: torch.lerp(present[name].float(), weight, factor) for name, weight in predicted.items()}
-        found = gate.compare_in_parts(with_weights(candidate), before, prompts)  # asks for those of `before` first
-        tries.append({"factor": factor, **asdict(found)})
-    gate.position = (gate.position + len(before.known)) % available
-    return tries

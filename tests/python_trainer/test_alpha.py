@@ -1,6 +1,7 @@
 """Gated extrapolation: what the gate accepts, what a rejection leaves behind, what a resumed run repeats."""
 
 import copy
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,8 +18,7 @@ from python_trainer.model.optimizer import PolicyOptimizer
 from python_trainer.model.settings import OptimizerConfig
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
-from rlkernels.extrapolation import PREDICTORS, Comparison, Gate
-from rlkernels.extrapolation.gate import try_candidates
+from rlkernels.extrapolation import PREDICTORS, Attempt, Comparison, Gate
 
 QUIET = Console(quiet=True)
 GATE = 800
@@ -255,19 +255,14 @@ def test_the_gate_looks_no_further_than_it_must():
 def test_candidates_share_the_answers_of_the_present_weights(prompts, available):
     """Weights in the model are always those that answer; an attempt begins where the one before it ended, and goes on
     over all that are available."""
-    gate, inside, asked = Gate(0.05, position=available - 1), {"w": 0.0}, []
-
-    def write(weights):
-        inside["w"] = weights["w"].item()
+    gate, weight, asked = Gate(0.05, position=available - 1), torch.tensor(0.0), []
 
     def evaluate(rows):
-        asked.extend((inside["w"], row) for row in rows)
+        asked.extend((weight.item(), row) for row in rows)
         return [0.0] * len(rows)
 
-    weights = {"w": torch.tensor(0.0)}, {"w": torch.tensor(8.0)}
-    options = {"write": write, "evaluate": evaluate, "prompts": prompts, "max_tries": 3, "shrink": 0.5}
-    options["available"] = available
-    tries = try_candidates(gate, *weights, **options)
+    judge = partial(Attempt(prompts=prompts).judge, gate, {"w": torch.tensor(8.0)}, {"w": [weight]})
+    tries = judge(evaluate, available=available)
     assert [t["factor"] for t in tries] == [1.0, 0.5, 0.25] and gate.comparisons == 3
     count = -(-prompts // 8)
     rows = [(available - 1 + i) % available for i in range(count)]
@@ -276,7 +271,7 @@ def test_candidates_share_the_answers_of_the_present_weights(prompts, available)
     )
     assert gate.position == (available - 1 + count) % available
     with pytest.raises(ValueError, match="one number for each"):
-        try_candidates(gate, *weights, **options | {"evaluate": lambda rows: [1.0] * (len(rows) + 1)})
+        judge(lambda rows: [1.0] * (len(rows) + 1), available=available)
 
 
 SETTINGS = {"track_steps": 1, "first_step": 4, "every": 2, "refuse": False}
