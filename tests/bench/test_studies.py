@@ -4,11 +4,13 @@ import dataclasses
 import json
 import math
 import sys
+import threading
 
 import pytest
 import torch
 
 from bench.studies import __main__ as command
+from bench.studies import harness as harnesses
 from bench.studies import report
 from bench.studies.harness import TUNING_SEED, Arm, Harness, Interval, Study, evaluations, fewer_prompts, reached, train
 from bench.studies.ranks import accuracy_with, cut, gain_at_ranks, straightness
@@ -39,8 +41,40 @@ def pretend(turns, config, overrides, folder):
     (folder / "summary.json").write_text(json.dumps(summary))
 
 
+class Thread:
+    """In place of a process: the same turns, within this one."""
+
+    def __init__(self, train, *arguments):
+        self.may, self.over, self.left, self.code = threading.Semaphore(0), threading.Semaphore(0), True, None
+
+        def work():
+            try:
+                train(self, *arguments)
+            except SystemExit as error:
+                self.code = error.code
+            self.left = False
+            self.over.release()
+
+        self.thread = threading.Thread(target=work, daemon=True)
+
+    def end_turn(self):
+        self.over.release()
+        self.may.acquire()
+
+    def turn(self):
+        self.thread.start() if self.thread.ident is None else self.may.release()
+        self.over.acquire()
+        if self.code:
+            raise RuntimeError(f"a trainer ended with exit code {self.code}")
+        return self.left
+
+    def stop(self):
+        """It waits for a turn that never comes."""
+
+
 @pytest.fixture
-def study():
+def study(monkeypatch):
+    monkeypatch.setattr(harnesses, "Worker", Thread)
     arms = [Arm("plain", rate=1e-4, train=pretend), dataclasses.replace(FEWER, train=pretend)]
     return Study("some", "none", [], arms, levels=[0.52, 0.9], columns={"last reward": "reward"})
 

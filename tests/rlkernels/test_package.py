@@ -51,11 +51,10 @@ for name in rlkernels.__all__:
 OPENMP = "import sys; sys.path.insert(0, '.'); import {package}, torch; print(torch.__version__)"
 
 
-@pytest.mark.parametrize("package", ["python_trainer", "bench"])
-@pytest.mark.parametrize(
-    ("chosen", "policy", "spins"),
-    [({}, "PASSIVE", "1000"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE", None), ({"GOMP_SPINCOUNT": "7"}, None, "7")],
-)
+@pytest.mark.parametrize(("package", "chosen", "policy", "spins"), [
+    ("python_trainer", {}, "PASSIVE", "1000"), ("bench", {}, "PASSIVE", "1000"),
+    ("bench", {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE", None), ("bench", {"GOMP_SPINCOUNT": "7"}, None, "7"),
+])  # fmt: skip
 def test_threads_that_wait_sleep_unless_the_user_chose_otherwise(package, chosen, policy, spins):
     """What libgomp says that it goes by, after torch has loaded it."""
     env = {name: value for name, value in os.environ.items() if name not in _waiting.CHOICES}

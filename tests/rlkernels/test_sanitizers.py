@@ -10,11 +10,14 @@ from support import lacks
 ROOT = Path(__file__).parents[2]
 RUNTIME = ROOT / "csrc" / "runtime"
 FILE = "FILE"
-# program of tests/cpp -> its arguments in the quick tests, and in the slow ones
-QUICK = {"block_pool_fuzz": [["8000", "1"]], "rollout_history_check": [[FILE, "600"]], "allocation_failures": [["1"]]}
-LONG = {"block_pool_fuzz": [["50000", "2"], ["50000", "3"]], "rollout_history_check": [[FILE, "3000", "4"]],
-        "allocation_failures": [["6"]]}  # fmt: skip
-THREADS = {"rollout_history_check": [[FILE]]}
+# sanitizers -> program of tests/cpp -> its arguments
+RUNS = {
+    "address,undefined": {
+        "block_pool_fuzz": [["50000", "2"], ["50000", "3"]], "rollout_history_check": [[FILE, "3000", "4"]],
+        "allocation_failures": [["6"]],
+    },
+    "thread": {"rollout_history_check": [[FILE]]},
+}  # fmt: skip
 
 
 def compile_cpp(sanitizers: str, *arguments: str) -> None:
@@ -27,12 +30,9 @@ def compile_cpp(sanitizers: str, *arguments: str) -> None:
     assert done.returncode == 0 and not done.stderr, done.stderr
 
 
-@pytest.mark.parametrize(("sanitizers", "programs"), [
-    ("address,undefined", QUICK),
-    pytest.param("address,undefined", LONG, marks=pytest.mark.slow),
-    pytest.param("thread", THREADS, marks=pytest.mark.slow),
-])  # fmt: skip
-def test_nothing_is_found(sanitizers, programs, tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizers", RUNS)
+def test_nothing_is_found(sanitizers, tmp_path):
     """Random use, threads, broken files, and allocations that fail: what throws has changed nothing."""
     if not shutil.which("g++"):
         lacks("g++")
@@ -40,7 +40,7 @@ def test_nothing_is_found(sanitizers, programs, tmp_path):
     for source in sorted(RUNTIME.glob("block_*.cpp")) + sorted(RUNTIME.glob("rollout_*.cpp")):
         objects.append(str(tmp_path / f"{source.stem}.o"))
         compile_cpp(sanitizers, "-c", str(source), "-o", objects[-1])
-    for name, runs in programs.items():
+    for name, runs in RUNS[sanitizers].items():
         program = str(tmp_path / name)
         compile_cpp(sanitizers, str(ROOT / f"tests/cpp/{name}.cpp"), *objects, "-o", program)
         for arguments in runs:
