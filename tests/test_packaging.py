@@ -117,6 +117,7 @@ def test_a_script_beside_the_clone_imports_the_package(tmp_path):
     assert done.stdout.strip() == str(clone / "rlkernels" / "__init__.py")
 
 
+@pytest.mark.slow
 def test_wheel_with_the_extension(tmp_path):
     """Links the objects of the last build, so it takes seconds only where the extension was built in place."""
     if rlkernels.backend.extension_error() or not list(ROOT.glob("build/temp*")):
@@ -128,6 +129,7 @@ def test_wheel_with_the_extension(tmp_path):
     assert python_in(tmp_path / "site", CODE.format(site=str(tmp_path / "site"))) == "loaded\nnothing"
 
 
+@pytest.mark.slow
 def test_a_setuptools_that_refuses_the_licence_builds_the_extension_all_the_same(tmp_path):
     """One before 77 reads of a file in its place: the others would stop at a pyproject.toml like this one."""
     shutil.copy(ROOT / "setup.py", tmp_path)

@@ -6,6 +6,7 @@ are the present ones; comments, docstrings and layout do not count.
 """
 
 import argparse
+import functools
 import json
 import re
 from pathlib import Path
@@ -30,10 +31,13 @@ def files(op: str, backend: str) -> set[str]:
     return {str(path.relative_to(ROOT)) for path in found}
 
 
+digest_once = functools.cache(digest)
+
+
 def changed(record: dict[str, Any], op: str, backend: str) -> list[str]:
     """The sources of a backend that are not what they were when the record was made."""
     made_of = record["sources"]
-    return sorted(name for name in files(op, backend) if made_of.get(name) != digest(ROOT / name))
+    return sorted(name for name in files(op, backend) if made_of.get(name) != digest_once(ROOT / name))
 
 
 def compose(records: list[Path]) -> tuple[dict[str, Any], list[str]]:

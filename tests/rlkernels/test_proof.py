@@ -55,7 +55,7 @@ def test_every_op_with_a_gpu_kernel_has_small_and_timed_cases():
 def test_real_kernels_are_right_and_repeat():
     if not backend.has_triton():
         lacks("triton")
-    result, lines = prove("merge_attention", "add_rank1_")
+    result, lines = prove("delta_matvec", "add_rank1_")
     assert result["left_out"] == {} and result["device"]["gpu"] == "cpu"
     for op in result["verdicts"]:
         candidates = result["verdicts"][op]["candidates"]

@@ -109,7 +109,7 @@ def random_cases(count: int):
 
 def test_certificate_is_honest_and_useful(set_threads):
     set_threads(1)  # many tiny decompositions: waiting for a second thread costs more than it helps
-    cases = list(random_cases(1000))
+    cases = list(random_cases(400))
     pairs = {str(i): (delta, torch.zeros_like(delta)) for i, (delta, _, _) in enumerate(cases)}
     starts = {str(i): start for i, (_, start, _) in enumerate(cases) if start is not None}
     got = rlkernels.top1_deltas(pairs, starts=starts, max_passes=12)
@@ -117,7 +117,7 @@ def test_certificate_is_honest_and_useful(set_threads):
     bound = torch.tensor([update.angle_bound for update in got.values()])
     assert (truth <= bound).all(), "an angle above its bound"
     assert (bound / truth.clamp_min(1e-8)).median() <= 20
-    assert sum(update.status == "ok" for update in got.values()) >= 990
+    assert sum(update.status == "ok" for update in got.values()) >= 396
     early = rlkernels.top1_deltas(pairs, starts=starts, max_passes=3, seed=9)  # stopped anywhere, still honest
     truth = torch.tensor([angle(early[str(i)].v, v) for i, (_, _, v) in enumerate(cases)])
     assert (truth <= torch.tensor([update.angle_bound for update in early.values()])).all()

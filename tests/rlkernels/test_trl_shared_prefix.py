@@ -148,7 +148,11 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("parts of groups", "several updates of a batch", "KL, two iterations", "entropy quantile", "LoRA",
+         "clipping on both sides, off-policy mask, unbiased KL", "importance sampling of another sampler")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])
 def test_update_equals_that_of_trl(train, name):
     kind = "llama" if list(CASES).index(name) % 2 else "qwen2"
     mixed = train(kind, **CASES[name])

@@ -21,7 +21,7 @@ def series(n, steps, *features):
         (9, 14, (), None),
         (34, 20, (3,), 4),
         (34, 5, (2,), None),
-        pytest.param(140, 5, (), None, marks=pytest.mark.slow),  # test_gpu_tiles.py has two strips too
+        pytest.param(140, 5, (), None, marks=pytest.mark.slow),  # two strips, as in tests/ptx
     ],
 )
 def test_dtw(rows, columns, features, band):

@@ -170,14 +170,6 @@ def test_reads_at_the_tiles_of_a_gpu(name, dtype):
         assert math.isclose(stats[0], delta.square().sum(), rel_tol=1e-5) and stats[1] == delta.count_nonzero()
 
 
-@pytest.mark.slow
-def test_solves_at_the_tiles_of_a_gpu():
-    pairs = [generated(planted, m, n, 3e-3, share=0.9) for m, n in ((66, 2053), (18, 5003))]
-    for got, pair in zip(solve(pairs), pairs):
-        check(got, *pair)
-        assert got.status == "ok"
-
-
 def test_small_matrices_like_the_reference():
     g = torch.Generator().manual_seed(0)
     with torch.device("cpu"):
@@ -207,17 +199,6 @@ def test_add_rank1(dtype, stochastic):
     equal = 0.95 if dtype == torch.float32 else 0.99
     check_add_rank1("triton", dtype, stochastic, storage[2:, 3:140], equal)
     assert torch.equal(storage[:, 140:], before[:, 140:]) and torch.equal(storage[:, :3], before[:, :3])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("stochastic", [False, True])
-def test_add_rank1_at_the_tiles_of_a_gpu(dtype, stochastic):
-    """Blocks of 4 x 1,024, the third row and column of them in part; a sum that float32 holds exactly, fused or not."""
-    weight = (torch.randint(-128, 128, (10, 2053)) / 64).to(dtype)
-    u, v = torch.randint(-7, 8, (10,)) / 1024, torch.randint(-15, 16, (2053,)) / 64
-    options = {"stochastic_rounding": stochastic, "seed": 5}
-    wanted = reference.add_rank1_(weight.clone(), u, v, 0.5, **options)
-    assert torch.equal(rlkernels.add_rank1_(weight, u, v, 0.5, backend="triton", **options), wanted)
 
 
 def test_add_rank1_takes_a_row_of_the_weight_and_counts_as_a_change():
