@@ -55,8 +55,18 @@ def run(arch, x, y, x_lengths, y_lengths, band, subsequence, warps=5, change=lam
 
 
 # up to 64 rows: two a lane; up to 128: four; above, and so in several strips: eight; several features: four
-QUICK = [(1, 1, 1), (40, 33, 1), (65, 17, 1), (257, 20, 1), (130, 9, 2)]
-SHAPES = [*QUICK, (63, 3, 1), (65, 40, 1), (128, 17, 1), (130, 97, 1), (257, 60, 1), (20, 31, 3), (130, 40, 2)]
+QUICK = [(40, 7, 1), (65, 6, 1), (257, 6, 1), (130, 6, 2)]
+SHAPES = [
+    *QUICK,
+    (1, 1, 1),
+    (63, 3, 1),
+    (65, 40, 1),
+    (128, 17, 1),
+    (130, 97, 1),
+    (257, 60, 1),
+    (20, 31, 3),
+    (130, 40, 2),
+]
 
 
 def check(arch, rows, columns, dims):
@@ -64,7 +74,7 @@ def check(arch, rows, columns, dims):
     x, y = torch.randint(0, 4, (3, rows, dims)).float(), torch.randint(0, 4, (3, columns, dims)).float()
     x_lengths, y_lengths = torch.tensor([rows, max(1, rows - 9), 0]), torch.tensor([columns, max(1, columns - 5), 1])
     ran = set()
-    for band, subsequence in ((None, False), (0, False), (5, False), (None, True)):
+    for band, subsequence in ((None, False), (rows % 5, False), (None, True)):
         name, cost, *places = run(arch, x, y, x_lengths, y_lengths, band, subsequence)
         ran.add(name)
         for i in range(2):

@@ -34,8 +34,7 @@ def compiled():
         lacks("a process without TRITON_INTERPRET")
 
 
-LAYOUT = [70, 0, 5], [40, 33, 1, 65, 3, 20], [0, 3, 4, 6]
-SHORTER = [70, 5], [33, 65, 3], [0, 2, 3]
+LAYOUT = [70, 0], [33, 65, 3], [0, 2, 3]
 
 
 def attend(lens, queries, dim):
@@ -46,7 +45,7 @@ def attend(lens, queries, dim):
 
 def attend_shared(dim):
     """Groups of eight queries to a prefix: a full one, of one key, of nobody, of one member, of no prefix."""
-    groups = [(150, [3, 17, 1], [3, 4, 1]), (1, [9] * 8, [1] * 8), (16, [], []), (40, [5], [5]), (0, [20, 3], [9, 3])]
+    groups = [(70, [3, 17, 1], [3, 4, 1]), (1, [9] * 8, [1] * 8), (16, [], []), (40, [5], [5]), (0, [20, 3], [9, 3])]
     shared, unshared, scale = shared_prefix(groups, BF16, 8, 2, dim)
     ours = rlkernels.shared_prefix_attention(*shared, scale=scale, return_lse=True, backend="triton")
     plain = attention.paged_attention(*unshared, scale)
@@ -54,11 +53,11 @@ def attend_shared(dim):
     assert_as_plain(ours, plain, gold, floor=2e-3)
 
 
-def train(dim, short=4096, layout=LAYOUT):
+def train(dim, short=4096):
     """Grouped attention and its gradients; ``short``: queries times heads beyond which a tile of keys is cut."""
     from rlkernels.prefix_cache import triton_grouped
 
-    layout = GroupedLayout(*layout)
+    layout = GroupedLayout(*LAYOUT)
     shapes = [(layout.num_tokens, heads, dim) for heads in (4, 1, 1, 4)]
     *tensors, grad = (torch.randn(shape).to(BF16) for shape in shapes)
     settings = {"layout": layout, "scale": dim**-0.5}
@@ -118,7 +117,7 @@ def score():
 
 def solve(gpu, shapes):
     """The leading direction of every matrix, by two passes over each, against the singular values in float64."""
-    pairs = {str(shape): planted(*shape, 1e-2, seed=i, share=0.99) for i, shape in enumerate(shapes)}
+    pairs = {str(shape): planted(*shape, 1e-2, seed=i, share=0.999) for i, shape in enumerate(shapes)}
     for pair in pairs.values():
         for matrix in pair:  # only the first of them is an argument
             gpu.pointer(matrix)
@@ -137,7 +136,7 @@ def update():
     for dtype in (BF16, torch.float16, torch.float32):
         weight = (torch.randint(-128, 128, (6, 1030)) / 64).to(dtype)
         u, v = torch.randint(-7, 8, (6,)) / 1024, torch.randint(-15, 16, (1030,)) / 64
-        for stochastic in (False, True):
+        for stochastic in {torch.float16: [True], torch.float32: [False]}.get(dtype, [False, True]):
             options = {"stochastic_rounding": stochastic, "seed": 5}
             wanted = rank1.add_rank1_(weight.clone(), u, v, 0.5, **options)
             assert torch.equal(rlkernels.add_rank1_(weight.clone(), u, v, 0.5, backend="triton", **options), wanted)
@@ -149,8 +148,8 @@ def update():
 
 def warp():
     """All pairs, two strips long and empty; whole numbers, for which all orders of additions agree."""
-    x, y = torch.randint(0, 4, (3, 140)).float(), torch.randint(0, 4, (2, 37)).float()
-    lengths = {"x_lengths": torch.tensor([140, 100, 0]), "y_lengths": torch.tensor([37, 30])}
+    x, y = torch.randint(0, 4, (3, 140)).float(), torch.randint(0, 4, (2, 9)).float()
+    lengths = {"x_lengths": torch.tensor([140, 100, 0]), "y_lengths": torch.tensor([9, 6])}
     for settings in ({}, {"mode": "subsequence"}, {"band": 5}):
         found, wanted = (rlkernels.dtw(x, y, **lengths, **settings, backend=b) for b in ("triton", "torch"))
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
@@ -168,13 +167,13 @@ CASES = {  # what runs, and which of aot_kernels.KERNELS that is
     "shared 128": (lambda _: attend_shared(128),
                    ["paged attention, decode, heads of 128", MERGE, "shared prefix of 8, heads of 128"]),
     "grouped 64": (lambda _: train(64, short=64), [f"{name} 64" for name in BACKWARD]),
-    "grouped 128": (lambda _: train(128, layout=SHORTER), [f"{name} 128" for name in BACKWARD]),
+    "grouped 128": (lambda _: train(128), [f"{name} 128" for name in BACKWARD]),
     "writing": (lambda _: write(), ["writing keys and values, heads of 128"]),
     "sampling filtered": (lambda _: sample(True), ["sampling, with filters"]),
     "sampling": (lambda _: sample(False), ["sampling, without"]),
     "log-probabilities": (lambda _: score(), [f"token log-probabilities, {part}" for part in ("backward", "forward")]),
-    "rank-1 rows": (lambda gpu: solve(gpu, [(70, 4096), (5, 4080)]), ["rank-1, rows of up to 4,096"]),
-    "rank-1 panels": (lambda gpu: solve(gpu, [(20, 4112)]), ["rank-1, panels"]),
+    "rank-1 rows": (lambda gpu: solve(gpu, [(9, 4096), (5, 4080)]), ["rank-1, rows of up to 4,096"]),
+    "rank-1 panels": (lambda gpu: solve(gpu, [(17, 4112)]), ["rank-1, panels"]),
     "rank-1 update": (lambda _: update(), []),
     "dtw": (lambda _: warp(), ["dtw", "dtw, subsequence"]),
 }  # fmt: skip

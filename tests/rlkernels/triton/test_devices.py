@@ -69,39 +69,34 @@ def updates():
     rlkernels.delta_matvec(*pairs[0], torch.randn(8), backend="triton")
     rlkernels.add_rank1_(pairs[0][0], torch.randn(6), torch.randn(8), 1e-3, backend="triton")
     tiling = Tiling(widest=16, chunk=16, strip=16, rows=8, panel_bytes=2048)
-    settings = {"tol": 1e-2, "max_passes": 2, "min_passes": 1, "rank": 1, "seed": 0}
+    settings = {"tol": 1e-2, "max_passes": 1, "min_passes": 1, "rank": 1, "seed": 0}
     grouped.leading_deltas(pairs, [None, None], tiling=tiling, **settings)
 
 
-def test_every_kernel_is_launched_on_the_device_of_its_tensors(launched):
-    attention()
-    logits_and_curves()
-    updates()
-    modules = [importlib.import_module(f"rlkernels.{name}") for name in MODULES]
+OPS = {
+    attention: ("write_kv", "paged_attention", "shared_prefix_attention", "merge_attention", "grouped_attention"),
+    logits_and_curves: ("token_logprobs", "sample_tokens", "dtw"),
+    updates: ("delta_matvec", "add_rank1_", "top1_deltas"),
+}
+
+
+def test_kernels_are_launched_on_the_device_of_their_tensors_and_count_for_records(launched):
+    """A change in what an op runs through takes its record out of ``rlkernels/records.json``."""
+    modules = [importlib.import_module(f"rlkernels.{name}") for name in MODULES]  # else some would be imported below
+    package = records.ROOT / "rlkernels"
+    aside = {package / name for name in ("__init__.py", "_check.py", "backend.py")}  # they compute nothing
+    for call, ops in OPS.items():
+        seen, before = set(), sys.gettrace()
+        sys.settrace(lambda frame, *_, seen=seen: seen.add(frame.f_code.co_filename))
+        try:
+            call()
+        finally:
+            sys.settrace(before)
+        ran = {path for path in map(Path, seen) if package in path.parents}
+        assert any("triton" in path.name for path in ran)
+        assert ran - aside <= {records.ROOT / name for op in ops for name in records.files(op, "triton")}
     kernels = {value.fn for m in modules for name, value in vars(m).items() if name.endswith("_kernel")}
     assert kernels == launched
-
-
-@pytest.mark.parametrize(("call", "ops"), [
-    (attention, ("write_kv", "paged_attention", "shared_prefix_attention", "merge_attention", "grouped_attention")),
-    (logits_and_curves, ("token_logprobs", "sample_tokens", "dtw")),
-    (updates, ("delta_matvec", "add_rank1_", "top1_deltas")),
-])  # fmt: skip
-def test_what_ops_run_through_counts_for_their_records(call, ops):
-    """A change in it takes a record out of ``rlkernels/records.json``."""
-    for name in MODULES:  # so that nothing runs only because it is imported
-        importlib.import_module(f"rlkernels.{name}")
-    seen, before = set(), sys.gettrace()
-    sys.settrace(lambda frame, *_: seen.add(frame.f_code.co_filename))
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    package = records.ROOT / "rlkernels"
-    ran = {path for path in map(Path, seen) if package in path.parents}
-    aside = {package / name for name in ("__init__.py", "_check.py", "backend.py")}  # they compute nothing
-    assert any("triton" in path.name for path in ran)
-    assert ran - aside <= {records.ROOT / name for op in ops for name in records.files(op, "triton")}
 
 
 def test_the_choice_of_a_device_is_none_without_a_gpu_and_compiles_into_one_graph():

@@ -13,17 +13,9 @@ def series(n, steps, *features):
     return values, lengths
 
 
-@pytest.mark.parametrize(
-    ("rows", "columns", "features", "band"),
-    [
-        (1, 1, (), None),
-        (9, 14, (), 0),
-        (9, 14, (), None),
-        (34, 20, (3,), 4),
-        (34, 5, (2,), None),
-        pytest.param(140, 5, (), None, marks=pytest.mark.slow),  # two strips, as in tests/ptx
-    ],
-)
+@pytest.mark.parametrize(("rows", "columns", "features", "band"), [
+    (1, 1, (), None), (5, 9, (), 0), (5, 9, (), None), (34, 6, (3,), 4), (34, 4, (2,), None)
+])  # fmt: skip
 def test_dtw(rows, columns, features, band):
     (x, x_lengths), (y, y_lengths) = series(2 if rows < 20 else 1, rows, *features), series(3, columns, *features)
     x_lengths[0], y_lengths[0], y_lengths[1] = rows, columns, 0
@@ -40,6 +32,6 @@ def test_dtw(rows, columns, features, band):
 
 
 def test_topk():
-    x, y = torch.randint(0, 3, (2, 5)).float(), torch.randint(0, 3, (9, 6)).float()
-    for got, expected in zip(*(rlkernels.dtw_topk(x, y, 4, backend=b) for b in ("triton", "torch"))):
+    x, y = torch.randint(0, 3, (2, 3)).float(), torch.randint(0, 3, (5, 4)).float()
+    for got, expected in zip(*(rlkernels.dtw_topk(x, y, 3, backend=b) for b in ("triton", "torch"))):
         assert torch.equal(got, expected)

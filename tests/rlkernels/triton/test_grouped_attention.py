@@ -14,7 +14,7 @@ LAYOUTS = {
     "odd": ([5, 0, 3, 40], [2, 4, 1, 0, 6, 3, 37, 1], [0, 3, 5, 6, 8]),
     "no suffixes": ([35, 1], [], [0, 0, 0]),
     "no prefixes": ([0], [32, 31, 33], [0, 3]),
-    "several tiles": ([80], [40, 33], [0, 2]),
+    "several tiles": ([66], [35, 3], [0, 2]),
 }
 
 
@@ -44,12 +44,9 @@ def test_equals_the_reference(name):
     check(LAYOUTS[name], 2, 1, 40, torch.float32)
 
 
-@pytest.mark.parametrize(("name", "heads"), [
-    ("odd", (2, 2)),
-    ("several tiles", (2, 1)),
-    pytest.param("odd", (6, 2), marks=pytest.mark.slow),
-    pytest.param("several tiles", (6, 2), marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "heads"), [("several tiles", (2, 1)), pytest.param("odd", (6, 2), marks=pytest.mark.slow)]
+)
 def test_a_long_prefix_is_cut_into_pieces(monkeypatch, name, heads):
     """The gradients of its keys are sums of those of its pieces, the same bits in every run."""
     monkeypatch.setattr(triton_grouped, "SHORT", 1)

@@ -51,7 +51,7 @@ def check(got, weight, base, tol=1e-2, **options):
 
 @pytest.mark.parametrize("tiling", [Tiling(), SMALL], ids=["registers", "panels"])
 def test_several_directions_from_the_same_reads(tiling):
-    delta, _ = generated(with_spectrum, 33, 40, 3.0 ** -torch.arange(9))
+    delta, _ = generated(with_spectrum, 17, 36, 3.0 ** -torch.arange(9))
     pairs = [generated(planted, 2, 3, 3e-3, share=0.6), (delta, torch.zeros_like(delta)), (delta, delta)]
     settings = {"tol": 1e-2, "max_passes": 4, "min_passes": 4, "rank": 6, "seed": 0}
     *found, nothing = grouped.leading_deltas(pairs, [None] * len(pairs), tiling=tiling, **settings)
@@ -63,12 +63,12 @@ def test_several_directions_from_the_same_reads(tiling):
         torch.testing.assert_close(right.T @ right, torch.eye(k), rtol=0, atol=1e-5)
         torch.testing.assert_close(left, delta @ right, rtol=1e-3, atol=1e-5 * float(s[0]))
         torch.testing.assert_close(left.norm(dim=0).double(), s[:k], rtol=1e-3, atol=0)
-    assert nothing.update.status == "zero" and nothing.left.shape == (33, 1) and not nothing.right.any()
+    assert nothing.update.status == "zero" and nothing.left.shape == (17, 1) and not nothing.right.any()
 
 
 @pytest.mark.parametrize("tiling", [Tiling(), SMALL], ids=["registers", "panels"])
 def test_modules_of_different_shapes_in_one_call(tiling):
-    shapes = [(1, 1), (1, 19), (19, 1), (2, 3), (33, 40), (9, 16)]
+    shapes = [(1, 1), (1, 19), (19, 1), (2, 3), (17, 36), (9, 16)]
     pairs = [generated(planted, m, n, 3e-3, seed=i, share=0.9) for i, (m, n) in enumerate(shapes)]
     pairs.append((pairs[4][1], pairs[4][1]))
     got = solve(pairs, tiling=tiling, seed=5)
@@ -77,7 +77,7 @@ def test_modules_of_different_shapes_in_one_call(tiling):
     assert got[-1].status == "zero" and not got[-1].v.any() and got[-1].angle_bound == math.pi / 2
 
 
-@pytest.mark.parametrize(("tiling", "step"), [(Tiling(), 1), (SMALL, 5)], ids=["registers", "panels"])
+@pytest.mark.parametrize(("tiling", "step"), [(Tiling(), 2), (SMALL, 5)], ids=["registers", "panels"])
 def test_any_mix_of_dtypes_in_one_call(tiling, step):
     mixes = list(itertools.product(DTYPES, DTYPES))[::step]
     wide = [generated(planted, 9, 32, 1e-2, seed=i, dtype=torch.float32, share=0.99) for i in range(len(mixes))]
@@ -146,10 +146,11 @@ WHOLE = {  # shapes at which the tiles of a GPU are whole, and in part
 }
 
 
-@pytest.mark.parametrize(("name", "dtype"), [
-    ("rows", torch.bfloat16), ("rows", torch.float32), ("panels", torch.bfloat16),
-    pytest.param("panels", torch.float32, marks=pytest.mark.slow),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("rows", torch.bfloat16), ("rows", torch.float32), pytest.param("panels", torch.float32, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_reads_at_the_tiles_of_a_gpu(name, dtype):
     pairs = [generated(planted, m, n, 3e-3, seed=m, dtype=dtype) for m, n in WHOLE[name]]
     settings = {"tol": 1e-2, "max_passes": 1, "min_passes": 1, "rank": 1, "seed": 7}
