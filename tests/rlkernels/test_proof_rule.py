@@ -99,12 +99,6 @@ def test_backends_are_timed_in_turns_and_wrong_ones_are_not():
     assert [message["begin"] for message in said] == ["torch", "cuda", "triton", ""]
 
 
-def test_float64_of_grouped_attention_group_by_group():
-    problem = attention.grouped(([3, 0, 5], [2, 4, 1, 3], [0, 2, 3, 4]), (4, 2, 16), torch.float32, CPU)
-    for mine, exact in zip(problem.call("torch"), problem.exact()):
-        torch.testing.assert_close(mine.double(), exact, rtol=1e-4, atol=1e-5)
-
-
 def test_caches_hold_nan_wherever_no_kernel_may_read():
     pages = attention.Pages(5, 4, 1, 2, torch.float32, CPU)
     table = pages.table([6, 1])

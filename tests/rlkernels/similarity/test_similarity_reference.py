@@ -227,7 +227,7 @@ ALL = Trajectories(ONE)
         (lambda: dtw(ONE, ONE, band=2, mode="subsequence"), ValueError, "band must be None with mode"),
         (lambda: dtw(ONE, ONE, x_lengths=torch.tensor([1])), ValueError, r"x_lengths must have shape \[2\]"),
         (lambda: dtw(ONE, ONE, x_lengths=torch.tensor([1, 4])), ValueError, "x_lengths must lie between 0 and 3"),
-        (lambda: dtw(ONE, ONE, y_lengths=torch.tensor([-1, 3])), ValueError, "y_lengths must lie between 0"),
+        (lambda: dtw_topk(ONE, ONE, 1, y_lengths=torch.tensor([-1, 3])), ValueError, "y_lengths must lie between 0"),
         (lambda: dtw(ONE, ONE, y_lengths=ONE[:, 0]), TypeError, "y_lengths must have dtype"),
         (lambda: dtw(ONE, ONE, backend="gpu"), ValueError, "backend must be one of"),
         (lambda: dtw_topk(ONE, ONE, 3), ValueError, "k must be between 0 and 2, got 3"),
