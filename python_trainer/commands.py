@@ -5,6 +5,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -200,9 +201,29 @@ def run_report(args: argparse.Namespace) -> None:
 
 
 def run_history(args: argparse.Namespace) -> None:
-    from python_trainer.accelerators.rhyme.browse import run
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
-    run(args)
+    from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
+
+    database = RetrospectiveDatabase(args.url, create=False)
+    table = Table("run", "begun", "folder", "task", "seed", "steps", "tokens", "accuracy", box=None, pad_edge=False)
+    table.columns[2].overflow = "fold"
+    for run in (runs := database.runs()):
+        steps = database.trajectory(run.id)
+        begun, tokens = datetime.fromtimestamp(run.created), sum(step.generated_tokens for step in steps)
+        facts = (
+            run.id,
+            f"{begun:%Y-%m-%d}",
+            run.settings.get("output_dir", "-"),
+            run.task,
+            run.settings.get("seed", "-"),
+        )
+        last = f"{steps[-1].accuracy:.3f}" if steps else "-"
+        table.add_row(*(Text(str(fact)) for fact in (*facts, len(steps), tokens, last)))
+    Console().print(table)
+    print(f"{database.name}: {len(runs)} runs")
 
 
 def load_checked(args: argparse.Namespace, *, resume: bool | None = None) -> "Config":

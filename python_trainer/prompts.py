@@ -1,6 +1,6 @@
 """The prompts of a run: of its task and of its further test sets, as token ids, and the order to train on them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,15 +27,13 @@ class Tasks:
     environment: type[Environment] | None
 
 
-def load_tasks(config: Config, device: torch.device, note: Callable[[str], None]) -> Tasks:
-    """Loads all tasks; reward models go to the device, notes about files to the user.
+def load_tasks(config: Config, device: torch.device) -> Tasks:
+    """Loads all tasks; reward models go to the device.
 
     Raises:
         UserError: a file, function or setting of a task cannot be used.
     """
     main = load_task(config.task)
-    for text in main.notes:
-        note(text)
     environment = None if config.task.environment is None else ENVIRONMENTS.resolve(config.task.environment)
     sets = config.evaluation.sets.items()
     named = {name: load_task(config.task.model_copy(update={"test_path": path})) for name, path in sets}
@@ -46,26 +44,6 @@ def load_tasks(config: Config, device: torch.device, note: Callable[[str], None]
             if hasattr(function, "to"):  # a model
                 function.to(device)
     return Tasks(main, named, environment)
-
-
-def odd_prompts(policy: Policy, prompts: Sequence[str | Messages], ids: Sequence[Sequence[int]]) -> Iterator[str]:
-    """Yields notes on how prompts and answers end, where that is rarely intended."""
-    if begun := sum(not isinstance(prompt, str) and prompt[-1]["role"] == "assistant" for prompt in prompts):
-        yield (
-            f"{begun} of {len(prompts)} prompts end in a message of the assistant: it is closed, and the policy begins "
-            "a turn of its own; to have it continued, write the prompt as text"
-        )
-    if ended := [row[-1] for row in ids if row and row[-1] in policy.eos_token_ids]:
-        yield (
-            f"{len(ended)} of {len(ids)} prompts end in the end token {policy.tokenizer.decode(ended[:1])!r}, which "
-            f"the tokenizer of {policy.name} or its template writes: see add_eos_token in its tokenizer_config.json"
-        )
-    for token in policy.eos_token_ids:
-        if (text := policy.tokenizer.decode([token]).strip()).isalnum():
-            yield (
-                f"the end token {token} of {policy.name} is the ordinary text {text!r}, so an answer ends at the first "
-                "one: see eos_token_id in its generation_config.json and eos_token in its tokenizer_config.json"
-            )
 
 
 @dataclass(frozen=True)
@@ -152,11 +130,7 @@ class Prompts:
 
     def _encode_fitting(self, name: str, examples: Sequence[Example]) -> tuple[Sequence[Example], list[list[int]]]:
         """Encodes prompts; returns those that leave room for the longest answer, and their token ids."""
-        prompts = self._opened(examples)
-        ids = self.policy.encode(prompts)
-        if name == "train":
-            for text in odd_prompts(self.policy, prompts, ids):
-                self.note(text)
+        ids = self.policy.encode(self._opened(examples))
         longest = self.config.rollout.max_completion_length
         room = self.policy.room(longest)
         kept = [row for row, prompt in enumerate(ids) if len(prompt) <= room]

@@ -3,48 +3,63 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+RHYME = "accelerators.rhyme"
+# Settings without a replacement: a space after a section, then what it had.
+LEAVE_OUT = f"""
+    {RHYME} record max_database_bytes refresh_steps retrodiction_steps reward_range window lookahead reward_weight
+    {RHYME} reward_scale min_weight importance_cap candidates held_out bank_size bank_per_prompt rehearsals
+    {RHYME} rehearsal_share stored_share rescue
+    accelerators.alpha smoothing max_tries shrink min_gap gate_level target_accuracy
+    accelerators.drafts pass_overhead history_tokens
+    accelerators.rpo cut_share_of cut_end_factor cut_schedule_steps cache_path epsilon length_alpha
+    algorithm overlong_penalty metrics_of_all
+    evaluation top_p pass_at stop_at_target
+    optimizer share_prefixes
+    rollout prompt_order allow_remote vllm_transfer block_size vllm_enable_sleep_mode
+    save older_moments save_best save_model
+    sft held_out
+    task reward_timeout seed
+"""
 # A key is a setting ("rollout.workers"), a whole section ("accelerators.curriculum"), one value of a setting
 # ("task.name=countdown"), settings below any name ("evaluation.sets.*") or a command ("command export"). Its text
 # completes the sentence "KEY was removed: ...".
 REMOVED: dict[str, str] = {
+    f"{section}.{name}": "leave it out; it is fixed now, or follows from other settings"
+    for section, *names in map(str.split, LEAVE_OUT.strip().splitlines())
+    for name in names
+} | {
     "accelerators.enabled=auto": "write [rhyme], which changes nothing where right answers are common",
     "accelerators.enabled=curriculum": "write [rhyme]",
     "accelerators.curriculum": "its settings are in accelerators.rhyme, by the same names",
-    "accelerators.rhyme.record": "leave it out; accelerators.rhyme.database records every run",
-    "accelerators.rhyme.max_database_bytes": "leave it out; a database keeps the newest 64 runs",
-    "accelerators.rhyme.refresh_steps": "leave it out; a run reads the database when it begins",
-    "accelerators.rhyme.retrodiction_steps": "leave it out; selection retrodiction learns after each step",
-    "accelerators.rhyme.selection=oracle": "write likelihood, retrodiction or random",
-    "accelerators.rhyme.selection=reward": "write likelihood, retrodiction or random",
-    "accelerators.rhyme.selection=recent": "write likelihood, retrodiction or random",
     **{
-        f"accelerators.{name}": "leave it out; its default is a constant now"
-        for name in (
-            *(f"rhyme.{name}" for name in ("window", "lookahead", "reward_weight", "reward_scale", "min_weight")),
-            *(f"rhyme.{name}" for name in ("importance_cap", "candidates", "held_out", "bank_size", "bank_per_prompt")),
-            *(f"rhyme.{name}" for name in ("rehearsals", "rehearsal_share", "stored_share", "rescue")),
-            *(f"alpha.{name}" for name in ("smoothing", "max_tries", "shrink", "min_gap")),
-        )
+        f"{RHYME}.selection={name}": "write likelihood, retrodiction or random"
+        for name in ("oracle", "reward", "recent")
     },
-    "accelerators.rhyme.reward_range": "leave it out; rewards are compared as they are, cut to [0, 1]",
-    "accelerators.alpha.target_accuracy": "leave it out; the predictor pls goes to an accuracy of 1",
     "accelerators.alpha.gate_prompts": "set task.gate_size; the gate asks all gate examples of the task",
-    "accelerators.drafts.pass_overhead": "leave it out; it is measured in the first step and kept in checkpoints",
-    "accelerators.rpo.cut_share_of": "leave it out; cuts are a share of the remembered answer, or set cut_tokens",
-    "accelerators.rpo.cut_end_factor": "leave it out; the longest cut stays the same",
-    "accelerators.rpo.cut_schedule_steps": "leave it out; the longest cut stays the same",
-    "accelerators.rpo.cache_path": "leave it out; each run fills its own cache, if accelerators.rpo.fill says so",
+    **{
+        f"accelerators.alpha.{name}": "set accelerators.alpha.refuse: false to try whatever the tracked steps say"
+        for name in ("min_rise", "min_cosine", "min_skill")
+    },
+    "accelerators.alpha.scale": "write accelerators.alpha.preset: paper for the paper's scale",
+    "accelerators.alpha.keep_rest": "write accelerators.alpha.preset: paper to keep nothing beyond rank 1",
     "accelerators.rpo.keep": "write accelerators.rpo.preset: paper to remember any answer",
-    "accelerators.rpo.epsilon": "leave it out; the best answer is remembered with probability 0.5",
     "accelerators.rpo.length_reward": "write accelerators.rpo.preset: paper, which has the paper's length reward",
     "algorithm.prefix_in_loss": "write accelerators.rpo.preset: paper, which trains on the prefix too",
-    "accelerators.rpo.length_alpha": "leave it out; it is 0.01, as in the paper",
-    "rollout.prompt_order": "leave it out, every epoch visits each prompt once, shuffled",
-    "save.older_moments": "leave it out, every kept checkpoint has the optimizer's moments",
+    "algorithm.whiten_advantages": "write algorithm.scale_rewards: none instead of false",
+    "evaluation.max_new_tokens": "set rollout.max_completion_length, which holds for test prompts too",
+    "evaluation.sets.*": "name a file, as in evaluation.sets: {hard: hard.jsonl}; evaluation and task hold for all",
+    "evaluation.eval_limit": "set task.test_size, or write task.test_path: test.jsonl:train[:500]",
+    "model.revision": "write owner/name@REVISION in model.path",
+    "rollout.workers": "several processes generate with torchrun and parallel=ddp, or with rollout.vllm_server",
+    "sft.column": "write task.columns: {answer: COLUMN}",
+    "sft.train_half": "give sft its part of the file: --set 'task.train_path=train.jsonl:train[:50%]'",
+    "sft.learning_rate": "set optimizer.learning_rate, which holds for sft too",
     "task.name=arithmetic": "write task.name: sums with task.variant: short (or longest)",
     "task.name=countdown": "write task.name: countdown:CountdownSettings in the folder examples",
+    "task.name=gsm8k": "write task.name: jsonl with task.columns: {prompt: question} and task.reward: math",
+    "task.prompt_template": "write whole prompts into the file",
     "task.environment=calculator": "write task.environment: calculator:Calculator in the folder examples",
-    "model.revision": "write owner/name@REVISION in model.path",
+    "task.environment_timeout": "set the attribute timeout of the environment's class",
     "task.dataset": "write task.train_path: owner/name:train and task.test_path: owner/name:test, or files and folders",
     "task.dataset_config": "write owner/name/CONFIG:train in task.train_path",
     "task.dataset_revision": "write owner/name@REVISION:train in task.train_path",
@@ -55,43 +70,12 @@ REMOVED: dict[str, str] = {
     "task.streaming": "read a part of a split: task.train_path: owner/name:train[:10000]",
     "task.prompt_column": "write task.columns: {prompt: COLUMN}",
     "task.train_half": "write a part of the file: task.train_path: train.jsonl:train[50%:]",
-    "sft.column": "write task.columns: {answer: COLUMN}",
-    "sft.held_out": "leave it out; the loss of 64 test examples is measured",
-    "sft.train_half": "give sft its part of the file: --set 'task.train_path=train.jsonl:train[:50%]'",
-    "evaluation.max_new_tokens": "set rollout.max_completion_length, which holds for test prompts too",
-    "evaluation.top_p": "leave it out; test prompts are answered from the whole distribution",
-    "evaluation.sets.*": "name a file, as in evaluation.sets: {hard: hard.jsonl}; evaluation and task hold for all",
-    "evaluation.pass_at": "leave it out; pass@k is reported for k = 1, 2, 4, ... up to evaluation.samples",
-    "evaluation.eval_limit": "set task.test_size, or write task.test_path: test.jsonl:train[:500]",
-    "evaluation.stop_at_target": "leave it out; max_steps and max_seconds end a run",
-    "sft.learning_rate": "set optimizer.learning_rate, which holds for sft too",
-    "accelerators.drafts.history_tokens": "leave it out; 10 million tokens of answers are kept",
-    "accelerators.alpha.gate_level": "leave it out; the chance per run of accepting weights that are no better is 5 %",
-    "save.save_best": "leave it out; the best evaluated checkpoint is always kept",
-    "save.save_model": "leave it out; a run always writes RUN/model",
     "task.accuracy": "name first in task.reward the function that decides what is right; it may have weight 0",
-    "task.reward_timeout": "leave it out; a reward function may set a limit of its own",
-    "task.seed": "leave it out; tasks draw the same prompts in all runs, and seed decides the rest",
-    "task.environment_timeout": "set the attribute timeout of the environment's class",
-    "rollout.allow_remote": "leave it out; servers on other machines are allowed, with a note",
-    "rollout.vllm_transfer": "leave it out; weights go to servers through files in OUTPUT_DIR",
-    "rollout.block_size": "leave it out; a block of the KV cache has 16 tokens",
-    "rollout.vllm_enable_sleep_mode": "leave it out; vLLM within the trainer sleeps during updates wherever it can",
-    "optimizer.share_prefixes": "leave it out; the prompt of a group is always computed once",
-    "algorithm.whiten_advantages": "write algorithm.scale_rewards: none instead of false",
-    "algorithm.overlong_penalty": "leave it out; an answer of full length loses 1",
     "task.system_prompt": "put a message of the role system in front of the prompts in the file",
     "task.max_steps_of_solution": "filter the file beforehand, as configs/gsm8k_smollm2.yaml says",
-    "accelerators.alpha.min_rise": "set accelerators.alpha.refuse: false to try whatever the tracked steps say",
-    "accelerators.alpha.min_cosine": "set accelerators.alpha.refuse: false to try whatever the tracked steps say",
-    "accelerators.alpha.min_skill": "set accelerators.alpha.refuse: false to try whatever the tracked steps say",
-    "accelerators.alpha.scale": "write accelerators.alpha.preset: paper for the paper's scale",
-    "accelerators.alpha.keep_rest": "write accelerators.alpha.preset: paper to keep nothing beyond rank 1",
     "command export": "a run writes RUN/model, RUN/best (an earlier checkpoint, if that was best) and RUN/adapter",
     "command plan": "use train --dry-run, which prints the memory of a run",
     "command extrapolate": "use python -m rlkernels extrapolate, which takes checkpoints of any trainer",
-    "algorithm.metrics_of_all": "leave it out; metrics are means over the answers that the update passes",
-    "rollout.workers": "several processes generate with torchrun and parallel=ddp, or with rollout.vllm_server",
 }
 
 

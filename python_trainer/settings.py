@@ -2,7 +2,6 @@
 
 import difflib
 import importlib
-import json
 import os
 import sys
 import types
@@ -186,8 +185,6 @@ def section_in(annotation: Any) -> type[Section] | None:
 
 def as_yaml(value: Any) -> str:
     """Writes a value on one line, as ``--set`` takes it."""
-    if isinstance(value, str) and "\n" in value:
-        return json.dumps(value, ensure_ascii=False)
     return yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=1 << 16).split("\n")[0]
 
 

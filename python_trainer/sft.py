@@ -21,7 +21,6 @@ from python_trainer.keyed import prompt_order
 from python_trainer.logger import Logger
 from python_trainer.memory import RECOMPUTES, needs_recomputing
 from python_trainer.model.loading import keep_dtype
-from python_trainer.model.lora import describe_skipped
 from python_trainer.model.packing import micro_batches, pack
 from python_trainer.model.policy import Policy, load_policy, recompute_activations, set_matmul_precision
 from python_trainer.parts import make_learner
@@ -98,8 +97,6 @@ class Sft:
         self.checkpointer = Checkpointer(config, output_dir, output_dir, resume=resume, ranks=RankGroup(), **shared)
         task = load_task(config.task)
         self.policy = load_policy(keep_dtype(config.model, self.checkpointer.saved))
-        if (skipped := describe_skipped(self.policy.model, config.model.lora)) is not None:
-            self.logger.note(skipped)
         self.policy.chat_template_kwargs = config.task.chat_template_kwargs
         set_matmul_precision(config.model.matmul_precision)
         self.rows, self.held_out = self.answers("train", task.train), self.answers("test", task.test[:HELD_OUT])

@@ -27,7 +27,6 @@ from python_trainer.kernels import settle_kernels
 from python_trainer.keyed import keyed_seed
 from python_trainer.logger import Logger, choose_samples, rollout_statistics
 from python_trainer.model.loading import dtype_name
-from python_trainer.model.lora import describe_skipped
 from python_trainer.model.policy import choose_device, set_matmul_precision
 from python_trainer.parts import make_learner, make_run_engine, resolve_settings
 from python_trainer.prompts import Prompts, load_tasks
@@ -99,13 +98,11 @@ class Trainer:
                     f"{config.max_steps}"
                 )
             self.callbacks = make_callbacks([*config.callbacks, *callbacks])
-            tasks = load_tasks(config, choose_device(config.model.device), note)
+            tasks = load_tasks(config, choose_device(config.model.device))
         chosen = resolve_settings(config, self.checkpointer.saved, ranks, note)
         self.kernels = settle_kernels(chosen, self.folder, ranks, note)
         set_matmul_precision("highest")  # while the model is checked, until the engine is made
         self.policy = ranks.load(chosen.model, offload=chosen.optimizer.offload)
-        if (skipped := describe_skipped(self.policy.model, chosen.model.lora)) is not None:
-            note(skipped)
         self.engine = make_run_engine(chosen, self.policy, tasks, output_dir, ranks, note)
         with ExitStack() as unless_ready:
             unless_ready.callback(self.engine.close)

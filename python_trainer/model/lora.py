@@ -1,9 +1,7 @@
 """Low-rank adapters by PEFT: the model stays as it is, and what trains is a product of two thin matrices per layer."""
 
 import copy
-import re
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,21 +79,6 @@ def inject_adapters(model: Any, settings: LoraSettings) -> None:
             raise UserError(f"model.lora.target_modules must name linear layers, {name} is none")
     if hasattr(model.get_output_embeddings(), "lora_A"):
         raise UserError(f"model.lora.target_modules must not name the output layer, got {settings.target_modules!r}")
-
-
-def describe_skipped(model: Any, settings: LoraSettings | None) -> str | None:
-    """Names, for the user, the matrices of a model with adapters that ``all-linear`` leaves without one, if any."""
-    if settings is None or settings.target_modules != ALL_LINEAR:
-        return None
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    others = {id(p) for module in ends for p in module.parameters()}
-    skipped = Counter(
-        re.sub(r"\.\d+\.", ".*.", name)
-        for name, p in model.named_parameters()
-        if p.ndim > 1 and id(p) not in others and not is_adapter(name) and ".base_layer." not in name
-    )
-    named = ", ".join(f"{name} ({count} times)" for name, count in skipped.items())
-    return f"model.lora: all-linear adapts linear layers alone; without an adapter stay {named}" if named else None
 
 
 def merge_adapter(model: Any, folder: Path) -> Any:

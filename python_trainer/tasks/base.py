@@ -34,7 +34,6 @@ class Task:
     reward_functions: dict[str, RewardFunction]
     gate: Sequence[Example] = ()  # held-out prompts for decisions during training; disjoint from train and test
     reward_weights: dict[str, float] = field(default_factory=dict)  # by name; a function without one counts once
-    notes: Sequence[str] = ()  # what the user may want to know about the files
 
     def __post_init__(self) -> None:
         def wrong(what: str, allowed: str, got: Any) -> UserError:

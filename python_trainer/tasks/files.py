@@ -3,8 +3,6 @@
 import json
 import random
 import re
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,9 +21,18 @@ PLACES = f"a file (.jsonl, {', '.join(TABLES)}), a folder of such files, or an o
 HUB = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(/(?P<config>\w[\w.-]*))?(@(?P<revision>[\w./-]+))?")
 
 
-class FileTaskSettings(TaskSettings):
-    """Settings of tasks whose examples are read. A subclass makes examples of rows."""
+class JSONLSettings(TaskSettings):
+    """Settings of the task. A prompt is a string or a list of chat messages, in the column "prompt" or "messages"."""
 
+    name: str = "jsonl"
+    reward: Annotated[str | list[str], REWARDS] = Field([])
+    """Reward functions as "module:function"; the module may lie in the current folder. "math" compares the value of an
+    answer with column answer by math-verify (pip install math-verify); "reward_model:PATH" asks a
+    sequence-classification model of Transformers, on the trainer's device; "environment" is task.environment's. The
+    first one that gives an answer a value decides whether it is right: above 0.5. Where that is anything but 1, 0 and
+    -1, nothing is right or wrong: dynamic sampling and accelerators go by rewards."""
+    reward_weights: list[float] | None = None
+    """One weight for each reward function; null: 1 each."""
     train_path: str | None = None
     """Training examples: a file (.jsonl, .json, .csv, .parquet), a folder of such files, or a data set of the Hub as
     `owner/name`, `owner/name/config` or `owner/name@revision`. `:SPLIT` at the end names a split or a part of one, as
@@ -44,17 +51,21 @@ class FileTaskSettings(TaskSettings):
         return str(value) if isinstance(value, Path) else value
 
     @model_validator(mode="after")
-    def _has_files(self) -> "FileTaskSettings":
+    def _is_complete(self) -> "JSONLSettings":
         missing = [field for field in ("train_path", "test_path") if getattr(self, field) is None]
         if missing:
             raise ValueError(f"task {self.name} needs {' and '.join(missing)}: {PLACES}")
         if len(set(self.columns.values())) < len(self.columns):
             raise ValueError(f"columns must name every column of the files once, got {self.columns}")
+        if not self.rewards:
+            raise ValueError(f'task {self.name} needs reward: "math", "module:function", or a list of them')
+        if self.reward_weights is not None and len(self.reward_weights) != len(self.rewards):
+            raise ValueError(f"reward_weights needs {len(self.rewards)} numbers, got {self.reward_weights}")
         return self
 
-    def examples(self, source: str, rows: Sequence[tuple[int, dict[str, Any]]]) -> tuple[list[Example], list[str]]:
-        """Makes examples of numbered rows; returns them and notes about the source."""
-        raise NotImplementedError
+    @property
+    def rewards(self) -> list[str]:
+        return [self.reward] if isinstance(self.reward, str) else self.reward
 
     def check_files(self) -> None:
         """Raises UserError where a file does not exist; imports nothing heavy."""
@@ -65,11 +76,13 @@ class FileTaskSettings(TaskSettings):
 
     def judges(self) -> tuple[dict[str, RewardFunction], dict[str, float]]:
         """Returns the reward functions, and their weights, by name."""
-        raise NotImplementedError
+        functions = {Path(spec.rpartition(":")[2]).name: REWARDS.resolve(spec) for spec in self.rewards}
+        if len(functions) < len(self.rewards):
+            raise UserError(f"reward functions need different names, got {', '.join(self.rewards)}")
+        return functions, dict(zip(functions, self.reward_weights or [1.0] * len(functions), strict=True))
 
     def load(self) -> Task:
-        train, notes = self._read("train")
-        test, more = self._read("test")
+        train, test = self._read("train"), self._read("test")
         size = self.gate_size or 0
         if size >= len(train):
             raise UserError(f"gate_size {size} leaves nothing of {self.train_path}, which has {len(train)} examples")
@@ -78,8 +91,7 @@ class FileTaskSettings(TaskSettings):
         for index in sorted(held_out, reverse=True):
             del train[index]
         functions, weights = self.judges()
-        notes = list(dict.fromkeys(notes + more))  # one file may serve twice
-        task = Task(self.name, self._first(train, "train"), self._first(test, "test"), functions, gate, weights, notes)
+        task = Task(self.name, self._first(train, "train"), self._first(test, "test"), functions, gate, weights)
         for name, function in functions.items():
             check_columns(name, function, [*task.train, *task.test, *gate])
         return task
@@ -92,20 +104,27 @@ class FileTaskSettings(TaskSettings):
             raise UserError(f"{split}_size is {size}, but {place} has {len(examples)} examples")
         return examples[:size]
 
-    def _read(self, kind: str) -> tuple[list[Example], list[str]]:
-        """Reads ``train_path`` or ``test_path``; returns examples, and notes for the user."""
+    def _read(self, kind: str) -> list[Example]:
+        """Reads ``train_path`` or ``test_path``."""
         source = getattr(self, f"{kind}_path")
         place, split = split_of(source, kind)
         lines = not is_hub(place) and not Path(place).is_dir() and Path(place).suffix not in TABLES
         source = source if lines else f"{place}:{split}"
         found = cut(source, read_rows(Path(place)), split) if lines else read_split(place, split)
-        examples, notes = self.examples(source, [(number, self._named(source, row)) for number, row in found])
-        if not examples:
+        if not found:
             raise UserError(f"{source}: no examples; at least one is needed")
-        for index, example in enumerate(examples):
-            if self.chat and isinstance(example.prompt, str) and example.prompt:  # the task refuses an empty one
-                examples[index] = replace(example, prompt=[{"role": "user", "content": example.prompt}])
-        return examples, notes
+        return [self._example(f"{source}:{number}", self._named(source, row)) for number, row in found]
+
+    def _example(self, place: str, row: dict[str, Any]) -> Example:
+        """Makes the example of a row."""
+        column = next((name for name in PROMPT_COLUMNS if name in row), None)
+        if column is None:
+            wanted, has = " or ".join(map(repr, PROMPT_COLUMNS)), ", ".join(map(repr, row)) or "none"
+            raise UserError(f"{place}: no column {wanted}; the line has {has} (task.columns can rename them)")
+        prompt = row.pop(column)
+        if self.chat and isinstance(prompt, str) and prompt:  # the task refuses an empty one
+            prompt = [{"role": "user", "content": prompt}]
+        return Example(prompt, row, place)
 
     def _named(self, source: str, row: dict[str, Any]) -> dict[str, Any]:
         """Renames the columns of a row."""
@@ -119,59 +138,6 @@ class FileTaskSettings(TaskSettings):
             if isinstance(messages := named.get(column), list) and all(isinstance(m, dict) for m in messages):
                 named[column] = [{key: value for key, value in m.items() if value is not None} for m in messages]
         return named
-
-
-class JSONLSettings(FileTaskSettings):
-    """Settings of the task. A prompt is a string or a list of chat messages, in the column "prompt" or "messages"."""
-
-    name: str = "jsonl"
-    reward: Annotated[str | list[str], REWARDS] = Field([])
-    """Reward functions as "module:function"; the module may lie in the current folder. "math" compares the value of an
-    answer with column answer by math-verify (pip install math-verify); "reward_model:PATH" asks a
-    sequence-classification model of Transformers, on the trainer's device; "environment" is task.environment's. The
-    first one that gives an answer a value decides whether it is right: above 0.5. Where that is anything but 1, 0 and
-    -1, nothing is right or wrong: dynamic sampling and accelerators go by rewards."""
-    reward_weights: list[float] | None = None
-    """One weight for each reward function; null: 1 each."""
-
-    @property
-    def rewards(self) -> list[str]:
-        return [self.reward] if isinstance(self.reward, str) else self.reward
-
-    @model_validator(mode="after")
-    def _has_rewards(self) -> "JSONLSettings":
-        if not self.rewards:
-            raise ValueError(f'task {self.name} needs reward: "math", "module:function", or a list of them')
-        if self.reward_weights is not None and len(self.reward_weights) != len(self.rewards):
-            raise ValueError(f"reward_weights needs {len(self.rewards)} numbers, got {self.reward_weights}")
-        return self
-
-    def judges(self) -> tuple[dict[str, RewardFunction], dict[str, float]]:
-        functions = {Path(spec.rpartition(":")[2]).name: REWARDS.resolve(spec) for spec in self.rewards}
-        if len(functions) < len(self.rewards):
-            raise UserError(f"reward functions need different names, got {', '.join(self.rewards)}")
-        return functions, dict(zip(functions, self.reward_weights or [1.0] * len(functions), strict=True))
-
-    def examples(self, source: str, rows: Sequence[tuple[int, dict[str, Any]]]) -> tuple[list[Example], list[str]]:
-        examples = []
-        for number, row in rows:
-            column = next((name for name in PROMPT_COLUMNS if name in row), None)
-            if column is None:
-                wanted, has = " or ".join(map(repr, PROMPT_COLUMNS)), ", ".join(map(repr, row)) or "none"
-                raise UserError(
-                    f"{source}:{number}: no column {wanted}; the line has {has} (task.columns can rename them)"
-                )
-            columns = {name: value for name, value in row.items() if name != column}
-            examples.append(Example(row[column], columns, f"{source}:{number}"))
-        notes = []
-        for column in dict.fromkeys(name for example in examples for name in example.columns):
-            without = [number for (number, _), example in zip(rows, examples) if column not in example.columns]
-            if without:
-                notes.append(
-                    f"{source}: column {column!r} is missing on {len(without)} of {len(examples)} lines, the first is "
-                    f"line {without[0]}; reward functions get None there"
-                )
-        return examples, notes
 
 
 def split_of(source: str, default: str) -> tuple[str, str]:

@@ -21,7 +21,6 @@ TASKS: Registry[type["TaskSettings"]] = Registry(
     "task",
     {
         "dataset": f"{HOME}.files:JSONLSettings",
-        "gsm8k": f"{HOME}.gsm8k:GSM8KSettings",
         "jsonl": f"{HOME}.files:JSONLSettings",
         "lattice_paths": f"{HOME}.lattice_paths:LatticePathsSettings",
         "sums": f"{HOME}.sums:SumsSettings",

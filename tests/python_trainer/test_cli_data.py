@@ -26,15 +26,6 @@ def test_bad_prompts(run, tmp_path, text, words):
     assert not (tmp_path / "run").exists()
 
 
-def test_columns_that_some_lines_lack_are_noted(run, tmp_path):
-    path = tmp_path / "[red]gaps.jsonl"  # no markup
-    path.write_text('{"prompt": "A", "answer": 1}\n{"prompt": "B"}\n')
-    code, error = run({"task": {"train_path": str(path)}, "max_steps": 1})
-    assert code == 0
-    note = f"note: {path}: column 'answer' is missing on 1 of 2 lines, the first is line 2; reward functions get None"
-    assert [line for line in error.splitlines() if "missing" in line] == [f"{note} there"]
-
-
 PARTIAL = """
 def partial(completions, **_): return [None, 0.6] + [0.0] * (len(completions) - 2)
 def clear(completions, **_): return [-1.0, 1.0] + [0.0] * (len(completions) - 2)

@@ -16,8 +16,6 @@ ROOT = Path(__file__).parents[2]
 def test_every_setting_is_described_as_it_is_written():
     rows = {key: (kind, default, text) for key, kind, default, text in describe_settings()}
     assert len(rows) > 50
-    kind, default, _ = rows["task.prompt_template"]
-    assert kind == "str" and yaml.safe_load(default).startswith("{question}\nReason") and "\n" not in default
     assert rows["accelerators.enabled"][0] == "list of rpo | rhyme | drafts | alpha | module:Class"
     assert rows["seed"][0] == "int" and rows["algorithm.epsilon_high"][:2] == ("float | null", "null")
     assert rows["accelerators.rpo.cut_share"][1] == "1.0" and rows["task.name"][1] == "sums"
@@ -65,7 +63,7 @@ def test_overrides_reach_into_sections_that_the_file_leaves_out(tmp_path):
         ("algorithm.num_minibatches=99", "algorithm.num_minibatches must be <= rollout.prompts_per_step .32., got 99"),
         ("accelerators.enabled=[warp]", "accelerators.enabled: must be one of .*rpo.*, got 'warp'$"),
         ("accelerators.rpo.cut_share=2", "accelerators.rpo.cut_share: .*less than or equal to 1, got 2"),
-        ("task.name=chess", "task.name: must be one of .*, gsm8k, .*, module:Class, got 'chess'"),
+        ("task.name=chess", "task.name: must be one of .*, jsonl, .*, module:Class, got 'chess'"),
         ("model=small", "model: .*, got 'small'"),
         ("max_steps", "--set takes key=value, .*got 'max_steps'"),
         ("=3", "--set takes key=value"),
@@ -156,7 +154,7 @@ def test_shipped_configs_are_valid(path):
     assert isinstance(config, Config)
     known = {key for key, *_ in describe_settings()}
     flat = flatten(yaml.safe_load(path.read_text()))
-    assert set(flat) <= known
+    assert {"task.columns" if key.startswith("task.columns.") else key for key in flat} <= known
 
 
 def test_a_shipped_file_goes_by_its_name(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """Adapters: only they train, everybody else sees a plain model."""
 
-import io
 import sys
 
 import pytest
@@ -184,21 +183,17 @@ EXPERTS = {
 
 @pytest.mark.parametrize("kind", EXPERTS)
 def test_all_linear_adapts_what_it_can_of_a_mixture_of_experts(make_config, tmp_path, kind):
-    """Fused experts and routers are no linear layers: they are named and stay."""
+    """Fused experts and routers are no linear layers: they stay."""
     folder = save_tiny_policy(tmp_path / "policy")
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**SIZES | EXPERTS[kind] | {"vocab_size": 64})
     plain = getattr(transformers, f"{kind}ForCausalLM")(config)
     plain.save_pretrained(folder)
     options = {"model": {"path": str(folder), "lora": {"r": 2, "target_modules": "all-linear"}}}
-    said = io.StringIO()
-    trainer = Trainer(make_config(max_steps=2, **options), tmp_path / "run", console=Console(file=said, width=1000))
+    trainer = Trainer(make_config(max_steps=2, **options), tmp_path / "run", console=Console(quiet=True))
     trainer.run()
     wanted = {n for n, m in plain.named_modules() if isinstance(m, torch.nn.Linear)} - {"lm_head"}
     assert {name for name, _ in adapted_layers(trainer.policy.model)} == wanted
-    experts = 2 if kind == "Qwen3Moe" else 3
-    assert f"model.layers.*.mlp.experts.gate_up_proj ({experts} times)" in said.getvalue()
-    assert f"model.layers.*.mlp.gate.weight ({experts} times)" in said.getvalue() and "q_proj" not in said.getvalue()
     start, exported = plain.state_dict(), AutoModelForCausalLM.from_pretrained(tmp_path / "run/model").state_dict()
     assert {n for n, p in exported.items() if not torch.equal(p, start[n])} == {f"{name}.weight" for name in wanted}
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from python_trainer.data import Example
 from python_trainer.errors import UserError
-from python_trainer.tasks import gsm8k
 from python_trainer.tasks.base import Task
 from python_trainer.tasks.rewards import REWARDS, score
 
@@ -259,10 +258,8 @@ def test_each_completion_has_the_form_of_its_prompt():
     def forms(completions, **_):
         return [float(isinstance(c, str)) for c in completions]
 
-    examples = [Example("p", {"answer": "#### 2"}), Example(CHAT, {"answer": "#### 2"})]
-    task = Task("t", examples, [], {"forms": forms, "gsm8k": gsm8k.accuracy})
-    scores = score(task, examples, ["so\n#### 2", "so\n#### 2"], [[7], [7]])
-    assert scores.rewards == {"forms": [1.0, 0.0], "gsm8k": [1.0, 1.0]}, "our own functions read messages too"
+    examples = [Example("p"), Example(CHAT)]
+    assert score(Task("t", examples, [], {"forms": forms}), examples, ["2", "2"], [[7], [7]]).total == [1.0, 0.0]
 
 
 def test_math_reads_messages_too():

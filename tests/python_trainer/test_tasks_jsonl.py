@@ -70,20 +70,6 @@ def test_gate_prompts_come_in_random_order(folder):
     assert sum(number < 100 for number in first[:50]) in range(10, 41)
 
 
-def test_columns_that_some_lines_lack_are_noted_once(folder):
-    hint, word = '{"prompt": "a", "hint": 2}', '{"prompt": "a", "word": "b"}'
-    whole = '{"prompt": "a", "word": "b", "hint": 1}'
-    task = task_of([whole, "", hint, word, hint], folder)  # train and test are one file
-    assert task.notes == [
-        "data.jsonl: column 'word' is missing on 2 of 4 lines, the first is line 3; reward functions get None there",
-        "data.jsonl: column 'hint' is missing on 1 of 4 lines, the first is line 4; reward functions get None there",
-    ]
-    (folder / "test.jsonl").write_text(f"{hint}\n{word}\n")
-    notes = task_of([whole] * 2, folder, test_path="test.jsonl").notes
-    assert [note.split(" is")[0] for note in notes] == ["test.jsonl: column 'hint'", "test.jsonl: column 'word'"]
-    assert task_of([whole] * 2, folder).notes == []
-
-
 @pytest.mark.parametrize(
     ("lines", "message"),
     [

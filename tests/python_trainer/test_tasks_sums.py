@@ -95,7 +95,7 @@ def test_reward_looks_at_the_last_line():
         ({"gate_size": -1}, "gate_size"),
         ({"sied": 1}, "sied"),
         ({"train_path": "a.jsonl"}, "train_path"),
-        ({"name": "gsm8k", "test_path": "a.jsonl"}, "needs train_path"),
+        ({"name": "jsonl", "test_path": "a.jsonl"}, "needs train_path"),
         ({"name": "jsonl", "train_path": "a.jsonl", "test_path": "b.jsonl"}, "needs reward"),
     ],
 )

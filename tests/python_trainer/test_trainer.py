@@ -14,6 +14,7 @@ from python_trainer.batch import Batch
 from python_trainer.checkpoint import load_checkpoint
 from python_trainer.config import check_config
 from python_trainer.errors import UserError
+from python_trainer.keyed import prompt_order
 from python_trainer.run_directory import load_evaluations, read_metrics
 from python_trainer.trainer import Trainer
 from tools.policies.training import byte_tokenizer
@@ -252,6 +253,7 @@ def test_answers_may_fill_a_sliding_window(make_config, tmp_path):
 
 
 def test_three_steps_on_gsm8k(make_config, tmp_path, gsm8k_dir):
+    pytest.importorskip("math_verify")
     folder = save_tiny_policy(tmp_path / "policy", vocab=259, max_position_embeddings=1200)
     byte_tokenizer().save_pretrained(folder)
     config = make_config(
@@ -259,11 +261,18 @@ def test_three_steps_on_gsm8k(make_config, tmp_path, gsm8k_dir):
     )
     values = config.model_dump(mode="json")
     values["task"] = {
-        "name": "gsm8k", "train_path": str(gsm8k_dir / "train.jsonl"), "test_path": str(gsm8k_dir / "test.jsonl"),
-        "test_size": 8,
+        "name": "jsonl", "train_path": str(gsm8k_dir / "train.jsonl"), "test_path": str(gsm8k_dir / "test.jsonl"),
+        "test_size": 8, "columns": {"prompt": "question"}, "reward": "math",
     }  # fmt: skip
     summary = Trainer(check_config(values, source="test"), tmp_path / "run", console=QUIET).run()
     assert summary["steps"] == 3 and summary["generated_tokens"] > 100
+
+
+def test_every_epoch_visits_each_prompt_once(make_config, tmp_path):
+    prompts = Trainer(make_config(), tmp_path / "run", console=QUIET).prompts
+    first, second = ([key for _ in range(4) for key in prompts.draw(3)] for _ in range(2))
+    assert sorted(first) == sorted(second) == list(range(12)) and first != second
+    assert first + second == prompt_order(0, 0, 24, 12) and prompts.state.prompts == 24
 
 
 def test_schedule_by_history_changes_nothing_that_is_learned_and_resumes(make_config, tmp_path):
