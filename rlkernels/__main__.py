@@ -15,24 +15,22 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     show = commands.add_parser("info", help="what was compiled, which backends work, what each op would use")
     show.add_argument("--json", action="store_true", help="print JSON instead of text")
-    proof = commands.add_parser("prove", help="find out which kernels are right and faster on this GPU")
-    rank1 = commands.add_parser("rank1", help="leading direction of every weight update between two checkpoints")
-    further = commands.add_parser("extrapolate", help="take checkpoints of any trainer further, without a gate")
-    from rlkernels.extrapolation import cli as extrapolate_cli
-    from rlkernels.proof import cli as prove_cli
-    from rlkernels.rank1 import cli as rank1_cli
+    from rlkernels.extrapolation import cli as extrapolate
+    from rlkernels.proof import cli as prove
+    from rlkernels.rank1 import cli as rank1
 
-    prove_cli.add_arguments(proof)
-    rank1_cli.add_arguments(rank1)
-    extrapolate_cli.add_arguments(further)
+    for name, command, does in (
+        ("prove", prove, "find out which kernels are right and faster on this GPU"),
+        ("rank1", rank1, "leading direction of every weight update between two checkpoints"),
+        ("extrapolate", extrapolate, "take checkpoints of any trainer further, without a gate"),
+    ):
+        arguments = commands.add_parser(name, help=does)
+        command.add_arguments(arguments)
+        arguments.set_defaults(run=command.run)
     args = parser.parse_args(argv)
     try:
-        if args.command == "rank1":
-            return rank1_cli.run(args)
-        if args.command == "extrapolate":
-            return extrapolate_cli.run(args)
-        if args.command == "prove":
-            return prove_cli.run(args)
+        if args.command != "info":
+            return args.run(args)
         from rlkernels._info import info, print_info
 
         print(json.dumps(info(), indent=2)) if args.json else print_info()

@@ -8,15 +8,7 @@ import torch
 
 from rlkernels import _check
 from rlkernels.extrapolation.gate import Answers, Gate
-from rlkernels.extrapolation.predictors import (
-    Limits,
-    Predictor,
-    Refusal,
-    Target,
-    extrapolate,
-    find_predictor,
-    refusal,
-)
+from rlkernels.extrapolation.predictors import Limits, Refusal, Target, extrapolate, find_predictor, refusal
 from rlkernels.extrapolation.trajectory import Points, RankOneTrajectory
 
 
@@ -28,7 +20,7 @@ class Attempt:
         TypeError, ValueError: a setting of another type or out of range.
     """
 
-    predictor: str | Predictor = "secant"  # one of ``PREDICTORS``, by name or of your own
+    predictor: str = "secant"  # one of ``PREDICTORS``
     horizon: float = 2.0  # the target is this many times the tracked steps; above 1
     accuracy: float = 1.0  # the target of predictors that go by accuracy
     scale: float | str = 1.0  # as for ``extrapolate``, and the next one

@@ -5,8 +5,7 @@ that it has not seen, :func:`refusal` finds reasons not to try. Test every predi
 """
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,12 +24,14 @@ class Target:
     accuracy: float = 1.0  # on the scale of the tracked accuracies
 
 
-class Predictor(ABC):
+@dataclass(frozen=True)
+class Predictor:
     """Maps the points of one module and a target to x [m] at the target, float32."""
 
-    name = ""
-    min_points = 2
-    whole = False  # the prediction stands for the whole update, stretched, not only for its part along v
+    name: str
+    predict: Callable[[Points, Target], torch.Tensor]  # x [m] of any floating type, on the device of the points
+    min_points: int = 2
+    whole: bool = False  # the prediction stands for the whole update, stretched, not only for its part along v
 
     def __call__(self, points: Points, target: Target) -> torch.Tensor:
         """Predict x.
@@ -45,82 +46,63 @@ class Predictor(ABC):
             raise ValueError(f"{self.name} found no finite prediction for step {target.step:g}")
         return x.float()
 
-    @abstractmethod
-    def predict(self, points: Points, target: Target) -> torch.Tensor:
-        """Return x [m] at the target, of any floating type; the points are enough and on one device."""
 
-
-class PLS(Predictor):
+def invert_accuracy(points: Points, target: Target) -> torch.Tensor:
     """One-component partial least squares of x against accuracy, inverted at the target accuracy (AlphaRL, section 4).
 
     The paper inverts at an accuracy of 1. Divides by the slope of accuracy, which makes it explode when that is flat.
     """
-
-    name, min_points = "pls", 3
-
-    def predict(self, points: Points, target: Target) -> torch.Tensor:
-        x, y = points.x.double(), points.accuracy.to(points.x.device)
-        mean, std, middle = x.mean(0), x.std(0), y.mean()
-        scaled = torch.where(std > 0, (x - mean) / std, 0.0)  # [T, m]
-        y = y - middle
-        w = scaled.T @ y
-        t = scaled @ (w / w.norm())  # [T]
-        square = t @ t
-        p, slope = scaled.T @ t / square, (t @ y) / square
-        return mean + std * p * (target.accuracy - middle) / slope
+    x, y = points.x.double(), points.accuracy.to(points.x.device)
+    mean, std, middle = x.mean(0), x.std(0), y.mean()
+    scaled = torch.where(std > 0, (x - mean) / std, 0.0)  # [T, m]
+    y = y - middle
+    w = scaled.T @ y
+    t = scaled @ (w / w.norm())  # [T]
+    square = t @ t
+    p, slope = scaled.T @ t / square, (t @ y) / square
+    return mean + std * p * (target.accuracy - middle) / slope
 
 
-class Secant(Predictor):
-    """The line through the latest point and the one nearest to half its step, followed to the target step."""
-
-    name = "secant"
-
-    def predict(self, points: Points, target: Target) -> torch.Tensor:
-        last = points.steps[-1]
-        near = int((points.steps[:-1] - last / 2).abs().argmin())
-        rate = (target.step - last) / (last - points.steps[near])
-        return points.x[-1] + float(rate) * (points.x[-1] - points.x[near])
+def follow_secant(points: Points, target: Target) -> torch.Tensor:
+    """Follow the line through the latest point and the one nearest to half its step to the target step."""
+    last = points.steps[-1]
+    near = int((points.steps[:-1] - last / 2).abs().argmin())
+    rate = (target.step - last) / (last - points.steps[near])
+    return points.x[-1] + float(rate) * (points.x[-1] - points.x[near])
 
 
-class TemporalRank1(Predictor):
+def fit_line_in_time(points: Points, target: Target) -> torch.Tensor:
     """x_t = c_t d with the leading direction d over time, and c a line in the step by least squares (as in RELEX).
 
     The leading direction comes from the T x T Gram matrix of the points, so its cost does not grow with m^2.
     """
-
-    name = "temporal"
-
-    def predict(self, points: Points, target: Target) -> torch.Tensor:
-        x = points.x.double()
-        c = torch.linalg.eigh((x @ x.T).cpu()).eigenvectors[:, -1]  # [T], unit length
-        direction = c.to(x.device) @ x  # x_t ~ c_t d
-        steps = points.steps.cpu()  # where LAPACK's driver for any rank is
-        line = torch.stack([torch.ones_like(steps), steps], 1)
-        offset, slope = torch.linalg.lstsq(line, c[:, None], driver="gelsd").solution[:, 0]
-        return float(offset + slope * target.step) * direction
+    x = points.x.double()
+    c = torch.linalg.eigh((x @ x.T).cpu()).eigenvectors[:, -1]  # [T], unit length
+    direction = c.to(x.device) @ x  # x_t ~ c_t d
+    steps = points.steps.cpu()  # where LAPACK's driver for any rank is
+    line = torch.stack([torch.ones_like(steps), steps], 1)
+    offset, slope = torch.linalg.lstsq(line, c[:, None], driver="gelsd").solution[:, 0]
+    return float(offset + slope * target.step) * direction
 
 
-class FullDelta(Predictor):
+def stretch_update(points: Points, target: Target) -> torch.Tensor:
     """W_0 + b (W_t - W_0) with b = target step / latest step: the whole update, of every rank, goes on in a line."""
-
-    name, min_points, whole = "full", 1, True
-
-    def predict(self, points: Points, target: Target) -> torch.Tensor:
-        return float(target.step / points.steps[-1]) * points.x[-1]
+    return float(target.step / points.steps[-1]) * points.x[-1]
 
 
-PREDICTORS: dict[str, Predictor] = {p.name: p for p in (PLS(), Secant(), TemporalRank1(), FullDelta())}
+PREDICTORS = {p.name: p for p in (
+    Predictor("pls", invert_accuracy, min_points=3), Predictor("secant", follow_secant),
+    Predictor("temporal", fit_line_in_time), Predictor("full", stretch_update, min_points=1, whole=True),
+)}  # fmt: skip
 
 
-def find_predictor(predictor: str | Predictor) -> Predictor:
-    """Return one of ``PREDICTORS`` by its name, or the predictor itself; another name raises ValueError."""
-    if isinstance(predictor, Predictor):
-        return predictor
-    _check.one_of("predictor", predictor, PREDICTORS)
-    return PREDICTORS[predictor]
+def find_predictor(name: str) -> Predictor:
+    """Return one of ``PREDICTORS``; another name raises ValueError."""
+    _check.one_of("predictor", name, PREDICTORS)
+    return PREDICTORS[name]
 
 
-def skill(trajectory: RankOneTrajectory, predictor: str | Predictor, *, holdout: int = 1) -> float:
+def skill(trajectory: RankOneTrajectory, predictor: str, *, holdout: int = 1) -> float:
     """Back-test a predictor: predict the last point, and compare with the prediction that nothing moves any more.
 
     It leaves out the last ``holdout`` points. Direction and points are those of the step before them; the target is
@@ -128,7 +110,7 @@ def skill(trajectory: RankOneTrajectory, predictor: str | Predictor, *, holdout:
 
     Args:
         trajectory: what was tracked so far.
-        predictor: one of ``PREDICTORS``, by name or of your own.
+        predictor: one of ``PREDICTORS``.
         holdout: points to leave out, >= 1.
 
     Returns:
@@ -138,7 +120,7 @@ def skill(trajectory: RankOneTrajectory, predictor: str | Predictor, *, holdout:
     Raises:
         ValueError: an unknown predictor; a holdout that is not positive.
     """
-    predictor = find_predictor(predictor)
+    predict = find_predictor(predictor)
     holdout = _check.integer("holdout", holdout, 1)
     if len(trajectory) <= holdout:
         return -math.inf
@@ -147,7 +129,7 @@ def skill(trajectory: RankOneTrajectory, predictor: str | Predictor, *, holdout:
         points = trajectory.points(name, at=-1 - holdout)
         truth, known = points.x[-1], points.until(len(points.steps) - holdout)
         try:
-            guess = predictor(known, Target(float(points.steps[-1]), float(points.accuracy[-1])))
+            guess = predict(known, Target(float(points.steps[-1]), float(points.accuracy[-1])))
         except ValueError:
             return -math.inf
         wrong += float((guess - truth).double().square().sum())
@@ -195,12 +177,12 @@ class Refusal:
         return f"{self.reason} ({self.detail})"
 
 
-def refusal(trajectory: RankOneTrajectory, predictor: str | Predictor, limits: Limits | None = None) -> Refusal | None:
+def refusal(trajectory: RankOneTrajectory, predictor: str, limits: Limits | None = None) -> Refusal | None:
     """Return the first reason not to try this predictor on this trajectory now; None if there is none.
 
     Args:
         trajectory: what was tracked so far.
-        predictor: one of ``PREDICTORS``, by name or of your own.
+        predictor: one of ``PREDICTORS``.
         limits: None for the defaults.
 
     Returns:
@@ -209,10 +191,10 @@ def refusal(trajectory: RankOneTrajectory, predictor: str | Predictor, limits: L
     Raises:
         ValueError: an unknown predictor.
     """
-    predictor, limits = find_predictor(predictor), limits or Limits()
-    needed = max(predictor.min_points + limits.holdout, 3)
+    limits = limits or Limits()
+    needed = max(find_predictor(predictor).min_points + limits.holdout, 3)
     if len(trajectory) < needed:
-        return Refusal("few points", f"{predictor.name} needs {needed} tracked steps, there are {len(trajectory)}")
+        return Refusal("few points", f"{predictor} needs {needed} tracked steps, there are {len(trajectory)}")
     third = len(trajectory) // 3
     rise = sum(trajectory.accuracy[-third:]) / third - sum(trajectory.accuracy[:third]) / third
     if not rise >= limits.min_rise:
@@ -232,7 +214,7 @@ def refusal(trajectory: RankOneTrajectory, predictor: str | Predictor, limits: L
 
 
 def extrapolate(trajectory: RankOneTrajectory, weights: Mapping[str, torch.Tensor], target: Target, *,
-                predictor: str | Predictor = "secant", scale: float | str = 1.0, keep_rest: bool = True,
+                predictor: str = "secant", scale: float | str = 1.0, keep_rest: bool = True,
                 limits: Limits | None = None, points: Mapping[str, Points] | None = None,
                 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """Predict the weights of the modules to which :func:`module_refusal` does not object.
@@ -241,7 +223,7 @@ def extrapolate(trajectory: RankOneTrajectory, weights: Mapping[str, torch.Tenso
         trajectory: what was tracked so far.
         weights: name -> W_T [m, n], the weights of the latest tracked step; not changed.
         target: step and accuracy to go to.
-        predictor: one of ``PREDICTORS``, by name or of your own.
+        predictor: one of ``PREDICTORS``.
         scale: factor a on the predicted x. "alpha" gives the rank-1 update the Frobenius norm of the whole one,
             |W_T - W_0| / |x_T|, as AlphaRL does; meant for ``keep_rest=False``.
         keep_rest: True keeps what the update holds beyond v_T, W_T + (a x - x_T) v_T^T. False drops it, as in
@@ -256,7 +238,7 @@ def extrapolate(trajectory: RankOneTrajectory, weights: Mapping[str, torch.Tenso
         TypeError, ValueError: an unknown predictor or scale; weights, or points, that do not fit the trajectory, or
             one without a tracked step; a prediction that is not finite.
     """
-    predictor = find_predictor(predictor)
+    predict = find_predictor(predictor)
     check_weights("weights", weights, trajectory.base)
     if not len(trajectory):
         raise ValueError("trajectory must hold a tracked step, got none")
@@ -271,8 +253,8 @@ def extrapolate(trajectory: RankOneTrajectory, weights: Mapping[str, torch.Tenso
         known, weight = points[name] if points else trajectory.points(name), weights[name].detach().float()
         last = known.x[-1]
         factor = float(known.frobenius[-1]) / float(last.norm()) if scale == "alpha" else float(scale)
-        x = factor * predictor(known, target)
-        if predictor.whole:
+        x = factor * predict(known, target)
+        if predict.whole:
             stretch = float(x @ last) / float(last @ last)
             out[name] = base.float() + stretch * (weight - base.float())
         elif keep_rest:

@@ -261,7 +261,7 @@ def lay_out(folder, state, kinds):
             (folder / f"{stem}.safetensors.index.json").write_text(text)
 
 
-@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.settings(max_examples=20, deadline=None)
 @hypothesis.given(st.lists(st.sampled_from(LAYOUTS), unique=True))
 def test_the_files_are_those_that_from_pretrained_reads(tmp_path_factory, kinds):
     transformers = pytest.importorskip("transformers", reason="this machine lacks transformers")

@@ -448,7 +448,7 @@ def adapted():
     return model.eval()
 
 
-@hypothesis.settings(max_examples=15, deadline=None)
+@hypothesis.settings(max_examples=8, deadline=None)
 @hypothesis.given(
     st.lists(st.sampled_from(["default", "other", "none", "both"]), min_size=2, max_size=5), st.booleans()
 )
