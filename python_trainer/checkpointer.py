@@ -55,9 +55,6 @@ class Checkpointer:
         newest: the checkpoint that the run goes on from; None: it begins anew.
         saved: its contents without shards, until :meth:`restore`.
         saved_step: step of the newest checkpoint, 0 if there is none.
-
-    Raises:
-        UserError: the folder cannot be used, is in use, or holds a run that was not to be resumed.
     """
 
     def __init__(
@@ -99,9 +96,6 @@ class Checkpointer:
         Args:
             progress: returns what a checkpoint holds beside weights, moments and ``state``.
             load: takes that back; raises UserError if it is of a run with other settings.
-
-        Raises:
-            UserError: the checkpoint does not fit the settings, or was written by something else.
         """
         self.policy, self.learner, self.progress = policy, learner, progress
         saved, self.saved = self.saved, None  # to free its memory
@@ -175,9 +169,6 @@ class Checkpointer:
 
         Args:
             signal: name of the signal that came to this rank, if one did.
-
-        Raises:
-            Interrupted: a signal came, and the run is not over.
         """
         step, every, signal = self.state.step, self.config.save.save_steps, self.ranks.any(signal)
         if done or signal or (every and step % every == 0):
@@ -246,9 +237,6 @@ class Checkpointer:
         """Writes the policy to RUN/model and, if an earlier checkpoint was evaluated best, that one to RUN/best.
 
         With ``model.lora``, RUN/adapter gets the adapters of the last step.
-
-        Raises:
-            UserError: something cannot be written.
         """
         policy, lora, steps = self.policy, self.config.model.lora, map(step_of, list_checkpoints(self.checkpoints))
         self._write_policy("model")

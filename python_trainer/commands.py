@@ -118,11 +118,7 @@ def make_parser() -> Parser:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses a command line, that of the program itself without one.
-
-    Raises:
-        UserError: the command was removed.
-    """
+    """Parses a command line, that of the program itself without one."""
     argv = sys.argv[1:] if argv is None else argv
     if argv and (instead := REMOVED.get(f"command {argv[0]}")):
         raise UserError(f"the command {argv[0]} was removed: {instead}")
@@ -147,11 +143,7 @@ def run_train(args: argparse.Namespace) -> None:
 
 
 def print_plan(config: "Config", gpus: str | None) -> None:
-    """Prints the settings as resolved and the memory of each device.
-
-    Raises:
-        UserError: the run does not fit.
-    """
+    """Prints the settings as resolved and the memory of each device."""
     from python_trainer.memory import RECOMPUTES, device_here, memory_lines, parse_gpus, plan_memory
     from python_trainer.parts import resolve_engine
 
@@ -231,9 +223,6 @@ def load_checked(args: argparse.Namespace, *, resume: bool | None = None) -> "Co
 
     Args:
         resume: whether a run in OUTPUT_DIR may go on; None: nothing is written there.
-
-    Raises:
-        UserError: a setting, or a file, model or folder that it names, cannot be used.
     """
     config = load_config(args.config, args.overrides)
     policy_folder(config.model.path)

@@ -27,9 +27,6 @@ def snapshot(
         revision: branch, tag or commit; None: the default branch.
         setting: the setting that names the repository, for messages.
         files: patterns of the files that are needed; None: all.
-
-    Raises:
-        UserError: there is no such repository, or it is not cached and the Hub cannot be reached.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
@@ -69,9 +66,6 @@ def policy_folder(path: str, files: Sequence[str] = FILES) -> Path:
 
     Args:
         files: patterns of what is fetched.
-
-    Raises:
-        UserError: there is none.
     """
     folder = SHIPPED / path if path in shipped_policies() else Path(path)
     if folder.suffix == ".gguf" or (folder.is_dir() and any(folder.glob("*.gguf")) and not any(folder.glob("*.json"))):

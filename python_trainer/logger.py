@@ -165,11 +165,7 @@ class Logger:
         self.console.print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
 
     def log(self, step: int, row: dict[str, float]) -> None:
-        """Appends a row to metrics.jsonl, sends it to TensorBoard and shows it.
-
-        Raises:
-            OSError: the disk is full, or the file cannot be written for another reason.
-        """
+        """Appends a row to metrics.jsonl, sends it to TensorBoard and shows it."""
         append_row(self._metrics_path, {"step": step, **{key: finite(value) for key, value in row.items()}})
         for key, value in row.items():
             if finite(value) is not None:

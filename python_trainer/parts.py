@@ -65,9 +65,6 @@ def resolve_settings(config: Config, saved: object, ranks: RankGroup, note: Note
 
     Args:
         saved: the checkpoint that the run is resumed from, if there is one.
-
-    Raises:
-        UserError: the environment asks for kernels that are not there.
     """
     with ranks.together():
         try:
@@ -102,9 +99,6 @@ def make_engine(
     Args:
         output_dir: what a server has to read goes through a folder of it.
         reserved_bytes: of the device's memory, which training will take and the KV cache must leave.
-
-    Raises:
-        UserError: the engine cannot run this model, or vLLM is not there as it must be.
     """
     rollout, model, backend = chosen.rollout, policy.inference_model, None
     options: dict[str, Any] = {"eos_token_ids": policy.eos_token_ids, "tokenizer": policy.tokenizer}

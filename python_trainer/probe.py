@@ -78,9 +78,6 @@ def probe(config: Config, *, seconds: float = 60.0) -> dict[str, Any]:
     Args:
         config: all settings, without accelerators.
         seconds: about how long it may take, loading not counted; the first prompts are always answered.
-
-    Raises:
-        UserError: ``seconds`` is out of range, or as of :class:`Trainer`.
     """
     rollout = config.rollout
     if not 0 < seconds < math.inf:

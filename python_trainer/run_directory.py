@@ -99,11 +99,7 @@ def publish(aside: Path, target: Path) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Locks a run directory, which must exist, for this process; the lock ends with the process.
-
-    Raises:
-        UserError: another process holds the lock.
-    """
+    """Locks a run directory, which must exist, for this process; the lock ends with the process."""
     with (folder / LOCK).open("a+", encoding="utf-8") as file:
         try:
             # a lock of the process, not of the file: forks that a reward function leaves running do not hold it
@@ -126,9 +122,6 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """Returns the rows of a JSON-lines file, each with a number ``step``; none if there is no file.
 
     A kill can leave half of a line at the end, which is left out.
-
-    Raises:
-        UserError: the file is damaged.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
@@ -169,9 +162,6 @@ def load_evaluations(folder: Path) -> dict[str, numpy.ndarray]:
 
     Returns:
         Arrays [N]: 1 if the answer to a test prompt was right (uint8), or the share of right ones of several (float32).
-
-    Raises:
-        UserError: the file is damaged.
     """
     path = folder / EVALUATIONS
     try:

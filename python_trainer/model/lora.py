@@ -38,9 +38,6 @@ def add_adapters(model: Any, settings: LoraSettings) -> Any:
     """Freezes the model and adds adapters, which change nothing yet -> the plain model as a copy.
 
     The copy has weights of its own where there are adapters; the others are shared.
-
-    Raises:
-        UserError: as of :func:`inject_adapters`.
     """
     plain = copy.deepcopy(model, {id(p): p for p in model.parameters()})  # modules of its own around the same weights
     inject_adapters(model, settings)
@@ -51,11 +48,7 @@ def add_adapters(model: Any, settings: LoraSettings) -> Any:
 
 
 def inject_adapters(model: Any, settings: LoraSettings) -> None:
-    """Freezes the model and adds adapters, which change nothing yet; they begin the same in every process.
-
-    Raises:
-        UserError: PEFT is not installed, or the model has no such layers.
-    """
+    """Freezes the model and adds adapters, which change nothing yet; they begin the same in every process."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -82,11 +75,7 @@ def inject_adapters(model: Any, settings: LoraSettings) -> None:
 
 
 def merge_adapter(model: Any, folder: Path) -> Any:
-    """Returns the model with an adapter of PEFT added to its weights.
-
-    Raises:
-        UserError: PEFT is not installed, or the adapter does not fit.
-    """
+    """Returns the model with an adapter of PEFT added to its weights."""
     try:
         from peft import PeftModel
     except ImportError as error:

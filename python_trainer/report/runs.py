@@ -33,11 +33,7 @@ class Run:
 
 
 def find_runs(folders: Sequence[Path]) -> list[Run]:
-    """Return every run in these folders or below them, in the order of their paths.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return every run in these folders or below them, in the order of their paths."""
     runs = []
     for folder in folders:
         for path in sorted(folder.rglob("metrics.jsonl")) if folder.is_dir() else []:

@@ -37,9 +37,6 @@ def difference_of_runs(
 
     Args:
         after, before: for each pair of runs the values of the same prompts, each [N].
-
-    Raises:
-        ValueError: numbers of prompts that differ, or none.
     """
     pairs = [(numpy.asarray(a, dtype=numpy.float64), numpy.asarray(b)) for a, b in zip(after, before, strict=True)]
     lengths = {len(values) for pair in pairs for values in pair}

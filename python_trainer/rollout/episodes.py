@@ -18,11 +18,7 @@ IDLE_SECONDS = 0.05  # to wait for environments while no tokens are generated
 
 
 def initial_prompt(make: type[Environment], example: Example) -> str | Messages:
-    """Returns the prompt of an episode.
-
-    Raises:
-        UserError: the environment fails, or gives no prompt of the example's kind.
-    """
+    """Returns the prompt of an episode."""
     place = example.place or repr(example.prompt)[:60]
     try:
         prompt = make().reset(example)
@@ -231,11 +227,7 @@ class EpisodeEngine(WrappedEngine):
 
 
 def _check_step(found: Any) -> tuple[str | Messages, float, bool]:
-    """Returns the result of a step.
-
-    Raises:
-        UserError: it is not what a step returns.
-    """
+    """Returns the result of a step."""
     match found:
         case (str() | list() as observation, int() | float() as reward, bool() as over) if math.isfinite(reward):
             return observation, float(reward), over

@@ -155,11 +155,7 @@ def is_hub(place: str) -> bool:
 
 
 def read_split(place: str, split: str) -> list[tuple[int, dict[str, Any]]]:
-    """Reads a split by the library datasets; returns (number, row) of every row, from 1 on.
-
-    Raises:
-        UserError: it cannot be read, or the package is missing.
-    """
+    """Reads a split by the library datasets; returns (number, row) of every row, from 1 on."""
     try:
         import datasets
     except ImportError as error:
@@ -180,11 +176,7 @@ def read_split(place: str, split: str) -> list[tuple[int, dict[str, Any]]]:
 
 
 def cut(source: str, rows: list[Any], split: str) -> list[Any]:
-    """Takes the part of a file's rows that a split such as ``train[10:20]`` or ``train[:90%]`` names.
-
-    Raises:
-        UserError: it has another form.
-    """
+    """Takes the part of a file's rows that a split such as ``train[10:20]`` or ``train[:90%]`` names."""
     found = re.fullmatch(r"train(?:\[(-?\d+)?(%)?:(-?\d+)?(%)?\])?", split)
     if found is None:
         raise UserError(f"{source}: a file has the split train and its parts, such as train[:90%], got {split!r}")

@@ -58,7 +58,8 @@ CASES = {
         "algorithm": {"mask_truncated_completions": True, "num_iterations": 2},
     },
 }  # fmt: skip
-WHOLE = [name for name in CASES if name.startswith("alpha")]  # not with fsdp2
+# not with fsdp2: alpha needs all weights, to the others shards are nothing else (test_earlier_runs has rhyme)
+WHOLE = [name for name in CASES if name.startswith(("alpha", "seq-mean-token-sum", "rhyme", "rpo", "some"))]
 SHARDED = {"seq-mean-token-mean, offloaded": {"optimizer": {"offload": True}}}  # further settings of fsdp2 alone
 
 
@@ -82,7 +83,7 @@ def train_all(settings, folder):
 def runs(tmp_path_factory, tiny_policy, jsonl_files):
     """Run directories: KIND/CASE, of one process and of two."""
     folder = tmp_path_factory.mktemp("runs")
-    settings = run_settings(tiny_policy, jsonl_files) | {"max_steps": 2}
+    settings = merged(run_settings(tiny_policy, jsonl_files), {"max_steps": 2, "task": {"test_size": 3}})
     # Adam divides by the size of a gradient, of rounding errors too where there is nothing else; not far below epsilon
     settings["optimizer"] = {"learning_rate": 1e-3, "adam_epsilon": 1e-4}
     run_on_ranks(folder, train_all, settings, folder)
@@ -98,7 +99,7 @@ def runs(tmp_path_factory, tiny_policy, jsonl_files):
 def test_same_weights_and_metrics_as_one_process(runs, name, parallel):
     """Up to the order in which gradients are added: two processes add their parts first."""
     one, several = (load_file(runs / kind / name / "weights.safetensors") for kind in ("none", parallel))
-    atol = 1e-5 if name in WHOLE else 1e-6  # a jump takes differences further
+    atol = 1e-5 if name.startswith("alpha") else 1e-6  # a jump takes differences further
     for key, value in one.items():
         torch.testing.assert_close(several[key], value, rtol=1e-5, atol=atol, msg=lambda m, key=key: f"{key}: {m}")
     rows = [read_metrics(runs / kind / name) for kind in ("none", parallel)]

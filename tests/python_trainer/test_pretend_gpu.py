@@ -27,29 +27,31 @@ from python_trainer.trainer import Trainer
 
 QUIET = Console(quiet=True)
 SMOKE = Path(__file__).parents[2] / "configs" / "smoke.yaml"
+SMALL = {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 8}
 RUNS = {
     "plain": {},
     "float32, filters": {
         "model": {"dtype": "float32"}, "rollout": {"top_p": 0.9, "top_k": 5, "dynamic_sampling": True},
     },
-    "activations computed again, rewards less a divergence": {
-        "model": {"gradient_checkpointing": True}, "algorithm": {"beta": 0.1, "use_kl_in_reward": True},
+    "adapters, activations computed again, rewards less a divergence": {
+        "model": {"gradient_checkpointing": True, "lora": {"r": 2}},
+        "algorithm": {"beta": 0.1, "use_kl_in_reward": True},
     },
-    "adapters": {"model": {"lora": {"r": 2}}},
-    "PPO with a critic of its own": {"algorithm": {"advantage": "gae"}, "critic": {"separate": True}},
-    "reference, entropy, sequences' ratios": {
+    "PPO with a critic of its own, drafts": {
+        "algorithm": {"advantage": "gae"}, "critic": {"separate": True}, "accelerators": {"enabled": ["drafts"]},
+    },
+    "reference, entropy, sequences' ratios, rhyme, rpo": {
         "algorithm": {
             "beta": 0.1, "entropy_coef": 0.01, "num_iterations": 2, "importance_sampling_level": "sequence",
         },
+        "accelerators": {"enabled": ["rhyme", "rpo"], "rhyme": {"rare_share": 0}},
     },
-    "rhyme": {"accelerators": {"enabled": ["rhyme"], "rhyme": {"rare_share": 0}}},
-    **{name: {"accelerators": {"enabled": [name]}} for name in ("rpo", "drafts")},
 }  # fmt: skip
 
 
 def config_of(make_config, name, steps):
-    settings = RUNS[name]
-    return make_config(max_steps=steps, **settings | {"model": {"device": "cuda"} | settings.get("model", {})})
+    settings = merged({"model": {"device": "cuda"}, "rollout": SMALL, "task": {"test_size": 2}}, RUNS[name])
+    return make_config(max_steps=steps, **settings)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -93,7 +95,8 @@ def test_numbers_are_those_of_the_cpu(make_config, tmp_path):
     """In float32, where the same answers are drawn."""
     rows = {}
     for device in ("cpu", "cuda"):
-        config = make_config(max_steps=2, model={"device": device, "dtype": "float32"})
+        options = {"rollout": SMALL, "task": {"test_size": 2}, "model": {"device": device, "dtype": "float32"}}
+        config = make_config(max_steps=2, **options)
         with pretended() if device == "cuda" else nullcontext():
             Trainer(config, tmp_path / device, console=QUIET).run()
         rows[device] = read_metrics(tmp_path / device)
@@ -152,13 +155,13 @@ def test_supervised_steps_and_a_probe(settings, tmp_path):
 
 
 def test_all_accelerators(tmp_path):
-    short = ["max_steps=4", "task.train_size=8", "task.test_size=8", "task.gate_size=8"]
-    short += ["rollout.prompts_per_step=4", "rollout.max_completion_length=12"]
+    short = ["max_steps=3", "task.train_size=4", "task.test_size=4", "task.gate_size=4"]
+    short += ["rollout.prompts_per_step=2", "rollout.num_generations=2", "rollout.max_completion_length=10"]
     config = load_config(SMOKE, ["model.device=cuda", *short])
     with pretended():
         trainer = Trainer(config, tmp_path / "run", console=QUIET)
         trainer.run()
-    assert trainer.state.step == 4
+    assert trainer.state.step == 3
 
 
 @pytest.mark.parametrize("name", OPS)

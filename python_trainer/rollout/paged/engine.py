@@ -64,9 +64,6 @@ class PagedEngine(Engine):
         max_batch_tokens: most tokens in one forward pass; longer prompts are computed in chunks.
         traits: of the model, where they are known; None: found here.
         reserved_bytes: of the device's memory, for what comes later, such as an optimizer.
-
-    Raises:
-        UserError: the model is not one that this engine can run, or ``memory_bytes`` holds no block.
     """
 
     def __init__(
@@ -287,11 +284,7 @@ class PagedEngine(Engine):
 
 
 def memory_limit(device: torch.device, reserved: int = 0) -> int:
-    """Computes the most bytes that a KV cache takes by default, with ``reserved`` of the free ones for others.
-
-    Raises:
-        UserError: there are no more than those.
-    """
+    """Computes the most bytes that a KV cache takes by default, with ``reserved`` of the free ones for others."""
     if device.type != "cuda":
         return CPU_MEMORY_BYTES
     free = torch.cuda.mem_get_info(device)[0]
@@ -314,9 +307,6 @@ def draw_tokens(
 
     Returns:
         R tokens, R log-probabilities; the first row of each sample, and how many tokens of its draft were drawn again.
-
-    Raises:
-        NotFinite: a row has no distribution.
     """
     lengths = [1 + len(sample.draft) for sample in samples]
     starts = [0, *itertools.accumulate(lengths)]

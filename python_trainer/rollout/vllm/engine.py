@@ -275,9 +275,6 @@ class InProcess(Backend):
         gathered: makes the weights, by their names in a checkpoint, where the model does not have them.
         longest_draft: most tokens that vLLM verifies at once; 0: it is made without drafts, and :meth:`draft_from` has
             no effect.
-
-    Raises:
-        UserError: vLLM is missing or too old, or cannot run the model.
     """
 
     def __init__(
@@ -419,11 +416,7 @@ def _place_among_ranks(device: torch.device) -> dict[str, Any]:
 
 
 def import_vllm() -> Any:
-    """Imports vLLM.
-
-    Raises:
-        UserError: it is missing or too old.
-    """
+    """Imports vLLM."""
     try:
         vllm = importlib.import_module("vllm")
     except ImportError as error:

@@ -156,9 +156,6 @@ def read(url: str, body: bytes | None = None, alive: Callable[[], object] | None
 
     Args:
         alive: called every LOOK_SECONDS while nothing comes, which may last an hour; what it raises ends the wait.
-
-    Raises:
-        OSError: nobody answers there, or not in time.
     """
     parts = urlsplit(url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
@@ -187,9 +184,6 @@ class AdapterFiles:
         model: the plain one.
         names: of its weights that have an adapter.
         folder: made when it is needed.
-
-    Raises:
-        UserError: a checkpoint has a weight with an adapter in another form than the model.
     """
 
     def __init__(self, model: PreTrainedModel, names: Iterable[str], folder: Path):
@@ -221,9 +215,6 @@ class AdapterFiles:
 
         Args:
             model: the plain one, with adapters merged into it where there have been any.
-
-        Raises:
-            OSError, SafetensorError: it cannot be written.
         """
         count = 0
         if not self.written:
@@ -259,9 +250,6 @@ class Servers(Backend):
         urls: where they listen.
         folder: for the weights; made for each transfer and removed after it.
         adapters: of a policy that trains nothing else; their files are in ``folder`` too, until :meth:`close`.
-
-    Raises:
-        UserError: a server will not do, as of :class:`Server`, or they do not serve the same.
     """
 
     on_first_rank = True
