@@ -91,12 +91,7 @@ class Checkpointer:
         progress: Callable[[], dict[str, Any]],
         load: Callable[[dict[str, Any]], None],
     ) -> bool:
-        """Takes the other parts of the run, and loads the checkpoint that it goes on from -> whether there is one.
-
-        Args:
-            progress: returns what a checkpoint holds beside weights, moments and ``state``.
-            load: takes that back; raises UserError if it is of a run with other settings.
-        """
+        """Takes the other parts of the run, and loads the checkpoint that it goes on from -> whether there is one."""
         self.policy, self.learner, self.progress = policy, learner, progress
         saved, self.saved = self.saved, None  # to free its memory
         if self.newest is None:
@@ -165,11 +160,7 @@ class Checkpointer:
         shutil.rmtree(self.folder / MODEL_ASIDE, ignore_errors=True)
 
     def after_step(self, signal: str | None, *, done: bool) -> None:
-        """Saves the run if ``save.save_steps`` asks for it, the run is over, or a signal came.
-
-        Args:
-            signal: name of the signal that came to this rank, if one did.
-        """
+        """Saves the run if ``save.save_steps`` asks for it, the run is over, or a signal came."""
         step, every, signal = self.state.step, self.config.save.save_steps, self.ranks.any(signal)
         if done or signal or (every and step % every == 0):
             with self.clock.measure("checkpoint"):

@@ -100,9 +100,6 @@ class StopSignal:
 
     Signals reach the main thread only; in any other thread this does nothing.
 
-    Args:
-        loud: print on standard error that a signal came.
-
     Attributes:
         name: of the signal that came, None before.
     """

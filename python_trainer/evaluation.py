@@ -114,12 +114,7 @@ def metrics_of(scores: Scores, sampling: EvaluationConfig) -> dict[str, float]:
 
 
 class Evaluator:
-    """Evaluates a policy on the test split of its task and on more test sets, always with the same noise.
-
-    Args:
-        engine: generates the answers.
-        folder: the run directory, which keeps the answers to the first and the last evaluation.
-    """
+    """Evaluates a policy on the test split of its task and on more test sets, always with the same noise."""
 
     def __init__(
         self,
@@ -173,11 +168,7 @@ class Evaluator:
         return by_prompt(scores.accuracy if scores.merit is None else scores.merit, asked.sampling.samples)
 
     def answer(self, asked: PromptSet, rows: range | None = None) -> Scores:
-        """Returns the scores of answers to prompts; all answers to one prompt are side by side.
-
-        Args:
-            rows: numbers of the prompts; None: all of them.
-        """
+        """Returns the scores of answers to prompts; all answers to one prompt are side by side."""
         wanted, count = asked.sampling, asked.sampling.samples
         whole = range(len(asked.ids))
         rows = whole if rows is None else whole[rows.start : rows.stop]

@@ -20,14 +20,7 @@ def hub_model(path: str) -> tuple[str, str | None] | None:
 def snapshot(
     name: str, revision: str | None, *, kind: Literal["model", "dataset"], setting: str, files: Sequence[str] | None
 ) -> Path:
-    """Downloads a repository unless it is cached -> its folder in the cache.
-
-    Args:
-        name: ``owner/name``.
-        revision: branch, tag or commit; None: the default branch.
-        setting: the setting that names the repository, for messages.
-        files: patterns of the files that are needed; None: all.
-    """
+    """Downloads a repository unless it is cached -> its folder in the cache."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
@@ -62,11 +55,7 @@ def shipped_policies() -> list[str]:
 
 
 def policy_folder(path: str, files: Sequence[str] = FILES) -> Path:
-    """Finds the folder that ``model.path`` names, and downloads a model of the Hub.
-
-    Args:
-        files: patterns of what is fetched.
-    """
+    """Finds the folder that ``model.path`` names, and downloads a model of the Hub."""
     folder = SHIPPED / path if path in shipped_policies() else Path(path)
     if folder.suffix == ".gguf" or (folder.is_dir() and any(folder.glob("*.gguf")) and not any(folder.glob("*.json"))):
         raise UserError(

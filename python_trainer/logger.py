@@ -85,10 +85,6 @@ def choose_samples(
     """Chooses up to SAMPLES rollouts of a step for samples.jsonl: a right and a wrong one first, then of other prompts.
 
     If nothing is right or wrong, the best and the worst take their places, and the accuracy is None.
-
-    Args:
-        decode: token ids -> text.
-        prompt_text: rollout -> its prompt as written.
     """
     fresh = [rollout for rollout in rollouts if rollout.importance_cap is None]
     worth = merits(fresh)

@@ -175,12 +175,7 @@ def held_bytes(config: Config, s: Shape, shards: int) -> dict[str, int]:
 
 
 def plan_memory(config: Config, device: Device, *, prompt: int = PROMPT_TOKENS, model: Any = None) -> Memory:
-    """Computes what each device holds in every phase of a run.
-
-    Args:
-        prompt: tokens of a prompt.
-        model: of the policy, if it is loaded; None: its sizes are read from its folder.
-    """
+    """Computes what each device holds in every phase of a run."""
     s = read_shape(config.model, device.kind) if model is None else Shape(model, device.kind)
     rollout, kind = config.rollout, device.kind
     shards = device.count if config.parallel == "fsdp2" else 1

@@ -61,11 +61,7 @@ def resolve_engine(config: Config, *, gpu: bool | None = None) -> tuple[Config, 
 
 
 def resolve_settings(config: Config, saved: object, ranks: RankGroup, note: Note) -> Config:
-    """Replaces settings that are ``auto`` by what they mean on this machine.
-
-    Args:
-        saved: the checkpoint that the run is resumed from, if there is one.
-    """
+    """Replaces settings that are ``auto`` by what they mean on this machine."""
     with ranks.together():
         try:
             rlkernels.backend.wanted()

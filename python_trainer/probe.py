@@ -73,12 +73,7 @@ def time_update(trainer: Trainer, groups: Groups) -> float:
 
 
 def probe(config: Config, *, seconds: float = 60.0) -> dict[str, Any]:
-    """Answers some training prompts, makes one update, and returns what ``--json`` writes; keeps nothing.
-
-    Args:
-        config: all settings, without accelerators.
-        seconds: about how long it may take, loading not counted; the first prompts are always answered.
-    """
+    """Answers some training prompts, makes one update, and returns what ``--json`` writes; keeps nothing."""
     rollout = config.rollout
     if not 0 < seconds < math.inf:
         raise UserError(f"--seconds must be above 0 and finite, got {seconds}")

@@ -20,7 +20,7 @@ ACCELERATORS: Registry[type[AcceleratorSettings]] = Registry(
     "accelerator",
     {
         "rpo": f"{HOME}.settings:RPOSettings",  # decides what the answers of a group begin with
-        "rhyme": f"{HOME}.rhyme.settings:RhymeSettings",
+        "rhyme": f"{HOME}.settings:RhymeSettings",
         "drafts": f"{HOME}.settings:DraftsSettings",
         "alpha": f"{HOME}.settings:AlphaSettings",
     },

@@ -178,11 +178,7 @@ class RankGroup:
 
     @torch.no_grad()
     def sum_gradients(self, module: torch.nn.Module, weights: Sequence[torch.Tensor]) -> None:
-        """Adds up the gradients of all ranks, where the backward pass has not.
-
-        Args:
-            weights: of ``module``, those whose ``grad`` counts.
-        """
+        """Adds up the gradients of all ranks, where the backward pass has not."""
         if self.size == 1:
             return
         # a rank without samples has no gradients at all, a parameter that nothing uses has none anywhere
@@ -196,11 +192,7 @@ class RankGroup:
             work.wait()
 
     def load(self, config: ModelConfig, *, offload: bool = False) -> Policy:
-        """Loads the policy, as :func:`python_trainer.model.policy.load_policy`; all ranks call it together.
-
-        Args:
-            offload: ``optimizer.offload``, for ranks with shards.
-        """
+        """Loads the policy, as :func:`python_trainer.model.policy.load_policy`; all ranks call it together."""
         config = self.in_one_dtype(config)
         with self.together():
             return load_policy(config)

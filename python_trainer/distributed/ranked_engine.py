@@ -17,10 +17,6 @@ class RankedEngine(WrappedEngine):
     (``engine.on_first_rank``); all get the answers of all. Noise is keyed by sample, so answers do not depend on who
     gives them. All ranks submit and poll the same; a poll generates all that was submitted. ``stats`` counts for all
     ranks together.
-
-    Args:
-        engine: one that runs ``policy.inference_model``.
-        ranks: None: one process.
     """
 
     def __init__(self, engine: Engine, policy: Policy, ranks: RankGroup | None = None):

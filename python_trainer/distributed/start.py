@@ -25,10 +25,6 @@ LET_GO = 0.5
 def start(parallel: str, device: str = "auto") -> Iterator[RankGroup]:
     """Joins the processes of a run, within it; a group of one where torchrun started none.
 
-    Args:
-        parallel: the setting of that name.
-        device: ``model.device`` of the settings.
-
     Raises:
         UserError: torchrun started several, but ``parallel`` is none; there are more processes than GPUs.
     """

@@ -162,11 +162,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device, count_weights: Callable[[], int]) -> torch.dtype:
-    """Resolves the setting ``model.dtype`` on a device.
-
-    Args:
-        count_weights: called where the type depends on their number.
-    """
+    """Resolves the setting ``model.dtype`` on a device."""
     if name != "auto":
         return DTYPES[name]
     if device.type == "cuda":

@@ -220,11 +220,7 @@ class Policy:
         return forward_with_states(self.model, *inputs, predict)
 
     def frozen_copy(self, copied: Callable[[Any], Any] = copy.deepcopy) -> "Policy":
-        """Returns a policy with frozen copies of these weights; with adapters: the policy without them.
-
-        Args:
-            copied: makes a copy of the plain model.
-        """
+        """Returns a policy with frozen copies of these weights; with adapters: the policy without them."""
         if self.adapted:
             return Unadapted(self)
         frozen = copy.copy(self)

@@ -64,9 +64,6 @@ class LayerRecorder:
 def find_traits(model: PreTrainedModel, name: str | None = None) -> ModelTraits:
     """Runs the model on a group as training and generation do, and compares with eager attention of Transformers.
 
-    Args:
-        name: of the model, for messages; by default its class.
-
     Raises:
         UserError: a pass does not go through, layers are not all plain attention, or the numbers differ.
     """
@@ -138,9 +135,6 @@ def _cached_logits(run: Forward, cache: PagedKVCache, prompt: list[int], answers
 
 def longest_sequence(model: PreTrainedModel, window: int | None) -> tuple[int, str]:
     """Finds the most tokens of a sequence that the model computes as by itself, packed or cached with any others.
-
-    Args:
-        window: as of :class:`ModelTraits`.
 
     Returns:
         Their number, and the reason, for messages.

@@ -73,11 +73,7 @@ def empty_copy(module: Any, device: torch.device) -> Any:
 
 @torch.no_grad()
 def allocate(module: torch.nn.Module, device: torch.device, *, shards_on: torch.device | None = None) -> None:
-    """Gives the shards of a module that was cut on ``meta`` uninitialised memory; buffers keep their values.
-
-    Args:
-        shards_on: another device for the shards.
-    """
+    """Gives the shards of a module that was cut on ``meta`` uninitialised memory; buffers keep their values."""
     buffers = {name: buffer.to(device, copy=True) for name, buffer in module.named_buffers(remove_duplicate=False)}
     module.to_empty(device=device if shards_on is None else shards_on)
     for name, buffer in buffers.items():

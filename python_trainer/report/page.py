@@ -32,7 +32,7 @@ SHOWN_STEPS = 8  # of a run, with sample answers
 
 
 def report(folders: Sequence[Path], console: Console | None = None) -> None:
-    """Prints the table of all runs in these folders; writes ``accuracy.png`` in the first and ``report.html`` in all."""
+    """Prints the table of all runs in these folders; writes accuracy.png in the first and report.html in all."""
     console = console or Console()
     runs = find_runs(folders)
     columns = summary_columns(runs)

@@ -16,7 +16,7 @@ from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase, St
 from python_trainer.accelerators.rhyme.recording import OWN
 from python_trainer.accelerators.rhyme.replay import FIRST_GROUPS, MEMORY, PER_PROMPT, REST, SuccessRates
 from python_trainer.accelerators.rhyme.sampling import AnswerBank
-from python_trainer.accelerators.rhyme.settings import RhymeSettings
+from python_trainer.accelerators.settings import RhymeSettings
 from python_trainer.algorithms.advantages import against_chance
 from python_trainer.algorithms.settings import AlgorithmConfig
 from python_trainer.batch import Batch

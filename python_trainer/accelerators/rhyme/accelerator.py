@@ -23,7 +23,7 @@ from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase, St
 from python_trainer.accelerators.rhyme.matching import Curve, curve_of, find_rhyming_stages, match_score
 from python_trainer.accelerators.rhyme.recording import OWN, RunRecorder
 from python_trainer.accelerators.rhyme.retrodiction import Retrodictor
-from python_trainer.accelerators.rhyme.settings import RhymeSettings
+from python_trainer.accelerators.settings import RhymeSettings
 from python_trainer.data import Group, Rollout, by_group, fresh_ones, merits
 
 MOST = 8192  # answers that are read from the database

@@ -18,7 +18,7 @@ from python_trainer.accelerators.base import RunContext, StepContext
 from python_trainer.accelerators.rhyme.database import FACTS, StoredAnswer, prompt_key
 from python_trainer.accelerators.rhyme.replay import MEMORY, MOST_USES, PER_PROMPT, REST
 from python_trainer.accelerators.rhyme.retrodiction import LEAST, Retrodictor
-from python_trainer.accelerators.rhyme.settings import RhymeSettings
+from python_trainer.accelerators.settings import RhymeSettings
 from python_trainer.algorithms.losses import importance_weights
 from python_trainer.data import Group, Rollout, by_group, good_ones
 from python_trainer.keyed import keyed_unit

@@ -44,10 +44,6 @@ class HTTPFailure(UserError):
 class Server:
     """A server that was started as ``START`` says.
 
-    Args:
-        model: what the server should be serving.
-        url: where it listens, e.g. http://localhost:8000.
-
     Attributes:
         serves: what servers of one model have in common.
         max_positions, limited_by: as of ``Engine``.
@@ -179,11 +175,6 @@ class AdapterFiles:
 
     The weights without adapters are written once, and stay: servers read them again each time, from
     the memory where their machine keeps files that were read, and hold no copy of their own.
-
-    Args:
-        model: the plain one.
-        names: of its weights that have an adapter.
-        folder: made when it is needed.
     """
 
     def __init__(self, model: PreTrainedModel, names: Iterable[str], folder: Path):
@@ -211,11 +202,7 @@ class AdapterFiles:
             self._parts[f"{self.names[name]}.{part}"] = value.detach().to("cpu", copy=True).contiguous()
 
     def write(self, model: PreTrainedModel) -> int:
-        """Writes what servers do not have yet -> bytes.
-
-        Args:
-            model: the plain one, with adapters merged into it where there have been any.
-        """
+        """Writes what servers do not have yet -> bytes."""
         count = 0
         if not self.written:
             shutil.rmtree(self.folder, ignore_errors=True)  # a killed run may have left it
