@@ -70,7 +70,7 @@ def forward_with_states(
     attention: Attention,
     predict: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes :func:`forward`, of the first ``predict`` rows only if that is a number, and their last states [R, H]."""
+    """Computes :func:`forward`, of the first ``predict`` rows only if that is a number, and last states [R, H]."""
     states: list[torch.Tensor] = []
 
     def look(_: Any, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:

@@ -10,7 +10,7 @@ from conftest import same
 from hypothesis import given
 from hypothesis import strategies as st
 
-from python_trainer.accelerators.rhyme.accelerator import LOOKS
+from python_trainer.accelerators.rhyme import accelerator
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
 from python_trainer.accelerators.rhyme.replay import CLEAR, ENOUGH, clearly_better, last_shares, visits
 from python_trainer.errors import UserError
@@ -95,25 +95,26 @@ def answers_of(tmp_path, folder):
     return sum(row.get("rhyme/rehearsed_answers", 0) for row in read_metrics(tmp_path / folder))
 
 
-def test_a_worse_run_changes_nothing_to_the_bit_and_a_better_one_is_learned_from(run, tmp_path):
+def test_a_worse_run_changes_nothing_to_the_bit_and_a_better_one_is_learned_from(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(accelerator, "LOOKS", 4)
     url = str(tmp_path / "history.db")
     run("first", database=url)
     database = RetrospectiveDatabase(url)
     samples = len(database.samples())
     judged_otherwise(database, 0.0)
     assert len(database.samples()) == samples > 0
-    alone, after = (run(name, seed=1, steps=LOOKS + 3, database=db) for name, db in (("alone", None), ("worse", url)))
+    alone, after = (run(name, seed=1, steps=6, database=db) for name, db in (("alone", None), ("worse", url)))
     assert same(alone, after) and answers_of(tmp_path, "worse") == 0
     assert after.accelerators[0].settled and not after.accelerators[0].active
     forget_the_second(database)
     judged_otherwise(database, 1.0)
-    better = run("better", seed=1, steps=LOOKS + 3, database=url)
+    better = run("better", seed=1, steps=6, database=url)
     assert not same(alone, better) and answers_of(tmp_path, "better") > 0
     taken = [row["step"] for row in read_metrics(tmp_path / "better") if row.get("rhyme/rehearsed_answers")]
     assert taken == [3]  # eight prompts are answered after two steps
     forget_the_second(database)
     run("parts", seed=1, steps=2, database=url)  # ends before it has learned from it
-    parts = run("parts", seed=1, steps=LOOKS + 3, resume=True, database=url)
+    parts = run("parts", seed=1, steps=6, resume=True, database=url)
     assert same(parts, better)
 
 

@@ -37,8 +37,8 @@ def lessons(settings, tmp_path):
         settings,
         {
             "task": paths,
-            "optimizer": {"lr_scheduler_type": "cosine", "learning_rate": 5e-3},
-            "sft": {"epochs": 200, "batch_tokens": 32},
+            "optimizer": {"lr_scheduler_type": "cosine", "learning_rate": 2e-2},
+            "sft": {"epochs": 60, "batch_tokens": 32},
         },
     )
 
@@ -197,7 +197,7 @@ def test_a_run_is_resumed_with_what_it_was_begun_with_or_says_so(lessons, tmp_pa
     path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
     options = ["--config", str(path), "--output-dir", str(tmp_path / "run"), "--resume"]
     assert main(["sft", *options, "--set", "optimizer.learning_rate=0.1"]) == 0
-    assert "resumed with other settings than before: optimizer.learning_rate: 0.005 -> 0.1" in capsys.readouterr().err
+    assert "resumed with other settings than before: optimizer.learning_rate: 0.02 -> 0.1" in capsys.readouterr().err
     with pytest.raises(UserError, match="is of another model than the settings: .*adapters"):
         resume(model={"lora": {"r": 2}})
     Trainer(config_of(lessons, max_steps=1), tmp_path / "rl", console=QUIET).run()
