@@ -123,6 +123,7 @@ void bind_rollout_history(py::module_& m) {
         out["prompts"] = s.prompts;
         out["handles"] = s.handles;
         out["evicted"] = s.evicted;
+        out["newest_epoch"] = s.newest_epoch;
         out["bytes"] = s.bytes;
         return out;
       });

@@ -287,7 +287,8 @@ RolloutHistory::Stats RolloutHistory::stats() {
   bytes += prompt_ids_.size() * (16 + 16) + prompt_lengths_.size() * (16 + 32) + handles_.size() * (sizeof(Handle) + 8 + 16);
   for (const auto& [number, handle] : handles_) bytes += handle.text.bytes();
   const int64_t prompts = int64_t(std::count_if(prompts_.begin(), prompts_.end(), [](auto& p) { return p.rollouts; }));
-  return {live_tokens_, live_rollouts_, prompts, int64_t(handles_.size()), evicted_, bytes};
+  return {live_tokens_, live_rollouts_, prompts, int64_t(handles_.size()), evicted_, bytes,
+          any_epoch_ ? std::optional(newest_epoch_) : std::nullopt};
 }
 
 }  // namespace rlk

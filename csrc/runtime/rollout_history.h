@@ -11,6 +11,7 @@
 #include <deque>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <unordered_map>
@@ -51,6 +52,7 @@ class RolloutHistory {
 
   struct Stats {
     int64_t tokens, rollouts, prompts, handles, evicted, bytes;
+    std::optional<int64_t> newest_epoch;
   };
   Stats stats();
   double token_cost() const { return token_cost_; }

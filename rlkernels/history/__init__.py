@@ -198,7 +198,7 @@ class RolloutHistory:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Return the numbers of tokens, rollouts, prompts, handles, evicted (rollouts), bytes, bytes_per_token."""
+        """Return tokens, rollouts, prompts, handles, evicted rollouts, newest_epoch, bytes and bytes_per_token."""
         facts: dict[str, Any] = self._core.stats()
         facts["bytes_per_token"] = facts["bytes"] / max(facts["tokens"], 1)
         return facts

@@ -329,12 +329,13 @@ class History:
         history.max_tokens = None if limit < 0 else limit
         return history
 
-    def stats(self) -> dict[str, float]:
+    def stats(self) -> dict[str, int | None]:
         return {
             "tokens": self.tokens,
             "rollouts": len(self.rollouts),
             "prompts": len({r.prompt for r in self.rollouts.values()}),
             "handles": len(self.handles),
             "evicted": self.evicted,
+            "newest_epoch": self.newest_epoch,
             "bytes": 0,  # not known
         }

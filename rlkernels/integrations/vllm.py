@@ -10,15 +10,19 @@
     )
 
 The proposer learns from what the engine generates. ``additional_config={"rlkernels_history": path}`` drafts from a file
-of ``RolloutHistory.save`` instead. Needs vllm 0.32 or newer.
+of ``RolloutHistory.save`` instead; with ``"rlkernels_record": True`` the engine's answers join that file.
+Needs vllm 0.32 or newer.
 """
 
+import fcntl
 import logging
 import os
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from multiprocessing.util import Finalize
 from typing import Any
 
 import numpy as np
@@ -30,8 +34,9 @@ from rlkernels.history import RolloutHistory
 __all__ = ["HistoryProposer", "share_history"]
 
 OLDEST = (0, 32)
-HISTORY = "rlkernels_history"  # key of vLLM's additional_config
+HISTORY, RECORD = "rlkernels_history", "rlkernels_record"  # keys of vLLM's additional_config
 MOST_TOKENS = 10_000_000  # of answers in a history that fills itself
+NEW_SHARE = 0.1  # of a recorded history's tokens: so much that is new is written at once
 
 if tuple(vllm.__version_tuple__[:2]) < OLDEST:
     raise ImportError(f"rlkernels.integrations.vllm needs vllm >= 0.32, found {vllm.__version__}")
@@ -101,32 +106,45 @@ def _mend_sampler() -> None:
 class HistoryProposer:
     """Continues sequences as :class:`rlkernels.RolloutHistory` remembers them; vLLM verifies what it proposes.
 
-    The history is the file that ``additional_config={"rlkernels_history": path}`` names, written by
-    ``RolloutHistory.save`` and read again whenever it has been replaced; else the one given to :func:`share_history`;
-    else one that fills itself: an answer joins when its sequence has left the engine. There an epoch ends when a prompt
-    comes again that has answers of this epoch and none under way. A sequence is looked up under the longest prompt in
-    it that what vLLM got as its prompt begins with, so the prefix of a suffix rollout counts as the start of an answer.
-    Where there is none, it is left alone: what other prompts suggest costs more than it saves.
+    The history is one of these:
+
+    - the file that ``additional_config={"rlkernels_history": path}`` names, written by ``RolloutHistory.save``. The
+      proposer reads it again whenever it has been replaced;
+    - that file and the answers of this engine, with ``"rlkernels_record": True``. A missing file is an empty history.
+      The proposer writes the file when an epoch begins, when a tenth of the tokens is new, and when the engine ends.
+      Engines that record into one file keep each other's answers;
+    - the history given to :func:`share_history`;
+    - else a history of this engine's answers.
+
+    An answer joins when its sequence has left the engine. An epoch ends when a prompt comes again that has answers of
+    this epoch and none under way. The proposer looks a sequence up under the longest known prompt that vLLM's prompt
+    begins with, so the prefix of a suffix rollout counts as the start of an answer. It drafts nothing for other
+    prompts: those drafts cost more than they save.
 
     Args:
         vllm_config: vLLM's, with ``num_speculative_tokens`` the longest draft.
 
     Raises:
-        ValueError: the file is damaged, or the key of ``additional_config`` is misspelt.
+        ValueError: the file is damaged, a key of ``additional_config`` is misspelt, or there is no path to record to.
         TypeError: what was given is not a path.
         OSError: the file cannot be read.
     """
 
     def __init__(self, vllm_config: Any) -> None:
         additional = vllm_config.additional_config if isinstance(vllm_config.additional_config, dict) else {}
-        if wrong := [key for key in additional if str(key).startswith("rlkernel") and key != HISTORY]:
-            raise ValueError(f"additional_config has {wrong[0]!r}, which nothing reads; write {HISTORY!r}")
+        if wrong := [k for k in additional if str(k).startswith("rlkernel") and k not in (HISTORY, RECORD)]:
+            raise ValueError(
+                f"additional_config has {wrong[0]!r}, which nothing reads; write {HISTORY!r} or {RECORD!r}"
+            )
         self._path: str | os.PathLike[str] | None = additional.get(HISTORY)
         if not isinstance(self._path, str | os.PathLike | None):
             raise TypeError(
                 f"additional_config[{HISTORY!r}] must be the path of a file that RolloutHistory.save wrote, got "
                 f"{self._path!r}"
             )
+        record = additional.get(RECORD, False)
+        if not isinstance(record, bool) or (record and self._path is None):
+            raise ValueError(f"additional_config[{RECORD!r}] must be True beside {HISTORY!r}, or False, got {record!r}")
         _mend_sampler()
         self._limit: int = vllm_config.speculative_config.num_speculative_tokens
         self._max_length: int = vllm_config.model_config.max_model_len
@@ -136,12 +154,25 @@ class HistoryProposer:
         self._present: list[_Tracked] = []
         self._absent: list[_Tracked] = []  # longest absent first
         self._stamp = self._file_stamp()
-        self._own = RolloutHistory(max_tokens=MOST_TOKENS) if self._path is None and _shared is None else None
-        first = self._own or _shared if self._path is None else RolloutHistory.load(self._path)
-        assert first is not None
+        if self._path is None:
+            first = _shared or RolloutHistory(max_tokens=MOST_TOKENS)
+        elif record and self._stamp is None:
+            first = RolloutHistory(max_tokens=MOST_TOKENS)
+        else:
+            first = RolloutHistory.load(self._path)
         self._history = first
+        self._own = first if record or (self._path is None and _shared is None) else None
         self._ends = _end_tokens(vllm_config.model_config)
-        self._epoch, self._answered = 0, set[bytes]()  # prompts that have answers of this epoch
+        self._epoch, self._answered = _next_epoch(first), set[bytes]()  # prompts that have answers of this epoch
+        self._unwritten: list[tuple[np.ndarray, np.ndarray, int]] = []  # prompt, answer, epoch
+        # One of the workers that share the layers of a model records for all of them.
+        parallel = vllm_config.parallel_config
+        self._records = record and parallel.rank % parallel.tensor_parallel_size == 0
+        if self._records:
+            assert self._path is not None
+            os.close(os.open(self._lock_path(), os.O_CREAT | os.O_RDWR, 0o644))  # a folder that refuses it fails here
+            # An engine drops its proposer, or its process ends; of exit functions workers run multiprocessing's alone.
+            Finalize(None, _close, args=(weakref.ref(self),), exitpriority=1)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: vLLM calls it, but there is no model to load."""
@@ -227,14 +258,51 @@ class HistoryProposer:
         if self._history is not self._own:
             return
         for seq in gone:
-            if len(answer := np.frombuffer(seq.tokens, np.int32)[len(seq.prompt) :]):
+            if len(answer := np.frombuffer(bytes(seq.tokens), np.int32)[len(seq.prompt) :]):
                 self._history.add(seq.prompt, answer, epoch=self._epoch)
                 self._answered.add(seq.prompt.tobytes())
+                if self._records:
+                    self._unwritten.append((seq.prompt, answer, self._epoch))
         under_way = {seq.prompt.tobytes() for seq in present if len(seq.tokens) > 4 * len(seq.prompt)}
         begun = {seq.prompt.tobytes() for seq in present} - under_way
-        if begun & self._answered:
+        if again := begun & self._answered:
             self._epoch += 1
             self._answered.clear()
+        new = sum(len(answer) for _, answer, _ in self._unwritten) if gone else 0
+        if new and (again or new > NEW_SHARE * self._history.stats["tokens"]):
+            self._write()
+
+    def _write(self) -> None:
+        """Write the recorded history; where another engine has written it, with that engine's answers."""
+        if not self._unwritten or self._path is None:
+            return
+        with open(self._lock_path(), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            found = self._history if self._file_stamp() in (None, self._stamp) else self._read_again()
+            if found is not self._history:
+                for prompt, answer, epoch in self._unwritten:
+                    found.add(prompt, answer, epoch=epoch)
+                self._own = found
+                self._take_over(found)
+            try:
+                found.save(self._path)
+            except OSError as error:
+                logger.warning("the history %s was not written: %s", self._path, error)
+                return
+            self._stamp = self._file_stamp()
+        self._unwritten.clear()
+
+    def __del__(self) -> None:
+        if getattr(self, "_records", False):  # False, too, where __init__ failed
+            self._close()
+
+    def _close(self) -> None:
+        """Record what the engine holds when it ends."""
+        self._remember([*self._absent, *self._present], [])
+        self._write()
+
+    def _lock_path(self) -> str:
+        return f"{os.fspath(self._path or '')}.lock"
 
     def _follow(self, prompt: np.ndarray, tokens: np.ndarray) -> int | None:
         """Tracks a sequence that began as ``prompt``; what follows the prompt that the history knows is its answer."""
@@ -265,13 +333,17 @@ class HistoryProposer:
 
     def _refresh(self) -> bool:
         """Takes over another history, where the file was replaced or another one is shared -> whether there is one."""
-        found = self._read_again() if self._path is not None else _shared or self._own
+        found = self._read_again() if self._path is not None and self._own is None else _shared or self._own
         if found is not None and found is not self._history:
-            self._release((*self._absent, *self._present))
-            self._history = found
-            for seq in (*self._absent, *self._present):
-                seq.handle, seq.draft = self._follow(seq.prompt, np.frombuffer(seq.tokens, np.int32)), []
+            self._take_over(found)
         return found is not None
+
+    def _take_over(self, history: RolloutHistory) -> None:
+        """Go on with another history."""
+        self._release((*self._absent, *self._present))
+        self._history = history
+        for seq in (*self._absent, *self._present):
+            seq.handle, seq.draft = self._follow(seq.prompt, np.frombuffer(bytes(seq.tokens), np.int32)), []
 
     def _read_again(self) -> RolloutHistory:
         stamp = self._file_stamp()
@@ -296,6 +368,16 @@ def _end_tokens(model_config: Any) -> set[int]:
     """Return the tokens after which a sequence is finished."""
     found = getattr(getattr(model_config, "hf_config", None), "eos_token_id", None)
     return set(found) if isinstance(found, list | tuple) else set() if found is None else {found}
+
+
+def _next_epoch(history: RolloutHistory) -> int:
+    newest = history.stats["newest_epoch"]
+    return 0 if newest is None else newest + 1
+
+
+def _close(reference: "weakref.ref[HistoryProposer]") -> None:
+    if (proposer := reference()) is not None:
+        proposer._close()
 
 
 def _key(tokens: bytearray) -> tuple[int, bytes]:

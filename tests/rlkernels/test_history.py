@@ -263,7 +263,7 @@ def play(history: rlkernels.RolloutHistory, script: list[tuple]) -> list:
         elif name == "release" and handles:
             history.release(handles.pop(arguments[0] % len(handles)))
     stats = history.stats
-    return [*seen, [stats[k] for k in ("tokens", "rollouts", "prompts", "handles", "evicted")]]
+    return [*seen, [stats[k] for k in ("tokens", "rollouts", "prompts", "handles", "evicted", "newest_epoch")]]
 
 
 @settings(max_examples=60, deadline=None)

@@ -22,7 +22,7 @@ def nothing_shared():
     share_history(None)
 
 
-def proposer(limit: int = 8, end: int | None = None, **additional):
+def proposer(limit: int = 8, end: int | None = None, rank: int = 0, **additional):
     from rlkernels.integrations.vllm import HistoryProposer
 
     return HistoryProposer(
@@ -33,6 +33,7 @@ def proposer(limit: int = 8, end: int | None = None, **additional):
                 max_model_len=MAX_LENGTH, get_vocab_size=lambda: VOCAB, hf_config=SimpleNamespace(eos_token_id=end)
             ),
             scheduler_config=SimpleNamespace(max_num_seqs=2),
+            parallel_config=SimpleNamespace(rank=rank, tensor_parallel_size=2),
         )
     )
 
@@ -254,11 +255,54 @@ def test_a_history_that_is_shared_is_not_filled():
     assert history.stats["tokens"] == len(ANSWER)
 
 
+def test_records_its_answers_and_keeps_those_of_other_engines(tmp_path):
+    settings = {"rlkernels_history": str(tmp_path / "history.bin"), "rlkernels_record": True, "end": ANSWER[-1]}
+    first, second = proposer(**settings), proposer(**settings)
+    other = [*range(70, 90), ANSWER[-1]]
+    answer(first, PROMPTS[0], ANSWER)
+    answer(second, PROMPTS[1], other)
+    for drafter in (first, second):
+        drafter._close()
+    found = rlkernels.RolloutHistory.load(tmp_path / "history.bin")
+    assert found.draft(PROMPTS[:2], [ANSWER[:1], other[:1]], max_tokens=4) == [ANSWER[1:5], other[1:5]]
+    assert second._history.stats["rollouts"] == 2  # it drafts from both, too
+    third = proposer(**settings)
+    assert third._epoch == found.stats["newest_epoch"] + 1  # what comes now weighs more
+    assert answer(third, PROMPTS[0], ANSWER) == ANSWER[1:9]
+    answer(third, PROMPTS[2], ANSWER)  # now the first has left: more than a tenth is new
+    assert rlkernels.RolloutHistory.load(tmp_path / "history.bin").stats["rollouts"] == 3
+
+
+def test_one_worker_of_a_model_records(tmp_path):
+    path = tmp_path / "history.bin"
+    drafter = proposer(rlkernels_history=str(path), rlkernels_record=True, end=ANSWER[-1], rank=1)
+    answer(drafter, PROMPTS[0], ANSWER)
+    drafter._close()
+    assert not path.exists() and drafter._history.stats["rollouts"] == 1
+
+
+def test_what_cannot_be_written_stays_in_memory(tmp_path, caplog):
+    (tmp_path / "folder").mkdir()
+    path = tmp_path / "folder" / "history.bin"
+    drafter = proposer(rlkernels_history=str(path), rlkernels_record=True, end=ANSWER[-1])
+    path.mkdir()
+    answer(drafter, PROMPTS[0], ANSWER)
+    drafter._close()
+    assert "was not written" in caplog.text
+    path.rmdir()
+    drafter._write()
+    assert rlkernels.RolloutHistory.load(path).stats["rollouts"] == 1
+
+
 def test_what_is_given_as_a_history_is_checked(tmp_path):
     from rlkernels.integrations.vllm import share_history
 
     with pytest.raises(ValueError, match="additional_config has 'rlkernel_history', which nothing reads"):
         proposer(rlkernel_history="history.bin")
+    with pytest.raises(
+        ValueError, match=r"\['rlkernels_record'\] must be True beside .*_history', or False, got T"
+    ):
+        proposer(rlkernels_record=True)
     with pytest.raises(FileNotFoundError, match="missing"):
         proposer(rlkernels_history=str(tmp_path / "missing"))
     with pytest.raises(TypeError, match=r"\['rlkernels_history'\] must be the path of a file .* got <.*RolloutHistory"):
