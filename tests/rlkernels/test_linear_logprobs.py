@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accuracy import assert_as_plain
 from support import WaitsForNothing
 
 import rlkernels
@@ -51,10 +52,7 @@ def test_error_is_that_of_plain_torch(backend, dtype, rows, vocab, chunk, scale)
         exact = outputs(plain(ids, temperature), *(None if x is None else x.double() for x in (hidden, weight, offset)))
         reached = outputs(ours(ids, temperature=temperature, chunk=chunk, backend=backend), hidden, weight, offset)
         wanted = outputs(plain(ids, temperature), hidden, weight, offset)
-        for a, b, gold in zip(reached, wanted, exact, strict=True):
-            assert a.dtype == b.dtype and a.shape == b.shape
-            error, allowed = ((x.double() - gold).abs().max() for x in (a, b))
-            assert error <= 2 * allowed + 2e-6 * (1 + gold.abs().max()), (float(error), float(allowed))
+        assert_as_plain(reached, wanted, exact, relative=2e-6)
 
 
 def test_error_in_bfloat16_does_not_grow_with_the_number_of_blocks(monkeypatch):
