@@ -4,6 +4,9 @@ Imported with the extension, and the one place for them: ops of csrc/ops have no
 those of the op; ``*_`` stands for those that do not count.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import empty_like as like
 
@@ -36,7 +39,7 @@ def _warps(x, y, x_lengths, y_lengths, band=None, subsequence=True):
     return x.new_empty(x.shape[0], y.shape[0]), place, like(place)
 
 
-FAKES = {
+FAKES: dict[str, Callable[..., Any]] = {
     "paged_attention": _attention,
     "shared_prefix_attention": _attention,
     "merge_attention": lambda out_a, lse_a, *_: (like(out_a), like(lse_a)),
