@@ -56,11 +56,9 @@ def against_batch(step: StepRewards, settings: AlgorithmConfig) -> Judged:
 
 
 def against_chance(p: torch.Tensor, *, deviations: bool) -> torch.Tensor:
-    """Returns the advantages [B] of right answers to prompts that are answered right with chance ``p``.
+    """Returns advantages [B] of right answers to prompts that are answered right with chance ``p`` [B], 0 < p < 1.
 
-    Args:
-        p: [B], 0 < p < 1.
-        deviations: divide by the standard deviation of the reward, sqrt(p (1 - p)).
+    With ``deviations`` they are divided by the standard deviation of the reward, sqrt(p (1 - p)).
     """
     return ((1 - p) / p).sqrt() if deviations else 1 - p
 
@@ -70,15 +68,10 @@ def _whitened(advantages: torch.Tensor, step: StepRewards, settings: AlgorithmCo
 
 
 def group_statistics(rewards: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes size, mean and standard deviation (n - 1) of the reward in the group of every sample.
+    """Computes size, mean and standard deviation (n - 1) of the rewards [B] in the group of every sample, each [B].
 
-    Args:
-        rewards: [B].
-        groups: int64 [B], the group of every sample; any numbers, in any order.
-
-    Returns:
-        (size, mean, std), each [B]. The deviation is exactly 0 for a group of one, and if all rewards of a group are
-        equal.
+    Groups are any numbers, in any order, int64 [B]. The deviation is exactly 0 for a group of one, and if all rewards
+    of a group are equal.
     """
     _, index = torch.unique(groups, return_inverse=True)
     count = int(index.max()) + 1 if index.numel() else 0
@@ -104,17 +97,10 @@ def scale_of(values: torch.Tensor) -> torch.Tensor:
 def group_advantages(
     rewards: torch.Tensor, groups: torch.Tensor, *, scale_rewards: str = "group", epsilon: float = 1e-4
 ) -> torch.Tensor:
-    """Computes GRPO's advantage: reward minus the mean of its group, divided by a standard deviation.
+    """Computes GRPO's advantage [B]: reward minus the mean of its group, divided by a standard deviation.
 
-    Args:
-        rewards: [B].
-        groups: int64 [B].
-        scale_rewards: ``"group"`` divides by the deviation of the group (GRPO, arXiv 2402.03300), ``"batch"`` by
-            that of all rewards, ``"none"`` by nothing (Dr. GRPO, arXiv 2503.20783).
-        epsilon: added to the deviation.
-
-    Returns:
-        [B]; 0 for every sample of a group whose rewards are all equal.
+    That is of the ``"group"`` (GRPO, arXiv 2402.03300) or of the ``"batch"``; ``"none"`` divides by nothing (Dr. GRPO,
+    arXiv 2503.20783). It is 0 for every sample of a group whose rewards are all equal.
     """
     _, mean, std = group_statistics(rewards, groups)
     if scale_rewards == "group":
@@ -126,15 +112,7 @@ def group_advantages(
 
 
 def rloo_advantages(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Computes reward minus the mean of the *other* samples of its group (RLOO, arXiv 2402.14740).
-
-    Args:
-        rewards: [B].
-        groups: int64 [B].
-
-    Returns:
-        [B]; 0 for a group of one.
-    """
+    """Computes reward minus the mean of the *other* samples of its group, [B] (RLOO, arXiv 2402.14740); alone: 0."""
     size, mean, _ = group_statistics(rewards, groups)
     return torch.where(size > 1, (rewards - mean) * size / (size - 1).clamp(min=1), 0.0)
 
@@ -144,13 +122,9 @@ def gae(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes generalised advantage estimates (arXiv 1506.02438) over the unmasked tokens of each row.
 
-    Args:
-        rewards: [B, T] reward received after each token; usually zero but for the last.
-        values: [B, T] predicted return before each token.
-        mask: bool [B, T]; masked tokens (padding on either side, tool output) are skipped.
-
-    Returns:
-        (advantages, returns), both [B, T], 0 where masked. Rows end in a terminal state.
+    Rewards [B, T] come after each token, values [B, T] predict the return before it. Masked tokens (padding on either
+    side, tool output) are skipped. Returns (advantages, returns), both [B, T], 0 where masked. Rows end in a terminal
+    state.
     """
     mask = mask.bool()
     advantages = torch.zeros_like(values)
@@ -166,14 +140,9 @@ def gae(
 
 
 def whiten(values: torch.Tensor, mask: torch.Tensor, *, epsilon: float = 1e-8) -> torch.Tensor:
-    """Scales the unmasked entries to mean 0 and variance 1.
+    """Scales the unmasked entries of values [B, T] to mean 0 and variance 1; the others are 0.
 
-    Args:
-        values: [B, T].
-        mask: bool [B, T].
-
-    Returns:
-        [B, T], 0 where masked. Fewer than two unmasked entries have no variance: they are only shifted.
+    Fewer than two unmasked entries have no variance: they are only shifted.
     """
     mask = mask.bool()
     kept = values[mask]
@@ -187,15 +156,9 @@ def whiten(values: torch.Tensor, mask: torch.Tensor, *, epsilon: float = 1e-8) -
 
 
 def overlong_penalties(lengths: torch.Tensor, *, max_length: int, cache: int) -> torch.Tensor:
-    """Computes the (negative) reward for length (DAPO, arXiv 2503.14476, eq. 13).
+    """Computes the (negative) reward [B] for lengths [B] in tokens (DAPO, arXiv 2503.14476, eq. 13).
 
     0 up to ``max_length - cache`` tokens, falling linearly to -1 at ``max_length``, -1 beyond.
-
-    Args:
-        lengths: int64 [B] tokens of every answer.
-
-    Returns:
-        float32 [B].
     """
     return ((max_length - cache - lengths) / cache).clamp(-1.0, 0.0).float()
 
@@ -204,10 +167,6 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.
     """Computes 1 - var(returns - values) / var(returns), over unmasked tokens.
 
     1 is a perfect critic, 0 no better than a constant. It is 0 if the returns do not vary.
-
-    Args:
-        values, returns: [B, T].
-        mask: bool [B, T].
     """
     mask = mask.bool()
     kept = returns[mask].double()

@@ -156,15 +156,10 @@ def importance_weights(
     and farther from 1 the longer the answer (Liu et al. 2025, "When Speed Kills Stability").
 
     Args:
-        old_logprobs: [B, T], by the trainer, before the update.
-        sampler_logprobs: [B, T], recorded when the tokens were drawn.
         mask: bool [B, T], True for tokens that the sampler drew. Other tokens (a given prefix) weigh 1.
         mode: ``"truncate"``: min(ratio, cap). ``"mask"``: 0 where the ratio is above ``cap``.
         cap: > 1; or > 0, [B, 1], for ``"truncate"``.
         level: ``"token"``, or ``"sequence"``: the product over the drawn tokens of a row.
-
-    Returns:
-        [B, T].
     """
     mask = mask.bool()
     difference = torch.where(mask, old_logprobs.detach() - sampler_logprobs, 0.0)
@@ -196,13 +191,8 @@ def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, mask: torch.
     ``k3`` is biased towards the forward KL.
 
     Args:
-        logprobs: [B, T], differentiable.
-        ref_logprobs: [B, T] of the same tokens under the reference.
         mask: bool [B, T]; log-probabilities may be anything, NaN and inf included, where it is False.
         kind: a name in ``KL_ESTIMATORS``, or ``module:function`` of r = log pi - log pi_ref, [B, T].
-
-    Returns:
-        [B, T], 0 where masked.
     """
     mask = mask.bool()
     r = torch.where(mask, logprobs, 0.0) - torch.where(mask, ref_logprobs, 0.0)
@@ -217,17 +207,9 @@ def value_loss(
     *,
     clip: float | None = 0.2,
 ) -> torch.Tensor:
-    """Computes half the squared error of the critic; with ``clip``, the larger of that and the clipped one (PPO).
+    """Computes half the squared error [B, T] of the critic, 0 where masked.
 
-    Args:
-        values: [B, T], differentiable.
-        old_values: [B, T] before the update.
-        returns: [B, T].
-        mask: bool [B, T].
-        clip: how far a value may move from its old one; None for no clipping.
-
-    Returns:
-        [B, T], 0 where masked.
+    With ``clip``, how far a value may move from its old one, it is the larger of that and the clipped one (PPO).
     """
     mask = mask.bool()
     values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values.detach(), returns))

@@ -299,14 +299,10 @@ def memory_limit(device: torch.device, reserved: int = 0) -> int:
 def draw_tokens(
     samples: Sequence[Decoding], logits: torch.Tensor, sampling: SamplingParams
 ) -> tuple[list[int], list[float], list[int], list[int]]:
-    """Draws after every token of a sample's draft and after what comes before it.
+    """Draws after every token of a sample's draft and after what comes before it, with logits [R, V] for each.
 
-    Args:
-        samples: S samples.
-        logits: [R, V], a row for each token of a draft and one more a sample.
-
-    Returns:
-        R tokens, R log-probabilities; the first row of each sample, and how many tokens of its draft were drawn again.
+    Returns R tokens, R log-probabilities; the first row of each sample, and how many tokens of its draft were drawn
+    again.
     """
     lengths = [1 + len(sample.draft) for sample in samples]
     starts = [0, *itertools.accumulate(lengths)]
