@@ -20,9 +20,8 @@ from python_trainer.model.loading import keep_dtype
 from python_trainer.model.lora import adapted_layers
 from python_trainer.model.policy import Policy, set_matmul_precision
 from python_trainer.prompts import Tasks
-from python_trainer.rollout.conversation import encode_observation
 from python_trainer.rollout.engine import Engine
-from python_trainer.rollout.episodes import EpisodeEngine
+from python_trainer.rollout.episodes import EpisodeEngine, encode_observation
 from python_trainer.rollout.ordering import LengthHistory
 from python_trainer.rollout.paged.engine import PagedEngine, memory_limit
 from python_trainer.rollout.vllm.engine import Backend, InProcess, VLLMEngine, check_version, import_vllm

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from python_trainer.errors import UserError
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
-from python_trainer.rollout.conversation import encode_after, encode_observation
+from python_trainer.rollout.episodes import encode_after, encode_observation
 
 TURNS = ("12+72", "is </calc>", "=84\n", "so 84 it is.", "why 84 \u00e9?")  # of the user and the policy in turn
 

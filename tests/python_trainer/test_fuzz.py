@@ -5,7 +5,6 @@ import torch
 
 from bench.faults.fuzz import TARGETS, Written, attempt, run_target
 from bench.faults.tensors import Op, target
-from python_trainer.__main__ import main
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase, unpack_tensors
 from python_trainer.errors import UserError
 from python_trainer.run_directory import load_evaluations, read_metrics
@@ -68,13 +67,3 @@ def test_damaged_files_of_a_run_are_named(tmp_path):
         (tmp_path / "metrics.jsonl").write_bytes(text)
         with pytest.raises(UserError, match="metrics.jsonl.* is damaged"):
             read_metrics(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["a: [", "- 1", "seed: {}", "seed: -1", "\0", "task: {name: jsonl}", "x: 1"])
-def test_configurations_through_the_command_line(tmp_path, capsys, text):
-    path = tmp_path / "settings.yaml"
-    path.write_text(text)
-    assert main(["train", "--config", str(path), "--output-dir", str(tmp_path / "run")]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and said.count("\n") == 1
-    assert [p.name for p in tmp_path.iterdir()] == ["settings.yaml"]

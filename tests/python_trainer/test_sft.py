@@ -225,12 +225,3 @@ def test_activations_are_recomputed_by_need(lessons, tmp_path, monkeypatch, need
     ((chosen, _, prompt),) = seen
     assert prompt == 4 and chosen.rollout.max_completion_length == 5
     assert run.policy.model.is_gradient_checkpointing == needed and run.run()["loss_final"] > 0
-
-
-def test_the_halves_of_a_file_are_two(lessons, tmp_path):
-    def prompts(split):
-        path = f"{lessons['task']['train_path']}{split}"
-        return [e.prompt for e in config_of(lessons, task={**lessons["task"], "train_path": path}).task.load().train]
-
-    assert prompts(":train[:50%]") == ["ABC", "D"] and prompts(":train[50%:]") == ["FGAB", "HC"]
-    assert prompts("") == ["ABC", "D", "FGAB", "HC"]
