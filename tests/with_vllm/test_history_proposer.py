@@ -299,9 +299,7 @@ def test_what_is_given_as_a_history_is_checked(tmp_path):
 
     with pytest.raises(ValueError, match="additional_config has 'rlkernel_history', which nothing reads"):
         proposer(rlkernel_history="history.bin")
-    with pytest.raises(
-        ValueError, match=r"\['rlkernels_record'\] must be True beside .*_history', or False, got T"
-    ):
+    with pytest.raises(ValueError, match=r"\['rlkernels_record'\] must be True beside .*_history', or False, got T"):
         proposer(rlkernels_record=True)
     with pytest.raises(FileNotFoundError, match="missing"):
         proposer(rlkernels_history=str(tmp_path / "missing"))
