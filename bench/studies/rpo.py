@@ -9,6 +9,7 @@ their first error lies.
 import json
 import random
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -54,8 +55,8 @@ class SlippingSums(Corpus):
         return [*(prompt + answer).encode(), EOS_ID], len(prompt)
 
 
-def prepare(work: Path) -> None:
-    """Write the prompts, and teach the shipped policy of `sums` to slip in each of the three ways."""
+def prepare(part: str, work: Path) -> None:
+    """Write the prompts, and teach the shipped policy of `sums` to slip in one part of an answer."""
     rng, seen = random.Random("rpo"), set[str]()
     for name, count in (("train", TRAIN), ("test", TEST)):
         rows: list[str] = []
@@ -65,13 +66,12 @@ def prepare(work: Path) -> None:
                 seen.add(prompt)
                 rows.append(json.dumps({"prompt": prompt, "answer": sum(terms)}) + "\n")
         (work / f"{name}.jsonl").write_text("".join(rows))
-    for part in CHANCES:
-        folder = work / f"slips-{part}"
-        if not (folder / "tokenizer.json").exists():
-            torch.manual_seed(0)
-            policy = Qwen2ForCausalLM.from_pretrained(policy_folder("sums"), dtype=torch.float32)
-            train(policy, TAUGHT, SlippingSums(part, seen), batch=48, chunk_tokens=4096)
-            save(policy, folder)
+    folder = work / f"slips-{part}"
+    if not (folder / "tokenizer.json").exists():
+        torch.manual_seed(0)
+        policy = Qwen2ForCausalLM.from_pretrained(policy_folder("sums"), dtype=torch.float32)
+        train(policy, TAUGHT, SlippingSums(part, seen), batch=48, chunk_tokens=4096)
+        save(policy, folder)
 
 
 def first_error(prompt: str, completion: str) -> float | None:
@@ -148,7 +148,7 @@ STUDIES = [
         levels=(0.7, 0.8, 0.85),
         rates=(1e-4, 2e-4, 4e-4),
         tuning_steps=20,
-        prepare=prepare,
+        prepare=partial(prepare, part),
         measure=measure,
     )
     for part in CHANCES
