@@ -1,14 +1,19 @@
-"""An update of TRL's GRPOTrainer, with every prompt computed for each answer, and with each prompt computed once.
+"""Updates and whole steps of TRL's GRPOTrainer, with every prompt computed for each answer, and with each once.
 
-Forward and backward pass of one micro-batch of one group, without the optimizer, on a random Llama with the vocabulary
-of SmolLM2. On a CPU TRL applies the output layer to prompts too; the arm "head on answers" does not, as TRL on a GPU:
-it is the fair rival. The gradient's norm is compared.
+An update is the forward and backward pass of one group in micro-batches, without the optimizer, on a random Llama with
+the vocabulary of SmolLM2. On a CPU TRL applies the output layer to prompts too; the arm "head on answers" does not, as
+TRL on a GPU: it is the fair rival. "No padding" packs answers, each with its own copy of the prompt. The gradient's
+norm is compared. A whole step also generates, with Transformers, and takes the optimizer's step.
 """
 
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
 from importlib.util import find_spec
+from itertools import accumulate
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -16,24 +21,28 @@ from bench import Case, Missing
 from python_trainer.hub import policy_folder
 
 VOCAB = 49152
-GRID = [(64, 128, 8), (256, 128, 8), (1024, 128, 8), (256, 128, 2), (64, 512, 8)]  # prompt, longest answer, answers
+# prompt, longest answer, answers, answers of a micro-batch
+GRID = [(64, 128, 8, 8), (256, 128, 8, 8), (1024, 128, 8, 8), (256, 128, 2, 2), (64, 512, 8, 8)]
+MICRO_BATCHES = [(256, 128, 8, size) for size in (1, 2, 4)]
+STEP = (256, 128, 8)
 
 
-def make_trainer(cls: Any, model: Any, answers: int, longest: int) -> Any:
+def make_trainer(cls: Any, model: Any, prompt: int, longest: int, answers: int) -> Any:
     from datasets import Dataset
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PrinterCallback
     from trl import GRPOConfig
 
     settings = GRPOConfig(
-        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=answers, num_generations=answers,
+        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=answers, num_generations=answers, max_steps=1,
         gradient_accumulation_steps=1, max_completion_length=longest, bf16=False, use_cpu=True, report_to=[],
         save_strategy="no", disable_tqdm=True, gradient_checkpointing=False,
     )  # fmt: skip
     trainer = cls(
-        model=model, args=settings, train_dataset=Dataset.from_dict({"prompt": ["x"]}),
+        model=model, args=settings, train_dataset=Dataset.from_dict({"prompt": ["7+" * (prompt // 2)]}),
         reward_funcs=lambda completions, **columns: [0.0] * len(completions),
         processing_class=AutoTokenizer.from_pretrained(policy_folder("sums")),
     )  # fmt: skip
+    trainer.remove_callback(PrinterCallback)
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
     return trainer
@@ -52,22 +61,55 @@ def make_batch(prompt: int, longest: int, answers: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def update(trainer: Any, batch: dict[str, Any], compact: bool = False) -> Callable[[], float]:
-    """Return an update that gives the norm of the gradient."""
-    import trl.trainer.utils as utils
+def pack_alone(pack: Any, ids: torch.Tensor, mask: torch.Tensor, logits_to_keep: int) -> Any:
+    """Pack rows as ``pack`` does, but each with its own copy of the prompt."""
+    from rlkernels.integrations.trl_shared import Packed, SharedLayout
+
+    rows = [pack(one[None], keep[None], logits_to_keep) for one, keep in zip(ids, mask)]
+    lens = [
+        [int(n) for n in (mask[i, :-logits_to_keep].sum() - 1, mask[i, -logits_to_keep:].sum())]
+        for i in range(len(rows))
+    ]
+    starts = list(accumulate((len(row.ids) for row in rows), initial=0))
+    layout = SharedLayout(*map(list, zip(*lens)), list(range(len(rows) + 1)))
+    return Packed(
+        torch.cat([row.ids for row in rows]), layout.position_ids, layout,
+        torch.cat([row.rows + start for row, start in zip(rows, starts)]), torch.cat([row.targets for row in rows]),
+        torch.cat([row.row + i for i, row in enumerate(rows)]), torch.cat([row.column for row in rows]),
+    )  # fmt: skip
+
+
+COMPACT = {"trl.trainer.utils._use_triton": lambda device: True}  # the output layer sees answers only
+Patches = dict[str, Callable[..., Any]]
+
+
+def patched(run: Callable[[], float], patches: Patches | None) -> Callable[[], float]:
+    def call() -> float:
+        with ExitStack() as stack:
+            for name, function in (patches or {}).items():
+                stack.enter_context(patch(name, function))
+            return run()
+
+    return call
+
+
+def update(trainer: Any, batch: dict[str, Any], size: int, patches: Patches | None = None) -> Callable[[], float]:
+    """Return an update in micro-batches of ``size`` answers that gives the norm of the gradient."""
+    parts = {name: value.split(size) for name, value in batch.items() if value.ndim}
+    numbers = {name: value for name, value in batch.items() if not value.ndim}
 
     def run() -> float:
         trainer.model.zero_grad(set_to_none=True)
-        use_triton = utils._use_triton
-        if compact:
-            utils._use_triton = lambda device: True  # decides whether the output layer sees answers only
-        try:
-            trainer._compute_loss(trainer.model, batch).backward()
-        finally:
-            utils._use_triton = use_triton
+        for i in range(len(batch["prompt_ids"]) // size):
+            trainer._compute_loss(trainer.model, {name: part[i] for name, part in parts.items()} | numbers).backward()
         return torch.stack([p.grad.norm() for p in trainer.model.parameters() if p.grad is not None]).norm().item()
 
-    return run
+    return patched(run, patches)
+
+
+def step(trainer: Any, patches: Patches | None = None) -> Callable[[], float]:
+    """Return a whole step: generation, reward, update and the optimizer."""
+    return patched(lambda: float(trainer.train().global_step), patches)
 
 
 def cases(quick: bool) -> Iterator[Case]:
@@ -78,25 +120,44 @@ def cases(quick: bool) -> Iterator[Case]:
     from trl import GRPOTrainer
 
     from rlkernels.integrations.trl import SharedPrefixGRPOTrainer
+    from rlkernels.integrations.trl_shared import pack
+
+    alone = {"rlkernels.integrations.trl_shared.pack": partial(pack_alone, pack)}
 
     width, layers = (90, 2) if quick else (288, 12)
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=width, intermediate_size=width * 8 // 3, num_hidden_layers=layers,
         num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=8192, tie_word_embeddings=True,
     )  # fmt: skip
-    for prompt, longest, answers in [(32, 16, 4)] if quick else GRID:
-        batch, trainers = make_batch(prompt, longest, answers), {}
-        for cls in (GRPOTrainer, SharedPrefixGRPOTrainer):
-            torch.manual_seed(0)
-            trainers[cls] = make_trainer(cls, LlamaForCausalLM(config), answers, longest)
+
+    def trainers(prompt: int, longest: int, answers: int) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        theirs = make_trainer(GRPOTrainer, LlamaForCausalLM(config), prompt, longest, answers)
+        torch.manual_seed(0)
+        return theirs, make_trainer(SharedPrefixGRPOTrainer, LlamaForCausalLM(config), prompt, longest, answers)
+
+    for prompt, longest, answers, size in [(32, 16, 4, 2)] if quick else GRID + MICRO_BATCHES:
+        batch = make_batch(prompt, longest, answers)
+        theirs, ours = trainers(prompt, longest, answers)
         yield Case(
             op="trl_update",
-            shape=f"prompt {prompt}, answers {longest // 2} to {longest}, group of {answers}",
+            shape=f"prompt {prompt}, answers {longest // 2} to {longest}, group of {answers}, {size} a micro-batch",
             providers={
-                "TRL": update(trainers[GRPOTrainer], batch),
-                "TRL, head on answers": update(trainers[GRPOTrainer], batch, compact=True),
-                "rlkernels": update(trainers[SharedPrefixGRPOTrainer], batch),
+                "TRL": update(theirs, batch, size),
+                "TRL, head on answers": update(theirs, batch, size, COMPACT),
+                "rlkernels, no padding": update(ours, batch, size, alone),
+                "rlkernels": update(ours, batch, size),
             },
             reference="TRL",
             work=("tokens", int(batch["completion_mask"].sum())),
         )
+    prompt, longest, answers = (32, 16, 4) if quick else STEP
+    theirs, ours = trainers(prompt, longest, answers)
+    yield Case(
+        op="trl_step",
+        shape=f"prompt {prompt}, answers {longest}, group of {answers}",
+        providers={
+            "TRL": step(theirs), "TRL, head on answers": step(theirs, COMPACT), "rlkernels": step(ours),
+        },
+        reference=None,
+    )  # fmt: skip
