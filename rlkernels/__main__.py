@@ -17,11 +17,9 @@ def main(argv: list[str] | None = None) -> int:
     show.add_argument("--json", action="store_true", help="print JSON instead of text")
     from rlkernels.extrapolation import cli as extrapolate
     from rlkernels.proof import cli as prove
-    from rlkernels.rank1 import cli as rank1
 
     for name, command, does in (
         ("prove", prove, "find out which kernels are right and faster on this GPU"),
-        ("rank1", rank1, "leading direction of every weight update between two checkpoints"),
         ("extrapolate", extrapolate, "take checkpoints of any trainer further, without a gate"),
     ):
         arguments = commands.add_parser(name, help=does)

@@ -12,7 +12,7 @@ from rlkernels.verdicts import load, summary
 
 PACKAGES = {  # module -> what needs it
     "triton": "Triton kernels on a GPU",
-    "safetensors": "checkpoints: python -m rlkernels rank1, the trainer",
+    "safetensors": "checkpoints: stream_top1, python -m rlkernels extrapolate, the trainer",
     "transformers": "rlkernels.integrations.transformers, the trainer",
     "pydantic": "the trainer",
     "peft": "model.lora of the trainer",

@@ -50,7 +50,7 @@ def python_files(op: str) -> list[Path]:
     import rlkernels
 
     folder = PACKAGE / getattr(rlkernels, op).__module__.split(".")[1]
-    return sorted([*set(folder.glob("*.py")) - {folder / "cli.py"}, PACKAGE / "_precision.py"])
+    return sorted([*folder.glob("*.py"), PACKAGE / "_precision.py"])
 
 
 @functools.cache

@@ -26,7 +26,7 @@ class RolloutHistory:
     more. A draft ends where verifying the next token would not pay. Verify drafts with
     :func:`rlkernels.verify_drafts`; wrong ones cost time, never correctness.
 
-    Thread-safe, except on the "torch" backend. Copies and pickles hold the rollouts and settings, but no handles.
+    Thread-safe, except on the "torch" backend.
 
     Args:
         max_tokens: most response tokens kept; None is unbounded. It evicts the lowest epoch first, within it the
@@ -190,11 +190,9 @@ class RolloutHistory:
     def from_bytes(cls, data: torch.Tensor, *, backend: str = "auto") -> "RolloutHistory":
         """Undo :meth:`to_bytes`; raises ValueError as :meth:`load` does."""
         _check.tensor("data", data, ndim=1, dtype=torch.uint8)
-        return _restored(cls, data.numpy(force=True), backend)
-
-    def __reduce__(self) -> Any:
-        backend = "torch" if isinstance(self._core, reference.History) else "auto"
-        return _restored, (type(self), self._core.to_bytes(), backend)
+        history = cls.__new__(cls)
+        history._core = _implementation(backend).from_bytes(data.numpy(force=True))
+        return history
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -202,12 +200,6 @@ class RolloutHistory:
         facts: dict[str, Any] = self._core.stats()
         facts["bytes_per_token"] = facts["bytes"] / max(facts["tokens"], 1)
         return facts
-
-
-def _restored(kind: type[RolloutHistory], data: np.ndarray, backend: str) -> RolloutHistory:
-    history = kind.__new__(kind)
-    history._core = _implementation(backend).from_bytes(data)
-    return history
 
 
 def _implementation(backend: str) -> Any:

@@ -1,9 +1,7 @@
-"""A rollout history in files, tensors and copies, and what of them is refused."""
+"""A rollout history in files and tensors, and what of them is refused."""
 
-import copy
 import math
 import os
-import pickle
 import struct
 import threading
 import zlib
@@ -73,18 +71,6 @@ def test_savers_of_one_path_do_not_meet(tmp_path):
     with pytest.raises(IsADirectoryError):
         rlkernels.RolloutHistory().save(tmp_path / "folder")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "h.bin"]  # no temporary file left
-
-
-@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda h: pickle.loads(pickle.dumps(h))])
-def test_copies_and_pickles(duplicate):
-    history = rlkernels.RolloutHistory(max_tokens=100, token_cost=0.03, depth=16)
-    history.add([1], range(80), reward=0.5, epoch=3)
-    history.track([1])
-    again = duplicate(history)
-    assert type(again._core) is type(history._core) and again.stats["handles"] == 0
-    assert torch.equal(again.to_bytes(), history.to_bytes())  # the settings are in it
-    history.add([1], range(10))
-    assert (again.stats["rollouts"], history.stats["rollouts"]) == (1, 2)
 
 
 def test_paths_are_taken_as_the_system_takes_them(tmp_path):

@@ -153,7 +153,7 @@ def test_more_tokens_than_are_summed_up_at_one_time(monkeypatch):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_no_memory_is_asked_for_that_all_logits_would_need(dtype, monkeypatch):
     """Of all that torch allocates, forward and backward: a block, its gradient, the results, and room for products."""
     monkeypatch.setattr(linear, "BLOCK", 1)

@@ -1,4 +1,4 @@
-"""Streaming of safetensors folders, the command line, and the LoRA export."""
+"""Streaming of safetensors folders, and the LoRA export."""
 
 import json
 import math
@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from rank1_cases import planted
 
 import rlkernels
-from rlkernels.__main__ import main
 from rlkernels.rank1 import stream
 
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="this machine lacks safetensors")
@@ -165,24 +164,6 @@ print((peak - before) / 2**20)
     out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert out.returncode == 0, out.stderr
     assert 8 < float(out.stdout) < 16 + 20  # one pair is 16 MiB; the rest is the solver's vectors and the loader
-
-
-def test_command_line(tmp_path, model, capsys):
-    base, checkpoint = model
-    a, b = write(tmp_path / "a", [base]), write(tmp_path / "b", [checkpoint])
-    report = tmp_path / "out.json"
-    assert main(["rank1", str(a), str(b), str(b), "--json", str(report)]) == 0
-    text = capsys.readouterr().out
-    assert "layers.0.q_proj.weight" in text and "40x60" in text and "zero" in text
-    runs = json.loads(report.read_text())["checkpoints"]
-    assert [r["checkpoint"] for r in runs] == [str(b)] * 2
-    first, second = (r["modules"][0] for r in runs)
-    assert second["passes"] <= first["passes"] and first["status"] == "ok"
-    assert first["cosine_to_previous"] is None and second["cosine_to_previous"] > 0.999
-    assert " cos " in text and "1.000 ok" in text
-    assert {"name", "shape", "sigma", "share", "gap", "angle_bound", "changed"} <= set(first)
-    assert main(["rank1", str(a), str(tmp_path / "nowhere")]) == 1
-    assert "nowhere is not a folder" in capsys.readouterr().err
 
 
 def tiny_llama():
