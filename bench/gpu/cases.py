@@ -19,17 +19,6 @@ SMALL = (14, 2, 64)  # of Qwen2.5-0.5B
 LAYER = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
 MODEL = [(3584, 3584), (512, 3584), (512, 3584), (3584, 3584), (18944, 3584), (18944, 3584), (3584, 18944)] * 28
 
-_TRITON = "tests/rlkernels/triton"
-# op -> the file of tests that exercises its GPU kernels
-TESTS: dict[str, str] = {
-    **dict.fromkeys(("write_kv", "paged_attention", "shared_prefix_attention", "merge_attention"),
-                    f"{_TRITON}/test_prefix_cache.py"),
-    "grouped_attention": f"{_TRITON}/test_grouped_attention.py",
-    **dict.fromkeys(("sample_tokens", "verify_drafts"), f"{_TRITON}/test_sampling.py"),
-    **dict.fromkeys(("token_logprobs", "linear_token_logprobs"), f"{_TRITON}/test_logprobs.py"),
-    **dict.fromkeys(("top1_delta", "top1_deltas", "delta_matvec", "add_rank1_"), f"{_TRITON}/test_rank1.py"),
-    **dict.fromkeys(("dtw", "dtw_topk"), f"{_TRITON}/test_dtw_triton.py"),
-}  # fmt: skip
 # the ops that compute-sanitizer looks at in one process
 SANITIZED = {
     "attention": ("write_kv", "paged_attention", "shared_prefix_attention", "grouped_attention", "merge_attention"),

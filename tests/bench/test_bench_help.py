@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-PACKAGES = ("bench", "bench.faults", "bench.gpu", "bench.soak", "bench.studies", "bench.sweep")
+PACKAGES = ("bench", "bench.faults", "bench.gpu", "bench.soak", "bench.studies")
 COMMANDS = [*(f"{package}.__main__" for package in PACKAGES), "bench.gpu.records", "bench.studies.lossless"]
 
 

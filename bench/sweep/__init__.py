@@ -1,1 +1,0 @@
-"""Training runs over a grid of learning rates and seeds: ``python -m bench.sweep --help``."""
