@@ -7,6 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from python_trainer.accelerators import drafts
 from python_trainer.checkpoint import decode, encode, list_checkpoints, load_checkpoint, save_checkpoint
 from python_trainer.errors import UserError
 from python_trainer.run_directory import read_metrics
@@ -64,11 +65,11 @@ def assert_same_run(a, b):
     for state in (first, second):
         for own in state["accelerators"].values():
             own.get("recorder", {}).pop("created", None)
-    for part in ("model", "optimizer", "critic", "accelerators"):
+    for part in ("model", "optimizer", "critic", "accelerators", "lengths"):
         tensors, others = {}, {}
         assert encode(first[part], tensors) == encode(second[part], others), part
         assert all(torch.equal(tensors[name], others[name]) for name in tensors), part
-    for key in ("step", "counts", "evaluations", "policy_version"):
+    for key in ("step", "prompts", "counts", "evaluations", "policy_version"):
         assert first["state"][key] == second["state"][key], key
     rows = [
         [{k: v for k, v in row.items() if "time/" not in k and "per_second" not in k} for row in read_metrics(folder)]
@@ -80,13 +81,22 @@ def assert_same_run(a, b):
 PPO = {"advantage": "gae", "num_iterations": 2, "beta": 0.1, "use_kl_in_reward": True}
 
 
+# in some rounds of dynamic sampling other prompts are drawn, and longest answers come first
+ROUNDS = {"dynamic_sampling": True, "schedule": "history"}
+
+
 @pytest.mark.parametrize(
-    ("algorithm", "separate"), [({"num_iterations": 2, "beta": 0.1}, False), (PPO, False), (PPO, True)]
+    ("algorithm", "separate", "rollout", "preset"),
+    [({"num_iterations": 2, "beta": 0.1}, False, ROUNDS, "paper"), (PPO, False, {}, "ours"), (PPO, True, {}, "ours")],
 )
-def test_resume_equals_the_uninterrupted_run(make_config, tmp_path, algorithm, separate):
+def test_resume_equals_the_uninterrupted_run(make_config, tmp_path, monkeypatch, algorithm, separate, rollout, preset):
+    """With suffix rollouts and drafts, whose bounded history and cost, measured once, come back too."""
+    monkeypatch.setattr(drafts, "HISTORY_TOKENS", 500)
+    costs = iter([200.0, 200.0, 1.0])
+    monkeypatch.setattr(drafts.Drafts, "_measured", lambda self, engine: self.pass_overhead or next(costs))
     options = {
-        "algorithm": algorithm, "critic": {"separate": separate},
-        "accelerators": {"enabled": ["rpo"]}, "evaluation": {"eval_steps": 3},
+        "algorithm": algorithm, "critic": {"separate": separate}, "rollout": rollout,
+        "accelerators": {"enabled": ["rpo", "drafts"], "rpo": {"preset": preset}}, "evaluation": {"eval_steps": 3},
         "optimizer": {"lr_scheduler_type": "cosine", "warmup_steps": 2}, "save": {"save_steps": 2},
     }  # fmt: skip
     config = make_config(max_steps=6, **options)

@@ -215,31 +215,6 @@ def test_training_is_the_same_with_drafts(make_config, tmp_path, dear_passes, ot
     assert all(0 <= row["drafts/acceptance"] <= 1 and 0 <= row["drafts/off_share"] <= 1 for row in steps)
 
 
-def test_resumed_run_with_drafts_repeats(make_config, tmp_path, monkeypatch):
-    """The history, its clock and the measured cost come back: even the drafts are the same."""
-    monkeypatch.setattr("python_trainer.accelerators.drafts.HISTORY_TOKENS", 500)
-    options = {"enabled": ["drafts"]}
-    whole = Trainer(make_config(max_steps=6, accelerators=options), tmp_path / "whole", console=Console(quiet=True))
-    whole.accelerators[0].pass_overhead = 200.0  # as if measured
-    whole.run()
-    half = Trainer(make_config(max_steps=4, accelerators=options), tmp_path / "half", console=Console(quiet=True))
-    half.accelerators[0].pass_overhead = 200.0
-    half.run()
-    again = Trainer(
-        make_config(max_steps=6, accelerators=options), tmp_path / "half", resume=True, console=Console(quiet=True)
-    )
-    assert again.accelerators[0].pass_overhead == 200.0
-    again.run()
-    for name, weight in whole.policy.model.state_dict().items():
-        assert torch.equal(weight, again.policy.model.state_dict()[name])
-    assert torch.equal(whole.accelerators[0].history.to_bytes(), again.accelerators[0].history.to_bytes())
-    drafts = [
-        [{k: v for k, v in row.items() if k.startswith("drafts/")} for row in read_metrics(tmp_path / name)]
-        for name in ("whole", "half")
-    ]
-    assert drafts[0] == drafts[1] and drafts[0][-1]["drafts/offered_tokens"] > 0
-
-
 def test_a_history_is_cut_to_what_is_kept_when_it_is_loaded(monkeypatch):
     before = Drafts(DraftsSettings())
     before.pass_overhead = 7.0

@@ -122,17 +122,6 @@ def always(prompts, completions, completion_ids, **columns):
     return [1.0] * len(completions)
 
 
-def test_resume_draws_the_same_prompts(dynamic, tmp_path):
-    whole = Trainer(dynamic(max_steps=4), tmp_path / "whole", console=QUIET)
-    whole.run()
-    Trainer(dynamic(max_steps=2), tmp_path / "parts", console=QUIET).run()
-    parts = Trainer(dynamic(max_steps=4), tmp_path / "parts", resume=True, console=QUIET)
-    parts.run()
-    assert whole.state.prompts == parts.state.prompts > 16
-    for a, b in zip(whole.policy.model.parameters(), parts.policy.model.parameters()):
-        assert torch.equal(a, b)
-
-
 def test_long_answers_lose_reward_but_not_accuracy(make_config, tmp_path):
     algorithm = {"overlong_cache": 12}
     trainer = Trainer(make_config(algorithm=algorithm), tmp_path / "run", console=QUIET)

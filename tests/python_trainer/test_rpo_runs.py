@@ -55,27 +55,6 @@ def test_filled_before_the_first_step_and_on_the_clock(make_config, tmp_path):
     assert one.response_ids != again.answer_once([5], 1)[0].response_ids
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "preset"),
-    [
-        ({"loss_type": "dapo", "epsilon_high": 0.28}, "paper"),
-        ({"advantage": "gae", "num_iterations": 2}, "ours"),
-    ],
-)
-def test_interrupted_run_ends_with_the_same_weights_and_answers(make_config, tmp_path, algorithm, preset):
-    settings = {"cut_share": 0.6, "preset": preset}
-    config = rpo_config(make_config, max_steps=5, algorithm=algorithm, rpo=settings)
-    whole = Trainer(config, tmp_path / "whole", console=Console(quiet=True))
-    whole.run()
-    first = rpo_config(make_config, max_steps=3, algorithm=algorithm, rpo=settings)
-    Trainer(first, tmp_path / "parts", console=Console(quiet=True)).run()
-    rest = Trainer(config, tmp_path / "parts", resume=True, console=Console(quiet=True))
-    rest.run()
-    assert rest.accelerators[0].answers == whole.accelerators[0].answers
-    for a, b in zip(whole.policy.model.parameters(), rest.policy.model.parameters()):
-        assert torch.equal(a, b)
-
-
 def test_dynamic_sampling_refills_with_suffixes_and_counts_every_round(make_config, tmp_path):
     """Rewards that are 0 or 1 by the last token: short cuts leave many groups without spread, which are drawn again."""
     config = rpo_config(make_config, max_steps=3, rpo={"cut_share": 0.3})
