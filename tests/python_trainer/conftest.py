@@ -14,6 +14,8 @@ from python_trainer.config import check_config
 from python_trainer.data import Rollout
 from python_trainer.trainer import Trainer
 
+QUIET = Console(quiet=True)
+
 
 def even(prompts, completions, completion_ids, **columns):
     """1 where the last token but the end is an even number, else 0."""
@@ -91,11 +93,16 @@ def history_run(make_config, tmp_path, monkeypatch):
             max_steps=steps, seed=seed, task={"reward": "test_earlier_runs:odd"} | (task or {}),
             accelerators={"enabled": list(enabled), "rhyme": settings}, **sections,
         )  # fmt: skip
-        trainer = Trainer(config, tmp_path / folder, console=Console(quiet=True), resume=resume)
-        trainer.run()
-        return trainer
+        return train(config, tmp_path / folder, resume=resume)
 
     return make
+
+
+def train(config, folder, **options):
+    """The trainer of a run that is over, of which nothing is shown."""
+    trainer = Trainer(config, folder, console=QUIET, **options)
+    trainer.run()
+    return trainer
 
 
 def record_updates(trainer):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rich.console import Console
+from conftest import QUIET, train
 
 from python_trainer.accelerators.alpha import Alpha
 from python_trainer.accelerators.settings import AlphaSettings
@@ -20,7 +20,6 @@ from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 from rlkernels.extrapolation import PREDICTORS, Attempt, Comparison, Gate
 
-QUIET = Console(quiet=True)
 GATE = 800
 HARDNESS = torch.randperm(GATE, generator=torch.Generator().manual_seed(0)).div(GATE).tolist()  # of gate prompts
 
@@ -320,9 +319,7 @@ def test_an_interrupted_run_resumes_to_the_same_weights(alpha_config, tmp_path, 
     config = alpha_config(max_steps=8, save={"save_steps": 1, "save_total_limit": 20})
 
     def start(folder, steps, **options):
-        trainer = Trainer(config.model_copy(update={"max_steps": steps}), folder, console=QUIET, **options)
-        trainer.run()
-        return trainer
+        return train(config.model_copy(update={"max_steps": steps}), folder, **options)
 
     whole = start(tmp_path / "whole", 8)
     assert [e["step"] for e in whole.accelerators[0].events if e["accepted"]] == [4, 7]

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from rich.console import Console
+from conftest import QUIET, train
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -17,7 +17,6 @@ from python_trainer.model.settings import ModelConfig
 from python_trainer.run_state import best_evaluated
 from python_trainer.trainer import Trainer
 
-QUIET = Console(quiet=True)
 JUDGED = {"reward": ["tiny:mostly_digits", "conftest:digits"], "reward_weights": [0, 1]}
 
 
@@ -38,9 +37,7 @@ def grades(monkeypatch):
 def finished(make_config, tmp_path):
     save = {"save_steps": 1, "save_total_limit": 1}
     config = make_config(task=JUDGED, evaluation={"eval_steps": 1}, save=save)
-    trainer = Trainer(config, tmp_path / "run", console=QUIET)
-    trainer.run()
-    return trainer
+    return train(config, tmp_path / "run")
 
 
 def weights(folder):

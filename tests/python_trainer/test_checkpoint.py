@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import QUIET, save_tiny_policy
 from rich.console import Console
 
 from python_trainer.accelerators import drafts
@@ -13,7 +14,6 @@ from python_trainer.errors import UserError
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 
-QUIET = Console(quiet=True)
 HERE = Path(__file__).parent
 
 
@@ -121,8 +121,6 @@ def test_resume_equals_the_uninterrupted_run(make_config, tmp_path, monkeypatch,
 
 
 def test_resume_refuses_another_model_or_other_accelerators(make_config, tmp_path):
-    from conftest import save_tiny_policy
-
     Trainer(make_config(max_steps=1), tmp_path / "run", console=QUIET).run()
     with pytest.raises(UserError, match=r"run with the accelerators \[\], not \['rpo'\]"):
         Trainer(make_config(accelerators={"enabled": ["rpo"]}), tmp_path / "run", resume=True, console=QUIET)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import QUIET
 from paged import GREEDY, MODELS, VOCAB, assert_same, engine_for, make, mixed_requests, prompts
 from rich.console import Console
 from scipy import stats
@@ -16,7 +17,6 @@ from python_trainer.trainer import Trainer
 from rlkernels import RolloutHistory
 
 SETTINGS = [GREEDY, SamplingParams(seed=3), SamplingParams(temperature=0.7, top_p=0.8, top_k=9, seed=1)]
-QUIET = Console(quiet=True)
 
 
 def drafter(pass_overhead=1e9, **options) -> Drafter:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rich.console import Console
+from conftest import QUIET, train
 
 import python_trainer.prompts
 from python_trainer.algorithms.advantages import overlong_penalties
@@ -12,8 +12,6 @@ from python_trainer.errors import UserError
 from python_trainer.rollout.settings import RolloutConfig
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
-
-QUIET = Console(quiet=True)
 
 
 def answers(*accuracies):
@@ -111,8 +109,7 @@ def test_a_step_is_filled_with_prompts_that_teach(dynamic, tmp_path, monkeypatch
 
 def test_rounds_are_bounded(dynamic, tmp_path):
     config = dynamic("always", max_steps=1, rollout={"max_sampling_rounds": 3})
-    trainer = Trainer(config, tmp_path / "run", console=QUIET)
-    trainer.run()
+    trainer = train(config, tmp_path / "run")
     row = read_metrics(tmp_path / "run")[1]
     assert row["sampling/rounds"] == 3 and row["sampling/kept_groups"] == 0 and row["frac_reward_zero_std"] == 1
     assert trainer.state.prompts == 12 and row["grad_norm"] == 0.0

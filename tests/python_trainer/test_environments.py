@@ -6,8 +6,8 @@ import threading
 import time
 
 import pytest
+from conftest import train
 from paged import engine_for, full_logits, make, prompts
-from rich.console import Console
 
 from python_trainer.data import Example, Group
 from python_trainer.environment import Environment
@@ -17,7 +17,6 @@ from python_trainer.rollout import SamplingParams
 from python_trainer.rollout.drafting import Drafter
 from python_trainer.rollout.episodes import EpisodeEngine, initial_prompt
 from python_trainer.tasks.rewards import REWARDS
-from python_trainer.trainer import Trainer
 from rlkernels import RolloutHistory
 
 SAMPLING = SamplingParams(temperature=0.9, seed=5)
@@ -240,8 +239,7 @@ def test_what_is_no_episode_is_refused(model):
 
 def test_samples_show_what_was_asked(make_config, tmp_path):
     config = make_config(max_steps=1, task={"environment": "test_environments:Opening"})
-    trainer = Trainer(config, tmp_path, console=Console(quiet=True))
-    trainer.run()
+    trainer = train(config, tmp_path)
     (line,) = (tmp_path / "samples.jsonl").read_text().splitlines()
     prompts = {sample["prompt"] for sample in json.loads(line)["samples"]}
     assert prompts and prompts <= {f"HH{example.prompt}" for example in trainer.task.train}

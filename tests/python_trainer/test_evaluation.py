@@ -4,7 +4,7 @@ import json
 from itertools import combinations
 
 import pytest
-from rich.console import Console
+from conftest import QUIET
 
 from python_trainer.config import EvaluationConfig, load_config
 from python_trainer.errors import UserError
@@ -14,8 +14,6 @@ from python_trainer.report.tables import summary_columns
 from python_trainer.run_directory import load_evaluations, read_metrics
 from python_trainer.tasks.rewards import Scores
 from python_trainer.trainer import Trainer
-
-QUIET = Console(quiet=True)
 
 
 @pytest.mark.parametrize(("samples", "right"), [(4, 0), (4, 1), (5, 2), (5, 5), (6, 4)])

@@ -6,9 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from conftest import QUIET
 from fake_llm import install
 from fake_vllm import draw, serving
-from rich.console import Console
 
 from python_trainer.accelerators import ACCELERATORS
 from python_trainer.config import load_config
@@ -18,7 +18,6 @@ from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 
 SMOKE = Path(__file__).parents[2] / "configs" / "smoke.yaml"
-QUIET = Console(quiet=True)
 # what else a run does, as sections of its settings; several processes are in test_parallel.py and test_alpha.py
 OTHERS = {
     "PPO": {"algorithm": {"advantage": "gae", "num_iterations": 2}},

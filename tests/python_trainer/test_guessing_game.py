@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import merged
+from conftest import merged, train
 from rich.console import Console
 
 from python_trainer.config import check_config
@@ -93,12 +93,10 @@ def test_an_interrupted_game_goes_on_as_if_nothing_had_been(playing, tmp_path):
         return torch.cat([p.detach().flatten() for p in trainer.policy.model.parameters()])
 
     config = check_config(playing, source="test")
-    whole = Trainer(config, tmp_path / "whole", console=Console(quiet=True))
-    whole.run()
+    whole = train(config, tmp_path / "whole")
     part = config.model_copy(update={"max_steps": 2})
     Trainer(part, tmp_path / "part", console=Console(quiet=True)).run()
-    resumed = Trainer(config, tmp_path / "part", resume=True, console=Console(quiet=True))
-    resumed.run()
+    resumed = train(config, tmp_path / "part", resume=True)
     assert torch.equal(weights(resumed), weights(whole))
 
 

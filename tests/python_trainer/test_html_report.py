@@ -6,8 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 import torch
-from conftest import merged, run_settings
-from rich.console import Console
+from conftest import QUIET, merged, run_settings
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from python_trainer.config import check_config, flatten
@@ -49,9 +48,6 @@ class Page(HTMLParser):
 
     def handle_data(self, data):
         self.texts.append(data.strip())
-
-
-QUIET = Console(quiet=True)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from rich.console import Console
+from conftest import QUIET
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import python_trainer.model.policy
@@ -19,7 +19,6 @@ from python_trainer.model.settings import ModelConfig
 from python_trainer.rollout.paged.engine import memory_limit
 from python_trainer.trainer import Trainer
 
-QUIET = Console(quiet=True)
 KINDS = {"qwen2": {}, "qwen3": {"head_dim": 8}, "llama": {"attention_bias": True, "mlp_bias": True}}
 
 

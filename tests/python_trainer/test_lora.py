@@ -5,8 +5,8 @@ import sys
 import pytest
 import torch
 import transformers
+from conftest import QUIET, train
 from paged import SIZES
-from rich.console import Console
 from tiny import save_tiny_policy
 from transformers import AutoModelForCausalLM
 
@@ -21,19 +21,12 @@ from python_trainer.model.settings import ModelConfig
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 
-QUIET = Console(quiet=True)
 LORA = {"r": 4, "alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 
 def merged_weights(model):
     """By name, float32, wherever there is an adapter."""
     return {f"{name}.weight": adapted_weight(layer).merged() for name, layer in adapted_layers(model)}
-
-
-def train(config, folder, **options):
-    trainer = Trainer(config, folder, console=QUIET, **options)
-    trainer.run()
-    return trainer
 
 
 def plain_name(name):
@@ -190,8 +183,7 @@ def test_all_linear_adapts_what_it_can_of_a_mixture_of_experts(make_config, tmp_
     plain = getattr(transformers, f"{kind}ForCausalLM")(config)
     plain.save_pretrained(folder)
     options = {"model": {"path": str(folder), "lora": {"r": 2, "target_modules": "all-linear"}}}
-    trainer = Trainer(make_config(max_steps=2, **options), tmp_path / "run", console=Console(quiet=True))
-    trainer.run()
+    trainer = train(make_config(max_steps=2, **options), tmp_path / "run")
     wanted = {n for n, m in plain.named_modules() if isinstance(m, torch.nn.Linear)} - {"lm_head"}
     assert {name for name, _ in adapted_layers(trainer.policy.model)} == wanted
     start, exported = plain.state_dict(), AutoModelForCausalLM.from_pretrained(tmp_path / "run/model").state_dict()

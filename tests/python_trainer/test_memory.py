@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import merged, save_tiny_policy
-from rich.console import Console
+from conftest import QUIET, merged, save_tiny_policy
 from transformers import Qwen2Config
 
 import python_trainer.memory
@@ -18,7 +17,6 @@ from python_trainer.memory import Device, device_here, needs_recomputing, parse_
 from python_trainer.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
-QUIET = Console(quiet=True)
 # hidden, layers, heads, KV heads, intermediate, vocabulary, whether the output layer is the embeddings
 QWEN = {
     "0.5b": (896, 24, 14, 2, 4864, 151_936, True),

@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import save_tiny_policy
-from rich.console import Console
+from conftest import QUIET, save_tiny_policy, train
 
 from python_trainer.algorithms.advantages import explained_variance
 from python_trainer.algorithms.settings import AlgorithmConfig
@@ -20,7 +19,6 @@ from python_trainer.model.settings import CriticConfig, ModelConfig, OptimizerCo
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 
-QUIET = Console(quiet=True)
 CPU = torch.device("cpu")
 PPO = {"advantage": "gae", "num_iterations": 2, "num_minibatches": 2, "loss_type": "token-mean"}
 
@@ -245,8 +243,7 @@ def test_first_step_of_the_policy_ignores_a_separate_critic(make_config, tmp_pat
     runs = {}
     for kind in ("gae", "reinforce++"):
         config = make_config(max_steps=1, algorithm={"advantage": kind, "lam": 1.0}, critic={"separate": True})
-        trainer = Trainer(config, tmp_path / kind, console=QUIET)
-        trainer.run()
+        trainer = train(config, tmp_path / kind)
         runs[kind] = named_weights(trainer.policy.model)
     for name, value in runs["gae"].items():
         torch.testing.assert_close(runs["reinforce++"][name], value, rtol=1e-4, atol=1e-6)
@@ -269,8 +266,7 @@ def test_one_answer_per_prompt_is_enough_to_learn(make_config, tmp_path, algorit
         model={"path": str(save_tiny_policy(tmp_path / "policy")), "dtype": dtype},
         optimizer={"learning_rate": 5e-3 if critic else 1e-2},
     )  # fmt: skip
-    trainer = Trainer(config, tmp_path / "run", console=QUIET)
-    trainer.run()
+    trainer = train(config, tmp_path / "run")
     rows = read_metrics(tmp_path / "run")[1:]
     assert rows[-1]["reward"] > rows[0]["reward"] + (0.1 if dtype == "bfloat16" else 0.2)
     if algorithm is REINFORCE:

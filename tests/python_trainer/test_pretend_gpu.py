@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import merged
+from conftest import QUIET, merged, train
 from paged import prompts
 from pretend_gpu import GPUTensor, pretended
-from rich.console import Console
 from tiny import save_tiny_policy
 from torch.utils._pytree import tree_leaves
 
@@ -25,7 +24,6 @@ from python_trainer.run_directory import read_metrics
 from python_trainer.sft import Sft
 from python_trainer.trainer import Trainer
 
-QUIET = Console(quiet=True)
 SMOKE = Path(__file__).parents[2] / "configs" / "smoke.yaml"
 SMALL = {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 8}
 RUNS = {
@@ -58,14 +56,12 @@ def config_of(make_config, name, steps):
 def test_a_run_on_a_gpu(make_config, tmp_path, name):
     """In bfloat16 but for one; then it goes on from its checkpoint."""
     with pretended():
-        trainer = Trainer(config_of(make_config, name, 2), tmp_path / "run", console=QUIET)
-        trainer.run()
+        trainer = train(config_of(make_config, name, 2), tmp_path / "run")
         dtype = torch.float32 if "float32" in name else torch.bfloat16
         weights = chain(trainer.policy.inference_model.parameters(), trainer.policy.inference_model.buffers())
         assert all(isinstance(x, GPUTensor) for x in weights)
         assert {x.dtype for x in trainer.policy.inference_model.parameters()} == {dtype}
-        again = Trainer(config_of(make_config, name, 3), tmp_path / "run", resume=True, console=QUIET)
-        again.run()
+        again = train(config_of(make_config, name, 3), tmp_path / "run", resume=True)
         assert again.state.step == 3
 
 
@@ -159,8 +155,7 @@ def test_all_accelerators(tmp_path):
     short += ["rollout.prompts_per_step=2", "rollout.num_generations=2", "rollout.max_completion_length=10"]
     config = load_config(SMOKE, ["model.device=cuda", *short])
     with pretended():
-        trainer = Trainer(config, tmp_path / "run", console=QUIET)
-        trainer.run()
+        trainer = train(config, tmp_path / "run")
     assert trainer.state.step == 3
 
 

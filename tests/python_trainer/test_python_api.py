@@ -6,8 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import digits
-from rich.console import Console
+from conftest import QUIET, digits, train
 
 from python_trainer import Callback, Example, Task, TaskSettings, Trainer, load_config
 from python_trainer.callbacks import CALLBACKS
@@ -16,7 +15,6 @@ from python_trainer.errors import UserError
 from python_trainer.run_directory import read_metrics
 
 ROOT = Path(__file__).parents[2]
-QUIET = Console(quiet=True)
 
 
 class Log(Callback):
@@ -106,8 +104,7 @@ def test_a_task_made_in_python_trains_and_resumes(settings, tmp_path):
     config = load_config(values, ["max_steps=1"])
     assert config.task.name == "object:mine"
     Trainer(config, tmp_path / "run", console=QUIET).run()
-    again = Trainer(load_config(values, ["max_steps=2"]), tmp_path / "run", resume=True, console=QUIET)
-    again.run()
+    again = train(load_config(values, ["max_steps=2"]), tmp_path / "run", resume=True)
     assert again.state.step == 2 and again.task.train is prompts
 
 

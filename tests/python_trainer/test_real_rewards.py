@@ -4,7 +4,7 @@ import io
 
 import pytest
 import torch
-from conftest import record_updates
+from conftest import QUIET, record_updates, train
 from rich.console import Console
 from tiny import save_tiny_policy
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -17,8 +17,6 @@ from python_trainer.run_directory import read_metrics
 from python_trainer.tasks import Example, Task, reward_model
 from python_trainer.tasks.rewards import REWARDS, score
 from python_trainer.trainer import Trainer
-
-QUIET = Console(quiet=True)
 
 
 def brief(prompts, completions, completion_ids, **columns):
@@ -185,8 +183,7 @@ def test_no_pass_of_a_reward_model_lacks_a_token_to_pad_with():
 
 
 def test_training_by_a_reward_model(make_config, judge, tmp_path):
-    trainer = Trainer(make_config(task={"reward": f"reward_model:{judge}"}), tmp_path / "run", console=QUIET)
-    trainer.run()
+    trainer = train(make_config(task={"reward": f"reward_model:{judge}"}), tmp_path / "run")
     row = read_metrics(tmp_path / "run")[1]
     assert row["rewards/verdicts/mean"] == row["reward"] and row["grad_norm"] > 0 and not trainer.state.judged
 

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from conftest import even
-from rich.console import Console
+from conftest import QUIET, even
 
 from python_trainer.accelerators import ACCELERATORS
 from python_trainer.accelerators.base import Accelerator
@@ -21,7 +20,6 @@ from python_trainer.tasks import TASKS, Task, TaskSettings
 from python_trainer.trainer import Trainer
 
 HERE = "test_registry"
-QUIET = Console(quiet=True)
 
 
 class CounterSettings(AcceleratorSettings):

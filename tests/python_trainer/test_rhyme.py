@@ -5,8 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import digits, even, record_updates, run_settings, same
-from rich.console import Console
+from conftest import QUIET, digits, even, record_updates, run_settings, same
 from test_checkpoint import assert_same_run
 
 from python_trainer.accelerators.rhyme import accelerator
@@ -15,7 +14,6 @@ from python_trainer.config import check_config
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 
-QUIET = Console(quiet=True)
 JUDGED = {"reward": ["tiny:mostly_digits", "conftest:digits"], "reward_weights": [0, 1]}
 TRUST_ALL = {"threshold": 0.0, "fraction": 1.0}
 

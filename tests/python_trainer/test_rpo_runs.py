@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import record_updates
+from conftest import record_updates, train
 from rich.console import Console
 
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
@@ -61,8 +61,7 @@ def test_dynamic_sampling_refills_with_suffixes_and_counts_every_round(make_conf
     values = config.model_dump(mode="json")
     values["rollout"] |= {"dynamic_sampling": True, "max_sampling_rounds": 3}
     values["task"]["reward"] = "conftest:even"
-    trainer = Trainer(check_config(values, source="test"), tmp_path / "run", console=Console(quiet=True))
-    trainer.run()
+    train(check_config(values, source="test"), tmp_path / "run")
     rows = read_metrics(tmp_path / "run")[1:]
     assert max(row["sampling/rounds"] for row in rows) > 1
     for row in rows:

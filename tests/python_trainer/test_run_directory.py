@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from rich.console import Console
+from conftest import QUIET
 from test_checkpoint import assert_same_run
 
 from python_trainer.__main__ import main
@@ -16,8 +16,6 @@ from python_trainer.config import dump_config
 from python_trainer.errors import UserError
 from python_trainer.run_directory import locked, read_metrics
 from python_trainer.trainer import Trainer
-
-QUIET = Console(quiet=True)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 import yaml
-from conftest import merged
+from conftest import QUIET, merged
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -22,8 +22,6 @@ from python_trainer.parts import make_engine
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.sft import Sft, mean_loss
 from python_trainer.trainer import Trainer
-
-QUIET = Console(quiet=True)
 
 
 @pytest.fixture

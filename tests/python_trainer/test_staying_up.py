@@ -5,7 +5,7 @@ import signal
 
 import pytest
 import torch
-from rich.console import Console
+from conftest import QUIET
 from test_checkpoint import assert_same_run
 
 from python_trainer import commands
@@ -19,8 +19,6 @@ from python_trainer.model.settings import OptimizerConfig
 from python_trainer.rollout.paged.engine import PagedEngine
 from python_trainer.run_directory import load_evaluations, read_metrics
 from python_trainer.trainer import Trainer
-
-QUIET = Console(quiet=True)
 
 
 def test_an_optimizer_step_that_is_not_finite_changes_nothing():

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import same
+from conftest import same, train
 from rich.console import Console
 
 from python_trainer.accelerators.base import StepContext
@@ -217,9 +217,7 @@ def test_a_run_uses_them_and_resumes_with_the_same_weights(
             algorithm=algorithm,
             task={"reward": "conftest:even"},
         )  # fmt: skip
-        trainer = Trainer(config, tmp_path / folder, console=Console(quiet=True), resume=resume)
-        trainer.run()
-        return trainer
+        return train(config, tmp_path / folder, resume=resume)
 
     whole = run("whole", 8)
     run("parts", 5)

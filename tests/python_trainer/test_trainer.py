@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from conftest import save_tiny_policy
+from conftest import QUIET, save_tiny_policy, train
 from rich.console import Console
 
 from python_trainer.accelerators.base import Accelerator
@@ -18,14 +18,6 @@ from python_trainer.keyed import prompt_order
 from python_trainer.run_directory import load_evaluations, read_metrics
 from python_trainer.trainer import Trainer
 from tools.policies.training import byte_tokenizer
-
-QUIET = Console(quiet=True)
-
-
-def train(config, folder, **options):
-    trainer = Trainer(config, folder, console=QUIET, **options)
-    trainer.run()
-    return trainer
 
 
 def weights_of(trainer):

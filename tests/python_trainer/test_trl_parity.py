@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import digits
-from rich.console import Console
+from conftest import QUIET, digits
 from support import lacks
 
 from python_trainer.algorithms.settings import LOSS_TYPES
@@ -20,7 +19,6 @@ from python_trainer.data import Rollout
 from python_trainer.model.packing import micro_batches
 from python_trainer.trainer import Trainer
 
-QUIET = Console(quiet=True)
 GROUPS, SIZE, LONGEST = 3, 4, 12
 EOS = 63
 

@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import record_updates
-from rich.console import Console
+from conftest import QUIET, record_updates
 
 from python_trainer.accelerators.rhyme import sampling
 from python_trainer.accelerators.rhyme.database import StoredAnswer, prompt_key
@@ -15,8 +14,6 @@ from python_trainer.data import Rollout, by_group
 from python_trainer.keyed import keyed_unit, prompt_order
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
-
-QUIET = Console(quiet=True)
 
 
 @pytest.fixture(autouse=True)
