@@ -12,6 +12,8 @@ from tiny import digits, save_tiny_policy  # noqa: F401
 from python_trainer.__main__ import main
 from python_trainer.config import check_config
 from python_trainer.data import Rollout
+from python_trainer.model.policy import load_policy
+from python_trainer.model.settings import ModelConfig
 from python_trainer.trainer import Trainer
 
 QUIET = Console(quiet=True)
@@ -25,6 +27,11 @@ def even(prompts, completions, completion_ids, **columns):
 @pytest.fixture(scope="session")
 def tiny_policy(tmp_path_factory):
     return save_tiny_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_policy):
+    return load_policy(ModelConfig(path=str(tiny_policy), device="cpu"))
 
 
 @pytest.fixture(scope="session")

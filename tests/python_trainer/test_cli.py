@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import one_clear_line, save_tiny_policy
+from conftest import QUIET, one_clear_line, save_tiny_policy
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
@@ -178,7 +178,7 @@ def test_output_dir_that_cannot_be_made(run, tmp_path, monkeypatch, folder):
 
 
 def test_output_dir_that_fails_only_when_it_is_written(make_config, tmp_path):
-    trainer = Trainer(make_config(), tmp_path / "run", console=Console(quiet=True))
+    trainer = Trainer(make_config(), tmp_path / "run", console=QUIET)
     (tmp_path / "run").write_text("")
     with pytest.raises(UserError, match="--output-dir must be a folder that can be written, got .*run: File exists"):
         trainer.run()

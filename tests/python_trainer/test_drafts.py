@@ -4,7 +4,6 @@ import pytest
 import torch
 from conftest import QUIET
 from paged import GREEDY, MODELS, VOCAB, assert_same, engine_for, make, mixed_requests, prompts
-from rich.console import Console
 from scipy import stats
 
 from python_trainer.accelerators.drafts import Drafts
@@ -183,7 +182,7 @@ def test_pass_overhead_of_a_known_machine():
 
 
 def rows_of(config, folder, resume=False):
-    Trainer(config, folder, resume=resume, console=Console(quiet=True)).run()
+    Trainer(config, folder, resume=resume, console=QUIET).run()
     return read_metrics(folder)
 
 
@@ -243,7 +242,7 @@ def test_metrics_are_of_all_rounds_of_a_step(make_config, tmp_path, dear_passes)
     rollout = {"dynamic_sampling": True, "max_sampling_rounds": 3}
     config = make_config(max_steps=3, rollout=rollout, task={"reward": "test_dynamic_sampling:always"},
                          accelerators=options)  # fmt: skip
-    trainer = Trainer(config, tmp_path / "run", console=Console(quiet=True))
+    trainer = Trainer(config, tmp_path / "run", console=QUIET)
     generate, seen = trainer.generate, []
 
     def spy(groups, seed):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from rich.console import Console
+from conftest import QUIET
 from tiny import save_tiny_policy
 from transformers import AutoModelForCausalLM
 
@@ -71,16 +71,16 @@ def test_the_type_follows_the_size_of_the_model_that_is_loaded(tmp_path, monkeyp
 
 @pytest.mark.parametrize("wanted", ["auto", "bfloat16", "float32"])
 def test_a_run_goes_on_in_its_type_on_another_processor(make_config, tmp_path, another_processor, wanted):
-    Trainer(make_config(max_steps=1), tmp_path / "run", console=Console(quiet=True)).run()
+    Trainer(make_config(max_steps=1), tmp_path / "run", console=QUIET).run()
     assert json.loads((tmp_path / "run/summary.json").read_text())["dtype"] == "float32"
     another_processor()
     config = make_config(max_steps=2, model={"dtype": wanted})
-    resumed = Trainer(config, tmp_path / "run", resume=True, console=Console(quiet=True))
+    resumed = Trainer(config, tmp_path / "run", resume=True, console=QUIET)
     assert resumed.policy.model.dtype == (torch.bfloat16 if wanted == "bfloat16" else torch.float32)
     resumed.run()
     assert load_checkpoint(list_checkpoints(tmp_path / "run/checkpoints")[-1])["dtype"] in (wanted, "float32")
     assert f"dtype: {wanted}" in (tmp_path / "run/config.yaml").read_text(), "what was asked for"
-    fresh = Trainer(make_config(), tmp_path / "fresh", console=Console(quiet=True))
+    fresh = Trainer(make_config(), tmp_path / "fresh", console=QUIET)
     assert fresh.policy.model.dtype == torch.bfloat16
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
+from conftest import QUIET
 
 from bench.faults import records
 from bench.faults.case import Case, Outcome, Place
@@ -49,7 +49,7 @@ def test_a_run_is_killed_by_the_command(tmp_path):
 
 def test_what_is_lost_is_seen(make_config, tmp_path):
     for name in "ab":
-        Trainer(make_config(max_steps=2), tmp_path / name, console=Console(quiet=True)).run()
+        Trainer(make_config(max_steps=2), tmp_path / name, console=QUIET).run()
     assert differences(tmp_path / "a", tmp_path / "b") == []
     folder = tmp_path / "a" / "checkpoints"
     state = load_checkpoint(list_checkpoints(folder)[-1])

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import merged, train
-from rich.console import Console
+from conftest import QUIET, merged, train
 
 from python_trainer.config import check_config
 from python_trainer.errors import UserError
@@ -67,7 +66,7 @@ def test_a_game_is_learned_by_what_is_said(playing, tmp_path, monkeypatch):
     settings = merged(playing, changes | {"evaluation": looked})
     for seed in range(1, 6):
         folder = tmp_path / str(seed)
-        trainer = Trainer(check_config(settings | {"seed": seed}, source="test"), folder, console=Console(quiet=True))
+        trainer = Trainer(check_config(settings | {"seed": seed}, source="test"), folder, console=QUIET)
         trainer.finished = partial(reached, trainer, 0.87)
         trainer.run()
         rows = metrics(folder)
@@ -83,7 +82,7 @@ def test_a_game_is_learned_by_what_is_said(playing, tmp_path, monkeypatch):
     monkeypatch.setattr(game, "Hidden", type("Hidden", (Hidden, game.Guessing), {}), raising=False)
     blind = merged(settings, {"max_steps": 1, "task": {"environment": "guessing_game:Hidden"}})
     blind = merged(blind, {"model": {"path": str(folder / "model")}, "evaluation": {"samples": 200, "eval_steps": 0}})
-    Trainer(check_config(blind, source="test"), tmp_path / "hidden", console=Console(quiet=True)).run()
+    Trainer(check_config(blind, source="test"), tmp_path / "hidden", console=QUIET).run()
     # 600 games: their share is within 0.1 of what it is expected to be, five standard deviations
     assert metrics(tmp_path / "hidden")[0]["eval/accuracy"] < 2 / 3 + 0.1
 
@@ -95,7 +94,7 @@ def test_an_interrupted_game_goes_on_as_if_nothing_had_been(playing, tmp_path):
     config = check_config(playing, source="test")
     whole = train(config, tmp_path / "whole")
     part = config.model_copy(update={"max_steps": 2})
-    Trainer(part, tmp_path / "part", console=Console(quiet=True)).run()
+    Trainer(part, tmp_path / "part", console=QUIET).run()
     resumed = train(config, tmp_path / "part", resume=True)
     assert torch.equal(weights(resumed), weights(whole))
 

@@ -13,11 +13,6 @@ from python_trainer.model.policy import Policy, load_policy, recompute_activatio
 from python_trainer.model.settings import ModelConfig
 
 
-@pytest.fixture(scope="module")
-def policy(tiny_policy):
-    return load_policy(ModelConfig(path=str(tiny_policy), device="cpu"))
-
-
 def plain_score(policy, answer, temperature=1.0):
     """Log-probabilities and entropies of one answer by the model's own forward."""
     ids = torch.tensor([[*answer.prompt_ids, *answer.response_ids]])

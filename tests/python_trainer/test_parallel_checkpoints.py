@@ -8,9 +8,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import merged, run_settings
+from conftest import QUIET, merged, run_settings
 from gloo import run_on_ranks, train
-from rich.console import Console
 from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 
@@ -165,7 +164,7 @@ def test_low_precision_models_resume_from_float32_shards(runs, settings):
     """One process keeps a bfloat16 model and float32 masters; shards are float32 only."""
     config = check_config(merged(settings, LOW_PRECISION), source="test")
     saved = load_whole(list_checkpoints(runs / "plain" / "checkpoints")[-1])
-    trainer = Trainer(config, runs / "plain", resume=True, console=Console(quiet=True))
+    trainer = Trainer(config, runs / "plain", resume=True, console=QUIET)
     optimizer = trainer.learner.optimizer
     for name, master in optimizer.masters.items():
         assert torch.equal(master, saved["model"][name]) and master.dtype == torch.float32

@@ -10,9 +10,8 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import run_settings
+from conftest import QUIET, run_settings
 from gloo import KINDS, run_on_ranks, train
-from rich.console import Console
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -52,7 +51,7 @@ def set_ups_that_fail(settings, folder):
                 if dist.get_rank() == 1 and OF_A_KIND.get(name, parallel) == parallel:
                     stack.enter_context(patch(place, fails))
                 try:
-                    Trainer(config, folder / parallel, console=Console(quiet=True), ranks=ranks(), resume=True)
+                    Trainer(config, folder / parallel, console=QUIET, ranks=ranks(), resume=True)
                 except UserError as error:
                     (folder / f"{parallel}-{name}-{dist.get_rank()}.txt").write_text(f"{is_shared(error)}: {error}")
 

@@ -14,8 +14,7 @@ from python_trainer.data import Rollout
 from python_trainer.errors import UserError
 from python_trainer.model.critic import Critic
 from python_trainer.model.packing import micro_batches, pack
-from python_trainer.model.policy import load_policy
-from python_trainer.model.settings import CriticConfig, ModelConfig, OptimizerConfig
+from python_trainer.model.settings import CriticConfig, OptimizerConfig
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 
@@ -160,11 +159,6 @@ def test_empty_answers_and_an_empty_batch():
         batch.set_advantages()
         assert batch.advantages[batch.present].shape == batch.returns[batch.present].shape == (sum(lengths),)
         assert not batch.advantages[batch.present].isnan().any()
-
-
-@pytest.fixture
-def policy(tiny_policy):
-    return load_policy(ModelConfig(path=str(tiny_policy), device="cpu"))
 
 
 def critic_of(policy, separate):

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from conftest import record_updates, train
-from rich.console import Console
+from conftest import QUIET, record_updates, train
 
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
 from python_trainer.config import check_config
@@ -22,7 +21,7 @@ def rpo_config(make_config, **changes):
 def test_training_with_suffix_rollouts(make_config, tmp_path):
     """12 prompts at 4 a step: from step 4 on most groups start from a prefix, and fewer tokens are generated."""
     config = rpo_config(make_config, max_steps=9, rpo={"whole_share": 0})
-    trainer = Trainer(config, tmp_path / "run", console=Console(quiet=True))
+    trainer = Trainer(config, tmp_path / "run", console=QUIET)
     seen = record_updates(trainer)
     summary = trainer.run()
     rows = read_metrics(tmp_path / "run")[1:]
@@ -42,14 +41,14 @@ def test_training_with_suffix_rollouts(make_config, tmp_path):
 
 def test_filled_before_the_first_step_and_on_the_clock(make_config, tmp_path):
     config = rpo_config(make_config, max_steps=2, rpo={"fill": 3})
-    trainer = Trainer(config, tmp_path / "run", console=Console(quiet=True))
+    trainer = Trainer(config, tmp_path / "run", console=QUIET)
     summary = trainer.run()
     rows = read_metrics(tmp_path / "run")
     assert rows[1]["rpo/remembered"] > 4 and rows[1]["rpo/hit_rate"] > 0
     assert rows[0]["total/generated_tokens"] > 12 and rows[0]["time/training_s"] > 0
     assert summary["accelerator_s"]["rpo"] > 0
     # the same answers as those of the same policy, prompt by prompt
-    again = Trainer(config, tmp_path / "again", console=Console(quiet=True))
+    again = Trainer(config, tmp_path / "again", console=QUIET)
     one = again.answer_once([5], 0)[0]
     assert one.response_ids == again.answer_once(range(12), 0)[5].response_ids
     assert one.response_ids != again.answer_once([5], 1)[0].response_ids
@@ -83,7 +82,7 @@ def test_sharing_prefixes_changes_the_tokens_computed_but_not_the_weights(
     for share in (True, False):
         if not share:
             monkeypatch.setattr(Learner, "_packs", unshared)
-        trainer = Trainer(config, tmp_path / str(share), console=Console(quiet=True))
+        trainer = Trainer(config, tmp_path / str(share), console=QUIET)
         runs.append((trainer.run()["trained_tokens"], list(trainer.policy.model.parameters())))
     assert runs[0][0] < 0.95 * runs[1][0]
     for a, b in zip(runs[0][1], runs[1][1]):
@@ -100,7 +99,7 @@ def test_continued_answers_are_not_taken_for_the_policys_own(make_config, gate_t
     }
     config = make_config(max_steps=20, accelerators=accelerators, task=gate_task,
                          rollout={"prompts_per_step": 2})  # fmt: skip
-    trainer = Trainer(config, tmp_path / "run", console=Console(quiet=True))
+    trainer = Trainer(config, tmp_path / "run", console=QUIET)
     seen = record_updates(trainer)
     trainer.run()
     rows = read_metrics(tmp_path / "run")[1:]

@@ -8,8 +8,6 @@ from python_trainer.algorithms.settings import AlgorithmConfig
 from python_trainer.batch import Batch, Minibatch, put
 from python_trainer.data import Rollout
 from python_trainer.model.packing import micro_batches
-from python_trainer.model.policy import load_policy
-from python_trainer.model.settings import ModelConfig
 
 MAX_LENGTH = 24
 FORMS = {
@@ -40,11 +38,6 @@ CASES = [
     for kind in (form["kl_estimator"] if isinstance(form.get("kl_estimator"), tuple) else (None,))
     for whole in (True, False)
 ]
-
-
-@pytest.fixture(scope="module")
-def policy(tiny_policy):
-    return load_policy(ModelConfig(path=str(tiny_policy), device="cpu"))
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import save_tiny_policy
+from conftest import QUIET, save_tiny_policy
 from rich.console import Console
 from tokenizers.processors import TemplateProcessing
 
@@ -227,7 +227,7 @@ def test_prompts_that_are_too_long(make_config, tmp_path, capsys):
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
     task = {"train_path": str(tmp_path / "train.jsonl")}
     with pytest.raises(UserError, match=r"prompt .*train.jsonl:2 has 117 tokens"):
-        Trainer(make_config(task=task), tmp_path / "run", console=Console(quiet=True))
+        Trainer(make_config(task=task), tmp_path / "run", console=QUIET)
     trainer = Trainer(make_config(task=task | {"overlong": "drop"}), tmp_path / "run", console=Console())
     lengths = [len(ids) for ids in trainer.prompts.ids["train"]]
     assert [len(row.prompt) for row in trainer.task.train] == lengths == [1, 116]
@@ -237,10 +237,10 @@ def test_prompts_that_are_too_long(make_config, tmp_path, capsys):
     assert said in capsys.readouterr().out
     more = {"evaluation": {"sets": {"more": str(tmp_path / "train.jsonl")}}}  # a further test set
     with pytest.raises(UserError, match=r"prompt .*train.jsonl:2 has 117 tokens"):
-        Trainer(make_config(**more), tmp_path / "run", console=Console(quiet=True))
+        Trainer(make_config(**more), tmp_path / "run", console=QUIET)
     (kept,) = Trainer(make_config(task={"overlong": "drop"}, **more), tmp_path / "run", console=Console()).prompts.sets
     assert [len(row.prompt) for row in kept.examples] == [len(ids) for ids in kept.ids] == [1, 116]
     assert "2 of 4 evaluation.sets.more prompts dropped (task.overlong): more than 116" in capsys.readouterr().out
     (tmp_path / "train.jsonl").write_text(json.dumps(lines[3]))
     with pytest.raises(UserError, match=r"1 of 1 train prompts dropped .* none is left"):
-        Trainer(make_config(task=task | {"overlong": "drop"}), tmp_path / "run", console=Console(quiet=True))
+        Trainer(make_config(task=task | {"overlong": "drop"}), tmp_path / "run", console=QUIET)

@@ -284,7 +284,7 @@ def test_progress_within_an_evaluation_and_a_step(make_config, tmp_path, monkeyp
     told = [(head, text[-1]) for head, *text in lines]
     assert ("train 0/1", "evaluation 1/6") in told and ("train 0/1", "evaluation 6/6") in told
     assert ("train 0/1", "answers 16/16") in told
-    alone = Trainer(make_config(max_steps=1), tmp_path / "alone", console=Console(quiet=True))
+    alone = Trainer(make_config(max_steps=1), tmp_path / "alone", console=QUIET)
     alone.engine.on_progress = None
     alone.run()
     assert_same_weights(weights_of(watched), weights_of(alone))

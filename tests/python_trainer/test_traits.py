@@ -5,9 +5,8 @@ import re
 import pytest
 import torch
 import transformers
-from conftest import save_tiny_policy
+from conftest import QUIET, save_tiny_policy
 from paged import GREEDY, SIZES, make, own_greedy, prompts
-from rich.console import Console
 from transformers import (
     Lfm2Config,
     Lfm2ForCausalLM,
@@ -166,7 +165,7 @@ def test_a_hybrid_model_is_refused_when_it_is_loaded(make_config, tmp_path, engi
     message = rf"^cannot run {folder} \(Lfm2ForCausalLM\) on flattened tokens: 1 of its 3 layers use .* and all must$"
     with pytest.raises(UserError, match=message):
         Trainer(make_config(model={"path": str(folder)}, rollout={"engine": engine}), tmp_path / "run",
-                console=Console(quiet=True))  # fmt: skip
+                console=QUIET)  # fmt: skip
     assert not (tmp_path / "run").exists()
 
 
