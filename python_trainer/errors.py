@@ -104,9 +104,8 @@ class StopSignal:
         name: of the signal that came, None before.
     """
 
-    def __init__(self, *, loud: bool = True) -> None:
+    def __init__(self) -> None:
         self.name: str | None = None
-        self.loud = loud
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignal":
@@ -122,5 +121,4 @@ class StopSignal:
         if self.name is not None:
             raise KeyboardInterrupt
         self.name = signal.Signals(number).name
-        if self.loud:
-            print(f"{self.name}: finishing the step, then saving; once more stops at once", file=sys.stderr)
+        tell(f"{self.name}: finishing the step, then saving; once more stops at once")

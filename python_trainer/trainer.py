@@ -84,7 +84,7 @@ class Trainer:
         self.folder = ranks.folder(output_dir)
         self.logger = Logger(self.folder, config.max_steps, label=label, console=ranks.console(console))
         self.clock, self.state = Clock(timer), RunState()
-        self.stop, self.done, self.rehearsed = StopSignal(loud=ranks.rank == 0), False, False
+        self.stop, self.done, self.rehearsed = StopSignal(), False, False
         note = self.logger.note
         shared: dict[str, Any] = {"state": self.state, "clock": self.clock, "logger": self.logger}
         self.checkpointer = Checkpointer(

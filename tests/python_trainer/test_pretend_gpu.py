@@ -27,7 +27,6 @@ from python_trainer.trainer import Trainer
 SMOKE = Path(__file__).parents[2] / "configs" / "smoke.yaml"
 SMALL = {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 8}
 RUNS = {
-    "plain": {},
     "float32, filters": {
         "model": {"dtype": "float32"}, "rollout": {"top_p": 0.9, "top_k": 5, "dynamic_sampling": True},
     },
