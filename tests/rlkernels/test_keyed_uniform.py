@@ -43,27 +43,17 @@ def test_uniform_along_every_part_of_the_key(vary):
     assert abs(np.corrcoef(sample[:-1], sample[1:])[0, 1]) < 4 / np.sqrt(n)
 
 
-@pytest.mark.parametrize(
-    ("ids", "positions", "error", "message"),
-    [
-        (torch.zeros(2), torch.zeros(2).long(), TypeError, "sample_ids must have dtype torch.int64"),
-        (torch.zeros(2).long(), torch.zeros(3).long(), ValueError, r"positions must have shape \[2\], got \[3\]"),
-        ([1], torch.zeros(1).long(), TypeError, "sample_ids must be a torch.Tensor, got list"),
-    ],
-)
-def test_bad_arguments(ids, positions, error, message):
+ID = torch.zeros(1, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), [
+    ({"sample_ids": torch.zeros(1)}, TypeError, "sample_ids must have dtype torch.int64"),
+    ({"positions": torch.zeros(3).long()}, ValueError, r"positions must have shape \[1\], got \[3\]"),
+    ({"sample_ids": [1]}, TypeError, "sample_ids must be a torch.Tensor, got list"),
+    *(({"seed": seed}, TypeError, f"seed must be an integer, got {seed!r}") for seed in ("3", 1.5, None)),
+    *(({"seed": seed}, ValueError, f"seed must be between {-(2**63)} and {2**64 - 1}, got {seed}")
+      for seed in (2**64, 2**70, -(2**63) - 1)),
+])  # fmt: skip
+def test_bad_arguments(changes, error, message):
     with pytest.raises(error, match=message):
-        rlkernels.keyed_uniform(0, ids, positions)
-
-
-@pytest.mark.parametrize("seed", ["3", 1.5, None])
-def test_bad_seeds(seed):
-    with pytest.raises(TypeError, match=f"seed must be an integer, got {seed!r}"):
-        rlkernels.keyed_uniform(seed, torch.zeros(1).long(), torch.zeros(1).long())
-
-
-@pytest.mark.parametrize("seed", [2**64, 2**70, -(2**63) - 1])
-def test_a_seed_beyond_64_bits_is_refused(seed):
-    ids = torch.zeros(1, dtype=torch.int64)
-    with pytest.raises(ValueError, match=f"seed must be between {-(2**63)} and {2**64 - 1}, got {seed}"):
-        rlkernels.keyed_uniform(seed, ids, ids)
+        rlkernels.keyed_uniform(**{"seed": 0, "sample_ids": ID, "positions": ID} | changes)
