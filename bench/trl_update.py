@@ -7,7 +7,7 @@ norm is compared. A whole step also generates, with Transformers, and takes the 
 """
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
@@ -71,7 +71,8 @@ def pack_alone(pack: Any, ids: torch.Tensor, mask: torch.Tensor, logits_to_keep:
         for i in range(len(rows))
     ]
     starts = list(accumulate((len(row.ids) for row in rows), initial=0))
-    layout = SharedLayout(*map(list, zip(*lens)), list(range(len(rows) + 1)))
+    prefixes, answers = zip(*lens)
+    layout = SharedLayout(list(prefixes), list(answers), list(range(len(rows) + 1)))
     return Packed(
         torch.cat([row.ids for row in rows]), layout.position_ids, layout,
         torch.cat([row.rows + start for row, start in zip(rows, starts)]), torch.cat([row.targets for row in rows]),
@@ -80,7 +81,7 @@ def pack_alone(pack: Any, ids: torch.Tensor, mask: torch.Tensor, logits_to_keep:
 
 
 COMPACT = {"trl.trainer.utils._use_triton": lambda device: True}  # the output layer sees answers only
-Patches = dict[str, Callable[..., Any]]
+Patches = Mapping[str, Callable[..., Any]]
 
 
 def patched(run: Callable[[], float], patches: Patches | None) -> Callable[[], float]:
