@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from bench.studies.harness import Harness
+from bench.studies.harness import Harness, at_rate
 from bench.studies.report import RESULTS, write
 
 STUDIES = {
@@ -26,19 +26,21 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("runs/studies"), metavar="DIR", help="of the runs")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="of the page")
     parser.add_argument("--arms", nargs="+", metavar="NAME", help="run these arms alone")
+    parser.add_argument("--rate", type=float, metavar="LR", help="of every arm; without it each arm is tuned")
     parser.add_argument("--set", dest="overrides", nargs="+", default=[], metavar="KEY=VALUE", help="more settings")
     parser.add_argument("--report-only", action="store_true", help="run nothing, write the page of what there is")
     args = parser.parse_args()
     torch.set_num_threads(1)
     module = importlib.import_module(f"bench.studies.{args.name}")
-    harnesses = [Harness(study, args.output / args.name, args.overrides, args.arms) for study in module.STUDIES]
+    studies = [at_rate(study, args.rate) for study in module.STUDIES]
+    harnesses = [Harness(study, args.output / args.name, args.overrides, args.arms) for study in studies]
     for harness in harnesses if not args.report_only else ():
         harness.run_all(args.seeds)
     rows = [row for harness in harnesses for row in harness.rows(args.seeds)]
     if not rows:
         print(f"error: no run below {args.output / args.name} is over; nothing was written", file=sys.stderr)
         return 2
-    print(write(args.name, module.__doc__ or "", module.STUDIES, rows, args.results))
+    print(write(args.name, module.__doc__ or "", studies, rows, args.results))
     return 0
 
 

@@ -8,7 +8,7 @@ its checkpoint, a finished one is kept.
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev
@@ -117,6 +117,13 @@ def fewer_prompts(prompts: int, *, parts: Sequence[int] = (2, 4), settings: Sequ
     """
     names = {2: "half of the prompts", 4: "a quarter of the prompts"}
     return [Arm(names[part], [*settings, f"rollout.prompts_per_step={prompts // part}"]) for part in parts]
+
+
+def at_rate(study: Study, rate: float | None) -> Study:
+    """Give every arm this learning rate, and tune none; None: leave the study as it is."""
+    if rate is None:
+        return study
+    return replace(study, arms=[replace(arm, rate=rate) for arm in study.arms], rates=())
 
 
 class Harness:
