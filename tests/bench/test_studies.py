@@ -12,9 +12,7 @@ import torch
 from bench.studies import __main__ as command
 from bench.studies import harness as harnesses
 from bench.studies import report
-from bench.studies.harness import (
-    TUNING_SEED, Arm, Harness, Interval, Study, at_rate, evaluations, fewer_prompts, reached, train,
-)  # fmt: skip
+from bench.studies.harness import TUNING_SEED, Arm, Harness, Interval, Study, evaluations, fewer_prompts, reached, train
 from bench.studies.ranks import accuracy_with, cut, gain_at_ranks, straightness
 from bench.studies.rpo import first_error
 
@@ -125,7 +123,7 @@ def test_every_arm_tries_the_same_rates(study, tmp_path):
     assert tried == {f"{arm}/rate-{rate}" for arm in ("plain", "half") for rate in ("0.0001", "0.0002", "0.0003")}
     settings = json.loads((tmp_path / "some" / "plain" / "rate-0.0002.json").read_text())
     assert settings == ["max_steps=2", f"seed={TUNING_SEED}", "optimizer.learning_rate=0.0002"]
-    untuned = Harness(at_rate(study, 5e-4), tmp_path / "untuned")
+    untuned = Harness(harnesses.at_rate(study, 5e-4), tmp_path / "untuned")
     untuned.run_all(1)
     assert [row["rate"] for row in untuned.rows(1)] == [5e-4, 5e-4]
 
