@@ -78,16 +78,15 @@ def assert_same_run(a, b):
     assert rows[0] == rows[1]
 
 
-PPO = {"advantage": "gae", "num_iterations": 2, "beta": 0.1, "use_kl_in_reward": True}
-
-
-# in some rounds of dynamic sampling other prompts are drawn, and longest answers come first
+GRPO = {"num_iterations": 2, "beta": 0.1}
+PPO = GRPO | {"advantage": "gae", "use_kl_in_reward": True}
 ROUNDS = {"dynamic_sampling": True, "schedule": "history"}
+ROOM = {"max_completion_length": 40}  # to end, as answers that are remembered do
 
 
 @pytest.mark.parametrize(
     ("algorithm", "separate", "rollout", "preset"),
-    [({"num_iterations": 2, "beta": 0.1}, False, ROUNDS, "paper"), (PPO, False, {}, "ours"), (PPO, True, {}, "ours")],
+    [(GRPO, False, ROUNDS, "paper"), (PPO, False, ROOM, "ours"), (PPO, True, {}, "paper")],
 )
 def test_resume_equals_the_uninterrupted_run(make_config, tmp_path, monkeypatch, algorithm, separate, rollout, preset):
     """With suffix rollouts and drafts, whose bounded history and cost, measured once, come back too."""
@@ -118,6 +117,7 @@ def test_resume_equals_the_uninterrupted_run(make_config, tmp_path, monkeypatch,
     assert resumed.state.step == 2
     resumed.run()
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
+    assert max(row["rpo/hit_rate"] for row in read_metrics(tmp_path / "parts")[1:]) > 0
 
 
 def test_resume_refuses_another_model_or_other_accelerators(make_config, tmp_path):

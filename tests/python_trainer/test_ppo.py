@@ -272,17 +272,6 @@ def test_one_answer_per_prompt_is_enough_to_learn(make_config, tmp_path, algorit
     assert rows[-1]["values/mean"] > 0.05 and trainer.learner.critic.head.weight.dtype == torch.float32
 
 
-def test_ppo_with_shared_prefixes(make_config, tmp_path):
-    """Suffix rollouts, with the given prefix in the loss and without."""
-    for preset in ("ours", "paper"):
-        accelerators = {"enabled": ["rpo"], "rpo": {"preset": preset}}
-        config = make_config(max_steps=6, algorithm={"advantage": "gae"}, accelerators=accelerators)
-        Trainer(config, tmp_path / preset, console=QUIET).run()
-        rows = read_metrics(tmp_path / preset)[1:]
-        assert any(row["rpo/hit_rate"] > 0 for row in rows)
-        assert all(math.isfinite(row[name]) for row in rows for name in ("value_loss", "grad_norm", "loss"))
-
-
 def test_resume_refuses_a_change_of_critic(make_config, tmp_path):
     Trainer(make_config(max_steps=1, algorithm=PPO), tmp_path / "run", console=QUIET).run()
     saved = load_checkpoint(list_checkpoints(tmp_path / "run" / "checkpoints")[-1])
