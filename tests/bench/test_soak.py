@@ -18,10 +18,9 @@ def compiled():
         lacks("the compiled extension")
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_history_equals_its_model(compiled, seed):
+def test_the_history_equals_its_model(compiled):
     totals: dict[str, int] = {}
-    operations.one_pair(lambda rng: operations.HistoryPair(rng.choice([100, 400])), str(seed), 3000, totals)
+    operations.one_pair(lambda rng: operations.HistoryPair(rng.choice([100, 400])), "0", 3000, totals)
     assert totals["draft tokens"] > 100 and totals["evictions"] > 10
 
 

@@ -129,22 +129,3 @@ def test_cuda_kernels_keep_their_rows_in_registers(arch):
         lacks("nvcc")
     found = list(cuda_kernels("dtw.cu", arch, warps=4))
     assert len(found) == 12 and all(kernel.blocks >= 5 and kernel.stack_bytes == 0 for kernel in found), found
-
-
-SCALE = {"x": "*bf16", "out": "*fp32", "n": "i32", "factor": "fp32"}
-
-
-def test_the_compiler_of_these_tests():
-    built = compile_for([Kernel("aot_example:scale_kernel", SCALE, {"BLOCK": 256})])
-    assert [b.arch for b in built] == [80, 90]
-    assert all(b.registers > 0 and b.stack_bytes == 0 and b.shared_bytes == 0 for b in built)
-
-
-@pytest.mark.parametrize(("name", "signature", "block", "varying", "said"), [
-    ("broken", {"x": "*i32"}, 16, [], "aot_example:broken_kernel does not compile for sm_80"),
-    ("scale", SCALE, 256, ["n"], r"scale_kernel must have do_not_specialize=\['n'\]"),
-    ("scale", {"x": "*bf16", "out": "*fp32", "n": "i32"}, 256, [], "factor must be in both"),
-])  # fmt: skip
-def test_what_does_not_compile_is_named(name, signature, block, varying, said):
-    with pytest.raises(AssertionError, match=said):
-        compile_for([Kernel(f"aot_example:{name}_kernel", signature, {"BLOCK": block}, varying=varying)])

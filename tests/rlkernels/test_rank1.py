@@ -312,6 +312,7 @@ def test_further_directions_come_from_the_same_reads(backend):
         torch.testing.assert_close(update.v, alone[name].v, rtol=0, atol=1e-6)
         assert torch.equal(right[:, 0], update.v) and left.shape[1] == right.shape[1] == 4
         torch.testing.assert_close(left[:, 0], update.sigma * update.u)
+        torch.testing.assert_close(right.T @ right, torch.eye(4), rtol=0, atol=1e-5)
     update, left, right = leading_deltas({"a": pairs["a"]}, rank=58, max_passes=1, backend=backend)["a"]
     assert update.passes == 15 and left.shape == (60, 58), "four columns a read"
     weight, base = (t.float() for t in pairs["a"])
