@@ -101,8 +101,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown, a line for every row."""
     lines = ["| what | for | found | went wrong | date |", "|---|---|---|---|---|"]
     for row in rows:
-        wrong = "; ".join(row["problems"]) or "nothing"
-        lines.append(f"| {row['what']} | {row['seconds'] / 60:.1f} min | {row['found']} | {wrong} | {row['date']} |")
+        cells = row["what"], f"{row['seconds'] / 60:.1f} min", row["found"], "; ".join(row["problems"]) or "nothing"
+        lines.append(f"| {' | '.join([*cells, row['date']])} |")
     return "\n".join(lines) + "\n"
 
 

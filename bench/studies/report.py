@@ -7,7 +7,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from bench._markdown import table_lines
 from bench._runner import commit
 from bench.studies.harness import Interval, Study, paired, reached
 
@@ -58,7 +57,8 @@ def table(study: Study, rows: Sequence[dict[str, Any]]) -> list[str]:
         if has_earlier:
             cells += [average(own, "earlier tokens", "{:,.0f}"), average(own, "earlier seconds", "{:,.0f}")]
         body.append([*cells, *(average([row["more"] for row in own], heading, "{:.3g}") for heading in more)])
-    return table_lines([*head, *more], body)
+    lines = [f"| {' | '.join(map(str, cells))} |" for cells in ([*head, *more], *body)]
+    return [lines[0], "|" + "---|" * len([*head, *more]), *lines[1:]]
 
 
 def average(rows: Sequence[dict[str, Any]], key: str, form: str) -> str:
