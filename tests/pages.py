@@ -17,7 +17,7 @@ from python_trainer.__main__ import main
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"(?:^<!-- needs: (\w+) -->\n)?^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-RUN = ("python", "yaml", "console")  # kinds of blocks that are run; sh and text are not
+RUN = ("python", "yaml", "console")  # kinds of blocks that run_page runs; test_shell_commands runs those of sh
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,12 @@ class Block:
         """(command, what it prints) of a console block."""
         found = re.findall(r"^\$ ((?:.*\\\n)*.*)\n((?:(?!\$ ).*\n)*)", self.text, re.MULTILINE)
         return [(re.sub(r"\\\n\s*", "", command), printed.strip()) for command, printed in found]
+
+    @property
+    def lines(self) -> list[str]:
+        """The commands of an sh block, without comments."""
+        lines = re.sub(r"\\\n\s*", "", self.text).splitlines()
+        return [command for line in lines if (command := re.sub(r"(^|\s+)#.*", "", line))]
 
 
 def read_blocks(path: Path) -> list[Block]:

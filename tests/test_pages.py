@@ -4,15 +4,55 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 
 import pytest
-from pages import PAGES, ROOT, read_blocks, run_page
+from pages import PAGES, ROOT, check_command, read_blocks, run_page
+from transformers import AutoModelForCausalLM
 
-from python_trainer.commands import make_parser
-from python_trainer.config import describe_settings, load_config
+from python_trainer.config import describe_settings
+from python_trainer.hub import policy_folder
 
 SLOW = {"quickstart.md", "algorithms.md", "accelerators.md", "integrations.md", "scale.md", "CONTRIBUTING.md"}
 LINKED = [*PAGES, *(ROOT / name for name in ("CHANGELOG.md", "SECURITY.md", "bench/README.md", "bench/gpu/README.md"))]
+BENCH = [ROOT / "bench" / "README.md", ROOT / "bench" / "gpu" / "README.md"]
+CHECKPOINTS = "BASE CHECKPOINT-10 CHECKPOINT-20 CHECKPOINT-30 CHECKPOINT-40"
+STEPS = (
+    "task.train_size=16 task.test_size=16 rollout.num_generations=2 rollout.max_completion_length=32 "
+    "evaluation.eval_steps=0"
+)
+LITTLE = {  # what is added to a command that begins like this; the last that fits counts
+    "python -m python_trainer train": f"--set max_steps=2 {STEPS}",
+    "python -m python_trainer train --dry-run": "",
+    "python -m python_trainer history": "",
+    "torchrun --nproc-per-node 4": f"--set max_steps=1 {STEPS}",
+    "torchrun --nproc-per-node 2": f"--set max_steps=2 parallel=fsdp2 {STEPS}",
+    "python -m rlkernels rank1": "",
+    "python -m rlkernels extrapolate": "",
+    "python -m pytest": "--collect-only",
+    "python -m bench": "--list",
+    "python -m bench --quick": "keyed_uniform",
+    "python -m bench.faults": "--only 'SIGTERM, plain' --times 1 --records faults.jsonl --work-dir faults",
+    "python -m bench.faults fuzz": "--cases 2 --only settings --records faults.jsonl --work-dir faults",
+    "python -m bench.faults --report": "",
+    "python -m bench.soak": "--operations 2000 --records soak.jsonl",
+    "python -m bench.studies.lossless": "--settings 1 --records lossless.csv",
+    "python -m bench.sweep": f"--steps 1 --rates 1e-4 --csv rates.csv --set {STEPS}",
+}
+NOT_RUN = {  # why
+    "vllm serve": "needs a server; the classes that it names are looked up",
+    "VLLM_SERVER_DEV_MODE=1 vllm serve": "the same",
+    "python examples/vllm_drafts.py": "needs vLLM; tests/with_vllm runs it",
+    "python -m verl.trainer": "needs GPUs; tests/with_vllm passes the option through verl's code",
+    "python -m rlkernels prove": "needs a GPU; test_proof runs the command with kernels of its own",
+    "python -m bench.soak memory": "memory grows in the first steps; test_soak runs it",
+    "python -m bench.studies rpo": "takes hours; test_studies runs short ones",
+    "python -m bench.gpu.records": "rewrites rlkernels/records.json; test_bench_gpu_records compares that file",
+    "python -m bench.gpu": "needs a GPU; test_bench_gpu and test_bench_gpu_train run it on a CPU",
+    "make setup": "not again",
+    ". .venv": "",
+    "mkdir": "",
+}
 SECTION = re.compile(r"`((?:task|model|rollout|algorithm|optimizer|critic|evaluation|save|sft|accelerators)(?:\.\w+)+)")
 
 
@@ -76,17 +116,50 @@ def test_settings_and_targets_exist(page):
         assert re.search(rf"^[a-z -]*\b{target}\b[a-z -]*:", makefile, re.M), f"{page.name} names make {target}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_that_are_not_run_are_right(page, monkeypatch):
-    """Those with a shipped configuration are parsed, and their settings checked."""
-    monkeypatch.chdir(ROOT)
-    for block in read_blocks(page):
-        text = re.sub(r"\\\n\s*", "", block.text)
-        for command in re.findall(r"-m (python_trainer .*)$", text, re.M) if block.kind == "sh" else ():
-            arguments = make_parser().parse_args(shlex.split(command, comments=True)[1:])
-            shipped = getattr(arguments, "config", None)
-            if shipped and ((ROOT / shipped).exists() or (ROOT / "configs" / f"{shipped}.yaml").exists()):
-                load_config(shipped, arguments.overrides)
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [*PAGES, *BENCH], ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_shell_commands_run(page, tmp_path, monkeypatch, capsys):
+    """With few steps, small numbers and records of their own; installs are compared with pyproject.toml."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("configs", "examples", "tests", "pyproject.toml"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for name in ("train.jsonl", "test.jsonl"):
+        (tmp_path / name).write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (tmp_path / "FILE.yaml").symlink_to(ROOT / "configs" / "sums.yaml")
+    (tmp_path / "MODEL").symlink_to(policy_folder("small"))
+    policy = AutoModelForCausalLM.from_pretrained("MODEL", dtype="float32")
+    for name in CHECKPOINTS.split() if any("CHECKPOINT" in block.text for block in read_blocks(page)) else ():
+        policy.save_pretrained(tmp_path / name)
+        policy.model.layers[0].mlp.up_proj.weight.data[0] += 0.1
+    for command in [line for block in read_blocks(page) if block.kind == "sh" for line in block.lines]:
+        for module, name in re.findall(r"rlkernels\.integrations\.(\w+)\.(\w+)", command):
+            assert f"class {name}" in (ROOT / "rlkernels" / "integrations" / f"{module}.py").read_text(), command
+        if "pip install" in command:
+            check_install(command)
+        elif not command.startswith(tuple(NOT_RUN)):
+            check_command(shorten(command), "", capsys)
+
+
+def shorten(command):
+    """Returns a command that does little of what this one does, and writes into the current folder only."""
+    command = command.replace("BASE CHECKPOINT...", CHECKPOINTS).replace(".venv/bin/", "")
+    if "vllm" in command:  # no server is here, but the settings can be read
+        return re.sub("^torchrun --nproc-per-node [0-9]", "python", command) + " --dry-run"
+    if command.startswith("make "):
+        return f"make -n -C {ROOT} {command[5:]}"
+    found = [more for beginning, more in LITTLE.items() if command.startswith(beginning)]
+    assert found, f"nothing makes a test of {command}: add it to LITTLE or NOT_RUN"
+    return f"{command} {found[-1]}"
+
+
+def check_install(command):
+    """Extras exist, and requirements are those of the extras."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = project["project"]["optional-dependencies"]
+    known = {requirement for extra in extras.values() for requirement in extra}
+    for word in shlex.split(command.partition("pip install")[2]):
+        found = re.fullmatch(r"\.(?:\[(.*)\])?", word)
+        assert (set((found[1] or "train").split(",")) <= set(extras)) if found else word[0] == "-" or word in known
 
 
 def test_files_that_contributing_names_exist():
