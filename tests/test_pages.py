@@ -25,8 +25,8 @@ LITTLE = {  # what is added to a command that begins like this; the last that fi
     "python -m python_trainer train": f"--set max_steps=2 {STEPS}",
     "python -m python_trainer train --dry-run": "",
     "python -m python_trainer history": "",
-    "torchrun --nproc-per-node 4": f"--set max_steps=1 {STEPS}",
-    "torchrun --nproc-per-node 2": f"--set max_steps=2 parallel=fsdp2 {STEPS}",
+    "torchrun --nproc-per-node 2": f"--set max_steps=1 {STEPS}",
+    "torchrun --nproc-per-node 1": f"--set max_steps=2 parallel=fsdp2 {STEPS}",
     "python -m rlkernels rank1": "",
     "python -m rlkernels extrapolate": "",
     "python -m pytest": "--collect-only",
@@ -143,6 +143,7 @@ def test_shell_commands_run(page, tmp_path, monkeypatch, capsys):
 def shorten(command):
     """Returns a command that does little of what this one does, and writes into the current folder only."""
     command = command.replace("BASE CHECKPOINT...", CHECKPOINTS).replace(".venv/bin/", "")
+    command = command.replace("node 2", "node 1").replace("node 4", "node 2")
     if "vllm" in command:  # no server is here, but the settings can be read
         return re.sub("^torchrun --nproc-per-node [0-9]", "python", command) + " --dry-run"
     if command.startswith("make "):
