@@ -132,7 +132,11 @@ def step_of(checkpoint: Path) -> int:
 
 
 def load_checkpoint(path: Path) -> Any:
-    """Returns the state that was saved, without shards."""
+    """Returns the state that was saved, without shards.
+
+    Raises:
+        UserError: files are missing or damaged.
+    """
     try:
         found, expected = checksums(path), json.loads((path / CHECKSUMS).read_text(encoding="utf-8"))
         if wrong := sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name)):
@@ -208,6 +212,9 @@ def read_shards(checkpoint: Path, present: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         present: the same state as it is now: what is sharded in it is read in the same shards, its moments too.
             Everything else is read whole, in any process.
+
+    Raises:
+        UserError: files are missing or damaged, in whichever of several processes that read together.
     """
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp

@@ -34,6 +34,9 @@ def compare(
 
     A finished run is kept, an interrupted one goes on from its newest checkpoint. All variants of a seed begin with the
     same policy, prompts and noise.
+
+    Raises:
+        UserError: an unknown variant, or a run in ``output_dir`` that was made with other settings.
     """
     if seeds < 1:
         raise UserError(f"--seeds must be at least 1, got {seeds}")

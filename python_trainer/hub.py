@@ -20,7 +20,11 @@ def hub_model(path: str) -> tuple[str, str | None] | None:
 def snapshot(
     name: str, revision: str | None, *, kind: Literal["model", "dataset"], setting: str, files: Sequence[str] | None
 ) -> Path:
-    """Downloads a repository unless it is cached -> its folder in the cache."""
+    """Downloads a repository unless it is cached -> its folder in the cache.
+
+    Raises:
+        UserError: there is no such repository, or it is not cached and the Hub cannot be reached.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
@@ -55,7 +59,11 @@ def shipped_policies() -> list[str]:
 
 
 def policy_folder(path: str, files: Sequence[str] = FILES) -> Path:
-    """Finds the folder that ``model.path`` names, and downloads a model of the Hub."""
+    """Finds the folder that ``model.path`` names, and downloads a model of the Hub.
+
+    Raises:
+        UserError: there is none.
+    """
     folder = SHIPPED / path if path in shipped_policies() else Path(path)
     if folder.suffix == ".gguf" or (folder.is_dir() and any(folder.glob("*.gguf")) and not any(folder.glob("*.json"))):
         raise UserError(

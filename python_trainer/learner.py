@@ -54,7 +54,11 @@ class Learner:
         self.changed = False
 
     def update(self, rollouts: Sequence[Rollout], number: int) -> dict[str, float]:
-        """Takes all optimizer steps on the rollouts of step ``number`` -> metrics."""
+        """Takes all optimizer steps on the rollouts of step ``number`` -> metrics.
+
+        Raises:
+            NotFinite: NaN or infinity in loss or gradients.
+        """
         return self._update(rollouts, learning_rate(self.settings, number, self.max_steps))
 
     def rehearse(self, rollouts: Sequence[Rollout], rise: float) -> dict[str, float]:

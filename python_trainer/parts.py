@@ -60,7 +60,11 @@ def resolve_engine(config: Config, *, gpu: bool | None = None) -> tuple[Config, 
 
 
 def resolve_settings(config: Config, saved: object, ranks: RankGroup, note: Note) -> Config:
-    """Replaces settings that are ``auto`` by what they mean on this machine."""
+    """Replaces settings that are ``auto`` by what they mean on this machine.
+
+    Raises:
+        UserError: the environment asks for kernels that are not there.
+    """
     with ranks.together():
         try:
             rlkernels.backend.wanted()
@@ -94,6 +98,9 @@ def make_engine(
     Args:
         output_dir: what a server has to read goes through a folder of it.
         reserved_bytes: of the device's memory, which training will take and the KV cache must leave.
+
+    Raises:
+        UserError: the engine cannot run this model, or vLLM is not there as it must be.
     """
     rollout, model, backend = chosen.rollout, policy.inference_model, None
     options: dict[str, Any] = {"eos_token_ids": policy.eos_token_ids, "tokenizer": policy.tokenizer}

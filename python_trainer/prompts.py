@@ -28,7 +28,11 @@ class Tasks:
 
 
 def load_tasks(config: Config, device: torch.device) -> Tasks:
-    """Loads all tasks; reward models go to the device."""
+    """Loads all tasks; reward models go to the device.
+
+    Raises:
+        UserError: a file, function or setting of a task cannot be used.
+    """
     main = load_task(config.task)
     environment = None if config.task.environment is None else ENVIRONMENTS.resolve(config.task.environment)
     sets = config.evaluation.sets.items()
@@ -94,7 +98,11 @@ class Prompts:
         ]
 
     def split(self, name: str) -> PromptSet:
-        """Returns the prompts of a split for an evaluation: test with its settings, others with one sample each."""
+        """Returns the prompts of a split for an evaluation: test with its settings, others with one sample each.
+
+        Raises:
+            UserError: the task has no such prompts.
+        """
         ids = self.encode(name)
         if not ids:
             raise self._no_prompts(name)

@@ -34,7 +34,11 @@ LEARN_ALL = Advantage(lambda step, settings: (torch.ones_like(step.rewards), Non
 
 
 def reference_answers(policy: Policy, examples: Sequence[Example]) -> list[Rollout]:
-    """Returns what the policy should have answered: the column ``answer`` of each example, then the end token."""
+    """Returns what the policy should have answered: the column ``answer`` of each example, then the end token.
+
+    Raises:
+        UserError: an example has no such column, or an empty prompt.
+    """
     rows = []
     for example, prompt in zip(examples, policy.encode([example.prompt for example in examples])):
         answer = example.columns.get("answer")
@@ -77,6 +81,9 @@ class Sft:
         config: all settings; the section ``sft``, and of the others those of task, model, optimizer and saving.
         output_dir: gets ``model/``, ``metrics.jsonl``, ``summary.json`` and checkpoints.
         resume: go on from the newest checkpoint in it, if there is one.
+
+    Raises:
+        UserError: something in the settings, files or model cannot be used. Nothing has been written then.
     """
 
     def __init__(self, config: Config, output_dir: Path, *, resume: bool = False, console: Console | None = None):
@@ -136,7 +143,12 @@ class Sft:
             )
 
     def run(self) -> dict[str, Any]:
-        """Takes all steps, writes the model, and returns what is in summary.json."""
+        """Takes all steps, writes the model, and returns what is in summary.json.
+
+        Raises:
+            UserError: another run has the folder; NaN or infinity in a gradient.
+            Interrupted: a signal came; everything is saved.
+        """
         state, last = self.state, len(self.batches)
         with self.checkpointer.owning_folder(), StopSignal() as stop:
             self.clock.start(state.wall_s, state.seconds)

@@ -163,7 +163,11 @@ class Trainer:
                 return summary
 
     def step(self, number: int) -> dict[str, float]:
-        """Trains on one batch of prompts -> its row of metrics.jsonl."""
+        """Trains on one batch of prompts -> its row of metrics.jsonl.
+
+        Raises:
+            Interrupted: a signal came, and the step is saved.
+        """
         with self.checkpointer.keeping_last_step():
             context, meter = self.context(number), StepMeter(self.clock, self.state)
             self.train_on_stored(context)
@@ -249,6 +253,9 @@ class Trainer:
 
         Args:
             stored_rise: of stored answers alone: share of the full learning rate.
+
+        Raises:
+            NotFinite: NaN or infinity in loss or gradients.
         """
         if stored_rise is None:
             learned = self.learner.update(rollouts, number)
@@ -325,7 +332,11 @@ class Trainer:
         }
 
     def load_progress(self, saved: dict[str, Any]) -> None:
-        """Undoes :meth:`progress`."""
+        """Undoes :meth:`progress`.
+
+        Raises:
+            UserError: it is of other accelerators, or they know prompts by numbers that are other prompts now.
+        """
         names = sorted(accelerator.name for accelerator in self.accelerators if accelerator.enabled)
         if sorted(saved["enabled"]) != names:
             raise UserError(f"{self.folder} was run with the accelerators {sorted(saved['enabled'])}, not {names}")
@@ -345,7 +356,11 @@ class Trainer:
             self.engine.lengths.load_state_dict(saved["lengths"])
 
     def notify(self, method: str, *arguments: Any) -> None:
-        """Calls a method of all callbacks, on the first rank; an error ends all ranks."""
+        """Calls a method of all callbacks, on the first rank; an error ends all ranks.
+
+        Raises:
+            UserError: a callback raised an exception.
+        """
         if not self.callbacks:
             return
         with self.ranks.together():

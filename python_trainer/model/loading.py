@@ -24,7 +24,11 @@ PRODUCTS = ("amx_bf16", "avx512_bf16", "bf16")  # features of a processor, by to
 
 
 def base_folder(folder: Path) -> Path:
-    """Finds the folder of the model itself: the base of an adapter, else the given folder."""
+    """Finds the folder of the model itself: the base of an adapter, else the given folder.
+
+    Raises:
+        UserError: an adapter that names no base, or one that is not there.
+    """
     if not (folder / "adapter_config.json").is_file():
         return folder
     try:
@@ -75,7 +79,11 @@ def read_settings(base: Path, config: ModelConfig) -> Any:
 
 
 def read_tokenizer(folder: Path, config: ModelConfig) -> Any:
-    """Reads the tokenizer of a folder."""
+    """Reads the tokenizer of a folder.
+
+    Raises:
+        UserError: there is none, or an empty one.
+    """
     with loading_errors(folder):
         tokenizer = AutoTokenizer.from_pretrained(**source_options(folder, config))
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
@@ -91,7 +99,11 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 
 def read_model(folder: Path, config: ModelConfig, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Reads a model onto the CPU, and its tokenizer; merges an adapter into its base."""
+    """Reads a model onto the CPU, and its tokenizer; merges an adapter into its base.
+
+    Raises:
+        UserError: one of them is not there, not complete, or does not fit the other.
+    """
     if (base := base_folder(folder)) == folder:
         return _read_plain(folder, config, dtype)
     model, tokenizer = _read_plain(base, config, torch.float32)
@@ -138,6 +150,9 @@ def model_without_weights(folder: Path, config: ModelConfig, dtype: torch.dtype)
 
     Every parameter repeats one number, so that none takes memory. Buffers that no file holds, such as the frequencies
     of rotary embeddings, are as they should be; those that a file does hold are not.
+
+    Raises:
+        UserError: it does not say what model it is.
     """
     with loading_errors(folder):
         settings = read_settings(folder, config)
@@ -189,7 +204,11 @@ def multiplies_bfloat16() -> bool:
 
 
 def count_weights(folder: Path, config: ModelConfig) -> int:
-    """Counts the weights of the model in a folder, or of the base of the adapter in it."""
+    """Counts the weights of the model in a folder, or of the base of the adapter in it.
+
+    Raises:
+        UserError: it does not say what model it is.
+    """
     with loading_errors(base := base_folder(folder)):
         return count_described(read_settings(base, config), config)
 

@@ -38,6 +38,9 @@ def add_adapters(model: Any, settings: LoraSettings) -> Any:
     """Freezes the model and adds adapters, which change nothing yet -> the plain model as a copy.
 
     The copy has weights of its own where there are adapters; the others are shared.
+
+    Raises:
+        UserError: as of :func:`inject_adapters`.
     """
     plain = copy.deepcopy(model, {id(p): p for p in model.parameters()})  # modules of its own around the same weights
     inject_adapters(model, settings)
@@ -48,7 +51,11 @@ def add_adapters(model: Any, settings: LoraSettings) -> Any:
 
 
 def inject_adapters(model: Any, settings: LoraSettings) -> None:
-    """Freezes the model and adds adapters, which change nothing yet; they begin the same in every process."""
+    """Freezes the model and adds adapters, which change nothing yet; they begin the same in every process.
+
+    Raises:
+        UserError: PEFT is not installed, or the model has no such layers.
+    """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -75,7 +82,11 @@ def inject_adapters(model: Any, settings: LoraSettings) -> None:
 
 
 def merge_adapter(model: Any, folder: Path) -> Any:
-    """Returns the model with an adapter of PEFT added to its weights."""
+    """Returns the model with an adapter of PEFT added to its weights.
+
+    Raises:
+        UserError: PEFT is not installed, or the adapter does not fit.
+    """
     try:
         from peft import PeftModel
     except ImportError as error:

@@ -46,7 +46,11 @@ def set_matmul_precision(precision: str) -> None:
 
 
 def load_policy(config: ModelConfig) -> "Policy":
-    """Loads a model: a folder, one of the Hub, a base policy that ships, or an adapter, merged."""
+    """Loads a model: a folder, one of the Hub, a base policy that ships, or an adapter, merged.
+
+    Raises:
+        UserError: there is no such model, or no model or tokenizer in its folder, or as of :class:`Policy`.
+    """
     folder = policy_folder(config.path)
     device = choose_device(config.device)
     model, tokenizer = read_model(folder, config, find_dtype(config))
@@ -141,7 +145,11 @@ class Policy:
         self.fused = self.traits.fusible
 
     def encode(self, prompts: Sequence[str | Messages]) -> list[list[int]]:
-        """Encodes texts, and chat messages through the tokenizer's template; both may be mixed."""
+        """Encodes texts, and chat messages through the tokenizer's template; both may be mixed.
+
+        Raises:
+            UserError: the tokenizer has no template, or it refuses the messages.
+        """
         chats = [not isinstance(prompt, str) for prompt in prompts]
         texts = [prompt if isinstance(prompt, str) else self.chat_text(prompt) for prompt in prompts]
         encoded: dict[int, list[int]] = {}
@@ -153,7 +161,11 @@ class Policy:
         return [encoded[row] for row in range(len(prompts))]
 
     def chat_text(self, messages: Messages, *, opens: bool = True) -> str:
-        """Writes messages by the tokenizer's template, with or without the opening of the next answer."""
+        """Writes messages by the tokenizer's template, with or without the opening of the next answer.
+
+        Raises:
+            UserError: as of :meth:`encode`.
+        """
         template, options = self.tokenizer.chat_template, self.chat_template_kwargs
         if not template:
             raise UserError(f"prompts are lists of messages, but the tokenizer of {self.name} has no chat template")
@@ -269,7 +281,11 @@ class Policy:
                 yield plain, full(shard.to(dtypes[plain]))
 
     def save(self, folder: Path) -> None:
-        """Writes model and tokenizer in Hugging Face format, with the weights of ``inference_model``."""
+        """Writes model and tokenizer in Hugging Face format, with the weights of ``inference_model``.
+
+        Raises:
+            UserError: it has none now.
+        """
         if any(p.numel() and not p.untyped_storage().nbytes() for p in self.inference_model.parameters()):
             raise UserError(
                 "the policy's weights are in shards: restore_inference_model(), called in all processes, gathers them"
