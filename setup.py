@@ -231,9 +231,17 @@ class Unread(setuptools.Distribution):
         pass  # nothing in it says how the extension is built
 
 
+def describe() -> str:
+    """README for a package index, which has no files for its picture and its relative links to lead to."""
+    text = re.sub(r"^!\[.*\n\n", "", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return re.sub(r"\[([^]]*)\]\((?!https?:)[^)]*\)", r"\1", text)
+
+
 OLD = int(setuptools.__version__.partition(".")[0]) < 77
 setup(
     **({"distclass": Unread} if OLD and "build_ext" in sys.argv else {}),
+    long_description=describe(),
+    long_description_content_type="text/markdown",
     ext_modules=[extension()] if WITH_EXTENSION else [],
     cmdclass={"build_ext": BuildKernels, "check_cuda": CheckCuda},
 )

@@ -31,9 +31,9 @@ def main(argv: list[str] | None = None) -> int:
     except Interrupted as stopped:
         tell(str(stopped))
     except KeyboardInterrupt:
-        print("interrupted: a run goes on from its newest checkpoint, if there is one", file=sys.stderr)
+        print("interrupted: a run continues from its newest checkpoint, if there is one", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # whoever read the output has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more
     except Exception as error:
         message = explain(error)

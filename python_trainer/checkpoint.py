@@ -167,7 +167,7 @@ def load_newest(folder: Path, tell: Callable[[str], None]) -> tuple[Path, Any] |
             problems.append(str(error))
             continue
         if problems:
-            tell(f"{'; '.join(problems)}: going on from {path.name}")
+            tell(f"{'; '.join(problems)}: continuing from {path.name}")
         return path, state
     if problems:
         raise UserError(f"no checkpoint in {folder} can be used: {'; '.join(problems)}; remove the run to begin anew")

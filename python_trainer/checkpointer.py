@@ -47,12 +47,12 @@ class Checkpointer:
 
     Args:
         output_dir: the run directory; ``folder`` is where this rank writes.
-        resume: go on from the newest checkpoint, if there is one.
+        resume: continue from the newest checkpoint, if there is one.
         notify: calls a method of all callbacks.
 
     Attributes:
         checkpoints: the folder of all checkpoints.
-        newest: the checkpoint that the run goes on from; None: it begins anew.
+        newest: the checkpoint that the run continues from; None: it begins anew.
         saved: its contents without shards, until :meth:`restore`.
         saved_step: step of the newest checkpoint, 0 if there is none.
     """
@@ -91,7 +91,7 @@ class Checkpointer:
         progress: Callable[[], dict[str, Any]],
         load: Callable[[dict[str, Any]], None],
     ) -> bool:
-        """Takes the other parts of the run, and loads the checkpoint that it goes on from -> whether there is one."""
+        """Takes the other parts of the run, and loads the checkpoint that it continues from -> whether there is one."""
         self.policy, self.learner, self.progress = policy, learner, progress
         saved, self.saved = self.saved, None  # to free its memory
         if self.newest is None:
@@ -166,7 +166,7 @@ class Checkpointer:
             with self.clock.measure("checkpoint"):
                 self._save(self._contents())
         if signal and not done:
-            raise Interrupted(f"{signal}: stopped after step {step}, which is saved; a resumed run goes on from it")
+            raise Interrupted(f"{signal}: stopped after step {step}, which is saved; a resumed run continues from it")
 
     def _save(self, contents: dict[str, Any]) -> None:
         step, learned, sharded = contents["state"]["step"], self.learner.state_dict(), self.ranks.sharded
@@ -221,8 +221,8 @@ class Checkpointer:
         self.ranks.first(None)  # none ends before: torchrun then ends the others, even one that is still writing
 
     def how_to_go_on(self) -> str:
-        """Tells which step a resumed run would go on from."""
-        return f"step {self.saved_step} is saved: --resume goes on from it" if self.saved_step else "no step is saved"
+        """Tells which step a resumed run would continue from."""
+        return f"step {self.saved_step} is saved: --resume continues from it" if self.saved_step else "no step is saved"
 
     def save_models(self) -> None:
         """Writes the policy to RUN/model and, if an earlier checkpoint was evaluated best, that one to RUN/best.

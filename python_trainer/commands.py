@@ -60,7 +60,7 @@ DESCRIPTIONS = {
     trained policy, Hugging Face format), best/ (the checkpoint with the best evaluation, if it is not the last) and,
     with model.lora, adapter/ (PEFT).""",
     "compare": """Trains with and without accelerators: every variant on every seed, one after the other, into
-    OUTPUT_DIR/VARIANT/seed-N; then reports on all. Finished runs are kept, interrupted ones go on.""",
+    OUTPUT_DIR/VARIANT/seed-N; then reports on all. It keeps finished runs and continues interrupted ones.""",
     "sft": """Trains on reference answers, those of the task's training examples (settings: section sft), for models
     that hardly ever answer right. OUTPUT_DIR/model can then be the model.path of train.""",
     "probe": """Measures how hard the prompts are and where time goes: answers some training prompts and makes one
@@ -95,7 +95,7 @@ def make_parser() -> Parser:
     settings.add_argument("--set", dest="overrides", **lists, help=text)
     settings.add_argument("--help-settings", nargs=0, action=SettingsHelp, help="list all settings, and leave")
     output.add_argument("--output-dir", required=True, type=Path, metavar="DIR", help="where the results go")
-    resume.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in OUTPUT_DIR")
+    resume.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in OUTPUT_DIR")
 
     train = add("train", run_train, settings, resume)
     train.add_argument("--output-dir", type=Path, metavar="DIR", help="where the results go; needed but for --dry-run")

@@ -32,7 +32,7 @@ def compare(
 ) -> None:
     """Trains every variant on as many seeds, from the configuration's own on, and reports.
 
-    A finished run is kept, an interrupted one goes on from its newest checkpoint. All variants of a seed begin with the
+    It keeps finished runs and continues interrupted ones. All variants of a seed begin with the
     same policy, prompts and noise.
 
     Raises:

@@ -51,7 +51,7 @@ def check_run_directory(folder: Path, *, resume: bool) -> None:
     if not resume and (begun or any(row["step"] for row in read_metrics(folder))):
         raise UserError(f"{folder} already holds a run: add --resume to go on, or choose another --output-dir")
     if resume and not begun and (folder / "model").exists():
-        raise UserError(f"{folder} holds a finished run, and no checkpoint to go on from: choose another --output-dir")
+        raise UserError(f"{folder} holds a finished run without a checkpoint: choose another --output-dir")
 
 
 def unusable_output_dir(folder: Path, problem: str | None) -> UserError:

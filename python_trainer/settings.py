@@ -92,7 +92,7 @@ class Registry(Generic[T]):
         return name
 
     def resolve(self, plugin: str | T) -> T:
-        """Returns the object that a name stands for; an object stands for itself.
+        """Returns the object that a name refers to; returns an object unchanged.
 
         Raises:
             PluginError: there is no such plug-in, or it has the wrong type.

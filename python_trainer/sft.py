@@ -80,7 +80,7 @@ class Sft:
     Args:
         config: all settings; the section ``sft``, and of the others those of task, model, optimizer and saving.
         output_dir: gets ``model/``, ``metrics.jsonl``, ``summary.json`` and checkpoints.
-        resume: go on from the newest checkpoint in it, if there is one.
+        resume: continue from the newest checkpoint in it, if there is one.
 
     Raises:
         UserError: something in the settings, files or model cannot be used. Nothing has been written then.

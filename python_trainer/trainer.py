@@ -45,7 +45,7 @@ class Trainer:
         config: all settings.
         output_dir: the run directory; made if it does not exist.
         callbacks: more than those in the settings: objects, classes, names or ``module:Class``.
-        resume: go on from the newest checkpoint in it, if there is one.
+        resume: continue from the newest checkpoint in it, if there is one.
         label: name of the run on the terminal.
         console: where progress goes; None for standard error.
         timer: the clock that all seconds are read from; ``time.process_time`` counts the work of this program alone.

@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
 
         print(json.dumps(info(), indent=2)) if args.json else print_info()
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever read the output has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more
     return 0
 

@@ -97,7 +97,7 @@ def indices(name: str, value: torch.Tensor, size: int) -> None:
 
 
 def shape(name: str, value: torch.Tensor, expected: Sequence[int | None]) -> None:
-    """Raises unless ``value`` has this shape; None stands for any size."""
+    """Raises unless ``value`` has this shape; None allows any size."""
     if len(value.shape) != len(expected) or any(e is not None and e != s for s, e in zip(value.shape, expected)):
         wanted = ", ".join("any" if e is None else str(e) for e in expected)
         raise ValueError(f"{name} must have shape [{wanted}], got {list(value.shape)}")

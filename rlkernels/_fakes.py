@@ -1,7 +1,7 @@
 """What the compiled ops return, as shapes and dtypes only: for torch.compile and torch.export.
 
 Imported with the extension, and the one place for them: ops of csrc/ops have no meta kernels in C++. Arguments are
-those of the op; ``*_`` stands for those that do not count.
+those of the op; ``*_`` collects those that do not matter.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Runs the arms of a study in turns, over seeds, and reads what came of them.
 
 Every arm of a seed is a process of its own that takes one step or one evaluation at a time. All training is charged,
-filling a cache included; the tokens and seconds of an earlier run are kept apart. A run that was killed goes on from
+filling a cache included; the tokens and seconds of an earlier run are kept apart. A run that was killed continues from
 its checkpoint, a finished one is kept.
 """
 

@@ -172,7 +172,7 @@ def choose_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("model.device: cuda was asked for, but torch finds no CUDA device here")
+        raise UserError("model.device is cuda, but torch finds no CUDA device: write cpu or auto")
     return torch.device(name)
 
 

@@ -23,7 +23,7 @@ class ModelConfig(Section):
 
     path: str = "sums"
     """Causal language model: a folder in Hugging Face format, an id of the Hub (`owner/name`, or `owner/name@revision`
-    for a branch, tag or commit), or a shipped base policy by name, such as `sums`. An adapter of PEFT stands for its
+    for a branch, tag or commit), or a shipped base policy by name, such as `sums`. An adapter of PEFT selects its
     base with the adapter merged in."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the weights in memory: bfloat16 keeps float32 master weights in the optimizer. auto: bfloat16 on a GPU,

@@ -291,7 +291,7 @@ def _text_after_turn(policy: Policy, messages: Messages, said: Messages, last: i
         raise UserError(f"the chat template of {policy.name} does not show what the assistant says")
     if last not in policy.eos_token_ids:
         return text
-    # the policy's end token stands for what closes the turn: up to an end token, or to some other special token
+    # the policy's end token replaces what closes the turn: up to an end token, or to some other special token
     alone = policy.chat_text(turn, opens=False).partition(mark)[2]
     closing = "".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(alone, text)))
     ends = [policy.tokenizer.decode([token]) for token in policy.eos_token_ids]

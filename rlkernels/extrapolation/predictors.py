@@ -31,7 +31,7 @@ class Predictor:
     name: str
     predict: Callable[[Points, Target], torch.Tensor]  # x [m] of any floating type, on the device of the points
     min_points: int = 2
-    whole: bool = False  # the prediction stands for the whole update, stretched, not only for its part along v
+    whole: bool = False  # it predicts the whole update, stretched, not only its part along v
 
     def __call__(self, points: Points, target: Target) -> torch.Tensor:
         """Predict x.

@@ -265,7 +265,7 @@ class GatedExtrapolation(TrainerCallback):
         track_steps: keep factors of the update every so many steps.
         first_step, every: first attempt, and steps from one decision to the next attempt.
         level: chance per run of accepting weights that are no better, at most.
-        metric: the logged mean reward that stands for accuracy; averaged over its last ``smoothing`` values.
+        metric: the logged mean reward, used as accuracy; averaged over its last ``smoothing`` values.
         rules: fields of :class:`rlkernels.extrapolation.Attempt`, such as ``predictor``, ``horizon`` and ``limits``.
 
     Attributes:

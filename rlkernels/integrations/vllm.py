@@ -50,7 +50,7 @@ def share_history(history: RolloutHistory | None, token_cost: Callable[[int], fl
     """Gives proposers of this process a history that goes on being filled, or another one; None: no drafts.
 
     Only an engine in this process sees it (``VLLM_ENABLE_V1_MULTIPROCESSING=0``). One that is shared when the engine is
-    made is not filled by the engine: whoever shares it adds the answers.
+    made is not filled by the engine: its owner adds the answers.
 
     Args:
         history: what they draft from, from the next step on.

@@ -267,7 +267,7 @@ def test_generation_that_fails_in_one_process_is_told_by_all_and_leaves_the_last
         *kinds, text = seen[name]
         said = [(runs / f"{parallel}-{name}-{rank}.txt").read_text() for rank in range(2)]
         assert [one.partition(": ")[0] for one in said] == kinds and "process 1 of 2: " in said[0]
-        assert all(text in one and "step 1 is saved: --resume goes on from it" in one for one in said)
+        assert all(text in one and "step 1 is saved: --resume continues from it" in one for one in said)
         checkpoints = list_checkpoints(runs / f"{parallel}-{name}" / "checkpoints")
         assert [path.name for path in checkpoints] == ["step-000001"]
 

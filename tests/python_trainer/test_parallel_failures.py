@@ -179,12 +179,12 @@ def test_no_process_waits_in_the_end_for_others_that_wait_for_it(monkeypatch, er
 def test_a_process_that_is_left_alone_says_so(tmp_path, monkeypatch, capsys, size):
     """As gloo puts it where another process was killed."""
     lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:39313.")
-    lost.add_note("step 2 is saved: --resume goes on from it")
+    lost.add_note("step 2 is saved: --resume continues from it")
     monkeypatch.setattr("python_trainer.report.page.report", Mock(side_effect=lost))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", size)
     with nullcontext() if size == "2" else pytest.raises(RuntimeError):
         assert main(["report", str(tmp_path)]) == 2
         said = "another process has ended: its own message says why, or the report of torchrun"
-        note = "step 2 is saved: --resume goes on from it"
+        note = "step 2 is saved: --resume continues from it"
         assert capsys.readouterr().err == f"error: process 0 of 2: {said}; {note}\n"

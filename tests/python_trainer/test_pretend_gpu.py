@@ -53,7 +53,7 @@ def config_of(make_config, name, steps):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_on_a_gpu(make_config, tmp_path, name):
-    """In bfloat16 but for one; then it goes on from its checkpoint."""
+    """In bfloat16 but for one; then it continues from its checkpoint."""
     with pretended():
         trainer = train(config_of(make_config, name, 2), tmp_path / "run")
         dtype = torch.float32 if "float32" in name else torch.bfloat16

@@ -154,7 +154,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(make_config, tmp_path,
     flip(folder / "step-000004" / "tensors.safetensors")
     trainer = Trainer(config, tmp_path / "parts", resume=True)
     assert trainer.state.step == 2
-    assert "step-000004 is damaged (tensors.safetensors is other than it was written): going on from step-000002" in (
+    assert "step-000004 is damaged (tensors.safetensors is other than it was written): continuing from step-000002" in (
         capsys.readouterr().err
     )
     trainer.run()

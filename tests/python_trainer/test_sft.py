@@ -209,7 +209,7 @@ def test_a_finished_run_without_a_checkpoint_is_not_begun_anew(lessons, tmp_path
     Sft(config, tmp_path, console=QUIET).run()
     shutil.rmtree(tmp_path / "checkpoints")
     model = (tmp_path / "model" / "model.safetensors").read_bytes()
-    with pytest.raises(UserError, match="holds a finished run, and no checkpoint to go on from: choose another"):
+    with pytest.raises(UserError, match="holds a finished run without a checkpoint: choose another"):
         kind(config, tmp_path, resume=True, console=QUIET)
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == model
 

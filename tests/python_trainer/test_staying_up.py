@@ -101,7 +101,7 @@ def test_ctrl_c_ends_the_command_in_one_line(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(commands, "parse_arguments", interrupt)
     assert main(["report", str(tmp_path)]) == 130
-    assert capsys.readouterr().err == "interrupted: a run goes on from its newest checkpoint, if there is one\n"
+    assert capsys.readouterr().err == "interrupted: a run continues from its newest checkpoint, if there is one\n"
 
 
 def test_the_command_ends_with_0_and_says_how_to_go_on(make_config, tmp_path, monkeypatch, capsys):
@@ -117,7 +117,7 @@ def test_the_command_ends_with_0_and_says_how_to_go_on(make_config, tmp_path, mo
     command = ["train", "--config", str(path), "--output-dir", str(tmp_path / "run")]
     assert main(command) == 0
     said = capsys.readouterr().err
-    assert "SIGTERM: stopped after step 1, which is saved; a resumed run goes on from it" in said
+    assert "SIGTERM: stopped after step 1, which is saved; a resumed run continues from it" in said
     monkeypatch.setattr(Trainer, "step", original)
     assert main([*command, "--resume"]) == 0
     assert read_metrics(tmp_path / "run")[-1]["step"] == 4
@@ -154,7 +154,7 @@ def test_a_reward_that_fails_leaves_the_last_finished_step(make_config, tmp_path
     with pytest.raises(UserError, match="reward function broken") as raised:
         Trainer(config, tmp_path / "parts", console=QUIET).run()
     kept = 2 if at == 4 else 4
-    assert raised.value.__notes__ == [f"step {kept} is saved: --resume goes on from it"]
+    assert raised.value.__notes__ == [f"step {kept} is saved: --resume continues from it"]
     assert [row["step"] for row in read_metrics(tmp_path / "parts")] == list(range(kept + 1))
     Trainer(config, tmp_path / "parts", resume=True, console=QUIET).run()
     saved = [load_checkpoint(list_checkpoints(tmp_path / run / "checkpoints")[-1]) for run in ("whole", "parts")]

@@ -64,7 +64,7 @@ def begin_run(database: RetrospectiveDatabase, run: StoredRun, folder: Path) -> 
 def step_record(run: RunContext, step: int, groups: Sequence[list[Rollout]], before: list[StepRecord]) -> StepRecord:
     """Sums up the fresh answers of a step, of all rounds of dynamic sampling.
 
-    Answers that go on from a given beginning say little about the policy: rewards and sketch are of the others. If
+    Answers that continue from a given beginning say little about the policy: rewards and sketch are of the others. If
     there are none they are those of the step before, and in the first step those of all answers.
     """
     fresh, whole = [rollout for group in groups for rollout in group], [*filter(None, map(fresh_ones, groups))]

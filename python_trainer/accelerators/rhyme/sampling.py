@@ -219,7 +219,7 @@ def likelihoods(candidates: Sequence[Candidate]) -> torch.Tensor:
 
 
 def begins_with(response_ids: Sequence[int], prefix_ids: Sequence[int]) -> bool:
-    """Tells whether an answer goes on from a beginning: only then can it be judged against others that do."""
+    """Tells whether an answer continues from a beginning: only then can it be judged against others that do."""
     return len(response_ids) > len(prefix_ids) and list(response_ids[: len(prefix_ids)]) == list(prefix_ids)
 
 

@@ -19,7 +19,7 @@ from rlkernels.prefix_cache import Sequence
 
 @dataclass(eq=False)
 class Prefill:
-    """Tokens to compute once for all samples that go on from there."""
+    """Tokens to compute once for all samples that continue from there."""
 
     tokens: list[int]
     samples: list[Decoding]

@@ -33,7 +33,7 @@ TIMEOUT_S = 60  # without a byte of one that answers; a busy server answers late
 LOOK_SECONDS = 10.0  # between two looks at a server that has not answered yet
 HEADERS = {"Content-Type": "application/json"}
 START = f"VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --worker-extension-cls {WORKER}"
-CONNECTIONS = 64  # to a server: vLLM batches what it is asked at the same time
+CONNECTIONS = 64  # to a server: vLLM batches simultaneous requests
 BASE, ADAPTER = "base", "adapter.safetensors"
 
 

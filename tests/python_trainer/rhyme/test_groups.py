@@ -155,7 +155,7 @@ def test_a_stored_token_enters_the_loss_with_its_truncated_weight(make_config, r
 
 
 def test_stored_answers_join_a_group_only_from_where_it_begins(make_config, tmp_path, monkeypatch):
-    """Answers of a group are compared with each other, so all of them go on from the same tokens."""
+    """Answers of a group are compared with each other, so all of them continue from the same tokens."""
     config = make_config(
         max_steps=12,
         accelerators={
