@@ -9,6 +9,7 @@ attention of Transformers: the paged cache (``rlkernels.integrations.transformer
 
 import inspect
 import re
+import resource
 import sys
 from collections import defaultdict
 from typing import Any
@@ -21,7 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from python_trainer.model.traits import find_traits
 from rlkernels.integrations.transformers import PagedCache, paged_kv_cache
 
-VOCAB = 320
+VOCAB, MEMORY = 320, 8 << 30
 # a size -> the settings of configs that get it, where they have it
 SIZES: dict[Any, str] = {
     VOCAB: "vocab_size vocab_size_per_layer_input",
@@ -106,9 +107,11 @@ def look_at(kind: str) -> tuple[str, str]:
 
 
 def main() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))  # a type of which no size is in the table is huge
     transformers.logging.set_verbosity_error()
     kinds, found = sys.argv[1:] or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), defaultdict(list)
-    for kind in kinds:
+    for number, kind in enumerate(kinds, 1):
+        print(f"{number}/{len(kinds)} {kind}", file=sys.stderr)
         found[look_at(kind)].append(kind)
     print(f"# Architectures\n\n{len(kinds)} tiny models of Transformers {transformers.__version__} in float32.\n")
     print("| runs on | types | why not more |\n|---|---|---|")
