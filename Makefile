@@ -16,7 +16,7 @@ RUN ?= runs/train
 
 help:
 	@echo 'make train   set up, train a small model twice, plainly and then with what the first run has left ($(RUN))'
-	@echo 'make test    set up, then lint, types and the tests, in a quarter of an hour; names what this machine lacks'
+	@echo 'make test    set up, then lint, types and the tests, in about ten minutes; names what this machine lacks'
 	@echo 'make test-slow   the tests that take longer'
 	@echo 'make test-vllm   the tests inside vLLM for the CPU, in an environment of its own ($(VENV)-vllm, about 3 GB)'
 	@echo 'make bench   set up, then every benchmark (BENCH="--quick similarity" for less)'

@@ -9,6 +9,7 @@ norm is compared. A whole step also generates, with Transformers, and takes the 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from copy import deepcopy
 from functools import partial
 from importlib.util import find_spec
 from itertools import accumulate
@@ -133,9 +134,11 @@ def cases(quick: bool) -> Iterator[Case]:
 
     def trainers(prompt: int, longest: int, answers: int) -> tuple[Any, Any]:
         torch.manual_seed(0)
-        theirs = make_trainer(GRPOTrainer, LlamaForCausalLM(config), prompt, longest, answers)
+        theirs = make_trainer(GRPOTrainer, LlamaForCausalLM(deepcopy(config)), prompt, longest, answers)
         torch.manual_seed(0)
-        return theirs, make_trainer(SharedPrefixGRPOTrainer, LlamaForCausalLM(config), prompt, longest, answers)
+        return theirs, make_trainer(
+            SharedPrefixGRPOTrainer, LlamaForCausalLM(deepcopy(config)), prompt, longest, answers
+        )
 
     for prompt, longest, answers, size in [(32, 16, 4, 2)] if quick else GRID + MICRO_BATCHES:
         batch = make_batch(prompt, longest, answers)

@@ -156,6 +156,7 @@ def test_what_the_end_of_the_budget_cuts_is_left_out(tmp_path, monkeypatch):
     assert "time delta_matvec: 257 x 1023" in entries[-1]["left_out"]
 
 
+@pytest.mark.slow
 def test_tests_are_recorded_file_by_file(tmp_path, monkeypatch):
     """In a run whose tests are of three kinds: right, wrong, and one that hangs."""
     sources = {

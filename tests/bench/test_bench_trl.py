@@ -87,6 +87,7 @@ def given_values(turns, values, folder):
     turns.end_turn(Step(float(values["rollout"]["num_generations"]), 0.5, None, 1))
 
 
+@pytest.mark.slow
 def test_trainers_take_turns_and_their_settings_reach_them(tmp_path):
     config = trl.small(tmp_path).config
     workers = {name: trl.Worker(given_values, config.model_dump(mode="json"), tmp_path / name) for name in "ab"}

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from python_trainer.model import policy
 from python_trainer.run_directory import read_metrics
 
+pytestmark = pytest.mark.slow  # sets up two processes for a minute
 MANY = {"micro_batch_tokens": 30}  # several micro-batches for each process, and not the same number
 ALPHA = {"track_steps": 1, "first_step": 4, "refuse": False}
 TRACKED = {"max_steps": 5}  # as many as alpha follows before it jumps

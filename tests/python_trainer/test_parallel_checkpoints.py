@@ -23,7 +23,7 @@ from python_trainer.rollout.paged.engine import PagedEngine
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 
-pytestmark = pytest.mark.slow  # two processes train a minute; test_parallel is their quick test
+pytestmark = pytest.mark.slow  # two processes train a minute
 
 SETTINGS = {
     "max_steps": 4,
