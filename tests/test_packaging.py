@@ -132,7 +132,8 @@ def test_wheel_with_the_extension(tmp_path):
 @pytest.mark.slow
 def test_a_setuptools_that_refuses_the_licence_builds_the_extension_all_the_same(tmp_path):
     """One before 77 reads of a file in its place: the others would stop at a pyproject.toml like this one."""
-    shutil.copy(ROOT / "setup.py", tmp_path)
+    for name in ("setup.py", "README.md"):
+        shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "pyproject.toml").write_text("[project]\nname = 1")
 
     def build(version):
