@@ -298,7 +298,8 @@ class HistoryProposer:
 
     def _close(self) -> None:
         """Record what the engine holds when it ends."""
-        self._remember([*self._absent, *self._present], [])
+        left, self._absent, self._present = [*self._absent, *self._present], [], []
+        self._remember(left, [])
         self._write()
 
     def _lock_path(self) -> str:
@@ -371,6 +372,7 @@ def _end_tokens(model_config: Any) -> set[int]:
 
 
 def _next_epoch(history: RolloutHistory) -> int:
+    """Return the epoch after all of a history."""
     newest = history.stats["newest_epoch"]
     return 0 if newest is None else newest + 1
 

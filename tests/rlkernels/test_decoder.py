@@ -1,5 +1,7 @@
 """The fused operations of a decoder layer, and their gradients, against plain torch."""
 
+from functools import partial
+
 import pytest
 import torch
 from accuracy import assert_as_plain
@@ -145,9 +147,8 @@ def test_bfloat16_is_rounded_once():
 
 def test_bad_input():
     x, table = torch.randn(3, 8), torch.randn(5, 4)
-    for bad in (-1, 5):
-        with pytest.raises(ValueError, match=f"positions must be between 0 and 4, got {bad}"):
-            decoder.rope(x, torch.tensor([0, bad, 1]), table, table, 1, 2)
+    with pytest.raises(ValueError, match="positions must be between 0 and 4, got 5"):
+        decoder.rope(x, torch.tensor([0, 5, 1]), table, table, 1, 2)
     with pytest.raises(ValueError, match="3 heads of 4 numbers do not fit into rows of 8"):
         decoder.rope(x, torch.tensor([0, 1, 1]), table, table, 1, 3)
     with pytest.raises(ValueError, match="weight must have 8 numbers, got 4"):
@@ -156,6 +157,41 @@ def test_bad_input():
         decoder.silu_mul(torch.randn(2, 7))
     with pytest.raises(RuntimeError, match="contiguous"):
         decoder.silu_mul(torch.randn(8, 4).T)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_bad_input_of_rope(backend):
+    x, table, positions = torch.randn(3, 8), torch.randn(5, 4), torch.tensor([0, 4, 1])
+    rope = partial(decoder.rope, backend=backend)
+    for name in ("q_weight", "k_weight"):
+        with pytest.raises(ValueError, match=f"must be given together, got {name} alone"):
+            rope(x, positions, table, table, 1, 2, **{name: torch.ones(4)})
+    for bad in (-1, 5):
+        with pytest.raises(ValueError, match=f"positions must be between 0 and 4, got {bad}"):
+            rope(x, torch.tensor([0, bad, 1]), table, table, 1, 2)
+    with pytest.raises(ValueError, match="3 heads of 4 numbers do not fit into rows of 8"):
+        rope(x, positions, table, table, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"x": torch.randn(8)}, ValueError, "x must have 2 dimensions"),
+        ({"x": torch.zeros(3, 8).int()}, TypeError, "x must be floating point, got torch.int32"),
+        ({"positions": torch.zeros(3).int()}, TypeError, "positions must have dtype torch.int64, got torch.int32"),
+        ({"positions": torch.zeros(2).long()}, ValueError, r"positions must have shape \[3\], got \[2\]"),
+        ({"cos": torch.randn(5, 4).double()}, TypeError, "cos must have dtype torch.float32, got torch.float64"),
+        ({"sin": torch.randn(4, 4)}, ValueError, r"sin must have shape \[5, 4\], got \[4, 4\]"),
+        ({"cos": torch.ones(5, 3), "sin": torch.ones(5, 3)}, ValueError, "an even number of columns, got 3"),
+        ({"q_heads": 3}, ValueError, "q_heads must be between 0 and 2, got 3"),
+        ({"q_weight": torch.ones(4), "k_weight": torch.ones(3)}, ValueError, r"k_weight must have shape \[4\], got"),
+    ],
+)
+def test_plain_rope_names_bad_input(change, error, message):
+    table = torch.randn(5, 4)
+    given = {"x": torch.randn(3, 8), "positions": torch.tensor([0, 4, 1]), "cos": table, "sin": table, "q_heads": 1}
+    with pytest.raises(error, match=message):
+        decoder.rope(**given | change, heads=2, backend="torch")
 
 
 @pytest.mark.parametrize("norm", [False, True])

@@ -258,17 +258,21 @@ def test_beyond_64_steps_points_stay_spread_over_all_of_training(every):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"accuracy": None}, "be of the same modules, got another number of entries 'accuracy'"),
-        ({"b/left": None}, "be of the same modules, got another number of entries 'b/left'"),
-        ({"c/facts": torch.zeros(2, 7)}, "be of the same modules, got another number of entries 'c/facts'"),
-        ({"a/right": torch.zeros(9, 2)}, r"of 'a', right, must have shape \[40, \d\], got \[9, 2\]"),
+        ({"steps": None}, r"'steps' of shape \[0\], got none"),
+        ({"accuracy": torch.zeros(3)}, r"'accuracy' of shape \[2\], got \[3\]"),
+        ({"b/left": None}, r"'b/left' of shape \[24, \d\], got none"),
+        ({"b/ranks": None}, r"'b/ranks' of shape \[2\], got none"),
+        ({"b/ranks": torch.tensor([3, -1])}, r"hold ranks >= 0, 'b/ranks', got \[3, -1\]"),
+        ({"a/right": torch.zeros(9, 2)}, r"'a/right' of shape \[40, \d\], got \[9, 2\]"),
+        ({"a/facts": torch.zeros(2, 3)}, r"'a/facts' of shape \[2, 7\], got \[2, 3\]"),
+        ({"c/facts": torch.zeros(2, 7)}, r"'c/facts' of shape none, got \[2, 7\]"),
     ],
 )
-def test_states_of_other_modules_are_named(change, message):
+def test_states_of_other_modules_and_damaged_ones_are_named(change, message):
     trajectory, _ = run(line, steps=(4, 8))
     state = {name: value for name, value in (trajectory.state_dict() | change).items() if value is not None}
     again = rlkernels.RankOneTrajectory(trajectory.base)
-    with pytest.raises(ValueError, match=f"^state (must )?{message}"):
+    with pytest.raises(ValueError, match=f"^state must (be of the same modules, )?{message}"):
         again.load_state_dict(state)
     assert len(again) == 0 and not again._left["a"] and not again._facts["a"]
 

@@ -377,6 +377,22 @@ def test_padding_that_counts_as_positions_is_refused(kind):
             assert torch.equal(generate(model, inputs, cache), plain)
 
 
+def test_a_failed_pass_may_be_done_again(model):
+    inputs = padded(9, 6, beginning=4)
+    plain = plain_loop(model, inputs, True)
+    kv = paged_kv_cache(model, num_blocks=32, block_size=4)
+
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    with PagedCache(kv, **inputs) as cache:
+        hook = model.lm_head.register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            own_loop(model, inputs, cache, positions=True)
+        hook.remove()
+        torch.testing.assert_close(own_loop(model, inputs, cache, positions=True), plain, rtol=1e-4, atol=1e-4)
+
+
 KINDS = st.sampled_from(["Llama", "GPT2"])
 ROWS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), min_size=1, max_size=4)
 MODELS = {}

@@ -261,9 +261,10 @@ def test_records_its_answers_and_keeps_those_of_other_engines(tmp_path):
     other = [*range(70, 90), ANSWER[-1]]
     answer(first, PROMPTS[0], ANSWER)
     answer(second, PROMPTS[1], other)
-    for drafter in (first, second):
+    for drafter in (first, second, first):  # at the end of its process, and again when it is dropped
         drafter._close()
     found = rlkernels.RolloutHistory.load(tmp_path / "history.bin")
+    assert found.stats["rollouts"] == 2
     assert found.draft(PROMPTS[:2], [ANSWER[:1], other[:1]], max_tokens=4) == [ANSWER[1:5], other[1:5]]
     assert second._history.stats["rollouts"] == 2  # it drafts from both, too
     third = proposer(**settings)
