@@ -9,6 +9,7 @@ from python_trainer.algorithms.advantages import overlong_penalties
 from python_trainer.data import Rollout
 from python_trainer.dynamic_sampling import StepSampler
 from python_trainer.errors import UserError
+from python_trainer.keyed import prompt_order
 from python_trainer.rollout.settings import RolloutConfig
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
@@ -136,3 +137,9 @@ def test_settings_that_cannot_be(make_config):
         make_config(algorithm={"overlong_cache": 13})
     with pytest.raises(UserError, match="dynamic_sampling needs rollout.num_generations >= 2: .*, got 1"):
         make_config(rollout={"dynamic_sampling": True, "num_generations": 1}, algorithm={"advantage": "gae"})
+
+
+def test_without_it_a_step_takes_the_prompts_it_always_took(make_config, tmp_path):
+    trainer = train(make_config(max_steps=3), tmp_path / "run")
+    keys = trainer.prompts.draw(4)
+    assert trainer.state.prompts == 16 and keys == prompt_order(0, 12, 4, 12)

@@ -44,6 +44,19 @@ def noisy(s, seed):
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (7, 1), (24, 40), (60, 33)])
+def test_factors_are_the_leading_part_of_the_delta(shape, backend):
+    m, n = shape
+    base = matrix(0, m, n)
+    weight = base + 3 * torch.outer(unit(1, m), unit(2, n)) + torch.outer(unit(3, m), unit(4, n))
+    left, right = leading_deltas({"w": (weight, base)}, rank=4, backend=backend)["w"][1:]
+    assert torch.allclose(right.T @ right, torch.eye(right.shape[1]), atol=1e-5)
+    assert torch.allclose(left @ right.T, weight - base, atol=1e-5), "a delta of rank 2 is held entirely"
+    sizes = left.norm(dim=0)
+    assert torch.equal(sizes, sizes.sort(descending=True).values)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
 def test_factors_of_a_full_spectrum_are_those_of_the_svd(backend):
     u, _ = torch.linalg.qr(matrix(0, 60, 30))
     v, _ = torch.linalg.qr(matrix(1, 30, 30))
