@@ -31,6 +31,9 @@ class Environment:
 
         The reply stands in the answer as it is. In a chat, text is a message of the user, and messages (of a tool, for
         example) go through the tokenizer's template. The rewards of an episode add up.
+
+        Args:
+            text: the policy's turn.
         """
         raise NotImplementedError
 

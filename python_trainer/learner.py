@@ -24,6 +24,13 @@ from python_trainer.model.weights import load_weights
 class Learner:
     """Owns the weights that training changes, and updates them.
 
+    Args:
+        algorithm, optimizer, critic: those sections of the settings.
+        temperature: of the sampler; log-probabilities use the same.
+        max_completion_length: most tokens of an answer.
+        max_steps: of the run, for the learning rate's schedule.
+        prefix_in_loss: train on the beginnings that answers were given too.
+
     Attributes:
         reference: the policy at the start of training, with ``algorithm.beta``.
         critic: if the advantages need one.
