@@ -38,7 +38,7 @@ class VLLMServer:
             str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1",
             "--port", str(self.port), "--logprobs-mode", "processed_logprobs", "--worker-extension-cls", WORKER,
             "--dtype", "float32", "--enforce-eager", "--block-size", "32", "--kv-cache-memory-bytes", str(memory_bytes),
-            "--load-format", "dummy", *further,
+            "--load-format", "dummy", "--no-enable-chunked-prefill", *further,
         ]  # fmt: skip
         self.process: subprocess.Popen[bytes] | None = None
 

@@ -59,9 +59,14 @@ def generate(folder: Path, arm: str) -> list[dict[str, float]]:
 
     llm = vllm.LLM(
         str(folder / "0"), dtype="float32", enforce_eager=True, max_model_len=512, kv_cache_memory_bytes=256 << 20,
-        disable_log_stats=False, speculative_config=ARMS[arm],
+        disable_log_stats=False, speculative_config=ARMS[arm], enable_chunked_prefill=False,
         worker_extension_cls="rlkernels.integrations.vllm_worker.PolicyWorker",
     )  # fmt: skip
+
+    if ARMS[arm] is not None:
+        from rlkernels.integrations.vllm import mend_sampler
+
+        mend_sampler()  # on a CPU vLLM 0.32 accepts hardly any draft: all that draft get what our proposer gets
 
     def accepted() -> int:
         name = "vllm:spec_decode_num_accepted_tokens"

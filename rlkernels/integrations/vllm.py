@@ -85,8 +85,8 @@ def _expand(
     return expanded.masked_fill(expanded == replace_from, replace_to)
 
 
-def _mend_sampler() -> None:
-    """Replaces functions of vLLM where they are wrong, whatever made the drafts.
+def mend_sampler() -> None:
+    """Replace functions of vLLM where they are wrong, whatever made the drafts.
 
     On a CPU vLLM 0.32 writes the temperature and top-p of verified tokens into a copy that it throws away, and samples
     with what the memory held before; and it fails with top-k in a step without a draft.
@@ -145,7 +145,7 @@ class HistoryProposer:
         record = additional.get(RECORD, False)
         if not isinstance(record, bool) or (record and self._path is None):
             raise ValueError(f"additional_config[{RECORD!r}] must be True beside {HISTORY!r}, or False, got {record!r}")
-        _mend_sampler()
+        mend_sampler()
         self._limit: int = vllm_config.speculative_config.num_speculative_tokens
         self._max_length: int = vllm_config.model_config.max_model_len
         self._vocab_size: int = vllm_config.model_config.get_vocab_size()

@@ -1,5 +1,6 @@
 """Rollouts by the real vLLM, in this process and on a server of its own, against Transformers and PagedEngine."""
 
+import random
 import sys
 from pathlib import Path
 
@@ -119,6 +120,15 @@ def test_samples_follow_seed_and_sample_id(engine):
     ]
     assert [c.ids for c in alone] == [together[6].ids, together[3].ids] and together[6].ids != together[3].ids
     assert engine.generate([group], SamplingParams(seed=6))[0].ids != together[3].ids
+
+
+def test_more_prompt_tokens_than_one_pass_takes(engine):
+    """On a CPU vLLM 0.32 cannot sample by a seed after a prompt that it divided over two passes."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(EOS) for _ in range(100)] for _ in range(96)]  # nothing of them is in a cache
+    requests = [Request(ids, max_new_tokens=2, sample_id=i) for i, ids in enumerate(prompts)]
+    answers = engine.generate(requests, SAMPLINGS[0])
+    assert [len(answer.ids) for answer in answers].count(2) > 80
 
 
 def test_new_weights_take_over_and_no_stale_cache_is_used(engine, model):

@@ -307,6 +307,8 @@ class InProcess(Backend):
                 gpu_memory_utilization=0.01,  # nothing but a start-up check of vLLM looks at it
                 block_size=32 if device.type == "cpu" else 16,  # attention on a CPU takes multiples of 32
                 enable_prefix_caching=True,
+                # vLLM 0.32 cannot rewind a CPU's seeded generator after a chunk, and ends
+                enable_chunked_prefill=device.type != "cpu",
                 logprobs_mode="processed_logprobs",
                 worker_extension_cls=WORKER,
                 disable_log_stats=False,
