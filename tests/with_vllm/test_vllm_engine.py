@@ -1,6 +1,5 @@
 """Rollouts by the real vLLM, in this process and on a server of its own, against Transformers and PagedEngine."""
 
-import random
 import sys
 from pathlib import Path
 
@@ -124,10 +123,8 @@ def test_samples_follow_seed_and_sample_id(engine):
 
 def test_more_prompt_tokens_than_one_pass_takes(engine):
     """On a CPU vLLM 0.32 cannot sample by a seed after a prompt that it divided over two passes."""
-    rng = random.Random(0)
-    prompts = [[rng.randrange(EOS) for _ in range(100)] for _ in range(96)]  # nothing of them is in a cache
-    requests = [Request(ids, max_new_tokens=2, sample_id=i) for i, ids in enumerate(prompts)]
-    answers = engine.generate(requests, SAMPLINGS[0])
+    prompts = torch.randint(EOS, (96, 100), generator=torch.Generator().manual_seed(0)).tolist()
+    answers = engine.generate([Request(ids, (), 1, 2, sample_id=i) for i, ids in enumerate(prompts)], SAMPLINGS[0])
     assert [len(answer.ids) for answer in answers].count(2) > 80
 
 
@@ -191,8 +188,7 @@ def test_suffix_rollouts_share_their_prefix(engine):
     assert counts["prompt_tokens"] == 320 and counts["forward_passes"] >= 10 and counts["preemptions"] == 0
     whole = engine.generate([Request(PROMPTS[4], (), 4, 10, sample_id=3)], SamplingParams(seed=1))
     assert [c.ids for c in split] != [c.ids for c in whole]  # a later turn draws otherwise than the first
-    requests = [Request(prompt, prefix, 1, 10), Request(PROMPTS[4], (), 1, 10)]
-    one, other = engine.generate(requests, GREEDY)
+    one, other = engine.generate([Request(prompt, prefix, 1, 10), Request(PROMPTS[4], (), 1, 10)], GREEDY)
     assert one.ids == other.ids
 
 
