@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -145,7 +146,8 @@ class Learner:
         longest = self.settings.micro_batch_tokens
         for part, counts in self.ranks.micro_batches(batch.rollouts, samples, longest, share=True):
             packed = batch.pack(part)
-            yield (packed if counts else packed.without_tokens()).to(self.policy.device)
+            packed = packed if counts else replace(packed, mask=torch.zeros_like(packed.mask))  # nothing of it counts
+            yield packed.to(self.policy.device)
 
     @torch.no_grad()
     def _record_before(self, batch: Batch) -> None:

@@ -81,7 +81,10 @@ class Prompts:
             raise self._no_prompts("train")
         for settings in config.accelerators.chosen():
             settings.splits(self.task)  # raises if overlong prompts were dropped and too few are left
-        self.sets = [self._make_set(name, task) for name, task in tasks.named.items()]
+        self.sets: list[PromptSet] = []
+        for name, task in tasks.named.items():
+            fitting = self._encode_fitting(f"evaluation.sets.{name}", task.test)
+            self.sets.append(PromptSet(f"set {name}", task, *fitting, config.evaluation))
 
     def draw(self, count: int) -> list[int]:
         """Returns the numbers of the next ``count`` training prompts; every epoch visits each prompt once, shuffled."""
@@ -123,10 +126,6 @@ class Prompts:
                 fewer: dict[str, Any] = {split: kept}
                 self.task = replace(self.task, **fewer)
         return self.ids[split]
-
-    def _make_set(self, name: str, task: Task) -> PromptSet:
-        examples, ids = self._encode_fitting(f"evaluation.sets.{name}", task.test)
-        return PromptSet(f"set {name}", task, examples, ids, self.config.evaluation)
 
     def _encode_fitting(self, name: str, examples: Sequence[Example]) -> tuple[Sequence[Example], list[list[int]]]:
         """Encodes prompts; returns those that leave room for the longest answer, and their token ids."""

@@ -9,7 +9,7 @@ import torch
 from python_trainer.model.forward import flat_inputs
 from python_trainer.model.optimizer import PolicyOptimizer
 from python_trainer.model.packing import Packed
-from python_trainer.model.policy import Policy, recompute_activations
+from python_trainer.model.policy import Policy, recompute_activations, recomputes
 from python_trainer.model.settings import CriticConfig, OptimizerConfig
 from python_trainer.model.weights import load_weights
 from rlkernels.integrations.transformers_attention import IMPLEMENTATION
@@ -42,7 +42,7 @@ class Critic(torch.nn.Module):
             plain = policy.inference_model.base_model
             self.body = copied(plain, trains=True) if copied else copy.deepcopy(plain).requires_grad_(True)
             self.body.set_attn_implementation(IMPLEMENTATION)
-            if policy.model.is_gradient_checkpointing:  # not so what adapters were merged into, which only generates
+            if recomputes(policy.model):  # not so what adapters were merged into, which only generates
                 recompute_activations(self.body)
         self.head = torch.nn.Linear(width, 1, device=policy.device, dtype=torch.float32)
         torch.nn.init.zeros_(self.head.weight)

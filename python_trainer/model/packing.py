@@ -6,7 +6,7 @@ prefix exist once, and all samples of the group refer to them, so their gradient
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, compress
 
@@ -38,10 +38,6 @@ class Packed:
     def to(self, device: torch.device) -> "Packed":
         moved = (x.to(device, non_blocking=True) for x in (self.rows, self.targets, self.place, self.mask))
         return Packed(self.samples, self.input_ids.to(device), self.layout, *moved)
-
-    def without_tokens(self) -> "Packed":
-        """Returns the same computation, of which nothing counts."""
-        return replace(self, mask=torch.zeros_like(self.mask))
 
     def spread(self, pairs: torch.Tensor) -> torch.Tensor:
         """Spreads values of the pairs [R] to [B, L], 0 where there is no scored response token."""

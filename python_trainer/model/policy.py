@@ -62,6 +62,11 @@ def load_policy(config: ModelConfig) -> "Policy":
     return policy
 
 
+def recomputes(model: Any) -> bool:
+    """Tells whether the layers recompute what they hold in the backward pass."""
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
 def recompute_activations(model: Any) -> None:
     """Recomputes what the layers hold in the backward pass; no module changes its mode, so dropout stays off."""
     model.gradient_checkpointing_enable({"use_reentrant": False})  # does nothing in evaluation mode but to be a mark
@@ -225,7 +230,7 @@ class Policy:
         positions = packed.layout.position_ids.to(self.device)
         inputs = packed.input_ids, positions, packed.rows, packed.layout
         # a hook or checkpointing may have come since
-        if self.fused and not self.model.is_gradient_checkpointing and supports(self.model):
+        if self.fused and not recomputes(self.model) and supports(self.model):
             decoder = FusedDecoder(self.model, int(packed.layout.position_ids.max()) + 1)  # read on the host
             states = decoder.states(*inputs)
             return decoder.head(states[:predict]), states

@@ -166,6 +166,11 @@ class PagedCache(Cache):
         """Count the tokens of each row that were found in the cache."""
         return list(self._cached)
 
+    @property
+    def is_linear(self) -> list[bool]:
+        """Tell for each layer that it has attention: then ``generate`` feeds the model only what is not cached."""
+        return [False] * len(self.kv.key_cache)
+
     def _open(self, copies: int, columns: int | None = None) -> None:
         """Opens sequences for so many copies of each row; ``columns``: of the batch that will not be computed."""
         prompts = [prompt for prompt in self._prompts for _ in range(copies)]
@@ -425,9 +430,10 @@ def _before_forward(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any])
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             given |= given.pop(name, {})
-    if isinstance(cache := given.get("past_key_values"), PagedCache):
-        cache.begin(model, given)
-        ACTIVE.set(cache)
+    for name in ("cache", "past_key_values"):  # the first from transformers 5.24 on
+        if isinstance(cache := given.get(name), PagedCache):
+            cache.begin(model, given)
+            ACTIVE.set(cache)
 
 
 def _after_forward(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any) -> None:

@@ -93,8 +93,7 @@ def mend_sampler() -> None:
     """
     from vllm.platforms import current_platform
 
-    # an engine has imported it; by itself it can not be imported on a CPU
-    rejection_sampler: Any = sys.modules.get("vllm.v1.sample.rejection_sampler")
+    rejection_sampler: Any = sys.modules.get("vllm.v1.sample.rejection_sampler")  # on a CPU only engines import it
     if not current_platform.is_cpu() or rejection_sampler is None:
         return
     if rejection_sampler.expand_batch_to_tokens is not _expand:

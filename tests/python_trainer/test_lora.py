@@ -16,7 +16,7 @@ from python_trainer.distributed import start
 from python_trainer.errors import UserError
 from python_trainer.model.lora import adapted_layers, adapted_weight, is_adapter
 from python_trainer.model.packing import pack
-from python_trainer.model.policy import Policy, load_policy
+from python_trainer.model.policy import Policy, load_policy, recomputes
 from python_trainer.model.settings import ModelConfig
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
@@ -99,7 +99,7 @@ def test_activations_are_recomputed_beside_a_reference_and_in_a_separate_critic(
     )  # fmt: skip
     trainer = Trainer(config, tmp_path, console=QUIET)
     assert trainer.learner.reference.model is trainer.policy.model
-    assert not trainer.policy.inference_model.is_gradient_checkpointing, "that one generates, token by token"
+    assert not recomputes(trainer.policy.inference_model), "that one generates, token by token"
     passes = {}
     for name, body in (("policy", trainer.policy.model.model), ("critic", trainer.learner.critic.body)):
 

@@ -14,6 +14,7 @@ from python_trainer.__main__ import main
 from python_trainer.config import check_config, load_config
 from python_trainer.errors import UserError
 from python_trainer.memory import Device, device_here, needs_recomputing, parse_gpus, plan_memory
+from python_trainer.model.policy import recomputes
 from python_trainer.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
@@ -208,6 +209,6 @@ def test_checkpointing_by_need(make_config, tmp_path, monkeypatch, setting, memo
         patched.setattr(python_trainer.memory, "device_here", lambda name: here)
         assert needs_recomputing(config, 1) == (expected and setting == "auto")
         trainer = Trainer(config, tmp_path / "run", console=QUIET)
-    assert trainer.policy.model.is_gradient_checkpointing == expected
+    assert recomputes(trainer.policy.model) == expected
     trainer.run()
     assert not needs_recomputing(config, 1), "on a CPU auto recomputes nothing"

@@ -17,7 +17,7 @@ from python_trainer.data import Request
 from python_trainer.distributed import RankGroup
 from python_trainer.errors import UserError
 from python_trainer.model.optimizer import PolicyOptimizer
-from python_trainer.model.policy import load_policy
+from python_trainer.model.policy import load_policy, recomputes
 from python_trainer.parts import make_engine
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.sft import Sft, mean_loss
@@ -222,4 +222,4 @@ def test_activations_are_recomputed_by_need(lessons, tmp_path, monkeypatch, need
     run = Sft(config_of(lessons, sft={**lessons["sft"], "epochs": 1}), tmp_path / "run", console=QUIET)
     ((chosen, _, prompt),) = seen
     assert prompt == 4 and chosen.rollout.max_completion_length == 5
-    assert run.policy.model.is_gradient_checkpointing == needed and run.run()["loss_final"] > 0
+    assert recomputes(run.policy.model) == needed and run.run()["loss_final"] > 0

@@ -206,8 +206,7 @@ def test_stop_strings_end_answers_as_in_the_paged_engine(engine, model, tokenize
     texts = [tokenizer.decode(ids) for ids in answers]
     sampling = SamplingParams(temperature=0.0, stop=(texts[1][8:10], texts[2][12:14], texts[4][5:8]))
     requests = [Request(prompt, max_new_tokens=30) for prompt in PROMPTS]
-    # begins in the prefix, ends with the first token
-    requests.append(Request(PROMPTS[1], answers[1][:9], max_new_tokens=20))
+    requests.append(Request(PROMPTS[1], answers[1][:9], max_new_tokens=20))  # a stop begins in the prefix
     paged = PagedEngine(model, eos_token_ids=[EOS], memory_bytes=MEMORY, tokenizer=tokenizer)
     expected = paged.generate(requests, sampling)
     assert [c.finish_reason for c in expected[1:3]] == ["stop", "stop"] and len(expected[-1].ids) == 1
