@@ -27,7 +27,6 @@ LITTLE = {  # what is added to a command that begins like this; the last that fi
     "python -m python_trainer history": "",
     "torchrun --nproc-per-node 2": f"--set max_steps=1 {STEPS}",
     "torchrun --nproc-per-node 1": f"--set max_steps=2 parallel=fsdp2 {STEPS}",
-    "python -m rlkernels rank1": "",
     "python -m rlkernels extrapolate": "",
     "python -m pytest": "--collect-only",
     "python -m bench": "--list",
@@ -37,7 +36,6 @@ LITTLE = {  # what is added to a command that begins like this; the last that fi
     "python -m bench.faults --report": "",
     "python -m bench.soak": "--operations 2000 --records soak.jsonl",
     "python -m bench.studies.lossless": "--settings 1 --records lossless.csv",
-    "python -m bench.sweep": f"--steps 1 --rates 1e-4 --csv rates.csv --set {STEPS}",
 }
 NOT_RUN = {  # why
     "vllm serve": "needs a server; the classes that it names are looked up",
@@ -158,6 +156,8 @@ def check_install(command):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
     known = {requirement for extra in extras.values() for requirement in extra}
+    needed = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
+    known |= {requirement.partition(">")[0] for requirement in needed}
     for word in shlex.split(command.partition("pip install")[2]):
         found = re.fullmatch(r"\.(?:\[(.*)\])?", word)
         assert (set((found[1] or "train").split(",")) <= set(extras)) if found else word[0] == "-" or word in known
