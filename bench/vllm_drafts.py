@@ -62,7 +62,6 @@ def generate(folder: Path, arm: str) -> list[dict[str, float]]:
         disable_log_stats=False, speculative_config=ARMS[arm], enable_chunked_prefill=False,
         worker_extension_cls="rlkernels.integrations.vllm_worker.PolicyWorker",
     )  # fmt: skip
-
     if ARMS[arm] is not None:
         from rlkernels.integrations.vllm import mend_sampler
 

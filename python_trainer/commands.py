@@ -28,6 +28,7 @@ EXAMPLES = """examples:
   {p} compare --config configs/sums.yaml --variants baseline,{name},all --seeds 3 \\
       --output-dir runs/compare
   {p} report runs/compare
+  {p} report runs/first runs/{name}
   {p} probe --config configs/sums.yaml
   {p} sft --config configs/gsm8k_smollm2.yaml --output-dir runs/sft --set model.path=MODEL
   {p} history runs/history.db

@@ -146,8 +146,7 @@ class Learner:
         longest = self.settings.micro_batch_tokens
         for part, counts in self.ranks.micro_batches(batch.rollouts, samples, longest, share=True):
             packed = batch.pack(part)
-            packed = packed if counts else replace(packed, mask=torch.zeros_like(packed.mask))  # nothing of it counts
-            yield packed.to(self.policy.device)
+            yield (packed if counts else replace(packed, mask=torch.zeros_like(packed.mask))).to(self.policy.device)
 
     @torch.no_grad()
     def _record_before(self, batch: Batch) -> None:

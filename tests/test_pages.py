@@ -156,8 +156,7 @@ def check_install(command):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
     known = {requirement for extra in extras.values() for requirement in extra}
-    needed = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
-    known |= {requirement.partition(">")[0] for requirement in needed}
+    known |= {r.partition(">")[0] for r in project["build-system"]["requires"] + project["project"]["dependencies"]}
     for word in shlex.split(command.partition("pip install")[2]):
         found = re.fullmatch(r"\.(?:\[(.*)\])?", word)
         assert (set((found[1] or "train").split(",")) <= set(extras)) if found else word[0] == "-" or word in known

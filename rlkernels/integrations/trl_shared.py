@@ -210,7 +210,7 @@ class SharedPrefixMixin(_Trainer):  # type: ignore[misc]
         for model in models:
             share_prefixes(model, self.temperature, settings.cast_lm_head_to_fp32)
         if shuffled_for and not self.keep_groups:
-            self._tell(f"TRL shuffles answers for {shuffled_for}: fewer share a prompt; keep_groups=True regroups them")
+            self._tell(f"TRL shuffles answers for {shuffled_for}: fewer share prompts; keep_groups=True regroups")
 
     def _needs_shuffle(self) -> str | None:
         """Return why the gradient depends on which answers are in a micro-batch, or None."""
