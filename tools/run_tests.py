@@ -74,19 +74,28 @@ def checks() -> list[Step]:
 
 
 def tests(pytest_arguments: list[str], slow: bool) -> list[Step]:
+    """Return the steps of pytest; where files or folders are named, those that these belong to."""
     python, workers = sys.executable, str(min(os.cpu_count() or 1, 8))
     # Threads that wait must sleep: the workers' threads together are more than there are cores.
     quiet = {"OMP_WAIT_POLICY": "PASSIVE"}
     marked = ["-m", "slow" if slow else "not slow"]
-    pytest = [python, "-m", "pytest", "-n", workers, "--dist", "worksteal", *marked, *pytest_arguments]
+    named = [argument for argument in pytest_arguments if (ROOT / argument.partition("::")[0]).exists()]
+    options = [argument for argument in pytest_arguments if argument not in named]
+    pytest = [python, "-m", "pytest", "-n", workers, "--dist", "worksteal", *marked, *options]
     no_triton = "" if importlib.util.find_spec("triton") else "triton"
     vllm = Path(f"{sys.prefix}-vllm/bin/python")
     no_vllm = "" if vllm.exists() else "an environment with vLLM (make test-vllm makes it and runs the tests)"
-    others = Step("tests", [*pytest, f"--ignore={TRITON_TESTS}", f"--ignore={VLLM_TESTS}"], quiet)
-    triton = Step("Triton kernels", [*pytest, TRITON_TESTS], {**quiet, "TRITON_INTERPRET": "1"}, missing=no_triton)
-    if slow:
-        return [triton, others]
-    return [triton, Step("vLLM", [str(vllm), "-m", "pytest", *pytest_arguments, VLLM_TESTS], missing=no_vllm), others]
+    inside = {folder: [path for path in named if folder in path] for folder in (TRITON_TESTS, VLLM_TESTS)}
+    rest = [path for path in named if not any(folder in path for folder in inside)]
+    triton = [*pytest, *(inside[TRITON_TESTS] or [TRITON_TESTS])]
+    in_vllm = [str(vllm), "-m", "pytest", *options, *(inside[VLLM_TESTS] or [VLLM_TESTS])]
+    others = [*pytest, *rest, f"--ignore={TRITON_TESTS}", f"--ignore={VLLM_TESTS}"]
+    steps = [
+        (inside[TRITON_TESTS], Step("Triton kernels", triton, {**quiet, "TRITON_INTERPRET": "1"}, missing=no_triton)),
+        (inside[VLLM_TESTS], Step("vLLM", in_vllm, missing=no_vllm)),
+        (rest, Step("tests", others, quiet)),
+    ]
+    return [step for paths, step in steps if (paths or not named) and not (slow and step.name == "vLLM")]
 
 
 def main(pytest_arguments: list[str]) -> int:
@@ -109,7 +118,7 @@ def main(pytest_arguments: list[str]) -> int:
     print("not run here:   " + ("; ".join(lacks) if lacks else "nothing, this machine has all that the tests need"))
     failed = [step.name for step in done if step.failed]
     print(f"FAILED: {', '.join(failed)}" if failed else "all passed")
-    if done[-1].closing:
+    if done and done[-1].closing:
         print(done[-1].closing)
     return 1 if failed else 0
 

@@ -12,7 +12,7 @@ import functools
 import logging
 import types
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -33,7 +33,6 @@ TOLERANCE = {torch.float32: 1e-3}  # mean difference of log-probabilities from T
 LOW_PRECISION = 0.05
 
 logger = logging.getLogger(__name__)
-_Trainer: Any = GRPOTrainer if TYPE_CHECKING else object  # what a mixin stands before
 
 
 class SharedLayout(GroupedLayout):
@@ -171,9 +170,10 @@ def share_prefixes(model: PreTrainedModel, temperature: float, head_in_float32: 
     model.forward = types.MethodType(forward, model)
 
 
-class SharedPrefixMixin(_Trainer):  # type: ignore[misc]
-    """Compute each prompt once; stands before ``GRPOTrainer`` or a subclass of it among the bases.
+class SharedPrefixGRPOTrainer(GRPOTrainer):
+    """TRL's ``GRPOTrainer`` with every prompt computed once per micro-batch.
 
+    A subclass of TRL's trainer gets it as ``class Mine(SharedPrefixMixin, YourTrainer)``, which is the same class.
     Where prefixes cannot be shared, TRL's own computation runs, and one line of the log says why: layers other than
     attention, soft caps, scaled logits, a sliding window shorter than the batch, images, a router's loss, Liger's loss.
     The first batch is computed both ways. If the log-probabilities differ, TRL's way stays for the whole run.
@@ -189,7 +189,8 @@ class SharedPrefixMixin(_Trainer):  # type: ignore[misc]
         shares_prefixes: whether prompts are still computed once.
     """
 
-    _buffered_inputs: Any  # TRL's
+    args: Any  # TRL's
+    _buffered_inputs: Any
 
     def __init__(self, *args: Any, keep_groups: bool | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -310,5 +311,4 @@ class SharedPrefixMixin(_Trainer):  # type: ignore[misc]
         return inputs
 
 
-class SharedPrefixGRPOTrainer(SharedPrefixMixin, GRPOTrainer):
-    """TRL's ``GRPOTrainer`` with every prompt computed once per micro-batch; see :class:`SharedPrefixMixin`."""
+SharedPrefixMixin = SharedPrefixGRPOTrainer

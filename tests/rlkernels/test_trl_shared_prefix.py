@@ -259,7 +259,7 @@ def test_the_mixin_serves_subclasses(trl_integration, train):
         def _compute_loss(self, model, inputs):
             return 2 * super()._compute_loss(model, inputs)
 
-    class SharedOwn(trl_integration.SharedPrefixMixin, Own):
-        pass
-
-    assert_same(train(trainer_class=SharedOwn), train(trainer_class=Own))
+    plain, mixin = train(trainer_class=Own), trl_integration.SharedPrefixMixin
+    for bases in ((mixin, Own), (Own, mixin)):
+        assert_same(shared := train(trainer_class=type("SharedOwn", bases, {})), plain)
+        assert shared[0].shares_prefixes and shared[0]._compared
