@@ -37,7 +37,7 @@ def table(study: Study, rows: Sequence[dict[str, Any]]) -> list[str]:
     """Markdown: a row for every arm, compared with the first one."""
     more = list(dict.fromkeys(heading for row in rows for heading in row["more"]))
     has_earlier = any("earlier tokens" in row for row in rows)
-    head = ["", "rate", "seeds", "tokens", "s", "accuracy", "minus plain, points"]
+    head = ["", "rate", "seeds", "tokens", "s", "accuracy", "minus plain, points", "tokens to plain's end", "s"]
     head += [f"{what} to {level:g}" for level in study.levels for what in ("tokens", "s")]
     head += ["earlier run: tokens", "s"] if has_earlier else []
     plain = [row for row in rows if row["arm"] == study.arms[0].name]
@@ -52,6 +52,7 @@ def table(study: Study, rows: Sequence[dict[str, Any]]) -> list[str]:
                   f"{fmean(row['accuracy'] for row in own):.3f}"]  # fmt: skip
         differences = [100 * (row["accuracy"] - other["accuracy"]) for row, other in pairs]
         cells.append(Interval.of(differences).text("{:+.1f}".format) if pairs else "")
+        cells += [to_plains_end(pairs, which) for which in (0, 1)]
         for level in study.levels:
             cells += [to_level(own, plain if pairs else [], level, which) for which in (0, 1)]
         if has_earlier:
@@ -78,7 +79,23 @@ def to_level(rows: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]], le
         mine, theirs = found[row["seed"]], reached(other["evaluations"], level)
         if mine is not None and theirs is not None and min(mine[which], theirs[which]) > 0:
             ratios.append(math.log(mine[which] / theirs[which]))
-    return f"{text} ({Interval.of(ratios).text(lambda x: f'{math.exp(x):.2f}')})" if ratios else text
+    return f"{text} ({geometric(ratios)})" if ratios else text
+
+
+def to_plains_end(pairs: Sequence[tuple[Any, Any]], which: int) -> str:
+    """Tokens (0) or seconds (1) until the accuracy with which plain ends, as a share of what plain spends in all."""
+    ratios = []
+    for row, other in pairs:
+        own, end = row["evaluations"], other["evaluations"][-1]
+        there = reached([*own, own[-1]], end[3])  # the last evaluation counts alone
+        if there is not None and there[which] > 0:
+            ratios.append(math.log(there[which] / end[1 + which]))
+    return geometric(ratios) if 0 < len(ratios) == len(pairs) else f"{len(ratios)} of {len(pairs)}" if pairs else ""
+
+
+def geometric(logs: Sequence[float]) -> str:
+    """A geometric mean and its interval."""
+    return Interval.of(logs).text(lambda x: f"{math.exp(x):.2f}")
 
 
 def draw(studies: Sequence[Study], rows: Sequence[dict[str, Any]], path: Path) -> None:

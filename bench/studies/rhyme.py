@@ -124,9 +124,9 @@ STUDIES = [
     Study(
         name=name,
         config="configs/lattice_paths.yaml",
-        common=["max_steps=160", "task.test_size=2048", "save.save_total_limit=1", *settings],
+        common=["task.test_size=2048", "save.save_total_limit=1", *settings],
         arms=arms(),
-        levels=(0.6, 0.7),
+        levels=levels,
         earlier=[Arm("smaller", ["model.path={work}/small"], rate=2.8e-4, train=train)],
         rates=(1.4e-4, 2.8e-4, 5.6e-4),
         tuning_steps=60,
@@ -134,5 +134,8 @@ STUDIES = [
         columns={"stored": "rhyme/stored_answers", "rehearsed": "rhyme/rehearsed_answers"},
         measure=measure,
     )
-    for name, settings in (("grpo", []), ("ppo", PPO))
+    for name, settings, levels in (
+        ("grpo", ["max_steps=160"], (0.6, 0.7)),
+        ("ppo", ["max_steps=80", *PPO], (0.4, 0.5)),
+    )
 ]

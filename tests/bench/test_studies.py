@@ -154,8 +154,7 @@ def test_fewer_prompts_are_never_missing(study):
 
 def test_a_level_is_held_by_two_evaluations():
     found = [(0, 0, 0.0, 0.4), (1, 10, 1.0, 0.8), (2, 20, 2.0, 0.6), (3, 30, 3.0, 0.7), (4, 40, 4.0, 0.9)]
-    assert reached(found, 0.6) == (10, 1.0)
-    assert reached(found, 0.7) == (30, 3.0)
+    assert (reached(found, 0.6), reached(found, 0.7)) == ((10, 1.0), (30, 3.0))
     assert reached(found, 0.8) is None  # the last evaluation alone
     assert reached(found[:1], 0.1) is None
 
@@ -176,9 +175,10 @@ def test_the_table_pairs_seeds(study):
 
     rows = [row("plain", 0, 0.7, 100), row("plain", 1, 0.8, 100), row("half", 0, 0.6, 50), row("half", 1, 0.7, 25)]
     head, _, plain, half = report.table(study, rows)
-    assert head.startswith("|  | rate | seeds | tokens | s | accuracy | minus plain, points | tokens to 0.52 |")
-    assert plain.startswith("| **plain** | 0.0001 | 2 | 200 | 2 | 0.750 |  | 100 | 1 | 0 of 2 |")
-    assert "| 0.650 | -10.0 [-10.0, -10.0] | 38 (0.35 [0.00, 28.90])" in half, half
+    assert head.startswith("|  | rate | seeds | tokens | s | accuracy | minus plain, points | tokens to plain's end |")
+    assert plain.startswith("| **plain** | 0.0001 | 2 | 200 | 2 | 0.750 |  |  |  | 100 | 1 | 0 of 2 |")
+    assert "| 0.650 | -10.0 [-10.0, -10.0] | 0 of 2 | 0 of 2 | 38 (0.35 [0.00, 28.90])" in half, half
+    assert "+10.0 | 0.25 | 0.50 |" in report.table(study, [row("plain", 0, 0.6, 100), row("half", 0, 0.7, 50)])[3]
 
 
 def test_a_report_without_runs_writes_nothing(tmp_path, monkeypatch, capsys):
