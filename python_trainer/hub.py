@@ -67,8 +67,8 @@ def policy_folder(path: str, files: Sequence[str] = FILES) -> Path:
     folder = SHIPPED / path if path in shipped_policies() else Path(path)
     if folder.suffix == ".gguf" or (folder.is_dir() and any(folder.glob("*.gguf")) and not any(folder.glob("*.json"))):
         raise UserError(
-            f"model.path: {path} is GGUF, which does not train: unpack it once by Transformers, "
-            "AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME).save_pretrained(NEW) and AutoTokenizer alike"
+            f"model.path: {path} is GGUF: unpack it by Transformers, AutoModelForCausalLM.from_pretrained(FOLDER, "
+            "gguf_file=NAME, quantization_config=GgufConfig(dequantize=True)).save_pretrained(NEW); AutoTokenizer too"
         )
     if folder.is_dir():
         return folder
