@@ -1,7 +1,8 @@
 """RPO: only the last part of an answer is generated, after a prefix of an answer from an earlier visit.
 
 "Suffix rollouts" of arXiv 2601.19404. Changes the objective: the policy learns to finish answers that it (or an
-earlier version of it) began. What differs from the paper:
+earlier version of it) began. What differs from the paper, whose length reward comes with ``preset: paper``; that also
+undoes the last two points:
 
 - The cut is drawn once per prompt and step and shared by its group; different cuts would confound the advantages.
 - New tokens are limited by ``max_completion_length`` alone, so that answers need not shrink.
@@ -10,8 +11,6 @@ earlier version of it) began. What differs from the paper:
 - Only right answers are remembered, and the prefix itself is not trained on.
 - Short cuts unlearn what they do not train, and their groups agree: a share of the groups is answered whole, cuts have
   a least length, and cutting ends if whole answers become clearly worse.
-
-``preset: paper`` undoes the last two, and brings the paper's length reward.
 """
 
 import math
@@ -38,11 +37,12 @@ FACTS = "whole", "best", "ended"  # in checkpoints as they are
 EPSILON = 0.5  # chance that the best answer of a group is remembered, and not another one
 
 
-def length_reward(rewards: list[float], lengths: list[int], *, alpha: float = LENGTH_ALPHA) -> list[float]:
-    """Returns clip(r / (1 + exp(-alpha (mean length - length))), 0.5, 1) of one group (RPO, section 3)."""
+def length_factors(lengths: list[int], *, alpha: float = LENGTH_ALPHA) -> list[float]:
+    """Returns max(1 / (1 + exp(-alpha (mean length - length))), 0.5) of the rewarded answers of a group.
+
+    RPO, section 3, where wrong answers get 0.5 too; in the authors' code, as here, they have no reward."""
     mean = sum(lengths) / max(len(lengths), 1)
-    factors = [0.5 * (1 + math.tanh(alpha * (mean - length) / 2)) for length in lengths]  # the logistic function
-    return [min(max(reward * factor, 0.5), 1.0) for reward, factor in zip(rewards, factors)]
+    return [0.5 + 0.5 * max(math.tanh(alpha * (mean - length) / 2), 0) for length in lengths]  # the logistic function
 
 
 def complete(rollout: Rollout) -> bool:
@@ -67,7 +67,7 @@ class RPO(Accelerator):
         """Asks the first policy for an answer to every prompt, and again where there is none to remember."""
         if not (tries := self.settings.fill or int(self.as_in_paper)):
             return
-        start, total = time.perf_counter(), len(run.prompts)
+        began, total = time.perf_counter(), len(run.prompts)
         for attempt in range(tries):
             keys = [key for key in range(total) if key not in self.answers]
             for first in range(0, len(keys), FILL_BATCH):
@@ -75,8 +75,8 @@ class RPO(Accelerator):
                     right = rollout.accuracy > 0.5 or rollout.merit is not None  # which no group can be the mean of
                     if complete(rollout) and (right or self.as_in_paper):
                         self.answers[rollout.prompt_key] = list(rollout.response_ids)
-        seconds = time.perf_counter() - start
-        run.note(f"rpo: first answers to {len(self.answers)} of {total} prompts remembered, {seconds:.1f} s")
+        found, seconds = f"{len(self.answers)} of {total}", time.perf_counter() - began
+        run.note(f"rpo: first answers to {found} prompts remembered, {seconds:.1f} s")
 
     def is_drawn(self, context: StepContext, key: int) -> bool:
         """Tells whether the group of this prompt is to be whole in this step, whatever is remembered."""
@@ -102,9 +102,9 @@ class RPO(Accelerator):
         self.report(context, groups)
         for group in groups:
             if self.as_in_paper:
-                shaped = length_reward([r.reward for r in group], [len(r.response_ids) for r in group])
-                for rollout, reward in zip(group, shaped):
-                    rollout.reward = reward
+                rewarded = [rollout for rollout in group if rollout.reward > 0]
+                for rollout, factor in zip(rewarded, length_factors([len(r.response_ids) for r in rewarded])):
+                    rollout.reward *= factor
             self.remember(context.seed, group)
         return rollouts
 

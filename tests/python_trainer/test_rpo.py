@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import python_trainer.accelerators.rpo
-from python_trainer.accelerators.rpo import RPO, length_reward
+from python_trainer.accelerators.rpo import RPO, length_factors
 from python_trainer.accelerators.settings import RPOSettings
 from python_trainer.algorithms.settings import AlgorithmConfig
 from python_trainer.batch import Batch
@@ -176,12 +176,10 @@ def test_cache_takes_the_best_answer_with_probability_epsilon(monkeypatch):
     assert set(ties) == {10, 11} and min(ties.values()) > 200
 
 
-def test_length_reward_known_values():
+def test_length_factors_known_values():
     # mean length 20, alpha 0.1: factors 1 / (1 + e^-1) = 0.7311, 0.5, 1 / (1 + e^1) = 0.2689
-    lengths = [10, 20, 30]
-    paper = length_reward([1.0, 1.0, 0.0], lengths, alpha=0.1)
-    assert paper == pytest.approx([0.731059, 0.5, 0.5], abs=1e-6)
-    assert length_reward([1.0], [10**6], alpha=1e3) == [0.5]  # no overflow
+    assert length_factors([10, 20, 30], alpha=0.1) == pytest.approx([0.731059, 0.5, 0.5], abs=1e-6)
+    assert length_factors([0, 2 * 10**6], alpha=1e3) == [1.0, 0.5] and length_factors([7]) == [0.5]  # no overflow
 
 
 def test_length_reward_leaves_raw_accuracy_alone(monkeypatch):
@@ -190,7 +188,7 @@ def test_length_reward_leaves_raw_accuracy_alone(monkeypatch):
     assert rpo.collect(context(), rollouts) == rollouts
     assert rpo.answers[4] == rollouts[0].response_ids  # the best by the shaped reward
     assert [r.accuracy for r in rollouts] == [1.0, 1.0, 0.0]
-    assert rollouts[0].reward > rollouts[1].reward == rollouts[2].reward == 0.5
+    assert rollouts[0].reward > rollouts[1].reward == 0.5 > rollouts[2].reward == 0  # wrong answers get nothing
 
 
 def test_metrics_count_continued_and_informative_groups():
