@@ -52,11 +52,15 @@ def seed():
     torch.backends.mkldnn.matmul.fp32_precision = "ieee"
 
 
-@pytest.fixture(params=["portable", "avx2", "avx512", "amx"])
-def cpu_isa(request):
-    """Runs a test once per instruction set of the CPU kernels."""
+@pytest.fixture
+def compiled():
     if rlkernels.backend.extension_error():
         lacks("the compiled extension")
+
+
+@pytest.fixture(params=["portable", "avx2", "avx512", "amx"])
+def cpu_isa(request, compiled):
+    """Runs a test once per instruction set of the CPU kernels."""
     try:
         torch.ops.rlkernels.set_cpu_isa(request.param)
     except ValueError as error:

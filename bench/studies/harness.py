@@ -25,11 +25,16 @@ EARLIER_SEED = 100  # earlier runs have this seed and those after it
 SECONDS, TOKENS, ACCURACY = "time/training_s", "total/generated_tokens", "eval/accuracy"
 
 
-def train(turns: Turns, config: str, overrides: Sequence[str], folder: Path) -> None:
-    """Train one run to its end, a turn at a time."""
+def trainer_of(turns: Turns, config: str, overrides: Sequence[str], folder: Path) -> Trainer:
+    """Make the trainer of one run, which goes on from its checkpoint and takes a turn at a time."""
     quiet = Console(quiet=True)
     settings = load_config(config, overrides)
-    Trainer(settings, folder, resume=True, callbacks=[turns], console=quiet, timer=turns.clock).run()
+    return Trainer(settings, folder, resume=True, callbacks=[turns], console=quiet, timer=turns.clock)
+
+
+def train(turns: Turns, config: str, overrides: Sequence[str], folder: Path) -> None:
+    """Train one run to its end."""
+    trainer_of(turns, config, overrides, folder).run()
 
 
 @dataclass(frozen=True)

@@ -74,23 +74,27 @@ def to_level(rows: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]], le
     if len(there) < len(found):
         return f"{len(there)} of {len(found)}"
     text = f"{fmean(there):,.0f}"
-    ratios = []
-    for row, other in paired(rows, plain):
-        mine, theirs = found[row["seed"]], reached(other["evaluations"], level)
-        if mine is not None and theirs is not None and min(mine[which], theirs[which]) > 0:
-            ratios.append(math.log(mine[which] / theirs[which]))
+    counts = [(found[row["seed"]], reached(other["evaluations"], level)) for row, other in paired(rows, plain)]
+    ratios = log_ratios(counts, which)
     return f"{text} ({geometric(ratios)})" if ratios else text
 
 
 def to_plains_end(pairs: Sequence[tuple[Any, Any]], which: int) -> str:
     """Tokens (0) or seconds (1) until the accuracy with which plain ends, as a share of what plain spends in all."""
-    ratios = []
+    counts = []
     for row, other in pairs:
-        own, end = row["evaluations"], other["evaluations"][-1]
-        there = reached([*own, own[-1]], end[3])  # the last evaluation counts alone
-        if there is not None and there[which] > 0:
-            ratios.append(math.log(there[which] / end[1 + which]))
-    return geometric(ratios) if 0 < len(ratios) == len(pairs) else f"{len(ratios)} of {len(pairs)}" if pairs else ""
+        own, (_, tokens, seconds, accuracy) = row["evaluations"], other["evaluations"][-1]
+        counts.append((reached([*own, own[-1]], accuracy), (tokens, seconds)))  # the last evaluation counts alone
+    ratios = log_ratios(counts, which)
+    if len(ratios) < len(pairs):
+        return f"{len(ratios)} of {len(pairs)}"
+    return geometric(ratios) if ratios else ""
+
+
+def log_ratios(pairs: Sequence[tuple[Any, Any]], which: int) -> list[float]:
+    """Logarithms of the ratios of tokens (0) or seconds (1), of pairs that both have counts above 0."""
+    there = [(mine[which], theirs[which]) for mine, theirs in pairs if mine is not None and theirs is not None]
+    return [math.log(mine / theirs) for mine, theirs in there if min(mine, theirs) > 0]
 
 
 def geometric(logs: Sequence[float]) -> str:

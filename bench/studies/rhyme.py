@@ -13,12 +13,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rich.console import Console
-
 from bench._turns import Turns
 from bench.studies import harness
 from bench.studies.harness import Arm, Study, fewer_prompts
-from python_trainer import Trainer, load_config
+from python_trainer import Trainer
 from python_trainer.accelerators.base import StepContext
 from python_trainer.accelerators.rhyme.sampling import Candidate, GroupSampler
 from python_trainer.data import Rollout
@@ -63,7 +61,7 @@ class Oracle(GroupSampler):
         """Return the share of held-out prompts that the policy answers right after an update, which is undone."""
         trainer = self.trainer
         before = copy.deepcopy(trainer.learner.state_dict())
-        trainer.learner.update(copy.deepcopy(rollouts), step)
+        trainer.learner.update(rollouts, step)
         trainer.engine.policy_updated()
         right = fmean(trainer.evaluator.evaluate_each("gate", range(HELD_OUT)))
         trainer.learner.load_state_dict(before)
@@ -87,8 +85,7 @@ def train(turns: Turns, config: str, overrides: Sequence[str], folder: Path) -> 
 
 def train_with_oracle(turns: Turns, config: str, overrides: Sequence[str], folder: Path) -> None:
     """Train a run whose stored answers an oracle chooses."""
-    settings, quiet = load_config(config, with_database(overrides, folder)), Console(quiet=True)
-    trainer = Trainer(settings, folder, resume=True, callbacks=[turns], console=quiet, timer=turns.clock)
+    trainer = harness.trainer_of(turns, config, with_database(overrides, folder), folder)
     rhyme: Any = trainer.accelerators[0]
     rhyme.groups = Oracle(trainer, rhyme.groups)
     trainer.run()
@@ -134,8 +131,5 @@ STUDIES = [
         columns={"stored": "rhyme/stored_answers", "rehearsed": "rhyme/rehearsed_answers"},
         measure=measure,
     )
-    for name, settings, levels in (
-        ("grpo", ["max_steps=160"], (0.6, 0.7)),
-        ("ppo", ["max_steps=80", *PPO], (0.4, 0.5)),
-    )
+    for name, settings, levels in (("grpo", ["max_steps=160"], (0.6, 0.7)), ("ppo", ["max_steps=80", *PPO], (0.4, 0.5)))
 ]

@@ -4,18 +4,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support import lacks
 
 from bench.soak import __main__ as soak
 from bench.soak import operations
-from rlkernels import backend
 from rlkernels.history.reference import History
-
-
-@pytest.fixture
-def compiled():
-    if backend.extension_error():
-        lacks("the compiled extension")
 
 
 def test_the_history_equals_its_model(compiled):

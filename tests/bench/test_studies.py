@@ -1,20 +1,28 @@
 """The harness of the studies: turns, resumption, tuning, earlier runs, and what is made of the figures."""
 
+import copy
 import dataclasses
+import importlib
 import json
 import math
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 
 from bench.studies import __main__ as command
 from bench.studies import harness as harnesses
 from bench.studies import report
 from bench.studies.harness import TUNING_SEED, Arm, Harness, Interval, Study, evaluations, fewer_prompts, reached, train
 from bench.studies.ranks import accuracy_with, cut, gain_at_ranks, straightness
+from bench.studies.rhyme import Oracle
 from bench.studies.rpo import first_error
+from python_trainer import Trainer, load_config
+from python_trainer.accelerators.rhyme.sampling import GroupSampler
+from python_trainer.accelerators.settings import RhymeSettings
 
 FEWER = Arm("half", ["rollout.prompts_per_step=2"], rate=1e-4)
 
@@ -197,6 +205,15 @@ def test_the_page_of_what_there_is(study, tmp_path):
     assert len((tmp_path / "results" / "some.jsonl").read_text().splitlines()) == 2
 
 
+def test_the_oracle_keeps_the_set_after_which_most_is_right(monkeypatch):
+    context = SimpleNamespace(run=None, step=1, seed=0, telemetry={})
+    oracle = Oracle(None, GroupSampler(RhymeSettings(), None))
+    oracle.offers = [None]
+    monkeypatch.setattr(GroupSampler, "mix", lambda self, context, rollouts: [self.attempt])
+    monkeypatch.setattr(oracle, "after_update", lambda rollouts, step: [0.1, 0.4, 0.3, 0.2][rollouts[0]])
+    assert oracle.mix(context, []) == [1] and context.telemetry["oracle/right"] == 0.4
+
+
 @pytest.mark.slow
 def test_a_real_run_is_charged_and_resumed(tmp_path):
     settings = ["task.variant=short", "model.path=small", "task.train_size=8", "rollout.prompts_per_step=2",
@@ -215,6 +232,21 @@ def test_a_real_run_is_charged_and_resumed(tmp_path):
     assert 0 <= straightness(run)["lowest R^2"] <= straightness(run)["R^2 of a line"] <= 1
     trained = accuracy_with(run, lambda name, weight: weight)
     assert trained == first["accuracy"] and set(gain_at_ranks(run)) == {f"gain at rank {rank}" for rank in (1, 4, 16)}
+
+
+def test_a_trial_of_the_oracle_is_undone(tmp_path):
+    small = ["model.path=small", "task.train_size=2", "task.gate_size=4", "optimizer.warmup_steps=0"]
+    trainer = Trainer(load_config("configs/smoke.yaml", small), tmp_path, console=Console(quiet=True))
+    groups = trainer.prompts.groups([0, 1])
+    rollouts = trainer.generate(groups, 0)
+    trainer.scorer.score(groups, rollouts)
+    for number, rollout in enumerate(rollouts):
+        rollout.reward = float(number % 2)
+    seen, before = [], copy.deepcopy(trainer.learner.state_dict())
+    trainer.evaluator.evaluate_each = lambda *_: [seen.append(copy.deepcopy(trainer.learner.state_dict())) or 1.0]
+    assert Oracle(trainer, GroupSampler(RhymeSettings(), None)).after_update(rollouts, 1) == 1.0
+    torch.testing.assert_close(trainer.learner.state_dict(), before, rtol=0, atol=0)
+    assert any(not torch.equal(weight, before["model"][name]) for name, weight in seen[0]["model"].items())
 
 
 def test_an_update_is_cut_to_its_leading_ranks():
@@ -237,10 +269,6 @@ def test_where_the_first_error_of_an_answer_stands():
 @pytest.mark.parametrize("name", command.STUDIES)
 def test_studies_have_valid_settings(name, tmp_path, monkeypatch):
     """Of every arm; files are made by ``prepare`` and not looked at here."""
-    import importlib
-
-    from python_trainer import load_config
-
     for study in importlib.import_module(f"bench.studies.{name}").STUDIES:
         harness = Harness(dataclasses.replace(study, rates=()), tmp_path)
         assert len({harness.run_of(arm, 0).folder for arm in study.arms}) == len(study.arms)

@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import lacks
 from test_compiled_ops import problems
 
-from rlkernels import backend
-
+pytestmark = pytest.mark.usefixtures("compiled")
 FAULT = -11  # what a process that touches such memory ends with
 
 
@@ -50,12 +48,6 @@ def run_all():
                     found = op(*given), given
                     torch.testing.assert_close(found, (op(*args), list(args)), equal_nan=True)
                     args = problems(dim)[name]  # some write to them
-
-
-@pytest.fixture(autouse=True)
-def extension():
-    if backend.extension_error():
-        lacks("the compiled extension")
 
 
 def test_ops_stay_inside():

@@ -2,16 +2,10 @@
 
 import pytest
 import torch
-from support import lacks
 
 import rlkernels.logprobs  # registers the gradient of its op
-from rlkernels import backend
 
-
-@pytest.fixture(autouse=True)
-def extension():
-    if backend.extension_error():
-        lacks("the compiled extension")
+pytestmark = pytest.mark.usefixtures("compiled")
 
 
 def ints(*values):

@@ -8,10 +8,8 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from support import lacks
 
 import rlkernels
-from rlkernels import backend
 from rlkernels.sampling import _settings
 
 PATIENCE = 60.0  # seconds of calls; one call of a millisecond is enough where a processor is free
@@ -71,9 +69,7 @@ def drafting_calls():
 
 
 @pytest.mark.parametrize("name", ["draft_tracked", "extend_tracked", "observe", "verify_drafts"])
-def test_another_thread_makes_progress_during_a_long_call(name):
-    if backend.extension_error():
-        lacks("the compiled extension")
+def test_another_thread_makes_progress_during_a_long_call(name, compiled):
     if name == "verify_drafts":
         logits, uniforms = torch.randn(64, 20_000), torch.rand(64)
         starts, settings = torch.arange(0, 65, 4), _settings(1.0, 0.9, 50, 16, logits.device)

@@ -6,22 +6,16 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import lacks
 
 from bench.soak.operations import PoolPair
-from rlkernels import backend
 
-
-def pair_of(num_blocks, block_size):
-    if backend.extension_error():
-        lacks("the compiled extension")
-    return PoolPair(num_blocks, block_size)
+pytestmark = pytest.mark.usefixtures("compiled")
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 5), st.integers(4, 30), st.data())
 def test_equals_the_model(block_size, num_blocks, data):
-    pair = pair_of(num_blocks, block_size)
+    pair = PoolPair(num_blocks, block_size)
     for _ in range(data.draw(st.integers(1, 40), label="steps")):
         pair.step(lambda n: data.draw(st.integers(0, n - 1)))
         pair.compare()
@@ -31,7 +25,7 @@ def test_equals_the_model(block_size, num_blocks, data):
 def test_equals_the_model_for_long(run):
     """RLKERNELS_POOL_STEPS=1000000 for a nightly run."""
     source = random.Random(run)
-    pair = pair_of(12 + 20 * run, 1 + run)
+    pair = PoolPair(12 + 20 * run, 1 + run)
     for step in range(int(os.environ.get("RLKERNELS_POOL_STEPS", "2000")) // 4):
         pair.step(source.randrange)
         if step < 200 or step % 10 == 0:
@@ -42,7 +36,7 @@ def test_equals_the_model_for_long(run):
 def test_blocks_never_hold_other_tokens_than_their_users_think():
     """Follows what would be written where: a shared block must hold the same tokens for every sequence."""
     source = random.Random(0)
-    pair = pair_of(30, 3)
+    pair = PoolPair(30, 3)
     for _ in range(600):
         pair.step(source.randrange)
         contents: dict[int, list[int]] = {}
@@ -58,7 +52,7 @@ def test_blocks_never_hold_other_tokens_than_their_users_think():
 
 
 def test_wrong_tokens():
-    model, pool = pair_of(4, 2).pools
+    model, pool = PoolPair(4, 2).pools
     with pytest.raises(ValueError, match="token_ids must fit into 32 bits, got 2147483648"):
         pool.open_many([[2**31]])
     with pytest.raises(ValueError, match="token_ids must be between 0 and 2147483647, got 2147483648"):
