@@ -1,8 +1,8 @@
 """RPO: only the last part of an answer is generated, after a prefix of an answer from an earlier visit.
 
 "Suffix rollouts" of arXiv 2601.19404. Changes the objective: the policy learns to finish answers that it (or an
-earlier version of it) began. What differs from the paper, whose length reward comes with ``preset: paper``; that also
-undoes the last two points:
+earlier version of it) began. What differs from the paper (``preset: paper`` undoes the last two, and brings the paper's
+length reward):
 
 - The cut is drawn once per prompt and step and shared by its group; different cuts would confound the advantages.
 - New tokens are limited by ``max_completion_length`` alone, so that answers need not shrink.
@@ -40,7 +40,7 @@ EPSILON = 0.5  # chance that the best answer of a group is remembered, and not a
 def length_factors(lengths: list[int], *, alpha: float = LENGTH_ALPHA) -> list[float]:
     """Returns max(1 / (1 + exp(-alpha (mean length - length))), 0.5) of the rewarded answers of a group.
 
-    RPO, section 3, where wrong answers get 0.5 too; in the authors' code, as here, they have no reward."""
+    RPO, section 3. Its formula gives wrong answers 0.5 too; the authors' code leaves them without reward, as we do."""
     mean = sum(lengths) / max(len(lengths), 1)
     return [0.5 + 0.5 * max(math.tanh(alpha * (mean - length) / 2), 0) for length in lengths]  # the logistic function
 
@@ -67,7 +67,7 @@ class RPO(Accelerator):
         """Asks the first policy for an answer to every prompt, and again where there is none to remember."""
         if not (tries := self.settings.fill or int(self.as_in_paper)):
             return
-        began, total = time.perf_counter(), len(run.prompts)
+        start, total = time.perf_counter(), len(run.prompts)
         for attempt in range(tries):
             keys = [key for key in range(total) if key not in self.answers]
             for first in range(0, len(keys), FILL_BATCH):
@@ -75,8 +75,8 @@ class RPO(Accelerator):
                     right = rollout.accuracy > 0.5 or rollout.merit is not None  # which no group can be the mean of
                     if complete(rollout) and (right or self.as_in_paper):
                         self.answers[rollout.prompt_key] = list(rollout.response_ids)
-        found, seconds = f"{len(self.answers)} of {total}", time.perf_counter() - began
-        run.note(f"rpo: first answers to {found} prompts remembered, {seconds:.1f} s")
+        seconds = time.perf_counter() - start
+        run.note(f"rpo: first answers to {len(self.answers)} of {total} prompts remembered, {seconds:.1f} s")
 
     def is_drawn(self, context: StepContext, key: int) -> bool:
         """Tells whether the group of this prompt is to be whole in this step, whatever is remembered."""

@@ -173,7 +173,7 @@ def share_prefixes(model: PreTrainedModel, temperature: float, head_in_float32: 
 class SharedPrefixGRPOTrainer(GRPOTrainer):
     """TRL's ``GRPOTrainer`` with every prompt computed once per micro-batch.
 
-    A subclass of TRL's trainer gets it as ``class Mine(SharedPrefixMixin, YourTrainer)``, which is the same class.
+    It also joins your own subclass, as ``class Mine(SharedPrefixMixin, YourTrainer)``: the second name is an alias.
     Where prefixes cannot be shared, TRL's own computation runs, and one line of the log says why: layers other than
     attention, soft caps, scaled logits, a sliding window shorter than the batch, images, a router's loss, Liger's loss.
     The first batch is computed both ways. If the log-probabilities differ, TRL's way stays for the whole run.
