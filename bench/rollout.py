@@ -137,7 +137,7 @@ def cases(quick: bool) -> Iterator[Case]:
     policy = model()
     engine = PagedEngine(policy, eos_token_ids=())
     own_forward, read_by_each = (PagedEngine(policy, eos_token_ids=()) for _ in range(2))
-    own_forward.fused = read_by_each.share_reads = False
+    own_forward.fused, read_by_each.share_from = False, None
     prompts = 8 if quick else 32
     works = [workload("answers", prompts, 0, 15, 35, 100), workload("suffixes", prompts, 200, 5, 20, 60)]
     for work in [*works, workload("suffixes", prompts // 4, 800, 5, 20, 60)]:

@@ -35,7 +35,7 @@ def engine_for(
         model, eos_token_ids=eos, memory_bytes=blocks * block_size * token, block_size=block_size, **kwargs
     )
     engine.fused &= fused
-    engine.share_reads &= share_reads
+    engine.share_from = engine.share_from if share_reads else None
     return engine
 
 

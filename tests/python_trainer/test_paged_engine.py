@@ -27,6 +27,7 @@ from python_trainer.model.forward import attend_by, evaluation_mode
 from python_trainer.rollout import Request, SamplingParams
 from python_trainer.rollout.ordering import LengthHistory
 from python_trainer.rollout.paged import engine as engine_module
+from python_trainer.rollout.paged import graphs
 from rlkernels import keyed_uniform, prefix_cache
 from rlkernels.prefix_cache import library
 
@@ -363,3 +364,38 @@ def test_launches_and_waits_of_a_decode_pass_are_few(monkeypatch):
         assert launches.counts.total() <= 351, (launches.counts.total(), launches.counts)
         assert "bitwise_xor" not in launches.counts
     assert len(found) == 3
+
+
+def test_recorded_passes_draw_the_same(monkeypatch):
+    """A stand-in for CUDA graphs computes again what was recorded, from the tensors that were recorded."""
+    kept = []
+
+    def record(run, pool):
+        kept.append(run())
+        return lambda result=kept[-1]: result.copy_(run()), kept[-1]
+
+    monkeypatch.setattr(graphs, "record", record)
+    model, sampling = make(), SamplingParams(seed=3)
+    plain, engine = (engine_for(model, fused=False, max_sequences=7) for _ in range(2))
+    engine.graphs = graphs.DecodeGraphs(model, engine.cache)
+    assert_same(engine.generate(mixed_requests(), sampling), plain.generate(mixed_requests(), sampling))
+    sizes = {size for size, _ in engine.graphs.recorded}
+    assert len(kept) == len(engine.graphs.recorded) and max(sizes) == 8 and sizes <= {1, 2, 3, 4, 6, 8}
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(1.5)
+    for each in (plain, engine):
+        each.policy_updated()
+    assert_same(engine.generate(mixed_requests(), sampling), plain.generate(mixed_requests(), sampling))
+    before = len(kept)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())  # lies elsewhere
+    engine.generate(mixed_requests(), sampling)
+    assert len(kept) > before
+
+    def fail(run, pool):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    engine.graphs = graphs.DecodeGraphs(model, engine.cache)
+    monkeypatch.setattr(graphs, "record", fail)
+    with pytest.warns(UserWarning, match="without CUDA graphs, more slowly: operation not permitted"):
+        got = engine.generate(mixed_requests(), sampling)
+    assert_same(got, plain.generate(mixed_requests(), sampling))

@@ -116,12 +116,11 @@ def test_a_pass_of_generation_waits_twice(tmp_path):
 
 def test_prefixes_to_be_shared_are_found_without_waiting(tmp_path, monkeypatch):
     config = check_config({"model": {"path": str(save_tiny_policy(tmp_path)), "device": "cuda"}}, source="test")
-    monkeypatch.setattr(engine_module, "MIN_SHARED_TOKENS", 16)
     found = []
     with pretended() as waits:
         policy = load_policy(config.model)
         engine = PagedEngine(policy.inference_model, eos_token_ids=policy.eos_token_ids)
-        engine.share_reads = True  # as where there is a kernel
+        engine.share_from = 16  # as where there is a kernel
 
         def counted(*args, **options):
             before = waits.total()

@@ -20,6 +20,7 @@ from python_trainer.model.traits import ModelTraits, find_traits, longest_sequen
 from python_trainer.rollout.drafting import Decoding
 from python_trainer.rollout.engine import Engine, SamplingParams, StopStrings, check_requests, new_rollouts
 from python_trainer.rollout.ordering import longest_first
+from python_trainer.rollout.paged.graphs import DecodeGraphs, padded_size
 from python_trainer.rollout.paged.scheduler import Pass, Scheduler
 from rlkernels import PagedKVCache, keyed_uniform, sample_tokens, verify_drafts
 
@@ -28,6 +29,7 @@ CUDA_MEMORY_SHARE = 0.4
 # Shorter prefixes are read by every sample. Measured on a CPU, groups of 8: attention alone gains 1.3 to 1.6 times at
 # 128 tokens, but finding the groups costs as much there; the whole of generation gains 4 % at 192, 15 % at 768.
 MIN_SHARED_TOKENS = 192
+MIN_SHARED_ON_GPU = 8192  # shorter ones cost less than launching a pass that is not recorded
 
 STATS = (
     "generated_tokens", "prefill_tokens", "cached_tokens", "forward_passes", "preemptions", "sample_steps",
@@ -51,7 +53,8 @@ class PagedEngine(Engine):
     Attributes:
         fused: Llama-like models on a CPU, in bfloat16 or small ones in float32, run through :class:`FusedDecoder`,
             which gives the same numbers up to rounding in fewer calls.
-        share_reads: the keys of a long common prefix are read once per group of samples, by a kernel for it.
+        share_from: a common prefix of so many tokens is read once per group of samples; None: never.
+        graphs: on a GPU, passes of one token a sample are recorded and replayed.
 
     Args:
         model: a causal language model whose layers use Transformers' attention interface.
@@ -87,7 +90,9 @@ class PagedEngine(Engine):
         # a decode step must fit
         self.max_batch_tokens = max(max_batch_tokens, max_sequences + 1)
         self.eos_token_ids = frozenset([eos_token_ids] if isinstance(eos_token_ids, int) else eos_token_ids)
-        self.share_reads = rlkernels.backend.choose("shared_prefix_attention", self.device) != "torch"
+        self.share_from: int | None = None
+        if rlkernels.backend.choose("shared_prefix_attention", self.device) != "torch":
+            self.share_from = MIN_SHARED_ON_GPU if self.device.type == "cuda" else MIN_SHARED_TOKENS
         traits = traits or find_traits(model)
         self.fused = traits.fusible
         self.max_positions, reason = longest_sequence(model, traits.window)
@@ -107,6 +112,9 @@ class PagedEngine(Engine):
             device=self.device,
         )
         self.room = self.cache.num_blocks * self.cache.block_size
+        recordable = self.device.type == "cuda" and all(type(p) is torch.nn.Parameter for p in model.parameters())
+        recordable &= rlkernels.backend.choose("paged_attention", self.device) == "triton"  # which waits for nothing
+        self.graphs = DecodeGraphs(model, self.cache) if recordable else None
         self._stats: dict[str, float] = dict.fromkeys(STATS, 0)
         self._scheduler = Scheduler(self.cache, max_sequences, self.max_batch_tokens, self._stats)
         self._decoder: FusedDecoder | None = None  # of the weights as they are, while there is something to generate
@@ -156,7 +164,7 @@ class PagedEngine(Engine):
         else:
             for rollout in rollouts:
                 rollout.finish_reason = "length"
-        self._share |= self.share_reads and request.num_samples > 1 and context >= MIN_SHARED_TOKENS
+        self._share |= self.share_from is not None and request.num_samples > 1 and context >= self.share_from
 
     def _work(self, count: int) -> list[Rollout]:
         done: list[Rollout] = []
@@ -194,6 +202,8 @@ class PagedEngine(Engine):
 
     def _runner(self, longest: int) -> Forward:
         longest = min(self.max_positions, longest)
+        if self.graphs is not None:
+            self.graphs.look_at_weights()
         if self.fused and supports(self.model):  # a hook may have come since
             self._decoder = self._decoder or FusedDecoder(self.model, longest, pack=True)
             self._decoder.reach(longest)
@@ -203,14 +213,25 @@ class PagedEngine(Engine):
     def _forward(self, run: Forward, step: Pass, share: bool) -> torch.Tensor:
         """Computes logits [R, V], one row per entry of ``step.rows``."""
         self._stats["forward_passes"] += 1
+        count = len(step.ids)
+        decoding = count == len(step.sequences) == len(step.rows)
+        graphs = self.graphs if self.graphs and self.graphs.works and decoding and not share else None
+        more = padded_size(count) - count if graphs else 0  # copies of the first sequence
+        slots = torch.cat([step.slots, step.slots[:1].expand(more)]) if more else step.slots
         paged = page(
-            *(self.cache, step.sequences, step.slots, step.query_lens, step.seq_lens),
-            share_from=MIN_SHARED_TOKENS if share else None,
+            *(self.cache, step.sequences + step.sequences[:1] * more, slots),
+            *(step.query_lens + step.query_lens[:1] * more, step.seq_lens + step.seq_lens[:1] * more),
+            share_from=self.share_from if share else None,
         )
         ids, positions, rows = (
             torch.tensor(values, dtype=torch.int64, device=self.device)
-            for values in (step.ids, step.positions, step.rows)
+            for values in (step.ids + step.ids[:1] * more, step.positions + step.positions[:1] * more, step.rows)
         )
+        if graphs:
+            blocks = max(paged.block_tables.shape[1], -(-self._longest // self.cache.block_size))
+            logits = graphs.logits((ids, positions, slots, paged.block_tables, paged.seq_lens), blocks)
+            if logits is not None:
+                return logits[:count]
         return run(ids, positions, rows, paged)
 
     def _draw(self, step: Pass, logits: torch.Tensor) -> list[Decoding]:

@@ -1,0 +1,112 @@
+"""Decoding passes as CUDA graphs: one launch instead of a thousand, which take the host longer than the GPU needs.
+
+A graph replays kernels with the addresses and shapes that were recorded. So a pass is padded to one of few sizes, and
+its numbers are copied to where the recorded kernels read them.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from python_trainer.model.attention import PagedBatch
+from python_trainer.model.forward import forward
+from rlkernels import PagedKVCache
+
+Numbers = tuple[torch.Tensor, ...]  # ids [B], positions [B], slots [B], block tables [B, blocks], lengths [B]
+
+
+def padded_size(count: int) -> int:
+    """Returns the least of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is no less than ``count``."""
+    power = 1 << max(count - 1, 0).bit_length()
+    return power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power
+
+
+@dataclass
+class Recorded:
+    """A recorded pass, and where its kernels read and write."""
+
+    replay: Callable[[], None]
+    numbers: Numbers  # and what is the same for all passes, which must live as long
+    logits: torch.Tensor  # [B, V]
+
+    def run(self, numbers: Numbers) -> torch.Tensor:
+        """Computes the logits [B, V] of a pass, which the next one overwrites; its tables may be narrower."""
+        copy_into(self.numbers, numbers)
+        self.replay()
+        return self.logits
+
+
+def copy_into(own: Numbers, given: Numbers) -> None:
+    for to, numbers in zip(own, given):
+        to[..., : numbers.shape[-1]].copy_(numbers)
+
+
+def record(run: Callable[[], torch.Tensor], pool: Any) -> tuple[Callable[[], None], torch.Tensor]:
+    """Records what ``run`` launches -> what repeats it, and the tensor that then holds the result."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):  # kernels are compiled and libraries set up before
+        run()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        result = run()
+    return graph.replay, result
+
+
+class DecodeGraphs:
+    """Recorded passes of one token a sequence, one for each size of batch and width of block tables.
+
+    They hold addresses of the model's weights and serve as long as those are changed in place.
+
+    Args:
+        model: whose parameters are whole on this device.
+        cache: what the passes read and write.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: PagedKVCache):
+        self.model, self.cache = model, cache
+        self.recorded: dict[tuple[int, int], Recorded] = {}
+        self.weights: list[int] = []
+        self.pool = torch.cuda.graph_pool_handle() if cache.device.type == "cuda" else None
+        self.works = True
+
+    def look_at_weights(self) -> None:
+        """Forgets what was recorded when weights lie elsewhere than before."""
+        weights = [parameter.data_ptr() for parameter in self.model.parameters()]
+        if weights != self.weights:
+            self.recorded, self.weights = {}, weights
+
+    def logits(self, numbers: Numbers, blocks: int) -> torch.Tensor | None:
+        """Computes the logits [B, V] of a padded pass; None: passes of this model cannot be recorded.
+
+        Args:
+            numbers: of the pass, B a size of :func:`padded_size`.
+            blocks: most blocks of a sequence in this pass and those to come.
+        """
+        key = len(numbers[0]), padded_size(blocks)
+        if key not in self.recorded:
+            try:
+                self.recorded[key] = self._record(numbers, key[1])
+            except RuntimeError as error:  # such as a forward that waits for the device
+                self.works = False
+                reason, name = str(error).partition("\n")[0], type(self.model).__name__
+                warnings.warn(f"{name} generates without CUDA graphs, more slowly: {reason}", stacklevel=2)
+                return None
+        return self.recorded[key].run(numbers)
+
+    def _record(self, numbers: Numbers, width: int) -> Recorded:
+        ids, positions, slots, tables, lens = (torch.empty_like(one) for one in numbers)
+        tables = tables.new_zeros(len(ids), width)
+        starts = torch.arange(len(ids) + 1, dtype=torch.int32, device=ids.device)
+        rows = starts[:-1].long()
+        own = ids, positions, slots, tables, lens, starts, rows
+        copy_into(own, numbers)
+        batch = PagedBatch(self.cache, slots, tables, lens, starts)
+        replay, logits = record(partial(forward, self.model, ids, positions, rows, batch), self.pool)
+        return Recorded(replay, own, logits)
