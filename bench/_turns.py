@@ -7,12 +7,14 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
 from python_trainer.callbacks import Callback
+from python_trainer.errors import Interrupted
 
 
 class Turns(Callback):
@@ -76,6 +78,13 @@ class Worker:
             return False
         return True
 
+    def finish(self) -> None:
+        """Let it end its step, save and end, between two turns; one that cannot save ends at once."""
+        self.process.terminate()
+        with suppress(RuntimeError):
+            while self.turn():
+                pass
+
     def stop(self) -> None:
         """Kill it between two turns."""
         if self.process.pid is not None:
@@ -85,4 +94,5 @@ class Worker:
 
 def _work(connection: Connection, train: Callable[..., None], threads: int, arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(threads)
-    train(Turns(connection), *arguments)
+    with suppress(Interrupted):  # it has saved
+        train(Turns(connection), *arguments)

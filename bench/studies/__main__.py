@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import math
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ STUDIES = {
     "rhyme": "training guided by history, with GRPO and PPO",
     "rpo": "suffix rollouts, by where the policy's errors lie",
     "drafts": "lossless drafts: forward passes and seconds, and that training does not change",
+    "language": "a real language model on GSM8K, where right answers are rare",
     "trl": "this trainer against TRL's: seconds to the same accuracy",
 }
 
@@ -28,12 +30,18 @@ def main() -> int:
     parser.add_argument("--arms", nargs="+", metavar="NAME", help="run these arms alone")
     parser.add_argument("--rate", type=float, metavar="LR", help="of every arm; without it each arm is tuned")
     parser.add_argument("--set", dest="overrides", nargs="+", default=[], metavar="KEY=VALUE", help="more settings")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs that take their turn at the same time")
+    stop = "seconds after which runs save and end; the same command goes on with them"
+    parser.add_argument("--stop-after", type=float, default=math.inf, metavar="SECONDS", help=stop)
     parser.add_argument("--report-only", action="store_true", help="run nothing, write the page of what there is")
     args = parser.parse_args()
     torch.set_num_threads(1)
     module = importlib.import_module(f"bench.studies.{args.name}")
     studies = [at_rate(study, args.rate) for study in module.STUDIES]
-    harnesses = [Harness(study, args.output / args.name, args.overrides, args.arms) for study in studies]
+    harnesses = [
+        Harness(study, args.output / args.name, args.overrides, args.arms, jobs=args.jobs, stop_after=args.stop_after)
+        for study in studies
+    ]
     for harness in harnesses if not args.report_only else ():
         harness.run_all(args.seeds)
     rows = [row for harness in harnesses for row in harness.rows(args.seeds)]

@@ -7,7 +7,9 @@ its checkpoint, a finished one is kept.
 
 import json
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -138,10 +140,22 @@ class Harness:
         output: folder of all studies' runs.
         overrides: further settings of every run.
         arms: names of the arms that are run; None: all.
+        jobs: runs that take their turn at the same time.
+        stop_after: seconds after which no round of turns begins; runs save and end, and a later call goes on.
     """
 
-    def __init__(self, study: Study, output: Path, overrides: Sequence[str] = (), arms: Sequence[str] | None = None):
-        self.study, self.overrides = study, overrides
+    def __init__(
+        self,
+        study: Study,
+        output: Path,
+        overrides: Sequence[str] = (),
+        arms: Sequence[str] | None = None,
+        *,
+        jobs: int = 1,
+        stop_after: float = math.inf,
+    ):
+        self.study, self.overrides, self.jobs = study, overrides, jobs
+        self.deadline = time.monotonic() + stop_after
         self.folder = output.absolute() / study.name
         self.work = output.absolute() / "work"
         self.arms = [arm for arm in study.arms if arms is None or arm.name in arms]
@@ -154,6 +168,8 @@ class Harness:
         tuned = [arm for arm in self.arms if arm.rate is None] if self.study.rates else []
         self._take_turns(tuned, 0, [self.tuning_run(arm, rate) for arm in tuned for rate in self.study.rates])
         for seed in range(seeds):
+            if self._is_late():
+                return  # rates may not be chosen yet
             self._take_turns(self.arms, seed, [self.run_of(arm, seed) for arm in self.arms])
 
     def run_of(self, arm: Arm, seed: int) -> Run:
@@ -189,7 +205,7 @@ class Harness:
         return max(self.study.rates, key=score)
 
     def _take_turns(self, arms: Sequence[Arm], number: int, runs: Sequence[Run]) -> None:
-        """Train these runs, and the earlier ones they need, a turn each until all are over."""
+        """Train these runs, and the earlier ones they need, a turn each until all are over or it is late."""
         earlier = [self.earlier_run(name, number) for name in dict.fromkeys(arm.after for arm in arms if arm.after)]
         runs = [*earlier, *runs]
         for run in runs:
@@ -197,14 +213,21 @@ class Harness:
         waiting = [run for run in runs if not run.finished()]
         active: list[tuple[Run, Worker]] = []
         try:
-            while waiting or active:
+            while (waiting or active) and not self._is_late():
                 ready = [run for run in waiting if run.earlier is None or (run.earlier / "summary.json").exists()]
                 waiting = [run for run in waiting if run not in ready]
                 active += [(run, Worker(run.arm.train, self.study.config, run.overrides, run.folder)) for run in ready]
-                active = [pair for pair in active if pair[1].turn()]
+                with ThreadPoolExecutor(self.jobs) as pool:
+                    left = list(pool.map(lambda pair: pair[1].turn(), active))
+                active = [pair for pair, goes_on in zip(active, left) if goes_on]
+            with ThreadPoolExecutor(self.jobs) as pool:
+                list(pool.map(lambda pair: pair[1].finish(), active))
         finally:
             for _, worker in active:
                 worker.stop()
+
+    def _is_late(self) -> bool:
+        return time.monotonic() >= self.deadline
 
     def rows(self, seeds: int) -> list[dict[str, Any]]:
         """The figures of all runs that are over."""

@@ -53,9 +53,12 @@ def straightness(run: Path) -> dict[str, float]:
 
 def cut(update: Tensor, rank: int) -> Tensor:
     """The leading ranks of an update [m, n]; rank 1 has the norm of all of it, as in AlphaRL."""
-    u, s, vh = torch.linalg.svd(update, full_matrices=False)
-    scale = s.norm() / s[0] if rank == 1 and s[0] > 0 else 1.0
-    return scale * (u[:, :rank] * s[:rank]) @ vh[:rank]
+    wide = (update if update.shape[0] <= update.shape[1] else update.T).double()
+    u = torch.linalg.eigh(wide @ wide.T).eigenvectors[:, -rank:]
+    kept = u @ (u.T @ wide)
+    if rank == 1 and kept.any():
+        kept *= wide.norm() / kept.norm()
+    return (kept if update.shape[0] <= update.shape[1] else kept.T).to(update)
 
 
 def accuracy_with(run: Path, change: Callable[[str, Tensor], Tensor]) -> float:
@@ -71,15 +74,18 @@ def accuracy_with(run: Path, change: Callable[[str, Tensor], Tensor]) -> float:
 
 
 def gain_at_ranks(run: Path) -> dict[str, float]:
-    """Share of a run's gain that is left when the update of each projection is cut down to a rank."""
+    """Share of a run's gain that is left when projections keep a rank of their update; NaN if there is no gain."""
     base, found = base_weights(run), evaluations(run)
     start, end = found[0][3], found[-1][3]
     shares = {}
     for rank in RANKS:
 
         def keep_rank(name: str, weight: Tensor, rank: int = rank) -> Tensor:
-            return base[name] + cut(weight - base[name], rank) if name in base else weight
+            if name not in base:
+                return weight
+            first = base[name].to(weight)
+            return first + cut(weight - first, rank)
 
         accuracy = accuracy_with(run, keep_rank)
-        shares[f"gain at rank {rank}"] = (accuracy - start) / max(end - start, 1e-9)
+        shares[f"gain at rank {rank}"] = (accuracy - start) / (end - start) if end > start else math.nan
     return shares

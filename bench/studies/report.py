@@ -11,7 +11,7 @@ from bench._runner import commit
 from bench.studies.harness import Interval, Study, paired, reached
 
 RESULTS = Path(__file__).parent / "results"
-SECONDS_OF = "CPU seconds of one thread; on a GPU seconds of the run's own turns"
+SECONDS_OF = "CPU seconds of one thread; on a GPU seconds of the run's own turns, which shared it under --jobs"
 
 
 def write(name: str, about: str, studies: Sequence[Study], rows: Sequence[dict[str, Any]], results: Path) -> str:

@@ -25,9 +25,7 @@ from rlkernels.proof.cases import SMALL
 def test_every_op_with_a_gpu_kernel_is_timed_and_sanitized():
     assert {case.op for case in LARGE} == {*PROVABLE} and all(case.timed for case in LARGE)
     assert len({(case.op, case.label) for case in CASES}) == len(CASES)
-    rank1 = {
-        op for op in PROVABLE if "rank1" in getattr(rlkernels, op).__module__
-    }  # a kernel of theirs waits for other programs
+    rank1 = {op for op in PROVABLE if "rank1" in getattr(rlkernels, op).__module__}  # their programs wait for others
     assert sorted(op for ops in SANITIZED.values() for op in ops) == sorted({*PROVABLE} - rank1)
 
 
@@ -65,11 +63,8 @@ class Answers:
         self.asked.append(job)
         answer = self.found.get(job["kind"], {"ok": True})
         for message in answer if isinstance(answer, list) else []:
-            hear(
-                {**message, "row": {**message["row"], "op": job["op"], "shape": job["case"]}}
-                if "row" in message
-                else message
-            )
+            of_job = {"op": job["op"], "shape": job["case"]}
+            hear(message | {"row": message["row"] | of_job} if "row" in message else message)
         return {"ok": True} if isinstance(answer, list) else dict(answer)
 
     def close(self):
@@ -113,9 +108,8 @@ def test_next_call_does_what_the_record_lacks(tmp_path, monkeypatch):
     _, second = dry_run(path)
     assert second[-1]["finished"] and second[-1]["left_out"] == [] and second[: len(first)] == first
     done = [{k: v for k, v in job.items() if k != "without"} for job in worker.asked if job["kind"] != "device"]
-    assert sorted(map(command.name_of, done)) == sorted(
-        command.name_of(job) for job in jobs if job["kind"] in ("time", "model")
-    )
+    wanted = (command.name_of(job) for job in jobs if job["kind"] in ("time", "model"))
+    assert sorted(map(command.name_of, done)) == sorted(wanted)
     count = len(worker.asked)
     dry_run(path)
     assert len(worker.asked) == count

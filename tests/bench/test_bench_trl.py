@@ -1,6 +1,5 @@
 """Steps against TRL's trainer: both trainers run, on equal settings, and every figure gets its row."""
 
-import importlib.util
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -22,7 +21,7 @@ SMALL = ["task.variant=short", "task.train_size=8", "task.test_size=8", "model.p
 
 @pytest.fixture
 def has_trl(monkeypatch):
-    if importlib.util.find_spec("trl") is None:
+    if find_spec("trl") is None:
         lacks("TRL (pip install '.[trl]')")
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
 
@@ -67,10 +66,8 @@ def test_trl_gets_the_settings_of_the_run(has_trl, tmp_path):
     }  # fmt: skip
     assert {name: getattr(trainer.args, name) for name in wanted} == wanted
     assert trainer.model.dtype.itemsize == 4 and len(trainer.train_dataset) == 8
-    prompt = trainer.train_dataset[0]
-    assert trainer.reward_funcs[0]([prompt["prompt"]], [f"A:{prompt['answer']}"], [[1]], answer=[prompt["answer"]]) == [
-        1.0
-    ]
+    prompt, answer = (trainer.train_dataset[0][name] for name in ("prompt", "answer"))
+    assert trainer.reward_funcs[0]([prompt], [f"A:{answer}"], [[1]], answer=[answer]) == [1.0]
 
 
 def test_rows(tmp_path):
@@ -101,9 +98,8 @@ def test_rows_of_real_size_say_what_share_of_the_rate_they_reach(tmp_path, monke
     monkeypatch.setattr(trl, "LlamaConfig", lambda **shape: LlamaConfig(**shape | sizes))
     monkeypatch.setattr(trl, "product_rate", lambda: 1e9)
     work = trl.real_size(tmp_path)
-    assert work.config.model.dtype == "bfloat16" and len(trl.providers(work, tmp_path)) == 1 + (
-        find_spec("trl") is not None
-    )
+    count = 1 if find_spec("trl") is None else 2
+    assert work.config.model.dtype == "bfloat16" and len(trl.providers(work, tmp_path)) == count
     body = 576 * (576 + 2 * 192 + 576) + 3 * 576 * 64 + 2 * 576
     assert work.weights == 1000 * 576 + body + 576, "the tied ones once"
     work = replace(work, weights=10**6)

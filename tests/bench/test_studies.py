@@ -7,6 +7,7 @@ import json
 import math
 import sys
 import threading
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -17,12 +18,15 @@ from bench.studies import __main__ as command
 from bench.studies import harness as harnesses
 from bench.studies import report
 from bench.studies.harness import TUNING_SEED, Arm, Harness, Interval, Study, evaluations, fewer_prompts, reached, train
+from bench.studies.language import SampledFirst
 from bench.studies.ranks import accuracy_with, cut, gain_at_ranks, straightness
 from bench.studies.rhyme import Oracle
 from bench.studies.rpo import first_error
 from python_trainer import Trainer, load_config
+from python_trainer.accelerators.base import StepContext
 from python_trainer.accelerators.rhyme.sampling import GroupSampler
 from python_trainer.accelerators.settings import RhymeSettings
+from python_trainer.data import Rollout
 
 FEWER = Arm("half", ["rollout.prompts_per_step=2"], rate=1e-4)
 
@@ -112,6 +116,18 @@ def test_a_study_that_was_killed_goes_on(study, tmp_path):
     Harness(study, tmp_path).run_all(1)
     assert [row["tokens"] for row in Harness(study, tmp_path).rows(1)] == [400, 400]
     assert turns(tmp_path).count("plain/seed-0 1") == 1, "a step that was over is not done again"
+
+
+def test_runs_take_turns_at_the_same_time_until_it_is_late(study, tmp_path, monkeypatch):
+    met, ended = threading.Barrier(2, timeout=60), []
+    arms = [dataclasses.replace(arm, train=lambda *a: (met.wait(), pretend(*a))) for arm in study.arms]
+    harness = Harness(dataclasses.replace(study, arms=arms), tmp_path, jobs=2)
+    monkeypatch.setattr(harness, "_is_late", iter([False, False, False, True]).__next__)
+    monkeypatch.setattr(Thread, "finish", lambda worker: ended.append(worker), raising=False)
+    harness.run_all(1)
+    assert len(ended) == 2 and len(turns(tmp_path)) == 4 and harness.rows(1) == []
+    Harness(study, tmp_path).run_all(1)
+    assert [row["tokens"] for row in harness.rows(1)] == [400, 400]
 
 
 def test_a_run_of_other_settings_is_refused(study, tmp_path):
@@ -222,7 +238,10 @@ def test_a_real_run_is_charged_and_resumed(tmp_path):
                 "optimizer.warmup_steps=0"]  # fmt: skip
     arms = [Arm("plain"), Arm("half", ["rollout.prompts_per_step=1"])]
     study = Study("real", "configs/sums.yaml", settings, arms, levels=[0.9])
+    Harness(study, tmp_path, jobs=2, stop_after=0.5).run_all(1)
+    assert sorted(path.name for path in tmp_path.glob("real/*/seed-0/checkpoints/*")) == ["step-000001"] * 2
     harness = Harness(study, tmp_path)
+    assert harness.rows(1) == []
     harness.run_all(1)
     first, second = harness.rows(1)
     assert first["steps"] == 3 and first["tokens"] > second["tokens"] > 0 and first["seconds"] > 0
@@ -247,6 +266,18 @@ def test_a_trial_of_the_oracle_is_undone(tmp_path):
     assert Oracle(trainer, GroupSampler(RhymeSettings(), None)).after_update(rollouts, 1) == 1.0
     torch.testing.assert_close(trainer.learner.state_dict(), before, rtol=0, atol=0)
     assert any(not torch.equal(weight, before["model"][name]) for name, weight in seen[0]["model"].items())
+
+
+def test_right_answers_of_the_first_policy_are_trained_on_first():
+    def answer(keys, attempt):
+        return [Rollout([1], [2], logprobs=[-1.0], prompt_key=key, accuracy=float(key == attempt)) for key in keys]
+
+    run, first = SimpleNamespace(prompts=[[1]] * 3, answer=answer, note=str), SampledFirst(None)
+    first.begin(run)
+    (batch,) = first.before_step(StepContext(run, 1, 0))
+    assert Counter(answer.prompt_key for answer in batch) == {0: 3, 1: 3, 2: 3}
+    assert all(answer.expected == 0.5 and math.isnan(answer.logprobs[0]) for answer in batch)
+    assert first.before_step(StepContext(run, 2, 0)) == []
 
 
 def test_an_update_is_cut_to_its_leading_ranks():

@@ -1,0 +1,123 @@
+"""A real language model: SmolLM2-135M on GSM8K's problems of one to three steps, after supervised steps on half.
+
+Right answers are rare, and have 60 to 200 tokens. Training is on the other half; an evaluation is four answers to every
+test problem. *sampled answers first*: four answers of the first policy to every training prompt, charged, of which the
+right ones are trained on by themselves before the first step. Weights are float32, with products in lower precision.
+Plain's checkpoints tell how much of its gain the leading ranks of its update keep, and how straight it moved.
+"""
+
+import gc
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from bench._turns import Turns
+from bench.studies import harness, rhyme
+from bench.studies.harness import ACCURACY, Arm, Study, evaluations, fewer_prompts
+from bench.studies.ranks import gain_at_ranks, straightness
+from bench.studies.rhyme import DATABASE, RHYME
+from python_trainer import load_config
+from python_trainer.accelerators.base import Accelerator, RunContext, StepContext
+from python_trainer.accelerators.rhyme.accelerator import REHEARSAL_BATCH, REHEARSALS
+from python_trainer.accelerators.rhyme.replay import in_batches
+from python_trainer.accelerators.rhyme.sampling import CAP
+from python_trainer.data import Rollout, by_group
+from python_trainer.sft import Sft
+
+CONFIG = "configs/gsm8k_smollm2.yaml"
+EPOCHS = 4  # of the supervised steps: as many as bring the share of right answers near 0.1
+RATE = 1e-5
+TRIES = 4  # answers to every prompt before the first step, of the arms that begin with such
+MODEL = ["model.dtype=float32", "model.matmul_precision=medium", "optimizer.micro_batch_tokens=4096"]
+HALVES = "{work}/short_train.jsonl:train[:50%]", "{work}/short_train.jsonl:train[50%:]"
+TEST = ["task.test_path={work}/short_test.jsonl", "task.test_size=null"]
+NEEDED = ("smollm2/config.json", "short_train.jsonl", "short_test.jsonl")
+
+
+def prepare(work: Path) -> None:
+    """Take the supervised steps that are missing."""
+    if missing := [name for name in NEEDED if not (work / name).exists()]:
+        raise SystemExit(
+            f"{work} lacks {', '.join(missing)}: put the Hub's HuggingFaceTB/SmolLM2-135M-Instruct into smollm2/ and "
+            f"the files that the command jq at the head of {CONFIG} makes beside it"
+        )
+    if (work / "smollm2-sft" / "model").exists():
+        return
+    settings = [
+        f"task.train_path={HALVES[0]}", *TEST, "model.path={work}/smollm2", f"sft.epochs={EPOCHS}",
+        "optimizer.learning_rate=1e-4", "save.save_steps=100", "save.save_total_limit=1", *MODEL,
+    ]  # fmt: skip
+    config = load_config(CONFIG, [text.replace("{work}", str(work)) for text in settings])
+    Sft(config, work / "smollm2-sft", resume=True).run()
+    gc.collect()
+    torch.cuda.empty_cache()  # for the runs
+
+
+class SampledFirst(Accelerator):
+    """Trains on right answers of the first policy alone, before the first step, as ``rhyme`` does on another run's."""
+
+    name, enabled = "sampled first", False  # so that checkpoints do not ask for it
+
+    def begin(self, run: RunContext) -> None:
+        keys = range(len(run.prompts))
+        found = [answer for attempt in range(TRIES) for answer in run.answer(keys, attempt)]
+        self.right = [answer for answer in found if answer.accuracy > 0.5]
+        run.note(f"{len(self.right)} of {len(found)} sampled answers are right")
+
+    def before_step(self, context: StepContext) -> list[list[Rollout]]:
+        if context.step > 1:
+            return []
+        alone = [
+            replace(answer, group=answer.prompt_key, logprobs=[float("nan")] * len(answer.ids), expected=0.5,
+                    importance_cap=CAP)
+            for answer in self.right
+        ]  # fmt: skip
+        context.telemetry["rhyme/rehearsed_answers"] = float(REHEARSALS * len(alone))
+        return in_batches(list(by_group(alone).values()), REHEARSAL_BATCH, REHEARSALS, context.seed)
+
+
+def train_sampled_first(turns: Turns, config: str, overrides: Sequence[str], folder: Path) -> None:
+    """Train a run that begins with right answers of its first policy."""
+    trainer = harness.trainer_of(turns, config, overrides, folder)
+    trainer.accelerators = [*trainer.accelerators, SampledFirst(None)]
+    trainer.run()
+
+
+def measure(run: Path) -> dict[str, float]:
+    """Return the shares of right answers at the start and of problems with one at the end; of a plain run its ranks."""
+    last = [row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if ACCURACY in row][-1]
+    found = {"accuracy at the start": evaluations(run)[0][3], "pass@4 at the end": last["eval/pass@4"]}
+    return found | gain_at_ranks(run) | straightness(run) if run.parent.name == "plain" else found
+
+
+ARMS = [
+    Arm("plain", ["save.save_steps=20", "save.save_total_limit=6"]),  # for straightness
+    *fewer_prompts(16),
+    Arm("twice the rate", rate=2 * RATE),
+    Arm("dynamic sampling", ["rollout.dynamic_sampling=true"]),
+    Arm("rpo", ["accelerators.enabled=[rpo]", f"accelerators.rpo.fill={TRIES}"]),
+    Arm("sampled answers first", train=train_sampled_first),
+    Arm("rhyme after a plain run", [*RHYME, f"{DATABASE}={{earlier}}.db"], after="earlier plain", train=rhyme.train),
+]
+STUDIES = [
+    Study(
+        name="gsm8k",
+        config=CONFIG,
+        common=[
+            f"task.train_path={HALVES[1]}", *TEST, "model.path={work}/smollm2-sft/model", *MODEL,
+            "max_steps=100", "rollout.engine=paged", "rollout.prompts_per_step=16", "rollout.num_generations=8",
+            "rollout.max_completion_length=200", f"rollout.memory_bytes={3 << 30}", "evaluation.eval_steps=20",
+            "evaluation.eval_limit_during=null", "evaluation.samples=4", "save.save_steps=50",
+            "save.save_total_limit=1",
+        ],
+        arms=[arm if arm.rate else replace(arm, rate=RATE) for arm in ARMS],
+        levels=(0.12, 0.15),
+        earlier=[Arm("earlier plain", rate=RATE, train=rhyme.train)],
+        prepare=prepare,
+        columns={"stored": "rhyme/stored_answers", "rehearsed": "rhyme/rehearsed_answers"},
+        measure=measure,
+    )
+]  # fmt: skip
