@@ -158,7 +158,7 @@ class Session:
         record = self.journal.path.with_name(f"{self.journal.path.stem}-prove.json")
         command = [sys.executable, "-m", "rlkernels", "prove", "--again", "--device", self.args.device]
         command += ["--seconds", str(int(seconds) - 5), "--record", str(record)]
-        command += ["--ops", *self.args.ops] if self.args.ops else []
+        command += ["--ops", *ops] if (ops := [op for op in self.args.ops if op in PROVABLE]) else []
         code, said = run(command, self.env, seconds + 30)
         self.console.print(said, highlight=False, markup=False)
         self.journal.add("prove", ok=code in (0, 1), exit_code=code, said=said[-4000:])
@@ -259,8 +259,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-build", action="store_true", help="use the extension as it is")
     parser.add_argument("--no-tests", action="store_true", help="leave out pytest")
     args = parser.parse_args(argv)
-    if unknown := [op for op in args.ops if op not in PROVABLE]:
-        parser.error(f"no op named {', '.join(unknown)}; there are {', '.join(PROVABLE)}")
+    known = (*PROVABLE, *MODEL)
+    if unknown := [op for op in args.ops if op not in known]:
+        parser.error(f"no op named {', '.join(unknown)}; there are {', '.join(known)}")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("this machine has no CUDA device; --device cpu is a dry run")
     return args
@@ -275,7 +276,8 @@ def main(argv: list[str] | None = None, cases: str = "bench.gpu.cases:CASES") ->
     module, name = cases.split(":")
     jobs = plan(getattr(importlib.import_module(module), name), args.device, args.seconds, session.sanitizer)
     if args.ops:
-        jobs = [job for job in jobs if job["op"] in args.ops or job["kind"] == "prove"]
+        proves = any(op in PROVABLE for op in args.ops)
+        jobs = [job for job in jobs if job["op"] in args.ops or (proves and job["kind"] == "prove")]
     lost = ""
     try:
         session.work([job for job in jobs if not session.journal.done(name_of(job))])

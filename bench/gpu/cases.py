@@ -24,6 +24,7 @@ SANITIZED = {
     "attention": ("write_kv", "paged_attention", "shared_prefix_attention", "grouped_attention", "merge_attention"),
     "sampling": ("sample_tokens", "verify_drafts", "token_logprobs", "linear_token_logprobs"),
     "dtw": ("dtw", "dtw_topk"),
+    "rank1": ("top1_delta", "top1_deltas", "delta_matvec", "add_rank1_"),
 }
 
 
