@@ -66,6 +66,8 @@ FAKES: dict[str, Callable[..., Any]] = {
     "dtw": lambda x, y, *_: x.new_empty(x.shape[0], y.shape[0]),
     "dtw_subsequence": _warps,
     "dtw_warps": _warps,
+    "dtw_warps_": lambda *_: None,
+    "dtw_bounds": lambda x, y, *_: x.new_empty(x.shape[0], y.shape[0]),
     "dtw_topk": lambda x, y, k, *_: (x.new_empty(x.shape[0], k), x.new_empty(x.shape[0], k, dtype=I64)),
 }  # fmt: skip
 

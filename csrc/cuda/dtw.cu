@@ -5,6 +5,8 @@
 // with the last row of one in scratch memory for the next. Warps are persistent and take pairs with a fixed stride.
 #include <cuda_runtime.h>
 
+#include <cfloat>
+
 #include "dtw.h"
 #include "dtw_cuda.h"
 #include "dtw_lane.h"
@@ -15,8 +17,14 @@ namespace {
 constexpr int kWarp = 32, kWarpsPerBlock = 4;
 constexpr unsigned kAll = 0xffffffffu;
 
+// One feature and up to four rows a lane: one strip, without a border. Eight blocks fit: for more, ptxas makes a stack.
+template <int K, bool kOneFeature>
+constexpr bool kOneStrip = kOneFeature && K < 8;
+
 template <int K, bool kOneFeature, bool kBand, bool kSubsequence>
-__global__ void __launch_bounds__(kWarp* kWarpsPerBlock) dtw_kernel(DtwProblem problem, int64_t warps) {
+__global__ void __launch_bounds__(kWarp* kWarpsPerBlock, kOneStrip<K, kOneFeature> ? 8 : 0)
+    dtw_kernel(DtwProblem problem, int64_t warps) {
+  constexpr bool kBorder = !kOneStrip<K, kOneFeature>;
   const int lane = threadIdx.x % kWarp;
   const int64_t warp = int64_t(blockIdx.x) * kWarpsPerBlock + threadIdx.x / kWarp;
   if (warp >= warps) return;  // whole warps only
@@ -24,10 +32,12 @@ __global__ void __launch_bounds__(kWarp* kWarpsPerBlock) dtw_kernel(DtwProblem p
   int* border_start =
       reinterpret_cast<int*>(static_cast<float*>(problem.scratch) + warps * problem.columns) + warp * problem.columns;
 
-  for (int64_t pair = warp; pair < problem.n * problem.m; pair += warps) {
+  for (int64_t i = warp; i < problem.count; i += warps) {
+    const int64_t pair = !kSubsequence && problem.pairs ? problem.pairs[i] : i;
+    if (pair < 0) break;
     const int64_t n = pair / problem.m, m = pair % problem.m;
     DtwPair p{problem.x + n * problem.rows * problem.dims, problem.y + m * problem.columns * problem.dims,
-              int(problem.x_lengths[n]), int(problem.y_lengths[m]), int(problem.dims), 0};
+              int(problem.x_lengths[n]), int(problem.y_lengths[m]), problem.dims, 0};
     if (p.rows == 0 || p.columns == 0) continue;
     const int64_t least = p.rows > p.columns ? p.rows - p.columns : p.columns - p.rows;
     const int64_t radius = problem.radius > least ? problem.radius : least;
@@ -54,7 +64,7 @@ __global__ void __launch_bounds__(kWarp* kWarpsPerBlock) dtw_kernel(DtwProblem p
         int above_start = kSubsequence ? __shfl_up_sync(kAll, below_start, 1) : -1;
         const int j = begin + step - lane;
         above = lane == 0 ? top : above, above_start = lane == 0 ? j : above_start;
-        if (j < taken) {
+        if (kBorder && j < taken) {
           above = border[j];
           if (kSubsequence) above_start = border_start[j];
         }
@@ -64,7 +74,7 @@ __global__ void __launch_bounds__(kWarp* kWarpsPerBlock) dtw_kernel(DtwProblem p
         if (!kOneFeature && !there) continue;
         cells.column(p, j, y, above, above_start);
         below = cells.left[K - 1], below_start = cells.left_start[K - 1];
-        if (j >= stored) {  // lane 0 read this column 31 steps ago
+        if (kBorder && j >= stored) {  // lane 0 read this column 31 steps ago
           border[j] = below;
           if (kSubsequence) border_start[j] = below_start;
         }
@@ -84,13 +94,76 @@ __global__ void __launch_bounds__(kWarp* kWarpsPerBlock) dtw_kernel(DtwProblem p
   }
 }
 
+// Least and largest value of each feature of every x, over the rows within the radius of a column, then over all rows:
+// boxes [n, 2, window_columns + 1, dims]. A block for each x.
+__global__ void __launch_bounds__(kWarp* kWarpsPerBlock) box_kernel(DtwProblem problem, int64_t window_columns) {
+  const int64_t n = blockIdx.x, dims = problem.dims, rows = problem.x_lengths[n], windows = window_columns * dims;
+  const float* x = problem.x + n * problem.rows * dims;
+  float *lower = static_cast<float*>(problem.scratch) + 2 * n * (windows + dims), *upper = lower + windows + dims;
+  for (int64_t at = threadIdx.x; at < windows; at += kWarp * kWarpsPerBlock) {
+    const int64_t j = at / dims, d = at % dims;
+    const int64_t first = j > problem.radius ? j - problem.radius : 0;
+    const int64_t end = problem.radius < rows - j ? j + problem.radius + 1 : rows;
+    float low = INFINITY, high = -INFINITY;
+    for (int64_t i = first; i < end; ++i) low = fminf(low, x[i * dims + d]), high = fmaxf(high, x[i * dims + d]);
+    lower[at] = low, upper[at] = high;
+  }
+  const int lane = threadIdx.x % kWarp;
+  for (int64_t d = threadIdx.x / kWarp; d < dims; d += kWarpsPerBlock) {
+    float low = INFINITY, high = -INFINITY;
+    for (int64_t i = lane; i < rows; i += kWarp) low = fminf(low, x[i * dims + d]), high = fmaxf(high, x[i * dims + d]);
+    for (int other = kWarp / 2; other > 0; other /= 2) {
+      low = fminf(low, __shfl_xor_sync(kAll, low, other));
+      high = fmaxf(high, __shfl_xor_sync(kAll, high, other));
+    }
+    if (lane == 0) lower[windows + d] = low, upper[windows + d] = high;
+  }
+}
+
+// The bound that csrc/cpu/dtw_bound.cpp proves, a warp per pair. A band that unequal lengths widen takes the box of all
+// rows. n roundings change a sum of terms >= 0 by a factor within (1 +- 2^-24)^n or, next to 0, by n 2^-150. Bound and
+// cost have at most half of `steps` roundings together, so what is subtracted makes up for them twice. A bound that
+// left the range of float32 is at least its largest number.
+__global__ void __launch_bounds__(kWarp* kWarpsPerBlock) bound_kernel(DtwProblem problem, int64_t window_columns) {
+  const int lane = threadIdx.x % kWarp;
+  const int64_t dims = problem.dims, windows = window_columns * dims;
+  const int64_t warps = int64_t(gridDim.x) * kWarpsPerBlock;
+  for (int64_t pair = int64_t(blockIdx.x) * kWarpsPerBlock + threadIdx.x / kWarp; pair < problem.count; pair += warps) {
+    const int64_t n = pair / problem.m, m = pair % problem.m;
+    const int64_t rows = problem.x_lengths[n], columns = problem.y_lengths[m];
+    if (rows == 0 || columns == 0) continue;
+    const bool window = window_columns > 0 && (rows > columns ? rows - columns : columns - rows) <= problem.radius;
+    const float *x = problem.x + n * problem.rows * dims, *y = problem.y + m * problem.columns * dims;
+    const float* lower = static_cast<const float*>(problem.scratch) + 2 * n * (windows + dims) + (window ? 0 : windows);
+    const float* upper = lower + windows + dims;
+    float sum = 0.0f;
+    for (int64_t d = lane; d < dims; d += kWarp) {
+      const float first = x[d] - y[d], last = x[(rows - 1) * dims + d] - y[(columns - 1) * dims + d];
+      sum = fmaf(first, first, sum);
+      if (rows > 1 || columns > 1) sum = fmaf(last, last, sum);
+    }
+    for (int64_t j = 1 + lane; j < columns - 1; j += kWarp) {
+      for (int64_t d = 0; d < dims; ++d) {
+        const int64_t box = (window ? j * dims : 0) + d;
+        const float value = y[j * dims + d], outside = value - fminf(fmaxf(value, lower[box]), upper[box]);
+        sum = fmaf(outside, outside, sum);
+      }
+    }
+    for (int other = kWarp / 2; other > 0; other /= 2) sum += __shfl_xor_sync(kAll, sum, other);
+    const float steps = float((rows + 2 * columns) * dims + 16);
+    if (lane == 0)
+      problem.cost[pair] = fmaxf(fmaf(fminf(sum, FLT_MAX), 1.0f - steps * 0x1p-23f, -steps * 0x1p-149f), 0.0f);
+  }
+}
+
+bool has_band(const DtwProblem& p) { return p.radius < p.rows || p.radius < p.columns; }
+
 using Kernel = void (*)(DtwProblem, int64_t);
 
 template <int K, bool kOneFeature>
 Kernel pick_mode(const DtwProblem& p) {
   if (p.subsequence) return dtw_kernel<K, kOneFeature, false, true>;
-  return p.radius < p.rows || p.radius < p.columns ? dtw_kernel<K, kOneFeature, true, false>
-                                                   : dtw_kernel<K, kOneFeature, false, false>;
+  return has_band(p) ? dtw_kernel<K, kOneFeature, true, false> : dtw_kernel<K, kOneFeature, false, false>;
 }
 
 // Few enough that short trajectories still fill the warp.
@@ -113,8 +186,8 @@ int dtw_warps(const DtwProblem& problem, int device, int64_t* warps) {
       cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, pick(problem), kWarp * kWarpsPerBlock, 0);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) cudaGetLastError();  // nobody else is to find it
-  const int64_t resident = int64_t(blocks) * processors * kWarpsPerBlock, pairs = problem.n * problem.m;
-  *warps = pairs < resident ? pairs : resident;
+  const int64_t resident = int64_t(blocks) * processors * kWarpsPerBlock;
+  *warps = problem.count < resident ? problem.count : resident;
   return int(error);
 }
 
@@ -126,6 +199,21 @@ int64_t dtw_scratch_bytes(const DtwProblem& problem, int64_t warps) {
 int dtw(const DtwProblem& problem, int64_t warps, cudaStream_t stream) {
   const unsigned blocks = unsigned((warps + kWarpsPerBlock - 1) / kWarpsPerBlock);
   pick(problem)<<<blocks, kWarp * kWarpsPerBlock, 0, stream>>>(problem, warps);
+  return int(cudaGetLastError());
+}
+
+int64_t dtw_boxes_bytes(const DtwProblem& problem) {
+  const int64_t boxes = has_band(problem) ? problem.columns + 1 : 1;
+  return problem.n * 2 * boxes * problem.dims * int64_t(sizeof(float));
+}
+
+int dtw_bounds(const DtwProblem& problem, cudaStream_t stream) {
+  constexpr int64_t kMostBlocks = 1 << 20;
+  const int64_t window_columns = has_band(problem) ? problem.columns : 0;
+  const int64_t blocks = (problem.count + kWarpsPerBlock - 1) / kWarpsPerBlock;
+  box_kernel<<<unsigned(problem.n), kWarp * kWarpsPerBlock, 0, stream>>>(problem, window_columns);
+  bound_kernel<<<unsigned(blocks < kMostBlocks ? blocks : kMostBlocks), kWarp * kWarpsPerBlock, 0, stream>>>(
+      problem, window_columns);
   return int(cudaGetLastError());
 }
 

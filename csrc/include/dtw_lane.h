@@ -5,14 +5,9 @@
 // used, or infinite. So are rows past the last of x, but in subsequence mode: there they cost nothing, so that the last
 // of the K holds the least cell that the last row of x has had so far.
 #pragma once
-#include <cmath>
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define RLK_LANE __host__ __device__ __forceinline__
-#else
-#define RLK_LANE inline
-#endif
+#define RLK_LANE __device__ __forceinline__
 
 namespace rlk {
 
@@ -32,11 +27,7 @@ RLK_LANE int strip_end(const DtwPair& p, int first, int strip_rows) {
 
 // The least of three costs. They are not negative, so their bits are ordered as they are: one instruction on sm_90.
 RLK_LANE float least_of(float a, float b, float c) {
-#ifdef __CUDA_ARCH__
   return __int_as_float(__vimin3_s32(__float_as_int(a), __float_as_int(b), __float_as_int(c)));
-#else
-  return std::fmin(std::fmin(a, b), c);
-#endif
 }
 
 template <int K, bool kOneFeature, bool kBand, bool kSubsequence>

@@ -9,9 +9,20 @@ from rlkernels.similarity import arguments, gpu, reference
 MODES = ("full", "subsequence")
 
 
-def _kernel_series(x: torch.Tensor) -> torch.Tensor:
-    """Return x as the kernels take it: contiguous float32 [N, L, D]."""
-    return (x.unsqueeze(-1) if x.ndim == 2 else x).float().contiguous()
+def _prepare(op, x, y, x_lengths, y_lengths, band, backend):
+    """Check what :func:`dtw` and :func:`dtw_topk` share.
+
+    Returns:
+        The backend, and x, y (contiguous float32 [N, L, D] for kernels), lengths and band as it takes them.
+    """
+    arguments.series(x, y)
+    arguments.without_gradient(x=x, y=y)
+    chosen = _backend.choose(op, x.device, backend)
+    x_lengths = arguments.lengths("x_lengths", x_lengths, x, in_kernel=chosen == "cpu")
+    y_lengths = arguments.lengths("y_lengths", y_lengths, y, in_kernel=chosen == "cpu")
+    if chosen != "torch":
+        x, y = (reference.as_series(t, torch.float32).contiguous() for t in (x, y))
+    return chosen, x, y, x_lengths, y_lengths, arguments.band(band)
 
 
 def dtw(
@@ -48,23 +59,17 @@ def dtw(
     Raises:
         TypeError, ValueError: a wrong type, dtype, rank, shape, device or value, named in the message.
     """
-    arguments.series(x, y)
-    arguments.without_gradient(x=x, y=y)
     _check.one_of("mode", mode, MODES)
-    band = arguments.band(band)
     if mode == "subsequence" and band is not None:
         raise ValueError(f"band must be None with mode='subsequence', got {band}")
-    chosen = _backend.choose("dtw", x.device, backend)
-    x_lengths = arguments.lengths("x_lengths", x_lengths, x, in_kernel=chosen == "cpu")
-    y_lengths = arguments.lengths("y_lengths", y_lengths, y, in_kernel=chosen == "cpu")
+    chosen, x, y, x_lengths, y_lengths, band = _prepare("dtw", x, y, x_lengths, y_lengths, band, backend)
     if chosen == "cpu":
         native = torch.ops.rlkernels
-        values = _kernel_series(x), _kernel_series(y), x_lengths, y_lengths
+        values = x, y, x_lengths, y_lengths
         return native.dtw(*values, band) if mode == "full" else native.dtw_subsequence(*values)
     if chosen in ("cuda", "triton"):
-        lengths = {"x_lengths": x_lengths, "y_lengths": y_lengths}
-        return gpu.dtw(_kernel_series(x), _kernel_series(y), **lengths, band=band, mode=mode, backend=chosen)
-    result = reference.dtw(x, y, x_lengths=x_lengths, y_lengths=y_lengths, band=band, mode=mode)
+        return gpu.dtw(x, y, x_lengths, y_lengths, band, mode, chosen)
+    result = reference.dtw(x, y, x_lengths, y_lengths, band, mode)
     return result.float() if mode == "full" else (result[0].float(), *result[1:])
 
 
@@ -91,18 +96,11 @@ def dtw_topk(
     Raises:
         TypeError, ValueError: a wrong type, dtype, rank, shape, device or value, named in the message.
     """
-    arguments.series(x, y)
-    arguments.without_gradient(x=x, y=y)
+    chosen, x, y, x_lengths, y_lengths, band = _prepare("dtw_topk", x, y, x_lengths, y_lengths, band, backend)
     k = _check.integer("k", k, 0, y.shape[0])
-    band = arguments.band(band)
-    chosen = _backend.choose("dtw_topk", x.device, backend)
-    x_lengths = arguments.lengths("x_lengths", x_lengths, x, in_kernel=chosen == "cpu")
-    y_lengths = arguments.lengths("y_lengths", y_lengths, y, in_kernel=chosen == "cpu")
     if chosen == "cpu":
-        return torch.ops.rlkernels.dtw_topk(_kernel_series(x), _kernel_series(y), k, x_lengths, y_lengths, band)
+        return torch.ops.rlkernels.dtw_topk(x, y, k, x_lengths, y_lengths, band)
     if chosen in ("cuda", "triton"):
-        lengths = {"x_lengths": x_lengths, "y_lengths": y_lengths}
-        costs = gpu.dtw(_kernel_series(x), _kernel_series(y), **lengths, band=band, mode="full", backend=chosen)
-        return reference.smallest(costs, k)
-    cost, index = reference.dtw_topk(x, y, k, x_lengths=x_lengths, y_lengths=y_lengths, band=band)
+        return gpu.dtw_topk(x, y, k, x_lengths, y_lengths, band, chosen)
+    cost, index = reference.dtw_topk(x, y, k, x_lengths, y_lengths, band)
     return cost.float(), index

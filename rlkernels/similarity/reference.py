@@ -49,15 +49,10 @@ def spans(x: torch.Tensor, y: torch.Tensor):
         yield d, max(0, d - columns + 1), min(d + 1, rows)
 
 
-def diagonal_cost(x: torch.Tensor, y: torch.Tensor, d: int, lo: int, hi: int) -> torch.Tensor:
-    """Return squared distances [B, hi - lo] of the cells of an anti-diagonal, for pairs x [B, L, D], y [B, K, D]."""
-    return (x[:, lo:hi] - y[:, d - hi + 1 : d - lo + 1].flip(1)).square().sum(-1)
-
-
 def diagonals(x: torch.Tensor, y: torch.Tensor):
-    """Yields (d, lo, hi, cost) for every anti-diagonal."""
+    """Yields (d, lo, hi, squared distances [B, hi - lo]) for every anti-diagonal of pairs x [B, L, D], y [B, K, D]."""
     for d, lo, hi in spans(x, y):
-        yield d, lo, hi, diagonal_cost(x, y, d, lo, hi)
+        yield d, lo, hi, (x[:, lo:hi] - y[:, d - hi + 1 : d - lo + 1].flip(1)).square().sum(-1)
 
 
 def with_special_cases(cost, x_lengths, y_lengths, bad):
@@ -108,7 +103,7 @@ def _subsequence_pairs(x, y, x_lengths, y_lengths):
     return result, start, end
 
 
-def dtw(x, y, *, x_lengths=None, y_lengths=None, band=None, mode="full"):
+def dtw(x, y, x_lengths=None, y_lengths=None, band=None, mode="full"):
     """See :func:`rlkernels.dtw`; the cost keeps float64 where the input has it."""
     dtype = compute_dtype(x, y)
     x, y = as_series(x, dtype), as_series(y, dtype)
@@ -131,15 +126,13 @@ def dtw(x, y, *, x_lengths=None, y_lengths=None, band=None, mode="full"):
 
 def smallest(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the k smallest of float [N, M], ascending, ties by lower index, NaN last: (values, index) [N, k]."""
-    index = values.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf).argsort(dim=1, stable=True)
-    is_nan = values.gather(1, index).isnan()
-    index = index.gather(1, is_nan.long().argsort(dim=1, stable=True))[:, :k]
-    return values.gather(1, index), index
+    ordered, index = values.sort(dim=1, stable=True)
+    return ordered[:, :k], index[:, :k]
 
 
-def dtw_topk(x, y, k, *, x_lengths=None, y_lengths=None, band=None):
+def dtw_topk(x, y, k, x_lengths=None, y_lengths=None, band=None):
     """See :func:`rlkernels.dtw_topk`: all costs, sorted."""
-    return smallest(dtw(x, y, x_lengths=x_lengths, y_lengths=y_lengths, band=band), k)
+    return smallest(dtw(x, y, x_lengths, y_lengths, band), k)
 
 
 def soft_dtw(x, y, *, gamma=1.0, x_lengths=None, y_lengths=None, band=None):

@@ -121,6 +121,9 @@ def test_shapes_of_the_op_that_only_gpus_have(subsequence):
     found = torch.ops.rlkernels.dtw_warps(x, y, lengths, lengths, -1, subsequence)
     places = [(torch.int64, (2 if subsequence else 0, 3))] * 2
     assert [(t.dtype, tuple(t.shape)) for t in found] == [(torch.float32, (2, 3)), *places]
+    bounds = torch.ops.rlkernels.dtw_bounds(x, y, lengths, lengths, -1)
+    assert bounds.dtype == torch.float32 and bounds.shape == (2, 3)
+    torch.ops.rlkernels.dtw_warps_(bounds, lengths, x, y, lengths, lengths, -1)
 
 
 def in_one_graph(function, *args):

@@ -7,9 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pretend_gpu import GPUTensor, pretended
 
 import rlkernels
-from rlkernels.similarity import reference
+from rlkernels.similarity import gpu, reference
 
 
 def series(n, steps, features=None, *, least=0, whole=False):
@@ -126,6 +127,55 @@ def test_topk_of_mixed_lengths_with_many_ties(seed, rows, columns, features, ban
     y[seed % 200, 0] = math.inf
     y[100:150], y_lengths[100:150] = y[:50].clone(), y_lengths[:50].clone()
     check_topk(x, y, k, x_lengths=x_lengths, y_lengths=y_lengths, band=band)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**31), st.integers(2, 30), st.integers(1, 9), st.none() | st.integers(0, 3), st.booleans())
+def test_topk_by_any_lower_bounds_on_a_gpu(seed, m, k, band, whole):
+    """The search of ``gpu.dtw_topk``, where the kernels are stood in for by plain torch on a GPU that is not there."""
+    torch.manual_seed(seed)
+    (x, x_lengths), (y, y_lengths) = series(4, 6, 2, whole=whole), series(m, 7, 2, whole=whole)
+    y[seed % m, 0] = math.inf
+    y[m // 2 :], y_lengths[m // 2 :] = y[: m - m // 2].clone(), y_lengths[: m - m // 2].clone()
+    all_costs = reference.dtw(x, y, x_lengths, y_lengths, band)
+    computed = []
+
+    def bounds(a, b, *_):
+        costs = all_costs if a.shape[1] == x.shape[1] else all_costs.T
+        return GPUTensor((costs * torch.rand(costs.shape).clamp_min(0.5)).nan_to_num(torch.nan, torch.nan))
+
+    def warps(cost, pairs, a, b, a_lengths, b_lengths, _):
+        pairs = pairs.numbers.flatten()
+        pairs = pairs[pairs >= 0]
+        pairs = pairs[(a_lengths.numbers[pairs // m] > 0) & (b_lengths.numbers[pairs % m] > 0)]
+        cost.numbers.view(-1)[pairs] = all_costs.flatten()[pairs]
+        computed.extend(pairs.tolist())
+
+    k = min(k, m)
+    with pretended() as waits, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.ops.rlkernels, "dtw_bounds", bounds, raising=False)
+        patch.setattr(torch.ops.rlkernels, "dtw_warps_", warps, raising=False)
+        everything = GPUTensor(all_costs.clone()), None, None
+        patch.setattr(torch.ops.rlkernels, "dtw_warps", lambda *_: everything, raising=False)
+        patch.setattr(gpu, "LEAST_PAIRS", 0)
+        patch.setattr(gpu, "LEAST_CELLS", 0)
+        series_there = [GPUTensor(t.clone()) for t in (x, y)]
+        found = gpu.dtw_topk(*series_there, k, *(GPUTensor(t) for t in (x_lengths, y_lengths)), band, "cuda")
+        assert not waits
+    expected = reference.smallest(all_costs, k)
+    assert torch.equal(found[1].numbers, expected[1]) and len(set(computed)) == len(computed)
+    torch.testing.assert_close(found[0].numbers, expected[0], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("n", "m", "length", "k", "pays"), [
+    (64, 4096, 256, 16, True), (64, 4096, 256, 2048, False), (64, 4096, 256, 0, False), (64, 4096, 64, 16, False),
+    (16, 256, 4096, 16, False),
+])  # fmt: skip
+def test_bounds_are_for_problems_that_fill_a_gpu(n, m, length, k, pays, monkeypatch):
+    monkeypatch.setattr(gpu, "_promising_costs", lambda *_: torch.ones(n, m))
+    monkeypatch.setattr(gpu, "dtw", lambda *_: torch.zeros(n, m))
+    cost, _ = gpu.dtw_topk(torch.empty(n, length, 1), torch.empty(m, length, 1), k, None, None, None, "cuda")
+    assert cost.shape == (n, k) and (cost == int(pays)).all()
 
 
 @pytest.mark.parametrize("size", [1e-22, 1e-19, 1e19])
