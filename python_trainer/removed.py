@@ -41,6 +41,7 @@ REMOVED: dict[str, str] = {
         for name in ("min_rise", "min_cosine", "min_skill")
     },
     "accelerators.alpha.scale": "write accelerators.alpha.preset: paper for the paper's scale",
+    "accelerators.alpha.predictor=temporal": "write secant, which ended as high",
     "accelerators.alpha.keep_rest": "write accelerators.alpha.preset: paper to keep nothing beyond rank 1",
     "accelerators.rpo.keep": "write accelerators.rpo.preset: paper to remember any answer",
     "accelerators.rpo.length_reward": "write accelerators.rpo.preset: paper, which has the paper's length reward",

@@ -33,11 +33,16 @@ BACKENDS = ("auto", "cuda", "triton", "cpu", "torch")
 
 @dataclass(frozen=True)
 class Op:
-    """The backends that have been written for an op."""
+    """The backends that have been written for an op.
+
+    Attributes:
+        like: the op whose kernels it runs, and whose verdicts hold for it.
+    """
 
     cpu: bool = False
     triton: bool = False
     cuda: bool = False
+    like: str | None = None
 
 
 # Compute capability ("9.0") -> op -> its backend there, from the records in bench/gpu/records, which a wheel does not
@@ -47,7 +52,7 @@ RECORDS: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("record
 # One line per op of the public contract.
 OPS: dict[str, Op] = {
     "dtw": Op(cpu=True, triton=True, cuda=True),
-    "dtw_topk": Op(cpu=True, triton=True, cuda=True),
+    "dtw_topk": Op(cpu=True, triton=True, cuda=True, like="dtw"),
     "soft_dtw": Op(),
     "state_similarity": Op(),
     "rhyme_similarity": Op(),
@@ -214,6 +219,7 @@ def settled(op: str, index: int | None) -> tuple[str, str]:
 
 def _known(op: str, index: int | None) -> Iterator[tuple[str | None, str]]:
     """Return what is known of an op on a GPU, in order of precedence."""
+    op = OPS[op].like or op
     yield _run.get(op), "run"
     if op in _run or not (OPS[op].cuda or OPS[op].triton) or not torch.cuda.is_available():
         return

@@ -82,21 +82,27 @@ def write(dim: int, dtype: str = "*bf16", aligned_strides: bool = True) -> Kerne
     return Kernel(f"{PAGED}_write_kernel", kinds, constexprs, aligned, ["count", "total"])
 
 
-def over_rows(name: str, kinds: dict[str, str], one_token: bool, **options: Any) -> Kernel:
-    """A kernel that goes over rows of logits. A launch makes a constant of an argument that is 1."""
+def over_rows(name: str, kinds: dict[str, str], one_token: bool, least: int = 1, num_warps: int = 8,
+              **options: Any) -> Kernel:  # fmt: skip
+    """A kernel that goes over rows of logits, in blocks of ``least`` or more. A launch makes a constant of a 1."""
     constexprs, kinds = options.pop("constexprs"), {**kinds, "vocab": "i32", "row_stride": "i32"}
     if one_token:
         kinds = {name: kind for name, kind in kinds.items() if name not in ("vocab", "row_stride")}
-        constexprs |= {"vocab": 1, "row_stride": 1, "BLOCK": 1}
+        constexprs |= {"vocab": 1, "row_stride": 1, "BLOCK": least}
     aligned = [name for name in kinds if kinds[name].startswith("*") or name in ("row_stride", "vocab")]
-    return Kernel(name, kinds, constexprs, aligned, num_warps=8, **options)
+    return Kernel(name, kinds, constexprs, aligned, num_warps=num_warps, **options)
 
 
 def sample(filtered: bool, one_token: bool = False) -> Kernel:
     kinds = {"logits": "*bf16", "uniforms": "*fp32", "temperatures": "*fp32", "top_ps": "*fp32", "top_ks": "*i64",
              "out_ids": "*i64", "out_logprobs": "*fp32"}  # fmt: skip
-    return over_rows("rlkernels.sampling.triton_kernels:_sample_kernel", kinds, one_token,
-                     constexprs={"FILTER": filtered, "BLOCK": 4096}, enable_fp_fusion=False)  # fmt: skip
+    constexprs: dict[str, Any] = {"BLOCK": 4096}
+    if filtered:
+        kinds["groups"] = "*i32"
+    else:
+        constexprs["groups"] = None
+    return over_rows("rlkernels.sampling.triton_kernels:_sample_kernel", kinds, one_token, least=128,
+                     num_warps=4 if one_token else 8, constexprs=constexprs, enable_fp_fusion=False)  # fmt: skip
 
 
 def logprobs(name: str, one_token: bool = False) -> Kernel:
@@ -110,16 +116,27 @@ def logprobs(name: str, one_token: bool = False) -> Kernel:
 def rank1(name: str, weight: str = "*i16", base: str = "*i16", *, statistics: bool = False, aligned: bool = True,
           wide: int = 4096, held: int = 4, stages: int = 3) -> Kernel:  # fmt: skip
     """The kernels that read the matrices, bfloat16 as its 16 bits."""
-    tables = {"modules": "*i64", "items": "*i64", "active": "*i1"}
-    kinds = {"weights": weight, "bases": base, **tables, "q": "*fp32", "y": "*fp32", "partial": "*fp32",
-             "stats": "*fp64", "all_rows": "i32", "all_columns": "i32"}  # fmt: skip
-    sizes = {"ROWS": held, "WIDE": wide, "STAGES": stages}
-    if name == "panel":
-        kinds |= {"y_partial": "*fp32", "counters": "*i32"}
-        sizes = {"ROWS": 16, "CHUNK": 1024, "STRIP": 256, "MOST_CHUNKS": 32}
+    kinds = {"weights": weight, "bases": base, "modules": "*i64", "active": "*i1", "q": "*fp32", "y": "*fp32",
+             "partial": "*fp32", "stats": "*fp64", "first": "i32", "all_rows": "i32", "all_columns": "i32"}  # fmt: skip
+    constexprs = {"ALIGNED": aligned, "STATISTICS": statistics, "ROWS": held, "WIDE": wide, "STAGES": stages}
+    if name != "rows":
+        constexprs |= {"ROWS": 16, "COLUMNS": 256, "STAGES": 3}
+    others = {"rows": ["COLUMNS"], "times": ["WIDE", "partial"],
+              "transpose": ["WIDE", "STATISTICS", "q", "stats", "all_columns"]}[name]  # fmt: skip
+    kinds = {argument: kind for argument, kind in kinds.items() if argument not in others}
+    aligned_by_16 = [argument for argument, kind in kinds.items() if kind[0] == "*" or argument.startswith("all_")]
     return Kernel(f"rlkernels.rank1.triton_kernels:_{name}_kernel", kinds,
-                  {"ALIGNED": aligned, "STATISTICS": statistics, **sizes},
-                  num_warps=wide // 256 if name == "rows" else 4)  # fmt: skip
+                  {c: value for c, value in constexprs.items() if c not in others}, aligned_by_16, ["first"],
+                  num_warps=wide // 256 if name == "rows" else 8)  # fmt: skip
+
+
+def rank1_step(k: int) -> Kernel:
+    kinds = {"modules": "*i64", **dict.fromkeys(("facts", "work", "stats", "state"), "*fp64"), "active": "*i1",
+             **dict.fromkeys("qzy", "*fp32"), **dict.fromkeys(("all_rows", "all_columns"), "i32"),
+             **dict.fromkeys(("k", "capacity", "rank", "least"), "i32")}  # fmt: skip
+    aligned = [argument for argument, kind in kinds.items() if kind[0] == "*" or argument.startswith("all_")]
+    return Kernel("rlkernels.rank1.triton_vectors:_step_kernel", kinds, {"BLOCK": 512, "KP": k}, aligned,
+                  ["k", "capacity", "rank", "least"], num_warps=8)  # fmt: skip
 
 
 def dtw(subsequence: bool, rows: int = 128, band: bool = False, dims: int | None = 1) -> Kernel:
@@ -148,7 +165,9 @@ KERNELS: dict[str, Kernel] = {
     "token log-probabilities, forward": logprobs("forward"),
     "token log-probabilities, backward": logprobs("backward"),
     "rank-1, rows of up to 4,096": rank1("rows"),
-    "rank-1, panels": rank1("panel"),
+    "rank-1, longer rows, times": rank1("times"),
+    "rank-1, longer rows, transpose": rank1("transpose"),
+    "rank-1, step": rank1_step(16),
     "dtw": dtw(False),
     "dtw, subsequence": dtw(True),
 }
@@ -165,10 +184,11 @@ def cuda_kernels(source: str, arch: int, warps: int) -> Iterator[Built]:
         found = CUDA_PROPERTIES.search(part)
         assert found, part
         mangled = part.split("'")[1]
-        rows, *chosen = re.findall(r"L[ib](\d+)E", mangled)
+        rows, *chosen = re.findall(r"L[ib](\d+)E", mangled) or [""]
         flags = [flag for flag, on in zip(("one feature", "band", "subsequence"), chosen) if on == "1"]
         shared = re.search(r"(\d+) bytes smem", part)
-        name = ", ".join([f"{source.removesuffix('.cu')} in CUDA, {rows} rows a lane", *flags])
+        subject = f"{rows} rows a lane" if rows else "bounds" if "bound_kernel" in mangled else "boxes"
+        name = ", ".join([f"{source.removesuffix('.cu')} in CUDA, {subject}", *flags])
         yield Built(name, arch, warps, int(shared[1]) if shared else 0, int(found[2]), int(found[1]))
 
 

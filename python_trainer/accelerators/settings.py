@@ -183,9 +183,9 @@ class AlphaSettings(AcceleratorSettings):
     """First step after which to extrapolate. When it is refused, the next tracked step tries again."""
     every: int = Field(20, ge=0)
     """Steps from one decision of the gate to the next attempt; 0: one decision in a run."""
-    predictor: Literal["pls", "secant", "temporal", "full"] = "secant"
+    predictor: Literal["pls", "secant", "full"] = "secant"
     """pls goes to an accuracy of 1, the others to `horizon` times the tracked steps. secant follows the line through
-    the latest update and the one at half its step, temporal one through all, of rank 1. full stretches every rank."""
+    the latest update and the one at half its step, of rank 1. full stretches every rank."""
     horizon: float = Field(2.0, gt=1)
     """Extrapolate to this many times the steps that were tracked."""
     refuse: bool = True

@@ -71,20 +71,6 @@ def follow_secant(points: Points, target: Target) -> torch.Tensor:
     return points.x[-1] + float(rate) * (points.x[-1] - points.x[near])
 
 
-def fit_line_in_time(points: Points, target: Target) -> torch.Tensor:
-    """x_t = c_t d with the leading direction d over time, and c a line in the step by least squares (as in RELEX).
-
-    The leading direction comes from the T x T Gram matrix of the points, so its cost does not grow with m^2.
-    """
-    x = points.x.double()
-    c = torch.linalg.eigh((x @ x.T).cpu()).eigenvectors[:, -1]  # [T], unit length
-    direction = c.to(x.device) @ x  # x_t ~ c_t d
-    steps = points.steps.cpu()  # where LAPACK's driver for any rank is
-    line = torch.stack([torch.ones_like(steps), steps], 1)
-    offset, slope = torch.linalg.lstsq(line, c[:, None], driver="gelsd").solution[:, 0]
-    return float(offset + slope * target.step) * direction
-
-
 def stretch_update(points: Points, target: Target) -> torch.Tensor:
     """W_0 + b (W_t - W_0) with b = target step / latest step: the whole update, of every rank, goes on in a line."""
     return float(target.step / points.steps[-1]) * points.x[-1]
@@ -92,7 +78,7 @@ def stretch_update(points: Points, target: Target) -> torch.Tensor:
 
 PREDICTORS = {p.name: p for p in (
     Predictor("pls", invert_accuracy, min_points=3), Predictor("secant", follow_secant),
-    Predictor("temporal", fit_line_in_time), Predictor("full", stretch_update, min_points=1, whole=True),
+    Predictor("full", stretch_update, min_points=1, whole=True),
 )}  # fmt: skip
 
 

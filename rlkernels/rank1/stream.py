@@ -25,22 +25,6 @@ class ModuleUpdate:
     shape: tuple[int, int]
     update: Rank1Update
 
-    def row(self) -> dict[str, Any]:
-        """Return plain numbers for a table or JSON."""
-        u = self.update
-        return {
-            "name": self.name,
-            "shape": list(self.shape),
-            "sigma": u.sigma,
-            "frobenius": u.frobenius,
-            "share": u.share,
-            "gap": u.gap,
-            "angle_bound": u.angle_bound,
-            "changed": u.changed,
-            "passes": u.passes,
-            "status": u.status,
-        }
-
 
 class Folder(Mapping[str, torch.Tensor]):
     """The tensors of a checkpoint, from the files that ``from_pretrained`` of Transformers would read.
@@ -150,8 +134,7 @@ def _names(base: Folder, checkpoint: Folder, wanted: Callable[[str], bool]) -> I
 
 def stream_top1(base_dir: str | Path, checkpoint_dir: str | Path, *, wanted: Callable[[str], bool] = default_filter,
                 starts: dict[str, torch.Tensor] | None = None, tol: float = 1e-2, max_passes: int = 12, seed: int = 0,
-                device: str | torch.device = "cpu", backend: str = "auto", progress: bool = False,
-                ) -> Iterator[ModuleUpdate]:  # fmt: skip
+                device: str | torch.device = "cpu", backend: str = "auto") -> Iterator[ModuleUpdate]:  # fmt: skip
     """Yield the leading singular triplet of every two-dimensional tensor's change between two checkpoints.
 
     Of each folder it reads the safetensors files that ``from_pretrained`` of Transformers would read, sharded or not;
@@ -164,7 +147,6 @@ def stream_top1(base_dir: str | Path, checkpoint_dir: str | Path, *, wanted: Cal
         starts: name -> warm start, such as the ``v`` of an earlier checkpoint.
         tol, max_passes, seed, backend: as for :func:`rlkernels.top1_delta`.
         device: where to compute.
-        progress: show a bar on stderr, with rich or tqdm where one of them is installed.
 
     Yields:
         :class:`ModuleUpdate`, in the order of the names.
@@ -180,7 +162,7 @@ def stream_top1(base_dir: str | Path, checkpoint_dir: str | Path, *, wanted: Cal
     starts = starts or {}
     if unknown := sorted(set(starts) - set(names)):
         raise ValueError(f"starts must be keyed by names of streamed tensors, got {unknown[0]!r}")
-    for name in _bar(names) if progress else names:
+    for name in names:
         weight, origin = checkpoint[name], base[name]
         for folder, value in ((checkpoint, weight), (base, origin)):
             if value.dtype not in DTYPES:
@@ -195,18 +177,3 @@ def stream_top1(base_dir: str | Path, checkpoint_dir: str | Path, *, wanted: Cal
         shape = (weight.shape[0], weight.shape[1])
         del weight, origin  # unmap before the next pair is read
         yield ModuleUpdate(name, shape, update)
-
-
-def _bar(names: list[str]) -> Any:
-    try:
-        from rich.console import Console
-        from rich.progress import track
-
-        return track(names, description="rank-1", console=Console(stderr=True))
-    except ImportError:
-        try:
-            from tqdm import tqdm
-
-            return tqdm(names, desc="rank-1")
-        except ImportError:
-            return names

@@ -1,18 +1,15 @@
-"""The solver's reads in Triton: both matrices once per application of D^T D, for many modules in one launch.
+"""The solver's reads in Triton: both matrices once (twice if their rows are long), for many modules in one launch.
 
-Modules are described by rows of an int64 table (``MODULE``), so that one launch covers matrices anywhere in memory;
-work items by rows of another. Partial results have a place of their own and are added up in a fixed order. bfloat16
-is handled as its 16 bits, in Triton's interpreter as on a GPU.
+A row of an int64 table (``Module``) describes a module, so that one launch covers matrices anywhere in memory. The
+grids are as large as the largest module needs; programs beyond a smaller one end at once. Partial results have a place
+of their own and are added up in a fixed order. bfloat16 is handled as its 16 bits, in Triton's interpreter as on a GPU.
 """
 
-from collections.abc import Sequence
 from enum import IntEnum
 
 import torch
 import triton
 import triton.language as tl
-
-COLUMNS = 1024  # of a work item of the dense kernels
 
 
 class Module(IntEnum):
@@ -28,18 +25,17 @@ class Module(IntEnum):
     Q = 7  # where its columns start in q and z [K, all columns]
     PARTIAL = 8  # its partial Z: [slots, 4, n]
     SLOTS = 9
-    STATS = 10  # its first partial statistics
-    ITEMS = 11  # how many of them
-    GIVEN = 12  # 1 when the first column of the first block is given
-    Y_PARTIAL = 13  # its partial Y, [4, chunks, m], and
-    CHUNKS = 14  # the number of its column chunks: for the panel kernel
-    COUNTER = 15  # its first counter of finished chunks, one per block of rows
+    HEIGHT = 10  # rows of a slot
+    STATS = 11  # its first partial statistics
+    ITEMS = 12  # how many of them
+    GIVEN = 13  # 1 when the first column of the first block is given
+    OUT = 14  # its results, from those of the first module
 
 
 WIDTH = tl.constexpr(len(Module))
 WEIGHT, BASE, WEIGHT_STRIDE, BASE_STRIDE = (tl.constexpr(int(c)) for c in list(Module)[:4])
 M, N, Y, Q, PARTIAL, SLOTS = (tl.constexpr(int(c)) for c in list(Module)[4:10])
-STATS, ITEMS, GIVEN, Y_PARTIAL, CHUNKS, COUNTER = (tl.constexpr(int(c)) for c in list(Module)[10:])
+HEIGHT, STATS, ITEMS, GIVEN, OUT = (tl.constexpr(int(c)) for c in list(Module)[10:])
 
 
 @triton.jit
@@ -78,28 +74,30 @@ def _raw(pointer, stride, row, end, column, n):
 
 
 @triton.jit
-def _times(delta, q, stride, column, n):
-    """Multiply delta [rows, columns] times a column of the block -> [rows]."""
-    return tl.sum(delta * tl.load(q + stride + column, mask=column < n, other=0.0)[None, :], 1)
+def _vectors(pointer, facts, OFFSET: tl.constexpr):
+    """Return where the module's vectors start."""
+    return pointer + tl.load(facts + OFFSET)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def _rows_kernel(
-    weights, bases, modules, items, active, q, y, partial, stats, all_rows, all_columns,
+    weights, bases, modules, active, q, y, partial, stats, first, all_rows, all_columns,
     ALIGNED: tl.constexpr, STATISTICS: tl.constexpr,
     ROWS: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute Y = D Q and the slot's part of D^T Y. A row of the delta and the sums for Z lie in registers; the next
-    block of rows is on its way while one is multiplied. items [P, 5]: module, first row, end, partial Z, statistics."""
-    item = items + tl.program_id(0) * 5
-    module = tl.load(item)
+    block of rows is on its way while one is multiplied. Program (slot, module of the launch)."""
+    module = first + tl.program_id(1)
     if tl.load(active + module) == 0:
         return
-    facts, _, n = _shape(modules, module, ALIGNED)
+    facts, m, n = _shape(modules, module, ALIGNED)
+    slot, height = tl.program_id(0), tl.load(facts + HEIGHT)
+    if slot * height >= m:
+        return
     weight, base, weight_stride, base_stride = _matrices(facts, weights, bases, ALIGNED)
-    first, end = tl.load(item + 1), tl.load(item + 2)
-    q += tl.load(facts + Q)
-    y += tl.load(facts + Y)
+    end = tl.minimum((slot + 1) * height, m)
+    q = _vectors(q, facts, Q)
+    y = _vectors(y, facts, Y)
     column = tl.arange(0, WIDE)
     inside = column < n
     q0 = tl.load(q + column, mask=inside, other=0.0)[None, :]
@@ -110,7 +108,7 @@ def _rows_kernel(
     z1, z2, z3 = z0, z0, z0
     square = tl.zeros([ROWS], tl.float32)
     changed = tl.zeros([ROWS], tl.float32)
-    for start in tl.range(first, end, ROWS, num_stages=STAGES):
+    for start in tl.range(slot * height, end, ROWS, num_stages=STAGES):
         row = start + tl.arange(0, ROWS)
         w = _raw(weight, weight_stride, row, end, column, n)
         b = _raw(base, base_stride, row, end, column, n)
@@ -132,154 +130,110 @@ def _rows_kernel(
         z1 += tl.sum(delta * y1[:, None], 0)
         z2 += tl.sum(delta * y2[:, None], 0)
         z3 += tl.sum(delta * y3[:, None], 0)
-    partial += tl.load(item + 3)
+    partial += tl.load(facts + PARTIAL) + slot * 4 * n
     tl.store(partial + column, z0, mask=column < n)
     tl.store(partial + n + column, z1, mask=column < n)
     tl.store(partial + 2 * n + column, z2, mask=column < n)
     tl.store(partial + 3 * n + column, z3, mask=column < n)
     if STATISTICS:
-        stats += 2 * tl.load(item + 4)
+        stats += 2 * (tl.load(facts + STATS) + slot)
         tl.store(stats, tl.sum(square.to(tl.float64)))
         tl.store(stats + 1, tl.sum(changed.to(tl.float64)))
 
 
-@triton.jit
-def _panel_times(
-    weights, bases, facts, item, q, y, y_partial, stats, counters, all_rows, all_columns, m, n,
+@triton.jit(do_not_specialize=["first"])
+def _times_kernel(
+    weights, bases, modules, active, q, y, stats, first, all_rows, all_columns,
     ALIGNED: tl.constexpr, STATISTICS: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, MOST_CHUNKS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a block of rows with one chunk of Q; the program that finds all chunks there adds them up."""
-    weight, base, weight_stride, base_stride = _matrices(facts, weights, bases, ALIGNED)
-    first, end, chunk = tl.load(item + 2), tl.load(item + 3), tl.load(item + 4)
-    row = first + tl.arange(0, ROWS)
-    column = chunk * CHUNK + tl.arange(0, CHUNK)
-    w = _raw(weight, weight_stride, row, end, column, n)
-    delta = _float(w) - _float(_raw(base, base_stride, row, end, column, n))
-    q += tl.load(facts + Q)
-    chunks = tl.load(facts + CHUNKS)
-    y_partial += tl.load(facts + Y_PARTIAL)
-    mine = y_partial + chunk * m + row
-    for c in tl.static_range(4):
-        tl.store(mine + c * chunks * m, _times(delta, q, c * all_columns, column, n), mask=row < end)
-    if STATISTICS:
-        stats += 2 * tl.load(item + 6)
-        tl.store(stats, tl.sum(tl.sum(delta * delta, 1).to(tl.float64)))
-        tl.store(stats + 1, tl.sum(tl.sum((delta != 0).to(tl.float32), 1).to(tl.float64)))
-    tl.debug_barrier()  # every thread has stored its part
-    counter = counters + tl.load(facts + COUNTER) + first // ROWS
-    if tl.atomic_add(counter, 1, sem="acq_rel") == chunks - 1:
-        some = tl.arange(0, MOST_CHUNKS)
-        mask = (some < chunks)[:, None] & (row < end)[None, :]
-        ready = y + tl.load(facts + Y) + row
-        for c in tl.static_range(4):
-            parts = y_partial + (c * chunks + some[:, None]) * m + row[None, :]
-            tl.store(
-                ready + c * all_rows,
-                tl.sum(tl.load(parts, mask=mask, other=0.0, cache_modifier=".cg"), 0),
-                mask=row < end,
-            )
-        tl.debug_barrier()
-        tl.atomic_add(counter, 1, sem="release")  # chunks + 1: the rows are ready
-
-
-@triton.jit
-def _panel_transpose(
-    weights, bases, facts, item, y, partial, counters, all_rows, n,
-    ALIGNED: tl.constexpr, ROWS: tl.constexpr, STRIP: tl.constexpr,
-):  # fmt: skip
-    """Compute a strip of the panel's part of D^T Y; the panel comes from the L2 cache."""
-    weight, base, weight_stride, base_stride = _matrices(facts, weights, bases, ALIGNED)
-    first, end = tl.load(item + 2), tl.load(item + 3)
-    column = tl.load(item + 4) * STRIP + tl.arange(0, STRIP)
-    y += tl.load(facts + Y)
-    counters += tl.load(facts + COUNTER)
-    ready = tl.load(facts + CHUNKS) + 1
-    z0 = tl.zeros([STRIP], tl.float32)
-    z1, z2, z3 = z0, z0, z0
-    for start in range(first, end, ROWS):
-        # its items have lower tickets, so they run or have run: this ends
-        while tl.atomic_add(counters + start // ROWS, 0, sem="acquire") < ready:
-            pass
-        row = start + tl.arange(0, ROWS)
-        w = _raw(weight, weight_stride, row, end, column, n)
-        delta = _float(w) - _float(_raw(base, base_stride, row, end, column, n))
-        here = row < end
-        z0 += tl.sum(delta * tl.load(y + row, mask=here, other=0.0, cache_modifier=".cg")[:, None], 0)
-        z1 += tl.sum(delta * tl.load(y + all_rows + row, mask=here, other=0.0, cache_modifier=".cg")[:, None], 0)
-        z2 += tl.sum(delta * tl.load(y + 2 * all_rows + row, mask=here, other=0.0, cache_modifier=".cg")[:, None], 0)
-        z3 += tl.sum(delta * tl.load(y + 3 * all_rows + row, mask=here, other=0.0, cache_modifier=".cg")[:, None], 0)
-    partial += tl.load(item + 5)
-    tl.store(partial + column, z0, mask=column < n)
-    tl.store(partial + n + column, z1, mask=column < n)
-    tl.store(partial + 2 * n + column, z2, mask=column < n)
-    tl.store(partial + 3 * n + column, z3, mask=column < n)
-
-
-@triton.jit
-def _panel_kernel(
-    weights, bases, modules, items, active, q, y, partial, stats, y_partial, counters, all_rows, all_columns,
-    ALIGNED: tl.constexpr, STATISTICS: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, STRIP: tl.constexpr, MOST_CHUNKS: tl.constexpr,
-):  # fmt: skip
-    """Do the work of ``_rows_kernel`` for rows too long for one program. Panels of rows that fit into the L2 cache
-    are multiplied by Q, then, from there, by Y. Programs take items in order by a ticket (the first counter).
-    items [P, 7]: transpose?, module, first row, end, chunk or strip, partial Z, statistics."""
-    item = items + tl.atomic_add(counters, 1, sem="relaxed") * 7
-    module = tl.load(item + 1)
+    """Compute Y = D Q for rows too long for ``_rows_kernel``. Program (block of rows, module of the launch)."""
+    module = first + tl.program_id(1)
     if tl.load(active + module) == 0:
         return
     facts, m, n = _shape(modules, module, ALIGNED)
-    if tl.load(item) == 0:
-        _panel_times(
-            weights, bases, facts, item, q, y, y_partial, stats, counters, all_rows, all_columns, m, n,
-            ALIGNED, STATISTICS, ROWS, CHUNK, MOST_CHUNKS,
-        )  # fmt: skip
-    else:
-        _panel_transpose(weights, bases, facts, item, y, partial, counters, all_rows, n, ALIGNED, ROWS, STRIP)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    if tl.program_id(0).to(tl.int64) * ROWS >= m:
+        return
+    weight, base, weight_stride, base_stride = _matrices(facts, weights, bases, ALIGNED)
+    four = tl.arange(0, 4)[:, None]
+    offset = tl.load(facts + Q)
+    if ALIGNED:
+        offset = tl.multiple_of(offset, 16)
+    q += offset
+    sums = tl.zeros([4, ROWS, COLUMNS], tl.float32)
+    square = tl.zeros([ROWS, COLUMNS], tl.float32)
+    changed = square
+    for start in tl.range(0, n, COLUMNS, num_stages=STAGES):
+        column = start + tl.arange(0, COLUMNS)
+        w = _raw(weight, weight_stride, row, m, column, n)
+        delta = _float(w) - _float(_raw(base, base_stride, row, m, column, n))
+        qs = tl.load(q + four * all_columns + column[None, :], mask=(column < n)[None, :], other=0.0)
+        sums += delta[None, :, :] * qs[:, None, :]
+        if STATISTICS:
+            square += delta * delta
+            changed += (delta != 0).to(tl.float32)
+    y = _vectors(y, facts, Y)
+    tl.store(y + four * all_rows + row[None, :], tl.sum(sums, 2), mask=(row < m)[None, :])
+    if STATISTICS:
+        stats += 2 * (tl.load(facts + STATS) + tl.program_id(0))
+        tl.store(stats, tl.sum(tl.sum(square, 1).to(tl.float64)))
+        tl.store(stats + 1, tl.sum(tl.sum(changed, 1).to(tl.float64)))
+
+
+@triton.jit(do_not_specialize=["first"])
+def _transpose_kernel(
+    weights, bases, modules, active, y, partial, first, all_rows,
+    ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Compute the slot's part of D^T Y after ``_times_kernel``. Program (strip of columns, slot, module)."""
+    module = first + tl.program_id(2)
+    if tl.load(active + module) == 0:
+        return
+    facts, m, n = _shape(modules, module, ALIGNED)
+    slot, height = tl.program_id(1), tl.load(facts + HEIGHT)
+    if (slot * height >= m) | (tl.program_id(0) * COLUMNS >= n):
+        return
+    weight, base, weight_stride, base_stride = _matrices(facts, weights, bases, ALIGNED)
+    end = tl.minimum((slot + 1) * height, m)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    y = _vectors(y, facts, Y)
+    four = tl.arange(0, 4)[:, None]
+    sums = tl.zeros([4, ROWS, COLUMNS], tl.float32)
+    for start in tl.range(slot * height, end, ROWS, num_stages=STAGES):
+        row = start + tl.arange(0, ROWS)
+        w = _raw(weight, weight_stride, row, end, column, n)
+        delta = _float(w) - _float(_raw(base, base_stride, row, end, column, n))
+        ys = tl.load(y + four * all_rows + row[None, :], mask=(row < end)[None, :], other=0.0)
+        sums += ys[:, :, None] * delta[None, :, :]
+    partial += tl.load(facts + PARTIAL) + slot * 4 * n
+    tl.store(partial + four * n + column[None, :], tl.sum(sums, 1), mask=(column < n)[None, :])
 
 
 @triton.jit
-def _sum_slots_kernel(modules, places, active, partial, z, all_columns, COLUMNS: tl.constexpr):
-    """Set z = the partial Z added up, slot by slot. places [P, 2]: module, first column."""
-    place = places + tl.program_id(0) * 2
-    module = tl.load(place)
+def _sum_kernel(modules, active, partial, z, work, all_columns, SLOTS_AT_ONCE: tl.constexpr, COLUMNS: tl.constexpr):
+    """Set z and work to the sum of the partial Z. Program (four times stretch of columns + column of the block,
+    module)."""
+    module = tl.program_id(1)
     if tl.load(active + module) == 0:
         return
     facts, _, n = _shape(modules, module, False)
-    column = tl.load(place + 1) + tl.arange(0, COLUMNS)
-    partial += tl.load(facts + PARTIAL)
-    z += tl.load(facts + Q) + column
+    first, c = tl.program_id(0) // 4 * COLUMNS, tl.program_id(0) % 4
+    if first >= n:
+        return
+    column = first + tl.arange(0, COLUMNS)
+    partial += tl.load(facts + PARTIAL) + c * n
     slots = tl.load(facts + SLOTS)
-    for c in tl.static_range(4):
-        total = tl.zeros([COLUMNS], tl.float32)
-        for slot in range(slots):
-            total += tl.load(partial + (slot * 4 + c) * n + column, mask=column < n, other=0.0)
-        tl.store(z + c * all_columns, total, mask=column < n)
-
-
-@triton.jit
-def _sum_stats_kernel(modules, stats, out, BLOCK: tl.constexpr):
-    """Set out [modules, 2] = the partial statistics added up."""
-    module = tl.program_id(0)
-    facts = modules + module * WIDTH
-    first, count = tl.load(facts + STATS), tl.load(facts + ITEMS)
-    square = tl.zeros([BLOCK], tl.float64)
-    changed = tl.zeros([BLOCK], tl.float64)
-    for start in range(0, count, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        square += tl.load(stats + 2 * (first + i), mask=i < count, other=0.0)
-        changed += tl.load(stats + 2 * (first + i) + 1, mask=i < count, other=0.0)
-    tl.store(out + 2 * module, tl.sum(square))
-    tl.store(out + 2 * module + 1, tl.sum(changed))
+    total = tl.zeros([SLOTS_AT_ONCE, COLUMNS], tl.float32)
+    for start in range(0, slots, SLOTS_AT_ONCE):
+        slot = start + tl.arange(0, SLOTS_AT_ONCE)
+        mask = (slot < slots)[:, None] & (column < n)[None, :]
+        total += tl.load(partial + slot[:, None] * 4 * n + column[None, :], mask=mask, other=0.0)
+    at, total = tl.load(facts + Q) + c.to(tl.int64) * all_columns + column, tl.sum(total, 0)
+    tl.store(z + at, total, mask=column < n)
+    tl.store(work + at, total.to(tl.float64), mask=column < n)
 
 
 def stored(matrix: torch.Tensor) -> torch.Tensor:
     """Return the matrix as the kernels take it: bfloat16 as its bits."""
     return matrix.view(torch.int16) if matrix.dtype == torch.bfloat16 else matrix
-
-
-def places(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return [P, 2] of (module, first entry): every module's stretch in pieces of ``COLUMNS``."""
-    rows = [(i, first) for i, length in enumerate(lengths) for first in range(0, length, COLUMNS)]
-    return torch.tensor(rows, dtype=torch.int64, device=device)

@@ -90,9 +90,8 @@ def sample_tokens(
     elif chosen == "triton":
         from rlkernels.sampling import triton_kernels
 
-        ids, logprobs = triton_kernels.sample_tokens(
-            _rows(logits), uniforms.contiguous(), *settings, filtered=_filters(top_p, top_k)
-        )
+        filtered = _filters(top_p, top_k)
+        ids, logprobs = triton_kernels.sample_tokens(_rows(logits), uniforms.contiguous(), *settings, filtered)
     else:
         known: dict[str, Any] = {"filtered": _filters(top_p, top_k), "few": _few(top_k)}
         ids, logprobs = reference.sample_tokens(logits, uniforms, *settings, **known)
@@ -148,9 +147,8 @@ def verify_drafts(
         from rlkernels.sampling import triton_kernels
 
         owner = torch.repeat_interleave(starts.diff(), output_size=logits.shape[0])  # [R], the sequence of each row
-        ids, logprobs = triton_kernels.sample_tokens(
-            _rows(logits), uniforms.contiguous(), *(s[owner] for s in settings), filtered=_filters(top_p, top_k)
-        )
+        given = _rows(logits), uniforms.contiguous(), *(s[owner] for s in settings), _filters(top_p, top_k)
+        ids, logprobs = triton_kernels.sample_tokens(*given)
         accepted, ids, logprobs = reference.accept(ids, logprobs, flat, starts, owner)
     else:
         known: dict[str, Any] = {"filtered": _filters(top_p, top_k), "few": _few(top_k)}

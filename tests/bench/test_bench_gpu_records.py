@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bench.gpu import records
-from bench.gpu.records import compose, files
+from bench.gpu.records import compose, files, is_decided
 from rlkernels import backend
 from rlkernels.proof import write_record
 
@@ -39,6 +39,12 @@ def test_the_newest_record_of_the_present_sources_counts(composed):
     found, complaints = composed("c", result(chosen="torch", date="2026-01-03", reason="1.20 times as long"))
     assert found["backends"]["9.0"] == {OP: "torch"}
     assert "c-prove.json, grouped_attention triton: 1.20" in complaints[-1]
+
+    unclear = result(chosen="torch", date="2026-01-04", reason="0.96 times as long")
+    unclear["verdicts"][OP]["candidates"]["triton"]["cases"] = {"a": {"interval": [0.93, 0.99]}}
+    assert composed("d", unclear)[0]["backends"]["9.0"] == {OP: "torch"} and not is_decided(unclear["verdicts"][OP])
+    found, complaints = composed("c", result(date="2026-01-03"))
+    assert found["backends"]["9.0"] == {OP: "triton"}
 
     def of_other_code(record):
         record["sources"]["rlkernels/prefix_cache/triton_grouped.py"] = "0"

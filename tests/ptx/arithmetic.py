@@ -1,5 +1,7 @@
 """Instructions of one thread that touch no memory: numbers, comparisons, conversions, moves."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from ptx.block import Action, Block, Mask, instruction, to_bfloat16
@@ -17,7 +19,7 @@ INTEGERS = {
     "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.bitwise_not, "neg": np.negative, "abs": np.abs,
     "div": lambda a, b: _divide(a, b), "rem": lambda a, b: a - b * _divide(a, b),
     "shl": lambda a, n: _shift(np.left_shift, a, n), "shr": lambda a, n: _shift(np.right_shift, a, n),
-    "bfe": lambda a, first, length: _field(a, first, length),
+    "bfe": lambda a, first, length: _field(a, first, length), "popc": np.bitwise_count,
 }  # fmt: skip
 PREDICATES = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor, "not": np.logical_not}
 # comparisons are false where a number is missing, but for those that end in u
@@ -65,16 +67,34 @@ def _field(a: np.ndarray, first: np.ndarray, length: np.ndarray) -> np.ndarray:
 
 
 @instruction("add", "sub", "min", "max", "and", "or", "xor", "not", "neg", "abs", "div", "rem", "shl", "shr", "bfe",
-             "fma", "ex2", "lg2", "rcp", "sqrt")  # fmt: skip
+             "popc", "fma", "ex2", "lg2", "rcp", "sqrt")  # fmt: skip
 def _compute(block: Block, s: Statement) -> Action:
     table = FLOATS if s.kind[0] == "f" else PREDICATES if s.kind == "pred" else INTEGERS
     function = table[s.name]
     if "NaN" in s.parts:
         function = {"min": np.minimum, "max": np.maximum}[s.name]
+    if s.kind in ("bf16", "bf16x2"):
+        return _extremes(block, s, function if "NaN" in s.parts else FLOATS[s.name])
     # a count of bits is of 32 bits whatever is shifted
     kinds = [s.kind if i == 0 or s.name not in ("shl", "shr", "bfe") else "u32" for i in range(len(s.operands) - 1)]
     reads = [block.read(operand, kind) for operand, kind in zip(s.operands[1:], kinds)]
     return lambda on: block.write(s.operands[0], function(*[read() for read in reads]), on)
+
+
+def _extremes(block: Block, s: Statement, function: Callable[..., np.ndarray]) -> Action:
+    """Minima or maxima of bfloat16, one or two in 32 bits, which need no rounding."""
+    assert s.name in ("min", "max"), s.text
+    if s.kind == "bf16":
+        numbers = [block.read(operand, s.kind) for operand in s.operands[1:]]
+        return lambda on: block.write(s.operands[0], to_bfloat16(function(*[read() for read in numbers])), on)
+    pairs = [block.read(operand, "u32") for operand in s.operands[1:]]
+
+    def run(on: Mask) -> None:
+        low = to_bfloat16(function(*[(read() << 16).view(np.float32) for read in pairs]))
+        high = to_bfloat16(function(*[(read() & 0xFFFF0000).view(np.float32) for read in pairs]))
+        block.write(s.operands[0], high.astype(np.uint32) << 16 | low, on)
+
+    return run
 
 
 @instruction("mul", "mad")

@@ -100,6 +100,12 @@ def test_shifts_beyond_all_bits_and_fields(kind, bits):
         assert field.tolist() == [c - 8 if kind == "s32" and c & 4 else c for c in cut]
 
 
+def test_counts_of_bits():
+    for kind, bits in (("u32", 32), ("u64", 64)):
+        found = compute(f"popc.b{bits} {{d}}, {{a}}", (kind,), "u32", [(a,) for a in WHOLE[kind]])
+        assert found.tolist() == [a.bit_count() for a in WHOLE[kind]]
+
+
 def test_wide_and_high_products():
     for kind, wide in (("s32", "s64"), ("u32", "u64")):
         rows = list(itertools.product(WHOLE[kind], repeat=2))
@@ -135,6 +141,11 @@ def test_comparisons_of_numbers_that_are_missing(name, holds):
 def test_minima_drop_a_missing_number_or_keep_it():
     assert compute("min.f32 {d}, {a}, {b}", ("f32", "f32"), "f32", [(NAN, 1.0), (2.0, NAN)]).tolist() == [1.0, 2.0]
     assert np.isnan(compute("max.NaN.f32 {d}, {a}, {b}", ("f32", "f32"), "f32", [(NAN, 1.0), (2.0, NAN)])).all()
+    assert compute("max.bf16 {d}, {a}, {b}", ("u16", "u16"), "u16", [(0x3F80, 0x4000)]).tolist() == [0x4000]
+    rows = [(0x3F80_BF80, 0x7FFF_4000), (0xC000_3F80, 0xBF80_7FFF)]  # 1 and -1, NaN and 2; -2 and 1, -1 and NaN
+    assert compute("max.bf16x2 {d}, {a}, {b}", ("u32", "u32"), "u32", rows).tolist() == [0x3F80_4000, 0xBF80_3F80]
+    found = compute("max.NaN.bf16x2 {d}, {a}, {b}", ("u32", "u32"), "u32", rows)
+    assert found.tolist() == [0x7FFF_4000, 0xBF80_7FFF]
 
 
 HALVES = [1.0, -2.5, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 3.4e38, 1e-40, 65519.0, math.inf, -0.0]

@@ -89,13 +89,18 @@ def write():
 
 
 def sample(filtered):
-    """The very tokens of the reference; a row of ties alone, one ruled out in part, one without a distribution."""
-    rows = torch.cat([torch.randn(3, 4112) * 3, torch.zeros(1, 4112), torch.full((1, 4112), math.nan)]).to(BF16)
-    rows[1, ::2] = -torch.inf
-    draws = torch.rand(5)
-    settings = {"temperature": torch.tensor([1.0, 0.7, 0.0, 1.3, 1.0])}
+    """The very tokens of the reference, in rows of several blocks: peaked, ruled out in part, of ties, flat, invalid.
+
+    With filters rows 3 to 5 have too many candidates for a list: by ties, a top-k above the lanes, a flat top-p.
+    """
+    rows = torch.cat([torch.randn(2, 12304) * 6, torch.zeros(2, 12304), torch.randn(2, 12304)])
+    rows[1, ::2], rows[2, ::199], rows[4] = -torch.inf, 9, (rows[4] * 2).round()
+    rows = torch.cat([rows, torch.full((1, 12304), math.nan), rows[:1]]).to(BF16)
+    draws = torch.rand(8)
+    settings = {"temperature": torch.tensor([1.0, 0.7, 1.0, 1.3, 1.0, 1.0, 1.0, 0.0])}
     if filtered:
-        settings |= {"top_p": torch.tensor([0.9, 1.0, 0.8, 0.5, 1.0]), "top_k": torch.tensor([0, 50, 0, 40, 0])}
+        settings |= {"top_p": torch.tensor([0.9, 1.0, 0.7, 0.5, 1.0, 0.9, 1.0, 0.8])}
+        settings |= {"top_k": torch.tensor([0, 50, 50, 40, 5000, 0, 0, 0])}
     found, wanted = (
         rlkernels.sample_tokens(rows, draws, **settings, validate=False, backend=b) for b in ("triton", "torch")
     )
@@ -172,8 +177,9 @@ CASES = {  # what runs, and which of aot_kernels.KERNELS that is
     "sampling filtered": (lambda _: sample(True), ["sampling, with filters"]),
     "sampling": (lambda _: sample(False), ["sampling, without"]),
     "log-probabilities": (lambda _: score(), [f"token log-probabilities, {part}" for part in ("backward", "forward")]),
-    "rank-1 rows": (lambda gpu: solve(gpu, [(9, 4096), (5, 4080)]), ["rank-1, rows of up to 4,096"]),
-    "rank-1 panels": (lambda gpu: solve(gpu, [(17, 4112)]), ["rank-1, panels"]),
+    "rank-1 rows": (lambda gpu: solve(gpu, [(9, 4096), (5, 4080)]), ["rank-1, rows of up to 4,096", "rank-1, step"]),
+    "rank-1 longer rows": (lambda gpu: solve(gpu, [(17, 4112)]),
+                           [*(f"rank-1, longer rows, {part}" for part in ("times", "transpose")), "rank-1, step"]),
     "rank-1 update": (lambda _: update(), []),
     "dtw": (lambda _: warp(), ["dtw", "dtw, subsequence"]),
 }  # fmt: skip
@@ -182,12 +188,12 @@ CASES = {  # what runs, and which of aot_kernels.KERNELS that is
 def named(launch: Launch) -> list[str]:
     """The names in aot_kernels that the launch is of: the same constants and the same numbers of warps and stages."""
     numbers = ("num_warps", "num_stages")
-    constants = {**launch.constants, "MOST_CHUNKS": 32}  # of the panel kernel; it grows with the row
     return [
         name
         for name, kernel in KERNELS.items()
         if kernel.name == launch.name
-        and kernel.constexprs.items() <= constants.items()
+        and kernel.constexprs.items() <= launch.constants.items()
+        and not any(launch.constants.get(argument, 0) is None for argument in kernel.signature)  # left out
         and all(getattr(kernel, number) == launch.options[number] for number in numbers)
     ]
 

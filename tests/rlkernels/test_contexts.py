@@ -55,7 +55,7 @@ def trajectory(base, direction):
         made.track(weights, step=step, accuracy=step / 10)
     found = [rlkernels.extrapolate(made, weights, rlkernels.Target(9), predictor=p)["w"] for p in sorted(PREDICTORS)]
     found += made.state_dict().values()
-    return found if rlkernels.refusal(made, "temporal") is None else None
+    return found if rlkernels.refusal(made, "secant") is None else None
 
 
 def tokens(logits, seeds, backend):

@@ -43,7 +43,7 @@ def extrapolate(base, folders, out, *more):
     return main(["extrapolate", str(base), *map(str, folders), "--output-dir", str(out), *more])
 
 
-@pytest.mark.parametrize("predictor", ["full", "secant", "temporal"])
+@pytest.mark.parametrize("predictor", ["full", "secant"])
 def test_a_straight_line_goes_on(training, tmp_path, capsys, predictor):
     base, folders, start, direction = training
     out = tmp_path / "further"

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from aot_kernels import KERNELS, OTHER, attend, cuda_kernels, dtw, logprobs, merge, rank1, sample, write
+from aot_kernels import KERNELS, OTHER, attend, cuda_kernels, dtw, logprobs, merge, rank1, rank1_step, sample, write
 from support import lacks
 from triton_aot import TARGETS, Kernel, compile_for
 
@@ -26,15 +26,15 @@ SPILLED = {
 # beginning of the name -> fewest programs on a multiprocessor of sm_80 and sm_90
 BLOCKS = {
     "paged attention, decode": (3, 4), "paged attention, prefill": (1, 1), "shared prefix": (2, 3),
-    "grouped attention": (1, 1), "merging": (16, 16), "writing": (12, 12), "sampling": (1, 1),
+    "grouped attention": (1, 1), "merging": (16, 16), "writing": (12, 12), "sampling": (2, 2),
     "token log-probabilities, forward": (2, 2), "token log-probabilities, backward": (8, 8),
-    "rank-1, rows": (1, 1), "rank-1, panels": (2, 2), "dtw": (23, 28),
+    "rank-1, rows": (1, 1), "rank-1, longer": (2, 2), "rank-1, step": (1, 1), "dtw": (23, 28),
 }  # fmt: skip
 # asynchronous matrix products want tiles of 64 rows at least: decoding has fewer
 WGMMA = ("paged attention, prefill", "grouped attention")
-COPIES = ("paged attention", "shared prefix", "grouped attention", "rank-1, rows")
-# a program of dtw reads one number a row and step
-NO_WIDE_ACCESS = ("dtw",)
+COPIES = ("paged attention", "shared prefix", "grouped attention", "rank-1, rows", "rank-1, longer rows")
+# a program of dtw reads one number a row and step; a step of rank-1 reads vectors of any length
+NO_WIDE_ACCESS = ("dtw", "rank-1, step")
 KIB = 1024
 # kernels at other settings -> most bytes of stack on sm_80 and sm_90, and of shared memory
 OTHERS: dict[str, tuple[Kernel, tuple[int, int], int]] = {
@@ -55,10 +55,14 @@ OTHERS: dict[str, tuple[Kernel, tuple[int, int], int]] = {
     "rank-1, rows with statistics": (rank1("rows", statistics=True), (64, 64), 160 * KIB),
     "rank-1, rows of float32": (rank1("rows", "*fp32", "*fp32", stages=2), (128, 128), 160 * KIB),
     "rank-1, rows of float16": (rank1("rows", "*fp16", statistics=True, wide=1024), (128, 128), 160 * KIB),
-    "rank-1, panels with statistics": (rank1("panel", statistics=True), (128, 128), 160 * KIB),
-    "rank-1, panels of float32": (rank1("panel", "*fp32"), (128, 128), 160 * KIB),
+    "rank-1, longer rows with statistics": (rank1("times", statistics=True), (0, 0), 99 * KIB),
+    "rank-1, longer rows of float32": (rank1("times", "*fp32"), (0, 0), 99 * KIB),
+    "rank-1, longer rows of float32, transpose": (rank1("transpose", "*fp32"), (0, 0), 99 * KIB),
     "rank-1, unaligned rows": (rank1("rows", statistics=True, aligned=False), (384, 384), 99 * KIB),
-    "rank-1, unaligned panels": (rank1("panel", statistics=True, aligned=False), (384, 384), 99 * KIB),
+    **{f"rank-1, unaligned longer rows, {part}": (rank1(part, statistics=True, aligned=False), (0, 0), 99 * KIB)
+       for part in ("times", "transpose")},
+    "rank-1, step of 32 columns": (rank1_step(32), (0, 0), 99 * KIB),
+    "rank-1, step of 64 columns": (rank1_step(64), (512, 512), 99 * KIB),
 }  # fmt: skip
 
 
@@ -128,4 +132,4 @@ def test_cuda_kernels_keep_their_rows_in_registers(arch):
     if shutil.which("nvcc") is None:
         lacks("nvcc")
     found = list(cuda_kernels("dtw.cu", arch, warps=4))
-    assert len(found) == 12 and all(kernel.blocks >= 5 and kernel.stack_bytes == 0 for kernel in found), found
+    assert len(found) == 14 and all(kernel.blocks >= 5 and kernel.stack_bytes == 0 for kernel in found), found

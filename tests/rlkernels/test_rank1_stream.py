@@ -64,7 +64,6 @@ def test_shards_do_not_matter(tmp_path, model, base_parts, parts, index):
     for module in found:
         direct = rlkernels.top1_delta(checkpoint[module.name], base[module.name])
         assert torch.equal(module.update.v, direct.v) and module.shape == tuple(base[module.name].shape)
-        assert module.row()["sigma"] == direct.sigma
     assert found[2].update.status == "zero"
 
 

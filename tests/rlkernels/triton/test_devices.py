@@ -1,6 +1,5 @@
 """Triton launches on the current device, so every op makes that the one of its tensors."""
 
-import contextlib
 import importlib
 import sys
 from pathlib import Path
@@ -23,18 +22,22 @@ def launched(monkeypatch):
     held, names, kind = [], set(), type(importlib.import_module("rlkernels.logprobs.triton_kernels")._forward_kernel)
     run = kind.run
 
-    @contextlib.contextmanager
-    def device(index):
-        held.append(index)
-        yield
-        held.pop()
+    class Device:
+        def __init__(self, index):
+            self.index = index
+
+        def __enter__(self):
+            held.append(self.index)
+
+        def __exit__(self, *_):
+            held.pop()
 
     def checked(kernel, *args, **settings):
         assert held and {a.get_device() for a in args if isinstance(a, torch.Tensor)} == {held[-1]}, kernel.fn
         names.add(kernel.fn)
         return run(kernel, *args, **settings)
 
-    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "device", Device)
     monkeypatch.setattr(kind, "run", checked)
     return names
 
@@ -67,7 +70,7 @@ def updates():
     pairs = [(torch.randn(6, columns), torch.randn(6, columns)) for columns in (8, 20)]
     rlkernels.delta_matvec(*pairs[0], torch.randn(8), backend="triton")
     rlkernels.add_rank1_(pairs[0][0], torch.randn(6), torch.randn(8), 1e-3, backend="triton")
-    tiling = Tiling(widest=16, chunk=16, strip=16, rows=8, panel_bytes=2048)
+    tiling = Tiling(widest=16, rows=8, columns=16)
     settings = {"tol": 1e-2, "max_passes": 1, "min_passes": 1, "rank": 1, "seed": 0}
     grouped.leading_deltas(pairs, [None, None], tiling=tiling, **settings)
 

@@ -5,14 +5,18 @@ import math
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from rank1_cases import angle, check_add_rank1, check_matvec, exact, planted, with_spectrum
 
 import rlkernels
-from rlkernels.rank1 import grouped, reference
+from rlkernels.rank1 import grouped, reference, triton_vectors
 from rlkernels.rank1.layout import Tiling
+from rlkernels.rank1.triton_kernels import Module
+from rlkernels.rank1.triton_vectors import Fact
 
-# Rows of more than 8 columns go through the panel kernel: chunks, strips and panels of a few entries
-SMALL = Tiling(widest=8, chunk=32, strip=32, rows=8, panel_bytes=2048)
+# Rows of more than 8 columns are too long for one program: tiles of 8 rows and 32 columns, at most four slots
+SMALL = Tiling(widest=8, slots=4, least=8, rows=8, columns=32, programs=8)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -49,7 +53,7 @@ def check(got, weight, base, tol=1e-2, **options):
         assert abs(got.gap - plain.gap) < 1e-4 and abs(got.residual - plain.residual) < 1e-4
 
 
-@pytest.mark.parametrize("tiling", [Tiling(), SMALL], ids=["registers", "panels"])
+@pytest.mark.parametrize("tiling", [Tiling(), SMALL], ids=["registers", "long"])
 def test_several_directions_from_the_same_reads(tiling):
     delta, _ = generated(with_spectrum, 17, 36, 3.0 ** -torch.arange(9))
     pairs = [generated(planted, 2, 3, 3e-3, share=0.6), (delta, torch.zeros_like(delta)), (delta, delta)]
@@ -66,7 +70,7 @@ def test_several_directions_from_the_same_reads(tiling):
     assert nothing.update.status == "zero" and nothing.left.shape == (17, 1) and not nothing.right.any()
 
 
-@pytest.mark.parametrize("tiling", [Tiling(), SMALL], ids=["registers", "panels"])
+@pytest.mark.parametrize("tiling", [Tiling(), SMALL], ids=["registers", "long"])
 def test_modules_of_different_shapes_in_one_call(tiling):
     shapes = [(1, 1), (1, 19), (19, 1), (2, 3), (17, 36), (9, 16)]
     pairs = [generated(planted, m, n, 3e-3, seed=i, share=0.9) for i, (m, n) in enumerate(shapes)]
@@ -77,7 +81,7 @@ def test_modules_of_different_shapes_in_one_call(tiling):
     assert got[-1].status == "zero" and not got[-1].v.any() and got[-1].angle_bound == math.pi / 2
 
 
-@pytest.mark.parametrize(("tiling", "step"), [(Tiling(), 2), (SMALL, 5)], ids=["registers", "panels"])
+@pytest.mark.parametrize(("tiling", "step"), [(Tiling(), 2), (SMALL, 5)], ids=["registers", "long"])
 def test_any_mix_of_dtypes_in_one_call(tiling, step):
     mixes = list(itertools.product(DTYPES, DTYPES))[::step]
     wide = [generated(planted, 9, 32, 1e-2, seed=i, dtype=torch.float32, share=0.99) for i in range(len(mixes))]
@@ -124,65 +128,109 @@ def test_statuses_scales_and_errors():
         rlkernels.top1_deltas({"a": (equal, nothing), "b": (bad, nothing)}, backend="triton")
 
 
-def test_same_seed_same_bits():
-    pair = generated(planted, 12, 20, 1e-3, share=0.9)
-    one, two, other = (solve([pair], seed=s, tiling=SMALL)[0] for s in (3, 3, -1))
+def test_same_seed_same_bits_in_any_company():
+    pair, company = generated(planted, 12, 20, 1e-3, share=0.9), generated(planted, 40, 7, 1e-3, share=0.5)
+    runs = ([pair], 3), ([company, pair, pair], 3), ([pair], -1)
+    one, two, other = (solve(pairs, seed=seed, tiling=SMALL)[-1] for pairs, seed in runs)
     assert torch.equal(one.v, two.v) and torch.equal(one.u, two.u) and one.angle_bound == two.angle_bound
     assert not torch.equal(one.v, other.v) and angle(one.v, other.v) <= one.angle_bound + other.angle_bound
+
+
+def test_more_passes_than_the_step_holds_are_left_to_the_reference(monkeypatch):
+    monkeypatch.setattr(grouped, "MOST_PASSES", 1)
+    pair, easy = generated(planted, 12, 20, 1e-3), generated(planted, 1, 3, 1e-3)
+    found, wanted = solve([pair, easy], max_passes=3)[0], reference.top1_delta(*pair, max_passes=3)
+    assert torch.equal(found.v, wanted.v) and found.passes == wanted.passes == 3
 
 
 def test_first_block_is_that_of_the_reference():
     pair = generated(planted, 5, 70, 1e-2)
     settings = {"tol": 1e-2, "max_passes": 1, "min_passes": 1, "rank": 1, "seed": 2**62 + 5}
     solver = grouped.Solver([pair], [None], **settings, tiling=Tiling())
-    solver._extend = lambda *_: None
-    solver._start()
-    assert torch.equal(solver.work.T, reference.random_block(70, 4, 2**62 + 5, pair[0].device))
+    solver.start()
+    assert torch.equal(solver.work[:, :70].T, reference.random_block(70, 4, 2**62 + 5, pair[0].device))
 
 
 WHOLE = {  # shapes at which the tiles of a GPU are whole, and in part
     "rows": [(66, 4096), (70, 2053), (5, 1021)],  # 64 rows of 4,096 columns, aligned; 1,024 columns are the fewest
-    "panels": [(214, 5003), (18, 5008)],  # 208 rows in float32; chunks of 1,024 columns, strips of 256; aligned
+    "long": [(214, 5003), (18, 5008)],  # tiles of 16 rows and 256 columns; aligned
 }
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("rows", torch.bfloat16), ("rows", torch.float32), pytest.param("panels", torch.float32, marks=pytest.mark.slow)],
+    [("rows", torch.bfloat16), ("rows", torch.float32), pytest.param("long", torch.float32, marks=pytest.mark.slow)],
     ids=str,
 )
 def test_reads_at_the_tiles_of_a_gpu(name, dtype):
     pairs = [generated(planted, m, n, 3e-3, seed=m, dtype=dtype) for m, n in WHOLE[name]]
     settings = {"tol": 1e-2, "max_passes": 1, "min_passes": 1, "rank": 1, "seed": 7}
     solver = grouped.Solver(pairs, [None] * len(pairs), **settings, tiling=Tiling())
-    solver._start()
-    heights, widths = zip(*WHOLE[name])
-    for first, basis in zip(solver.work.split(widths, 1), solver.q.double().split(widths, 1)):
-        assert torch.equal(first.T, reference.random_block(first.shape[1], 4, 7, first.device))
-        torch.testing.assert_close(basis @ basis.T, torch.eye(4).double(), rtol=0, atol=1e-6)
-    solver._read(0, statistics=True)
-    y, z, q = solver.y.split(heights, 1), solver.z.split(widths, 1), solver.q.split(widths, 1)
-    for pair, stats, block, *ours in zip(pairs, solver._statistics(), q, y, z):
+    solver.start()
+    solver.read(0, statistics=True)
+    solver.step(reference.BLOCK)
+    assert solver.layout.order == list(range(len(pairs)))
+    for pair, at, facts in zip(pairs, solver.layout.table.tolist(), solver.facts.tolist()):
+        (m, n), column, row = pair[0].shape, at[Module.Q], at[Module.Y]
+        first, block = solver.work[:, column : column + n], solver.q[:4, column : column + n]
+        y, z = solver.y[:4, row : row + m], solver.z[:4, column : column + n]
+        torch.testing.assert_close(block.double() @ block.double().T, torch.eye(4).double(), rtol=0, atol=1e-6)
+        start, basis = reference.random_block(n, 4, 7, first.device), block.double().T
+        torch.testing.assert_close(basis @ (basis.T @ start), start, rtol=0, atol=1e-6)
         delta = pair[0].double() - pair[1].double()
-        exact = delta @ block.double().T, delta.T @ (delta @ block.double().T)
-        for mine, plain, gold in zip(ours, reference.delta_read(*pair, block.T), exact):
+        exact = delta @ basis, delta.T @ (delta @ basis)
+        for mine, plain, gold in zip((y, z), reference.delta_read(*pair, block.T), exact):
             error, allowed = ((t.double() - gold).abs().max() for t in (mine.T, plain))
             assert error <= 2 * allowed + 1e-6 * gold.abs().max(), f"error {error:.3g}, of plain {allowed:.3g}"
-        assert math.isclose(stats[0], delta.square().sum(), rel_tol=1e-5) and stats[1] == delta.count_nonzero()
+        assert math.isclose(facts[Fact.SQUARE], delta.square().sum(), rel_tol=1e-5)
+        assert facts[Fact.CHANGED] == delta.count_nonzero()
+
+
+@triton.jit
+def _small_kernel(gram, least, columns, matrices, norms):
+    row, column, both = tl.arange(0, 4)[:, None], tl.arange(0, 4)[None, :], tl.arange(0, 2)
+    t = triton_vectors._cholesky(tl.load(gram + row * 4 + column), tl.load(least + tl.arange(0, 4)))
+    tl.store(columns + row * 4 + column, t)
+    m = tl.load(matrices + both[:, None, None] * 16 + row[None, :, :] * 4 + column[None, :, :])
+    tl.store(norms + both, triton_vectors._spectral_norm(m))
+
+
+@triton.jit
+def _diagonalise_kernel(gram, ritz, values, k, stride, KP: tl.constexpr):
+    tl.store(values + tl.arange(0, KP), triton_vectors._diagonalise(gram, ritz, k, stride, KP))
 
 
 def test_small_matrices_like_the_reference():
     g = torch.Generator().manual_seed(0)
     with torch.device("cpu"):
         block, rest = torch.randn(9, 4, generator=g).double(), torch.randn(7, 4, generator=g).double()
+    t, norms = torch.empty(4, 4).double(), torch.empty(2).double()
+    block, rest = block.to(t), rest.to(t)
     block[:, 2] = block[:, 0] - 2 * block[:, 1]
-    t = grouped.cholesky_columns((block.T @ block)[None], 1e-5 * block.norm(dim=0)[None])[0]
+    matrices = torch.stack([rest.T @ rest, torch.zeros(4, 4).double()])
+    _small_kernel[(1,)](block.T @ block, 1e-5 * block.norm(dim=0), t, matrices, norms)
     kept = (block @ t)[:, [0, 1, 3]]
     assert torch.allclose(kept.T @ kept, torch.eye(3).to(kept), atol=1e-12) and not t[:, 2].any()
-    gram = rest.T @ rest
-    exact_norm = torch.linalg.matrix_norm(gram, 2)
-    assert exact_norm <= grouped.spectral_norm(gram) <= 1.19 * exact_norm
-    assert grouped.spectral_norm(torch.zeros(2, 4, 4).double()).tolist() == [0, 0]
+    exact_norm = torch.linalg.matrix_norm(matrices[0], 2)
+    assert exact_norm <= norms[0] <= 1.19 * exact_norm and norms[1] == 0
+
+
+@pytest.mark.parametrize("k", [4, 12, 20])
+def test_eigenvalues_like_the_library(k):
+    """Of a matrix with a zero row, equal eigenvalues and a small one, inside a larger one."""
+    g, padded = torch.Generator().manual_seed(k), max(16, triton.next_power_of_2(k))
+    with torch.device("cpu"):
+        q = torch.linalg.qr(torch.randn(k - 1, k - 1, generator=g).double()).Q
+        matrix = torch.zeros(k, k).double()
+        matrix[1:, 1:] = q @ torch.diag(torch.tensor([5.0, 5.0, *([1e-9] * (k - 3))]).double()) @ q.T
+    gram, vectors, values = torch.full((k, k + 3), 7.0).double(), torch.zeros(k, k + 3).double(), torch.ones(padded)
+    gram[:, :k], vectors[:, :k], values = matrix.to(gram), torch.eye(k), values.double()
+    _diagonalise_kernel[(1,)](gram, vectors, values, k, k + 3, KP=padded)
+    found, v, matrix = values[:k], vectors[:, :k], matrix.to(gram)
+    torch.testing.assert_close(v.T @ v, torch.eye(k).double(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(matrix @ v, v * found, rtol=0, atol=1e-13)
+    torch.testing.assert_close(found.sort().values, torch.linalg.eigvalsh(matrix), rtol=0, atol=1e-13)
+    assert not values[k:].any() and (gram[:, k:] == 7).all()
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 1023), (33, 70), (6, 2053)])

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from sampling_cases import rows_of_every_kind
 
 import rlkernels
 from rlkernels.sampling import reference
@@ -25,6 +26,36 @@ def test_vocabulary_of_several_blocks():
     ours = rlkernels.sample_tokens(logits, u, top_p=0.9, backend="triton")
     wanted = rlkernels.sample_tokens(logits, u, top_p=0.9, backend="torch")
     torch.testing.assert_close(ours, wanted, atol=2e-7, rtol=2e-7)
+
+
+def assert_as_the_reference(logits, temperature, top_p, top_k):
+    u = rlkernels.keyed_uniform(7, torch.arange(len(logits)), torch.arange(len(logits)))
+    settings = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    ours, wanted = (rlkernels.sample_tokens(logits, u, **settings, backend=b) for b in ("triton", "torch"))
+    assert torch.equal(ours[0], wanted[0])
+    torch.testing.assert_close(ours[1], wanted[1], atol=2e-7, rtol=2e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [4097, 16_411])
+def test_every_kind_of_row_with_every_filter(vocab, dtype):
+    """Peaked, flat, tied across blocks, ruled out: candidates that are few, and a whole row where they are not."""
+    rows = torch.cat([rows_of_every_kind(vocab)[::3], torch.randn(4, vocab).round() * 1e-30]).to(dtype)
+    some = torch.randperm(len(rows))
+    temperature = torch.tensor([1.0, 0.7, 1e-3, 30.0, 0.0, 1e-6])[some % 6]
+    top_p = torch.tensor([0.9, 1.0, 0.5, 0.999, 1e-6])[some.flip(0) % 5]
+    top_k = torch.tensor([0, 50, 0, 4096, 0, 4097, 1])[some % 7]
+    assert_as_the_reference(rows, temperature, top_p, top_k)
+    assert_as_the_reference(rows, temperature, 1.0, 0)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.6])
+def test_a_list_that_is_full_and_one_that_would_run_over(top_p):
+    """1,024 groups of four tokens are listed; ties beyond them are cut off in order of their ids."""
+    logits = torch.randn(6, 12_304)
+    for row, groups in zip(logits, (1023, 1024, 1025, 1024, 1025, 3076)):
+        row[: 4 * groups : 4] = 9
+    assert_as_the_reference(logits, 1.0, top_p, torch.tensor([1000, 1000, 1000, 1024, 1025, 3000]))
 
 
 def test_rows_without_a_distribution():
